@@ -1,0 +1,21 @@
+"""The errors and warnings Acutance raises on purpose; each message says what to do."""
+
+
+class AcutanceError(Exception):
+    """Something was asked for that cannot be answered truthfully."""
+
+
+class ShapeError(AcutanceError, ValueError):
+    """A tensor has the wrong shape; the message prints the shapes."""
+
+
+class NonFiniteError(AcutanceError, ValueError):
+    """A NaN or an infinity where a metric needs numbers."""
+
+
+class MissingExtraError(AcutanceError, ImportError):
+    """An optional library is needed; the message names the extra that installs it."""
+
+
+class AcutanceWarning(UserWarning):
+    """A result stands, but the reader should know something about it."""
