@@ -1,0 +1,180 @@
+"""Profile: what was measured, layer by layer, and where it was read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from acutance.errors import AcutanceError, MissingExtraError
+from acutance.files import atomic_write
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FORMAT = "acutance-profile/1"
+
+# Read from the attention operator itself rather than from tokens.
+MAP = "map"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One metric at one layer, averaged over the samples."""
+
+    tap: str  # where the tokens were read: block, attention, values, final; map for the attention operator
+    layer: int  # 1 is the first block; 0 is what enters it
+    metric: str
+    mean: float
+    std: float  # over samples
+    count: int  # samples
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Readings per layer × metric, with the context that makes them reproducible.
+
+    `profile["token_cosine"]` is the metric's mean by depth; `profile["token_cosine", "attention"]` names the tap,
+    which is needed only if the metric was read at several.
+    """
+
+    readings: tuple[Reading, ...]
+    context: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics read, in the order they were asked for."""
+        return list(dict.fromkeys(r.metric for r in self.readings))
+
+    @property
+    def taps(self) -> list[str]:
+        """The places that were read."""
+        return list(dict.fromkeys(r.tap for r in self.readings))
+
+    def select(self, metric: str, tap: str | None = None) -> list[Reading]:
+        """The readings of one metric at one tap, by depth."""
+        taps = list(dict.fromkeys(r.tap for r in self.readings if r.metric == metric))
+        if not taps:
+            raise KeyError(f"no metric {metric!r} in this profile; it holds {', '.join(self.metrics) or 'nothing'}")
+        if tap is None and len(taps) > 1:
+            raise KeyError(
+                f"{metric!r} was read at {', '.join(taps)}: say which, e.g. profile[{metric!r}, {taps[0]!r}]"
+            )
+        if tap is not None and tap not in taps:
+            raise KeyError(f"{metric!r} was not read at {tap!r}, only at {', '.join(taps)}")
+        chosen = tap or taps[0]
+        return sorted((r for r in self.readings if r.metric == metric and r.tap == chosen), key=lambda r: r.layer)
+
+    def __getitem__(self, key: str | tuple[str, str]) -> NDArray[np.float64]:
+        metric, tap = (key, None) if isinstance(key, str) else key
+        return np.array([r.mean for r in self.select(metric, tap)])
+
+    def layers(self, metric: str, tap: str | None = None) -> list[int]:
+        """The layers behind `profile[metric, tap]`."""
+        return [r.layer for r in self.select(metric, tap)]
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per reading, as a pandas DataFrame."""
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise MissingExtraError("to_frame needs pandas: pip install 'acutance[report]'") from error
+        return pd.DataFrame([asdict(r) for r in self.readings])
+
+    def table(self) -> Table:
+        """A terminal table: one row per tap and layer, one column per metric."""
+        table = Table(title=self.title, caption=self.caption, title_justify="left", caption_justify="left")
+        table.add_column("tap")
+        table.add_column("layer", justify="right")
+        for metric in self.metrics:
+            table.add_column(metric, justify="right")
+        cells = {(r.tap, r.layer, r.metric): r for r in self.readings}
+        for tap, layer in dict.fromkeys((r.tap, r.layer) for r in self.readings):
+            row = [cells.get((tap, layer, metric)) for metric in self.metrics]
+            table.add_row(tap, str(layer), *("" if r is None else f"{r.mean:.4f} ± {r.std:.4f}" for r in row))
+        return table
+
+    @property
+    def title(self) -> str:
+        """What was measured, in one line."""
+        model = self.context.get("model", "model")
+        mitigation = self.context.get("mitigation")
+        return f"{model} + {mitigation}" if mitigation else str(model)
+
+    @property
+    def caption(self) -> str:
+        """Where and how it was read, in one line."""
+        runs = self.context.get("runs")
+        spread = f"over {runs} runs" if runs else "over samples"
+        parts = [f"{self.context.get('samples', '?')} samples, mean ± standard deviation {spread}"]
+        for key in ("prefix", "dtype", "device"):
+            if key in self.context:
+                parts.append(f"{key}: {self.context[key]}")
+        return "; ".join(parts)
+
+    def __str__(self) -> str:
+        console = Console(width=160, no_color=True)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+    def to_json(self) -> str:
+        """The profile as JSON text. Infinities and NaN are written as strings: JSON has no numbers for them."""
+        body = {
+            "format": FORMAT,
+            "context": dict(self.context),
+            "readings": [{k: _to_json(v) for k, v in asdict(r).items()} for r in self.readings],
+        }
+        return json.dumps(body, indent=1, allow_nan=False)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write JSON, atomically."""
+        return atomic_write(path, self.to_json().encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read a profile that `save` wrote."""
+        try:
+            body = json.loads(Path(path).read_text(encoding="utf-8"))
+            if body["format"] != FORMAT:
+                raise AcutanceError(f"{path}: format {body['format']!r}, this version reads {FORMAT!r}")
+            readings = tuple(
+                Reading(**{**r, "mean": float(r["mean"]), "std": float(r["std"])}) for r in body["readings"]
+            )
+            return cls(readings, body["context"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise AcutanceError(f"{path} is not a profile written by Profile.save: {error}") from error
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write one offline page with the per-layer curves."""
+        from acutance.report import write_page
+
+        return write_page({self.title: self}, path)
+
+
+def merge(profiles: Iterable[Profile]) -> Profile:
+    """The mean over several runs (seeds) of the same measurement; `std` is then the spread over runs."""
+    runs = list(profiles)
+    keys = [[(r.tap, r.layer, r.metric) for r in p.readings] for p in runs]
+    if not runs or any(k != keys[0] for k in keys):
+        raise AcutanceError("only profiles of the same taps, layers and metrics can be merged")
+    means = np.array([[r.mean for r in p.readings] for p in runs])
+    spread = means.std(axis=0, ddof=1) if len(runs) > 1 else np.zeros(means.shape[1])
+    readings = tuple(
+        Reading(tap, layer, metric, float(m), float(s), len(runs))
+        for (tap, layer, metric), m, s in zip(keys[0], means.mean(axis=0), spread, strict=True)
+    )
+    return Profile(readings, {**runs[0].context, "runs": len(runs)})
+
+
+def _to_json(value: object) -> object:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

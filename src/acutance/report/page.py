@@ -1,0 +1,143 @@
+"""One offline HTML page: the per-layer curves of one or several profiles, with what was read where."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from acutance.errors import MissingExtraError
+from acutance.files import atomic_write
+from acutance.profile import MAP, Profile
+
+# Okabe and Ito's palette: told apart by colour-blind readers too.
+PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+
+TAP_NAMES = {
+    "block": "residual stream after each block",
+    "attention": "attention branch, before the residual",
+    "values": "values",
+    "final": "after the final norm",
+    MAP: "attention operator",
+}
+
+
+def write_page(
+    profiles: Mapping[str, Profile],
+    path: str | os.PathLike[str],
+    *,
+    title: str = "Over-smoothing, layer by layer",
+    verdict: str = "",
+    summary: Sequence[Mapping[str, str]] = (),
+) -> Path:
+    """Write the page; it needs no network to be read.
+
+    Args:
+        profiles: a curve per entry, in every chart.
+        path: where the page shall stand.
+        title: the heading.
+        verdict: one sentence under the heading.
+        summary: rows of a table above the charts, column name to text.
+    """
+    charts = {tap: _charts(profiles, tap).to_dict() for tap in _taps(profiles)}
+    body = _template().substitute(
+        title=escape(title),
+        verdict=f"<p class='verdict'>{escape(verdict)}</p>" if verdict else "",
+        summary=_table(summary) if summary else "",
+        sections="".join(
+            f"<h2>{escape(TAP_NAMES[tap])}</h2><div class='chart' id='chart-{tap}'></div>" for tap in charts
+        ),
+        context=_table([_context_row(name, profile) for name, profile in profiles.items()]),
+        charts=_script_json(charts),
+        bundle=_bundle(),
+    )
+    return atomic_write(path, body.encode())
+
+
+def _charts(profiles: Mapping[str, Profile], tap: str) -> Any:
+    """A grid of small charts, one per metric, that share colours, legend and selection."""
+    alt = _altair()
+    pick = alt.selection_point(fields=["run"], bind="legend")
+    metrics = dict.fromkeys(r.metric for p in profiles.values() for r in p.readings if r.tap == tap)
+    first, *others = [_chart(profiles, tap, metric, pick) for metric in metrics]
+    grid = alt.concat(first.add_params(pick), *others, columns=3)  # one legend picks in all charts
+    return grid.configure_legend(orient="top", labelLimit=400, symbolOpacity=1)
+
+
+def _chart(profiles: Mapping[str, Profile], tap: str, metric: str, pick: Any) -> Any:
+    alt = _altair()
+    rows = [
+        {"run": name, "layer": r.layer, "mean": r.mean, "low": r.mean - r.std, "high": r.mean + r.std}
+        for name, profile in profiles.items()
+        for r in profile.readings
+        if (r.tap, r.metric) == (tap, metric) and math.isfinite(r.mean)  # JSON has no infinity
+    ]
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        x=alt.X("layer:Q", axis=alt.Axis(tickMinStep=1), title="layer"),
+        color=alt.Color("run:N", scale=alt.Scale(range=PALETTE), sort=list(profiles), title=None),
+        tooltip=[alt.Tooltip("run:N"), alt.Tooltip("layer:Q"), alt.Tooltip("mean:Q", format=".4g")],
+    )
+    band = base.mark_area().encode(
+        y=alt.Y("low:Q", scale=alt.Scale(zero=False), title=None),
+        y2="high:Q",
+        opacity=alt.condition(pick, alt.value(0.15), alt.value(0.0)),
+    )
+    line = base.mark_line(point=True).encode(
+        y=alt.Y("mean:Q", scale=alt.Scale(zero=False), title=None),
+        opacity=alt.condition(pick, alt.value(1.0), alt.value(0.1)),
+    )
+    return alt.layer(band, line).properties(width=300, height=190, title=metric)
+
+
+def _taps(profiles: Mapping[str, Profile]) -> list[str]:
+    return list(dict.fromkeys(tap for profile in profiles.values() for tap in profile.taps))
+
+
+def _context_row(name: str, profile: Profile) -> dict[str, str]:
+    shown = ("model", "mitigation", "parameters", "samples", "prefix", "dtype", "device", "seed", "versions")
+    cells = {key: profile.context.get(key) for key in shown}
+    return {"run": name} | {k: _text(v) for k, v in cells.items()}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {v}" for k, v in value.items())
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) and value < 10**12 else str(value)
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in rows[0])
+    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def _script_json(value: object) -> str:
+    """JSON that is safe inside a script element, whatever a run is called."""
+    return json.dumps(value).replace("<", "\\u003c")
+
+
+def _template() -> Template:
+    return Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+
+
+def _altair() -> Any:
+    try:
+        import altair
+    except ImportError as error:
+        raise MissingExtraError("an HTML page needs altair: pip install 'acutance[report]'") from error
+    return altair
+
+
+def _bundle() -> str:
+    """Vega's own JavaScript, so that the page is read offline."""
+    try:
+        import vl_convert
+    except ImportError as error:
+        raise MissingExtraError("an HTML page needs vl-convert-python: pip install 'acutance[report]'") from error
+    bundle: str = vl_convert.javascript_bundle()  # type: ignore[call-arg] # its stub forgets the default
+    return bundle.replace("</script", "<\\/script")

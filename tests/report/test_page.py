@@ -1,0 +1,101 @@
+"""The HTML page in a real browser."""
+
+import math
+import shutil
+
+import numpy as np
+import pytest
+
+from acutance.profile import Profile, Reading
+from acutance.report import attention_picture, curves_picture, write_page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-sync",
+    "--no-first-run",
+]
+HOSTILE = "neutreno </script><script>document.title='owned'</script>"
+
+
+def make(slope: float) -> Profile:
+    readings = [
+        Reading(tap, layer, metric, slope * layer, 0.1, 5)
+        for tap in ("block", "attention")
+        for layer in range(4)
+        for metric in ("token_cosine", "rank_residual")
+    ]
+    return Profile(tuple(readings), {"model": "ViT", "samples": 5, "versions": {"torch": "2.13"}})
+
+
+@pytest.fixture
+def page(tmp_path):
+    summary = [{"variant": "plain", "accuracy %": "97.5"}]
+    return write_page(
+        {"plain": make(0.1), HOSTILE: make(0.2)}, tmp_path / "p.html", verdict="All <good>.", summary=summary
+    )
+
+
+def test_page_asks_for_nothing_outside_itself(page) -> None:
+    text = page.read_text()
+    for outside in ('src="http', 'href="http', "@import", "<link"):
+        assert outside not in text.split("<script")[0]
+    assert "All &lt;good&gt;." in text
+    assert HOSTILE not in text
+
+
+def test_infinite_readings_do_not_break_the_page(tmp_path) -> None:
+    profile = Profile((Reading("block", 1, "hfc_lfc_spectral", math.inf, math.nan, 1), *make(0.1).readings))
+    text = profile.to_html(tmp_path / "p.html").read_text()
+    assert "Infinity" not in text.split("const charts = ")[1]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+def test_page_in_a_real_browser(page) -> None:
+    from playwright.sync_api import sync_playwright
+
+    errors, requests = [], []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        tab = browser.new_page()
+        tab.on("pageerror", lambda error: errors.append(str(error)))
+        tab.on("request", lambda request: requests.append(request.url))
+        tab.goto(page.as_uri())
+        tab.wait_for_selector("body[data-ready=true]", timeout=30_000)
+        assert tab.title() == "Over-smoothing, layer by layer"
+        assert tab.locator("#chart-block svg.marks").count() == 1
+        assert tab.locator("#chart-attention .role-title-text").all_text_contents() == [
+            "token_cosine",
+            "rank_residual",
+        ]
+        # Two curves in each of two charts; picking one in the legend fades the other in both.
+        curves = tab.locator("#chart-block .mark-line path")
+        assert curves.count() == 4
+        tab.locator("#chart-block").get_by_text("plain", exact=True).click()
+        tab.wait_for_function(
+            "() => document.querySelectorAll('#chart-block .mark-line path[opacity=\"0.1\"]').length === 2"
+        )
+        browser.close()
+    assert errors == []
+    assert requests == [page.as_uri()]
+
+
+def test_curves_picture_draws_every_profile() -> None:
+    figure = curves_picture(
+        {"a": make(0.1), "b": make(0.2)}, [("token_cosine", "block"), ("rank_residual", "attention")]
+    )
+    assert [len(axis.lines) for axis in figure.axes] == [2, 2]
+    np.testing.assert_allclose(figure.axes[0].lines[1].get_ydata(), [0, 0.2, 0.4, 0.6])
+
+
+def test_attention_picture_is_layers_by_heads() -> None:
+    maps = {1: np.eye(5)[None].repeat(3, 0), 6: np.full((3, 5, 5), 0.2)}
+    figure = attention_picture(maps)
+    assert [axis.get_title() for axis in figure.axes][:4] == [
+        "layer 1, head 1",
+        "layer 1, head 2",
+        "layer 1, head 3",
+        "layer 6, head 1",
+    ]
