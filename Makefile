@@ -1,0 +1,44 @@
+# Two commands matter: `make demo` shows what Acutance does, `make test` says whether it still holds.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format docs clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## Create .venv and install Acutance into it, with everything needed to work on it
+
+# The stamp is rewritten only when the install went through, so a failed set-up is tried again.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; found = "%d.%d" % sys.version_info[:2]; sys.exit(None if sys.version_info >= (3, 11) else "Acutance needs Python 3.11 or newer, but $(PYTHON) is " + found + ". Name another one: make setup PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## Train three small ViTs, measure each layer by layer, compare them on one offline page
+	$(BIN)/acutance demo
+
+# One thread per process: two torch processes with default threads on two cores get in each other's way.
+test: export OMP_NUM_THREADS = 1
+test: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/.cache/inductor
+test: lint  ## Lint, type-check, and run every test and every snippet in the documentation
+	$(BIN)/pytest -n 2 --cov
+
+lint: $(READY)  ## Check style and types only
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(READY)  ## Put the style right
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: $(READY)  ## Build the site into site/; any warning is an error
+	$(BIN)/zensical build --clean --strict
+
+clean:  ## Remove what the other targets leave behind, except .venv
+	rm -rf .cache .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,180 @@
+"""Runs the documentation: every Python block, every `acutance` command; and checks what is not run.
+
+A block is left out only in plain sight, by a line of its own above it: <!-- skip: next "the reason" -->
+"""
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from sybil import Document, Example, Region, Sybil
+from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
+from sybil.parsers.markdown.lexers import FencedCodeBlockLexer
+
+ROOT = Path(__file__).parent
+PAGES = ["README.md", "CONTRIBUTING.md", "docs/*.md", "docs/**/*.md"]
+COMMAND_SECONDS = 600
+# They fetch or enter the repository, which is where the documentation is being run from already.
+GETTING_HERE = {"cd", "git", "source"}
+# Spelt like this, a block would look runnable and never be run.
+NEVER_RUN = r"(py|python3|pycon|sh|shell|zsh|(python|bash|console)[ \t{].*)"
+
+os.environ.setdefault("MPLBACKEND", "Agg")
+# Before anything imports torch: processes that each take every core slow one another down many times over.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def run_acutance(command: str) -> None:
+    """Run a command line that starts with `acutance`, in the page's working directory."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    run(["bash", "-o", "pipefail", "-c", command], environment={**os.environ, "PATH": path})
+
+
+def try_make(command: str) -> None:
+    """Ask make whether it knows the targets, without making them."""
+    # Under `make test` these would make the inner make think it belongs to the outer one.
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
+    }
+    run([*shlex.split(command), "-n", "-C", str(ROOT)], environment=environment)
+
+
+def check_extras(command: str) -> None:
+    """Do not install anything, but see that the extras asked for exist."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extras in re.findall(r"(?:acutance|\.)\[([\w, -]+)\]", command):
+        unknown = {extra.strip() for extra in extras.split(",")} - project["optional-dependencies"].keys()
+        assert not unknown, f"{command!r} names extras that pyproject.toml does not have: {sorted(unknown)}"
+
+
+def check_script(command: str) -> None:
+    """Do not run the script, but see that it is there (`python -m pip` is pip)."""
+    script = shlex.split(command)[1]
+    if script == "-m":
+        check_command(command.partition("-m ")[2])
+        return
+    assert (ROOT / script).is_file(), f"{command!r}: there is no {script} in the repository"
+
+
+CHECKS = {
+    "acutance": run_acutance,
+    "make": try_make,
+    "pip": check_extras,
+    "python": check_script,
+    "python3": check_script,
+}
+
+
+def run(arguments: list[str], environment: dict[str, str]) -> None:
+    """Run a process to its end; an exit status other than 0 fails with all it printed."""
+    done = subprocess.run(
+        arguments,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=COMMAND_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, f"{shlex.join(arguments)} gave {done.returncode}:\n{done.stdout}"
+
+
+def check_command(command: str) -> None:
+    """Run or check one command of a bash or console block, by its first word."""
+    command = command.replace(".venv/bin/", "")
+    name = next((word for word in command.split() if not re.match(r"\w+=", word)), "")
+    if name in GETTING_HERE:
+        return
+    assert name in CHECKS, (
+        f"{command!r}: only {', '.join(CHECKS)} can be checked. "
+        f'Change the block, or put <!-- skip: next "the reason" --> above it.'
+    )
+    CHECKS[name](command)
+
+
+def commands(source: str) -> Iterator[str]:
+    """The commands of a shell block: continued lines joined, comments dropped, `&&` taken apart."""
+    for line in source.replace("\\\n", " ").splitlines():
+        # Split only to find out where a comment starts and whether `&&` stands outside quotes.
+        lexer = shlex.shlex(line, posix=False, punctuation_chars="&")
+        lexer.whitespace_split = True
+        command: list[str] = []
+        for word in [*lexer, "&&"]:
+            if word != "&&":
+                command.append(word)
+            elif command:
+                yield " ".join(command)
+                command = []
+
+
+def evaluate_bash(example: Example) -> None:
+    """Every line is a command."""
+    for command in commands(example.parsed):
+        check_command(command)
+
+
+def evaluate_console(example: Example) -> None:
+    """Lines after a `$ ` are commands, the others what they print (which is not compared)."""
+    lines = example.parsed.replace("\\\n", " ").splitlines()
+    prompted = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    assert prompted, "a console block without a line that starts with '$ ' runs nothing; call it text"
+    for command in commands("\n".join(prompted)):
+        check_command(command)
+
+
+class ReasonedSkipParser(SkipParser):
+    """Sybil's skip directive, insisting on a reason."""
+
+    def __call__(self, document: Document) -> Iterable[Region]:
+        """Find the directives of a page."""
+        for region in super().__call__(document):
+            action, reason = region.parsed
+            if action != "end" and not reason:
+                where = f"{document.path}, {document.line_column(region.start)}"
+                raise ValueError(f'{where}: say why: <!-- skip: {action} "the reason" -->')
+            yield region
+
+
+def refuse_misspelt_languages(document: Document) -> Iterable[Region]:
+    """Fail for blocks that look as if they were run, and are not."""
+    for region in FencedCodeBlockLexer(NEVER_RUN)(document):
+        language = region.lexemes["language"]
+        raise ValueError(
+            f"{document.path}, {document.line_column(region.start)}: a {language!r} block is never run; "
+            "call it python, bash or console (or text, if it is no code)"
+        )
+    return ()
+
+
+@pytest.fixture(scope="module")
+def working_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An empty directory for a page, so that its snippets may write files."""
+    with contextlib.chdir(tmp_path_factory.mktemp("page")):
+        yield
+
+
+pytest_collect_file = Sybil(
+    parsers=[
+        ReasonedSkipParser(),
+        PythonCodeBlockParser(),
+        CodeBlockParser(language="bash", evaluator=evaluate_bash),
+        CodeBlockParser(language="console", evaluator=evaluate_console),
+        refuse_misspelt_languages,
+    ],
+    patterns=PAGES,
+    fixtures=["working_directory"],
+).pytest()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With `pytest -n`, keep each file on one process: a page shares its names, a module its fixtures."""
+    if getattr(config.option, "dist", "no") == "load":
+        config.option.dist = "loadfile"
