@@ -1,0 +1,201 @@
+"""Draws the pictures of the documentation: `python docs/pictures.py theory` writes docs/assets/theory/*.svg.
+
+Everything is seeded and nothing depends on the clock: the same code gives the same files.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Circle
+from torch import Tensor
+
+from acutance import theory
+from acutance.operator import AttentionOperator
+
+ASSETS = Path(__file__).parent / "assets"
+
+# Okabe and Ito's palette: told apart with any colour vision.
+BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
+PALETTE = [BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY]
+GREY = "#666666"
+STYLE = {
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "font.size": 9,
+    "legend.frameon": False,
+    "lines.linewidth": 1.4,
+    "svg.hashsalt": "acutance",
+}
+TOKENS, KEY_DIM = 6, 4
+
+
+def example(seed: int, channels: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of one small head."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(1, 1, TOKENS, KEY_DIM), (1, 1, TOKENS, KEY_DIM), (1, 1, TOKENS, channels)]
+    q, k, v = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    return q, k, v
+
+
+def symmetric_head() -> tuple[AttentionOperator, Tensor]:
+    """The head and the values that most pictures are about: sharp enough to smooth slowly."""
+    _, k, v = example(seed=1)
+    return AttentionOperator(1.6 * k, 1.6 * k, kernel="symmetric"), v
+
+
+def panels() -> tuple[Figure, list[Axes]]:
+    """Two panels side by side."""
+    figure, axes = plt.subplots(1, 2, figsize=(7.6, 3.0), layout="constrained")
+    return figure, list(axes)
+
+
+def theorem_1() -> Figure:
+    """One Euler step against attention, and the functional along the way there."""
+    _, k, v = example(seed=0, channels=8)
+    kernel = theory.affinity(k) / 2
+    attention = AttentionOperator(k, k, kernel="symmetric") @ v
+    step = theory.euler_step(v, kernel)
+    figure, (left, right) = panels()
+
+    ends = [attention.min().item(), attention.max().item()]
+    left.plot(ends, ends, color=GREY, linewidth=0.8)
+    left.plot(attention.flatten(), step.flatten(), "o", color=BLUE, markersize=4, alpha=0.7)
+    left.set(xlabel="symmetric attention $Av$", ylabel="Euler step $v - \\Delta t\\,\\nabla J$")
+    difference = (attention - step).abs().max().item()
+    left.set_title(f"One step is attention (largest difference {difference:.0e})")
+
+    length = torch.linspace(0, 2.4, 97, dtype=torch.float64)
+    along = torch.stack([theory.nonlocal_functional(v + t * (step - v), kernel).squeeze() for t in length])
+    right.plot(length, along, color=BLUE)
+    for t, name in ((0.0, "values $v$"), (1.0, "attention $Av$")):
+        height = theory.nonlocal_functional(v + t * (step - v), kernel).item()
+        right.plot(t, height, "o", color=VERMILION)
+        right.annotate(name, (t, height), xytext=(8, 7 * t - 2), textcoords="offset points")
+    right.set(xlabel="length of the step, in units of $\\Delta t$", ylabel="$J$", ylim=(0, None))
+    right.set_title("And it goes downhill")
+    return figure
+
+
+def lemma_1() -> Figure:
+    """Repeated attention against the mean of simulated walks."""
+    A, v = symmetric_head()
+    most, walks = 8, 1000
+    generator = torch.Generator().manual_seed(0)
+    figure, axes = plt.subplots(figsize=(6.2, 3.2), layout="constrained")
+    expected = torch.stack([theory.walk_expectation(A, v, steps).squeeze() for steps in range(most + 1)])
+    for index, (start, color) in enumerate(zip((2, 0, 5), PALETTE, strict=False)):
+        axes.plot(expected[:, start], color=color, label=f"from token {start + 1}")
+        ends = torch.stack(
+            [
+                theory.simulate_walks(A, v, start, steps, walks, generator).squeeze()
+                for steps in range(most + 1)
+            ]
+        )
+        where = torch.arange(most + 1) + 0.06 * (index - 1)
+        bars = 5 * ends.std(-1) / walks**0.5
+        axes.errorbar(
+            where, ends.mean(-1), bars, fmt="o", color=color, markersize=4, capsize=2.5, elinewidth=0.9
+        )
+    axes.set(xlabel="steps $k$", ylabel="value")
+    axes.set_title(f"Lines: $A^k v$.  Dots: mean of {walks} walks, bars 5 standard errors")
+    axes.legend()
+    return figure
+
+
+def lemma_2() -> Figure:
+    """Tokens falling together, and how fast."""
+    A, v = symmetric_head()
+    most = 24
+    path = torch.stack([theory.walk_expectation(A, v, steps).squeeze() for steps in range(most + 1)])
+    limit = theory.smoothing_limit(A, v).squeeze()
+    figure, (left, right) = panels()
+
+    for token, color in zip(path.T, PALETTE, strict=True):
+        left.plot(token, color=color)
+    left.axhline(limit[0].item(), color="black", linestyle="--", linewidth=1)
+    left.annotate(
+        "$\\sum_j \\pi_j v_j$", (most, limit[0].item()), xytext=(-30, 14), textcoords="offset points"
+    )
+    left.set(xlabel="repetitions $k$", ylabel="value of each token")
+    left.set_title("Every token forgets itself")
+
+    distance, rate = (path - limit).norm(dim=-1), theory.smoothing_rate(A).item()
+    right.semilogy(distance, "o", color=BLUE, markersize=3.5, label="$\\|A^k v - $ limit$\\|$")
+    line = distance[-1].item() * rate ** (torch.arange(most + 1.0) - most)
+    right.semilogy(line, color=VERMILION, label=f"slope $|\\mu_2|^k$, $|\\mu_2| = {rate:.2f}$")
+    right.set(xlabel="repetitions $k$")
+    right.set_title("At the rate of the second eigenvalue")
+    right.legend()
+    return figure
+
+
+def proposition_1() -> Figure:
+    """Tokens kept apart, and the disc that decides whether the iteration settles."""
+    A, f = symmetric_head()
+    strength, most = 0.6, 24
+    path = torch.stack([theory.fidelity_iterate(A, f, strength, n).squeeze() for n in range(most + 1)])
+    figure, (left, right) = panels()
+
+    for token, end, color in zip(
+        path.T, theory.fidelity_limit(A, f, strength).squeeze(), PALETTE, strict=True
+    ):
+        left.plot(token, color=color)
+        left.plot(most, end, "o", color=color, markersize=5)
+    left.annotate("dots: closed form", (most, 0), xytext=(-80, -72), textcoords="offset points", color=GREY)
+    left.set(xlabel="repetitions $k$", ylabel="value of each token")
+    left.set_title("Pulled towards $f$, tokens stay apart")
+
+    q, k, _ = example(seed=4)
+    sharp = AttentionOperator(5 * q, k)
+    right.add_patch(Circle((strength, 0), 1, facecolor=SKY, alpha=0.25, edgecolor=BLUE))
+    right.plot(strength, 0, "+", color="black", markersize=11, zorder=3)
+    right.annotate("$\\tilde\\lambda$", (strength, 0), xytext=(-3, -18), textcoords="offset points")
+    for operator, marker, color, name in (
+        (A, "o", GREEN, "symmetric"),
+        (sharp, "^", VERMILION, "sharp, asymmetric"),
+    ):
+        mu = operator.eigenvalues().flatten()
+        verdict = "settles" if theory.fidelity_converges(operator, strength).item() else "diverges"
+        right.plot(
+            mu.real, mu.imag, marker, color=color, markersize=5, alpha=0.85, label=f"{name}: {verdict}"
+        )
+    right.set(xlabel="Re $\\mu$", ylabel="Im $\\mu$", aspect="equal", xlim=(-1.3, 1.9), ylim=(-1.75, 1.1))
+    right.set_title("It settles iff every $\\mu$ is inside")
+    right.legend(loc="lower left", fontsize=8, handletextpad=0.1)
+    return figure
+
+
+PICTURES: dict[str, dict[str, Callable[[], Figure]]] = {
+    "theory": {
+        "theorem-1": theorem_1,
+        "lemma-1": lemma_1,
+        "lemma-2": lemma_2,
+        "proposition-1": proposition_1,
+    }
+}
+
+
+def main() -> None:
+    """Draw the pictures of the pages named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("page", choices=PICTURES, nargs="+")
+    with mpl.rc_context(STYLE):
+        for page in parser.parse_args().page:
+            (ASSETS / page).mkdir(parents=True, exist_ok=True)
+            for name, draw in PICTURES[page].items():
+                figure = draw()
+                # White behind the drawing keeps it readable on a dark page; no date keeps the file the same.
+                figure.savefig(ASSETS / page / f"{name}.svg", facecolor="white", metadata={"Date": None})
+                plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
