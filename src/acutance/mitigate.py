@@ -1,0 +1,88 @@
+"""mitigate: put a mitigation into a model in place, and take it out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from acutance import sites
+from acutance.errors import AcutanceError
+from acutance.mitigations import Mitigation, as_mitigation
+
+
+class Handle(sites.Undo):
+    """A mitigation sitting in a model; `remove()`, or leaving a with block, restores the model exactly."""
+
+    def __init__(self, spec: str, layers: Sequence[int], undo: Callable[[], None]) -> None:
+        super().__init__(undo)
+        self.spec = spec
+        self.layers = tuple(layers)
+
+    def __repr__(self) -> str:
+        state = "removed" if self._undo is None else "active"
+        return f"<{self.spec} in layers {', '.join(map(str, self.layers))}, {state}>"
+
+
+def mitigate(model: nn.Module, mitigation: Mitigation | str, layers: Sequence[int] | None = None) -> Handle:
+    """Put a mitigation into a trained model, in place.
+
+    Learnt parameters start at the identity, so only constants such as NeuTRENO's λ̃ change the output before
+    training. Make the optimiser afterwards, so that it sees the new parameters.
+
+    Args:
+        model: any model `acutance.sites.find` knows.
+        mitigation: a `Mitigation` or its spec, e.g. `neutreno:0.6+featscale`.
+        layers: 0-based layer numbers; all by default.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise AcutanceError(
+            "gradients of parameters added now would not be synchronised: mitigate, then wrap in DDP"
+        )
+    found = sites.find(model)
+    _refuse_second(found)
+    wanted = _wanted(layers, len(found))
+    chosen = as_mitigation(mitigation)
+    undos: list[Callable[[], None]] = []
+
+    def undo() -> None:
+        while undos:
+            undos.pop()()
+
+    try:
+        for site in found:
+            if site.layer in wanted:
+                undos.append(_install(site, chosen))
+    except BaseException:  # never leave a model half patched
+        undo()
+        raise
+    return Handle(chosen.spec, wanted, undo)
+
+
+def _install(site: sites.AttentionSite, mitigation: Mitigation) -> Callable[[], None]:
+    like = site.projection_weight()
+    built = mitigation.for_layer(site.shape(pretrained=True)).to(device=like.device, dtype=like.dtype)
+    return site.install(built.train(site.attention.training))
+
+
+def _wanted(layers: Sequence[int] | None, depth: int) -> list[int]:
+    if layers is None:
+        return list(range(depth))
+    unknown = [layer for layer in layers if not 0 <= layer < depth]
+    if unknown or not layers:
+        raise AcutanceError(
+            f"layers {list(layers)}: name at least one of this model's layers, 0 to {depth - 1}"
+        )
+    return sorted(set(layers))
+
+
+def _refuse_second(found: Sequence[sites.AttentionSite]) -> None:
+    carried = next((site.mitigation for site in found if site.mitigation is not None), None)
+    if carried is None:
+        return
+    patched = carried.shape is not None and carried.shape.pretrained
+    advice = "call remove() on its handle first" if patched else "build the model without it first"
+    origin = "mitigated" if patched else "constructed"
+    raise AcutanceError(
+        f"the model was {origin} with {carried.spec!r} already: {advice}, or combine the two as 'one+other'"
+    )

@@ -1,0 +1,41 @@
+"""FeatScale (Anti-Oversmoothing in Deep Vision Transformers via the Fourier Domain Analysis, 2203.05962)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from acutance.errors import AcutanceError
+from acutance.mitigations.base import LayerShape, Mitigation, register
+
+
+@register("featscale")
+class FeatScale(Mitigation):
+    """y ← y + s ⊙ mean(y) + t ⊙ (y − mean(y)), per channel, s and t learnt from 0 (https://arxiv.org/abs/2203.05962).
+
+    The mean runs over all tokens, class token included.
+
+    Args:
+        doubled: add the correction twice (gains 1 + 2s and 1 + 2t), as the authors' public DeiT code does;
+            the paper and their CaiT and Swin code add it once.
+    """
+
+    low: nn.Parameter
+    high: nn.Parameter
+
+    def __init__(self, doubled: bool = False) -> None:
+        super().__init__()
+        if not isinstance(doubled, bool):
+            raise AcutanceError(f"featscale: doubled must be true or false, not {doubled!r}")
+        self.doubled = doubled
+
+    def build(self, shape: LayerShape) -> None:
+        """One gain for the low and one for the high frequencies of every channel."""
+        self.low = nn.Parameter(torch.zeros(shape.dim))
+        self.high = nn.Parameter(torch.zeros(shape.dim))
+
+    def features(self, y: Tensor, x: Tensor) -> Tensor:
+        """Rescale the mean over tokens and what is left of it separately."""
+        mean = y.mean(dim=-2, keepdim=True)
+        correction = self.low.to(y.dtype) * mean + self.high.to(y.dtype) * (y - mean)
+        return y + 2 * correction if self.doubled else y + correction

@@ -1,0 +1,81 @@
+"""NeuTRENO (Mitigating Over-smoothing in Transformers via Regularized Nonlocal Functionals, 2312.00751)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from acutance.errors import AcutanceError
+from acutance.mitigations.base import LayerShape, Mitigation, like_output, register
+
+if TYPE_CHECKING:
+    from acutance.operator import AttentionOperator
+
+
+@register("neutreno")
+class NeuTRENO(Mitigation):
+    """u ← u + λ̃ (v⁰ − v): attention pulled back towards the first layer's values (https://arxiv.org/abs/2312.00751).
+
+    The term is zero at the first layer, where v⁰ is v, so it is omitted there.
+
+    Args:
+        strength: λ̃. A constant adds no parameter and no state-dict key; zero leaves the model as it is.
+        learn: None for a constant; "layer" or "head" learns one λ̃ per layer or per head.
+        detach: stop the gradient from later layers into the first layer's values (the paper lets it flow).
+        start: where a learnt λ̃ starts; by default at `strength`, or at 0 when patched into a trained model.
+    """
+
+    positional = "strength"
+    learnt_strength: nn.Parameter | None
+
+    def __init__(
+        self,
+        strength: float = 0.6,
+        learn: Literal["layer", "head"] | None = None,
+        detach: bool = False,
+        start: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.strength = _number("strength", strength)
+        if learn not in (None, "layer", "head"):
+            raise AcutanceError(f"neutreno: learn must be None, 'layer' or 'head', not {learn!r}")
+        if not isinstance(detach, bool):
+            raise AcutanceError(f"neutreno: detach must be true or false, not {detach!r}")
+        if start is not None and learn is None:
+            raise AcutanceError(
+                "neutreno: start is for a learnt strength; give learn='layer' or 'head' with it"
+            )
+        self.learn = learn
+        self.detach = detach
+        self.start = None if start is None else _number("start", start)
+        self.register_parameter("learnt_strength", None)
+
+    def build(self, shape: LayerShape) -> None:
+        """A learnt λ̃ for every layer but the first, where it would never receive a gradient."""
+        if self.learn is None or shape.layer == 0:
+            return
+        default = 0.0 if shape.pretrained else self.strength
+        start = default if self.start is None else self.start
+        count = shape.heads if self.learn == "head" else 1  # never 0-d, which sharded training refuses
+        self.learnt_strength = nn.Parameter(torch.full((count,), start))
+
+    def output(self, u: Tensor, v: Tensor, v0: Tensor, A: AttentionOperator) -> Tensor:
+        """u + λ̃ (v⁰ − v), outside attention dropout."""
+        if (self.shape is not None and self.shape.layer == 0) or (self.learn is None and self.strength == 0):
+            return u
+        first = v0.detach() if self.detach else v0
+        return u + self._strength(u) * (like_output(first, u) - like_output(v, u))
+
+    def _strength(self, u: Tensor) -> Tensor | float:
+        if self.learnt_strength is None:
+            return self.strength
+        return self.learnt_strength.to(u.dtype)[:, None, None]  # against (heads, tokens, head_dim)
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise AcutanceError(f"neutreno: {name} must be a finite number, not {value!r}")
+    return float(value)

@@ -1,0 +1,130 @@
+"""Weights on disk: safetensors of our own, and published ones. Nothing is ever unpickled but tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from acutance.errors import AcutanceError
+from acutance.files import atomic_write
+from acutance.models.config import ViTConfig
+from acutance.models.position import resize_position_embedding
+from acutance.models.vit import ViT
+
+PathLike = str | os.PathLike[str]
+CONFIG_KEY = "acutance.config"  # in the safetensors metadata
+
+
+def save_checkpoint(model: ViT, path: PathLike) -> Path:
+    """Write weights and configuration as one safetensors file, whole or not at all."""
+    state = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    metadata = {"format": "pt", CONFIG_KEY: json.dumps(model.config.to_dict())}
+    return atomic_write(path, save(state, metadata=metadata))
+
+
+def from_checkpoint(path: PathLike) -> ViT:
+    """Rebuild the model that `save_checkpoint` wrote, mitigation included."""
+    try:
+        with safe_open(str(_existing(path)), framework="pt") as file:
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise _unreadable(path, error) from error
+    if CONFIG_KEY not in metadata:
+        raise AcutanceError(
+            f"{path} carries no model configuration: build the model yourself and use models.load_checkpoint"
+        )
+    try:
+        options = json.loads(metadata[CONFIG_KEY])
+    except ValueError as error:
+        raise _unreadable(path, error) from error
+    config = ViTConfig.from_dict(options)
+    model = ViT(**config.to_dict())
+    load_checkpoint(model, path)
+    return model
+
+
+def load_checkpoint(model: ViT, source: PathLike | Mapping[str, Any]) -> None:
+    """Load weights, all of them or none; a position embedding of another grid is resized.
+
+    Args:
+        model: where the weights go.
+        source: a safetensors file, a `.pth` file (a state dict, or DeiT's {"model": state dict}), or a
+            mapping laid out like one.
+    """
+    label = "the state dict" if isinstance(source, Mapping) else str(source)
+    state = _tensors(source if isinstance(source, Mapping) else _read(source), label)
+    own = model.state_dict()
+    if "pos_embed" in state and state["pos_embed"].shape != own["pos_embed"].shape:
+        grid, prefix = model.config.grid, model.prefix_tokens
+        state["pos_embed"] = resize_position_embedding(state["pos_embed"], grid, prefix)
+    _check_match(own, state, label)
+    model.load_state_dict(state)
+
+
+def _read(path: PathLike) -> Mapping[str, Any]:
+    file = _existing(path)
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a damaged or hostile file provokes
+        raise _unreadable(path, error) from error
+    if not isinstance(content, Mapping):
+        raise AcutanceError(f"{path} holds a {type(content).__name__}, not a state dict")
+    return content
+
+
+def _tensors(content: Mapping[str, Any], label: str) -> dict[str, Tensor]:
+    state = content["model"] if isinstance(content.get("model"), Mapping) else content
+    other = [str(name) for name, value in state.items() if not isinstance(value, Tensor)]
+    if other:
+        raise AcutanceError(
+            f"{label} is not a state dict: {_listed(other)} are no tensors. Pass the state dict itself"
+        )
+    return dict(state)
+
+
+def _check_match(own: Mapping[str, Tensor], state: Mapping[str, Tensor], label: str) -> None:
+    """Compare before touching the model: load_state_dict copies what fits even when it then complains."""
+    missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    sizes = [
+        f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}"
+        for name in sorted(own.keys() & state.keys())
+        if own[name].shape != state[name].shape
+    ]
+    problems = {"missing": missing, "unexpected": unexpected, "of another size": sizes}
+    if not any(problems.values()):
+        return
+    found = "; ".join(f"{kind}: {_listed(names)}" for kind, names in problems.items() if names)
+    advice = "build the model with the options the weights were trained with"
+    if any(".mitigation." in name for name in missing):
+        advice = "load it into a plain model, then add the mitigation with mitigate(model, …)"
+    raise AcutanceError(f"{label} does not fit the model ({found}). To fix it, {advice}")
+
+
+def _listed(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _existing(path: PathLike) -> Path:
+    file = Path(path)
+    if not file.is_file():
+        raise AcutanceError(f"there is no file {path}")
+    return file
+
+
+def _unreadable(path: PathLike, error: Exception) -> AcutanceError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return AcutanceError(
+        f"{path} cannot be read as weights: it is damaged, or holds more than tensors, which is refused "
+        f"because unpickling could run code ({reason}). Fetch it again, or save its state dict alone"
+    )

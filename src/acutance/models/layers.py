@@ -1,0 +1,70 @@
+"""The small parts of a vision Transformer, under timm's names."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class PatchEmbed(nn.Module):
+    """Cuts images into patches and projects each to one token."""
+
+    def __init__(self, in_chans: int, patch_size: int, dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(in_chans, dim, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) to (batch, patches, dim), row by row."""
+        patches: Tensor = self.proj(images)
+        return patches.flatten(2).transpose(1, 2)
+
+
+class Mlp(nn.Module):
+    """Two linear layers with a GELU between."""
+
+    def __init__(self, dim: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(hidden, dim)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each token by itself."""
+        hidden = self.drop(self.act(self.fc1(x)))
+        out: Tensor = self.drop(self.fc2(hidden))
+        return out
+
+
+class LayerScale(nn.Module):
+    """A learnt gain per channel on a residual branch (https://arxiv.org/abs/2103.17239)."""
+
+    def __init__(self, dim: int, start: float) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((dim,), start))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale every channel."""
+        return x * self.gamma
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: training skips the branch for some samples, at random, and scales up the others."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Zero whole samples."""
+        if self.rate == 0 or not self.training:
+            return x
+        keep = 1 - self.rate
+        kept = torch.empty((x.shape[0],) + (1,) * (x.ndim - 1), dtype=x.dtype, device=x.device).bernoulli_(
+            keep
+        )
+        return x * (kept / keep if keep > 0 else kept)
+
+    def extra_repr(self) -> str:
+        """Show the rate."""
+        return f"rate={self.rate:g}"

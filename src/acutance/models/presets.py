@@ -1,0 +1,32 @@
+"""Models of the papers by name; every option of `ViTConfig` can be overridden."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from acutance.models.vit import ViT
+
+
+def deit_tiny(**overrides: Any) -> ViT:
+    """DeiT-tiny/16 for 224×224 (https://arxiv.org/abs/2012.12877): 5,717,416 parameters."""
+    return _deit(dim=192, heads=3, overrides=overrides)
+
+
+def deit_small(**overrides: Any) -> ViT:
+    """DeiT-small/16 for 224×224 (https://arxiv.org/abs/2012.12877): 22,050,664 parameters."""
+    return _deit(dim=384, heads=6, overrides=overrides)
+
+
+def deit_base(**overrides: Any) -> ViT:
+    """DeiT-base/16 for 224×224 (https://arxiv.org/abs/2012.12877): 86,567,656 parameters."""
+    return _deit(dim=768, heads=12, overrides=overrides)
+
+
+def vit_tiny_cifar(**overrides: Any) -> ViT:
+    """DeiT-tiny's body on 32×32 images in 4×4 patches, 100 classes."""
+    return deit_tiny(**{"image_size": 32, "patch_size": 4, "num_classes": 100, **overrides})
+
+
+def _deit(dim: int, heads: int, overrides: dict[str, Any]) -> ViT:
+    body = {"image_size": 224, "patch_size": 16, "dim": dim, "depth": 12, "heads": heads, "num_classes": 1000}
+    return ViT(**{**body, **overrides})

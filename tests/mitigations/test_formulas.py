@@ -1,0 +1,177 @@
+"""Each mitigation against its paper's formula, written out with explicit matrices."""
+
+import pytest
+import torch
+
+from acutance.errors import ShapeError
+from acutance.mitigations import AttnScale, FeatScale, LayerShape, Mitigation, NeuTRENO
+from acutance.operator import AttentionOperator
+
+B, H, N, D = 2, 4, 6, 5
+
+
+def layer_shape(layer=1, heads=H, kv_heads=H, pretrained=False):
+    return LayerShape(layer, dim=H * D, heads=heads, head_dim=D, kv_heads=kv_heads, pretrained=pretrained)
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def attention(kv_heads=H, **options):
+    return AttentionOperator(draw(B, H, N, D), draw(B, kv_heads, N, D, seed=1), **options)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_neutreno_reads_the_values_of_each_query_head(kv_heads):
+    v, v0, u = draw(B, kv_heads, N, D), draw(B, kv_heads, N, D, seed=1), draw(B, H, N, D, seed=2)
+    built = NeuTRENO(0.6).for_layer(layer_shape(kv_heads=kv_heads))
+    out = built.output(u, v, v0, attention(kv_heads))
+    for head in range(H):
+        shared = head // (H // kv_heads)
+        expected = u[:, head] + 0.6 * (v0[:, shared] - v[:, shared])
+        torch.testing.assert_close(out[:, head], expected, rtol=1e-14, atol=1e-14)
+
+
+def test_neutreno_with_a_cache_uses_the_rows_of_its_own_queries():
+    built = NeuTRENO(0.6).for_layer(layer_shape())
+    v, v0, u = draw(B, H, N, D), draw(B, H, N, D, seed=1), draw(B, H, N, D, seed=2)
+    A = attention(causal=True)
+    whole = built.output(u, v, v0, A)
+    step = built.output(u[:, :, -2:], v, v0, AttentionOperator(A.q[:, :, -2:], A.k, causal=True))
+    assert torch.equal(step, whole[:, :, -2:])
+
+
+def test_values_that_cannot_be_matched_are_named():
+    built = NeuTRENO(0.6).for_layer(layer_shape())
+    u, v = draw(B, H, N, D), draw(B, 3, N, D)
+    with pytest.raises(ShapeError, match=r"values \(2, 3, 6, 5\).*output \(2, 4, 6, 5\)"):
+        built.output(u, v, v, attention())
+
+
+def test_learnt_strength_per_head_reaches_its_own_head():
+    built = NeuTRENO(0.6, learn="head").for_layer(layer_shape())
+    built.learnt_strength.data = torch.tensor([0.1, -0.2, 0.0, 2.0], dtype=torch.float64)
+    v, v0, u = draw(B, H, N, D), draw(B, H, N, D, seed=1), draw(B, H, N, D, seed=2)
+    expected = torch.stack([u[:, h] + s * (v0 - v)[:, h] for h, s in enumerate([0.1, -0.2, 0.0, 2.0])], dim=1)
+    torch.testing.assert_close(built.output(u, v, v0, attention()), expected, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("learn", "layer", "pretrained", "start", "expected"),
+    [
+        (None, 1, False, None, None),
+        ("layer", 0, False, None, None),
+        ("layer", 1, False, None, [0.6]),
+        ("layer", 1, True, None, [0.0]),
+        ("head", 1, False, None, [0.6] * H),
+        ("head", 1, True, None, [0.0] * H),
+        ("head", 1, True, 0.1, [0.1] * H),
+        ("layer", 1, False, 0.0, [0.0]),
+    ],
+)
+def test_where_a_learnt_strength_starts(learn, layer, pretrained, start, expected):
+    built = NeuTRENO(0.6, learn=learn, start=start).for_layer(layer_shape(layer, pretrained=pretrained))
+    found = {name: parameter.shape for name, parameter in built.named_parameters()}
+    assert found == ({} if expected is None else {"learnt_strength": torch.Size([len(expected)])})
+    if expected is not None:
+        torch.testing.assert_close(built.learnt_strength.detach(), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("doubled", [False, True])
+def test_featscale_scales_low_and_high_frequencies(doubled):
+    built = FeatScale(doubled=doubled).for_layer(layer_shape()).double()
+    built.low.data, built.high.data = draw(H * D, seed=1), draw(H * D, seed=2)
+    y = draw(B, N, H * D)
+    average = torch.full((N, N), 1 / N, dtype=torch.float64)
+    low, high = average @ y, (torch.eye(N, dtype=torch.float64) - average) @ y
+    times = 2 if doubled else 1
+    expected = (1 + times * built.low) * low + (1 + times * built.high) * high
+    torch.testing.assert_close(built.features(y, y), expected, rtol=1e-12, atol=1e-12)
+
+
+def masks():
+    causal_bias = torch.zeros(N, N, dtype=torch.float64).masked_fill(
+        torch.ones(N, N).triu(1).bool(), -torch.inf
+    )
+    keys = torch.ones(B, N, dtype=torch.bool)
+    keys[0, 4:] = False
+    square = torch.rand(B, 1, N, N, generator=torch.Generator().manual_seed(5)) > 0.4
+    square[:, :, 2] = False  # a query that sees nothing
+    visible_square = square.expand(B, H, N, N)
+    lower = torch.ones(N, N).tril().bool()
+    lowest = torch.finfo(torch.float64).min
+    return {
+        "none": ({}, torch.ones(B, H, N, N).bool()),
+        "causal": ({"causal": True}, lower.expand(B, H, N, N)),
+        "keys": ({"mask": keys}, keys[:, None, None].expand(B, H, N, N)),
+        "keys and causal": ({"mask": keys, "causal": True}, keys[:, None, None] & lower.expand(B, H, N, N)),
+        "square": ({"mask": square}, visible_square),
+        "bias of −∞": ({"mask": causal_bias}, lower.expand(B, H, N, N)),
+        "bias of the lowest number": ({"mask": causal_bias.clamp_min(lowest)}, lower.expand(B, H, N, N)),
+    }
+
+
+@pytest.mark.parametrize("mask", masks())
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_attnscale_equals_the_rescaled_matrix(mask, kv_heads):
+    options, visible = masks()[mask]
+    A = attention(kv_heads, **options)
+    built = AttnScale().for_layer(layer_shape(kv_heads=kv_heads)).double()
+    built.gain.data = draw(H, seed=3)
+    v = draw(B, kv_heads, N, D, seed=4)
+    uniform = visible.double() / visible.sum(-1, keepdim=True).clamp_min(1)
+    rescaled = uniform + (1 + built.gain[:, None, None]) * (A.dense() - uniform)
+    expected = rescaled @ v.repeat_interleave(H // kv_heads, dim=1)
+    torch.testing.assert_close(built.output(A @ v, v, v, A), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", ["symmetric", "rbf", "linear", "polynomial"])
+def test_attnscale_on_other_kernels(kernel):
+    A = attention(kernel=kernel)
+    built = AttnScale().for_layer(layer_shape()).double()
+    built.gain.data = draw(H, seed=3)
+    v = draw(B, H, N, D, seed=4)
+    uniform = torch.full((N, N), 1 / N, dtype=torch.float64)
+    expected = (uniform + (1 + built.gain[:, None, None]) * (A.dense() - uniform)) @ v
+    torch.testing.assert_close(built.output(A @ v, v, v, A), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "mitigation", [FeatScale(), FeatScale(doubled=True), AttnScale(), NeuTRENO(learn="head"), Mitigation()]
+)
+def test_learnt_mitigations_start_at_the_identity_in_a_trained_model(mitigation):
+    built = mitigation.for_layer(layer_shape(pretrained=True))
+    A, u, y = attention(), draw(B, H, N, D), draw(B, N, H * D)
+    v, v0 = draw(B, H, N, D, seed=1), draw(B, H, N, D, seed=2)
+    assert torch.equal(built.values(v, v0), v)
+    assert torch.equal(built.output(u, v, v0, A), u)
+    assert torch.equal(built.features(y, y), y)
+
+
+def test_a_constant_of_zero_and_the_first_layer_return_the_very_tensor():
+    u, v, v0 = draw(B, H, N, D), draw(B, H, N, D, seed=1), draw(B, H, N, D, seed=2)
+    assert NeuTRENO(0.0).for_layer(layer_shape(layer=3)).output(u, v, v0, attention()) is u
+    assert NeuTRENO(0.6).for_layer(layer_shape(layer=0)).output(u, v, v0, attention()) is u
+
+
+def test_combinations_apply_in_the_order_written():
+    u, v, v0 = draw(B, H, N, D), draw(B, H, N, D, seed=1), draw(B, H, N, D, seed=2)
+    A = attention()
+    pull, mean = 0.6 * (v0 - v), v.mean(-2, keepdim=True)
+
+    def out(chain, position):
+        built = chain.for_layer(layer_shape()).double()
+        built.parts[position].gain.data.fill_(0.5)
+        return built.output(u, v, v0, A)
+
+    torch.testing.assert_close(out(AttnScale() + NeuTRENO(0.6), 0), 1.5 * u - 0.5 * mean + pull)
+    torch.testing.assert_close(out(NeuTRENO(0.6) + AttnScale(), 1), 1.5 * (u + pull) - 0.5 * mean)
+
+
+def test_building_for_a_layer_leaves_the_original_alone():
+    original = NeuTRENO(learn="head") + FeatScale()
+    first, second = (original.for_layer(layer_shape(layer)) for layer in (1, 2))
+    assert not list(original.parameters())
+    assert original.shape is None
+    assert not {id(p) for p in first.parameters()} & {id(p) for p in second.parameters()}

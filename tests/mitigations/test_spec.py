@@ -1,0 +1,120 @@
+"""Mitigations as one line of text."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from acutance.errors import AcutanceError
+from acutance.mitigations import (
+    AttnScale,
+    Chain,
+    FeatScale,
+    Mitigation,
+    NeuTRENO,
+    as_mitigation,
+    parse,
+    register,
+)
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+
+
+def options(mitigation):
+    return {key: vars(mitigation)[key] for key in ("strength", "learn", "detach", "start")}
+
+
+@given(
+    strength=finite,
+    detach=st.booleans(),
+    learnt=st.none() | st.tuples(st.sampled_from(["layer", "head"]), st.none() | finite),
+)
+def test_every_neutreno_survives_its_spec(strength, detach, learnt):
+    learn, start = learnt or (None, None)
+    mitigation = NeuTRENO(strength, learn=learn, detach=detach, start=start)
+    assert options(parse(mitigation.spec)) == options(mitigation)
+
+
+@pytest.mark.parametrize(
+    ("mitigation", "spec"),
+    [
+        (NeuTRENO(), "neutreno:0.6"),
+        (NeuTRENO(0.4, learn="head"), "neutreno:0.4,learn=head"),
+        (NeuTRENO(1e20, detach=True), "neutreno:1e20,detach=true"),
+        (FeatScale(), "featscale"),
+        (FeatScale(doubled=True), "featscale:doubled=true"),
+        (AttnScale(), "attnscale"),
+        (Mitigation(), "none"),
+        (NeuTRENO(0.6) + FeatScale(), "neutreno:0.6+featscale"),
+        (AttnScale() + (NeuTRENO(1) + FeatScale()), "attnscale+neutreno:1.0+featscale"),
+    ],
+)
+def test_specs_read_as_documented_and_round_trip(mitigation, spec):
+    assert mitigation.spec == spec
+    assert parse(spec).spec == spec
+    assert type(parse(spec)) is type(mitigation)
+
+
+def test_spaces_and_short_forms_are_accepted():
+    assert parse("neutreno").spec == "neutreno:0.6"
+    assert (
+        parse(" neutreno:strength=0.5, learn=layer + featscale ").spec == "neutreno:0.5,learn=layer+featscale"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("neutrino:0.6", "unknown mitigation 'neutrino'; known: attnscale, featscale, neutreno, none"),
+        ("", "unknown mitigation ''"),
+        ("neutreno:0.6+", "unknown mitigation ''"),
+        ("neutreno:0.6,lern=head", "no option 'lern'; known options: strength, learn, detach, start"),
+        ("neutreno:0.6,head", "write 'head' as key=value"),
+        ("neutreno:0.6,strength=0.5", "'strength' twice"),
+        ("neutreno:strong", "strength must be a finite number, not 'strong'"),
+        ("neutreno:nan", "strength must be a finite number"),
+        ("neutreno:true", "strength must be a finite number"),
+        ("neutreno:0.6,learn=token", "learn must be None, 'layer' or 'head', not 'token'"),
+        ("neutreno:0.6,detach=1", "detach must be true or false"),
+        ("neutreno:0.6,start=0.1", "start is for a learnt strength"),
+        ("featscale:doubled=2", "doubled must be true or false"),
+        ("featscale:0.5", "write '0.5' as key=value"),
+        ("attnscale:0.5", "it has no options"),
+    ],
+)
+def test_mistakes_say_what_is_known(spec, message):
+    with pytest.raises(AcutanceError, match=message):
+        parse(spec)
+
+
+def test_a_combination_is_flat():
+    chain = (NeuTRENO() + FeatScale()) + (AttnScale() + FeatScale(doubled=True))
+    assert [type(part) for part in chain.parts] == [NeuTRENO, FeatScale, AttnScale, FeatScale]
+    assert not any(isinstance(part, Chain) for part in chain.parts)
+
+
+def test_as_mitigation_accepts_all_three_forms():
+    given_one = FeatScale()
+    assert as_mitigation(given_one) is given_one
+    assert as_mitigation("featscale").spec == "featscale"
+    assert as_mitigation(None).spec == "none"
+
+
+def test_a_taken_name_is_refused():
+    with pytest.raises(AcutanceError, match="'featscale' is taken by FeatScale"):
+        register("featscale")(type("Other", (Mitigation,), {}))
+
+
+def test_a_cell_run_again_may_register_again(monkeypatch):
+    monkeypatch.setattr("acutance.mitigations.base.REGISTRY", {})
+    first, second = (register("mine")(type("Mine", (Mitigation,), {})) for _ in range(2))
+    assert first is not second
+    assert second().spec == "mine"
+
+
+def test_an_unregistered_class_does_not_pass_for_its_parent():
+    class Stronger(NeuTRENO):
+        pass
+
+    assert Stronger(0.6).spec == "stronger:0.6"
+    with pytest.raises(AcutanceError, match="unknown mitigation 'stronger'"):
+        parse(Stronger(0.6).spec)

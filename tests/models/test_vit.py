@@ -1,0 +1,270 @@
+"""What the reference ViT is: counts, names, shapes, options."""
+
+import json
+
+import pytest
+import torch
+
+from acutance.errors import AcutanceError, ShapeError
+from acutance.mitigations import NeuTRENO
+from acutance.models import ViT, ViTConfig, deit_base, deit_small, deit_tiny, vit_tiny_cifar
+from acutance.models.layers import DropPath
+
+TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
+
+
+def images(batch=2, seed=0):
+    return torch.randn(batch, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def seeded(**options):
+    torch.manual_seed(0)
+    return ViT(**{**TINY, **options})
+
+
+def count(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("mitigation", [None, "neutreno:0.6"])
+@pytest.mark.parametrize(
+    ("make", "expected"), [(deit_tiny, 5_717_416), (deit_small, 22_050_664), (deit_base, 86_567_656)]
+)
+def test_parameters_of_deit(make, expected, mitigation):
+    with torch.device("meta"):
+        assert count(make(mitigation=mitigation)) == expected
+
+
+def test_presets_take_overrides():
+    with torch.device("meta"):
+        model = vit_tiny_cifar(depth=2, num_classes=10, mitigation="neutreno:0.4")
+    assert model.config == ViTConfig(
+        image_size=32, patch_size=4, dim=192, depth=2, heads=3, num_classes=10, mitigation="neutreno:0.4"
+    )
+    assert model.pos_embed.shape == (1, 65, 192)
+
+
+def timm_shapes(depth, dim, patches, classes, *, prefix=("cls_token",), registers=0, layer_scale=False):
+    """State-dict names and shapes of timm's VisionTransformer, by rule."""
+    counts = {"cls_token": 1, "dist_token": 1, "reg_token": registers}
+    shapes = {token: (1, counts[token], dim) for token in prefix}
+    shapes["pos_embed"] = (1, patches + sum(counts[token] for token in prefix), dim)
+    linear = {"head": (classes, dim)} | ({"head_dist": (classes, dim)} if "dist_token" in prefix else {})
+    norms = ["norm"]
+    for i in range(depth):
+        linear |= {f"blocks.{i}.attn.qkv": (3 * dim, dim), f"blocks.{i}.attn.proj": (dim, dim)}
+        linear |= {f"blocks.{i}.mlp.fc1": (4 * dim, dim), f"blocks.{i}.mlp.fc2": (dim, 4 * dim)}
+        norms += [f"blocks.{i}.norm1", f"blocks.{i}.norm2"]
+        shapes |= {f"blocks.{i}.ls{j}.gamma": (dim,) for j in (1, 2) if layer_scale}
+    linear["patch_embed.proj"] = (dim, 3, 4, 4)
+    shapes |= {f"{name}.weight": shape for name, shape in linear.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in linear.items()}
+    return shapes | {f"{norm}.{part}": (dim,) for norm in norms for part in ("weight", "bias")}
+
+
+@pytest.mark.parametrize(
+    ("options", "layout"),
+    [
+        ({}, {}),
+        ({"mitigation": "neutreno:0.6"}, {}),
+        ({"distilled": True}, {"prefix": ("cls_token", "dist_token")}),
+        ({"registers": 2}, {"prefix": ("cls_token", "reg_token"), "registers": 2}),
+        ({"class_token": False}, {"prefix": ()}),
+        ({"layer_scale": 1e-5}, {"layer_scale": True}),
+    ],
+)
+def test_state_dict_has_the_names_and_shapes_of_timm(options, layout):
+    state = seeded(**options).state_dict()
+    expected = timm_shapes(3, 12, patches=4, classes=5, **layout)
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == expected
+
+
+def test_symmetric_attention_projects_keys_and_values_only():
+    names = {
+        n: tuple(t.shape) for n, t in seeded(attention="symmetric").state_dict().items() if ".attn." in n
+    }
+    assert names["blocks.0.attn.kv.weight"] == (24, 12)
+    assert not any("qkv" in name for name in names)
+
+
+def test_initial_weights():
+    model = seeded(dim=96, layer_scale=0.1)
+    assert model.blocks[0].mlp.fc1.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert model.pos_embed.std().item() == pytest.approx(0.02, rel=0.1)
+    assert not model.blocks[1].attn.qkv.bias.any()
+    assert (model.blocks[2].ls1.gamma == 0.1).all()
+    assert {m.eps for m in model.modules() if isinstance(m, torch.nn.LayerNorm)} == {1e-6}
+
+
+@pytest.mark.parametrize("mitigation", ["neutreno:0.6", "neutreno:0.6,learn=head", "featscale+attnscale"])
+def test_a_mitigation_leaves_the_initial_weights_as_they_are(mitigation):
+    baseline, treated = seeded().state_dict(), seeded(mitigation=mitigation).state_dict()
+    assert all(torch.equal(treated[name], baseline[name]) for name in baseline)
+
+
+def test_strength_zero_is_the_baseline_bit_for_bit():
+    baseline, treated = seeded(), seeded(mitigation=NeuTRENO(0.0))
+    outputs = [model(images()) for model in (baseline, treated)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    for (name, a), (other, b) in zip(baseline.named_parameters(), treated.named_parameters(), strict=True):
+        assert name == other
+        assert torch.equal(a.grad, b.grad), name
+
+
+def test_plain_neutreno_adds_no_state_and_changes_the_output():
+    baseline, treated = seeded(), seeded(mitigation="neutreno:0.6")
+    assert list(baseline.state_dict()) == list(treated.state_dict())
+    assert not torch.equal(baseline(images()), treated(images()))
+
+
+def test_learnt_strength_is_absent_from_the_first_layer():
+    state = seeded(mitigation="neutreno:0.6,learn=head").state_dict()
+    assert {n: tuple(t.shape) for n, t in state.items() if "mitigation" in n} == {
+        "blocks.1.attn.mitigation.learnt_strength": (3,),
+        "blocks.2.attn.mitigation.learnt_strength": (3,),
+    }
+
+
+def test_mitigation_layers_restrict_it():
+    model = seeded(mitigation="featscale", mitigation_layers=[2])
+    assert {n for n in model.state_dict() if "mitigation" in n} == {
+        "blocks.2.attn.mitigation.low",
+        "blocks.2.attn.mitigation.high",
+    }
+    assert model.config.mitigation_layers == (2,)
+
+
+def gradient_of_first_values(mitigation):
+    """With the first layer's projection at zero, its values reach the loss through v⁰ alone."""
+    model = seeded(mitigation=mitigation)
+    model.blocks[0].attn.proj.weight.data.zero_()
+    model(images()).square().sum().backward()
+    return model.blocks[0].attn.qkv.weight.grad[-12:]
+
+
+def test_later_layers_send_gradient_into_the_first_layers_values():
+    assert gradient_of_first_values("neutreno:0.6").abs().max() > 1e-9
+    assert not gradient_of_first_values(None).any()
+    assert not gradient_of_first_values("neutreno:0.6,detach=true").any()
+
+
+def test_detach_changes_gradients_but_not_the_output():
+    flowing, detached = seeded(mitigation="neutreno:0.6"), seeded(mitigation="neutreno:0.6,detach=true")
+    assert torch.equal(flowing(images()), detached(images()))
+
+
+def test_blocks_pass_the_first_values_on():
+    model = seeded()
+    x = torch.randn(2, 5, 12)
+    x, first = model.blocks[0](x, None)
+    assert first.shape == (2, 3, 5, 4)
+    _, passed_on = model.blocks[1](x, first)
+    assert passed_on is first
+
+
+def test_drop_path_drops_the_term_with_its_branch():
+    weak, strong = (seeded(depth=2, drop_path=1.0, mitigation=f"neutreno:{s}") for s in (0.1, 9.0))
+    assert torch.equal(weak(images()), strong(images()))  # the last block is skipped in training
+    assert not torch.equal(weak.eval()(images()), strong.eval()(images()))
+
+
+def test_drop_path_grows_linearly_and_keeps_the_mean():
+    model = seeded(depth=5, drop_path=0.4)
+    assert [block.drop_path1.rate for block in model.blocks] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
+    torch.manual_seed(0)
+    dropped = DropPath(0.25)(torch.ones(4000, 2, 3))
+    assert dropped.unique().tolist() == pytest.approx([0, 4 / 3])
+    assert (dropped == dropped[:, :1, :1]).all()  # whole samples
+    assert dropped.mean().item() == pytest.approx(1, abs=0.05)
+
+
+def test_dropouts_are_random_in_training_and_off_in_evaluation():
+    for option in ("dropout", "attention_dropout"):
+        model = seeded(**{option: 0.5})
+        assert not torch.equal(model(images()), model(images())), option
+        model.eval()
+        assert torch.equal(model(images()), seeded().eval()(images())), option
+
+
+def test_distilled_heads_are_a_pair_in_training_and_a_mean_in_evaluation():
+    model = seeded(distilled=True)
+    head, head_dist = model(images())
+    assert not torch.equal(head, head_dist)
+    assert torch.equal(model.eval()(images()), (head + head_dist) / 2)
+    tokens = model.forward_features(images())
+    assert torch.equal(model.head_dist(tokens[:, 1]), head_dist)
+
+
+@pytest.mark.parametrize(
+    ("options", "prefix"),
+    [
+        ({}, 1),
+        ({"distilled": True, "registers": 3}, 5),
+        ({"class_token": False}, 0),
+        ({"class_token": False, "registers": 2}, 2),
+    ],
+)
+def test_prefix_tokens_stand_before_the_patches(options, prefix):
+    model = seeded(**options)
+    assert model.prefix_tokens == prefix
+    tokens = model.forward_features(images())
+    assert tokens.shape == (2, prefix + 4, 12)
+    if not options.get("class_token", True):
+        torch.testing.assert_close(model(images()), model.head(tokens[:, prefix:].mean(1)))
+
+
+def test_no_weight_decay_names_existing_parameters():
+    model = seeded(distilled=True, registers=1, mitigation="neutreno:0.6,learn=layer+featscale", depth=2)
+    names = model.no_weight_decay()
+    assert names == {
+        "pos_embed",
+        "cls_token",
+        "dist_token",
+        "reg_token",
+        "blocks.1.attn.mitigation.parts.0.learnt_strength",
+        "blocks.0.attn.mitigation.parts.1.low",
+        "blocks.0.attn.mitigation.parts.1.high",
+        "blocks.1.attn.mitigation.parts.1.low",
+        "blocks.1.attn.mitigation.parts.1.high",
+    }
+
+
+def test_config_survives_json():
+    model = seeded(
+        mitigation=NeuTRENO(0.5, learn="head"), mitigation_layers=(1, 2), registers=1, layer_scale=0.1
+    )
+    config = ViTConfig.from_dict(json.loads(json.dumps(model.config.to_dict())))
+    assert config == model.config
+    assert ViT(**config.to_dict()).config == config
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image_size": 9}, "image_size 9 is no multiple of patch_size 4"),
+        ({"dim": 13}, "dim 13 cannot be shared out among 3 heads"),
+        ({"depth": 0}, "depth must be at least 1"),
+        ({"attention": "cosine"}, "unknown attention 'cosine'; known: softmax, symmetric"),
+        ({"distilled": True, "class_token": False}, "set class_token=True"),
+        ({"mitigation": "neutreno", "mitigation_layers": [3]}, "the layers are numbered 0 to 2"),
+        ({"mitigation": "neutron"}, "unknown mitigation 'neutron'"),
+    ],
+)
+def test_impossible_options_say_what_to_do(options, message):
+    with pytest.raises(AcutanceError, match=message):
+        ViT(**{**TINY, **options})
+
+
+def test_unknown_and_missing_options_are_named():
+    with pytest.raises(AcutanceError, match="unknown model options head;"):
+        ViTConfig.from_dict({**TINY, "head": 3})
+    with pytest.raises(AcutanceError, match="heads"):
+        ViTConfig.from_dict({k: v for k, v in TINY.items() if k != "heads"})
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8, 12), (2, 1, 8, 8), (3, 8, 8)])
+def test_images_of_another_shape_are_refused(shape):
+    with pytest.raises(ShapeError, match=r"takes \(batch, 3, 8, 8\)"):
+        seeded()(torch.zeros(shape))

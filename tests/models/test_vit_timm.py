@@ -1,0 +1,56 @@
+"""The reference model against timm's own, where timm is installed."""
+
+import pytest
+import torch
+
+from acutance.models import ViT, deit_tiny, load_checkpoint, resize_position_embedding
+
+timm = pytest.importorskip("timm", reason="needs timm", exc_type=ImportError)
+
+THEIRS = {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 4, "num_heads": 3, "num_classes": 10}
+OURS = {"image_size": 32, "patch_size": 4, "dim": 48, "depth": 4, "heads": 3, "num_classes": 10}
+
+
+def small(ours, distilled=False, **theirs):
+    module = timm.models.deit if distilled else timm.models.vision_transformer
+    cls = module.VisionTransformerDistilled if distilled else module.VisionTransformer
+    return cls(**THEIRS, **theirs), ViT(**OURS, **ours)
+
+
+PAIRS = {
+    "plain": lambda: small({}),
+    "registers": lambda: small({"registers": 3}, reg_tokens=3),
+    "layer scale": lambda: small({"layer_scale": 0.1}, init_values=0.1),
+    "no class token": lambda: small(
+        {"class_token": False}, class_token=False, global_pool="avg", fc_norm=False
+    ),
+    "distilled": lambda: small({"distilled": True}, distilled=True),
+    "deit_tiny": lambda: (timm.create_model("deit_tiny_patch16_224"), deit_tiny()),
+    "deit_tiny distilled": lambda: (
+        timm.create_model("deit_tiny_distilled_patch16_224"),
+        deit_tiny(distilled=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_weights_load_and_give_the_same_outputs_and_gradients(name):
+    torch.manual_seed(0)
+    theirs, ours = (model.double().eval() for model in PAIRS[name]())
+    for parameter in theirs.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    load_checkpoint(ours, theirs.state_dict())
+    size = ours.config.image_size
+    images = torch.randn(2, 3, size, size, dtype=torch.float64)
+    torch.testing.assert_close(ours.forward_features(images), theirs.forward_features(images))
+    for model in (ours, theirs):
+        model(images).square().sum().backward()
+    expected = dict(theirs.named_parameters())
+    for key, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[key].grad, msg=lambda m, n=key: f"{n}: {m}")
+
+
+def test_position_embeddings_are_resized_alike():
+    pos = torch.randn(1, 197, 48)
+    expected = timm.layers.resample_abs_pos_embed(pos, (20, 12), num_prefix_tokens=1)
+    torch.testing.assert_close(resize_position_embedding(pos, (20, 12), 1), expected)

@@ -1,0 +1,193 @@
+"""mitigate: into a model and out of it again."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from acutance.errors import AcutanceError
+from acutance.mitigate import mitigate
+from acutance.mitigations import FeatScale, Mitigation, NeuTRENO
+from acutance.models import ViT
+
+TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
+ALL = [
+    "neutreno:0.6",
+    "neutreno:0.6,learn=head,start=0.3",
+    "featscale",
+    "attnscale",
+    "neutreno:0.6+featscale",
+]
+
+
+def make(**options):
+    torch.manual_seed(0)
+    return ViT(**TINY, **options).eval()
+
+
+def images(dtype=torch.float32):
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def shake_mitigation(model):
+    for name, parameter in model.named_parameters():
+        if ".mitigation." in name:
+            parameter.data += 0.5
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_removing_restores_outputs_and_keys_exactly(spec):
+    model = make()
+    keys, output = list(model.state_dict()), model(images())
+    handle = mitigate(model, spec)
+    shake_mitigation(model)
+    assert not torch.equal(model(images()), output)
+    handle.remove()
+    assert torch.equal(model(images()), output)
+    assert list(model.state_dict()) == keys
+    handle.remove()  # a second time is harmless
+    assert torch.equal(model(images()), output)
+
+
+@pytest.mark.parametrize(
+    "spec", ["neutreno:0.6,learn=layer", "neutreno:0.6,learn=head", "featscale:doubled=true", "attnscale"]
+)
+def test_learnt_mitigations_change_nothing_at_step_zero(spec):
+    model = make()
+    output = model(images())
+    with mitigate(model, spec):
+        assert torch.equal(model(images()), output)
+        model(images()).square().sum().backward()
+        added = {n: p.grad for n, p in model.named_parameters() if ".mitigation." in n}
+        assert added
+        assert all(gradient.any() for gradient in added.values())  # but they can learn
+
+
+def test_a_patched_model_equals_one_built_with_the_mitigation():
+    patched = make()
+    mitigate(patched, NeuTRENO(0.6))
+    assert torch.equal(patched(images()), make(mitigation="neutreno:0.6")(images()))
+
+
+def test_only_the_layers_asked_for():
+    patched = make()
+    handle = mitigate(patched, "neutreno:0.6", layers=[2, 1, 2])
+    assert handle.layers == (1, 2)
+    assert torch.equal(
+        patched(images()), make(mitigation="neutreno:0.6")(images())
+    )  # layer 0 has no term anyway
+    handle.remove()
+    mitigate(patched, "neutreno:0.6", layers=[2])
+    assert not torch.equal(patched(images()), make(mitigation="neutreno:0.6")(images()))
+    assert torch.equal(patched(images()), make(mitigation="neutreno:0.6", mitigation_layers=[2])(images()))
+
+
+def test_the_handle_is_a_context_manager_and_prints_itself():
+    model = make()
+    output = model(images())
+    with mitigate(model, NeuTRENO(0.6) + FeatScale()) as handle:
+        assert repr(handle) == "<neutreno:0.6+featscale in layers 0, 1, 2, active>"
+        assert model.config.mitigation == "neutreno:0.6+featscale"
+    assert repr(handle).endswith("removed>")
+    assert model.config.mitigation is None
+    with pytest.raises(RuntimeError, match="inside"), mitigate(model, "neutreno:0.6"):
+        raise RuntimeError("inside")
+    assert torch.equal(model(images()), output)
+
+
+def test_parameters_follow_the_models_dtype_device_and_mode():
+    model = make().double()
+    mitigate(model, "neutreno:0.6,learn=head+featscale")
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert not any(m.training for m in model.modules())
+    with torch.device("meta"):
+        shapes_only = ViT(**TINY)
+    mitigate(shapes_only, "featscale")
+    assert {p.device.type for p in shapes_only.parameters()} == {"meta"}
+
+
+def test_a_second_mitigation_is_refused():
+    model = make()
+    handle = mitigate(model, "neutreno:0.6", layers=[2])
+    output = model(images())
+    with pytest.raises(AcutanceError, match=r"mitigated with 'neutreno:0\.6' already: call remove\(\)"):
+        mitigate(model, "featscale", layers=[1])
+    assert torch.equal(model(images()), output)
+    handle.remove()
+    mitigate(model, "featscale")
+
+
+def test_a_model_constructed_with_one_is_refused():
+    with pytest.raises(
+        AcutanceError, match="constructed with 'featscale' already: build the model without it"
+    ):
+        mitigate(make(mitigation="featscale"), "neutreno:0.6")
+
+
+@pytest.mark.parametrize("layers", [[3], [-1], [0, 7], []])
+def test_unknown_layers_are_refused(layers):
+    model = make()
+    with pytest.raises(AcutanceError, match="name at least one of this model's layers, 0 to 2"):
+        mitigate(model, "neutreno:0.6", layers=layers)
+    mitigate(model, "neutreno:0.6")  # and nothing was left behind
+
+
+def test_models_already_wrapped_for_parallel_training_are_refused(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1
+    )
+    try:
+        with pytest.raises(AcutanceError, match="mitigate, then wrap"):
+            mitigate(nn.parallel.DistributedDataParallel(make()), "featscale")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class FailsInTheLastLayer(Mitigation):
+    def build(self, shape):
+        if shape.layer == 2:
+            raise RuntimeError("no")
+
+
+def test_a_failure_half_way_leaves_the_model_as_it_was():
+    model = make()
+    with pytest.raises(RuntimeError, match="no"):
+        mitigate(model, FailsInTheLastLayer())
+    assert model.config.mitigation is None
+
+
+class Negated(nn.Module):
+    def forward(self, weight):
+        return -weight
+
+
+class NegatedProjection(Mitigation):
+    """A mitigation of the weights."""
+
+    def parametrise(self, site):
+        parametrize.register_parametrization(site.attention.proj, "weight", Negated())
+
+    def unparametrise(self, site):
+        parametrize.remove_parametrizations(site.attention.proj, "weight", leave_parametrized=False)
+
+
+@pytest.mark.parametrize("mitigation", [NegatedProjection(), NegatedProjection() + NeuTRENO(0.0)])
+def test_mitigations_of_the_weights_come_and_go(mitigation):
+    model, negated = make(), make()
+    keys, output = set(model.state_dict()), model(images())
+    for block in negated.blocks:
+        block.attn.proj.weight.data.neg_()
+    with mitigate(model, mitigation):
+        assert torch.equal(model(images()), negated(images()))
+    assert torch.equal(model(images()), output)
+    assert set(model.state_dict()) == keys
+
+
+def test_a_model_compiled_before_notices():
+    model = make()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    output = compiled(images())
+    with mitigate(compiled, "neutreno:0.6"):
+        assert torch.equal(compiled(images()), make(mitigation="neutreno:0.6")(images()))
+    assert torch.equal(compiled(images()), output)

@@ -1,0 +1,138 @@
+"""Attention sites of the reference models."""
+
+import pytest
+import torch
+from torch import nn
+
+from acutance import sites
+from acutance.errors import AcutanceError
+from acutance.models import ViT
+from acutance.sites import Library
+
+TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
+
+
+def images():
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_sites_stand_in_depth_order_with_their_shapes():
+    model = ViT(**TINY)
+    found = sites.find(model)
+    assert [site.layer for site in found] == [0, 1, 2]
+    for site, block in zip(found, model.blocks, strict=True):
+        assert (site.dim, site.heads, site.kv_heads, site.head_dim) == (12, 3, 3, 4)
+        assert site.block is block
+        assert model.get_submodule(site.name) is site.attention is block.attn
+
+
+@pytest.mark.parametrize("attention", ["softmax", "symmetric"])
+def test_the_weights_are_those_the_values_go_through(attention):
+    model = ViT(**TINY, attention=attention)
+    for site in sites.find(model):
+        records, inputs = [], []
+        with site.observe(records.append):
+            hook = site.attention.register_forward_pre_hook(lambda _, args, kept=inputs: kept.append(args[0]))
+            model(images())
+            hook.remove()
+        assert site.value_weight().shape == (12, 12)
+        bias = site.attention.value_projection.bias[-12:]
+        values = records[0].values.transpose(1, 2).flatten(2)
+        torch.testing.assert_close(inputs[0] @ site.value_weight().T + bias, values)
+        merged = records[0].output.transpose(1, 2).flatten(2)
+        torch.testing.assert_close(
+            merged @ site.projection_weight().T + site.attention.proj.bias, records[0].branch
+        )
+
+
+def test_value_weight_is_the_parameter_itself():
+    site = sites.find(ViT(**TINY))[0]
+    with torch.no_grad():
+        site.value_weight().zero_()
+    assert not site.attention.qkv.weight[-12:].any()
+    assert site.attention.qkv.weight[:-12].any()
+
+
+def test_records_hold_what_attention_did():
+    model = ViT(**TINY, mitigation="neutreno:0.6")
+    records = []
+    handles = [site.observe(records.append) for site in sites.find(model)]
+    model(images())
+    assert records[0].first_values is None
+    for record in records[1:]:
+        assert torch.equal(record.first_values, records[0].values)
+        expected = record.operator.dense() @ record.values + 0.6 * (record.first_values - record.values)
+        torch.testing.assert_close(record.output, expected)
+    for handle in handles:
+        handle.remove()
+    model(images())
+    assert len(records) == 3
+
+
+def test_a_second_observer_is_refused_until_the_first_leaves():
+    site = sites.find(ViT(**TINY))[0]
+    with (
+        site.observe(print),
+        pytest.raises(AcutanceError, match=r"blocks\.0\.attn is being observed already"),
+    ):
+        site.observe(print)
+    site.observe(print).remove()
+
+
+class Wrapper(nn.Module):
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+def test_models_inside_wrappers_are_found():
+    model = ViT(**TINY, registers=2)
+    outer = Wrapper(inner=Wrapper(backbone=model))
+    assert [site.name for site in sites.find(outer)] == [f"inner.backbone.blocks.{i}.attn" for i in range(3)]
+    assert sites.prefix_tokens(outer) == 3
+    assert sites.final_norm(outer) is model.norm
+
+
+def test_blocks_inside_wrappers_are_found():
+    model = ViT(**TINY)
+    model.blocks[1] = Wrapper(wrapped=model.blocks[1])
+    assert [site.name for site in sites.find(model)] == [
+        "blocks.0.attn",
+        "blocks.1.wrapped.attn",
+        "blocks.2.attn",
+    ]
+
+
+def test_two_models_at_once_are_ambiguous():
+    with pytest.raises(AcutanceError, match=r"several ViTs \(student, teacher\): pass one of them"):
+        sites.find(Wrapper(student=ViT(**TINY), teacher=ViT(**TINY)))
+
+
+def test_a_model_without_sites_is_named_with_what_is_supported():
+    with pytest.raises(
+        AcutanceError, match=r"no attention found in torch\.nn\..*Linear; .*today: .*acutance\.models"
+    ):
+        sites.find(nn.Linear(2, 2))
+
+
+def test_another_library_is_one_entry(monkeypatch):
+    model = nn.Linear(2, 2)
+    borrowed = sites.find(ViT(**TINY))
+    library = Library("toys", lambda m: borrowed if m is model else [], lambda _: 7, lambda _: model)
+    monkeypatch.setattr(sites, "LIBRARIES", [*sites.LIBRARIES, library])
+    assert sites.find(model) == borrowed
+    assert sites.prefix_tokens(model) == 7
+    assert sites.final_norm(model) is model
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, None),
+        ({"mitigation": "neutreno:0.6+featscale"}, "neutreno:0.6+featscale"),
+        ({"mitigation": "attnscale", "mitigation_layers": (0, 2)}, "attnscale in layers 0, 2"),
+    ],
+)
+def test_mitigation_spec_says_what_the_model_carries(options, expected):
+    assert sites.mitigation_spec(ViT(**TINY, **options)) == expected
