@@ -55,7 +55,7 @@ def attention_maps(model: nn.Module, sample: Tensor | Mapping[str, Any], layers:
         sample: one input, with or without a batch axis of one for image tensors; or keyword arguments.
         layers: for example `[1, 6, 12]`.
     """
-    found = {site.layer + 1: site for site in sites.find(model)}
+    found = {site.layer: site for site in sites.find(model)}
     unknown = [layer for layer in layers if layer not in found]
     if unknown:
         raise AcutanceError(f"no layer {unknown[0]}: this model has layers {min(found)} to {max(found)}")

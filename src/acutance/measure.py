@@ -180,10 +180,10 @@ def _attach(model: nn.Module, reader: _Reader, taps: Sequence[str], stack: ExitS
         first = found[0].block
         stack.callback(first.register_forward_pre_hook(lambda _, args: reader.tokens("block", 0, args[0])).remove)
         for site in found:
-            stack.callback(site.block.register_forward_hook(_block_hook(reader, site.layer + 1)).remove)
+            stack.callback(site.block.register_forward_hook(_block_hook(reader, site.layer)).remove)
     if reader.wants_records:
         for site in found:
-            stack.callback(site.observe(_record_hook(reader, site.layer + 1)).remove)
+            stack.callback(site.observe(_record_hook(reader, site.layer)).remove)
     if "final" in taps:
         norm, depth = sites.final_norm(model), len(found)
         stack.callback(norm.register_forward_hook(lambda *args: reader.tokens("final", depth, args[-1])).remove)

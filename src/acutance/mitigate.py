@@ -33,12 +33,10 @@ def mitigate(model: nn.Module, mitigation: Mitigation | str, layers: Sequence[in
     Args:
         model: any model `acutance.sites.find` knows.
         mitigation: a `Mitigation` or its spec, e.g. `neutreno:0.6+featscale`.
-        layers: 0-based layer numbers; all by default.
+        layers: layer numbers, 1 being the first; all by default.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise AcutanceError(
-            "gradients of parameters added now would not be synchronised: mitigate, then wrap in DDP"
-        )
+        raise AcutanceError("gradients of parameters added now would not be synchronised: mitigate, then wrap in DDP")
     found = sites.find(model)
     _refuse_second(found)
     wanted = _wanted(layers, len(found))
@@ -67,12 +65,10 @@ def _install(site: sites.AttentionSite, mitigation: Mitigation) -> Callable[[], 
 
 def _wanted(layers: Sequence[int] | None, depth: int) -> list[int]:
     if layers is None:
-        return list(range(depth))
-    unknown = [layer for layer in layers if not 0 <= layer < depth]
+        return list(range(1, depth + 1))
+    unknown = [layer for layer in layers if not 1 <= layer <= depth]
     if unknown or not layers:
-        raise AcutanceError(
-            f"layers {list(layers)}: name at least one of this model's layers, 0 to {depth - 1}"
-        )
+        raise AcutanceError(f"layers {list(layers)}: name at least one of this model's layers, 1 to {depth}")
     return sorted(set(layers))
 
 

@@ -10,7 +10,7 @@ from acutance.operator import AttentionOperator
 B, H, N, D = 2, 4, 6, 5
 
 
-def layer_shape(layer=1, heads=H, kv_heads=H, pretrained=False):
+def layer_shape(layer=2, heads=H, kv_heads=H, pretrained=False):
     return LayerShape(layer, dim=H * D, heads=heads, head_dim=D, kv_heads=kv_heads, pretrained=pretrained)
 
 
@@ -60,14 +60,14 @@ def test_learnt_strength_per_head_reaches_its_own_head():
 @pytest.mark.parametrize(
     ("learn", "layer", "pretrained", "start", "expected"),
     [
-        (None, 1, False, None, None),
-        ("layer", 0, False, None, None),
-        ("layer", 1, False, None, [0.6]),
-        ("layer", 1, True, None, [0.0]),
-        ("head", 1, False, None, [0.6] * H),
-        ("head", 1, True, None, [0.0] * H),
-        ("head", 1, True, 0.1, [0.1] * H),
-        ("layer", 1, False, 0.0, [0.0]),
+        (None, 2, False, None, None),
+        ("layer", 1, False, None, None),
+        ("layer", 2, False, None, [0.6]),
+        ("layer", 2, True, None, [0.0]),
+        ("head", 2, False, None, [0.6] * H),
+        ("head", 2, True, None, [0.0] * H),
+        ("head", 2, True, 0.1, [0.1] * H),
+        ("layer", 2, False, 0.0, [0.0]),
     ],
 )
 def test_where_a_learnt_strength_starts(learn, layer, pretrained, start, expected):
@@ -91,9 +91,7 @@ def test_featscale_scales_low_and_high_frequencies(doubled):
 
 
 def masks():
-    causal_bias = torch.zeros(N, N, dtype=torch.float64).masked_fill(
-        torch.ones(N, N).triu(1).bool(), -torch.inf
-    )
+    causal_bias = torch.zeros(N, N, dtype=torch.float64).masked_fill(torch.ones(N, N).triu(1).bool(), -torch.inf)
     keys = torch.ones(B, N, dtype=torch.bool)
     keys[0, 4:] = False
     square = torch.rand(B, 1, N, N, generator=torch.Generator().manual_seed(5)) > 0.4
@@ -152,7 +150,7 @@ def test_learnt_mitigations_start_at_the_identity_in_a_trained_model(mitigation)
 def test_a_constant_of_zero_and_the_first_layer_return_the_very_tensor():
     u, v, v0 = draw(B, H, N, D), draw(B, H, N, D, seed=1), draw(B, H, N, D, seed=2)
     assert NeuTRENO(0.0).for_layer(layer_shape(layer=3)).output(u, v, v0, attention()) is u
-    assert NeuTRENO(0.6).for_layer(layer_shape(layer=0)).output(u, v, v0, attention()) is u
+    assert NeuTRENO(0.6).for_layer(layer_shape(layer=1)).output(u, v, v0, attention()) is u
 
 
 def test_combinations_apply_in_the_order_written():
@@ -171,7 +169,7 @@ def test_combinations_apply_in_the_order_written():
 
 def test_building_for_a_layer_leaves_the_original_alone():
     original = NeuTRENO(learn="head") + FeatScale()
-    first, second = (original.for_layer(layer_shape(layer)) for layer in (1, 2))
+    first, second = (original.for_layer(layer_shape(layer)) for layer in (2, 3))
     assert not list(original.parameters())
     assert original.shape is None
     assert not {id(p) for p in first.parameters()} & {id(p) for p in second.parameters()}

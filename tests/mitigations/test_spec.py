@@ -56,9 +56,7 @@ def test_specs_read_as_documented_and_round_trip(mitigation, spec):
 
 def test_spaces_and_short_forms_are_accepted():
     assert parse("neutreno").spec == "neutreno:0.6"
-    assert (
-        parse(" neutreno:strength=0.5, learn=layer + featscale ").spec == "neutreno:0.5,learn=layer+featscale"
-    )
+    assert parse(" neutreno:strength=0.5, learn=layer + featscale ").spec == "neutreno:0.5,learn=layer+featscale"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def assert_same_model(found, expected):
     [
         {},
         {"mitigation": "neutreno:0.6"},
-        {"mitigation": "neutreno:0.6,learn=head+featscale", "mitigation_layers": (1,)},
+        {"mitigation": "neutreno:0.6,learn=head+featscale", "mitigation_layers": (2,)},
         {"attention": "symmetric", "distilled": True, "registers": 1, "layer_scale": 0.1},
     ],
 )
@@ -54,9 +54,7 @@ def test_a_saved_model_comes_back_whole(tmp_path, options):
     assert list(path.parent.iterdir()) == [path]  # nothing temporary stays
 
 
-@pytest.mark.parametrize(
-    ("mitigation", "layers"), [("neutreno:0.6", None), ("neutreno:0.6,learn=head,start=0.2", [1])]
-)
+@pytest.mark.parametrize(("mitigation", "layers"), [("neutreno:0.6", None), ("neutreno:0.6,learn=head,start=0.2", [2])])
 def test_a_mitigation_patched_in_is_saved_with_the_model(tmp_path, mitigation, layers):
     model = make()
     with mitigate(model, mitigation, layers=layers):
@@ -208,9 +206,7 @@ def test_resizing_keeps_rows_and_columns_apart():
     torch.testing.assert_close(upscaled, upscaled[:, :1].expand(16, 16))
     assert (upscaled[:, 0].diff() > 0).all()
     inside = upscaled[4:12, 0]
-    torch.testing.assert_close(
-        inside, torch.arange(4, 12) / 2 - 0.25
-    )  # cubic interpolation is exact on a ramp
+    torch.testing.assert_close(inside, torch.arange(4, 12) / 2 - 0.25)  # cubic interpolation is exact on a ramp
 
 
 def test_resizing_in_half_precision_rounds_once():

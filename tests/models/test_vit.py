@@ -80,9 +80,7 @@ def test_state_dict_has_the_names_and_shapes_of_timm(options, layout):
 
 
 def test_symmetric_attention_projects_keys_and_values_only():
-    names = {
-        n: tuple(t.shape) for n, t in seeded(attention="symmetric").state_dict().items() if ".attn." in n
-    }
+    names = {n: tuple(t.shape) for n, t in seeded(attention="symmetric").state_dict().items() if ".attn." in n}
     assert names["blocks.0.attn.kv.weight"] == (24, 12)
     assert not any("qkv" in name for name in names)
 
@@ -128,12 +126,12 @@ def test_learnt_strength_is_absent_from_the_first_layer():
 
 
 def test_mitigation_layers_restrict_it():
-    model = seeded(mitigation="featscale", mitigation_layers=[2])
+    model = seeded(mitigation="featscale", mitigation_layers=[3])
     assert {n for n in model.state_dict() if "mitigation" in n} == {
         "blocks.2.attn.mitigation.low",
         "blocks.2.attn.mitigation.high",
     }
-    assert model.config.mitigation_layers == (2,)
+    assert model.config.mitigation_layers == (3,)
 
 
 def gradient_of_first_values(mitigation):
@@ -232,9 +230,7 @@ def test_no_weight_decay_names_existing_parameters():
 
 
 def test_config_survives_json():
-    model = seeded(
-        mitigation=NeuTRENO(0.5, learn="head"), mitigation_layers=(1, 2), registers=1, layer_scale=0.1
-    )
+    model = seeded(mitigation=NeuTRENO(0.5, learn="head"), mitigation_layers=(2, 3), registers=1, layer_scale=0.1)
     config = ViTConfig.from_dict(json.loads(json.dumps(model.config.to_dict())))
     assert config == model.config
     assert ViT(**config.to_dict()).config == config
@@ -248,7 +244,7 @@ def test_config_survives_json():
         ({"depth": 0}, "depth must be at least 1"),
         ({"attention": "cosine"}, "unknown attention 'cosine'; known: softmax, symmetric"),
         ({"distilled": True, "class_token": False}, "set class_token=True"),
-        ({"mitigation": "neutreno", "mitigation_layers": [3]}, "the layers are numbered 0 to 2"),
+        ({"mitigation": "neutreno", "mitigation_layers": [4]}, "the layers are numbered 1 to 3"),
         ({"mitigation": "neutron"}, "unknown mitigation 'neutron'"),
     ],
 )

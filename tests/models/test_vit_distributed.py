@@ -43,6 +43,4 @@ def test_learnt_strength_trains_in_two_processes_as_in_one(tmp_path):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
-            torch.testing.assert_close(
-                found[name], gradient, rtol=1e-10, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")

@@ -49,9 +49,7 @@ def test_learnt_neutreno_equals_the_plain_model(learn):
 
 @pytest.mark.parametrize("kernel", ["symmetric", "rbf", "linear", "polynomial"])
 def test_other_attention_equals_the_plain_model(kernel):
-    compare(
-        ViT(**SIZES, attention=kernel, mitigation="neutreno:0.6"), tolerance=1e-9, kernel=kernel, strength=0.6
-    )
+    compare(ViT(**SIZES, attention=kernel, mitigation="neutreno:0.6"), tolerance=1e-9, kernel=kernel, strength=0.6)
 
 
 @pytest.mark.parametrize("options", [{"class_token": False}, {"layer_scale": 0.1}])

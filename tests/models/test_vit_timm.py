@@ -21,9 +21,7 @@ PAIRS = {
     "plain": lambda: small({}),
     "registers": lambda: small({"registers": 3}, reg_tokens=3),
     "layer scale": lambda: small({"layer_scale": 0.1}, init_values=0.1),
-    "no class token": lambda: small(
-        {"class_token": False}, class_token=False, global_pool="avg", fc_norm=False
-    ),
+    "no class token": lambda: small({"class_token": False}, class_token=False, global_pool="avg", fc_norm=False),
     "distilled": lambda: small({"distilled": True}, distilled=True),
     "deit_tiny": lambda: (timm.create_model("deit_tiny_patch16_224"), deit_tiny()),
     "deit_tiny distilled": lambda: (

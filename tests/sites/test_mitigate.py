@@ -71,22 +71,22 @@ def test_a_patched_model_equals_one_built_with_the_mitigation():
 
 def test_only_the_layers_asked_for():
     patched = make()
-    handle = mitigate(patched, "neutreno:0.6", layers=[2, 1, 2])
-    assert handle.layers == (1, 2)
+    handle = mitigate(patched, "neutreno:0.6", layers=[3, 2, 3])
+    assert handle.layers == (2, 3)
     assert torch.equal(
         patched(images()), make(mitigation="neutreno:0.6")(images())
-    )  # layer 0 has no term anyway
+    )  # the first layer has no term anyway
     handle.remove()
-    mitigate(patched, "neutreno:0.6", layers=[2])
+    mitigate(patched, "neutreno:0.6", layers=[3])
     assert not torch.equal(patched(images()), make(mitigation="neutreno:0.6")(images()))
-    assert torch.equal(patched(images()), make(mitigation="neutreno:0.6", mitigation_layers=[2])(images()))
+    assert torch.equal(patched(images()), make(mitigation="neutreno:0.6", mitigation_layers=[3])(images()))
 
 
 def test_the_handle_is_a_context_manager_and_prints_itself():
     model = make()
     output = model(images())
     with mitigate(model, NeuTRENO(0.6) + FeatScale()) as handle:
-        assert repr(handle) == "<neutreno:0.6+featscale in layers 0, 1, 2, active>"
+        assert repr(handle) == "<neutreno:0.6+featscale in layers 1, 2, 3, active>"
         assert model.config.mitigation == "neutreno:0.6+featscale"
     assert repr(handle).endswith("removed>")
     assert model.config.mitigation is None
@@ -108,7 +108,7 @@ def test_parameters_follow_the_models_dtype_device_and_mode():
 
 def test_a_second_mitigation_is_refused():
     model = make()
-    handle = mitigate(model, "neutreno:0.6", layers=[2])
+    handle = mitigate(model, "neutreno:0.6", layers=[3])
     output = model(images())
     with pytest.raises(AcutanceError, match=r"mitigated with 'neutreno:0\.6' already: call remove\(\)"):
         mitigate(model, "featscale", layers=[1])
@@ -118,24 +118,20 @@ def test_a_second_mitigation_is_refused():
 
 
 def test_a_model_constructed_with_one_is_refused():
-    with pytest.raises(
-        AcutanceError, match="constructed with 'featscale' already: build the model without it"
-    ):
+    with pytest.raises(AcutanceError, match="constructed with 'featscale' already: build the model without it"):
         mitigate(make(mitigation="featscale"), "neutreno:0.6")
 
 
-@pytest.mark.parametrize("layers", [[3], [-1], [0, 7], []])
+@pytest.mark.parametrize("layers", [[4], [0], [1, 7], []])
 def test_unknown_layers_are_refused(layers):
     model = make()
-    with pytest.raises(AcutanceError, match="name at least one of this model's layers, 0 to 2"):
+    with pytest.raises(AcutanceError, match="name at least one of this model's layers, 1 to 3"):
         mitigate(model, "neutreno:0.6", layers=layers)
     mitigate(model, "neutreno:0.6")  # and nothing was left behind
 
 
 def test_models_already_wrapped_for_parallel_training_are_refused(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1
-    )
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         with pytest.raises(AcutanceError, match="mitigate, then wrap"):
             mitigate(nn.parallel.DistributedDataParallel(make()), "featscale")
@@ -145,7 +141,7 @@ def test_models_already_wrapped_for_parallel_training_are_refused(tmp_path):
 
 class FailsInTheLastLayer(Mitigation):
     def build(self, shape):
-        if shape.layer == 2:
+        if shape.layer == 3:
             raise RuntimeError("no")
 
 

@@ -19,7 +19,7 @@ def images():
 def test_sites_stand_in_depth_order_with_their_shapes():
     model = ViT(**TINY)
     found = sites.find(model)
-    assert [site.layer for site in found] == [0, 1, 2]
+    assert [site.layer for site in found] == [1, 2, 3]
     for site, block in zip(found, model.blocks, strict=True):
         assert (site.dim, site.heads, site.kv_heads, site.head_dim) == (12, 3, 3, 4)
         assert site.block is block
@@ -40,9 +40,7 @@ def test_the_weights_are_those_the_values_go_through(attention):
         values = records[0].values.transpose(1, 2).flatten(2)
         torch.testing.assert_close(inputs[0] @ site.value_weight().T + bias, values)
         merged = records[0].output.transpose(1, 2).flatten(2)
-        torch.testing.assert_close(
-            merged @ site.projection_weight().T + site.attention.proj.bias, records[0].branch
-        )
+        torch.testing.assert_close(merged @ site.projection_weight().T + site.attention.proj.bias, records[0].branch)
 
 
 def test_value_weight_is_the_parameter_itself():
@@ -110,9 +108,7 @@ def test_two_models_at_once_are_ambiguous():
 
 
 def test_a_model_without_sites_is_named_with_what_is_supported():
-    with pytest.raises(
-        AcutanceError, match=r"no attention found in torch\.nn\..*Linear; .*today: .*acutance\.models"
-    ):
+    with pytest.raises(AcutanceError, match=r"no attention found in torch\.nn\..*Linear; .*today: .*acutance\.models"):
         sites.find(nn.Linear(2, 2))
 
 
@@ -131,7 +127,7 @@ def test_another_library_is_one_entry(monkeypatch):
     [
         ({}, None),
         ({"mitigation": "neutreno:0.6+featscale"}, "neutreno:0.6+featscale"),
-        ({"mitigation": "attnscale", "mitigation_layers": (0, 2)}, "attnscale in layers 0, 2"),
+        ({"mitigation": "attnscale", "mitigation_layers": (1, 3)}, "attnscale in layers 1, 3"),
     ],
 )
 def test_mitigation_spec_says_what_the_model_carries(options, expected):

@@ -25,7 +25,7 @@ _MitigationClass = TypeVar("_MitigationClass", bound="type[Mitigation]")
 class LayerShape:
     """What a mitigation may know about the layer it is built for."""
 
-    layer: int  # 0-based depth
+    layer: int  # depth; 1 is the first
     dim: int
     heads: int
     head_dim: int
@@ -96,9 +96,7 @@ class Mitigation(nn.Module):
     def spec(self) -> str:
         """The mitigation in one line; `parse` turns it back into an equal one."""
         name = self.name if type(self) is REGISTRY.get(self.name) else type(self).__name__.lower()
-        options = [
-            _written(key, getattr(self, key), default, self.positional) for key, default in options_of(self)
-        ]
+        options = [_written(key, getattr(self, key), default, self.positional) for key, default in options_of(self)]
         return ":".join(filter(None, [name, ",".join(filter(None, options))]))
 
     def __add__(self, other: Mitigation) -> Chain:
@@ -168,9 +166,7 @@ def like_output(values: Tensor, u: Tensor) -> Tensor:
     """
     heads, kv_heads, rows = u.shape[1], values.shape[1], u.shape[2]
     if heads % kv_heads or values.shape[2] < rows:
-        raise ShapeError(
-            f"values {tuple(values.shape)} cannot be matched to an attention output {tuple(u.shape)}"
-        )
+        raise ShapeError(f"values {tuple(values.shape)} cannot be matched to an attention output {tuple(u.shape)}")
     if values.shape[2] > rows:
         values = values[:, :, -rows:]
     return repeat_heads(values, heads)

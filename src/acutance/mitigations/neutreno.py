@@ -45,9 +45,7 @@ class NeuTRENO(Mitigation):
         if not isinstance(detach, bool):
             raise AcutanceError(f"neutreno: detach must be true or false, not {detach!r}")
         if start is not None and learn is None:
-            raise AcutanceError(
-                "neutreno: start is for a learnt strength; give learn='layer' or 'head' with it"
-            )
+            raise AcutanceError("neutreno: start is for a learnt strength; give learn='layer' or 'head' with it")
         self.learn = learn
         self.detach = detach
         self.start = None if start is None else _number("start", start)
@@ -55,7 +53,7 @@ class NeuTRENO(Mitigation):
 
     def build(self, shape: LayerShape) -> None:
         """A learnt λ̃ for every layer but the first, where it would never receive a gradient."""
-        if self.learn is None or shape.layer == 0:
+        if self.learn is None or shape.layer == 1:
             return
         default = 0.0 if shape.pretrained else self.strength
         start = default if self.start is None else self.start
@@ -64,7 +62,7 @@ class NeuTRENO(Mitigation):
 
     def output(self, u: Tensor, v: Tensor, v0: Tensor, A: AttentionOperator) -> Tensor:
         """u + λ̃ (v⁰ − v), outside attention dropout."""
-        if (self.shape is not None and self.shape.layer == 0) or (self.learn is None and self.strength == 0):
+        if (self.shape is not None and self.shape.layer == 1) or (self.learn is None and self.strength == 0):
             return u
         first = v0.detach() if self.detach else v0
         return u + self._strength(u) * (like_output(first, u) - like_output(v, u))

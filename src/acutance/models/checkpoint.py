@@ -86,9 +86,7 @@ def _tensors(content: Mapping[str, Any], label: str) -> dict[str, Tensor]:
     state = content["model"] if isinstance(content.get("model"), Mapping) else content
     other = [str(name) for name, value in state.items() if not isinstance(value, Tensor)]
     if other:
-        raise AcutanceError(
-            f"{label} is not a state dict: {_listed(other)} are no tensors. Pass the state dict itself"
-        )
+        raise AcutanceError(f"{label} is not a state dict: {_listed(other)} are no tensors. Pass the state dict itself")
     return dict(state)
 
 

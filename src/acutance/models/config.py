@@ -26,14 +26,12 @@ class ViTConfig:
     qkv_bias: bool = True
     attention: AttentionKind = "softmax"  # the kernel; symmetric shares queries and keys, so W_Q disappears
     mitigation: str | None = None  # as a spec, e.g. "neutreno:0.6"
-    mitigation_layers: tuple[int, ...] | None = None  # 0-based; None is every layer
+    mitigation_layers: tuple[int, ...] | None = None  # 1 is the first; None is every layer
     class_token: bool = True  # without one the classifier reads the mean over patches
     distilled: bool = False  # DeiT's second token and second head
     registers: int = 0  # spare prefix tokens that no head reads
     layer_scale: float | None = None  # initial per-channel gain of both branches; None leaves it out
-    drop_path: float = (
-        0.0  # chance of skipping a branch in the last block, growing linearly from 0 in the first
-    )
+    drop_path: float = 0.0  # chance of skipping a branch in the last block, growing linearly from 0 in the first
     dropout: float = 0.0  # after the embedding, the projections and in the MLP
     attention_dropout: float = 0.0  # on the attention weights
 
@@ -42,27 +40,19 @@ class ViTConfig:
             if getattr(self, name) < 1:
                 raise AcutanceError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.image_size % self.patch_size:
-            raise AcutanceError(
-                f"image_size {self.image_size} is no multiple of patch_size {self.patch_size}"
-            )
+            raise AcutanceError(f"image_size {self.image_size} is no multiple of patch_size {self.patch_size}")
         if self.dim % self.heads:
-            raise AcutanceError(
-                f"dim {self.dim} cannot be shared out among {self.heads} heads: choose a multiple"
-            )
+            raise AcutanceError(f"dim {self.dim} cannot be shared out among {self.heads} heads: choose a multiple")
         if self.attention not in get_args(AttentionKind):
-            raise AcutanceError(
-                f"unknown attention {self.attention!r}; known: {', '.join(get_args(AttentionKind))}"
-            )
+            raise AcutanceError(f"unknown attention {self.attention!r}; known: {', '.join(get_args(AttentionKind))}")
         if self.distilled and not self.class_token:
             raise AcutanceError("a distilled model needs its class token: set class_token=True")
         if self.mitigation_layers is not None:
             layers = tuple(sorted(set(self.mitigation_layers)))  # a list when it comes from JSON
             object.__setattr__(self, "mitigation_layers", layers)
-            unknown = [layer for layer in layers if not 0 <= layer < self.depth]
+            unknown = [layer for layer in layers if not 1 <= layer <= self.depth]
             if unknown:
-                raise AcutanceError(
-                    f"mitigation_layers {unknown}: the layers are numbered 0 to {self.depth - 1}"
-                )
+                raise AcutanceError(f"mitigation_layers {unknown}: the layers are numbered 1 to {self.depth}")
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -89,9 +79,7 @@ class ViTConfig:
             raise AcutanceError(f"a model configuration is a mapping, not a {type(data).__name__}")
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(data) - known):
-            raise AcutanceError(
-                f"unknown model options {', '.join(unknown)}; known: {', '.join(sorted(known))}"
-            )
+            raise AcutanceError(f"unknown model options {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         try:
             return cls(**data)
         except TypeError as error:

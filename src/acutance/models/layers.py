@@ -60,9 +60,7 @@ class DropPath(nn.Module):
         if self.rate == 0 or not self.training:
             return x
         keep = 1 - self.rate
-        kept = torch.empty((x.shape[0],) + (1,) * (x.ndim - 1), dtype=x.dtype, device=x.device).bernoulli_(
-            keep
-        )
+        kept = torch.empty((x.shape[0],) + (1,) * (x.ndim - 1), dtype=x.dtype, device=x.device).bernoulli_(keep)
         return x * (kept / keep if keep > 0 else kept)
 
     def extra_repr(self) -> str:

@@ -30,7 +30,7 @@ def resize_position_embedding(pos_embed: Tensor, grid: tuple[int, int], prefix_t
     prefix, image = pos_embed[:, :prefix_tokens], pos_embed[:, prefix_tokens:]
     image = image.reshape(len(image), side, side, -1).permute(0, 3, 1, 2)
     # bicubic in half precision is coarse, and missing on some devices
-    resized = torch.nn.functional.interpolate(
-        image.float(), size=tuple(grid), mode="bicubic", antialias=True
-    ).to(pos_embed.dtype)
+    resized = torch.nn.functional.interpolate(image.float(), size=tuple(grid), mode="bicubic", antialias=True).to(
+        pos_embed.dtype
+    )
     return torch.cat([prefix, resized.flatten(2).transpose(1, 2)], dim=1)

@@ -126,9 +126,7 @@ class ViT(nn.Module):
         """What rebuilds this model, with the mitigation it carries now."""
         carried = {site.layer: site.mitigation.spec for site in self._sites() if site.mitigation is not None}
         if len(set(carried.values())) > 1:
-            raise AcutanceError(
-                f"layers carry different mitigations, which one configuration cannot say: {carried}"
-            )
+            raise AcutanceError(f"layers carry different mitigations, which one configuration cannot say: {carried}")
         layers = None if len(carried) in (0, self._config.depth) else tuple(carried)
         return replace(self._config, mitigation=next(iter(carried.values()), None), mitigation_layers=layers)
 
@@ -173,9 +171,7 @@ class ViT(nn.Module):
                 "Resize them, or build another image_size and load the weights with models.load_checkpoint"
             )
         prefix = [
-            t.expand(len(images), -1, -1)
-            for t in (self.cls_token, self.dist_token, self.reg_token)
-            if t is not None
+            t.expand(len(images), -1, -1) for t in (self.cls_token, self.dist_token, self.reg_token) if t is not None
         ]
         x = torch.cat([*prefix, self.patch_embed(images)], dim=1) + self.pos_embed
         embedded: Tensor = self.pos_drop(x)

@@ -42,7 +42,7 @@ def mitigation_spec(model: nn.Module) -> str | None:
     sites = find(model)
     specs = {site.layer: site.mitigation.spec for site in sites if site.mitigation is not None}
     if len(specs) == len(sites) and len(set(specs.values())) == 1:
-        return specs[0]
+        return specs[1]
     where = {spec: [str(n) for n in specs if specs[n] == spec] for spec in specs.values()}
     return "; ".join(f"{spec} in layers {', '.join(layers)}" for spec, layers in where.items()) or None
 

@@ -16,7 +16,7 @@ from acutance.operator import AttentionRecord
 class AttentionSite(ABC):
     """Where one layer's attention lives: the only thing that knows a library's internals."""
 
-    layer: int  # 0-based depth
+    layer: int  # depth; 1 is the first, as in the papers
     name: str  # path of the attention module inside the model
     block: nn.Module
     attention: nn.Module

@@ -63,7 +63,7 @@ class BlockSite(AttentionSite):
 def block_sites(vit: ViT, prefix: str = "") -> list[BlockSite]:
     """The sites of one ViT, first block first; blocks may sit inside wrappers, such as checkpointing's."""
     blocks = [(name, module) for name, module in vit.blocks.named_modules() if isinstance(module, Block)]
-    return [BlockSite(block, i, f"{prefix}blocks.{name}.attn") for i, (name, block) in enumerate(blocks)]
+    return [BlockSite(block, i, f"{prefix}blocks.{name}.attn") for i, (name, block) in enumerate(blocks, 1)]
 
 
 def _only_vit(model: nn.Module) -> tuple[str, ViT] | None:
