@@ -1,0 +1,110 @@
+"""Orthogonal matrices from free ones: four smooth maps Θ ↦ V with VᵀV = I, batched over leading dimensions.
+
+Each map comes with a preimage: a Θ that it sends to a given orthogonal V, up to the signs of V's columns (which
+V Λ Vᵀ does not see).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# The smallest singular value of Θ, in units of the bound that Θ is divided by, from which `polar` still converges.
+SMALLEST_SINGULAR = 1e-3
+
+
+def qr(theta: Tensor) -> Tensor:
+    """The Q of Θ = QR with R's diagonal made positive, without which Q jumps where a diagonal entry changes sign."""
+    q, r = torch.linalg.qr(theta)
+    negative = r.detach().diagonal(dim1=-2, dim2=-1) < 0
+    return q * torch.where(negative, -1.0, 1.0).to(q.dtype).unsqueeze(-2)
+
+
+def polar(theta: Tensor) -> Tensor:
+    """The orthogonal matrix closest to Θ, by Newton–Schulz: X ← ½ρ X (3 − ρ² XᵀX), matrix products only.
+
+    The scalings ρ are optimal on the interval that holds the singular values at each step (Chen and Chow 2014), and
+    the last step, with ρ = 1, takes away the rounding of the others. V is orthogonal to rounding for condition
+    numbers of Θ up to a few hundred. Beyond that, some singular values of V stay below 1: V Λ Vᵀ then still has the
+    signs of Λ and no larger eigenvalues. Where TF32 products are allowed, rounding means 10 bits.
+    """
+    x = theta / _spectral_bound(theta.detach())
+    for scaling in _SCALINGS[theta.dtype]:
+        gram = x.mT @ x
+        x = 1.5 * scaling * x - (0.5 * scaling**3) * (x @ gram)
+    return x
+
+
+def cayley(theta: Tensor) -> Tensor:
+    """(I − S)(I + S)⁻¹ of the skew part S of Θ, which is 2(I + S)⁻¹ − I; I + S is never singular."""
+    identity = torch.eye(theta.shape[-1], dtype=theta.dtype, device=theta.device)
+    # inv_ex does not stop a GPU to ask whether the inverse exists, and its gradient is matrix products
+    return 2 * torch.linalg.inv_ex(identity + (theta - theta.mT) / 2).inverse - identity
+
+
+def householder(theta: Tensor) -> Tensor:
+    """The product of as many reflections as Θ has columns; their vectors are the columns below a diagonal of ones."""
+    vectors = theta.tril(-1)
+    return torch.linalg.householder_product(vectors, 2 / (1 + vectors.square().sum(-2)))
+
+
+def _spectral_bound(theta: Tensor) -> Tensor:
+    """‖(ΘᵀΘ)²‖_F^¼: at least the largest singular value of Θ, and at most d^⅛ times it."""
+    gram = theta.mT @ theta
+    return torch.linalg.matrix_norm(gram @ gram, keepdim=True).pow(0.25)
+
+
+def _scalings(precision: float) -> tuple[float, ...]:
+    """ρ for every step, until all singular values in [SMALLEST_SINGULAR, 1] are 1 to the given precision."""
+    low, scalings = SMALLEST_SINGULAR, []
+    while 1 - low > precision:
+        scalings.append((3 / (1 + low + low**2)) ** 0.5)
+        low = 0.5 * scalings[-1] * low * (3 - (scalings[-1] * low) ** 2)
+    return (*scalings, 1.0)
+
+
+_SCALINGS = {dtype: _scalings(torch.finfo(dtype).eps) for dtype in (torch.float32, torch.float64)}
+
+
+def _itself(v: Tensor) -> Tensor:
+    return v
+
+
+def _cayley_preimage(v: Tensor) -> Tensor:
+    """The skew S with (I − S)(I + S)⁻¹ = V D, the signs D chosen so that I + V D is far from singular.
+
+    I + V D = (D + V) D, and eliminating D + V from the top, the sign of each pivot's own entry can be matched
+    when the pivot is reached: no pivot is then smaller than 1.
+    """
+    rest, signs = v.clone(), torch.ones(len(v), dtype=v.dtype)
+    for k in range(len(v)):
+        signs[k] = -1.0 if rest[k, k] < 0 else 1.0
+        pivot = rest[k, k] + signs[k]
+        rest[k + 1 :, k + 1 :] -= torch.outer(rest[k + 1 :, k], rest[k, k + 1 :] / pivot)
+    identity = torch.eye(len(v), dtype=v.dtype)
+    s = torch.linalg.solve(identity + v * signs, identity - v * signs)
+    return (s - s.mT) / 2
+
+
+def _householder_preimage(v: Tensor) -> Tensor:
+    """LAPACK's reflectors of V = QR; R is diagonal with entries ±1, so Q is V up to signs."""
+    return torch.geqrf(v)[0].tril(-1)
+
+
+@dataclass(frozen=True)
+class Basis:
+    """A map from free to orthogonal matrices, and a way back for one matrix."""
+
+    map: Callable[[Tensor], Tensor]
+    preimage: Callable[[Tensor], Tensor]
+
+
+BASES = {
+    "qr": Basis(qr, _itself),
+    "polar": Basis(polar, _itself),
+    "cayley": Basis(cayley, _cayley_preimage),
+    "householder": Basis(householder, _householder_preimage),
+}

@@ -1,0 +1,250 @@
+"""The attention operator: A acting on values, without ever forming the matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from acutance.errors import AcutanceError, ShapeError
+from acutance.kernels import associative, fused, get_kernel, masks, spectral, tiled
+from acutance.kernels.heads import repeat_heads
+
+
+class AttentionOperator:
+    """Self-attention as a linear operator A on values: row i holds what token i takes from every token.
+
+    Args:
+        q: queries (batch, heads, queries, width).
+        k: keys (batch, key heads, keys, width); heads is a multiple of key heads, and query head h uses key
+            head h // (heads / key heads).
+        mask: bool, True where a key takes part: a key mask (batch, keys), or anything that broadcasts to
+            (batch, heads, queries, keys); what has the shape (batch, keys) is read as a key mask. Or a float
+            bias that broadcasts likewise and is added to the logits (exponential kernels only).
+        causal: row i sees keys up to i + keys − queries, i.e. the last query sees every key.
+        scale: of the dot product, 1/√width by default; the linear kernel has none.
+        kernel: softmax exp(s q·k), symmetric (softmax with q := k), rbf exp(−s‖q−k‖²/2), linear φ(q)·φ(k)
+            with φ = elu + 1, polynomial (1 + s q·k)².
+
+    Rows sum to one, except that a row whose keys are all masked is zero (and its logsumexp −∞). Products have
+    the wider dtype of A and their operand; entries, sums and spectra are float32 or better.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        kernel: str = "softmax",
+    ) -> None:
+        _check_queries_and_keys(q, k)
+        self.definition = get_kernel(kernel)
+        self.kernel = kernel
+        self.causal = causal
+        self.scale = q.size(-1) ** -0.5 if scale is None else scale
+        self.mask = mask
+        self.key_heads = k.size(1)
+        heads = q.size(1)
+        if self.definition.queries_are_keys:
+            if q.size(-2) != k.size(-2):
+                raise ShapeError(f"kernel {kernel!r} needs as many queries as keys; q {_s(q)}, k {_s(k)}")
+            q = k = repeat_heads(k, heads)
+        self.q, self.k = q, k
+        self.shape: tuple[int, int, int, int] = (q.size(0), heads, q.size(-2), k.size(-2))
+        self.mask4 = None if mask is None else masks.as_four_axes(mask, self.shape, exponential=self.is_exponential)
+
+    def __repr__(self) -> str:
+        details = f"shape={self.shape}, kernel={self.kernel!r}, causal={self.causal}, scale={self.scale:.4g}"
+        mask = "None" if self.mask is None else f"{self.mask.dtype} {_s(self.mask)}"
+        return f"AttentionOperator({details}, mask={mask}, dtype={self.dtype}, device={self.device})"
+
+    @property
+    def heads(self) -> int:
+        """The number of query heads."""
+        return self.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the queries."""
+        return self.q.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the queries."""
+        return self.q.device
+
+    @property
+    def is_exponential(self) -> bool:
+        """Whether the kernel is an exponential of logits (softmax, symmetric, rbf)."""
+        return self.definition.channels is not None
+
+    @property
+    def masks_keys_only(self) -> bool:
+        """Whether the mask, if any, is the same for every query (causality aside)."""
+        return self.mask4 is None or self.mask4.size(-2) == 1
+
+    @property
+    def is_reversible(self) -> bool:
+        """Whether A is a symmetric kernel divided by its row sums: q is k, and only keys are masked."""
+        return self.q is self.k and self.masks_keys_only and not self.causal
+
+    @property
+    def T(self) -> TransposedOperator:  # noqa: N802
+        """The transpose: `A.T @ y` is Aᵀy."""
+        return TransposedOperator(self)
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        return self.apply(x)
+
+    def apply(self, x: Tensor, dropout: float = 0.0) -> Tensor:
+        """A x for x (batch, heads or key heads, keys, channels); dropout acts on the attention weights."""
+        self._check_operand("x", x, tokens=self.shape[-1], heads={self.heads, self.key_heads})
+        A, x = self._promoted(x)
+        if fused.is_available(A, x, dropout):
+            return fused.apply(A, x, dropout)
+        if associative.is_available(A) and dropout == 0.0:
+            return associative.apply(A, x)
+        return tiled.apply(A, x, dropout)
+
+    def apply_transpose(self, y: Tensor) -> Tensor:
+        """Aᵀ y for y (batch, heads, queries, channels)."""
+        self._check_operand("y", y, tokens=self.shape[-2], heads={self.heads})
+        A, y = self._promoted(y)
+        if associative.is_available(A):
+            return associative.apply_transpose(A, y)
+        if fused.is_available(A, y) and not tiled.needs_grad(A.q, A.k, A.mask, y):
+            return fused.apply_transpose(A, y)
+        return tiled.apply_transpose(A, y)
+
+    def logsumexp(self) -> Tensor:
+        """log Σ_j kernel(i, j) of every row (batch, heads, queries)."""
+        return associative.logsumexp(self) if associative.is_available(self) else tiled.logsumexp(self)
+
+    def dense(self) -> Tensor:
+        """The whole matrix (batch, heads, queries, keys): for tests and few tokens."""
+        return torch.cat([weights for _, weights in self.tiles()], dim=-2)
+
+    def tiles(self, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Blocks of rows as (slice, weights (batch, heads, rows, keys)): memory stays linear in tokens."""
+        return iter(tiled.Tiles(self, rows))
+
+    def diagonal(self) -> Tensor:
+        """The entries A_ii (batch, heads, tokens): how much each token keeps of itself."""
+        self._check_square("the diagonal")
+        return tiled.diagonal(self)
+
+    def eigenvalues(self, k: int | None = None) -> Tensor:
+        """The k eigenvalues of largest magnitude, or all, complex (batch, heads, k), by decreasing magnitude.
+
+        Exact for a causal A, which is triangular. Otherwise from the matrix up to 512 tokens, by Arnoldi
+        iteration on products above; a warning gives the residual where that has not converged.
+        """
+        self._check_square("eigenvalues")
+        with torch.no_grad():
+            return spectral.eigenvalues(self, k)
+
+    def extreme_eigenvalues(self) -> tuple[Tensor, Tensor]:
+        """The eigenvalues μ_max and μ_min of largest and smallest real part, complex (batch, heads) each."""
+        self._check_square("eigenvalues")
+        with torch.no_grad():
+            return spectral.extreme_eigenvalues(self)
+
+    def stationary(self) -> Tensor:
+        """The distribution π with πᵀA = πᵀ (batch, heads, tokens)."""
+        self._check_square("a stationary distribution")
+        with torch.no_grad():
+            return spectral.stationary(self)
+
+    def symmetrised(self) -> AttentionOperator:
+        """The operator with q := k and everything else the same."""
+        k = repeat_heads(self.k, self.heads)
+        return self._like(k, k, self.mask, kernel="symmetric" if self.kernel == "softmax" else self.kernel)
+
+    def to(self, dtype: torch.dtype) -> AttentionOperator:
+        """The operator computed in another floating-point dtype."""
+        return self.map(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> AttentionOperator:
+        """The operator with a function applied to its queries, keys and mask."""
+        k = function(self.k)
+        q = k if self.q is self.k else function(self.q)
+        return self._like(q, k, None if self.mask is None else function(self.mask), kernel=self.kernel)
+
+    def _like(self, q: Tensor, k: Tensor, mask: Tensor | None, kernel: str) -> AttentionOperator:
+        other = AttentionOperator(q, k, mask=mask, causal=self.causal, scale=self.scale, kernel=kernel)
+        other.key_heads = self.key_heads
+        return other
+
+    def _promoted(self, x: Tensor) -> tuple[AttentionOperator, Tensor]:
+        """Operator and operand in one dtype, the wider of the two; autocast chooses its own."""
+        if x.dtype == self.q.dtype == self.k.dtype or torch.is_autocast_enabled(x.device.type):
+            return self, x
+        dtype = torch.promote_types(torch.promote_types(self.q.dtype, self.k.dtype), x.dtype)
+        return self.to(dtype), x.to(dtype)
+
+    def _check_square(self, what: str) -> None:
+        if self.shape[-2] != self.shape[-1]:
+            raise ShapeError(f"{what} of A needs as many queries as keys; (batch, heads, queries, keys) = {self.shape}")
+
+    def _check_operand(self, name: str, x: Tensor, *, tokens: int, heads: set[int]) -> None:
+        expected = f"({self.shape[0]}, {' or '.join(str(h) for h in sorted(heads))}, {tokens}, any)"
+        if x.ndim != 4 or x.size(0) != self.shape[0] or x.size(1) not in heads or x.size(-2) != tokens:
+            raise ShapeError(
+                f"{name} {_s(x)} does not fit A {self.shape}: expected (batch, heads, tokens, channels) = {expected}"
+            )
+        if x.device != self.device:
+            raise AcutanceError(f"{name} is on {x.device}, the queries on {self.device}; move one of them")
+
+
+class TransposedOperator:
+    """Aᵀ, waiting to be applied."""
+
+    def __init__(self, operator: AttentionOperator) -> None:
+        self.T = operator
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, heads, keys, queries)."""
+        batch, heads, queries, keys = self.T.shape
+        return batch, heads, keys, queries
+
+    def __matmul__(self, y: Tensor) -> Tensor:
+        return self.T.apply_transpose(y)
+
+
+@dataclass(frozen=True)
+class AttentionRecord:
+    """What one attention layer did in one forward pass.
+
+    Attributes:
+        operator: A.
+        values: v, what A was applied to.
+        first_values: v⁰, the values of the first layer; None there.
+        output: u, the heads' outputs after mitigation, before merging and projection.
+        branch: y, the output of the attention branch (batch, tokens, dim).
+    """
+
+    operator: AttentionOperator
+    values: Tensor
+    first_values: Tensor | None
+    output: Tensor
+    branch: Tensor
+
+
+def _check_queries_and_keys(q: Tensor, k: Tensor) -> None:
+    shapes = f"q {_s(q)}, k {_s(k)}"
+    if q.ndim != 4 or k.ndim != 4:
+        raise ShapeError(f"q and k are (batch, heads, tokens, width); got {shapes}")
+    if q.size(0) != k.size(0) or q.size(-1) != k.size(-1):
+        raise ShapeError(f"q and k differ in batch or width: {shapes}")
+    if q.size(1) % k.size(1) != 0:
+        raise ShapeError(f"the heads of q are no multiple of the heads of k: {shapes}")
+
+
+def _s(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)

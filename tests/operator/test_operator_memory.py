@@ -1,0 +1,109 @@
+"""Memory linear in tokens: no operation may return anything of the size of the matrix."""
+
+import pytest
+import torch
+from operator_cases import KERNELS, MASKINGS, LargestTensor, largest_tensor_below
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from acutance.operator import AttentionOperator
+
+TOKENS = 2048
+
+
+def long_case(masking: str, key_heads: int = 1, width: int = 8) -> tuple[Tensor, Tensor, dict[str, object]]:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 2, TOKENS, width, generator=generator)
+    k = torch.randn(1, key_heads, TOKENS, width, generator=generator)
+    mask = torch.arange(TOKENS)[None] < TOKENS - 100 if "keys" in masking else None
+    return q, k, {"mask": mask, "causal": "causal" in masking}
+
+
+@pytest.fixture(autouse=True)
+def _no_matrix(monkeypatch):
+    monkeypatch.setattr(AttentionOperator, "dense", None)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("masking", [masking for masking in MASKINGS if masking != "full"])
+def test_products_never_form_the_matrix(kernel, masking):
+    q, k, options = long_case(masking)
+    A = AttentionOperator(q, k, kernel=kernel, **options)
+    for channels in (3, 9):
+        with largest_tensor_below(TOKENS**2 // 3):
+            A @ torch.randn(1, 1, TOKENS, channels)
+            A.T @ torch.randn(1, 2, TOKENS, channels)
+    with largest_tensor_below(TOKENS**2 // 3):
+        A.logsumexp()
+        A.diagonal()
+        for _ in A.tiles():
+            pass
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "rbf", "polynomial"])
+@pytest.mark.parametrize("masking", ["none", "causal+keys"])
+def test_training_never_forms_the_matrix(kernel, masking):
+    q, k, options = long_case(masking)
+    q.requires_grad_(), k.requires_grad_()
+    x = torch.randn(1, 1, TOKENS, 8)
+    with largest_tensor_below(TOKENS**2 // 3):
+        A = AttentionOperator(q, k, kernel=kernel, **options)
+        (A @ x).sum().backward()
+    with largest_tensor_below(TOKENS**2 // 3):
+        A = AttentionOperator(q, k, kernel=kernel, **options)
+        (A.T @ q + A.logsumexp()[..., None]).sum().backward()
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "symmetric", "linear"])
+@pytest.mark.parametrize("masking", ["none", "causal+keys"])
+def test_spectra_never_form_the_matrix(kernel, masking):
+    q, k, options = long_case(masking)
+    A = AttentionOperator(q / 4, k / 4, kernel=kernel, **options)
+    with largest_tensor_below(TOKENS**2 // 3):
+        A.eigenvalues(2)
+        A.extreme_eigenvalues()
+        A.stationary()
+
+
+def test_values_of_any_layout_stay_on_the_fused_path():
+    q, k, _ = long_case("none", key_heads=2)
+    A = AttentionOperator(q, k)
+    with largest_tensor_below(TOKENS**2 // 3):
+        strided = torch.randn(1, 2, 8, TOKENS).mT
+        A @ strided
+        A.T @ strided
+        A @ torch.randn(1, 2, TOKENS, 1).expand(-1, -1, -1, 8)
+
+
+@pytest.mark.parametrize("tokens", [1500, 3000])
+def test_the_largest_tensor_grows_with_the_tokens(tokens):
+    # Entries per token, whatever the number of tokens: sixteen rows of two heads, or the cache-sized tile.
+    q = torch.randn(1, 2, tokens, 8)
+    with LargestTensor() as record:
+        AttentionOperator(q, q.flip(1), kernel="polynomial") @ q
+    assert record.elements <= max(2**20, 16 * 2 * tokens)
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_plain_attention_is_one_call(causal, key_heads):
+    # No mask, values as wide as the keys: exactly the operations of a bare SDPA, no copies.
+    q, k, _ = long_case("none", key_heads=key_heads, width=16)
+    q, k, v = q[..., :64, :].requires_grad_(), k[..., :64, :].requires_grad_(), k[..., 64:128, :]
+    with Operations() as bare:
+        expected = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    with Operations() as ours:
+        out = AttentionOperator(q, k, causal=causal).apply(v)
+    assert torch.equal(out, expected)
+    assert ours.names == bare.names
