@@ -1,0 +1,85 @@
+"""What the attention matrix itself looks like: how spread its rows are, how alike two matrices are.
+
+A is an `AttentionOperator`; `mask` (batch, queries) drops query rows. Entries, where a formula needs them,
+exist one block of rows at a time: memory stays linear in the number of tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from acutance.errors import ShapeError
+from acutance.metrics._common import masked_mean, ratio, safe_sqrt
+from acutance.metrics._operators import product, query_rows, upcast_operator
+from acutance.operator import AttentionOperator
+
+
+def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
+    """Mean entropy in nats of the rows of A (batch, heads).
+
+    0 when every row looks at one key, log M when it looks at all M alike. A fully masked row is left out.
+    """
+    A = upcast_operator(A)
+    has_bias = A.mask is not None and A.mask.is_floating_point()
+    entropy, sees_keys = _tiled_entropy(A) if has_bias or not A.is_exponential else _exponential_entropy(A)
+    return masked_mean(entropy.clamp_min(0), query_rows(A, mask) & sees_keys)
+
+
+def attention_cosine(A: AttentionOperator, B: AttentionOperator, mask: Tensor | None = None) -> Tensor:
+    """⟨A, B⟩_F / (‖A‖_F ‖B‖_F) per head (batch, heads).
+
+    Between successive layers it shows redundancy (arXiv 2312.00751, Fig. 5). A matrix of zeros has cosine 0.
+    """
+    if A.shape != B.shape:
+        raise ShapeError(f"both operators must have the same (batch, heads, queries, keys): {A.shape} and {B.shape}")
+    rows_valid = query_rows(A, mask).unsqueeze(-1)
+    inner = norm_a = norm_b = torch.zeros((), device=A.device)
+    for (rows, a), (_, b) in zip(A.tiles(), B.tiles(), strict=True):
+        a = a.masked_fill(~rows_valid[..., rows, :], 0)
+        b = b.masked_fill(~rows_valid[..., rows, :], 0)
+        inner = inner + (a * b).sum((-2, -1))
+        norm_a = norm_a + a.square().sum((-2, -1))
+        norm_b = norm_b + b.square().sum((-2, -1))
+    return ratio(inner, safe_sqrt(norm_a) * safe_sqrt(norm_b)).clamp(0, 1)
+
+
+def head_cosine(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
+    """The mean Frobenius cosine over all pairs of heads (batch,): 1 when every head does the same.
+
+    One head alone gives 1.
+    """
+    heads = A.heads
+    rows_valid = query_rows(A, mask).unsqueeze(-1)
+    if heads == 1:
+        return rows_valid.new_ones(A.shape[0], dtype=upcast_operator(A).dtype)
+    gram = torch.zeros((), device=A.device)
+    with torch.autocast(A.device.type, enabled=False):
+        for rows, weights in A.tiles():
+            flat = weights.masked_fill(~rows_valid[..., rows, :], 0).flatten(2)
+            gram = gram + flat @ flat.mT
+    norms = safe_sqrt(gram.diagonal(dim1=-2, dim2=-1))
+    cosines = ratio(gram, norms.unsqueeze(-1) * norms.unsqueeze(-2))
+    pairs = torch.ones(heads, heads, dtype=torch.bool, device=A.device).triu(1)
+    return cosines[..., pairs].mean(-1).clamp(0, 1)
+
+
+def _exponential_entropy(A: AttentionOperator) -> tuple[Tensor, Tensor]:
+    """H_i = logsumexp_i − s q_i·(A k)_i without any entry of A, and which rows see a key."""
+    assert A.definition.channels is not None
+    q, k = A.definition.channels(A.q, A.k)
+    # Another origin for the keys shifts the logits of a row alike: same A, but smaller terms to subtract.
+    k = k - k.mean(-2, keepdim=True)
+    A = AttentionOperator(q, k, mask=A.mask, causal=A.causal, scale=A.scale)
+    normaliser = A.logsumexp()
+    sees_keys = normaliser != -torch.inf
+    mean_logit = A.scale * (q * product(A, k)).sum(-1)
+    return torch.where(sees_keys, normaliser, 0) - mean_logit, sees_keys
+
+
+def _tiled_entropy(A: AttentionOperator) -> tuple[Tensor, Tensor]:
+    """−Σ_j A_ij log A_ij by blocks of rows, and which rows see a key."""
+    entropy, sees_keys = [], []
+    for _, weights in A.tiles():
+        safe = torch.where(weights == 0, 1, weights)  # 0 log 0 = 0, gradient included
+        entropy.append(-(safe * safe.log()).sum(-1))
+        sees_keys.append((weights != 0).any(-1))
+    return torch.cat(entropy, -1), torch.cat(sees_keys, -1)

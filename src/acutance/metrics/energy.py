@@ -1,0 +1,140 @@
+"""The energy attention descends: J(u) = ½ Σ_ij A_ij ‖u_i − u_j‖² and what belongs to it (arXiv 2312.00751).
+
+A is an `AttentionOperator`; u, v and f are (batch, heads, tokens, channels), with the operator's query heads
+or, for grouped queries, its fewer key heads. Results are (batch, heads). `mask` (batch, tokens) drops query
+rows; which keys a row may see is the operator's own mask. No function here forms the N×N matrix.
+"""
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from acutance.errors import ShapeError
+from acutance.kernels.heads import repeat_heads
+from acutance.kernels.masks import add_mask
+from acutance.kernels.tiled import Tiles, run_block
+from acutance.metrics._common import (
+    masked_mean,
+    safe_logsumexp,
+    split_mean,
+    unit_vectors,
+    upcast,
+    valid_positions,
+)
+from acutance.metrics._operators import over_heads, product, query_rows, upcast_operator
+from acutance.operator import AttentionOperator
+
+
+def nonlocal_energy(A: AttentionOperator, u: Tensor, mask: Tensor | None = None) -> Tensor:
+    """J(u) = ½ Σ_ij A_ij ‖u_i − u_j‖² with the rows of A summing to one; a fully masked row adds 0."""
+    A, u = _matched(A, u)
+    valid = query_rows(A, mask)
+    return _row_energies(A, u, valid).masked_fill(~valid, 0).sum(-1) / 2
+
+
+def log_nonlocal_energy_raw(A: AttentionOperator, u: Tensor, mask: Tensor | None = None) -> Tensor:
+    """log of ½ Σ_ij k_ij ‖u_i − u_j‖² with the raw kernel k, e.g. exp(s q_i·k_j); −inf when that is 0.
+
+    Summed in logarithms, pair by pair, a block of rows at a time: a row that sees little but itself may have
+    the largest kernel and the smallest energy, which a difference of large sums would not survive.
+    """
+    A, u = _matched(A, u)
+    valid = query_rows(A, mask)
+    tiles = Tiles(A)
+    block = partial(_log_row_energies, tiles)
+    parts = [run_block(block, rows, tiles.q, tiles.k, u, several=tiles.several) for rows in tiles.blocks]
+    logs = torch.cat(parts, dim=-1).masked_fill(~valid, -torch.inf)
+    return safe_logsumexp(logs) - math.log(2)
+
+
+def fidelity(u: Tensor, f: Tensor, strength: float | Tensor, mask: Tensor | None = None) -> Tensor:
+    """G(u, f) = λ/2 Σ_i ‖u_i − f_i‖², the pull NeuTRENO adds; λ is one number or one per head."""
+    u, f = upcast(u), upcast(f)
+    if u.ndim != 4 or f.ndim != 4 or u.shape[1] % f.shape[1]:
+        raise ShapeError(f"u and f must be (batch, heads, tokens, channels), got {tuple(u.shape)} and {tuple(f.shape)}")
+    f = repeat_heads(f, u.shape[1])
+    if u.shape != f.shape:
+        raise ShapeError(f"u and f must have the same shape, got {tuple(u.shape)} and {tuple(f.shape)}")
+    valid = valid_positions(over_heads(mask), u.shape[:-1], u)
+    return strength * (u - f).masked_fill(~valid.unsqueeze(-1), 0).square().sum((-2, -1)) / 2
+
+
+def energy(A: AttentionOperator, u: Tensor, f: Tensor, strength: float | Tensor, mask: Tensor | None = None) -> Tensor:
+    """E(u, f) = J(u) + G(u, f), the energy NeuTRENO descends; A row-normalised."""
+    return nonlocal_energy(A, u, mask) + fidelity(u, f, strength, mask)
+
+
+def gradient_alignment(A: AttentionOperator, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Mean cosine between ∇J by the symmetric kernel k(k_i, k_j) and by A's own k(q_i, k_j) (Table 4).
+
+    At position i the gradient is Σ_j (v_i − v_j) K_ij = d_i (v_i − (Av)_i); the positive row sum d_i cancels
+    in the cosine, so large logits do no harm. A gradient that is zero up to rounding has cosine 0; a fully
+    masked row is left out of the mean.
+    """
+    A, v = _matched(A, v)
+    valid = query_rows(A, mask)
+    mean, v = split_mean(v, valid)
+    floor = _rounding_level(mean, v)
+    own, sees_keys = _gradient_direction(A, v, floor)
+    symmetric, _ = _gradient_direction(A.symmetrised(), v, floor)
+    return masked_mean((own * symmetric).sum(-1).clamp(-1, 1), valid & sees_keys)
+
+
+def _matched(A: AttentionOperator, x: Tensor) -> tuple[AttentionOperator, Tensor]:
+    """Operator and tokens in one precision, float32 or better, the tokens with one copy per query head."""
+    batch, heads, queries, keys = A.shape
+    if queries != keys:
+        raise ShapeError(
+            f"the energy compares tokens with one another, but A has {queries} queries and {keys} keys; "
+            "it is not defined for cross-attention or cached generation"
+        )
+    if x.ndim != 4 or x.shape[:1] + x.shape[2:3] != (batch, keys) or x.shape[1] not in (heads, A.key_heads):
+        raise ShapeError(
+            f"tokens of shape {tuple(x.shape)} do not fit an operator of shape {A.shape}; "
+            f"expected (batch, heads, tokens, channels) = ({batch}, {heads}, {keys}, any)"
+        )
+    A = upcast_operator(A, x.dtype)
+    return A, repeat_heads(x, heads).to(A.dtype)
+
+
+def _row_energies(A: AttentionOperator, u: Tensor, valid: Tensor) -> Tensor:
+    """Σ_j A_ij ‖u_i − u_j‖² for every row, by one product with A: u, ‖u‖² and 1 travel as channels.
+
+    The channel of ones gives the row sums: 1, or 0 for a fully masked row.
+    """
+    _, u = split_mean(u, valid)  # differences are unchanged, cancellation shrinks
+    squares = u.square().sum(-1, keepdim=True)
+    mixed = product(A, torch.cat([u, squares, torch.ones_like(squares)], dim=-1))
+    mean, mean_square, row_sum = mixed[..., :-2], mixed[..., -2], mixed[..., -1]
+    return (row_sum * squares.squeeze(-1) + mean_square - 2 * (u * mean).sum(-1)).clamp_min(0)
+
+
+def _log_row_energies(tiles: Tiles, rows: slice, q: Tensor, k: Tensor, u: Tensor) -> Tensor:
+    """log Σ_j k_ij ‖u_i − u_j‖² for some rows."""
+    log_kernel = add_mask(*tiles.log_weights(rows, q, k))
+    others = u[..., : log_kernel.size(-1), :]  # a causal block leaves out the keys none of its rows may see
+    squares = torch.cdist(u[..., rows, :], others, compute_mode="donot_use_mm_for_euclid_dist").square()
+    differ = squares != 0
+    logs = log_kernel + torch.where(differ, squares, 1).log()
+    return safe_logsumexp(logs.masked_fill(~differ, -torch.inf))
+
+
+def _gradient_direction(A: AttentionOperator, v: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """The direction of v_i − (Av)_i, zero where it is no more than rounding, and which rows see any key."""
+    mixed = product(A, torch.cat([v, torch.ones_like(v[..., :1])], dim=-1))
+    row_sum = mixed[..., -1:]
+    gradient = row_sum * v - mixed[..., :-1]
+    vanishes = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True) <= floor
+    return unit_vectors(gradient.masked_fill(vanishes, 0)), row_sum.squeeze(-1) != 0
+
+
+def _rounding_level(mean: Tensor, deviation: Tensor) -> Tensor:
+    """The length (batch, heads, 1, 1) below which a difference of values is rounding and has no direction."""
+    eps = torch.finfo(mean.dtype).eps
+    offset, spread = (
+        torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True).amax(-2, keepdim=True) for x in (mean, deviation)
+    )
+    level: Tensor = 32 * eps * (spread + eps * offset)
+    return level

@@ -1,0 +1,158 @@
+"""How alike the tokens of one layer are: formulas in the token matrix X alone.
+
+Every function takes tokens (..., tokens, channels) and an optional bool mask (..., tokens), True where a
+token counts, and returns one number per leading index. All are unchanged by a rotation of the channels, by
+the order of the tokens and by a common factor. Tokens that are masked out may hold anything, NaN included.
+"""
+
+import torch
+from torch import Tensor
+
+from acutance.errors import ShapeError
+from acutance.metrics._common import (
+    masked_mean,
+    ratio,
+    safe_sqrt,
+    split_mean,
+    unit_vectors,
+    upcast,
+    valid_positions,
+)
+
+
+def token_cosine(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The mean cosine over all pairs of different tokens (arXiv 2312.00751, E.3).
+
+    A zero vector has cosine 0 with everything. With fewer than two tokens it is 1, as for equal tokens.
+    """
+    x, valid = _select(tokens, mask)
+    count = valid.sum(-1).to(x.dtype)
+    directions = unit_vectors(x)
+    # Σ_{i≠j} x̂_i·x̂_j = ‖Σ x̂_i‖² − Σ ‖x̂_i‖²: no pair is ever formed.
+    total = directions.sum(-2).square().sum(-1) - directions.square().sum((-2, -1))
+    return ratio(total, count * (count - 1), at_zero=1.0).clamp(-1, 1)
+
+
+def low_frequency(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """LFC[X] = (1/n) 11ᵀ X: every token replaced by the mean token (arXiv 2401.04301); 0 where masked out."""
+    x, valid = _select(tokens, mask)
+    return split_mean(x, valid)[0].expand_as(x).masked_fill(~valid.unsqueeze(-1), 0)
+
+
+def high_frequency(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """HFC[X] = X − LFC[X]: what each token has of its own (arXiv 2401.04301); 0 where masked out."""
+    x, valid = _select(tokens, mask)
+    return split_mean(x, valid)[1].masked_fill(~valid.unsqueeze(-1), 0)
+
+
+def hfc_lfc_spectral(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """‖HFC[X]‖₂ / ‖LFC[X]‖₂ in the spectral norm (arXiv 2401.04301)."""
+    mean, high, count = _scaled_frequencies(tokens, mask)
+    return _hfc_over_lfc(_singular_values(high)[..., 0].to(high.dtype), mean, count)
+
+
+def hfc_lfc_frobenius(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """‖HFC[X]‖_F / ‖LFC[X]‖_F in the Frobenius norm (arXiv 2401.04301)."""
+    mean, high, count = _scaled_frequencies(tokens, mask)
+    return _hfc_over_lfc(_frobenius(high), mean, count)
+
+
+def rank_residual(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """‖X − 1x̄ᵀ‖_F / ‖X‖_F: the share of X that is not the mean token; 0 for a zero matrix."""
+    mean, high, count = _scaled_frequencies(tokens, mask)
+    # ‖X‖² = ‖HFC‖² + ‖LFC‖², as the two are orthogonal.
+    size = _frobenius(high)
+    whole = safe_sqrt(size.square() + count * mean.square().sum((-2, -1)))
+    return ratio(size, whole)
+
+
+def singular_ratio(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """σ₂/σ₁ of X: 0 when the tokens span one line (rank collapse), or are all zero."""
+    sigma = _relative_spectrum(tokens, mask)
+    if sigma.shape[-1] < 2:
+        return torch.zeros_like(sigma[..., 0])
+    return ratio(sigma[..., 1], sigma[..., 0])
+
+
+def effective_rank(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """exp of the entropy of σ/Σσ: how many directions the tokens really use; 0 for a zero matrix."""
+    sigma = _relative_spectrum(tokens, mask)
+    share = ratio(sigma, sigma.sum(-1, keepdim=True))
+    share = torch.where(share == 0, 1, share)  # 1·log 1 = 0: an absent direction adds nothing
+    rank = torch.exp(-(share * share.log()).sum(-1))
+    return torch.where(sigma[..., 0] == 0, 0, rank)
+
+
+def stable_rank(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """‖X‖_F² / σ₁²: the rank as seen by energy; 0 for a zero matrix."""
+    sigma = _relative_spectrum(tokens, mask)
+    return ratio(sigma.square().sum(-1), sigma[..., 0].square())
+
+
+def norm_spread(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Standard deviation over mean of the tokens' norms (population form); 0 when all tokens are zero."""
+    x, valid = _select(tokens, mask)
+    norms = torch.linalg.vector_norm(_rescaled(x), dim=-1)
+    mean = masked_mean(norms, valid)
+    variance = masked_mean((norms - mean.unsqueeze(-1)).square(), valid)
+    return ratio(safe_sqrt(variance), mean)
+
+
+def _select(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The tokens upcast, with zeros where masked out, and the mask (..., tokens) itself."""
+    if tokens.ndim < 2 or 0 in tokens.shape:
+        raise ShapeError(
+            f"tokens must be (..., tokens, channels) and not empty, got shape {tuple(tokens.shape)}; "
+            "to leave tokens out, mask them"
+        )
+    valid = valid_positions(mask, tokens.shape[:-1], tokens)
+    return upcast(tokens).masked_fill(~valid.unsqueeze(-1), 0), valid
+
+
+def _rescaled(x: Tensor) -> Tensor:
+    """X times a power of two (so without rounding) that brings its largest entry near 1."""
+    limits = torch.finfo(x.dtype)
+    largest = x.detach().abs().amax((-2, -1), keepdim=True).clamp(4 * limits.tiny, limits.max / 4)
+    mantissa, _ = torch.frexp(largest)
+    return x * (mantissa / largest)
+
+
+def _relative_spectrum(tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """The singular values of X in decreasing order, up to a common factor: only ratios mean anything."""
+    x, _ = _select(tokens, mask)
+    return _singular_values(_rescaled(x)).to(x.dtype)
+
+
+def _scaled_frequencies(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean token, the deviations and the number of tokens, for quotients in which scale cancels."""
+    x, valid = _select(tokens, mask)
+    mean, deviation = split_mean(_rescaled(x), valid)
+    return mean, deviation.masked_fill(~valid.unsqueeze(-1), 0), valid.sum(-1).to(x.dtype)
+
+
+def _hfc_over_lfc(high_norm: Tensor, mean: Tensor, count: Tensor) -> Tensor:
+    # LFC is a rank-one matrix: √n ‖x̄‖ is its spectral and its Frobenius norm alike.
+    low_norm = count.sqrt() * _frobenius(mean)
+    return ratio(high_norm, low_norm, at_zero=torch.where(high_norm > 0, torch.inf, 0.0).to(high_norm.dtype))
+
+
+def _frobenius(x: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1))
+    return norm
+
+
+def _singular_values(x: Tensor) -> Tensor:
+    """Singular values (float64, decreasing) from the Gram matrix of the smaller side: quick and batched.
+
+    An eigenvalue of the Gram matrix is known to about max(tokens, channels)·ε of the largest one; what is
+    below that is rounding, and is set to 0.
+    """
+    x = x.to(torch.float64)
+    rows, columns = x.shape[-2:]
+    gram = x @ x.mT if rows <= columns else x.mT @ x
+    # LAPACK raises on NaN and would take the whole batch with it: answer NaN for the sample concerned.
+    finite = torch.isfinite(gram).all(-1).all(-1)
+    squares = torch.linalg.eigvalsh(torch.where(finite[..., None, None], gram, 0)).flip(-1)
+    floor = squares[..., :1] * max(rows, columns) * torch.finfo(torch.float64).eps
+    squares = torch.where(squares > floor, squares, 0)
+    return torch.where(finite.unsqueeze(-1), safe_sqrt(squares), torch.nan)
