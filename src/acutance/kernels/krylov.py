@@ -10,12 +10,13 @@ from acutance.errors import AcutanceWarning
 
 BLOCK = 8  # a fused product costs the same for a few vectors as for one, and a block finds repeated eigenvalues
 LARGEST_SPACE = 512
+MOST_VALUES = LARGEST_SPACE // 4  # more would not converge in the largest space
 
 Select = Callable[[Tensor], Tensor]  # Ritz values (..., m) -> indices (..., k) of the wanted ones
 
 
-def arnoldi_eigenvalues(multiply: Callable[[Tensor], Tensor], start: Tensor, select: Select) -> Tensor:
-    """The selected eigenvalues, with the Krylov space grown until their residuals are small.
+def arnoldi_eigenvalues(multiply: Callable[[Tensor], Tensor], start: Tensor, select: Select, count: int) -> Tensor:
+    """The `count` selected eigenvalues, with the Krylov space grown until their residuals are small.
 
     `start` is a block of vectors (..., N, b), `multiply` the operator on such a block. The residual ‖Az − μz‖
     of a Ritz pair is read off the last block row of the projected matrix, so that checking costs no product.
@@ -25,7 +26,7 @@ def arnoldi_eigenvalues(multiply: Callable[[Tensor], Tensor], start: Tensor, sel
     tolerance = torch.finfo(start.dtype).eps ** (2 / 3)
     basis, _ = torch.linalg.qr(start)
     projected = start.new_zeros(*start.shape[:-2], largest + width, largest)
-    size, next_check = 0, 4 * width
+    size, next_check = 0, max(4 * width, 2 * count)
     while True:
         size += width
         coefficients, fresh = _orthogonalise(multiply(basis[..., -width:]), basis)

@@ -30,9 +30,9 @@ def eigenvalues(A: AttentionOperator, k: int | None) -> Tensor:
     def largest(values: Tensor) -> Tensor:
         return _by_magnitude(values)[..., :wanted]
 
-    values = _known_spectrum(A, all_needed=k is None)
+    values = _known_spectrum(A, wanted)
     if values is None:
-        return _arnoldi(A, largest)
+        return _arnoldi(A, largest, wanted)
     return values.gather(-1, largest(values))
 
 
@@ -42,23 +42,23 @@ def extreme_eigenvalues(A: AttentionOperator) -> tuple[Tensor, Tensor]:
     def extremes(values: Tensor) -> Tensor:
         return torch.stack([values.real.argmax(dim=-1), values.real.argmin(dim=-1)], dim=-1)
 
-    values = _known_spectrum(A, all_needed=False)
-    found = _arnoldi(A, extremes) if values is None else values.gather(-1, extremes(values))
+    values = _known_spectrum(A, wanted=2)
+    found = _arnoldi(A, extremes, 2) if values is None else values.gather(-1, extremes(values))
     return found[..., 0], found[..., 1]
 
 
-def _known_spectrum(A: AttentionOperator, *, all_needed: bool) -> Tensor | None:
+def _known_spectrum(A: AttentionOperator, wanted: int) -> Tensor | None:
     """Every eigenvalue where that is affordable, else None: triangular or small operators."""
     tokens = A.shape[-1]
     if A.causal:  # triangular
         return _as_complex(A.diagonal())
-    if all_needed and tokens > LARGEST_DENSE_TOKENS:
-        raise AcutanceError(
-            f"all eigenvalues of {tokens} tokens would need the {tokens} × {tokens} matrix; "
-            f"pass k for the k largest (all of them up to {LARGEST_DENSE_TOKENS} tokens)"
-        )
-    if not all_needed and tokens > DENSE_TOKENS:
+    if tokens > DENSE_TOKENS and wanted <= krylov.MOST_VALUES:
         return None
+    if tokens > LARGEST_DENSE_TOKENS:
+        raise AcutanceError(
+            f"{wanted} eigenvalues of {tokens} tokens would need the {tokens} × {tokens} matrix; pass "
+            f"k <= {krylov.MOST_VALUES} for the k largest (all of them up to {LARGEST_DENSE_TOKENS} tokens)"
+        )
     entries = A.dense()
     if not A.is_reversible:
         spectrum: Tensor = torch.linalg.eigvals(entries)
@@ -67,10 +67,10 @@ def _known_spectrum(A: AttentionOperator, *, all_needed: bool) -> Tensor | None:
     return _as_complex(torch.linalg.eigvalsh(entries.sqrt() * entries.mT.sqrt()))
 
 
-def _arnoldi(A: AttentionOperator, select: krylov.Select) -> Tensor:
+def _arnoldi(A: AttentionOperator, select: krylov.Select, count: int) -> Tensor:
     precise = A.to(accumulation_dtype(A.q, A.k))
     start = precise.q.new_empty(*A.shape[:3], krylov.BLOCK)
-    return krylov.arnoldi_eigenvalues(lambda block: precise @ block, _random_like(start), select)
+    return krylov.arnoldi_eigenvalues(lambda block: precise @ block, _random_like(start), select, count)
 
 
 def _as_complex(values: Tensor) -> Tensor:
