@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import ExitStack
-from importlib.metadata import version
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +25,7 @@ from acutance import sites
 from acutance.errors import AcutanceError
 from acutance.operator import AttentionOperator, AttentionRecord
 from acutance.profile import MAP, Profile, Reading
+from acutance.version import __version__
 
 TAPS = ("block", "attention", "values", "final")
 DEFAULT_METRICS = ("token_cosine", "hfc_lfc_spectral", "rank_residual", "effective_rank", "norm_spread")
@@ -76,7 +76,7 @@ def measure(
     try:
         with ExitStack() as stack, torch.no_grad():
             _attach(bare, reader, taps, stack)
-            for batch in _track(batches, progress, stack):
+            for batch in track(batches, progress, stack, "measuring"):
                 feed(bare, batch)
                 for key, values in reader.flush().items():
                     statistics.setdefault(key, _Running()).add(values)
@@ -118,10 +118,11 @@ class _Reader:
         return bool({"attention", "values"} & set(self.taps) or self.attention_metrics or self.successive)
 
     def tokens(self, tap: str, layer: int, tokens: Tensor) -> None:
+        mask = self._mask(tokens)
         if self.token_metrics:
-            metric_room.check_finite(tokens, metric=f"{self.token_metrics[0]} at {tap}", layer=layer)
+            metric_room.check_finite(tokens, metric=f"{self.token_metrics[0]} at {tap}", layer=layer, mask=mask)
         for name in self.token_metrics:
-            self.values[tap, layer, name] = metric_room.TOKEN_METRICS[name](tokens, self._mask(tokens))
+            self.values[tap, layer, name] = metric_room.TOKEN_METRICS[name](tokens, mask)
 
     def record(self, layer: int, record: AttentionRecord) -> None:
         if "attention" in self.taps:
@@ -130,7 +131,7 @@ class _Reader:
             self.tokens("values", layer, record.values.transpose(1, 2).flatten(2))
         mask = self._mask(record.branch)
         if self.attention_metrics:
-            metric_room.check_finite(record.branch, metric=self.attention_metrics[0], layer=layer)
+            metric_room.check_finite(record.branch, metric=self.attention_metrics[0], layer=layer, mask=mask)
         for name in self.attention_metrics:
             self._keep(layer, name, metric_room.ATTENTION_METRICS[name](record, mask))
         if self.successive:
@@ -200,7 +201,8 @@ def _record_hook(reader: _Reader, layer: int) -> Callable[[AttentionRecord], Non
     return lambda record: reader.record(layer, record)
 
 
-def _track(batches: Iterable[Any], show: bool, stack: ExitStack) -> Iterable[Any]:
+def track(batches: Iterable[Any], show: bool, stack: ExitStack, description: str) -> Iterable[Any]:
+    """The batches, with a progress bar that closes with the stack."""
     if not show:
         return batches
     total = len(batches) if isinstance(batches, Sized) else None
@@ -212,7 +214,7 @@ def _track(batches: Iterable[Any], show: bool, stack: ExitStack) -> Iterable[Any
         TimeRemainingColumn(),
     )
     bar = stack.enter_context(Progress(*columns, transient=True))
-    return bar.track(batches, total=total, description="measuring")
+    return bar.track(batches, total=total, description=description)
 
 
 def _metric_names(metrics: str | Sequence[str]) -> list[str]:
@@ -241,20 +243,25 @@ def sorted_by_tap(statistics: Mapping[Key, _Running], taps: Sequence[str]) -> li
 def _context(
     model: nn.Module, readings: Sequence[Reading], taps: Sequence[str], prefix: Literal["in", "out"]
 ) -> dict[str, Any]:
-    parameter = next(model.parameters())
-    mitigation = sites.mitigation_spec(model)
-    return {
-        "model": type(model).__name__,
-        "mitigation": mitigation,
-        "parameters": sum(p.numel() for p in model.parameters()),
+    return describe(model) | {
         "samples": readings[0].count,
         "taps": list(taps),
         "prefix": f"{sites.prefix_tokens(model)} prefix tokens {prefix}",
+    }
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """What was read and with what, so that somebody else can read it again."""
+    parameter = next(model.parameters())
+    return {
+        "model": type(model).__name__,
+        "mitigation": sites.mitigation_spec(model),
+        "parameters": sum(p.numel() for p in model.parameters()),
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(parameter.device) if parameter.is_cuda else str(parameter.device),
         "seed": torch.initial_seed(),
         "versions": {
-            "acutance": version("acutance"),
+            "acutance": __version__,
             "torch": torch.__version__,
             "numpy": np.__version__,
             "python": platform.python_version(),

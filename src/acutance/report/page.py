@@ -25,6 +25,8 @@ TAP_NAMES = {
     "final": "after the final norm",
     MAP: "attention operator",
 }
+HINT = "Click a name in a legend to single it out; hover a point for its value. Bands are one standard deviation."
+CONTEXT = ("model", "mitigation", "parameters", "samples", "dtype", "device", "seed", "versions")
 
 
 def write_page(
@@ -44,16 +46,43 @@ def write_page(
         verdict: one sentence under the heading.
         summary: rows of a table above the charts, column name to text.
     """
-    charts = {tap: _charts(profiles, tap).to_dict() for tap in _taps(profiles)}
+    charts = {tap: (TAP_NAMES[tap], _charts(profiles, tap)) for tap in _taps(profiles)}
+    return compose(
+        path,
+        title=title,
+        verdict=verdict,
+        summary=summary,
+        charts=charts,
+        context=[context_row(name, profile.context, ["prefix"]) for name, profile in profiles.items()],
+        hint=HINT,
+        footer="Layer 0 is what enters the first block.",
+    )
+
+
+def compose(
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+    verdict: str = "",
+    summary: Sequence[Mapping[str, str]] = (),
+    charts: Mapping[str, tuple[str, Any]],
+    context: Sequence[Mapping[str, str]],
+    hint: str = "",
+    footer: str = "",
+) -> Path:
+    """Write one page: verdict, summary, a heading and an Altair chart per entry of `charts`, what was read."""
     body = _template().substitute(
         title=escape(title),
         verdict=f"<p class='verdict'>{escape(verdict)}</p>" if verdict else "",
         summary=_table(summary) if summary else "",
+        hint=escape(hint),
         sections="".join(
-            f"<h2>{escape(TAP_NAMES[tap])}</h2><div class='chart' id='chart-{tap}'></div>" for tap in charts
+            f"<h2>{escape(heading)}</h2><div class='chart' id='chart-{name}'></div>"
+            for name, (heading, _) in charts.items()
         ),
-        context=_table([_context_row(name, profile) for name, profile in profiles.items()]),
-        charts=_script_json(charts),
+        context=_table(context),
+        footer=escape(footer),
+        charts=_script_json({name: chart.to_dict() for name, (_, chart) in charts.items()}),
         bundle=_bundle(),
     )
     return atomic_write(path, body.encode())
@@ -61,7 +90,7 @@ def write_page(
 
 def _charts(profiles: Mapping[str, Profile], tap: str) -> Any:
     """A grid of small charts, one per metric, that share colours, legend and selection."""
-    alt = _altair()
+    alt = load_altair()
     pick = alt.selection_point(fields=["run"], bind="legend")
     metrics = dict.fromkeys(r.metric for p in profiles.values() for r in p.readings if r.tap == tap)
     first, *others = [_chart(profiles, tap, metric, pick) for metric in metrics]
@@ -70,7 +99,7 @@ def _charts(profiles: Mapping[str, Profile], tap: str) -> Any:
 
 
 def _chart(profiles: Mapping[str, Profile], tap: str, metric: str, pick: Any) -> Any:
-    alt = _altair()
+    alt = load_altair()
     rows = [
         {"run": name, "layer": r.layer, "mean": r.mean, "low": r.mean - r.std, "high": r.mean + r.std}
         for name, profile in profiles.items()
@@ -98,10 +127,9 @@ def _taps(profiles: Mapping[str, Profile]) -> list[str]:
     return list(dict.fromkeys(tap for profile in profiles.values() for tap in profile.taps))
 
 
-def _context_row(name: str, profile: Profile) -> dict[str, str]:
-    shown = ("model", "mitigation", "parameters", "samples", "prefix", "dtype", "device", "seed", "versions")
-    cells = {key: profile.context.get(key) for key in shown}
-    return {"run": name} | {k: _text(v) for k, v in cells.items()}
+def context_row(name: str, context: Mapping[str, Any], more: Sequence[str] = ()) -> dict[str, str]:
+    """One run's context as cells of the page's last table."""
+    return {"run": name} | {key: _text(context.get(key)) for key in (*CONTEXT, *more)}
 
 
 def _text(value: object) -> str:
@@ -125,7 +153,8 @@ def _template() -> Template:
     return Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 
-def _altair() -> Any:
+def load_altair() -> Any:
+    """Altair, or how to get it."""
     try:
         import altair
     except ImportError as error:
