@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, get_args
 from acutance.errors import AcutanceError
 
 AttentionKind = Literal["softmax", "symmetric", "rbf", "linear", "polynomial"]
+NormPlace = Literal["pre", "post"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class ViTConfig:
     class_token: bool = True  # without one the classifier reads the mean over patches
     distilled: bool = False  # DeiT's second token and second head
     registers: int = 0  # spare prefix tokens that no head reads
+    norm: NormPlace = "pre"  # before each branch; post normalises each residual sum, as the first Transformer did
     layer_scale: float | None = None  # initial per-channel gain of both branches; None leaves it out
     drop_path: float = 0.0  # chance of skipping a branch in the last block, growing linearly from 0 in the first
     dropout: float = 0.0  # after the embedding, the projections and in the MLP
@@ -45,6 +47,8 @@ class ViTConfig:
             raise AcutanceError(f"dim {self.dim} cannot be shared out among {self.heads} heads: choose a multiple")
         if self.attention not in get_args(AttentionKind):
             raise AcutanceError(f"unknown attention {self.attention!r}; known: {', '.join(get_args(AttentionKind))}")
+        if self.norm not in get_args(NormPlace):
+            raise AcutanceError(f"unknown norm {self.norm!r}; known: {', '.join(get_args(NormPlace))}")
         if self.distilled and not self.class_token:
             raise AcutanceError("a distilled model needs its class token: set class_token=True")
         if self.mitigation_layers is not None:

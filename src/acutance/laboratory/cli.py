@@ -1,0 +1,105 @@
+"""`acutance lab`: the experiments of the laboratory as commands."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from acutance.version import __version__
+
+app = typer.Typer(
+    help="Experiments on over-smoothing: one layer repeated, and deep networks at random initialisation.",
+    no_args_is_help=True,
+)
+console = Console()
+
+
+@app.command()
+def depth(
+    out: Annotated[Path, typer.Option(help="Where the table and the figure go.")] = Path("acutance-depth"),
+    depths: Annotated[str, typer.Option(help="Comma-separated numbers of layers.")] = "12,48,96",
+    seeds: Annotated[int, typer.Option(min=1, help="Networks per variant; with 2 or more, mean ± spread.")] = 3,
+    dim: Annotated[int, typer.Option(min=3, help="Channels, a multiple of 3 (the heads).")] = 192,
+) -> None:
+    """How does smoothing grow with depth before any training? Plain, Post-LN, NeuTRENO, LayerScale, ViT⁻ and ViT⁺.
+
+    Networks are drawn with DeiT's initialisation (σ = 0.02) and with Xavier's, and read on the embedded digits. Takes
+    about two minutes; finished networks are reused, so it can be stopped and started again.
+
+    Example: acutance lab depth --depths 12,24 --seeds 2 --dim 48
+    """
+    from acutance.laboratory.depth import VARIANTS, DepthConfig, depth_study
+
+    config = DepthConfig(depths=_numbers(depths), dim=dim)
+    total = len(VARIANTS) * len(config.inits) * seeds
+    columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("", total=total)
+            started = iter(range(total))
+            study = depth_study(
+                config,
+                seeds=seeds,
+                folder=out,
+                advance=lambda what: progress.update(task, description=what, completed=next(started)),
+            )
+    except KeyboardInterrupt:
+        console.print(f"\nStopped. Finished networks are kept in {out}; the same command goes on from there.")
+        raise typer.Exit(130) from None
+    command = f"acutance lab depth --depths {depths} --seeds {seeds} --dim {dim}"
+    written = study.save(out, context={"command": command})
+    console.print(study.table())
+    console.print("wrote " + ", ".join(path.name for path in written) + f" into {out}")
+
+
+@app.command()
+def repeat(
+    out: Annotated[Path, typer.Option(help="Where the table and the figure go.")] = Path("acutance-repeat"),
+    layers: Annotated[int, typer.Option(min=1, help="How often the layer is applied.")] = 60,
+    attention: Annotated[
+        str, typer.Option(help="fixed, drawn (anew per layer) or computed (from the tokens).")
+    ] = "fixed",
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens.")] = 16,
+    width: Annotated[int, typer.Option(min=2, help="Channels.")] = 16,
+    samples: Annotated[int, typer.Option(min=1, help="Random inputs.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of inputs, attention and eigenvectors.")] = 0,
+) -> None:
+    """Repeat one attention layer, X ← X + A X W, under every norm, for three spectra of H = Wᵀ.
+
+    Example: acutance lab repeat --layers 200 --attention computed
+    """
+    from acutance.files import atomic_write
+    from acutance.laboratory.pictures import repeat_picture, save_picture
+    from acutance.laboratory.settings import norm_grid
+
+    options = {"layers": layers, "tokens": tokens, "width": width, "samples": samples, "seed": seed}
+    grid = norm_grid(**options, attention=attention)
+    frames = {(norm, spectrum): t.to_frame() for norm, curves in grid.items() for spectrum, t in curves.items()}
+    import pandas as pd  # to_frame has said how to install it
+
+    table = pd.concat(frames, names=["norm", "spectrum"]).reset_index([0, 1])
+    record = {
+        **options,
+        "attention": attention,
+        "versions": {"acutance": __version__, "python": platform.python_version()},
+        "converged": {norm: {s: t.converged() for s, t in curves.items()} for norm, curves in grid.items()},
+    }
+    written = [
+        atomic_write(out / "repeat.csv", table.to_csv(index=False, float_format="%.6g").encode()),
+        atomic_write(out / "repeat.json", json.dumps(record, indent=1, ensure_ascii=False).encode()),
+        *save_picture(repeat_picture(grid), out / "repeat"),
+    ]
+    console.print("wrote " + ", ".join(path.name for path in written) + f" into {out}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: write numbers with commas, e.g. 12,48,96") from None

@@ -1,0 +1,113 @@
+"""The laboratory's pictures, drawn with matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from acutance.files import atomic_write
+from acutance.laboratory.repeat import Trajectory
+from acutance.report.page import PALETTE
+from acutance.report.pictures import blank_figure
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+# Each definition as something that falls to 0 when it is met; below the floor a curve is rounding.
+FALLING: Mapping[str, Callable[[Trajectory], NDArray[np.float64]]] = {
+    "input: ‖HFC‖/‖LFC‖": lambda t: t.hfc_lfc,
+    "angle: 1 − min cosine": lambda t: 1 - t.min_cosine,
+    "rank: σ₂/σ₁": lambda t: t.singular_ratio,
+}
+FLOOR = 1e-6
+# The metric and its axis.
+DEPTH_PANELS = {
+    "input: ‖HFC‖/‖LFC‖": ("hfc_lfc_spectral", "log"),
+    "angle: mean token cosine": ("token_cosine", "linear"),
+    "rank: σ₂/σ₁": ("singular_ratio", "linear"),
+}
+INITS = {"deit": "weights with σ = 0.02 (DeiT)", "xavier": "weights by Xavier"}
+
+
+def repeat_picture(
+    trajectories: Mapping[str, Mapping[str, Trajectory]], definitions: Sequence[str] = tuple(FALLING)
+) -> Figure:
+    """A column per setting (outer names), a row per definition, a curve per inner name: mean and range over samples."""
+    figure, axes = blank_figure(len(definitions), len(trajectories), width=2.7, height=2.2)
+    for row, definition in zip(axes, definitions, strict=True):
+        for axis, curves in zip(row, trajectories.values(), strict=True):
+            for (name, trajectory), colour in zip(curves.items(), PALETTE, strict=False):
+                values = np.clip(FALLING[definition](trajectory), FLOOR, None)
+                middle = np.exp(np.log(values).mean(0))
+                axis.plot(middle, color=colour, label=name)
+                if len(values) > 1:
+                    depth = range(values.shape[1])
+                    axis.fill_between(depth, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
+            axis.set(yscale="log", ylim=(FLOOR, 1e2), yticks=[1e-6, 1e-3, 1])
+            axis.minorticks_off()
+            axis.locator_params(axis="x", nbins=4, integer=True)
+            axis.grid(axis="y", alpha=0.3)
+            axis.tick_params(labelbottom=axis in axes[-1], labelleft=axis is row[0])
+        row[0].set_ylabel(definition)
+    for axis, setting in zip(axes[0], trajectories, strict=True):
+        axis.set_title(setting, fontsize=9)
+    for axis in axes[-1]:
+        axis.set_xlabel("layers")
+    if any(name for curves in trajectories.values() for name in curves):
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=9)
+    return figure
+
+
+def depth_picture(
+    frame: pd.DataFrame, depths: Sequence[int], definitions: Sequence[str] = tuple(DEPTH_PANELS)
+) -> Figure:
+    """A row per initialisation, a column per definition, a curve per variant with its spread over seeds.
+
+    Args:
+        frame: as `DepthStudy.to_frame` makes it, or its CSV read back.
+        depths: where to put the ticks.
+        definitions: which panels, by title.
+    """
+    inits, variants = frame["init"].unique(), frame["variant"].unique()
+    shape = len(inits), len(definitions)
+    figure, axes = blank_figure(*(shape if shape[1] > 1 else shape[::-1]), width=3.4, height=2.6)
+    axes = axes.reshape(shape)  # a single definition has its initialisations side by side
+    for row, init in zip(axes, inits, strict=True):
+        for axis, title in zip(row, definitions, strict=True):
+            metric, scale = DEPTH_PANELS[title]
+            for variant, colour in zip(variants, PALETTE, strict=False):
+                chosen = frame[(frame["init"] == init) & (frame["variant"] == variant)]
+                by_depth = chosen.groupby("layer")[metric].agg(["mean", "std"]).fillna(0)
+                mean, spread = by_depth["mean"].clip(lower=FLOOR / 10), by_depth["std"]
+                low, high = (mean - spread).clip(lower=FLOOR / 10), mean + spread
+                if scale == "linear":  # a cosine may be negative
+                    mean, low = by_depth["mean"], by_depth["mean"] - spread
+                axis.plot(mean.index, mean, color=colour, label=variant, linewidth=1.3)
+                axis.fill_between(mean.index, low, high, color=colour, alpha=0.15, linewidth=0)
+            axis.set(yscale=scale, xticks=[0, *sorted(depths)])
+            axis.set_title(f"{title}\n{INITS.get(init, init)}", fontsize=9)
+            axis.minorticks_off()
+            axis.grid(axis="y", alpha=0.3)
+    for axis in axes[-1] if shape[1] > 1 else axes[:, 0]:
+        axis.set_xlabel("layer")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    columns = 6 if shape[1] > 2 else 3
+    figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=8)
+    return figure
+
+
+def save_picture(figure: Figure, stem: Path) -> list[Path]:
+    """stem.png and stem.svg, the latter without a date, so that the same numbers give the same file."""
+    import matplotlib as mpl
+
+    with mpl.rc_context({"svg.hashsalt": "acutance"}):
+        png = atomic_write(stem.with_suffix(".png"), partial(figure.savefig, dpi=150, facecolor="white"))
+        writer = partial(figure.savefig, facecolor="white", metadata={"Date": None})
+        return [png, atomic_write(stem.with_suffix(".svg"), writer)]

@@ -1,0 +1,157 @@
+"""The theory of a repeated attention layer as executable statements (https://arxiv.org/abs/2401.04301).
+
+One layer maps tokens X (N, d) to X + A X W. With H = Wᵀ that is vec(X) ↦ (I + H⊗A) vec(X), whose eigenvalues are
+1 + λμ for every λ of H and μ of A. The largest of them decides what remains of X after many layers: constant tokens if
+it belongs to μ = 1, tokens that differ if it belongs to any other μ.
+
+`lam` and `mu` are eigenvalues, real or complex: (d,) of H and (N,) of a row-stochastic A, so that μ = 1 is among them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from acutance.errors import AcutanceError
+
+
+def layer_matrix(A: Tensor, H: Tensor) -> Tensor:
+    """I + H⊗A, (dN, dN): what one layer does to vec(X), the columns of X one below the other."""
+    product = torch.kron(H.contiguous(), A.contiguous())  # kron reads wrong entries from a transposed view
+    return torch.eye(len(product), dtype=product.dtype, device=product.device) + product
+
+
+def layer_eigenvalues(lam: Tensor, mu: Tensor) -> Tensor:
+    """The eigenvalues 1 + λ_j μ_i of one layer, as a table (d, N)."""
+    return 1 + lam[:, None] * mu[None, :]
+
+
+def constant_mode(mu: Tensor) -> int:
+    """Where μ = 1 stands: its eigenvector is the constant one, because the rows of A sum to one."""
+    return int((mu - 1).abs().argmin())
+
+
+@dataclass(frozen=True)
+class Dominance:
+    """The largest eigenvalue of I + H⊗A and how far the others are behind."""
+
+    family: Literal["constant", "varying"]  # constant: μ = 1, over-smoothing; varying: no input convergence
+    lam: complex
+    mu: complex
+    gain: float  # |1 + λμ|
+    rate: float  # the second largest |1 + λμ| over the largest: how fast X/‖X‖ comes closer to its limit
+
+
+def dominance(lam: Tensor, mu: Tensor) -> Dominance:
+    """Which pair (λ, μ) dominates. A conjugate pair ties with itself: rate 1, X turns and never settles."""
+    gains = layer_eigenvalues(lam, mu).abs()
+    order = gains.flatten().argsort(descending=True)
+    j, i = divmod(int(order[0]), len(mu))
+    largest = float(gains[j, i])
+    second = float(gains.flatten()[order[1]]) if len(order) > 1 else 0.0
+    family: Literal["constant", "varying"] = "constant" if i == constant_mode(mu) else "varying"
+    return Dominance(family, complex(lam[j]), complex(mu[i]), largest, second / largest if largest else 1.0)
+
+
+def smoothing_rate(lam: Tensor, mu: Tensor) -> float:
+    """The factor by which ‖HFC‖/‖LFC‖ changes per layer, in the long run: below 1 the layer over-smooths.
+
+    It is max_{j, μ≠1} |1 + λ_jμ| / max_j |1 + λ_j|. Above 1 the ratio does not grow for ever: it settles on
+    `limit_ratio`. λ and μ may be complex.
+    """
+    gains = layer_eigenvalues(lam, mu).abs().amax(0)
+    one = constant_mode(mu)
+    others = torch.cat([gains[:one], gains[one + 1 :]])
+    constant = float(gains[one])
+    return float(others.max()) / constant if constant else math.inf
+
+
+def limit(A: Tensor, H: Tensor) -> Tensor:
+    """What X/‖X‖ goes to, up to its sign: u vᵀ with the dominating eigenvectors u of A and v of H.
+
+    Dominated by μ = 1 this is 1vᵀ: every token the same. A dominating conjugate pair has no limit and is refused.
+    """
+    (lam, right), (mu, left) = torch.linalg.eig(H), torch.linalg.eig(A)
+    found = dominance(lam, mu)
+    if max(abs(found.lam.imag), abs(found.mu.imag)) > 1e-9:
+        raise AcutanceError(
+            f"the dominating pair λ = {found.lam:.3g}, μ = {found.mu:.3g} is complex: X/‖X‖ turns in a plane and has "
+            "no limit; smoothing_rate still says whether the tokens become equal"
+        )
+    j, i = int((lam - found.lam).abs().argmin()), int((mu - found.mu).abs().argmin())
+    outer = _real(left[:, i])[:, None] * _real(right[:, j])[None, :]
+    unit: Tensor = outer / outer.norm()
+    return unit
+
+
+def limit_ratio(u: Tensor) -> float:
+    """‖HFC‖/‖LFC‖ of the limit u vᵀ, any v: 0 for a constant u, infinite if the entries of u sum to zero."""
+    low = math.sqrt(len(u)) * abs(float(u.mean()))
+    high = float((u - u.mean()).norm())
+    return high / low if low else math.inf
+
+
+def sharpening_bound(mu_min: float) -> float:
+    """−2/(1 + μ_min): for λ between this and 0, μ_min beats μ = 1. Below it a negative λ smooths again."""
+    return -2 / (1 + mu_min) if mu_min > -1 else -math.inf
+
+
+def beats_constant(lam: Tensor, mu: Tensor) -> Tensor:
+    """Whether |1 + λμ| > |1 + λ|, for complex λ and μ alike: what μ does to this λ's claim on the constant mode.
+
+    For a real μ in (−1, 1) these λ fill the open disc with the diameter [−2/(1 + μ), 0].
+    """
+    return (1 + lam * mu).abs() > (1 + lam).abs()
+
+
+def cannot_smooth(lam: Tensor) -> bool:
+    """Whether all λ are real and in [−1, 0]: then |1 + λμ| ≥ 1 − |λ| = |1 + λ| for every |μ| ≤ 1, whatever A is."""
+    real = bool(lam.imag.abs().max() <= 1e-9) if lam.is_complex() else True
+    values = lam.real if lam.is_complex() else lam
+    return real and bool((values >= -1).all()) and bool((values <= 0).all())
+
+
+def cosine_floor(ratio: float, tokens: int) -> float:
+    """Input convergence implies angle convergence: every pairwise cosine is at least 1 − 2nρ², ρ = ‖HFC‖₂/‖LFC‖₂.
+
+    No token is further than ‖HFC‖₂ from the mean token, so none is further than asin(ρ√n) from its direction.
+    """
+    return 1 - 2 * tokens * ratio**2 if tokens * ratio**2 <= 1 else -1.0
+
+
+def singular_ceiling(cosine: float) -> float:
+    """Angle convergence implies rank collapse: with all pairwise cosines at least c > 0, σ₂/σ₁ ≤ √(1 − c²)/c."""
+    return math.sqrt(1 - min(cosine, 1.0) ** 2) / cosine if cosine > 0 else 1.0
+
+
+def fold_pre_norm(H: Tensor, weight: Tensor | float) -> Tensor:
+    """H with a pre-norm's weights γ folded in, H diag(γ): negative weights turn H's spectrum round.
+
+    The norm also divides each token by its size, a positive factor that this leaves out.
+    """
+    return H * weight
+
+
+def pre_norm_power(lam: Tensor, mu: Tensor) -> float:
+    """The exponent of depth with which ‖HFC‖/‖LFC‖ falls under Pre-LN, for real λ (the largest positive) and μ.
+
+    The norm makes each layer add tokens of a fixed size. Constant tokens along the largest λ grow like depth, another
+    mode (j, i) by the factor 1 + λ_jμ_i/(λ_max·depth) a layer; so the ratio falls like depth to the power
+    max λ_jμ_i/λ_max − 1 over μ ≠ 1 and the other λ: a power law, where the plain layer has an exponential one. What
+    lies along the tokens themselves does not count: the norm takes it out, and it falls like 1/depth.
+    """
+    ordered = lam.sort().values
+    if ordered[-1] <= 0:
+        raise AcutanceError(f"the largest λ is {ordered[-1]:.3g}: constant tokens do not grow under Pre-LN")
+    one = constant_mode(mu)
+    others = torch.outer(ordered[:-1], torch.cat([mu[:one], mu[one + 1 :]])) / ordered[-1]
+    return max(float(others.max()), 0.0) - 1 if others.numel() else -1.0
+
+
+def _real(vector: Tensor) -> Tensor:
+    """A real multiple of an eigenvector that LAPACK returned with complex entries."""
+    return (vector / vector[vector.abs().argmax()]).real

@@ -1,0 +1,271 @@
+"""The statements of https://arxiv.org/abs/2401.04301, each against something computed another way."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from acutance import metrics
+from acutance import spectral_theory as theory
+from acutance.errors import AcutanceError
+from acutance.laboratory import branch_with_spectrum, random_attention, repeat
+
+TOKENS, WIDTH = 7, 5
+real = st.floats(-3, 3, allow_nan=False)
+unit = st.floats(-0.99, 0.99, allow_nan=False)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def spectrum(low: float, high: float, width: int = WIDTH) -> Tensor:
+    return torch.linspace(low, high, width, dtype=torch.float64)
+
+
+def sorted_complex(values: Tensor) -> np.ndarray:
+    found = values.numpy().astype(complex).ravel()
+    return found[np.lexsort((found.imag.round(8), found.real.round(8)))]
+
+
+# The spectrum of I + H⊗A
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_layers_spectrum_is_one_plus_all_products(seed: int) -> None:
+    A, H = random_attention(TOKENS, 2.0, seed=seed), normal(WIDTH, WIDTH, seed=seed)
+    predicted = theory.layer_eigenvalues(torch.linalg.eigvals(H), torch.linalg.eigvals(A))
+    assert predicted.imag.abs().max() > 0.01, "complex eigenvalues are meant to be part of this"
+    brute = torch.linalg.eigvals(theory.layer_matrix(A, H))
+    np.testing.assert_allclose(sorted_complex(predicted), sorted_complex(brute), atol=1e-7)
+
+
+def test_the_matrix_is_the_layer_also_from_transposed_views() -> None:
+    A, W, x = random_attention(TOKENS, seed=1), normal(WIDTH, WIDTH, seed=2), normal(TOKENS, WIDTH, seed=3)
+    assert not W.mT.is_contiguous()
+    after = theory.layer_matrix(A, W.mT) @ x.mT.reshape(-1)
+    torch.testing.assert_close(after, (x + A @ x @ W).mT.reshape(-1), rtol=0, atol=1e-12)
+
+
+@given(lam=st.lists(real, min_size=1, max_size=6), mu=st.lists(unit, min_size=1, max_size=6))
+def test_only_the_ends_of_a_real_spectrum_can_dominate(lam: list[float], mu: list[float]) -> None:
+    mus = torch.tensor([*mu, 1.0], dtype=torch.float64)
+    gains = theory.layer_eigenvalues(torch.tensor(lam, dtype=torch.float64), mus).abs()
+    ends = gains[:, [int(mus.argmin()), len(mu)]].amax(1)
+    assert (ends >= gains.amax(1) - 1e-12).all()
+    found = theory.dominance(torch.tensor(lam, dtype=torch.float64), mus)
+    assert found.gain == pytest.approx(float(ends.max()), abs=1e-12)
+
+
+def test_a_complex_mu_between_the_real_ends_may_dominate() -> None:
+    mu = torch.tensor([1.0, -0.2, 0.1 + 0.9j, 0.1 - 0.9j], dtype=torch.complex128)
+    assert abs(theory.dominance(torch.tensor([-1.0 + 0j]), mu).mu.imag) == pytest.approx(0.9)
+
+
+def test_causal_attention_has_its_diagonal_as_eigenvalues() -> None:
+    A = random_attention(TOKENS, 1.5, causal=True, seed=2)
+    np.testing.assert_allclose(sorted_complex(torch.linalg.eigvals(A)), sorted_complex(A.diagonal()), atol=1e-10)
+    assert A[theory.constant_mode(A.diagonal()), 0] == 1  # the first token sees itself alone
+
+
+# The limit and the rate
+
+
+def away_from(x: Tensor, limit: Tensor) -> Tensor:
+    """The part of x/‖x‖ across the limit's direction."""
+    unit = x / x.norm()
+    return (unit - (unit * limit).sum() * limit).norm()
+
+
+def iterate(x: Tensor, A: Tensor, W: Tensor, layers: int) -> Tensor:
+    return repeat(x, W, A, layers=layers).last
+
+
+@pytest.mark.parametrize(
+    ("eigenvalues", "family"),
+    [
+        (spectrum(0.1, 1.0), "constant"),
+        (spectrum(-1.0, -0.1), "varying"),
+        (spectrum(-4.0, -3.0), "constant"),
+        (spectrum(-1.0, 0.5), "constant"),
+    ],
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_tokens_go_to_the_predicted_limit_at_the_predicted_rate(
+    eigenvalues: Tensor, family: str, symmetric: bool
+) -> None:
+    # Symmetric attention has real μ > 0; of the others this seed's smallest μ is real and negative.
+    A = random_attention(TOKENS, 0.6 if symmetric else 1.2, symmetric=symmetric, seed=4)
+    H = branch_with_spectrum(eigenvalues, seed=1)
+    found = theory.dominance(torch.linalg.eigvals(H), torch.linalg.eigvals(A))
+    assert found.family == family
+    limit = theory.limit(A, H)
+    thousandth = math.ceil(math.log(1e-3) / math.log(found.rate))  # so many layers bring it a thousand times closer
+    early = iterate(normal(TOKENS, WIDTH, seed=9), A, H.mT, layers=thousandth)
+    late = iterate(early, A, H.mT, layers=thousandth)
+    assert away_from(early, limit) < 0.1
+    measured = float((away_from(late, limit) / away_from(early, limit)) ** (1 / thousandth))
+    assert math.log(measured) == pytest.approx(math.log(found.rate), rel=0.05)
+    if family == "constant":
+        torch.testing.assert_close(limit, limit[:1].expand_as(limit), rtol=0, atol=1e-9)
+    ratio = metrics.hfc_lfc_spectral(limit).item()
+    assert ratio == pytest.approx(theory.limit_ratio(limit[:, limit[0].abs().argmax()]), abs=1e-9)
+    assert (ratio < 1e-9) == (family == "constant")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_ratio_falls_at_the_smoothing_rate_also_for_complex_spectra(seed: int) -> None:
+    A, H = random_attention(TOKENS, 1.5, seed=seed), 0.6 * normal(WIDTH, WIDTH, seed=seed) + 0.5 * torch.eye(WIDTH)
+    lam, mu = torch.linalg.eigvals(H), torch.linalg.eigvals(A)
+    assert lam.imag.abs().max() > 0.05
+    assert mu.imag.abs().max() > 0.01
+    rate = theory.smoothing_rate(lam, mu)
+    path = repeat(normal(TOKENS, WIDTH, seed=9), H.mT, A, layers=60).hfc_lfc[0]
+    assert rate < 1
+    last = int(np.flatnonzero(path > 1e-11)[-1])  # below that is rounding
+    first = last // 2
+    measured = (path[last] / path[first]) ** (1 / (last - first))
+    assert measured == pytest.approx(rate, rel=0.08)
+
+
+def test_dominated_by_another_mu_there_is_no_input_convergence() -> None:
+    A, H = random_attention(TOKENS, seed=0), branch_with_spectrum(spectrum(-1.0, -0.1), seed=0)
+    lam, mu = torch.linalg.eigvals(H), torch.linalg.eigvals(A)
+    assert theory.dominance(lam, mu).family == "varying"
+    assert theory.smoothing_rate(lam, mu) > 1
+    start = normal(20, TOKENS, WIDTH)
+    start[:10] = 1 + 1e-3 * start[:10]  # nearly constant tokens come apart again
+    assert repeat(start, H.mT, A, layers=300).hfc_lfc[:, -1].min() > 0.3
+
+
+def test_a_turning_pair_has_no_limit_and_says_so() -> None:
+    A = random_attention(TOKENS, seed=0)
+    turn = torch.tensor([[0.5, -0.5], [0.5, 0.5]], dtype=torch.float64)
+    assert theory.dominance(torch.linalg.eigvals(turn), torch.linalg.eigvals(A)).rate == pytest.approx(1)
+    assert theory.smoothing_rate(torch.linalg.eigvals(turn), torch.linalg.eigvals(A)) < 1
+    with pytest.raises(AcutanceError, match="complex"):
+        theory.limit(A, turn)
+
+
+# Which λ are safe
+
+
+@given(lam=real, mu=unit)
+def test_the_exact_condition(lam: float, mu: float) -> None:
+    beats = bool(theory.beats_constant(torch.tensor(lam).double(), torch.tensor(mu).double()))
+    bound = theory.sharpening_bound(mu)
+    if min(abs(lam), abs(lam - bound)) > 1e-9:
+        assert beats == (bound < lam < 0)
+
+
+@given(re=real, im=real, mu=unit)
+def test_for_complex_lambda_the_condition_is_a_disc(re: float, im: float, mu: float) -> None:
+    lam, radius = complex(re, im), 1 / (1 + mu)
+    beats = bool(theory.beats_constant(torch.tensor(lam, dtype=torch.complex128), torch.tensor(mu).double()))
+    if abs(abs(lam + radius) - radius) > 1e-9:
+        assert beats == (abs(lam + radius) < radius)
+
+
+@pytest.mark.parametrize(("factor", "smooths"), [(0.95, False), (1.05, True)])
+def test_beyond_the_bound_negative_eigenvalues_smooth_again(factor: float, smooths: bool) -> None:
+    A = random_attention(TOKENS, 0.6, symmetric=True, seed=4)
+    bound = theory.sharpening_bound(float(torch.linalg.eigvals(A).real.min()))
+    assert -2 < bound < -1
+    H = factor * bound * torch.eye(WIDTH, dtype=torch.float64)
+    rate = theory.smoothing_rate(torch.linalg.eigvals(H), torch.linalg.eigvals(A))
+    assert (rate < 1) == smooths
+    assert repeat(normal(TOKENS, WIDTH), H.mT, A, layers=3000).converged()["input"] == smooths
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lam=st.lists(st.floats(-1, 0), min_size=WIDTH, max_size=WIDTH), seed=st.integers(0, 999), sharp=st.floats(0.1, 5)
+)
+def test_eigenvalues_from_minus_one_to_zero_cannot_smooth(lam: list[float], seed: int, sharp: float) -> None:
+    values = torch.tensor(lam, dtype=torch.float64)
+    assert theory.cannot_smooth(values)
+    mu = torch.linalg.eigvals(random_attention(TOKENS, sharp, seed=seed))  # complex in general
+    assert theory.smoothing_rate(values, mu) >= 1 - 1e-9
+
+
+@pytest.mark.parametrize("lam", [[-1.01, 0.0], [-0.5, 0.01], [-0.5 + 0.1j, -0.5 - 0.1j]])
+def test_others_carry_no_such_promise(lam: list[complex]) -> None:
+    assert not theory.cannot_smooth(torch.tensor(lam))
+
+
+# The definitions, from strong to weak
+
+
+@given(seed=st.integers(0, 999), spread=st.floats(1e-6, 2), tokens=st.integers(2, 9))
+def test_input_convergence_bounds_the_angles_and_those_the_rank(seed: int, spread: float, tokens: int) -> None:
+    x = normal(1, 4, seed=seed) + spread * normal(tokens, 4, seed=seed + 1)
+    unit = x / x.norm(dim=-1, keepdim=True)
+    cosine = float((unit @ unit.mT).min())
+    assert cosine >= theory.cosine_floor(metrics.hfc_lfc_spectral(x).item(), tokens) - 1e-9
+    assert metrics.singular_ratio(x).item() <= theory.singular_ceiling(cosine) + 1e-6
+
+
+def test_the_bounds_close_in_the_limit() -> None:
+    assert theory.cosine_floor(1e-6, 10) == pytest.approx(1, abs=1e-10)
+    assert theory.singular_ceiling(1.0) == 0
+
+
+def test_the_converses_fail() -> None:
+    direction, still = normal(1, WIDTH), torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+    A = random_attention(4, seed=0)
+    lengths = torch.tensor([[1.0], [2.0], [3.0], [4.0]], dtype=torch.float64)
+    one_angle = repeat(lengths * direction, still, A, layers=1).converged()
+    assert one_angle == {"input": False, "angle": True, "rank": True}
+    both_ways = repeat(torch.tensor([[1.0], [-1.0], [2.0], [1.0]]).double() * direction, still, A, layers=1).converged()
+    assert both_ways == {"input": False, "angle": False, "rank": True}
+
+
+# Norms
+
+
+def test_pre_norm_weights_fold_into_h() -> None:
+    A, x, W = random_attention(TOKENS, seed=1), normal(3, TOKENS, WIDTH), normal(WIDTH, WIDTH, seed=2)
+    gamma = normal(WIDTH, seed=3)
+    kept = repeat(x, W, A, layers=30, norm="pre", norm_weight=gamma)
+    folded = repeat(x, theory.fold_pre_norm(W.mT, gamma).mT, A, layers=30, norm="pre")
+    torch.testing.assert_close(kept.last, folded.last, rtol=1e-8, atol=1e-8)
+
+
+def test_negative_pre_norm_weights_turn_the_spectrum_round() -> None:
+    A, x = random_attention(TOKENS, seed=1), normal(3, TOKENS, WIDTH)
+    H = branch_with_spectrum(spectrum(0.1, 1.0), seed=1)
+    smooth = repeat(x, H.mT, A, layers=400, norm="pre")
+    sharp = repeat(x, H.mT, A, layers=400, norm="pre", norm_weight=-1.0)
+    opposite = repeat(x, -H.mT, A, layers=400, norm="pre")
+    assert torch.equal(sharp.last, opposite.last)
+    assert smooth.hfc_lfc[:, -1].max() < 0.05
+    assert sharp.hfc_lfc[:, -1].min() > 0.5
+
+
+def test_negative_post_norm_weights_of_one_size_only_turn_the_tokens_round() -> None:
+    A, x, W = random_attention(TOKENS, seed=1), normal(3, TOKENS, WIDTH), normal(WIDTH, WIDTH, seed=2)
+    for layers in (1, 8):
+        plus, minus = (repeat(x, W, A, layers=layers, norm="post", norm_weight=sign) for sign in (1.0, -1.0))
+        torch.testing.assert_close(minus.last, (-1) ** layers * plus.last, rtol=0, atol=1e-9)
+        np.testing.assert_allclose(minus.hfc_lfc, plus.hfc_lfc, rtol=1e-9)
+
+
+@pytest.mark.parametrize("second", [0.3, 0.9])
+def test_under_pre_norm_the_ratio_falls_by_a_power_law(second: float) -> None:
+    A = random_attention(TOKENS, 0.6, symmetric=True, seed=4)
+    # The mean over channels, which the norm removes, is one eigenvector; λ = 1 stands alone above the others.
+    basis = torch.linalg.qr(torch.cat([torch.ones(WIDTH, 1).double(), normal(WIDTH, WIDTH - 1)], dim=1)).Q
+    lam = torch.tensor([0.0, 1.0, *[second] * (WIDTH - 2)], dtype=torch.float64)
+    H = (basis * lam) @ basis.mT
+    path = repeat(normal(TOKENS, WIDTH, seed=9), H.mT, A, layers=1200, norm="pre").hfc_lfc[0]
+    measured = math.log(path[1200] / path[600]) / math.log(2)
+    assert measured == pytest.approx(theory.pre_norm_power(lam, torch.linalg.eigvals(A).real), abs=0.03)
+
+
+def test_without_a_positive_eigenvalue_there_is_no_power_law() -> None:
+    with pytest.raises(AcutanceError, match="do not grow"):
+        theory.pre_norm_power(spectrum(-1, -0.1), torch.tensor([1.0, 0.5]))
