@@ -4,11 +4,14 @@ Everything is seeded and nothing depends on the clock: the same code gives the s
 """
 
 import argparse
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import pandas as pd
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -16,9 +19,14 @@ from matplotlib.patches import Circle
 from torch import Tensor
 
 from acutance import theory
+from acutance.laboratory import norm_grid
+from acutance.laboratory.pictures import DEPTH_PANELS, FALLING, depth_picture, repeat_picture
+from acutance.metrics import hfc_lfc_frobenius
 from acutance.operator import AttentionOperator
+from acutance.steer import sharpening_bound
 
 ASSETS = Path(__file__).parent / "assets"
+EVIDENCE = Path(__file__).parent / "evidence"
 
 # Okabe and Ito's palette: told apart with any colour vision.
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
@@ -94,16 +102,11 @@ def lemma_1() -> Figure:
     for index, (start, color) in enumerate(zip((2, 0, 5), PALETTE, strict=False)):
         axes.plot(expected[:, start], color=color, label=f"from token {start + 1}")
         ends = torch.stack(
-            [
-                theory.simulate_walks(A, v, start, steps, walks, generator).squeeze()
-                for steps in range(most + 1)
-            ]
+            [theory.simulate_walks(A, v, start, steps, walks, generator).squeeze() for steps in range(most + 1)]
         )
         where = torch.arange(most + 1) + 0.06 * (index - 1)
         bars = 5 * ends.std(-1) / walks**0.5
-        axes.errorbar(
-            where, ends.mean(-1), bars, fmt="o", color=color, markersize=4, capsize=2.5, elinewidth=0.9
-        )
+        axes.errorbar(where, ends.mean(-1), bars, fmt="o", color=color, markersize=4, capsize=2.5, elinewidth=0.9)
     axes.set(xlabel="steps $k$", ylabel="value")
     axes.set_title(f"Lines: $A^k v$.  Dots: mean of {walks} walks, bars 5 standard errors")
     axes.legend()
@@ -121,9 +124,7 @@ def lemma_2() -> Figure:
     for token, color in zip(path.T, PALETTE, strict=True):
         left.plot(token, color=color)
     left.axhline(limit[0].item(), color="black", linestyle="--", linewidth=1)
-    left.annotate(
-        "$\\sum_j \\pi_j v_j$", (most, limit[0].item()), xytext=(-30, 14), textcoords="offset points"
-    )
+    left.annotate("$\\sum_j \\pi_j v_j$", (most, limit[0].item()), xytext=(-30, 14), textcoords="offset points")
     left.set(xlabel="repetitions $k$", ylabel="value of each token")
     left.set_title("Every token forgets itself")
 
@@ -144,9 +145,7 @@ def proposition_1() -> Figure:
     path = torch.stack([theory.fidelity_iterate(A, f, strength, n).squeeze() for n in range(most + 1)])
     figure, (left, right) = panels()
 
-    for token, end, color in zip(
-        path.T, theory.fidelity_limit(A, f, strength).squeeze(), PALETTE, strict=True
-    ):
+    for token, end, color in zip(path.T, theory.fidelity_limit(A, f, strength).squeeze(), PALETTE, strict=True):
         left.plot(token, color=color)
         left.plot(most, end, "o", color=color, markersize=5)
     left.annotate("dots: closed form", (most, 0), xytext=(-80, -72), textcoords="offset points", color=GREY)
@@ -164,13 +163,57 @@ def proposition_1() -> Figure:
     ):
         mu = operator.eigenvalues().flatten()
         verdict = "settles" if theory.fidelity_converges(operator, strength).item() else "diverges"
-        right.plot(
-            mu.real, mu.imag, marker, color=color, markersize=5, alpha=0.85, label=f"{name}: {verdict}"
-        )
+        right.plot(mu.real, mu.imag, marker, color=color, markersize=5, alpha=0.85, label=f"{name}: {verdict}")
     right.set(xlabel="Re $\\mu$", ylabel="Im $\\mu$", aspect="equal", xlim=(-1.3, 1.9), ylim=(-1.75, 1.1))
     right.set_title("It settles iff every $\\mu$ is inside")
     right.legend(loc="lower left", fontsize=8, handletextpad=0.1)
     return figure
+
+
+def bound() -> Figure:
+    """Repeated layers with H = λI on both sides of the bound, and which eigenvalue wins for every λ."""
+    k = torch.randn(1, 1, 12, KEY_DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    A = AttentionOperator(k, k, kernel="symmetric").dense()[0, 0]
+    mu_min = torch.linalg.eigvals(A).real.min().item()
+    border, depth = sharpening_bound(mu_min), 96
+    colors = (GREY, GREEN, SKY, BLUE, VERMILION, PURPLE)
+    figure, (left, right) = panels()
+
+    for lam, color in zip((0.5, -0.5, -1.0, 0.97 * border, 1.03 * border, -3.0), colors, strict=True):
+        X = torch.randn(12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        ratios = [hfc_lfc_frobenius(X)]
+        for _ in range(depth):
+            X = X + lam * (A @ X)
+            X = X / X.norm()  # the ratio does not see it, and nothing overflows
+            ratios.append(hfc_lfc_frobenius(X))
+        left.semilogy(torch.stack(ratios), color=color, label=f"$\\lambda = {lam:.2f}$")
+    left.set(xlabel="layer", ylabel="‖HFC‖ / ‖LFC‖", ylim=(1e-8, 1e3))
+    left.set_title("Tokens over depth")
+    left.legend(ncols=2, fontsize=8, loc="lower left")
+
+    lam = torch.linspace(-3, 1, 401)
+    right.plot(lam, (1 + lam).abs(), color=VERMILION, label="$|1 + \\lambda|$: tokens alike")
+    label = f"$|1 + \\lambda\\mu_{{\\min}}|$: tokens apart, $\\mu_{{\\min}} = {mu_min:.2f}$"
+    right.plot(lam, (1 + lam * mu_min).abs(), color=BLUE, label=label)
+    right.axvspan(border, 0, color=BLUE, alpha=0.08, linewidth=0)
+    right.axvspan(-1, 0, color=GREEN, alpha=0.15, linewidth=0)
+    right.annotate("bounded,\nclipped", (-0.5, 1.35), ha="center", color=GREEN)
+    right.annotate(f"bound\n${border:.2f}$", (border, 0.25), xytext=(-4, 0), textcoords="offset points", ha="right")
+    right.set(xlabel="$\\lambda$", ylim=(0, 2.6))
+    right.set_title("The larger one wins")
+    right.legend(loc="upper center", fontsize=8)
+    return figure
+
+
+def repeated_layers() -> Figure:
+    """One layer repeated under every norm, input convergence only."""
+    return repeat_picture(norm_grid(layers=30, samples=1), definitions=list(FALLING)[:1])
+
+
+def depth() -> Figure:
+    """The study that stands in evidence/, every sixth layer, input convergence only."""
+    frame = pd.read_csv(EVIDENCE / "depth" / "depth.csv")
+    return depth_picture(frame[frame["layer"] % 6 == 0], [12, 48, 96], definitions=list(DEPTH_PANELS)[:1])
 
 
 PICTURES: dict[str, dict[str, Callable[[], Figure]]] = {
@@ -179,8 +222,16 @@ PICTURES: dict[str, dict[str, Callable[[], Figure]]] = {
         "lemma-1": lemma_1,
         "lemma-2": lemma_2,
         "proposition-1": proposition_1,
-    }
+    },
+    "steer": {"bound": bound},
+    "laboratory": {"repeat": repeated_layers, "depth": depth},
 }
+
+
+def rounded(svg: str) -> str:
+    """Paths and places to a hundredth of a point: matplotlib writes a millionth, which doubles the file."""
+    shorten = partial(re.sub, r"(\.\d\d)\d+", r"\1")
+    return re.sub(r'\b(?:d|x|y)="[^"]*"', lambda found: shorten(found[0]), svg)
 
 
 def main() -> None:
@@ -193,7 +244,9 @@ def main() -> None:
             for name, draw in PICTURES[page].items():
                 figure = draw()
                 # White behind the drawing keeps it readable on a dark page; no date keeps the file the same.
-                figure.savefig(ASSETS / page / f"{name}.svg", facecolor="white", metadata={"Date": None})
+                path = ASSETS / page / f"{name}.svg"
+                figure.savefig(path, facecolor="white", metadata={"Date": None})
+                path.write_text(rounded(path.read_text()))
                 plt.close(figure)
 
 

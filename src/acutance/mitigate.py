@@ -14,21 +14,26 @@ from acutance.mitigations import Mitigation, as_mitigation
 class Handle(sites.Undo):
     """A mitigation sitting in a model; `remove()`, or leaving a with block, restores the model exactly."""
 
-    def __init__(self, spec: str, layers: Sequence[int], undo: Callable[[], None]) -> None:
+    def __init__(
+        self, spec: str, layers: Sequence[int], undo: Callable[[], None], distances: Sequence[float] = ()
+    ) -> None:
         super().__init__(undo)
         self.spec = spec
         self.layers = tuple(layers)
+        self.distances = tuple(distances)  # per layer, of mitigations that replace the weights: ‖H − H₀‖/‖H₀‖
 
     def __repr__(self) -> str:
         state = "removed" if self._undo is None else "active"
-        return f"<{self.spec} in layers {', '.join(map(str, self.layers))}, {state}>"
+        moved = f", H moved by {', '.join(f'{d:.0%}' for d in self.distances)}" if self.distances else ""
+        return f"<{self.spec} in layers {', '.join(map(str, self.layers))}{moved}, {state}>"
 
 
 def mitigate(model: nn.Module, mitigation: Mitigation | str, layers: Sequence[int] | None = None) -> Handle:
     """Put a mitigation into a trained model, in place.
 
     Learnt parameters start at the identity, so only constants such as NeuTRENO's λ̃ change the output before
-    training. Make the optimiser afterwards, so that it sees the new parameters.
+    training. The exception is `Eigen`, which replaces W_V and W_proj by the closest it admits; the handle's
+    `distances` tell how far that is. Make the optimiser afterwards, so that it sees the new parameters.
 
     Args:
         model: any model `acutance.sites.find` knows.
@@ -47,20 +52,27 @@ def mitigate(model: nn.Module, mitigation: Mitigation | str, layers: Sequence[in
         while undos:
             undos.pop()()
 
+    distances: list[float] = []
     try:
         for site in found:
             if site.layer in wanted:
                 undos.append(_install(site, chosen))
+                distances += _distances(site)
     except BaseException:  # never leave a model half patched
         undo()
         raise
-    return Handle(chosen.spec, wanted, undo)
+    return Handle(chosen.spec, wanted, undo, distances)
 
 
 def _install(site: sites.AttentionSite, mitigation: Mitigation) -> Callable[[], None]:
     like = site.projection_weight()
     built = mitigation.for_layer(site.shape(pretrained=True)).to(device=like.device, dtype=like.dtype)
     return site.install(built.train(site.attention.training))
+
+
+def _distances(site: sites.AttentionSite) -> list[float]:
+    installed = [] if site.mitigation is None else site.mitigation.modules()
+    return [part.distance for part in installed if isinstance(part, Mitigation) and part.distance is not None]
 
 
 def _wanted(layers: Sequence[int] | None, depth: int) -> list[int]:

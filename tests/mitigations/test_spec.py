@@ -62,7 +62,7 @@ def test_spaces_and_short_forms_are_accepted():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("neutrino:0.6", "unknown mitigation 'neutrino'; known: attnscale, featscale, neutreno, none"),
+        ("neutrino:0.6", "unknown mitigation 'neutrino'; known: attnscale, eigen, featscale, neutreno, none"),
         ("", "unknown mitigation ''"),
         ("neutreno:0.6+", "unknown mitigation ''"),
         ("neutreno:0.6,lern=head", "no option 'lern'; known options: strength, learn, detach, start"),

@@ -20,7 +20,8 @@ def qr(theta: Tensor) -> Tensor:
     """The Q of Θ = QR with R's diagonal made positive, without which Q jumps where a diagonal entry changes sign."""
     q, r = torch.linalg.qr(theta)
     negative = r.detach().diagonal(dim1=-2, dim2=-1) < 0
-    return q * torch.where(negative, -1.0, 1.0).to(q.dtype).unsqueeze(-2)
+    signed: Tensor = q * torch.where(negative, -1.0, 1.0).to(q.dtype).unsqueeze(-2)
+    return signed
 
 
 def polar(theta: Tensor) -> Tensor:
@@ -42,19 +43,28 @@ def cayley(theta: Tensor) -> Tensor:
     """(I − S)(I + S)⁻¹ of the skew part S of Θ, which is 2(I + S)⁻¹ − I; I + S is never singular."""
     identity = torch.eye(theta.shape[-1], dtype=theta.dtype, device=theta.device)
     # inv_ex does not stop a GPU to ask whether the inverse exists, and its gradient is matrix products
-    return 2 * torch.linalg.inv_ex(identity + (theta - theta.mT) / 2).inverse - identity
+    inverse: Tensor = torch.linalg.inv_ex(identity + (theta - theta.mT) / 2).inverse
+    return 2 * inverse - identity
 
 
 def householder(theta: Tensor) -> Tensor:
-    """The product of as many reflections as Θ has columns; their vectors are the columns below a diagonal of ones."""
-    vectors = theta.tril(-1)
-    return torch.linalg.householder_product(vectors, 2 / (1 + vectors.square().sum(-2)))
+    """The product of as many reflections as Θ has columns; their vectors are the columns below a diagonal of ones.
+
+    With Y holding the vectors, the product is I − Y T Yᵀ, where T⁻¹ is the upper triangle of YᵀY with its diagonal
+    halved (the UT transform): one triangular solve instead of a reflection at a time, forwards and backwards.
+    """
+    identity = torch.eye(theta.shape[-1], dtype=theta.dtype, device=theta.device)
+    vectors = theta.tril(-1) + identity
+    gram = vectors.mT @ vectors
+    half: Tensor = torch.linalg.solve_triangular(gram.triu() - identity * gram / 2, vectors.mT, upper=True)
+    return identity - vectors @ half
 
 
 def _spectral_bound(theta: Tensor) -> Tensor:
     """‖(ΘᵀΘ)²‖_F^¼: at least the largest singular value of Θ, and at most d^⅛ times it."""
     gram = theta.mT @ theta
-    return torch.linalg.matrix_norm(gram @ gram, keepdim=True).pow(0.25)
+    norm: Tensor = torch.linalg.matrix_norm(gram @ gram, keepdim=True)
+    return norm.pow(0.25)
 
 
 def _scalings(precision: float) -> tuple[float, ...]:
@@ -85,7 +95,7 @@ def _cayley_preimage(v: Tensor) -> Tensor:
         pivot = rest[k, k] + signs[k]
         rest[k + 1 :, k + 1 :] -= torch.outer(rest[k + 1 :, k], rest[k, k + 1 :] / pivot)
     identity = torch.eye(len(v), dtype=v.dtype)
-    s = torch.linalg.solve(identity + v * signs, identity - v * signs)
+    s: Tensor = torch.linalg.solve(identity + v * signs, identity - v * signs)
     return (s - s.mT) / 2
 
 

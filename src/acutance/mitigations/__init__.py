@@ -1,7 +1,8 @@
 """Mitigations of over-smoothing: one paper, one file, one class."""
 
 from acutance.mitigations.attnscale import AttnScale
-from acutance.mitigations.base import REGISTRY, Chain, LayerShape, Mitigation, register
+from acutance.mitigations.base import REGISTRY, Chain, LayerShape, Mitigation, Weights, register
+from acutance.mitigations.eigen import Eigen, eigen_of, weights_together
 from acutance.mitigations.featscale import FeatScale
 from acutance.mitigations.neutreno import NeuTRENO
 from acutance.mitigations.spec import as_mitigation, parse
@@ -10,11 +11,15 @@ __all__ = [
     "REGISTRY",
     "AttnScale",
     "Chain",
+    "Eigen",
     "FeatScale",
     "LayerShape",
     "Mitigation",
     "NeuTRENO",
+    "Weights",
     "as_mitigation",
+    "eigen_of",
     "parse",
     "register",
+    "weights_together",
 ]

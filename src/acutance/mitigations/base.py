@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 REGISTRY: dict[str, type[Mitigation]] = {}
 
+Weights = tuple[Tensor, Tensor]  # W_V as (kv_heads · head_dim, dim) and W_proj as (dim, heads · head_dim)
+
 _MitigationClass = TypeVar("_MitigationClass", bound="type[Mitigation]")
 
 
@@ -63,6 +65,7 @@ class Mitigation(nn.Module):
     name: ClassVar[str] = ""
     positional: ClassVar[str | None] = None  # the option that stands without its key right after the colon
     shape: LayerShape | None = None  # set once built for a layer
+    distance: float | None = None  # ‖H − H₀‖/‖H₀‖ where putting it into a trained layer replaced the layer's H₀
 
     def build(self, shape: LayerShape) -> None:
         """Create the parameters of one layer."""
@@ -79,6 +82,10 @@ class Mitigation(nn.Module):
 
     def unparametrise(self, site: Any) -> None:
         """Put the site's weights back as `parametrise` found them."""
+
+    def weights(self) -> Weights | None:
+        """W_V and W_proj for this forward, by a mitigation that took them over in `parametrise`."""
+        return None
 
     def values(self, v: Tensor, v0: Tensor) -> Tensor:
         """The values that attention averages."""
@@ -121,14 +128,26 @@ class Chain(Mitigation):
             part.build(shape)
 
     def parametrise(self, site: Any) -> None:
-        """First to last."""
-        for part in _parts(self):
-            part.parametrise(site)
+        """First to last, all or none."""
+        done: list[Mitigation] = []
+        try:
+            for part in _parts(self):
+                part.parametrise(site)
+                done.append(part)
+        except BaseException:
+            for part in reversed(done):
+                part.unparametrise(site)
+            raise
 
     def unparametrise(self, site: Any) -> None:
         """Last to first, as undoing must go."""
         for part in reversed(_parts(self)):
             part.unparametrise(site)
+
+    def weights(self) -> Weights | None:
+        """Those of the part that makes them; a site does not release its weights to two."""
+        made = (part.weights() for part in _parts(self))
+        return next((weights for weights in made if weights is not None), None)
 
     def values(self, v: Tensor, v0: Tensor) -> Tensor:
         """First to last."""

@@ -27,6 +27,16 @@ def vit_tiny_cifar(**overrides: Any) -> ViT:
     return deit_tiny(**{"image_size": 32, "patch_size": 4, "num_classes": 100, **overrides})
 
 
+def vit_tiny_plus(**overrides: Any) -> ViT:
+    """ViT-Ti⁺: `vit_tiny_cifar` with H = V ψ² Vᵀ, V by QR, which smooths (https://arxiv.org/abs/2401.04301)."""
+    return vit_tiny_cifar(**{"mitigation": "eigen:positive", **overrides})
+
+
+def vit_tiny_minus(**overrides: Any) -> ViT:
+    """ViT-Ti⁻: `vit_tiny_cifar` with H = −V ψ² Vᵀ, V by QR, which sharpens (https://arxiv.org/abs/2401.04301)."""
+    return vit_tiny_cifar(**{"mitigation": "eigen:negative", **overrides})
+
+
 def _deit(dim: int, heads: int, overrides: dict[str, Any]) -> ViT:
     body = {"image_size": 224, "patch_size": 16, "dim": dim, "depth": 12, "heads": heads, "num_classes": 1000}
     return ViT(**{**body, **overrides})

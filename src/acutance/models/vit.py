@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from acutance.errors import AcutanceError, ShapeError
-from acutance.mitigations import Mitigation, as_mitigation
+from acutance.mitigations import Mitigation, Weights, as_mitigation, weights_together
 from acutance.models.config import ViTConfig
 from acutance.models.layers import DropPath, LayerScale, Mlp, PatchEmbed
 from acutance.operator import AttentionOperator, AttentionRecord
@@ -50,33 +51,43 @@ class Attention(nn.Module):
         """The linear layer whose last `dim` rows are W_V."""
         return self.kv if self.kernel == "symmetric" else self.qkv
 
-    def forward(self, x: Tensor, v0: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The branch's output and the first layer's values (this layer's own if none came in)."""
-        q, k, v = self._project(x)
+    def forward(self, x: Tensor, v0: Tensor | None, weights: Weights | None = None) -> tuple[Tensor, Tensor]:
+        """The branch's output and the first layer's values (this layer's own if none came in).
+
+        A mitigation that makes W_V and W_proj is asked for them unless they come in, made for all layers at once.
+        """
+        weights = self.mitigation.weights() if weights is None else weights
+        q, k, v = self._project(x, weights)
         first = v if v0 is None else v0
         A = AttentionOperator(q, k, kernel=self.kernel)
         v = self.mitigation.values(v, first)
         u = A.apply(v, dropout=self.attention_dropout if self.training else 0.0)
         u = self.mitigation.output(u, v, first, A)
-        y = self.proj(u.transpose(1, 2).flatten(2))
+        merged = u.transpose(1, 2).flatten(2)
+        y = self.proj(merged) if weights is None else F.linear(merged, weights[1], self.proj.bias)
         y = self.mitigation.features(y, x)
         if self.observer is not None:
             self.observer(AttentionRecord(operator=A, values=v, first_values=v0, output=u, branch=y))
         return self.proj_drop(y), first
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, weights: Weights | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, each (batch, heads, tokens, head_dim)."""
-        projected: Tensor = self.value_projection(x)
+        layer = self.value_projection
+        if weights is None:
+            projected: Tensor = layer(x)
+        else:
+            projected = F.linear(x, torch.cat([layer.weight, weights[0]]), layer.bias)
         by_head = projected.reshape(*x.shape[:2], -1, self.heads, self.head_dim)
         parts = by_head.permute(2, 0, 3, 1, 4).unbind(0)
         return parts[0], parts[-2], parts[-1]  # symmetric: the one projection is both q and k
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each in a residual branch."""
+    """Attention and MLP, each in a residual branch, with its norm before the branch or after the sum."""
 
     def __init__(self, config: ViTConfig, drop_path: float) -> None:
         super().__init__()
+        self.post_norm = config.norm == "post"
         self.norm1 = nn.LayerNorm(config.dim, eps=NORM_EPS)
         self.attn = Attention(config)
         self.ls1 = _layer_scale(config)
@@ -86,9 +97,13 @@ class Block(nn.Module):
         self.ls2 = _layer_scale(config)
         self.drop_path2 = DropPath(drop_path)
 
-    def forward(self, x: Tensor, v0: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, v0: Tensor | None, weights: Weights | None = None) -> tuple[Tensor, Tensor]:
         """The next tokens, and the first layer's values passed on."""
-        y, first = self.attn(self.norm1(x), v0)
+        if self.post_norm:
+            y, first = self.attn(x, v0, weights)
+            x = self.norm1(x + self.drop_path1(self.ls1(y)))
+            return self.norm2(x + self.drop_path2(self.ls2(self.mlp(x)))), first
+        y, first = self.attn(self.norm1(x), v0, weights)
         x = x + self.drop_path1(self.ls1(y))
         x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
         return x, first
@@ -148,8 +163,8 @@ class ViT(nn.Module):
         """Tokens after the final norm, prefix tokens first: (batch, tokens, dim)."""
         x = self._embed(images)
         v0: Tensor | None = None
-        for block in self.blocks:
-            x, v0 = self._run(block, x, v0)
+        for block, weights in zip(self.blocks, self._made_weights(), strict=True):
+            x, v0 = self._run(block, x, v0, *weights)
         out: Tensor = self.norm(x)
         return out
 
@@ -177,11 +192,19 @@ class ViT(nn.Module):
         embedded: Tensor = self.pos_drop(x)
         return embedded
 
-    def _run(self, block: nn.Module, x: Tensor, v0: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _made_weights(self) -> list[tuple[()] | tuple[Weights]]:
+        """W_V and W_proj of the blocks whose mitigation makes them, for all blocks at once."""
+        blocks = [block for block in self.blocks if type(block) is Block]
+        if len(blocks) < len(self.blocks):  # wrapped for sharding, say: only inside are the parameters whole
+            return [()] * len(self.blocks)
+        made = weights_together([block.attn.mitigation for block in blocks])
+        return [() if weights is None else (weights,) for weights in made]
+
+    def _run(self, block: nn.Module, x: Tensor, v0: Tensor | None, *weights: Weights) -> tuple[Tensor, Tensor]:
         if self.checkpointing and torch.is_grad_enabled():
-            x, first = checkpoint(block, x, v0, use_reentrant=False)
+            x, first = checkpoint(block, x, v0, *weights, use_reentrant=False)
         else:
-            x, first = block(x, v0)
+            x, first = block(x, v0, *weights)
         if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not x.requires_grad:
             _refuse_cut_graph(block)
         return x, first

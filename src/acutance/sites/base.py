@@ -9,6 +9,7 @@ from typing import Self
 
 from torch import Tensor, nn
 
+from acutance.errors import AcutanceError
 from acutance.mitigations import LayerShape, Mitigation
 from acutance.operator import AttentionRecord
 
@@ -38,6 +39,14 @@ class AttentionSite(ABC):
     def projection_weight(self) -> Tensor:
         """W_proj as (dim, heads · head_dim)."""
 
+    def pre_norm(self) -> nn.Module | None:
+        """The norm between the residual stream and the attention; None where there is none."""
+        return None
+
+    def branch_gain(self) -> Tensor | None:
+        """The gain per channel (dim,) between projection and residual, such as LayerScale's; None without one."""
+        return None
+
     @abstractmethod
     def observe(self, fn: Callable[[AttentionRecord], None]) -> Undo:
         """Call `fn` with every record this attention makes, until the returned handle is removed."""
@@ -45,6 +54,24 @@ class AttentionSite(ABC):
     @abstractmethod
     def install(self, mitigation: Mitigation) -> Callable[[], None]:
         """Put in a mitigation built for this layer; the returned function takes it out again."""
+
+    def swap(self, mitigation: Mitigation) -> Mitigation:
+        """Put other hooks around this attention, its weights left alone; returns those that were there."""
+        raise self._not_steerable()
+
+    def release_weights(self) -> None:
+        """Take W_V and W_proj out of the model's parameters: the mitigation's `weights()` makes them from now on."""
+        raise self._not_steerable()
+
+    def own_weights(self, value: Tensor, projection: Tensor) -> None:
+        """Make W_V and W_proj parameters again, with these values."""
+        raise self._not_steerable()
+
+    def _not_steerable(self) -> AcutanceError:
+        return AcutanceError(
+            f"{self.name}: {type(self).__name__} does not know how to hand over W_V and W_proj, so mitigations of "
+            "the weights such as eigen cannot be used with this library's models yet"
+        )
 
     def shape(self, *, pretrained: bool = False) -> LayerShape:
         """What a mitigation is told about this layer."""

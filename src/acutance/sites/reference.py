@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError
 from acutance.mitigations import Mitigation
+from acutance.models.layers import LayerScale
 from acutance.models.vit import Attention, Block, ViT
 from acutance.operator import AttentionRecord
 from acutance.sites.base import AttentionSite, Library, Undo
@@ -17,6 +19,7 @@ from acutance.sites.base import AttentionSite, Library, Undo
 class BlockSite(AttentionSite):
     """The attention of one reference block."""
 
+    block: Block
     attention: Attention
 
     def __init__(self, block: Block, layer: int, name: str) -> None:
@@ -33,11 +36,26 @@ class BlockSite(AttentionSite):
 
     def value_weight(self) -> Tensor:
         """The last `dim` rows of the joint projection."""
-        return self.attention.value_projection.weight[-self.dim :]
+        made = self.attention.mitigation.weights()
+        return self.attention.value_projection.weight[-self.dim :] if made is None else made[0]
 
     def projection_weight(self) -> Tensor:
         """W_proj."""
+        made = self.attention.mitigation.weights()
+        if made is not None:
+            return made[1]
+        if self.attention.proj.weight is None:
+            raise AcutanceError(f"{self.name}: another mitigation makes W_V and W_proj already: choose one of the two")
         return self.attention.proj.weight
+
+    def pre_norm(self) -> nn.Module | None:
+        """norm1, unless it stands after the residual sum."""
+        return None if self.block.post_norm else self.block.norm1
+
+    def branch_gain(self) -> Tensor | None:
+        """LayerScale's, if the model has it."""
+        scale = self.block.ls1
+        return scale.gamma if isinstance(scale, LayerScale) else None
 
     def observe(self, fn: Callable[[AttentionRecord], None]) -> Undo:
         """One observer at a time."""
@@ -47,17 +65,35 @@ class BlockSite(AttentionSite):
         return Undo(partial(setattr, self.attention, "observer", None))
 
     def install(self, mitigation: Mitigation) -> Callable[[], None]:
-        """Swap the attention's mitigation."""
+        """In place of the identity."""
         if self.mitigation is not None:
             raise AcutanceError(f"{self.name} carries {self.mitigation.spec!r} already: take it out first")
         mitigation.parametrise(self)
-        identity, self.attention.mitigation = self.attention.mitigation, mitigation
+        identity = self.swap(mitigation)
 
         def undo() -> None:
-            self.attention.mitigation = identity
+            self.swap(identity)
             mitigation.unparametrise(self)
 
         return undo
+
+    def swap(self, mitigation: Mitigation) -> Mitigation:
+        """Exchange the attention's mitigation."""
+        previous, self.attention.mitigation = self.attention.mitigation, mitigation
+        return previous
+
+    def release_weights(self) -> None:
+        """The joint projection keeps the rows of q and k alone, the output projection only its bias."""
+        joint = self.attention.value_projection
+        joint.weight = nn.Parameter(joint.weight.detach()[: -self.dim].clone(), joint.weight.requires_grad)
+        self.attention.proj.register_parameter("weight", None)
+
+    def own_weights(self, value: Tensor, projection: Tensor) -> None:
+        """The rows of q and k stay as they are now."""
+        joint = self.attention.value_projection
+        rows = joint.weight.detach()
+        joint.weight = nn.Parameter(torch.cat([rows, value.detach().to(rows)]), joint.weight.requires_grad)
+        self.attention.proj.weight = nn.Parameter(projection.detach().to(rows), projection.requires_grad)
 
 
 def block_sites(vit: ViT, prefix: str = "") -> list[BlockSite]:

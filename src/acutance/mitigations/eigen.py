@@ -1,0 +1,188 @@
+"""Eigen: a layer whose H has the spectrum you choose (Setting the Record Straight on Oversmoothing, 2401.04301)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from acutance.errors import AcutanceError, NonFiniteError, ShapeError
+from acutance.kernels.orthogonal import BASES
+from acutance.mitigations import spectra
+from acutance.mitigations.base import Chain, LayerShape, Mitigation, Weights, register
+
+BasisName = Literal["qr", "polar", "cayley", "householder", "inverse"]
+
+
+@register("eigen")
+class Eigen(Mitigation):
+    """H = V Λ Vᵀ with the signs of Λ decided in advance: ViT⁻ and ViT⁺ (https://arxiv.org/abs/2401.04301).
+
+    In the paper's letters W_V = V and W_proj = Λ Vᵀ, made from Θ and ψ at every forward; the biases stay. Columns of
+    V are shared out among the heads in order, so the H of a head has its own part of Λ as its eigenvalues, and the
+    heads' terms add up to H.
+
+    The one mitigation that does not start at the identity: a trained layer starts from the *closest* admissible H
+    (the symmetric part of its H, eigenvalues clipped), and `distance` tells how far that is. A new layer starts from
+    the eigenvectors of the symmetric part of the H it was initialised with, the eigenvalues given the sign asked
+    for and scaled to the Frobenius norm of that H; no random number is drawn.
+
+    Args:
+        sign: of the eigenvalues. Negative sharpens (ViT⁻), positive smooths (ViT⁺), free is both.
+        basis: where V comes from. "qr" is the poster's; "polar" (Newton–Schulz), "cayley" and "householder" make an
+            orthogonal V too; with "inverse" V is free and W_proj = Λ V⁻¹, as in the paper's later version.
+        spectrum: λ from ψ. "square" is the poster's ±ψ² (free: ψ), which has no lower end: see `check_spectrum`.
+            "clipped" cuts off at ±1 and 0; "bounded" is ∓σ(ψ) (free: tanh ψ) and never leaves (−1, 1).
+    """
+
+    positional = "sign"
+    theta: nn.Parameter
+    psi: nn.Parameter
+
+    def __init__(
+        self,
+        sign: spectra.Sign = "negative",
+        basis: BasisName = "qr",
+        spectrum: spectra.Spectrum = "square",
+    ) -> None:
+        super().__init__()
+        self.sign, self.basis, self.spectrum = sign, basis, spectrum
+        for name, known in (("sign", spectra.Sign), ("basis", BasisName), ("spectrum", spectra.Spectrum)):
+            if getattr(self, name) not in get_args(known):
+                raise AcutanceError(f"eigen: {name} must be {_either(get_args(known))}, not {getattr(self, name)!r}")
+        self._plain: tuple[Tensor, Tensor] | None = None  # what a trained layer had
+
+    def build(self, shape: LayerShape) -> None:
+        """Θ and ψ of one layer, which `parametrise` fills from the layer's own weights."""
+        if shape.kv_heads != shape.heads or shape.heads * shape.head_dim != shape.dim:
+            raise ShapeError(
+                f"eigen: layer {shape.layer} has {shape.heads} query and {shape.kv_heads} value heads of "
+                f"{shape.head_dim} channels for {shape.dim}: V Λ Vᵀ needs heads · head_dim = dim and a value head "
+                "for every query head. Leave such layers out with mitigate(..., layers=[...])"
+            )
+        self.theta = nn.Parameter(torch.eye(shape.dim))
+        self.psi = nn.Parameter(torch.ones(shape.dim))
+
+    def parametrise(self, site: Any) -> None:
+        """Choose Θ and ψ by the site's weights, then take these out of the model."""
+        value, projection = site.value_weight(), site.projection_weight()
+        if not value.is_meta:
+            self._start(value, projection)
+        if self._layer.pretrained:
+            copies = (weight.detach().clone().requires_grad_(weight.requires_grad) for weight in (value, projection))
+            self._plain = next(copies), next(copies)
+        site.release_weights()
+
+    def unparametrise(self, site: Any) -> None:
+        """Give a trained layer back what it had, a new one what it has now."""
+        site.own_weights(*(self._plain or self.weights()))
+        self._plain = None
+
+    def weights(self) -> Weights:
+        """W_V and W_proj in torch's layout: Vᵀ and V Λ."""
+        return _weights_of([self])[0]
+
+    def eigenvalues(self) -> Tensor:
+        """Λ as (heads, head_dim)."""
+        flat = spectra.eigenvalues(self.psi, self.sign, self.spectrum)
+        return flat.reshape(self._layer.heads, self._layer.head_dim)
+
+    def extra_repr(self) -> str:
+        """The options, and the distance where there is one."""
+        moved = "" if self.distance is None else f", distance={self.distance:.3g}"
+        return super().extra_repr() + moved
+
+    @property
+    def _layer(self) -> LayerShape:
+        assert self.shape is not None, "built by for_layer"
+        return self.shape
+
+    @torch.no_grad()
+    def _start(self, value: Tensor, projection: Tensor) -> None:
+        before = _double(projection) @ _double(value)
+        if not before.isfinite().all():
+            raise NonFiniteError(f"eigen: W_V or W_proj of layer {self._layer.layer} holds NaN or infinite entries")
+        wanted, v = torch.linalg.eigh((before + before.mT) / 2)
+        order = _share_out(wanted, v, _double(value), _double(projection), self._layer.heads)
+        wanted, v = wanted[order], v[:, order]
+        if not self._layer.pretrained:
+            wanted = self._signed(wanted * (before.norm() / wanted.norm()).nan_to_num())
+        self.theta.copy_(v if self.basis == "inverse" else BASES[self.basis].preimage(v))
+        self.psi.copy_(spectra.psi_for(wanted, self.sign, self.spectrum))
+        if self._layer.pretrained:
+            value, projection = self.weights()
+            after = _double(projection) @ _double(value)
+            self.distance = float((after - before).norm() / before.norm())
+
+    def _signed(self, eigenvalues: Tensor) -> Tensor:
+        if self.sign == "free":
+            return eigenvalues
+        return -eigenvalues.abs() if self.sign == "negative" else eigenvalues.abs()
+
+
+def weights_together(mitigations: Sequence[Mitigation]) -> list[Weights | None]:
+    """`weights()` of every layer; the bases of an Eigen in many layers are computed in one batch.
+
+    A basis of one layer is a chain of tiny products that keeps a GPU waiting; twelve at once take hardly longer.
+    """
+    layers = [eigen_of(mitigation) for mitigation in mitigations]
+    eigens = [layer for layer in layers if layer is not None]
+    if len(eigens) < 2 or any(_kind(layer) != _kind(eigens[0]) for layer in eigens):
+        return [mitigation.weights() for mitigation in mitigations]
+    made = iter(_weights_of(eigens))
+    return [mitigations[i].weights() if layer is None else next(made) for i, layer in enumerate(layers)]
+
+
+def eigen_of(mitigation: Mitigation | None) -> Eigen | None:
+    """The Eigen that a mitigation is, or has as a part."""
+    parts = mitigation.parts if isinstance(mitigation, Chain) else [mitigation]
+    for part in parts:
+        if isinstance(part, Eigen):
+            return part
+    return None
+
+
+def _kind(eigen: Eigen) -> tuple[object, ...]:
+    """What layers must have in common to be computed together."""
+    theta = eigen.theta
+    return eigen.sign, eigen.basis, eigen.spectrum, theta.shape, theta.dtype, theta.device
+
+
+def _weights_of(layers: Sequence[Eigen]) -> list[Weights]:
+    """Vᵀ and V Λ of layers of one kind, V made once for both, in float32 or better whatever autocast says."""
+    kind, dtype = layers[0], layers[0].theta.dtype
+    theta, psi = (torch.stack([getattr(layer, name) for layer in layers]) for name in ("theta", "psi"))
+    with torch.autocast(theta.device.type, enabled=False):
+        if dtype != torch.float64:
+            theta, psi = theta.float(), psi.float()
+        if kind.basis == "inverse":
+            v, left = theta, torch.linalg.inv_ex(theta).inverse.mT
+        else:
+            v = left = BASES[kind.basis].map(theta)
+        projection = left * spectra.eigenvalues(psi, kind.sign, kind.spectrum).unsqueeze(-2)
+        return list(zip(v.mT.to(dtype).unbind(), projection.to(dtype).unbind(), strict=True))
+
+
+def _share_out(wanted: Tensor, v: Tensor, value: Tensor, projection: Tensor, heads: int) -> Tensor:
+    """An order of the eigenpairs that gives every head those it contributed most to.
+
+    λ = vᵀ H v is the sum of the heads' vᵀ H_h v. Large eigenvalues choose first; a head that is full is passed over.
+    """
+    through = (value @ v) * (projection.mT @ v)  # rows: channels of the heads; columns: eigenpairs
+    share = through.unflatten(0, (heads, -1)).sum(1) * wanted.sign()
+    ranked = share.argsort(dim=0, descending=True, stable=True).T.tolist()
+    owned: list[list[int]] = [[] for _ in range(heads)]
+    room = len(wanted) // heads
+    for pair in wanted.abs().argsort(descending=True, stable=True).tolist():
+        owned[next(head for head in ranked[pair] if len(owned[head]) < room)].append(pair)
+    return torch.tensor([pair for pairs in owned for pair in pairs])
+
+
+def _double(weight: Tensor) -> Tensor:
+    return weight.detach().to("cpu", torch.float64)
+
+
+def _either(options: Sequence[str]) -> str:
+    return ", ".join(map(repr, options[:-1])) + f" or {options[-1]!r}"

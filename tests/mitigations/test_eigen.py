@@ -1,0 +1,373 @@
+"""Eigen: the promised spectra, the closest start, and nothing left of it when it goes."""
+
+import copy
+
+import pytest
+import torch
+
+from acutance.errors import AcutanceError, NonFiniteError, ShapeError
+from acutance.mitigate import mitigate
+from acutance.mitigations import AttnScale, Chain, Eigen, FeatScale, LayerShape, NeuTRENO, parse, spectra
+from acutance.models import ViT, vit_tiny_cifar, vit_tiny_minus, vit_tiny_plus
+from acutance.sites import find
+from acutance.sites.base import AttentionSite
+from acutance.steer import fold
+
+TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
+SIGNS = ["negative", "positive", "free"]
+BASES = ["qr", "polar", "cayley", "householder", "inverse"]
+SPECTRA = ["square", "clipped", "bounded"]
+
+
+def make(mitigation=None, dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    return ViT(**{**TINY, **options}, mitigation=mitigation).to(dtype).eval()
+
+
+def trained(**options):
+    """Weights of a size that every admissible interval cuts off."""
+    model = make(**options)
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def shaken(model, amount=1.0):
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".mitigation." in name:
+            parameter.data += amount * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return model
+
+
+def images(dtype=torch.float64):
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def branch(site):
+    return (site.projection_weight() @ site.value_weight()).detach()
+
+
+def branches(model):
+    return [branch(site) for site in find(model)]
+
+
+def per_head(site):
+    """H of every head: W_proj[:, h] W_V[h]."""
+    value = site.value_weight().detach().unflatten(0, (site.heads, site.head_dim))
+    projection = site.projection_weight().detach().unflatten(1, (site.heads, site.head_dim))
+    return torch.einsum("ohc,hci->hoi", projection, value)
+
+
+def sorted_real(eigenvalues):
+    assert eigenvalues.imag.abs().max() < 1e-6
+    return eigenvalues.real.sort().values
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("basis", BASES)
+@pytest.mark.parametrize("sign", SIGNS)
+def test_every_head_has_the_promised_spectrum(sign, basis, spectrum):
+    low, high = spectra.admissible(sign, spectrum)
+    for site in find(shaken(make(Eigen(sign, basis, spectrum)), 0.3)):
+        wanted = site.mitigation.eigenvalues().detach()
+        assert wanted.shape == (3, 4)
+        assert ((wanted >= low) & (wanted <= high)).all()
+        for own, term in zip(wanted, per_head(site), strict=True):
+            with_zeros = torch.cat([own, own.new_zeros(12 - 4)])  # the term has rank head_dim at most
+            found = sorted_real(torch.linalg.eigvals(term))
+            torch.testing.assert_close(found, with_zeros.sort().values, rtol=1e-6, atol=1e-6)
+        all_of_h = torch.linalg.eigvals(branch(site))
+        torch.testing.assert_close(sorted_real(all_of_h), wanted.flatten().sort().values, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("basis", BASES)
+def test_h_is_v_lambda_v_and_the_heads_add_up(basis):
+    for site in find(shaken(make(Eigen("free", basis)), 0.3)):
+        H = branch(site)
+        torch.testing.assert_close(per_head(site).sum(0), H, rtol=0, atol=1e-13)
+        v = site.value_weight().detach().T
+        diagonal = site.mitigation.eigenvalues().detach().flatten().diag()
+        other = torch.linalg.inv(v).T if basis == "inverse" else v
+        torch.testing.assert_close(H, other @ diagonal @ v.T, rtol=0, atol=1e-12)
+        if basis != "inverse":
+            torch.testing.assert_close(v.T @ v, torch.eye(12, dtype=torch.float64), rtol=0, atol=1e-13)
+            torch.testing.assert_close(H, H.T, rtol=0, atol=1e-13)
+
+
+def plain_map(basis, theta):
+    """The bases once more, by other formulas."""
+    identity = torch.eye(len(theta), dtype=theta.dtype)
+    if basis == "qr":  # Gram and Schmidt
+        columns = []
+        for column in theta.T:
+            rest = column - sum((c @ column) * c for c in columns)
+            columns.append(rest / rest.norm())
+        return torch.stack(columns, dim=1)
+    if basis == "polar":
+        u, _, vh = torch.linalg.svd(theta)
+        return u @ vh
+    if basis == "cayley":
+        s = (theta - theta.T) / 2
+        return torch.linalg.solve(identity + s, identity - s)
+    if basis == "householder":
+        v = identity
+        for j in range(len(theta)):
+            reflector = torch.cat([torch.zeros(j, dtype=theta.dtype), theta.new_ones(1), theta[j + 1 :, j]])
+            v = v @ (identity - 2 * torch.outer(reflector, reflector) / reflector.dot(reflector))
+        return v
+    return theta
+
+
+def plain_spectrum(sign, spectrum, psi):
+    if spectrum == "clipped":
+        return psi.clamp(*spectra.admissible(sign, spectrum))
+    if sign == "free":
+        return torch.tanh(psi) if spectrum == "bounded" else psi
+    size = 1 / (1 + (-psi).exp()) if spectrum == "bounded" else psi * psi
+    return size if sign == "positive" else -size
+
+
+@pytest.mark.parametrize(("sign", "spectrum"), [("negative", "square"), ("positive", "bounded"), ("free", "clipped")])
+@pytest.mark.parametrize("basis", BASES)
+def test_weights_and_gradients_against_the_plain_formula(sign, basis, spectrum):
+    eigen = Eigen(sign, basis, spectrum).for_layer(LayerShape(1, 12, 3, 4, 3)).double()
+    generator = torch.Generator().manual_seed(0)
+    eigen.theta.data = torch.randn(12, 12, dtype=torch.float64, generator=generator)
+    eigen.psi.data = 0.4 * torch.randn(12, dtype=torch.float64, generator=generator)
+    g = torch.randn(12, 12, dtype=torch.float64, generator=generator)
+    theta, psi = (p.detach().clone().requires_grad_() for p in (eigen.theta, eigen.psi))
+    v, lam = plain_map(basis, theta), plain_spectrum(sign, spectrum, psi)
+    expected = (torch.linalg.inv(v).T if basis == "inverse" else v) @ lam.diag() @ v.T
+    value, projection = eigen.weights()
+    torch.testing.assert_close(projection @ value, expected, rtol=0, atol=1e-10)
+    found = torch.autograd.grad(projection @ value, (eigen.theta, eigen.psi), g)
+    for ours, plain in zip(found, torch.autograd.grad(expected, (theta, psi), g), strict=True):
+        assert (ours - plain).norm() < 1e-8 * plain.norm()
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+def test_a_clipped_eigenvalue_comes_back_but_does_not_run_away(sign):
+    low, high = spectra.admissible(sign, "clipped")
+    psi = torch.tensor([low - 1, low, (low + high) / 2, high, high + 1]).requires_grad_()
+    lam = spectra.eigenvalues(psi, sign, "clipped")
+    assert lam.tolist() == [low, low, (low + high) / 2, high, high]
+    for push, passes in ((1.0, [0, 1, 1, 1, 1]), (-1.0, [1, 1, 1, 1, 0])):  # descent moves ψ against the gradient
+        (gradient,) = torch.autograd.grad((push * lam).sum(), psi, retain_graph=True)
+        assert gradient.tolist() == [push * p for p in passes]
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("sign", SIGNS)
+def test_psi_gives_back_its_eigenvalues_and_never_starts_dead(sign, spectrum):
+    low, high = spectra.admissible(sign, spectrum)
+    wanted = torch.linspace(-1.5, 1.5, 31, dtype=torch.float64)
+    psi = spectra.psi_for(wanted, sign, spectrum).requires_grad_()
+    lam = spectra.eigenvalues(psi, sign, spectrum)
+    torch.testing.assert_close(lam, wanted.clamp(low, high), rtol=0, atol=spectra.EDGE + 1e-12)
+    (gradient,) = torch.autograd.grad(lam.sum(), psi)
+    assert gradient.abs().min() > 1e-4
+
+
+@pytest.mark.parametrize("basis", BASES)
+@pytest.mark.parametrize("sign", SIGNS)
+def test_a_new_model_starts_as_large_as_the_plain_one_with_nothing_else_changed(sign, basis):
+    plain = make()
+    after_plain = torch.random.get_rng_state()
+    steered = make(Eigen(sign, basis))
+    assert torch.equal(torch.random.get_rng_state(), after_plain)
+    for H, steered_H in zip(branches(plain), branches(steered), strict=True):
+        assert steered_H.norm().item() == pytest.approx(H.norm().item(), rel=0.2)  # tiny |λ| are lifted to EDGE
+    ours, theirs = dict(steered.named_parameters()), dict(plain.named_parameters())
+    for name in ours.keys() & theirs.keys():
+        rows = theirs[name][: len(ours[name])]
+        assert torch.equal(ours[name], rows), name
+
+
+@pytest.mark.parametrize("attention", ["softmax", "symmetric"])
+def test_the_value_rows_and_the_projection_are_gone(attention):
+    plain, steered = make(attention=attention), make("eigen", attention=attention)
+    joint = "kv" if attention == "symmetric" else "qkv"
+    keys, gone = steered.state_dict().keys(), {f"blocks.{i}.attn.proj.weight" for i in range(3)}
+    added = {f"blocks.{i}.attn.mitigation.{name}" for i in range(3) for name in ("theta", "psi")}
+    assert keys == (plain.state_dict().keys() - gone) | added
+    rows = plain.state_dict()[f"blocks.0.attn.{joint}.weight"].shape[0] - 12
+    assert steered.state_dict()[f"blocks.0.attn.{joint}.weight"].shape == (rows, 12)
+    count = [sum(p.numel() for p in model.parameters()) for model in (plain, steered)]
+    assert count[1] - count[0] == 3 * (12 - 12 * 12)  # Θ and ψ instead of W_V and W_proj
+    assert added <= steered.no_weight_decay()
+    steered(images()).square().sum().backward()
+    assert all(p.grad is not None for p in steered.parameters())
+
+
+def test_presets():
+    for build, sign in ((vit_tiny_plus, 1), (vit_tiny_minus, -1)):
+        model = build(depth=2)
+        assert model.config == vit_tiny_cifar(depth=2, mitigation=model.config.mitigation).config
+        for site in find(model):
+            assert site.mitigation.basis == "qr"
+            assert site.mitigation.spectrum == "square"
+            assert (sign * site.mitigation.eigenvalues() > 0).all()
+    assert vit_tiny_minus(depth=1, mitigation="eigen:negative,basis=polar").config.mitigation.endswith("polar")
+
+
+@pytest.mark.parametrize("basis", BASES)
+@pytest.mark.parametrize(("sign", "spectrum"), [("negative", "square"), ("positive", "clipped"), ("free", "bounded")])
+def test_a_trained_layer_starts_from_the_projection(sign, basis, spectrum):
+    model = trained()
+    before = branches(model)
+    handle = mitigate(model, Eigen(sign, basis, spectrum))
+    low, high = spectra.admissible(sign, spectrum)
+    for H, found, distance in zip(before, branches(model), handle.distances, strict=True):
+        lam, v = torch.linalg.eigh((H + H.T) / 2)
+        closest = (v * lam.clamp(low, high)) @ v.T
+        assert (found - closest).norm() <= spectra.EDGE * 12**0.5 + 1e-12
+        assert distance == pytest.approx(((found - H).norm() / H.norm()).item(), rel=1e-9)
+    assert f"distance={handle.distances[0]:.3g}" in repr(model.blocks[0].attn.mitigation)
+    assert f"H moved by {handle.distances[0]:.0%}, " in repr(handle)
+
+
+def admissible_h(generator, size, low, high):
+    v = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator))[0]
+    lam = low + (high - low) * torch.rand(size, dtype=torch.float64, generator=generator)
+    return (v * lam) @ v.T
+
+
+def test_no_admissible_h_is_closer():
+    """Neither at random, near or far, nor by descending on the distance itself."""
+    model = trained(dim=6, heads=2, depth=1)
+    (H,) = branches(model)
+    (distance,) = mitigate(model, "eigen:negative,spectrum=clipped").distances
+    (start,) = branches(model)
+    generator = torch.Generator().manual_seed(0)
+    for step in torch.logspace(-3, 0, 100).tolist():  # the admissible set is convex: a step towards any H stays in it
+        other = start + step * (admissible_h(generator, 6, -1, 0) - start)
+        assert (other - H).norm() / H.norm() >= distance - 1e-12
+    free = Eigen("negative", "polar").for_layer(LayerShape(1, 6, 2, 3, 2)).double()
+    free.theta.data = torch.randn(6, 6, dtype=torch.float64, generator=generator)
+    optimiser = torch.optim.LBFGS(free.parameters(), max_iter=150, line_search_fn="strong_wolfe")
+
+    def descend():
+        optimiser.zero_grad()
+        value, projection = free.weights()
+        found = (projection @ value - H).norm() / H.norm()
+        found.backward()
+        return found
+
+    optimiser.step(descend)
+    lam = torch.linalg.eigvalsh((H + H.T) / 2).clamp_max(0)  # −ψ² reaches further down than the clipped spectrum
+    closest = ((H.norm() ** 2 - lam.square().sum()).sqrt() / H.norm()).item()
+    assert closest - 1e-9 <= descend().item() <= closest * 1.001
+
+
+def test_eigenpairs_go_to_the_heads_they_came_from():
+    """A layer that is admissible already comes back head by head, whatever the order inside a head."""
+    model = make("eigen:negative,spectrum=bounded", depth=1)
+    model.blocks[0].attn.mitigation.psi.data = torch.randn(12, dtype=torch.float64)
+    plain = fold(model)
+    (expected,), (site,) = [per_head(s) for s in find(model)], find(plain)
+    (distance,) = mitigate(plain, "eigen:negative,basis=cayley,spectrum=bounded").distances
+    assert distance < 1e-10
+    torch.testing.assert_close(per_head(site), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "spec", ["eigen:negative,basis=polar", "eigen:free,basis=inverse+featscale", "attnscale+eigen"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_removing_restores_every_bit(spec, dtype):
+    model = trained(dtype=dtype)
+    state, output = copy.deepcopy(model.state_dict()), model(images(dtype))
+    handle = mitigate(model, spec)
+    shaken(model.double(), 0.1).to(dtype)
+    assert not torch.equal(model(images(dtype)), output)
+    handle.remove()
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(model(images(dtype)), output)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_what_was_trained_besides_stays_when_it_goes():
+    model = trained()
+    value = find(model)[0].value_weight().detach().clone()
+    handle = mitigate(model, "eigen")
+    model.blocks[0].attn.qkv.weight.data += 1
+    rows = model.blocks[0].attn.qkv.weight.detach().clone()
+    handle.remove()
+    assert torch.equal(model.blocks[0].attn.qkv.weight, torch.cat([rows, value]))
+
+
+def test_some_layers_only_and_frozen_weights_stay_frozen():
+    model = trained()
+    model.blocks[1].attn.proj.weight.requires_grad_(False)
+    handle = mitigate(model, "eigen:positive", layers=[2])
+    assert [type(site.mitigation) for site in find(model)] == [type(None), Eigen, type(None)]
+    model(images())
+    handle.remove()
+    assert not model.blocks[1].attn.proj.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("eigen", "spec"),
+    [
+        (Eigen(), "eigen:negative"),
+        (Eigen("positive", "polar", "bounded"), "eigen:positive,basis=polar,spectrum=bounded"),
+        (NeuTRENO(0.6) + Eigen("free", spectrum="clipped"), "neutreno:0.6+eigen:free,spectrum=clipped"),
+    ],
+)
+def test_specs_round_trip(eigen, spec):
+    assert eigen.spec == spec
+    assert parse(spec).spec == spec
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("eigen:minus", "sign must be 'negative', 'positive' or 'free', not 'minus'"),
+        ("eigen:free,basis=svd", "basis must be 'qr', 'polar', 'cayley', 'householder' or 'inverse', not 'svd'"),
+        ("eigen:free,spectrum=exp", "spectrum must be 'square', 'clipped' or 'bounded', not 'exp'"),
+    ],
+)
+def test_mistakes_say_what_is_known(spec, message):
+    with pytest.raises(AcutanceError, match=message):
+        parse(spec)
+
+
+@pytest.mark.parametrize("shape", [LayerShape(3, 16, 4, 4, 2), LayerShape(3, 16, 4, 8, 4)])
+def test_layers_without_a_square_v_are_refused(shape):
+    with pytest.raises(ShapeError, match=r"layer 3 has 4 query and . value heads.*heads · head_dim = dim"):
+        Eigen().for_layer(shape)
+
+
+def test_two_of_them_are_refused_and_leave_nothing_behind():
+    model = make()
+    output = model(images())
+    with pytest.raises(AcutanceError, match="another mitigation makes W_V and W_proj already"):
+        mitigate(model, Chain([FeatScale(), Eigen(), AttnScale(), Eigen("positive")]))
+    assert torch.equal(model(images()), output)
+
+
+def test_weights_that_are_no_numbers_are_refused():
+    model = make()
+    model.blocks[1].attn.proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match="W_V or W_proj of layer 2"):
+        mitigate(model, "eigen")
+    assert model.config.mitigation is None
+
+
+def test_sites_that_cannot_hand_over_their_weights_say_so():
+    class Other(AttentionSite):
+        name = "encoder.3.attention"
+        mitigation = value_weight = projection_weight = observe = install = None
+
+    with pytest.raises(AcutanceError, match=r"encoder\.3\.attention: Other does not know how to hand over"):
+        Other().release_weights()
+
+
+def test_a_model_without_memory_can_be_steered():
+    with torch.device("meta"):
+        model = ViT(**TINY, mitigation="eigen")
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    model.load_state_dict(make("eigen", dtype=torch.float32).state_dict(), assign=True)
+    assert model.blocks[0].attn.mitigation.theta.device.type == "cpu"

@@ -1,0 +1,154 @@
+"""Folding a steered model into a plain one, and the bound beyond which a negative spectrum smooths."""
+
+import warnings
+
+import pytest
+import torch
+
+from acutance.errors import AcutanceError, AcutanceWarning
+from acutance.metrics import hfc_lfc_frobenius
+from acutance.mitigate import mitigate
+from acutance.mitigations import spectra
+from acutance.models import ViT, from_checkpoint, save_checkpoint
+from acutance.operator import AttentionOperator
+from acutance.sites import find
+from acutance.steer import check_spectrum, fold, sharpening_bound
+
+TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
+
+
+def make(mitigation=None, dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    model = ViT(**{**TINY, **options}, mitigation=mitigation)
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return model.to(dtype).eval()
+
+
+def images(dtype=torch.float64):
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@pytest.mark.parametrize("spectrum", ["square", "clipped", "bounded"])
+@pytest.mark.parametrize("basis", ["qr", "polar", "cayley", "householder", "inverse"])
+def test_folding_keeps_the_outputs(basis, spectrum):
+    model = make(f"eigen:negative,basis={basis},spectrum={spectrum}")
+    plain = fold(model)
+    torch.testing.assert_close(plain(images()), model(images()), rtol=0, atol=1e-12)
+    assert list(plain.state_dict()) == list(make().state_dict())
+    assert {n: p.shape for n, p in plain.named_parameters()} == {n: p.shape for n, p in make().named_parameters()}
+    assert all(p.requires_grad for p in plain.parameters())
+    assert plain.config == make().config
+
+
+@pytest.mark.parametrize(
+    ("mitigation", "rest"),
+    [
+        ("eigen+featscale", "featscale"),
+        ("neutreno:0.6,learn=head+eigen:free,basis=polar", "neutreno:0.6,learn=head"),
+        ("attnscale+eigen:positive+featscale", "attnscale+featscale"),
+    ],
+)
+@pytest.mark.parametrize("layers", [None, (1, 3)])
+def test_other_mitigations_stay(tmp_path, mitigation, rest, layers):
+    model = make(mitigation, mitigation_layers=layers)
+    plain = fold(model)
+    torch.testing.assert_close(plain(images()), model(images()), rtol=0, atol=1e-12)
+    assert plain.config.mitigation == rest
+    assert plain.config.mitigation_layers == layers
+    assert plain.state_dict().keys() == make(rest, mitigation_layers=layers).state_dict().keys()
+    again = from_checkpoint(save_checkpoint(plain.float(), tmp_path / "plain.safetensors")).eval()
+    assert torch.equal(again(images(torch.float32)), plain(images(torch.float32)))
+
+
+def test_the_steered_model_is_left_alone():
+    model = make()
+    output = model(images())
+    handle = mitigate(model, "eigen:negative")
+    steered = model(images())
+    plain = fold(model)
+    plain.blocks[0].attn.proj.weight.data += 1
+    assert torch.equal(model(images()), steered)
+    handle.remove()
+    assert torch.equal(model(images()), output)
+
+
+def test_a_folded_model_can_be_steered_again():
+    plain = fold(make("eigen:negative,spectrum=clipped"))
+    output = plain(images())
+    handle = mitigate(plain, "eigen:negative,basis=polar,spectrum=clipped")
+    assert max(handle.distances) < 1e-12
+    torch.testing.assert_close(plain(images()), output, rtol=0, atol=0.5)  # same H; heads may own other pairs
+
+
+def test_without_an_eigen_there_is_nothing_to_fold():
+    with pytest.raises(AcutanceError, match="this ViT carries no eigen"):
+        fold(make("featscale"))
+
+
+def attention():
+    """A 12-token head; symmetric, so its eigenvalues are real."""
+    k = torch.randn(1, 1, 12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return AttentionOperator(k, k, kernel="symmetric").dense()[0, 0]
+
+
+def ratio_after(A, W, steps=400):
+    """HFC/LFC of X ← X + A X W, the size of X taken out at every step; 0 in the limit, or that of an eigenvector."""
+    X = torch.randn(12, len(W), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for _ in range(steps):
+        X = X + A @ X @ W
+        X = X / X.norm()
+    return hfc_lfc_frobenius(X).item()
+
+
+def one_layer(psi, sign="negative", spectrum="square"):
+    """W_V W_proj of an Eigen with the given ψ."""
+    (site,) = find(make(f"eigen:{sign},basis=polar,spectrum={spectrum}", depth=1))
+    site.mitigation.psi.data = torch.as_tensor(psi, dtype=torch.float64).expand(12).clone()
+    return (site.projection_weight() @ site.value_weight()).detach().T
+
+
+def test_beyond_the_bound_a_negative_square_smooths_and_within_it_sharpens():
+    A = attention()
+    mu_min = torch.linalg.eigvals(A).real.min().item()
+    bound = sharpening_bound(mu_min)
+    assert -2 <= bound < -1
+    assert ratio_after(A, one_layer((-1.1 * bound) ** 0.5)) < 1e-8
+    assert ratio_after(A, one_layer((-0.9 * bound) ** 0.5)) > 1
+    one_too_many = torch.full((12,), 0.5).index_fill(0, torch.tensor([7]), (-1.1 * bound + 1) ** 0.5)
+    assert ratio_after(A, one_layer(one_too_many)) < 1e-8  # one eigenvalue is enough
+
+
+@pytest.mark.parametrize("spectrum", ["bounded", "clipped"])
+@pytest.mark.parametrize("size", [0.5, 3.0, 1e3])
+def test_bounded_and_clipped_spectra_never_smooth(spectrum, size):
+    psi = size if spectrum == "bounded" else -size
+    assert ratio_after(attention(), one_layer(psi, spectrum=spectrum)) > 1
+
+
+def test_a_positive_spectrum_smooths():
+    assert ratio_after(attention(), one_layer(0.5, "positive")) < 1e-8
+
+
+@pytest.mark.parametrize("mu_min", [-0.99, -0.3, 0.0, 0.4, 0.999])
+def test_no_attention_has_a_bound_inside_the_bounded_spectrum(mu_min):
+    psi = torch.linspace(-50, 50, 101, dtype=torch.float64)
+    for spectrum in ("bounded", "clipped"):
+        lam = spectra.eigenvalues(psi, "negative", spectrum)
+        assert lam.min() >= -1 > sharpening_bound(mu_min)
+        assert ((1 + lam * mu_min).abs() >= (1 + lam).abs()).all()
+
+
+def test_a_spectrum_beyond_the_bound_is_warned_of():
+    model = make("eigen:negative")
+    for site in find(model):
+        site.mitigation.psi.data.fill_(1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert check_spectrum(model) == {}
+        assert check_spectrum(make()) == {}
+    find(model)[1].mitigation.psi.data[3] = 1.5
+    with pytest.warns(AcutanceWarning, match=r"−2/\(1 \+ μ_min\) = -2 smooth.*layers 2 \(λ = -2.25\)"):
+        assert check_spectrum(model) == {2: pytest.approx(-2.25)}
+    with pytest.warns(AcutanceWarning, match="= -1.33"):
+        check_spectrum(model, mu_min=0.5)
