@@ -1,0 +1,134 @@
+"""Time and peak memory of `explain` on the weights of a wide, deep model.
+
+    python benchmarks/explain_size.py                       # 100 layers of width 4096, 32 heads of 128
+    python benchmarks/explain_size.py --whole --layers 1    # the eigenvalues of the whole 4096 × 4096 H as well
+
+Layers are made one at a time with random weights, as a model loaded shard by shard would give them, and spectra are
+found by the function that `explain` calls per layer. The time leaves out making the weights; the peak is the growth
+of the resident set over a small warm-up, and so counts one layer's weights and all work space, but no model. Results
+go to benchmarks/results, one CSV per dtype and PyTorch version.
+"""
+
+import argparse
+import csv
+import platform
+import resource
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.explain.weights import layer_spectrum
+from acutance.operator import AttentionRecord
+from acutance.sites import AttentionSite, Undo
+
+RESULTS = Path(__file__).parent / "results"
+MIB = 2**20
+
+
+class SyntheticSite(AttentionSite):
+    """One layer's random weights, at the scale of a fresh model."""
+
+    mitigation = None
+
+    def __init__(self, layer: int, dim: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.layer, self.name = layer, f"layers.{layer}"
+        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
+        generator = torch.Generator().manual_seed(layer)
+        self.value = torch.randn(kv_heads * head_dim, dim, generator=generator).mul_(0.02).to(dtype)
+        self.projection = torch.randn(dim, heads * head_dim, generator=generator).mul_(0.02).to(dtype)
+
+    def value_weight(self) -> Tensor:
+        return self.value
+
+    def projection_weight(self) -> Tensor:
+        return self.projection
+
+    def observe(self, fn: Callable[[AttentionRecord], None]) -> Undo:
+        raise NotImplementedError
+
+    def install(self, mitigation: Any) -> Callable[[], None]:
+        raise NotImplementedError
+
+
+def resident_peak_bytes() -> int:
+    """The largest resident set so far; kibibytes on Linux, bytes on macOS."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
+    dtype = getattr(torch, arguments.dtype)
+
+    def site(layer: int, shrink: int = 1) -> SyntheticSite:
+        heads, kv_heads = arguments.heads // shrink or 1, arguments.kv_heads // shrink or 1
+        return SyntheticSite(layer, arguments.dim // shrink, heads, kv_heads, arguments.head_dim, dtype)
+
+    layer_spectrum(site(0, shrink=16), whole=True)  # what is loaded on first use is not counted
+    before, seconds, kept = resident_peak_bytes(), [], []
+    for layer in range(1, arguments.layers + 1):
+        weights = site(layer)
+        start = time.perf_counter()
+        kept.append(layer_spectrum(weights, whole=arguments.whole))
+        seconds.append(time.perf_counter() - start)
+        print(f"layer {layer}/{arguments.layers}: {seconds[-1]:.2f} s", file=sys.stderr)
+    peak = (resident_peak_bytes() - before) / MIB
+    return {
+        "layers": arguments.layers,
+        "dim": arguments.dim,
+        "heads": arguments.heads,
+        "kv_heads": arguments.kv_heads,
+        "head_dim": arguments.head_dim,
+        "whole": arguments.whole,
+        "seconds": f"{sum(seconds):.1f}",
+        "seconds_per_layer": f"{sum(seconds) / len(seconds):.3f}",
+        "peak_mib": f"{peak:.0f}",
+        "layer_weights_mib": f"{(weights.value.nbytes + weights.projection.nbytes) / MIB:.0f}",
+        "eigenvalues_kept": sum(s.heads.size + (0 if s.eigenvalues is None else s.eigenvalues.size) for s in kept),
+        "threads": torch.get_num_threads(),
+        "device": f"{platform.machine()} CPU",
+        "versions": f"python {platform.python_version()}, torch {torch.__version__}",
+        "command": shlex.join(["python", "benchmarks/explain_size.py", *sys.argv[1:]]),
+    }
+
+
+def write(row: dict[str, Any], arguments: argparse.Namespace) -> Path:
+    """Add the row to the file of this dtype and PyTorch, in place of an earlier run of the same command."""
+    path = arguments.out / f"explain_size-cpu-{arguments.dtype}-torch{torch.__version__.split('+')[0]}.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        with path.open(newline="") as file:
+            rows = [old for old in csv.DictReader(file) if old["command"] != row["command"]]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(row), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([*rows, row])
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=100)
+    parser.add_argument("--dim", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, help="fewer under grouped queries; default: heads")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], default="bfloat16")
+    parser.add_argument("--whole", action="store_true", help="the eigenvalues of the whole H too")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    arguments.kv_heads = arguments.kv_heads or arguments.heads
+    row = benchmark(arguments)
+    shown = ("layers", "dim", "whole", "seconds", "seconds_per_layer", "peak_mib", "layer_weights_mib", "threads")
+    print(", ".join(f"{key} {row[key]}" for key in shown))
+    print(f"written to {write(row, arguments)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""explain itself: walk the sites for their weights, and with data stream batches through the model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from acutance import metrics, sites
+from acutance.errors import AcutanceError, AcutanceWarning
+from acutance.explain.dominance import LayerReader
+from acutance.explain.spectrum import Spectrum
+from acutance.explain.verdict import LayerSpectrum
+from acutance.explain.weights import Norm, layer_spectrum
+from acutance.measure import describe, feed, track
+from acutance.mitigations.base import Chain, Mitigation
+from acutance.operator import AttentionRecord
+
+
+@torch.no_grad()
+def explain(
+    model: nn.Module,
+    batches: Iterable[Any] | None = None,
+    *,
+    norm: Norm = "fold",
+    whole: bool | None = None,
+    progress: bool = True,
+) -> Spectrum:
+    """Say of every layer whether its attention branch smooths or sharpens, and why.
+
+    From the weights alone: the eigenvalues of every layer's and head's H. With data also: the eigenvalues of A, which
+    family dominates I + H⊗A in how many samples, and whether HFC/LFC did what that predicts. Memory is that of one
+    forward pass and one batch of attention spectra; the model is left as it was found.
+
+    Args:
+        model: any model `acutance.sites.find` knows.
+        batches: as `measure` takes them; None reads the weights only.
+        norm: "fold" the pre-norm's weight γ into H (H_eff = W_proj W_V diag(γ)), or "ignore" it.
+        whole: whether the eigenvalues of the whole H are found too, beside those of the heads; by default up to
+            1024 channels, as it takes minutes a layer at 4096.
+        progress: show progress bars.
+    """
+    if norm not in ("fold", "ignore"):
+        raise AcutanceError(f"norm is 'fold' or 'ignore', not {norm!r}")
+    bare: nn.Module = getattr(model, "_orig_mod", model)  # a compiled model would not see hooks added now
+    found = sites.find(bare)
+    with ExitStack() as stack:
+        walked = track(found, progress and len(found) > 1, stack, "spectra of H")
+        layers = [layer_spectrum(site, norm, whole) for site in walked]
+    context = describe(bare) | {"norm": _norm_context(layers), "outside H": _outside(found)}
+    if batches is not None:
+        layers = _with_data(bare, found, layers, batches, progress)
+        first = layers[0].dominance
+        assert first is not None
+        context["samples"] = first.samples
+        context["read"] = "HFC/LFC in the spectral norm, all tokens; A in evaluation mode"
+    for layer in layers:
+        _warn_beyond_bound(layer)
+    return Spectrum(tuple(layers), context)
+
+
+def _with_data(
+    model: nn.Module,
+    found: list[sites.AttentionSite],
+    layers: list[LayerSpectrum],
+    batches: Iterable[Any],
+    progress: bool,
+) -> list[LayerSpectrum]:
+    readers = [
+        LayerReader(layer.heads, layer.eigenvalues, site.branch_gain())
+        for layer, site in zip(layers, found, strict=True)
+    ]
+    was_training = model.training
+    model.eval()
+    try:
+        with ExitStack() as stack:
+            for site, reader in zip(found, readers, strict=True):
+                _attach(site, reader, stack)
+            for batch in track(batches, progress, stack, "explaining"):
+                feed(model, batch)
+    finally:
+        model.train(was_training)
+    if readers[0].count == 0:
+        raise AcutanceError("explain got no batches: pass an iterable with at least one, or None for the weights only")
+    return [replace(layer, dominance=reader.result()) for layer, reader in zip(layers, readers, strict=True)]
+
+
+def _attach(site: sites.AttentionSite, reader: LayerReader, stack: ExitStack) -> None:
+    stack.callback(site.block.register_forward_pre_hook(lambda _, args: reader.enter(args[0])).remove)
+    stack.callback(site.observe(_observer(site, reader)).remove)
+    stack.callback(
+        site.block.register_forward_hook(
+            lambda _module, _args, output: reader.leave(output[0] if isinstance(output, tuple) else output)
+        ).remove
+    )
+
+
+def _observer(site: sites.AttentionSite, reader: LayerReader) -> Callable[[AttentionRecord], None]:
+    def observe(record: AttentionRecord) -> None:
+        metrics.check_finite(record.branch, metric="the attention branch", layer=site.layer)
+        reader.attend(record.operator, record.branch)
+
+    return observe
+
+
+def _norm_context(layers: Iterable[LayerSpectrum]) -> str:
+    states: Mapping[str, str] = {
+        "folded": "pre-norm weight γ folded into H",
+        "left out": "pre-norm weight γ left out of H",
+        "none": "no pre-norm weight",
+    }
+    return "; ".join(dict.fromkeys(states[layer.norm] for layer in layers))
+
+
+def _outside(found: Iterable[sites.AttentionSite]) -> str | None:
+    """Mitigations that act beside the weights: the model does something H⊗A does not say."""
+    specs = [site.mitigation.spec for site in found if site.mitigation is not None and _acts_beside(site.mitigation)]
+    return ", ".join(dict.fromkeys(specs)) or None
+
+
+def _acts_beside(mitigation: Mitigation) -> bool:
+    if isinstance(mitigation, Chain):
+        return any(_acts_beside(part) for part in mitigation.parts if isinstance(part, Mitigation))
+    cls = type(mitigation)
+    return any(getattr(cls, hook) is not getattr(Mitigation, hook) for hook in ("values", "output", "features"))
+
+
+def _warn_beyond_bound(layer: LayerSpectrum) -> None:
+    if layer.crosses_bound:
+        warnings.warn(
+            f"layer {layer.layer}: the negative spectrum of H reaches {layer.spectrum.real.min():.3g}, beyond "
+            f"−2/(1+μ_min) = {layer.bound:.3g}: there it smooths again. Bound it, e.g. with a bounded Eigen spectrum",
+            AcutanceWarning,
+            stacklevel=3,
+        )

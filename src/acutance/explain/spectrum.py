@@ -1,0 +1,230 @@
+"""Spectrum: why each layer smooths or sharpens, as a table, JSON, pictures and a page."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from acutance.errors import AcutanceError
+from acutance.explain.dominance import Dominance, Outcome, Share
+from acutance.explain.verdict import LayerSpectrum
+from acutance.files import atomic_write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMAT = "acutance-spectrum/1"
+Picture = Literal["histogram", "plane", "dominance"]
+Scope = Literal["whole", "heads"]
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """Spectra and a verdict per layer, with the context that makes them reproducible.
+
+    Without data the smallest eigenvalue of A is unknown; 0 is assumed, which is about where softmax attention over
+    many tokens has it. The verdict is about the attention branch: the MLP is not part of it.
+    """
+
+    layers: tuple[LayerSpectrum, ...]
+    context: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, layer: int) -> LayerSpectrum:
+        for spectrum in self.layers:
+            if spectrum.layer == layer:
+                return spectrum
+        raise KeyError(f"no layer {layer}: this spectrum has layers 1 to {len(self.layers)}")
+
+    @property
+    def has_data(self) -> bool:
+        """Whether attention was read too, not the weights alone."""
+        return all(layer.dominance is not None for layer in self.layers)
+
+    @property
+    def title(self) -> str:
+        """What was explained, in one line."""
+        model, mitigation = self.context.get("model", "model"), self.context.get("mitigation")
+        return f"{model} + {mitigation}" if mitigation else str(model)
+
+    def share(self, scope: Scope | None = None) -> Share:
+        """Table 1: in which share of samples, layers and heads each family dominates.
+
+        Args:
+            scope: "whole" pairs each head's attention with the layer's whole H, "heads" with the head's own part
+                of it; by default whole, where it is known.
+        """
+        found = self._dominances()
+        if scope is None:
+            scope = "heads" if any(d.whole is None for d in found) else "whole"
+        if scope == "whole" and any(d.whole is None for d in found):
+            raise AcutanceError("the eigenvalues of the whole H were left out for its size: explain(…, whole=True)")
+        cells = [share for d in found for share in (d.heads if scope == "heads" else d.whole or ())]
+        return Share(*(float(np.mean([getattr(c, k) for c in cells])) for k in ("smoothing", "sharpening")))
+
+    def outcome(self, place: Literal["branch", "block"] = "branch") -> Outcome:
+        """Prediction against measurement, over all layers and samples."""
+        found = [getattr(d, place) for d in self._dominances()]
+        return Outcome(*(float(np.mean([getattr(o, k) for o in found])) for k in ("fell", "agreement", "change")))
+
+    def rows(self) -> list[dict[str, str]]:
+        """The table's cells, a mapping per layer."""
+        return [_row(layer) for layer in self.layers]
+
+    def summary(self) -> str:
+        """The model in a sentence or three."""
+        verdicts = [layer.verdict for layer in self.layers]
+        counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("smoothing", "sharpening", "neutral") if v in verdicts)
+        text = f"{len(verdicts)} layers: {counts}."
+        if not self.has_data:
+            return f"{text} Weights only: μ_min of A taken as 0."
+        branch, block = self.outcome("branch"), self.outcome("block")
+        return (
+            f"{text} μ = 1 / other μ dominate in {self.share()} % of samples, layers and heads "
+            f"({self.share('heads')} % head by head). The prediction agrees with HFC/LFC across the attention branch "
+            f"in {branch.agreement:.1%} (base rate {branch.base_rate:.1%}), across the block in "
+            f"{block.agreement:.1%} (base rate {block.base_rate:.1%})."
+        )
+
+    def table(self) -> Table:
+        """A terminal table with the verdict and its reason per layer."""
+        table = Table(
+            title=f"{self.title}: spectra of H = W_projᵀW_Vᵀ",
+            caption=f"{self.summary()}\n{self._notes()}",
+            title_justify="left",
+            caption_justify="left",
+        )
+        rows = self.rows()
+        for column in rows[0]:
+            table.add_column(column, justify="left" if column in ("verdict", "reason") else "right")
+        for row in rows:
+            table.add_row(*row.values())
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=190, no_color=True)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write JSON, atomically."""
+        return atomic_write(path, self.to_json().encode())
+
+    def to_json(self) -> str:
+        """The spectrum as JSON text."""
+        layers = [_to_dict(layer) for layer in self.layers]
+        return json.dumps({"format": FORMAT, "context": dict(self.context), "layers": layers}, allow_nan=False)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Spectrum:
+        """Read a spectrum that `save` wrote."""
+        try:
+            body = json.loads(Path(path).read_text(encoding="utf-8"))
+            if body["format"] != FORMAT:
+                raise AcutanceError(f"{path}: format {body['format']!r}, this version reads {FORMAT!r}")
+            return cls(tuple(_from_dict(layer) for layer in body["layers"]), body["context"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise AcutanceError(f"{path} is not a spectrum written by Spectrum.save: {error}") from error
+
+    def picture(self, kind: Picture = "histogram") -> Figure:
+        """A matplotlib figure: eigenvalues by layer as a `histogram` or in the complex `plane`, or `dominance` bars."""
+        from acutance.report import spectra
+
+        if kind == "dominance":
+            self._dominances()
+        return spectra.picture(self, kind)
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write one offline page with the table and the charts."""
+        from acutance.report.spectra import write_spectrum_page
+
+        return write_spectrum_page(self, path)
+
+    def _dominances(self) -> list[Dominance]:
+        found = [layer.dominance for layer in self.layers if layer.dominance is not None]
+        if len(found) < len(self.layers):
+            raise AcutanceError("dominance needs data: explain(model, batches)")
+        return found
+
+    def _notes(self) -> str:
+        notes = [str(self.context[key]) for key in ("norm", "read", "dtype") if self.context.get(key)]
+        if outside := self.context.get("outside H"):
+            notes.append(f"{outside} acts beside H⊗A and is not in the spectra")
+        if any(layer.eigenvalues is None for layer in self.layers):
+            notes.append("H is wide: its heads' eigenvalues stand for it")
+        return "; ".join(notes)
+
+
+def _row(layer: LayerSpectrum) -> dict[str, str]:
+    low, _, half, _, high = layer.quantiles
+    symmetry = float(layer.head_symmetry.mean()) if layer.symmetry is None else layer.symmetry
+    row = {
+        "layer": str(layer.layer),
+        "verdict": layer.verdict,
+        "λ < 0": f"{layer.negative_share:.0%}",
+        "Re λ min / median / max": f"{low:.3f} / {half:.3f} / {high:.3f}",
+        "symmetry": f"{symmetry:.2f}",
+    }
+    if layer.dominance is not None:
+        row |= _data_cells(layer.dominance)
+    return row | {"reason": layer.reason}
+
+
+def _data_cells(dominance: Dominance) -> dict[str, str]:
+    def mean(shares: tuple[Share, ...]) -> str:
+        pairs = [(s.smoothing, s.sharpening) for s in shares]
+        return str(Share(*np.mean(pairs, axis=0).tolist()))
+
+    def outcome(found: Outcome) -> str:
+        return f"{found.agreement:.0%} ({found.base_rate:.0%})"
+
+    return {
+        "μ_min": f"{dominance.mu_min.mean():.3f}",
+        "H⊗A %": "–" if dominance.whole is None else mean(dominance.whole),
+        "by head %": mean(dominance.heads),
+        "HFC/LFC fell": f"{dominance.branch.fell:.0%}",
+        "agrees (base)": outcome(dominance.branch),
+        "block (base)": outcome(dominance.block),
+    }
+
+
+def _to_dict(layer: LayerSpectrum) -> dict[str, Any]:
+    return {
+        "layer": layer.layer,
+        "verdict": layer.verdict,  # for readers of the file; computed again when loaded
+        "reason": layer.reason,
+        "heads": _complex_to_dict(layer.heads),
+        "head_symmetry": layer.head_symmetry.tolist(),
+        "eigenvalues": None if layer.eigenvalues is None else _complex_to_dict(layer.eigenvalues),
+        "symmetry": layer.symmetry,
+        "norm": layer.norm,
+        "dominance": None if layer.dominance is None else layer.dominance.to_dict(),
+    }
+
+
+def _from_dict(data: Mapping[str, Any]) -> LayerSpectrum:
+    return LayerSpectrum(
+        layer=data["layer"],
+        heads=_complex_from_dict(data["heads"]),
+        head_symmetry=np.array(data["head_symmetry"], dtype=np.float64),
+        eigenvalues=None if data["eigenvalues"] is None else _complex_from_dict(data["eigenvalues"]),
+        symmetry=data["symmetry"],
+        norm=data["norm"],
+        dominance=None if data["dominance"] is None else Dominance.from_dict(data["dominance"]),
+    )
+
+
+def _complex_to_dict(values: np.ndarray[Any, Any]) -> dict[str, list[Any]]:
+    return {"real": values.real.tolist(), "imag": values.imag.tolist()}
+
+
+def _complex_from_dict(data: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.complex128]]:
+    return np.array(data["real"], dtype=np.float64) + 1j * np.array(data["imag"], dtype=np.float64)

@@ -1,0 +1,127 @@
+"""H from the weights: its eigenvalues and its symmetry, per layer and head, without forming dim × dim if avoidable.
+
+In torch's layout H = W_proj W_V (dim × dim), and head h contributes H_h = W_proj[:, h] W_V[h] of rank head_dim, with
+Σ_h H_h = H. A bias of either projection adds the same vector to every token whatever the tokens are: it is no part
+of H.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from acutance import sites
+from acutance.errors import AcutanceError
+from acutance.explain.verdict import LayerSpectrum
+from acutance.kernels.heads import repeat_heads
+
+Norm = Literal["fold", "ignore"]
+
+# Up to here the eigenvalues of the whole H take seconds a layer; at 4096 they take minutes.
+WHOLE_UP_TO = 1024
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The two factors of H in float64, each per query head."""
+
+    value: Tensor  # W_V (heads, head_dim, dim), the pre-norm's weight folded in if asked for
+    projection: Tensor  # W_proj (heads, dim, head_dim), LayerScale folded in
+    norm: str  # what was done with the pre-norm
+
+    @property
+    def merged(self) -> tuple[Tensor, Tensor]:
+        """W_proj (dim, heads · head_dim) and W_V (heads · head_dim, dim)."""
+        return self.projection.transpose(0, 1).flatten(1), self.value.flatten(0, 1)
+
+
+def branch(site: sites.AttentionSite, norm: Norm = "fold") -> Branch:
+    """The factors of one layer's H, or of H_eff = diag(s) W_proj W_V diag(γ).
+
+    γ is the pre-norm's weight, so H_eff acts on tokens that were centred and divided by their size, but not yet
+    weighted; s is the gain between projection and residual (LayerScale). Both can flip signs of the spectrum.
+    """
+    value = site.value_weight().detach().double().unflatten(0, (site.kv_heads, site.head_dim))
+    projection = site.projection_weight().detach().double().unflatten(1, (site.heads, site.head_dim))
+    gain, weight = site.branch_gain(), _norm_weight(site)
+    if gain is not None:
+        projection = projection * gain.detach().double()[:, None, None]
+    state = "none"
+    if weight is not None:
+        state = {"fold": "folded", "ignore": "left out"}[norm]
+        value = value * weight.detach().double() if norm == "fold" else value
+    return Branch(repeat_heads(value[None], site.heads)[0], projection.transpose(0, 1), state)
+
+
+def layer_spectrum(site: sites.AttentionSite, norm: Norm = "fold", whole: bool | None = None) -> LayerSpectrum:
+    """Eigenvalues and symmetry of H and of every head's H_h.
+
+    H_h is a product of a tall and a wide matrix: its eigenvalues other than 0 are those of the head_dim × head_dim
+    product the other way round. The whole H, asked for by `whole` or narrow enough, uses its smaller side likewise.
+    """
+    parts = branch(site, norm)
+    heads = torch.linalg.eigvals((parts.value @ parts.projection).cpu())
+    wanted = site.dim <= WHOLE_UP_TO if whole is None else whole
+    return LayerSpectrum(
+        layer=site.layer,
+        heads=np.asarray(heads.numpy(), dtype=np.complex128),
+        head_symmetry=symmetry(parts.projection, parts.value).cpu().numpy(),
+        eigenvalues=_whole_eigenvalues(*parts.merged) if wanted else None,
+        symmetry=float(symmetry(*parts.merged)) if wanted else None,
+        norm=parts.norm,
+    )
+
+
+def symmetry(projection: Tensor, value: Tensor) -> Tensor:
+    """The cosine between H and Hᵀ, tr(H²)/‖H‖²: 1 symmetric, −1 antisymmetric, about 0 for random entries.
+
+    It says the same as ‖H − Hᵀ‖/‖H + Hᵀ‖ = √((1 − c)/(1 + c)), but stays finite. H = projection @ value is never
+    formed; H = 0 is symmetric.
+    """
+    inner = value @ projection
+    along = (inner * inner.mT).sum((-2, -1))
+    size = ((projection.mT @ projection) * (value @ value.mT)).sum((-2, -1))
+    return torch.where(size > 0, along / size, 1.0).clamp(-1, 1)
+
+
+@torch.no_grad()
+def symmetry_over(
+    checkpoints: Iterable[nn.Module | str | os.PathLike[str]], *, norm: Norm = "fold"
+) -> NDArray[np.float64]:
+    """The symmetry of every layer's H over a training run: (checkpoints, layers).
+
+    Args:
+        checkpoints: models, or files written by `models.save_checkpoint`, in the order of training; one is held
+            at a time if the iterable makes them one at a time.
+        norm: whether the pre-norm's weight is folded into H.
+    """
+    rows = [[float(symmetry(*branch(site, norm).merged)) for site in sites.find(_model(c))] for c in checkpoints]
+    if not rows or any(len(row) != len(rows[0]) for row in rows):
+        raise AcutanceError(f"checkpoints of one model are needed; theirs have {[len(row) for row in rows]} layers")
+    return np.array(rows)
+
+
+def _model(checkpoint: nn.Module | str | os.PathLike[str]) -> nn.Module:
+    from acutance.models import from_checkpoint
+
+    return checkpoint if isinstance(checkpoint, nn.Module) else from_checkpoint(checkpoint)
+
+
+def _whole_eigenvalues(projection: Tensor, value: Tensor) -> NDArray[np.complex128]:
+    """All dim eigenvalues of projection @ value; from the other product and zeros where that is smaller."""
+    dim, inner = projection.shape
+    product = projection @ value if dim <= inner else value @ projection
+    found = torch.linalg.eigvals(product.cpu()).numpy()
+    return np.concatenate([found, np.zeros(dim - len(found))]).astype(np.complex128)
+
+
+def _norm_weight(site: sites.AttentionSite) -> Tensor | None:
+    weight = getattr(site.pre_norm(), "weight", None)
+    return weight if isinstance(weight, Tensor) else None

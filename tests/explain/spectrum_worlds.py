@@ -1,0 +1,70 @@
+"""Small models, sites and oracles for the tests of explain."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from acutance.models import ViT
+from acutance.operator import AttentionRecord
+from acutance.sites import AttentionSite, Undo
+
+DIM = 12
+
+
+def small_vit(**options) -> ViT:
+    torch.manual_seed(0)
+    defaults = {"image_size": 8, "patch_size": 4, "in_chans": 1, "dim": DIM, "depth": 3, "heads": 2, "num_classes": 4}
+    return ViT(**{**defaults, **options})
+
+
+def set_branch(model: ViT, layer: int, H: Tensor) -> None:
+    """W_V = I and W_proj = Hᵀ in the paper's letters; layer 1 is the first."""
+    attention = model.blocks[layer - 1].attn
+    with torch.no_grad():
+        attention.qkv.weight[-DIM:] = torch.eye(DIM)
+        attention.proj.weight.copy_(H)
+
+
+class BareSite(AttentionSite):
+    """Weights alone, of any shape: grouped queries, inner widths other than dim, with or without a norm."""
+
+    mitigation = None
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, norm: nn.Module | None = None) -> None:
+        self.layer, self.name = 1, "bare"
+        self.dim, self.heads, self.kv_heads, self.head_dim, self.norm = dim, heads, kv_heads, head_dim, norm
+        generator = torch.Generator().manual_seed(dim + heads + kv_heads)
+        self.value = torch.randn(kv_heads * head_dim, dim, dtype=torch.float64, generator=generator) / dim**0.5
+        self.projection = torch.randn(dim, heads * head_dim, dtype=torch.float64, generator=generator) / dim**0.5
+
+    def value_weight(self) -> Tensor:
+        return self.value
+
+    def projection_weight(self) -> Tensor:
+        return self.projection
+
+    def pre_norm(self) -> nn.Module | None:
+        return self.norm
+
+    def observe(self, fn: Callable[[AttentionRecord], None]) -> Undo:
+        raise NotImplementedError
+
+    def install(self, mitigation) -> Callable[[], None]:
+        raise NotImplementedError
+
+
+def head_matrices(site: AttentionSite) -> list[np.ndarray]:
+    """H_h, each dim × dim, by the plain definition."""
+    value, projection, size = site.value_weight().numpy(), site.projection_weight().numpy(), site.head_dim
+    group = site.heads // site.kv_heads
+    return [
+        projection[:, h * size : (h + 1) * size] @ value[h // group * size : (h // group + 1) * size]
+        for h in range(site.heads)
+    ]
+
+
+def ordered(values: np.ndarray) -> np.ndarray:
+    """Eigenvalues in an order that rounding does not change: by real part, to nine digits, then imaginary."""
+    return np.array(sorted(values.ravel(), key=lambda z: (round(z.real, 9), round(z.imag, 9))))

@@ -1,0 +1,151 @@
+"""Verdicts, the file, the pictures and the page."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from spectrum_worlds import DIM, set_branch, small_vit
+
+import acutance as ac
+from acutance.errors import AcutanceError, AcutanceWarning
+from acutance.explain import Spectrum
+from acutance.models import ViT
+from acutance.report.spectra import SHARPENING, SMOOTHING
+
+
+@pytest.fixture
+def model() -> ViT:
+    """A layer of each kind."""
+    vit = small_vit()
+    for layer, factor in enumerate([0.5, -0.5, 0.0], 1):
+        set_branch(vit, layer, factor * torch.eye(DIM))
+    return vit
+
+
+@pytest.fixture
+def read(model: ViT) -> Spectrum:
+    return ac.explain(model, [torch.randn(4, 1, 8, 8)], progress=False)
+
+
+def test_verdicts_follow_the_sign_of_the_spectrum(model: ViT, read: Spectrum) -> None:
+    spectrum = ac.explain(model, progress=False)
+    for found in (spectrum, read):
+        assert [layer.verdict for layer in found.layers] == ["smoothing", "sharpening", "neutral"]
+    assert spectrum[1].smoothing_gain == pytest.approx(1.5)
+    assert spectrum[2].negative_share == 1.0
+    assert spectrum[2].quantiles == pytest.approx((-0.5,) * 5)
+    assert "1.500 (λ = 0.5) is above 1" in spectrum[1].reason
+    assert "μ ≠ 1 in 100%" in read[2].reason
+
+
+def test_beyond_minus_two_a_negative_spectrum_smooths_again(model: ViT) -> None:
+    """The bound λ > −2/(1+μ_min), with μ_min = 0."""
+    set_branch(model, 1, -1.99 * torch.eye(DIM))
+    assert ac.explain(model, progress=False)[1].verdict == "sharpening"
+    set_branch(model, 1, -2.01 * torch.eye(DIM))
+    with pytest.warns(AcutanceWarning, match=r"−2/\(1\+μ_min\) = -2"):
+        assert ac.explain(model, progress=False)[1].verdict == "smoothing"
+
+
+def test_a_majority_makes_the_verdict(read: Spectrum) -> None:
+    layer = read[1]
+    for smoothing, sharpening, verdict in ((0.6, 0.4, "smoothing"), (0.2, 0.8, "sharpening"), (0.5, 0.5, "neutral")):
+        share = replace(layer.dominance.predicted, smoothing=smoothing, sharpening=sharpening)
+        assert replace(layer, dominance=replace(layer.dominance, predicted=share)).verdict == verdict
+
+
+def test_wide_layers_are_judged_by_their_heads(model: ViT) -> None:
+    spectrum = ac.explain(model, [torch.randn(2, 1, 8, 8)], whole=False, progress=False)
+    assert [layer.verdict for layer in spectrum.layers] == ["smoothing", "sharpening", "neutral"]
+    assert spectrum.share() == spectrum.share("heads")
+    with pytest.raises(AcutanceError, match="whole=True"):
+        spectrum.share("whole")
+    assert "H is wide" in str(spectrum)
+
+
+@pytest.mark.parametrize("data", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_round_trip(model: ViT, data: bool, whole: bool, tmp_path) -> None:
+    batches = [torch.randn(3, 1, 8, 8)] if data else None
+    spectrum = ac.explain(model, batches, whole=whole, progress=False)
+    back = Spectrum.load(spectrum.save(tmp_path / "s.json"))
+    assert back.to_json() == spectrum.to_json()
+    assert str(back) == str(spectrum)
+    np.testing.assert_array_equal(back[3].heads, spectrum[3].heads)
+    assert back.context["versions"]["torch"] == torch.__version__
+    assert back.context["dtype"] == "float32"
+    assert back.context.get("samples") == (3 if data else None)
+
+
+def test_round_trip_of_what_json_has_no_number_for(read: Spectrum, tmp_path) -> None:
+    odd = replace(read[1].dominance, branch=replace(read[1].dominance.branch, change=math.nan))
+    spectrum = Spectrum((replace(read[1], dominance=odd),))
+    back = Spectrum.load(spectrum.save(tmp_path / "s.json"))
+    assert math.isnan(back[1].dominance.branch.change)
+    json.loads((tmp_path / "s.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_errors_name_the_file_and_the_layer(read: Spectrum, tmp_path) -> None:
+    with pytest.raises(KeyError, match="layers 1 to 3"):
+        read[4]
+    for content in ("{}", "[]", '{"format": "acutance-spectrum/0"}', "no json"):
+        (tmp_path / "t.json").write_text(content)
+        with pytest.raises(AcutanceError, match=r"t\.json"):
+            Spectrum.load(tmp_path / "t.json")
+
+
+def test_base_rate_and_totals(read: Spectrum) -> None:
+    found = [layer.dominance.branch for layer in read.layers]
+    assert read.outcome().agreement == pytest.approx(np.mean([o.agreement for o in found]))
+    assert replace(found[0], fell=0.3).base_rate == pytest.approx(0.7)
+    assert replace(found[0], fell=0.8).base_rate == pytest.approx(0.8)
+    share = read.share()
+    assert (share.smoothing, share.sharpening) == pytest.approx((1 / 3, 1 / 3))  # a third is ties
+
+
+def test_histograms_count_every_eigenvalue_on_its_side(read: Spectrum) -> None:
+    figure = read.picture("histogram")
+    from matplotlib.colors import to_hex
+
+    for axis, (negative, positive) in zip(figure.axes, [(0, 12), (12, 0), (0, 12)], strict=False):
+        bars = {colour.lower(): 0.0 for colour in (SMOOTHING, SHARPENING)}
+        for bar in axis.patches:
+            bars[to_hex(bar.get_facecolor())] += bar.get_height()
+        assert (bars[SHARPENING.lower()], bars[SMOOTHING.lower()]) == (negative, positive)
+    assert figure.axes[1].get_title() == "layer 2: sharpening"
+
+
+def test_plane_shows_every_eigenvalue(read: Spectrum) -> None:
+    for axis, layer in zip(read.picture("plane").axes, read.layers, strict=False):
+        points = axis.collections[0].get_offsets()
+        np.testing.assert_allclose(points[:, 0] + 1j * points[:, 1], layer.spectrum)
+        assert axis.get_xlim()[0] < points[:, 0].min()
+        assert axis.get_xlim()[1] > points[:, 0].max()
+
+
+def test_dominance_bars_are_the_shares(model: ViT, read: Spectrum) -> None:
+    (axis,) = read.picture("dominance").axes
+    heights = [[bar.get_height() for bar in bars] for bars in axis.containers]
+    np.testing.assert_allclose(heights, [[100, 0, 0], [0, 100, 0]])
+    fell = [100 * layer.dominance.branch.fell for layer in read.layers]
+    np.testing.assert_allclose(axis.lines[0].get_ydata(), fell)
+    with pytest.raises(AcutanceError, match="needs data"):
+        ac.explain(model, progress=False).picture("dominance")
+    with pytest.raises(AcutanceError, match="histogram, plane, dominance"):
+        read.picture("pie")
+
+
+def test_page_holds_table_and_charts(model: ViT, read: Spectrum, tmp_path) -> None:
+    text = read.to_html(tmp_path / "p.html").read_text()
+    charts = json.loads(text.split("const charts = ")[1].split(";\nawait")[0])
+    assert list(charts) == ["dominance", "histogram", "plane"]
+    for layer in read.layers:
+        assert layer.reason in text
+    bars = charts["histogram"]["data"]["values"]
+    assert sum(bar["count"] for bar in bars) == 3 * DIM
+    assert len(charts["plane"]["data"]["values"]) == 3 * DIM
+    weights = ac.explain(model, progress=False).to_html(tmp_path / "w.html").read_text()
+    assert "chart-dominance" not in weights
