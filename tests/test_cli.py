@@ -1,0 +1,134 @@
+"""Whole commands, as a user types them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from acutance.explain import Spectrum
+from acutance.models import ViT, save_checkpoint
+from acutance.profile import Profile
+
+ACUTANCE = str(Path(sys.executable).with_name("acutance"))
+
+
+def acutance(*arguments: object, **options) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+    command = [ACUTANCE, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, **options)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    model = ViT(
+        image_size=8,
+        patch_size=2,
+        in_chans=1,
+        dim=12,
+        depth=2,
+        heads=2,
+        num_classes=10,
+        mitigation="neutreno:0.6",
+    )
+    return save_checkpoint(model, tmp_path_factory.mktemp("run") / "model.safetensors")
+
+
+def test_help_names_every_command() -> None:
+    text = acutance("--help").stdout
+    for word in ("measure", "explain", "demo", "over-smoothing"):
+        assert word in text
+    assert re.search(r"acutance \d+\.\d+", acutance("--version").stdout)
+
+
+@pytest.mark.parametrize("command", ["measure", "explain", "demo"])
+def test_help_teaches(command: str) -> None:
+    done = acutance(command, "--help")
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) > 8
+
+
+def test_measure_prints_and_writes(checkpoint: Path, tmp_path: Path) -> None:
+    done = acutance(
+        "measure", checkpoint.parent, "--tap", "block,final", "--metrics", "token_cosine,head_cosine",
+        "--prefix", "out", "--json", tmp_path / "p.json", "--html", tmp_path / "p.html",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "ViT + neutreno:0.6" in done.stdout
+    profile = Profile.load(tmp_path / "p.json")
+    assert profile.taps == ["block", "final", "map"]
+    assert profile.context["samples"] == 364
+    assert (tmp_path / "p.html").stat().st_size > 500_000
+
+
+def test_explain_prints_a_verdict_per_layer(checkpoint: Path, tmp_path: Path) -> None:
+    done = acutance("explain", checkpoint, "--picture", tmp_path / "h.png")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"│ (smoothing|sharpening|neutral)", done.stdout)) == 2
+    assert "neutreno:0.6 acts beside" in " ".join(done.stdout.split())
+    assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_explain_reads_attention_with_data(checkpoint: Path, tmp_path: Path) -> None:
+    files = {kind: tmp_path / f"s.{kind}" for kind in ("json", "html", "png")}
+    done = acutance(
+        "explain", checkpoint, "--data", "digits",
+        "--json", files["json"], "--html", files["html"], "--picture", files["png"],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "100/0" in done.stdout
+    assert Spectrum.load(files["json"]).context["samples"] == 364
+    assert files["html"].stat().st_size > 500_000
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["measure", "nowhere"], "no checkpoint at nowhere"),
+        (["measure", "hf:bert-base-uncased"], "hf:bert-base-uncased"),
+        (["measure", "CHECKPOINT", "--metrics", "smoothness"], "unknown metric smoothness"),
+        (["measure", "CHECKPOINT", "--tap", "head"], "unknown tap head"),
+        (["measure", "CHECKPOINT", "--prefix", "maybe"], "--prefix takes in or out"),
+        (["explain", "DAMAGED"], "cannot be read as weights"),
+        (["explain", "CHECKPOINT", "--data", "imagenet"], "--data takes digits"),
+    ],
+)
+def test_errors_are_one_clear_line(arguments, message, checkpoint: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(checkpoint.read_bytes()[:100])
+    places = {"CHECKPOINT": checkpoint, "DAMAGED": damaged}
+    done = acutance(*(places.get(a, a) for a in arguments))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_measure_says_when_the_data_does_not_fit(tmp_path: Path) -> None:
+    model = ViT(image_size=16, patch_size=4, dim=12, depth=1, heads=2, num_classes=2)
+    done = acutance("measure", save_checkpoint(model, tmp_path / "m.safetensors"))
+    assert done.returncode == 2
+    assert "3×16²" in done.stderr
+
+
+def test_ctrl_c_leaves_no_half_written_file(tmp_path: Path) -> None:
+    """Stop a real demo while it trains; what is on disk is whole, and the command says how to go on."""
+    demo = subprocess.Popen(
+        [ACUTANCE, "demo", "--out", str(tmp_path), "--epochs", "500"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"},
+    )
+    assert demo.stdout is not None
+    assert "training" in demo.stdout.readline()
+    demo.send_signal(signal.SIGINT)
+    output, _ = demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    assert "goes on from there" in " ".join(output.split())
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []

@@ -1,0 +1,148 @@
+"""The demo on a toy size: what it writes, what it reuses, what an interruption leaves."""
+
+import json
+from html import escape
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from acutance import demo
+from acutance.data import digits
+from acutance.demo import DemoConfig, DemoRun, change, conclude, run_demo, summarise, warm_cosine
+from acutance.models import from_checkpoint
+from acutance.profile import Profile
+
+TOY = DemoConfig(depth=2, dim=12, heads=2, epochs=1, batch_size=256)
+
+
+def run(folder, **options):
+    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    runs = run_demo(folder, config=options.pop("config", TOY), console=console, **options)
+    return runs, console.export_text()
+
+
+def test_writes_checkpoints_profiles_and_one_page(tmp_path) -> None:
+    runs, text = run(tmp_path, seeds=2)
+    folders = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
+    assert folders == [f"{v}-seed{s}" for v in ("neutreno-featscale", "neutreno", "plain") for s in (0, 1)]
+    for name in folders:
+        assert sorted(p.name for p in (tmp_path / name).iterdir()) == [
+            "model.safetensors",
+            "profile.json",
+            "run.json",
+        ]
+    assert {p.name for p in tmp_path.iterdir() if p.is_file()} == {
+        "report.html",
+        "report.png",
+        "results.json",
+    }
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["accuracy"]["plain"] == [r.accuracy for r in runs["plain"]]
+    assert results["verdict"] in " ".join(text.split())
+    assert "±" in results["summary"][0]["accuracy %"]
+    assert escape(results["verdict"]) in (tmp_path / "report.html").read_text()
+    # The checkpoint is the model that was measured.
+    model = from_checkpoint(tmp_path / "neutreno-seed1" / "model.safetensors")
+    assert model.config.mitigation == "neutreno:0.6"
+    assert demo.evaluate(model, digits()[1]) == runs["NeuTRENO"][1].accuracy
+    profile = Profile.load(tmp_path / "neutreno-seed1" / "profile.json")
+    assert profile == runs["NeuTRENO"][1].profile
+
+
+def test_variants_start_from_the_same_weights(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(demo, "train_epochs", lambda *_: iter(()))
+    run(tmp_path)
+    plain, treated = (load_file(tmp_path / f"{v}-seed0" / "model.safetensors") for v in ("plain", "neutreno-featscale"))
+    assert all(torch.equal(plain[key], treated[key]) for key in plain)
+
+
+def test_a_second_run_reuses_and_says_so(tmp_path, monkeypatch) -> None:
+    first, _ = run(tmp_path)
+    monkeypatch.setattr(demo, "train_epochs", lambda *_: pytest.fail("trained again"))
+    second, text = run(tmp_path)
+    assert text.count("reusing") == 3
+    assert second == first
+
+
+def test_another_configuration_or_a_damaged_run_is_trained_again(tmp_path) -> None:
+    run(tmp_path)
+    (tmp_path / "plain-seed0" / "profile.json").write_text("{")
+    _, text = run(tmp_path)
+    assert text.count("reusing") == 2
+    _, text = run(tmp_path, config=DemoConfig(depth=2, dim=12, heads=2, epochs=2, batch_size=256))
+    assert text.count("reusing") == 0
+
+
+def test_an_interruption_leaves_only_finished_runs(tmp_path, monkeypatch) -> None:
+    trained = []
+    original = demo.train_epochs
+
+    def interrupted(*arguments):
+        if trained:
+            raise KeyboardInterrupt
+        trained.append(1)
+        yield from original(*arguments)
+
+    monkeypatch.setattr(demo, "train_epochs", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["plain-seed0"]
+    monkeypatch.setattr(demo, "train_epochs", original)
+    _, text = run(tmp_path)
+    assert text.count("reusing") == 1
+
+
+def test_seeds_decide_the_result(tmp_path) -> None:
+    (a, _), (b, _) = run(tmp_path / "a"), run(tmp_path / "b")
+    assert {k: [r.accuracy for r in v] for k, v in a.items()} == {k: [r.accuracy for r in v] for k, v in b.items()}
+    assert a["plain"][0].profile.readings == b["plain"][0].profile.readings
+
+
+def made_up(variant: str, accuracies: list[float], profile: Profile) -> list[DemoRun]:
+    return [DemoRun(variant, seed, accuracy, profile) for seed, accuracy in enumerate(accuracies)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ([0.5], [0.3], "lowered (0.50 → 0.30)"),
+        ([0.5], [0.5], "did not clearly change"),
+        ([0.3, 0.4], [0.5, 0.6], "raised (0.35 → 0.55)"),
+        ([0.3, 0.5], [0.5, 0.3], "did not clearly change"),
+        ([0.3, 0.5, 0.4], [0.6, 0.5, 0.2], "did not clearly change"),
+    ],
+)
+def test_change_is_called_only_beyond_the_spread(before, after, said) -> None:
+    assert said in change(before, after, ".2f")
+
+
+def test_verdict_follows_the_numbers(tmp_path) -> None:
+    runs, _ = run(tmp_path)
+    profile = runs["plain"][0].profile
+    better = {
+        "plain": made_up("plain", [90, 91], profile),
+        "NeuTRENO": made_up("NeuTRENO", [95, 96], profile),
+    }
+    assert "raised (90.50 → 95.50) the test accuracy" in conclude(better)
+    worse = {"plain": better["NeuTRENO"], "NeuTRENO": better["plain"]}
+    assert "lowered (95.50 → 90.50) the test accuracy" in conclude(worse)
+    assert summarise(better)[0]["accuracy %"] == "90.50 ± 0.71"
+
+
+def test_schedule_warms_up_and_comes_down() -> None:
+    assert warm_cosine(0.0, 0.1) == 0
+    assert warm_cosine(0.1, 0.1) == 1
+    assert warm_cosine(1.0, 0.1) == pytest.approx(0)
+
+
+def test_digits_are_split_once_and_for_all() -> None:
+    train, test = digits()
+    assert (len(train), len(test)) == (1433, 364)
+    assert train.images.mean().abs() < 1e-5
+    assert train.images.std() == pytest.approx(1, abs=1e-4)
+    assert test.labels.bincount().min() >= 35
+    everything = torch.cat([train.images, test.images]).flatten(1)
+    assert len(torch.cat([images for images, _ in train.batches(100)])) == 1433
+    assert everything.shape == (1797, 64)
