@@ -51,9 +51,7 @@ def largest_strength(A: Tensor) -> float:
 
 def test_functional_is_the_double_sum() -> None:
     u, kernel = normal(5, 3), normal(5, 5, seed=1)
-    expected = sum(
-        0.5 * kernel[i, j].item() * np.sum((u[i] - u[j]).numpy() ** 2) for i in range(5) for j in range(5)
-    )
+    expected = sum(0.5 * kernel[i, j].item() * np.sum((u[i] - u[j]).numpy() ** 2) for i in range(5) for j in range(5))
     assert theory.nonlocal_functional(u, kernel).item() == pytest.approx(expected, rel=1e-12)
 
 
@@ -145,9 +143,7 @@ def test_every_token_goes_to_the_same_limit(attention) -> None:
     torch.testing.assert_close(theory.walk_expectation(A, v, 3000), limit, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "A", [symmetric().dense(), asymmetric(sharpness=4).dense()], ids=["symmetric", "asymmetric"]
-)
+@pytest.mark.parametrize("A", [symmetric().dense(), asymmetric(sharpness=4).dense()], ids=["symmetric", "asymmetric"])
 def test_the_limit_is_approached_at_the_rate_of_the_second_eigenvalue(A: Tensor) -> None:
     limit = theory.smoothing_limit(A, values())
     early = theory.walk_expectation(A, values(), 10)
@@ -175,9 +171,7 @@ def test_one_iteration_is_a_gradient_step_on_the_regularised_functional() -> Non
     kernel, f, u = theory.affinity(keys()) / 2, values(), values(seed=3).requires_grad_()
     (gradient,) = torch.autograd.grad(regularised(u, f, kernel, 0.6).sum(), u)
     expected = u - gradient / (2 * kernel).sum(-1, keepdim=True)
-    torch.testing.assert_close(
-        theory.fidelity_iterate(symmetric(), f, 0.6, 1, start=u), expected, rtol=0, atol=1e-12
-    )
+    torch.testing.assert_close(theory.fidelity_iterate(symmetric(), f, 0.6, 1, start=u), expected, rtol=0, atol=1e-12)
 
 
 def test_the_limit_minimises_the_regularised_functional() -> None:

@@ -79,9 +79,7 @@ def smoothing_rate(A: Attention) -> Tensor:
     return _eigenvalues(A).abs().sort(-1).values[..., -2]
 
 
-def fidelity_iterate(
-    A: Attention, f: Tensor, strength: float, steps: int, start: Tensor | None = None
-) -> Tensor:
+def fidelity_iterate(A: Attention, f: Tensor, strength: float, steps: int, start: Tensor | None = None) -> Tensor:
     """Proposition 1: u ← Au + λ̃(f − u), repeated from `start` (f by default)."""
     u = f if start is None else start
     for _ in range(steps):
@@ -109,9 +107,7 @@ def fidelity_limit(A: Attention, f: Tensor, strength: float) -> Tensor:
     1/(1 + λ̃), also where the plain iteration diverges. It is constant over tokens only if f is.
     """
     if strength <= 0:
-        raise AcutanceError(
-            f"fidelity_limit needs a strength above 0, got {strength}; see smoothing_limit for 0"
-        )
+        raise AcutanceError(f"fidelity_limit needs a strength above 0, got {strength}; see smoothing_limit for 0")
     steps = math.ceil(-math.log(torch.finfo(f.dtype).eps) / math.log1p(strength))
     u = f
     for _ in range(steps):

@@ -1,0 +1,187 @@
+"""Peak memory of the attention operator against the number of tokens.
+
+    python benchmarks/operator_memory.py --device cpu --tokens 2048 8192
+    python benchmarks/operator_memory.py --device cuda
+
+One row per operation and number of tokens: the peak above what the inputs take, the matrix it avoids, and the
+time. On CUDA the allocator's own peak; on the CPU the growth of the resident set of a fresh process per cell,
+which also counts the libraries' work space. The growth exponent is the slope of log(peak) over log(tokens):
+1 is linear, 2 is the matrix. Results go to benchmarks/results, one CSV per device, dtype and PyTorch version.
+"""
+
+import argparse
+import csv
+import json
+import math
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from acutance.operator import AttentionOperator
+
+RESULTS = Path(__file__).parent / "results"
+HEADS = {"cpu": 2, "cuda": 8}
+DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+WIDTH = 64
+MIB = 2**20
+
+OPERATIONS: dict[str, Callable[[AttentionOperator, torch.Tensor], object]] = {
+    "A @ x": lambda A, x: A @ x,
+    "A.T @ y": lambda A, x: A.T @ x,
+    "logsumexp": lambda A, x: A.logsumexp(),
+    "eigenvalues(k=4)": lambda A, x: A.eigenvalues(4),
+    "stationary": lambda A, x: A.stationary(),
+}
+
+Cell = dict[str, Any]
+
+
+def inputs(tokens: int, device: str, dtype: str) -> tuple[AttentionOperator, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, HEADS[device], tokens, WIDTH)
+    q, k, x = (torch.randn(shape, generator=generator).to(device, getattr(torch, dtype)) for _ in range(3))
+    return AttentionOperator(q, k), x
+
+
+def resident_peak_bytes() -> int:
+    """The largest resident set so far; kibibytes on Linux, bytes on macOS."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def measure(operation: str, tokens: int, device: str, dtype: str) -> Cell:
+    """Peak and time of one operation in this process."""
+    run = OPERATIONS[operation]
+    # A small run first, so that what is loaded on first use is not counted.
+    run(*inputs(640, device, dtype))
+    A, x = inputs(tokens, device, dtype)
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    else:
+        before = resident_peak_bytes()
+    start = time.perf_counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(A, x)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    after = torch.cuda.max_memory_allocated() if device == "cuda" else resident_peak_bytes()
+    notes = "; ".join(str(warning.message) for warning in caught)
+    return {"peak_mib": (after - before) / MIB, "seconds": seconds, "note": notes}
+
+
+def measure_in_a_fresh_process(operation: str, tokens: int, device: str, dtype: str, limit: float) -> Cell | None:
+    """A peak of the resident set belongs to a process and never falls: one process per cell."""
+    command = [sys.executable, __file__, "--device", device, "--dtype", dtype, "--tokens", str(tokens)]
+    command += ["--cell", operation]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return None
+    cell: Cell = json.loads(done.stdout)
+    return cell
+
+
+def benchmark(arguments: argparse.Namespace) -> list[Cell]:
+    device, dtype = arguments.device, arguments.dtype
+    rows: list[Cell] = []
+    for tokens in arguments.tokens:
+        for operation in arguments.operations:
+            print(f"{device} {dtype} {tokens:>6} tokens  {operation} …", end="", file=sys.stderr, flush=True)
+            if device == "cuda":
+                cell: Cell | None = measure(operation, tokens, device, dtype)
+            else:
+                cell = measure_in_a_fresh_process(operation, tokens, device, dtype, arguments.limit)
+            if cell is None:
+                print(f" over {arguments.limit:.0f} s, left out", file=sys.stderr)
+                continue
+            print(f" {cell['peak_mib']:.1f} MiB, {cell['seconds']:.2f} s", file=sys.stderr)
+            matrix = HEADS[device] * tokens**2 * getattr(torch, dtype).itemsize / MIB
+            rows.append({"tokens": tokens, "op": operation, "matrix_mib": matrix, **cell})
+    return rows
+
+
+def growth(rows: list[Cell], operation: str) -> float | None:
+    """Least-squares slope of log(peak) over log(tokens)."""
+    cells = [row for row in rows if row["op"] == operation and row["peak_mib"] > 0]
+    points = [(math.log(cell["tokens"]), math.log(cell["peak_mib"])) for cell in cells]
+    if len(points) < 2:
+        return None
+    x_mean, y_mean = (sum(axis) / len(points) for axis in zip(*points, strict=True))
+    slope: float = sum((x - x_mean) * (y - y_mean) for x, y in points) / sum((x - x_mean) ** 2 for x, _ in points)
+    return slope
+
+
+def write(rows: list[Cell], arguments: argparse.Namespace) -> Path:
+    version = torch.__version__.split("+")[0]
+    path = RESULTS / f"operator_memory-{arguments.device}-{arguments.dtype}-torch{version}.csv"
+    path.parent.mkdir(exist_ok=True)
+    name = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{platform.machine()} CPU"
+    versions = f"python {platform.python_version()}, torch {torch.__version__}, cuda {torch.version.cuda}"
+    command = shlex.join(["python", "benchmarks/operator_memory.py", *sys.argv[1:]])
+    shared = {"heads": HEADS[arguments.device], "width": WIDTH, "device": name, "versions": versions}
+    table = [
+        {
+            "tokens": row["tokens"],
+            "op": row["op"],
+            "peak_mib": f"{row['peak_mib']:.2f}",
+            "peak_to_matrix": f"{row['peak_mib'] / row['matrix_mib']:.5f}",
+            "matrix_mib": f"{row['matrix_mib']:.0f}",
+            "seconds": f"{row['seconds']:.3f}",
+            **shared,
+            "command": command,
+            "note": row["note"],
+        }
+        for row in rows
+    ]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(table[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)
+    return path
+
+
+def show(rows: list[Cell]) -> None:
+    print(f"{'op':<18}{'tokens':>8}{'peak MiB':>12}{'of matrix':>11}{'seconds':>10}")
+    for operation in OPERATIONS:
+        for row in (row for row in rows if row["op"] == operation):
+            share = row["peak_mib"] / row["matrix_mib"]
+            print(f"{operation:<18}{row['tokens']:>8}{row['peak_mib']:>12.1f}{share:>11.2%}{row['seconds']:>10.2f}")
+        slope = growth(rows, operation)
+        if slope is not None:
+            print(f"{'':<18}memory grows as tokens^{slope:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=sorted(HEADS), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help=f"default: {DTYPE}")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768])
+    parser.add_argument("--operations", nargs="+", choices=list(OPERATIONS), default=list(OPERATIONS))
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds per CPU cell; slower are left out")
+    parser.add_argument("--cell", choices=list(OPERATIONS), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.dtype = arguments.dtype or DTYPE[arguments.device]
+    if arguments.cell:
+        print(json.dumps(measure(arguments.cell, arguments.tokens[0], arguments.device, arguments.dtype)))
+        return
+    rows = benchmark(arguments)
+    show(rows)
+    print(f"written to {write(rows, arguments)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
