@@ -40,9 +40,7 @@ def run_acutance(command: str) -> None:
 def try_make(command: str) -> None:
     """Ask make whether it knows the targets, without making them."""
     # Under `make test` these would make the inner make think it belongs to the outer one.
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
-    }
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     run([*shlex.split(command), "-n", "-C", str(ROOT)], environment=environment)
 
 
