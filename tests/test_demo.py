@@ -1,5 +1,6 @@
 """The demo on a toy size: what it writes, what it reuses, what an interruption leaves."""
 
+import io
 import json
 from html import escape
 
@@ -10,15 +11,15 @@ from safetensors.torch import load_file
 
 from acutance import demo
 from acutance.data import digits
-from acutance.demo import DemoConfig, DemoRun, change, conclude, run_demo, summarise, warm_cosine
+from acutance.demo import VARIANTS, DemoConfig, DemoRun, conclude, run_demo, summarise, warm_cosine
 from acutance.models import from_checkpoint
-from acutance.profile import Profile
+from acutance.profile import Profile, Reading
 
 TOY = DemoConfig(depth=2, dim=12, heads=2, epochs=1, batch_size=256)
 
 
 def run(folder, **options):
-    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    console = Console(record=True, width=200, file=io.StringIO())
     runs = run_demo(folder, config=options.pop("config", TOY), console=console, **options)
     return runs, console.export_text()
 
@@ -69,8 +70,12 @@ def test_a_second_run_reuses_and_says_so(tmp_path, monkeypatch) -> None:
 def test_another_configuration_or_a_damaged_run_is_trained_again(tmp_path) -> None:
     run(tmp_path)
     (tmp_path / "plain-seed0" / "profile.json").write_text("{")
+    (tmp_path / "neutreno-seed0" / "run.json").write_text("[]")
+    (tmp_path / "neutreno-featscale-seed0" / "model.safetensors").unlink()
     _, text = run(tmp_path)
-    assert text.count("reusing") == 2
+    assert text.count("reusing") == 0
+    _, text = run(tmp_path)
+    assert text.count("reusing") == 3
     _, text = run(tmp_path, config=DemoConfig(depth=2, dim=12, heads=2, epochs=2, batch_size=256))
     assert text.count("reusing") == 0
 
@@ -98,6 +103,8 @@ def test_seeds_decide_the_result(tmp_path) -> None:
     (a, _), (b, _) = run(tmp_path / "a"), run(tmp_path / "b")
     assert {k: [r.accuracy for r in v] for k, v in a.items()} == {k: [r.accuracy for r in v] for k, v in b.items()}
     assert a["plain"][0].profile.readings == b["plain"][0].profile.readings
+    two, _ = run(tmp_path / "a", seeds=2)
+    assert two["plain"][1].profile.readings != two["plain"][0].profile.readings
 
 
 def made_up(variant: str, accuracies: list[float], profile: Profile) -> list[DemoRun]:
@@ -107,28 +114,26 @@ def made_up(variant: str, accuracies: list[float], profile: Profile) -> list[Dem
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ([0.5], [0.3], "lowered (0.50 → 0.30)"),
-        ([0.5], [0.5], "did not clearly change"),
-        ([0.3, 0.4], [0.5, 0.6], "raised (0.35 → 0.55)"),
-        ([0.3, 0.5], [0.5, 0.3], "did not clearly change"),
-        ([0.3, 0.5, 0.4], [0.6, 0.5, 0.2], "did not clearly change"),
+        ([90.0], [95.0], "raised test accuracy in % (90.00 → 95.00)"),
+        ([90.0], [90.0], "did not clearly change test accuracy in %"),
+        ([90.0, 91.0], [85.0, 86.0], "lowered test accuracy in % (90.50 → 85.50)"),
+        ([90.0, 95.0], [95.0, 90.0], "did not clearly change test accuracy in %"),
+        ([90.0, 95.0, 92.0], [96.0, 95.0, 90.0], "did not clearly change test accuracy in %"),
     ],
 )
-def test_change_is_called_only_beyond_the_spread(before, after, said) -> None:
-    assert said in change(before, after, ".2f")
+def test_the_sentence_follows_the_numbers_and_their_spread(before, after, said) -> None:
+    profile = Profile((Reading("block", 12, "token_cosine", 0.5, 0.1, 3),))
+    runs = {"plain": made_up("plain", before, profile), "NeuTRENO": made_up("NeuTRENO", after, profile)}
+    sentence = conclude(runs)
+    assert said in sentence
+    assert "did not clearly change token cosine after the last block (0.500 → 0.500)" in sentence
+    assert ("one seed" in sentence) == (len(before) == 1)
 
 
-def test_verdict_follows_the_numbers(tmp_path) -> None:
+def test_every_variant_is_in_the_sentence_and_the_table(tmp_path) -> None:
     runs, _ = run(tmp_path)
-    profile = runs["plain"][0].profile
-    better = {
-        "plain": made_up("plain", [90, 91], profile),
-        "NeuTRENO": made_up("NeuTRENO", [95, 96], profile),
-    }
-    assert "raised (90.50 → 95.50) the test accuracy" in conclude(better)
-    worse = {"plain": better["NeuTRENO"], "NeuTRENO": better["plain"]}
-    assert "lowered (95.50 → 90.50) the test accuracy" in conclude(worse)
-    assert summarise(better)[0]["accuracy %"] == "90.50 ± 0.71"
+    assert all(variant in conclude(runs) for variant in VARIANTS)
+    assert [row["variant"] for row in summarise(runs)] == list(VARIANTS)
 
 
 def test_schedule_warms_up_and_comes_down() -> None:

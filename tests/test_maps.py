@@ -24,11 +24,14 @@ def test_maps_are_the_softmax_matrices(model: ViT) -> None:
     np.testing.assert_allclose(maps[1], want, atol=1e-6)
     np.testing.assert_allclose(maps[12].sum(-1), 1, atol=1e-6)
     assert len(maps.picture().axes) == 9
+    assert repr(maps) == "AttentionMaps({1: (3, 17, 17), 6: (3, 17, 17), 12: (3, 17, 17)})"
 
 
 def test_errors(model: ViT) -> None:
     with pytest.raises(AcutanceError, match="no layer 13: this model has layers 1 to 12"):
         ac.attention_maps(model, torch.randn(1, 8, 8).double(), layers=[13])
+    with pytest.raises(AcutanceError, match="name at least one layer, from 1 to 12"):
+        ac.attention_maps(model, torch.randn(1, 8, 8).double(), layers=[])
     with pytest.raises(AcutanceError, match="a batch of 2"):
         ac.attention_maps(model, torch.randn(2, 1, 8, 8).double(), layers=[1])
     assert all(block.attn.observer is None for block in model.blocks)

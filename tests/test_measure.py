@@ -117,9 +117,12 @@ def test_attention_metrics_read_the_operator(model: ViT, images: torch.Tensor) -
 
 def test_leaves_the_model_as_it_found_it(model: ViT, images: torch.Tensor) -> None:
     model.train()
+    model.blocks[1].eval()  # frozen by its owner
     state, rng = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
     ac.measure(model, [images], metrics="all", tap=["block", "attention", "final"], progress=False)
     assert model.training
+    assert model.blocks[2].attn.training
+    assert not model.blocks[1].mlp.training
     assert torch.equal(rng, torch.get_rng_state())
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
@@ -140,6 +143,24 @@ def test_a_nan_token_names_layer_and_metric(model: ViT, images: torch.Tensor) ->
         ac.measure(model, [images], progress=False)
 
 
+@pytest.mark.parametrize("metric", available_metrics())
+def test_no_metric_averages_a_nan(model: ViT, images: torch.Tensor, metric: str) -> None:
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.weight[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match=metric):
+        ac.measure(model, [images], metrics=metric, tap="attention", progress=False)
+
+
+def test_a_documented_infinity_is_reported_as_such(model: ViT, images: torch.Tensor) -> None:
+    """Tokens whose mean is zero have HFC/LFC = ∞, with no NaN beside it."""
+    for name, parameter in model.named_parameters():
+        if name in ("norm.bias", "norm.weight"):
+            parameter.data.zero_()
+    model.norm.register_forward_hook(lambda *_: torch.tensor([1.0, -1.0]).repeat(7, 9)[..., None].expand(7, 18, 24))
+    reading = ac.measure(model, [images], metrics="hfc_lfc_frobenius", tap="final", progress=False).readings[0]
+    assert (reading.mean, reading.std, reading.count) == (np.inf, np.inf, 7)
+
+
 def test_batches_may_be_tuples_or_mappings(model: ViT, images: torch.Tensor) -> None:
     plain = ac.measure(model, [images], metrics="token_cosine", progress=False)
     labelled = ac.measure(model, [(images, torch.zeros(7))], metrics="token_cosine", progress=False)
@@ -150,6 +171,9 @@ def test_batches_may_be_tuples_or_mappings(model: ViT, images: torch.Tensor) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"metrics": []}, "unknown metric .none.; known: token_cosine"),
+        ({"tap": ()}, "unknown tap .none."),
+        ({"prefix": "maybe"}, "'in' or 'out', not 'maybe'"),
         ({"metrics": "smoothness"}, "unknown metric smoothness; known: token_cosine"),
         ({"tap": "head"}, "unknown tap head; known: block"),
         ({"batches": []}, "no batches"),
@@ -159,6 +183,12 @@ def test_batches_may_be_tuples_or_mappings(model: ViT, images: torch.Tensor) -> 
 def test_errors_say_what_to_do(model: ViT, images: torch.Tensor, arguments: dict, message: str) -> None:
     with pytest.raises(AcutanceError, match=message):
         ac.measure(model, **{"batches": [images], "progress": False, **arguments})
+
+
+def test_successive_layers_need_two(images: torch.Tensor) -> None:
+    shallow = ViT(image_size=8, patch_size=2, in_chans=1, dim=24, depth=1, heads=2, num_classes=4)
+    with pytest.raises(AcutanceError, match="needs two of them"):
+        ac.measure(shallow, [images], metrics="attention_cosine", progress=False)
 
 
 def test_context_says_where_and_with_what(model: ViT, images: torch.Tensor) -> None:
@@ -192,11 +222,13 @@ def test_memory_does_not_grow_with_the_number_of_batches(model: ViT, images: tor
 
 
 def test_compiled_models_are_measured_eagerly(model: ViT, images: torch.Tensor) -> None:
-    compiled = torch.compile(model, backend="aot_eager")
-    assert (
-        ac.measure(compiled, [images], metrics="all", progress=False).readings
-        == ac.measure(model, [images], metrics="all", progress=False).readings
-    )
+    plain = ac.measure(model, [images], metrics="all", progress=False)
+    wrapped = torch.compile(model, backend="aot_eager")
+    assert ac.measure(wrapped, [images], metrics="all", progress=False).readings == plain.readings
+    model.compile(backend="aot_eager")
+    model.eval()(images)
+    assert ac.measure(model, [images], metrics="all", progress=False).readings == plain.readings
+    assert list(ac.attention_maps(wrapped, images[0], layers=[1])) == [1]
 
 
 def test_available_metrics_are_all_measured(model: ViT, images: torch.Tensor) -> None:

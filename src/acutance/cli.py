@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, cast
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from acutance.errors import AcutanceError
 from acutance.laboratory.cli import app as laboratory
+from acutance.measure import DEFAULT_METRICS
+from acutance.models import ViT, from_checkpoint
 from acutance.version import __version__
 
 app = typer.Typer(
@@ -57,16 +60,16 @@ def demo(
     try:
         run_demo(out, seeds=seeds, config=config, console=console)
     except KeyboardInterrupt:
-        console.print(f"\nStopped. Finished runs are kept in {out}; the same command goes on from there.")
+        console.print(f"\nStopped. Finished runs are kept in {escape(str(out))}; the same command goes on from there.")
         raise typer.Exit(130) from None
 
 
 @app.command()
 def measure(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    metrics: Annotated[str, typer.Option(help="Comma-separated names, or all.")] = "default",
+    metrics: Annotated[str, typer.Option(help="Comma-separated names, or all.")] = ",".join(DEFAULT_METRICS),
     tap: Annotated[str, typer.Option(help="Comma-separated: block, attention, values, final.")] = "block",
-    prefix: Annotated[str, typer.Option(help="Class and register tokens: in or out.")] = "in",
+    prefix: Annotated[str, typer.Option(help="Class and register tokens in or out of the metrics.")] = "in",
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the profile here.")] = None,
     html_path: Annotated[Path | None, typer.Option("--html", help="Also write an offline page here.")] = None,
 ) -> None:
@@ -76,10 +79,7 @@ def measure(
     """
     import acutance as ac
     from acutance.data import digits
-    from acutance.measure import DEFAULT_METRICS
 
-    if prefix not in ("in", "out"):
-        raise AcutanceError(f"--prefix takes in or out, not {prefix!r}")
     loaded = _load(model)
     if (loaded.config.image_size, loaded.config.in_chans) != (8, 1):
         raise AcutanceError(
@@ -90,15 +90,15 @@ def measure(
     profile = ac.measure(
         loaded,
         list(test.batches(64)),
-        metrics=DEFAULT_METRICS if metrics == "default" else metrics if metrics == "all" else metrics.split(","),
+        metrics=metrics if metrics == "all" else metrics.split(","),
         tap=tap.split(","),
-        prefix="in" if prefix == "in" else "out",
+        prefix=cast(Literal["in", "out"], prefix),  # measure refuses anything else
     )
     console.print(profile.table())
     if json_path is not None:
-        console.print(f"wrote {profile.save(json_path)}")
+        _wrote(profile.save(json_path))
     if html_path is not None:
-        console.print(f"wrote {profile.to_html(html_path)}")
+        _wrote(profile.to_html(html_path))
 
 
 @app.command()
@@ -127,17 +127,19 @@ def explain(
     spectrum = ac.explain(_load(model), batches)
     console.print(spectrum.table())
     if json_path is not None:
-        console.print(f"wrote {spectrum.save(json_path)}")
+        _wrote(spectrum.save(json_path))
     if html_path is not None:
-        console.print(f"wrote {spectrum.to_html(html_path)}")
+        _wrote(spectrum.to_html(html_path))
     if picture_path is not None:
         figure = spectrum.picture("dominance" if spectrum.has_data else "histogram")
-        console.print(f"wrote {atomic_write(picture_path, lambda path: figure.savefig(path, dpi=150))}")
+        _wrote(atomic_write(picture_path, lambda path: figure.savefig(path, dpi=150)))
 
 
-def _load(name: str):  # type: ignore[no-untyped-def]
-    from acutance.models import from_checkpoint
+def _wrote(path: Path) -> None:
+    console.print(f"wrote {escape(str(path))}", soft_wrap=True)
 
+
+def _load(name: str) -> ViT:
     if name.startswith(("hf:", "timm:")):
         raise AcutanceError(f"{name}: this version measures Acutance's own checkpoints; other libraries come later")
     path = Path(name)
@@ -152,5 +154,5 @@ def run() -> None:
     try:
         app()
     except AcutanceError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise SystemExit(2) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from statistics import mean, stdev
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import nn
@@ -41,6 +43,7 @@ METRICS = (
     "attention_entropy",
 )
 TAPS = ("block", "attention", "final")
+CHECKPOINT = "model.safetensors"
 # The columns of the closing table: (metric, tap), read at the last layer.
 SHOWN: Mapping[str, tuple[str, str]] = {
     "cosine, stream": ("token_cosine", "block"),
@@ -87,21 +90,21 @@ def run_demo(
         raise AcutanceError(f"the demo needs at least one seed, got {seeds}")
     config, console = config or DemoConfig(), console or Console()
     train, test = digits()
-    console.print(
-        f"training {len(VARIANTS)} variants × {seeds} seeds on {len(train)} handwritten digits, into {folder}"
-    )
+    task = f"{len(VARIANTS)} variants × {plural(seeds, 'seed')} on {len(train)} handwritten digits"
+    console.print(f"training {task}, into {escape(str(folder))}")
     runs: dict[str, list[DemoRun]] = {name: [] for name in VARIANTS}
     for seed in range(seeds):
         for variant in VARIANTS:
             place = folder / f"{slug(variant)}-seed{seed}"
             done = load_run(place, variant, seed, config)
             if done is not None:
-                console.print(f"reusing {place} (same configuration)")
+                console.print(f"reusing {escape(str(place))} (same configuration and versions)")
             runs[variant].append(done or _train_and_measure(place, variant, seed, config, train, test, console))
     summary, verdict = summarise(runs), conclude(runs)
     _write_reports(folder, runs, summary, verdict, config)
     console.print(
-        _closing_table(summary), f"\n{verdict}\n\nOpen {folder / 'report.html'} to look at it layer by layer."
+        _closing_table(summary),
+        f"\n{verdict}\n\nOpen {escape(str(folder / 'report.html'))} to look at it layer by layer.",
     )
     return runs
 
@@ -128,7 +131,7 @@ def _train_and_measure(
     accuracy = evaluate(model, test)
     batches = list(test.batches(config.batch_size))
     profile = measure(model, batches, metrics=METRICS, tap=TAPS, progress=False)
-    save_checkpoint(model, place / "model.safetensors")
+    save_checkpoint(model, place / CHECKPOINT)
     profile.save(place / "profile.json")
     record = {
         "variant": variant,
@@ -191,14 +194,20 @@ def evaluate(model: nn.Module, data: Split) -> float:
 
 
 def load_run(place: Path, variant: str, seed: int, config: DemoConfig) -> DemoRun | None:
-    """A finished run of this very configuration, or None."""
+    """A finished run of this very configuration and these versions, or None."""
     try:
         record = json.loads((place / "run.json").read_text(encoding="utf-8"))
-        wanted = {"variant": variant, "seed": seed, "mitigation": VARIANTS[variant], "config": asdict(config)}
-        if any(record.get(key) != value for key, value in wanted.items()):
+        wanted = {
+            "variant": variant,
+            "seed": seed,
+            "mitigation": VARIANTS[variant],
+            "config": asdict(config),
+            "versions": versions(),
+        }
+        if any(record[key] != value for key, value in wanted.items()) or not (place / CHECKPOINT).is_file():
             return None
         return DemoRun(variant, seed, record["accuracy"], Profile.load(place / "profile.json"))
-    except (OSError, ValueError, AcutanceError):
+    except (OSError, ValueError, LookupError, TypeError, AcutanceError):  # damaged in whatever way: train again
         return None
 
 
@@ -213,29 +222,38 @@ def summarise(runs: Mapping[str, Sequence[DemoRun]]) -> list[dict[str, str]]:
 
 def conclude(runs: Mapping[str, Sequence[DemoRun]]) -> str:
     """One sentence that says what was found, and how much it is worth."""
-    plain, treated = runs["plain"], runs["NeuTRENO"]
-    cosine = change(_last(plain, "token_cosine", "block"), _last(treated, "token_cosine", "block"), ".3f")
-    accuracy = change([r.accuracy for r in plain], [r.accuracy for r in treated], ".2f")
-    return (
-        f"Against the plain ViT, NeuTRENO {cosine} token cosine after the last block and "
-        f"{accuracy} test accuracy (%); {_weight(len(plain))}"
-    )
+    plain = runs["plain"]
+    found = [
+        f"{variant} {_change('token cosine after the last block', plain, done, _last_cosine, '.3f')} and "
+        f"{_change('test accuracy in %', plain, done, _accuracy, '.2f')}"
+        for variant, done in runs.items()
+        if variant != "plain"
+    ]
+    worth = "one seed is an example, not evidence: --seeds 5 gives mean ± spread"
+    if len(plain) > 1:
+        worth = f"{len(plain)} paired seeds, a difference within two standard errors counts as none"
+    return f"Against the plain ViT, {'; '.join(found)} ({worth})."
 
 
-def change(before: Sequence[float], after: Sequence[float], spec: str) -> str:
-    """For example "lowered (0.412 → 0.301)"; a paired difference within two standard errors is called unchanged."""
+def _change(
+    what: str, plain: Sequence[DemoRun], treated: Sequence[DemoRun], read: Callable[[DemoRun], float], spec: str
+) -> str:
+    """For example "lowered token cosine (0.412 → 0.301)", by the paired differences over the seeds."""
+    before, after = [read(run) for run in plain], [read(run) for run in treated]
     differences = [b - a for a, b in zip(before, after, strict=True)]
     error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
     arrow = f"({mean(before):{spec}} → {mean(after):{spec}})"
     if abs(mean(differences)) <= 2 * error or f"{mean(before):{spec}}" == f"{mean(after):{spec}}":
-        return f"did not clearly change {arrow} the"
-    return f"{'raised' if mean(differences) > 0 else 'lowered'} {arrow} the"
+        return f"did not clearly change {what} {arrow}"
+    return f"{'raised' if mean(differences) > 0 else 'lowered'} {what} {arrow}"
 
 
-def _weight(seeds: int) -> str:
-    if seeds == 1:
-        return "one seed is an example, not evidence: --seeds 5 gives mean ± spread."
-    return f"{seeds} paired seeds; 'clearly' means beyond two standard errors of the paired difference."
+def _last_cosine(run: DemoRun) -> float:
+    return float(run.profile["token_cosine", "block"][-1])
+
+
+def _accuracy(run: DemoRun) -> float:
+    return run.accuracy
 
 
 def plus_minus(values: Sequence[float], spec: str) -> str:
@@ -246,6 +264,11 @@ def plus_minus(values: Sequence[float], spec: str) -> str:
 def versions() -> dict[str, str]:
     """What the figures were made with."""
     return {"acutance": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def plural(count: int, noun: str) -> str:
+    """1 seed, 2 seeds."""
+    return f"{count} {noun}" + ("s" if count != 1 else "")
 
 
 def slug(variant: str) -> str:
@@ -273,14 +296,14 @@ def _write_reports(
         "seeds": seeds,
         "config": asdict(config),
         "versions": versions(),
-        "hardware": f"{platform.machine()} CPU",
+        "hardware": f"{platform.machine()} CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
     }
     atomic_write(folder / "results.json", json.dumps(results, indent=1, ensure_ascii=False).encode())
     write_page(profiles, folder / "report.html", verdict=verdict, summary=summary)
     picture = curves_picture(
         profiles,
         [("token_cosine", "attention"), ("token_cosine", "block"), ("hfc_lfc_spectral", "block")],
-        f"12-layer ViTs on handwritten digits, {seeds} seed{'s' if seeds > 1 else ''}",
+        f"{config.depth}-layer ViTs on handwritten digits, {plural(seeds, 'seed')}",
     )
     atomic_write(folder / "report.png", lambda path: picture.savefig(path, dpi=150))
 

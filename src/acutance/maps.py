@@ -7,13 +7,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from acutance import sites
 from acutance.errors import AcutanceError
-from acutance.measure import feed
+from acutance.measure import evaluating, feed
 from acutance.operator import AttentionRecord
 
 if TYPE_CHECKING:
@@ -37,6 +36,10 @@ class AttentionMaps(Mapping[int, Array]):
     def __len__(self) -> int:
         return len(self._maps)
 
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{layer}: {maps.shape}" for layer, maps in self.items())
+        return f"AttentionMaps({{{shapes}}})"
+
     def picture(self) -> Figure:
         """A matplotlib figure: a row per layer, a column per head."""
         from acutance.report import attention_picture
@@ -44,7 +47,6 @@ class AttentionMaps(Mapping[int, Array]):
         return attention_picture(self)
 
 
-@torch.no_grad()
 def attention_maps(model: nn.Module, sample: Tensor | Mapping[str, Any], layers: Sequence[int]) -> AttentionMaps:
     """The attention matrices of one sample, per head, at the given layers (1 is the first).
 
@@ -55,7 +57,10 @@ def attention_maps(model: nn.Module, sample: Tensor | Mapping[str, Any], layers:
         sample: one input, with or without a batch axis of one for image tensors; or keyword arguments.
         layers: for example `[1, 6, 12]`.
     """
-    found = {site.layer: site for site in sites.find(model)}
+    bare = getattr(model, "_orig_mod", model)
+    found = {site.layer: site for site in sites.find(bare)}
+    if not layers:
+        raise AcutanceError(f"name at least one layer, from {min(found)} to {max(found)}")
     unknown = [layer for layer in layers if layer not in found]
     if unknown:
         raise AcutanceError(f"no layer {unknown[0]}: this model has layers {min(found)} to {max(found)}")
@@ -71,13 +76,8 @@ def attention_maps(model: nn.Module, sample: Tensor | Mapping[str, Any], layers:
 
         return observer
 
-    was_training = model.training
-    model.eval()
-    try:
-        with ExitStack() as stack:
-            for layer in layers:
-                stack.callback(found[layer].observe(keep(layer)).remove)
-            feed(model, sample)
-    finally:
-        model.train(was_training)
+    with evaluating(bare), ExitStack() as stack:
+        for layer in layers:
+            stack.callback(found[layer].observe(keep(layer)).remove)
+        feed(bare, sample)
     return AttentionMaps(maps)

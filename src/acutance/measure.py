@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -68,24 +68,34 @@ def measure(
         Profile: mean and standard deviation over samples per tap, layer and metric.
     """
     names, taps = _metric_names(metrics), _tap_names(tap)
+    if prefix not in ("in", "out"):
+        raise AcutanceError(f"prefix says whether class and register tokens count: 'in' or 'out', not {prefix!r}")
     bare = getattr(model, "_orig_mod", model)  # a compiled model would not see hooks added now
     reader = _Reader(names, taps, sites.prefix_tokens(bare) if prefix == "out" else 0)
     statistics: dict[Key, _Running] = {}
-    was_training = bare.training
-    bare.eval()
-    try:
-        with ExitStack() as stack, torch.no_grad():
-            _attach(bare, reader, taps, stack)
-            for batch in track(batches, progress, stack, "measuring"):
-                feed(bare, batch)
-                for key, values in reader.flush().items():
-                    statistics.setdefault(key, _Running()).add(values)
-    finally:
-        bare.train(was_training)
+    with evaluating(bare), ExitStack() as stack:
+        _attach(bare, reader, taps, stack)
+        for batch in track(batches, progress, stack, "measuring"):
+            feed(bare, batch)
+            for key, values in reader.flush().items():
+                statistics.setdefault(key, _Running()).add(values)
     if not statistics:
         raise AcutanceError("measure got no batches: pass an iterable with at least one")
     readings = tuple(Reading(*key, mean=s.mean, std=s.std, count=s.count) for key, s in sorted_by_tap(statistics, taps))
     return Profile(readings, _context(bare, readings, taps, prefix))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients, then every module's own mode again (some may have been frozen)."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiled code would not see the hooks
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def feed(model: nn.Module, batch: Any) -> Any:
@@ -130,8 +140,9 @@ class _Reader:
         if "values" in self.taps:
             self.tokens("values", layer, record.values.transpose(1, 2).flatten(2))
         mask = self._mask(record.branch)
-        if self.attention_metrics:
-            metric_room.check_finite(record.branch, metric=self.attention_metrics[0], layer=layer, mask=mask)
+        if self.attention_metrics or self.successive:
+            first = [*self.attention_metrics, SUCCESSIVE][0]
+            metric_room.check_finite(record.branch, metric=first, layer=layer, mask=mask)
         for name in self.attention_metrics:
             self._keep(layer, name, metric_room.ATTENTION_METRICS[name](record, mask))
         if self.successive:
@@ -141,6 +152,8 @@ class _Reader:
 
     def flush(self) -> dict[Key, NDArray[np.float64]]:
         """Hand over the batch's values in one transfer from the device."""
+        if not self.values:
+            raise AcutanceError(f"nothing was read: {SUCCESSIVE} compares successive layers and needs two of them")
         keys = list(self.values)
         stacked = torch.stack([v.double() for v in self.values.values()]).cpu().numpy()
         self.values, self.previous = {}, None
@@ -164,6 +177,10 @@ class _Running:
         self.count, self.mean, self._squares = 0, 0.0, 0.0
 
     def add(self, values: NDArray[np.float64]) -> None:
+        if not np.isfinite(values).all():  # a documented infinity, such as HFC/LFC of tokens whose mean is zero
+            self.mean += float(values[~np.isfinite(values)].sum())
+            self.count += len(values)
+            return
         count, mean = len(values), float(values.mean())
         delta, total = mean - self.mean, self.count + len(values)
         self.mean += delta * count / total
@@ -172,6 +189,8 @@ class _Running:
 
     @property
     def std(self) -> float:
+        if not np.isfinite(self.mean):
+            return float("inf")
         return float(np.sqrt(self._squares / (self.count - 1))) if self.count > 1 else 0.0
 
 
@@ -221,16 +240,16 @@ def _metric_names(metrics: str | Sequence[str]) -> list[str]:
     known = available_metrics()
     names = known if metrics == "all" else [metrics] if isinstance(metrics, str) else list(metrics)
     unknown = [n for n in names if n not in known]
-    if unknown:
-        raise AcutanceError(f"unknown metric {', '.join(unknown)}; known: {', '.join(known)}, or all")
+    if unknown or not names:
+        raise AcutanceError(f"unknown metric {', '.join(unknown) or '(none)'}; known: {', '.join(known)}, or all")
     return names
 
 
 def _tap_names(tap: str | Sequence[str]) -> list[str]:
     taps = [tap] if isinstance(tap, str) else list(tap)
     unknown = [t for t in taps if t not in TAPS]
-    if unknown:
-        raise AcutanceError(f"unknown tap {', '.join(unknown)}; known: {', '.join(TAPS)}")
+    if unknown or not taps:
+        raise AcutanceError(f"unknown tap {', '.join(unknown) or '(none)'}; known: {', '.join(TAPS)}")
     return taps
 
 
