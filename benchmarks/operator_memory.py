@@ -6,7 +6,8 @@
 One row per operation and number of tokens: the peak above what the inputs take, the matrix it avoids, and the
 time. On CUDA the allocator's own peak; on the CPU the growth of the resident set of a fresh process per cell,
 which also counts the libraries' work space. The growth exponent is the slope of log(peak) over log(tokens):
-1 is linear, 2 is the matrix. Results go to benchmarks/results, one CSV per device, dtype and PyTorch version.
+1 is linear, 2 is the matrix. A cell over the time limit is a row without a peak, and a note that says so. Results go
+to benchmarks/results, one CSV per device, dtype and PyTorch version.
 """
 
 import argparse
@@ -83,14 +84,14 @@ def measure(operation: str, tokens: int, device: str, dtype: str) -> Cell:
     return {"peak_mib": (after - before) / MIB, "seconds": seconds, "note": notes}
 
 
-def measure_in_a_fresh_process(operation: str, tokens: int, device: str, dtype: str, limit: float) -> Cell | None:
+def measure_in_a_fresh_process(operation: str, tokens: int, device: str, dtype: str, limit: float) -> Cell:
     """A peak of the resident set belongs to a process and never falls: one process per cell."""
     command = [sys.executable, __file__, "--device", device, "--dtype", dtype, "--tokens", str(tokens)]
     command += ["--cell", operation]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=limit)
     except subprocess.TimeoutExpired:
-        return None
+        return {"peak_mib": None, "seconds": None, "note": f"over {limit:g} s, not finished"}
     cell: Cell = json.loads(done.stdout)
     return cell
 
@@ -102,27 +103,35 @@ def benchmark(arguments: argparse.Namespace) -> list[Cell]:
         for operation in arguments.operations:
             print(f"{device} {dtype} {tokens:>6} tokens  {operation} …", end="", file=sys.stderr, flush=True)
             if device == "cuda":
-                cell: Cell | None = measure(operation, tokens, device, dtype)
+                cell = measure(operation, tokens, device, dtype)
             else:
                 cell = measure_in_a_fresh_process(operation, tokens, device, dtype, arguments.limit)
-            if cell is None:
-                print(f" over {arguments.limit:.0f} s, left out", file=sys.stderr)
-                continue
-            print(f" {cell['peak_mib']:.1f} MiB, {cell['seconds']:.2f} s", file=sys.stderr)
+            finished = cell["peak_mib"] is not None
+            done = f"{cell['peak_mib']:.1f} MiB, {cell['seconds']:.2f} s" if finished else cell["note"]
+            print(f" {done}", file=sys.stderr)
             matrix = HEADS[device] * tokens**2 * getattr(torch, dtype).itemsize / MIB
             rows.append({"tokens": tokens, "op": operation, "matrix_mib": matrix, **cell})
     return rows
 
 
 def growth(rows: list[Cell], operation: str) -> float | None:
-    """Least-squares slope of log(peak) over log(tokens)."""
-    cells = [row for row in rows if row["op"] == operation and row["peak_mib"] > 0]
+    """Least-squares slope of log(peak) over log(tokens), of what finished."""
+    cells = [row for row in rows if row["op"] == operation and (row["peak_mib"] or 0) > 0]
     points = [(math.log(cell["tokens"]), math.log(cell["peak_mib"])) for cell in cells]
     if len(points) < 2:
         return None
     x_mean, y_mean = (sum(axis) / len(points) for axis in zip(*points, strict=True))
     slope: float = sum((x - x_mean) * (y - y_mean) for x, y in points) / sum((x - x_mean) ** 2 for x, _ in points)
     return slope
+
+
+def share_of_matrix(row: Cell) -> float | None:
+    return None if row["peak_mib"] is None else row["peak_mib"] / row["matrix_mib"]
+
+
+def number(value: float | None, style: str) -> str:
+    """Formatted; nothing for what was not measured."""
+    return "" if value is None else f"{value:{style}}"
 
 
 def write(rows: list[Cell], arguments: argparse.Namespace) -> Path:
@@ -137,10 +146,10 @@ def write(rows: list[Cell], arguments: argparse.Namespace) -> Path:
         {
             "tokens": row["tokens"],
             "op": row["op"],
-            "peak_mib": f"{row['peak_mib']:.2f}",
-            "peak_to_matrix": f"{row['peak_mib'] / row['matrix_mib']:.5f}",
+            "peak_mib": number(row["peak_mib"], ".2f"),
+            "peak_to_matrix": number(share_of_matrix(row), ".5f"),
             "matrix_mib": f"{row['matrix_mib']:.0f}",
-            "seconds": f"{row['seconds']:.3f}",
+            "seconds": number(row["seconds"], ".3f"),
             **shared,
             "command": command,
             "note": row["note"],
@@ -158,8 +167,9 @@ def show(rows: list[Cell]) -> None:
     print(f"{'op':<18}{'tokens':>8}{'peak MiB':>12}{'of matrix':>11}{'seconds':>10}")
     for operation in OPERATIONS:
         for row in (row for row in rows if row["op"] == operation):
-            share = row["peak_mib"] / row["matrix_mib"]
-            print(f"{operation:<18}{row['tokens']:>8}{row['peak_mib']:>12.1f}{share:>11.2%}{row['seconds']:>10.2f}")
+            peak, seconds = number(row["peak_mib"], ".1f"), number(row["seconds"], ".2f")
+            share = number(share_of_matrix(row), ".2%")
+            print(f"{operation:<18}{row['tokens']:>8}{peak:>12}{share:>11}{seconds:>10}  {row['note']}".rstrip())
         slope = growth(rows, operation)
         if slope is not None:
             print(f"{'':<18}memory grows as tokens^{slope:.2f}")
@@ -171,7 +181,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help=f"default: {DTYPE}")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--operations", nargs="+", choices=list(OPERATIONS), default=list(OPERATIONS))
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds per CPU cell; slower are left out")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds per CPU cell")
     parser.add_argument("--cell", choices=list(OPERATIONS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.dtype = arguments.dtype or DTYPE[arguments.device]

@@ -132,7 +132,7 @@ def test_stationary_distribution_is_proportional_to_the_degrees() -> None:
     torch.testing.assert_close((pi.unsqueeze(-2) @ dense).squeeze(-2), pi, rtol=0, atol=1e-12)
     limit = (pi.unsqueeze(-2) @ values()).expand(2, 3, TOKENS, CHANNELS)
     torch.testing.assert_close(theory.smoothing_limit(dense, values()), limit, rtol=0, atol=1e-10)
-    torch.testing.assert_close(theory.smoothing_limit(symmetric(), values()), limit, rtol=0, atol=1e-6)
+    torch.testing.assert_close(theory.smoothing_limit(symmetric(), values()), limit, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("attention", [symmetric, asymmetric])
@@ -269,6 +269,46 @@ def test_a_known_share_of_the_variation_survives(strength: float) -> None:
     assert (survived < 1).all()
 
 
-def test_a_limit_without_strength_is_refused() -> None:
-    with pytest.raises(AcutanceError, match="above 0, got 0"):
-        theory.fidelity_limit(symmetric(), values(), 0)
+@pytest.mark.parametrize("strength", [0, -1.0, float("nan")])
+def test_a_limit_without_strength_is_refused(strength: float) -> None:
+    with pytest.raises(AcutanceError, match=f"above 0, got {strength}"):
+        theory.fidelity_limit(symmetric(), values(), strength)
+
+
+@pytest.mark.parametrize("attention", [symmetric, asymmetric])
+def test_without_strength_the_limit_would_be_that_of_smoothing(attention, monkeypatch) -> None:
+    A, f = attention(), values()
+    smooth = theory.smoothing_limit(A.dense(), f)
+    monkeypatch.setattr(AttentionOperator, "__matmul__", None)  # it would take 10¹⁰ products
+    torch.testing.assert_close(theory.fidelity_limit(A, f, 1e-9), smooth, rtol=0, atol=1e-6)
+
+
+def test_many_tokens_reach_the_same_limit_without_the_matrix(monkeypatch) -> None:
+    A, f = asymmetric(), values()
+    solved = theory.fidelity_limit(A, f, 0.05)
+    monkeypatch.setattr(theory, "DENSE_TOKENS", TOKENS - 1)
+    monkeypatch.setattr(AttentionOperator, "dense", None)
+    torch.testing.assert_close(theory.fidelity_limit(A, f, 0.05), solved, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("strength", [3e-3, 1e-9, 5e-324])
+def test_many_tokens_with_hardly_any_strength_are_refused(strength: float, monkeypatch) -> None:
+    q = normal(1, 1, 513, 2)
+    A = AttentionOperator(q, q)
+    monkeypatch.setattr(AttentionOperator, "__matmul__", None)
+    message = rf"513 tokens at strength {strength:g} .* more than 10,000; give a strength of 4.0e-03 or more"
+    with pytest.raises(AcutanceError, match=message):
+        theory.fidelity_limit(A, q, strength)
+    # What the message recommends is accepted; the identity in place of A, for speed, keeps f.
+    monkeypatch.setattr(AttentionOperator, "__matmul__", lambda _, u: u)
+    torch.testing.assert_close(theory.fidelity_limit(A, q, 4.0e-3), q, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_limit_has_the_dtype_of_the_products(dtype: torch.dtype) -> None:
+    A, f = asymmetric().to(dtype), values()
+    expected = theory.fidelity_limit(A.to(torch.float64), f.to(dtype).double(), 0.6)
+    limit = theory.fidelity_limit(A, f.to(dtype), 0.6)
+    assert limit.dtype == (A @ f.to(dtype)).dtype == dtype
+    torch.testing.assert_close(limit.double(), expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
+    assert theory.fidelity_limit(A, f, 0.6).dtype == torch.float64

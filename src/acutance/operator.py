@@ -43,6 +43,7 @@ class AttentionOperator:
         kernel: str = "softmax",
     ) -> None:
         _check_queries_and_keys(q, k)
+        _check_devices(q, k=k, mask=mask)
         self.definition = get_kernel(kernel)
         self.kernel = kernel
         self.causal = causal
@@ -197,8 +198,7 @@ class AttentionOperator:
             raise ShapeError(
                 f"{name} {_s(x)} does not fit A {self.shape}: expected (batch, heads, tokens, channels) = {expected}"
             )
-        if x.device != self.device:
-            raise AcutanceError(f"{name} is on {x.device}, the queries on {self.device}; move one of them")
+        _check_devices(self.q, **{name: x})
 
 
 class TransposedOperator:
@@ -240,10 +240,21 @@ def _check_queries_and_keys(q: Tensor, k: Tensor) -> None:
     shapes = f"q {_s(q)}, k {_s(k)}"
     if q.ndim != 4 or k.ndim != 4:
         raise ShapeError(f"q and k are (batch, heads, tokens, width); got {shapes}")
+    if 0 in (*q.shape, *k.shape):
+        raise ShapeError(f"q and k (batch, heads, tokens, width) need at least one of each; got {shapes}")
+    for name, tensor in (("q", q), ("k", k)):
+        if not tensor.is_floating_point():
+            raise AcutanceError(f"{name} is {tensor.dtype}; queries and keys are floating point, give {name}.float()")
     if q.size(0) != k.size(0) or q.size(-1) != k.size(-1):
         raise ShapeError(f"q and k differ in batch or width: {shapes}")
     if q.size(1) % k.size(1) != 0:
         raise ShapeError(f"the heads of q are no multiple of the heads of k: {shapes}")
+
+
+def _check_devices(q: Tensor, **others: Tensor | None) -> None:
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != q.device:
+            raise AcutanceError(f"{name} is on {tensor.device}, the queries on {q.device}; move one of them")
 
 
 def _s(x: Tensor) -> tuple[int, ...]:

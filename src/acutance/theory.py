@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from acutance.errors import AcutanceError
+from acutance.kernels.spectral import DENSE_TOKENS
 from acutance.operator import AttentionOperator
 
 Attention = AttentionOperator | Tensor
 
 # Within this of 1 a spectral radius counts as 1: μ₁ = 1 is only ever computed up to rounding.
 _BOUNDARY = 1e-6
+
+_MOST_PRODUCTS = 10_000
 
 
 def affinity(k: Tensor, scale: float | None = None) -> Tensor:
@@ -101,16 +104,40 @@ def fidelity_converges(A: Attention, strength: float) -> Tensor:
 
 
 def fidelity_limit(A: Attention, f: Tensor, strength: float) -> Tensor:
-    """The fixed point λ̃((1 + λ̃)I − A)⁻¹f of u = Au + λ̃(f − u), without forming A.
+    """The fixed point λ̃((1 + λ̃)I − A)⁻¹f of u = Au + λ̃(f − u); it is constant over tokens only if f is.
 
-    Solved as u ← (Au + λ̃f) / (1 + λ̃): the rows of A sum to one, so every step shrinks the largest error by
-    1/(1 + λ̃), also where the plain iteration diverges. It is constant over tokens only if f is.
+    Solved from the matrix up to 512 tokens, above by products with A alone. A small strength needs many of them,
+    and one that needs more than 10,000 is refused.
     """
-    if strength <= 0:
+    if not strength > 0:
         raise AcutanceError(f"fidelity_limit needs a strength above 0, got {strength}; see smoothing_limit for 0")
-    steps = math.ceil(-math.log(torch.finfo(f.dtype).eps) / math.log1p(strength))
+    solve = _limit_by_solving if A.shape[-1] <= DENSE_TOKENS else _limit_by_iterating
+    return solve(A, f, strength)
+
+
+def _limit_by_solving(A: Attention, f: Tensor, strength: float) -> Tensor:
+    matrix = _dense(A)
+    dtype = torch.promote_types(torch.promote_types(matrix.dtype, f.dtype), torch.float32)
+    identity = torch.eye(matrix.shape[-1], dtype=dtype, device=matrix.device)
+    factors, pivots = torch.linalg.lu_factor((1 + strength) * identity - matrix.to(dtype))
+    limit: Tensor = torch.linalg.lu_solve(factors, pivots, strength * f.to(dtype))
+    return limit.to(torch.promote_types(A.dtype, f.dtype))
+
+
+def _limit_by_iterating(A: Attention, f: Tensor, strength: float) -> Tensor:
+    # The rows of A sum to one, so every step u ← (Au + λ̃f) / (1 + λ̃) shrinks the largest error by 1/(1 + λ̃),
+    # also where the plain iteration diverges.
+    digits = -math.log(torch.finfo(f.dtype).eps)
+    products = digits / math.log1p(strength)
+    if products > _MOST_PRODUCTS:
+        enough = 1.1 * math.expm1(digits / _MOST_PRODUCTS)  # a little more, so that it is enough as printed too
+        raise AcutanceError(
+            f"fidelity_limit of {A.shape[-1]} tokens at strength {strength:g} would need {products:.1e} products "
+            f"with A, more than {_MOST_PRODUCTS:,}; give a strength of {enough:.1e} or more, or at "
+            f"most {DENSE_TOKENS} tokens"
+        )
     u = f
-    for _ in range(steps):
+    for _ in range(math.ceil(products)):
         u = (A @ u + strength * f) / (1 + strength)
     return u
 

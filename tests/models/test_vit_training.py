@@ -143,17 +143,26 @@ def test_inductor_has_the_same_gradients():
 
 @pytest.mark.parametrize("mitigation", MITIGATIONS)
 def test_bfloat16_autocast_stays_within_its_precision(mitigation):
-    """bfloat16 carries 8 bits, so one rounding is 0.4 %; a dozen in a row must stay under 3 % in norm."""
+    """bfloat16 carries 8 bits, so one rounding is 0.4 %; a dozen in a row must stay under 3 % in norm.
+
+    A single parameter's gradient may be a small difference of large terms and keep their rounding: 5 % of its own
+    norm, and half a percent of the norm of all.
+    """
     model = seeded(mitigation, dtype=torch.float32)
+    scores = model(images(torch.float32)).detach()
     loss, exact = gradients(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        scores = model(images(torch.float32))
-        assert scores.dtype == torch.bfloat16
+        rounded_scores = model(images(torch.float32)).detach()
         rounded_loss, rounded = gradients(model)
+    assert rounded_scores.dtype == torch.bfloat16
+    assert (rounded_scores.float() - scores).norm() < 0.03 * scores.norm()
     assert abs(rounded_loss - loss) < 0.03 * loss
-    norm = torch.stack([g.square().sum() for g in exact.values()]).sum().sqrt()
-    error = torch.stack([(rounded[name] - g).square().sum() for name, g in exact.items()]).sum().sqrt()
-    assert error < 0.03 * norm
+    norms = {name: gradient.norm() for name, gradient in exact.items()}
+    errors = {name: (rounded[name] - gradient).norm() for name, gradient in exact.items()}
+    total = torch.stack(list(norms.values())).norm()
+    assert torch.stack(list(errors.values())).norm() < 0.03 * total
+    beyond = {name: error for name, error in errors.items() if error > 0.05 * norms[name] + 0.005 * total}
+    assert not beyond
 
 
 @pytest.mark.parametrize("mitigation", MITIGATIONS)

@@ -19,11 +19,26 @@ def zeros(*shape: int) -> torch.Tensor:
         ((2, 4, 5, 8), (2, 4, 5, 6), "batch or width"),
         ((2, 4, 5, 8), (2, 3, 5, 8), "no multiple of the heads of k"),
         ((2, 2, 5, 8), (2, 4, 5, 8), "no multiple of the heads of k"),
+        ((0, 4, 5, 8), (0, 4, 5, 8), r"at least one of each; got q \(0, 4, 5, 8\), k \(0, 4, 5, 8\)"),
+        ((2, 0, 5, 8), (2, 0, 5, 8), "at least one of each"),
+        ((2, 4, 5, 8), (2, 0, 5, 8), "at least one of each"),
+        ((2, 4, 0, 8), (2, 4, 5, 8), "at least one of each"),
+        ((2, 4, 5, 8), (2, 4, 0, 8), "at least one of each"),
+        ((2, 4, 5, 0), (2, 4, 5, 0), "at least one of each"),
     ],
 )
 def test_queries_and_keys_must_fit(q, k, message):
     with pytest.raises(ShapeError, match=message):
         AttentionOperator(zeros(*q), zeros(*k))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_queries_and_keys_are_floating_point(dtype):
+    good, bad = zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2, dtype=dtype)
+    with pytest.raises(AcutanceError, match=rf"q is {dtype}; .* give q.float\(\)"):
+        AttentionOperator(bad, good)
+    with pytest.raises(AcutanceError, match=rf"k is {dtype}; .* give k.float\(\)"):
+        AttentionOperator(good, bad)
 
 
 def test_symmetric_attention_is_square():
@@ -83,3 +98,7 @@ def test_devices_must_agree():
     A = AttentionOperator(zeros(1, 1, 5, 8), zeros(1, 1, 5, 8))
     with pytest.raises(AcutanceError, match="x is on meta, the queries on cpu"):
         A @ torch.zeros(1, 1, 5, 8, device="meta")
+    with pytest.raises(AcutanceError, match="k is on meta, the queries on cpu; move one of them"):
+        AttentionOperator(A.q, A.k.to("meta"))
+    with pytest.raises(AcutanceError, match="mask is on meta, the queries on cpu; move one of them"):
+        AttentionOperator(A.q, A.k, mask=torch.ones(1, 5, dtype=torch.bool, device="meta"))

@@ -4,9 +4,11 @@ import pytest
 import torch
 from operator_cases import KERNELS, MASKINGS, LargestTensor, largest_tensor_below
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from acutance.kernels import fused
 from acutance.operator import AttentionOperator
 
 TOKENS = 2048
@@ -98,12 +100,34 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_plain_attention_is_one_call(causal, key_heads):
-    # No mask, values as wide as the keys: exactly the operations of a bare SDPA, no copies.
+    # No mask, values as wide as the keys: exactly the operations of a bare SDPA, no copies but of grouped heads.
     q, k, _ = long_case("none", key_heads=key_heads, width=16)
     q, k, v = q[..., :64, :].requires_grad_(), k[..., :64, :].requires_grad_(), k[..., 64:128, :]
     with Operations() as bare:
-        expected = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        repeated = [x if key_heads == 2 else x.repeat_interleave(2, dim=1) for x in (k, v)]
+        expected = scaled_dot_product_attention(q, *repeated, is_causal=causal)
     with Operations() as ours:
         out = AttentionOperator(q, k, causal=causal).apply(v)
     assert torch.equal(out, expected)
     assert ours.names == bare.names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("masking", ["none", "keys", "causal"])
+def test_grouped_heads_are_left_to_sdpa_only_where_flash_takes_them(device, masking, dtype, monkeypatch):
+    # Anywhere else some version of PyTorch would answer with its quadratic back-end. Shapes only: no device needed.
+    calls = []
+
+    def bare(q, k, x, *, enable_gqa, **_):
+        calls.append((enable_gqa, k.size(1), x.size(1)))
+        return q
+
+    monkeypatch.setattr(fused, "scaled_dot_product_attention", bare)
+    monkeypatch.setattr(fused, "without_dead_rows", lambda mask: (mask, None))  # computes, hence would need the device
+    with FakeTensorMode():
+        q, k, x = (torch.empty(1, heads, 16, 8, dtype=dtype, device=device) for heads in (4, 2, 2))
+        mask = torch.ones(1, 1, 1, 16, dtype=torch.bool, device=device) if masking == "keys" else None
+        AttentionOperator(q, k, mask=mask, causal=masking == "causal") @ x
+    left_to_sdpa = device == "cuda" and masking != "keys" and dtype == torch.bfloat16
+    assert calls == [(True, 2, 2) if left_to_sdpa else (False, 4, 4)]

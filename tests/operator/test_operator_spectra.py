@@ -74,7 +74,7 @@ def test_symmetric_kernels_have_real_spectra_up_to_one(kernel, masking):
     same_set(values, numpy_spectrum(A), 1e-7)
 
 
-@pytest.mark.parametrize("kernel", ["softmax", "symmetric", "rbf", "linear"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_arnoldi_finds_the_eigenvalues_of_the_matrix(kernel, monkeypatch):
     c = make_case(kernel, "keys", tokens=600, width=16, sharpness=2.0)
     A = AttentionOperator(c.q[:1, :2], c.k[:1, :2], mask=c.mask[:1], kernel=kernel)
@@ -84,7 +84,7 @@ def test_arnoldi_finds_the_eigenvalues_of_the_matrix(kernel, monkeypatch):
         warnings.simplefilter("error")
         found, (highest, lowest) = A.eigenvalues(5), A.extreme_eigenvalues()
     close(found.abs(), np.abs(expected[..., :5]), 1e-8)
-    same_set(found[..., :1], expected[..., :1], 1e-8)
+    same_set(found, expected, 1e-8)  # in the complex plane, not in magnitude alone
     close(highest.real, expected.real.max(-1), 1e-8)
     close(lowest.real, expected.real.min(-1), 1e-8)
 

@@ -111,10 +111,10 @@ def _sdpa(
     q: Tensor, k: Tensor, x: Tensor, mask: Tensor | None, scale: float, dropout: float, causal: bool = False
 ) -> Tensor:
     heads = q.size(1)
-    # Grouped heads: on CUDA only the flash back-end knows them, and it knows neither masks nor float32.
-    grouped = k.size(1) == x.size(1) != heads and (
-        q.device.type == "cpu" or (mask is None and q.dtype != torch.float32)
-    )
+    # Grouped heads: of the linear-memory back-ends only flash on CUDA knows them in every version of PyTorch (older
+    # CPU ones fall back to the whole matrix), and it knows neither masks nor float32. Elsewhere, repeat the heads.
+    knows_groups = q.device.type == "cuda" and mask is None and q.dtype != torch.float32
+    grouped = knows_groups and k.size(1) == x.size(1) != heads
     if not grouped:
         k, x = repeat_heads(k, heads), repeat_heads(x, heads)
     dead = None
