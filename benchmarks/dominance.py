@@ -5,8 +5,9 @@
 
 `random`: ViT-B/16 as initialised (the paper: 100/0), on images from an .npz (array `images`, (n, 3, 224, 224), already
 normalised) or, without one, on normal noise. `trained`: the demo's 12-layer ViT on the embedded digits, plain, ViT⁺
-and ViT⁻, each explained on the test images before and after training. Every run adds rows to a CSV, and a JSON with
-the figures per layer and head, the hardware, the versions and the command, in docs/evidence.
+and ViT⁻, each explained on the test images before and after training. Both write a CSV, and a JSON with the
+figures per layer and head, the hardware, the versions and the command, in docs/evidence; the files of an earlier call
+are rewritten.
 """
 
 import argparse
@@ -61,7 +62,7 @@ def load_images(arguments: argparse.Namespace) -> tuple[Tensor, str]:
 
 def trained_rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, Spectrum]]:
     train, test = (Split(s.images.to(arguments.device), s.labels.to(arguments.device)) for s in digits())
-    config = replace(DemoConfig(), depth=arguments.depth, epochs=arguments.epochs)
+    config = demo_config(arguments)
     images = [batch for batch, _ in test.batches(arguments.batch)]
     images = images[: max(1, arguments.samples // arguments.batch)]
     for seed in range(arguments.seeds):
@@ -74,6 +75,10 @@ def trained_rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, Spectrum]
                 pass
             trained = {"state": "trained", "epochs": config.epochs, "train_seconds": time.perf_counter() - start}
             yield explained(model, images, {**about, **trained, "accuracy": evaluate(model, test)})
+
+
+def demo_config(arguments: argparse.Namespace) -> DemoConfig:
+    return replace(DemoConfig(), depth=arguments.depth, epochs=arguments.epochs)
 
 
 def build(spec: str | None, seed: int, config: DemoConfig) -> ViT:
@@ -139,7 +144,7 @@ def write(rows: list[Row], layers: list[list[Row]], arguments: argparse.Namespac
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
         "threads": torch.get_num_threads(),
         "versions": {"acutance": ac.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "demo": asdict(DemoConfig()) if arguments.which == "trained" else None,
+        "demo": asdict(demo_config(arguments)) if arguments.which == "trained" else None,
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"dominance-{arguments.which}"

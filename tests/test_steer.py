@@ -1,18 +1,21 @@
 """Folding a steered model into a plain one, and the bound beyond which a negative spectrum smooths."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 
 from acutance.errors import AcutanceError, AcutanceWarning
+from acutance.explain import explain
 from acutance.metrics import hfc_lfc_frobenius
 from acutance.mitigate import mitigate
 from acutance.mitigations import spectra
 from acutance.models import ViT, from_checkpoint, save_checkpoint
 from acutance.operator import AttentionOperator
 from acutance.sites import find
-from acutance.steer import check_spectrum, fold, sharpening_bound
+from acutance.spectral_theory import layer_smooths, sharpening_bound
+from acutance.steer import check_spectrum, fold
 
 TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
 
@@ -74,11 +77,16 @@ def test_the_steered_model_is_left_alone():
 
 
 def test_a_folded_model_can_be_steered_again():
+    """The constant that the biases add stays too, although W_proj is another."""
     plain = fold(make("eigen:negative,spectrum=clipped"))
-    output = plain(images())
+    assert all(site.value_bias().abs().max() > 0.1 for site in find(plain))
+    output, state = plain(images()), copy.deepcopy(plain.state_dict())
     handle = mitigate(plain, "eigen:negative,basis=polar,spectrum=clipped")
     assert max(handle.distances) < 1e-12
-    torch.testing.assert_close(plain(images()), output, rtol=0, atol=0.5)  # same H; heads may own other pairs
+    assert not torch.equal(plain.blocks[0].attn.proj.bias, state["blocks.0.attn.proj.bias"])
+    torch.testing.assert_close(plain(images()), output, rtol=0, atol=1e-10)
+    handle.remove()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in plain.state_dict().items())
 
 
 def test_without_an_eigen_there_is_nothing_to_fold():
@@ -115,8 +123,18 @@ def test_beyond_the_bound_a_negative_square_smooths_and_within_it_sharpens():
     assert -2 <= bound < -1
     assert ratio_after(A, one_layer((-1.1 * bound) ** 0.5)) < 1e-8
     assert ratio_after(A, one_layer((-0.9 * bound) ** 0.5)) > 1
-    one_too_many = torch.full((12,), 0.5).index_fill(0, torch.tensor([7]), (-1.1 * bound + 1) ** 0.5)
-    assert ratio_after(A, one_layer(one_too_many)) < 1e-8  # one eigenvalue is enough
+
+
+@pytest.mark.parametrize(("factor", "smooths"), [(0.9, False), (1.1, False), (1.5, True), (2.0, True)])
+def test_the_bound_is_for_one_eigenvalue_and_a_layer_smooths_by_all_of_them(factor, smooths):
+    """One λ beyond the bound, the others −0.25: |1 + λ| must also beat |1 − 0.25 μ_min|."""
+    mu_min = 0.133  # all eigenvalues of A but μ = 1
+    A = mu_min * torch.eye(12, dtype=torch.float64) + (1 - mu_min) / 12
+    lam = torch.full((12,), -0.25, dtype=torch.float64)
+    lam[7] = factor * sharpening_bound(mu_min)
+    assert layer_smooths(lam, mu_min) == smooths
+    after = ratio_after(A, one_layer((-lam).sqrt()))
+    assert after < 1e-8 if smooths else after > 1
 
 
 @pytest.mark.parametrize("spectrum", ["bounded", "clipped"])
@@ -143,12 +161,35 @@ def test_a_spectrum_beyond_the_bound_is_warned_of():
     model = make("eigen:negative")
     for site in find(model):
         site.mitigation.psi.data.fill_(1.0)
+        site.pre_norm().weight.data.fill_(1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert check_spectrum(model) == {}
         assert check_spectrum(make()) == {}
     find(model)[1].mitigation.psi.data[3] = 1.5
-    with pytest.warns(AcutanceWarning, match=r"−2/\(1 \+ μ_min\) = -2 smooth.*layers 2 \(λ = -2.25\)"):
+    message = r"layers 2 \(λ = -2.25\) cross the bound −2/\(1 \+ μ_min\) = -2: for that.*smoothing as a whole: 2"
+    with pytest.warns(AcutanceWarning, match=message):
         assert check_spectrum(model) == {2: pytest.approx(-2.25)}
     with pytest.warns(AcutanceWarning, match="= -1.33"):
         check_spectrum(model, mu_min=0.5)
+    find(model)[1].mitigation.psi.data.fill_(0.1)
+    find(model)[1].mitigation.psi.data[3] = 1.95**0.5
+    with pytest.warns(AcutanceWarning, match="smoothing as a whole: none"):
+        assert check_spectrum(model, mu_min=0.5) == {2: pytest.approx(-1.95)}
+
+
+@pytest.mark.parametrize("where", ["norm", "layer scale"])
+def test_the_effective_spectrum_is_the_one_that_is_checked(where):
+    """A bounded Λ under a LayerNorm or LayerScale that multiplies it by 2.5, as explain sees it."""
+    model = make("eigen:negative,spectrum=bounded", layer_scale=1.0)
+    for site in find(model):
+        site.mitigation.psi.data.fill_(3.0)
+        site.pre_norm().weight.data.fill_(1.0)
+        site.branch_gain().data.fill_(1.0)
+    assert check_spectrum(model) == {}
+    site = find(model)[2]
+    (site.pre_norm().weight if where == "norm" else site.branch_gain()).data.fill_(2.5)
+    with pytest.warns(AcutanceWarning):
+        found, (_, _, explained) = check_spectrum(model), explain(model, progress=False).layers
+    assert found == {3: pytest.approx(-2.5 * torch.tensor(3.0).sigmoid().item())}
+    assert found[3] == pytest.approx(explained.spectrum.real.min())

@@ -96,8 +96,20 @@ def limit_ratio(u: Tensor) -> float:
 
 
 def sharpening_bound(mu_min: float) -> float:
-    """−2/(1 + μ_min): for λ between this and 0, μ_min beats μ = 1. Below it a negative λ smooths again."""
+    """−2/(1 + μ_min): for λ between this and 0, μ_min beats μ = 1; for λ below it μ = 1 beats μ_min.
+
+    This compares the two at one and the same λ. Whether a layer smooths depends on all its λ: `layer_smooths`.
+    """
     return -2 / (1 + mu_min) if mu_min > -1 else -math.inf
+
+
+def layer_smooths(lam: Tensor, mu_min: float) -> bool:
+    """Whether max_j |1 + λ_j| > max_j |1 + λ_j μ_min|: the constant family wins over all λ of a layer together.
+
+    Exact for every λ, complex ones too, if the eigenvalues of A are real and μ_min is the smallest: |1 + λμ| is convex
+    in μ, so no μ in between beats both ends.
+    """
+    return bool((1 + lam).abs().max() > (1 + lam * mu_min).abs().max())
 
 
 def beats_constant(lam: Tensor, mu: Tensor) -> Tensor:
@@ -138,6 +150,10 @@ def fold_pre_norm(H: Tensor, weight: Tensor | float) -> Tensor:
 
 def pre_norm_power(lam: Tensor, mu: Tensor) -> float:
     """The exponent of depth with which ‖HFC‖/‖LFC‖ falls under Pre-LN, for real λ (the largest positive) and μ.
+
+    It holds for an H that has the channel mean as an eigenvector of eigenvalue 0 (the norm's centring then changes
+    nothing), starting where one side of that direction wins. For a generic H measured exponents scatter around it,
+    and two groups of tokens that point opposite ways can persist.
 
     The norm makes each layer add tokens of a fixed size. Constant tokens along the largest λ grow like depth, another
     mode (j, i) by the factor 1 + λ_jμ_i/(λ_max·depth) a layer; so the ratio falls like depth to the power

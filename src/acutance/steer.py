@@ -6,12 +6,14 @@ import copy
 import warnings
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from acutance import sites
 from acutance.errors import AcutanceError, AcutanceWarning
+from acutance.explain.weights import layer_spectrum
 from acutance.mitigations import Chain, Eigen, Mitigation, eigen_of
-from acutance.spectral_theory import sharpening_bound
+from acutance.spectral_theory import layer_smooths, sharpening_bound
 
 __all__ = ["check_spectrum", "fold", "sharpening_bound"]
 
@@ -35,24 +37,29 @@ def fold(model: Model) -> Model:
 
 
 def check_spectrum(model: nn.Module, mu_min: float = 0.0) -> dict[int, float]:
-    """Warn of layers with an `Eigen` whose eigenvalues lie beyond `sharpening_bound(mu_min)` and so smooth.
+    """Warn of layers with an `Eigen` that have eigenvalues beyond `sharpening_bound(mu_min)`.
+
+    For such an eigenvalue μ = 1 beats μ_min; the warning says whether the layer smooths by that. The spectrum is
+    that of the effective H, as `explain` has it: the pre-norm's weight and LayerScale are folded in.
 
     Args:
-        model: any model; layers without `Eigen` are not looked at.
+        model: any model `acutance.sites.find` knows; layers without `Eigen` are not looked at.
         mu_min: the smallest eigenvalue of attention; 0 is where softmax over many tokens has it.
 
     Returns:
-        The smallest eigenvalue of each layer that crosses the bound, by layer.
+        The smallest eigenvalue (real part) of each layer that crosses the bound, by layer.
     """
     bound = sharpening_bound(mu_min)
-    eigens = [module for module in model.modules() if isinstance(module, Eigen) and module.shape is not None]
-    smallest = {eigen.shape.layer: eigen.eigenvalues().min().item() for eigen in eigens if eigen.shape is not None}
-    crossing = {layer: value for layer, value in smallest.items() if value < bound}
+    steered = [site for site in sites.find(model) if eigen_of(site.mitigation) is not None]
+    spectra = {site.layer: torch.from_numpy(layer_spectrum(site, whole=True).spectrum) for site in steered}
+    crossing = {layer: low for layer, lam in spectra.items() if (low := lam.real.min().item()) < bound}
     if crossing:
-        listed = ", ".join(f"{layer} (λ = {value:.3g})" for layer, value in crossing.items())
+        listed = ", ".join(f"{layer} (λ = {low:.3g})" for layer, low in crossing.items())
+        smoothing = ", ".join(str(layer) for layer in crossing if layer_smooths(spectra[layer], mu_min))
         warnings.warn(
-            f"eigenvalues below −2/(1 + μ_min) = {bound:.3g} smooth although they are negative: layers {listed}. "
-            "spectrum='bounded' or 'clipped' keeps the bound",
+            f"layers {listed} cross the bound −2/(1 + μ_min) = {bound:.3g}: for that eigenvalue μ = 1 beats μ_min. "
+            f"Of these, smoothing as a whole: {smoothing or 'none'}. "
+            "spectrum='bounded' or 'clipped' keeps Λ in [−1, 0]",
             AcutanceWarning,
             stacklevel=2,
         )

@@ -11,7 +11,8 @@ from spectrum_worlds import DIM, set_branch, small_vit
 
 import acutance as ac
 from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.explain import Spectrum
+from acutance.explain import Share, Spectrum
+from acutance.explain.run import warn_beyond_bound
 from acutance.models import ViT
 from acutance.report.spectra import SHARPENING, SMOOTHING
 
@@ -57,9 +58,51 @@ def test_a_majority_makes_the_verdict(read: Spectrum) -> None:
         assert replace(layer, dominance=replace(layer.dominance, predicted=share)).verdict == verdict
 
 
-def test_wide_layers_are_judged_by_their_heads(model: ViT) -> None:
+def test_one_eigenvalue_beyond_the_bound_need_not_make_the_layer_smooth(model: ViT) -> None:
+    """The bound compares μ = 1 and μ_min at one λ; 1 + 0 of another is larger than |1 − 1.9|."""
+    H = torch.diag(torch.tensor([-1.9] + [0.0] * (DIM - 1)))
+    set_branch(model, 1, H)
+    found = ac.explain(model, progress=False)[1]
+    dominance = ac.explain(model, [torch.randn(2, 1, 8, 8)], progress=False)[1].dominance
+    sharp = replace(dominance, mu_min_highest=np.full(2, 0.133), predicted=Share(0.0, 1.0))
+    with pytest.warns(AcutanceWarning, match="for that eigenvalue μ = 1 beats μ_min, though the layer does not smooth"):
+        warn_beyond_bound(replace(found, dominance=sharp))
+    set_branch(model, 1, -2.5 * torch.eye(DIM))
+    with pytest.warns(AcutanceWarning, match="μ = 1 beats μ_min, and the layer smooths"):
+        ac.explain(model, progress=False)
+
+
+def test_heads_do_not_decide_for_a_wide_layer(model: ViT) -> None:
+    """Two heads with eigenvalues 0.5 and −1.9 whose sum has −0.9 and −0.5."""
+    eye = torch.eye(DIM // 2)
+    set_branch(model, 1, torch.cat([torch.cat([0.5 * eye, 1.2 * eye], 1), torch.cat([-7 / 6 * eye, -1.9 * eye], 1)]))
+    batches = [torch.randn(2, 1, 8, 8)]
+    for data in (None, batches):
+        by_head, whole = (ac.explain(model, data, whole=w, progress=False)[1] for w in (False, True))
+        np.testing.assert_allclose(by_head.heads, [[0.5] * 6, [-1.9] * 6], atol=1e-6)
+        assert by_head.smoothing_gain == pytest.approx(1.5)  # which would have said "smoothing"
+        assert by_head.verdict == "unknown"
+        assert "whole=True" in by_head.reason
+        assert whole.verdict == "sharpening"
+    assert by_head.dominance.predicted is None
+    assert math.isnan(by_head.dominance.branch.agreement)
+    assert by_head.dominance.branch.fell == whole.dominance.branch.fell
+
+
+def test_one_head_is_the_whole() -> None:
+    model = small_vit(heads=1, depth=1)
+    set_branch(model, 1, -0.5 * torch.eye(DIM))
+    for data in (None, [torch.randn(2, 1, 8, 8)]):
+        found = ac.explain(model, data, whole=False, progress=False)[1]
+        assert found.verdict == "sharpening"
+    assert found.dominance.predicted == Share(0.0, 1.0)
+
+
+def test_wide_layers_count_by_head_without_a_verdict(model: ViT) -> None:
     spectrum = ac.explain(model, [torch.randn(2, 1, 8, 8)], whole=False, progress=False)
-    assert [layer.verdict for layer in spectrum.layers] == ["smoothing", "sharpening", "neutral"]
+    assert [layer.verdict for layer in spectrum.layers] == ["unknown"] * 3
+    assert "3 unknown" in spectrum.summary()
+    assert "No prediction" in spectrum.summary()
     assert spectrum.share() == spectrum.share("heads")
     with pytest.raises(AcutanceError, match="whole=True"):
         spectrum.share("whole")

@@ -181,6 +181,14 @@ def test_beyond_the_bound_negative_eigenvalues_smooth_again(factor: float, smoot
     assert repeat(normal(TOKENS, WIDTH), H.mT, A, layers=3000).converged()["input"] == smooths
 
 
+@given(lam=st.lists(real, min_size=1, max_size=4), mu=st.lists(unit, min_size=1, max_size=4))
+def test_a_layer_smooths_by_all_its_eigenvalues(lam: list[float], mu: list[float]) -> None:
+    values, others = torch.tensor(lam, dtype=torch.complex128) * (1 + 0.5j), torch.tensor([*mu, 1.0]).double()
+    rate = theory.smoothing_rate(values, others)
+    if abs(rate - 1) > 1e-9:
+        assert theory.layer_smooths(values, min(mu)) == (rate < 1)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     lam=st.lists(st.floats(-1, 0), min_size=WIDTH, max_size=WIDTH), seed=st.integers(0, 999), sharp=st.floats(0.1, 5)

@@ -298,6 +298,25 @@ def test_what_was_trained_besides_stays_when_it_goes():
     assert torch.equal(model.blocks[0].attn.qkv.weight, torch.cat([rows, value]))
 
 
+def test_what_the_projection_bias_has_learnt_stays_when_it_goes():
+    model = trained()
+    bias = model.blocks[0].attn.proj.bias
+    before = bias.detach().clone()
+    handle = mitigate(model, "eigen")
+    bias.data += 1
+    handle.remove()
+    torch.testing.assert_close(bias.detach(), before + 1, rtol=0, atol=1e-12)
+
+
+def test_a_branch_that_does_nothing_has_a_distance():
+    model = trained()
+    model.blocks[0].attn.proj.weight.data.zero_()
+    for spec, most in (("eigen:negative,spectrum=clipped", 0.0), ("eigen:negative,spectrum=bounded", 0.01)):
+        handle = mitigate(model, spec, layers=[1])
+        assert 0 <= handle.distances[0] <= most
+        handle.remove()
+
+
 def test_some_layers_only_and_frozen_weights_stay_frozen():
     model = trained()
     model.blocks[1].attn.proj.weight.requires_grad_(False)

@@ -40,7 +40,7 @@ class Outcome:
     """What HFC/LFC (spectral norm, all tokens) did from one place to the next, against the prediction."""
 
     fell: float  # share of samples in which it fell: smoothed
-    agreement: float  # share of samples in which it did what the dominating family says
+    agreement: float  # share of samples in which it did what the dominating family says; NaN without a prediction
     change: float  # mean of log(after / before); negative is smoothing
 
     @property
@@ -59,7 +59,7 @@ class Dominance:
     mu_min_highest: NDArray[np.float64]
     heads: tuple[Share, ...]  # I + H_h⊗A_h, each head with its own part of H
     whole: tuple[Share, ...] | None  # I + H⊗A_h, each head's attention with the layer's whole H
-    predicted: Share  # for the layer: the largest over all heads, once per sample
+    predicted: Share | None  # for the layer, once per sample; None for several heads without the whole H
     branch: Outcome  # X → X + attention branch
     block: Outcome  # X → the block's output
 
@@ -74,8 +74,9 @@ class Dominance:
         shares = {
             name: None if data[name] is None else tuple(Share(**s) for s in data[name]) for name in ("heads", "whole")
         }
+        predicted = None if data["predicted"] is None else Share(**data["predicted"])
         outcomes = {name: Outcome(**{k: float(v) for k, v in data[name].items()}) for name in ("branch", "block")}
-        return cls(**{**data, **arrays, **shares, **outcomes, "predicted": Share(**data["predicted"])})
+        return cls(**{**data, **arrays, **shares, **outcomes, "predicted": predicted})
 
 
 def growth(z: Any) -> Any:
@@ -132,9 +133,11 @@ class LayerReader:
         self, heads: NDArray[np.complex128], whole: NDArray[np.complex128] | None, gain: Tensor | None
     ) -> None:
         self.corners = {"heads": corners(heads)} | ({} if whole is None else {"whole": corners(whole[None])})
+        # The spectra of several heads say nothing certain of their sum, so they make no prediction.
+        self.deciding = "whole" if whole is not None else "heads" if len(heads) == 1 else None
         self.gain = gain
-        self.tokens = self.predicted = torch.empty(0)
-        self.before = torch.empty(0)
+        self.tokens = self.before = torch.empty(0)
+        self.predicted: Tensor | None = None
         self.count = 0
         self.sums: dict[str, Tensor] = {}
         self.lowest = self.highest = torch.empty(0)
@@ -146,17 +149,19 @@ class LayerReader:
     def attend(self, A: AttentionOperator, branch: Tensor) -> None:
         """The attention branch is done: who dominates, and what do the tokens do?"""
         others = other_eigenvalues(A)
-        for scope, points in self.corners.items():  # the whole H comes last: where known, it makes the prediction
+        for scope, points in self.corners.items():
             points = points.to(others.device)
             smoothing, other = family_growths(points, others)
             size = points.abs().amax()
             lean = leaning(smoothing, other, size)
             self._add(f"{scope} smoothing", lean > 0)
             self._add(f"{scope} sharpening", lean < 0)
-            # All heads share the constant vector, so the layer's own μ = 1 family is the largest over heads.
-            self.predicted = leaning(smoothing.amax(1), other.amax(1), size)
-        self._add("predicted smoothing", self.predicted > 0)
-        self._add("predicted sharpening", self.predicted < 0)
+            if scope == self.deciding:
+                # All heads share the constant vector: on constant tokens the layer is exactly I + H. On the others it
+                # is I + Σ H_h⊗A_h, and the largest |1 + λμ| over the heads' A_h stands in for its largest eigenvalue.
+                self.predicted = leaning(smoothing.amax(1), other.amax(1), size)
+                self._add("predicted smoothing", self.predicted > 0)
+                self._add("predicted sharpening", self.predicted < 0)
         self._keep_smallest(others.real.amin(-1))
         self._compare("branch", self.tokens + (branch if self.gain is None else self.gain * branch))
 
@@ -175,7 +180,11 @@ class LayerReader:
             return tuple(Share(float(a), float(b)) for a, b in pairs)
 
         def outcome(place: str) -> Outcome:
-            return Outcome(*(float(means[f"{place} {what}"]) for what in ("fell", "agreement", "change")))
+            return Outcome(*(float(means.get(f"{place} {what}", math.nan)) for what in ("fell", "agreement", "change")))
+
+        def predicted() -> Share | None:
+            pair = [float(means[name]) for name in ("predicted smoothing", "predicted sharpening") if name in means]
+            return Share(*pair) if pair else None
 
         return Dominance(
             samples=self.count,
@@ -184,7 +193,7 @@ class LayerReader:
             mu_min_highest=self.highest.cpu().numpy(),
             heads=shares("heads"),
             whole=shares("whole") if "whole" in self.corners else None,
-            predicted=Share(float(means["predicted smoothing"]), float(means["predicted sharpening"])),
+            predicted=predicted(),
             branch=outcome("branch"),
             block=outcome("block"),
         )
@@ -193,7 +202,8 @@ class LayerReader:
         change = torch.log(hfc_lfc_spectral(tokens) / self.before).double()
         moved = leaning(-change, torch.zeros_like(change), 1.0)
         self._add(f"{place} fell", moved > 0)
-        self._add(f"{place} agreement", moved == self.predicted)
+        if self.predicted is not None:
+            self._add(f"{place} agreement", moved == self.predicted)
         self._add(f"{place} change", change)
 
     def _keep_smallest(self, mu_min: Tensor) -> None:

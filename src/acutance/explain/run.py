@@ -42,7 +42,7 @@ def explain(
         batches: as `measure` takes them; None reads the weights only.
         norm: "fold" the pre-norm's weight γ into H (H_eff = W_proj W_V diag(γ)), or "ignore" it.
         whole: whether the eigenvalues of the whole H are found too, beside those of the heads; by default up to
-            1024 channels, as it takes minutes a layer at 4096.
+            1024 channels, as it takes minutes a layer at 4096. Without it a layer of several heads has no verdict.
         progress: show progress bars.
     """
     if norm not in ("fold", "ignore"):
@@ -60,7 +60,7 @@ def explain(
         context["samples"] = first.samples
         context["read"] = "HFC/LFC in the spectral norm, all tokens; A in evaluation mode"
     for layer in layers:
-        _warn_beyond_bound(layer)
+        warn_beyond_bound(layer)
     return Spectrum(tuple(layers), context)
 
 
@@ -130,11 +130,14 @@ def _acts_beside(mitigation: Mitigation) -> bool:
     return any(getattr(cls, hook) is not getattr(Mitigation, hook) for hook in ("values", "output", "features"))
 
 
-def _warn_beyond_bound(layer: LayerSpectrum) -> None:
+def warn_beyond_bound(layer: LayerSpectrum) -> None:
+    """Say that a negative spectrum has left the interval in which μ_min beats μ = 1."""
     if layer.crosses_bound:
+        outcome = "and the layer smooths" if layer.verdict == "smoothing" else "though the layer does not smooth by it"
         warnings.warn(
             f"layer {layer.layer}: the negative spectrum of H reaches {layer.spectrum.real.min():.3g}, beyond "
-            f"−2/(1+μ_min) = {layer.bound:.3g}: there it smooths again. Bound it, e.g. with a bounded Eigen spectrum",
+            f"−2/(1+μ_min) = {layer.bound:.3g}: for that eigenvalue μ = 1 beats μ_min, {outcome}. "
+            "Bound it, e.g. with a bounded Eigen spectrum",
             AcutanceWarning,
             stacklevel=3,
         )

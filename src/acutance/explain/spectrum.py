@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from acutance.errors import AcutanceError
 from acutance.explain.dominance import Dominance, Outcome, Share
-from acutance.explain.verdict import LayerSpectrum
+from acutance.explain.verdict import LayerSpectrum, Verdict
 from acutance.files import atomic_write
 
 if TYPE_CHECKING:
@@ -81,14 +82,19 @@ class Spectrum:
     def summary(self) -> str:
         """The model in a sentence or three."""
         verdicts = [layer.verdict for layer in self.layers]
-        counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("smoothing", "sharpening", "neutral") if v in verdicts)
+        counts = ", ".join(f"{verdicts.count(v)} {v}" for v in get_args(Verdict) if v in verdicts)
         text = f"{len(verdicts)} layers: {counts}."
         if not self.has_data:
             return f"{text} Weights only: μ_min of A taken as 0."
         branch, block = self.outcome("branch"), self.outcome("block")
-        return (
+        text = (
             f"{text} μ = 1 / other μ dominate in {self.share()} % of samples, layers and heads "
-            f"({self.share('heads')} % head by head). The prediction agrees with HFC/LFC across the attention branch "
+            f"({self.share('heads')} % head by head)."
+        )
+        if math.isnan(branch.agreement):
+            return f"{text} No prediction: not every layer has a verdict."
+        return (
+            f"{text} The prediction agrees with HFC/LFC across the attention branch "
             f"in {branch.agreement:.1%} (base rate {branch.base_rate:.1%}), across the block in "
             f"{block.agreement:.1%} (base rate {block.base_rate:.1%})."
         )
@@ -159,7 +165,7 @@ class Spectrum:
         if outside := self.context.get("outside H"):
             notes.append(f"{outside} acts beside H⊗A and is not in the spectra")
         if any(layer.eigenvalues is None for layer in self.layers):
-            notes.append("H is wide: its heads' eigenvalues stand for it")
+            notes.append("H is wide: the eigenvalues shown are its heads'")
         return "; ".join(notes)
 
 
@@ -184,7 +190,7 @@ def _data_cells(dominance: Dominance) -> dict[str, str]:
         return str(Share(*np.mean(pairs, axis=0).tolist()))
 
     def outcome(found: Outcome) -> str:
-        return f"{found.agreement:.0%} ({found.base_rate:.0%})"
+        return "–" if math.isnan(found.agreement) else f"{found.agreement:.0%} ({found.base_rate:.0%})"
 
     return {
         "μ_min": f"{dominance.mu_min.mean():.3f}",

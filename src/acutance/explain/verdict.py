@@ -8,10 +8,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from acutance.explain.dominance import TIE, Dominance, growth
+from acutance.explain.dominance import TIE, Dominance, Share, growth
 from acutance.spectral_theory import sharpening_bound
 
-Verdict = Literal["smoothing", "sharpening", "neutral"]
+Verdict = Literal["smoothing", "sharpening", "neutral", "unknown"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +28,13 @@ class LayerSpectrum:
 
     @property
     def spectrum(self) -> NDArray[np.complex128]:
-        """The eigenvalues the verdict rests on: of the whole H where known, else of all heads."""
+        """Of the whole H where known, else of all heads."""
         return self.heads.ravel() if self.eigenvalues is None else self.eigenvalues
+
+    @property
+    def decides(self) -> bool:
+        """Whether `spectrum` is that of the whole H: the spectra of several heads do not determine it."""
+        return self.eigenvalues is not None or len(self.heads) == 1
 
     @property
     def smoothing_gain(self) -> float:
@@ -59,14 +64,16 @@ class LayerSpectrum:
 
     @property
     def crosses_bound(self) -> bool:
-        """Whether a spectrum without positive eigenvalues reaches so far down that it smooths again."""
+        """Whether a spectrum without positive eigenvalues has one below the bound: for that one μ = 1 beats μ_min."""
         real = self.spectrum.real
         rounding = TIE * float(np.abs(self.spectrum).max())
-        return bool(real.max() <= rounding and real.min() < self.bound)
+        return bool(self.decides and real.max() <= rounding and real.min() < self.bound)
 
     @property
     def verdict(self) -> Verdict:
         """The family that dominates I + H⊗A: in most samples, or without data if A's smallest eigenvalue is 0."""
+        if not self.decides:
+            return "unknown"
         smoothing, sharpening = self._shares()
         if max(smoothing, sharpening) <= 0.5:
             return "neutral"
@@ -75,11 +82,14 @@ class LayerSpectrum:
     @property
     def reason(self) -> str:
         """The verdict in words."""
-        return self._from_data(self.dominance) if self.dominance is not None else self._from_weights()
+        if not self.decides:
+            return "the spectra of the heads do not decide for their sum: explain(…, whole=True) finds that of H"
+        share = None if self.dominance is None else self.dominance.predicted
+        return self._from_weights() if share is None else self._from_data(share)
 
     def _shares(self) -> tuple[float, float]:
-        if self.dominance is not None:
-            return self.dominance.predicted.smoothing, self.dominance.predicted.sharpening
+        if self.dominance is not None and (share := self.dominance.predicted) is not None:
+            return share.smoothing, share.sharpening
         lead = growth(self.spectrum).max()  # against 0, which is |1 + λμ|² − 1 at μ = 0
         tie = abs(lead) <= TIE * np.abs(self.spectrum).max()
         return (0.0, 0.0) if tie else (float(lead > 0), float(lead < 0))
@@ -95,8 +105,7 @@ class LayerSpectrum:
         }
         return f"{self._gain()} {words[self.verdict]}{self._crossing()}"
 
-    def _from_data(self, dominance: Dominance) -> str:
-        share = dominance.predicted
+    def _from_data(self, share: Share) -> str:
         families = {
             "smoothing": f"μ = 1 in {share.smoothing:.0%}",
             "sharpening": f"μ ≠ 1 in {share.sharpening:.0%}",

@@ -65,7 +65,7 @@ class Mitigation(nn.Module):
     name: ClassVar[str] = ""
     positional: ClassVar[str | None] = None  # the option that stands without its key right after the colon
     shape: LayerShape | None = None  # set once built for a layer
-    distance: float | None = None  # ‖H − H₀‖/‖H₀‖ where putting it into a trained layer replaced the layer's H₀
+    distance: float | None = None  # ‖H − H₀‖/‖H₀‖ (‖H‖ if H₀ = 0) where it replaced the H₀ of a trained layer
 
     def build(self, shape: LayerShape) -> None:
         """Create the parameters of one layer."""

@@ -20,14 +20,15 @@ BasisName = Literal["qr", "polar", "cayley", "householder", "inverse"]
 class Eigen(Mitigation):
     """H = V Λ Vᵀ with the signs of Λ decided in advance: ViT⁻ and ViT⁺ (https://arxiv.org/abs/2401.04301).
 
-    In the paper's letters W_V = V and W_proj = Λ Vᵀ, made from Θ and ψ at every forward; the biases stay. Columns of
-    V are shared out among the heads in order, so the H of a head has its own part of Λ as its eigenvalues, and the
-    heads' terms add up to H.
+    In the paper's letters W_V = V and W_proj = Λ Vᵀ, made from Θ and ψ at every forward; the biases stay, but see
+    below. Columns of V are shared out among the heads in order, so the H of a head has its own part of Λ as its
+    eigenvalues, and the heads' terms add up to H.
 
     The one mitigation that does not start at the identity: a trained layer starts from the *closest* admissible H
-    (the symmetric part of its H, eigenvalues clipped), and `distance` tells how far that is. A new layer starts from
-    the eigenvectors of the symmetric part of the H it was initialised with, the eigenvalues given the sign asked
-    for and scaled to the Frobenius norm of that H; no random number is drawn.
+    (the symmetric part of its H, eigenvalues clipped), and `distance` tells how far that is. The
+    constant W_proj b_V that the values' bias adds to every token stays: the projection's bias makes up for the new
+    W_proj. A new layer starts from the eigenvectors of the symmetric part of the H it was initialised with, the
+    eigenvalues given the sign asked for and scaled to the Frobenius norm of that H; no random number is drawn.
 
     Args:
         sign: of the eigenvalues. Negative sharpens (ViT⁻), positive smooths (ViT⁺), free is both.
@@ -53,6 +54,7 @@ class Eigen(Mitigation):
             if getattr(self, name) not in get_args(known):
                 raise AcutanceError(f"eigen: {name} must be {_either(get_args(known))}, not {getattr(self, name)!r}")
         self._plain: tuple[Tensor, Tensor] | None = None  # what a trained layer had
+        self._biases: tuple[Tensor, Tensor] | None = None  # of its projection, before and after parametrise
 
     def build(self, shape: LayerShape) -> None:
         """Θ and ψ of one layer, which `parametrise` fills from the layer's own weights."""
@@ -73,12 +75,14 @@ class Eigen(Mitigation):
         if self._layer.pretrained:
             copies = (weight.detach().clone().requires_grad_(weight.requires_grad) for weight in (value, projection))
             self._plain = next(copies), next(copies)
+            self._keep_constant(site, projection)
         site.release_weights()
 
     def unparametrise(self, site: Any) -> None:
         """Give a trained layer back what it had, a new one what it has now."""
         site.own_weights(*(self._plain or self.weights()))
-        self._plain = None
+        self._restore_bias(site)
+        self._plain = self._biases = None
 
     def weights(self) -> Weights:
         """W_V and W_proj in torch's layout: Vᵀ and V Λ."""
@@ -114,7 +118,27 @@ class Eigen(Mitigation):
         if self._layer.pretrained:
             value, projection = self.weights()
             after = _double(projection) @ _double(value)
-            self.distance = float((after - before).norm() / before.norm())
+            size = float(before.norm()) or 1.0  # a layer whose H was 0 has moved by the new ‖H‖
+            self.distance = float((after - before).norm()) / size
+
+    @torch.no_grad()
+    def _keep_constant(self, site: Any, projection: Tensor) -> None:
+        """Rows of A sum to one, so a layer adds W_proj b_V to every token whatever A is: it must not move."""
+        constant, bias = site.value_bias(), site.projection_bias()
+        if constant is None or bias is None or bias.is_meta:
+            return
+        before = bias.clone()
+        moved = _double(projection) - _double(self.weights()[1])
+        bias.copy_(_double(bias) + moved @ _double(constant))
+        self._biases = before, bias.clone()
+
+    @torch.no_grad()
+    def _restore_bias(self, site: Any) -> None:
+        """Bit by bit if nothing happened to it; what it has learnt since stays."""
+        if self._biases is None:
+            return
+        bias, (before, after) = site.projection_bias(), (old.to(site.projection_bias()) for old in self._biases)
+        bias.copy_(before if torch.equal(bias, after) else bias + (before - after))
 
     def _signed(self, eigenvalues: Tensor) -> Tensor:
         if self.sign == "free":

@@ -39,6 +39,14 @@ class AttentionSite(ABC):
     def projection_weight(self) -> Tensor:
         """W_proj as (dim, heads · head_dim)."""
 
+    def value_bias(self) -> Tensor | None:
+        """What is added to the values, (kv_heads · head_dim,); None where nothing is."""
+        return None
+
+    def projection_bias(self) -> Tensor | None:
+        """What is added after W_proj, (dim,), to be changed in place; None where nothing is."""
+        return None
+
     def pre_norm(self) -> nn.Module | None:
         """The norm between the residual stream and the attention; None where there is none."""
         return None

@@ -48,6 +48,15 @@ class BlockSite(AttentionSite):
             raise AcutanceError(f"{self.name}: another mitigation makes W_V and W_proj already: choose one of the two")
         return self.attention.proj.weight
 
+    def value_bias(self) -> Tensor | None:
+        """The last `dim` entries of the joint bias."""
+        bias: Tensor | None = self.attention.value_projection.bias
+        return None if bias is None else bias[-self.dim :]
+
+    def projection_bias(self) -> Tensor | None:
+        """The bias of the output projection."""
+        return self.attention.proj.bias
+
     def pre_norm(self) -> nn.Module | None:
         """norm1, unless it stands after the residual sum."""
         return None if self.block.post_norm else self.block.norm1
