@@ -146,8 +146,11 @@ class Chain(Mitigation):
 
     def weights(self) -> Weights | None:
         """Those of the part that makes them; a site does not release its weights to two."""
-        made = (part.weights() for part in _parts(self))
-        return next((weights for weights in made if weights is not None), None)
+        for part in _parts(self):
+            weights = part.weights()
+            if weights is not None:
+                return weights
+        return None
 
     def values(self, v: Tensor, v0: Tensor) -> Tensor:
         """First to last."""
