@@ -51,8 +51,8 @@ def demo(
 ) -> None:
     """Train three small ViTs on real digits, measure each by layer, and compare them on one HTML page.
 
-    Needs no network and about a minute and a half on two CPU cores. Finished runs are reused, so it can be stopped and started
-    again; nothing half-written is ever left behind.
+    Needs no network and about a minute and a half on two CPU cores. Finished runs are reused, so it can be stopped
+    and started again; nothing half-written is ever left behind.
     """
     from acutance.demo import DemoConfig, run_demo
 
