@@ -18,7 +18,7 @@ def spread_out(model):
     return model
 
 
-def compare(model, *, tolerance, **plain_options):
+def assert_equals_plain(model, *, tolerance, **plain_options):
     model = spread_out(model.double())
     images = torch.randn(3, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     state = {name: tensor.clone().requires_grad_() for name, tensor in model.state_dict().items()}
@@ -39,19 +39,21 @@ def compare(model, *, tolerance, **plain_options):
 
 @pytest.mark.parametrize("strength", [0.0, 0.6, -0.3])
 def test_neutreno_equals_the_plain_model(strength):
-    compare(ViT(**SIZES, mitigation=f"neutreno:{strength}"), tolerance=1e-10, strength=strength)
+    assert_equals_plain(ViT(**SIZES, mitigation=f"neutreno:{strength}"), tolerance=1e-10, strength=strength)
 
 
 @pytest.mark.parametrize("learn", ["layer", "head"])
 def test_learnt_neutreno_equals_the_plain_model(learn):
-    compare(ViT(**SIZES, mitigation=f"neutreno:0.6,learn={learn}"), tolerance=1e-10)
+    assert_equals_plain(ViT(**SIZES, mitigation=f"neutreno:0.6,learn={learn}"), tolerance=1e-10)
 
 
 @pytest.mark.parametrize("kernel", ["symmetric", "rbf", "linear", "polynomial"])
 def test_other_attention_equals_the_plain_model(kernel):
-    compare(ViT(**SIZES, attention=kernel, mitigation="neutreno:0.6"), tolerance=1e-9, kernel=kernel, strength=0.6)
+    assert_equals_plain(
+        ViT(**SIZES, attention=kernel, mitigation="neutreno:0.6"), tolerance=1e-9, kernel=kernel, strength=0.6
+    )
 
 
 @pytest.mark.parametrize("options", [{"class_token": False}, {"layer_scale": 0.1}])
 def test_other_bodies_equal_the_plain_model(options):
-    compare(ViT(**SIZES, **options), tolerance=1e-10)
+    assert_equals_plain(ViT(**SIZES, **options), tolerance=1e-10)

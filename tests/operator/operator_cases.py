@@ -152,12 +152,12 @@ class LargestTensor(TorchDispatchMode):
 
 
 @contextmanager
-def largest_tensor_below(elements: int) -> Iterator[None]:
+def assert_tensors_below(elements: int) -> Iterator[None]:
     with LargestTensor() as record:
         yield
     assert 0 < record.elements < elements, f"{record.operation} made {record.elements} elements"
 
 
-def close(actual: Tensor, expected: Tensor | np.ndarray, tolerance: float = 1e-11) -> None:
+def assert_close(actual: Tensor, expected: Tensor | np.ndarray, tolerance: float = 1e-11) -> None:
     expected = torch.as_tensor(expected).to(actual.device)
     torch.testing.assert_close(actual.to(expected.dtype), expected, atol=tolerance, rtol=tolerance)

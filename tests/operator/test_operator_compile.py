@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from operator_cases import KERNELS, MASKINGS, close, make_case
+from operator_cases import KERNELS, MASKINGS, assert_close, make_case
 
 from acutance.operator import AttentionOperator
 
@@ -14,14 +14,14 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-def check(case, backend: str, tolerance: float) -> None:
+def assert_traces(case, backend: str, tolerance: float) -> None:
     def attend(q, k, v):
         return AttentionOperator(q, k, **case.options).apply(v)
 
     inputs = [tensor.requires_grad_() for tensor in (case.q, case.k, case.x)]
     compiled = torch.compile(attend, fullgraph=True, backend=backend)
     out, expected = compiled(*inputs), attend(*inputs)
-    close(out, expected, tolerance)
+    assert_close(out, expected, tolerance)
     weights = torch.randn_like(expected)
     for own, other in zip(
         torch.autograd.grad(out, inputs, weights, allow_unused=True),
@@ -29,13 +29,13 @@ def check(case, backend: str, tolerance: float) -> None:
         strict=True,
     ):
         if other is not None:
-            close(own, other, tolerance)
+            assert_close(own, other, tolerance)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("masking", MASKINGS)
 def test_products_trace_without_a_break(kernel, masking):
-    check(make_case(kernel, masking, grouped=True), "aot_eager", 1e-11)
+    assert_traces(make_case(kernel, masking, grouped=True), "aot_eager", 1e-11)
 
 
 def test_symbolic_shapes_trace():
@@ -45,10 +45,10 @@ def test_symbolic_shapes_trace():
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (5, 9, 12):
         c = make_case("softmax", "causal", tokens=tokens)
-        close(compiled(c.q, c.k, c.x), c.operator @ c.x)
+        assert_close(compiled(c.q, c.k, c.x), c.operator @ c.x)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["softmax", "rbf", "linear"])
 def test_inductor_gives_the_same(kernel):
-    check(make_case(kernel, "keys", dtype=torch.float32), "inductor", 1e-4)
+    assert_traces(make_case(kernel, "keys", dtype=torch.float32), "inductor", 1e-4)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from operator_cases import KERNELS, MASKINGS, close, make_case, oracle
+from operator_cases import KERNELS, MASKINGS, assert_close, make_case, oracle
 from torch import Tensor
 
 from acutance.operator import AttentionOperator
@@ -28,10 +28,10 @@ def test_products_are_those_of_the_matrix(dtype, kernel, masking, grouped, width
     weights = torch.from_numpy(oracle(c.q.cpu(), c.k.cpu(), mask, c.causal, width**-0.5, kernel)[0]).cuda()
     A, x, y = c.operator, c.with_heads(c.x).double(), c.y.double()
     assert (A @ c.x).dtype == dtype
-    close(A @ c.x, weights @ x, TOLERANCE[dtype])
-    close(A.T @ c.y, weights.mT @ y, 2 * TOLERANCE[dtype])
-    close(A @ c.x[..., :5], weights @ x[..., :5], TOLERANCE[dtype])
-    close(A.diagonal(), weights.diagonal(dim1=-2, dim2=-1), min(TOLERANCE[dtype], 1e-3))
+    assert_close(A @ c.x, weights @ x, TOLERANCE[dtype])
+    assert_close(A.T @ c.y, weights.mT @ y, 2 * TOLERANCE[dtype])
+    assert_close(A @ c.x[..., :5], weights @ x[..., :5], TOLERANCE[dtype])
+    assert_close(A.diagonal(), weights.diagonal(dim1=-2, dim2=-1), min(TOLERANCE[dtype], 1e-3))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -49,7 +49,7 @@ def test_gradients_are_those_on_the_cpu(dtype, kernel, masking):
         assert (found is None) == (expected is None)
         if found is not None:
             scale = expected.abs().max()
-            close(found / scale.cuda(), expected / scale, 3 * TOLERANCE[dtype])
+            assert_close(found / scale.cuda(), expected / scale, 3 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "symmetric", "rbf", "linear"])
@@ -57,10 +57,10 @@ def test_spectra_are_those_of_the_matrix(kernel):
     c = make_case(kernel, "keys", tokens=600, width=16, dtype=torch.float64, device="cuda")
     A = AttentionOperator(c.q[:1, :2], c.k[:1, :2], mask=c.mask[:1], kernel=kernel)
     matrix = torch.linalg.eigvals(A.dense().cpu())
-    close(A.eigenvalues(4).abs(), matrix.abs().sort(dim=-1, descending=True).values[..., :4], 1e-8)
+    assert_close(A.eigenvalues(4).abs(), matrix.abs().sort(dim=-1, descending=True).values[..., :4], 1e-8)
     distribution = A.stationary()
-    close((A.T @ distribution[..., None]).squeeze(-1), distribution, 1e-9)
-    close(distribution.sum(-1), torch.ones(1, 2).double())
+    assert_close((A.T @ distribution[..., None]).squeeze(-1), distribution, 1e-9)
+    assert_close(distribution.sum(-1), torch.ones(1, 2).double())
 
 
 def peak_bytes(function: Callable[[], object]) -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from operator_cases import KERNELS, MASKINGS, close, make_case, oracle
+from operator_cases import KERNELS, MASKINGS, assert_close, make_case, oracle
 
 from acutance.operator import AttentionOperator
 
@@ -17,13 +17,13 @@ def test_products_are_as_good_as_their_dtype(dtype, kernel, masking):
     weights, sums = (torch.from_numpy(array) for array in oracle(c.q, c.k, c.mask, c.causal, 6**-0.5, kernel))
     A, x, y = c.operator, c.with_heads(c.x).double(), c.y.double()
     assert (A @ c.x).dtype == (A.T @ c.y).dtype == dtype
-    close(A @ c.x, weights @ x, TOLERANCE[dtype])
-    close(A.T @ c.y, weights.mT @ y, 2 * TOLERANCE[dtype])
+    assert_close(A @ c.x, weights @ x, TOLERANCE[dtype])
+    assert_close(A.T @ c.y, weights.mT @ y, 2 * TOLERANCE[dtype])
     # What is read rather than passed on is float32, however coarse the inputs.
     assert A.logsumexp().dtype == A.dense().dtype == A.diagonal().dtype == torch.float32
-    close(A.logsumexp(), sums, 1e-5)
-    close(A.dense(), weights, 1e-5)
-    close(A.diagonal(), weights.diagonal(dim1=-2, dim2=-1), 1e-5)
+    assert_close(A.logsumexp(), sums, 1e-5)
+    assert_close(A.dense(), weights, 1e-5)
+    assert_close(A.diagonal(), weights.diagonal(dim1=-2, dim2=-1), 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -32,7 +32,7 @@ def test_half_precision_distances_keep_their_digits(dtype):
     c = make_case("rbf", dtype=dtype, sharpness=1.0)
     k, q = c.k + 8, c.q + 8
     A = AttentionOperator(q, k, kernel="rbf")
-    close(A @ c.x, torch.from_numpy(oracle(q, k, None, False, 6**-0.5, "rbf")[0]) @ c.x.double(), 0.1)
+    assert_close(A @ c.x, torch.from_numpy(oracle(q, k, None, False, 6**-0.5, "rbf")[0]) @ c.x.double(), 0.1)
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "linear", "polynomial"])
@@ -42,11 +42,11 @@ def test_products_take_the_wider_dtype(kernel):
     x = torch.randn(2, 4, 11, 6)
     out = c.operator @ x
     assert out.dtype == torch.float32
-    close(out, weights @ x.double(), 1e-5)
+    assert_close(out, weights @ x.double(), 1e-5)
     assert (c.operator.T @ x.double()).dtype == torch.float64
     wide = c.operator.to(torch.float64)
     assert wide.dtype == (wide @ c.x).dtype == torch.float64
-    close(wide @ c.x, weights @ c.x.double())
+    assert_close(wide @ c.x, weights @ c.x.double())
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "symmetric", "rbf", "linear", "polynomial"])
@@ -58,10 +58,10 @@ def test_autocast_does_not_coarsen_row_sums(kernel, masking):
         out, row_sums = c.operator @ c.x, c.operator.logsumexp()
         mixed = c.operator @ c.x.bfloat16()
         diagonal = c.operator.diagonal()
-    close(row_sums, sums, 1e-5)
-    close(diagonal, c.operator.diagonal(), 1e-6)
+    assert_close(row_sums, sums, 1e-5)
+    assert_close(diagonal, c.operator.diagonal(), 1e-6)
     for product in (out, mixed):
-        close(product, torch.from_numpy(weights) @ c.x.double(), 6e-2)
+        assert_close(product, torch.from_numpy(weights) @ c.x.double(), 6e-2)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -73,9 +73,9 @@ def test_every_grad_mode_gives_the_same(kernel, masking, context):
     with context():
         q, k, y = c.q.clone().requires_grad_(context is torch.enable_grad), c.k.clone(), c.y.clone()
         A = AttentionOperator(q, k, **c.options)
-        close(A.T @ y, transposed)
-        close(A @ c.x, product)
-        close(A.logsumexp(), row_sums)
+        assert_close(A.T @ y, transposed)
+        assert_close(A @ c.x, product)
+        assert_close(A.logsumexp(), row_sums)
         assert (A.T @ y).requires_grad == (context is torch.enable_grad and kernel != "symmetric")
         assert not A.eigenvalues(2).requires_grad
 
@@ -83,12 +83,12 @@ def test_every_grad_mode_gives_the_same(kernel, masking, context):
 def test_inference_tensors_may_be_used_outside():
     with torch.inference_mode():
         c = make_case("softmax", "causal+keys")
-    close(c.operator.T @ c.y, c.operator.dense().mT @ c.y)
+    assert_close(c.operator.T @ c.y, c.operator.dense().mT @ c.y)
 
 
 def test_long_sequences_in_inference_mode():
     with torch.inference_mode():
         c = make_case("softmax", tokens=600, dtype=torch.float32)
         values, distribution = c.operator.eigenvalues(2), c.operator.stationary()
-    close(values[..., 0], torch.ones(2, 4).to(torch.complex64), 1e-4)
-    close(distribution.sum(-1), torch.ones(2, 4), 1e-5)
+    assert_close(values[..., 0], torch.ones(2, 4).to(torch.complex64), 1e-4)
+    assert_close(distribution.sum(-1), torch.ones(2, 4), 1e-5)

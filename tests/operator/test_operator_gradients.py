@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from operator_cases import KERNELS, MASKINGS, Case, close, make_case, sweep
+from operator_cases import KERNELS, MASKINGS, Case, assert_close, make_case, sweep
 from torch import Tensor
 
 from acutance.operator import AttentionOperator
@@ -36,9 +36,9 @@ def leaves(c: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q, k, x, y
 
 
-def same_gradients(mine: Tensor, theirs: Tensor, inputs: list[Tensor]) -> None:
+def assert_same_gradients(mine: Tensor, theirs: Tensor, inputs: list[Tensor]) -> None:
     direction = torch.randn(mine.shape, dtype=mine.dtype, generator=torch.Generator().manual_seed(1))
-    close(mine, theirs.detach())
+    assert_close(mine, theirs.detach())
     for own, other in zip(
         torch.autograd.grad(mine, inputs, direction, allow_unused=True, retain_graph=True),
         torch.autograd.grad(theirs, inputs, direction, allow_unused=True, retain_graph=True),
@@ -46,7 +46,7 @@ def same_gradients(mine: Tensor, theirs: Tensor, inputs: list[Tensor]) -> None:
     ):
         assert (own is None) == (other is None)
         if own is not None:
-            close(own, other, 1e-10)
+            assert_close(own, other, 1e-10)
 
 
 @sweep
@@ -58,10 +58,10 @@ def test_gradients_are_those_of_the_formula(case, tiles, request):
     q, k, x, y = leaves(c)
     A = AttentionOperator(q, k, **c.options)
     weights, sums = formula(c, q, k)
-    same_gradients(A @ x, weights @ c.with_heads(x), [q, k, x])
-    same_gradients(A.T @ y, weights.mT @ y, [q, k, y])
-    same_gradients(A.logsumexp()[A.logsumexp() > -torch.inf], sums, [q, k])
-    same_gradients(A.diagonal(), weights.diagonal(dim1=-2, dim2=-1), [q, k])
+    assert_same_gradients(A @ x, weights @ c.with_heads(x), [q, k, x])
+    assert_same_gradients(A.T @ y, weights.mT @ y, [q, k, y])
+    assert_same_gradients(A.logsumexp()[A.logsumexp() > -torch.inf], sums, [q, k])
+    assert_same_gradients(A.diagonal(), weights.diagonal(dim1=-2, dim2=-1), [q, k])
 
 
 @pytest.mark.parametrize("masking", MASKINGS)
@@ -72,7 +72,7 @@ def test_the_transpose_is_differentiable_in_one_input_alone(masking):
         tensors[chosen] = leaf = tensors[chosen].clone().requires_grad_()
         q, k, y = tensors
         A = AttentionOperator(q, k, **c.options)
-        same_gradients(A.T @ y, formula(c, q, k)[0].mT @ y, [leaf])
+        assert_same_gradients(A.T @ y, formula(c, q, k)[0].mT @ y, [leaf])
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "rbf"])
@@ -86,8 +86,8 @@ def test_a_learnt_bias_receives_its_gradient(kernel, causal, tiles, request):
     A = AttentionOperator(c.q, c.k, mask=bias, causal=causal, kernel=kernel)
     weights = formula(c, c.q, c.k)[0] * bias.exp()
     weights = weights / weights.sum(-1, keepdim=True)
-    same_gradients(A @ c.x, weights @ c.x, [bias])
-    same_gradients(A.T @ c.y, weights.mT @ c.y, [bias])
+    assert_same_gradients(A @ c.x, weights @ c.x, [bias])
+    assert_same_gradients(A.T @ c.y, weights.mT @ c.y, [bias])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -132,7 +132,7 @@ def test_a_polynomial_of_zero_has_no_nan():
     k = torch.tensor([[-1.0, 0.0], [3.0, -2.0]]).double().view(1, 1, 2, 2).requires_grad_()
     A = AttentionOperator(q, k, kernel="polynomial", scale=1.0)
     weights = A.dense()
-    close(weights, torch.tensor([[0.0, 1.0], [0.5, 0.5]]).double().view(1, 1, 2, 2))
+    assert_close(weights, torch.tensor([[0.0, 1.0], [0.5, 0.5]]).double().view(1, 1, 2, 2))
     for gradient in torch.autograd.grad((weights * torch.tensor([1.0, 2.0])).sum(), [q, k]):
         assert gradient.isfinite().all()
 
@@ -170,4 +170,4 @@ def test_gradients_reach_q_through_values_and_operator_alike():
     # u = A(q) x(q): the operator is an ordinary differentiable function of its inputs.
     c = make_case("softmax")
     q = c.q.clone().requires_grad_()
-    same_gradients(AttentionOperator(q, c.k) @ (2 * q), formula(c, q, c.k)[0] @ (2 * q), [q])
+    assert_same_gradients(AttentionOperator(q, c.k) @ (2 * q), formula(c, q, c.k)[0] @ (2 * q), [q])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from operator_cases import KERNELS, MASKINGS, LargestTensor, largest_tensor_below
+from operator_cases import KERNELS, MASKINGS, LargestTensor, assert_tensors_below
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
@@ -33,10 +33,10 @@ def test_products_never_form_the_matrix(kernel, masking):
     q, k, options = long_case(masking)
     A = AttentionOperator(q, k, kernel=kernel, **options)
     for channels in (3, 9):
-        with largest_tensor_below(TOKENS**2 // 3):
+        with assert_tensors_below(TOKENS**2 // 3):
             A @ torch.randn(1, 1, TOKENS, channels)
             A.T @ torch.randn(1, 2, TOKENS, channels)
-    with largest_tensor_below(TOKENS**2 // 3):
+    with assert_tensors_below(TOKENS**2 // 3):
         A.logsumexp()
         A.diagonal()
         for _ in A.tiles():
@@ -49,10 +49,10 @@ def test_training_never_forms_the_matrix(kernel, masking):
     q, k, options = long_case(masking)
     q.requires_grad_(), k.requires_grad_()
     x = torch.randn(1, 1, TOKENS, 8)
-    with largest_tensor_below(TOKENS**2 // 3):
+    with assert_tensors_below(TOKENS**2 // 3):
         A = AttentionOperator(q, k, kernel=kernel, **options)
         (A @ x).sum().backward()
-    with largest_tensor_below(TOKENS**2 // 3):
+    with assert_tensors_below(TOKENS**2 // 3):
         A = AttentionOperator(q, k, kernel=kernel, **options)
         (A.T @ q + A.logsumexp()[..., None]).sum().backward()
 
@@ -62,7 +62,7 @@ def test_training_never_forms_the_matrix(kernel, masking):
 def test_spectra_never_form_the_matrix(kernel, masking):
     q, k, options = long_case(masking)
     A = AttentionOperator(q / 4, k / 4, kernel=kernel, **options)
-    with largest_tensor_below(TOKENS**2 // 3):
+    with assert_tensors_below(TOKENS**2 // 3):
         A.eigenvalues(2)
         A.extreme_eigenvalues()
         A.stationary()
@@ -71,7 +71,7 @@ def test_spectra_never_form_the_matrix(kernel, masking):
 def test_values_of_any_layout_stay_on_the_fused_path():
     q, k, _ = long_case("none", key_heads=2)
     A = AttentionOperator(q, k)
-    with largest_tensor_below(TOKENS**2 // 3):
+    with assert_tensors_below(TOKENS**2 // 3):
         strided = torch.randn(1, 2, 8, TOKENS).mT
         A @ strided
         A.T @ strided

@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from operator_cases import KERNELS, MASKINGS, close, make_case, oracle
+from operator_cases import KERNELS, MASKINGS, assert_close, make_case, oracle
 from torch import Tensor
 
 from acutance.errors import AcutanceError, AcutanceWarning
@@ -14,7 +14,7 @@ from acutance.kernels import krylov, spectral
 from acutance.operator import AttentionOperator
 
 
-def same_set(actual: Tensor, expected: np.ndarray, tolerance: float) -> None:
+def assert_same_set(actual: Tensor, expected: np.ndarray, tolerance: float) -> None:
     """Equal as multisets: every eigenvalue is paired with a distinct one."""
     for mine, theirs in zip(actual.reshape(-1, actual.size(-1)), expected.reshape(-1, expected.shape[-1]), strict=True):
         left = list(theirs)
@@ -43,12 +43,12 @@ def test_eigenvalues_are_those_of_the_matrix(kernel, masking):
     expected = numpy_spectrum(A)
     if A.causal:  # NumPy's own error on such a matrix is larger than the diagonal's
         expected = A.dense().diagonal(dim1=-2, dim2=-1).to(torch.complex128).numpy()
-        same_set(found, numpy_spectrum(A), 1e-5)
-    same_set(found, expected, 1e-7)
-    close(A.eigenvalues(3), found[..., :3])
+        assert_same_set(found, numpy_spectrum(A), 1e-5)
+    assert_same_set(found, expected, 1e-7)
+    assert_close(A.eigenvalues(3), found[..., :3])
     highest, lowest = A.extreme_eigenvalues()
-    close(highest.real, expected.real.max(-1), 1e-7)
-    close(lowest.real, expected.real.min(-1), 1e-7)
+    assert_close(highest.real, expected.real.max(-1), 1e-7)
+    assert_close(lowest.real, expected.real.min(-1), 1e-7)
 
 
 def test_asymmetric_attention_has_complex_eigenvalues():
@@ -57,7 +57,7 @@ def test_asymmetric_attention_has_complex_eigenvalues():
     q, k = 9 * torch.eye(tokens).roll(1, dims=1), 9 * torch.eye(tokens)
     values = AttentionOperator(q[None, None].double(), k[None, None].double(), scale=1.0).eigenvalues()
     roots = np.exp(2j * np.pi * np.arange(tokens) / tokens)
-    same_set(values, roots[None, None], 1e-12)
+    assert_same_set(values, roots[None, None], 1e-12)
     assert (values.imag.abs() > 0.1).sum() == 6
 
 
@@ -70,8 +70,8 @@ def test_symmetric_kernels_have_real_spectra_up_to_one(kernel, masking):
     values = A.eigenvalues()
     assert (values.imag == 0).all()
     assert (values.real > -1e-12).all()
-    close(values.real[..., 0], torch.ones(2, 4).double())
-    same_set(values, numpy_spectrum(A), 1e-7)
+    assert_close(values.real[..., 0], torch.ones(2, 4).double())
+    assert_same_set(values, numpy_spectrum(A), 1e-7)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -83,10 +83,10 @@ def test_arnoldi_finds_the_eigenvalues_of_the_matrix(kernel, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found, (highest, lowest) = A.eigenvalues(5), A.extreme_eigenvalues()
-    close(found.abs(), np.abs(expected[..., :5]), 1e-8)
-    same_set(found, expected, 1e-8)  # in the complex plane, not in magnitude alone
-    close(highest.real, expected.real.max(-1), 1e-8)
-    close(lowest.real, expected.real.min(-1), 1e-8)
+    assert_close(found.abs(), np.abs(expected[..., :5]), 1e-8)
+    assert_same_set(found, expected, 1e-8)  # in the complex plane, not in magnitude alone
+    assert_close(highest.real, expected.real.max(-1), 1e-8)
+    assert_close(lowest.real, expected.real.min(-1), 1e-8)
 
 
 def test_arnoldi_counts_repeated_eigenvalues():
@@ -94,7 +94,7 @@ def test_arnoldi_counts_repeated_eigenvalues():
     group = torch.arange(600) % 3
     q = torch.randn(1, 1, 600, 8, generator=torch.Generator().manual_seed(0)).double()
     values = AttentionOperator(q, q.flip(-2), mask=group[:, None] == group).eigenvalues(4)
-    close(values[..., :3], torch.ones(1, 1, 3, dtype=torch.complex128), 1e-9)
+    assert_close(values[..., :3], torch.ones(1, 1, 3, dtype=torch.complex128), 1e-9)
     assert values[..., 3].abs() < 0.99
 
 
@@ -102,7 +102,7 @@ def test_arnoldi_survives_an_invariant_space():
     # Uniform attention has rank one: after one product there is nothing new to find.
     q = torch.zeros(1, 2, 600, 8)
     values = AttentionOperator(q, q.clone()).eigenvalues(3)
-    close(values, torch.tensor([1.0, 0.0, 0.0]).to(torch.complex64).expand(1, 2, 3), 1e-5)
+    assert_close(values, torch.tensor([1.0, 0.0, 0.0]).to(torch.complex64).expand(1, 2, 3), 1e-5)
 
 
 def test_arnoldi_says_when_it_has_not_converged(monkeypatch):
@@ -118,7 +118,7 @@ def test_many_eigenvalues_are_as_many_as_asked_for(k):
     c = make_case("symmetric", tokens=600, width=8)
     A = AttentionOperator(c.q[:1, :1], c.k[:1, :1], kernel="symmetric")
     expected = np.sort(numpy_spectrum(A).real)[..., ::-1]
-    close(A.eigenvalues(k).real, expected[..., :k].copy(), 1e-8)
+    assert_close(A.eigenvalues(k).real, expected[..., :k].copy(), 1e-8)
 
 
 def test_too_many_tokens_for_all_eigenvalues():
@@ -141,9 +141,9 @@ def test_the_stationary_distribution_is_stationary(kernel, masking, symmetric):
     A = c.operator.symmetrised() if symmetric else c.operator
     weights, distribution = A.dense(), A.stationary()
     assert (distribution >= 0).all()
-    close(distribution.sum(-1), torch.ones(2, 4).double())
-    close((distribution.unsqueeze(-2) @ weights).squeeze(-2), distribution)
-    close((A.T @ distribution.unsqueeze(-1)).squeeze(-1), distribution)
+    assert_close(distribution.sum(-1), torch.ones(2, 4).double())
+    assert_close((distribution.unsqueeze(-2) @ weights).squeeze(-2), distribution)
+    assert_close((A.T @ distribution.unsqueeze(-1)).squeeze(-1), distribution)
 
 
 def test_a_full_mask_may_take_tokens_out():
@@ -153,7 +153,7 @@ def test_a_full_mask_may_take_tokens_out():
     distribution = A.stationary()
     assert (distribution[..., 8:].abs() < 1e-15).all()
     short = AttentionOperator(c.q[..., :8, :], c.k[..., :8, :])
-    close(distribution[..., :8], short.stationary())
+    assert_close(distribution[..., :8], short.stationary())
 
 
 @pytest.mark.parametrize("kernel", ["symmetric", "rbf", "linear", "polynomial"])
@@ -165,7 +165,7 @@ def test_symmetric_kernels_weigh_tokens_by_their_row_sums(kernel, masking):
     mass = np.exp(oracle(c.k, c.k, c.mask, False, 6**-0.5, kernel)[1])
     if c.mask is not None:
         mass = mass * c.mask.numpy()[:, None]
-    close(A.stationary(), mass / mass.sum(-1, keepdims=True))
+    assert_close(A.stationary(), mass / mass.sum(-1, keepdims=True))
 
 
 def test_repeated_attention_ends_at_the_stationary_mean():
@@ -173,7 +173,7 @@ def test_repeated_attention_ends_at_the_stationary_mean():
     u = c.x
     for _ in range(400):
         u = c.operator @ u
-    close(u, (c.operator.stationary().unsqueeze(-2) @ c.x).expand_as(u), 1e-9)
+    assert_close(u, (c.operator.stationary().unsqueeze(-2) @ c.x).expand_as(u), 1e-9)
 
 
 @pytest.mark.parametrize("masking", ["causal", "causal+keys"])
@@ -181,7 +181,7 @@ def test_a_causal_walk_ends_at_the_first_visible_token(masking):
     c = make_case("softmax", masking)
     first = torch.zeros(2, dtype=torch.long) if c.mask is None else c.mask.int().argmax(-1)
     expected = torch.nn.functional.one_hot(first, 11).double()[:, None].expand(-1, 4, -1)
-    close(c.operator.stationary(), expected)
+    assert_close(c.operator.stationary(), expected)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -190,7 +190,7 @@ def test_walking_agrees_with_solving(masked, monkeypatch):
     solved = c.operator.stationary()
     monkeypatch.setattr(spectral, "DENSE_TOKENS", 10)
     monkeypatch.setattr(AttentionOperator, "dense", None)
-    close(c.operator.stationary(), solved, 1e-9)
+    assert_close(c.operator.stationary(), solved, 1e-9)
 
 
 def test_walking_settles_where_attention_is_periodic(monkeypatch):
@@ -198,7 +198,7 @@ def test_walking_settles_where_attention_is_periodic(monkeypatch):
     monkeypatch.setattr(spectral, "DENSE_TOKENS", 1)
     q = torch.tensor([[-20.0], [20.0]])[None, None].double()
     A = AttentionOperator(q, -q, scale=1.0)
-    close(A.stationary(), torch.full((1, 1, 2), 0.5).double())
+    assert_close(A.stationary(), torch.full((1, 1, 2), 0.5).double())
 
 
 def test_no_distribution_is_better_than_a_wrong_one(monkeypatch):
@@ -239,4 +239,4 @@ def test_prediction_of_the_fixed_point_of_a_damped_iteration():
     u = f
     for _ in range(math.ceil(math.log(1e-13) / math.log(rate.max().item()))):
         u = A @ u + strength * (f - u)
-    close(u, limit, 1e-9)
+    assert_close(u, limit, 1e-9)
