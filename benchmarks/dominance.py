@@ -29,7 +29,7 @@ from torch import Tensor
 
 import acutance as ac
 from acutance.data import Split, digits
-from acutance.demo import DemoConfig, evaluate, train_epochs, widen_start
+from acutance.demo import DemoConfig, evaluate, new_model, train_epochs
 from acutance.explain import Spectrum
 from acutance.mitigations import parse
 from acutance.models import ViT
@@ -83,10 +83,7 @@ def demo_config(arguments: argparse.Namespace) -> DemoConfig:
 
 def build(spec: str | None, seed: int, config: DemoConfig) -> ViT:
     """The demo's model; a mitigation is built for the widened weights, as for a new layer."""
-    torch.manual_seed(seed)
-    shape = {"dim": config.dim, "depth": config.depth, "heads": config.heads}
-    model = ViT(image_size=8, patch_size=config.patch_size, in_chans=1, num_classes=10, **shape)
-    widen_start(model)
+    model = new_model(config, seed)
     if spec is not None:
         for site in ac.sites.find(model):
             site.install(parse(spec).for_layer(site.shape()))
@@ -106,6 +103,8 @@ def explained(model: ViT, batches: Sequence[Tensor], about: Row) -> tuple[Row, S
         "sharpening_percent_by_head": 100 * spectrum.share("heads").sharpening,
         "negative_share": float(np.mean([layer.negative_share for layer in spectrum.layers])),
         "lowest_eigenvalue": min(float(layer.spectrum.real.min()) for layer in spectrum.layers),
+        "fell_branch": branch.fell,
+        "fell_block": block.fell,
         "agreement_branch": branch.agreement,
         "base_rate_branch": branch.base_rate,
         "agreement_block": block.agreement,
@@ -135,6 +134,14 @@ def show(row: Row) -> None:
         f"(base {row['base_rate_branch']:.1%}), {row['explain_seconds']:.0f} s"
         + ("" if row["accuracy"] is None else f", accuracy {row['accuracy']:.2f} %")
     )
+
+
+def pooled(rows: list[Row], where: str) -> dict[str, float]:
+    """Agreement over all trained models together, where the prediction differs, and what always guessing one scores."""
+    trained = [row for row in rows if row["state"] == "trained"]
+    fell = float(np.mean([row[f"fell_{where}"] for row in trained]))
+    agreement = float(np.mean([row[f"agreement_{where}"] for row in trained]))
+    return {"agreement": agreement, "base_rate": max(fell, 1 - fell)}
 
 
 def write(rows: list[Row], layers: list[list[Row]], arguments: argparse.Namespace) -> None:
@@ -184,6 +191,10 @@ def main() -> None:
         rows.append(row)
         layers.append(by_layer(spectrum))
         write(rows, layers, arguments)  # after every run: an interruption keeps what is done
+    if arguments.which == "trained":
+        for where in ("branch", "block"):
+            found = pooled(rows, where)
+            print(f"all trained, {where}: agreement {found['agreement']:.1%}, base rate {found['base_rate']:.1%}")
 
 
 if __name__ == "__main__":

@@ -233,3 +233,21 @@ def test_compiled_models_are_measured_eagerly(model: ViT, images: torch.Tensor) 
 
 def test_available_metrics_are_all_measured(model: ViT, images: torch.Tensor) -> None:
     assert ac.measure(model, [images], metrics="all", progress=False).metrics == available_metrics()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda model, images: ac.measure(model, [images], progress=False),
+        lambda model, images: ac.explain(model, [images], progress=False),
+        lambda model, images: ac.attention_maps(model, images[0], layers=[1]),
+        lambda model, images: ac.laboratory.kernel_assumptions(model, [images]),
+    ],
+    ids=["measure", "explain", "attention_maps", "kernel_assumptions"],
+)
+def test_every_reader_leaves_each_module_in_its_own_mode(model: ViT, images: torch.Tensor, read) -> None:
+    model.train()
+    model.blocks[1].eval()  # frozen by its owner
+    before = {name: module.training for name, module in model.named_modules()}
+    read(model, images)
+    assert {name: module.training for name, module in model.named_modules()} == before

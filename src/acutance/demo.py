@@ -112,19 +112,7 @@ def run_demo(
 def _train_and_measure(
     place: Path, variant: str, seed: int, config: DemoConfig, train: Split, test: Split, console: Console
 ) -> DemoRun:
-    torch.manual_seed(seed)  # the same first weights and batches for every variant
-    model = ViT(
-        image_size=8,
-        patch_size=config.patch_size,
-        in_chans=1,
-        dim=config.dim,
-        depth=config.depth,
-        heads=config.heads,
-        mlp_ratio=config.mlp_ratio,
-        num_classes=10,
-        mitigation=VARIANTS[variant],
-    )
-    widen_start(model)
+    model = new_model(config, seed, VARIANTS[variant])
     with _progress(console, f"{variant}, seed {seed}", config.epochs) as advance:
         for _ in train_epochs(model, train, config, torch.Generator().manual_seed(seed)):
             advance()
@@ -143,6 +131,24 @@ def _train_and_measure(
     }
     atomic_write(place / "run.json", json.dumps(record, indent=1).encode())  # last: it marks the run as finished
     return DemoRun(variant, seed, accuracy, profile)
+
+
+def new_model(config: DemoConfig, seed: int, mitigation: str | None = None) -> ViT:
+    """The demo's ViT as it starts: the same first weights for every variant of a seed."""
+    torch.manual_seed(seed)
+    model = ViT(
+        image_size=8,
+        patch_size=config.patch_size,
+        in_chans=1,
+        dim=config.dim,
+        depth=config.depth,
+        heads=config.heads,
+        mlp_ratio=config.mlp_ratio,
+        num_classes=10,
+        mitigation=mitigation,
+    )
+    widen_start(model)
+    return model
 
 
 def widen_start(model: ViT) -> None:

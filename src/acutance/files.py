@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
+
+from acutance.errors import AcutanceError
+
+T = TypeVar("T")
 
 
 def atomic_write(path: str | os.PathLike[str], content: bytes | Callable[[Path], object]) -> Path:
@@ -33,3 +39,20 @@ def atomic_write(path: str | os.PathLike[str], content: bytes | Callable[[Path],
         temporary.unlink(missing_ok=True)
         raise
     return target
+
+
+def read_json(path: str | os.PathLike[str], form: str, build: Callable[[Any], T]) -> T:
+    """What `build` makes of a JSON file of ours; anything else is refused by name.
+
+    Args:
+        path: the file.
+        form: what its "format" must say, for example "acutance-profile/1".
+        build: makes the object from the parsed body.
+    """
+    try:
+        body = json.loads(Path(path).read_text(encoding="utf-8"))
+        if body["format"] != form:
+            raise AcutanceError(f"{path}: format {body['format']!r}, this version reads {form!r}")
+        return build(body)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise AcutanceError(f"{path} is not a file of the format {form!r}: {error}") from error

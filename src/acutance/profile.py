@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from acutance.errors import AcutanceError, MissingExtraError
-from acutance.files import atomic_write
+from acutance.files import atomic_write, read_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -143,16 +143,7 @@ class Profile:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
         """Read a profile that `save` wrote."""
-        try:
-            body = json.loads(Path(path).read_text(encoding="utf-8"))
-            if body["format"] != FORMAT:
-                raise AcutanceError(f"{path}: format {body['format']!r}, this version reads {FORMAT!r}")
-            readings = tuple(
-                Reading(**{**r, "mean": float(r["mean"]), "std": float(r["std"])}) for r in body["readings"]
-            )
-            return cls(readings, body["context"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise AcutanceError(f"{path} is not a profile written by Profile.save: {error}") from error
+        return read_json(path, FORMAT, lambda body: cls(tuple(map(_reading, body["readings"])), body["context"]))
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one offline page with the per-layer curves."""
@@ -174,6 +165,10 @@ def merge(profiles: Iterable[Profile]) -> Profile:
         for (tap, layer, metric), m, s in zip(keys[0], means.mean(axis=0), spread, strict=True)
     )
     return Profile(readings, {**runs[0].context, "runs": len(runs)})
+
+
+def _reading(entry: Mapping[str, Any]) -> Reading:
+    return Reading(**{**entry, "mean": float(entry["mean"]), "std": float(entry["std"])})
 
 
 def _to_json(value: object) -> object:

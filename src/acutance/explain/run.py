@@ -17,7 +17,7 @@ from acutance.explain.dominance import LayerReader
 from acutance.explain.spectrum import Spectrum
 from acutance.explain.verdict import LayerSpectrum
 from acutance.explain.weights import Norm, layer_spectrum
-from acutance.measure import describe, feed, track
+from acutance.measure import describe, evaluating, feed, track
 from acutance.mitigations.base import Chain, Mitigation
 from acutance.operator import AttentionRecord
 
@@ -75,16 +75,11 @@ def _with_data(
         LayerReader(layer.heads, layer.eigenvalues, site.branch_gain())
         for layer, site in zip(layers, found, strict=True)
     ]
-    was_training = model.training
-    model.eval()
-    try:
-        with ExitStack() as stack:
-            for site, reader in zip(found, readers, strict=True):
-                _attach(site, reader, stack)
-            for batch in track(batches, progress, stack, "explaining"):
-                feed(model, batch)
-    finally:
-        model.train(was_training)
+    with evaluating(model), ExitStack() as stack:
+        for site, reader in zip(found, readers, strict=True):
+            _attach(site, reader, stack)
+        for batch in track(batches, progress, stack, "explaining"):
+            feed(model, batch)
     if readers[0].count == 0:
         raise AcutanceError("explain got no batches: pass an iterable with at least one, or None for the weights only")
     return [replace(layer, dominance=reader.result()) for layer, reader in zip(layers, readers, strict=True)]

@@ -17,7 +17,7 @@ from rich.table import Table
 from acutance.errors import AcutanceError
 from acutance.explain.dominance import Dominance, Outcome, Share
 from acutance.explain.verdict import LayerSpectrum, Verdict
-from acutance.files import atomic_write
+from acutance.files import atomic_write, read_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -132,13 +132,7 @@ class Spectrum:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Spectrum:
         """Read a spectrum that `save` wrote."""
-        try:
-            body = json.loads(Path(path).read_text(encoding="utf-8"))
-            if body["format"] != FORMAT:
-                raise AcutanceError(f"{path}: format {body['format']!r}, this version reads {FORMAT!r}")
-            return cls(tuple(_from_dict(layer) for layer in body["layers"]), body["context"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise AcutanceError(f"{path} is not a spectrum written by Spectrum.save: {error}") from error
+        return read_json(path, FORMAT, lambda body: cls(tuple(map(_from_dict, body["layers"])), body["context"]))
 
     def picture(self, kind: Picture = "histogram") -> Figure:
         """A matplotlib figure: eigenvalues by layer as a `histogram` or in the complex `plane`, or `dominance` bars."""

@@ -22,7 +22,7 @@ from acutance import metrics, sites
 from acutance.errors import AcutanceError, MissingExtraError
 from acutance.kernels.heads import repeat_heads
 from acutance.laboratory.statistics import rank_correlation
-from acutance.measure import feed
+from acutance.measure import evaluating, feed
 from acutance.operator import AttentionOperator, AttentionRecord
 
 if TYPE_CHECKING:
@@ -94,18 +94,14 @@ def kernel_assumptions(model: nn.Module, batches: Iterable[Any]) -> KernelAssump
         model: any model `acutance.sites.find` knows, with softmax self-attention, neither causal nor masked.
         batches: as for `measure`.
     """
-    found = sites.find(model)
+    bare = getattr(model, "_orig_mod", model)
+    found = sites.find(bare)
     collected: list[dict[str, list[Tensor]]] = [{} for _ in found]
-    was_training = model.training
-    model.eval()
-    try:
-        with ExitStack() as stack:
-            for site, into in zip(found, collected, strict=True):
-                stack.enter_context(site.observe(partial(_collect, into, site.layer)))
-            for batch in batches:
-                feed(model, batch)
-    finally:
-        model.train(was_training)
+    with evaluating(bare), ExitStack() as stack:
+        for site, into in zip(found, collected, strict=True):
+            stack.enter_context(site.observe(partial(_collect, into, site.layer)))
+        for batch in batches:
+            feed(bare, batch)
     if not collected[0]:
         raise AcutanceError("kernel_assumptions got no batches: pass an iterable with at least one")
     samples = {
