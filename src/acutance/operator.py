@@ -27,6 +27,7 @@ class AttentionOperator:
         scale: of the dot product, 1/√width by default; the linear kernel has none.
         kernel: softmax exp(s q·k), symmetric (softmax with q := k), rbf exp(−s‖q−k‖²/2), linear φ(q)·φ(k)
             with φ = elu + 1, polynomial (1 + s q·k)².
+        softcap: logits s become c·tanh(s/c), as in Gemma 2 (exponential kernels only).
 
     Rows sum to one, except that a row whose keys are all masked is zero (and its logsumexp −∞). Products have
     the wider dtype of A and their operand; entries, sums and spectra are float32 or better.
@@ -41,10 +42,11 @@ class AttentionOperator:
         causal: bool = False,
         scale: float | None = None,
         kernel: str = "softmax",
+        softcap: float | None = None,
     ) -> None:
         _check_queries_and_keys(q, k)
         _check_devices(q, k=k, mask=mask)
-        self.definition = get_kernel(kernel)
+        self.definition = get_kernel(kernel) if softcap is None else get_kernel(kernel).capped(softcap)
         self.kernel = kernel
         self.causal = causal
         self.scale = q.size(-1) ** -0.5 if scale is None else scale
@@ -61,6 +63,8 @@ class AttentionOperator:
 
     def __repr__(self) -> str:
         details = f"shape={self.shape}, kernel={self.kernel!r}, causal={self.causal}, scale={self.scale:.4g}"
+        if self.definition.softcap is not None:
+            details += f", softcap={self.definition.softcap:g}"
         mask = "None" if self.mask is None else f"{self.mask.dtype} {_s(self.mask)}"
         return f"AttentionOperator({details}, mask={mask}, dtype={self.dtype}, device={self.device})"
 
@@ -82,7 +86,7 @@ class AttentionOperator:
     @property
     def is_exponential(self) -> bool:
         """Whether the kernel is an exponential of logits (softmax, symmetric, rbf)."""
-        return self.definition.channels is not None
+        return self.definition.is_exponential
 
     @property
     def masks_keys_only(self) -> bool:
@@ -177,7 +181,9 @@ class AttentionOperator:
         return self._like(q, k, None if self.mask is None else function(self.mask), kernel=self.kernel)
 
     def _like(self, q: Tensor, k: Tensor, mask: Tensor | None, kernel: str) -> AttentionOperator:
-        other = AttentionOperator(q, k, mask=mask, causal=self.causal, scale=self.scale, kernel=kernel)
+        other = AttentionOperator(
+            q, k, mask=mask, causal=self.causal, scale=self.scale, kernel=kernel, softcap=self.definition.softcap
+        )
         other.key_heads = self.key_heads
         return other
 

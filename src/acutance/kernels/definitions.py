@@ -5,8 +5,10 @@ more, and then products are faster: `channels`, when it is exp(scale · q'·k') 
 through `scaled_dot_product_attention`; `log_features`, when it is φ(q)·φ(k), through associativity.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +26,25 @@ class Kernel:
     channels: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # q, k -> q', k'
     log_features: Callable[[Tensor], Tensor] | None = None  # x -> log φ(x)
     queries_are_keys: bool = False
+    softcap: float | None = None  # logits s become c·tanh(s/c)
+
+    @property
+    def is_exponential(self) -> bool:
+        """Whether the kernel is an exponential of logits, to which a bias can be added."""
+        return self.channels is not None or self.softcap is not None
+
+    def capped(self, softcap: float) -> Kernel:
+        """The kernel with its logits kept within ±softcap, as in Gemma 2; products then go by tiles."""
+        if not self.is_exponential:
+            raise AcutanceError(f"softcap is for kernels that are an exponential of logits, not for {self.name!r}")
+        if not softcap > 0:
+            raise AcutanceError(f"softcap must be positive, not {softcap}")
+        plain = self.log_weights
+
+        def log_weights(q: Tensor, k: Tensor, scale: float) -> Tensor:
+            return softcap * torch.tanh(plain(q, k, scale) / softcap)
+
+        return replace(self, log_weights=log_weights, channels=None, softcap=softcap)
 
 
 def _dot_product(q: Tensor, k: Tensor, scale: float) -> Tensor:

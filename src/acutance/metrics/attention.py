@@ -20,7 +20,7 @@ def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tenso
     """
     A = upcast_operator(A)
     has_bias = A.mask is not None and A.mask.is_floating_point()
-    entropy, sees_keys = _tiled_entropy(A) if has_bias or not A.is_exponential else _exponential_entropy(A)
+    entropy, sees_keys = _tiled_entropy(A) if has_bias or A.definition.channels is None else _exponential_entropy(A)
     return masked_mean(entropy.clamp_min(0), query_rows(A, mask) & sees_keys)
 
 
