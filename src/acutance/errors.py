@@ -19,3 +19,15 @@ class MissingExtraError(AcutanceError, ImportError):
 
 class AcutanceWarning(UserWarning):
     """A result stands, but the reader should know something about it."""
+
+
+class NoSitesError(AcutanceError):
+    """No attention was found that could be mitigated or read; tokens can be measured all the same."""
+
+
+class SeveralStacksError(AcutanceError):
+    """A model has several stacks of layers, such as an encoder and a decoder; `parts` are the paths to choose from."""
+
+    def __init__(self, message: str, parts: list[str]) -> None:
+        super().__init__(message)
+        self.parts = parts

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -21,10 +23,11 @@ from rich.progress import (
 from torch import Tensor, nn
 
 from acutance import metrics as metric_room
-from acutance import sites
-from acutance.errors import AcutanceError
+from acutance import processes, sites
+from acutance.errors import AcutanceError, ShapeError
 from acutance.operator import AttentionOperator, AttentionRecord
 from acutance.profile import MAP, Profile, Reading
+from acutance.samples import SPECIAL, Samples
 from acutance.version import __version__
 
 TAPS = ("block", "attention", "values", "final")
@@ -46,7 +49,9 @@ def measure(
     metrics: str | Sequence[str] = DEFAULT_METRICS,
     tap: str | Sequence[str] = "block",
     prefix: Literal["in", "out"] = "in",
+    part: str | None = None,
     progress: bool = True,
+    across_processes: bool = False,
 ) -> Profile:
     """Stream batches through a model and read smoothing metrics at every layer.
 
@@ -54,43 +59,55 @@ def measure(
     gradients and left as it was found.
 
     Args:
-        model: any model `acutance.sites.find` knows.
+        model: any model `acutance.sites.find` knows; of others, token metrics at the `block` tap.
         batches: tensors, (tensor, …) tuples of which the first entry is fed, or mappings of keyword arguments.
+            Padding that a mapping's attention mask tells of does not count, and documents packed one after
+            another, told by `position_ids` that start anew, are samples of their own.
         metrics: names from `available_metrics()`, or "all".
         tap: where token metrics are read, one or several of
             `block` (the residual stream after each block; layer 0 is what enters the first),
             `attention` (the branch's output before the residual, after the output projection),
             `values` (v with heads side by side), `final` (after the final norm). Attention metrics read the operator.
-        prefix: class, distillation and register tokens `in` or `out` of the metrics.
+        prefix: class, distillation and register tokens `in` or `out` of the metrics; of text, those that a
+            tokeniser's `special_tokens_mask` in the batch marks.
+        part: path of the submodule to read, where a model has several stacks of layers, e.g. `model.encoder`.
         progress: show a progress bar.
+        across_processes: inside a `torch.distributed` process group, each process reads its share of the batches, all
+            of which every process is given; all return the profile of the whole.
 
     Returns:
         Profile: mean and standard deviation over samples per tap, layer and metric.
     """
-    names, taps = _metric_names(metrics), _tap_names(tap)
-    if prefix not in ("in", "out"):
-        raise AcutanceError(f"prefix says whether class and register tokens count: 'in' or 'out', not {prefix!r}")
+    names, taps = check_choices(metrics, tap, prefix)
     bare = getattr(model, "_orig_mod", model)  # a compiled model would not see hooks added now
-    reader = _Reader(names, taps, sites.prefix_tokens(bare) if prefix == "out" else 0)
+    target = _part(bare, part)
+    reader = _Reader(names, taps)
+    skip = sites.prefix_tokens(target) if prefix == "out" else 0
+    decoder = part is not None and "decoder" in part
     statistics: dict[Key, _Running] = {}
-    with evaluating(bare), ExitStack() as stack:
-        _attach(bare, reader, taps, stack)
-        for batch in track(batches, progress, stack, "measuring"):
+    rank, size = processes.place() if across_processes else (0, 1)
+    with evaluating(bare), sites.reading(target), ExitStack() as stack:
+        _attach(target, reader, taps, stack)
+        for batch in track(processes.share(batches, rank, size), progress and rank == 0, stack, "measuring"):
+            reader.samples = Samples.of(batch, skip=skip, special=prefix == "in", decoder=decoder)
             feed(bare, batch)
             for key, values in reader.flush().items():
                 statistics.setdefault(key, _Running()).add(values)
+    if across_processes:
+        statistics = _over_processes(statistics)
     if not statistics:
         raise AcutanceError("measure got no batches: pass an iterable with at least one")
     readings = tuple(Reading(*key, mean=s.mean, std=s.std, count=s.count) for key, s in sorted_by_tap(statistics, taps))
-    return Profile(readings, _context(bare, readings, taps, prefix))
+    return Profile(readings, _context(bare, target, part, readings, taps, prefix))
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients, then every module's own mode again (some may have been frozen)."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
+        for module, _ in modes:
+            module.training = False  # not by eval(), which some modules take as the order to merge their weights
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiled code would not see the hooks
             yield
     finally:
@@ -102,7 +119,8 @@ def feed(model: nn.Module, batch: Any) -> Any:
     """Run one batch of any accepted form through the model, on the model's device."""
     device = next(model.parameters()).device
     if isinstance(batch, Mapping):
-        return model(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()})
+        taken = {name: value for name, value in batch.items() if name != SPECIAL}
+        return model(**{name: v.to(device) if isinstance(v, Tensor) else v for name, v in taken.items()})
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     if not isinstance(inputs, Tensor):
         raise AcutanceError(
@@ -114,13 +132,14 @@ def feed(model: nn.Module, batch: Any) -> Any:
 class _Reader:
     """Turns what the hooks see in one batch into metric values; holds at most one earlier layer's q and k."""
 
-    def __init__(self, names: Sequence[str], taps: Sequence[str], skip: int) -> None:
+    def __init__(self, names: Sequence[str], taps: Sequence[str]) -> None:
         self.token_metrics = [n for n in names if n in metric_room.TOKEN_METRICS]
         self.attention_metrics = [n for n in names if n in metric_room.ATTENTION_METRICS]
         self.successive = SUCCESSIVE in names
         self.taps = taps
-        self.skip = skip
+        self.samples = Samples()
         self.values: dict[Key, Tensor] = {}
+        self.size = 0  # samples in the batch, as its first reading has them
         self.previous: AttentionOperator | None = None
 
     @property
@@ -128,27 +147,29 @@ class _Reader:
         return bool({"attention", "values"} & set(self.taps) or self.attention_metrics or self.successive)
 
     def tokens(self, tap: str, layer: int, tokens: Tensor) -> None:
-        mask = self._mask(tokens)
-        if self.token_metrics:
-            metric_room.check_finite(tokens, metric=f"{self.token_metrics[0]} at {tap}", layer=layer, mask=mask)
-        for name in self.token_metrics:
-            self.values[tap, layer, name] = metric_room.TOKEN_METRICS[name](tokens, mask)
+        if tokens.ndim != 3:
+            raise ShapeError(f"{tap} of layer {layer} is {tuple(tokens.shape)}, not (batch, tokens, channels)")
+        self._measure_tokens(tap, layer, *self.samples.tokens(tokens))
 
     def record(self, layer: int, record: AttentionRecord) -> None:
+        _, mask = self.samples.tokens(record.branch)
+        record = self.samples.record(record)
         if "attention" in self.taps:
-            self.tokens("attention", layer, record.branch)
+            self._measure_tokens("attention", layer, record.branch, mask)
         if "values" in self.taps:
-            self.tokens("values", layer, record.values.transpose(1, 2).flatten(2))
-        mask = self._mask(record.branch)
+            merged = record.values.transpose(1, 2).flatten(2)
+            # Pyramids have fewer keys than queries; their prefix and padding are none.
+            self._measure_tokens("values", layer, merged, mask if merged.shape[1] == record.branch.shape[1] else None)
         if self.attention_metrics or self.successive:
             first = [*self.attention_metrics, SUCCESSIVE][0]
             metric_room.check_finite(record.branch, metric=first, layer=layer, mask=mask)
         for name in self.attention_metrics:
-            self._keep(layer, name, metric_room.ATTENTION_METRICS[name](record, mask))
+            self._keep((MAP, layer, name), metric_room.ATTENTION_METRICS[name](record, mask))
         if self.successive:
-            if self.previous is not None:
-                self._keep(layer, SUCCESSIVE, metric_room.attention_cosine(self.previous, record.operator, mask))
-            self.previous = record.operator
+            before, self.previous = self.previous, record.operator
+            if before is not None and before.shape == record.operator.shape:  # a new stage has other tokens
+                cosine = metric_room.attention_cosine(before, record.operator, mask)
+                self._keep((MAP, layer, SUCCESSIVE), cosine)
 
     def flush(self) -> dict[Key, NDArray[np.float64]]:
         """Hand over the batch's values in one transfer from the device."""
@@ -156,64 +177,101 @@ class _Reader:
             raise AcutanceError(f"nothing was read: {SUCCESSIVE} compares successive layers and needs two of them")
         keys = list(self.values)
         stacked = torch.stack([v.double() for v in self.values.values()]).cpu().numpy()
-        self.values, self.previous = {}, None
+        self.values, self.previous, self.size = {}, None, 0
         return dict(zip(keys, stacked, strict=True))
 
-    def _keep(self, layer: int, name: str, value: Tensor) -> None:
-        self.values[MAP, layer, name] = value.flatten(1).mean(1) if value.ndim > 1 else value  # mean over heads
+    def _measure_tokens(self, tap: str, layer: int, tokens: Tensor, mask: Tensor | None) -> None:
+        if self.token_metrics:
+            metric_room.check_finite(tokens, metric=f"{self.token_metrics[0]} at {tap}", layer=layer, mask=mask)
+        for name in self.token_metrics:
+            self._keep((tap, layer, name), metric_room.TOKEN_METRICS[name](tokens, mask))
 
-    def _mask(self, tokens: Tensor) -> Tensor | None:
-        if self.skip == 0:
-            return None
-        mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-        mask[:, : self.skip] = False
-        return mask
+    def _keep(self, key: Key, value: Tensor) -> None:
+        """The mean over heads, and over the windows that a sample is cut into."""
+        self.size = self.size or len(value)
+        if key in self.values:
+            raise AcutanceError(
+                f"layer {key[1]} ran more than once in a forward pass, so its readings cannot be told apart: layers "
+                "that share a module, or a model that calls its layers several times, cannot be measured as a whole"
+            )
+        self.values[key] = value.reshape(self.size, -1).mean(1)
 
 
+@dataclass
 class _Running:
-    """Mean and standard deviation of a stream, merged batch by batch (Chan's update)."""
+    """Mean and standard deviation of a stream, merged batch by batch and process by process (Chan's update)."""
 
-    def __init__(self) -> None:
-        self.count, self.mean, self._squares = 0, 0.0, 0.0
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0  # the sum of squared deviations from the mean
 
     def add(self, values: NDArray[np.float64]) -> None:
-        if not np.isfinite(values).all():  # a documented infinity, such as HFC/LFC of tokens whose mean is zero
-            self.mean += float(values[~np.isfinite(values)].sum())
-            self.count += len(values)
-            return
-        count, mean = len(values), float(values.mean())
-        delta, total = mean - self.mean, self.count + len(values)
-        self.mean += delta * count / total
-        self._squares += float(((values - mean) ** 2).sum()) + delta**2 * self.count * count / total
+        """Take in one batch's values."""
+        infinite = values[~np.isfinite(values)]  # documented, such as HFC/LFC of tokens whose mean is zero
+        if len(infinite):
+            self.merge(_Running(len(values), float(infinite.sum())))
+        else:
+            mean = float(values.mean())
+            self.merge(_Running(len(values), mean, float(((values - mean) ** 2).sum())))
+
+    def merge(self, other: _Running) -> None:
+        """Take in the statistics of other samples."""
+        total = self.count + other.count
+        if np.isfinite(self.mean + other.mean):
+            delta = other.mean - self.mean
+            self.mean += delta * other.count / total
+            self.squares += other.squares + delta**2 * self.count * other.count / total
+        else:
+            self.mean += other.mean  # once infinite, always infinite
         self.count = total
 
     @property
     def std(self) -> float:
         if not np.isfinite(self.mean):
             return float("inf")
-        return float(np.sqrt(self._squares / (self.count - 1))) if self.count > 1 else 0.0
+        return float(np.sqrt(self.squares / (self.count - 1))) if self.count > 1 else 0.0
+
+
+def _over_processes(own: Mapping[Key, _Running]) -> dict[Key, _Running]:
+    """The statistics of all processes as one, merged in the order of their ranks."""
+    merged: dict[Key, _Running] = {}
+    for part in processes.gather(own):
+        for key, statistics in part.items():
+            merged.setdefault(key, _Running()).merge(statistics)
+    return merged
 
 
 def _attach(model: nn.Module, reader: _Reader, taps: Sequence[str], stack: ExitStack) -> None:
-    found = sites.find(model)
     if "block" in taps:
-        first = found[0].block
-        stack.callback(first.register_forward_pre_hook(lambda _, args: reader.tokens("block", 0, args[0])).remove)
-        for site in found:
-            stack.callback(site.block.register_forward_hook(_block_hook(reader, site.layer)).remove)
+        for layer, block, as_tokens in sites.blocks(model):
+            if layer == 1:
+                entering = block.register_forward_pre_hook(_entry_hook(reader, as_tokens), with_kwargs=True)
+                stack.callback(entering.remove)
+            stack.callback(block.register_forward_hook(_block_hook(reader, layer, as_tokens)).remove)
     if reader.wants_records:
-        for site in found:
+        for site in sites.find(model):
             stack.callback(site.observe(_record_hook(reader, site.layer)).remove)
     if "final" in taps:
-        norm, depth = sites.final_norm(model), len(found)
-        stack.callback(norm.register_forward_hook(lambda *args: reader.tokens("final", depth, args[-1])).remove)
+        norm, last = sites.final_norm(model), sites.find(model)[-1]
+        stack.callback(norm.register_forward_hook(_final_hook(reader, last)).remove)
 
 
-def _block_hook(reader: _Reader, layer: int) -> Callable[..., None]:
-    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-        reader.tokens("block", layer, output[0] if isinstance(output, tuple) else output)
+def _entry_hook(reader: _Reader, as_tokens: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+    def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        reader.tokens("block", 0, as_tokens(sites.tokens_in(args, kwargs)))
 
     return hook
+
+
+def _block_hook(reader: _Reader, layer: int, as_tokens: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        reader.tokens("block", layer, as_tokens(sites.tokens_out(output)))
+
+    return hook
+
+
+def _final_hook(reader: _Reader, last: sites.AttentionSite) -> Callable[..., None]:
+    return lambda _module, _args, output: reader.tokens("final", last.layer, last.tokens(output))
 
 
 def _record_hook(reader: _Reader, layer: int) -> Callable[[AttentionRecord], None]:
@@ -234,6 +292,23 @@ def track(batches: Iterable[Any], show: bool, stack: ExitStack, description: str
     )
     bar = stack.enter_context(Progress(*columns, transient=True))
     return bar.track(batches, total=total, description=description)
+
+
+def check_readable(
+    model: nn.Module, *, metrics: str | Sequence[str], tap: str | Sequence[str], prefix: str, part: str | None
+) -> None:
+    """Raise what `measure` would raise before its first batch."""
+    names, taps = check_choices(metrics, tap, prefix)
+    target = _part(model, part)
+    with sites.reading(target), ExitStack() as stack:
+        _attach(target, _Reader(names, taps), taps, stack)
+
+
+def check_choices(metrics: str | Sequence[str], tap: str | Sequence[str], prefix: str) -> tuple[list[str], list[str]]:
+    """The metrics and the taps by name; what `measure` does not know is refused."""
+    if prefix not in ("in", "out"):
+        raise AcutanceError(f"prefix says whether class and register tokens count: 'in' or 'out', not {prefix!r}")
+    return _metric_names(metrics), _tap_names(tap)
 
 
 def _metric_names(metrics: str | Sequence[str]) -> list[str]:
@@ -259,22 +334,33 @@ def sorted_by_tap(statistics: Mapping[Key, _Running], taps: Sequence[str]) -> li
     return sorted(statistics.items(), key=lambda item: (order[item[0][0]], item[0][1]))
 
 
+def _part(model: nn.Module, path: str | None) -> nn.Module:
+    if path is None:
+        return model
+    try:
+        return model.get_submodule(path)
+    except AttributeError as error:
+        children = ", ".join(name for name, _ in model.named_children())
+        raise AcutanceError(f"{type(model).__name__} has no part {path!r}; it is made of {children}") from error
+
+
 def _context(
-    model: nn.Module, readings: Sequence[Reading], taps: Sequence[str], prefix: Literal["in", "out"]
+    model: nn.Module, target: nn.Module, part: str | None, readings: Sequence[Reading], taps: Sequence[str], prefix: str
 ) -> dict[str, Any]:
-    return describe(model) | {
-        "samples": readings[0].count,
-        "taps": list(taps),
-        "prefix": f"{sites.prefix_tokens(model)} prefix tokens {prefix}",
-    }
+    try:
+        counted = f"{sites.prefix_tokens(target)} prefix tokens {prefix}"
+    except sites.NoSitesError:
+        counted = f"prefix tokens {prefix}"
+    where = {} if part is None else {"part": part}
+    return describe(model, target) | where | {"samples": readings[0].count, "taps": list(taps), "prefix": counted}
 
 
-def describe(model: nn.Module) -> dict[str, Any]:
-    """What was read and with what, so that somebody else can read it again."""
+def describe(model: nn.Module, target: nn.Module | None = None) -> dict[str, Any]:
+    """What was read and with what, so that somebody else can read it again; `target` is the part that was read."""
     parameter = next(model.parameters())
     return {
         "model": type(model).__name__,
-        "mitigation": sites.mitigation_spec(model),
+        "mitigation": sites.mitigation_spec(model if target is None else target),
         "parameters": sum(p.numel() for p in model.parameters()),
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(parameter.device) if parameter.is_cuda else str(parameter.device),
@@ -284,5 +370,6 @@ def describe(model: nn.Module) -> dict[str, Any]:
             "torch": torch.__version__,
             "numpy": np.__version__,
             "python": platform.python_version(),
-        },
+        }
+        | {name: sys.modules[name].__version__ for name in ("transformers", "timm") if name in sys.modules},
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
@@ -40,8 +40,7 @@ def mitigate(model: nn.Module, mitigation: Mitigation | str, layers: Sequence[in
         mitigation: a `Mitigation` or its spec, e.g. `neutreno:0.6+featscale`.
         layers: layer numbers, 1 being the first; all by default.
     """
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise AcutanceError("gradients of parameters added now would not be synchronised: mitigate, then wrap in DDP")
+    _refuse_wrapped(model)
     found = sites.find(model)
     _refuse_second(found)
     wanted = _wanted(layers, len(found))
@@ -51,6 +50,7 @@ def mitigate(model: nn.Module, mitigation: Mitigation | str, layers: Sequence[in
     def undo() -> None:
         while undos:
             undos.pop()()
+        sites.remember(model)
 
     distances: list[float] = []
     try:
@@ -61,13 +61,38 @@ def mitigate(model: nn.Module, mitigation: Mitigation | str, layers: Sequence[in
     except BaseException:  # never leave a model half patched
         undo()
         raise
+    sites.remember(model)
     return Handle(chosen.spec, wanted, undo, distances)
+
+
+def reinstate(model: nn.Module, record: Mapping[str, str]) -> None:
+    """Put back what `sites.record` noted of a model into another one like it."""
+    found = sites.everywhere(model)
+    unknown = sorted(record.keys() - found.keys())
+    if unknown:
+        raise AcutanceError(
+            f"the record has a mitigation for {unknown[0]!r}, which this {type(model).__name__} does not have; its "
+            f"attention is in {', '.join(list(found)[:3])}… Load into the kind of model that was saved"
+        )
+    _refuse_second(list(found.values()))
+    for name, spec in record.items():
+        _install(found[name], as_mitigation(spec))
+    sites.remember(model)
 
 
 def _install(site: sites.AttentionSite, mitigation: Mitigation) -> Callable[[], None]:
     like = site.projection_weight()
     built = mitigation.for_layer(site.shape(pretrained=True)).to(device=like.device, dtype=like.dtype)
     return site.install(built.train(site.attention.training))
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise AcutanceError("gradients of parameters added now would not be synchronised: mitigate, then wrap in DDP")
+    if any(cls.__name__ == "FSDPModule" for module in model.modules() for cls in type(module).__mro__):
+        raise AcutanceError("parameters added now would not be sharded: mitigate, then fully_shard")
+    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
+        raise AcutanceError("compiled code would not see the mitigation: mitigate, then torch.compile")
 
 
 def _distances(site: sites.AttentionSite) -> list[float]:

@@ -116,7 +116,7 @@ class Profile:
         runs = self.context.get("runs")
         spread = f"over {runs} runs" if runs else "over samples"
         parts = [f"{self.context.get('samples', '?')} samples, mean ± standard deviation {spread}"]
-        for key in ("prefix", "dtype", "device"):
+        for key in ("data", "prefix", "dtype", "device"):
             if key in self.context:
                 parts.append(f"{key}: {self.context[key]}")
         return "; ".join(parts)
@@ -127,14 +127,22 @@ class Profile:
             console.print(self.table())
         return capture.get()
 
-    def to_json(self) -> str:
-        """The profile as JSON text. Infinities and NaN are written as strings: JSON has no numbers for them."""
-        body = {
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold. Infinities and NaN become strings: JSON has no numbers for them."""
+        return {
             "format": FORMAT,
             "context": dict(self.context),
             "readings": [{k: _to_json(v) for k, v in asdict(r).items()} for r in self.readings],
         }
-        return json.dumps(body, indent=1, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> Profile:
+        """The profile that `to_dict` took apart."""
+        return cls(tuple(map(_reading, body["readings"])), body["context"])
+
+    def to_json(self) -> str:
+        """The profile as JSON text."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write JSON, atomically."""
@@ -143,7 +151,7 @@ class Profile:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
         """Read a profile that `save` wrote."""
-        return read_json(path, FORMAT, lambda body: cls(tuple(map(_reading, body["readings"])), body["context"]))
+        return read_json(path, FORMAT, cls.from_dict)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one offline page with the per-layer curves."""

@@ -1,6 +1,7 @@
 """Eigen: the promised spectra, the closest start, and nothing left of it when it goes."""
 
 import copy
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -169,15 +170,34 @@ def test_psi_gives_back_its_eigenvalues_and_never_starts_dead(sign, spectrum):
     assert gradient.abs().min() > 1e-4
 
 
+@contextmanager
+def float64_throughout():
+    """Also while a model is built, so that Θ and ψ are not rounded on the way."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("basis", BASES)
 @pytest.mark.parametrize("sign", SIGNS)
-def test_a_new_model_starts_as_large_as_the_plain_one_with_nothing_else_changed(sign, basis):
-    plain = make()
-    after_plain = torch.random.get_rng_state()
-    steered = make(Eigen(sign, basis))
+def test_a_new_model_starts_from_the_eigenvectors_and_the_size_of_the_plain_one(sign, basis):
+    with float64_throughout():
+        plain = make(dim=24)
+        after_plain = torch.random.get_rng_state()
+        steered = make(Eigen(sign, basis), dim=24)
     assert torch.equal(torch.random.get_rng_state(), after_plain)
     for H, steered_H in zip(branches(plain), branches(steered), strict=True):
-        assert steered_H.norm().item() == pytest.approx(H.norm().item(), rel=0.2)  # tiny |λ| are lifted to EDGE
+        lam, v = torch.linalg.eigh((H + H.T) / 2)
+        wanted = lam * H.norm() / lam.norm()
+        if sign != "free":  # −ψ² and ψ² have no gradient at 0: the smallest start at EDGE
+            assert wanted.abs().min() < spectra.EDGE < wanted.abs().max()
+            wanted = wanted.abs().clamp_min(spectra.EDGE) * (1 if sign == "positive" else -1)
+        torch.testing.assert_close(steered_H, (v * wanted) @ v.T, rtol=0, atol=1e-11)
+        lifted = (wanted.square().sum() / H.square().sum()).sqrt().item()
+        assert (steered_H.norm() / H.norm()).item() == pytest.approx(lifted, rel=1e-10)
+        assert lifted == pytest.approx(1, rel=1e-12) if sign == "free" else lifted > 1
     ours, theirs = dict(steered.named_parameters()), dict(plain.named_parameters())
     for name in ours.keys() & theirs.keys():
         rows = theirs[name][: len(ours[name])]
@@ -233,31 +253,35 @@ def admissible_h(generator, size, low, high):
     return (v * lam) @ v.T
 
 
-def test_no_admissible_h_is_closer():
-    """Neither at random, near or far, nor by descending on the distance itself."""
+@pytest.mark.parametrize("spectrum", ["clipped", "square"])
+@pytest.mark.parametrize("sign", SIGNS)
+def test_no_admissible_h_is_closer(sign, spectrum):
+    """The admissible H are a convex set, in which P is closest to H exactly if ⟨H − P, K − P⟩ ≤ 0 for every K in it.
+
+    The largest ⟨H − P, K⟩ has a closed form: K has the eigenvectors of the symmetric part of H − P, and each of its
+    eigenvalues stands at the end of the interval that its own sign asks for (von Neumann's trace inequality).
+    """
     model = trained(dim=6, heads=2, depth=1)
+    model.blocks[0].attn.proj.weight.data *= 4
     (H,) = branches(model)
-    (distance,) = mitigate(model, "eigen:negative,spectrum=clipped").distances
-    (start,) = branches(model)
+    (distance,) = mitigate(model, Eigen(sign, spectrum=spectrum)).distances
+    (closest,) = branches(model)
+    low, high = spectra.admissible(sign, spectrum)
+    lam, v = torch.linalg.eigh((H + H.T) / 2)
+    assert (lam.min() < low and high < lam.max()) or spectrum == "square"  # the interval cuts off at both ends
+    edge = spectra.EDGE if spectrum == "square" and sign != "free" else 0.0  # where ψ² keeps off its border
+    low, high = (low, high - edge) if sign == "negative" else (low + edge, high)
+    torch.testing.assert_close(closest, (v * lam.clamp(low, high)) @ v.T, rtol=0, atol=1e-12)
+    rest = torch.linalg.eigvalsh((H + H.T) / 2 - closest)
+    along = ((H + H.T) / 2 - closest).mul(closest).sum()
+    rest[rest.abs() < 1e-12] = 0  # inside the interval: nothing is left over, and no end is asked for
+    ends = torch.where(rest > 0, high, torch.where(rest < 0, low, torch.zeros_like(rest)))
+    assert (rest * ends).sum().item() == pytest.approx(along.item(), abs=1e-11)
     generator = torch.Generator().manual_seed(0)
-    for step in torch.logspace(-3, 0, 100).tolist():  # the admissible set is convex: a step towards any H stays in it
-        other = start + step * (admissible_h(generator, 6, -1, 0) - start)
+    low, high = max(low, -3.0), min(high, 3.0)
+    for step in torch.logspace(-6, 0, 100).tolist():  # a step towards any admissible H stays in the set
+        other = closest + step * (admissible_h(generator, 6, low, high) - closest)
         assert (other - H).norm() / H.norm() >= distance - 1e-12
-    free = Eigen("negative", "polar").for_layer(LayerShape(1, 6, 2, 3, 2)).double()
-    free.theta.data = torch.randn(6, 6, dtype=torch.float64, generator=generator)
-    optimiser = torch.optim.LBFGS(free.parameters(), max_iter=150, line_search_fn="strong_wolfe")
-
-    def descend():
-        optimiser.zero_grad()
-        value, projection = free.weights()
-        found = (projection @ value - H).norm() / H.norm()
-        found.backward()
-        return found
-
-    optimiser.step(descend)
-    lam = torch.linalg.eigvalsh((H + H.T) / 2).clamp_max(0)  # −ψ² reaches further down than the clipped spectrum
-    closest = ((H.norm() ** 2 - lam.square().sum()).sqrt() / H.norm()).item()
-    assert closest - 1e-9 <= descend().item() <= closest * 1.001
 
 
 def test_eigenpairs_go_to_the_heads_they_came_from():

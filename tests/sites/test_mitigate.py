@@ -179,11 +179,14 @@ def test_mitigations_of_the_weights_come_and_go(mitigation):
     assert set(model.state_dict()) == keys
 
 
-def test_a_model_compiled_before_notices():
+@pytest.mark.parametrize("how", ["wrapped", "in place", "a block"])
+def test_a_compiled_model_is_refused(how):
     model = make()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager")
-    output = compiled(images())
-    with mitigate(compiled, "neutreno:0.6"):
-        assert torch.equal(compiled(images()), make(mitigation="neutreno:0.6")(images()))
-    assert torch.equal(compiled(images()), output)
+    if how == "wrapped":
+        model = torch.compile(model, backend="eager")
+    elif how == "in place":
+        model.compile(backend="eager")
+    else:
+        model.blocks[1].compile(backend="eager")
+    with pytest.raises(AcutanceError, match=r"mitigate, then torch\.compile"):
+        mitigate(model, "neutreno:0.6")

@@ -8,6 +8,7 @@ from acutance import sites
 from acutance.errors import AcutanceError
 from acutance.models import ViT
 from acutance.sites import Library
+from acutance.sites.base import AttentionSite
 
 TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
 
@@ -41,6 +42,35 @@ def test_the_weights_are_those_the_values_go_through(attention):
         torch.testing.assert_close(inputs[0] @ site.value_weight().T + bias, values)
         merged = records[0].output.transpose(1, 2).flatten(2)
         torch.testing.assert_close(merged @ site.projection_weight().T + site.attention.proj.bias, records[0].branch)
+
+
+@pytest.mark.parametrize("mitigation", [None, "eigen:negative"])
+@pytest.mark.parametrize("attention", ["softmax", "symmetric"])
+def test_queries_and_keys_come_from_their_weights(attention, mitigation):
+    model = ViT(**TINY, attention=attention, mitigation=mitigation)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    for site in sites.find(model):
+        records, inputs = [], []
+        hook = site.attention.register_forward_pre_hook(lambda _, args, kept=inputs: kept.append(args[0]))
+        with site.observe(records.append):
+            model(images())
+        hook.remove()
+        A, bias = records[0].operator, site.attention.value_projection.bias
+        shift = 0 if attention == "symmetric" else 12
+        for weight, found, rows in ((site.query_weight(), A.q, bias[:12]), (site.key_weight(), A.k, bias[shift:][:12])):
+            assert weight.shape == (12, 12)
+            torch.testing.assert_close(inputs[0] @ weight.T + rows, found.transpose(1, 2).flatten(2))
+
+
+def test_sites_that_do_not_know_their_queries_and_keys_say_so():
+    class Other(AttentionSite):
+        name = "encoder.3.attention"
+        mitigation = value_weight = projection_weight = observe = install = None
+
+    for ask, which in ((Other().query_weight, "W_Q"), (Other().key_weight, "W_K")):
+        with pytest.raises(AcutanceError, match=rf"encoder\.3\.attention: Other does not know where {which} is"):
+            ask()
 
 
 def test_value_weight_is_the_parameter_itself():

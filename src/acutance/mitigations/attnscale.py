@@ -19,6 +19,7 @@ class AttnScale(Mitigation):
     of Ã still sum to one and nothing hidden leaks in. Attention dropout touches A v, not the mean.
     """
 
+    ignores_first_values = True
     gain: nn.Parameter
 
     def build(self, shape: LayerShape) -> None:
@@ -36,8 +37,14 @@ def visible_mean(A: AttentionOperator, v: Tensor) -> Tensor:
     v = repeat_heads(v, A.heads)
     if A.mask4 is None and not A.causal:
         return v.mean(dim=-2, keepdim=True)
-    mask = A.mask4
-    if mask is not None and mask.is_floating_point():
-        mask = mask > torch.finfo(mask.dtype).min / 2  # a bias hides keys by −∞ or the lowest number there is
     equal_scores = torch.zeros_like(A.q)
-    return AttentionOperator(equal_scores, A.k.detach(), mask=mask, causal=A.causal) @ v
+    uniform = AttentionOperator(equal_scores, A.k.detach(), mask=visible_keys(A), causal=A.causal)
+    return uniform.apply(v)  # spelt @, compiling would break the graph
+
+
+def visible_keys(A: AttentionOperator) -> Tensor | None:
+    """A's mask as bool: a bias hides keys by −∞ or the lowest number there is."""
+    mask = A.mask4
+    if mask is None or not mask.is_floating_point():
+        return mask
+    return mask > torch.finfo(mask.dtype).min / 2

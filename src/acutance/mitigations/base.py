@@ -64,6 +64,8 @@ class Mitigation(nn.Module):
 
     name: ClassVar[str] = ""
     positional: ClassVar[str | None] = None  # the option that stands without its key right after the colon
+    ignores_first_values: ClassVar[bool] = False  # said by those that override `values` or `output` without using v0
+    averages_tokens: ClassVar[bool] = False  # said by those whose `features` mix tokens, masked or not
     shape: LayerShape | None = None  # set once built for a layer
     distance: float | None = None  # ‖H − H₀‖/‖H₀‖ (‖H‖ if H₀ = 0) where it replaced the H₀ of a trained layer
 
@@ -98,6 +100,18 @@ class Mitigation(nn.Module):
     def features(self, y: Tensor, x: Tensor) -> Tensor:
         """What the attention branch returns after the output projection; x is what entered the branch."""
         return y
+
+    @property
+    def needs_first_values(self) -> bool:
+        """Whether v0 must be the first layer's values; assumed of all that have the chance to look at it."""
+        cls = type(self)
+        looks = cls.values is not Mitigation.values or cls.output is not Mitigation.output
+        return looks and not cls.ignores_first_values
+
+    @property
+    def changes_features(self) -> bool:
+        """Whether there is anything to do after the output projection."""
+        return type(self).features is not Mitigation.features
 
     @property
     def spec(self) -> str:
@@ -171,6 +185,16 @@ class Chain(Mitigation):
         return y
 
     @property
+    def needs_first_values(self) -> bool:
+        """Whether a part does."""
+        return any(part.needs_first_values for part in _parts(self))
+
+    @property
+    def changes_features(self) -> bool:
+        """Whether a part has anything to do after the output projection."""
+        return any(part.changes_features for part in _parts(self))
+
+    @property
     def spec(self) -> str:
         """The parts' specs joined by `+`."""
         return "+".join(part.spec for part in _parts(self))
@@ -187,7 +211,7 @@ def like_output(values: Tensor, u: Tensor) -> Tensor:
     values reach further back than u: the last rows are u's own.
     """
     heads, kv_heads, rows = u.shape[1], values.shape[1], u.shape[2]
-    if heads % kv_heads or values.shape[2] < rows:
+    if heads % kv_heads or values.shape[2] < rows or values.shape[0] != u.shape[0]:
         raise ShapeError(f"values {tuple(values.shape)} cannot be matched to an attention output {tuple(u.shape)}")
     if values.shape[2] > rows:
         values = values[:, :, -rows:]

@@ -6,20 +6,24 @@ import torch
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError
+from acutance.mitigations.attnscale import visible_keys
 from acutance.mitigations.base import LayerShape, Mitigation, register
+from acutance.operator import AttentionOperator
 
 
 @register("featscale")
 class FeatScale(Mitigation):
     """y ← y + s ⊙ mean(y) + t ⊙ (y − mean(y)), per channel, s and t learnt from 0 (https://arxiv.org/abs/2203.05962).
 
-    The mean runs over all tokens, class token included.
+    The mean runs over all tokens, class token included: where some are padding, or the future, it is refused.
 
     Args:
         doubled: add the correction twice (gains 1 + 2s and 1 + 2t), as the authors' public DeiT code does;
             the paper and their CaiT and Swin code add it once.
     """
 
+    ignores_first_values = True
+    averages_tokens = True
     low: nn.Parameter
     high: nn.Parameter
 
@@ -33,6 +37,17 @@ class FeatScale(Mitigation):
         """One gain for the low and one for the high frequencies of every channel."""
         self.low = nn.Parameter(torch.zeros(shape.dim))
         self.high = nn.Parameter(torch.zeros(shape.dim))
+
+    def output(self, u: Tensor, v: Tensor, v0: Tensor, A: AttentionOperator) -> Tensor:
+        """u as it is; here A tells whether the mean that `features` takes would look at what is hidden."""
+        visible = visible_keys(A)
+        if A.causal or (visible is not None and (torch.compiler.is_compiling() or not visible.all())):
+            raise AcutanceError(
+                "featscale averages over all tokens, but a mask hides some of them (padding, another document, the "
+                "future, what is out of reach), which the mean would let through: use it on batches without padding, "
+                "uncompiled if there is a mask all the same; attnscale knows masks"
+            )
+        return u
 
     def features(self, y: Tensor, x: Tensor) -> Tensor:
         """Rescale the mean over tokens and what is left of it separately."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Self
 
@@ -39,6 +40,14 @@ class AttentionSite(ABC):
     def projection_weight(self) -> Tensor:
         """W_proj as (dim, heads · head_dim)."""
 
+    def query_weight(self) -> Tensor:
+        """W_Q as (heads · head_dim, dim)."""
+        raise AcutanceError(f"{self.name}: {type(self).__name__} does not know where W_Q is")
+
+    def key_weight(self) -> Tensor:
+        """W_K as (kv_heads · head_dim, dim)."""
+        raise AcutanceError(f"{self.name}: {type(self).__name__} does not know where W_K is")
+
     def value_bias(self) -> Tensor | None:
         """What is added to the values, (kv_heads · head_dim,); None where nothing is."""
         return None
@@ -51,9 +60,22 @@ class AttentionSite(ABC):
         """The norm between the residual stream and the attention; None where there is none."""
         return None
 
+    def pre_norm_gain(self) -> Tensor | None:
+        """What the pre-norm multiplies each channel (dim,) by; None without a pre-norm, or where it has no gain."""
+        gain = getattr(self.pre_norm(), "weight", None)
+        return gain if isinstance(gain, Tensor) else None
+
     def branch_gain(self) -> Tensor | None:
         """The gain per channel (dim,) between projection and residual, such as LayerScale's; None without one."""
         return None
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """What goes through the block, as (batch, tokens, dim); a grid of tokens is read row by row."""
+        if x.ndim == 4 and x.shape[-1] == self.dim:
+            return x.flatten(1, 2)
+        if x.ndim == 4 and x.shape[1] == self.dim:
+            return x.flatten(2).transpose(1, 2)
+        return x
 
     @abstractmethod
     def observe(self, fn: Callable[[AttentionRecord], None]) -> Undo:
@@ -113,3 +135,5 @@ class Library:
     sites: Callable[[nn.Module], list[AttentionSite]]  # in depth order; empty for another library's model
     prefix_tokens: Callable[[nn.Module], int]
     final_norm: Callable[[nn.Module], nn.Module]
+    reading: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()  # around a reading
+    remember: Callable[[nn.Module, Mapping[str, str]], None] = lambda model, record: None  # in what is saved with it

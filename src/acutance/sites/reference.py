@@ -48,6 +48,15 @@ class BlockSite(AttentionSite):
             raise AcutanceError(f"{self.name}: another mitigation makes W_V and W_proj already: choose one of the two")
         return self.attention.proj.weight
 
+    def query_weight(self) -> Tensor:
+        """The first `dim` rows of the joint projection; symmetric attention uses them for the keys too."""
+        return self.attention.value_projection.weight[: self.dim]
+
+    def key_weight(self) -> Tensor:
+        """The rows after the queries'; the same rows where attention is symmetric."""
+        start = 0 if self.attention.kernel == "symmetric" else self.dim
+        return self.attention.value_projection.weight[start : start + self.dim]
+
     def value_bias(self) -> Tensor | None:
         """The last `dim` entries of the joint bias."""
         bias: Tensor | None = self.attention.value_projection.bias

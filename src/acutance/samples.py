@@ -1,0 +1,140 @@
+"""What counts as a token, and as a sample, in a batch: padding out, packed documents apart, prefix in or out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.errors import ShapeError
+from acutance.operator import AttentionOperator, AttentionRecord
+
+SPECIAL = "special_tokens_mask"  # what tokenisers call class and separator tokens; no model takes it
+PADDING = {  # the usual arguments, and whether they mark what counts or what does not
+    "attention_mask": True,
+    "src_key_padding_mask": False,
+    "key_padding_mask": False,
+}
+DECODER_PADDING = {"decoder_attention_mask": True, "tgt_key_padding_mask": False}
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents packed one after another in the rows of a batch."""
+
+    rows: Tensor  # the row each document is in
+    positions: Tensor  # where its tokens are, (documents, longest)
+    inside: Tensor  # whether there is a token, (documents, longest)
+
+    @classmethod
+    def of(cls, position_ids: Tensor) -> Documents:
+        """A document starts where positions do not go on counting."""
+        starts = torch.ones_like(position_ids, dtype=torch.bool)
+        starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        rows, first = starts.nonzero(as_tuple=True)
+        width = position_ids.shape[1]
+        lengths = torch.cat([rows * width + first, torch.tensor([position_ids.numel()])]).diff()
+        steps = torch.arange(int(lengths.max()))
+        return cls(rows, (first[:, None] + steps).clamp(max=width - 1), steps < lengths[:, None])
+
+    def to(self, device: torch.device) -> Documents:
+        """The same on another device."""
+        return Documents(self.rows.to(device), self.positions.to(device), self.inside.to(device))
+
+    def split(self, x: Tensor) -> Tensor:
+        """Rows (batch, tokens, …) to documents (documents, longest, …); what is not inside repeats other tokens."""
+        return x[self.rows[:, None], self.positions]
+
+    def split_mask(self, mask: Tensor) -> Tensor:
+        """The part (documents, heads, longest, longest) of a mask (batch, heads, queries, keys) each document has."""
+        own = mask[self.rows[:, None, None], :, self.positions[:, :, None], self.positions[:, None, :]]
+        return own.permute(0, 3, 1, 2)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """How the tokens of a batch fall into samples."""
+
+    mask: Tensor | None = None  # (batch, tokens), True where a token counts; None where all do
+    skip: int = 0  # class and register tokens left out at the front
+    documents: Documents | None = None  # None where every row is a sample
+
+    @classmethod
+    def of(cls, batch: Any, *, skip: int = 0, special: bool = True, decoder: bool = False) -> Samples:
+        """Read the arguments a model is about to get.
+
+        Args:
+            batch: what `measure` feeds.
+            skip: how many tokens at the front do not count.
+            special: whether tokens marked as special by the tokeniser count.
+            decoder: whether the tokens are those of a decoder that has arguments of its own.
+        """
+        if not isinstance(batch, Mapping):
+            return cls(skip=skip)
+        padding = mask = _padding(batch, DECODER_PADDING if decoder else PADDING)
+        if not special and not decoder and isinstance(batch.get(SPECIAL), Tensor):
+            content = ~batch[SPECIAL].bool()
+            mask = content if padding is None else padding & content
+        mask = None if mask is None or bool(mask.all()) else mask
+        positions = batch.get("position_ids")
+        # Models take restarting positions for packed documents only where no mask tells of padding.
+        if isinstance(positions, Tensor) and positions.ndim == 2 and padding is None and not decoder:
+            documents = Documents.of(positions.cpu())
+            if len(documents.rows) > len(positions):
+                return cls(mask, skip, documents)
+        return cls(mask, skip)
+
+    def tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens (samples, tokens, channels), and which of them count."""
+        mask = self.mask
+        if mask is not None:
+            if mask.shape != tokens.shape[:2]:
+                raise ShapeError(f"the batch's mask is {tuple(mask.shape)}, but the tokens are {tuple(tokens.shape)}")
+            mask = mask.to(tokens.device)
+        if self.skip:
+            front = torch.arange(tokens.shape[1], device=tokens.device) >= self.skip
+            mask = front.expand(tokens.shape[:2]) if mask is None else mask & front
+        if self.documents is None:
+            return tokens, mask
+        documents = self.documents.to(tokens.device)
+        mask = documents.inside if mask is None else documents.inside & documents.split(mask)
+        return documents.split(tokens), mask
+
+    def record(self, record: AttentionRecord) -> AttentionRecord:
+        """The record with every document a sample of its own."""
+        if self.documents is None:
+            return record
+        documents, A, first = self.documents.to(record.branch.device), record.operator, record.first_values
+
+        def split(x: Tensor) -> Tensor:  # (batch, heads, tokens, width)
+            return documents.split(x.transpose(1, 2)).transpose(1, 2)
+
+        mask = documents.inside[:, None, None, :]
+        if A.mask4 is not None:
+            own = documents.split_mask(A.mask4.expand(A.shape[0], -1, A.shape[2], -1))
+            mask = own & mask if own.dtype == torch.bool else own.masked_fill(~mask, -torch.inf)
+        options: dict[str, Any] = {
+            "causal": A.causal,
+            "scale": A.scale,
+            "kernel": A.kernel,
+            "softcap": A.definition.softcap,
+        }
+        return replace(
+            record,
+            operator=AttentionOperator(split(A.q), split(A.k), mask=mask, **options),
+            values=split(record.values),
+            first_values=None if first is None else split(first),
+            output=split(record.output),
+            branch=documents.split(record.branch),
+        )
+
+
+def _padding(batch: Mapping[str, Any], names: Mapping[str, bool]) -> Tensor | None:
+    for name, marks_content in names.items():
+        mask = batch.get(name)
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            return mask.bool() if marks_content else ~mask.bool()
+    return None

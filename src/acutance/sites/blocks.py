@@ -1,0 +1,87 @@
+"""Where the repeated blocks of a model are, told by its structure alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from acutance.errors import AcutanceError, SeveralStacksError
+
+CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module stands among the repeated blocks."""
+
+    block: str  # path of the block it is in
+    stage: str  # path of the container that holds the block
+    stack: str  # path of the outermost such container: stages of one model share it, encoder and decoder do not
+
+
+def place_of(model: nn.Module, path: str) -> Place:
+    """The block that holds the module: the innermost member of a container of equals around it.
+
+    Containers of unlike modules count only where there is none of equals: T5's blocks list their own parts.
+    """
+    inside = _containers_around(model, path)
+    if not inside:
+        raise AcutanceError(f"{path} is not inside a list of blocks, so its depth in the model cannot be told")
+    equals = [where for where in inside if _of_equals(model.get_submodule(where))]
+    stage, stack = (equals[-1], equals[0]) if equals else (inside[0], inside[0])
+    member = path[len(stage) + 1 :] if stage else path
+    return Place(block=_join(stage, member.split(".")[0]), stage=stage, stack=stack)
+
+
+def refuse_several_stacks(model: nn.Module, places: Iterable[Place]) -> None:
+    """Layers are numbered within one stack: of several, the user says which."""
+    stacks = list(dict.fromkeys(place.stack for place in places))
+    if len(stacks) > 1:
+        around = [stack.rpartition(".")[0] for stack in stacks]
+        parts = [up if up and around.count(up) == 1 else stack for up, stack in zip(around, stacks, strict=True)]
+        raise SeveralStacksError(
+            f"{type(model).__name__} holds several stacks of layers ({', '.join(stacks)}): name one with part=, "
+            f"e.g. part={parts[0]!r}, or pass that part of the model",
+            parts,
+        )
+
+
+def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks of a model about which nothing else is known: the members of its largest container of equals."""
+    best, size = None, 0
+    for name, module in model.named_modules():
+        if isinstance(module, CONTAINERS) and len(module) > 1 and _of_equals(module):
+            weight = sum(parameter.numel() for parameter in module.parameters())
+            if weight > size:  # containers inside it come later and are smaller
+                best, size = name, weight
+    if best is None:
+        return []
+    blocks = [(_join(best, name), block) for name, block in model.get_submodule(best).named_children()]
+    inner = [(name, found) for name, block in blocks if (found := repeated_blocks(block)) and _mostly(found, block)]
+    if len(inner) < len(blocks):
+        return blocks
+    return [(_join(name, path), block) for name, found in inner for path, block in found]  # stages of blocks
+
+
+def _containers_around(model: nn.Module, path: str) -> list[str]:
+    parts = path.split(".")
+    paths = [".".join(parts[:depth]) for depth in range(len(parts))]
+    return [where for where in paths if isinstance(model.get_submodule(where), CONTAINERS)]
+
+
+def _of_equals(container: nn.Module) -> bool:
+    return len({type(child) for child in container.children()}) == 1
+
+
+def _mostly(found: list[tuple[str, nn.Module]], block: nn.Module) -> bool:
+    """Whether the blocks found make up most of the module, as in a stage, not a list of its small parts."""
+    inside = sum(p.numel() for _, module in found for p in module.parameters())
+    return 2 * inside > sum(p.numel() for p in block.parameters()) and any(
+        isinstance(child, CONTAINERS) for child in block.children()
+    )
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,256 @@
+"""Models of Hugging Face transformers, through its attention interface."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from acutance.errors import AcutanceError, NoSitesError
+from acutance.mitigations import Mitigation
+from acutance.sites.base import AttentionSite, Library
+from acutance.sites.blocks import place_of, refuse_several_stacks
+from acutance.sites.huggingface_interface import (
+    asks_for_the_name,
+    config_of,
+    dispatching_class,
+    diverted_view,
+    eager_function,
+    implementation_of,
+    register,
+)
+from acutance.sites.huggingface_norms import adds_one
+from acutance.sites.huggingface_weights import Weights, find_weights
+from acutance.sites.patched import PatchedSite, Stack, caller_of, known_sites
+
+CROSS = re.compile("cross|encoder_attn|encdec", re.IGNORECASE)
+FINAL_NORMS = ("norm", "layernorm", "layer_norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f")
+CLASS_TOKENS = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
+
+
+class HuggingFaceSite(PatchedSite):
+    """The attention of one layer of a transformers model."""
+
+    def __init__(self, stack: Stack, layer: int, name: str, block: nn.Module, attention: nn.Module) -> None:
+        super().__init__(stack, layer, name, block, attention)
+        self.weights: Weights = find_weights(name, block, attention)
+        self.heads, self.kv_heads, self.head_dim = self.weights.heads, self.weights.kv_heads, self.weights.head_dim
+        self.dim = self.weights.dim
+        cls: Any = type(attention)
+        self.eager = eager_function(cls)
+        if asks_for_the_name(cls) and not hasattr(attention, "reorder_and_upcast_attn"):  # GPT-2's: see `divert`
+            raise NoSitesError(
+                f"{name} ({cls.__name__}) does something else depending on the name of its attention function, which "
+                'ours would change. Token metrics can still be measured: measure(model, batches, tap="block")'
+            )
+
+    def value_weight(self) -> Tensor:
+        """W_V, a copy where the library stores the heads interleaved."""
+        return self.weights.value()
+
+    def projection_weight(self) -> Tensor:
+        """W_proj."""
+        return self.weights.projection_weight()
+
+    def query_weight(self) -> Tensor:
+        """W_Q."""
+        return self.weights.query()
+
+    def key_weight(self) -> Tensor:
+        """W_K."""
+        return self.weights.key()
+
+    def value_bias(self) -> Tensor | None:
+        """The values' bias, if the model has one."""
+        return self.weights.value_bias()
+
+    def projection_bias(self) -> Tensor | None:
+        """The bias of the output projection, if the model has one."""
+        return self.weights.projection_bias()
+
+    def pre_norm(self) -> nn.Module | None:
+        """The norm before the attention; None in Post-LN models such as BERT."""
+        return self.weights.pre_norm
+
+    def pre_norm_gain(self) -> Tensor | None:
+        """Gemma's norms, and those of some others, store how far their gain is from one."""
+        gain, norm = super().pre_norm_gain(), self.pre_norm()
+        return gain if gain is None or norm is None or not adds_one(norm) else 1 + gain
+
+    def branch_gain(self) -> Tensor | None:
+        """LayerScale's, if the model has it."""
+        return self.weights.branch_gain()
+
+    def refuse_first_values(self) -> str | None:
+        """Layers that share a module, windows that move, stages that merge tokens."""
+        if type(self.attention).__name__.startswith("Albert"):
+            return "all its layers are one module, so there is no first layer to tell from the others"
+        if _has_windows(self.attention):
+            return "its windows are shifted from layer to layer, so v⁰ and v do not belong to the same tokens"
+        if any(site.dim != self.dim for site in self.stack.sites):
+            return "the model merges tokens and widens them between its stages, so v⁰ does not fit"
+        return None
+
+    def install(self, mitigation: Mitigation) -> Callable[[], None]:
+        """Refuse means over tokens where the module does not see them all, or must not."""
+        averages = any(isinstance(part, Mitigation) and part.averages_tokens for part in mitigation.modules())
+        reason = self._refuse_average()
+        if averages and reason is not None:
+            raise AcutanceError(f"{mitigation.spec} cannot be used in {self.name}: {reason}")
+        return super().install(mitigation)
+
+    def _refuse_average(self) -> str | None:
+        if _has_windows(self.attention):
+            return "its W_proj sees one window at a time, so the mean would not run over the image's tokens"
+        if getattr(self.attention, "is_causal", False):
+            return "its attention is causal, and the mean over tokens would show them the future"
+        return None
+
+    def divert(self) -> Callable[[], None]:
+        """Give the attention module a view of its configuration that names our function."""
+        register()
+        own = config_of(self.attention)
+        if implementation_of(own) == "eager" and getattr(self.attention, "reorder_and_upcast_attn", False):
+            raise AcutanceError(
+                f"{self.name} reorders and upcasts its own attention, past the attention interface: "
+                "set reorder_and_upcast_attn=False in the configuration, or use 'sdpa'"
+            )
+        hooks = (
+            self.attention.register_forward_pre_hook(self.enter_attention, with_kwargs=True),
+            self.weights.projection.register_forward_hook(self.finish_projection),
+        )
+        self.attention.config = diverted_view(own)
+        return partial(_undivert, self.attention, own, hooks)
+
+    def enter_attention(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Refuse what would be silently wrong: in a static cache the last rows are not the newest tokens."""
+        super().enter_attention(module, args, kwargs)
+        past = kwargs.get("past_key_values", kwargs.get("layer_past"))
+        if self.mitigation is not None and getattr(past, "is_compileable", False):
+            raise AcutanceError(
+                f"{self.name}: a {type(past).__name__} keeps empty rows behind the newest token, which v⁰ − v cannot "
+                "be matched to: generate with the default dynamic cache"
+            )
+
+
+def _has_windows(attention: nn.Module) -> bool:
+    return type(attention).__name__.startswith(("Swin", "ClapAudio"))
+
+
+def _undivert(attention: nn.Module, config: Any, hooks: tuple[Any, ...]) -> None:
+    attention.config = config
+    for hook in hooks:
+        hook.remove()
+
+
+def _dispatches(module: nn.Module) -> bool:
+    cls: Any = type(module)
+    return dispatching_class(cls) is not None
+
+
+def _attentions(model: nn.Module) -> dict[str, nn.Module]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "config")
+        and not is_pretrained(module)
+        and _dispatches(module)
+        and not CROSS.search(name)
+        and not getattr(module, "is_cross_attention", False)
+    }
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether this is a transformers model; asked without importing the library."""
+    cls = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    return cls is not None and isinstance(module, cls)
+
+
+def _sites(model: nn.Module) -> list[AttentionSite]:
+    found = _attentions(model) if "transformers" in sys.modules else {}
+    if not found:
+        pretrained = next((module for module in model.modules() if is_pretrained(module)), None)
+        if pretrained is None:
+            return []
+        raise NoSitesError(
+            f"{type(pretrained).__name__} does not call its attention through transformers' attention interface, so "
+            "mitigations and attention metrics would not see it. Token metrics can still be measured: "
+            'measure(model, batches, tap="block")'
+        )
+    known = known_sites(found.values())
+    if known is not None:
+        return list(known)
+    places = {name: place_of(model, name) for name in found}
+    refuse_several_stacks(model, places.values())
+    blocks = [place.block for place in places.values()]
+    twice = next((block for block in blocks if blocks.count(block) > 1), None)
+    if twice is not None:
+        names = ", ".join(name for name, place in places.items() if place.block == twice)
+        raise AcutanceError(f"the block {twice} holds several self-attentions ({names}): which is meant is not clear")
+    stack = Stack(caller_of(model, blocks))
+    for layer, (name, place) in enumerate(places.items(), 1):
+        HuggingFaceSite(stack, layer, name, model.get_submodule(place.block), found[name])
+    return list(stack.sites)
+
+
+def _prefix_tokens(model: nn.Module) -> int:
+    """Class, distillation and register tokens, by the parameters they are kept in; text has none.
+
+    Pooling heads have such parameters too: only those of the embeddings become tokens.
+    """
+    paths = {name: p for name, p in model.named_parameters() if name.rpartition(".")[2] in CLASS_TOKENS}
+    return sum(p.shape[-2] if p.ndim > 1 else 1 for name, p in paths.items() if "embeddings" in name.split("."))
+
+
+def _final_norm(model: nn.Module) -> nn.Module:
+    """The norm that stands nearest after the blocks, inside the module that runs them or around it."""
+    block = place_of(model, next(iter(_attentions(model)))).stack
+    while block:
+        block = block.rpartition(".")[0]
+        parent = model.get_submodule(block)
+        for name in FINAL_NORMS:
+            if isinstance(getattr(parent, name, None), nn.Module):
+                return parent.get_submodule(name)
+    raise AcutanceError(
+        f"{type(model).__name__} has no norm after its last block (a Post-LN model): read tap='block' instead"
+    )
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """With a cache a model takes packed documents for one, and keeps keys and values nobody asks for."""
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    kept = [(config, config.use_cache) for config in found if hasattr(config, "use_cache")]
+    try:
+        for config, _ in kept:
+            config.use_cache = False
+        yield
+    finally:
+        for config, use_cache in kept:  # shared ones come several times, each time with what they had
+            config.use_cache = use_cache
+
+
+def _remember(model: nn.Module, record: Mapping[str, str]) -> None:
+    """In the configuration, which `save_pretrained` writes beside the weights."""
+    config: Any = getattr(model, "config", None)
+    if not is_pretrained(model):
+        return
+    if record:
+        config.acutance = dict(record)
+    elif hasattr(config, "acutance"):
+        del config.acutance
+
+
+LIBRARY = Library(
+    name="transformers",
+    sites=_sites,
+    prefix_tokens=_prefix_tokens,
+    final_norm=_final_norm,
+    reading=_without_cache,
+    remember=_remember,
+)

@@ -1,0 +1,115 @@
+"""Models of timm, and anybody's models that are built of timm's blocks."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, cast
+
+from torch import nn
+
+from acutance.errors import AcutanceError, NoSitesError
+from acutance.sites import timm_attention as kinds
+from acutance.sites.base import AttentionSite, Library
+from acutance.sites.blocks import CONTAINERS, place_of, repeated_blocks
+from acutance.sites.patched import Stack, caller_of, known_sites
+from acutance.sites.timm_site import TimmSite
+
+PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
+
+SITES: dict[str, type[TimmSite]] = {
+    "timm.layers.attention.Attention": kinds.PlainSite,
+    "timm.layers.attention.AttentionRope": kinds.RotarySite,
+    "timm.models.eva.EvaAttention": kinds.RotarySite,
+    "timm.models.beit.Attention": kinds.BeitSite,
+    "timm.models.vision_transformer_relpos.RelPosAttention": kinds.RelativeSite,
+    "timm.models.swin_transformer.WindowAttention": kinds.WindowSite,
+    "timm.models.pvt_v2.Attention": kinds.PyramidSite,
+    "timm.models.cait.TalkingHeadAttn": kinds.TalkingSite,
+}
+
+
+def _site_class(module: nn.Module) -> type[TimmSite] | None:
+    """By the class that wrote the module's forward: a subclass with one of its own is unknown."""
+    cls = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    return SITES.get(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def _sites(model: nn.Module) -> list[AttentionSite]:
+    if "timm" not in sys.modules:
+        return []
+    found = {name: kind for name, module in model.named_modules() if (kind := _site_class(module)) is not None}
+    if not found:
+        _refuse_unknown(model)
+        return []
+    attentions = {name: model.get_submodule(name) for name in found}
+    known = known_sites(attentions.values())
+    if known is not None:
+        return list(known)
+    if any(type(module).__name__ == "CrossVit" for module in model.modules()):
+        raise NoSitesError("the layers of CrossVit run in branches side by side, so they have no one order")
+    blocks = {name: _block(model, name) for name in found}
+    places = {name: place_of(model, name) for name in found}
+    stacks = list(dict.fromkeys(place.stack for place in places.values()))
+    if len(stacks) > 1:
+        raise AcutanceError(
+            f"{type(model).__name__} holds several stacks of layers ({', '.join(stacks)}): name one with part=, "
+            "or pass that part of the model"
+        )
+    stack = Stack(caller_of(model, [place.stage for place in places.values()]))
+    for layer, (name, kind) in enumerate(found.items(), 1):
+        kind(stack, layer, name, blocks[name], attentions[name]).stage = places[name].stage
+    return list(stack.sites)
+
+
+def _block(model: nn.Module, name: str) -> nn.Module:
+    block = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(block, CONTAINERS):
+        raise NoSitesError(f"{name} stands beside others in one layer, which mitigations and measures are not made for")
+    return block
+
+
+def _refuse_unknown(model: nn.Module) -> None:
+    """Name what a model of timm is made of, if none of it is known here."""
+    if not _is_from_timm(model):
+        return
+    attentions = {type(module) for module in model.modules() if "Att" in type(module).__name__}
+    parts = attentions or {type(block) for _, block in repeated_blocks(model)}
+    names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in parts))
+    raise NoSitesError(
+        f"the attention of {type(model).__name__} is not known, if it has any ({names or 'no repeated blocks'}); of "
+        f"timm these are known: {', '.join(SITES)}. Token metrics can still be measured: measure(model, batches, "
+        'tap="block")'
+    )
+
+
+def _root(model: nn.Module) -> Any:
+    return cast(TimmSite, _sites(model)[0]).stack.root
+
+
+def _prefix_tokens(model: nn.Module) -> int:
+    """As the model says, or else by the names that timm gives such tokens."""
+    root = _root(model)
+    if hasattr(root, "num_prefix_tokens"):
+        return int(root.num_prefix_tokens)
+    if type(root).__name__ == "Cait":  # its class token joins the others after these layers
+        return 0
+    tokens = [getattr(root, name, None) for name in PREFIX_TOKENS]
+    return sum(token.shape[1] for token in tokens if token is not None)
+
+
+def _final_norm(model: nn.Module) -> nn.Module:
+    """`norm` of the model, or of its last stage; where the norm follows the pooling, it is the identity."""
+    stage = cast(TimmSite, _sites(model)[-1]).stage.split(".")
+    around = [_root(model), *(model.get_submodule(".".join(stage[: end + 1])) for end in range(len(stage)))]
+    for module in around:
+        norm = getattr(module, "norm", None)
+        if isinstance(norm, nn.Module) and not isinstance(norm, CONTAINERS):
+            return norm
+    raise AcutanceError(f"{type(model).__name__} has no norm after its last block: read tap='block'")
+
+
+def _is_from_timm(model: nn.Module) -> bool:
+    return any(cls.__module__.startswith("timm.") for cls in type(model).__mro__)
+
+
+LIBRARY = Library(name="timm", sites=_sites, prefix_tokens=_prefix_tokens, final_norm=_final_norm)

@@ -1,0 +1,314 @@
+"""Tiny transformers models with random weights, one per architecture."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+TEXT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 60,
+    "max_position_embeddings": 64,
+}
+DECODER = TEXT | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+EXPERTS = {"num_experts_per_tok": 1, "experts_implementation": "eager"}  # the others know no float64
+VISION = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "image_size": 16,
+    "patch_size": 4,
+    "num_channels": 3,
+}
+T5 = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 3,
+    "num_heads": 4,
+    "vocab_size": 60,
+    "decoder_start_token_id": 0,
+}
+BART = {
+    "d_model": 32,
+    "encoder_layers": 3,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "vocab_size": 60,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "forced_eos_token_id": None,
+    "decoder_start_token_id": 1,
+}
+WHISPER = BART | {"num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 32}
+GPT = {
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_inner": 48,
+    "vocab_size": 60,
+    "n_positions": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One architecture."""
+
+    config: str
+    model: str
+    options: dict[str, Any] = field(default_factory=dict)
+    kind: str = "text"  # text, image, both, sound or seq2seq
+    part: str | None = None  # of models with several stacks
+    prefix: int = 0
+    heads: tuple[tuple[int, int], ...] = ((4, 4),) * 3  # layer by layer, with those of the values
+    pre_norm: bool = True
+    first_values: bool = True  # whether v⁰ can be used
+    causal: bool = False
+
+
+def _text(config, model=None, options=TEXT, **more):
+    return Entry(f"{config}Config", model or f"{config}Model", options, **more)
+
+
+def _causal(config, options=DECODER, kv_heads=2, **more):
+    return _text(config, options=options, heads=((4, kv_heads),) * 3, causal=True, **more)
+
+
+def _image(config, model=None, options=VISION, **more):
+    return Entry(f"{config}Config", model or f"{config}Model", options, kind="image", **more)
+
+
+def _two(config, part, model=None, options=BART, **more):
+    return _text(config, model, options, kind="seq2seq", part=part, causal=part == "decoder", **more)
+
+
+ZOO: dict[str, Entry] = {
+    "vit": _image("ViT", prefix=1),
+    "deit": _image("DeiT", prefix=2),
+    "beit": _image("Beit", options=VISION | {"use_relative_position_bias": True}, prefix=1),
+    "vit_mae": _image("ViTMAE", options=VISION | {"mask_ratio": 0.0}, prefix=1),
+    "vit_msn": _image("ViTMSN", prefix=1),
+    "ijepa": _image("IJepa"),
+    "dinov2": _image("Dinov2", prefix=1),
+    "dinov2_registers": _image("Dinov2WithRegisters", options=VISION | {"num_register_tokens": 3}, prefix=4),
+    "dinov3": _image("DINOv3ViT", options=VISION | {"num_register_tokens": 2}, prefix=3),
+    "dpt": _image("DPT", prefix=1),
+    "yolos": _image("Yolos", options=VISION | {"image_size": [16, 16], "num_detection_tokens": 3}, prefix=1),
+    "aimv2": _image("Aimv2Vision"),
+    "clip_vision": _image("CLIPVision", prefix=1),
+    "siglip_vision": _image("SiglipVision"),
+    "swin": _image(
+        "Swin",
+        options={
+            "image_size": 32,
+            "patch_size": 4,
+            "embed_dim": 16,
+            "depths": [2, 2],
+            "num_heads": [2, 4],
+            "window_size": 4,
+        },
+        heads=((2, 2), (2, 2), (4, 4), (4, 4)),
+        first_values=False,
+    ),
+    "segformer": _image(
+        "Segformer",
+        options={
+            "num_encoder_blocks": 2,
+            "depths": [1, 2],
+            "sr_ratios": [2, 1],
+            "hidden_sizes": [16, 32],
+            "patch_sizes": [7, 3],
+            "strides": [4, 2],
+            "num_attention_heads": [2, 4],
+            "mlp_ratios": [2, 2],
+        },
+        heads=((2, 2), (4, 4), (4, 4)),
+        first_values=False,
+    ),
+    "clip": Entry(
+        "CLIPConfig",
+        "CLIPModel",
+        {
+            "text_config": TEXT | {"bos_token_id": 1, "eos_token_id": 2},
+            "vision_config": VISION,
+            "projection_dim": 16,
+        },
+        kind="both",
+        part="vision_model",
+        prefix=1,
+    ),
+    "siglip": Entry(
+        "SiglipConfig",
+        "SiglipModel",
+        {"text_config": TEXT | {"bos_token_id": 1, "eos_token_id": 2}, "vision_config": VISION},
+        kind="both",
+        part="text_model",
+    ),
+    "clip_text": _text("CLIPText", options=TEXT | {"bos_token_id": 1, "eos_token_id": 2}, causal=True),
+    "siglip_text": _text("SiglipText", options=TEXT | {"bos_token_id": 1, "eos_token_id": 2}),
+    "bert": _text("Bert", pre_norm=False),
+    "bert_decoder": _text("Bert", options=TEXT | {"is_decoder": True}, pre_norm=False, causal=True),
+    "roberta": _text("Roberta", options=TEXT | {"pad_token_id": 0}, pre_norm=False),
+    "roberta_prelayernorm": _text("RobertaPreLayerNorm", options=TEXT | {"pad_token_id": 0}),
+    "xlm_roberta": _text("XLMRoberta", options=TEXT | {"pad_token_id": 0}, pre_norm=False),
+    "camembert": _text("Camembert", options=TEXT | {"pad_token_id": 0}, pre_norm=False),
+    "electra": _text("Electra", options=TEXT | {"embedding_size": 32}, pre_norm=False),
+    "ernie": _text("Ernie", pre_norm=False),
+    "esm": _text("Esm", options=TEXT | {"pad_token_id": 0, "mask_token_id": 3, "position_embedding_type": "rotary"}),
+    "distilbert": _text(
+        "DistilBert",
+        options={"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "vocab_size": 60},
+        pre_norm=False,
+    ),
+    "modernbert": _text(
+        "ModernBert",
+        options=DECODER | {"cls_token_id": 1, "sep_token_id": 2, "global_attn_every_n_layers": 2, "local_attention": 8},
+    ),
+    "t5_encoder": _text("T5", "T5EncoderModel", T5),
+    "t5_decoder": _two("T5", "decoder", options=T5),
+    "bart_encoder": _two("Bart", "encoder", pre_norm=False),
+    "bart_decoder": _two("Bart", "decoder", pre_norm=False),
+    "mbart_encoder": _two("MBart", "encoder"),
+    "mbart_decoder": _two("MBart", "decoder"),
+    "pegasus": _two("Pegasus", "encoder"),
+    "marian": _two("Marian", "decoder", pre_norm=False),
+    "m2m_100": _two("M2M100", "decoder"),
+    "whisper_encoder": Entry("WhisperConfig", "WhisperModel", WHISPER, kind="sound", part="encoder"),
+    "whisper_decoder": Entry("WhisperConfig", "WhisperModel", WHISPER, kind="sound", part="decoder", causal=True),
+    "gpt2": _causal("GPT2", GPT, kv_heads=4),
+    "gpt_bigcode": _causal("GPTBigCode", GPT, kv_heads=1),
+    "gpt_bigcode_many_keys": _causal("GPTBigCode", GPT | {"multi_query": False}, kv_heads=4),
+    "gpt_neox": _causal("GPTNeoX", TEXT | {"bos_token_id": 1, "eos_token_id": 2}, kv_heads=4),
+    "biogpt": _causal("BioGpt", TEXT, kv_heads=4),
+    "opt": _causal("OPT", TEXT | {"ffn_dim": 48, "word_embed_proj_dim": 32}, kv_heads=4),
+    "opt_350m": _causal(
+        "OPT",
+        TEXT | {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+        kv_heads=4,
+        pre_norm=False,
+    ),
+    "llama": _causal("Llama"),
+    "mistral": _causal("Mistral", DECODER | {"sliding_window": 8}),
+    "mixtral": _causal("Mixtral", DECODER | EXPERTS | {"num_local_experts": 2}),
+    "qwen2": _causal("Qwen2"),
+    "qwen2_moe": _causal(
+        "Qwen2Moe",
+        DECODER | EXPERTS | {"num_experts": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    ),
+    "qwen3": _causal("Qwen3", DECODER | {"head_dim": 8}),
+    "qwen3_moe": _causal(
+        "Qwen3Moe", DECODER | EXPERTS | {"num_experts": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    ),
+    "phi": _causal("Phi", TEXT, kv_heads=4),
+    "phi3": _causal("Phi3"),
+    "gemma": _causal("Gemma", DECODER | {"head_dim": 8}),
+    "gemma2": _causal("Gemma2", DECODER | {"head_dim": 8, "sliding_window": 8}),
+    "gemma3": _causal("Gemma3Text", DECODER | {"head_dim": 8, "sliding_window": 8, "sliding_window_pattern": 2}),
+    "glm": _causal("Glm", DECODER | {"head_dim": 8}),
+    "glm4": _causal("Glm4", DECODER | {"head_dim": 8}),
+    "olmo": _causal("Olmo"),
+    "olmo2": _causal("Olmo2", pre_norm=False),
+    "smollm3": _causal("SmolLM3"),
+    "starcoder2": _causal("Starcoder2"),
+    "granite": _causal("Granite", DECODER | {"residual_multiplier": 0.5}),
+    "cohere": _causal("Cohere"),
+    "cohere2": _causal("Cohere2", DECODER | {"sliding_window": 8}),
+    "stablelm": _causal("StableLm"),
+    "persimmon": _causal("Persimmon", TEXT, kv_heads=4),
+    "nemotron": _causal("Nemotron"),
+    "helium": _causal("Helium", DECODER | {"head_dim": 8}),
+}
+
+
+def build(name: str, seed: int = 0, head: str | None = None, **options: Any) -> nn.Module:
+    """The model in float64 evaluation mode, its weights large enough for attention to be far from uniform.
+
+    `head` is the name of another class around the same layers, such as LlamaForCausalLM.
+    """
+    import transformers
+
+    entry = ZOO[name]
+    config = getattr(transformers, entry.config)(**entry.options | options)
+    model_class = getattr(transformers, head or entry.model)
+    torch.manual_seed(seed)
+    model = model_class(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.25)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def part_of(name: str, model: nn.Module) -> nn.Module:
+    """The part that holds the stack of layers the entry is about."""
+    part = ZOO[name].part
+    return model if part is None else model.get_submodule(part)
+
+
+def batch(name: str, seed: int = 1, padded: bool = True) -> dict[str, Tensor]:
+    """Two samples; of text the second is padded on the right."""
+    kind, generator = ZOO[name].kind, torch.Generator().manual_seed(seed)
+    inputs = {}
+    if kind in ("image", "both"):
+        size = 32 if name in ("swin", "segformer") else 16
+        inputs["pixel_values"] = torch.randn(2, 3, size, size, generator=generator, dtype=torch.float64)
+    if kind == "sound":
+        inputs["input_features"] = torch.randn(2, 8, 24, generator=generator, dtype=torch.float64)
+    elif kind != "image":
+        inputs["input_ids"] = torch.randint(3, 60, (2, 12), generator=generator)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        if padded:
+            inputs["attention_mask"][1, 9:] = 0
+    if kind in ("seq2seq", "sound"):
+        inputs["decoder_input_ids"] = torch.randint(3, 60, (2, 7), generator=generator)
+    return inputs
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Norms, rotary positions and softmax of the library ask for float32 in the midst of a float64 model."""
+    with mock.patch.object(torch, "float32", torch.float64), mock.patch.object(Tensor, "float", Tensor.double):
+        yield
+
+
+def output(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """The last hidden state, or what CLIP says of how texts and images fit."""
+    torch.manual_seed(0)  # MAE shuffles its patches
+    found = model(**inputs)
+    return found.logits_per_image if "logits_per_image" in found else found.last_hidden_state
+
+
+def table() -> str:
+    """The zoo as a table for the documentation."""
+    groups: dict[str, list[str]] = {}
+    for entry in ZOO.values():
+        kind = {
+            "image": "images",
+            "both": "images and texts, one stack at a time",
+            "seq2seq": "encoder and decoder, one stack at a time",
+            "sound": "encoder and decoder, one stack at a time",
+        }
+        group = kind.get(entry.kind, "texts, causal" if entry.causal else "texts")
+        names = groups.setdefault(group, [])
+        names += [name] if (name := f"`{entry.model.removesuffix('Model')}`") not in names else []
+    rows = [f"| {group} | {', '.join(sorted(names, key=str.lower))} |" for group, names in groups.items()]
+    return "\n".join(["| For | Architectures |", "| --- | --- |", *rows])

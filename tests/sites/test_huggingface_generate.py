@@ -1,0 +1,130 @@
+"""Mitigated models that generate: with a cache or without, padded or alone, packed or apart."""
+
+import pytest
+import torch
+from hf_zoo import build, in_float64
+
+import acutance as ac
+from acutance import sites
+from acutance.errors import AcutanceError
+
+DECODERS = {
+    "llama": "LlamaForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+TWO_STACKS = {"bart_decoder": "BartForConditionalGeneration", "t5_decoder": "T5ForConditionalGeneration"}
+NEW = 10  # more than the sliding windows hold together with the prompt
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def transformers():
+    return pytest.importorskip("transformers")
+
+
+def mitigated(name):
+    """With everything that can be in a decoder, learnt parameters away from zero."""
+    model = build(name, head={**DECODERS, **TWO_STACKS}[name])
+    part = model.get_decoder() if name in TWO_STACKS else model
+    ac.mitigate(part, "attnscale+neutreno:0.6")
+    with torch.no_grad():
+        for site in sites.find(part):
+            site.mitigation.parts[0].gain.copy_(torch.linspace(-0.5, 0.7, site.heads))
+    return model
+
+
+def prompts(rows, tokens, seed=0):
+    return torch.randint(3, 60, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def generate(model, ids, **options):
+    settings = {"do_sample": False, "min_new_tokens": NEW, "max_new_tokens": NEW} | options
+    with in_float64():
+        return model.generate(ids, return_dict_in_generate=True, output_logits=True, **settings)
+
+
+def logits(result):
+    return torch.stack(result.logits, 1)
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *TWO_STACKS])
+def test_a_cache_changes_nothing(name):
+    model, ids = mitigated(name), prompts(2, 5)
+    with_cache, without = (generate(model, ids, use_cache=use_cache) for use_cache in (True, False))
+    assert torch.equal(with_cache.sequences, without.sequences)
+    torch.testing.assert_close(logits(with_cache), logits(without), **EXACT)
+    plain = generate(build(name, head={**DECODERS, **TWO_STACKS}[name]), ids)
+    assert not torch.allclose(logits(plain), logits(without), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *TWO_STACKS])
+def test_a_prompt_of_one_token(name):
+    model, ids = mitigated(name), prompts(2, 1)
+    with_cache, without = (generate(model, ids, use_cache=use_cache) for use_cache in (True, False))
+    torch.testing.assert_close(logits(with_cache), logits(without), **EXACT)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_row_padded_on_the_left_is_the_row_alone(name, use_cache):
+    model, ids = mitigated(name), prompts(2, 9)
+    mask = torch.ones_like(ids)
+    ids[1, :4], mask[1, :4] = 0, 0
+    together = generate(model, ids, attention_mask=mask, use_cache=use_cache)
+    for row, start in ((0, 0), (1, 4)):
+        alone = generate(model, ids[row : row + 1, start:], use_cache=use_cache)
+        assert torch.equal(alone.sequences[0], together.sequences[row, start:])
+        torch.testing.assert_close(logits(alone)[0], logits(together)[row], **EXACT)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", *TWO_STACKS])
+def test_beams(name):
+    model, ids = mitigated(name), prompts(2, 5)
+    beams = [generate(model, ids, num_beams=3, use_cache=use_cache) for use_cache in (True, False)]
+    assert torch.equal(beams[0].sequences, beams[1].sequences)
+    torch.testing.assert_close(beams[0].sequences_scores, beams[1].sequences_scores, **EXACT)
+
+
+@pytest.mark.parametrize("name", TWO_STACKS)
+def test_both_stacks_of_one_model(name):
+    model = mitigated(name)
+    ids, mask = prompts(2, 8), torch.ones(2, 8, dtype=torch.long)
+    mask[1, 5:] = 0
+    before = generate(model, ids, attention_mask=mask)
+    ac.mitigate(model.get_encoder(), "neutreno:0.6")
+    together = generate(model, ids, attention_mask=mask)
+    assert not torch.equal(logits(before), logits(together))
+    alone = generate(model, ids[1:, :5])
+    assert torch.equal(alone.sequences[0], together.sequences[1])
+    torch.testing.assert_close(logits(alone)[0], logits(together)[1], **EXACT)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gemma3"])
+@torch.no_grad()
+def test_packed_documents_are_documents_apart(name):
+    model, ids, lengths = mitigated(name), prompts(1, 16), (5, 11)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    with in_float64():
+        packed = model(ids, position_ids=positions, use_cache=False).logits
+        apart = [model(document, use_cache=False).logits for document in ids.split(lengths, 1)]
+    torch.testing.assert_close(packed, torch.cat(apart, 1), **EXACT)
+
+
+def test_a_static_cache_is_refused():
+    model = mitigated("llama")
+    with pytest.raises(AcutanceError, match=r"StaticCache.*dynamic cache"):
+        generate(model, prompts(2, 5), cache_implementation="static")
+    assert generate(model, prompts(2, 5)).sequences.shape == (2, 5 + NEW)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_static_cache_is_refused_in_a_compiled_model_too(transformers):
+    model = mitigated("llama")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+    with pytest.raises(AcutanceError, match="dynamic cache"):
+        torch.compile(model.model, backend="eager")(prompts(2, 5), past_key_values=cache)

@@ -1,0 +1,403 @@
+"""mitigate in transformers' models: back again without a trace, copies, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+from hf_zoo import DECODER, TEXT, VISION, ZOO, Entry, batch, build, output, part_of
+from torch import nn
+
+import acutance as ac
+from acutance import sites
+from acutance.errors import AcutanceError, NoSitesError
+
+SPECS = ["neutreno:0.6", "attnscale+neutreno:0.6,learn=head,start=0.3"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def transformers():
+    return pytest.importorskip("transformers")
+
+
+def traces(model):
+    """All that could be left behind: hooks, attributes, configurations, keys."""
+    return {
+        path: (
+            [len(hooks) for name, hooks in vars(module).items() if name.endswith("_hooks") and hooks is not None],
+            sorted(name for name in vars(module)),
+            id(getattr(module, "config", None)),
+            sorted(module._modules),
+        )
+        for path, module in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("name", ["vit", "bert", "gpt2", "llama", "t5_decoder", "gemma2"])
+@pytest.mark.parametrize("spec", SPECS)
+@torch.no_grad()
+def test_removing_leaves_no_trace(name, spec):
+    model, inputs = build(name), batch(name)
+    before, keys, configuration = output(model, inputs), list(model.state_dict()), model.config.to_dict()
+    left, implementation = traces(model), model.config._attn_implementation
+    handle = ac.mitigate(part_of(name, model), spec)
+    for path, parameter in model.named_parameters():
+        if ".mitigation." in path:
+            parameter.add_(0.3)
+    assert not torch.equal(output(model, inputs), before)
+    handle.remove()
+    assert torch.equal(output(model, inputs), before)
+    assert list(model.state_dict()) == keys
+    assert traces(model) == left
+    assert model.config.to_dict() == configuration
+    assert model.config._attn_implementation == implementation
+    handle.remove()  # a second time is harmless
+    assert torch.equal(output(model, inputs), before)
+
+
+@torch.no_grad()
+def test_as_a_context():
+    model, inputs = build("llama"), batch("llama")
+    before = output(model, inputs)
+    with ac.mitigate(model, "neutreno:0.6"):
+        assert not torch.equal(output(model, inputs), before)
+    assert torch.equal(output(model, inputs), before)
+
+
+@pytest.mark.parametrize("spec", ["neutreno:0.6", "neutreno:0"])
+def test_keys_stay_without_parameters(spec):
+    model = build("vit")
+    keys = list(model.state_dict())
+    ac.mitigate(model, spec)
+    assert list(model.state_dict()) == keys
+
+
+def test_learnt_parameters_are_the_models():
+    model = build("llama")
+    ac.mitigate(model, "neutreno:0.6,learn=head")
+    names = [name for name, _ in model.named_parameters() if ".mitigation." in name]
+    assert names == [f"layers.{index}.self_attn.mitigation.learnt_strength" for index in (1, 2)]
+
+
+@pytest.mark.parametrize("name", ["vit", "llama", "bert"])
+@torch.no_grad()
+def test_a_copy_lives_on_its_own(name):
+    model, inputs = build(name), batch(name)
+    plain = output(model, inputs)
+    handle = ac.mitigate(model, "neutreno:0.6")
+    mitigated = output(model, inputs)
+    twin = copy.deepcopy(model)
+    assert torch.equal(output(twin, inputs), mitigated)
+    handle.remove()
+    assert torch.equal(output(model, inputs), plain)
+    assert torch.equal(output(twin, inputs), mitigated)
+    twin.set_attn_implementation("eager")  # of the copy alone
+    assert model.config._attn_implementation == "sdpa"
+    assert {type(site.attention.config).__name__ for site in sites.find(twin)} == {type(twin.config).__name__}
+    assert {site.attention.config._attn_implementation_internal for site in sites.find(twin)} == {"eager"}
+    torch.testing.assert_close(output(twin, inputs), mitigated, rtol=1e-4, atol=1e-4)  # float32 inside
+    assert not torch.equal(output(twin, inputs), mitigated)
+
+
+@torch.no_grad()
+def test_a_change_of_implementation_is_honoured():
+    model, other, inputs = build("llama"), build("llama"), batch("llama")
+    ac.mitigate(model, "neutreno:0.6")
+    sdpa = output(model, inputs)
+    model.set_attn_implementation("eager")
+    other.set_attn_implementation("eager")
+    with ac.mitigate(other, "neutreno:0.6"):
+        assert torch.equal(output(model, inputs), output(other, inputs))
+    assert not torch.equal(output(model, inputs), sdpa)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(output(model, inputs), sdpa)
+
+
+def test_a_change_to_an_implementation_whose_masks_are_not_known_is_refused(transformers):
+    transformers.AttentionInterface.register("somebody_elses", lambda *_, **__: None)
+    model = build("vit")
+    ac.mitigate(model, "neutreno:0.6")
+    model.set_attn_implementation("somebody_elses")
+    with pytest.raises(AcutanceError, match="set_attn_implementation"):
+        output(model, batch("vit"))
+
+
+@torch.no_grad()
+def test_attention_weights_are_still_returned():
+    model, inputs = build("vit"), batch("vit")
+    model.set_attn_implementation("eager")
+    with ac.mitigate(model, "neutreno:0"):
+        weights = model(**inputs, output_attentions=True).attentions
+    assert all(
+        torch.equal(w, v) for w, v in zip(weights, model(**inputs, output_attentions=True).attentions, strict=True)
+    )
+
+
+def test_layers_asked_for():
+    model, inputs = build("vit"), batch("vit")
+    ac.mitigate(model, "neutreno:0.6", layers=[3])
+    whole, alone = build("vit"), output(model, inputs)
+    ac.mitigate(whole, "neutreno:0.6", layers=[2, 3])
+    assert not torch.equal(output(whole, inputs), alone)
+    with pytest.raises(AcutanceError, match="1 to 3"):
+        ac.mitigate(build("vit"), "neutreno:0.6", layers=[0])
+    with pytest.raises(AcutanceError, match="1 to 3"):
+        ac.mitigate(build("vit"), "neutreno:0.6", layers=[4])
+
+
+def test_a_second_one_is_refused_and_changes_nothing():
+    model, inputs = build("vit"), batch("vit")
+    ac.mitigate(model, "neutreno:0.6")
+    mitigated = output(model, inputs)
+    with pytest.raises(AcutanceError, match="remove"):
+        ac.mitigate(model, "attnscale")
+    assert torch.equal(output(model, inputs), mitigated)
+
+
+def test_compiled_models_are_refused():
+    in_place = build("vit")
+    in_place.compile()
+    for compiled in (torch.compile(build("vit")), in_place):
+        with pytest.raises(AcutanceError, match=r"torch\.compile"):
+            ac.mitigate(compiled, "neutreno:0.6")
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention", "paged|sdpa"])
+def test_implementations_whose_masks_are_not_known_are_refused(implementation):
+    model = build("llama")
+    model.config._attn_implementation = implementation
+    left = traces(model)
+    with pytest.raises(AcutanceError, match="set_attn_implementation"):
+        ac.mitigate(model, "neutreno:0.6")
+    assert traces(model) == left
+
+
+def test_gpt2_that_upcasts_is_refused():
+    model = build("gpt2", reorder_and_upcast_attn=True)
+    model.set_attn_implementation("eager")
+    with pytest.raises(AcutanceError, match="reorder_and_upcast_attn"):
+        ac.mitigate(model, "neutreno:0.6")
+
+
+def test_layers_dropped_at_random_are_refused():
+    for name, options in (("bart_encoder", {"encoder_layerdrop": 0.9}), ("opt", {"layerdrop": 0.9})):
+        model = build(name, **options)
+        ac.mitigate(part_of(name, model), "attnscale")
+        output(model, batch(name))  # in evaluation none is dropped
+        model.train()
+        with pytest.raises(AcutanceError, match="did not call its attention"):
+            output(model, batch(name))
+
+
+def test_data_parallel_is_refused():
+    model = build("vit")
+    ac.mitigate(model, "neutreno:0.6")
+    assert isinstance(output(nn.DataParallel(model), batch("vit")), torch.Tensor)  # without devices it makes no copies
+    replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for replica in replicas.values():
+        for name, child in replica._modules.items():
+            replica._modules[name] = replicas.get(child)
+    with pytest.raises(AcutanceError, match="DistributedDataParallel"):
+        output(replicas[model], batch("vit"))
+
+
+def test_an_attention_that_is_not_called_is_named():
+    model = build("vit")
+    site = sites.find(model)[1]
+    site.block.forward = lambda hidden_states, *_args, **_kwargs: hidden_states
+    with (
+        ac.mitigate(model, "attnscale"),
+        pytest.raises(AcutanceError, match=r"ViTAttention.*\n?.*tap=\"block\""),
+    ):
+        output(model, batch("vit"))
+
+
+SILENT = {
+    "mobilevit": Entry(
+        "MobileViTConfig",
+        "MobileViTModel",
+        {"image_size": 32, "hidden_sizes": [16, 16, 16], "neck_hidden_sizes": [8, 8, 16, 16, 16, 16, 16]},
+    ),
+    "pvt": Entry(
+        "PvtConfig",
+        "PvtModel",
+        {
+            "image_size": 32,
+            "depths": [1, 1, 1, 1],
+            "hidden_sizes": [8, 16, 16, 16],
+            "num_attention_heads": [1, 2, 2, 2],
+        },
+    ),
+    "pvt_v2": Entry(
+        "PvtV2Config",
+        "PvtV2Model",
+        {
+            "image_size": 32,
+            "depths": [1, 1, 1, 1],
+            "hidden_sizes": [8, 16, 16, 16],
+            "num_attention_heads": [1, 2, 2, 2],
+        },
+    ),
+    "vitdet": Entry("VitDetConfig", "VitDetModel", {**VISION, "pretrain_image_size": 16}),
+    "swinv2": Entry("Swinv2Config", "Swinv2Model", {"image_size": 32, "embed_dim": 8, "depths": [1], "num_heads": [2]}),
+    "data2vec_vision": Entry("Data2VecVisionConfig", "Data2VecVisionModel", VISION),
+    "blip_vision": Entry("BlipVisionConfig", "BlipVisionModel", VISION),
+    "deberta_v2": Entry("DebertaV2Config", "DebertaV2Model", TEXT),
+    "mpnet": Entry("MPNetConfig", "MPNetModel", TEXT),
+    "bloom": Entry("BloomConfig", "BloomModel", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 60}),
+    "mpt": Entry("MptConfig", "MptModel", {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 60}),
+    "codegen": Entry(
+        "CodeGenConfig",
+        "CodeGenModel",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "vocab_size": 60},
+    ),
+    "xglm": Entry(
+        "XGLMConfig",
+        "XGLMModel",
+        {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "vocab_size": 60},
+    ),
+    "gpt_neo": Entry(
+        "GPTNeoConfig",
+        "GPTNeoModel",
+        {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]], "vocab_size": 60},
+    ),
+    "gptj": Entry(
+        "GPTJConfig", "GPTJModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "vocab_size": 60}
+    ),
+    "falcon": Entry("FalconConfig", "FalconModel", {**TEXT, "num_hidden_layers": 2}),
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_architectures_past_the_interface_are_named(transformers, name):
+    entry = SILENT[name]
+    model = getattr(transformers, entry.model)(getattr(transformers, entry.config)(**entry.options))
+    left = traces(model)
+    for refused in (lambda: sites.find(model), lambda: ac.mitigate(model, "neutreno:0.6")):
+        with pytest.raises(NoSitesError, match=rf"{entry.model} .*Token metrics can still be measured"):
+            refused()
+    assert traces(model) == left
+
+
+@pytest.mark.parametrize("name", ["bloom", "deberta_v2", "falcon", "gpt_neo"])
+def test_their_tokens_can_be_measured(transformers, name):
+    entry = SILENT[name]
+    model = getattr(transformers, entry.model)(getattr(transformers, entry.config)(**entry.options)).eval()
+    profile = ac.measure(model, [batch("llama")], metrics=["token_cosine"], progress=False)
+    depth = len(model(**batch("llama"), output_hidden_states=True).hidden_states) - 1
+    assert len(profile["token_cosine", "block"]) == depth + 1  # with what enters the first
+
+
+def test_latent_values_are_refused(transformers):
+    options = {"n_routed_experts": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    model = transformers.DeepseekV3Model(transformers.DeepseekV3Config(**DECODER | options | {"qk_nope_head_dim": 4}))
+    with pytest.raises(NoSitesError, match=r"DeepseekV3Attention.*W_V"):
+        sites.find(model)
+
+
+def test_sinks_are_refused(transformers):
+    options = DECODER | {"num_local_experts": 2, "head_dim": 8, "num_experts_per_tok": 1}
+    model = transformers.GptOssModel(transformers.GptOssConfig(**options)).eval()
+    with ac.mitigate(model, "neutreno:0.6"), pytest.raises(AcutanceError, match=r"sinks.*tap=\"block\""):
+        model(**batch("llama"))
+
+
+def test_one_module_for_all_layers(transformers):
+    model = transformers.AlbertModel(transformers.AlbertConfig(**TEXT, embedding_size=16)).eval()
+    with pytest.raises(AcutanceError, match="one module"):
+        ac.mitigate(model, "neutreno:0.6")
+    assert len(sites.find(model)) == 1
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip", "bart_encoder", "t5_decoder"])
+def test_several_stacks_must_be_told_apart(name):
+    with pytest.raises(AcutanceError, match="part="):
+        sites.find(build(name))
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ZOO.items() if not entry.first_values])
+@torch.no_grad()
+def test_windows_and_pyramids(name):
+    model, inputs = build(name), batch(name)
+    before, left = output(model, inputs), traces(model)
+    with pytest.raises(AcutanceError, match="v⁰"):
+        ac.mitigate(model, "neutreno:0.6")
+    assert traces(model) == left
+    with ac.mitigate(model, "attnscale"):
+        assert torch.equal(output(model, inputs), before)
+    assert torch.equal(output(model, inputs), before)
+
+
+def test_means_over_tokens_are_refused_where_some_are_hidden():
+    with pytest.raises(AcutanceError, match="one window at a time"):
+        ac.mitigate(build("swin"), "featscale")
+    with pytest.raises(AcutanceError, match="causal"):
+        ac.mitigate(build("llama"), "attnscale+featscale")
+    model = build("bert")
+    ac.mitigate(model, "featscale")
+    output(model, batch("bert", padded=False))
+    with pytest.raises(AcutanceError, match="padding"):
+        output(model, batch("bert", padded=True))
+    text = build("clip_text")  # causal by an argument alone
+    with ac.mitigate(text, "featscale"), pytest.raises(AcutanceError, match="the future"):
+        output(text, batch("clip_text"))
+
+
+def test_featscale_in_a_pyramid():
+    model, inputs = build("segformer"), batch("segformer")
+    before = output(model, inputs)
+    with ac.mitigate(model, "featscale"):
+        assert torch.equal(output(model, inputs), before)
+        output(model, inputs).square().sum().backward()
+        assert all(p.grad.abs().sum() > 0 for name, p in model.named_parameters() if ".mitigation." in name)
+
+
+@torch.no_grad()
+def test_dropout_is_the_models_own():
+    for name, options in (("llama", {"attention_dropout": 0.5}), ("vit", {"attention_probs_dropout_prob": 0.5})):
+        model, inputs = build(name, **options).train(), batch(name)
+        before = output(model, inputs)  # which seeds
+        with ac.mitigate(model, "neutreno:0"):
+            assert torch.equal(output(model, inputs), before)
+        assert not torch.equal(output(model.eval(), inputs), before)
+
+
+@torch.no_grad()
+def test_the_correction_is_outside_dropout():
+    model, inputs = build("vit", attention_probs_dropout_prob=0.999999).train(), batch("vit")
+    records = []
+    ac.mitigate(model, "neutreno:0.6")
+    found = sites.find(model)
+    for site in found:
+        site.observe(records.append)
+    output(model, inputs)
+    for record in records[1:]:  # all weights are dropped: what is left is the correction
+        torch.testing.assert_close(record.output, 0.6 * (record.first_values - record.values), rtol=1e-9, atol=1e-9)
+
+
+def test_a_module_at_two_depths_is_refused():
+    model = build("llama")
+    model.layers[2] = model.layers[1]
+    ac.mitigate(model, "neutreno:0.6")
+    with pytest.raises(AcutanceError, match="more than once"):
+        output(model, batch("llama"))
+
+
+def test_an_attention_that_asks_for_its_function_by_name_is_refused(transformers):
+    from transformers.models.llama import modeling_llama
+
+    ALL_ATTENTION_FUNCTIONS = modeling_llama.ALL_ATTENTION_FUNCTIONS
+
+    class SparseAttention(modeling_llama.LlamaAttention):
+        def forward(self, *args, **kwargs):
+            if self.config._attn_implementation in ("eager", "sdpa"):
+                kwargs["attention_mask"] = kwargs["attention_mask"].tril(diagonal=-1)
+            return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+
+    model = build("llama")
+    for layer, block in enumerate(model.layers):
+        block.self_attn = SparseAttention(model.config, layer)
+    with pytest.raises(NoSitesError, match=r"SparseAttention.*name of its attention function"):
+        sites.find(model)
+
+
+eager_attention_forward = None  # what the class above would fall back to

@@ -1,0 +1,163 @@
+"""Every architecture of the zoo: its sites, what they say of the weights, and what they see."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hf_zoo import ZOO, batch, build, in_float64, output, part_of, table
+from torch import Tensor, nn
+
+from acutance import sites
+
+pytestmark = pytest.mark.usefixtures("transformers")
+TWO_BRANCHES = ("ViT", "DeiT", "Beit", "Dino", "DINO", "CLIP", "Siglip", "Llama", "Granite", "Qwen", "Mi", "GPT2", "T5")
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers")  # seconds: not while tests are collected
+
+
+class Watch:
+    """What goes into and comes out of chosen modules during a forward pass, by plain hooks."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self.inputs: dict[nn.Module, Tensor] = {}
+        self.outputs: dict[nn.Module, Tensor] = {}
+        for module in modules:
+            module.register_forward_pre_hook(self._enter, with_kwargs=True)
+            module.register_forward_hook(self._leave)
+
+    def _enter(self, module, args, kwargs):
+        self.inputs[module] = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+
+    def _leave(self, module, _args, result):
+        self.outputs[module] = result[0] if isinstance(result, tuple) else result
+
+
+def records(model, inputs, found):
+    """The output of a forward pass, and what every site saw of it."""
+    seen = []
+    undos = [site.observe(seen.append) for site in found]
+    result = output(model, inputs)
+    for undo in undos:
+        undo.remove()
+    return result, seen
+
+
+def is_padded(inputs, u):
+    """Which rows of u are padding."""
+    mask = inputs.get("attention_mask")
+    return None if mask is None or u.shape[2] != mask.shape[1] or u.shape[0] != 2 else mask == 0
+
+
+def heads_of(y, kv_heads):
+    """(batch, tokens, heads · width) as (batch, heads, tokens, width)."""
+    return y.unflatten(-1, (kv_heads, -1)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("name", ZOO)
+@torch.no_grad()
+def test_an_architecture(name):
+    model, entry = build(name), ZOO[name]
+    part, inputs = part_of(name, model), batch(name)
+    found = sites.find(part)
+    assert [site.layer for site in found] == list(range(1, len(entry.heads) + 1))
+    assert [(site.heads, site.kv_heads) for site in found] == list(entry.heads)
+    assert sites.prefix_tokens(part) == entry.prefix
+    for implementation in ("sdpa", "eager") if model._supports_sdpa else ("eager",):
+        model.set_attn_implementation(implementation)
+        for padded in (True, False) if "attention_mask" in inputs else (True,):  # without padding there is no mask
+            assert_observed(model, found, batch(name, padded=padded))
+
+
+def assert_observed(model, found, inputs):
+    with in_float64():
+        plain = output(model, inputs)
+        result, seen = records(model, inputs, found)
+    assert torch.equal(result, plain)  # watching changes nothing
+    assert len(seen) == len(found)
+    for record in seen:
+        assert_operator_is_the_models_own(record, inputs)
+
+
+def assert_operator_is_the_models_own(record, inputs):
+    difference = record.operator @ record.values - record.output
+    padded = is_padded(inputs, record.output)
+    if padded is not None:  # queries that are padding: libraries differ in what they get, and nothing reads it
+        difference = difference.masked_fill(padded[:, None, :, None], 0)
+    assert difference.abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("name", ZOO)
+@torch.no_grad()
+def test_the_weights_of_an_architecture(name):
+    model = build(name)
+    found = sites.find(part_of(name, model))
+    watch = Watch(*[module for site in found for module in site.block.modules()])
+    with in_float64():
+        _, seen = records(model, batch(name), found)
+    for site, record in zip(found, seen, strict=True):
+        entered = watch.inputs[site.attention]
+        assert_values(site, record, entered)
+        assert_queries_and_keys(site, record, entered)
+        merged = record.output.transpose(1, 2).flatten(2)
+        bias = 0 if site.projection_bias() is None else site.projection_bias()
+        torch.testing.assert_close(merged @ site.projection_weight().T + bias, record.branch, **TOLERANCE)
+        assert_pre_norm(site, watch, expected=ZOO[name].pre_norm and not (name == "modernbert" and site.layer == 1))
+        assert_residual(site, watch, record.branch)
+
+
+def assert_values(site, record, entered):
+    if hasattr(site.attention, "sequence_reduction"):  # SegFormer makes its keys fewer first
+        return
+    bias = 0 if site.value_bias() is None else site.value_bias()
+    values = heads_of(entered @ site.value_weight().T + bias, site.kv_heads)
+    torch.testing.assert_close(values, record.values, **TOLERANCE)
+
+
+def assert_queries_and_keys(site, record, entered):
+    """At the first token, which rotary positions leave alone; between samples, so that biases drop out."""
+    if hasattr(site.attention, "sequence_reduction") or any(
+        "norm" in name for name, _ in site.attention.named_modules()
+    ):
+        return
+    difference = entered[1, 0] - entered[0, 0]
+    q, k = (x[1, :, 0] - x[0, :, 0] for x in (record.operator.q, record.operator.k))
+    if type(site.attention).__name__.startswith(("OPT", "Esm", "Whisper")):  # which scale their queries beforehand
+        q = q * site.head_dim**0.5
+    for weight, entering in ((site.query_weight(), q), (site.key_weight(), k)):
+        expected = (weight @ difference).unflatten(0, (-1, site.head_dim))
+        torch.testing.assert_close(expected, entering, **TOLERANCE)
+
+
+def assert_pre_norm(site, watch, expected):
+    norm, entered = site.pre_norm(), watch.inputs[site.attention]
+    assert (norm is not None) == expected
+    source = watch.inputs[site.block] if norm is None else watch.outputs[norm]
+    assert torch.equal(entered.flatten().sort().values, source.flatten().sort().values)  # Swin sorts into windows
+    if norm is None:
+        return
+    assert torch.equal(watch.inputs[norm].flatten(), watch.inputs[site.block].flatten())
+    token = 1000 * (1 - 2 * (torch.arange(site.dim) % 2)).double()  # normalised already, up to 1000
+    with in_float64():
+        gain = (norm(token) - norm(-token)) / 2 * token.sign()
+    said = site.pre_norm_gain()
+    torch.testing.assert_close(torch.ones(site.dim).double() if said is None else said, gain, rtol=1e-6, atol=1e-6)
+
+
+def assert_residual(site, watch, branch):
+    """x + gain ⊙ branch enters the next norm, where blocks are made of two branches and nothing stands between."""
+    if type(site.block).__name__.startswith(TWO_BRANCHES):
+        gain = 1 if site.branch_gain() is None else site.branch_gain()
+        expected = watch.inputs[site.block] + gain * branch
+        streams = [watch.inputs[m] for m in site.block.modules() if type(m).__name__.endswith("Norm")]
+        assert any(s.shape == expected.shape and torch.allclose(s, expected, rtol=0, atol=1e-12) for s in streams)
+    else:
+        assert site.branch_gain() is None
+
+
+def test_the_documentation_lists_the_zoo():
+    page = Path(__file__).parents[2] / "docs" / "libraries.md"
+    assert table() in page.read_text(encoding="utf-8"), f"put this into {page}:\n{table()}"

@@ -1,0 +1,143 @@
+"""measure on models of other libraries: padding, packing, parts, and models whose attention we cannot reach."""
+
+import hf_zoo
+import pytest
+import torch
+from hf_zoo import ZOO
+
+import acutance as ac
+from acutance import metrics, sites
+from acutance.errors import AcutanceError
+
+pytest.importorskip("transformers")
+TAPS = ["block", "attention", "values"]
+METRICS = ["token_cosine", "hfc_lfc_frobenius", "attention_entropy", "nonlocal_energy"]
+
+
+def measured(model, batch, **options):
+    return ac.measure(model, [batch], metrics=METRICS, tap=TAPS, progress=False, **options)
+
+
+def table(profile):
+    return {(r.tap, r.layer, r.metric): r.mean for r in profile.readings}
+
+
+def rows(batch, index, length):
+    return {name: value[index : index + 1, :length] for name, value in batch.items()}
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2", "t5_encoder", "gemma2", "modernbert"])
+def test_padding_changes_no_reading(name):
+    model, batch = hf_zoo.build(name), hf_zoo.batch(name)
+    lengths = batch["attention_mask"].sum(1).tolist()
+    together = table(measured(model, batch))
+    apart = [table(measured(model, rows(batch, i, n))) for i, n in enumerate(lengths)]
+    assert lengths == [12, 9]
+    for key, value in together.items():
+        alone = (apart[0][key] + apart[1][key]) / 2
+        assert value == pytest.approx(alone, rel=1e-6), key  # Gemma 2 takes its softmax in float32
+
+
+def test_left_padding_changes_no_reading():
+    model, batch = hf_zoo.build("llama"), hf_zoo.batch("llama", padded=False)
+    short = {name: value[1:, :9] for name, value in batch.items()}
+    padded = {name: torch.cat([torch.zeros(1, 3, dtype=value.dtype), value], 1) for name, value in short.items()}
+    padded["position_ids"] = torch.tensor([[0, 0, 0, *range(9)]])
+    alone = table(measured(model, short))
+    for key, value in table(measured(model, padded)).items():
+        assert value == pytest.approx(alone[key], rel=1e-9), key
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_packed_documents_are_samples_of_their_own(name):
+    model, ids = hf_zoo.build(name), hf_zoo.batch(name, padded=False)["input_ids"][:1]
+    packed = {"input_ids": ids, "position_ids": torch.tensor([[*range(5), *range(4), *range(3)]])}
+    together = measured(model, packed)
+    assert {r.count for r in together.readings} == {3}
+    apart = [table(measured(model, {"input_ids": part})) for part in ids.split([5, 4, 3], 1)]
+    for key, value in table(together).items():
+        assert value == pytest.approx(sum(one[key] for one in apart) / 3, rel=1e-9), key
+
+
+def test_special_tokens_are_left_out_with_the_prefix():
+    model, batch = hf_zoo.build("bert"), hf_zoo.batch("bert", padded=False)
+    special = torch.zeros_like(batch["input_ids"])
+    special[:, [0, -1]] = 1
+    hidden = model(**batch, output_hidden_states=True).hidden_states
+    profile = ac.measure(model, [batch | {"special_tokens_mask": special}], prefix="out", progress=False)
+    expected = [metrics.token_cosine(h[:, 1:-1]).mean().item() for h in hidden]
+    assert profile["token_cosine"].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov2_registers", "llama", "gpt2", "bart_encoder"])
+def test_blocks_are_the_library_own_hidden_states(name):
+    model, batch, entry = hf_zoo.build(name), hf_zoo.batch(name, padded=False), ZOO[name]
+    out = model(**batch, output_hidden_states=True)
+    hidden = out.encoder_hidden_states if entry.kind == "seq2seq" else out.hidden_states
+    profile = ac.measure(model, [batch], part=entry.part, prefix="out", progress=False)
+    inner = hidden[: len(hidden) - 1]  # the last one has gone through the final norm in some models
+    expected = [metrics.token_cosine(h[:, entry.prefix :]).mean().item() for h in inner]
+    assert profile["token_cosine"][: len(inner)].tolist() == pytest.approx(expected)
+
+
+def test_a_model_of_two_stacks_is_read_by_part():
+    model, batch = hf_zoo.build("bart_encoder"), hf_zoo.batch("bart_encoder")
+    with pytest.raises(AcutanceError, match=r"encoder\.layers, decoder\.layers.*part='encoder'"):
+        measured(model, batch)
+    with pytest.raises(AcutanceError, match=r"no part 'middle'.*encoder"):
+        measured(model, batch, part="middle")
+    encoder, decoder = (measured(model, batch, part=part) for part in ("encoder", "decoder"))
+    assert encoder.context["part"] == "encoder"
+    for profile, stack in ((encoder, model.encoder), (decoder, model.decoder)):
+        assert len(profile["token_cosine", "block"]) == len(stack.layers) + 1
+
+
+@pytest.mark.parametrize("name", ["swin", "segformer"])
+def test_pyramids_are_measured(name):
+    model, batch = hf_zoo.build(name), hf_zoo.batch(name)
+    profile = ac.measure(model, [batch], metrics=["token_cosine", "attention_entropy"], tap=TAPS, progress=False)
+    depth = len(sites.find(model))
+    assert [r.layer for r in profile.select("token_cosine", "block")] == list(range(depth + 1))
+    assert [r.layer for r in profile.select("attention_entropy")] == list(range(1, depth + 1))
+    assert {r.count for r in profile.readings} == {2}
+
+
+def test_tokens_are_measured_where_attention_cannot_be_reached():
+    from transformers import BloomConfig, BloomModel
+
+    torch.manual_seed(0)
+    model = BloomModel(BloomConfig(hidden_size=32, n_layer=3, n_head=4, vocab_size=60)).eval()
+    ids = torch.randint(3, 60, (2, 8))
+    with pytest.raises(sites.NoSitesError, match=r'BloomModel does not call its attention.*tap="block"'):
+        ac.measure(model, [ids], metrics="attention_entropy", progress=False)
+    profile = ac.measure(model, [ids], progress=False)
+    hidden = model(ids, output_hidden_states=True).hidden_states
+    expected = [metrics.token_cosine(h).mean().item() for h in hidden[:-1]]
+    assert profile["token_cosine"][:3].tolist() == pytest.approx(expected)
+    assert len(profile["token_cosine"]) == 4
+
+
+def test_a_module_shared_by_all_layers_is_said_to_be_one():
+    from transformers import AlbertConfig, AlbertModel
+
+    config = AlbertConfig(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, vocab_size=60
+    )
+    model = AlbertModel(config).eval()
+    with pytest.raises(AcutanceError, match="more than once"):
+        ac.measure(model, [torch.randint(3, 60, (2, 8))], progress=False)
+    with pytest.raises(AcutanceError, match="all its layers are one module"):
+        ac.mitigate(model, "neutreno:0.6")
+
+
+def test_measuring_leaves_no_trace():
+    model, batch = hf_zoo.build("llama"), hf_zoo.batch("llama")
+    before = hf_zoo.output(model, batch)
+    measured(model, batch)
+    assert torch.equal(hf_zoo.output(model, batch), before)
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert "_acutance_site" not in module.__dict__
+    attention = model.layers[0].self_attn
+    assert attention.config is model.config

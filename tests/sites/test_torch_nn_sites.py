@@ -1,0 +1,503 @@
+"""Attention sites of models made of nn.MultiheadAttention: found, read, measured; and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch_nn_models import (
+    BATCH,
+    DEPTH,
+    DIM,
+    HEADS,
+    TOKENS,
+    Block,
+    Model,
+    SelfAttention,
+    decoder,
+    encoder,
+    padding,
+    shaken,
+    tokens,
+)
+
+from acutance import sites
+from acutance.errors import AcutanceError, ShapeError
+from acutance.explain import explain
+from acutance.measure import measure
+from acutance.mitigate import mitigate
+
+
+def names(model):
+    return [site.name for site in sites.find(model)]
+
+
+def cross_attention():
+    return nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (encoder(), [f"layers.{i}.self_attn" for i in range(DEPTH)]),
+        (decoder(), [f"layers.{i}.self_attn" for i in range(DEPTH)]),
+        (encoder().layers[0], ["self_attn"]),
+        (nn.MultiheadAttention(DIM, HEADS), [""]),
+        (
+            nn.Sequential(nn.Linear(DIM, DIM), encoder(2), nn.Linear(DIM, 1)),
+            [f"1.layers.{i}.self_attn" for i in (0, 1)],
+        ),
+        (nn.Sequential(nn.Linear(DIM, DIM), encoder().layers[0]), ["1.self_attn"]),
+        (Model(), [f"blocks.{i}.attention.mha" for i in range(DEPTH)]),
+        (
+            nn.ModuleDict({"body": encoder(2), "pool": cross_attention()}),
+            [f"body.layers.{i}.self_attn" for i in (0, 1)],
+        ),
+        (nn.Sequential(encoder(2), cross_attention()), [f"0.layers.{i}.self_attn" for i in (0, 1)]),
+        (nn.ModuleDict({"one": encoder().layers[0], "two": encoder().layers[0]}), ["one.self_attn", "two.self_attn"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_sites_stand_in_depth_order(model, expected):
+    found = sites.find(model)
+    assert [site.name for site in found] == expected
+    for layer, site in enumerate(found, 1):
+        assert site.layer == layer
+        assert (site.dim, site.heads, site.kv_heads, site.head_dim) == (DIM, HEADS, HEADS, DIM // HEADS)
+        assert model.get_submodule(site.name) is site.attention
+        assert site.attention in site.block.modules()
+
+
+def test_a_model_that_is_mitigated_keeps_its_sites():
+    model = encoder()
+    with mitigate(model, "neutreno:0.6"):
+        assert all(a is b for a, b in zip(sites.find(model), sites.find(model), strict=True))
+        assert sites.mitigation_spec(model) == "neutreno:0.6"
+    assert sites.mitigation_spec(model) is None
+
+
+def test_encoder_and_decoder_are_two_stacks():
+    model = nn.Transformer(DIM, HEADS, 2, 2, 16, batch_first=True)
+    with pytest.raises(AcutanceError, match=r"several stacks of layers \(encoder\.layers, decoder\.layers\).*part="):
+        sites.find(model)
+    assert names(model.decoder) == ["layers.0.self_attn", "layers.1.self_attn"]
+    src, tgt = tokens(dtype=torch.float32), tokens(2, dtype=torch.float32)
+    before = model.eval()(src, tgt)
+    with mitigate(model.encoder, "neutreno:0.6"), mitigate(model.decoder, "neutreno:0.6"):
+        assert not torch.equal(model(src, tgt), before)
+        with pytest.raises(AcutanceError, match="several stacks"):
+            sites.find(model)
+    assert torch.equal(model(src, tgt), before)
+
+
+def test_stacks_side_by_side_are_named_themselves():
+    model = nn.ModuleDict({"a": nn.ModuleList(encoder().layers), "b": nn.ModuleList(encoder().layers)})
+    with pytest.raises(AcutanceError, match=r"\(a, b\).*part='a'"):
+        sites.find(model)
+    assert len(sites.find(model["b"])) == DEPTH
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_first": False}, {"bias": False}, {"norm_first": True}], ids=str)
+def test_weights_are_those_the_tokens_go_through(options):
+    model = encoder(**options)
+    x = tokens() if options.get("batch_first", True) else tokens().transpose(0, 1)
+    for site in sites.find(model):
+        records, inputs = [], []
+        with site.observe(records.append):
+            hook = site.attention.register_forward_pre_hook(lambda _, args, kept=inputs: kept.append(args[0]))
+            model(x)
+            hook.remove()
+        (record,), (entered,) = records, inputs
+        entered = site.tokens(entered)
+        shift = site.value_bias() if "bias" not in options else 0.0
+        heads_aside = record.values.transpose(1, 2).flatten(2)
+        torch.testing.assert_close(entered @ site.value_weight().T + shift, heads_aside, rtol=1e-12, atol=1e-12)
+        shift = site.projection_bias() if "bias" not in options else 0.0
+        merged = record.output.transpose(1, 2).flatten(2)
+        torch.testing.assert_close(merged @ site.projection_weight().T + shift, record.branch, rtol=1e-12, atol=1e-12)
+        if "bias" in options:
+            q = entered @ site.query_weight().T
+            torch.testing.assert_close(q, record.operator.q.transpose(1, 2).flatten(2), rtol=1e-12, atol=1e-12)
+            k = entered @ site.key_weight().T
+            torch.testing.assert_close(k, record.operator.k.transpose(1, 2).flatten(2), rtol=1e-12, atol=1e-12)
+        assert site.pre_norm() is (site.block.norm1 if options.get("norm_first") else None)
+
+
+def test_weights_are_the_parameters_themselves():
+    site = sites.find(encoder())[0]
+    with torch.no_grad():
+        site.value_weight().zero_()
+    assert not site.attention.in_proj_weight[2 * DIM :].any()
+    assert site.attention.in_proj_weight[: 2 * DIM].any()
+
+
+def test_weights_of_their_own():
+    mha = nn.MultiheadAttention(DIM, HEADS, vdim=7)
+    (site,) = sites.find(mha)
+    assert site.query_weight() is mha.q_proj_weight
+    assert site.key_weight() is mha.k_proj_weight
+    with pytest.raises(AcutanceError, match=r"v_proj_weight \(12, 7\) does not read the 12 channels"):
+        site.value_weight()
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {},
+        {"attn_mask": torch.triu(torch.ones(TOKENS, TOKENS, dtype=torch.bool), 1)},
+        {"key_padding_mask": padding()},
+        {"attn_mask": torch.randn(BATCH * HEADS, TOKENS, TOKENS, dtype=torch.float64)},
+    ],
+    ids=lambda masks: ",".join(masks),
+)
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_records_hold_the_attention_that_torch_reports(batch_first, masks, need_weights):
+    mha = nn.MultiheadAttention(DIM, HEADS, batch_first=batch_first).double()
+    x = tokens() if batch_first else tokens().transpose(0, 1)
+    plain, weights = mha(x, x, x, **masks, average_attn_weights=False)
+    records = []
+    with sites.find(mha)[0].observe(records.append):
+        output, _ = mha(x, x, x, **masks, need_weights=need_weights)
+    torch.testing.assert_close(records[0].operator.dense(), weights, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(records[0].output, weights @ records[0].values, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(records[0].branch, plain if batch_first else plain.transpose(0, 1))
+    assert not need_weights or torch.equal(output, plain)
+
+
+def test_a_causal_hint_needs_no_mask_in_the_record():
+    mha, causal = (
+        nn.MultiheadAttention(DIM, HEADS, batch_first=True),
+        nn.Transformer.generate_square_subsequent_mask(TOKENS),
+    )
+    x, records = tokens(dtype=torch.float32), []
+    with sites.find(mha)[0].observe(records.append):
+        mha(x, x, x, attn_mask=causal, is_causal=True, need_weights=False)
+    assert records[0].operator.causal
+    assert records[0].operator.mask is None
+
+
+def test_an_observed_encoder_computes_as_torch_does_without_its_fast_path():
+    model = encoder(nested=True, dtype=torch.float32).eval()
+    x = tokens(dtype=torch.float32)
+    was = torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad():
+        fast = model(x, src_key_padding_mask=padding())
+        torch.backends.mha.set_fastpath_enabled(False)
+        slow = model(x, src_key_padding_mask=padding())
+        torch.backends.mha.set_fastpath_enabled(was)
+        records = []
+        handles = [site.observe(records.append) for site in sites.find(model)]
+        assert torch.equal(model(x, src_key_padding_mask=padding()), slow)
+        assert len(records) == DEPTH
+        for handle in handles:
+            handle.remove()
+        assert torch.equal(model(x, src_key_padding_mask=padding()), fast)
+
+
+TAPS = ["block", "attention", "values"]
+
+
+def profile_of(model, batch, **options):
+    readings = measure(model, [batch], metrics="all", progress=False, **{"tap": TAPS, **options}).readings
+    return {(r.tap, r.layer, r.metric): r.mean for r in readings}
+
+
+def assert_same_profile(one, other):
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        assert other[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
+
+
+def test_measured_alike_whichever_axis_comes_first():
+    batch, turned = encoder(norm=True), encoder(norm=True, batch_first=False)
+    assert_same_profile(
+        profile_of(batch, tokens(), tap=[*TAPS, "final"]),
+        profile_of(turned, tokens().transpose(0, 1), tap=[*TAPS, "final"]),
+    )
+
+
+@pytest.mark.parametrize(("turn", "batch_first"), [(True, False), (True, True), (False, False)])
+def test_somebodys_blocks_are_measured_alike_whichever_axis_comes_first(turn, batch_first):
+    usual, other = (
+        shaken(nn.Sequential(*(Block(*options) for _ in range(2)))).double()
+        for options in [(False, True), (turn, batch_first)]
+    )
+    x = tokens() if turn != batch_first else tokens().transpose(0, 1)
+    assert_same_profile(profile_of(usual, tokens()), profile_of(other, x))
+
+
+def test_one_sample_without_a_batch_axis_is_measured():
+    model = encoder()
+    assert_same_profile(profile_of(model, tokens(batch=1)), profile_of(model, tokens(batch=1)[0]))
+
+
+@pytest.mark.parametrize("tap", ["block", TAPS])
+def test_padding_does_not_count(tap):
+    model = encoder(nested=True)
+    whole = {"src": tokens(), "src_key_padding_mask": padding()}
+    short = {"src": tokens()[1:2, :3]}
+    only = {name: value[1:2] for name, value in whole.items()}
+    metrics = ["token_cosine", "effective_rank"]
+    one = measure(model, [only], metrics=metrics, tap=tap, progress=False)
+    other = measure(model, [short], metrics=metrics, tap=tap, progress=False)
+    for a, b in zip(one.readings, other.readings, strict=True):
+        assert (a.tap, a.layer, a.metric) == (b.tap, b.layer, b.metric)
+        assert a.mean == pytest.approx(b.mean, rel=1e-9)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_class_tokens_and_the_final_norm_of_somebodys_model():
+    model = shaken(Model()).double()
+    assert sites.prefix_tokens(model) == 1
+    assert sites.final_norm(model) is model.norm
+    profile = profile_of(model, tokens(), tap=["final", *TAPS], prefix="out")
+    assert ("final", DEPTH, "token_cosine") in profile
+
+
+def test_the_final_norm_of_torchs_stacks():
+    model = encoder(norm=True)
+    assert sites.final_norm(model) is model.norm
+    for missing in (encoder(), nn.Sequential(nn.Sequential(Block(batch_first=False)), nn.LayerNorm(DIM))):
+        with pytest.raises(AcutanceError, match="which norm stands after the last block"):
+            sites.final_norm(missing)
+
+
+def test_explained_from_the_weights():
+    model = shaken(Model()).double()
+    sites_found = sites.find(model)
+    assert [site.pre_norm() for site in sites_found] == [block.norm1 for block in model.blocks]
+    assert [site.branch_gain() for site in sites_found] == [block.gain for block in model.blocks]
+    layer = explain(model).layers[0]
+    mha, block = model.blocks[0].attention.mha, model.blocks[0]
+    h = block.gain[:, None] * mha.out_proj.weight @ mha.in_proj_weight[2 * DIM :] * block.norm1.weight
+    expected = torch.linalg.eigvals(h.detach())
+    assert sorted(layer.eigenvalues.real) == pytest.approx(sorted(expected.real.tolist()), abs=1e-9)
+
+
+class PostNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.norm = SelfAttention(True), nn.LayerNorm(DIM)
+
+    def forward(self, x):
+        return self.norm(x + self.attention(x))
+
+
+class WithPositions(nn.Module):
+    """As in detection Transformers: positions are added to queries and keys alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn, self.norm = nn.MultiheadAttention(DIM, HEADS, batch_first=True), nn.LayerNorm(DIM)
+        self.positions = nn.Parameter(torch.ones(TOKENS, DIM))
+
+    def forward(self, x):
+        h = self.norm(x)
+        q = self.positions + h
+        return x + self.attn(q, q, h)[0]
+
+
+class Untraceable(PostNorm):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+
+
+def test_what_stands_around_the_attention_is_told_by_tracing():
+    assert sites.find(nn.Sequential(PostNorm()))[0].pre_norm() is None
+    block = WithPositions()
+    assert sites.find(nn.Sequential(block))[0].pre_norm() is block.norm
+    assert sites.find(nn.Sequential(block))[0].branch_gain() is None
+    with pytest.raises(AcutanceError, match=r"Untraceable\.forward cannot be traced"):
+        sites.find(nn.Sequential(Untraceable()))[0].pre_norm()
+
+
+def test_queries_with_positions_are_self_attention():
+    model = nn.Sequential(WithPositions(), WithPositions()).double()
+    before = model(tokens())
+    with mitigate(model, "neutreno:0.6"):
+        assert not torch.equal(model(tokens()), before)
+
+
+class Refreshed(nn.Module):
+    """Makes the normed tokens three times over, as many a tutorial does."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn, self.norm = nn.MultiheadAttention(DIM, HEADS, batch_first=True), nn.LayerNorm(DIM)
+
+    def forward(self, x):
+        return x + self.attn(self.norm(x), self.norm(x), self.norm(x))[0]
+
+
+def test_equal_tensors_are_self_attention():
+    model = nn.Sequential(Refreshed(), Refreshed()).double()
+    before = model(tokens())
+    with mitigate(model, "neutreno:0.0"):
+        assert torch.equal(model(tokens()), before)
+    with mitigate(model, "neutreno:0.6"):
+        assert not torch.equal(model(tokens()), before)
+
+
+class LooksAtMemory(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+
+    def forward(self, x):
+        memory = x.flip(1)
+        return x + self.attn(x, memory, memory)[0]
+
+
+def test_cross_attention_passes_through_and_is_not_mitigated():
+    model = nn.Sequential(shaken(WithPositions()), shaken(LooksAtMemory())).double()
+    before = model(tokens())
+    records = []
+    handles = [site.observe(records.append) for site in sites.find(model)]
+    assert torch.equal(model(tokens()), before)
+    assert len(records) == 1
+    for handle in handles:
+        handle.remove()
+    with (
+        mitigate(model, "featscale"),
+        pytest.raises(AcutanceError, match=r"1\.attn is called as cross-attention.*leave layer 2 out"),
+    ):
+        model(tokens())
+    with mitigate(model, "featscale", layers=[1]):
+        assert torch.equal(model(tokens()), before)
+
+
+@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+def test_keys_that_are_no_tokens_are_refused(options):
+    class Holder(PostNorm):
+        def __init__(self):
+            super().__init__()
+            self.attention.mha = nn.MultiheadAttention(DIM, HEADS, batch_first=True, **options)
+
+    model = nn.Sequential(Holder(), Holder()).double()
+    before = model(tokens())
+    with pytest.raises(AcutanceError, match="a key that is no token"):
+        mitigate(model, "neutreno:0.6")
+    assert torch.equal(model(tokens()), before)
+    assert ("block", 2, "token_cosine") in {
+        (r.tap, r.layer, r.metric) for r in measure(model, [tokens()], progress=False).readings
+    }
+
+
+def test_an_attention_with_a_forward_of_its_own_is_refused():
+    class Special(nn.MultiheadAttention):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    with pytest.raises(AcutanceError, match=r"Special\) has a forward of its own"):
+        mitigate(Special(DIM, HEADS), "featscale")
+
+
+def test_two_self_attentions_in_a_block_are_refused_but_tokens_are_measured():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows, self.columns = SelfAttention(True), SelfAttention(True)
+
+        def forward(self, x):
+            return x + self.columns(self.rows(x))
+
+    model = nn.Sequential(Twice(), Twice()).double()
+    with pytest.raises(AcutanceError, match=r"holds several attentions \(0\.rows\.mha, 0\.columns\.mha\)"):
+        mitigate(model, "featscale")
+    assert {r.layer for r in measure(model, [tokens()], progress=False).readings} == {0, 1, 2}
+
+
+def test_a_layer_outside_of_the_list_of_its_equals_is_refused():
+    model = nn.ModuleDict({"start": encoder().layers[0], "layers": encoder().layers})
+    with pytest.raises(AcutanceError, match=r"start\.self_attn is in a block like those of layers, but outside"):
+        sites.find(model)
+
+
+def test_lists_in_place_of_blocks_are_refused():
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleList(nn.ModuleList([SelfAttention(True), nn.Linear(DIM, DIM)]) for _ in range(2))}
+    )
+    with pytest.raises(AcutanceError, match=r"layers\.0 is a list of modules without a forward"):
+        sites.find(model)
+
+
+def test_first_values_of_another_stage_are_refused():
+    model = nn.ModuleList([encoder(2), encoder(2)])
+    assert len(sites.find(model)) == 4
+    with pytest.raises(AcutanceError, match=r"several stages \(0\.layers, 1\.layers\).*part='0\.layers'"):
+        mitigate(model, "neutreno:0.6")
+    mitigate(model, "attnscale").remove()
+    mitigate(model[1], "neutreno:0.6").remove()
+
+
+class Halves(nn.Module):
+    """Attends within each half of the tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = SelfAttention(True)
+
+    def forward(self, x):
+        windows = torch.cat(x.chunk(2, dim=1))
+        return x + torch.cat(self.attention(windows).chunk(2), dim=1)
+
+
+@pytest.mark.parametrize("spec", ["neutreno:0.6", "featscale", "attnscale+featscale"])
+def test_windows_are_refused_first_values_and_means(spec):
+    model = nn.Sequential(Halves(), Halves()).double()
+    with mitigate(model, spec), pytest.raises(ShapeError, match="rearranges it for its attention into a batch of 8"):
+        model(tokens()[:, :4])
+    with mitigate(model, "attnscale"):
+        model(tokens()[:, :4])
+
+
+class Shorter(PostNorm):
+    def forward(self, x):
+        return super().forward(x)[:, 1:]
+
+
+def test_tokens_that_are_dropped_are_refused():
+    model = nn.Sequential(Shorter(), Shorter()).double()
+    with mitigate(model, "neutreno:0.6"), pytest.raises(ShapeError, match="not of the shape of the first layer's"):
+        model(tokens())
+
+
+def test_nested_tensors_and_hints_without_a_mask_are_refused():
+    model = encoder().eval()
+    nested = torch.nested.nested_tensor([tokens()[0], tokens()[1, :3]])
+    with mitigate(model.layers[0], "featscale"):
+        with torch.no_grad(), pytest.raises(AcutanceError, match="nested tensor: pass a padded one"):
+            model.layers[0](nested)
+        with pytest.raises(AcutanceError, match="is_causal is a hint about attn_mask"):
+            model.layers[0](tokens(), is_causal=True)
+
+
+def test_a_layer_skipped_in_a_forward_pass_is_noticed():
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([PostNorm(), PostNorm()])
+
+        def forward(self, x):
+            return self.blocks[0](x)
+
+    model = Skips().double()
+    with mitigate(model, "neutreno:0.6"), pytest.raises(AcutanceError, match="did not call its attention through us"):
+        model(tokens())
+
+
+def test_layers_that_share_a_module_are_refused_where_the_first_matters():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)])
+
+        def forward(self, x):
+            for _ in range(3):
+                x = self.layers[0](x)
+            return x
+
+    model, x = Shared(), torch.randn(2, 5, 8)
+    with mitigate(model, "neutreno:0.6"), pytest.raises(AcutanceError, match="ran more than once"):
+        model(x)
+    with mitigate(model, "attnscale"):
+        model(x)

@@ -1,0 +1,110 @@
+"""Several processes share one measurement: the same numbers as one process, to the last digits."""
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from acutance import processes
+from acutance.errors import AcutanceError
+from acutance.measure import _Running
+from acutance.models import ViT, save_checkpoint
+from acutance.profile import Profile
+
+
+def running(values) -> _Running:
+    made = _Running()
+    made.add(np.asarray(values, dtype=np.float64))
+    return made
+
+
+@pytest.mark.parametrize("cuts", [[3], [1, 2], [2, 4, 6]])
+def test_merged_statistics_are_those_of_the_whole(cuts: list[int]) -> None:
+    values = np.random.default_rng(0).normal(1000.0, 0.1, 9)  # a mean far above the spread shows a careless formula
+    merged = _Running()
+    for part in np.split(values, cuts):
+        merged.merge(running(part))
+    assert merged.count == 9
+    assert merged.mean == pytest.approx(values.mean(), rel=1e-15)
+    assert merged.std == pytest.approx(values.std(ddof=1), rel=1e-9)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([[1.0, 2.0], [math.inf], [3.0]])))
+def test_an_infinity_stays_one_whatever_comes_before_or_after(order) -> None:
+    merged = _Running()
+    for part in order:
+        merged.merge(running(part))
+    assert (merged.mean, merged.std, merged.count) == (math.inf, math.inf, 4)
+
+
+@pytest.mark.parametrize("kind", [list, iter])
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_shares_are_disjoint_and_complete(kind, size: int) -> None:
+    shares = [list(processes.share(kind(range(7)), rank, size)) for rank in range(size)]
+    assert sorted(itertools.chain(*shares)) == list(range(7))
+    assert shares[0] == list(range(0, 7, size))
+
+
+def test_batches_of_other_processes_are_never_made() -> None:
+    class Precious(list):
+        asked: list[int] = []  # noqa: RUF012
+
+        def __getitem__(self, index):
+            self.asked.append(index)
+            return super().__getitem__(index)
+
+    batches = Precious(range(7))
+    share = processes.share(batches, 1, 3)
+    assert (len(share), list(share), batches.asked) == (2, [1, 4], [1, 4])
+
+
+def test_one_process_needs_no_others() -> None:
+    assert processes.place() == (0, 1)
+    assert processes.gather("mine") == ["mine"]
+    with processes.joined() as place:
+        assert place == (0, 1)
+
+
+def test_a_device_is_chosen_or_refused() -> None:
+    assert processes.device("cpu") == "cpu"
+    with pytest.raises(AcutanceError, match="cpu, cuda or auto, not 'tpu'"):
+        processes.device("tpu")
+    if not torch.cuda.is_available():
+        assert processes.device("auto") == "cpu"
+        with pytest.raises(AcutanceError, match="no CUDA device"):
+            processes.device("cuda")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [150, 20])  # 20 images are one batch: the second process has nothing to read
+def test_two_processes_give_the_numbers_of_one(limit: int, tmp_path) -> None:
+    torch.manual_seed(0)
+    sizes = {"image_size": 8, "patch_size": 2, "in_chans": 1, "dim": 12, "depth": 2, "heads": 2, "num_classes": 10}
+    checkpoint = save_checkpoint(ViT(**sizes), tmp_path / "model.safetensors")
+
+    def profile(name: str, *launcher: str) -> Profile:
+        command = [
+            *launcher, "-m", "acutance", "measure", str(checkpoint), "--dtype", "float64", "--metrics", "all",
+            "--tap", "block,attention", "--batch", "32", "--limit", str(limit), "--json", str(tmp_path / name),
+        ]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "250"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("mean ± standard deviation") == 1, "only the first process prints"
+        return Profile.load(tmp_path / name)
+
+    alone = profile("one.json", sys.executable)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    together = profile("two.json", *launcher)
+    assert together.context == alone.context
+    assert together.context["samples"] == limit
+    assert len(together.readings) == len(alone.readings)
+    for ours, theirs in zip(together.readings, alone.readings, strict=True):
+        assert (ours.tap, ours.layer, ours.metric, ours.count) == (theirs.tap, theirs.layer, theirs.metric, limit)
+        assert ours.mean == pytest.approx(theirs.mean, rel=1e-12)
+        assert ours.std == pytest.approx(theirs.std, rel=1e-12, abs=1e-14)
