@@ -1,0 +1,121 @@
+"""save and load: a model on disk together with the mitigation it carries."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, load_model, save_model
+from torch import Tensor, nn
+
+from acutance import sites
+from acutance.errors import AcutanceError, MissingExtraError
+from acutance.files import atomic_write
+from acutance.mitigate import reinstate
+from acutance.models import ViT
+from acutance.models.checkpoint import CONFIG_KEY, from_checkpoint, save_checkpoint
+from acutance.sites.huggingface import is_pretrained
+
+RECORD_KEY = "acutance.mitigations"  # in the safetensors metadata; transformers' config.json has it as `acutance`
+
+
+def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
+    """Write a model's weights, learnt parameters of its mitigation included, and what mitigation it carries.
+
+    Args:
+        model: any model; parameters that are shared are written once.
+        path: a folder for transformers' models, which are written by their `save_pretrained`; a file
+            `….safetensors` for all others. Acutance's own models keep their configuration in it too.
+    """
+    if is_pretrained(model):
+        sites.remember(model)
+        model.save_pretrained(path)  # type: ignore[operator]
+        return Path(path)
+    if Path(path).suffix != ".safetensors":
+        raise AcutanceError(f"{path}: a {type(model).__name__} is written as one file, name it ….safetensors")
+    if isinstance(model, ViT):
+        return save_checkpoint(model, path)
+    metadata = {"format": "pt", RECORD_KEY: json.dumps(sites.record(model))}
+    return atomic_write(path, lambda file: save_model(model, str(file), metadata))
+
+
+def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
+    """Read what `save` wrote, or transformers' `save_pretrained` of a mitigated model.
+
+    Args:
+        path: the folder or file.
+        model: a plain model to put the mitigation and the weights into. Not needed for transformers' folders and
+            Acutance's own models, which say what they are.
+    """
+    where = Path(path)
+    if where.is_dir():
+        return _load_folder(where, model)
+    metadata = _metadata(where)
+    if model is None:
+        if CONFIG_KEY not in metadata:
+            raise AcutanceError(f"{where} does not say what model it is: build a plain one and pass it as model=")
+        return from_checkpoint(where)
+    reinstate(model, _checked(metadata.get(RECORD_KEY, "{}"), where))
+    try:
+        load_model(model, where)
+    except (RuntimeError, SafetensorError) as error:
+        raise AcutanceError(f"{where} does not fit this {type(model).__name__}: {error}") from error
+    return model
+
+
+def _load_folder(folder: Path, model: nn.Module | None) -> nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError(f"{folder} is a transformers folder: pip install 'acutance[hf]'") from error
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if model is None:
+        names = config.architectures or []
+        found = getattr(transformers, names[0], None) if names else None
+        if found is None:
+            raise AcutanceError(f"{folder} does not say what class it is: build the model and pass it as model=")
+        model = found.from_pretrained(folder)
+    state = _folder_state(folder)
+    record = getattr(config, "acutance", {})
+    learnt = {name: tensor for name, tensor in state.items() if ".mitigation." in name}
+    if learnt and not record:
+        raise AcutanceError(
+            f"{folder} has parameters of a mitigation ({next(iter(learnt))}), but config.json does not say which: it "
+            "was put into a part of the model. Save with acutance.save(model, folder)"
+        )
+    reinstate(model, _checked(json.dumps(record), folder))
+    missing = [name for name in model.state_dict() if ".mitigation." in name and name not in learnt]
+    if missing:
+        raise AcutanceError(f"{folder} lacks the mitigation's parameters {', '.join(missing[:3])}")
+    model.load_state_dict(learnt, strict=False)
+    return model
+
+
+def _folder_state(folder: Path) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        state |= load_file(file)
+    return state
+
+
+def _metadata(file: Path) -> Mapping[str, str]:
+    if not file.is_file():
+        raise AcutanceError(f"there is no file {file}")
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            return opened.metadata() or {}
+    except SafetensorError as error:
+        raise AcutanceError(f"{file} is not a safetensors file, or it is damaged: {error}") from error
+
+
+def _checked(text: str, source: Path) -> dict[str, str]:
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise AcutanceError(f"{source}: its record of mitigations is damaged: {error}") from error
+    if not isinstance(record, dict) or not all(isinstance(spec, str) for spec in record.values()):
+        raise AcutanceError(f"{source}: its record of mitigations is not a table of specs: {record!r}")
+    return record

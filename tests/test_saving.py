@@ -1,0 +1,145 @@
+"""A model and its mitigation survive the disk."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import acutance as ac
+from acutance import sites
+from acutance.errors import AcutanceError
+from acutance.models import ViT
+
+transformers = pytest.importorskip("transformers")
+LEARNT = "neutreno:0.6,learn=head+featscale"
+
+
+def llama(seed=0, **options):
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=24,
+        vocab_size=40,
+        **options,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def trained(model, spec, **options):
+    """The model with a mitigation whose parameters have left the identity."""
+    handle = ac.mitigate(model, spec, **options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".mitigation." in name:
+                parameter.add_(torch.randn_like(parameter))
+    return handle
+
+
+def logits(model):
+    return model(torch.arange(6)[None]).logits
+
+
+@pytest.mark.parametrize("spec", ["neutreno:0.6", LEARNT])
+@pytest.mark.parametrize("how", ["save", "save_pretrained"])
+def test_a_transformers_model_comes_back_as_it_was(tmp_path, spec, how):
+    model = llama()
+    trained(model, spec)
+    expected = logits(model)
+    if how == "save":
+        ac.save(model, tmp_path)
+    else:
+        model.save_pretrained(tmp_path)
+    recorded = json.loads((tmp_path / "config.json").read_text())["acutance"]
+    assert recorded == {f"model.layers.{i}.self_attn": spec for i in range(3)}
+    loaded = ac.load(tmp_path)
+    assert type(loaded) is transformers.LlamaForCausalLM
+    assert torch.equal(logits(loaded), expected)
+    assert sites.mitigation_spec(loaded) == spec
+
+
+def test_a_folder_loads_into_a_model_of_the_user(tmp_path):
+    model = llama()
+    trained(model, LEARNT, layers=[2])
+    ac.save(model, tmp_path)
+    given = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert ac.load(tmp_path, given) is given
+    assert torch.equal(logits(given), logits(model))
+    assert list(sites.record(given)) == ["model.layers.1.self_attn"]
+
+
+def test_after_removal_nothing_is_recorded(tmp_path):
+    model = llama()
+    ac.mitigate(model, "neutreno:0.6").remove()
+    model.save_pretrained(tmp_path)
+    assert "acutance" not in json.loads((tmp_path / "config.json").read_text())
+    assert sites.record(ac.load(tmp_path)) == {}
+
+
+def test_a_mitigation_in_a_part_is_recorded_by_save(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.T5Config(d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, vocab_size=40)
+    model = transformers.T5Model(config).eval()
+    trained(model.encoder, LEARNT)
+    ids = torch.arange(6)[None]
+    expected = model(input_ids=ids, decoder_input_ids=ids).last_hidden_state
+    model.save_pretrained(tmp_path / "plain")
+    with pytest.raises(AcutanceError, match=r"does not say which.*acutance\.save"):
+        ac.load(tmp_path / "plain")
+    ac.save(model, tmp_path / "ours")
+    loaded = ac.load(tmp_path / "ours")
+    assert torch.equal(loaded(input_ids=ids, decoder_input_ids=ids).last_hidden_state, expected)
+
+
+class Tied(nn.Module):
+    """A user's own model around a transformers one, with a weight that is shared."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = llama().model
+        self.head = nn.Linear(16, 40, bias=False)
+        self.head.weight = self.body.embed_tokens.weight
+
+    def forward(self, ids):
+        return self.head(self.body(ids).last_hidden_state)
+
+
+def test_any_model_is_written_as_one_safetensors_file(tmp_path):
+    model, file = Tied().eval(), tmp_path / "model.safetensors"
+    trained(model, LEARNT)
+    ac.save(model, file)
+    with safe_open(str(file), framework="pt") as opened:
+        assert json.loads(opened.metadata()["acutance.mitigations"])["body.layers.1.self_attn"] == LEARNT
+    other = Tied().eval()
+    ids = torch.arange(6)[None]
+    assert torch.equal(ac.load(file, other)(ids), model(ids))
+    assert other.head.weight is other.body.embed_tokens.weight
+
+
+def test_own_models_say_what_they_are(tmp_path):
+    model = ViT(image_size=8, patch_size=4, dim=12, depth=2, heads=3, num_classes=5).eval()
+    trained(model, LEARNT)
+    file = ac.save(model, tmp_path / "vit.safetensors")
+    images = torch.randn(2, 3, 8, 8)
+    assert torch.equal(ac.load(file).eval()(images), model(images))
+
+
+def test_errors_say_what_to_do(tmp_path):
+    model, file = Tied(), tmp_path / "m.safetensors"
+    ac.mitigate(model, "featscale")
+    ac.save(model, file)
+    with pytest.raises(AcutanceError, match=r"pass it as model="):
+        ac.load(file)
+    with pytest.raises(AcutanceError, match=r"body\.layers\.0\.self_attn.*does not have"):
+        ac.load(file, llama())
+    with pytest.raises(AcutanceError, match="no file"):
+        ac.load(tmp_path / "missing.safetensors")
+    with pytest.raises(AcutanceError, match=r"\.safetensors"):
+        ac.save(model, tmp_path / "weights.pt")
+    file.write_bytes(b"not tensors")
+    with pytest.raises(AcutanceError, match="damaged"):
+        ac.load(file, Tied())
