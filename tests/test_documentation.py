@@ -38,7 +38,7 @@ BAD = {
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The last words of pytest for every page, all pages run at once over two processes."""
     place = tmp_path_factory.mktemp("repository")
-    for name in ("conftest.py", "pyproject.toml", "Makefile", "constraints.txt"):
+    for name in ("conftest.py", "pyproject.toml", "Makefile", "constraints.txt", "constraints-timm.txt"):
         shutil.copy(ROOT / name, place)
     (place / "docs" / "deeper").mkdir(parents=True)
     for name, text in (GOOD | BAD).items():

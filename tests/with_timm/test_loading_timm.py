@@ -1,0 +1,100 @@
+"""timm's models by name, with its preprocessing done without its transforms."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from acutance.errors import AcutanceError
+from acutance.loading import load_model
+from acutance.loading.images import centre_crop
+
+
+def pictures() -> list[Image.Image]:
+    sizes = [(300, 400), (401, 257), (256, 256), (90, 333)]
+    generator = np.random.default_rng(0)
+    return [Image.fromarray(generator.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
+
+
+@pytest.mark.parametrize("mode", ["center", "squash"])
+@pytest.mark.parametrize(
+    ("size", "fraction", "interpolation"),
+    [
+        ((224, 224), 0.875, "bicubic"),
+        ((224, 224), 0.9, "bilinear"),
+        ((224, 224), 1.0, "bicubic"),
+        ((96, 160), 0.9, "bilinear"),  # timm forgets any other interpolation here
+    ],
+)
+def test_preprocessing_is_timms(size, fraction: float, interpolation: str, mode) -> None:
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    transform = timm.data.create_transform(
+        (3, *size), mean=mean, std=std, crop_pct=fraction, interpolation=interpolation, crop_mode=mode
+    )
+    ours = centre_crop(size, mean, std, fraction=fraction, interpolation=interpolation, mode=mode)
+    expected = torch.stack([transform(picture) for picture in pictures()])
+    torch.testing.assert_close(ours(pictures()), expected, atol=1e-6, rtol=0)
+
+
+def save_folder(folder: Path) -> torch.nn.Module:
+    """A model the way timm saves one for the Hub."""
+    torch.manual_seed(0)
+    arguments = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 24, "num_heads": 2}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=5, **arguments)
+    data = {"input_size": [3, 32, 32], "mean": [0.5] * 3, "std": [0.25] * 3, "crop_pct": 0.8, "crop_mode": "center"}
+    config = {"architecture": "vit_tiny_patch16_224", "num_classes": 5, "model_args": arguments, "pretrained_cfg": data}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def test_a_local_folder_is_loaded_and_fed(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    saved = save_folder(folder)
+    for i, picture in enumerate(pictures()):
+        picture.save(tmp_path / f"{i}.png")
+    loaded = load_model(f"timm:{folder}")
+    for name, weight in saved.state_dict().items():
+        assert torch.equal(loaded.model.state_dict()[name], weight), name
+    (batch,) = loaded.image_batches(tmp_path)
+    expected = centre_crop((32, 32), [0.5] * 3, [0.25] * 3, fraction=0.8)(pictures())
+    assert torch.equal(batch, expected)
+    assert loaded.model(batch).shape == (4, 5)
+
+
+def test_an_unknown_name_is_one_line_with_a_hint() -> None:
+    with pytest.raises(AcutanceError, match=r"knows no such model, .*did you mean .*vit_tiny_patch16_224") as caught:
+        load_model("timm:vit_tiny_patch16_225")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_folder_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(AcutanceError, match=f"timm:{tmp_path} cannot be loaded: .*config.json"):
+        load_model(f"timm:{tmp_path}")
+
+
+def test_without_a_network_there_is_one_line_and_no_waiting(tmp_path: Path) -> None:
+    ask = (
+        f"import sys; sys.path.append({str(Path(__file__).parent)!r})\n"
+        "import torchvision_without_operators\n"
+        "from acutance.errors import AcutanceError\n"
+        "from acutance.loading import load_model\n"
+        "try: load_model('timm:vit_tiny_patch16_224')\n"
+        "except AcutanceError as error: print(error)\n"
+    )
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "NO_PROXY": "*"}
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.startswith(
+        "timm:vit_tiny_patch16_224 cannot be downloaded: http://127.0.0.1:9 does not answer"
+    ), done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == 1
+    assert "Retry" not in done.stderr

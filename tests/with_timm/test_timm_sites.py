@@ -1,0 +1,194 @@
+"""The sites found in timm's models: what they say about the weights, and what an observer is shown."""
+
+import pytest
+import timm
+import torch
+from timm.models import vision_transformer
+from timm_zoo import FLAT, FUSED, MEASURED, MERGED, MIXED_HEADS, SHIFTED, SMALL, create, images
+from torch import nn
+
+import acutance as ac
+from acutance.errors import AcutanceError, NoSitesError
+from acutance.profile import MAP
+
+PREFIX = {"vit_tiny_patch16_224": 1, "vit_base_patch14_reg4_dinov2": 5, "deit_tiny_distilled_patch16_224": 2}
+PREFIX |= {"vit_wee_patch16_reg1_gap_256": 1, "vit_small_patch16_dinov3": 5, "beit_base_patch16_224": 1}
+PREFIX |= {"cait_xxs24_224": 0, "swin_tiny_patch4_window7_224": 0, "pvt_v2_b0": 0}
+
+
+def observed(model):
+    """The model's output and one record per layer."""
+    records = {}
+    undos = [
+        site.observe(lambda record, site=site: records.__setitem__(site.layer, record)) for site in ac.sites.find(model)
+    ]
+    output = model(images())
+    for undo in undos:
+        undo.remove()
+    return output, records
+
+
+class Spy:
+    """What timm's own unfused attention does: the weights that its dropout sees, and what its W_proj returns."""
+
+    def __init__(self, attention):
+        self.weights = self.branch = None
+        self.hooks = [
+            attention.attn_drop.register_forward_hook(self.see_weights),
+            attention.proj.register_forward_hook(self.see_branch),
+        ]
+
+    def see_weights(self, _module, args, _output):
+        self.weights = args[0]
+
+    def see_branch(self, _module, _args, output):
+        self.branch = output
+
+
+@pytest.mark.parametrize("fused", FUSED.values(), ids=FUSED)
+@pytest.mark.parametrize("name", [name for name in MEASURED if name not in MIXED_HEADS])
+def test_records_are_what_timm_computes(name, fused):
+    model = create(name, fused=fused)
+    expected = model(images())
+    output, records = observed(model)
+    assert torch.equal(output, expected)
+    assert torch.equal(model(images()), expected)
+    twin = create(name, fused=False)
+    spies = [Spy(site.attention) for site in ac.sites.find(twin)]
+    twin(images())
+    assert list(records) == list(range(1, len(spies) + 1))
+    for record, spy in zip(records.values(), spies, strict=True):
+        torch.testing.assert_close(record.operator.dense(), spy.weights, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(record.branch, spy.branch, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(record.output, record.operator @ record.values, rtol=1e-10, atol=1e-10)
+
+
+def test_a_scale_of_ones_own_is_seen_where_timm_uses_it():
+    model = create("vit_tiny_patch16_224", fused=False)
+    model.blocks[1].attn.scale *= 2
+    expected, spy = model(images()), Spy(model.blocks[1].attn)
+    output, records = observed(model)
+    assert torch.equal(output, expected)
+    torch.testing.assert_close(records[2].operator.dense(), spy.weights, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MIXED_HEADS)
+def test_records_of_mixed_heads_have_no_operator(name):
+    model = create(name)
+    expected = model(images())
+    output, records = observed(model)
+    assert torch.equal(output, expected)
+    assert records[1].values.shape == (2, 4, 16, 6)
+    with pytest.raises(AcutanceError, match=r"blocks\.0\.attn mixes its heads"):
+        records[1].operator.dense()
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_weights_and_biases_make_the_values(name):
+    model = create(name)
+    entered = {}
+    for site in ac.sites.find(model):
+        layer = getattr(site.attention, "kv", site.attention)  # PVT projects tokens that were merged before
+        layer.register_forward_pre_hook(lambda _, args, site=site: entered.__setitem__(site.layer, args[0]))
+    _, records = observed(model)
+    for site in ac.sites.find(model):
+        values = nn.functional.linear(entered[site.layer], site.value_weight(), site.value_bias())
+        merged = records[site.layer].values.transpose(1, 2).flatten(2)
+        torch.testing.assert_close(values, merged, rtol=1e-10, atol=1e-10)
+        assert site.value_weight().shape == site.key_weight().shape == (site.kv_heads * site.head_dim, site.dim)
+        assert site.query_weight().shape == (site.heads * site.head_dim, site.dim)
+        assert site.projection_weight().shape == (site.dim, site.heads * site.head_dim)
+        assert site.projection_bias() is site.attention.proj.bias
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_blocks_norms_and_gains_are_those_of_the_residual_branch(name):
+    """x + gain · attention(pre_norm(x)), or with a norm after the attention instead."""
+    model = create(name)
+    for site in ac.sites.find(model):
+        seen = {}
+        site.block.register_forward_pre_hook(
+            lambda _, args, kwargs, seen=seen: seen.update(x=args[0]), with_kwargs=True
+        )
+        site.attention.register_forward_pre_hook(lambda _, args, seen=seen: seen.update(inside=args[0]))
+        model(images())
+        norm = site.pre_norm()
+        assert (norm is None) == ("norms after" in name)
+        if name not in SHIFTED:
+            torch.testing.assert_close(seen["x"] if norm is None else norm(seen["x"]), seen["inside"])
+        gains = [p for n, p in site.block.named_parameters(recurse=True) if n in ("ls1.gamma", "gamma_1")]
+        assert [site.branch_gain()] == (gains or [None])
+
+
+@pytest.mark.parametrize("name", PREFIX)
+def test_prefix_tokens(name):
+    assert ac.sites.prefix_tokens(create(name)) == PREFIX[name]
+
+
+def test_prefix_tokens_that_only_their_names_tell():
+    assert ac.sites.prefix_tokens(timm.create_model("pit_ti_distilled_224", num_classes=5)) == 2
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_measured_at_every_tap(name):
+    model = create(name)
+    some = ["token_cosine", "rank_residual"]  # the rest needs A, or an A that is square
+    metrics = some if name in MIXED_HEADS else [*some, "attention_entropy", "head_cosine"] if name in MERGED else "all"
+    taps = ["block", "attention", "values", "final"]
+    profile = ac.measure(model, [images(), images(seed=3)], metrics=metrics, tap=taps, progress=False)
+    depth = len(ac.sites.find(model))
+    assert sorted({r.layer for r in profile.readings if r.tap == "block"}) == list(range(depth + 1))
+    for tap in ("attention", "values", *(() if name in MIXED_HEADS else [MAP])):
+        assert sorted({r.layer for r in profile.readings if r.tap == tap}) == list(range(1, depth + 1))
+
+
+@pytest.mark.parametrize("name", FLAT | SHIFTED | MERGED)
+def test_explained_from_the_weights(name):
+    spectrum = ac.explain(create(name))
+    assert len(spectrum.layers) == len(ac.sites.find(create(name)))
+
+
+UNKNOWN = {
+    "visformer_tiny": r"of Visformer is not known, if it has any \(timm\.models\.visformer\.Attention\)",
+    "convit_tiny": r"of ConVit is not known, if it has any \(timm\.models\.convit\.Block\)",
+    "crossvit_tiny_240": "CrossVit run in branches",
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_attention_is_named(name):
+    model = timm.create_model(name, num_classes=5)
+    with pytest.raises(NoSitesError, match=UNKNOWN[name]):
+        ac.sites.find(model)
+
+
+def test_attentions_side_by_side_are_refused():
+    model = vision_transformer.VisionTransformer(**SMALL, block_fn=vision_transformer.ParallelThingsBlock)
+    with pytest.raises(NoSitesError, match=r"blocks\.0\.attns\.0\.attn stands beside others"):
+        ac.sites.find(model)
+
+
+def test_two_stacks_are_refused():
+    model = nn.ModuleDict({"one": create("vit_tiny_patch16_224"), "other": create("eva02_tiny_patch14_224")})
+    with pytest.raises(AcutanceError, match=r"several stacks of layers \(one\.blocks, other\.blocks\)"):
+        ac.sites.find(model)
+
+
+def test_a_part_that_is_not_known_is_refused():
+    model = create("vit_tiny_patch16_224")
+    model.blocks[1].attn.sinks = nn.Parameter(torch.zeros(3))
+    before = model(images())
+    with pytest.raises(AcutanceError, match=r"blocks\.1\.attn \(Attention\) has parts .*: sinks"):
+        ac.mitigate(model, "neutreno:0.6")
+    assert torch.equal(model(images()), before)
+    assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
+
+
+def test_a_forward_of_ones_own_is_not_taken_for_timms():
+    class DoubledAttention(timm.layers.Attention):
+        def forward(self, x, attn_mask=None, is_causal=False):
+            return 2 * super().forward(x, attn_mask, is_causal)
+
+    model = vision_transformer.VisionTransformer(**SMALL, attn_layer=DoubledAttention)
+    with pytest.raises(NoSitesError, match="DoubledAttention"):
+        ac.sites.find(model)

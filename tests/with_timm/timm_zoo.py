@@ -1,0 +1,87 @@
+"""timm's models, as its own factory makes them, at toy size."""
+
+import timm
+import torch
+
+SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
+STAGES = {"num_classes": 5, "depths": (2, 2), "num_heads": (2, 4)}
+SWIN = {**STAGES, "img_size": 32, "patch_size": 2, "embed_dim": 8, "window_size": 4}
+PVT = {**STAGES, "embed_dims": (8, 16), "sr_ratios": (2, 1), "mlp_ratios": (2, 2)}
+
+# One for each thing that tells timm's attention classes apart.
+FLAT = {
+    "vit_tiny_patch16_224": {},  # Attention
+    "vit_base_patch16_clip_224": {},  # a norm before the first block
+    "vit_base_patch14_reg4_dinov2": {},  # registers, LayerScale
+    "vit_so150m_patch16_reg4_map_256": {},  # a pooling head that attends
+    "vit_wee_patch16_reg1_gap_256": {},  # no class token, LayerScale, norm after pooling
+    "vit_little_patch16_reg4_gap_256": {"qk_norm": True},
+    "vit_tiny_patch16_224 scale norms": {"scale_attn_norm": True, "scale_mlp_norm": True},
+    "vit_tiny_patch16_224 norms after": {"block_fn": "ResPostBlock", "init_values": 0.5},
+    "deit_tiny_distilled_patch16_224": {},
+    "deit3_small_patch16_224": {},
+    "beit_base_patch16_224": {},  # a relative position bias per layer, q and v biases, LayerScale
+    "beitv2_base_patch16_224 shared": {"use_rel_pos_bias": False, "use_shared_rel_pos_bias": True},
+    "vit_relpos_small_patch16_224": {},  # position biases by an MLP
+    "vit_srelpos_small_patch16_224": {},  # one for all layers
+    "vit_relpos_small_patch16_224 norms after": {"block_fn": "ResPostRelPosBlock", "init_values": 0.5},
+    "eva02_tiny_patch14_224": {},  # EvaAttention: rotation, three projections
+    "eva02_tiny_patch14_224 joint": {"qkv_fused": True, "scale_attn_inner": True},
+    "eva02_tiny_patch14_224 norms after": {"use_post_norm": True},
+    "eva_giant_patch14_224": {},  # joint projection, q and v biases
+    "vit_small_patch16_dinov3": {},  # rotation by halves, registers
+    "vit_small_patch16_rope_224 grouped": {"qkv_fused": False, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 2},
+    "naflexvit_base_patch16_gap": {"img_size": None, "attn_gated": True},
+}
+MIXED_HEADS = {"cait_xxs24_224": {}}
+SHIFTED = {"swin_tiny_patch4_window7_224": SWIN}
+MERGED = {"pvt_v2_b0": PVT, "pvt_v2_b2_li": PVT}
+MEASURED = {**FLAT, **MIXED_HEADS, **SHIFTED, **MERGED}
+FUSED = {"fused": True, "unfused": False}
+
+
+def create(name, *, fused=True, **options):
+    """A model in float64 whose parameters are away from what would hide a mistake, such as zero biases."""
+    options = {**_sizes(name), **_classes(name, MEASURED[name]), **options}
+    torch.manual_seed(0)
+    model = timm.create_model(name.split()[0], **options).double().eval()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = fused
+    return model
+
+
+def images(seed=2, count=2):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 3, 32, 32, dtype=torch.float64, generator=generator)
+
+
+def gradients(model, loss):
+    """By parameter name, zeros where the loss does not depend on one."""
+    model.zero_grad()
+    loss.backward()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def assert_same(ours, theirs, tolerance=1e-10):
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        torch.testing.assert_close(
+            gradient, theirs[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def _sizes(name):
+    if name in SHIFTED | MERGED:
+        return {}
+    return {**SMALL, "num_heads": 4} if name in MIXED_HEADS else SMALL
+
+
+def _classes(name, options):
+    """Classes by their names, so that the table above can be read without timm."""
+    modules = timm.models.vision_transformer, timm.models.vision_transformer_relpos
+    kinds = {cls: getattr(module, cls) for module in modules for cls in dir(module) if cls.endswith("Block")}
+    return {key: kinds.get(value, value) if isinstance(value, str) else value for key, value in options.items()}
