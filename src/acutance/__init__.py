@@ -11,8 +11,10 @@ from acutance.maps import attention_maps
 from acutance.measure import measure
 from acutance.mitigate import mitigate
 from acutance.mitigations import AttnScale, Eigen, FeatScale, Mitigation, NeuTRENO
+from acutance.monitor import Monitor
 from acutance.operator import AttentionOperator
 from acutance.profile import Profile
+from acutance.saving import load, save
 from acutance.steer import fold
 from acutance.version import __version__
 
@@ -24,6 +26,7 @@ __all__ = [
     "Eigen",
     "FeatScale",
     "Mitigation",
+    "Monitor",
     "NeuTRENO",
     "Profile",
     "Spectrum",
@@ -32,10 +35,12 @@ __all__ = [
     "explain",
     "fold",
     "laboratory",
+    "load",
     "measure",
     "metrics",
     "mitigate",
     "models",
+    "save",
     "sites",
     "spectral_theory",
     "steer",

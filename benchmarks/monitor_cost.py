@@ -1,0 +1,234 @@
+"""What watching costs: training with an `acutance.Monitor` as a ratio to training without.
+
+    python benchmarks/monitor_cost.py
+    python benchmarks/monitor_cost.py --every 100 --repetitions 9 --variants default bfloat16
+
+On CUDA: DeiT-Ti at 224×224, batch 256, bfloat16 autocast, torch.compile, fused AdamW. All happens in one process: a
+repetition times --every training steps without a monitor, then as many with each variant of it, which reads once and
+writes JSONL and TensorBoard; every second repetition goes the other way round, so that a drifting clock reaches all
+alike. The ratio is taken within a repetition; reported are the median over the repetitions, the smallest and the
+largest. A reading is timed by itself too, in units of a training step, as a ratio so close to 1 drowns in noise:
+divided by the interval it is the share of training time, and from the largest follows the shortest interval that keeps
+below 2 %. On the CPU a toy model is timed without compiling: it shows that the script runs, not what watching costs.
+Results go to benchmarks/results, one CSV per device, dtype and PyTorch version.
+"""
+
+import argparse
+import csv
+import math
+import platform
+import re
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import acutance as ac
+from acutance.measure import DEFAULT_METRICS
+from acutance.models import ViT, deit_tiny
+from acutance.monitor.core import CHEAP_METRICS, INTERVAL
+
+RESULTS = Path(__file__).parent / "results"
+TOY = {"image_size": 8, "patch_size": 2, "dim": 48, "depth": 4, "heads": 3, "num_classes": 10}
+LIMIT = 0.02
+
+Step = Callable[[], None]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Variant:
+    metrics: tuple[str, ...] = CHEAP_METRICS
+    autocast: torch.dtype | None = None
+    tap: tuple[str, ...] = ("block",)
+    whole_batch: bool = False  # as many samples as a training step, not --probe of them
+
+
+VARIANTS = {
+    "default": Variant(),
+    "bfloat16": Variant(autocast=torch.bfloat16),
+    "whole batch": Variant(whole_batch=True),
+    "attention": Variant((*CHEAP_METRICS, "attention_entropy", "nonlocal_energy"), tap=("block", "attention")),
+    "spectral": Variant(DEFAULT_METRICS),  # measure's own, which need eigenvalues
+}
+
+
+class Training:
+    """Forward, backward and optimiser on fixed random data."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        self.device, self.dtype = arguments.device, getattr(torch, arguments.dtype)
+        self.model = (deit_tiny() if self.device == "cuda" else ViT(**TOY)).to(self.device)
+        self.images = self.noise(arguments.batch)
+        self.labels = torch.randint(self.model.config.num_classes, (arguments.batch,), device=self.device)
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=self.device == "cuda")
+        self.run: Any = torch.compile(self.model, dynamic=False) if arguments.compile else self.model
+        self.loss_of = nn.CrossEntropyLoss()
+
+    def noise(self, samples: int) -> torch.Tensor:
+        size = self.model.config.image_size
+        return torch.randn(samples, 3, size, size, device=self.device)
+
+    def step(self) -> None:
+        self.optimiser.zero_grad(set_to_none=True)
+        with torch.autocast(self.device, dtype=self.dtype, enabled=self.dtype != torch.float32):
+            loss = self.loss_of(self.run(self.images), self.labels)
+        loss.backward()
+        self.optimiser.step()
+
+
+def seconds(work: Step, device: str) -> float:
+    """With the device's queue empty before and after."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def watched_by(name: str, training: Training, arguments: argparse.Namespace, folder: Path) -> ac.Monitor:
+    chosen = VARIANTS[name]
+    return ac.Monitor(
+        training.model,
+        training.noise(arguments.batch if chosen.whole_batch else arguments.probe),
+        metrics=chosen.metrics,
+        tap=chosen.tap,
+        autocast=chosen.autocast,
+        every=arguments.every,
+        jsonl=folder / f"{name}.jsonl",
+        tensorboard=folder / name,
+    )
+
+
+def benchmark(arguments: argparse.Namespace, folder: Path) -> list[Row]:
+    training = Training(arguments)
+    monitors = {name: watched_by(name, training, arguments, folder) for name in arguments.variants}
+
+    def steps(after: Step = lambda: None) -> None:
+        for _ in range(arguments.every):
+            training.step()
+            after()
+
+    for _ in range(arguments.warm_up):
+        training.step()
+    for monitor in monitors.values():
+        monitor.record()  # what only the first reading pays
+    segments: dict[str, Step] = {"without": steps}
+    segments |= {name: lambda watch=monitor.step: steps(watch) for name, monitor in monitors.items()}
+    times: dict[str, list[float]] = {name: [] for name in segments}
+    readings: dict[str, list[float]] = {name: [] for name in monitors}
+    for repetition in range(arguments.repetitions):
+        for name in list(segments)[:: -1 if repetition % 2 else 1]:
+            times[name].append(seconds(segments[name], arguments.device))
+            if name in monitors:
+                each = [seconds(monitors[name].record, arguments.device) for _ in range(arguments.readings)]
+                readings[name].append(statistics.median(each))
+        print(f"repetition {repetition + 1} of {arguments.repetitions}", file=sys.stderr, flush=True)
+    return [row(name, times[name], readings[name], times["without"], arguments) for name in monitors]
+
+
+def row(
+    name: str, times: list[float], readings: list[float], without: list[float], arguments: argparse.Namespace
+) -> Row:
+    ratios = [mine / plain for mine, plain in zip(times, without, strict=True)]
+    in_steps = [one / (plain / arguments.every) for one, plain in zip(readings, without, strict=True)]
+    chosen = VARIANTS[name]
+    return {
+        "variant": name,
+        "metrics": " ".join(chosen.metrics),
+        "taps": " ".join(chosen.tap),
+        "probe": arguments.batch if chosen.whole_batch else arguments.probe,
+        "autocast": str(chosen.autocast).removeprefix("torch."),
+        "step_ms": f"{1e3 * statistics.median(without) / arguments.every:.3f}",
+        "reading_ms": f"{1e3 * statistics.median(readings):.3f}",
+        **spread("reading_in_steps", in_steps, ".3f"),
+        **spread("ratio", ratios, ".4f"),
+        "share_percent": f"{100 * statistics.median(in_steps) / arguments.every:.3f}",
+        "share_percent_max": f"{100 * max(in_steps) / arguments.every:.3f}",
+        "every_for_2_percent": math.ceil(max(in_steps) / LIMIT),
+    }
+
+
+def spread(name: str, values: list[float], spec: str) -> Row:
+    return {
+        name: f"{statistics.median(values):{spec}}",
+        f"{name}_min": f"{min(values):{spec}}",
+        f"{name}_max": f"{max(values):{spec}}",
+    }
+
+
+def write(rows: list[Row], arguments: argparse.Namespace) -> Path:
+    name = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{platform.machine()} CPU, toy size"
+    device = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") if arguments.device == "cuda" else "cpu"
+    version = torch.__version__.split("+")[0]
+    path = arguments.results / f"monitor_cost-{device}-{arguments.dtype}-torch{version}.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shared = {
+        "batch": arguments.batch,
+        "every": arguments.every,
+        "repetitions": arguments.repetitions,
+        "compiled": arguments.compile,
+        "device": name,
+        "versions": f"python {platform.python_version()}, torch {torch.__version__}, cuda {torch.version.cuda}",
+        "command": shlex.join(["python", "benchmarks/monitor_cost.py", *sys.argv[1:]]),
+    }
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=[*rows[0], *shared], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**result, **shared} for result in rows)
+    return path
+
+
+def show(rows: list[Row]) -> None:
+    print(f"{'variant':<14}{'probe':>6}{'reading':>12}{'in steps':>10}{'share':>9}{'ratio':>9}   over the repetitions")
+    for result in rows:
+        print(
+            f"{result['variant']:<14}{result['probe']:>6}{result['reading_ms']:>9} ms{result['reading_in_steps']:>10}"
+            f"{result['share_percent']:>7} %{result['ratio']:>9}   {result['ratio_min']} to {result['ratio_max']}; "
+            f"below 2 % from every={result['every_for_2_percent']} on"
+        )
+
+
+def main() -> None:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of training's autocast; bfloat16 on CUDA")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument(
+        "--every", type=int, default=INTERVAL, help="the monitor's interval, and the steps timed together"
+    )
+    parser.add_argument("--batch", type=int, help="images a step; 256 on CUDA")
+    parser.add_argument("--probe", type=int, help="images a reading; 64 on CUDA")
+    parser.add_argument("--warm-up", type=int, default=10)
+    parser.add_argument("--readings", type=int, default=3, help="timed one by one in a repetition")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on CUDA only")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the CSV goes")
+    arguments = parser.parse_args()
+    on_gpu = arguments.device == "cuda"
+    arguments.dtype = arguments.dtype or ("bfloat16" if on_gpu else "float32")
+    arguments.batch = arguments.batch or (256 if on_gpu else 16)
+    arguments.probe = arguments.probe or (64 if on_gpu else 4)
+    arguments.compile = on_gpu if arguments.compile is None else arguments.compile
+    if not on_gpu:
+        print("no CUDA: a toy model on the CPU, to see that everything runs. The ratios mean nothing", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = benchmark(arguments, Path(folder))
+    show(rows)
+    print(f"written to {write(rows, arguments)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""A small training whose outcome depends on everything a monitor could disturb."""
+
+import random
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from acutance.models import ViT
+
+CLASSES = 5
+
+
+class Net(nn.Module):
+    """Batch norm's running statistics, dropout and stochastic depth in front of and inside a ViT; a loss if asked."""
+
+    def __init__(self, depth=2):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(1)
+        self.vit = ViT(
+            image_size=8,
+            patch_size=4,
+            in_chans=1,
+            dim=12,
+            depth=depth,
+            heads=3,
+            num_classes=CLASSES,
+            dropout=0.2,
+            drop_path=0.2,
+        )
+
+    def forward(self, images, labels=None):
+        logits = self.vit(self.bn(images))
+        return logits if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def build(seed=0, depth=2):
+    torch.manual_seed(seed)
+    return Net(depth)
+
+
+def probe(samples=4):
+    return torch.randn(samples, 1, 8, 8, generator=torch.Generator().manual_seed(7))
+
+
+def data(samples=16):
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(samples, 1, 8, 8, generator=generator)
+    return images, torch.randint(CLASSES, (samples,), generator=generator)
+
+
+def seed_everything(seed=3):
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
+def draws():
+    """One number from every global generator: equal only if nobody else drew."""
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002
+
+
+def train(model, steps=6, after_step=lambda step: None, amid=lambda: None, autocast=False, run=None):
+    """A plain loop with augmentation from three generators; returns the outcome."""
+    run = model if run is None else run
+    images, labels = data()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seed_everything()
+    context = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    model.train()
+    for step in range(1, steps + 1):
+        optimiser.zero_grad()
+        with context:
+            amid()
+            gain = 1 + random.random() + np.random.rand()  # noqa: NPY002
+            loss = F.cross_entropy(run(gain * images + torch.randn(images.shape)), labels)
+            amid()
+            loss = loss + F.cross_entropy(run(images), labels)
+        loss.backward()
+        optimiser.step()
+        after_step(step)
+    return outcome(model, optimiser)
+
+
+def outcome(model, optimiser):
+    """Everything a training leaves behind, by name."""
+    state = {f"state {k}": v for k, v in model.state_dict().items()}
+    grads = {f"gradient {k}": p.grad for k, p in model.named_parameters() if p.grad is not None}
+    moments = {
+        f"optimiser {index} {name}": torch.as_tensor(value)
+        for index, slots in optimiser.state_dict()["state"].items()
+        for name, value in slots.items()
+    }
+    modes = {f"mode {k}": torch.tensor(m.training) for k, m in model.named_modules()}
+    generators = {f"generator {i}": torch.tensor(x, dtype=torch.float64) for i, x in enumerate(draws())}
+    return {**state, **grads, **moments, **modes, **generators}
+
+
+def assert_same(found, expected):
+    """Bitwise, every name."""
+    assert found.keys() == expected.keys()
+    different = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    assert not different, f"not bitwise equal: {different}"
