@@ -42,12 +42,12 @@ def checkpoint(tmp_path_factory) -> Path:
 
 def test_help_names_every_command() -> None:
     text = acutance("--help").stdout
-    for word in ("measure", "explain", "demo", "over-smoothing"):
+    for word in ("measure", "explain", "mitigate", "demo", "over-smoothing"):
         assert word in text
     assert re.search(r"acutance \d+\.\d+", acutance("--version").stdout)
 
 
-@pytest.mark.parametrize("command", ["measure", "explain", "demo"])
+@pytest.mark.parametrize("command", ["measure", "explain", "mitigate", "demo"])
 def test_help_teaches(command: str) -> None:
     done = acutance(command, "--help")
     assert done.returncode == 0
@@ -92,7 +92,12 @@ def test_explain_reads_attention_with_data(checkpoint: Path, tmp_path: Path) -> 
     ("arguments", "message"),
     [
         (["measure", "nowhere"], "no checkpoint at nowhere"),
-        (["measure", "hf:bert-base-uncased"], "hf:bert-base-uncased"),
+        (["measure", "hf:no/such/model"], "hf:no/such/model: there is no file or folder"),
+        (["measure", "CHECKPOINT", "--text", "a.txt"], "does not read text"),
+        (["measure", "CHECKPOINT", "--tokens", "8"], "it needs --text FILE"),
+        (["measure", "CHECKPOINT", "--device", "tpu"], "cpu, cuda or auto, not 'tpu'"),
+        (["measure", "CHECKPOINT", "--dtype", "int8"], "dtype 'int8'"),
+        (["mitigate", "CHECKPOINT", "featscale", "--layers", "one"], "--layers takes numbers"),
         (["measure", "CHECKPOINT", "--metrics", "smoothness"], "unknown metric smoothness"),
         (["measure", "CHECKPOINT", "--tap", "head"], "unknown tap head"),
         (["measure", "CHECKPOINT", "--prefix", "maybe"], "'in' or 'out', not 'maybe'"),
@@ -121,7 +126,36 @@ def test_measure_says_when_the_data_does_not_fit(tmp_path: Path) -> None:
     model = ViT(image_size=16, patch_size=4, dim=12, depth=1, heads=2, num_classes=2)
     done = acutance("measure", save_checkpoint(model, tmp_path / "m.safetensors"))
     assert done.returncode == 2
-    assert "3×16²" in done.stderr
+    assert "say what it shall read with --images DIR" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    sizes = {"image_size": 8, "patch_size": 2, "in_chans": 1, "dim": 12, "depth": 3, "heads": 2, "num_classes": 10}
+    return save_checkpoint(ViT(**sizes), tmp_path_factory.mktemp("plain") / "model.safetensors")
+
+
+def test_measure_says_what_it_read(plain: Path, tmp_path: Path) -> None:
+    done = acutance("measure", plain, "--limit", "70", "--batch", "30", "--json", tmp_path / "p.json")
+    assert done.returncode == 0, done.stderr
+    context = Profile.load(tmp_path / "p.json").context
+    assert (context["samples"], context["data"]) == (70, "70 test images of the embedded digits")
+    assert context["name"] == str(plain)
+
+
+def test_mitigate_prints_before_and_after_and_saves(plain: Path, tmp_path: Path) -> None:
+    options = ("--limit", "20", "--metrics", "token_cosine")
+    done = acutance("mitigate", plain, "neutreno:0.6", "--layers", "2,3", *options, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"block +│ +(\d) │ (\S+) → (\S+)", done.stdout)
+    assert [layer for layer, _, _ in rows] == ["0", "1", "2", "3"]
+    assert [before == after for _, before, after in rows] == [True, True, False, False], "layers 2 and 3 have changed"
+    again = acutance("measure", tmp_path, *options, "--json", tmp_path / "p.json")
+    assert again.returncode == 0, again.stderr
+    profile = Profile.load(tmp_path / "p.json")
+    assert profile.context["mitigation"] == "neutreno:0.6 in layers 2, 3"
+    assert [f"{mean:.4f}" for mean in profile["token_cosine"]] == [after for _, _, after in rows]
 
 
 def test_ctrl_c_leaves_no_half_written_file(tmp_path: Path) -> None:

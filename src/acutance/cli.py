@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
+from torch import nn
 
+from acutance import processes
 from acutance.errors import AcutanceError
 from acutance.laboratory.cli import app as laboratory
-from acutance.measure import DEFAULT_METRICS
-from acutance.models import ViT, from_checkpoint
+from acutance.loading import Batches, LoadedModel, batches_for, load_model
+from acutance.options import (
+    ALL_DEFAULT_METRICS,
+    MODEL_HELP,
+    BatchOption,
+    DeviceOption,
+    DtypeOption,
+    ImagesOption,
+    LimitOption,
+    MetricsOption,
+    PartOption,
+    PrefixOption,
+    TapOption,
+    TextOption,
+    TokensOption,
+)
+from acutance.profile import Profile
 from acutance.version import __version__
 
 app = typer.Typer(
@@ -24,8 +43,6 @@ app = typer.Typer(
 )
 app.add_typer(laboratory, name="lab")
 console = Console()
-
-MODEL_HELP = "A checkpoint written by Acutance (model.safetensors) or the folder of a run."
 
 
 def _version(show: bool) -> None:
@@ -67,33 +84,35 @@ def demo(
 @app.command()
 def measure(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    metrics: Annotated[str, typer.Option(help="Comma-separated names, or all.")] = ",".join(DEFAULT_METRICS),
-    tap: Annotated[str, typer.Option(help="Comma-separated: block, attention, values, final.")] = "block",
-    prefix: Annotated[str, typer.Option(help="Class and register tokens in or out of the metrics.")] = "in",
+    text: TextOption = None,
+    images: ImagesOption = None,
+    tokens: TokensOption = None,
+    batch: BatchOption = None,
+    limit: LimitOption = None,
+    metrics: MetricsOption = ALL_DEFAULT_METRICS,
+    tap: TapOption = "block",
+    prefix: PrefixOption = "in",
+    part: PartOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the profile here.")] = None,
     html_path: Annotated[Path | None, typer.Option("--html", help="Also write an offline page here.")] = None,
 ) -> None:
-    """Print how smooth a model's tokens are, layer by layer, read on the embedded digits' test images.
+    """Print how smooth a model's tokens are, layer by layer, read on text, on images or on the embedded digits.
 
-    Example: acutance measure acutance-demo/plain-seed0 --tap block,attention --html profile.html
+    Examples: acutance measure acutance-demo/plain-seed0 --tap block,attention --html profile.html
+
+    acutance measure hf:gpt2 --text wiki.test.txt --limit 64
+
+    Several processes share the work: torchrun --nproc-per-node 2 -m acutance measure …
     """
-    import acutance as ac
-    from acutance.data import digits
-
-    loaded = _load(model)
-    if (loaded.config.image_size, loaded.config.in_chans) != (8, 1):
-        raise AcutanceError(
-            f"{model} takes {loaded.config.in_chans}×{loaded.config.image_size}² images; the "
-            "command measures on the embedded 1×8² digits. From Python, ac.measure(model, batches) takes any data."
-        )
-    _, test = digits()
-    profile = ac.measure(
-        loaded,
-        list(test.batches(64)),
-        metrics=metrics if metrics == "all" else metrics.split(","),
-        tap=tap.split(","),
-        prefix=cast(Literal["in", "out"], prefix),  # measure refuses anything else
-    )
+    torch.manual_seed(0)  # the same command writes the same file
+    with processes.joined() as (rank, _):
+        loaded = load_model(model, device=processes.device(device), dtype=dtype)
+        batches = batches_for(loaded, text=text, images=images, tokens=tokens, batch=batch, limit=limit)
+        profile = _profile(loaded, batches, metrics=metrics, tap=tap, prefix=prefix, part=part)
+    if rank > 0:
+        return
     console.print(profile.table())
     if json_path is not None:
         _wrote(profile.save(json_path))
@@ -102,13 +121,65 @@ def measure(
 
 
 @app.command()
+def mitigate(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    spec: Annotated[str, typer.Argument(help="The mitigation, e.g. neutreno:0.6 or neutreno:0.4+featscale.")],
+    layers: Annotated[
+        str | None, typer.Option(help="Comma-separated layer numbers, 1 the first; all by default.")
+    ] = None,
+    text: TextOption = None,
+    images: ImagesOption = None,
+    tokens: TokensOption = None,
+    batch: BatchOption = None,
+    limit: LimitOption = None,
+    metrics: MetricsOption = ALL_DEFAULT_METRICS,
+    tap: TapOption = "block",
+    prefix: PrefixOption = "in",
+    part: PartOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = None,
+    out: Annotated[Path | None, typer.Option(help="Save the mitigated model in this folder.")] = None,
+) -> None:
+    """Put a mitigation into a model, print its smoothness before and after, and save it, ready for fine-tuning.
+
+    Example: acutance mitigate hf:gpt2 neutreno:0.4 --text wiki.test.txt --limit 64 --out gpt2-neutreno
+    """
+    import acutance as ac
+    from acutance.report.compare import side_by_side
+    from acutance.sites.huggingface import is_pretrained
+
+    torch.manual_seed(0)  # the same command writes the same file
+    chosen = _layer_numbers(layers)
+    loaded = load_model(model, head=True, device=processes.device(device), dtype=dtype)
+    batches = batches_for(loaded, text=text, images=images, tokens=tokens, batch=batch, limit=limit)
+    before = _profile(loaded, batches, metrics=metrics, tap=tap, prefix=prefix, part=part)
+    ac.mitigate(loaded.model if part is None else loaded.model.get_submodule(part), spec, layers=chosen)
+    after = _profile(loaded, batches, metrics=metrics, tap=tap, prefix=prefix, part=part)
+    console.print(side_by_side(before, after))
+    if out is not None:
+        _wrote(ac.save(loaded.model, out if is_pretrained(loaded.model) else out / "model.safetensors"))
+        if is_pretrained(loaded.model):
+            loaded.save_inputs(out, text=text is not None)
+
+
+@app.command()
 def explain(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     data: Annotated[str | None, typer.Option(help="Read attention too, on: digits (the embedded test images).")] = None,
+    prefix: Annotated[str, typer.Option(help="Class and register tokens in or out of HFC/LFC.")] = "in",
+    norm: Annotated[str, typer.Option(help="fold the pre-norm's weight into H, or ignore it.")] = "fold",
+    whole: Annotated[
+        bool | None,
+        typer.Option(
+            help="All eigenvalues of the whole H, or none; by default all up to rank 1024, then those that count."
+        ),
+    ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the spectrum here.")] = None,
     html_path: Annotated[Path | None, typer.Option("--html", help="Also write an offline page here.")] = None,
-    picture_path: Annotated[
-        Path | None, typer.Option("--picture", help="Also draw the eigenvalues; with --data, who dominates.")
+    picture_path: Annotated[Path | None, typer.Option("--picture", help="Also draw it here.")] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(help="What to draw: histogram, plane or, with --data, dominance; by default the last it can."),
     ] = None,
 ) -> None:
     """Print, per layer, whether the spectra of H = W_projᵀW_Vᵀ and A smooth or sharpen, and why.
@@ -123,15 +194,24 @@ def explain(
         raise AcutanceError(
             f"--data takes digits, not {data!r}. From Python, ac.explain(model, batches) takes any data"
         )
+    if kind is not None and picture_path is None:
+        raise AcutanceError(f"--kind says what --picture draws: give --picture FILE with --kind {kind}")
     batches = None if data is None else list(digits()[1].batches(64))
-    spectrum = ac.explain(_load(model), batches)
+    spectrum = ac.explain(
+        _load(model),
+        batches,
+        norm=cast(Literal["fold", "ignore"], norm),  # explain refuses anything else
+        whole=whole,
+        prefix=cast(Literal["in", "out"], prefix),
+    )
     console.print(spectrum.table())
     if json_path is not None:
         _wrote(spectrum.save(json_path))
     if html_path is not None:
         _wrote(spectrum.to_html(html_path))
     if picture_path is not None:
-        figure = spectrum.picture("dominance" if spectrum.has_data else "histogram")
+        default = "dominance" if spectrum.has_data else "histogram"
+        figure = spectrum.picture(cast(Literal["histogram", "plane", "dominance"], kind or default))
         _wrote(atomic_write(picture_path, lambda path: figure.savefig(path, dpi=150)))
 
 
@@ -139,14 +219,32 @@ def _wrote(path: Path) -> None:
     console.print(f"wrote {escape(str(path))}", soft_wrap=True)
 
 
-def _load(name: str) -> ViT:
-    if name.startswith(("hf:", "timm:")):
-        raise AcutanceError(f"{name}: this version measures Acutance's own checkpoints; other libraries come later")
-    path = Path(name)
-    checkpoint = path / "model.safetensors" if path.is_dir() else path
-    if not checkpoint.is_file():
-        raise AcutanceError(f"no checkpoint at {checkpoint}; `acutance demo` writes some to try")
-    return from_checkpoint(checkpoint)
+def _load(name: str) -> nn.Module:
+    return load_model(name).model
+
+
+def _profile(
+    loaded: LoadedModel, batches: Batches, *, metrics: str, tap: str, prefix: str, part: str | None
+) -> Profile:
+    import acutance as ac
+
+    profile = ac.measure(
+        loaded.model,
+        batches,
+        metrics=metrics if metrics == "all" else metrics.split(","),
+        tap=tap.split(","),
+        prefix=cast(Literal["in", "out"], prefix),  # measure refuses anything else
+        part=part,
+        across_processes=True,
+    )
+    return replace(profile, context={**profile.context, "name": loaded.name, "data": batches.description})
+
+
+def _layer_numbers(layers: str | None) -> list[int] | None:
+    try:
+        return None if layers is None else [int(number) for number in layers.split(",")]
+    except ValueError as error:
+        raise AcutanceError(f"--layers takes numbers with commas between, such as 1,6,12, not {layers!r}") from error
 
 
 def run() -> None:

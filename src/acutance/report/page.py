@@ -53,7 +53,7 @@ def write_page(
         verdict=verdict,
         summary=summary,
         charts=charts,
-        context=[context_row(name, profile.context, ["prefix"]) for name, profile in profiles.items()],
+        context=[context_row(name, profile.context, ["prefix", "data"]) for name, profile in profiles.items()],
         hint=HINT,
         footer="Layer 0 is what enters the first block.",
     )

@@ -1,0 +1,35 @@
+"""Checkpoints and runs of our own models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from acutance.errors import AcutanceError
+from acutance.loading.base import LoadedModel, Preprocess
+from acutance.loading.images import centre_crop
+from acutance.models import ViT, from_checkpoint
+
+# What ImageNet models of this family, DeiT's among them, are trained with.
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def load(path: Path) -> LoadedModel:
+    """A checkpoint, or the one in a run's folder."""
+    if (path / "config.json").is_file():
+        raise AcutanceError(f"{path} is a folder of transformers: write hf:{path}")
+    checkpoint = path / "model.safetensors" if path.is_dir() else path
+    if not checkpoint.is_file():
+        raise AcutanceError(f"no checkpoint at {checkpoint}; `acutance demo` writes some to try")
+    model = from_checkpoint(checkpoint)
+    takes_digits = (model.config.image_size, model.config.in_chans) == (8, 1)
+    return LoadedModel(str(path), model, preprocess=lambda: _preprocess(model), on_digits=takes_digits)
+
+
+def _preprocess(model: ViT) -> Preprocess:
+    size = model.config.image_size
+    if model.config.in_chans != 3:
+        raise AcutanceError(
+            f"--images takes colour images, the model has {model.config.in_chans} channels. From Python, "
+            "ac.measure(model, batches) takes any data"
+        )
+    return centre_crop((size, size), MEAN, STD, fraction=224 / 256)
