@@ -1,13 +1,13 @@
 """Which family dominates I + H⊗A: Table 1 of https://arxiv.org/abs/2401.04301, at random initialisation and trained.
 
-    python benchmarks/dominance.py random --device cuda --images-npz images.npz
+    python benchmarks/dominance.py random --device cuda --images FOLDER
     python benchmarks/dominance.py trained --seeds 5
 
-`random`: ViT-B/16 as initialised (the paper: 100/0), on images from an .npz (array `images`, (n, 3, 224, 224), already
-normalised) or, without one, on normal noise. `trained`: the demo's 12-layer ViT on the embedded digits, plain, ViT⁺
-and ViT⁻, each explained on the test images before and after training. Both write a CSV, and a JSON with the
-figures per layer and head, the hardware, the versions and the command, in docs/evidence; the files of an earlier call
-are rewritten.
+`random`: ViT-B/16 as initialised (the paper: 100/0), on the images of a folder (see `prepare`; the first by name, their
+hashes recorded) or, without one, on normal noise. `trained`: the demo's 12-layer ViT on the embedded digits, plain,
+ViT⁺ and ViT⁻, each explained on the test images before and after training; on the first few images the count is also
+checked against the true dominating eigenvalue of I + Σ_h H_h⊗A_h. Both write a CSV, and a JSON with the figures per
+layer and head, the hardware, the versions and the command, in docs/evidence, over the files of an earlier call.
 """
 
 import argparse
@@ -19,7 +19,9 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +32,28 @@ from torch import Tensor
 import acutance as ac
 from acutance.data import Split, digits
 from acutance.demo import DemoConfig, evaluate, new_model, train_epochs
-from acutance.explain import Spectrum
+from acutance.explain import Spectrum, layer_mode
+from acutance.explain.competitors import competitors
+from acutance.explain.corners import corners
+from acutance.explain.weights import layer_spectrum
+from acutance.laboratory.statistics import rank_correlation
 from acutance.mitigations import parse
 from acutance.models import ViT
+from acutance.spectral_theory import families
 
 EVIDENCE = Path(__file__).parents[1] / "docs" / "evidence"
 VARIANTS = {"plain": None, "positive": "eigen:positive", "negative": "eigen:negative"}
+
+MODES = tuple(
+    f"mode_{n}" for n in ("samples", "agreement", "smoothing", "gap_mean", "gap_lowest", "agreement_by_layer")
+)
 
 Row = dict[str, Any]
 
 
 def random_rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, Spectrum]]:
-    images, source = load_images(arguments)
+    images, source, hashes = load_images(arguments)
+    arguments.hashes = hashes
     name = "ViT-B/16" if arguments.dim == 768 else f"ViT of {arguments.dim} channels"
     for seed in range(arguments.seeds):
         torch.manual_seed(seed)
@@ -51,13 +63,31 @@ def random_rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, Spectrum]]
         yield explained(model, batches, {"model": name, "state": "random", "seed": seed, "data": source})
 
 
-def load_images(arguments: argparse.Namespace) -> tuple[Tensor, str]:
-    if arguments.images_npz is None:
+def load_images(arguments: argparse.Namespace) -> tuple[Tensor, str, dict[str, str] | None]:
+    """Images (n, 3, 224, 224), where they come from, and the SHA-256 of every file."""
+    if arguments.images is None:
         noise = torch.randn(arguments.samples, 3, 224, 224, generator=torch.Generator().manual_seed(0))
-        return noise, "normal noise"
-    with np.load(arguments.images_npz) as file:
-        images = torch.from_numpy(np.ascontiguousarray(file["images"][: arguments.samples])).float()
-    return images, arguments.images_npz.name
+        return noise, "normal noise", None
+    files = sorted(f for f in arguments.images.rglob("*") if f.suffix.lower() in (".jpeg", ".jpg", ".png", ".webp"))
+    files = files[: arguments.samples]
+    if not files:
+        raise SystemExit(f"no images in {arguments.images}: give a folder with JPEG, PNG or WebP files")
+    hashes = {f.relative_to(arguments.images).as_posix(): sha256(f.read_bytes()).hexdigest() for f in files}
+    return torch.stack([prepare(f) for f in files]), f"{len(files)} images of a folder", hashes
+
+
+def prepare(path: Path) -> Tensor:
+    """One image as DeiT is evaluated: short side to 256 (bicubic), centre crop 224, ImageNet's mean and deviation."""
+    from PIL import Image
+
+    image = Image.open(path).convert("RGB")
+    scale = 256 / min(image.size)
+    width, height = (max(256, round(side * scale)) for side in image.size)
+    left, top = (width - 224) // 2, (height - 224) // 2
+    image = image.resize((width, height), Image.Resampling.BICUBIC).crop((left, top, left + 224, top + 224))
+    pixels = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) / 255
+    mean, deviation = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])
+    return (pixels - mean[:, None, None]) / deviation[:, None, None]
 
 
 def trained_rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, Spectrum]]:
@@ -69,12 +99,14 @@ def trained_rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, Spectrum]
         for name, spec in arguments.variants.items():
             model = build(spec, seed, config).to(arguments.device)
             about = {"model": name, "mitigation": spec, "seed": seed, "data": "digits, test images"}
-            yield explained(model, images, {**about, "state": "random"})
+            few = images[0][: arguments.mode_samples]
+            yield explained(model, images, {**about, "state": "random", **mode_check(model, few)})
             start = time.perf_counter()
             for _ in train_epochs(model, train, config, torch.Generator().manual_seed(seed)):
                 pass
             trained = {"state": "trained", "epochs": config.epochs, "train_seconds": time.perf_counter() - start}
-            yield explained(model, images, {**about, **trained, "accuracy": evaluate(model, test)})
+            about |= trained | {"accuracy": evaluate(model, test)}
+            yield explained(model, images, {**about, **mode_check(model, few)})
 
 
 def demo_config(arguments: argparse.Namespace) -> DemoConfig:
@@ -105,6 +137,12 @@ def explained(model: ViT, batches: Sequence[Tensor], about: Row) -> tuple[Row, S
         "lowest_eigenvalue": min(float(layer.spectrum.real.min()) for layer in spectrum.layers),
         "fell_branch": branch.fell,
         "fell_block": block.fell,
+        "fell_if_smoothing_branch": branch.fell_if_smoothing,
+        "rose_if_sharpening_branch": branch.rose_if_sharpening,
+        "correlation_branch": branch.correlation,
+        "fell_if_smoothing_block": block.fell_if_smoothing,
+        "rose_if_sharpening_block": block.rose_if_sharpening,
+        "correlation_block": block.correlation,
         "agreement_branch": branch.agreement,
         "base_rate_branch": branch.base_rate,
         "agreement_block": block.agreement,
@@ -113,8 +151,36 @@ def explained(model: ViT, batches: Sequence[Tensor], about: Row) -> tuple[Row, S
         "explain_seconds": time.perf_counter() - start,
         "warnings": "; ".join(str(warning.message) for warning in caught),
     }
-    empty = {"mitigation": None, "epochs": None, "train_seconds": None, "accuracy": None}
+    empty = dict.fromkeys(("mitigation", "epochs", "train_seconds", "accuracy", *MODES))
     return {**empty, **about, **figures}, spectrum
+
+
+@torch.no_grad()
+def mode_check(model: ViT, images: Tensor) -> Row:
+    """How often the count by |1 + λμ| names the family of the true dominating eigenvalue, over layers and samples."""
+    operators: dict[int, ac.AttentionOperator] = {}
+    with ExitStack() as stack:
+        for site in ac.sites.find(model):
+            stack.enter_context(site.observe(lambda record, n=site.layer: operators.__setitem__(n, record.operator)))
+        model.eval()(images)
+    right, smoothing, gaps = [], [], []
+    for site in ac.sites.find(model):
+        A = operators[site.layer]
+        lam = corners(layer_spectrum(site).deciding[None]).to(A.device)
+        counted = families(lam, competitors(A, [lam]).flatten(1))
+        true = layer_mode(site, A)
+        right.append((counted.leaning.cpu() == true.families.leaning).double())
+        smoothing.append((true.families.leaning > 0).double())
+        # By how much the count is off in the largest |1 + ν| among tokens that differ, against the lead itself.
+        gaps.append(((1 + counted.varying).sqrt().cpu() - torch.from_numpy(true.varying).abs()).double())
+    return {
+        "mode_samples": len(images),
+        "mode_agreement": float(torch.cat(right).mean()),
+        "mode_smoothing": float(torch.cat(smoothing).mean()),
+        "mode_gap_mean": float(torch.cat(gaps).mean()),
+        "mode_gap_lowest": float(torch.cat(gaps).min()),
+        "mode_agreement_by_layer": " ".join(f"{float(r.mean()):.3g}" for r in right),
+    }
 
 
 def by_layer(spectrum: Spectrum) -> list[Row]:
@@ -132,16 +198,32 @@ def show(row: Row) -> None:
         f"{row['sharpening_percent']:.2f} % (by head {row['smoothing_percent_by_head']:.2f}/"
         f"{row['sharpening_percent_by_head']:.2f}), agreement across the branch {row['agreement_branch']:.1%} "
         f"(base {row['base_rate_branch']:.1%}), {row['explain_seconds']:.0f} s"
+        + ("" if row["mode_agreement"] is None else f", count right {row['mode_agreement']:.1%}")
         + ("" if row["accuracy"] is None else f", accuracy {row['accuracy']:.2f} %")
     )
 
 
-def pooled(rows: list[Row], where: str) -> dict[str, float]:
-    """Agreement over all trained models together, where the prediction differs, and what always guessing one scores."""
-    trained = [row for row in rows if row["state"] == "trained"]
-    fell = float(np.mean([row[f"fell_{where}"] for row in trained]))
-    agreement = float(np.mean([row[f"agreement_{where}"] for row in trained]))
-    return {"agreement": agreement, "base_rate": max(fell, 1 - fell)}
+def pooled(rows: list[Row], layers: list[list[Row]], where: str) -> dict[str, float]:
+    """Prediction against measurement over all trained models together, among which the prediction differs."""
+    trained = [found for row, found in zip(rows, layers, strict=True) if row["state"] == "trained"]
+    found = [layer["dominance"] for model in trained for layer in model]
+
+    def mean(name: str, weights: list[float] | None = None) -> float:
+        values = np.array([float(d[where][name]) for d in found])
+        known = ~np.isnan(values)  # a layer in which a family was never predicted has no share, and no weight
+        return float(np.average(values[known], weights=None if weights is None else np.array(weights)[known]))
+
+    fell = mean("fell")
+    return {
+        "agreement": mean("agreement"),
+        "base rate": max(fell, 1 - fell),
+        "fell where predicted": mean("fell_if_smoothing", [d["predicted"]["smoothing"] for d in found]),
+        "rose where predicted": mean("rose_if_sharpening", [d["predicted"]["sharpening"] for d in found]),
+        "rank correlation": rank_correlation(
+            np.array([float(d["predicted_change"]) for d in found]),
+            np.array([float(d[where]["change"]) for d in found]),
+        ),
+    }
 
 
 def write(rows: list[Row], layers: list[list[Row]], arguments: argparse.Namespace) -> None:
@@ -150,6 +232,7 @@ def write(rows: list[Row], layers: list[list[Row]], arguments: argparse.Namespac
         "command": shlex.join(["python", "benchmarks/dominance.py", *sys.argv[1:]]),
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
         "threads": torch.get_num_threads(),
+        "images": arguments.hashes,
         "versions": {"acutance": ac.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "demo": asdict(demo_config(arguments)) if arguments.which == "trained" else None,
     }
@@ -176,13 +259,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--samples", type=int, help="images read; default: 64 random, all 364 test images trained")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--images-npz", type=Path, help="random: real images in place of noise")
+    parser.add_argument("--images", type=Path, help="random: a folder of images, searched through, in place of noise")
+    parser.add_argument("--mode-samples", type=int, default=16, help="trained: images the count is checked on")
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--dim", type=int, default=768, help="random only")
     parser.add_argument("--heads", type=int, default=12, help="random only")
     parser.add_argument("--epochs", type=int, default=DemoConfig().epochs, help="trained only")
     parser.add_argument("--variants", type=variants, default=VARIANTS, help=variants.__doc__)
     parser.add_argument("--out", type=Path, default=EVIDENCE)
+    parser.set_defaults(hashes=None)
     arguments = parser.parse_args()
     arguments.samples = arguments.samples or {"random": 64, "trained": 10**6}[arguments.which]
     rows, layers = [], []
@@ -193,8 +278,8 @@ def main() -> None:
         write(rows, layers, arguments)  # after every run: an interruption keeps what is done
     if arguments.which == "trained":
         for where in ("branch", "block"):
-            found = pooled(rows, where)
-            print(f"all trained, {where}: agreement {found['agreement']:.1%}, base rate {found['base_rate']:.1%}")
+            found = pooled(rows, layers, where)
+            print(f"all trained, {where}: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Time and peak memory of `explain` on the weights of a wide, deep model.
 
-    python benchmarks/explain_size.py                       # 100 layers of width 4096, 32 heads of 128
-    python benchmarks/explain_size.py --whole --layers 1    # the eigenvalues of the whole 4096 × 4096 H as well
+    python benchmarks/explain_size.py                       # 100 layers of width 4096, 32 heads of 128, with verdicts
+    python benchmarks/explain_size.py --kv-heads 8          # grouped queries: all eigenvalues of an H of rank 1024
+    python benchmarks/explain_size.py --whole --layers 1    # all eigenvalues of one whole 4096 × 4096 H
 
 Layers are made one at a time with random weights, as a model loaded shard by shard would give them, and spectra are
-found by the function that `explain` calls per layer. The time leaves out making the weights; the peak is the growth
-of the resident set over a small warm-up, and so counts one layer's weights and all work space, but no model. Results
-go to benchmarks/results, one CSV per dtype and PyTorch version.
+found by the function that `explain` calls per layer. Both times leave out making the weights: CPU seconds are the
+process's own, elapsed seconds also count what else the machine does. The peak is the growth of the resident set over a
+small warm-up, and so counts one layer's weights and all work space, but no model. Results go to benchmarks/results, one
+CSV per dtype and PyTorch version.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import resource
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,13 +73,15 @@ def benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
         return SyntheticSite(layer, arguments.dim // shrink, heads, kv_heads, arguments.head_dim, dtype)
 
     layer_spectrum(site(0, shrink=16), whole=True)  # what is loaded on first use is not counted
-    before, seconds, kept = resident_peak_bytes(), [], []
+    before, elapsed, seconds, kept = resident_peak_bytes(), [], [], []
     for layer in range(1, arguments.layers + 1):
         weights = site(layer)
-        start = time.perf_counter()
-        kept.append(layer_spectrum(weights, whole=arguments.whole))
-        seconds.append(time.perf_counter() - start)
-        print(f"layer {layer}/{arguments.layers}: {seconds[-1]:.2f} s", file=sys.stderr)
+        start, cpu = time.perf_counter(), time.process_time()
+        kept.append(layer_spectrum(weights, whole=arguments.whole or None))
+        elapsed.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - cpu)
+        verdict = kept[-1].verdict
+        print(f"layer {layer}/{arguments.layers}: {seconds[-1]:.2f} s of CPU, {verdict}", file=sys.stderr)
     peak = (resident_peak_bytes() - before) / MIB
     return {
         "layers": arguments.layers,
@@ -85,11 +90,16 @@ def benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
         "kv_heads": arguments.kv_heads,
         "head_dim": arguments.head_dim,
         "whole": arguments.whole,
-        "seconds": f"{sum(seconds):.1f}",
-        "seconds_per_layer": f"{sum(seconds) / len(seconds):.3f}",
+        "cpu_seconds": f"{sum(seconds):.1f}",
+        "cpu_seconds_per_layer": f"{sum(seconds) / len(seconds):.2f}",
+        "cpu_seconds_lowest": f"{min(seconds):.2f}",
+        "cpu_seconds_highest": f"{max(seconds):.2f}",
+        "elapsed_seconds": f"{sum(elapsed):.1f}",
+        "verdicts": ", ".join(f"{count} {verdict}" for verdict, count in Counter(s.verdict for s in kept).items()),
+        "largest_error": f"{max(s.error for s in kept):.1e}",
         "peak_mib": f"{peak:.0f}",
         "layer_weights_mib": f"{(weights.value.nbytes + weights.projection.nbytes) / MIB:.0f}",
-        "eigenvalues_kept": sum(s.heads.size + (0 if s.eigenvalues is None else s.eigenvalues.size) for s in kept),
+        "eigenvalues_kept": sum(s.heads.size + (0 if s.whole is None else s.whole.size) for s in kept),
         "threads": torch.get_num_threads(),
         "device": f"{platform.machine()} CPU",
         "versions": f"python {platform.python_version()}, torch {torch.__version__}",
@@ -98,13 +108,13 @@ def benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(row: dict[str, Any], arguments: argparse.Namespace) -> Path:
-    """Add the row to the file of this dtype and PyTorch, in place of an earlier run of the same command."""
+    """Add the row to the file of this dtype and PyTorch, in place of the same command's or older columns."""
     path = arguments.out / f"explain_size-cpu-{arguments.dtype}-torch{torch.__version__.split('+')[0]}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     if path.exists():
         with path.open(newline="") as file:
-            rows = [old for old in csv.DictReader(file) if old["command"] != row["command"]]
+            rows = [old for old in csv.DictReader(file) if old["command"] != row["command"] and [*old] == [*row]]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(row), lineterminator="\n")
         writer.writeheader()
@@ -120,12 +130,21 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, help="fewer under grouped queries; default: heads")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], default="bfloat16")
-    parser.add_argument("--whole", action="store_true", help="the eigenvalues of the whole H too")
+    parser.add_argument("--whole", action="store_true", help="all eigenvalues of the whole H")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     arguments.kv_heads = arguments.kv_heads or arguments.heads
     row = benchmark(arguments)
-    shown = ("layers", "dim", "whole", "seconds", "seconds_per_layer", "peak_mib", "layer_weights_mib", "threads")
+    shown = (
+        "layers",
+        "dim",
+        "whole",
+        "cpu_seconds",
+        "cpu_seconds_per_layer",
+        "elapsed_seconds",
+        "peak_mib",
+        "verdicts",
+    )
     print(", ".join(f"{key} {row[key]}" for key in shown))
     print(f"written to {write(row, arguments)}", file=sys.stderr)
 

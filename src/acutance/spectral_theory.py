@@ -11,12 +11,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from acutance.errors import AcutanceError
+
+# Closer to a draw than this share of max|λ|, no family dominates.
+TIE = 1e-6
+
+Family = Literal["constant", "varying", "neither"]
+FAMILIES: dict[int, Family] = {1: "constant", -1: "varying", 0: "neither"}
 
 
 def layer_matrix(A: Tensor, H: Tensor) -> Tensor:
@@ -30,57 +36,115 @@ def layer_eigenvalues(lam: Tensor, mu: Tensor) -> Tensor:
     return 1 + lam[:, None] * mu[None, :]
 
 
-def constant_mode(mu: Tensor) -> int:
-    """Where μ = 1 stands: its eigenvector is the constant one, because the rows of A sum to one."""
-    return int((mu - 1).abs().argmin())
+def constant_mode(mu: Tensor) -> Tensor:
+    """Where μ = 1 stands in (..., N): its eigenvector is the constant one, because the rows of A sum to one."""
+    return (mu - 1).abs().argmin(-1)
+
+
+def other_eigenvalues(mu: Tensor) -> Tensor:
+    """All μ but that of the constant mode, (..., N − 1): what competes with it.
+
+    One token has no competitor. μ = 1 then stands in for it, so that neither family dominates.
+    """
+    tokens = mu.shape[-1]
+    if tokens == 1:
+        return mu
+    others = torch.ones(mu.shape, dtype=torch.bool, device=mu.device)
+    others.scatter_(-1, constant_mode(mu).unsqueeze(-1), False)
+    remaining: Tensor = mu[others].unflatten(0, (*mu.shape[:-1], tokens - 1))
+    return remaining
+
+
+def growth(z: Any) -> Any:
+    """|1 + z|² − 1 of an array or tensor: compares gains without the rounding of 1 + z for small z."""
+    return 2 * z.real + (z * z.conj()).real
 
 
 @dataclass(frozen=True)
-class Dominance:
+class Families:
+    """How fast the constant family (μ = 1) and the varying one (every other μ) grow, each as max |1 + λμ|² − 1."""
+
+    constant: Tensor
+    varying: Tensor
+    margin: Tensor  # closer than this is a tie
+
+    @property
+    def leaning(self) -> Tensor:
+        """1 where the constant family dominates, −1 where the varying one does, 0 for a tie."""
+        lead = self.constant - self.varying
+        return torch.where(lead.abs() <= self.margin, 0.0, lead.sign())
+
+    @property
+    def log_rate(self) -> Tensor:
+        """log of the factor by which ‖HFC‖/‖LFC‖ changes per layer in the long run: negative is smoothing."""
+        rate = (torch.log1p(self.varying) - torch.log1p(self.constant)) / 2
+        return torch.where(self.constant == self.varying, 0.0, rate)  # −∞ − (−∞) where neither leaves anything
+
+
+def families(lam: Tensor, others: Tensor, error: float = 0.0) -> Families:
+    """The two families of I + H⊗A.
+
+    Args:
+        lam: λ (..., d); leading axes broadcast against those of `others`.
+        others: the μ other than 1 (..., m), see `other_eigenvalues`.
+        error: how far off each λ may be.
+    """
+    varying = growth(lam[..., :, None] * others[..., None, :]).amax((-2, -1))
+    constant = growth(lam).amax(-1).expand_as(varying)
+    size = lam.abs().amax(-1)
+    # Either gain is at most 1 + max|λ| and off by no more than the error; its square by twice their product.
+    return Families(constant, varying, TIE * size + 4 * error * (1 + size))
+
+
+@dataclass(frozen=True)
+class DominatingPair:
     """The largest eigenvalue of I + H⊗A and how far the others are behind."""
 
-    family: Literal["constant", "varying"]  # constant: μ = 1, over-smoothing; varying: no input convergence
+    family: Family  # constant: over-smoothing; varying: no input convergence
     lam: complex
     mu: complex
     gain: float  # |1 + λμ|
     rate: float  # the second largest |1 + λμ| over the largest: how fast X/‖X‖ comes closer to its limit
 
 
-def dominance(lam: Tensor, mu: Tensor) -> Dominance:
-    """Which pair (λ, μ) dominates. A conjugate pair ties with itself: rate 1, X turns and never settles."""
+def dominance(lam: Tensor, mu: Tensor) -> DominatingPair:
+    """Which pair (λ, μ) dominates, and which family; neither if the two tie, as with a single token.
+
+    A conjugate pair ties with itself: rate 1, X turns and never settles.
+    """
     gains = layer_eigenvalues(lam, mu).abs()
     order = gains.flatten().argsort(descending=True)
     j, i = divmod(int(order[0]), len(mu))
     largest = float(gains[j, i])
     second = float(gains.flatten()[order[1]]) if len(order) > 1 else 0.0
-    family: Literal["constant", "varying"] = "constant" if i == constant_mode(mu) else "varying"
-    return Dominance(family, complex(lam[j]), complex(mu[i]), largest, second / largest if largest else 1.0)
+    lean = int(families(lam, other_eigenvalues(mu)).leaning)
+    rate = second / largest if largest else 1.0
+    return DominatingPair(FAMILIES[lean], complex(lam[j]), complex(mu[i]), largest, rate)
 
 
-def smoothing_rate(lam: Tensor, mu: Tensor) -> float:
+def ratio_rate(lam: Tensor, mu: Tensor) -> float:
     """The factor by which ‖HFC‖/‖LFC‖ changes per layer, in the long run: below 1 the layer over-smooths.
 
-    It is max_{j, μ≠1} |1 + λ_jμ| / max_j |1 + λ_j|. Above 1 the ratio does not grow for ever: it settles on
-    `limit_ratio`. λ and μ may be complex.
+    It is max_{j, μ≠1} |1 + λ_jμ| / max_j |1 + λ_j|, and 1 for a single token. Above 1 the ratio does not grow for
+    ever: it settles on `limit_ratio`. λ and μ may be complex.
     """
-    gains = layer_eigenvalues(lam, mu).abs().amax(0)
-    one = constant_mode(mu)
-    others = torch.cat([gains[:one], gains[one + 1 :]])
-    constant = float(gains[one])
-    return float(others.max()) / constant if constant else math.inf
+    return math.exp(float(families(lam, other_eigenvalues(mu)).log_rate))
 
 
 def limit(A: Tensor, H: Tensor) -> Tensor:
     """What X/‖X‖ goes to, up to its sign: u vᵀ with the dominating eigenvectors u of A and v of H.
 
-    Dominated by μ = 1 this is 1vᵀ: every token the same. A dominating conjugate pair has no limit and is refused.
+    Dominated by μ = 1 this is 1vᵀ: every token the same. A dominating conjugate pair has no limit and is refused, and
+    so are two pairs (λ, μ) that tie: which mixture of them remains depends on X.
     """
     (lam, right), (mu, left) = torch.linalg.eig(H), torch.linalg.eig(A)
     found = dominance(lam, mu)
-    if max(abs(found.lam.imag), abs(found.mu.imag)) > 1e-9:
+    if found.rate > 1 - 1e-9:
+        turns = max(abs(found.lam.imag), abs(found.mu.imag)) > 1e-9
+        why = "is complex: X/‖X‖ turns in a plane" if turns else "ties with another: X/‖X‖ keeps a mixture of both"
         raise AcutanceError(
-            f"the dominating pair λ = {found.lam:.3g}, μ = {found.mu:.3g} is complex: X/‖X‖ turns in a plane and has "
-            "no limit; smoothing_rate still says whether the tokens become equal"
+            f"the dominating pair λ = {found.lam:.3g}, μ = {found.mu:.3g} {why} and has no one limit; "
+            "ratio_rate still says whether the tokens become equal"
         )
     j, i = int((lam - found.lam).abs().argmin()), int((mu - found.mu).abs().argmin())
     outer = _real(left[:, i])[:, None] * _real(right[:, j])[None, :]
@@ -109,7 +173,8 @@ def layer_smooths(lam: Tensor, mu_min: float) -> bool:
     Exact for every λ, complex ones too, if the eigenvalues of A are real and μ_min is the smallest: |1 + λμ| is convex
     in μ, so no μ in between beats both ends.
     """
-    return bool((1 + lam).abs().max() > (1 + lam * mu_min).abs().max())
+    others = torch.tensor([mu_min], dtype=torch.float64, device=lam.device)
+    return bool(families(lam, others).leaning > 0)
 
 
 def beats_constant(lam: Tensor, mu: Tensor) -> Tensor:
@@ -117,7 +182,8 @@ def beats_constant(lam: Tensor, mu: Tensor) -> Tensor:
 
     For a real μ in (−1, 1) these λ fill the open disc with the diameter [−2/(1 + μ), 0].
     """
-    return (1 + lam * mu).abs() > (1 + lam).abs()
+    beats: Tensor = growth(lam * mu) > growth(lam)
+    return beats
 
 
 def cannot_smooth(lam: Tensor) -> bool:
@@ -151,9 +217,9 @@ def fold_pre_norm(H: Tensor, weight: Tensor | float) -> Tensor:
 def pre_norm_power(lam: Tensor, mu: Tensor) -> float:
     """The exponent of depth with which ‖HFC‖/‖LFC‖ falls under Pre-LN, for real λ (the largest positive) and μ.
 
-    It holds for an H that has the channel mean as an eigenvector of eigenvalue 0 (the norm's centring then changes
-    nothing), starting where one side of that direction wins. For a generic H measured exponents scatter around it,
-    and two groups of tokens that point opposite ways can persist.
+    λ are those that centred tokens see, `laboratory.centred_spectrum(H)` (for an H that has the channel mean as an
+    eigenvector they are H's own without that one). It holds near equal tokens; from elsewhere two groups of tokens
+    that point opposite ways can persist.
 
     The norm makes each layer add tokens of a fixed size. Constant tokens along the largest λ grow like depth, another
     mode (j, i) by the factor 1 + λ_jμ_i/(λ_max·depth) a layer; so the ratio falls like depth to the power
@@ -163,8 +229,7 @@ def pre_norm_power(lam: Tensor, mu: Tensor) -> float:
     ordered = lam.sort().values
     if ordered[-1] <= 0:
         raise AcutanceError(f"the largest λ is {ordered[-1]:.3g}: constant tokens do not grow under Pre-LN")
-    one = constant_mode(mu)
-    others = torch.outer(ordered[:-1], torch.cat([mu[:one], mu[one + 1 :]])) / ordered[-1]
+    others = torch.outer(ordered[:-1], other_eigenvalues(mu)) / ordered[-1]
     return max(float(others.max()), 0.0) - 1 if others.numel() else -1.0
 
 

@@ -1,6 +1,7 @@
 """Small models, sites and oracles for the tests of explain."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from acutance.models import ViT
 from acutance.operator import AttentionRecord
-from acutance.sites import AttentionSite, Undo
+from acutance.sites import AttentionSite, Undo, find
 
 DIM = 12
 
@@ -68,3 +69,17 @@ def head_matrices(site: AttentionSite) -> list[np.ndarray]:
 def ordered(values: np.ndarray) -> np.ndarray:
     """Eigenvalues in an order that rounding does not change: by real part, to nine digits, then imaginary."""
     return np.array(sorted(values.ravel(), key=lambda z: (round(z.real, 9), round(z.imag, 9))))
+
+
+def watch(model: ViT, images: torch.Tensor) -> tuple[dict, dict]:
+    """The attention record of every layer, and the tokens before and after it."""
+    records, stream = {}, {}
+    with torch.no_grad(), ExitStack() as stack:
+        for site in find(model):
+            stack.enter_context(site.observe(lambda record, n=site.layer: records.__setitem__(n, record)))
+            hook = site.block.register_forward_hook(
+                lambda _, args, out, n=site.layer: stream.__setitem__(n, (args[0], out[0]))
+            )
+            stack.callback(hook.remove)
+        model.eval()(images)
+    return records, stream

@@ -106,7 +106,7 @@ def test_wide_layers_count_by_head_without_a_verdict(model: ViT) -> None:
     assert spectrum.share() == spectrum.share("heads")
     with pytest.raises(AcutanceError, match="whole=True"):
         spectrum.share("whole")
-    assert "H is wide" in str(spectrum)
+    assert "not all eigenvalues of the whole H" in str(spectrum)
 
 
 @pytest.mark.parametrize("data", [False, True])
@@ -147,6 +147,46 @@ def test_base_rate_and_totals(read: Spectrum) -> None:
     assert replace(found[0], fell=0.8).base_rate == pytest.approx(0.8)
     share = read.share()
     assert (share.smoothing, share.sharpening) == pytest.approx((1 / 3, 1 / 3))  # a third is ties
+
+
+def test_conditional_shares_are_pooled_over_cases_not_over_layers(read: Spectrum) -> None:
+    """Layer 1 predicts smoothing in all samples and layer 2 in a quarter: its share counts a quarter as much."""
+    shares = [Share(1.0, 0.0), Share(0.25, 0.75), Share(0.0, 0.0)]
+    fell, rose = (0.9, 0.4, math.nan), (math.nan, 0.6, math.nan)
+    layers = [
+        replace(
+            layer,
+            dominance=replace(
+                layer.dominance,
+                predicted=share,
+                predicted_change=predicted,
+                branch=replace(layer.dominance.branch, fell_if_smoothing=f, rose_if_sharpening=r, change=change),
+            ),
+        )
+        for layer, share, f, r, predicted, change in zip(
+            read.layers, shares, fell, rose, (-0.3, 0.1, 0.0), (-0.1, 0.0, 0.2), strict=True
+        )
+    ]
+    found = Spectrum(tuple(layers)).outcome()
+    assert found.fell_if_smoothing == pytest.approx((0.9 + 0.25 * 0.4) / 1.25)
+    assert found.rose_if_sharpening == pytest.approx(0.6)
+    assert found.correlation == pytest.approx(0.5)  # ranks 1, 3, 2 against 1, 2, 3
+    row = Spectrum(tuple(layers)).rows()[0]
+    assert row["fell|smooth / rose|sharp"] == "90% / –"
+
+
+def test_page_and_file_hold_the_outcomes_by_prediction(read: Spectrum, tmp_path) -> None:
+    text = read.to_html(tmp_path / "p.html").read_text()
+    refuse = {"parse_constant": lambda name: pytest.fail(f"{name} is not JSON")}
+    charts = json.loads(text.split("const charts = ")[1].split(";\nawait")[0], **refuse)
+    values = [layer["data"]["values"] for layer in charts["dominance"]["layer"]][1]
+    for row, layer in zip(values, read.layers, strict=True):
+        wanted = layer.dominance.branch.fell_if_smoothing
+        assert row["fell if smoothing"] == (None if math.isnan(wanted) else pytest.approx(100 * wanted))
+    stored = json.loads(read.to_json(), **refuse)["layers"][0]["dominance"]
+    assert {"fell_if_smoothing", "rose_if_sharpening", "correlation"} <= stored["branch"].keys()
+    assert "predicted_change" in stored
+    assert Spectrum.load(read.save(tmp_path / "s.json"))[2].dominance.to_dict() == read[2].dominance.to_dict()
 
 
 def test_histograms_count_every_eigenvalue_on_its_side(read: Spectrum) -> None:

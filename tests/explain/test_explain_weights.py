@@ -121,11 +121,11 @@ def test_post_norm_and_missing_weights_have_nothing_to_fold() -> None:
     assert layer_spectrum(bare).norm == "none"
 
 
-def test_wide_layers_leave_the_whole_out_unless_asked() -> None:
+def test_a_wide_layer_of_low_rank_is_read_whole_unless_told_not_to() -> None:
     site = BareSite(1026, 2, 2, 3)
-    assert layer_spectrum(site).eigenvalues is None
-    assert layer_spectrum(site).symmetry is None
-    found = layer_spectrum(site, whole=True)
+    assert layer_spectrum(site, whole=False).whole is None
+    assert layer_spectrum(site, whole=False).symmetry is None
+    found = layer_spectrum(site)  # wide, but of low rank: all of them are cheap
     assert found.eigenvalues is not None
     assert (found.eigenvalues == 0).sum() == 1026 - 6  # rank heads · head_dim, the rest exactly zero
 
@@ -156,3 +156,27 @@ def test_steered_weights_are_read_as_made() -> None:
         np.testing.assert_allclose(np.sort(layer.heads.real, axis=1), np.sort(want, axis=1), atol=1e-6)
         assert layer.verdict == "sharpening"
         assert layer.symmetry == pytest.approx(1, abs=1e-6)
+
+
+def test_the_gain_a_site_reports_is_folded() -> None:
+    """Gemma's norms multiply by 1 + weight: the site knows, and explain asks it."""
+    gamma = torch.linspace(-0.5, 0.5, 12).double()
+    site = BareSite(12, 3, 3, 4)
+    site.pre_norm_gain = lambda: 1 + gamma
+    found = layer_spectrum(site)
+    H = sum(head_matrices(site)) * (1 + gamma.numpy())
+    np.testing.assert_allclose(ordered(found.eigenvalues), ordered(np.linalg.eigvals(H)), atol=1e-9)
+    assert found.norm == "folded"
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(6, elementwise_affine=False), nn.RMSNorm(6, elementwise_affine=False)])
+def test_norms_without_a_weight_fold_nothing(norm: nn.Module) -> None:
+    assert branch(BareSite(6, 2, 2, 3, norm=norm)).norm == "none"
+
+
+def test_an_rms_norms_weight_is_folded() -> None:
+    norm = nn.RMSNorm(6, dtype=torch.float64)
+    nn.init.constant_(norm.weight, -2.0)
+    plain, folded = BareSite(6, 2, 2, 3), BareSite(6, 2, 2, 3, norm=norm)
+    found, wanted = layer_spectrum(folded).eigenvalues, -2 * layer_spectrum(plain).eigenvalues
+    np.testing.assert_allclose(ordered(found), ordered(wanted), atol=1e-12)

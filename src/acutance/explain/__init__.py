@@ -6,6 +6,7 @@ towards one another; if it belongs to another μ, they do not.
 """
 
 from acutance.explain.dominance import Dominance, Outcome, Share
+from acutance.explain.modes import LayerMode, layer_mode
 from acutance.explain.run import explain
 from acutance.explain.spectrum import Spectrum
 from acutance.explain.verdict import LayerSpectrum
@@ -13,10 +14,12 @@ from acutance.explain.weights import symmetry_over
 
 __all__ = [
     "Dominance",
+    "LayerMode",
     "LayerSpectrum",
     "Outcome",
     "Share",
     "Spectrum",
     "explain",
+    "layer_mode",
     "symmetry_over",
 ]

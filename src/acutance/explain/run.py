@@ -6,20 +6,21 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from acutance import metrics, sites
 from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.explain.dominance import LayerReader
+from acutance.explain.reader import LayerReader
 from acutance.explain.spectrum import Spectrum
 from acutance.explain.verdict import LayerSpectrum
 from acutance.explain.weights import Norm, layer_spectrum
 from acutance.measure import describe, evaluating, feed, track
 from acutance.mitigations.base import Chain, Mitigation
 from acutance.operator import AttentionRecord
+from acutance.samples import Samples
 
 
 @torch.no_grad()
@@ -29,24 +30,30 @@ def explain(
     *,
     norm: Norm = "fold",
     whole: bool | None = None,
+    prefix: Literal["in", "out"] = "in",
     progress: bool = True,
 ) -> Spectrum:
     """Say of every layer whether its attention branch smooths or sharpens, and why.
 
     From the weights alone: the eigenvalues of every layer's and head's H. With data also: the eigenvalues of A, which
-    family dominates I + H⊗A in how many samples, and whether HFC/LFC did what that predicts. Memory is that of one
-    forward pass and one batch of attention spectra; the model is left as it was found.
+    family dominates I + H⊗A in how many samples, and whether HFC/LFC did what that predicts. Padding is left out of
+    both, as `measure` knows it from the batch, or else tokens that no token sees. Memory is that of one forward pass,
+    one batch of attention spectra and a few numbers a sample; the model is left as it was found.
 
     Args:
         model: any model `acutance.sites.find` knows.
         batches: as `measure` takes them; None reads the weights only.
         norm: "fold" the pre-norm's weight γ into H (H_eff = W_proj W_V diag(γ)), or "ignore" it.
-        whole: whether the eigenvalues of the whole H are found too, beside those of the heads; by default up to
-            1024 channels, as it takes minutes a layer at 4096. Without it a layer of several heads has no verdict.
+        whole: True finds all eigenvalues of the whole H, False only those of the heads, without which a layer of
+            several heads has no verdict. By default all up to rank 1024, where that takes seconds a layer, and
+            above it those that can decide: the corners of their convex hull, found from products with the weights.
+        prefix: class, distillation and register tokens `in` or `out` of HFC/LFC; A is read with them.
         progress: show progress bars.
     """
     if norm not in ("fold", "ignore"):
         raise AcutanceError(f"norm is 'fold' or 'ignore', not {norm!r}")
+    if prefix not in ("in", "out"):
+        raise AcutanceError(f"prefix says whether class and register tokens count: 'in' or 'out', not {prefix!r}")
     bare: nn.Module = getattr(model, "_orig_mod", model)  # a compiled model would not see hooks added now
     found = sites.find(bare)
     with ExitStack() as stack:
@@ -54,11 +61,12 @@ def explain(
         layers = [layer_spectrum(site, norm, whole) for site in walked]
     context = describe(bare) | {"norm": _norm_context(layers), "outside H": _outside(found)}
     if batches is not None:
-        layers = _with_data(bare, found, layers, batches, progress)
+        layers = _with_data(bare, found, layers, batches, prefix == "in", progress)
         first = layers[0].dominance
         assert first is not None
         context["samples"] = first.samples
-        context["read"] = "HFC/LFC in the spectral norm, all tokens; A in evaluation mode"
+        context["prefix"] = f"{sites.prefix_tokens(bare)} prefix tokens {prefix}"
+        context["read"] = f"HFC/LFC in the spectral norm, {context['prefix']}, no padding; A in evaluation mode"
     for layer in layers:
         warn_beyond_bound(layer)
     return Spectrum(tuple(layers), context)
@@ -69,16 +77,18 @@ def _with_data(
     found: list[sites.AttentionSite],
     layers: list[LayerSpectrum],
     batches: Iterable[Any],
+    with_prefix: bool,
     progress: bool,
 ) -> list[LayerSpectrum]:
-    readers = [
-        LayerReader(layer.heads, layer.eigenvalues, site.branch_gain())
-        for layer, site in zip(layers, found, strict=True)
-    ]
-    with evaluating(model), ExitStack() as stack:
+    readers = [LayerReader(layer, site.branch_gain()) for layer, site in zip(layers, found, strict=True)]
+    skip = 0 if with_prefix else sites.prefix_tokens(model)
+    with evaluating(model), sites.reading(model), ExitStack() as stack:
         for site, reader in zip(found, readers, strict=True):
             _attach(site, reader, stack)
         for batch in track(batches, progress, stack, "explaining"):
+            counted, present = Samples.of(batch, skip=skip, special=with_prefix), Samples.of(batch)
+            for reader in readers:
+                reader.begin(counted, present)
             feed(model, batch)
     if readers[0].count == 0:
         raise AcutanceError("explain got no batches: pass an iterable with at least one, or None for the weights only")
@@ -86,11 +96,15 @@ def _with_data(
 
 
 def _attach(site: sites.AttentionSite, reader: LayerReader, stack: ExitStack) -> None:
-    stack.callback(site.block.register_forward_pre_hook(lambda _, args: reader.enter(args[0])).remove)
+    stack.callback(
+        site.block.register_forward_pre_hook(
+            lambda _, args, kwargs: reader.enter(site.tokens(sites.tokens_in(args, kwargs))), with_kwargs=True
+        ).remove
+    )
     stack.callback(site.observe(_observer(site, reader)).remove)
     stack.callback(
         site.block.register_forward_hook(
-            lambda _module, _args, output: reader.leave(output[0] if isinstance(output, tuple) else output)
+            lambda _module, _args, output: reader.leave(site.tokens(sites.tokens_out(output)))
         ).remove
     )
 
@@ -98,7 +112,7 @@ def _attach(site: sites.AttentionSite, reader: LayerReader, stack: ExitStack) ->
 def _observer(site: sites.AttentionSite, reader: LayerReader) -> Callable[[AttentionRecord], None]:
     def observe(record: AttentionRecord) -> None:
         metrics.check_finite(record.branch, metric="the attention branch", layer=site.layer)
-        reader.attend(record.operator, record.branch)
+        reader.attend(record)
 
     return observe
 
@@ -130,7 +144,7 @@ def warn_beyond_bound(layer: LayerSpectrum) -> None:
     if layer.crosses_bound:
         outcome = "and the layer smooths" if layer.verdict == "smoothing" else "though the layer does not smooth by it"
         warnings.warn(
-            f"layer {layer.layer}: the negative spectrum of H reaches {layer.spectrum.real.min():.3g}, beyond "
+            f"layer {layer.layer}: the negative spectrum of H reaches {layer.lowest:.3g}, beyond "
             f"−2/(1+μ_min) = {layer.bound:.3g}: for that eigenvalue μ = 1 beats μ_min, {outcome}. "
             "Bound it, e.g. with a bounded Eigen spectrum",
             AcutanceWarning,

@@ -15,14 +15,16 @@ from rich.console import Console
 from rich.table import Table
 
 from acutance.errors import AcutanceError
+from acutance.explain.cells import percent, signed, table_row
 from acutance.explain.dominance import Dominance, Outcome, Share
 from acutance.explain.verdict import LayerSpectrum, Verdict
 from acutance.files import atomic_write, read_json
+from acutance.laboratory.statistics import rank_correlation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMAT = "acutance-spectrum/1"
+FORMAT = "acutance-spectrum/2"
 Picture = Literal["histogram", "plane", "dominance"]
 Scope = Literal["whole", "heads"]
 
@@ -66,18 +68,32 @@ class Spectrum:
         if scope is None:
             scope = "heads" if any(d.whole is None for d in found) else "whole"
         if scope == "whole" and any(d.whole is None for d in found):
-            raise AcutanceError("the eigenvalues of the whole H were left out for its size: explain(…, whole=True)")
+            raise AcutanceError("the eigenvalues of the whole H were left out: explain(…, whole=True) finds them")
         cells = [share for d in found for share in (d.heads if scope == "heads" else d.whole or ())]
         return Share(*(float(np.mean([getattr(c, k) for c in cells])) for k in ("smoothing", "sharpening")))
 
     def outcome(self, place: Literal["branch", "block"] = "branch") -> Outcome:
-        """Prediction against measurement, over all layers and samples."""
-        found = [getattr(d, place) for d in self._dominances()]
-        return Outcome(*(float(np.mean([getattr(o, k) for o in found])) for k in ("fell", "agreement", "change")))
+        """Prediction against measurement, over all layers and samples.
+
+        The correlation here is over layers, between their mean predicted and their mean measured change.
+        """
+        layers = self._dominances()
+        found: list[Outcome] = [getattr(d, place) for d in layers]
+        predicted = [Share(math.nan, math.nan) if d.predicted is None else d.predicted for d in layers]
+        return Outcome(
+            fell=float(np.mean([o.fell for o in found])),
+            agreement=float(np.mean([o.agreement for o in found])),
+            change=float(np.mean([o.change for o in found])),
+            fell_if_smoothing=_pooled([o.fell_if_smoothing for o in found], [p.smoothing for p in predicted]),
+            rose_if_sharpening=_pooled([o.rose_if_sharpening for o in found], [p.sharpening for p in predicted]),
+            correlation=rank_correlation(
+                np.array([d.predicted_change for d in layers]), np.array([o.change for o in found])
+            ),
+        )
 
     def rows(self) -> list[dict[str, str]]:
         """The table's cells, a mapping per layer."""
-        return [_row(layer) for layer in self.layers]
+        return [table_row(layer) for layer in self.layers]
 
     def summary(self) -> str:
         """The model in a sentence or three."""
@@ -96,7 +112,10 @@ class Spectrum:
         return (
             f"{text} The prediction agrees with HFC/LFC across the attention branch "
             f"in {branch.agreement:.1%} (base rate {branch.base_rate:.1%}), across the block in "
-            f"{block.agreement:.1%} (base rate {block.base_rate:.1%})."
+            f"{block.agreement:.1%} (base rate {block.base_rate:.1%}). Across the branch it fell in "
+            f"{percent(branch.fell_if_smoothing)} of the cases predicted to smooth and rose in "
+            f"{percent(branch.rose_if_sharpening)} of those predicted to sharpen; rank correlation of predicted and "
+            f"measured change over layers {signed(branch.correlation)}."
         )
 
     def table(self) -> Table:
@@ -159,41 +178,15 @@ class Spectrum:
         if outside := self.context.get("outside H"):
             notes.append(f"{outside} acts beside H⊗A and is not in the spectra")
         if any(layer.eigenvalues is None for layer in self.layers):
-            notes.append("H is wide: the eigenvalues shown are its heads'")
+            notes.append("not all eigenvalues of the whole H were found: the columns on λ are about its heads'")
         return "; ".join(notes)
 
 
-def _row(layer: LayerSpectrum) -> dict[str, str]:
-    low, _, half, _, high = layer.quantiles
-    symmetry = float(layer.head_symmetry.mean()) if layer.symmetry is None else layer.symmetry
-    row = {
-        "layer": str(layer.layer),
-        "verdict": layer.verdict,
-        "λ < 0": f"{layer.negative_share:.0%}",
-        "Re λ min / median / max": f"{low:.3f} / {half:.3f} / {high:.3f}",
-        "symmetry": f"{symmetry:.2f}",
-    }
-    if layer.dominance is not None:
-        row |= _data_cells(layer.dominance)
-    return row | {"reason": layer.reason}
-
-
-def _data_cells(dominance: Dominance) -> dict[str, str]:
-    def mean(shares: tuple[Share, ...]) -> str:
-        pairs = [(s.smoothing, s.sharpening) for s in shares]
-        return str(Share(*np.mean(pairs, axis=0).tolist()))
-
-    def outcome(found: Outcome) -> str:
-        return "–" if math.isnan(found.agreement) else f"{found.agreement:.0%} ({found.base_rate:.0%})"
-
-    return {
-        "μ_min": f"{dominance.mu_min.mean():.3f}",
-        "H⊗A %": "–" if dominance.whole is None else mean(dominance.whole),
-        "by head %": mean(dominance.heads),
-        "HFC/LFC fell": f"{dominance.branch.fell:.0%}",
-        "agrees (base)": outcome(dominance.branch),
-        "block (base)": outcome(dominance.block),
-    }
+def _pooled(shares: list[float], weights: list[float]) -> float:
+    """The share over all layers, from each layer's and from how often its condition was met."""
+    pairs = [(share, weight) for share, weight in zip(shares, weights, strict=True) if weight > 0]
+    total = sum(weight for _, weight in pairs)
+    return sum(share * weight for share, weight in pairs) / total if total else math.nan
 
 
 def _to_dict(layer: LayerSpectrum) -> dict[str, Any]:
@@ -204,6 +197,8 @@ def _to_dict(layer: LayerSpectrum) -> dict[str, Any]:
         "heads": _complex_to_dict(layer.heads),
         "head_symmetry": layer.head_symmetry.tolist(),
         "eigenvalues": None if layer.eigenvalues is None else _complex_to_dict(layer.eigenvalues),
+        "outer": None if layer.outer is None else _complex_to_dict(layer.outer),
+        "error": layer.error,
         "symmetry": layer.symmetry,
         "norm": layer.norm,
         "dominance": None if layer.dominance is None else layer.dominance.to_dict(),
@@ -216,6 +211,8 @@ def _from_dict(data: Mapping[str, Any]) -> LayerSpectrum:
         heads=_complex_from_dict(data["heads"]),
         head_symmetry=np.array(data["head_symmetry"], dtype=np.float64),
         eigenvalues=None if data["eigenvalues"] is None else _complex_from_dict(data["eigenvalues"]),
+        outer=None if data["outer"] is None else _complex_from_dict(data["outer"]),
+        error=data["error"],
         symmetry=data["symmetry"],
         norm=data["norm"],
         dominance=None if data["dominance"] is None else Dominance.from_dict(data["dominance"]),

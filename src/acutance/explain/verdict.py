@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from acutance.explain.dominance import TIE, Dominance, Share, growth
-from acutance.spectral_theory import sharpening_bound
+from acutance.explain.dominance import Dominance, Share
+from acutance.spectral_theory import TIE, families, sharpening_bound
 
 Verdict = Literal["smoothing", "sharpening", "neutral", "unknown"]
 
@@ -21,30 +22,38 @@ class LayerSpectrum:
     layer: int  # 1 is the first
     heads: NDArray[np.complex128]  # (heads, head_dim): of every H_h, less its dim − head_dim zeros
     head_symmetry: NDArray[np.float64]  # (heads,)
-    eigenvalues: NDArray[np.complex128] | None = None  # (dim,): of the whole H; None if it was left out for its size
+    eigenvalues: NDArray[np.complex128] | None = None  # (dim,): of the whole H; None if it is too large
+    outer: NDArray[np.complex128] | None = None  # (k,): then the corners of their convex hull, found without H
+    error: float = 0.0  # the largest residual of the outer eigenvalues that decide
     symmetry: float | None = None  # cosine between the whole H and its transpose
     norm: str = "none"  # the pre-norm's weight: folded, left out, or none
     dominance: Dominance | None = None  # with data only
 
     @property
     def spectrum(self) -> NDArray[np.complex128]:
-        """Of the whole H where known, else of all heads."""
+        """Every eigenvalue of the whole H where known, else of all heads."""
         return self.heads.ravel() if self.eigenvalues is None else self.eigenvalues
 
     @property
-    def decides(self) -> bool:
-        """Whether `spectrum` is that of the whole H: the spectra of several heads do not determine it."""
-        return self.eigenvalues is not None or len(self.heads) == 1
+    def whole(self) -> NDArray[np.complex128] | None:
+        """The eigenvalues of the whole H as far as they are known: all, or those that can dominate."""
+        return self.outer if self.eigenvalues is None else self.eigenvalues
+
+    @property
+    def deciding(self) -> NDArray[np.complex128] | None:
+        """What the verdict is made from; None for several heads alone, whose spectra do not determine their sum's."""
+        return self.heads[0] if self.whole is None and len(self.heads) == 1 else self.whole
 
     @property
     def smoothing_gain(self) -> float:
         """max_j |1 + λ_j|: the growth of the smoothest component (μ = 1)."""
-        return float(np.abs(1 + self.spectrum).max())
+        return abs(1 + self.strongest)
 
     @property
     def strongest(self) -> complex:
         """The λ behind `smoothing_gain`."""
-        return complex(self.spectrum[np.abs(1 + self.spectrum).argmax()])
+        values = self.spectrum if self.deciding is None else self.deciding
+        return complex(values[np.abs(1 + values).argmax()])
 
     @property
     def negative_share(self) -> float:
@@ -63,36 +72,46 @@ class LayerSpectrum:
         return sharpening_bound(0.0 if self.dominance is None else float(self.dominance.mu_min_highest.max()))
 
     @property
+    def lowest(self) -> float:
+        """The smallest real part among the eigenvalues that decide."""
+        return float((self.spectrum if self.deciding is None else self.deciding).real.min())
+
+    @property
     def crosses_bound(self) -> bool:
         """Whether a spectrum without positive eigenvalues has one below the bound: for that one μ = 1 beats μ_min."""
-        real = self.spectrum.real
-        rounding = TIE * float(np.abs(self.spectrum).max())
-        return bool(self.decides and real.max() <= rounding and real.min() < self.bound)
+        if self.deciding is None:
+            return False
+        rounding = TIE * float(np.abs(self.deciding).max()) + self.error
+        return bool(self.deciding.real.max() <= rounding and self.deciding.real.min() < self.bound)
 
     @property
     def verdict(self) -> Verdict:
         """The family that dominates I + H⊗A: in most samples, or without data if A's smallest eigenvalue is 0."""
-        if not self.decides:
+        if self.deciding is None:
             return "unknown"
         smoothing, sharpening = self._shares()
         if max(smoothing, sharpening) <= 0.5:
-            return "neutral"
+            blurred = self.error > TIE * np.abs(self.deciding).max() and smoothing + sharpening <= 0.5
+            return "unknown" if blurred else "neutral"
         return "smoothing" if smoothing > sharpening else "sharpening"
 
     @property
     def reason(self) -> str:
         """The verdict in words."""
-        if not self.decides:
+        if self.deciding is None:
             return "the spectra of the heads do not decide for their sum: explain(…, whole=True) finds that of H"
+        if self.verdict == "unknown":
+            return f"{self._gain()} is known to {self.error:.1g} only: explain(…, whole=True) finds it exactly"
         share = None if self.dominance is None else self.dominance.predicted
         return self._from_weights() if share is None else self._from_data(share)
 
     def _shares(self) -> tuple[float, float]:
         if self.dominance is not None and (share := self.dominance.predicted) is not None:
             return share.smoothing, share.sharpening
-        lead = growth(self.spectrum).max()  # against 0, which is |1 + λμ|² − 1 at μ = 0
-        tie = abs(lead) <= TIE * np.abs(self.spectrum).max()
-        return (0.0, 0.0) if tie else (float(lead > 0), float(lead < 0))
+        assert self.deciding is not None
+        lam, mu = torch.from_numpy(self.deciding), torch.zeros(1, dtype=torch.float64)
+        lean = float(families(lam, mu, self.error).leaning)
+        return float(lean > 0), float(lean < 0)
 
     def _gain(self) -> str:
         return f"max|1+λ| = {self.smoothing_gain:.3f} (λ = {format_complex(self.strongest)})"
@@ -116,9 +135,9 @@ class LayerSpectrum:
     def _crossing(self) -> str:
         if not self.crosses_bound:
             return ""
-        return f"; λ = {self.spectrum.real.min():.2f} lies beyond −2/(1+μ_min) = {self.bound:.2f}"
+        return f"; λ = {self.lowest:.2f} lies beyond −2/(1+μ_min) = {self.bound:.2f}"
 
 
 def format_complex(z: complex) -> str:
-    """Short, and real where it is."""
-    return f"{z.real:.2g}" if abs(z.imag) < 5e-3 * abs(z) else f"{z.real:.2g}{z.imag:+.2g}i"
+    """Short, and real where it is; a real H has the conjugate of every other too."""
+    return f"{z.real:.2g}" if abs(z.imag) < 5e-3 * abs(z) else f"{z.real:.2g}±{abs(z.imag):.2g}i"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -19,64 +19,81 @@ from torch import Tensor, nn
 
 from acutance import sites
 from acutance.errors import AcutanceError
+from acutance.explain.outer import outer_eigenvalues
 from acutance.explain.verdict import LayerSpectrum
 from acutance.kernels.heads import repeat_heads
 
 Norm = Literal["fold", "ignore"]
 
-# Up to here the eigenvalues of the whole H take seconds a layer; at 4096 they take minutes.
+# Up to this rank all eigenvalues of the whole H take seconds a layer; at 4096 they take minutes.
 WHOLE_UP_TO = 1024
 
 
 @dataclass(frozen=True)
 class Branch:
-    """The two factors of H in float64, each per query head."""
+    """The two factors of H in float64."""
 
-    value: Tensor  # W_V (heads, head_dim, dim), the pre-norm's weight folded in if asked for
+    value: Tensor  # W_V (kv_heads, head_dim, dim), the pre-norm's weight folded in if asked for
     projection: Tensor  # W_proj (heads, dim, head_dim), LayerScale folded in
     norm: str  # what was done with the pre-norm
 
     @property
+    def heads_value(self) -> Tensor:
+        """W_V once per query head (heads, head_dim, dim)."""
+        return repeat_heads(self.value[None], len(self.projection))[0]
+
+    @property
     def merged(self) -> tuple[Tensor, Tensor]:
-        """W_proj (dim, heads · head_dim) and W_V (heads · head_dim, dim)."""
-        return self.projection.transpose(0, 1).flatten(1), self.value.flatten(0, 1)
+        """Factors (dim, r) and (r, dim) of the whole H, r = kv_heads · head_dim.
+
+        The query heads of a group share their values, so their parts of W_proj add up.
+        """
+        groups = self.projection.unflatten(0, (len(self.value), -1)).sum(1)
+        return groups.transpose(0, 1).flatten(1), self.value.flatten(0, 1)
 
 
 def branch(site: sites.AttentionSite, norm: Norm = "fold") -> Branch:
     """The factors of one layer's H, or of H_eff = diag(s) W_proj W_V diag(γ).
 
-    γ is the pre-norm's weight, so H_eff acts on tokens that were centred and divided by their size, but not yet
-    weighted; s is the gain between projection and residual (LayerScale). Both can flip signs of the spectrum.
+    γ is the pre-norm's weight, so H_eff acts on tokens that were divided by their size (and centred, unless the norm
+    is an RMSNorm), but not yet weighted; s is the gain between projection and residual (LayerScale). Both can flip
+    signs of the spectrum.
     """
     value = site.value_weight().detach().double().unflatten(0, (site.kv_heads, site.head_dim))
     projection = site.projection_weight().detach().double().unflatten(1, (site.heads, site.head_dim))
-    gain, weight = site.branch_gain(), _norm_weight(site)
+    gain, weight = site.branch_gain(), site.pre_norm_gain()
     if gain is not None:
         projection = projection * gain.detach().double()[:, None, None]
     state = "none"
     if weight is not None:
         state = {"fold": "folded", "ignore": "left out"}[norm]
         value = value * weight.detach().double() if norm == "fold" else value
-    return Branch(repeat_heads(value[None], site.heads)[0], projection.transpose(0, 1), state)
+    return Branch(value, projection.transpose(0, 1), state)
 
 
 def layer_spectrum(site: sites.AttentionSite, norm: Norm = "fold", whole: bool | None = None) -> LayerSpectrum:
     """Eigenvalues and symmetry of H and of every head's H_h.
 
     H_h is a product of a tall and a wide matrix: its eigenvalues other than 0 are those of the head_dim × head_dim
-    product the other way round. The whole H, asked for by `whole` or narrow enough, uses its smaller side likewise.
+    product the other way round. The whole H uses its smaller side likewise. By default all its eigenvalues are found
+    where that side is at most 1024, and those that can dominate above; `whole` asks for all (True) or none (False).
     """
     parts = branch(site, norm)
-    heads = torch.linalg.eigvals((parts.value @ parts.projection).cpu())
-    wanted = site.dim <= WHOLE_UP_TO if whole is None else whole
-    return LayerSpectrum(
+    value, merged = parts.heads_value, parts.merged
+    found = LayerSpectrum(
         layer=site.layer,
-        heads=np.asarray(heads.numpy(), dtype=np.complex128),
-        head_symmetry=symmetry(parts.projection, parts.value).cpu().numpy(),
-        eigenvalues=_whole_eigenvalues(*parts.merged) if wanted else None,
-        symmetry=float(symmetry(*parts.merged)) if wanted else None,
+        heads=np.asarray(torch.linalg.eigvals((value @ parts.projection).cpu()).numpy(), dtype=np.complex128),
+        head_symmetry=symmetry(parts.projection, value).cpu().numpy(),
         norm=parts.norm,
     )
+    if whole or (whole is None and min(merged[0].shape) <= WHOLE_UP_TO):
+        return replace(found, eigenvalues=_whole_eigenvalues(*merged), symmetry=float(symmetry(*merged)))
+    if whole is None:
+        # Reading the weights is what takes the time: no more of their digits than there were.
+        dtype = torch.promote_types(site.value_weight().dtype, torch.float32)
+        outer, error = outer_eigenvalues(*(factor.to(dtype) for factor in merged), layer=site.layer)
+        return replace(found, outer=outer, error=error)
+    return found
 
 
 def symmetry(projection: Tensor, value: Tensor) -> Tensor:
@@ -120,8 +137,3 @@ def _whole_eigenvalues(projection: Tensor, value: Tensor) -> NDArray[np.complex1
     product = projection @ value if dim <= inner else value @ projection
     found = torch.linalg.eigvals(product.cpu()).numpy()
     return np.concatenate([found, np.zeros(dim - len(found))]).astype(np.complex128)
-
-
-def _norm_weight(site: sites.AttentionSite) -> Tensor | None:
-    weight = getattr(site.pre_norm(), "weight", None)
-    return weight if isinstance(weight, Tensor) else None

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +16,41 @@ MOST_VALUES = LARGEST_SPACE // 4  # more would not converge in the largest space
 Select = Callable[[Tensor], Tensor]  # Ritz values (..., m) -> indices (..., k) of the wanted ones
 
 
+class Ritz(NamedTuple):
+    """What a Krylov space says of the selected eigenvalues."""
+
+    values: Tensor  # (..., k)
+    residuals: Tensor  # (..., k): ‖Az − μz‖ for the unit vector z of each
+    size: int  # of the space
+
+    @property
+    def residual(self) -> float:
+        """The largest of the residuals."""
+        return float(self.residuals.max())
+
+
 def arnoldi_eigenvalues(multiply: Callable[[Tensor], Tensor], start: Tensor, select: Select, count: int) -> Tensor:
-    """The `count` selected eigenvalues, with the Krylov space grown until their residuals are small.
+    """The `count` selected eigenvalues; a warning gives the residual where they have not converged."""
+    tolerance = torch.finfo(start.dtype).eps ** (2 / 3)
+    found = arnoldi(multiply, start, select, count, tolerance)
+    if not found.residual <= tolerance:
+        warnings.warn(
+            f"eigenvalues not converged in a Krylov space of {found.size} vectors: the largest residual ‖Az − μz‖ "
+            f"is {found.residual:.1e}, wanted {tolerance:.1e}; the largest ones are good, ask for fewer",
+            AcutanceWarning,
+            stacklevel=3,
+        )
+    return found.values
+
+
+def arnoldi(multiply: Callable[[Tensor], Tensor], start: Tensor, select: Select, count: int, tolerance: float) -> Ritz:
+    """The selected eigenvalues, about `count`, with the space grown until their residuals are within the tolerance.
 
     `start` is a block of vectors (..., N, b), `multiply` the operator on such a block. The residual ‖Az − μz‖
     of a Ritz pair is read off the last block row of the projected matrix, so that checking costs no product.
     """
     width = start.size(-1)
     largest = min(LARGEST_SPACE, start.size(-2)) // width * width
-    tolerance = torch.finfo(start.dtype).eps ** (2 / 3)
     basis, _ = torch.linalg.qr(start)
     projected = start.new_zeros(*start.shape[:-2], largest + width, largest)
     size, next_check = 0, max(4 * width, 2 * count)
@@ -34,19 +61,11 @@ def arnoldi_eigenvalues(multiply: Callable[[Tensor], Tensor], start: Tensor, sel
         if size >= min(next_check, largest):
             values, residuals = _ritz(projected[..., : size + width, :size], width)
             wanted = select(values)
-            residual = residuals.gather(-1, wanted).max().item()
-            if residual <= tolerance or size >= largest:
-                break
+            found = Ritz(values.gather(-1, wanted).to(start.device), residuals.gather(-1, wanted), size)
+            if found.residual <= tolerance or size >= largest:
+                return found
             next_check = size + max(width, size // 4)
         basis = torch.cat([basis, fresh], dim=-1)
-    if not residual <= tolerance:
-        warnings.warn(
-            f"eigenvalues not converged in a Krylov space of {size} vectors: the largest residual ‖Az − μz‖ "
-            f"is {residual:.1e}, wanted {tolerance:.1e}; the largest ones are good, ask for fewer",
-            AcutanceWarning,
-            stacklevel=3,
-        )
-    return values.gather(-1, wanted).to(start.device)
 
 
 def _orthogonalise(block: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:

@@ -144,7 +144,9 @@ def _plane_chart(spectrum: Spectrum) -> Any:
 
 
 def _bar_chart(spectrum: Spectrum) -> Any:
-    alt, rows = load_altair(), _dominance_rows(spectrum)
+    alt = load_altair()
+    # JSON has no NaN: what was never predicted has no share.
+    rows = [{k: v if math.isfinite(v) else None for k, v in row.items()} for row in _dominance_rows(spectrum)]
     shares = [{"layer": r["layer"], "side": side, "percent": r[side]} for r in rows for side in (_side(True), _side(0))]
     x = alt.X("layer:O", title="layer", axis=alt.Axis(labelAngle=0))
     bars = (
@@ -166,6 +168,8 @@ def _bar_chart(spectrum: Spectrum) -> Any:
                 alt.Tooltip(f"{key}:Q", title=title, format=".1f")
                 for key, title in {
                     "fell": "HFC/LFC fell across the branch, %",
+                    "fell if smoothing": "fell where predicted to, %",
+                    "rose if sharpening": "rose where predicted to, %",
                     "agreement": "agreement with the prediction, %",
                     "base rate": "base rate, %",
                     "block agreement": "agreement across the block, %",
@@ -190,6 +194,8 @@ def _dominance_rows(spectrum: Spectrum) -> list[dict[str, float]]:
                 "smoothing": 100 * float(np.mean([s.smoothing for s in shares])),
                 "sharpening": 100 * float(np.mean([s.sharpening for s in shares])),
                 "fell": 100 * branch.fell,
+                "fell if smoothing": 100 * branch.fell_if_smoothing,
+                "rose if sharpening": 100 * branch.rose_if_sharpening,
                 "agreement": 100 * branch.agreement,
                 "base rate": 100 * branch.base_rate,
                 "block agreement": 100 * block.agreement,

@@ -1,0 +1,164 @@
+"""Reads one layer while a model runs: which family dominates in each sample, and what HFC/LFC did."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from acutance.errors import AcutanceError
+from acutance.explain.competitors import competitors, visible_keys
+from acutance.explain.corners import corners
+from acutance.explain.dominance import Dominance, Outcome, Share
+from acutance.explain.verdict import LayerSpectrum
+from acutance.laboratory.statistics import rank_correlation
+from acutance.metrics import hfc_lfc_spectral
+from acutance.operator import AttentionOperator, AttentionRecord
+from acutance.samples import Samples
+from acutance.spectral_theory import TIE, families
+
+PLACES = ("branch", "block")
+
+
+class LayerReader:
+    """Tallies one layer over batches; holds the layer's input tokens while the layer runs, and a few numbers a sample.
+
+    Args:
+        layer: the spectra of H.
+        gain: the gain per channel between projection and residual, such as LayerScale's.
+    """
+
+    def __init__(self, layer: LayerSpectrum, gain: Tensor | None = None) -> None:
+        self.corners = {"heads": corners(layer.heads)}
+        whole = layer.whole
+        if whole is not None:
+            self.corners["whole"] = corners(whole[None])
+        # The spectra of several heads say nothing certain of their sum, so they make no prediction.
+        self.deciding = "whole" if whole is not None else "heads" if len(layer.heads) == 1 else None
+        self.error = {"heads": 0.0, "whole": layer.error}
+        self.layer, self.gain = layer.layer, gain
+        self.counted = self.present = Samples()
+        self.tokens = self.before = torch.empty(0)
+        self.valid: Tensor | None = None  # (samples, tokens), False where there is padding
+        self.count = 0
+        self.sums: dict[str, Tensor] = {}
+        self.lowest = self.highest = torch.empty(0)
+        self.kept: dict[str, list[Tensor]] = {}  # per sample: the prediction, and what happened
+
+    def begin(self, counted: Samples, present: Samples) -> None:
+        """A batch is about to run: which of its tokens count for HFC/LFC, and which are there for A."""
+        self.counted, self.present = counted, present
+
+    def enter(self, tokens: Tensor) -> None:
+        """The tokens come into the block."""
+        self.tokens = tokens
+
+    def attend(self, record: AttentionRecord) -> None:
+        """The attention branch is done: who dominates, and what do the tokens do?"""
+        self._check(record.operator)
+        A = self.present.record(record).operator
+        _, told = self.present.tokens(self.tokens)
+        self.valid = visible_keys(A) if told is None else told
+        self.before = self._ratio(self.tokens)
+        points = {scope: lam.to(A.device) for scope, lam in self.corners.items()}
+        others = competitors(A, list(points.values()), self.valid)
+        for scope, lam in points.items():
+            lean = families(lam, others, self.error[scope]).leaning
+            self._add(f"{scope} smoothing", lean > 0)
+            self._add(f"{scope} sharpening", lean < 0)
+        if self.deciding is not None:
+            # All heads share the constant vector: on constant tokens the layer is exactly I + H. On the others it is
+            # I + Σ H_h⊗A_h, and the largest |1 + λμ| over the heads' A_h stands in for its largest eigenvalue.
+            found = families(points[self.deciding], others.flatten(1), self.error[self.deciding])
+            self._keep("lean", found.leaning)
+            self._keep("predicted", found.log_rate)
+        self._keep_smallest(others.real.amin(-1))
+        self._compare("branch", self.tokens + (record.branch if self.gain is None else self.gain * record.branch))
+
+    def leave(self, tokens: Tensor) -> None:
+        """The tokens leave the block."""
+        self._compare("block", tokens)
+        self.count += len(self.before)
+        self.tokens = self.before = torch.empty(0)
+
+    def result(self) -> Dominance:
+        """What was found so far."""
+        means = {name: (total / self.count).cpu().numpy() for name, total in self.sums.items()}
+        series = {name: torch.cat(parts).cpu().numpy() for name, parts in self.kept.items()}
+        lean, predicted = series.get("lean"), series.get("predicted")
+
+        def shares(scope: str) -> tuple[Share, ...]:
+            pairs = zip(means[f"{scope} smoothing"], means[f"{scope} sharpening"], strict=True)
+            return tuple(Share(float(a), float(b)) for a, b in pairs)
+
+        return Dominance(
+            samples=self.count,
+            mu_min=means["mu_min"],
+            mu_min_lowest=self.lowest.cpu().numpy(),
+            mu_min_highest=self.highest.cpu().numpy(),
+            heads=shares("heads"),
+            whole=shares("whole") if "whole" in self.corners else None,
+            predicted=None if lean is None else Share(float((lean > 0).mean()), float((lean < 0).mean())),
+            predicted_change=math.nan if predicted is None else float(predicted.mean()),
+            branch=compare(series["branch"], lean, predicted),
+            block=compare(series["block"], lean, predicted),
+        )
+
+    def _ratio(self, tokens: Tensor) -> Tensor:
+        tokens, mask = self.counted.tokens(tokens)
+        if self.valid is not None:
+            mask = self.valid if mask is None else mask & self.valid
+        return hfc_lfc_spectral(tokens, mask)
+
+    def _check(self, A: AttentionOperator) -> None:
+        if A.shape[0] != len(self.tokens) or A.shape[-2:] != (self.tokens.shape[1],) * 2:
+            raise AcutanceError(
+                f"layer {self.layer}: attention {A.shape} (batch, heads, queries, keys) is not among all tokens of a "
+                f"sample, which are {tuple(self.tokens.shape[:2])} (batch, tokens): over windows or merged tokens "
+                "I + H⊗A says nothing of them. The weights alone can be explained: explain(model)"
+            )
+
+    def _compare(self, place: str, tokens: Tensor) -> None:
+        after = self._ratio(tokens)
+        change = torch.log(after / self.before)
+        self._keep(place, torch.where(after == self.before, 0.0, change))  # 0/0 and ∞/∞ included: nothing changed
+
+    def _keep_smallest(self, mu_min: Tensor) -> None:
+        mu_min = mu_min.double()
+        self._add("mu_min", mu_min)
+        low, high = mu_min.amin(0), mu_min.amax(0)
+        first = self.lowest.numel() == 0
+        self.lowest = low if first else torch.minimum(self.lowest, low)
+        self.highest = high if first else torch.maximum(self.highest, high)
+
+    def _add(self, name: str, per_sample: Tensor) -> None:
+        total = per_sample.double().sum(0)
+        self.sums[name] = total + self.sums[name] if name in self.sums else total
+
+    def _keep(self, name: str, per_sample: Tensor) -> None:
+        self.kept.setdefault(name, []).append(per_sample.double())
+
+
+def compare(
+    change: NDArray[np.float64], lean: NDArray[np.float64] | None, predicted: NDArray[np.float64] | None
+) -> Outcome:
+    """The measured log change of HFC/LFC per sample against the leaning (1 smoothing) and the predicted log change."""
+    moved = np.where(np.abs(change) <= TIE, 0, -np.sign(change))  # 1 where it fell
+    fell, mean = float((moved > 0).mean()), float(change.mean())
+    if lean is None or predicted is None:
+        return Outcome(fell, math.nan, mean, math.nan, math.nan, math.nan)
+    return Outcome(
+        fell=fell,
+        agreement=float((moved == lean).mean()),
+        change=mean,
+        fell_if_smoothing=_share(moved > 0, lean > 0),
+        rose_if_sharpening=_share(moved < 0, lean < 0),
+        correlation=rank_correlation(predicted, change),
+    )
+
+
+def _share(event: NDArray[np.bool_], given: NDArray[np.bool_]) -> float:
+    return float(event[given].mean()) if given.any() else math.nan

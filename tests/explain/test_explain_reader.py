@@ -1,0 +1,308 @@
+"""What explain reads while a model runs: counted by hand, with prefix and padding in and out."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from spectrum_worlds import DIM, set_branch, small_vit, watch
+
+import acutance as ac
+from acutance.errors import AcutanceError, NonFiniteError
+from acutance.explain import LayerSpectrum, Share
+from acutance.explain.reader import LayerReader, compare
+from acutance.operator import AttentionOperator, AttentionRecord
+from acutance.samples import Samples
+
+MARGIN = 1e-4  # closer than this, eigenvalues of sharp attention are rounding: such cases may count either way
+
+
+def between(share: float, leads: np.ndarray) -> bool:
+    """Whether a share of cases above 0 agrees with their leads, up to those within the margin."""
+    count = share * len(leads)
+    return (leads > MARGIN).sum() - 1e-9 <= count <= (leads > -MARGIN).sum() + 1e-9
+
+
+def test_explain_counts_what_brute_force_counts() -> None:
+    """A trained-like model: large weights, both families occur; recount every sample, head and layer by hand."""
+    torch.manual_seed(5)
+    model = small_vit(depth=4).double()
+    with torch.no_grad():
+        for layer, shift in enumerate([-1.2, -0.4, 0.3, -0.9], 1):
+            set_branch(model, layer, 0.5 * torch.randn(DIM, DIM) / DIM**0.5 + shift * torch.eye(DIM))
+            model.blocks[layer - 1].attn.qkv.weight[: 2 * DIM].mul_(60)
+    images = torch.randn(6, 1, 8, 8, dtype=torch.float64)
+    spectrum = ac.explain(model, [images], progress=False)
+    records, stream = watch(model, images)
+    close = cases = 0
+    for site in ac.sites.find(model):
+        found, entries = spectrum[site.layer].dominance, records[site.layer].operator.dense().numpy()
+        size = site.head_dim
+        W, V = site.projection_weight().detach().numpy(), site.value_weight().detach().numpy()
+        per_head = [V[h * size : (h + 1) * size] @ W[:, h * size : (h + 1) * size] for h in range(2)]
+        for name, matrices in (("heads", per_head), ("whole", [W @ V] * 2)):
+            for h, H in enumerate(matrices):
+                leads = np.array([_lead(H, entries[b, h]) for b in range(6)])
+                close, cases = close + (np.abs(leads) <= MARGIN).sum(), cases + 6
+                assert between(getattr(found, name)[h].smoothing, leads)
+                assert between(getattr(found, name)[h].sharpening, -leads)
+        leads = np.array([min(_lead(W @ V, entries[b, h]) for h in range(2)) for b in range(6)])
+        before, after = stream[site.layer]
+        ratio = ac.metrics.hfc_lfc_spectral
+        for outcome, tokens in ((found.branch, before + records[site.layer].branch), (found.block, after)):
+            change = (ratio(tokens) / ratio(before)).log().numpy()
+            assert np.abs(change).min() > MARGIN
+            assert outcome.fell == pytest.approx(np.mean(change < 0))
+            assert outcome.change == pytest.approx(change.mean())
+            sure = np.abs(leads) > MARGIN
+            agree = ((leads > 0) == (change < 0))[sure].sum()
+            assert agree / 6 - 1e-9 <= outcome.agreement <= (agree + (~sure).sum()) / 6 + 1e-9
+            if sure.all():
+                smooth = leads > 0
+                assert outcome.fell_if_smoothing == pytest.approx(_mean(change[smooth] < 0), nan_ok=True)
+                assert outcome.rose_if_sharpening == pytest.approx(_mean(change[~smooth] > 0), nan_ok=True)
+        lowest = np.linalg.eigvals(entries).real.min(-1)
+        np.testing.assert_allclose(found.mu_min, lowest.mean(0), atol=1e-9)
+        np.testing.assert_allclose(found.mu_min_lowest, lowest.min(0), atol=1e-9)
+        np.testing.assert_allclose(found.mu_min_highest, lowest.max(0), atol=1e-9)
+    assert 0 < spectrum.share().smoothing < 1, "the case must be a mixed one"
+    assert close < 0.1 * cases, "nearly all must be decided"
+
+
+def _lead(H: np.ndarray, A: np.ndarray) -> float:
+    """By how much max_j |1 + λ_j| is ahead of |1 + λ_j μ| for every other μ."""
+    lam, mu = np.linalg.eigvals(H), np.linalg.eigvals(A)
+    gains = np.abs(1 + lam[:, None] * mu[None])
+    one = np.abs(mu - 1).argmin()
+    return float(gains[:, one].max() - np.delete(gains, one, axis=1).max())
+
+
+def _mean(events: np.ndarray) -> float:
+    return events.mean() if events.size else np.nan
+
+
+def test_outcomes_by_prediction() -> None:
+    """P(fell | smoothing), P(rose | sharpening) and the rank correlation, on numbers that can be counted by eye."""
+    lean = np.array([1, 1, 1, -1, -1, 0.0])
+    change = np.array([-0.3, -0.2, 0.1, 0.2, -0.1, 0.0])
+    predicted = np.array([-0.9, -0.5, -0.1, 0.4, 0.2, 0.0])
+    found = compare(change, lean, predicted)
+    assert found.fell == pytest.approx(3 / 6)
+    assert found.agreement == pytest.approx(4 / 6)
+    assert found.fell_if_smoothing == pytest.approx(2 / 3)
+    assert found.rose_if_sharpening == pytest.approx(1 / 2)
+    ranks = np.array([[0, 1, 4, 5, 2, 3], [0, 1, 2, 5, 4, 3]])  # of change and of predicted
+    assert found.correlation == pytest.approx(np.corrcoef(ranks)[0, 1])
+    never = compare(change, np.ones(6), np.full(6, -0.1))
+    assert np.isnan([never.rose_if_sharpening, never.correlation]).all()
+    assert np.isnan(compare(change, None, None).agreement)
+
+
+def test_predicted_change_is_the_long_run_rate() -> None:
+    """A layer repeated: log HFC/LFC changes by `predicted_change` a layer."""
+    model = small_vit(heads=1, depth=1).double()
+    noise = torch.randn(DIM, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) / DIM**0.5
+    H = 0.3 * noise + 0.5 * torch.eye(DIM)
+    set_branch(model, 1, H)
+    images = torch.randn(1, 1, 8, 8, dtype=torch.float64)
+    found = ac.explain(model, [images], progress=False)[1].dominance
+    A = watch(model, images)[0][1].operator.dense()[0, 0]
+    X = torch.randn(5, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    high, low, steps = X - X.mean(0), X.mean(0), 2000
+    growth_of_high = growth_of_low = 0.0
+    for _ in range(steps):  # differences go their own way under X + A X Hᵀ; constant tokens under I + H
+        high = high + A @ high @ H.mT
+        high, low = high - high.mean(0), low + low @ H.mT
+        growth_of_high, growth_of_low = growth_of_high + high.norm().log(), growth_of_low + low.norm().log()
+        high, low = high / high.norm(), low / low.norm()
+    measured = float(growth_of_high - growth_of_low) / steps
+    assert found.predicted_change == pytest.approx(measured, rel=0.01)
+
+
+def test_random_initialisation_smooths_everywhere() -> None:
+    """Table 1 of arXiv 2401.04301, first column, in small: 100/0."""
+    model = small_vit(dim=24, heads=3, depth=6)
+    spectrum = ac.explain(model, [torch.randn(8, 1, 8, 8)], progress=False)
+    for scope in ("whole", "heads"):
+        assert spectrum.share(scope).smoothing == 1
+        assert spectrum.share(scope).sharpening == 0
+    assert str(spectrum.share()) == "100/0"
+    assert {layer.verdict for layer in spectrum.layers} == {"smoothing"}
+
+
+def test_batches_add_up_to_one() -> None:
+    model = small_vit()
+    images = torch.randn(7, 1, 8, 8)
+    streamed = ac.explain(model, iter(images.split(3)), progress=False)
+    at_once = ac.explain(model, [images], progress=False)
+    for a, b in zip(streamed.layers, at_once.layers, strict=True):
+        assert a.dominance.samples == b.dominance.samples == 7
+        assert (a.dominance.heads, a.dominance.whole) == (b.dominance.heads, b.dominance.whole)
+        assert a.dominance.branch.agreement == b.dominance.branch.agreement
+        np.testing.assert_allclose(a.dominance.mu_min, b.dominance.mu_min, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(a.dominance.mu_min_highest, b.dominance.mu_min_highest, rtol=1e-4, atol=1e-7)
+        assert a.dominance.block.change == pytest.approx(b.dominance.block.change, abs=1e-6)
+
+
+def test_one_token_changes_nothing() -> None:
+    """HFC is 0 before and after: neither fell nor rose, as predicted, and no NaN."""
+    reader = LayerReader(LayerSpectrum(1, heads=np.array([[0.5 + 0j]]), head_symmetry=np.ones(1)))
+    ones = torch.ones(2, 1, 3)
+    read(reader, AttentionOperator(torch.zeros(2, 1, 1, 3), torch.zeros(2, 1, 1, 3)), ones, ones, 3 * ones)
+    found = reader.result()
+    assert found.predicted == Share(0.0, 0.0)
+    assert (found.branch.fell, found.branch.agreement, found.branch.change) == (0, 1, 0)
+    assert found.predicted_change == 0
+
+
+def test_prefix_and_padding_are_left_out_of_the_measurement() -> None:
+    """HFC/LFC of the class token out, and of padding out: as metrics gives them with the mask."""
+    model, images = small_vit(), torch.randn(3, 1, 8, 8)
+    out = ac.explain(model, [images], prefix="out", progress=False)
+    assert out.context["prefix"] == "1 prefix tokens out"
+    assert "1 prefix tokens out" in out.context["read"]
+    _, stream = watch(model, images)
+    before, after = stream[2]
+    ratio = ac.metrics.hfc_lfc_spectral
+    want = (ratio(after[:, 1:]) / ratio(before[:, 1:])).log().mean()
+    assert out[2].dominance.block.change == pytest.approx(float(want), abs=1e-6)
+    assert out[2].dominance.block.change != pytest.approx(
+        ac.explain(model, [images], progress=False)[2].dominance.block.change, abs=1e-4
+    )
+    with pytest.raises(AcutanceError, match="'in' or 'out'"):
+        ac.explain(model, [images], prefix="both")
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_padded_batches_read_as_their_samples_alone(told: bool) -> None:
+    """Whether a batch tells its padding by `attention_mask` or attention shows it."""
+    layer = LayerSpectrum(
+        1, heads=np.array([[0.5 + 0j], [-0.9 + 0.1j]]), head_symmetry=np.ones(2), eigenvalues=np.array([-0.9, 0.3 + 0j])
+    )
+    generator = torch.Generator().manual_seed(1)
+    q, k = torch.randn(2, 2, 2, 6, 3, generator=generator).double()
+    tokens, branch, output = torch.randn(3, 2, 6, 4, generator=generator).double()
+    lengths = [6, 4]
+    valid = torch.arange(6) < torch.tensor(lengths)[:, None]
+    together = LayerReader(layer)
+    if told:
+        padding = Samples.of({"attention_mask": valid.long()})
+        together.begin(padding, padding)
+    read(together, AttentionOperator(q, k, mask=valid), tokens, branch, output)
+    apart = LayerReader(layer)
+    for b, n in enumerate(lengths):
+        one = slice(b, b + 1)
+        A = AttentionOperator(q[one, :, :n], k[one, :, :n])
+        read(apart, A, tokens[one, :n], branch[one, :n], output[one, :n])
+    a, b = together.result().to_dict(), apart.result().to_dict()
+    assert a["predicted"] == b["predicted"]
+    for name in ("branch", "block"):
+        assert a[name] == {key: pytest.approx(value, nan_ok=True) for key, value in b[name].items()}
+    np.testing.assert_allclose(a["mu_min"], b["mu_min"], atol=1e-12)
+    assert a["predicted_change"] == pytest.approx(b["predicted_change"])
+
+
+def read(reader: LayerReader, A: AttentionOperator, tokens, branch, output) -> None:
+    """A block runs on the tokens."""
+    heads = branch[:, None].expand(-1, A.heads, -1, -1)
+    reader.enter(tokens)
+    reader.attend(AttentionRecord(A, heads, None, heads, branch))
+    reader.leave(output)
+
+
+def test_packed_documents_are_samples_of_their_own() -> None:
+    """Two documents in one row, told by positions that start anew: as if each came alone, prefix in or out."""
+    layer = LayerSpectrum(1, heads=np.array([[0.5 + 0j]]), head_symmetry=np.ones(1))
+    generator = torch.Generator().manual_seed(2)
+    q, k = torch.randn(2, 1, 1, 7, 3, generator=generator).double()
+    tokens, branch, output = torch.randn(3, 1, 7, 4, generator=generator).double()
+    document = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    packed, apart = LayerReader(layer), LayerReader(layer)
+    samples = Samples.of({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])})
+    packed.begin(samples, samples)
+    A = AttentionOperator(q, k, mask=(document[:, None] == document)[None, None], causal=True)
+    read(packed, A, tokens, branch, output)
+    for n in range(2):
+        own = document == n
+        alone = AttentionOperator(q[:, :, own], k[:, :, own], causal=True)
+        read(apart, alone, tokens[:, own], branch[:, own], output[:, own])
+    a, b = packed.result(), apart.result()
+    assert a.samples == b.samples == 2
+    assert a.predicted_change == pytest.approx(b.predicted_change)
+    assert (a.branch.change, a.block.change) == pytest.approx((b.branch.change, b.block.change))
+    np.testing.assert_allclose(a.mu_min, b.mu_min, atol=1e-12)
+
+
+def test_attention_over_windows_is_refused() -> None:
+    reader = LayerReader(LayerSpectrum(3, heads=np.array([[0.5 + 0j]]), head_symmetry=np.ones(1)))
+    windows = AttentionOperator(torch.zeros(8, 1, 4, 3), torch.zeros(8, 1, 4, 3))
+    with pytest.raises(AcutanceError, match=r"layer 3: attention .* \(2, 16\) .* explain\(model\)"):
+        read(reader, windows, *torch.randn(3, 2, 16, 4))
+
+
+def test_layer_scale_is_part_of_the_branch() -> None:
+    model = small_vit(layer_scale=1e-3)
+    images = torch.randn(2, 1, 8, 8)
+    tokens, outputs = [], []
+    model.blocks[0].register_forward_pre_hook(lambda _, args: tokens.append(args[0]))
+    model.blocks[0].ls1.register_forward_hook(lambda _, args, out: outputs.append(out))
+    spectrum = ac.explain(model, [images], progress=False)
+    ratio = ac.metrics.hfc_lfc_spectral
+    want = float((ratio(tokens[0] + outputs[0]) / ratio(tokens[0])).log().mean())
+    assert spectrum[1].dominance.branch.change == pytest.approx(want, abs=1e-6)
+
+
+def test_negative_spectrum_beyond_the_bound_warns_and_smooths() -> None:
+    """λ > −2/(1+μ_min) is exact, sample by sample: beyond the bounds of so many samples, so many smooth."""
+    model = small_vit(attention="symmetric", depth=1).double()
+    images = torch.randn(4, 1, 8, 8, dtype=torch.float64)
+    torch.nn.init.eye_(model.blocks[0].attn.kv.weight[-DIM:])
+    with torch.no_grad():
+        model.blocks[0].attn.kv.weight[:DIM].mul_(20)  # sharp enough that μ_min is well above 0
+    # Of both heads the smaller μ_min is the harder to beat.
+    lowest = torch.linalg.eigvals(watch(model, images)[0][1].operator.dense()).real.amin((1, 2))
+    bounds = (-2 / (1 + lowest)).sort(descending=True).values
+    assert -2 < bounds[-1] < bounds[0] < -1
+    assert bounds.diff().abs().min() > 1e-3, "the samples must have bounds of their own"
+    edges = [0.99 * bounds[0], *(bounds[:-1] + bounds[1:]) / 2, 1.01 * bounds[-1]]
+    for smoothing, lam in enumerate(edges):
+        with torch.no_grad():
+            model.blocks[0].attn.proj.weight.copy_(lam * torch.eye(DIM))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = ac.explain(model, [images], progress=False)[1]
+        assert found.dominance.predicted == Share(smoothing / 4, 1 - smoothing / 4)
+        # The bound shown is the strictest: that of the largest μ_min, over heads too.
+        assert found.bound == pytest.approx(-2 / (1 + found.dominance.mu_min_highest.max()))
+        assert found.crosses_bound == (lam < found.bound)
+        assert any("layer 1: the negative spectrum" in str(w.message) for w in caught) == found.crosses_bound
+        assert ("lies beyond" in found.reason) == found.crosses_bound
+    assert found.crosses_bound
+    assert found.verdict == "smoothing"
+
+
+def test_model_is_left_as_it_was_found() -> None:
+    model = small_vit(dropout=0.1).train()
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    ac.explain(model, [torch.randn(2, 1, 8, 8)], progress=False)
+    assert model.training
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    assert all(site.attention.observer is None for site in ac.sites.find(model))
+
+
+def test_errors() -> None:
+    model = small_vit()
+    with pytest.raises(AcutanceError, match="no batches"):
+        ac.explain(model, [], progress=False)
+    with pytest.raises(AcutanceError, match="'fold' or 'ignore'"):
+        ac.explain(model, norm="maybe")
+    with pytest.raises(NonFiniteError, match="layer 1"):
+        ac.explain(model, [torch.full((1, 1, 8, 8), torch.nan)], progress=False)
+    with pytest.raises(AcutanceError, match="needs data"):
+        ac.explain(model, progress=False).share()
+
+
+def test_mitigations_beside_the_weights_are_named() -> None:
+    assert ac.explain(small_vit(mitigation="neutreno:0.6"), progress=False).context["outside H"] == "neutreno:0.6"
+    assert ac.explain(small_vit(mitigation="eigen:negative"), progress=False).context["outside H"] is None
+    assert ac.explain(small_vit(), progress=False).context["outside H"] is None
