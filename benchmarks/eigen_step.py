@@ -1,13 +1,13 @@
 """What a spectrum costs: the training step of ViT-Ti⁻ for every basis, as ratios to plain ViT-Ti.
 
     python benchmarks/eigen_step.py
-    PYTHONPATH=src python benchmarks/eigen_step.py --variants plain eigen:negative,basis=polar
+    python benchmarks/eigen_step.py --variants plain eigen:negative,basis=polar --repetitions 12 --label longer
 
 On CUDA: ViT-Ti/4 on 32×32 images, batch 1024, bfloat16 autocast, torch.compile, fused AdamW. All variants live in one
 process and take turns: a repetition times --steps steps of each, so that a drifting clock reaches all alike, and the
 ratio is taken within a repetition. Reported are the median over the repetitions and the smallest and largest. On the
 CPU a toy model is timed without compiling: it shows that the script runs, not what a step costs. Results go to
-benchmarks/results, one CSV per device, dtype and PyTorch version.
+benchmarks/results, one CSV per device, dtype, PyTorch version and --label; a file of that name is rewritten.
 """
 
 import argparse
@@ -116,25 +116,49 @@ def row(variant: str, times: list[float], plain: list[float]) -> Row:
 
 def write(rows: list[Row], arguments: argparse.Namespace) -> Path:
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{platform.machine()} CPU, toy size"
-    device = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") if arguments.device == "cuda" else "cpu"
-    version = torch.__version__.split("+")[0]
-    path = arguments.results / f"eigen_step-{device}-{arguments.dtype}-torch{version}.csv"
+    path = arguments.results / file_name(name, torch.__version__, arguments)
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["python", "benchmarks/eigen_step.py", *sys.argv[1:]])
     shared = {
+        "label": arguments.label,
         "batch": arguments.batch,
         "steps": arguments.steps,
         "repetitions": arguments.repetitions,
         "compiled": arguments.compile,
         "device": name,
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, cuda {torch.version.cuda}",
-        "command": command,
+        "command": command(sys.argv[1:]),
     }
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=[*rows[0], *shared], lineterminator="\n")
         writer.writeheader()
         writer.writerows({**result, **shared} for result in rows)
     return path
+
+
+def file_name(device: str, version: str, arguments: argparse.Namespace) -> str:
+    """All of a file's name, so that none needs to be given one by hand."""
+    parts = [
+        "eigen_step",
+        slug(device) if arguments.device == "cuda" else "cpu",
+        arguments.dtype,
+        f"torch{version.split('+')[0]}",
+        slug(arguments.label),
+    ]
+    return "-".join(part for part in parts if part) + ".csv"
+
+
+def slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def command(given: list[str]) -> str:
+    """What was measured, as a command; where the file went is not part of it."""
+    kept = list(given)
+    for position, word in enumerate(given):
+        if word == "--results":
+            kept = [*given[:position], *given[position + 2 :]]
+    kept = [word for word in kept if not word.startswith("--results=")]
+    return shlex.join(["python", "benchmarks/eigen_step.py", *kept])
 
 
 def show(rows: list[Row]) -> None:
@@ -156,6 +180,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on CUDA only")
     parser.add_argument("--tf32", action="store_true", help="allow TF32 products: V is then orthogonal to 1e-3 only")
+    parser.add_argument("--label", default="", help="put at the end of the file's name, to tell settings apart")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the CSV goes")
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"

@@ -2,6 +2,7 @@
 
 import io
 import json
+import warnings
 from html import escape
 
 import pytest
@@ -9,9 +10,21 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from acutance import demo
-from acutance.data import digits
-from acutance.demo import VARIANTS, DemoConfig, DemoRun, conclude, run_demo, summarise, warm_cosine
+from acutance import demo, sites
+from acutance.data import Split, digits
+from acutance.demo import (
+    VARIANTS,
+    DemoConfig,
+    DemoRun,
+    conclude,
+    new_model,
+    run_demo,
+    summarise,
+    train_epochs,
+    warm_cosine,
+)
+from acutance.errors import AcutanceWarning
+from acutance.mitigations import spectra
 from acutance.models import from_checkpoint
 from acutance.profile import Profile, Reading
 
@@ -50,6 +63,30 @@ def test_writes_checkpoints_profiles_and_one_page(tmp_path) -> None:
     assert demo.evaluate(model, digits()[1]) == runs["NeuTRENO"][1].accuracy
     profile = Profile.load(tmp_path / "neutreno-seed1" / "profile.json")
     assert profile == runs["NeuTRENO"][1].profile
+
+
+def test_an_eigen_starts_from_the_weights_the_plain_model_has() -> None:
+    plain, steered = new_model(TOY, 0), new_model(TOY, 0, "eigen:positive,basis=polar")
+    assert steered.config.mitigation == "eigen:positive,basis=polar"
+    for before, after in zip(sites.find(plain), sites.find(steered), strict=True):
+        H, ours = (site.projection_weight() @ site.value_weight() for site in (before, after))
+        lam = torch.linalg.eigvalsh((H + H.T) / 2)
+        expected = (lam.abs() * H.norm() / lam.norm()).clamp_min(spectra.EDGE).sort().values
+        torch.testing.assert_close(torch.linalg.eigvalsh(ours), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("spectrum", "crosses"), [("square", True), ("bounded", False)])
+def test_training_ends_with_a_look_at_the_spectrum(spectrum, crosses) -> None:
+    model = new_model(TOY, 0, f"eigen:negative,basis=polar,spectrum={spectrum}")
+    model.blocks[1].attn.mitigation.psi.data.fill_(1.6)  # −2.56, or −0.83
+    few = Split(*(part[:8] for part in (digits()[0].images, digits()[0].labels)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        epochs = list(train_epochs(model, few, TOY, torch.Generator().manual_seed(0)))
+    assert epochs == [0]
+    found = [str(warning.message) for warning in caught if warning.category is AcutanceWarning]
+    assert len(found) == crosses
+    assert all(message.startswith("layers 2 (λ = -2.5") for message in found)
 
 
 def test_variants_start_from_the_same_weights(tmp_path, monkeypatch) -> None:

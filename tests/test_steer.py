@@ -11,7 +11,7 @@ from acutance.explain import explain
 from acutance.metrics import hfc_lfc_frobenius
 from acutance.mitigate import mitigate
 from acutance.mitigations import spectra
-from acutance.models import ViT, from_checkpoint, save_checkpoint
+from acutance.models import ViT, from_checkpoint, save_checkpoint, vit_tiny_minus
 from acutance.operator import AttentionOperator
 from acutance.sites import find
 from acutance.spectral_theory import layer_smooths, sharpening_bound
@@ -42,6 +42,20 @@ def test_folding_keeps_the_outputs(basis, spectrum):
     assert {n: p.shape for n, p in plain.named_parameters()} == {n: p.shape for n, p in make().named_parameters()}
     assert all(p.requires_grad for p in plain.parameters())
     assert plain.config == make().config
+
+
+@pytest.mark.parametrize("basis", ["qr", "polar", "cayley", "householder", "inverse"])
+def test_folding_keeps_the_outputs_at_the_papers_size(basis):
+    """ViT-Ti⁻ on 32×32: 12 layers, 192 channels, weights as large as trained ones."""
+    torch.manual_seed(0)
+    model = vit_tiny_minus(mitigation=f"eigen:negative,basis={basis}").double().eval()
+    for site in find(model):
+        site.mitigation.psi.data.uniform_(0.3, 1.3)
+    pictures = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    with torch.no_grad():
+        expected = model(pictures)
+        assert expected.abs().max() > 0.1
+        torch.testing.assert_close(fold(model)(pictures), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

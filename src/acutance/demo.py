@@ -20,13 +20,16 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
+from acutance import sites
 from acutance.data import Split, digits
 from acutance.errors import AcutanceError
 from acutance.files import atomic_write
 from acutance.measure import measure
+from acutance.mitigations import parse
 from acutance.models import ViT, save_checkpoint
 from acutance.profile import Profile, merge
 from acutance.report import curves_picture, write_page
+from acutance.steer import check_spectrum
 from acutance.version import __version__
 
 VARIANTS: Mapping[str, str | None] = {
@@ -133,8 +136,10 @@ def _train_and_measure(
     return DemoRun(variant, seed, accuracy, profile)
 
 
-def new_model(config: DemoConfig, seed: int, mitigation: str | None = None) -> ViT:
-    """The demo's ViT as it starts: the same first weights for every variant of a seed."""
+def new_model(
+    config: DemoConfig, seed: int, mitigation: str | None = None, *, attention: str = "softmax", widen: bool = True
+) -> ViT:
+    """The demo's ViT as it starts: a seed gives every variant the same weights; a mitigation is put in after that."""
     torch.manual_seed(seed)
     model = ViT(
         image_size=8,
@@ -145,9 +150,13 @@ def new_model(config: DemoConfig, seed: int, mitigation: str | None = None) -> V
         heads=config.heads,
         mlp_ratio=config.mlp_ratio,
         num_classes=10,
-        mitigation=mitigation,
+        attention=attention,
     )
-    widen_start(model)
+    if widen:
+        widen_start(model)
+    if mitigation is not None:  # not before: an eigen starts from the weights it finds
+        for site in sites.find(model):
+            site.install(parse(mitigation).for_layer(site.shape()))
     return model
 
 
@@ -160,7 +169,10 @@ def widen_start(model: ViT) -> None:
 
 
 def train_epochs(model: ViT, data: Split, config: DemoConfig, generator: torch.Generator) -> Iterator[int]:
-    """Train in place with AdamW and a warmed-up cosine, yielding after each epoch."""
+    """Train in place with AdamW and a warmed-up cosine, yielding after each epoch.
+
+    At the end a steered model whose spectrum has crossed the bound is warned of, see `check_spectrum`.
+    """
     frozen = model.no_weight_decay()
     decayed = [p for n, p in model.named_parameters() if p.ndim > 1 and n not in frozen]
     others = [p for n, p in model.named_parameters() if p.ndim <= 1 or n in frozen]
@@ -182,6 +194,7 @@ def train_epochs(model: ViT, data: Split, config: DemoConfig, generator: torch.G
             optimiser.step()
             schedule.step()
         yield epoch
+    check_spectrum(model)
 
 
 def warm_cosine(progress: float, warmup: float) -> float:

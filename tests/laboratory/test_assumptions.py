@@ -1,5 +1,7 @@
 """Distances from a symmetric positive definite kernel, against matrices written out."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 from acutance import metrics, sites
 from acutance.errors import AcutanceError
 from acutance.laboratory import kernel_assumptions
-from acutance.laboratory.assumptions import asymmetry, negative_share
+from acutance.laboratory.assumptions import MEASURES, KernelAssumptions, _of_weights, asymmetry, negative_share
 from acutance.laboratory.statistics import rank_correlation
 from acutance.mitigations import parse
 from acutance.models import ViT
@@ -96,6 +98,51 @@ def test_weights_are_found_also_where_a_mitigation_took_the_values_over() -> Non
         site.install(parse("eigen:negative").for_layer(site.shape()).double())
     both = [kernel_assumptions(model, [normal(2, 1, 8, 8)]) for model in (plain, steered)]
     np.testing.assert_allclose(both[0].weights_asymmetry, both[1].weights_asymmetry)
+
+
+def test_grouped_queries_share_their_key_weights() -> None:
+    """Four query heads, two key heads: the first two belong to the first."""
+    site = SimpleNamespace(heads=4, kv_heads=2, head_dim=3)
+    query, key = normal(12, 8), normal(6, 8, seed=1)
+    site.query_weight, site.key_weight = lambda: query, lambda: key
+    found = _of_weights(site)
+    for head in range(4):
+        first = 3 * (head // 2)
+        form = (query[3 * head : 3 * head + 3].mT @ key[first : first + 3]).numpy()
+        assert found[0, head] == pytest.approx(asymmetry_oracle(form))
+        assert found[1, head] == pytest.approx(negative_oracle(form), abs=1e-7)
+
+
+def test_weights_a_site_does_not_know_are_left_open() -> None:
+    def refuse() -> Tensor:
+        raise AcutanceError("does not know where W_Q is")
+
+    assert np.isnan(_of_weights(SimpleNamespace(heads=4, query_weight=refuse))).all()
+
+
+def test_correlations_within_a_layer_do_not_see_the_depth() -> None:
+    """In each layer the measure falls with the alignment; layers are shifted so that pooled it seems to rise."""
+    alignment = np.linspace(0, 0.1, 6).reshape(1, 3, 2) + np.array([0.0, 0.5]).reshape(2, 1, 1)
+    measure = -np.linspace(0, 0.1, 6).reshape(1, 3, 2) + np.array([0.3, 0.9]).reshape(2, 1, 1)
+    weights = np.zeros((2, 2))
+    found = KernelAssumptions({**dict.fromkeys(MEASURES, measure), "alignment": alignment}, weights, weights)
+    assert found.correlations()["kernel_asymmetry"] > 0.4
+    np.testing.assert_allclose(found.layer_correlations()["kernel_asymmetry"], [-1, -1])
+
+
+def test_correlations_within_a_layer_are_spearmans() -> None:
+    found = kernel_assumptions(vit(), [normal(4, 1, 8, 8)])
+    for layer in range(2):
+        expected = spearmanr(found.samples["logits_negative"][layer].ravel(), found.alignment[layer].ravel()).statistic
+        assert found.layer_correlations()["logits_negative"][layer] == pytest.approx(expected)
+
+
+def test_rounding_has_no_correlation() -> None:
+    noise, weights = normal(2, 4, 3).numpy(), np.zeros((2, 3))
+    samples = {**dict.fromkeys(MEASURES, 1e-8 * noise), "alignment": 1 + 1e-7 * noise}
+    found = KernelAssumptions(samples, weights, weights)
+    assert np.isnan(list(found.correlations().values())).all()
+    assert all(np.isnan(values).all() for values in found.layer_correlations().values())
 
 
 def test_tables_hold_means_over_samples_and_the_model_is_left_alone() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from acutance import metrics, sites
 from acutance.errors import AcutanceError, MissingExtraError
 from acutance.kernels.heads import repeat_heads
-from acutance.laboratory.statistics import rank_correlation
+from acutance.laboratory.statistics import mean_known, rank_correlation
 from acutance.measure import evaluating, feed
 from acutance.operator import AttentionOperator, AttentionRecord
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 MEASURES = ("logits_asymmetry", "logits_negative", "kernel_asymmetry", "kernel_negative")
 # exp(q·k) has no low rank: its spectrum needs the matrix, of at most so many evenly spaced tokens.
 MOST_TOKENS = 512
+# What varies less than this is constant up to rounding in float32 (an exactly symmetric kernel), and has no ranks.
+ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,16 @@ class KernelAssumptions:
         """Spearman's rank correlation of every measure with the alignment, over layers × samples × heads.
 
         Negative: the further from the assumption, the worse the alignment. NaN if one of the two does not vary.
+        Pooled like this it mixes in how both change with depth; `layer_correlations` does not.
         """
-        return {name: rank_correlation(self.samples[name].ravel(), self.alignment.ravel()) for name in MEASURES}
+        return {name: _correlation(self.samples[name], self.alignment) for name in MEASURES}
+
+    def layer_correlations(self) -> dict[str, NDArray[np.float64]]:
+        """The same within each layer, over samples × heads: (layers,)."""
+        return {
+            name: np.array([_correlation(*layer) for layer in zip(self.samples[name], self.alignment, strict=True)])
+            for name in MEASURES
+        }
 
     def rows(self) -> Iterator[dict[str, float]]:
         """One row per layer and head, means over samples; layers and heads are numbered from 1."""
@@ -76,8 +86,9 @@ class KernelAssumptions:
     def table(self) -> Table:
         """The rows for a terminal, with the correlations below."""
         rows = list(self.rows())
-        found = ", ".join(f"{name} {value:+.2f}" for name, value in self.correlations().items())
-        caption = f"mean over samples; rank correlation with alignment over layers × samples × heads: {found}"
+        within = {name: mean_known(values) for name, values in self.layer_correlations().items()}
+        found = ", ".join(f"{name} {value:+.2f} ({within[name]:+.2f})" for name, value in self.correlations().items())
+        caption = f"mean over samples; rank correlation with alignment, pooled (mean of those within a layer): {found}"
         table = Table(title="kernel assumptions", caption=caption, title_justify="left", caption_justify="left")
         for name in rows[0]:
             table.add_column(name.replace("_", " "), justify="right")
@@ -173,13 +184,19 @@ def _norm(x: Tensor) -> Tensor:
 
 def _of_weights(site: sites.AttentionSite) -> NDArray[np.float64]:
     """Asymmetry and negative share (2, heads) of W_QᵀW_K, exact; NaN for a library that keeps them elsewhere."""
-    shared = getattr(site.attention, "kv", None)  # symmetric attention: one projection is both
-    joint = getattr(site.attention, "qkv", shared)
-    if not isinstance(joint, nn.Linear) or site.kv_heads != site.heads:
+    try:
+        query, key = site.query_weight().detach(), site.key_weight().detach()
+    except AcutanceError:
         return np.full((2, site.heads), np.nan)
-    parts = joint.weight.detach().unflatten(0, (-1, site.heads, site.head_dim)).mT  # (q k v, heads, dim, head_dim)
-    query, key = parts[0], parts[0] if joint is shared else parts[1]
-    return torch.stack([asymmetry(query, key), negative_share(query, key)]).cpu().numpy()
+    query = query.unflatten(0, (site.heads, site.head_dim))
+    key = repeat_heads(key.unflatten(0, (site.kv_heads, site.head_dim))[None], site.heads)[0]  # grouped queries share
+    return torch.stack([asymmetry(query.mT, key.mT), negative_share(query.mT, key.mT)]).cpu().numpy()
+
+
+def _correlation(measure: NDArray[np.float64], alignment: NDArray[np.float64]) -> float:
+    if min(np.ptp(measure), np.ptp(alignment)) < ROUNDING:
+        return float("nan")
+    return rank_correlation(measure.ravel(), alignment.ravel())
 
 
 def _check(A: AttentionOperator, layer: int) -> None:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Annotated
 
@@ -11,10 +16,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from acutance.errors import AcutanceError
 from acutance.version import __version__
 
 app = typer.Typer(
-    help="Experiments on over-smoothing: one layer repeated, and deep networks at random initialisation.",
+    help="Experiments on over-smoothing: one layer repeated, deep random networks, the affinities of trained ones.",
     no_args_is_help=True,
 )
 console = Console()
@@ -38,17 +44,9 @@ def depth(
 
     config = DepthConfig(depths=_numbers(depths), dim=dim)
     total = len(VARIANTS) * len(config.inits) * seeds
-    columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("", total=total)
-            started = iter(range(total))
-            study = depth_study(
-                config,
-                seeds=seeds,
-                folder=out,
-                advance=lambda what: progress.update(task, description=what, completed=next(started)),
-            )
+        with _progress(total) as advance:
+            study = depth_study(config, seeds=seeds, folder=out, advance=advance)
     except KeyboardInterrupt:
         console.print(f"\nStopped. Finished networks are kept in {out}; the same command goes on from there.")
         raise typer.Exit(130) from None
@@ -96,6 +94,52 @@ def repeat(
         *save_picture(repeat_picture(grid), out / "repeat"),
     ]
     console.print("wrote " + ", ".join(path.name for path in written) + f" into {out}")
+
+
+@app.command()
+def kernel(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Checkpoints, or folders of runs with a model.safetensors.")
+    ],
+    out: Annotated[Path, typer.Option(help="Where the table and the figure go.")] = Path("acutance-kernel"),
+    samples: Annotated[int, typer.Option(min=2, help="Images of each split; Table 4 has 1000.")] = 1000,
+) -> None:
+    """Are the learnt affinities a symmetric positive definite kernel, as NeuTRENO's Theorem 1 takes them to be?
+
+    Reads each model on the embedded digits' training and test images. Per layer and head: how far exp(q·k/√d) is from
+    symmetric (0 to about 1) and from positive definite (0 to ½), the alignment of the two gradients (Table 4: 1 is
+    perfect), and whether the alignment is worse where the assumption is (a rank correlation below 0), pooled and within
+    single layers. Runs named alike but for -seed0, -seed1, … are one variant: mean ± spread.
+
+    Example: acutance lab kernel acutance-demo/plain-seed0 acutance-demo/plain-seed1
+    """
+    from acutance.cli import _load
+    from acutance.laboratory.kernel_study import batch_count, kernel_study
+
+    models = {_run_name(run): partial(_load, run) for run in runs}
+    if len(models) < len(runs):
+        raise AcutanceError(f"two of these runs have one name: {', '.join(map(_run_name, runs))}. Rename one of them")
+    with _progress(len(models) * batch_count(samples)) as advance:
+        study = kernel_study(models, samples=samples, advance=advance)
+    command = shlex.join(["acutance", "lab", "kernel", *runs, "--samples", str(samples)])
+    written = study.save(out, context={"command": command, "hardware": f"{platform.machine()} CPU"})
+    console.print(study.table())
+    console.print("wrote " + ", ".join(path.name for path in written) + f" into {out}")
+
+
+def _run_name(run: str) -> str:
+    """A folder's name, or that of a checkpoint without its ending; model.safetensors is called after its folder."""
+    path = Path(run)
+    return path.parent.name if path.name == "model.safetensors" else path.name.removesuffix(".safetensors")
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar; the function is called with what begins now."""
+    columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task, started = progress.add_task("", total=total), count()
+        yield lambda what: progress.update(task, description=what, completed=next(started))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from acutance.report.pictures import blank_figure
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Each definition as something that falls to 0 when it is met; below the floor a curve is rounding.
@@ -31,6 +33,13 @@ DEPTH_PANELS = {
     "input: ‖HFC‖/‖LFC‖": ("hfc_lfc_spectral", "log"),
     "angle: mean token cosine": ("token_cosine", "linear"),
     "rank: σ₂/σ₁": ("singular_ratio", "linear"),
+}
+# By title, the columns of `KernelStudy.to_frame`.
+KERNEL_PANELS = {
+    "alignment (Table 4)": "alignment",
+    "asymmetry of exp(q·k/√d)": "kernel_asymmetry",
+    "negative share of its spectrum": "kernel_negative",
+    "rank correlation of asymmetry\nand alignment within the layer": "correlation_kernel_asymmetry",
 }
 INITS = {"deit": "weights with σ = 0.02 (DeiT)", "xavier": "weights by Xavier"}
 
@@ -97,10 +106,75 @@ def depth_picture(
             axis.grid(axis="y", alpha=0.3)
     for axis in axes[-1] if shape[1] > 1 else axes[:, 0]:
         axis.set_xlabel("layer")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    columns = 6 if shape[1] > 2 else 3
-    figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=8)
+    _legend(figure, axes[0][0], columns=6 if shape[1] > 2 else 3)
     return figure
+
+
+def kernel_picture(frame: pd.DataFrame) -> Figure:
+    """A panel per measure by layer, a curve per variant (test images solid, training images dashed).
+
+    Args:
+        frame: as `KernelStudy.to_frame` makes it, or its CSV read back.
+    """
+    figure, axes = blank_figure(1, len(KERNEL_PANELS), width=3.0, height=2.8)
+    variants = frame["variant"].unique()
+    for axis, (title, column) in zip(axes[0], KERNEL_PANELS.items(), strict=True):
+        for variant, colour in zip(variants, cycle(PALETTE), strict=False):
+            for data, style in (("test", "-"), ("train", "--")):
+                chosen = frame[(frame["variant"] == variant) & (frame["data"] == data)]
+                label = f"{variant}, {'training' if data == 'train' else data} images"
+                _curve(axis, chosen.groupby(["layer", "run"])[column].mean(), "layer", colour, style, label)
+        axis.set(xlabel="layer")
+        axis.set_title(title, fontsize=9)
+        axis.locator_params(axis="x", integer=True)
+        axis.grid(alpha=0.3)
+    _legend(figure, axes[0][0], columns=4)
+    return figure
+
+
+def symmetry_picture(frame: pd.DataFrame, plain: str) -> Figure:
+    """How symmetric H is over training: every layer of the plain variant, and the mean over layers of each variant.
+
+    Args:
+        frame: variant, seed, epoch, layer, symmetry: as benchmarks/over_training.py writes it.
+        plain: which variant is shown layer by layer.
+    """
+    figure, axes = blank_figure(1, 2, width=4.2, height=3.0)
+    left, right = axes[0]
+    own = frame[frame["variant"] == plain]
+    depth = int(own["layer"].max())
+    for layer in range(1, depth + 1):
+        curve = own[own["layer"] == layer].groupby("epoch")["symmetry"].mean()
+        label = f"layer {layer}" if layer in (1, depth) else None
+        left.plot(curve, color=_between((layer - 1) / max(depth - 1, 1)), label=label)
+    for variant, colour in zip(frame["variant"].unique(), cycle(PALETTE), strict=False):
+        mean = frame[frame["variant"] == variant].groupby(["epoch", "seed"])["symmetry"].mean()
+        _curve(right, mean, "epoch", colour, "-", str(variant))
+    titles = (f"{plain}, layer by layer (mean over seeds)", "mean over layers ± spread over seeds")
+    for axis, title in zip(axes[0], titles, strict=True):
+        axis.set(xlabel="epoch", ylabel="cosine between H and Hᵀ")
+        axis.set_title(title, fontsize=9)
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _curve(axis: Axes, values: pd.Series[float], over: str, colour: str, style: str, label: str) -> None:
+    """Mean and spread over runs of what is grouped by (over, run); a variant without numbers draws nothing."""
+    by = values.groupby(over).agg(["mean", "std"])
+    spread = by["std"].fillna(0)
+    axis.plot(by.index, by["mean"], style, color=colour, label=label, linewidth=1.3)
+    axis.fill_between(by.index, by["mean"] - spread, by["mean"] + spread, color=colour, alpha=0.15, linewidth=0)
+
+
+def _between(share: float) -> tuple[float, float, float]:
+    """From a light to a dark blue: the deeper, the darker."""
+    return (0.65 - 0.6 * share, 0.8 - 0.55 * share, 0.95 - 0.5 * share)
+
+
+def _legend(figure: Figure, axis: Axes, columns: int) -> None:
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=8)
 
 
 def save_picture(figure: Figure, stem: Path) -> list[Path]:

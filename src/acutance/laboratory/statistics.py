@@ -1,4 +1,4 @@
-"""Spearman's rank correlation, so that SciPy is not needed for one number."""
+"""Spearman's rank correlation, so that SciPy is not needed for one number, and a mean of what is known."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ def rank_correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
     if first.std() == 0 or second.std() == 0:
         return float("nan")
     return float(np.corrcoef(first, second)[0, 1])
+
+
+def mean_known(values: NDArray[np.float64]) -> float:
+    """The mean of the entries that are not NaN; NaN if there are none."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if known.size else float("nan")
 
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
