@@ -18,9 +18,18 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 from torch import Tensor
 
-from acutance import theory
+from acutance import Monitor, Profile, theory
+from acutance.data import digits
+from acutance.demo import DemoConfig, new_model, train_epochs
 from acutance.laboratory import norm_grid
-from acutance.laboratory.pictures import DEPTH_PANELS, FALLING, depth_picture, repeat_picture
+from acutance.laboratory.pictures import (
+    DEPTH_PANELS,
+    FALLING,
+    depth_picture,
+    kernel_picture,
+    repeat_picture,
+    symmetry_picture,
+)
 from acutance.metrics import hfc_lfc_frobenius
 from acutance.operator import AttentionOperator
 from acutance.steer import sharpening_bound
@@ -216,6 +225,51 @@ def depth() -> Figure:
     return depth_picture(frame[frame["layer"] % 6 == 0], [12, 48, 96], definitions=list(DEPTH_PANELS)[:1])
 
 
+def kernel() -> Figure:
+    """Trained models as they stand in evidence/."""
+    return kernel_picture(pd.read_csv(EVIDENCE / "kernel" / "kernel.csv"))
+
+
+def symmetry() -> Figure:
+    """Over training, as it stands in evidence/."""
+    return symmetry_picture(pd.read_csv(EVIDENCE / "symmetry" / "symmetry.csv"), plain="softmax-small")
+
+
+def watched_digits() -> Figure:
+    """The demo's plain ViT, seed 0, read before its training and after every epoch."""
+    config, (train, test) = DemoConfig(), digits()
+    model = new_model(config, seed=0)
+    probe = next(iter(test.batches(64)))
+    monitor = Monitor(model, probe, metrics="token_cosine", tap=["block", "attention"])
+    monitor.record(0)
+    for epoch in train_epochs(model, train, config, torch.Generator().manual_seed(0)):
+        monitor.record((epoch + 1) * -(-len(train) // config.batch_size))
+    return monitor.picture()
+
+
+def pretrained() -> Figure:
+    """The two profiles that stand in evidence/, over relative depth."""
+    names = {"all-MiniLM-L6-v2 (encoder)": "minilm", "SmolLM2-135M (causal)": "smollm2"}
+    profiles = {name: Profile.load(EVIDENCE / "real-models" / f"{file}.json") for name, file in names.items()}
+    titles = {
+        ("token_cosine", "block"): "Token cosine, stream",
+        ("token_cosine", "attention"): "Token cosine, attention branch",
+        ("attention_entropy", "map"): "Attention entropy (nats)",
+    }
+    figure, axes = plt.subplots(1, 3, figsize=(9.6, 3.0), layout="constrained")
+    for axis, ((metric, tap), title) in zip(axes, titles.items(), strict=True):
+        for (name, profile), color in zip(profiles.items(), PALETTE, strict=False):
+            readings = profile.select(metric, tap)
+            depth = torch.tensor([r.layer for r in readings]) / readings[-1].layer
+            mean, spread = (torch.tensor([getattr(r, key) for r in readings]) for key in ("mean", "std"))
+            axis.plot(depth, mean, "o-", color=color, markersize=2.5, label=name)
+            axis.fill_between(depth, mean - spread, mean + spread, color=color, alpha=0.2, linewidth=0)
+        axis.set(xlabel="layer / depth", ylim=(0, None))
+        axis.set_title(title)
+    axes[0].legend(fontsize=8, loc="upper left")
+    return figure
+
+
 PICTURES: dict[str, dict[str, Callable[[], Figure]]] = {
     "theory": {
         "theorem-1": theorem_1,
@@ -224,7 +278,9 @@ PICTURES: dict[str, dict[str, Callable[[], Figure]]] = {
         "proposition-1": proposition_1,
     },
     "steer": {"bound": bound},
-    "laboratory": {"repeat": repeated_layers, "depth": depth},
+    "measure": {"pretrained": pretrained},
+    "monitor": {"digits": watched_digits},
+    "laboratory": {"repeat": repeated_layers, "depth": depth, "kernel": kernel, "symmetry": symmetry},
 }
 
 
