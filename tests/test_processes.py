@@ -12,13 +12,13 @@ import torch
 
 from acutance import processes
 from acutance.errors import AcutanceError
-from acutance.measure import _Running
 from acutance.models import ViT, save_checkpoint
 from acutance.profile import Profile
+from acutance.reader import Running
 
 
-def running(values) -> _Running:
-    made = _Running()
+def running(values) -> Running:
+    made = Running()
     made.add(np.asarray(values, dtype=np.float64))
     return made
 
@@ -26,7 +26,7 @@ def running(values) -> _Running:
 @pytest.mark.parametrize("cuts", [[3], [1, 2], [2, 4, 6]])
 def test_merged_statistics_are_those_of_the_whole(cuts: list[int]) -> None:
     values = np.random.default_rng(0).normal(1000.0, 0.1, 9)  # a mean far above the spread shows a careless formula
-    merged = _Running()
+    merged = Running()
     for part in np.split(values, cuts):
         merged.merge(running(part))
     assert merged.count == 9
@@ -36,7 +36,7 @@ def test_merged_statistics_are_those_of_the_whole(cuts: list[int]) -> None:
 
 @pytest.mark.parametrize("order", list(itertools.permutations([[1.0, 2.0], [math.inf], [3.0]])))
 def test_an_infinity_stays_one_whatever_comes_before_or_after(order) -> None:
-    merged = _Running()
+    merged = Running()
     for part in order:
         merged.merge(running(part))
     assert (merged.mean, merged.std, merged.count) == (math.inf, math.inf, 4)

@@ -6,12 +6,10 @@ import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -24,17 +22,15 @@ from torch import Tensor, nn
 
 from acutance import metrics as metric_room
 from acutance import processes, sites
-from acutance.errors import AcutanceError, ShapeError
-from acutance.operator import AttentionOperator, AttentionRecord
+from acutance.errors import AcutanceError
+from acutance.operator import AttentionRecord
 from acutance.profile import MAP, Profile, Reading
+from acutance.reader import SUCCESSIVE, Key, Reader, Running
 from acutance.samples import SPECIAL, Samples
 from acutance.version import __version__
 
 TAPS = ("block", "attention", "values", "final")
 DEFAULT_METRICS = ("token_cosine", "hfc_lfc_spectral", "rank_residual", "effective_rank", "norm_spread")
-SUCCESSIVE = "attention_cosine"  # compares a layer's attention with the layer before (Fig. 5 of arXiv 2312.00751)
-
-Key = tuple[str, int, str]
 
 
 def available_metrics() -> list[str]:
@@ -81,10 +77,10 @@ def measure(
     names, taps = check_choices(metrics, tap, prefix)
     bare = getattr(model, "_orig_mod", model)  # a compiled model would not see hooks added now
     target = _part(bare, part)
-    reader = _Reader(names, taps)
+    reader = Reader(names, taps)
     skip = sites.prefix_tokens(target) if prefix == "out" else 0
     decoder = part is not None and "decoder" in part
-    statistics: dict[Key, _Running] = {}
+    statistics: dict[Key, Running] = {}
     rank, size = processes.place() if across_processes else (0, 1)
     with evaluating(bare), sites.reading(target), ExitStack() as stack:
         _attach(target, reader, taps, stack)
@@ -92,7 +88,7 @@ def measure(
             reader.samples = Samples.of(batch, skip=skip, special=prefix == "in", decoder=decoder)
             feed(bare, batch)
             for key, values in reader.flush().items():
-                statistics.setdefault(key, _Running()).add(values)
+                statistics.setdefault(key, Running()).add(values)
     if across_processes:
         statistics = _over_processes(statistics)
     if not statistics:
@@ -129,119 +125,16 @@ def feed(model: nn.Module, batch: Any) -> Any:
     return model(inputs.to(device))
 
 
-class _Reader:
-    """Turns what the hooks see in one batch into metric values; holds at most one earlier layer's q and k."""
-
-    def __init__(self, names: Sequence[str], taps: Sequence[str]) -> None:
-        self.token_metrics = [n for n in names if n in metric_room.TOKEN_METRICS]
-        self.attention_metrics = [n for n in names if n in metric_room.ATTENTION_METRICS]
-        self.successive = SUCCESSIVE in names
-        self.taps = taps
-        self.samples = Samples()
-        self.values: dict[Key, Tensor] = {}
-        self.size = 0  # samples in the batch, as its first reading has them
-        self.previous: AttentionOperator | None = None
-
-    @property
-    def wants_records(self) -> bool:
-        return bool({"attention", "values"} & set(self.taps) or self.attention_metrics or self.successive)
-
-    def tokens(self, tap: str, layer: int, tokens: Tensor) -> None:
-        if tokens.ndim != 3:
-            raise ShapeError(f"{tap} of layer {layer} is {tuple(tokens.shape)}, not (batch, tokens, channels)")
-        self._measure_tokens(tap, layer, *self.samples.tokens(tokens))
-
-    def record(self, layer: int, record: AttentionRecord) -> None:
-        _, mask = self.samples.tokens(record.branch)
-        record = self.samples.record(record)
-        if "attention" in self.taps:
-            self._measure_tokens("attention", layer, record.branch, mask)
-        if "values" in self.taps:
-            merged = record.values.transpose(1, 2).flatten(2)
-            # Pyramids have fewer keys than queries; their prefix and padding are none.
-            self._measure_tokens("values", layer, merged, mask if merged.shape[1] == record.branch.shape[1] else None)
-        if self.attention_metrics or self.successive:
-            first = [*self.attention_metrics, SUCCESSIVE][0]
-            metric_room.check_finite(record.branch, metric=first, layer=layer, mask=mask)
-        for name in self.attention_metrics:
-            self._keep((MAP, layer, name), metric_room.ATTENTION_METRICS[name](record, mask))
-        if self.successive:
-            before, self.previous = self.previous, record.operator
-            if before is not None and before.shape == record.operator.shape:  # a new stage has other tokens
-                cosine = metric_room.attention_cosine(before, record.operator, mask)
-                self._keep((MAP, layer, SUCCESSIVE), cosine)
-
-    def flush(self) -> dict[Key, NDArray[np.float64]]:
-        """Hand over the batch's values in one transfer from the device."""
-        if not self.values:
-            raise AcutanceError(f"nothing was read: {SUCCESSIVE} compares successive layers and needs two of them")
-        keys = list(self.values)
-        stacked = torch.stack([v.double() for v in self.values.values()]).cpu().numpy()
-        self.values, self.previous, self.size = {}, None, 0
-        return dict(zip(keys, stacked, strict=True))
-
-    def _measure_tokens(self, tap: str, layer: int, tokens: Tensor, mask: Tensor | None) -> None:
-        if self.token_metrics:
-            metric_room.check_finite(tokens, metric=f"{self.token_metrics[0]} at {tap}", layer=layer, mask=mask)
-        for name in self.token_metrics:
-            self._keep((tap, layer, name), metric_room.TOKEN_METRICS[name](tokens, mask))
-
-    def _keep(self, key: Key, value: Tensor) -> None:
-        """The mean over heads, and over the windows that a sample is cut into."""
-        self.size = self.size or len(value)
-        if key in self.values:
-            raise AcutanceError(
-                f"layer {key[1]} ran more than once in a forward pass, so its readings cannot be told apart: layers "
-                "that share a module, or a model that calls its layers several times, cannot be measured as a whole"
-            )
-        self.values[key] = value.reshape(self.size, -1).mean(1)
-
-
-@dataclass
-class _Running:
-    """Mean and standard deviation of a stream, merged batch by batch and process by process (Chan's update)."""
-
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0  # the sum of squared deviations from the mean
-
-    def add(self, values: NDArray[np.float64]) -> None:
-        """Take in one batch's values."""
-        infinite = values[~np.isfinite(values)]  # documented, such as HFC/LFC of tokens whose mean is zero
-        if len(infinite):
-            self.merge(_Running(len(values), float(infinite.sum())))
-        else:
-            mean = float(values.mean())
-            self.merge(_Running(len(values), mean, float(((values - mean) ** 2).sum())))
-
-    def merge(self, other: _Running) -> None:
-        """Take in the statistics of other samples."""
-        total = self.count + other.count
-        if np.isfinite(self.mean + other.mean):
-            delta = other.mean - self.mean
-            self.mean += delta * other.count / total
-            self.squares += other.squares + delta**2 * self.count * other.count / total
-        else:
-            self.mean += other.mean  # once infinite, always infinite
-        self.count = total
-
-    @property
-    def std(self) -> float:
-        if not np.isfinite(self.mean):
-            return float("inf")
-        return float(np.sqrt(self.squares / (self.count - 1))) if self.count > 1 else 0.0
-
-
-def _over_processes(own: Mapping[Key, _Running]) -> dict[Key, _Running]:
+def _over_processes(own: Mapping[Key, Running]) -> dict[Key, Running]:
     """The statistics of all processes as one, merged in the order of their ranks."""
-    merged: dict[Key, _Running] = {}
+    merged: dict[Key, Running] = {}
     for part in processes.gather(own):
         for key, statistics in part.items():
-            merged.setdefault(key, _Running()).merge(statistics)
+            merged.setdefault(key, Running()).merge(statistics)
     return merged
 
 
-def _attach(model: nn.Module, reader: _Reader, taps: Sequence[str], stack: ExitStack) -> None:
+def _attach(model: nn.Module, reader: Reader, taps: Sequence[str], stack: ExitStack) -> None:
     if "block" in taps:
         for layer, block, as_tokens in sites.blocks(model):
             if layer == 1:
@@ -256,26 +149,27 @@ def _attach(model: nn.Module, reader: _Reader, taps: Sequence[str], stack: ExitS
         stack.callback(norm.register_forward_hook(_final_hook(reader, last)).remove)
 
 
-def _entry_hook(reader: _Reader, as_tokens: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+def _entry_hook(reader: Reader, as_tokens: Callable[[Tensor], Tensor]) -> Callable[..., None]:
     def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        reader.tokens("block", 0, as_tokens(sites.tokens_in(args, kwargs)))
+        if "block" not in reader.depths:  # layers that share a module enter it again
+            reader.tokens("block", 0, as_tokens(sites.tokens_in(args, kwargs)))
 
     return hook
 
 
-def _block_hook(reader: _Reader, layer: int, as_tokens: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+def _block_hook(reader: Reader, layer: int, as_tokens: Callable[[Tensor], Tensor]) -> Callable[..., None]:
     def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-        reader.tokens("block", layer, as_tokens(sites.tokens_out(output)))
+        reader.tokens("block", reader.depth("block", layer), as_tokens(sites.tokens_out(output)))
 
     return hook
 
 
-def _final_hook(reader: _Reader, last: sites.AttentionSite) -> Callable[..., None]:
+def _final_hook(reader: Reader, last: sites.AttentionSite) -> Callable[..., None]:
     return lambda _module, _args, output: reader.tokens("final", last.layer, last.tokens(output))
 
 
-def _record_hook(reader: _Reader, layer: int) -> Callable[[AttentionRecord], None]:
-    return lambda record: reader.record(layer, record)
+def _record_hook(reader: Reader, layer: int) -> Callable[[AttentionRecord], None]:
+    return lambda record: reader.record(reader.depth(MAP, layer), record)
 
 
 def track(batches: Iterable[Any], show: bool, stack: ExitStack, description: str) -> Iterable[Any]:
@@ -301,7 +195,7 @@ def check_readable(
     names, taps = check_choices(metrics, tap, prefix)
     target = _part(model, part)
     with sites.reading(target), ExitStack() as stack:
-        _attach(target, _Reader(names, taps), taps, stack)
+        _attach(target, Reader(names, taps), taps, stack)
 
 
 def check_choices(metrics: str | Sequence[str], tap: str | Sequence[str], prefix: str) -> tuple[list[str], list[str]]:
@@ -328,7 +222,7 @@ def _tap_names(tap: str | Sequence[str]) -> list[str]:
     return taps
 
 
-def sorted_by_tap(statistics: Mapping[Key, _Running], taps: Sequence[str]) -> list[tuple[Key, _Running]]:
+def sorted_by_tap(statistics: Mapping[Key, Running], taps: Sequence[str]) -> list[tuple[Key, Running]]:
     """Readings in the order a reader expects: tap as asked for, then depth."""
     order = {name: position for position, name in enumerate([*taps, MAP])}
     return sorted(statistics.items(), key=lambda item: (order[item[0][0]], item[0][1]))

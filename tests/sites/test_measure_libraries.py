@@ -117,17 +117,55 @@ def test_tokens_are_measured_where_attention_cannot_be_reached():
     assert len(profile["token_cosine"]) == 4
 
 
-def test_a_module_shared_by_all_layers_is_said_to_be_one():
+def albert():
     from transformers import AlbertConfig, AlbertModel
 
-    config = AlbertConfig(
-        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, vocab_size=60
-    )
-    model = AlbertModel(config).eval()
-    with pytest.raises(AcutanceError, match="more than once"):
-        ac.measure(model, [torch.randint(3, 60, (2, 8))], progress=False)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 60}
+    return AlbertModel(AlbertConfig(num_hidden_layers=4, **sizes)).double().eval()
+
+
+def test_layers_that_share_a_module_are_read_one_by_one():
+    model, ids = albert(), torch.randint(3, 60, (2, 8))
+    profile = ac.measure(model, [ids, ids], metrics=["token_cosine", "attention_entropy"], progress=False)
+    hidden = model(ids, output_hidden_states=True).hidden_states
+    assert profile["token_cosine"].tolist() == pytest.approx([metrics.token_cosine(h).mean().item() for h in hidden])
+    model.set_attn_implementation("eager")
+    weights = model(ids, output_attentions=True).attentions
+    entropy = [-(A * A.clamp_min(1e-300).log()).sum(-1).mean().item() for A in weights]
+    assert profile["attention_entropy"].tolist() == pytest.approx(entropy, rel=1e-6)
     with pytest.raises(AcutanceError, match="all its layers are one module"):
         ac.mitigate(model, "neutreno:0.6")
+
+
+def test_layers_that_run_twice_are_an_error():
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = hf_zoo.build("bert")
+
+        def forward(self, ids):
+            return self.body(ids).last_hidden_state + self.body(ids.flip(1)).last_hidden_state
+
+    with pytest.raises(AcutanceError, match="layer 1 ran again after layer 3"):
+        ac.measure(Twice(), [torch.randint(3, 60, (2, 8))], progress=False)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_grids_of_unknown_models_are_read_as_tokens(channels_last):
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(6)
+
+        def forward(self, x):
+            return self.norm(x) if channels_last else self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    model = torch.nn.Sequential(Block(), Block()).double()
+    x = torch.randn(2, 4, 5, 6, dtype=torch.float64)
+    grid = x if channels_last else x.permute(0, 3, 1, 2)
+    expected = [metrics.token_cosine(y.flatten(1, 2)).mean().item() for y in (x, model[0].norm(x))]
+    assert ac.measure(model, [grid], progress=False)["token_cosine"][:2].tolist() == pytest.approx(expected)
 
 
 def test_measuring_leaves_no_trace():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from torch import Tensor, nn
 
 from acutance.errors import NoSitesError, SeveralStacksError
 from acutance.sites import huggingface, reference, timm, torch_nn
 from acutance.sites.base import AttentionSite, Library, Undo
-from acutance.sites.blocks import repeated_blocks
+from acutance.sites.blocks import grid_as_tokens, repeated_blocks
 from acutance.sites.patched import PatchedSite, Stack, tokens_in, tokens_out
 
 __all__ = [
@@ -53,7 +54,7 @@ def blocks(model: nn.Module) -> list[tuple[int, nn.Module, Callable[[Tensor], Te
         found = repeated_blocks(model)
         if not found:
             raise
-        return [(layer, block, _as_they_are) for layer, (_, block) in enumerate(found, 1)]
+        return [(layer, block, partial(grid_as_tokens, block)) for layer, (_, block) in enumerate(found, 1)]
 
 
 def prefix_tokens(model: nn.Module) -> int:
@@ -109,10 +110,6 @@ def mitigation_spec(model: nn.Module) -> str | None:
         return specs[1]
     where = {spec: [str(n) for n in specs if specs[n] == spec] for spec in specs.values()}
     return "; ".join(f"{spec} in layers {', '.join(layers)}" for spec, layers in where.items()) or None
-
-
-def _as_they_are(tokens: Tensor) -> Tensor:
-    return tokens
 
 
 def _locate(model: nn.Module) -> tuple[Library, list[AttentionSite]]:

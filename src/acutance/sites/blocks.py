@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
-from acutance.errors import AcutanceError, SeveralStacksError
+from acutance.errors import AcutanceError, SeveralStacksError, ShapeError
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
 
@@ -63,6 +63,17 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if len(inner) < len(blocks):
         return blocks
     return [(_join(name, path), block) for name, found in inner for path, block in found]  # stages of blocks
+
+
+def grid_as_tokens(block: nn.Module, x: Tensor) -> Tensor:
+    """What goes through a block as (batch, tokens, channels); of a grid, the block's norms tell which axis is which."""
+    if x.ndim != 4:
+        return x
+    widths = {module.normalized_shape[-1] for module in block.modules() if isinstance(module, nn.LayerNorm)}
+    last, first = x.shape[-1] in widths, x.shape[1] in widths or not widths  # convolutions have the channels first
+    if last == first:
+        raise ShapeError(f"{type(block).__name__} gives {tuple(x.shape)}: which axis has the channels is not clear")
+    return x.flatten(1, 2) if last else x.flatten(2).transpose(1, 2)
 
 
 def _containers_around(model: nn.Module, path: str) -> list[str]:

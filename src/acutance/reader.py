@@ -1,0 +1,137 @@
+"""What `measure` reads of one batch, and what becomes of it over many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from acutance import metrics as metric_room
+from acutance.errors import AcutanceError, ShapeError
+from acutance.operator import AttentionOperator, AttentionRecord
+from acutance.profile import MAP
+from acutance.samples import Samples
+
+SUCCESSIVE = "attention_cosine"  # compares a layer's attention with the layer before (Fig. 5 of arXiv 2312.00751)
+
+Key = tuple[str, int, str]  # tap, layer, metric
+
+
+class Reader:
+    """Turns what the hooks see in one batch into metric values; holds at most one earlier layer's q and k."""
+
+    def __init__(self, names: Sequence[str], taps: Sequence[str]) -> None:
+        self.token_metrics = [n for n in names if n in metric_room.TOKEN_METRICS]
+        self.attention_metrics = [n for n in names if n in metric_room.ATTENTION_METRICS]
+        self.successive = SUCCESSIVE in names
+        self.taps = taps
+        self.samples = Samples()
+        self.values: dict[Key, Tensor] = {}
+        self.size = 0  # samples in the batch, as its first reading has them
+        self.ran: dict[str, list[int]] = {}  # by tap, the blocks that ran, and
+        self.depths: dict[str, int] = {}  # how deep the last one was
+        self.previous: AttentionOperator | None = None
+
+    @property
+    def wants_records(self) -> bool:
+        """Whether anything is to be read of the attention itself."""
+        return bool({"attention", "values"} & set(self.taps) or self.attention_metrics or self.successive)
+
+    def depth(self, tap: str, layer: int) -> int:
+        """How deep a block is that runs now: its number, or one more than before where layers share a module."""
+        before = self.ran.setdefault(tap, [])
+        if layer in before and layer != before[-1]:
+            raise AcutanceError(
+                f"layer {layer} ran again after layer {before[-1]} in one forward pass, so its readings cannot be told "
+                "apart: feed what runs the layers once"
+            )
+        before.append(layer)
+        self.depths[tap] = max(layer, self.depths.get(tap, 0) + 1)
+        return self.depths[tap]
+
+    def tokens(self, tap: str, layer: int, tokens: Tensor) -> None:
+        """Read the token metrics at one tap."""
+        if tokens.ndim != 3:
+            raise ShapeError(f"{tap} of layer {layer} is {tuple(tokens.shape)}, not (batch, tokens, channels)")
+        self._measure_tokens(tap, layer, *self.samples.tokens(tokens))
+
+    def record(self, layer: int, record: AttentionRecord) -> None:
+        """Read what one layer's attention did."""
+        _, mask = self.samples.tokens(record.branch)
+        record = self.samples.record(record)
+        if "attention" in self.taps:
+            self._measure_tokens("attention", layer, record.branch, mask)
+        if "values" in self.taps:
+            merged = record.values.transpose(1, 2).flatten(2)
+            # Pyramids have fewer keys than queries; their prefix and padding are none.
+            self._measure_tokens("values", layer, merged, mask if merged.shape[1] == record.branch.shape[1] else None)
+        if self.attention_metrics or self.successive:
+            first = [*self.attention_metrics, SUCCESSIVE][0]
+            metric_room.check_finite(record.branch, metric=first, layer=layer, mask=mask)
+        for name in self.attention_metrics:
+            self._keep((MAP, layer, name), metric_room.ATTENTION_METRICS[name](record, mask))
+        if self.successive:
+            before, self.previous = self.previous, record.operator
+            if before is not None and before.shape == record.operator.shape:  # a new stage has other tokens
+                cosine = metric_room.attention_cosine(before, record.operator, mask)
+                self._keep((MAP, layer, SUCCESSIVE), cosine)
+
+    def flush(self) -> dict[Key, NDArray[np.float64]]:
+        """Hand over the batch's values in one transfer from the device."""
+        if not self.values:
+            raise AcutanceError(f"nothing was read: {SUCCESSIVE} compares successive layers and needs two of them")
+        keys = list(self.values)
+        stacked = torch.stack([v.double() for v in self.values.values()]).cpu().numpy()
+        self.values, self.previous, self.size, self.ran, self.depths = {}, None, 0, {}, {}
+        return dict(zip(keys, stacked, strict=True))
+
+    def _measure_tokens(self, tap: str, layer: int, tokens: Tensor, mask: Tensor | None) -> None:
+        if self.token_metrics:
+            metric_room.check_finite(tokens, metric=f"{self.token_metrics[0]} at {tap}", layer=layer, mask=mask)
+        for name in self.token_metrics:
+            self._keep((tap, layer, name), metric_room.TOKEN_METRICS[name](tokens, mask))
+
+    def _keep(self, key: Key, value: Tensor) -> None:
+        """The mean over heads, and over the windows that a sample is cut into."""
+        self.size = self.size or len(value)
+        self.values[key] = value.reshape(self.size, -1).mean(1)
+
+
+@dataclass
+class Running:
+    """Mean and standard deviation of a stream, merged batch by batch and process by process (Chan's update)."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0  # the sum of squared deviations from the mean
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        """Take in one batch's values."""
+        infinite = values[~np.isfinite(values)]  # documented, such as HFC/LFC of tokens whose mean is zero
+        if len(infinite):
+            self.merge(Running(len(values), float(infinite.sum())))
+        else:
+            mean = float(values.mean())
+            self.merge(Running(len(values), mean, float(((values - mean) ** 2).sum())))
+
+    def merge(self, other: Running) -> None:
+        """Take in the statistics of other samples."""
+        total = self.count + other.count
+        if np.isfinite(self.mean + other.mean):
+            delta = other.mean - self.mean
+            self.mean += delta * other.count / total
+            self.squares += other.squares + delta**2 * self.count * other.count / total
+        else:
+            self.mean += other.mean  # once infinite, always infinite
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        """The standard deviation over samples; infinite where the mean is."""
+        if not np.isfinite(self.mean):
+            return float("inf")
+        return float(np.sqrt(self.squares / (self.count - 1))) if self.count > 1 else 0.0
