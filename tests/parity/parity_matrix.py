@@ -1,0 +1,178 @@
+"""All cells of one library, those of two processes together; what is documented of them; and the tests of both."""
+
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from parity_cells import (
+    BUCKET,
+    DEPTH,
+    PRECISIONS,
+    PROCESSES,
+    RUNS,
+    TOLERANCE,
+    Cell,
+    Outcome,
+    cells,
+    distance,
+    plain_gradients,
+    run_cell,
+)
+from parity_subjects import SUBJECTS, subject_of
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "parity.md"
+WRITE = "WRITE_MATRIX"  # set in the environment, it makes the run write what it would otherwise check
+
+
+class Matrix:
+    """The outcomes of one library, each found when it is first asked for."""
+
+    def __init__(self, library: str) -> None:
+        self.library = library
+        self.found: dict[Cell, Outcome] = {}
+
+    def outcome(self, cell: Cell) -> Outcome:
+        """Starting processes is slow, so all cells that need two share them."""
+        if cell not in self.found and cell.processes == "one process":
+            self.found[cell] = run_cell(self.library, cell)
+        elif cell not in self.found:
+            self.found |= _in_two_processes(self.library)
+        return self.found[cell]
+
+    def record(self) -> dict:
+        """For the documentation."""
+        found = [asdict(cell) | _written(self.outcome(cell)) for cell in cells(self.library)]
+        cuts = {precision: _rounded(smallest_cut(self.library, precision)) for precision in PRECISIONS}
+        return {"library": self.library, "versions": _versions(self.library), "smallest cut": cuts, "cells": found}
+
+
+def _in_two_processes(library: str) -> dict[Cell, Outcome]:
+    chosen = [cell for cell in cells(library) if cell.processes != "one process"]
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_worker, args=(library, chosen, folder), nprocs=2)
+        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
+    outcomes = {}
+    for cell, *both in zip(chosen, *found, strict=True):
+        first, second = (Outcome(**outcome) for outcome in both)
+        assert first.result == second.result, f"{cell}: {first} in one process, {second} in the other"
+        outcomes[cell] = max(first, second, key=lambda outcome: outcome.error or 0.0)
+    return outcomes
+
+
+def _worker(rank: int, library: str, chosen: list[Cell], folder: str) -> None:
+    torch.set_num_threads(1)
+    dist._DEFAULT_FIRST_BUCKET_BYTES = BUCKET
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    outcomes = [asdict(run_cell(library, cell)) for cell in chosen]
+    Path(folder, f"{rank}.json").write_text(json.dumps(outcomes))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def smallest_cut(library: str, precision: str) -> float:
+    """The error of the smallest mistake: a gradient through v⁰ that is missing in one layer only."""
+    errors = []
+    for run, heads in product(RUNS, SUBJECTS[library].heads):
+        subject = subject_of(library, DEPTH[run])
+        for layer in range(2, subject.depth + 1):
+            cut = plain_gradients(subject, heads, precision, cut=layer)
+            errors.append(distance(cut, plain_gradients(subject, heads, precision)))
+    return min(errors)
+
+
+class MatrixChecks:
+    """Inherited by one test class per library."""
+
+    library: str
+
+    def pytest_generate_tests(self, metafunc):
+        if "cell" in metafunc.fixturenames:
+            quick = ("eager", "one process")
+            marks = {
+                cell: () if (cell.run, cell.processes) == quick else pytest.mark.slow for cell in cells(self.library)
+            }
+            metafunc.parametrize("cell", [pytest.param(cell, marks=marks[cell], id=str(cell)) for cell in marks])
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def matrix(cls):
+        return Matrix(cls.library)
+
+    def test_gradients_equal_the_plain_formula_or_are_refused(self, matrix, cell):
+        outcome = matrix.outcome(cell)
+        assert outcome.result in ("exact", "refused"), f"{outcome.result}, error {outcome.error}\n{outcome.message}"
+
+    @pytest.mark.parametrize("precision", PRECISIONS)
+    def test_a_gradient_cut_at_one_layer_would_be_seen(self, precision):
+        assert smallest_cut(self.library, precision) > 5 * TOLERANCE[precision]
+
+    @pytest.mark.slow
+    def test_the_documentation_shows_what_was_found(self, matrix):
+        recorded = DOCS / "evidence" / "parity" / f"{self.library}.json"
+        if WRITE in os.environ:
+            recorded.parent.mkdir(exist_ok=True)
+            recorded.write_text(json.dumps(matrix.record(), indent=1) + "\n")
+            PAGE.write_text(_with_table(PAGE.read_text(), json.loads(recorded.read_text())))
+        record = json.loads(recorded.read_text())
+        assert PAGE.read_text() == _with_table(PAGE.read_text(), record), f"{PAGE} does not show {recorded}"
+        if _minor(record["versions"]["torch"]) != _minor(torch.__version__):
+            pytest.skip(f"recorded with torch {record['versions']['torch']}")
+        documented = {Cell(*list(cell.values())[:5]): cell["result"] for cell in record["cells"]}
+        found = {cell: matrix.outcome(cell).result for cell in cells(self.library)}
+        differing = [
+            f"{cell}: {found[cell]}, not {documented.get(cell)}"
+            for cell in found
+            if found[cell] != documented.get(cell)
+        ]
+        assert not differing, f"run with {WRITE}=1 if this is meant: {differing}"
+
+
+def _with_table(page: str, record: dict) -> str:
+    """The page with the library's table between its markers."""
+    start, end = f"<!-- parity: {record['library']} -->\n", "\n<!-- end -->"
+    assert page.count(start) == 1, f"{PAGE} must have one {start.strip()}, and {end.strip()} after it"
+    before, after = page.split(start)
+    return before + start + _table(record["cells"]) + end + after.partition(end)[2]
+
+
+def _table(found: list[dict]) -> str:
+    """A row for every way to run the model, a column for every way to distribute and round it."""
+    columns = list(product(PROCESSES, PRECISIONS))
+    rows: dict[tuple, dict] = {}
+    for cell in found:
+        row = (cell["run"], cell["checkpointing"], cell["heads"])
+        rows.setdefault(row, {})[cell["processes"], cell["precision"]] = cell["result"]
+    heading = ["run", "checkpointing", "heads", *(f"{processes}, {precision}" for processes, precision in columns)]
+    lines = [heading, ["---"] * len(heading)]
+    lines += [[*row, *(results[column] for column in columns)] for row, results in rows.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _written(outcome: Outcome) -> dict:
+    error = None if outcome.error is None else _rounded(outcome.error)
+    return {"result": outcome.result, "error": error, "message": outcome.message}
+
+
+def _rounded(error: float) -> float:
+    return float(f"{error:.1e}")
+
+
+def _versions(library: str) -> dict[str, str]:
+    versions = {"torch": torch.__version__.partition("+")[0]}
+    try:
+        return versions | {library: version(library)}
+    except PackageNotFoundError:  # ours, and a part of torch
+        return versions
+
+
+def _minor(release: str) -> list[str]:
+    return release.split(".")[:2]

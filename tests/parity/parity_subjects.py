@@ -1,0 +1,231 @@
+"""What is put into the matrix: a tiny model per library, and the plain formula for it."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
+
+import torch
+from parity_formula import HIGH, LOW, STRENGTH, Names, attend, embed_patches, encode, learnt, rescale
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.nn import functional as F
+
+import acutance as ac
+
+NEUTRENO, BOTH = "neutreno:0.6,learn=head", "neutreno:0.6,learn=head+featscale"
+DIM, HEADS, BATCH = 32, 4, 4
+IMAGES = {"image_size": 8, "patch_size": 4}
+
+
+class Subject:
+    """One library's model."""
+
+    name: str
+    heads = ("multi-head",)
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+
+    def mitigation(self, heads: str) -> str:
+        """With learnt parameters, so that their gradients are compared too."""
+        return BOTH
+
+    def blocks(self, model: nn.Module) -> nn.ModuleList | nn.Sequential:
+        """The list of the model's blocks."""
+        kinds = (nn.ModuleList, nn.Sequential)
+        return next(part for part in model.modules() if isinstance(part, kinds) and len(part) == self.depth)
+
+    def library_model(self, heads: str) -> nn.Module:
+        """As the library makes it."""
+        raise NotImplementedError
+
+    def inputs(self, generator: torch.Generator, heads: str) -> dict[str, Tensor]:
+        """A batch in float64."""
+        raise NotImplementedError
+
+    def output(self, run: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Tensor:
+        """What the loss is made of."""
+        return run(*inputs.values())
+
+    def plain_output(self, heads: str, state: dict[str, Tensor], inputs: dict[str, Tensor], cut: int | None) -> Tensor:
+        """The same by the plain formula, given the mitigated model's parameters by name."""
+        raise NotImplementedError
+
+    def checkpoint(self, model: nn.Module, reentrant: bool) -> None:
+        """Recompute every block in the backward pass; here by torch's wrapper, as for libraries that offer nothing."""
+        kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+        layers = self.blocks(model)
+        for index, block in enumerate(layers):
+            layers[index] = checkpoint_wrapper(block, kind)
+
+    def mitigated(self, heads: str) -> nn.Module:
+        """The model in float64 and training mode, all parameters away from what would hide a mistake."""
+        torch.manual_seed(0)
+        model = self.library_model(heads).double().train()
+        ac.mitigate(model, self.mitigation(heads))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if STRENGTH in name:
+                    parameter.uniform_(1.0, 2.0)
+                elif parameter.ndim > 1:
+                    parameter.normal_(std=0.15)
+                else:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+        return model
+
+    def batch(self, seed: int, heads: str) -> dict[str, Tensor]:
+        """Inputs that every process makes alike."""
+        return self.inputs(torch.Generator().manual_seed(seed), heads)
+
+
+class Reference(Subject):
+    """acutance.models, whose blocks pass v⁰ on in their signature."""
+
+    name = "acutance.models"
+    names = Names("blocks", "attn", "qkv.", "proj", "mlp.fc1", "mlp.fc2")
+
+    def library_model(self, heads):
+        return ac.models.ViT(**IMAGES, dim=DIM, depth=self.depth, heads=HEADS, num_classes=5, mlp_ratio=2)
+
+    def inputs(self, generator, heads):
+        return {"images": torch.randn(BATCH, 3, 8, 8, dtype=torch.float64, generator=generator)}
+
+    def plain_output(self, heads, state, inputs, cut):
+        x = embed_patches(state, inputs["images"], IMAGES["patch_size"])
+        x = encode(state, x, heads=HEADS, depth=self.depth, names=self.names, activation=F.gelu, eps=1e-6, cut=cut)
+        x = F.layer_norm(x, (DIM,), state["norm.weight"], state["norm.bias"], 1e-6)
+        return F.linear(x[:, 0], state["head.weight"], state["head.bias"])
+
+    def checkpoint(self, model, reentrant):
+        if reentrant:
+            super().checkpoint(model, reentrant)
+        else:
+            model.set_grad_checkpointing()
+
+
+class Timm(Reference):
+    """timm's VisionTransformer, whose parameters have the same names."""
+
+    name = "timm"
+
+    def library_model(self, heads):
+        with suppress(ImportError):  # where torch is the CPU build, tests/with_timm has it
+            import torchvision_without_operators  # noqa: F401
+        from timm.models import VisionTransformer
+
+        sizes = {"embed_dim": DIM, "depth": self.depth, "num_heads": HEADS, "num_classes": 5, "mlp_ratio": 2}
+        return VisionTransformer(img_size=IMAGES["image_size"], patch_size=IMAGES["patch_size"], **sizes)
+
+
+class TorchTransformer(nn.Module):
+    """torch's encoder between two linear maps."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        sizes = {"d_model": DIM, "nhead": HEADS, "dim_feedforward": 2 * DIM, "dropout": 0.0}
+        layer = nn.TransformerEncoderLayer(**sizes, activation="gelu", norm_first=True, batch_first=True)
+        self.embed = nn.Linear(5, DIM)
+        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(DIM, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(x)))
+
+
+class Torch(Subject):
+    """torch.nn."""
+
+    name = "torch.nn"
+    names = Names("encoder.layers", "self_attn", "in_proj_", "out_proj", "linear1", "linear2")
+
+    def library_model(self, heads):
+        return TorchTransformer(self.depth)
+
+    def inputs(self, generator, heads):
+        return {"x": torch.randn(BATCH, 7, 5, dtype=torch.float64, generator=generator)}
+
+    def plain_output(self, heads, state, inputs, cut):
+        x = F.linear(inputs["x"], state["embed.weight"], state["embed.bias"])
+        x = encode(state, x, heads=HEADS, depth=self.depth, names=self.names, activation=F.gelu, eps=1e-5, cut=cut)
+        return F.linear(x, state["head.weight"], state["head.bias"])
+
+
+class Transformers(Subject):
+    """transformers' CLIP vision encoder, and Llama for grouped queries."""
+
+    name = "transformers"
+    heads = ("multi-head", "grouped-query")
+    padded = True  # flash attention on CUDA takes no masks
+
+    def mitigation(self, heads):
+        return BOTH if heads == "multi-head" else NEUTRENO  # FeatScale's mean would show Llama the future
+
+    def library_model(self, heads):
+        from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaModel
+
+        sizes = {"hidden_size": DIM, "num_hidden_layers": self.depth, "intermediate_size": 2 * DIM}
+        if heads == "multi-head":
+            return CLIPVisionModel(CLIPVisionConfig(**sizes, **IMAGES, num_attention_heads=HEADS))
+        groups = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS // 2}
+        text = {"vocab_size": 60, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+        return LlamaModel(LlamaConfig(**sizes, **groups, **text, max_position_embeddings=32))
+
+    def inputs(self, generator, heads):
+        if heads == "multi-head":
+            return {"pixel_values": torch.randn(BATCH, 3, 8, 8, dtype=torch.float64, generator=generator)}
+        ids = torch.randint(3, 60, (BATCH, 9), generator=generator)
+        if not self.padded:
+            return {"input_ids": ids}
+        mask = torch.ones_like(ids)
+        mask[1::2, 7:] = 0  # one in every half of the batch
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def output(self, run, inputs):
+        return _all_of(run(**inputs))
+
+    def plain_output(self, heads, state, inputs, cut):
+        """The library's model with an attention function that keeps v⁰ in a dictionary."""
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import eager_mask
+
+        model = self.library_model(heads).to(next(iter(state.values())))
+        layers = [block.self_attn for block in self.blocks(model)]
+        names = {id(module): name for name, module in model.named_modules() if module in layers}
+        first = {}
+
+        def attention(module, query, key, value, attention_mask, **_):
+            first.setdefault("v", value)
+            strength = learnt(state, names[id(module)], STRENGTH)
+            is_cut = cut is not None and module is layers[cut - 1]
+            u = attend(query, key, value, first["v"], strength, mask=attention_mask, cut=is_cut)
+            return u.transpose(1, 2), None
+
+        def featscale(name, _module, _args, y):
+            return rescale(y, learnt(state, name, LOW), learnt(state, name, HIGH))
+
+        for layer in layers:
+            projection = layer.out_proj if heads == "multi-head" else layer.o_proj
+            projection.register_forward_hook(partial(featscale, names[id(layer)]))
+        AttentionInterface.register("plain_parity", attention)
+        AttentionMaskInterface.register("plain_parity", eager_mask)
+        model.set_attn_implementation("plain_parity")
+        own = {name: value for name, value in state.items() if "mitigation" not in name}
+        return _all_of(torch.func.functional_call(model, own, kwargs=inputs))
+
+    def checkpoint(self, model, reentrant):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+
+
+def _all_of(output) -> Tensor:
+    """The pooled token too, which CLIP normalises with parameters of its own."""
+    pooled = output.get("pooler_output")
+    return output.last_hidden_state if pooled is None else torch.cat([output.last_hidden_state, pooled[:, None]], 1)
+
+
+SUBJECTS: dict[str, type[Subject]] = {cls.name: cls for cls in (Reference, Transformers, Torch, Timm)}
+
+
+@cache
+def subject_of(library: str, depth: int) -> Subject:
+    """One object for each, so that what is known of it is found again."""
+    return SUBJECTS[library](depth)

@@ -1,0 +1,159 @@
+"""Other ways to checkpoint and compile than the matrix has: exact or refused as well."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from parity_cells import STEPS, TOLERANCE, distance, loss_of, plain_gradients, plain_name
+from parity_subjects import subject_of
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+import acutance as ac
+from acutance.errors import AcutanceError
+
+SUBJECT = subject_of("torch.nn", depth=3)
+ALLOW = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+NON_REENTRANT, REENTRANT = CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT
+
+
+@pytest.fixture
+def model():
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield SUBJECT.mitigated("multi-head")
+
+
+def wrap(model, kind, *layers):
+    for layer in layers:
+        model.encoder.layers[layer - 1] = checkpoint_wrapper(model.encoder.layers[layer - 1], kind)
+
+
+def run_by(encoder, forward):
+    """Let the encoder's blocks be run by a function of ours."""
+    encoder.forward = partial(forward, encoder.layers)
+
+
+def train(model, run=None):
+    for seed in STEPS:
+        model.zero_grad()
+        loss_of(SUBJECT.output(model if run is None else run, SUBJECT.batch(seed, "multi-head"))).backward()
+
+
+def assert_exact(model, run=None):
+    train(model, run)
+    found = {plain_name(name): parameter.grad for name, parameter in model.named_parameters()}
+    assert distance(found, plain_gradients(SUBJECT, "multi-head", "float64")) < TOLERANCE["float64"]
+
+
+@pytest.mark.parametrize("layers", [(1,), (2,), (3,), (1, 2), (1, 3), (2, 3)])
+def test_checkpointing_some_of_the_blocks(model, layers):
+    wrap(model, NON_REENTRANT, *layers)
+    assert_exact(model)
+
+
+@pytest.mark.parametrize("layers", [(1,), (2,), (3,), (1, 2), (1, 3), (2, 3)])
+def test_reentrant_checkpointing_of_some_blocks_is_refused(model, layers):
+    """Of the first alone too, where no later block is run again and only v⁰ itself has lost its gradient."""
+    wrap(model, REENTRANT, *layers)
+    with pytest.raises(AcutanceError, match="use_reentrant=False"):
+        train(model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_all_blocks_in_one_checkpoint(model, reentrant):
+    """Even re-entrant: the first block runs again before the others."""
+
+    def forward(layers, x, **_):
+        return checkpoint(lambda x: layers[2](layers[1](layers[0](x))), x, use_reentrant=reentrant)
+
+    run_by(model.encoder, forward)
+    assert_exact(model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_several_blocks(model, reentrant):
+    def forward(layers, x, **_):
+        x = checkpoint(lambda x: layers[1](layers[0](x)), x, use_reentrant=reentrant)
+        return checkpoint(layers[2], x, use_reentrant=reentrant)
+
+    run_by(model.encoder, forward)
+    if not reentrant:
+        assert_exact(model)
+        return
+    with pytest.raises(AcutanceError, match="use_reentrant=False"):
+        train(model)
+
+
+@pytest.mark.parametrize(("kind", "layers"), [(NON_REENTRANT, (1, 2, 3)), (REENTRANT, (1, 2, 3)), (REENTRANT, (1,))])
+def test_checkpointing_the_attention_alone_is_refused(model, kind, layers):
+    for layer in layers:
+        block = model.encoder.layers[layer - 1]
+        block.self_attn = checkpoint_wrapper(block.self_attn, kind)
+    with pytest.raises(AcutanceError, match="around whole blocks"):
+        train(model)
+
+
+def test_first_layers_frozen_by_no_grad_are_not_taken_for_checkpointing(model):
+    def forward(layers, x, **_):
+        with torch.no_grad():
+            x = layers[0](x)
+        return layers[2](layers[1](x))
+
+    run_by(model.encoder, forward)
+    train(model)
+    assert model.encoder.layers[0].self_attn.in_proj_weight.grad is None
+    assert model.encoder.layers[1].self_attn.in_proj_weight.grad is not None
+
+
+@pytest.mark.parametrize("kind", [NON_REENTRANT, REENTRANT])
+def test_what_does_without_first_values_may_be_checkpointed_in_any_way(model, kind):
+    torch.manual_seed(0)
+    model = SUBJECT.library_model("multi-head").double()
+    ac.mitigate(model, "featscale")
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    train(model)
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    wrap(model, kind, 1, 2, 3)
+    train(model)
+    assert distance({plain_name(name): p.grad for name, p in model.named_parameters()}, expected) < TOLERANCE["float64"]
+
+
+@pytest.mark.slow
+def test_compiled_block_by_block(model):
+    for layer in model.encoder.layers:
+        layer.compile(backend="aot_eager")
+    assert_exact(model)
+
+
+@pytest.mark.slow
+def test_compiled_outside_of_checkpoints(model):
+    wrap(model, NON_REENTRANT, 1, 2, 3)
+    for layer in model.encoder.layers:
+        layer.compile(backend="aot_eager")
+    assert_exact(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "layers"), [(NON_REENTRANT, (1, 2, 3)), (REENTRANT, (1,)), (REENTRANT, (2,))])
+def test_compiled_inside_of_checkpoints_is_refused(model, kind, layers):
+    for layer in model.encoder.layers:
+        layer.compile(backend="aot_eager")
+    wrap(model, kind, *layers)
+    with pytest.raises(AcutanceError, match=r"torch\.compile around it"):
+        train(model)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, ALLOW), reason="not in this torch")
+def test_one_graph_with_checkpoints_is_exact_where_torch_allows_it(model, monkeypatch):
+    """torch does not trace what leaves a checkpoint on the side, as v⁰ does, unless it is told that this is meant."""
+    wrap(model, NON_REENTRANT, 1, 2, 3)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"[Ss]ide effect"):
+        train(model, torch.compile(model, backend="aot_eager", fullgraph=True))
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, ALLOW, True)
+    assert_exact(model, torch.compile(model, backend="aot_eager", fullgraph=True))

@@ -1,0 +1,5 @@
+from parity_matrix import MatrixChecks
+
+
+class TestModels(MatrixChecks):
+    library = "acutance.models"

@@ -1,0 +1,5 @@
+from parity_matrix import MatrixChecks
+
+
+class TestTransformers(MatrixChecks):
+    library = "transformers"
