@@ -13,7 +13,7 @@ from acutance.errors import AcutanceError
 from acutance.models import ViT
 
 transformers = pytest.importorskip("transformers")
-LEARNT = "neutreno:0.6,learn=head+featscale"
+LEARNT = "neutreno:0.6,learn=head+attnscale"
 
 
 def llama(seed=0, **options):
@@ -130,7 +130,7 @@ def test_own_models_say_what_they_are(tmp_path):
 
 def test_errors_say_what_to_do(tmp_path):
     model, file = Tied(), tmp_path / "m.safetensors"
-    ac.mitigate(model, "featscale")
+    ac.mitigate(model, "attnscale")
     ac.save(model, file)
     with pytest.raises(AcutanceError, match=r"pass it as model="):
         ac.load(file)

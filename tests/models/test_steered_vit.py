@@ -201,6 +201,7 @@ def worker(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     found = two_steps(DistributedDataParallel(seeded("eigen:negative,basis=cayley")), images()[2 * rank : 2 * rank + 2])
     torch.save(found, f"{folder}/{rank}.pt")
+    dist.barrier()  # who leaves first would cut the other off
     dist.destroy_process_group()
 
 
@@ -225,6 +226,7 @@ def shard_worker(rank, folder):
         fully_shard(block)
     found = two_steps(fully_shard(model), images())
     torch.save({name: g.full_tensor() for name, g in found.items()}, f"{folder}/{rank}.pt")
+    dist.barrier()  # who leaves first would cut the other off
     dist.destroy_process_group()
 
 

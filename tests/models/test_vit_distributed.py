@@ -32,6 +32,7 @@ def worker(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     gradients = two_steps(DistributedDataParallel(build()), batch()[2 * rank : 2 * rank + 2])
     torch.save(gradients, f"{folder}/{rank}.pt")
+    dist.barrier()  # who leaves first would cut the other off
     dist.destroy_process_group()
 
 

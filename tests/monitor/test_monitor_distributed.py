@@ -64,6 +64,7 @@ def worker(rank, folder):
     monitor = ac.Monitor(model, probe(), every=EVERY, jsonl=f"{folder}/fsdp.jsonl")
     # Also between backward and step: gathered weights must not outlive the reading.
     assert_same(fit(model, model, rank, monitor, before_step=monitor.record), expected)
+    dist.barrier()  # who leaves first would cut the other off
     dist.destroy_process_group()
 
 

@@ -48,7 +48,7 @@ class Cell:
         """Inductor once for each library; else what comes before it, where gradients are arranged, or only tracing."""
         if self == Cell("compile", "none", "multi-head", "one process", "float64"):
             return "inductor"
-        return "aot_eager" if self.processes == "one process" or self.precision == "float64" else "eager"
+        return "aot_eager" if self.processes == "one process" else "eager"
 
 
 @dataclass(frozen=True)

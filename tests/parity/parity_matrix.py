@@ -74,7 +74,7 @@ def _worker(rank: int, library: str, chosen: list[Cell], folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     outcomes = [asdict(run_cell(library, cell)) for cell in chosen]
     Path(folder, f"{rank}.json").write_text(json.dumps(outcomes))
-    dist.barrier()
+    dist.barrier()  # who leaves first would cut the other off
     dist.destroy_process_group()
 
 
