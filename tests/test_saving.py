@@ -55,7 +55,7 @@ def test_a_transformers_model_comes_back_as_it_was(tmp_path, spec, how):
     else:
         model.save_pretrained(tmp_path)
     recorded = json.loads((tmp_path / "config.json").read_text())["acutance"]
-    assert recorded == {f"model.layers.{i}.self_attn": spec for i in range(3)}
+    assert recorded == {"LlamaForCausalLM": {f"model.layers.{i}.self_attn": spec for i in range(3)}}
     loaded = ac.load(tmp_path)
     assert type(loaded) is transformers.LlamaForCausalLM
     assert torch.equal(logits(loaded), expected)
@@ -93,6 +93,59 @@ def test_a_mitigation_in_a_part_is_recorded_by_save(tmp_path):
     ac.save(model, tmp_path / "ours")
     loaded = ac.load(tmp_path / "ours")
     assert torch.equal(loaded(input_ids=ids, decoder_input_ids=ids).last_hidden_state, expected)
+
+
+def bart():
+    torch.manual_seed(0)
+    sizes = {
+        "d_model": 16,
+        "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 24,
+        "vocab_size": 40,
+        "max_position_embeddings": 32,
+    }
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layers": 2, "decoder_layers": 2}
+    return transformers.BartModel(transformers.BartConfig(**sizes, **heads)).eval()
+
+
+@pytest.mark.parametrize("how", ["part=", "by itself"])
+def test_parts_that_share_a_configuration_keep_their_own_notes(tmp_path, how):
+    model = bart()
+    put = (
+        (lambda part: ac.mitigate(model, "neutreno:0.6", part=part))
+        if how == "part="
+        else (lambda part: ac.mitigate(model.get_submodule(part), "neutreno:0.6"))
+    )
+    put("encoder")
+    put("decoder").remove()
+    ids = torch.arange(3, 9)[None]
+    expected = model(input_ids=ids, decoder_input_ids=ids).last_hidden_state
+    model.save_pretrained(tmp_path)
+    loaded = ac.load(tmp_path)
+    assert list(sites.record(loaded)) == ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]
+    assert torch.equal(loaded(input_ids=ids, decoder_input_ids=ids).last_hidden_state, expected)
+
+
+def test_models_of_several_libraries_keep_all_they_carry(tmp_path):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = llama().model
+            layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
+            self.top = nn.TransformerEncoder(layer, num_layers=2)
+
+        def forward(self, ids):
+            return self.top(self.body(ids).last_hidden_state)
+
+    model, ids = Both().eval(), torch.arange(6)[None]
+    with pytest.raises(AcutanceError, match=r"several libraries \(body, top\)"):
+        ac.mitigate(model, "neutreno:0.6")
+    ac.mitigate(model, "neutreno:0.6", part="body")
+    ac.mitigate(model, "neutreno:0.4", part="top")
+    file = ac.save(model, tmp_path / "both.safetensors")
+    other = ac.load(file, Both().eval())
+    assert set(sites.record(other).values()) == {"neutreno:0.6", "neutreno:0.4"}
+    assert torch.equal(other(ids), model(ids))
 
 
 class Tied(nn.Module):

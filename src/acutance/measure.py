@@ -76,16 +76,20 @@ def measure(
     """
     names, taps = check_choices(metrics, tap, prefix)
     bare = getattr(model, "_orig_mod", model)  # a compiled model would not see hooks added now
-    target = _part(bare, part)
+    target = sites.part_of(bare, part)
     reader = Reader(names, taps)
-    skip = sites.prefix_tokens(target) if prefix == "out" else 0
-    decoder = part is not None and "decoder" in part
+    skip = sites.prefix_tokens(bare, part) if prefix == "out" else 0
+    decoder, images = part is not None and "decoder" in part, sites.reads_images(bare, part)
     statistics: dict[Key, Running] = {}
     rank, size = processes.place() if across_processes else (0, 1)
     with evaluating(bare), sites.reading(target), ExitStack() as stack:
         _attach(target, reader, taps, stack)
         for batch in track(processes.share(batches, rank, size), progress and rank == 0, stack, "measuring"):
-            reader.samples = Samples.of(batch, skip=skip, special=prefix == "in", decoder=decoder)
+            reader.samples = (
+                Samples(skip=skip)
+                if images  # of images and texts, masks are the texts'
+                else Samples.of(batch, skip=skip, special=prefix == "in", decoder=decoder)
+            )
             feed(bare, batch)
             for key, values in reader.flush().items():
                 statistics.setdefault(key, Running()).add(values)
@@ -193,7 +197,7 @@ def check_readable(
 ) -> None:
     """Raise what `measure` would raise before its first batch."""
     names, taps = check_choices(metrics, tap, prefix)
-    target = _part(model, part)
+    target = sites.part_of(model, part)
     with sites.reading(target), ExitStack() as stack:
         _attach(target, Reader(names, taps), taps, stack)
 
@@ -228,21 +232,11 @@ def sorted_by_tap(statistics: Mapping[Key, Running], taps: Sequence[str]) -> lis
     return sorted(statistics.items(), key=lambda item: (order[item[0][0]], item[0][1]))
 
 
-def _part(model: nn.Module, path: str | None) -> nn.Module:
-    if path is None:
-        return model
-    try:
-        return model.get_submodule(path)
-    except AttributeError as error:
-        children = ", ".join(name for name, _ in model.named_children())
-        raise AcutanceError(f"{type(model).__name__} has no part {path!r}; it is made of {children}") from error
-
-
 def _context(
     model: nn.Module, target: nn.Module, part: str | None, readings: Sequence[Reading], taps: Sequence[str], prefix: str
 ) -> dict[str, Any]:
     try:
-        counted = f"{sites.prefix_tokens(target)} prefix tokens {prefix}"
+        counted = f"{sites.prefix_tokens(model, part)} prefix tokens {prefix}"
     except sites.NoSitesError:
         counted = f"prefix tokens {prefix}"
     where = {} if part is None else {"part": part}

@@ -28,7 +28,9 @@ class Handle(sites.Undo):
         return f"<{self.spec} in layers {', '.join(map(str, self.layers))}{moved}, {state}>"
 
 
-def mitigate(model: nn.Module, mitigation: Mitigation | str, layers: Sequence[int] | None = None) -> Handle:
+def mitigate(
+    model: nn.Module, mitigation: Mitigation | str, layers: Sequence[int] | None = None, part: str | None = None
+) -> Handle:
     """Put a mitigation into a trained model, in place.
 
     Learnt parameters start at the identity, so only constants such as NeuTRENO's λ̃ change the output before
@@ -39,9 +41,10 @@ def mitigate(model: nn.Module, mitigation: Mitigation | str, layers: Sequence[in
         model: any model `acutance.sites.find` knows.
         mitigation: a `Mitigation` or its spec, e.g. `neutreno:0.6+featscale`.
         layers: layer numbers, 1 being the first; all by default.
+        part: path of the submodule to change, where a model has several stacks of layers, e.g. `model.encoder`.
     """
     _refuse_wrapped(model)
-    found = sites.find(model)
+    found = sites.find(sites.part_of(model, part))
     _refuse_second(found)
     wanted = _wanted(layers, len(found))
     chosen = as_mitigation(mitigation)

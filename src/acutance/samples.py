@@ -74,6 +74,7 @@ class Samples:
         """
         if not isinstance(batch, Mapping):
             return cls(skip=skip)
+        decoder = decoder and any(str(name).startswith(("decoder_", "tgt")) for name in batch)  # OPT's has none
         padding = mask = _padding(batch, DECODER_PADDING if decoder else PADDING)
         if not special and not decoder and isinstance(batch.get(SPECIAL), Tensor):
             content = ~batch[SPECIAL].bool()

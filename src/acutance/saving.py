@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, load_model, save_model
@@ -17,9 +18,9 @@ from acutance.files import atomic_write
 from acutance.mitigate import reinstate
 from acutance.models import ViT
 from acutance.models.checkpoint import CONFIG_KEY, from_checkpoint, save_checkpoint
-from acutance.sites.huggingface import is_pretrained
+from acutance.sites.huggingface import NOTE, is_pretrained
 
-RECORD_KEY = "acutance.mitigations"  # in the safetensors metadata; transformers' config.json has it as `acutance`
+RECORD_KEY = "acutance.mitigations"  # in the safetensors metadata; transformers' config.json has it too
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
@@ -31,6 +32,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
             `….safetensors` for all others. Acutance's own models keep their configuration in it too.
     """
     if is_pretrained(model):
+        config: Any = model.config
+        if hasattr(config, NOTE):  # of parts that were mitigated by themselves: the whole model's says it all
+            delattr(config, NOTE)
         sites.remember(model)
         model.save_pretrained(path)  # type: ignore[operator]
         return Path(path)
@@ -79,19 +83,34 @@ def _load_folder(folder: Path, model: nn.Module | None) -> nn.Module:
             raise AcutanceError(f"{folder} does not say what class it is: build the model and pass it as model=")
         model = found.from_pretrained(folder)
     state = _folder_state(folder)
-    record = getattr(config, "acutance", {})
+    record = _whole_record(model, getattr(config, NOTE, {}), folder)
     learnt = {name: tensor for name, tensor in state.items() if ".mitigation." in name}
     if learnt and not record:
         raise AcutanceError(
             f"{folder} has parameters of a mitigation ({next(iter(learnt))}), but config.json does not say which: it "
             "was put into a part of the model. Save with acutance.save(model, folder)"
         )
-    reinstate(model, _checked(json.dumps(record), folder))
+    reinstate(model, record)
     missing = [name for name in model.state_dict() if ".mitigation." in name and name not in learnt]
     if missing:
         raise AcutanceError(f"{folder} lacks the mitigation's parameters {', '.join(missing[:3])}")
     model.load_state_dict(learnt, strict=False)
     return model
+
+
+def _whole_record(model: nn.Module, noted: Mapping[str, Mapping[str, str]], folder: Path) -> dict[str, str]:
+    """What was noted by class, with paths from the model: a part that was mitigated by itself has its own class."""
+    record: dict[str, str] = {}
+    for kind, specs in noted.items():
+        found = [path for path, module in model.named_modules() if type(module).__name__ == kind]
+        if len(found) != 1:
+            raise AcutanceError(
+                f"{folder} has a mitigation in its {kind}, of which this {type(model).__name__} has {len(found)}. Save "
+                "with acutance.save(model, folder), or mitigate the whole model with part="
+            )
+        prefix = f"{found[0]}." if found[0] else ""
+        record |= {prefix + name: spec for name, spec in _checked(json.dumps(specs), folder).items()}
+    return record
 
 
 def _folder_state(folder: Path) -> dict[str, Tensor]:

@@ -179,3 +179,48 @@ def test_measuring_leaves_no_trace():
         assert "_acutance_site" not in module.__dict__
     attention = model.layers[0].self_attn
     assert attention.config is model.config
+
+
+@pytest.mark.parametrize("part", ["vision_model", "vision_model.encoder"])
+def test_prefix_tokens_of_a_part_are_found_around_it(part):
+    from transformers import CLIPConfig, CLIPModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    text = sizes | {"vocab_size": 60, "max_position_embeddings": 32, "eos_token_id": 2}
+    torch.manual_seed(0)
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=sizes | {"image_size": 16, "patch_size": 4})).eval()
+    batch = {
+        "input_ids": torch.randint(3, 60, (2, 9)),
+        "attention_mask": torch.tensor([[1] * 9, [1] * 6 + [0] * 3]),  # the text's: it says nothing of the image
+        "pixel_values": torch.randn(2, 3, 16, 16),
+    }
+    hidden = model.vision_model(batch["pixel_values"], output_hidden_states=True).hidden_states
+    profile = ac.measure(model, [batch], part=part, prefix="out", progress=False)
+    assert profile["token_cosine"].tolist() == pytest.approx(
+        [metrics.token_cosine(h[:, 1:]).mean().item() for h in hidden]
+    )
+    text_part = part.replace("vision", "text")
+    assert (
+        "0 prefix tokens" in ac.measure(model, [batch], part=text_part, prefix="out", progress=False).context["prefix"]
+    )
+
+
+def test_a_decoder_without_an_encoder_has_the_usual_mask():
+    model, batch = hf_zoo.build("opt"), hf_zoo.batch("opt")
+    assert table(measured(model, batch, part="decoder")) == table(measured(model, batch))
+
+
+def test_a_model_may_be_called_cross_something():
+    class Ranker(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cross_encoder = hf_zoo.build("bert")
+
+    assert len(sites.find(Ranker())) == 3
+
+
+def test_windows_are_noticed_where_nobody_knew_of_them(monkeypatch):
+    model, batch = hf_zoo.build("swin"), hf_zoo.batch("swin")
+    monkeypatch.setattr(type(sites.find(model)[0]), "refuse_average", lambda site: None)
+    with ac.mitigate(model, "featscale"), pytest.raises(AcutanceError, match=r"averages over tokens.*of a batch of 2"):
+        hf_zoo.output(model, batch)

@@ -96,13 +96,16 @@ def test_talking_heads_have_values_but_no_operator(name):
 
 @pytest.mark.parametrize("fused", FUSED.values(), ids=FUSED)
 @pytest.mark.parametrize("name", SHIFTED | MERGED)
-def test_where_tokens_move_or_merge_only_first_values_are_refused(name, fused):
+def test_where_tokens_move_or_merge_what_needs_them_in_place_is_refused(name, fused):
     model = create(name, fused=fused)
     with pytest.raises(AcutanceError, match=r"neutreno:0.6 cannot be used in .*attn: .*(windows are shifted|merges)"):
         ac.mitigate(model, "neutreno:0.6")
     untouched = create(name, fused=fused)
     assert torch.equal(model(images()), untouched(images()))
-    spec = "featscale"
+    if name in SHIFTED:
+        with pytest.raises(AcutanceError, match=r"featscale cannot be used in .*one window at a time"):
+            ac.mitigate(model, "featscale")
+    spec = "attnscale" if name in SHIFTED else "featscale"
     mitigated(model, spec)
     check_parity(model, spec)
 

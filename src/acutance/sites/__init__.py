@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from acutance.errors import NoSitesError, SeveralStacksError
+from acutance.errors import AcutanceError, NoSitesError, SeveralStacksError
 from acutance.sites import huggingface, reference, timm, torch_nn
 from acutance.sites.base import AttentionSite, Library, Undo
 from acutance.sites.blocks import grid_as_tokens, repeated_blocks
@@ -27,8 +27,10 @@ __all__ = [
     "final_norm",
     "find",
     "mitigation_spec",
+    "part_of",
     "prefix_tokens",
     "reading",
+    "reads_images",
     "record",
     "remember",
     "tokens_in",
@@ -57,9 +59,40 @@ def blocks(model: nn.Module) -> list[tuple[int, nn.Module, Callable[[Tensor], Te
         return [(layer, block, partial(grid_as_tokens, block)) for layer, (_, block) in enumerate(found, 1)]
 
 
-def prefix_tokens(model: nn.Module) -> int:
-    """How many tokens stand in front of the content: class, distillation, registers."""
-    return _locate(model)[0].prefix_tokens(model)
+def prefix_tokens(model: nn.Module, part: str | None = None) -> int:
+    """How many tokens stand in front of the content: class, distillation, registers.
+
+    Of a part, those of the models around it that have no other stack: embeddings are outside of an encoder.
+    """
+    path = part or ""
+    while True:
+        around = model.get_submodule(path)
+        try:
+            count = _locate(around)[0].prefix_tokens(around)
+        except SeveralStacksError:
+            return 0
+        if count or not path:
+            return count
+        path = path.rpartition(".")[0]
+
+
+def part_of(model: nn.Module, path: str | None) -> nn.Module:
+    """The submodule of that path; the model itself where none is named."""
+    try:
+        return model.get_submodule(path or "")
+    except AttributeError as error:
+        children = ", ".join(name for name, _ in model.named_children())
+        raise AcutanceError(f"{type(model).__name__} has no part {path!r}; it is made of {children}") from error
+
+
+def reads_images(model: nn.Module, part: str | None) -> bool:
+    """Whether the part, or what is nearest around it and says so, takes images: a text's mask is not its."""
+    path = part or ""
+    while True:
+        taken = getattr(model.get_submodule(path), "main_input_name", None)
+        if taken is not None or not path:
+            return taken == "pixel_values"
+        path = path.rpartition(".")[0]
 
 
 def final_norm(model: nn.Module) -> nn.Module:
@@ -95,8 +128,9 @@ def record(model: nn.Module) -> dict[str, str]:
 
 def remember(model: nn.Module) -> None:
     """Note what the model carries where its library would save it."""
+    carried = record(model)
     for library in LIBRARIES:
-        library.remember(model, record(model))
+        library.remember(model, carried)
 
 
 def mitigation_spec(model: nn.Module) -> str | None:
@@ -113,11 +147,56 @@ def mitigation_spec(model: nn.Module) -> str | None:
 
 
 def _locate(model: nn.Module) -> tuple[Library, list[AttentionSite]]:
+    refusal: NoSitesError | None = None
     for library in LIBRARIES:
-        if sites := library.sites(model):
-            return library, sites
+        try:
+            found = library.sites(model)
+        except NoSitesError as error:  # it may hold a model of a library that comes later
+            refusal = refusal or error
+            continue
+        if found:
+            _refuse_layers_elsewhere(model, found)
+            return library, found
     supported = ", ".join(library.name for library in LIBRARIES)
-    raise NoSitesError(
+    raise refusal or NoSitesError(
         f"no attention found in {type(model).__module__}.{type(model).__qualname__}; models supported today: "
         f"{supported}"
     )
+
+
+def _refuse_layers_elsewhere(model: nn.Module, found: list[AttentionSite]) -> None:
+    """Layers of another library beside those that were found would be left out without a word."""
+    parts = _layers_beside(model, "", {site.attention for site in found}, {site.block for site in found})
+    if parts:
+        paths = {module: path for path, module in model.named_modules()}
+        own = paths[found[0].block].split(".")[0]
+        raise SeveralStacksError(
+            f"{type(model).__name__} holds layers of several libraries ({own}, {', '.join(parts)}): name one with "
+            f"part=, e.g. part={own!r}, or pass that part of the model",
+            [own, *parts],
+        )
+
+
+def _layers_beside(module: nn.Module, path: str, known: set[nn.Module], blocks: set[nn.Module]) -> list[str]:
+    parts = []
+    for name, child in module.named_children():
+        where = f"{path}.{name}" if path else name
+        if child in blocks:
+            continue
+        if known.intersection(child.modules()):
+            parts += _layers_beside(child, where, known, blocks)
+        elif _holds_layers(child):
+            parts.append(where)
+    return parts
+
+
+def _holds_layers(module: nn.Module) -> bool:
+    for library in LIBRARIES:
+        try:
+            if len(library.sites(module)) > 1:  # one alone is a pooling head's
+                return True
+        except SeveralStacksError:
+            return True
+        except AcutanceError:
+            continue
+    return False

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError
-from acutance.mitigations import Mitigation
 from acutance.sites.base import AttentionSite, Library
 from acutance.sites.blocks import place_of, refuse_several_stacks
 from acutance.sites.huggingface_interface import (
@@ -29,6 +28,7 @@ from acutance.sites.huggingface_weights import Weights, find_weights
 from acutance.sites.patched import PatchedSite, Stack, caller_of, known_sites
 
 CROSS = re.compile("cross|encoder_attn|encdec", re.IGNORECASE)
+NOTE = "acutance"  # where a configuration keeps what the model carries
 FINAL_NORMS = ("norm", "layernorm", "layer_norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f")
 CLASS_TOKENS = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
 
@@ -96,15 +96,8 @@ class HuggingFaceSite(PatchedSite):
             return "the model merges tokens and widens them between its stages, so v⁰ does not fit"
         return None
 
-    def install(self, mitigation: Mitigation) -> Callable[[], None]:
-        """Refuse means over tokens where the module does not see them all, or must not."""
-        averages = any(isinstance(part, Mitigation) and part.averages_tokens for part in mitigation.modules())
-        reason = self._refuse_average()
-        if averages and reason is not None:
-            raise AcutanceError(f"{mitigation.spec} cannot be used in {self.name}: {reason}")
-        return super().install(mitigation)
-
-    def _refuse_average(self) -> str | None:
+    def refuse_average(self) -> str | None:
+        """Windows, and the future."""
         if _has_windows(self.attention):
             return "its W_proj sees one window at a time, so the mean would not run over the image's tokens"
         if getattr(self.attention, "is_causal", False):
@@ -160,7 +153,7 @@ def _attentions(model: nn.Module) -> dict[str, nn.Module]:
         if hasattr(module, "config")
         and not is_pretrained(module)
         and _dispatches(module)
-        and not CROSS.search(name)
+        and not CROSS.search(re.split(r"\.\d+\.", name)[-1])  # inside the block: the model's own name is its user's
         and not getattr(module, "is_cross_attention", False)
     }
 
@@ -236,14 +229,18 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
 
 
 def _remember(model: nn.Module, record: Mapping[str, str]) -> None:
-    """In the configuration, which `save_pretrained` writes beside the weights."""
-    config: Any = getattr(model, "config", None)
+    """In the configuration, which `save_pretrained` writes; by class, since parts share their model's."""
     if not is_pretrained(model):
         return
+    config: Any = model.config
+    noted = dict(getattr(config, NOTE, {}))
+    noted.pop(type(model).__name__, None)
     if record:
-        config.acutance = dict(record)
-    elif hasattr(config, "acutance"):
-        del config.acutance
+        noted[type(model).__name__] = dict(record)
+    if noted:
+        setattr(config, NOTE, noted)
+    elif hasattr(config, NOTE):
+        delattr(config, NOTE)
 
 
 LIBRARY = Library(

@@ -73,7 +73,7 @@ class Stack:
         if output is None or torch.compiler.is_compiling():  # None: an error is on its way already
             return
         idle = [site for site in self.sites if not site.ran]
-        if idle and all(site.must_run for site in idle):
+        if idle:
             raise AcutanceError(
                 f"{idle[0].name} ({type(idle[0].attention).__name__}) did not call its attention through us in this "
                 f"forward pass, so neither mitigations nor attention metrics would see it ({len(idle)} such layers). "
@@ -84,14 +84,13 @@ class Stack:
 class PatchedSite(AttentionSite):
     """One layer's attention in a library we did not write. A library overrides the abstract methods and `divert`."""
 
-    must_run = True  # a forward pass that leaves this attention out is an error
-
     def __init__(self, stack: Stack, layer: int, name: str, block: nn.Module, attention: nn.Module) -> None:
         self.stack, self.layer, self.name, self.block, self.attention = stack, layer, name, block, attention
         self.observer: Callable[[AttentionRecord], None] | None = None
         self.ran = False
         self._seen: tuple[AttentionOperator, Tensor, Tensor | None, Tensor] | None = None
         self._entered: Tensor | None = None
+        self._batch: int | None = None  # of the block's input
         stack.sites.append(self)
 
     @abstractmethod
@@ -110,7 +109,7 @@ class PatchedSite(AttentionSite):
             raise AcutanceError(f"{self.name} carries {self.mitigation.spec!r} already: take it out first")
         if hasattr(self.attention, "mitigation"):
             raise AcutanceError(f"{self.name} has something else called 'mitigation': rename it")
-        self._refuse_without_first_values(mitigation)
+        self._refuse(mitigation)
         self.stack.divert()
         try:
             mitigation.parametrise(self)
@@ -170,6 +169,7 @@ class PatchedSite(AttentionSite):
         """The branch's output, given what came out of W_proj."""
         mitigation = self.mitigation
         if mitigation is not None and mitigation.changes_features:
+            self._refuse_windows(mitigation, y)
             assert self._entered is not None, "set as the attention was entered"
             y, self._entered = mitigation.features(y, self._entered), None
         if self.observer is not None and self._seen is not None:
@@ -191,10 +191,28 @@ class PatchedSite(AttentionSite):
         """Why v⁰ cannot be used here, if it cannot: windows that move, tokens that are merged."""
         return None
 
-    def _refuse_without_first_values(self, mitigation: Mitigation) -> None:
-        reason = self.refuse_first_values()
-        if mitigation.needs_first_values and reason is not None:
-            raise AcutanceError(f"{mitigation.spec} cannot be used in {self.name}: {reason}")
+    def refuse_average(self) -> str | None:
+        """Why a mean over tokens cannot be taken after W_proj, if it cannot: it sees windows, or must not see all."""
+        return None
+
+    def _refuse(self, mitigation: Mitigation) -> None:
+        reasons = {
+            self.refuse_first_values(): mitigation.needs_first_values,
+            self.refuse_average(): _averages(mitigation),
+        }
+        for reason, matters in reasons.items():
+            if matters and reason is not None:
+                raise AcutanceError(f"{mitigation.spec} cannot be used in {self.name}: {reason}")
+
+    def _refuse_windows(self, mitigation: Mitigation, y: Tensor) -> None:
+        """A batch of another size than the block's is one of windows."""
+        if torch.compiler.is_compiling() or not _averages(mitigation):
+            return
+        if y.ndim != 3 or self._batch not in (None, len(y)):
+            raise AcutanceError(
+                f"{mitigation.spec} averages over tokens, but W_proj of {self.name} sees {tuple(y.shape)} of a batch "
+                f"of {self._batch}: windows, or samples in one row. Use a mitigation without means, such as neutreno"
+            )
 
     def _refuse_second_run(self, mitigation: Mitigation) -> None:
         """Layers that share a module have no first one to tell from the others."""
@@ -206,7 +224,14 @@ class PatchedSite(AttentionSite):
         )
 
     def _enter_block(self, _block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.stack.stream.enter(self.stack.sites.index(self) + 1, tokens_in(args, kwargs))
+        x = tokens_in(args, kwargs)
+        if not torch.compiler.is_compiling():
+            self._batch = len(self.tokens(x))
+        self.stack.stream.enter(self.stack.sites.index(self) + 1, x)
+
+
+def _averages(mitigation: Mitigation) -> bool:
+    return any(isinstance(part, Mitigation) and part.averages_tokens for part in mitigation.modules())
 
 
 class _Forget:

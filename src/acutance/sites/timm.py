@@ -10,7 +10,7 @@ from torch import nn
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.sites import timm_attention as kinds
 from acutance.sites.base import AttentionSite, Library
-from acutance.sites.blocks import CONTAINERS, place_of, repeated_blocks
+from acutance.sites.blocks import CONTAINERS, place_of, refuse_several_stacks, repeated_blocks
 from acutance.sites.patched import Stack, caller_of, known_sites
 from acutance.sites.timm_site import TimmSite
 
@@ -49,12 +49,7 @@ def _sites(model: nn.Module) -> list[AttentionSite]:
         raise NoSitesError("the layers of CrossVit run in branches side by side, so they have no one order")
     blocks = {name: _block(model, name) for name in found}
     places = {name: place_of(model, name) for name in found}
-    stacks = list(dict.fromkeys(place.stack for place in places.values()))
-    if len(stacks) > 1:
-        raise AcutanceError(
-            f"{type(model).__name__} holds several stacks of layers ({', '.join(stacks)}): name one with part=, "
-            "or pass that part of the model"
-        )
+    refuse_several_stacks(model, places.values())
     stack = Stack(caller_of(model, [place.stage for place in places.values()]))
     for layer, (name, kind) in enumerate(found.items(), 1):
         kind(stack, layer, name, blocks[name], attentions[name]).stage = places[name].stage

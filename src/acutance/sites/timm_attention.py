@@ -94,6 +94,10 @@ class WindowSite(TimmSite):
         """The same place in two windows is not the same token."""
         return "its windows are shifted from layer to layer, so v⁰ and v do not belong to the same tokens"
 
+    def refuse_average(self) -> str | None:
+        """The authors' mean is the image's."""
+        return "its W_proj sees one window at a time, so the mean would not run over the image's tokens"
+
 
 class PyramidSite(TimmSite):
     """PVT v2's `Attention`: keys and values of a coarser grid."""
