@@ -36,10 +36,10 @@ from acutance.explain import Spectrum, layer_mode
 from acutance.explain.competitors import competitors
 from acutance.explain.corners import corners
 from acutance.explain.weights import layer_spectrum
-from acutance.laboratory.statistics import rank_correlation
 from acutance.mitigations import parse
 from acutance.models import ViT
 from acutance.spectral_theory import families
+from acutance.statistics import rank_correlation
 
 EVIDENCE = Path(__file__).parents[1] / "docs" / "evidence"
 VARIANTS = {"plain": None, "positive": "eigen:positive", "negative": "eigen:negative"}

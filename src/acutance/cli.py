@@ -10,7 +10,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from torch import nn
 
 from acutance import processes
 from acutance.errors import AcutanceError
@@ -153,7 +152,7 @@ def mitigate(
     loaded = load_model(model, head=True, device=processes.device(device), dtype=dtype)
     batches = batches_for(loaded, text=text, images=images, tokens=tokens, batch=batch, limit=limit)
     before = _profile(loaded, batches, metrics=metrics, tap=tap, prefix=prefix, part=part)
-    ac.mitigate(loaded.model if part is None else loaded.model.get_submodule(part), spec, layers=chosen)
+    ac.mitigate(loaded.model, spec, layers=chosen, part=part)
     after = _profile(loaded, batches, metrics=metrics, tap=tap, prefix=prefix, part=part)
     console.print(side_by_side(before, after))
     if out is not None:
@@ -166,6 +165,13 @@ def mitigate(
 def explain(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     data: Annotated[str | None, typer.Option(help="Read attention too, on: digits (the embedded test images).")] = None,
+    text: TextOption = None,
+    images: ImagesOption = None,
+    tokens: TokensOption = None,
+    batch: BatchOption = None,
+    limit: LimitOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = None,
     prefix: Annotated[str, typer.Option(help="Class and register tokens in or out of HFC/LFC.")] = "in",
     norm: Annotated[str, typer.Option(help="fold the pre-norm's weight into H, or ignore it.")] = "fold",
     whole: Annotated[
@@ -184,21 +190,25 @@ def explain(
 ) -> None:
     """Print, per layer, whether the spectra of H = W_projᵀW_Vᵀ and A smooth or sharpen, and why.
 
-    Example: acutance explain acutance-demo/plain-seed0 --data digits --html spectrum.html
+    Without data the weights decide alone; text, images or the digits are read for the attention too.
+
+    Examples: acutance explain acutance-demo/plain-seed0 --data digits --html spectrum.html
+
+    acutance explain hf:gpt2 --text wiki.test.txt --tokens 128 --limit 16
     """
     import acutance as ac
-    from acutance.data import digits
     from acutance.files import atomic_write
 
     if data not in (None, "digits"):
-        raise AcutanceError(
-            f"--data takes digits, not {data!r}. From Python, ac.explain(model, batches) takes any data"
-        )
+        raise AcutanceError(f"--data takes digits, not {data!r}; other data come by --text or --images")
     if kind is not None and picture_path is None:
         raise AcutanceError(f"--kind says what --picture draws: give --picture FILE with --kind {kind}")
-    batches = None if data is None else list(digits()[1].batches(64))
+    loaded = load_model(model, device=processes.device(device), dtype=dtype)
+    batches = None
+    if (data, text, images) != (None, None, None):
+        batches = batches_for(loaded, text=text, images=images, tokens=tokens, batch=batch, limit=limit)
     spectrum = ac.explain(
-        _load(model),
+        loaded.model,
         batches,
         norm=cast(Literal["fold", "ignore"], norm),  # explain refuses anything else
         whole=whole,
@@ -217,10 +227,6 @@ def explain(
 
 def _wrote(path: Path) -> None:
     console.print(f"wrote {escape(str(path))}", soft_wrap=True)
-
-
-def _load(name: str) -> nn.Module:
-    return load_model(name).model
 
 
 def _profile(

@@ -12,9 +12,9 @@ from acutance import metrics, sites
 from acutance.errors import AcutanceError
 from acutance.laboratory import kernel_assumptions
 from acutance.laboratory.assumptions import MEASURES, KernelAssumptions, _of_weights, asymmetry, negative_share
-from acutance.laboratory.statistics import rank_correlation
 from acutance.mitigations import parse
 from acutance.models import ViT
+from acutance.statistics import rank_correlation
 
 OPTIONS = {"image_size": 8, "patch_size": 2, "in_chans": 1, "dim": 12, "depth": 2, "heads": 3, "num_classes": 4}
 

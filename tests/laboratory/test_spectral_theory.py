@@ -13,7 +13,7 @@ from acutance import metrics
 from acutance import spectral_theory as theory
 from acutance.errors import AcutanceError
 from acutance.laboratory import branch_with_spectrum, drawn_attention, random_attention, repeat
-from acutance.laboratory.statistics import rank_correlation
+from acutance.statistics import rank_correlation
 
 TOKENS, WIDTH = 7, 5
 real = st.floats(-3, 3, allow_nan=False)

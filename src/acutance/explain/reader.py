@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -14,11 +15,11 @@ from acutance.explain.competitors import competitors, visible_keys
 from acutance.explain.corners import corners
 from acutance.explain.dominance import Dominance, Outcome, Share
 from acutance.explain.verdict import LayerSpectrum
-from acutance.laboratory.statistics import rank_correlation
 from acutance.metrics import hfc_lfc_spectral
 from acutance.operator import AttentionOperator, AttentionRecord
 from acutance.samples import Samples
 from acutance.spectral_theory import TIE, families
+from acutance.statistics import rank_correlation
 
 PLACES = ("branch", "block")
 
@@ -28,10 +29,10 @@ class LayerReader:
 
     Args:
         layer: the spectra of H.
-        gain: the gain per channel between projection and residual, such as LayerScale's.
+        update: what the branch's output goes through before it is added to the residual stream: LayerScale, a norm.
     """
 
-    def __init__(self, layer: LayerSpectrum, gain: Tensor | None = None) -> None:
+    def __init__(self, layer: LayerSpectrum, update: Callable[[Tensor], Tensor] = lambda branch: branch) -> None:
         self.corners = {"heads": corners(layer.heads)}
         whole = layer.whole
         if whole is not None:
@@ -39,7 +40,7 @@ class LayerReader:
         # The spectra of several heads say nothing certain of their sum, so they make no prediction.
         self.deciding = "whole" if whole is not None else "heads" if len(layer.heads) == 1 else None
         self.error = {"heads": 0.0, "whole": layer.error}
-        self.layer, self.gain = layer.layer, gain
+        self.layer, self.update = layer.layer, update
         self.counted = self.present = Samples()
         self.tokens = self.before = torch.empty(0)
         self.valid: Tensor | None = None  # (samples, tokens), False where there is padding
@@ -76,7 +77,7 @@ class LayerReader:
             self._keep("lean", found.leaning)
             self._keep("predicted", found.log_rate)
         self._keep_smallest(others.real.amin(-1))
-        self._compare("branch", self.tokens + (record.branch if self.gain is None else self.gain * record.branch))
+        self._compare("branch", self.tokens + self.update(record.branch))
 
     def leave(self, tokens: Tensor) -> None:
         """The tokens leave the block."""

@@ -80,7 +80,7 @@ def _with_data(
     with_prefix: bool,
     progress: bool,
 ) -> list[LayerSpectrum]:
-    readers = [LayerReader(layer, site.branch_gain()) for layer, site in zip(layers, found, strict=True)]
+    readers = [LayerReader(layer, site.update) for layer, site in zip(layers, found, strict=True)]
     skip = 0 if with_prefix else sites.prefix_tokens(model)
     with evaluating(model), sites.reading(model), ExitStack() as stack:
         for site, reader in zip(found, readers, strict=True):

@@ -19,7 +19,7 @@ from acutance.explain.cells import percent, signed, table_row
 from acutance.explain.dominance import Dominance, Outcome, Share
 from acutance.explain.verdict import LayerSpectrum, Verdict
 from acutance.files import atomic_write, read_json
-from acutance.laboratory.statistics import rank_correlation
+from acutance.statistics import rank_correlation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -31,8 +31,14 @@ class LayerSpectrum:
 
     @property
     def spectrum(self) -> NDArray[np.complex128]:
-        """Every eigenvalue of the whole H where known, else of all heads."""
-        return self.heads.ravel() if self.eigenvalues is None else self.eigenvalues
+        """Every eigenvalue of the whole H where known, else of all heads; less the zeros of an H of lower rank.
+
+        Where values have fewer channels than tokens (grouped queries), dim − rank eigenvalues are 0 whatever was
+        learnt: they would only dilute what is said of the others.
+        """
+        known = self.heads.ravel() if self.eigenvalues is None else self.eigenvalues
+        learnt = known[known != 0]
+        return learnt if len(learnt) else known
 
     @property
     def whole(self) -> NDArray[np.complex128] | None:

@@ -8,6 +8,7 @@ of H.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from acutance import sites
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain.outer import outer_eigenvalues
 from acutance.explain.verdict import LayerSpectrum
 from acutance.kernels.heads import repeat_heads
@@ -57,13 +58,21 @@ def branch(site: sites.AttentionSite, norm: Norm = "fold") -> Branch:
 
     γ is the pre-norm's weight, so H_eff acts on tokens that were divided by their size (and centred, unless the norm
     is an RMSNorm), but not yet weighted; s is the gain between projection and residual (LayerScale). Both can flip
-    signs of the spectrum.
+    signs of the spectrum. A norm there, as in Gemma 2, has a size that no H has: a warning says so.
     """
     value = site.value_weight().detach().double().unflatten(0, (site.kv_heads, site.head_dim))
     projection = site.projection_weight().detach().double().unflatten(1, (site.heads, site.head_dim))
     gain, weight = site.branch_gain(), site.pre_norm_gain()
     if gain is not None:
         projection = projection * gain.detach().double()[:, None, None]
+    if site.post_norm() is not None:
+        warnings.warn(
+            f"layer {site.layer} normalises what its attention adds ({type(site.post_norm()).__name__}): H says how "
+            "tokens are mixed before that norm, not how much of it reaches the residual stream. Take the verdict from "
+            "weights with caution; what is measured on data includes the norm",
+            AcutanceWarning,
+            stacklevel=2,
+        )
     state = "none"
     if weight is not None:
         state = {"fold": "folded", "ignore": "left out"}[norm]

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from acutance import metrics, sites
 from acutance.errors import AcutanceError, MissingExtraError
 from acutance.kernels.heads import repeat_heads
-from acutance.laboratory.statistics import mean_known, rank_correlation
 from acutance.measure import evaluating, feed
 from acutance.operator import AttentionOperator, AttentionRecord
+from acutance.statistics import mean_known, rank_correlation
 
 if TYPE_CHECKING:
     import pandas as pd

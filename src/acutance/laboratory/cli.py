@@ -113,10 +113,10 @@ def kernel(
 
     Example: acutance lab kernel acutance-demo/plain-seed0 acutance-demo/plain-seed1
     """
-    from acutance.cli import _load
     from acutance.laboratory.kernel_study import batch_count, kernel_study
+    from acutance.loading import load_model
 
-    models = {_run_name(run): partial(_load, run) for run in runs}
+    models = {_run_name(run): partial(lambda name: load_model(name).model, run) for run in runs}
     if len(models) < len(runs):
         raise AcutanceError(f"two of these runs have one name: {', '.join(map(_run_name, runs))}. Rename one of them")
     with _progress(len(models) * batch_count(samples)) as advance:

@@ -21,8 +21,8 @@ from acutance.data import Split, digits
 from acutance.errors import AcutanceError, MissingExtraError
 from acutance.files import atomic_write
 from acutance.laboratory.assumptions import MEASURES, KernelAssumptions, kernel_assumptions
-from acutance.laboratory.statistics import mean_known
 from acutance.measure import describe
+from acutance.statistics import mean_known
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -65,9 +65,19 @@ class AttentionSite(ABC):
         gain = getattr(self.pre_norm(), "weight", None)
         return gain if isinstance(gain, Tensor) else None
 
+    def post_norm(self) -> nn.Module | None:
+        """A norm between the output projection and the residual sum, as in Gemma 2; None where there is none."""
+        return None
+
     def branch_gain(self) -> Tensor | None:
         """The gain per channel (dim,) between projection and residual, such as LayerScale's; None without one."""
         return None
+
+    def update(self, branch: Tensor) -> Tensor:
+        """What is added to the residual stream where the branch puts out this."""
+        gain, norm = self.branch_gain(), self.post_norm()
+        branch = branch if norm is None else norm(branch)
+        return branch if gain is None else gain * branch
 
     def tokens(self, x: Tensor) -> Tensor:
         """What goes through the block, as (batch, tokens, dim); a grid of tokens is read row by row."""

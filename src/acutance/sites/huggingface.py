@@ -28,6 +28,7 @@ from acutance.sites.huggingface_weights import Weights, find_weights
 from acutance.sites.patched import PatchedSite, Stack, caller_of, known_sites
 
 CROSS = re.compile("cross|encoder_attn|encdec", re.IGNORECASE)
+NORMS_AROUND_THE_MLP = ("pre_feedforward_layernorm", "post_feedforward_layernorm")  # then that of the attention is too
 NOTE = "acutance"  # where a configuration keeps what the model carries
 FINAL_NORMS = ("norm", "layernorm", "layer_norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f")
 CLASS_TOKENS = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
@@ -81,6 +82,13 @@ class HuggingFaceSite(PatchedSite):
         """Gemma's norms, and those of some others, store how far their gain is from one."""
         gain, norm = super().pre_norm_gain(), self.pre_norm()
         return gain if gain is None or norm is None or not adds_one(norm) else 1 + gain
+
+    def post_norm(self) -> nn.Module | None:
+        """Gemma 2 and 3, OLMo 2 and GLM-4 normalise what the attention adds."""
+        own = getattr(self.block, "post_self_attn_layernorm", None)
+        if own is None and any(hasattr(self.block, name) for name in NORMS_AROUND_THE_MLP):
+            own = getattr(self.block, "post_attention_layernorm", None)  # elsewhere a name for the norm before the MLP
+        return own if isinstance(own, nn.Module) else None
 
     def branch_gain(self) -> Tensor | None:
         """LayerScale's, if the model has it."""
