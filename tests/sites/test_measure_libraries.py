@@ -4,6 +4,8 @@ import hf_zoo
 import pytest
 import torch
 from hf_zoo import ZOO
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import acutance as ac
 from acutance import metrics, sites
@@ -224,3 +226,22 @@ def test_windows_are_noticed_where_nobody_knew_of_them(monkeypatch):
     monkeypatch.setattr(type(sites.find(model)[0]), "refuse_average", lambda site: None)
     with ac.mitigate(model, "featscale"), pytest.raises(AcutanceError, match=r"averages over tokens.*of a batch of 2"):
         hf_zoo.output(model, batch)
+
+
+def test_no_attention_matrix_is_formed():
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **kwargs or {})
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    self.size = max(self.size, tensor.numel())
+            return out
+
+    tokens = 1500
+    model = hf_zoo.build("llama", max_position_embeddings=2048).float()
+    ids = torch.randint(3, 60, (1, tokens))
+    with Largest() as largest:
+        ac.measure(model, [ids], metrics=["attention_entropy", "nonlocal_energy"], tap=TAPS, progress=False)
+    assert 0 < largest.size < tokens**2  # not even one head's
