@@ -37,8 +37,8 @@ demo: $(READY)  ## Train three small ViTs, measure each layer by layer, compare 
 test: export OMP_NUM_THREADS = 1
 test: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/.cache/inductor
 test: lint $(TIMM)/.ready  ## Lint, type-check, and run every test and every snippet in the documentation
-	$(BIN)/pytest -n 2 --dist loadgroup --cov --cov-report= --cov-fail-under=0
-	$(TIMM)/bin/pytest -n 2 --dist loadgroup --cov --cov-append tests/with_timm
+	$(BIN)/pytest -n 2 --cov --cov-report= --cov-fail-under=0
+	$(TIMM)/bin/pytest -n 2 --cov --cov-append tests/with_timm
 
 lint: $(READY)  ## Check style and types only
 	$(BIN)/ruff check

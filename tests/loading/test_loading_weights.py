@@ -12,8 +12,6 @@ import acutance as ac
 from acutance.loading import LoadedModel, TextBatches, load_model
 from acutance.profile import Profile
 
-pytestmark = pytest.mark.xdist_group("weights")  # unpacked once
-
 pytest.importorskip("transformers", reason="the weights are loaded by transformers")
 
 METRICS = ["token_cosine", "attention_entropy"]

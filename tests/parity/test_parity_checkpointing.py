@@ -149,11 +149,11 @@ def test_compiled_inside_of_checkpoints_is_refused(model, kind, layers):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch._dynamo.config, ALLOW), reason="not in this torch")
-def test_one_graph_with_checkpoints_is_exact_where_torch_allows_it(model, monkeypatch):
+def test_one_graph_with_checkpoints_is_exact_where_torch_allows_it(model):
     """torch does not trace what leaves a checkpoint on the side, as v⁰ does, unless it is told that this is meant."""
     wrap(model, NON_REENTRANT, 1, 2, 3)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"[Ss]ide effect"):
         train(model, torch.compile(model, backend="aot_eager", fullgraph=True))
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, ALLOW, True)
-    assert_exact(model, torch.compile(model, backend="aot_eager", fullgraph=True))
+    with torch._dynamo.config.patch(ALLOW, True):  # not monkeypatch, which would delete it afterwards
+        assert_exact(model, torch.compile(model, backend="aot_eager", fullgraph=True))
