@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 
 from acutance.errors import AcutanceError
@@ -135,6 +136,8 @@ def test_models_already_wrapped_for_parallel_training_are_refused(tmp_path):
     try:
         with pytest.raises(AcutanceError, match="mitigate, then wrap"):
             mitigate(nn.parallel.DistributedDataParallel(make()), "featscale")
+        with pytest.raises(AcutanceError, match="mitigate, then fully_shard"):
+            mitigate(fully_shard(make()), "featscale")
     finally:
         torch.distributed.destroy_process_group()
 

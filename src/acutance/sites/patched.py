@@ -196,17 +196,17 @@ class PatchedSite(AttentionSite):
         return None
 
     def _refuse(self, mitigation: Mitigation) -> None:
-        reasons = {
-            self.refuse_first_values(): mitigation.needs_first_values,
-            self.refuse_average(): _averages(mitigation),
-        }
-        for reason, matters in reasons.items():
-            if matters and reason is not None:
+        reasons = [
+            self.refuse_first_values() if mitigation.needs_first_values else None,
+            self.refuse_average() if averages(mitigation) else None,
+        ]
+        for reason in reasons:
+            if reason is not None:
                 raise AcutanceError(f"{mitigation.spec} cannot be used in {self.name}: {reason}")
 
     def _refuse_windows(self, mitigation: Mitigation, y: Tensor) -> None:
         """A batch of another size than the block's is one of windows."""
-        if torch.compiler.is_compiling() or not _averages(mitigation):
+        if torch.compiler.is_compiling() or not averages(mitigation):
             return
         if y.ndim != 3 or self._batch not in (None, len(y)):
             raise AcutanceError(
@@ -230,7 +230,8 @@ class PatchedSite(AttentionSite):
         self.stack.stream.enter(self.stack.sites.index(self) + 1, x)
 
 
-def _averages(mitigation: Mitigation) -> bool:
+def averages(mitigation: Mitigation) -> bool:
+    """Whether the mitigation, or a part of it, takes means over tokens."""
     return any(isinstance(part, Mitigation) and part.averages_tokens for part in mitigation.modules())
 
 

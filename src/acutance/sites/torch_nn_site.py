@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, ShapeError
-from acutance.mitigations import Mitigation
-from acutance.sites.patched import PatchedSite, Stack, tokens_in
+from acutance.sites.patched import PatchedSite, Stack, averages, tokens_in
 from acutance.sites.torch_nn_forward import forward
 from acutance.sites.traced import Surroundings, is_norm, surroundings
 
@@ -146,8 +145,7 @@ class MultiheadSite(PatchedSite):
                 f"{self.name}: the values {tuple(v.shape)} are not of the shape of the first layer's "
                 f"{tuple(first.shape)}, so {mitigation.spec} cannot compare them: mitigate the layers of one stage"
             )
-        averages = any(isinstance(part, Mitigation) and part.averages_tokens for part in mitigation.modules())
-        if shape is None or len(shape) < 3 or not (needs_first or averages):
+        if shape is None or len(shape) < 3 or not (needs_first or averages(mitigation)):
             return
         if v.shape[0] not in shape[: 2 if len(shape) == 3 else 1]:
             raise ShapeError(
