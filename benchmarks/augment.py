@@ -1,0 +1,132 @@
+"""How many images a second the augmentation on the device gives: DeiT's, on 32×32 images, compiled and not.
+
+    python benchmarks/augment.py
+    python benchmarks/augment.py --batch 2048 --label large
+
+Each part is timed as it is used: parameters are drawn anew for every batch, on the device; 50,000 random images live
+there, and a random batch of them is taken. On the CPU a toy size is timed, and nothing is compiled unless --compile is
+given: it shows that the script runs. The variants take turns in every repetition; reported are median, smallest and
+largest images per second over the repetitions, and the median of the ratios to `normalise alone` within one.
+Results go to benchmarks/results, one CSV per device, versions and --label; a file of that name is rewritten.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from acutance.bench import results
+from acutance.bench.timing import seconds_per_step
+from acutance.data.augment import DEIT_SMALL_IMAGES, Augment, AugmentConfig
+from acutance.data.seeds import generator
+
+RESULTS = Path(__file__).parent / "results"
+CONFIGS = {
+    "normalise alone": AugmentConfig(),
+    "crop and flip": AugmentConfig(crop_pad=4, flip=0.5),
+    "all but RandAugment": replace(DEIT_SMALL_IMAGES, rand_layers=0),
+    "DeiT": DEIT_SMALL_IMAGES,
+}
+Step = Callable[[], Any]
+
+
+def batch_maker(config: AugmentConfig, compiled: bool, arguments: argparse.Namespace) -> Step:
+    """Makes one batch after another, each with parameters of its own."""
+    device = arguments.device
+    images = torch.randint(256, (arguments.images, 3, 32, 32), dtype=torch.uint8, device=device)
+    labels = torch.randint(100, (arguments.images,), device=device)
+    augment = Augment(config, classes=100, mean=(0.507, 0.487, 0.441), std=(0.267, 0.256, 0.276), device=device)
+    run: Any = torch.compile(augment.__call__, fullgraph=True, dynamic=False) if compiled else augment
+    steps = count()
+
+    def make() -> Any:
+        random = generator(device, 0, next(steps))
+        chosen = torch.randint(len(images), (arguments.batch,), generator=random, device=device)
+        return run(images[chosen], labels[chosen], augment.draw(arguments.batch, (32, 32), random))
+
+    return make
+
+
+def images_per_second(make: Step, steps: int, arguments: argparse.Namespace) -> float:
+    return float(arguments.batch / seconds_per_step(make, steps, arguments.device))
+
+
+def benchmark(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    variants = [(name, compiled) for compiled in ((False, True) if arguments.compile else (False,)) for name in CONFIGS]
+    makers = {}
+    for name, compiled in variants:
+        makers[name, compiled] = batch_maker(CONFIGS[name], compiled, arguments)
+        start = time.perf_counter()
+        images_per_second(makers[name, compiled], 2, arguments)
+        print(f"{name}, {'compiled' if compiled else 'eager'}: ready after {time.perf_counter() - start:.0f} s")
+    speeds: dict[tuple[str, bool], list[float]] = {variant: [] for variant in variants}
+    for _ in range(arguments.repetitions):
+        for variant, make in makers.items():
+            speeds[variant].append(images_per_second(make, arguments.steps, arguments))
+    return [row(variant, speeds) for variant in variants]
+
+
+def row(variant: tuple[str, bool], speeds: dict[tuple[str, bool], list[float]]) -> dict[str, Any]:
+    name, compiled = variant
+    found, baseline = speeds[variant], speeds["normalise alone", compiled]
+    ratios = [mine / plain for mine, plain in zip(found, baseline, strict=True)]
+    return {
+        "variant": name,
+        "compiled": compiled,
+        "images_per_second": round(statistics.median(found)),
+        "smallest": round(min(found)),
+        "largest": round(max(found)),
+        "ratio": f"{statistics.median(ratios):.4f}",
+        "repetitions": len(found),
+    }
+
+
+def write(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> Path:
+    shared = {
+        "batch": arguments.batch,
+        "steps": arguments.steps,
+        "device": results.hardware(arguments.device, toy=arguments.device == "cpu"),
+        "versions": results.versions(),
+        "command": results.command("python benchmarks/augment.py", sys.argv[1:]),
+    }
+    name = results.file_name("augment", arguments.device, "uint8", arguments.label)
+    return results.write_rows(arguments.results / name, rows, shared)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    parser.add_argument("--batch", type=int, help="1024; 16 on the CPU")
+    parser.add_argument("--images", type=int, help="50,000; 64 on the CPU")
+    parser.add_argument("--steps", type=int, help="per timing: 100; 2 on the CPU")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="yes; no on the CPU")
+    parser.add_argument("--label", default="")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    cuda = arguments.device == "cuda"
+    usual = {"batch": (1024, 16), "images": (50_000, 64), "steps": (100, 2), "compile": (True, False)}
+    for name, (large, small) in usual.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, large if cuda else small)
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    torch.manual_seed(0)
+    rows = benchmark(arguments)
+    for found in rows:
+        print(" ".join(f"{key}={value}" for key, value in found.items()))
+    print(write(rows, arguments))
+
+
+if __name__ == "__main__":
+    main()

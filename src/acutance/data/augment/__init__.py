@@ -1,0 +1,26 @@
+"""Augmentation on the device, in batches: drawn outside, applied without waiting, compiled if wanted."""
+
+from acutance.data.augment.config import DEIT, DEIT_SMALL_IMAGES, AugmentConfig
+from acutance.data.augment.erasing import random_erasing
+from acutance.data.augment.mixing import mix, soft_targets
+from acutance.data.augment.operations import OPERATIONS, rand_augment
+from acutance.data.augment.pipeline import Augment, Draws, draw, normalise
+from acutance.data.augment.spatial import flip, random_crop, warp
+
+__all__ = [
+    "DEIT",
+    "DEIT_SMALL_IMAGES",
+    "OPERATIONS",
+    "Augment",
+    "AugmentConfig",
+    "Draws",
+    "draw",
+    "flip",
+    "mix",
+    "normalise",
+    "rand_augment",
+    "random_crop",
+    "random_erasing",
+    "soft_targets",
+    "warp",
+]

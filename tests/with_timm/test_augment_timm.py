@@ -1,0 +1,41 @@
+"""RandAugment beside timm's own, which DeiT trained with: operation for operation, magnitude for magnitude."""
+
+import random
+
+import numpy as np
+import pytest
+import timm.data.auto_augment as theirs
+import torch
+from PIL import Image
+
+from acutance.data.augment import OPERATIONS, rand_augment
+from acutance.data.augment.operations import NUMBER, RandDraws
+
+FILL = (124, 116, 104)
+AFFINE = {"rotate", "shear_x", "shear_y", "translate_x", "translate_y"}
+SETTINGS = {"img_mean": FILL, "interpolation": Image.Resampling.BICUBIC}
+
+
+@pytest.mark.parametrize(("name", "timms"), list(zip(OPERATIONS, theirs._RAND_INCREASING_TRANSFORMS, strict=True)))
+def test_each_operation_is_timms(name: str, timms: str) -> None:
+    numbers = np.random.default_rng(0)
+    for seed in range(8):
+        pixels = numbers.integers(0, 256, (24, 30, 3), dtype=np.uint8)
+        magnitude = float(np.float32(numbers.uniform(0, 9.9)))
+        operation = theirs.AugmentOp(timms, prob=1.0, magnitude=magnitude, hparams=SETTINGS)
+        random.seed(seed)
+        expected = np.asarray(operation(Image.fromarray(pixels)))
+        sign = -1.0 if random.Random(seed).random() > 0.5 else 1.0  # the one number that an operation draws
+        draws = RandDraws(torch.tensor([[NUMBER[name]]]), torch.tensor([[magnitude]]), torch.tensor([[sign]]))
+        ours = rand_augment(torch.from_numpy(pixels).permute(2, 0, 1)[None].float(), draws, torch.tensor(FILL).float())
+        difference = np.abs(ours[0].permute(1, 2, 0).numpy() - expected)
+        if name in AFFINE:  # interpolated in single rather than double precision
+            assert (difference > 0).mean() < 0.005
+        else:
+            assert (difference == 0).all()
+
+
+def test_the_configuration_is_deits() -> None:
+    deits = theirs.rand_augment_transform("rand-m9-mstd0.5-inc1", dict(SETTINGS))
+    assert deits.num_layers == 2
+    assert {(op.prob, op.magnitude, op.magnitude_std) for op in deits.ops} == {(0.5, 9, 0.5)}
