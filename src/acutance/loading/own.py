@@ -7,7 +7,7 @@ from pathlib import Path
 from acutance.errors import AcutanceError
 from acutance.loading.base import LoadedModel, Preprocess
 from acutance.loading.images import centre_crop
-from acutance.models import ViT, from_checkpoint
+from acutance.models import LanguageModel, Segmenter, ViT, from_checkpoint
 
 # What ImageNet models of this family, DeiT's among them, are trained with.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -21,11 +21,13 @@ def load(path: Path) -> LoadedModel:
     if not checkpoint.is_file():
         raise AcutanceError(f"no checkpoint at {checkpoint}; `acutance demo` writes some to try")
     model = from_checkpoint(checkpoint)
-    takes_digits = (model.config.image_size, model.config.in_chans) == (8, 1)
+    if isinstance(model, LanguageModel):  # its words are a corpus's, which the file does not have
+        return LoadedModel(str(path), model)
+    takes_digits = isinstance(model, ViT) and (model.config.image_size, model.config.in_chans) == (8, 1)
     return LoadedModel(str(path), model, preprocess=lambda: _preprocess(model), on_digits=takes_digits)
 
 
-def _preprocess(model: ViT) -> Preprocess:
+def _preprocess(model: ViT | Segmenter) -> Preprocess:
     size = model.config.image_size
     if model.config.in_chans != 3:
         raise AcutanceError(

@@ -15,22 +15,32 @@ from torch import Tensor
 
 from acutance.errors import AcutanceError
 from acutance.files import atomic_write
-from acutance.models.config import ViTConfig
-from acutance.models.position import resize_position_embedding
+from acutance.models.config import LanguageConfig, ModelConfig, SegmenterConfig, ViTConfig
+from acutance.models.language import LanguageModel
+from acutance.models.segmenter import Segmenter
+from acutance.models.stack import BlockStack
 from acutance.models.vit import ViT
 
 PathLike = str | os.PathLike[str]
+Model = ViT | LanguageModel | Segmenter
 CONFIG_KEY = "acutance.config"  # in the safetensors metadata
+CLASS_KEY = "acutance.model"  # a ViT where it is missing, as in the first files
+MODELS: Mapping[str, tuple[type[Model], type[ModelConfig]]] = {
+    "ViT": (ViT, ViTConfig),
+    "LanguageModel": (LanguageModel, LanguageConfig),
+    "Segmenter": (Segmenter, SegmenterConfig),
+}
 
 
-def save_checkpoint(model: ViT, path: PathLike) -> Path:
+def save_checkpoint(model: Model, path: PathLike) -> Path:
     """Write weights and configuration as one safetensors file, whole or not at all."""
     state = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-    metadata = {"format": "pt", CONFIG_KEY: json.dumps(model.config.to_dict())}
+    options = json.dumps(model.config.to_dict())
+    metadata = {"format": "pt", CLASS_KEY: type(model).__name__, CONFIG_KEY: options}
     return atomic_write(path, save(state, metadata=metadata))
 
 
-def from_checkpoint(path: PathLike) -> ViT:
+def from_checkpoint(path: PathLike) -> Model:
     """Rebuild the model that `save_checkpoint` wrote, mitigation included."""
     try:
         with safe_open(str(_existing(path)), framework="pt") as file:
@@ -45,27 +55,27 @@ def from_checkpoint(path: PathLike) -> ViT:
         options = json.loads(metadata[CONFIG_KEY])
     except ValueError as error:
         raise _unreadable(path, error) from error
-    config = ViTConfig.from_dict(options)
-    model = ViT(**config.to_dict())
+    name = metadata.get(CLASS_KEY, "ViT")
+    if name not in MODELS:
+        raise AcutanceError(f"{path} holds a {name}, which this version does not know; known: {', '.join(MODELS)}")
+    kind, configuration = MODELS[name]
+    model = kind(**configuration.from_dict(options).to_dict())
     load_checkpoint(model, path)
     return model
 
 
-def load_checkpoint(model: ViT, source: PathLike | Mapping[str, Any]) -> None:
+def load_checkpoint(model: BlockStack | Segmenter, source: PathLike | Mapping[str, Any]) -> None:
     """Load weights, all of them or none; a position embedding of another grid is resized.
 
     Args:
-        model: where the weights go.
+        model: where the weights go: one of ours, or the encoder of a `Segmenter`.
         source: a safetensors file, a `.pth` file (a state dict, or DeiT's {"model": state dict}), or a
             mapping laid out like one.
     """
     label = "the state dict" if isinstance(source, Mapping) else str(source)
     state = _tensors(source if isinstance(source, Mapping) else _read(source), label)
-    own = model.state_dict()
-    if "pos_embed" in state and state["pos_embed"].shape != own["pos_embed"].shape:
-        grid, prefix = model.config.grid, model.prefix_tokens
-        state["pos_embed"] = resize_position_embedding(state["pos_embed"], grid, prefix)
-    _check_match(own, state, label)
+    state = model.fit_state(state)
+    _check_match(model.state_dict(), state, label)
     model.load_state_dict(state)
 
 

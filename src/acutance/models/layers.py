@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
+
+Activation = Literal["gelu", "relu"]
 
 
 class PatchEmbed(nn.Module):
@@ -20,12 +24,12 @@ class PatchEmbed(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linear layers with a GELU between."""
+    """Two linear layers with a GELU between, or a ReLU."""
 
-    def __init__(self, dim: int, hidden: int, dropout: float) -> None:
+    def __init__(self, dim: int, hidden: int, dropout: float, activation: Activation = "gelu") -> None:
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden)
-        self.act = nn.GELU()
+        self.act = nn.GELU() if activation == "gelu" else nn.ReLU()
         self.fc2 = nn.Linear(hidden, dim)
         self.drop = nn.Dropout(dropout)
 

@@ -8,10 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, SeveralStacksError
 from acutance.mitigations import Mitigation
+from acutance.models.block import Attention, Block
 from acutance.models.layers import LayerScale
-from acutance.models.vit import Attention, Block, ViT
+from acutance.models.stack import BlockStack
 from acutance.operator import AttentionRecord
 from acutance.sites.base import AttentionSite, Library, Undo
 
@@ -114,31 +115,36 @@ class BlockSite(AttentionSite):
         self.attention.proj.weight = nn.Parameter(projection.detach().to(rows), projection.requires_grad)
 
 
-def block_sites(vit: ViT, prefix: str = "") -> list[BlockSite]:
-    """The sites of one ViT, first block first; blocks may sit inside wrappers, such as checkpointing's."""
-    blocks = [(name, module) for name, module in vit.blocks.named_modules() if isinstance(module, Block)]
+def block_sites(stack: BlockStack, prefix: str = "") -> list[BlockSite]:
+    """The sites of one stack, first block first; blocks may sit inside wrappers, such as checkpointing's."""
+    blocks = [(name, module) for name, module in stack.blocks.named_modules() if isinstance(module, Block)]
     return [BlockSite(block, i, f"{prefix}blocks.{name}.attn") for i, (name, block) in enumerate(blocks, 1)]
 
 
-def _only_vit(model: nn.Module) -> tuple[str, ViT] | None:
-    """The ViT inside any wrappers; two of them would make layer numbers ambiguous."""
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, ViT)]
+def _only_stack(model: nn.Module) -> tuple[str, BlockStack] | None:
+    """The stack inside any wrappers; two of them would make layer numbers ambiguous."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, BlockStack)]
     if len(found) > 1:
-        names = ", ".join(name for name, _ in found)
-        raise AcutanceError(f"{type(model).__name__} holds several ViTs ({names}): pass one of them")
+        names, kinds = [name for name, _ in found], {type(stack).__name__ for _, stack in found}
+        what = f"several {kinds.pop()}s" if len(kinds) == 1 else "several stacks of layers"
+        raise SeveralStacksError(
+            f"{type(model).__name__} holds {what} ({', '.join(names)}): pass one of them, or name it with part=, "
+            f"e.g. part={names[0]!r}",
+            names,
+        )
     return found[0] if found else None
 
 
 def _sites(model: nn.Module) -> list[AttentionSite]:
-    found = _only_vit(model)
+    found = _only_stack(model)
     if found is None:
         return []
-    name, vit = found
-    return list(block_sites(vit, f"{name}." if name else ""))
+    name, stack = found
+    return list(block_sites(stack, f"{name}." if name else ""))
 
 
-def _vit(model: nn.Module) -> ViT:
-    found = _only_vit(model)
+def _stack(model: nn.Module) -> BlockStack:
+    found = _only_stack(model)
     assert found is not None, "asked only after sites were found"
     return found[1]
 
@@ -146,6 +152,7 @@ def _vit(model: nn.Module) -> ViT:
 LIBRARY = Library(
     name="acutance.models",
     sites=_sites,
-    prefix_tokens=lambda model: _vit(model).prefix_tokens,
-    final_norm=lambda model: _vit(model).norm,
+    prefix_tokens=lambda model: _stack(model).prefix_tokens,
+    final_norm=lambda model: _stack(model).final_norm,
+    suffix_tokens=lambda model: _stack(model).suffix_tokens,
 )

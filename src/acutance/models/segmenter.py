@@ -1,0 +1,179 @@
+"""Segmenter (https://arxiv.org/abs/2105.05633): a ViT encoder and a mask Transformer, with the public code's names.
+
+NeuTRENO stands in both, each with its own v⁰, as in its public code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from acutance.errors import AcutanceError, ShapeError
+from acutance.mitigations import Mitigation, as_mitigation
+from acutance.models.block import BlockConfig
+from acutance.models.config import SegmenterConfig
+from acutance.models.layers import PatchEmbed
+from acutance.models.position import resize_position_embedding
+from acutance.models.stack import BlockStack, init_linear, learnt_tokens, make_blocks
+
+NORM_EPS = 1e-5  # the public code's, unlike timm's 1e-6
+
+
+class Encoder(BlockStack):
+    """A ViT without its head, for images of any size that is a multiple of the patch."""
+
+    def __init__(self, config: SegmenterConfig) -> None:
+        super().__init__()
+        self.grid = config.grid
+        self.cls_token = learnt_tokens(1, config.dim)
+        self.pos_embed = learnt_tokens(1 + config.grid[0] * config.grid[1], config.dim)
+        self.patch_embed = PatchEmbed(config.in_chans, config.patch_size, config.dim)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = make_blocks(_block_config(config, config.heads, config.dropout), config.depth, config.drop_path)
+        self.norm = nn.LayerNorm(config.dim, eps=NORM_EPS)
+        self.apply(init_linear)
+
+    @property
+    def prefix_tokens(self) -> int:
+        """The class token."""
+        return 1
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """The norm after the last block."""
+        return self.norm
+
+    def fit_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A classifier's weights without its head, its position embedding resized, bilinear."""
+        fitted = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
+        if "pos_embed" in fitted:
+            fitted["pos_embed"] = _resized(fitted["pos_embed"], self.grid)
+        return fitted
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Tokens after the final norm, class token first: (batch, 1 + patches, dim)."""
+        patches = self.patch_embed.proj(images)
+        grid = (patches.shape[-2], patches.shape[-1])
+        x = torch.cat([self.cls_token.expand(len(images), -1, -1), patches.flatten(2).transpose(1, 2)], dim=1)
+        x = self.dropout(x + _resized(self.pos_embed, grid))
+        out: Tensor = self.norm(self.run_blocks(x))
+        return out
+
+
+class MaskTransformer(BlockStack):
+    """The decoder: patches and one embedding per class attend to each other; a mask is the cosine between the two."""
+
+    def __init__(self, config: SegmenterConfig) -> None:
+        super().__init__()
+        blocks = _block_config(config, config.decoder_heads, config.decoder_dropout)
+        scale = config.dim**-0.5
+        self.classes = config.num_classes
+        self.blocks = make_blocks(blocks, config.decoder_depth, config.decoder_drop_path)
+        self.cls_emb = learnt_tokens(config.num_classes, config.dim)
+        self.proj_dec = nn.Linear(config.dim, config.dim)
+        self.proj_patch = nn.Parameter(scale * torch.randn(config.dim, config.dim))
+        self.proj_classes = nn.Parameter(scale * torch.randn(config.dim, config.dim))
+        self.decoder_norm = nn.LayerNorm(config.dim, eps=NORM_EPS)
+        self.mask_norm = nn.LayerNorm(config.num_classes, eps=NORM_EPS)
+        self.apply(init_linear)
+
+    @property
+    def suffix_tokens(self) -> int:
+        """The embeddings of the classes."""
+        return self.classes
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """The norm after the last block."""
+        return self.decoder_norm
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """Scores of every class for every patch: (batch, patches, dim) to (batch, patches, classes)."""
+        x = torch.cat([self.proj_dec(patches), self.cls_emb.expand(len(patches), -1, -1)], dim=1)
+        x = self.decoder_norm(self.run_blocks(x))
+        seen, classes = x[:, : -self.classes] @ self.proj_patch, x[:, -self.classes :] @ self.proj_classes
+        cosines = F.normalize(seen, dim=-1) @ F.normalize(classes, dim=-1).transpose(1, 2)
+        out: Tensor = self.mask_norm(cosines)
+        return out
+
+
+class Segmenter(nn.Module):
+    """Scores of every class at every pixel.
+
+    Args:
+        mitigation: a `Mitigation`, its spec such as `neutreno:0.6`, or None; for encoder and decoder.
+        **options: the fields of `SegmenterConfig`.
+    """
+
+    def __init__(self, *, mitigation: Mitigation | str | None = None, **options: Any) -> None:
+        super().__init__()
+        chosen = as_mitigation(mitigation)
+        self._config = config = SegmenterConfig(mitigation=None if mitigation is None else chosen.spec, **options)
+        self.encoder = Encoder(config)
+        self.decoder = MaskTransformer(config)
+        self.encoder.install(chosen)
+        self.decoder.install(chosen)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers of both parts carry the same mitigation, or none: `config` can say no more."""
+        return self.encoder.carried() == self.decoder.carried() and self.encoder.carried()[1] is None
+
+    @property
+    def config(self) -> SegmenterConfig:
+        """What rebuilds this model, with the mitigation it carries now."""
+        if not self.is_uniform:
+            carried = f"encoder {self.encoder.carried()}, decoder {self.decoder.carried()}"
+            raise AcutanceError(f"one configuration cannot say what differs between layers: {carried}")
+        return replace(self._config, mitigation=self.encoder.carried()[0])
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations (non-reentrant)."""
+        self.encoder.set_grad_checkpointing(enable)
+        self.decoder.set_grad_checkpointing(enable)
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that an optimiser should leave out of weight decay, beside biases and norms."""
+        named = {"encoder.pos_embed", "encoder.cls_token", "decoder.cls_emb"}
+        return {n for n, _ in self.named_parameters() if n in named or ".mitigation." in n}
+
+    def fit_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The public code's weights: without the encoder's head, positions resized."""
+        inner = {n.removeprefix("encoder."): t for n, t in state.items() if n.startswith("encoder.")}
+        outer = {n: t for n, t in state.items() if not n.startswith("encoder.")}
+        return outer | {f"encoder.{name}": tensor for name, tensor in self.encoder.fit_state(inner).items()}
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (batch, channels, height, width) of any size to scores (batch, classes, height, width)."""
+        config = self._config
+        if images.ndim != 4 or images.shape[1] != config.in_chans or 0 in images.shape[2:]:
+            raise ShapeError(
+                f"images {tuple(images.shape)}: this model takes (batch, {config.in_chans}, height, width)"
+            )
+        height, width = images.shape[2:]
+        padded = F.pad(images, (0, -width % config.patch_size, 0, -height % config.patch_size))
+        grid = (padded.shape[2] // config.patch_size, padded.shape[3] // config.patch_size)
+        patches = self.encoder(padded)[:, self.encoder.prefix_tokens :]
+        masks = self.decoder(patches).transpose(1, 2).unflatten(2, grid)
+        return F.interpolate(masks, size=padded.shape[2:], mode="bilinear")[..., :height, :width]
+
+
+def _block_config(config: SegmenterConfig, heads: int, dropout: float) -> BlockConfig:
+    return BlockConfig(
+        dim=config.dim,
+        heads=heads,
+        hidden=int(config.dim * config.mlp_ratio),
+        attention=config.attention,
+        norm_eps=NORM_EPS,
+        dropout=dropout,
+        attention_dropout=dropout,
+    )
+
+
+def _resized(pos_embed: Tensor, grid: tuple[int, int]) -> Tensor:
+    return resize_position_embedding(pos_embed, grid, 1, "bilinear")
