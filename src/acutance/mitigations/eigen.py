@@ -35,7 +35,7 @@ class Eigen(Mitigation):
         basis: where V comes from. "qr" is the poster's; "polar" (Newton–Schulz), "cayley" and "householder" make an
             orthogonal V too; with "inverse" V is free and W_proj = Λ V⁻¹, as in the paper's later version.
         spectrum: λ from ψ. "square" is the poster's ±ψ² (free: ψ), which has no lower end: see `check_spectrum`.
-            "clipped" cuts off at ±1 and 0; "bounded" is ∓σ(ψ) (free: tanh ψ) and never leaves (−1, 1).
+            "clipped" cuts off at ±1 and 0; "bounded" is ∓σ(ψ) (free: tanh ψ) and never leaves [−1, 1].
     """
 
     positional = "sign"

@@ -67,6 +67,15 @@ class NeuTRENO(Mitigation):
         first = v0.detach() if self.detach else v0
         return u + self._strength(u) * (like_output(first, u) - like_output(v, u))
 
+    def correction(self) -> Tensor | float | None:
+        """λ̃ itself, unless the gradient is to stop at v⁰ or a subclass does something else."""
+        cls = type(self)
+        if self.detach or cls.output is not NeuTRENO.output or cls.values is not Mitigation.values:
+            return None
+        if self.shape is not None and self.shape.layer == 1:
+            return 0.0
+        return self.strength if self.learnt_strength is None else self.learnt_strength
+
     def _strength(self, u: Tensor) -> Tensor | float:
         if self.learnt_strength is None:
             return self.strength
