@@ -7,8 +7,8 @@
 Layers are made one at a time with random weights, as a model loaded shard by shard would give them, and spectra are
 found by the function that `explain` calls per layer. Both times leave out making the weights: CPU seconds are the
 process's own, elapsed seconds also count what else the machine does. The peak is the growth of the resident set over a
-small warm-up, and so counts one layer's weights and all work space, but no model. Results go to benchmarks/results, one
-CSV per dtype and PyTorch version.
+small warm-up, and so counts one layer's weights, all work space and the spectra kept, but no model; `resident_mib` is
+the whole process. Results go to benchmarks/results, one CSV per dtype and PyTorch version.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import csv
 import platform
 import resource
 import shlex
+import statistics
 import sys
 import time
 from collections import Counter
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.explain import Spectrum
 from acutance.explain.weights import layer_spectrum
 from acutance.operator import AttentionRecord
 from acutance.sites import AttentionSite, Undo
@@ -82,7 +84,8 @@ def benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
         seconds.append(time.process_time() - cpu)
         verdict = kept[-1].verdict
         print(f"layer {layer}/{arguments.layers}: {seconds[-1]:.2f} s of CPU, {verdict}", file=sys.stderr)
-    peak = (resident_peak_bytes() - before) / MIB
+    written = len(Spectrum(tuple(kept)).to_json().encode())
+    resident = resident_peak_bytes()
     return {
         "layers": arguments.layers,
         "dim": arguments.dim,
@@ -91,13 +94,15 @@ def benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
         "head_dim": arguments.head_dim,
         "whole": arguments.whole,
         "cpu_seconds": f"{sum(seconds):.1f}",
-        "cpu_seconds_per_layer": f"{sum(seconds) / len(seconds):.2f}",
+        "cpu_seconds_median": f"{statistics.median(seconds):.2f}",
         "cpu_seconds_lowest": f"{min(seconds):.2f}",
         "cpu_seconds_highest": f"{max(seconds):.2f}",
         "elapsed_seconds": f"{sum(elapsed):.1f}",
         "verdicts": ", ".join(f"{count} {verdict}" for verdict, count in Counter(s.verdict for s in kept).items()),
         "largest_error": f"{max(s.error for s in kept):.1e}",
-        "peak_mib": f"{peak:.0f}",
+        "peak_mib": f"{(resident - before) / MIB:.0f}",
+        "resident_mib": f"{resident / MIB:.0f}",
+        "json_mib": f"{written / MIB:.1f}",
         "layer_weights_mib": f"{(weights.value.nbytes + weights.projection.nbytes) / MIB:.0f}",
         "eigenvalues_kept": sum(s.heads.size + (0 if s.whole is None else s.whole.size) for s in kept),
         "threads": torch.get_num_threads(),
@@ -140,7 +145,7 @@ def main() -> None:
         "dim",
         "whole",
         "cpu_seconds",
-        "cpu_seconds_per_layer",
+        "cpu_seconds_median",
         "elapsed_seconds",
         "peak_mib",
         "verdicts",

@@ -4,6 +4,7 @@ Everything is seeded and nothing depends on the clock: the same code gives the s
 """
 
 import argparse
+import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -270,6 +271,30 @@ def pretrained() -> Figure:
     return figure
 
 
+def spectra() -> Figure:
+    """Signs and symmetry of H in the two models explained in evidence/, and what HFC/LFC did, over relative depth."""
+    names = {"all-MiniLM-L6-v2 (encoder)": "minilm", "SmolLM2-135M (causal)": "smollm2"}
+    figure, axes = plt.subplots(1, 3, figsize=(9.6, 3.0), layout="constrained")
+    for (name, file), color in zip(names.items(), PALETTE, strict=False):
+        layers = json.loads((EVIDENCE / "explain" / f"{file}.json").read_text())["layers"]
+        curves = (
+            [100 * layer["negative_share"] for layer in layers],
+            [layer["symmetry"] for layer in layers],
+            [layer["branch"]["change"] for layer in layers],
+        )
+        depth = [layer["layer"] / len(layers) for layer in layers]
+        for axis, curve in zip(axes, curves, strict=True):
+            axis.plot(depth, curve, "o-", color=color, markersize=2.5, label=name)
+    titles = ("Eigenvalues of H with Re λ < 0, %", "Symmetry of H: cosine with Hᵀ", "Log change of HFC/LFC, branch")
+    for axis, title, level in zip(axes, titles, (50, 0, 0), strict=True):
+        axis.axhline(level, color=GREY, linewidth=0.8)
+        axis.set(xlabel="layer / depth")
+        axis.set_title(title)
+    axes[0].set_ylim(0, 100)
+    axes[0].legend(fontsize=8, loc="lower left")
+    return figure
+
+
 PICTURES: dict[str, dict[str, Callable[[], Figure]]] = {
     "theory": {
         "theorem-1": theorem_1,
@@ -279,6 +304,7 @@ PICTURES: dict[str, dict[str, Callable[[], Figure]]] = {
     },
     "steer": {"bound": bound},
     "measure": {"pretrained": pretrained},
+    "explain": {"pretrained": spectra},
     "monitor": {"digits": watched_digits},
     "laboratory": {"repeat": repeated_layers, "depth": depth, "kernel": kernel, "symmetry": symmetry},
 }

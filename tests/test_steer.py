@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -181,10 +182,10 @@ def test_a_spectrum_beyond_the_bound_is_warned_of():
         assert check_spectrum(model) == {}
         assert check_spectrum(make()) == {}
     find(model)[1].mitigation.psi.data[3] = 1.5
-    message = r"layers 2 \(λ = -2.25\) cross the bound −2/\(1 \+ μ_min\) = -2: for that.*smoothing as a whole: 2"
+    message = r"layers 2 \(λ = -2.25, bound -2\) cross the.*μ_min taken as 0: for that.*smoothing as a whole: 2"
     with pytest.warns(AcutanceWarning, match=message):
         assert check_spectrum(model) == {2: pytest.approx(-2.25)}
-    with pytest.warns(AcutanceWarning, match="= -1.33"):
+    with pytest.warns(AcutanceWarning, match="bound -1.33.*taken as 0.5"):
         check_spectrum(model, mu_min=0.5)
     find(model)[1].mitigation.psi.data.fill_(0.1)
     find(model)[1].mitigation.psi.data[3] = 1.95**0.5
@@ -207,3 +208,25 @@ def test_the_effective_spectrum_is_the_one_that_is_checked(where):
         found, (_, _, explained) = check_spectrum(model), explain(model, progress=False).layers
     assert found == {3: pytest.approx(-2.5 * torch.tensor(3.0).sigmoid().item())}
     assert found[3] == pytest.approx(explained.spectrum.real.min())
+
+
+def test_the_bound_is_read_on_a_batch_where_there_is_one():
+    """Sharp attention in layer 2: its μ_min is well above 0, which leaves less room than the assumed 0."""
+    model = make("eigen:negative,basis=polar", attention="symmetric")
+    for site in find(model):
+        site.mitigation.psi.data.fill_(1.3)
+        site.pre_norm().weight.data.fill_(1.0)
+    model.blocks[1].attn.kv.weight.data *= 3
+    operators = {}
+    with ExitStack() as stack:
+        for site in find(model):
+            stack.enter_context(site.observe(lambda record, n=site.layer: operators.__setitem__(n, record.operator)))
+        model(images())
+    model.train()
+    highest = {n: torch.linalg.eigvals(A.dense()).real.amin(-1).max().item() for n, A in operators.items()}
+    assert sharpening_bound(highest[2]) > -1.69, "layer 2 is meant to cross it"
+    assert check_spectrum(model) == {}
+    assert all(sharpening_bound(highest[n]) < -1.69 for n in (1, 3))
+    with pytest.warns(AcutanceWarning, match=r"2 \(λ = -1.69, bound -1.*μ_min as read on the batch"):
+        assert check_spectrum(model, batch=images()) == {2: pytest.approx(-1.69)}
+    assert model.training

@@ -168,7 +168,7 @@ class AttentionOperator:
     def symmetrised(self) -> AttentionOperator:
         """The operator with q := k and everything else the same."""
         k = repeat_heads(self.k, self.heads)
-        return self._like(k, k, self.mask, kernel="symmetric" if self.kernel == "softmax" else self.kernel)
+        return self.like(k, k, self.mask, kernel="symmetric" if self.kernel == "softmax" else self.kernel)
 
     def to(self, dtype: torch.dtype) -> AttentionOperator:
         """The operator computed in another floating-point dtype."""
@@ -178,11 +178,18 @@ class AttentionOperator:
         """The operator with a function applied to its queries, keys and mask."""
         k = function(self.k)
         q = k if self.q is self.k else function(self.q)
-        return self._like(q, k, None if self.mask is None else function(self.mask), kernel=self.kernel)
+        return self.like(q, k, None if self.mask is None else function(self.mask))
 
-    def _like(self, q: Tensor, k: Tensor, mask: Tensor | None, kernel: str) -> AttentionOperator:
+    def like(self, q: Tensor, k: Tensor, mask: Tensor | None, kernel: str | None = None) -> AttentionOperator:
+        """An operator with other queries, keys and mask, and everything else the same; or with another kernel too."""
         other = AttentionOperator(
-            q, k, mask=mask, causal=self.causal, scale=self.scale, kernel=kernel, softcap=self.definition.softcap
+            q,
+            k,
+            mask=mask,
+            causal=self.causal,
+            scale=self.scale,
+            kernel=kernel or self.kernel,
+            softcap=self.definition.softcap,
         )
         other.key_heads = self.key_heads
         return other

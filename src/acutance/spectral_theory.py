@@ -66,13 +66,19 @@ class Families:
 
     constant: Tensor
     varying: Tensor
-    margin: Tensor  # closer than this is a tie
+    rounding: Tensor  # closer than this is a tie
+    error: Tensor  # how far off the difference of the two may be beyond that, because λ or μ are known so well only
 
     @property
     def leaning(self) -> Tensor:
-        """1 where the constant family dominates, −1 where the varying one does, 0 for a tie."""
+        """1 where the constant family dominates, −1 where the varying one does, 0 for a tie or within the error."""
         lead = self.constant - self.varying
-        return torch.where(lead.abs() <= self.margin, 0.0, lead.sign())
+        return torch.where(lead.abs() <= self.rounding + self.error, 0.0, lead.sign())
+
+    @property
+    def undecided(self) -> Tensor:
+        """True where the error leaves open which family dominates, and whether it is a tie."""
+        return (self.leaning == 0) & (self.error > self.rounding)
 
     @property
     def log_rate(self) -> Tensor:
@@ -81,19 +87,25 @@ class Families:
         return torch.where(self.constant == self.varying, 0.0, rate)  # −∞ − (−∞) where neither leaves anything
 
 
-def families(lam: Tensor, others: Tensor, error: float = 0.0) -> Families:
+def families(lam: Tensor, others: Tensor, error: float = 0.0, residuals: Tensor | float = 0.0) -> Families:
     """The two families of I + H⊗A.
 
     Args:
         lam: λ (..., d); leading axes broadcast against those of `others`.
         others: the μ other than 1 (..., m), see `other_eigenvalues`.
         error: how far off each λ may be.
+        residuals: how far off each μ may be (..., m).
     """
-    varying = growth(lam[..., :, None] * others[..., None, :]).amax((-2, -1))
+    gains = growth(lam[..., :, None] * others[..., None, :])
+    varying = gains.amax((-2, -1))
     constant = growth(lam).amax(-1).expand_as(varying)
     size = lam.abs().amax(-1)
-    # Either gain is at most 1 + max|λ| and off by no more than the error; its square by twice their product.
-    return Families(constant, varying, TIE * size + 4 * error * (1 + size))
+    # Either gain is at most 1 + max|λ| and off by no more than the error; its square by twice their product. An error
+    # of μ is multiplied by |λ|, and counts as far as it lifts a gain above the largest.
+    steep = (lam.abs() * (1 + lam.abs()))[..., :, None]
+    off = torch.as_tensor(residuals, dtype=gains.dtype, device=gains.device).expand(others.shape)[..., None, :]
+    lifted = (gains + 2 * steep * off).amax((-2, -1)) - varying
+    return Families(constant, varying, (TIE * size).expand_as(varying), 4 * error * (1 + size) + lifted)
 
 
 @dataclass(frozen=True)
@@ -162,7 +174,8 @@ def limit_ratio(u: Tensor) -> float:
 def sharpening_bound(mu_min: float) -> float:
     """−2/(1 + μ_min): for λ between this and 0, μ_min beats μ = 1; for λ below it μ = 1 beats μ_min.
 
-    This compares the two at one and the same λ. Whether a layer smooths depends on all its λ: `layer_smooths`.
+    This compares the two at one and the same real λ; `beyond_bound` does for complex ones. Whether a layer smooths
+    depends on all its λ: `layer_smooths`.
     """
     return -2 / (1 + mu_min) if mu_min > -1 else -math.inf
 
@@ -184,6 +197,31 @@ def beats_constant(lam: Tensor, mu: Tensor) -> Tensor:
     """
     beats: Tensor = growth(lam * mu) > growth(lam)
     return beats
+
+
+def beyond_bound(lam: Tensor, mu_min: float, error: float = 0.0) -> Tensor:
+    """Where a λ without positive real part is so large that μ = 1 beats μ_min: |1 + λ| > |1 + λμ_min|, ties left out.
+
+    |1 + λμ|² − |1 + λ|² = (μ − 1)(2 Re λ + |λ|²(1 + μ)), so μ_min beats μ = 1 in the open disc with the diameter
+    [−2/(1 + μ_min), 0]. For real λ that is `sharpening_bound`; a complex λ can be outside with a small real part.
+
+    Args:
+        lam: λ (..., d) of one layer.
+        mu_min: the smallest eigenvalue of attention.
+        error: how far off each λ may be.
+    """
+    size = lam.abs().amax(-1, keepdim=True)
+    margin = TIE * size + 4 * error * (1 + size)
+    lead = growth(lam) - growth(lam * mu_min)
+    outside: Tensor = (lam.real <= TIE * size + error) & (lead > margin)
+    return outside
+
+
+def furthest_beyond(lam: Tensor, mu_min: float, error: float = 0.0) -> complex | None:
+    """Of the λ (d,) `beyond_bound` the one at which μ = 1 is ahead of μ_min the most; None if none is beyond it."""
+    beyond = lam[beyond_bound(lam, mu_min, error)]
+    lead = growth(beyond) - growth(beyond * mu_min)
+    return complex(beyond[lead.argmax()]) if len(beyond) else None
 
 
 def cannot_smooth(lam: Tensor) -> bool:

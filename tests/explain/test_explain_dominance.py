@@ -28,7 +28,7 @@ def matrix(seed: int, size: int = 4, shift: float = 0.0) -> torch.Tensor:
 
 def dominating(A: AttentionOperator, H: torch.Tensor) -> Families:
     points = corners(np.linalg.eigvals(H.numpy())[None])
-    return families(points, competitors(A, [points]))
+    return families(points, competitors(A, [points]).values)
 
 
 @pytest.mark.parametrize("shift", [-1.5, -0.7, 0.0, 0.7])
@@ -83,16 +83,19 @@ def test_many_tokens_need_no_matrix(kernel: str, sharp: float, monkeypatch) -> N
     lam = [torch.tensor([[-0.8 + 0j], [0.5 + 0.5j]]), torch.tensor([[-1.5 + 0.4j, -1.5 - 0.4j, 0.2]])]
     monkeypatch.setattr(AttentionOperator, "dense", lambda self: pytest.fail("the matrix was formed"))
     found = competitors(A, lam)
-    assert found.shape == (1, 2, 3)
+    assert found.values.shape == found.residuals.shape == (1, 2, 4)
+    assert found.residuals.max() <= found.tolerance < 1e-9
     exact = other_eigenvalues(rows)
-    np.testing.assert_allclose(found.real.amin(-1)[0], exact.real.amin(-1), atol=1e-8)
+    np.testing.assert_allclose(found.smallest[0], exact.real.amin(-1), atol=1e-8)
+    np.testing.assert_allclose(found.largest[0], exact.abs().amax(-1), atol=1e-8)
     if kernel == "softmax":
         best = growth(lam[1][..., :, None] * exact[..., None, :]).amax(-2).argmax(-1)
         assert exact.gather(-1, best[:, None]).imag.abs().max() > 1e-3, "a complex μ is meant to compete"
     for points in lam:
         wanted = families(points, exact[None])
-        np.testing.assert_allclose(families(points, found).varying, wanted.varying, rtol=0, atol=1e-8)
-        assert families(points, found).leaning.tolist() == wanted.leaning.tolist()
+        got = families(points, found.values, 0.0, found.residuals)
+        np.testing.assert_allclose(got.varying, wanted.varying, rtol=0, atol=1e-8)
+        assert got.leaning.tolist() == wanted.leaning.tolist()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -107,7 +110,7 @@ def test_padding_is_no_competitor(causal: bool, where: str, tokens: int) -> None
     A = AttentionOperator(2 * q, k, mask=valid, causal=causal)
     assert torch.equal(visible_keys(A), valid)
     lam = torch.tensor([[-0.7 + 0.2j, 0.4]])
-    found = competitors(A, [lam], visible_keys(A))
+    found = competitors(A, [lam], visible_keys(A)).values
     for b, keep in enumerate(valid):
         alone = AttentionOperator(2 * q[b : b + 1, :, keep], k[b : b + 1, :, keep], causal=causal)
         others = other_eigenvalues(torch.linalg.eigvals(alone.dense())[0])
@@ -118,7 +121,7 @@ def test_padding_is_no_competitor(causal: bool, where: str, tokens: int) -> None
 def test_one_token_is_a_tie() -> None:
     A = AttentionOperator(torch.zeros(2, 1, 1, 3), torch.zeros(2, 1, 1, 3))
     points = torch.tensor([[0.5 + 0j]])
-    assert families(points, competitors(A, [points])).leaning.tolist() == [[0.0], [0.0]]
+    assert families(points, competitors(A, [points]).values).leaning.tolist() == [[0.0], [0.0]]
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1.0, 1e8])

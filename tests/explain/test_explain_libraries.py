@@ -57,6 +57,16 @@ def test_left_padding_changes_nothing(llama: nn.Module) -> None:
         np.testing.assert_allclose(a.dominance.mu_min, b.dominance.mu_min, atol=1e-5)
 
 
+def test_a_norm_before_the_projection_is_told_of(llama: nn.Module) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 40, "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = transformers.BitNetConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    found = ac.explain(transformers.BitNetModel(config), progress=False)
+    assert "BitNetAttention does before W_proj" in found.context["outside H"]
+    assert "is not in the spectra" in str(found)
+    assert ac.explain(llama, progress=False).context["outside H"] is None
+
+
 def test_torch_encoders_are_explained() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 24, batch_first=True, norm_first=True)

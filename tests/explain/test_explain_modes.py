@@ -64,7 +64,7 @@ def test_it_is_the_largest_of_the_explicit_matrix(shape, shift: float, tokens: i
 
 def counted(site: BareSite, A: AttentionOperator) -> list[float]:
     points = corners(layer_spectrum(site).deciding[None])
-    return families(points, competitors(A, [points]).flatten(1)).leaning.tolist()
+    return families(points, competitors(A, [points]).values.flatten(1)).leaning.tolist()
 
 
 @pytest.mark.parametrize("shift", SHIFTS)

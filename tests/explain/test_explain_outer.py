@@ -126,10 +126,11 @@ def test_wide_layers_get_the_verdict_of_the_whole(shape, gamma: float | None, mo
         for mu in MUS:
             np.testing.assert_allclose(np.abs(1 + found.deciding * mu).max(), np.abs(1 + every * mu).max(), rtol=1e-7)
         assert found.smoothing_gain == pytest.approx(np.abs(1 + every).max())
-        assert found.lowest == pytest.approx(every.real.min(), abs=1e-7)
+        assert found.deciding.real.min() == pytest.approx(every.real.min(), abs=1e-7)
     assert (wide.verdict, wide.crosses_bound) == (exact.verdict, exact.crosses_bound)
     assert wide.reason == exact.reason
     assert wide.eigenvalues is None
+    assert wide.symmetry == pytest.approx(exact.symmetry, rel=1e-9)
     np.testing.assert_array_equal(wide.heads, exact.heads)
 
 

@@ -1,6 +1,7 @@
 """What explain reads while a model runs: counted by hand, with prefix and padding in and out."""
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,9 +9,10 @@ import torch
 from spectrum_worlds import DIM, set_branch, small_vit, watch
 
 import acutance as ac
-from acutance.errors import AcutanceError, NonFiniteError
-from acutance.explain import LayerSpectrum, Share
+from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError
+from acutance.explain import Dominance, LayerSpectrum, Share
 from acutance.explain.reader import LayerReader, compare
+from acutance.kernels import krylov
 from acutance.operator import AttentionOperator, AttentionRecord
 from acutance.samples import Samples
 
@@ -61,10 +63,13 @@ def test_explain_counts_what_brute_force_counts() -> None:
                 smooth = leads > 0
                 assert outcome.fell_if_smoothing == pytest.approx(_mean(change[smooth] < 0), nan_ok=True)
                 assert outcome.rose_if_sharpening == pytest.approx(_mean(change[~smooth] > 0), nan_ok=True)
-        lowest = np.linalg.eigvals(entries).real.min(-1)
+        mu = np.linalg.eigvals(entries)
+        lowest, largest = mu.real.min(-1), np.sort(np.abs(mu))[..., -2]  # the largest of all is μ = 1
+        np.testing.assert_allclose(found.mu_min_by_sample, lowest, atol=1e-9)
+        np.testing.assert_allclose(found.mu_largest_by_sample, largest, atol=1e-9)
         np.testing.assert_allclose(found.mu_min, lowest.mean(0), atol=1e-9)
-        np.testing.assert_allclose(found.mu_min_lowest, lowest.min(0), atol=1e-9)
-        np.testing.assert_allclose(found.mu_min_highest, lowest.max(0), atol=1e-9)
+        assert found.mu_min_highest == pytest.approx(lowest.max(), abs=1e-9)
+        assert (found.mu_error, found.undecided) == (0, 0)
     assert 0 < spectrum.share().smoothing < 1, "the case must be a mixed one"
     assert close < 0.1 * cases, "nearly all must be decided"
 
@@ -139,8 +144,10 @@ def test_batches_add_up_to_one() -> None:
         assert a.dominance.samples == b.dominance.samples == 7
         assert (a.dominance.heads, a.dominance.whole) == (b.dominance.heads, b.dominance.whole)
         assert a.dominance.branch.agreement == b.dominance.branch.agreement
-        np.testing.assert_allclose(a.dominance.mu_min, b.dominance.mu_min, rtol=1e-5, atol=1e-7)
-        np.testing.assert_allclose(a.dominance.mu_min_highest, b.dominance.mu_min_highest, rtol=1e-4, atol=1e-7)
+        for name in ("mu_min_by_sample", "mu_largest_by_sample"):
+            streamed_values, values = getattr(a.dominance, name), getattr(b.dominance, name)
+            assert values.shape == (7, 2)
+            np.testing.assert_allclose(streamed_values, values, rtol=1e-4, atol=1e-6)
         assert a.dominance.block.change == pytest.approx(b.dominance.block.change, abs=1e-6)
 
 
@@ -198,7 +205,8 @@ def test_padded_batches_read_as_their_samples_alone(told: bool) -> None:
     assert a["predicted"] == b["predicted"]
     for name in ("branch", "block"):
         assert a[name] == {key: pytest.approx(value, nan_ok=True) for key, value in b[name].items()}
-    np.testing.assert_allclose(a["mu_min"], b["mu_min"], atol=1e-12)
+    np.testing.assert_allclose(a["mu_min_by_sample"], b["mu_min_by_sample"], atol=1e-12)
+    np.testing.assert_allclose(a["mu_largest_by_sample"], b["mu_largest_by_sample"], atol=1e-12)
     assert a["predicted_change"] == pytest.approx(b["predicted_change"])
 
 
@@ -273,12 +281,60 @@ def test_negative_spectrum_beyond_the_bound_warns_and_smooths() -> None:
             found = ac.explain(model, [images], progress=False)[1]
         assert found.dominance.predicted == Share(smoothing / 4, 1 - smoothing / 4)
         # The bound shown is the strictest: that of the largest μ_min, over heads too.
-        assert found.bound == pytest.approx(-2 / (1 + found.dominance.mu_min_highest.max()))
+        assert found.bound == pytest.approx(-2 / (1 + found.dominance.mu_min_by_sample.max()))
         assert found.crosses_bound == (lam < found.bound)
         assert any("layer 1: the negative spectrum" in str(w.message) for w in caught) == found.crosses_bound
         assert ("lies beyond" in found.reason) == found.crosses_bound
     assert found.crosses_bound
     assert found.verdict == "smoothing"
+
+
+def test_eigenvalues_of_attention_that_have_not_converged_make_the_verdict_unknown(monkeypatch) -> None:
+    """λ = −1.99 against a μ_min of 0, 520 tokens: decided by the converged μ, open within the error of a rough one."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 1, 520, 4, generator=generator).double()
+    A = AttentionOperator(q, q, kernel="symmetric")
+    tokens, branch, output = torch.randn(3, 1, 520, 4, generator=generator).double()
+
+    def found(lam: float) -> LayerSpectrum:
+        layer = LayerSpectrum(7, heads=np.array([[lam + 0j]]), head_symmetry=np.ones(1))
+        reader = LayerReader(layer)
+        read(reader, A, tokens, branch, output)
+        return replace(layer, dominance=reader.result())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sure = [found(lam) for lam in (-1.99, 0.5)]
+    assert [layer.verdict for layer in sure] == ["sharpening", "smoothing"]
+    assert [layer.dominance.undecided for layer in sure] == [0, 0]
+    assert 0 < sure[0].dominance.mu_error < 1e-9
+
+    monkeypatch.setattr(krylov, "LARGEST_SPACE", 32)
+    with pytest.warns(AcutanceWarning, match=r"layer 7: .*residual is .*wanted .*at most 512 tokens a sample"):
+        rough = found(-1.99)
+    assert rough.dominance.mu_error > 1e-3
+    assert rough.dominance.undecided == 1
+    assert rough.dominance.predicted == Share(0.0, 0.0)
+    assert rough.verdict == "unknown"
+    assert "in 100% of samples" in rough.reason
+    assert "μ of A is known to" in rough.reason
+    assert "at most 512 tokens" in rough.reason
+    with pytest.warns(AcutanceWarning, match="layer 7"):
+        clear = found(0.5)  # the lead of μ = 1 is far larger than the error
+    assert (clear.verdict, clear.dominance.undecided) == ("smoothing", 0)
+    back = Dominance.from_dict(rough.dominance.to_dict())
+    assert (back.mu_error, back.undecided) == (rough.dominance.mu_error, 1)
+
+
+def test_some_undecided_samples_leave_a_clear_majority_alone() -> None:
+    layer = LayerSpectrum(1, heads=np.array([[0.5 + 0j]]), head_symmetry=np.ones(1))
+    one_token = AttentionOperator(torch.zeros(1, 1, 1, 3), torch.zeros(1, 1, 1, 3))
+    reader = LayerReader(layer)
+    read(reader, one_token, *torch.ones(3, 1, 1, 3))
+    dominance = reader.result()
+    for smoothing, undecided, verdict in ((0.6, 0.4, "smoothing"), (0.4, 0.2, "unknown"), (0.3, 0.1, "neutral")):
+        seen = replace(dominance, predicted=Share(smoothing, 0.0), undecided=undecided, mu_error=0.1)
+        assert replace(layer, dominance=seen).verdict == verdict
 
 
 def test_model_is_left_as_it_was_found() -> None:

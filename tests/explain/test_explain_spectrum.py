@@ -64,12 +64,35 @@ def test_one_eigenvalue_beyond_the_bound_need_not_make_the_layer_smooth(model: V
     set_branch(model, 1, H)
     found = ac.explain(model, progress=False)[1]
     dominance = ac.explain(model, [torch.randn(2, 1, 8, 8)], progress=False)[1].dominance
-    sharp = replace(dominance, mu_min_highest=np.full(2, 0.133), predicted=Share(0.0, 1.0))
+    sharp = replace(dominance, mu_min_by_sample=np.full((2, 2), 0.133), predicted=Share(0.0, 1.0))
     with pytest.warns(AcutanceWarning, match="for that eigenvalue μ = 1 beats μ_min, though the layer does not smooth"):
         warn_beyond_bound(replace(found, dominance=sharp))
     set_branch(model, 1, -2.5 * torch.eye(DIM))
     with pytest.warns(AcutanceWarning, match="μ = 1 beats μ_min, and the layer smooths"):
         ac.explain(model, progress=False)
+
+
+def test_a_complex_pair_crosses_the_bound_outside_the_disc(model: ViT) -> None:
+    """−0.1 ± 0.6i has |1 + λ| = 1.08 > 1, with a real part far above −2: the layer smooths, and it is said why."""
+    turn = torch.tensor([[-0.1, -0.6], [0.6, -0.1]])
+    set_branch(model, 1, torch.block_diag(*[turn] * (DIM // 2)))
+    with pytest.warns(AcutanceWarning, match=r"λ = -0.1±0.6i lies outside the disc over −2/\(1\+μ_min\) = -2 to 0"):
+        found = ac.explain(model, progress=False)[1]
+    assert found.crosses_bound
+    assert found.verdict == "smoothing"
+    assert "outside the disc" in found.reason
+    set_branch(model, 1, torch.block_diag(*[turn - 0.3 * torch.eye(2)] * (DIM // 2)))  # −0.4 ± 0.6i: |1 + λ| = 0.85
+    assert not ac.explain(model, progress=False)[1].crosses_bound
+
+
+def test_the_extremes_of_attention_are_kept_per_sample_and_head(read: Spectrum, tmp_path) -> None:
+    stored = json.loads(read.to_json())["layers"][0]["dominance"]
+    for name in ("mu_min_by_sample", "mu_largest_by_sample"):
+        assert np.array(stored[name]).shape == (4, 2)
+        np.testing.assert_array_equal(stored[name], getattr(read[1].dominance, name))
+    values = read[1].dominance.mu_min_by_sample
+    assert read.rows()[0]["μ_min"] == f"{values.mean():.2f} ({values.min():.2f} to {values.max():.2f})"
+    assert "to" in read.rows()[0]["max|μ|"]
 
 
 def test_heads_do_not_decide_for_a_wide_layer(model: ViT) -> None:

@@ -235,6 +235,51 @@ def test_for_complex_lambda_the_condition_is_a_disc(re: float, im: float, mu: fl
         assert beats == (abs(lam + radius) < radius)
 
 
+@given(lam=st.lists(st.tuples(real, real), min_size=1, max_size=6), mu=unit)
+def test_beyond_the_bound_is_where_brute_force_says(lam: list[tuple[float, float]], mu: float) -> None:
+    """Complex λ: |1 + λ| against |1 + λμ_min|, one by one, in Python's own arithmetic."""
+    values = [complex(*pair) for pair in lam]
+    size = max(abs(z) for z in values)
+    beyond = theory.beyond_bound(torch.tensor(values, dtype=torch.complex128), mu).tolist()
+    leads = [abs(1 + z) ** 2 - abs(1 + z * mu) ** 2 for z in values]
+    for z, found, lead in zip(values, beyond, leads, strict=True):
+        if abs(lead - 1e-6 * size) > 1e-12 + 1e-9 * size**2 and abs(z.real - 1e-6 * size) > 1e-12:
+            assert found == (z.real <= 1e-6 * size and lead > 1e-6 * size)
+    furthest = theory.furthest_beyond(torch.tensor(values, dtype=torch.complex128), mu)
+    assert (furthest is None) == (not any(beyond))
+    if furthest is not None:
+        lead = abs(1 + furthest) ** 2 - abs(1 + furthest * mu) ** 2
+        assert lead == pytest.approx(max(v for v, b in zip(leads, beyond, strict=True) if b), rel=1e-9, abs=1e-12)
+
+
+def test_a_complex_eigenvalue_crosses_the_bound_with_a_small_real_part() -> None:
+    """−0.1 ± 0.5i: |1 + λ| = 1.03, though Re λ is far above −2; −0.5 ± 0.4i is inside the disc; errors blur it."""
+    lam = torch.tensor([-0.1 + 0.5j, -0.5 + 0.4j, -2.1, -1.9, 0.3, 0.0], dtype=torch.complex128)
+    assert theory.beyond_bound(lam, 0.0).tolist() == [True, False, True, False, False, False]
+    assert theory.beyond_bound(lam, 0.2).tolist() == [True, False, True, True, False, False]
+    assert theory.beyond_bound(lam, 0.0, error=0.1).tolist() == [False] * 6
+    assert theory.furthest_beyond(lam, 0.0) == -2.1
+    assert theory.furthest_beyond(lam[3:], 0.0) is None
+
+
+@given(lam=st.tuples(real, real), mu=st.tuples(unit, unit), off=st.floats(0, 0.3), turn=st.floats(0, 6.28), far=unit)
+def test_an_error_of_mu_is_covered_by_the_margin(
+    lam: tuple[float, float], mu: tuple[float, float], off: float, turn: float, far: float
+) -> None:
+    """If the true μ is within the residual of the one given, a leaning that is decided is the true one's."""
+    true = complex(*mu) / max(1.0, abs(complex(*mu)))
+    given_mu = true + off * complex(math.cos(turn), math.sin(turn))
+    given_mu /= max(1.0, abs(given_mu))
+    values = torch.tensor([complex(*lam)], dtype=torch.complex128)
+    others, exact = (torch.tensor([m, far], dtype=torch.complex128) for m in (given_mu, true))
+    residuals = torch.tensor([abs(given_mu - true), 0.0], dtype=torch.float64)
+    found = theory.families(values, others, 0.0, residuals)
+    right = theory.families(values, exact)
+    if float(found.leaning) != 0:
+        assert float(found.leaning) == float((right.constant - right.varying).sign())
+    assert bool(found.undecided) == (float(found.leaning) == 0 and float(found.error) > float(found.rounding))
+
+
 @pytest.mark.parametrize(("factor", "smooths"), [(0.95, False), (1.05, True)])
 def test_beyond_the_bound_negative_eigenvalues_smooth_again(factor: float, smooths: bool) -> None:
     A = random_attention(TOKENS, 0.6, symmetric=True, seed=4)

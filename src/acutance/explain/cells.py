@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from numpy.typing import NDArray
 
 from acutance.explain.dominance import Dominance, Outcome, Share
 from acutance.explain.verdict import LayerSpectrum
@@ -36,7 +37,8 @@ def _data_cells(dominance: Dominance) -> dict[str, str]:
 
     branch = dominance.branch
     return {
-        "μ_min": f"{dominance.mu_min.mean():.3f}",
+        "μ_min": _spread(dominance.mu_min_by_sample),
+        "max|μ|": _spread(dominance.mu_largest_by_sample),
         "H⊗A %": "–" if dominance.whole is None else mean(dominance.whole),
         "by head %": mean(dominance.heads),
         "HFC/LFC fell": f"{branch.fell:.0%}",
@@ -45,6 +47,11 @@ def _data_cells(dominance: Dominance) -> dict[str, str]:
         "agrees (base)": outcome(branch),
         "block (base)": outcome(dominance.block),
     }
+
+
+def _spread(per_sample: NDArray[np.float64]) -> str:
+    """Mean, lowest and highest over samples and heads."""
+    return f"{per_sample.mean():.2f} ({per_sample.min():.2f} to {per_sample.max():.2f})"
 
 
 def percent(share: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +16,29 @@ from acutance.operator import AttentionOperator
 from acutance.spectral_theory import growth, other_eigenvalues
 
 
-def competitors(A: AttentionOperator, points: Sequence[Tensor], valid: Tensor | None = None) -> Tensor:
-    """The μ other than 1 that can dominate beside given λ, complex (batch, heads, m).
+class Competitors(NamedTuple):
+    """Eigenvalues of A other than 1, and how well each is known."""
 
-    Up to 512 tokens and for a causal A that is every other μ. Above, without the matrix: for each set of λ the μ with
-    the largest |1 + λμ|, and the μ of smallest real part.
+    values: Tensor  # complex (batch, heads, m)
+    residuals: Tensor  # (batch, heads, m): ‖Az − μz‖ of each one's unit vector z; 0 where the matrix gave them
+    tolerance: float = 0.0  # what the residuals should be
+
+    @property
+    def smallest(self) -> Tensor:
+        """μ_min, the smallest real part (batch, heads)."""
+        return self.values.real.amin(-1)
+
+    @property
+    def largest(self) -> Tensor:
+        """The largest |μ| (batch, heads): how slowly A alone mixes the tokens."""
+        return self.values.abs().amax(-1)
+
+
+def competitors(A: AttentionOperator, points: Sequence[Tensor], valid: Tensor | None = None) -> Competitors:
+    """The μ other than 1 that can dominate beside given λ.
+
+    Up to 512 tokens and for a causal A that is every other μ. Above, without the matrix: the μ of smallest real part,
+    that of largest modulus, and for each set of λ the one with the largest |1 + λμ|.
 
     Args:
         A: attention.
@@ -29,19 +48,24 @@ def competitors(A: AttentionOperator, points: Sequence[Tensor], valid: Tensor | 
     if valid is None or bool(valid.all()):
         return _unpadded(A, points)
     found = [_unpadded(_one_sample(A, sample, keep), points) for sample, keep in enumerate(valid)]
-    most = max(values.shape[-1] for values in found)
-    # Repeating one that is there fills the row and changes no maximum.
-    rows = [torch.cat([v, v[..., -1:].expand(*v.shape[:-1], most - v.shape[-1])], dim=-1) for v in found]
-    return torch.cat(rows)
+    values, residuals = _stacked([one.values for one in found]), _stacked([one.residuals for one in found])
+    return Competitors(values, residuals, max(one.tolerance for one in found))
 
 
-def _unpadded(A: AttentionOperator, points: Sequence[Tensor]) -> Tensor:
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    """Samples with different numbers of μ one below the other; repeating one fills a row and changes no maximum."""
+    most = max(row.shape[-1] for row in rows)
+    return torch.cat([torch.cat([r, r[..., -1:].expand(*r.shape[:-1], most - r.shape[-1])], dim=-1) for r in rows])
+
+
+def _unpadded(A: AttentionOperator, points: Sequence[Tensor]) -> Competitors:
     if A.shape[-1] <= DENSE_TOKENS or A.causal:
-        return other_eigenvalues(A.eigenvalues())
+        others = other_eigenvalues(A.eigenvalues())
+        return Competitors(others, torch.zeros_like(others.real))
     return _by_products(A, points)
 
 
-def _by_products(A: AttentionOperator, points: Sequence[Tensor]) -> Tensor:
+def _by_products(A: AttentionOperator, points: Sequence[Tensor]) -> Competitors:
     precise = A.to(accumulation_dtype(A.q, A.k))
     quotient = Quotient(A.shape[-1], precise.dtype, A.device)
     generator = torch.Generator().manual_seed(0)
@@ -50,12 +74,14 @@ def _by_products(A: AttentionOperator, points: Sequence[Tensor]) -> Tensor:
 
     def dominating(values: Tensor) -> Tensor:
         gains = [growth(p[..., :, None] * values[..., None, :]).amax(-2) for p in lam]
-        return torch.stack([values.real.argmin(-1), *(gain.argmax(-1) for gain in gains)], dim=-1)
+        return torch.stack([values.real.argmin(-1), values.abs().argmax(-1), *(g.argmax(-1) for g in gains)], dim=-1)
 
     def multiply(block: Tensor) -> Tensor:
         return quotient.drop(precise @ quotient.lift(block))
 
-    return krylov.arnoldi_eigenvalues(multiply, start.to(A.device), dominating, count=1 + len(points))
+    tolerance = torch.finfo(start.dtype).eps ** (2 / 3)
+    found = krylov.arnoldi(multiply, start.to(A.device), dominating, 2 + len(points), tolerance)
+    return Competitors(found.values, found.residuals.to(A.device), tolerance)
 
 
 def _one_sample(A: AttentionOperator, sample: int, keep: Tensor) -> AttentionOperator:
@@ -68,7 +94,7 @@ def _one_sample(A: AttentionOperator, sample: int, keep: Tensor) -> AttentionOpe
         mask = mask[chosen] if mask.size(0) > 1 else mask
         mask = mask[..., keep, :] if mask.size(-2) > 1 else mask
         mask = mask[..., keep] if mask.size(-1) > 1 else mask
-    return A._like(q, k, mask, kernel=A.kernel)
+    return A.like(q, k, mask)
 
 
 def visible_keys(A: AttentionOperator) -> Tensor | None:

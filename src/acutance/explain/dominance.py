@@ -44,15 +44,27 @@ class Dominance:
     """Which family dominates one layer's I + H⊗A over samples, per head, and what the tokens did."""
 
     samples: int
-    mu_min: NDArray[np.float64]  # (heads,): the smallest real part of A's spectrum, mean over samples
-    mu_min_lowest: NDArray[np.float64]
-    mu_min_highest: NDArray[np.float64]
+    mu_min_by_sample: NDArray[np.float64]  # (samples, heads): the smallest real part of A's spectrum
+    mu_largest_by_sample: NDArray[np.float64]  # (samples, heads): the largest |μ| but that of the constant mode
+    mu_error: float  # the largest residual ‖Az − μz‖; 0 where all eigenvalues of A were found
     heads: tuple[Share, ...]  # I + H_h⊗A_h, each head with its own part of H
     whole: tuple[Share, ...] | None  # I + H⊗A_h, each head's attention with the layer's whole H
     predicted: Share | None  # for the layer, once per sample; None for several heads without the whole H
+    undecided: float  # share of samples in which the errors of λ and μ leave the prediction open; NaN likewise
     predicted_change: float  # log of the long-run factor of HFC/LFC per layer, mean over samples; NaN likewise
     branch: Outcome  # X → X + attention branch
     block: Outcome  # X → the block's output
+
+    @property
+    def mu_min(self) -> NDArray[np.float64]:
+        """(heads,): the smallest real part of A's spectrum, mean over samples."""
+        mean: NDArray[np.float64] = self.mu_min_by_sample.mean(0)
+        return mean
+
+    @property
+    def mu_min_highest(self) -> float:
+        """The largest μ_min of any sample and head: the strictest for a negative λ."""
+        return float(self.mu_min_by_sample.max())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -61,14 +73,14 @@ class Dominance:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The inverse of `to_dict`."""
-        arrays = {name: np.array(data[name], dtype=np.float64) for name in data if name.startswith("mu_min")}
+        arrays = {name: np.array(data[name], dtype=np.float64) for name in data if name.endswith("by_sample")}
         shares = {
             name: None if data[name] is None else tuple(Share(**s) for s in data[name]) for name in ("heads", "whole")
         }
         predicted = None if data["predicted"] is None else Share(**data["predicted"])
         outcomes = {name: Outcome(**{k: float(v) for k, v in data[name].items()}) for name in ("branch", "block")}
-        change = float(data["predicted_change"])
-        return cls(**{**data, **arrays, **shares, **outcomes, "predicted": predicted, "predicted_change": change})
+        numbers = {name: float(data[name]) for name in ("mu_error", "undecided", "predicted_change")}
+        return cls(**{**data, **arrays, **shares, **outcomes, **numbers, "predicted": predicted})
 
 
 def _plain(value: Any) -> Any:

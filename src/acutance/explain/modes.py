@@ -63,7 +63,8 @@ def layer_mode(site: AttentionSite, A: AttentionOperator, *, norm: Norm = "fold"
     constant = growth(torch.tensor(largest, dtype=torch.complex128)).expand(A.shape[0])
     residual = 0.0 if found is None else found.residual
     margin = torch.tensor(4 * (1 + size) * max(residual, spectrum.error, TOLERANCE * size))
-    return LayerMode(1 + largest, 1 + values.numpy(), residual, Families(constant, growth(values), margin))
+    families = Families(constant, growth(values), margin, torch.zeros(()))
+    return LayerMode(1 + largest, 1 + values.numpy(), residual, families)
 
 
 def _varying(parts: Branch, A: AttentionOperator, tolerance: float) -> krylov.Ritz | None:

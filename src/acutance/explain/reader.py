@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -10,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain.competitors import competitors, visible_keys
 from acutance.explain.corners import corners
 from acutance.explain.dominance import Dominance, Outcome, Share
-from acutance.explain.verdict import LayerSpectrum
+from acutance.explain.verdict import EXACT_MU, LayerSpectrum
 from acutance.metrics import hfc_lfc_spectral
 from acutance.operator import AttentionOperator, AttentionRecord
 from acutance.samples import Samples
@@ -46,7 +47,7 @@ class LayerReader:
         self.valid: Tensor | None = None  # (samples, tokens), False where there is padding
         self.count = 0
         self.sums: dict[str, Tensor] = {}
-        self.lowest = self.highest = torch.empty(0)
+        self.mu_error = self.tolerance = 0.0
         self.kept: dict[str, list[Tensor]] = {}  # per sample: the prediction, and what happened
 
     def begin(self, counted: Samples, present: Samples) -> None:
@@ -66,17 +67,21 @@ class LayerReader:
         self.before = self._ratio(self.tokens)
         points = {scope: lam.to(A.device) for scope, lam in self.corners.items()}
         others = competitors(A, list(points.values()), self.valid)
+        self.mu_error, self.tolerance = max(self.mu_error, float(others.residuals.max())), others.tolerance
         for scope, lam in points.items():
-            lean = families(lam, others, self.error[scope]).leaning
+            lean = families(lam, others.values, self.error[scope], others.residuals).leaning
             self._add(f"{scope} smoothing", lean > 0)
             self._add(f"{scope} sharpening", lean < 0)
         if self.deciding is not None:
             # All heads share the constant vector: on constant tokens the layer is exactly I + H. On the others it is
             # I + Σ H_h⊗A_h, and the largest |1 + λμ| over the heads' A_h stands in for its largest eigenvalue.
-            found = families(points[self.deciding], others.flatten(1), self.error[self.deciding])
+            lam, mu, off = points[self.deciding], others.values.flatten(1), others.residuals.flatten(1)
+            found = families(lam, mu, self.error[self.deciding], off)
             self._keep("lean", found.leaning)
+            self._keep("undecided", found.undecided)
             self._keep("predicted", found.log_rate)
-        self._keep_smallest(others.real.amin(-1))
+        self._keep("mu_min", others.smallest)
+        self._keep("mu_largest", others.largest)
         self._compare("branch", self.tokens + self.update(record.branch))
 
     def leave(self, tokens: Tensor) -> None:
@@ -86,10 +91,18 @@ class LayerReader:
         self.tokens = self.before = torch.empty(0)
 
     def result(self) -> Dominance:
-        """What was found so far."""
+        """What was found so far; warns of eigenvalues of A that have not converged."""
+        if self.mu_error > self.tolerance:
+            warnings.warn(
+                f"layer {self.layer}: eigenvalues of A have not converged in a Krylov space, the largest residual is "
+                f"{self.mu_error:.1e}, wanted {self.tolerance:.1e}. It is counted as an error of the prediction, and a "
+                f"verdict within it is unknown. {EXACT_MU}",
+                AcutanceWarning,
+                stacklevel=2,
+            )
         means = {name: (total / self.count).cpu().numpy() for name, total in self.sums.items()}
         series = {name: torch.cat(parts).cpu().numpy() for name, parts in self.kept.items()}
-        lean, predicted = series.get("lean"), series.get("predicted")
+        lean, predicted, undecided = (series.get(name) for name in ("lean", "predicted", "undecided"))
 
         def shares(scope: str) -> tuple[Share, ...]:
             pairs = zip(means[f"{scope} smoothing"], means[f"{scope} sharpening"], strict=True)
@@ -97,12 +110,13 @@ class LayerReader:
 
         return Dominance(
             samples=self.count,
-            mu_min=means["mu_min"],
-            mu_min_lowest=self.lowest.cpu().numpy(),
-            mu_min_highest=self.highest.cpu().numpy(),
+            mu_min_by_sample=series["mu_min"],
+            mu_largest_by_sample=series["mu_largest"],
+            mu_error=self.mu_error,
             heads=shares("heads"),
             whole=shares("whole") if "whole" in self.corners else None,
             predicted=None if lean is None else Share(float((lean > 0).mean()), float((lean < 0).mean())),
+            undecided=math.nan if undecided is None else float(undecided.mean()),
             predicted_change=math.nan if predicted is None else float(predicted.mean()),
             branch=compare(series["branch"], lean, predicted),
             block=compare(series["block"], lean, predicted),
@@ -126,14 +140,6 @@ class LayerReader:
         after = self._ratio(tokens)
         change = torch.log(after / self.before)
         self._keep(place, torch.where(after == self.before, 0.0, change))  # 0/0 and ∞/∞ included: nothing changed
-
-    def _keep_smallest(self, mu_min: Tensor) -> None:
-        mu_min = mu_min.double()
-        self._add("mu_min", mu_min)
-        low, high = mu_min.amin(0), mu_min.amax(0)
-        first = self.lowest.numel() == 0
-        self.lowest = low if first else torch.minimum(self.lowest, low)
-        self.highest = high if first else torch.maximum(self.highest, high)
 
     def _add(self, name: str, per_sample: Tensor) -> None:
         total = per_sample.double().sum(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from acutance.explain.reader import LayerReader
 from acutance.explain.spectrum import Spectrum
 from acutance.explain.verdict import LayerSpectrum
 from acutance.explain.weights import Norm, layer_spectrum
-from acutance.measure import describe, evaluating, feed, track
+from acutance.measure import check_prefix, describe, evaluating, feed, track
 from acutance.mitigations.base import Chain, Mitigation
 from acutance.operator import AttentionRecord
 from acutance.samples import Samples
@@ -52,8 +52,7 @@ def explain(
     """
     if norm not in ("fold", "ignore"):
         raise AcutanceError(f"norm is 'fold' or 'ignore', not {norm!r}")
-    if prefix not in ("in", "out"):
-        raise AcutanceError(f"prefix says whether class and register tokens count: 'in' or 'out', not {prefix!r}")
+    check_prefix(prefix)
     bare: nn.Module = getattr(model, "_orig_mod", model)  # a compiled model would not see hooks added now
     found = sites.find(bare)
     with ExitStack() as stack:
@@ -65,7 +64,7 @@ def explain(
         first = layers[0].dominance
         assert first is not None
         context["samples"] = first.samples
-        context["prefix"] = f"{sites.prefix_tokens(bare)} prefix tokens {prefix}"
+        context["prefix"] = f"{sites.special_tokens(bare)} {prefix}"
         context["read"] = f"HFC/LFC in the spectral norm, {context['prefix']}, no padding; A in evaluation mode"
     for layer in layers:
         warn_beyond_bound(layer)
@@ -81,7 +80,7 @@ def _with_data(
     progress: bool,
 ) -> list[LayerSpectrum]:
     readers = [LayerReader(layer, site.update) for layer, site in zip(layers, found, strict=True)]
-    skip = 0 if with_prefix else sites.prefix_tokens(model)
+    skip = (0, 0) if with_prefix else sites.special_tokens(model)
     with evaluating(model), sites.reading(model), ExitStack() as stack:
         for site, reader in zip(found, readers, strict=True):
             _attach(site, reader, stack)
@@ -126,10 +125,11 @@ def _norm_context(layers: Iterable[LayerSpectrum]) -> str:
     return "; ".join(dict.fromkeys(states[layer.norm] for layer in layers))
 
 
-def _outside(found: Iterable[sites.AttentionSite]) -> str | None:
-    """Mitigations that act beside the weights: the model does something H⊗A does not say."""
+def _outside(found: Sequence[sites.AttentionSite]) -> str | None:
+    """Mitigations that act beside the weights, a norm before W_proj: the model does something H⊗A does not say."""
     specs = [site.mitigation.spec for site in found if site.mitigation is not None and _acts_beside(site.mitigation)]
-    return ", ".join(dict.fromkeys(specs)) or None
+    between = [part for site in found if (part := site.between()) is not None]
+    return ", ".join(dict.fromkeys([*specs, *between])) or None
 
 
 def _acts_beside(mitigation: Mitigation) -> bool:
@@ -140,12 +140,12 @@ def _acts_beside(mitigation: Mitigation) -> bool:
 
 
 def warn_beyond_bound(layer: LayerSpectrum) -> None:
-    """Say that a negative spectrum has left the interval in which μ_min beats μ = 1."""
+    """Say that a negative spectrum has left the disc in which μ_min beats μ = 1."""
     if layer.crosses_bound:
         outcome = "and the layer smooths" if layer.verdict == "smoothing" else "though the layer does not smooth by it"
         warnings.warn(
-            f"layer {layer.layer}: the negative spectrum of H reaches {layer.lowest:.3g}, beyond "
-            f"−2/(1+μ_min) = {layer.bound:.3g}: for that eigenvalue μ = 1 beats μ_min, {outcome}. "
+            f"layer {layer.layer}: the negative spectrum of H crosses the bound, {layer.crossing_words}: "
+            f"for that eigenvalue μ = 1 beats μ_min, {outcome}. "
             "Bound it, e.g. with a bounded Eigen spectrum",
             AcutanceWarning,
             stacklevel=3,

@@ -24,7 +24,7 @@ from acutance.statistics import rank_correlation
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMAT = "acutance-spectrum/2"
+FORMAT = "acutance-spectrum/3"
 Picture = Literal["histogram", "plane", "dominance"]
 Scope = Literal["whole", "heads"]
 

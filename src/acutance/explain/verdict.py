@@ -10,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from acutance.explain.dominance import Dominance, Share
-from acutance.spectral_theory import TIE, families, sharpening_bound
+from acutance.kernels.spectral import DENSE_TOKENS
+from acutance.spectral_theory import TIE, families, furthest_beyond, sharpening_bound
 
 Verdict = Literal["smoothing", "sharpening", "neutral", "unknown"]
+EXACT_MU = f"Read at most {DENSE_TOKENS} tokens a sample: there all eigenvalues of A are found"
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,32 +75,38 @@ class LayerSpectrum:
         return low, five, half, most, high
 
     @property
-    def bound(self) -> float:
-        """−2/(1 + μ_min) at the largest μ_min seen, which is the strictest; at 0 without data."""
-        return sharpening_bound(0.0 if self.dominance is None else float(self.dominance.mu_min_highest.max()))
+    def mu_min(self) -> float:
+        """The largest μ_min seen, which is the strictest for a negative spectrum; 0 is assumed without data."""
+        return 0.0 if self.dominance is None else self.dominance.mu_min_highest
 
     @property
-    def lowest(self) -> float:
-        """The smallest real part among the eigenvalues that decide."""
-        return float((self.spectrum if self.deciding is None else self.deciding).real.min())
+    def bound(self) -> float:
+        """−2/(1 + μ_min), see `mu_min`."""
+        return sharpening_bound(self.mu_min)
+
+    @property
+    def crossing(self) -> complex | None:
+        """In a spectrum without positive real parts the λ at which μ = 1 beats μ_min the most; None if it nowhere does.
+
+        A real one lies below `bound`, a complex one outside the disc over [bound, 0]: `spectral_theory.beyond_bound`.
+        """
+        if self.deciding is None or self.deciding.real.max() > TIE * np.abs(self.deciding).max() + self.error:
+            return None
+        return furthest_beyond(torch.from_numpy(self.deciding), self.mu_min, self.error)
 
     @property
     def crosses_bound(self) -> bool:
-        """Whether a spectrum without positive eigenvalues has one below the bound: for that one μ = 1 beats μ_min."""
-        if self.deciding is None:
-            return False
-        rounding = TIE * float(np.abs(self.deciding).max()) + self.error
-        return bool(self.deciding.real.max() <= rounding and self.deciding.real.min() < self.bound)
+        """Whether there is a `crossing`."""
+        return self.crossing is not None
 
     @property
     def verdict(self) -> Verdict:
         """The family that dominates I + H⊗A: in most samples, or without data if A's smallest eigenvalue is 0."""
         if self.deciding is None:
             return "unknown"
-        smoothing, sharpening = self._shares()
+        smoothing, sharpening, undecided = self._shares()
         if max(smoothing, sharpening) <= 0.5:
-            blurred = self.error > TIE * np.abs(self.deciding).max() and smoothing + sharpening <= 0.5
-            return "unknown" if blurred else "neutral"
+            return "unknown" if max(smoothing, sharpening) + undecided > 0.5 else "neutral"
         return "smoothing" if smoothing > sharpening else "sharpening"
 
     @property
@@ -107,20 +115,31 @@ class LayerSpectrum:
         if self.deciding is None:
             return "the spectra of the heads do not decide for their sum: explain(…, whole=True) finds that of H"
         if self.verdict == "unknown":
-            return f"{self._gain()} is known to {self.error:.1g} only: explain(…, whole=True) finds it exactly"
+            return self._from_error()
         share = None if self.dominance is None else self.dominance.predicted
         return self._from_weights() if share is None else self._from_data(share)
 
-    def _shares(self) -> tuple[float, float]:
+    def _shares(self) -> tuple[float, float, float]:
         if self.dominance is not None and (share := self.dominance.predicted) is not None:
-            return share.smoothing, share.sharpening
+            return share.smoothing, share.sharpening, self.dominance.undecided
         assert self.deciding is not None
         lam, mu = torch.from_numpy(self.deciding), torch.zeros(1, dtype=torch.float64)
-        lean = float(families(lam, mu, self.error).leaning)
-        return float(lean > 0), float(lean < 0)
+        found = families(lam, mu, self.error)
+        lean = float(found.leaning)
+        return float(lean > 0), float(lean < 0), float(found.undecided)
 
     def _gain(self) -> str:
         return f"max|1+λ| = {self.smoothing_gain:.3f} (λ = {format_complex(self.strongest)})"
+
+    def _from_error(self) -> str:
+        """Whichever of λ and μ is known the worse is what to look at."""
+        seen = self.dominance
+        if seen is None or seen.mu_error * abs(self.strongest) <= self.error:
+            return f"{self._gain()} is known to {self.error:.1g} only: explain(…, whole=True) finds it exactly"
+        return (
+            f"in {seen.undecided:.0%} of samples the families differ by less than their error: μ of A is known to "
+            f"{seen.mu_error:.1g} only. {EXACT_MU}"
+        )
 
     def _from_weights(self) -> str:
         words = {
@@ -139,11 +158,18 @@ class LayerSpectrum:
         return f"{families[self.verdict]}: {self._gain()}{self._crossing()}"
 
     def _crossing(self) -> str:
-        if not self.crosses_bound:
-            return ""
-        return f"; λ = {self.lowest:.2f} lies beyond −2/(1+μ_min) = {self.bound:.2f}"
+        return "" if self.crossing is None else f"; {self.crossing_words}"
+
+    @property
+    def crossing_words(self) -> str:
+        """Where the `crossing` λ lies."""
+        assert self.crossing is not None
+        where = f"−2/(1+μ_min) = {self.bound:.3g}"
+        if self.crossing.real < self.bound:
+            return f"λ = {format_complex(self.crossing)} lies beyond {where}"
+        return f"λ = {format_complex(self.crossing)} lies outside the disc over {where} to 0"
 
 
 def format_complex(z: complex) -> str:
     """Short, and real where it is; a real H has the conjugate of every other too."""
-    return f"{z.real:.2g}" if abs(z.imag) < 5e-3 * abs(z) else f"{z.real:.2g}±{abs(z.imag):.2g}i"
+    return f"{z.real:.3g}" if abs(z.imag) < 5e-3 * abs(z) else f"{z.real:.3g}±{abs(z.imag):.3g}i"

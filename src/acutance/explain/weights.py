@@ -97,10 +97,12 @@ def layer_spectrum(site: sites.AttentionSite, norm: Norm = "fold", whole: bool |
     )
     if whole or (whole is None and min(merged[0].shape) <= WHOLE_UP_TO):
         return replace(found, eigenvalues=_whole_eigenvalues(*merged), symmetry=float(symmetry(*merged)))
+    # Reading the weights is what takes the time: no more of their digits than there were.
+    dtype = torch.promote_types(site.value_weight().dtype, torch.float32)
+    projection, wide = (factor.to(dtype) for factor in merged)
+    found = replace(found, symmetry=float(symmetry(projection, wide)))
     if whole is None:
-        # Reading the weights is what takes the time: no more of their digits than there were.
-        dtype = torch.promote_types(site.value_weight().dtype, torch.float32)
-        outer, error = outer_eigenvalues(*(factor.to(dtype) for factor in merged), layer=site.layer)
+        outer, error = outer_eigenvalues(projection, wide, layer=site.layer)
         return replace(found, outer=outer, error=error)
     return found
 
@@ -108,12 +110,16 @@ def layer_spectrum(site: sites.AttentionSite, norm: Norm = "fold", whole: bool |
 def symmetry(projection: Tensor, value: Tensor) -> Tensor:
     """The cosine between H and Hᵀ, tr(H²)/‖H‖²: 1 symmetric, −1 antisymmetric, about 0 for random entries.
 
-    It says the same as ‖H − Hᵀ‖/‖H + Hᵀ‖ = √((1 − c)/(1 + c)), but stays finite. H = projection @ value is never
-    formed; H = 0 is symmetric.
+    It says the same as ‖H − Hᵀ‖/‖H + Hᵀ‖ = √((1 − c)/(1 + c)), but stays finite. H = 0 is symmetric.
     """
-    inner = value @ projection
-    along = (inner * inner.mT).sum((-2, -1))
-    size = ((projection.mT @ projection) * (value @ value.mT)).sum((-2, -1))
+    dim, rank = projection.shape[-2:]
+    if dim < 3 * rank:  # one dim × dim product is cheaper than three of rank × rank
+        product = projection @ value
+        size = product.square().sum((-2, -1))
+    else:
+        product = value @ projection
+        size = ((projection.mT @ projection) * (value @ value.mT)).sum((-2, -1))
+    along = (product * product.mT).sum((-2, -1))
     return torch.where(size > 0, along / size, 1.0).clamp(-1, 1)
 
 
