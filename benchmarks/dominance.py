@@ -32,14 +32,12 @@ from torch import Tensor
 import acutance as ac
 from acutance.data import Split, digits
 from acutance.demo import DemoConfig, evaluate, new_model, train_epochs
-from acutance.explain import Spectrum, layer_mode
+from acutance.explain import Outcome, Spectrum, layer_mode
 from acutance.explain.competitors import competitors
 from acutance.explain.corners import corners
 from acutance.explain.weights import layer_spectrum
-from acutance.mitigations import parse
 from acutance.models import ViT
 from acutance.spectral_theory import families
-from acutance.statistics import rank_correlation
 
 EVIDENCE = Path(__file__).parents[1] / "docs" / "evidence"
 VARIANTS = {"plain": None, "positive": "eigen:positive", "negative": "eigen:negative"}
@@ -97,7 +95,7 @@ def trained_rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, Spectrum]
     images = images[: max(1, arguments.samples // arguments.batch)]
     for seed in range(arguments.seeds):
         for name, spec in arguments.variants.items():
-            model = build(spec, seed, config).to(arguments.device)
+            model = new_model(config, seed, spec).to(arguments.device)
             about = {"model": name, "mitigation": spec, "seed": seed, "data": "digits, test images"}
             few = images[0][: arguments.mode_samples]
             yield explained(model, images, {**about, "state": "random", **mode_check(model, few)})
@@ -111,15 +109,6 @@ def trained_rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, Spectrum]
 
 def demo_config(arguments: argparse.Namespace) -> DemoConfig:
     return replace(DemoConfig(), depth=arguments.depth, epochs=arguments.epochs)
-
-
-def build(spec: str | None, seed: int, config: DemoConfig) -> ViT:
-    """The demo's model; a mitigation is built for the widened weights, as for a new layer."""
-    model = new_model(config, seed)
-    if spec is not None:
-        for site in ac.sites.find(model):
-            site.install(parse(spec).for_layer(site.shape()))
-    return model
 
 
 def explained(model: ViT, batches: Sequence[Tensor], about: Row) -> tuple[Row, Spectrum]:
@@ -167,7 +156,7 @@ def mode_check(model: ViT, images: Tensor) -> Row:
     for site in ac.sites.find(model):
         A = operators[site.layer]
         lam = corners(layer_spectrum(site).deciding[None]).to(A.device)
-        counted = families(lam, competitors(A, [lam]).flatten(1))
+        counted = families(lam, competitors(A, [lam]).values.flatten(1))
         true = layer_mode(site, A)
         right.append((counted.leaning.cpu() == true.families.leaning).double())
         smoothing.append((true.families.leaning > 0).double())
@@ -203,27 +192,16 @@ def show(row: Row) -> None:
     )
 
 
-def pooled(rows: list[Row], layers: list[list[Row]], where: str) -> dict[str, float]:
-    """Prediction against measurement over all trained models together, among which the prediction differs."""
-    trained = [found for row, found in zip(rows, layers, strict=True) if row["state"] == "trained"]
-    found = [layer["dominance"] for model in trained for layer in model]
-
-    def mean(name: str, weights: list[float] | None = None) -> float:
-        values = np.array([float(d[where][name]) for d in found])
-        known = ~np.isnan(values)  # a layer in which a family was never predicted has no share, and no weight
-        return float(np.average(values[known], weights=None if weights is None else np.array(weights)[known]))
-
-    fell = mean("fell")
-    return {
-        "agreement": mean("agreement"),
-        "base rate": max(fell, 1 - fell),
-        "fell where predicted": mean("fell_if_smoothing", [d["predicted"]["smoothing"] for d in found]),
-        "rose where predicted": mean("rose_if_sharpening", [d["predicted"]["sharpening"] for d in found]),
-        "rank correlation": rank_correlation(
-            np.array([float(d["predicted_change"]) for d in found]),
-            np.array([float(d[where]["change"]) for d in found]),
-        ),
+def in_words(found: Outcome) -> str:
+    """Prediction against measurement, here over all trained models together, among which the prediction differs."""
+    figures = {
+        "agreement": found.agreement,
+        "base rate": found.base_rate,
+        "fell where predicted": found.fell_if_smoothing,
+        "rose where predicted": found.rose_if_sharpening,
+        "rank correlation": found.correlation,
     }
+    return ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
 
 
 def write(rows: list[Row], layers: list[list[Row]], arguments: argparse.Namespace) -> None:
@@ -270,16 +248,16 @@ def main() -> None:
     parser.set_defaults(hashes=None)
     arguments = parser.parse_args()
     arguments.samples = arguments.samples or {"random": 64, "trained": 10**6}[arguments.which]
-    rows, layers = [], []
+    rows, layers, trained = [], [], []
     for row, spectrum in {"random": random_rows, "trained": trained_rows}[arguments.which](arguments):
         show(row)
         rows.append(row)
         layers.append(by_layer(spectrum))
+        trained += spectrum.layers if row["state"] == "trained" else ()
         write(rows, layers, arguments)  # after every run: an interruption keeps what is done
     if arguments.which == "trained":
         for where in ("branch", "block"):
-            found = pooled(rows, layers, where)
-            print(f"all trained, {where}: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
+            print(f"all trained, {where}: {in_words(Spectrum(tuple(trained)).outcome(where))}")
 
 
 if __name__ == "__main__":

@@ -20,16 +20,18 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
-from acutance import sites
 from acutance.data import Split, digits
 from acutance.errors import AcutanceError
 from acutance.files import atomic_write
 from acutance.measure import measure
 from acutance.mitigations import parse
-from acutance.models import ViT, save_checkpoint
+from acutance.models import ViT, save_checkpoint, vit_digits
 from acutance.profile import Profile, merge
 from acutance.report import curves_picture, write_page
 from acutance.steer import check_spectrum
+from acutance.tasks.classification import widen_start
+from acutance.train.optim import parameter_groups
+from acutance.train.schedule import warm_cosine
 from acutance.version import __version__
 
 VARIANTS: Mapping[str, str | None] = {
@@ -141,46 +143,22 @@ def new_model(
 ) -> ViT:
     """The demo's ViT as it starts: a seed gives every variant the same weights; a mitigation is put in after that."""
     torch.manual_seed(seed)
-    model = ViT(
-        image_size=8,
-        patch_size=config.patch_size,
-        in_chans=1,
-        dim=config.dim,
-        depth=config.depth,
-        heads=config.heads,
-        mlp_ratio=config.mlp_ratio,
-        num_classes=10,
-        attention=attention,
-    )
+    size = {name: getattr(config, name) for name in ("dim", "depth", "heads", "patch_size", "mlp_ratio")}
+    model = vit_digits(**size, attention=attention)
     if widen:
         widen_start(model)
     if mitigation is not None:  # not before: an eigen starts from the weights it finds
-        for site in sites.find(model):
-            site.install(parse(mitigation).for_layer(site.shape()))
+        model.install(parse(mitigation))
     return model
-
-
-def widen_start(model: ViT) -> None:
-    """DeiT's σ = 0.02 suits 192 channels and more; at 48 it spends most of a short training leaving the origin."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
-    nn.init.normal_(model.pos_embed, std=0.2)
 
 
 def train_epochs(model: ViT, data: Split, config: DemoConfig, generator: torch.Generator) -> Iterator[int]:
     """Train in place with AdamW and a warmed-up cosine, yielding after each epoch.
 
-    At the end a steered model whose spectrum has crossed the bound is warned of, see `check_spectrum`.
+    At the end a steered model whose spectrum has crossed the bound is warned of, see `check_spectrum`: at the μ_min
+    that attention has on the first training images.
     """
-    frozen = model.no_weight_decay()
-    decayed = [p for n, p in model.named_parameters() if p.ndim > 1 and n not in frozen]
-    others = [p for n, p in model.named_parameters() if p.ndim <= 1 or n in frozen]
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    optimiser = torch.optim.AdamW(groups, lr=config.learning_rate)
+    optimiser = torch.optim.AdamW(parameter_groups(model, config.weight_decay), lr=config.learning_rate)
     steps = config.epochs * math.ceil(len(data) / config.batch_size)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: warm_cosine(step / steps, config.warmup))
     for epoch in range(config.epochs):
@@ -194,14 +172,7 @@ def train_epochs(model: ViT, data: Split, config: DemoConfig, generator: torch.G
             optimiser.step()
             schedule.step()
         yield epoch
-    check_spectrum(model)
-
-
-def warm_cosine(progress: float, warmup: float) -> float:
-    """Linear from 0 to 1 over `warmup`, then a half cosine to 0."""
-    if progress < warmup:
-        return progress / warmup
-    return 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
+    check_spectrum(model, batch=data.images[: config.batch_size])
 
 
 @torch.no_grad()

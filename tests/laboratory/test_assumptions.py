@@ -11,7 +11,14 @@ from torch import Tensor
 from acutance import metrics, sites
 from acutance.errors import AcutanceError
 from acutance.laboratory import kernel_assumptions
-from acutance.laboratory.assumptions import MEASURES, KernelAssumptions, _of_weights, asymmetry, negative_share
+from acutance.laboratory.affinity import (
+    asymmetry,
+    matrix_asymmetry,
+    matrix_negative_share,
+    negative_share,
+    permuted,
+)
+from acutance.laboratory.assumptions import MEASURES, PERMUTED, KernelAssumptions, _of_weights
 from acutance.mitigations import parse
 from acutance.models import ViT
 from acutance.statistics import rank_correlation
@@ -88,7 +95,7 @@ def test_symmetric_attention_meets_every_assumption() -> None:
     found = kernel_assumptions(vit(attention="symmetric"), [normal(3, 1, 8, 8)])
     for row in found.rows():
         assert row["alignment"] == pytest.approx(1, abs=1e-6)
-        deviations = [row[name] for name in row if name not in ("layer", "head", "alignment")]
+        deviations = [row[name] for name in (*MEASURES, "weights_asymmetry", "weights_negative")]
         np.testing.assert_allclose(deviations, 0, atol=1e-6)
 
 
@@ -125,7 +132,7 @@ def test_correlations_within_a_layer_do_not_see_the_depth() -> None:
     alignment = np.linspace(0, 0.1, 6).reshape(1, 3, 2) + np.array([0.0, 0.5]).reshape(2, 1, 1)
     measure = -np.linspace(0, 0.1, 6).reshape(1, 3, 2) + np.array([0.3, 0.9]).reshape(2, 1, 1)
     weights = np.zeros((2, 2))
-    found = KernelAssumptions({**dict.fromkeys(MEASURES, measure), "alignment": alignment}, weights, weights)
+    found = KernelAssumptions({**dict.fromkeys(MEASURES + PERMUTED, measure), "alignment": alignment}, weights, weights)
     assert found.correlations()["kernel_asymmetry"] > 0.4
     np.testing.assert_allclose(found.layer_correlations()["kernel_asymmetry"], [-1, -1])
 
@@ -162,6 +169,136 @@ def test_rank_correlation_shares_ties() -> None:
     a, b = np.array([1.0, 2.0, 2.0, 5.0, 0.0]), np.array([3.0, 3.0, 1.0, 9.0, 2.0])
     assert rank_correlation(a, b) == pytest.approx(spearmanr(a, b).statistic)
     assert np.isnan(rank_correlation(a, np.ones(5)))
+
+
+def llama(**options) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 50}
+    torch.manual_seed(0)
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, **options)
+    model = LlamaModel(config).double().eval()
+    for layer in model.layers:  # from the start, all attention is nearly uniform
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            torch.nn.init.normal_(projection.weight, std=0.5)
+    return model
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_causal_models_affinities_are_read_before_the_mask(implementation: str) -> None:
+    """Both halves of exp(q·k/√d), also the one that the model never uses; grouped queries, rotated by position."""
+    model, ids = llama(attn_implementation=implementation), torch.arange(14).reshape(2, 7)
+    found = kernel_assumptions(model, [{"input_ids": ids}])
+    records = []
+    with torch.no_grad(), sites.find(model)[1].observe(records.append):
+        model(ids)
+    A = records[0].operator
+    for head in range(4):
+        S = (A.q[1, head] @ A.k[1, head // 2].mT).numpy()
+        kernel = np.exp(S * A.scale)
+        assert found.samples["logits_asymmetry"][1, 1, head] == pytest.approx(asymmetry_oracle(S), abs=1e-7)
+        assert found.samples["kernel_asymmetry"][1, 1, head] == pytest.approx(asymmetry_oracle(kernel), abs=1e-7)
+        assert found.samples["kernel_negative"][1, 1, head] == pytest.approx(negative_oracle(kernel), abs=1e-7)
+    used = metrics.gradient_alignment(A, records[0].values)
+    np.testing.assert_allclose(found.alignment[1], used, atol=1e-7)
+    assert np.isfinite(found.weights_asymmetry).all()
+
+
+def test_padding_and_packed_documents_change_nothing() -> None:
+    model, ids = llama(), torch.arange(12).reshape(2, 6)
+    alone = [kernel_assumptions(model, [{"input_ids": row}]) for row in (ids[:1], ids[1:, :4])]
+    padding = torch.ones_like(ids)
+    padding[1, 4:] = 0
+    padded = kernel_assumptions(model, [{"input_ids": ids, "attention_mask": padding}])
+    packed = {
+        "input_ids": torch.cat([ids[0], ids[1, :4]])[None],
+        "position_ids": torch.tensor([[*range(6), *range(4)]]),
+    }
+    for found in (padded, kernel_assumptions(model, [packed])):
+        for name in (*MEASURES, "alignment"):
+            for sample in (0, 1):
+                np.testing.assert_allclose(found.samples[name][:, sample], alone[sample].samples[name][:, 0], atol=1e-7)
+
+
+def test_capped_logits_are_the_kernels() -> None:
+    from transformers import Gemma2Config, Gemma2Model
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 50, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "attn_logit_softcapping": 0.5}
+    model = Gemma2Model(Gemma2Config(**sizes, **heads, attn_implementation="eager")).double().eval()
+    torch.nn.init.normal_(model.layers[0].self_attn.q_proj.weight)
+    records, ids = [], torch.arange(6)[None]
+    with torch.no_grad(), sites.find(model)[0].observe(records.append):
+        model(ids)
+    A = records[0].operator
+    capped = np.exp(0.5 * np.tanh((A.q[0, 1] @ A.k[0, 1].mT).numpy() * A.scale / 0.5))
+    found = kernel_assumptions(model, [{"input_ids": ids}])
+    assert found.samples["kernel_asymmetry"][0, 0, 1] == pytest.approx(asymmetry_oracle(capped), abs=1e-7)
+
+
+# Entries in random order
+
+
+def test_permuting_keeps_the_entries_inside_and_leaves_the_rest_alone() -> None:
+    S, counts = normal(2, 3, 5, 5), torch.tensor([[True] * 5, [True, True, False, True, False]])
+    pairs = counts[:, :, None] & counts[:, None, :]
+    S = S * pairs[:, None]
+    mixed = permuted(S, pairs, torch.Generator().manual_seed(0))
+    assert not torch.equal(mixed, S)
+    for sample in (0, 1):
+        for head in range(3):
+            inside = pairs[sample]
+            assert (mixed[sample, head][~inside] == 0).all()
+            assert torch.equal(mixed[sample, head][inside].sort().values, S[sample, head][inside].sort().values)
+    again = permuted(S, pairs, torch.Generator().manual_seed(0))
+    assert torch.equal(mixed, again)
+
+
+def test_every_place_is_as_likely() -> None:
+    """The first entry of a 3 × 3 matrix, over 9000 draws: 1000 ± 30 times in each place."""
+    S = torch.zeros(9000, 1, 3, 3)
+    S[..., 0, 0] = 1
+    where = permuted(S, torch.ones(9000, 3, 3, dtype=torch.bool), torch.Generator().manual_seed(0)).sum(0).flatten()
+    assert (where - 1000).abs().max() < 5 * 30
+
+
+def test_permuted_entries_of_a_symmetric_kernel_are_what_chance_gives() -> None:
+    """A Gram matrix is symmetric and positive definite by its arrangement, not by its entries."""
+    x = normal(1, 1, 60, 60)
+    S = x @ x.mT
+    S = S - S.mean()  # without a mean: asymmetry 1, share ½ but for the diagonal's chance
+    mixed = permuted(S, torch.ones(1, 60, 60, dtype=torch.bool), torch.Generator().manual_seed(0))
+    assert matrix_asymmetry(S).item() == pytest.approx(0, abs=1e-9)
+    assert matrix_asymmetry(mixed).item() == pytest.approx(1, abs=0.1)
+    assert matrix_negative_share(mixed).item() == pytest.approx(0.5, abs=0.05)
+
+
+def test_the_baselines_are_those_of_the_permuted_logits() -> None:
+    model, images = vit(), normal(3, 1, 8, 8)
+    found = kernel_assumptions(model, [images])
+    records = []
+    with torch.no_grad(), sites.find(model)[0].observe(records.append):
+        model(images)
+    A = records[0].operator
+    everywhere = torch.ones(3, A.shape[2], A.shape[2], dtype=torch.bool)
+    mixed = permuted(A.q @ A.k.mT * A.scale, everywhere, torch.Generator().manual_seed(0))  # layer 1 draws first
+    for name, S in (("logits", mixed), ("kernel", mixed.exp())):
+        for sample, head in np.ndindex(3, 3):
+            matrix = S[sample, head].numpy()
+            expected = {"asymmetry": asymmetry_oracle(matrix), "negative": negative_oracle(matrix)}
+            for measure, value in expected.items():
+                read = found.samples[f"{name}_{measure}_permuted"][0, sample, head]
+                assert read == pytest.approx(value, abs=1e-7)
+    assert "(" in next(iter(found.table().columns[2].cells))
+
+
+def test_a_bias_between_tokens_is_refused() -> None:
+    from transformers import T5Config, T5EncoderModel
+
+    sizes = {"d_model": 16, "d_ff": 16, "d_kv": 4, "num_layers": 1, "num_heads": 4, "vocab_size": 50}
+    with pytest.raises(AcutanceError, match="bias is added"):
+        kernel_assumptions(T5EncoderModel(T5Config(**sizes)), [{"input_ids": torch.arange(6)[None]}])
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

@@ -16,6 +16,7 @@ from acutance.laboratory import kernel_assumptions, kernel_study
 from acutance.laboratory.cli import app
 from acutance.laboratory.kernel_study import PAPER, batch_count, variant_of
 from acutance.laboratory.pictures import symmetry_picture
+from acutance.loading import load_model
 from acutance.models import ViT, from_checkpoint, save_checkpoint
 
 OPTIONS = {"image_size": 8, "patch_size": 4, "in_chans": 1, "dim": 12, "depth": 2, "heads": 3, "num_classes": 10}
@@ -100,6 +101,52 @@ def test_one_model_is_held_at_a_time_and_every_batch_announced() -> None:
     assert study.runs["a-seed1", "test"].alignment.shape == (2, 70, 3)
     with pytest.raises(AcutanceError, match="no models"):
         kernel_study({})
+
+
+@pytest.fixture
+def causal(tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerFast
+
+    words = {word: n for n, word in enumerate(["[PAD]", "[UNK]", *"abcdefgh"])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    folder = tmp_path / "causal-seed0"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(folder)
+    sizes = {"hidden_size": 12, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3}
+    torch.manual_seed(0)
+    LlamaModel(LlamaConfig(**sizes, vocab_size=len(words))).save_pretrained(folder)
+    (tmp_path / "text.txt").write_text("a b c d e f g h " * 9)
+    return folder
+
+
+def test_a_causal_model_is_read_on_text(causal, tmp_path) -> None:
+    out, text = tmp_path / "out", tmp_path / "text.txt"
+    words = ["kernel", f"hf:{causal}", "--text", str(text), "--tokens", "6", "--samples", "5", "--out", str(out)]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    body = json.loads((out / "kernel.json").read_text())
+    assert body["samples"] == {"text.txt": 5}
+    assert f"--samples 5 --text {text} --tokens 6" in body["command"]
+    loaded = load_model(f"hf:{causal}")
+    direct = kernel_assumptions(loaded.model, loaded.text_batches(text, tokens=6, limit=5))
+    (row,) = body["summary"]
+    assert row["variant"] == "causal"
+    assert row["kernel_negative"]["mean"] == pytest.approx(direct.samples["kernel_negative"].mean(), rel=1e-5)
+    assert row["weights_asymmetry"]["mean"] == pytest.approx(direct.weights_asymmetry.mean(), rel=1e-5)
+    assert 0 < row["kernel_negative_permuted"]["mean"] < 0.5
+    table = pd.read_csv(out / "kernel.csv")
+    assert set(table["data"]) == {"text.txt"}
+    assert table["kernel_asymmetry_permuted"].notna().all()
+
+
+def test_text_needs_a_tokenizer_and_tokens_need_text(runs) -> None:
+    with pytest.raises(AcutanceError, match="bare ViT, without the tokenizer"):
+        kernel_study({"a": partial(model, 0)}, text="a.txt")
+    with pytest.raises(AcutanceError, match="needs --text"):
+        CliRunner().invoke(app, ["kernel", str(runs / "even-seed0"), "--tokens", "8"], catch_exceptions=False)
 
 
 def test_runs_of_one_name_are_refused(runs) -> None:

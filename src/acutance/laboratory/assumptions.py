@@ -6,9 +6,9 @@ definite kernel. A learnt exp(q_i·k_j/√d) is neither by construction. Table 4
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +21,18 @@ from torch import Tensor, nn
 from acutance import metrics, sites
 from acutance.errors import AcutanceError, MissingExtraError
 from acutance.kernels.heads import repeat_heads
+from acutance.laboratory.affinity import asymmetry, matrix_asymmetry, matrix_negative_share, negative_share, permuted
 from acutance.measure import evaluating, feed
 from acutance.operator import AttentionOperator, AttentionRecord
+from acutance.samples import Samples
 from acutance.statistics import mean_known, rank_correlation
 
 if TYPE_CHECKING:
     import pandas as pd
 
 MEASURES = ("logits_asymmetry", "logits_negative", "kernel_asymmetry", "kernel_negative")
-# exp(q·k) has no low rank: its spectrum needs the matrix, of at most so many evenly spaced tokens.
+PERMUTED = tuple(f"{name}_permuted" for name in MEASURES)
+# exp(q·k) and permuted entries have no low rank: they need the matrix, of at most so many evenly spaced tokens.
 MOST_TOKENS = 512
 # What varies less than this is constant up to rounding in float32 (an exactly symmetric kernel), and has no ranks.
 ROUNDING = 1e-4
@@ -41,10 +44,15 @@ class KernelAssumptions:
 
     Asymmetry is ‖S − Sᵀ‖_F / ‖S + Sᵀ‖_F: 0 for a symmetric matrix, about 1 for one without any symmetry. Negative is
     the negative eigenvalues' share in Σ|eigenvalues| of S + Sᵀ: 0 if positive definite, ½ if there is no preference.
-    `logits` is S = q kᵀ, `kernel` is exp(S/√d), `weights` is the form W_QᵀW_K by itself (biases left out).
+    `logits` is S = q kᵀ, `kernel` is exp(S/√d), `weights` is the form W_QᵀW_K by itself (biases, and rotations by
+    position, left out). `permuted` is the same entries in random order: what a matrix without any structure gives.
+
+    All are about the affinities as they are before a mask: causality and windows decide which of them a model uses,
+    not what they are. Of a causal model no pair of tokens is used both ways; the half that is never used was never
+    trained either. The alignment is of the gradients over the pairs that are used.
     """
 
-    samples: dict[str, NDArray[np.float64]]  # MEASURES and alignment, each (layers, samples, heads)
+    samples: dict[str, NDArray[np.float64]]  # MEASURES, PERMUTED and alignment, each (layers, samples, heads)
     weights_asymmetry: NDArray[np.float64]  # (layers, heads); NaN where W_Q and W_K cannot be read
     weights_negative: NDArray[np.float64]
 
@@ -84,16 +92,17 @@ class KernelAssumptions:
         return pd.DataFrame(list(self.rows()))
 
     def table(self) -> Table:
-        """The rows for a terminal, with the correlations below."""
+        """The rows for a terminal, permuted entries in brackets, with the correlations below."""
         rows = list(self.rows())
         within = {name: mean_known(values) for name, values in self.layer_correlations().items()}
         found = ", ".join(f"{name} {value:+.2f} ({within[name]:+.2f})" for name, value in self.correlations().items())
         caption = f"mean over samples; rank correlation with alignment, pooled (mean of those within a layer): {found}"
         table = Table(title="kernel assumptions", caption=caption, title_justify="left", caption_justify="left")
-        for name in rows[0]:
+        names = [name for name in rows[0] if name not in PERMUTED]
+        for name in names:
             table.add_column(name.replace("_", " "), justify="right")
         for row in rows:
-            table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
+            table.add_row(*(_cell(row, name) for name in names))
         return table
 
 
@@ -101,17 +110,21 @@ class KernelAssumptions:
 def kernel_assumptions(model: nn.Module, batches: Iterable[Any]) -> KernelAssumptions:
     """How far a model's learnt affinities are from symmetric and from positive definite, per layer and head.
 
+    The order of the permuted entries is random with a fixed seed: the same call gives the same figures.
+
     Args:
-        model: any model `acutance.sites.find` knows, with softmax self-attention, neither causal nor masked.
-        batches: as for `measure`.
+        model: any model `acutance.sites.find` knows, with softmax self-attention, causal or not.
+        batches: as for `measure`; padding does not count, and packed documents are samples of their own.
     """
     bare = getattr(model, "_orig_mod", model)
-    found = sites.find(bare)
+    found, images = sites.find(bare), sites.reads_images(bare, None)
     collected: list[dict[str, list[Tensor]]] = [{} for _ in found]
-    with evaluating(bare), ExitStack() as stack:
+    reading = _Reading()
+    with evaluating(bare), sites.reading(bare), ExitStack() as stack:
         for site, into in zip(found, collected, strict=True):
-            stack.enter_context(site.observe(partial(_collect, into, site.layer)))
+            stack.enter_context(site.observe(partial(_collect, into, site.layer, reading)))
         for batch in batches:
+            reading.samples = Samples() if images else Samples.of(batch)
             feed(bare, batch)
     if not collected[0]:
         raise AcutanceError("kernel_assumptions got no batches: pass an iterable with at least one")
@@ -122,64 +135,50 @@ def kernel_assumptions(model: nn.Module, batches: Iterable[Any]) -> KernelAssump
     return KernelAssumptions(samples, weights[:, 0], weights[:, 1])
 
 
-def asymmetry(left: Tensor, right: Tensor) -> Tensor:
-    """‖S − Sᵀ‖_F / ‖S + Sᵀ‖_F of S = left @ rightᵀ (..., N, D), in O(N D²): S is never formed.
+@dataclass
+class _Reading:
+    """What the observers of all layers share."""
 
-    ‖S ± Sᵀ‖² = 2‖S‖² ± 2 tr(S S), with ‖S‖² = tr(LᵀL RᵀR) and tr(S S) = tr(RᵀL RᵀL).
-    """
-    left, right = left.double(), right.double()
-    size = ((left.mT @ left) * (right.mT @ right)).sum((-2, -1))
-    mixed = right.mT @ left
-    turned = (mixed * mixed.mT).sum((-2, -1))
-    return ((size - turned).clamp_min(0) / (size + turned).clamp_min(0)).sqrt()
+    samples: Samples = field(default_factory=Samples)  # of the batch that runs now
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
 
-def negative_share(left: Tensor, right: Tensor) -> Tensor:
-    """The negative eigenvalues' share in Σ|eigenvalues| of S + Sᵀ, S = left @ rightᵀ (..., N, D), in O(N D²).
-
-    S + Sᵀ = F M Fᵀ with F = [left right] and M swapping the halves; its eigenvalues other than 0 are those of
-    G^½ M G^½ with the Gram matrix G = FᵀF, 2D × 2D.
-    """
-    both = torch.cat([left, right], dim=-1).double()
-    values, vectors = torch.linalg.eigh(both.mT @ both)
-    root = (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
-    swapped = root.roll(left.shape[-1], dims=-2)
-    return _negative(torch.linalg.eigvalsh(root @ swapped))
-
-
-def _collect(into: dict[str, list[Tensor]], layer: int, record: AttentionRecord) -> None:
+def _collect(into: dict[str, list[Tensor]], layer: int, reading: _Reading, record: AttentionRecord) -> None:
+    _, counts = reading.samples.tokens(record.branch)
+    record = reading.samples.record(record)
     A = record.operator
     _check(A, layer)
-    q, k = A.q.double(), repeat_heads(A.k, A.heads).double()
-    kernel = _affinity(q, k, A.scale)
+    if counts is None:
+        counts = torch.ones(1, 1, dtype=torch.bool, device=A.device)
+    counts = counts.expand(A.shape[0], A.shape[2])
+    # A token of zeros has logits of zero, which no measure of the logits sees.
+    q, k = (x.double() * counts[:, None, :, None] for x in (A.q, repeat_heads(A.k, A.heads)))
+    tokens = torch.linspace(0, A.shape[2] - 1, min(A.shape[2], MOST_TOKENS), device=A.device).long()
+    logits = q[..., tokens, :] @ k[..., tokens, :].mT * A.scale
+    pairs = counts[:, tokens, None] & counts[:, None, tokens]
+    shuffled = permuted(logits, pairs, reading.generator)
+    kernel, random = (_kernel(x, pairs, A.definition.softcap) for x in (logits, shuffled))
     readings = {
         "logits_asymmetry": asymmetry(q, k),
         "logits_negative": negative_share(q, k),
-        "kernel_asymmetry": _norm(kernel - kernel.mT) / _norm(kernel + kernel.mT),
-        "kernel_negative": _negative(torch.linalg.eigvalsh(kernel + kernel.mT)),
-        "alignment": metrics.gradient_alignment(A, record.values),
+        "kernel_asymmetry": matrix_asymmetry(kernel),
+        "kernel_negative": matrix_negative_share(kernel),
+        "logits_asymmetry_permuted": matrix_asymmetry(shuffled),
+        "logits_negative_permuted": matrix_negative_share(shuffled),
+        "kernel_asymmetry_permuted": matrix_asymmetry(random),
+        "kernel_negative_permuted": matrix_negative_share(random),
+        "alignment": metrics.gradient_alignment(A, record.values, counts),
     }
     for name, values in readings.items():
         into.setdefault(name, []).append(values)
 
 
-def _affinity(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """exp(s q·k) of evenly spaced tokens, divided by its largest entry: every measure here is blind to a factor."""
-    tokens = torch.linspace(0, q.shape[-2] - 1, min(q.shape[-2], MOST_TOKENS), device=q.device).long()
-    logits = q[..., tokens, :] @ k[..., tokens, :].mT * scale
+def _kernel(logits: Tensor, pairs: Tensor, softcap: float | None) -> Tensor:
+    """exp(logits), divided by its largest entry, which no measure sees; 0, which none sees either, at other pairs."""
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~pairs.unsqueeze(1), -torch.inf)
     return (logits - logits.amax((-2, -1), keepdim=True)).exp()
-
-
-def _negative(eigenvalues: Tensor) -> Tensor:
-    size = eigenvalues.abs()
-    # What rounding makes of zeros is no negative mass.
-    negative = (eigenvalues < -1e-12 * size.amax(-1, keepdim=True)) * size
-    return negative.sum(-1) / size.sum(-1)
-
-
-def _norm(x: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1))
-    return norm
 
 
 def _of_weights(site: sites.AttentionSite) -> NDArray[np.float64]:
@@ -193,6 +192,11 @@ def _of_weights(site: sites.AttentionSite) -> NDArray[np.float64]:
     return torch.stack([asymmetry(query.mT, key.mT), negative_share(query.mT, key.mT)]).cpu().numpy()
 
 
+def _cell(row: Mapping[str, float], name: str) -> str:
+    shown = f"{row[name]:.3f}" if isinstance(row[name], float) else str(row[name])
+    return f"{shown} ({row[f'{name}_permuted']:.3f})" if name in MEASURES else shown
+
+
 def _correlation(measure: NDArray[np.float64], alignment: NDArray[np.float64]) -> float:
     if min(np.ptp(measure), np.ptp(alignment)) < ROUNDING:
         return float("nan")
@@ -200,8 +204,11 @@ def _correlation(measure: NDArray[np.float64], alignment: NDArray[np.float64]) -
 
 
 def _check(A: AttentionOperator, layer: int) -> None:
-    if A.kernel not in ("softmax", "symmetric") or A.causal or A.mask is not None:
-        raise AcutanceError(
-            f"layer {layer}: {A!r}: the assumptions are about softmax self-attention without causal or other masks, "
-            "where the affinities of two tokens can be compared both ways"
-        )
+    if A.kernel not in ("softmax", "symmetric") or A.shape[2] != A.shape[3]:
+        raise AcutanceError(f"layer {layer}: {A!r}: the assumptions are about softmax self-attention")
+    if A.mask is not None and A.mask.is_floating_point():
+        adds = (A.mask != 0) & (A.mask > torch.finfo(A.mask.dtype).min / 2)  # eager masks are 0 and the lowest number
+        if adds.any():
+            raise AcutanceError(
+                f"layer {layer}: {A!r}: a bias is added to q·k, and the affinities q·k alone are not this layer's"
+            )

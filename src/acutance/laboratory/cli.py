@@ -99,29 +99,40 @@ def repeat(
 @app.command()
 def kernel(
     runs: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="Checkpoints, or folders of runs with a model.safetensors.")
+        list[str], typer.Argument(metavar="RUN...", help="Checkpoints, folders of runs, or models such as hf:gpt2.")
     ],
     out: Annotated[Path, typer.Option(help="Where the table and the figure go.")] = Path("acutance-kernel"),
-    samples: Annotated[int, typer.Option(min=2, help="Images of each split; Table 4 has 1000.")] = 1000,
+    samples: Annotated[
+        int, typer.Option(min=2, help="Images of each split, or windows of text; Table 4 has 1000.")
+    ] = 1000,
+    text: Annotated[Path | None, typer.Option(help="A text file or folder, in place of the digits.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="The length of a window of text.")] = None,
 ) -> None:
     """Are the learnt affinities a symmetric positive definite kernel, as NeuTRENO's Theorem 1 takes them to be?
 
-    Reads each model on the embedded digits' training and test images. Per layer and head: how far exp(q·k/√d) is from
-    symmetric (0 to about 1) and from positive definite (0 to ½), the alignment of the two gradients (Table 4: 1 is
-    perfect), and whether the alignment is worse where the assumption is (a rank correlation below 0), pooled and within
-    single layers. Runs named alike but for -seed0, -seed1, … are one variant: mean ± spread.
+    Reads each model on the embedded digits' training and test images, or on a text. Per layer and head: how far
+    exp(q·k/√d) is from symmetric (0 to about 1) and from positive definite (0 to ½), both also with its entries in
+    random order, the alignment of the two gradients (Table 4: 1 is perfect), and whether the alignment is worse where
+    the assumption is (a rank correlation below 0), pooled and within single layers. Of a causal model the affinities
+    are taken as they are before the mask. Runs named alike but for -seed0, -seed1, … are one variant: mean ± spread.
 
-    Example: acutance lab kernel acutance-demo/plain-seed0 acutance-demo/plain-seed1
+    Examples: acutance lab kernel acutance-demo/plain-seed0 acutance-demo/plain-seed1
+
+    acutance lab kernel hf:gpt2 --text wiki.test.txt --tokens 128 --samples 16
     """
     from acutance.laboratory.kernel_study import batch_count, kernel_study
     from acutance.loading import load_model
 
-    models = {_run_name(run): partial(lambda name: load_model(name).model, run) for run in runs}
+    if text is None and tokens is not None:
+        raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
+    models = {_run_name(run): partial(load_model, run) for run in runs}
     if len(models) < len(runs):
         raise AcutanceError(f"two of these runs have one name: {', '.join(map(_run_name, runs))}. Rename one of them")
-    with _progress(len(models) * batch_count(samples)) as advance:
-        study = kernel_study(models, samples=samples, advance=advance)
-    command = shlex.join(["acutance", "lab", "kernel", *runs, "--samples", str(samples)])
+    with _progress(len(models) * batch_count(samples, text=text is not None)) as advance:
+        study = kernel_study(models, samples=samples, text=text, tokens=tokens, advance=advance)
+    options = {"--samples": samples, "--text": text, "--tokens": tokens}
+    given = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
+    command = shlex.join(["acutance", "lab", "kernel", *runs, *given])
     written = study.save(out, context={"command": command, "hardware": f"{platform.machine()} CPU"})
     console.print(study.table())
     console.print("wrote " + ", ".join(path.name for path in written) + f" into {out}")
@@ -129,7 +140,7 @@ def kernel(
 
 def _run_name(run: str) -> str:
     """A folder's name, or that of a checkpoint without its ending; model.safetensors is called after its folder."""
-    path = Path(run)
+    path = Path(run.removeprefix("hf:").removeprefix("timm:"))
     return path.parent.name if path.name == "model.safetensors" else path.name.removesuffix(".safetensors")
 
 

@@ -17,13 +17,12 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from acutance import sites
 from acutance.data import digits
 from acutance.errors import AcutanceError, MissingExtraError
 from acutance.files import atomic_write
 from acutance.measure import measure
 from acutance.mitigations import parse
-from acutance.models import ViT
+from acutance.models import ViT, vit_digits
 from acutance.profile import Profile, merge
 
 if TYPE_CHECKING:
@@ -183,24 +182,20 @@ def random_network(config: DepthConfig, variant: str, init: Init | str, seed: in
     """One untrained network; every variant of a seed starts from the same draw of the weights."""
     options, spec = VARIANTS[variant]
     torch.manual_seed(seed)
-    model = ViT(
-        image_size=8,
-        patch_size=config.patch_size,
-        in_chans=1,
-        dim=config.dim,
-        depth=max(config.depths),
-        heads=config.heads,
-        num_classes=10,
-        **options,
-    )
+    size = {"dim": config.dim, "depth": max(config.depths), "heads": config.heads, "patch_size": config.patch_size}
+    model = vit_digits(**size, **options)
     if init == "xavier":
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-    if spec is not None:
-        for site in sites.find(model):
-            site.install(parse(spec).for_layer(site.shape()))
+        draw_xavier(model)
+    if spec is not None:  # not before: an eigen starts from the weights it finds
+        model.install(parse(spec))
     return model
+
+
+def draw_xavier(model: nn.Module) -> None:
+    """Draw the weights of all linear layers anew, with variance 2/(fan in + fan out)."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
 
 
 def _identity(config: DepthConfig, variant: str) -> dict[str, Any]:

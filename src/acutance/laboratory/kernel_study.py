@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,11 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from acutance.data import Split, digits
+from acutance.data import digits
 from acutance.errors import AcutanceError, MissingExtraError
 from acutance.files import atomic_write
 from acutance.laboratory.assumptions import MEASURES, KernelAssumptions, kernel_assumptions
+from acutance.loading import LoadedModel
 from acutance.measure import describe
 from acutance.statistics import mean_known
 
@@ -33,13 +34,18 @@ PAPER: Mapping[str, Mapping[str, float]] = {
     "softmax": {"train": 0.973, "test": 0.964},
     "symmetric": {"train": 0.982, "test": 0.976},
 }
-BATCH = 64
+BATCH, TEXT_BATCH = 64, 4
 SHOWN = ("kernel_asymmetry", "kernel_negative")
+WEIGHTS = ("weights_asymmetry", "weights_negative")
 # The rows of the table, from a row of `KernelStudy.summary`.
 FIGURES: Mapping[str, Callable[[dict[str, Any]], dict[str, float]]] = {
     "alignment": lambda row: row["alignment"],
-    "asymmetry": lambda row: row["kernel_asymmetry"],
-    "negative share": lambda row: row["kernel_negative"],
+    "asymmetry of exp(q·k/√d)": lambda row: row["kernel_asymmetry"],
+    "… with its entries permuted": lambda row: row["kernel_asymmetry_permuted"],
+    "negative share of exp(q·k/√d)": lambda row: row["kernel_negative"],
+    "… with them permuted": lambda row: row["kernel_negative_permuted"],
+    "asymmetry of W_QᵀW_K": lambda row: row["weights_asymmetry"],
+    "negative share of W_QᵀW_K": lambda row: row["weights_negative"],
     "ρ asymmetry, pooled": lambda row: row["pooled"]["kernel_asymmetry"],
     "ρ asymmetry, within a layer": lambda row: row["within"]["kernel_asymmetry"],
     "ρ negative share, pooled": lambda row: row["pooled"]["kernel_negative"],
@@ -49,14 +55,14 @@ FIGURES: Mapping[str, Callable[[dict[str, Any]], dict[str, float]]] = {
 
 @dataclass(frozen=True)
 class KernelStudy:
-    """What `kernel_assumptions` found, by run and by data (train, test).
+    """What `kernel_assumptions` found, by run and by data (train and test images, or the name of a text).
 
     Runs named alike but for `-seed0`, `-seed1`, … at the end are one variant: its figures are means over the runs with
     their spread (standard deviation).
     """
 
     runs: Mapping[tuple[str, str], KernelAssumptions]
-    samples: Mapping[str, int]  # images read, by data
+    samples: Mapping[str, int]  # images or windows of text read, by data
     versions: Mapping[str, str]
 
     def to_frame(self) -> pd.DataFrame:
@@ -82,7 +88,8 @@ class KernelStudy:
             groups.setdefault((variant_of(run), data), []).append(found)
         return [
             {"variant": variant, "data": data, "runs": len(group)}
-            | {name: _spread([float(f.samples[name].mean()) for f in group]) for name in ("alignment", *MEASURES)}
+            | {name: _spread([float(f.samples[name].mean()) for f in group]) for name in group[0].samples}
+            | {name: _spread([mean_known(getattr(f, name)) for f in group]) for name in WEIGHTS}
             | {
                 "pooled": {name: _spread([f.correlations()[name] for f in group]) for name in MEASURES},
                 "within": {name: _spread([mean_known(f.layer_correlations()[name]) for f in group]) for name in SHOWN},
@@ -137,33 +144,40 @@ class KernelStudy:
 
 
 def kernel_study(
-    models: Mapping[str, Callable[[], nn.Module]],
+    models: Mapping[str, Callable[[], nn.Module | LoadedModel]],
     *,
     samples: int = 1000,
+    text: str | os.PathLike[str] | None = None,
+    tokens: int | None = None,
     advance: Callable[[str], None] = lambda _doing: None,
 ) -> KernelStudy:
-    """Read every model on evenly spaced training and test images of the embedded digits.
+    """Read every model on evenly spaced training and test images of the embedded digits, or on a text.
 
     Args:
-        models: by the name of the run; each is loaded when its turn comes, so that one is held at a time.
-        samples: images of each split, or all of it if it has fewer; Table 4 has 1000.
+        models: by the name of the run; each is loaded when its turn comes, so that one is held at a time. Text needs
+            what `acutance.loading.load_model` returns.
+        samples: images of each split, or all of it if it has fewer (Table 4 has 1000); or windows of text.
+        text: a text file or a folder of them, in place of the digits.
+        tokens: the length of a window of text.
         advance: called with a description before each batch.
     """
     if not models:
         raise AcutanceError("kernel_study got no models: name at least one run")
-    splits = {name: _spaced(split, samples) for name, split in zip(("train", "test"), digits(), strict=True)}
-    runs, versions = {}, {}
+    runs, versions, counts = {}, {}, {}
     for run, load in models.items():
-        model = load()
+        loaded = load()
+        model = loaded.model if isinstance(loaded, LoadedModel) else loaded
         versions = describe(model)["versions"]
-        for data, images in splits.items():
-            runs[run, data] = kernel_assumptions(model, _announced(images, partial(advance, f"{run}, {data}")))
-    return KernelStudy(runs, {data: len(images) for data, images in splits.items()}, versions)
+        data = _digit_batches(samples) if text is None else _text_batches(loaded, text, tokens, samples)
+        for name, batches in data.items():
+            runs[run, name] = kernel_assumptions(model, _announced(batches, partial(advance, f"{run}, {name}")))
+            counts[name] = runs[run, name].alignment.shape[1]
+    return KernelStudy(runs, counts, versions)
 
 
-def batch_count(samples: int) -> int:
+def batch_count(samples: int, *, text: bool = False) -> int:
     """How often `kernel_study` calls `advance` for one model."""
-    return sum(-(-min(samples, len(split)) // BATCH) for split in digits())
+    return -(-samples // TEXT_BATCH) if text else sum(map(len, _digit_batches(samples).values()))
 
 
 def variant_of(run: str) -> str:
@@ -171,15 +185,30 @@ def variant_of(run: str) -> str:
     return re.sub(r"-seed\d+$", "", run)
 
 
-def _spaced(split: Split, samples: int) -> Tensor:
-    chosen = torch.linspace(0, len(split) - 1, min(samples, len(split))).round().long()
-    return split.images[chosen]
+def _digit_batches(samples: int) -> dict[str, Sequence[Tensor]]:
+    chosen = {}
+    for name, split in zip(("train", "test"), digits(), strict=True):
+        spaced = torch.linspace(0, len(split) - 1, min(samples, len(split))).round().long()
+        chosen[name] = split.images[spaced].split(BATCH)
+    return chosen
 
 
-def _announced(images: Tensor, announce: Callable[[], None]) -> Iterator[Tensor]:
-    for batch in images.split(BATCH):
+def _text_batches(
+    loaded: nn.Module | LoadedModel, text: str | os.PathLike[str], tokens: int | None, samples: int
+) -> dict[str, Sequence[Any]]:
+    if not isinstance(loaded, LoadedModel):
+        raise AcutanceError(
+            f"kernel_study(..., text=...) got a bare {type(loaded).__name__}, without the tokenizer that reads text: "
+            'give lambda: load_model("hf:…") of acutance.loading'
+        )
+    path = Path(text)
+    return {path.name: loaded.text_batches(path, tokens=tokens, batch=TEXT_BATCH, limit=samples)}
+
+
+def _announced(batches: Sequence[Any], announce: Callable[[], None]) -> Iterator[Any]:
+    for index in range(len(batches)):
         announce()
-        yield batch
+        yield batches[index]
 
 
 def _within(found: KernelAssumptions) -> Iterator[dict[str, float]]:

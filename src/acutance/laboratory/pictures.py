@@ -41,6 +41,7 @@ KERNEL_PANELS = {
     "negative share of its spectrum": "kernel_negative",
     "rank correlation of asymmetry\nand alignment within the layer": "correlation_kernel_asymmetry",
 }
+DATA = {"train": "training images", "test": "test images"}
 INITS = {"deit": "weights with σ = 0.02 (DeiT)", "xavier": "weights by Xavier"}
 
 
@@ -111,7 +112,7 @@ def depth_picture(
 
 
 def kernel_picture(frame: pd.DataFrame) -> Figure:
-    """A panel per measure by layer, a curve per variant (test images solid, training images dashed).
+    """A panel per measure by layer, a curve per variant (training images dashed, permuted entries dotted).
 
     Args:
         frame: as `KernelStudy.to_frame` makes it, or its CSV read back.
@@ -120,10 +121,12 @@ def kernel_picture(frame: pd.DataFrame) -> Figure:
     variants = frame["variant"].unique()
     for axis, (title, column) in zip(axes[0], KERNEL_PANELS.items(), strict=True):
         for variant, colour in zip(variants, cycle(PALETTE), strict=False):
-            for data, style in (("test", "-"), ("train", "--")):
-                chosen = frame[(frame["variant"] == variant) & (frame["data"] == data)]
-                label = f"{variant}, {'training' if data == 'train' else data} images"
-                _curve(axis, chosen.groupby(["layer", "run"])[column].mean(), "layer", colour, style, label)
+            for data in sorted(frame["data"].unique()):  # test before train
+                chosen = frame[(frame["variant"] == variant) & (frame["data"] == data)].groupby(["layer", "run"])
+                label, style = f"{variant}, {DATA.get(data, data)}", "--" if data == "train" else "-"
+                _curve(axis, chosen[column].mean(), "layer", colour, style, label)
+            if (chance := f"{column}_permuted") in frame:
+                axis.plot(chosen[chance].mean().groupby("layer").mean(), ":", color=colour, linewidth=1)
         axis.set(xlabel="layer")
         axis.set_title(title, fontsize=9)
         axis.locator_params(axis="x", integer=True)

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from acutance import metrics
 from acutance.errors import AcutanceError, MissingExtraError, ShapeError
-from acutance.metrics._common import unit_vectors
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -163,7 +162,7 @@ def _layer_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 def _read(x: Tensor) -> Tensor:
     """The definitions (4, ...), in the order of `DEFINITIONS`."""
-    directions = unit_vectors(x)
+    directions = metrics.unit_vectors(x)
     smallest = (directions @ directions.mT).amin((-2, -1)).clamp(-1, 1)
     return torch.stack([metrics.hfc_lfc_spectral(x), metrics.token_cosine(x), smallest, metrics.singular_ratio(x)])
 

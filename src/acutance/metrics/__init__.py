@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from acutance.metrics._common import check_finite
+from acutance.metrics._common import check_finite, unit_vectors
 from acutance.metrics.attention import attention_cosine, attention_entropy, head_cosine
 from acutance.metrics.energy import (
     energy,
@@ -73,4 +73,5 @@ __all__ = [
     "singular_ratio",
     "stable_rank",
     "token_cosine",
+    "unit_vectors",
 ]
