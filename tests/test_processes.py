@@ -1,10 +1,7 @@
-"""Several processes share one measurement: the same numbers as one process, to the last digits."""
+"""Several processes share one measurement: how it is shared out, and put together again."""
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,8 +9,6 @@ import torch
 
 from acutance import processes
 from acutance.errors import AcutanceError
-from acutance.models import ViT, save_checkpoint
-from acutance.profile import Profile
 from acutance.reader import Running
 
 
@@ -78,33 +73,3 @@ def test_a_device_is_chosen_or_refused() -> None:
         assert processes.device("auto") == "cpu"
         with pytest.raises(AcutanceError, match="no CUDA device"):
             processes.device("cuda")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("limit", [150, 20])  # 20 images are one batch: the second process has nothing to read
-def test_two_processes_give_the_numbers_of_one(limit: int, tmp_path) -> None:
-    torch.manual_seed(0)
-    sizes = {"image_size": 8, "patch_size": 2, "in_chans": 1, "dim": 12, "depth": 2, "heads": 2, "num_classes": 10}
-    checkpoint = save_checkpoint(ViT(**sizes), tmp_path / "model.safetensors")
-
-    def profile(name: str, *launcher: str) -> Profile:
-        command = [
-            *launcher, "-m", "acutance", "measure", str(checkpoint), "--dtype", "float64", "--metrics", "all",
-            "--tap", "block,attention", "--batch", "32", "--limit", str(limit), "--json", str(tmp_path / name),
-        ]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "250"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("mean ± standard deviation") == 1, "only the first process prints"
-        return Profile.load(tmp_path / name)
-
-    alone = profile("one.json", sys.executable)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    together = profile("two.json", *launcher)
-    assert together.context == alone.context
-    assert together.context["samples"] == limit
-    assert len(together.readings) == len(alone.readings)
-    for ours, theirs in zip(together.readings, alone.readings, strict=True):
-        assert (ours.tap, ours.layer, ours.metric, ours.count) == (theirs.tap, theirs.layer, theirs.metric, limit)
-        assert ours.mean == pytest.approx(theirs.mean, rel=1e-12)
-        assert ours.std == pytest.approx(theirs.std, rel=1e-12, abs=1e-14)

@@ -102,8 +102,11 @@ def test_special_tokens_and_prefix_are_left_out_on_request():
     batch = {"attention_mask": torch.tensor([[1, 1, 1, 0]]), "special_tokens_mask": torch.tensor([[1, 0, 0, 1]])}
     assert Samples.of(batch).mask.tolist() == [[True, True, True, False]]
     assert Samples.of(batch, special=False).mask.tolist() == [[False, True, True, False]]
-    _, mask = Samples.of(batch, skip=2).tokens(torch.zeros(1, 4, 5))
+    _, mask = Samples.of(batch, skip=(2, 0)).tokens(torch.zeros(1, 4, 5))
     assert mask.tolist() == [[False, False, True, False]]
+    for back in range(4):
+        _, mask = Samples(skip=(1, back)).tokens(torch.zeros(2, 4, 5))
+        assert mask.tolist() == [[False] + [True] * (3 - back) + [False] * back] * 2
 
 
 def test_a_mask_of_another_shape_is_an_error():

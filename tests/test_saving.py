@@ -80,19 +80,60 @@ def test_after_removal_nothing_is_recorded(tmp_path):
     assert sites.record(ac.load(tmp_path)) == {}
 
 
-def test_a_mitigation_in_a_part_is_recorded_by_save(tmp_path):
+def t5():
+    """Its stacks have copies of the model's configuration."""
     torch.manual_seed(0)
     config = transformers.T5Config(d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, vocab_size=40)
-    model = transformers.T5Model(config).eval()
-    trained(model.encoder, LEARNT)
-    ids = torch.arange(6)[None]
+    return transformers.T5Model(config).eval()
+
+
+def note(folder):
+    return json.loads((folder / "config.json").read_text()).get("acutance")
+
+
+@pytest.mark.parametrize("spec", ["neutreno:0.6", LEARNT])
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+@pytest.mark.parametrize("how", ["save", "save_pretrained"])
+def test_a_mitigation_put_into_a_part_by_itself_is_recorded(tmp_path, how, part, spec):
+    model, ids = t5(), torch.arange(6)[None]
+    handle = trained(model.get_submodule(part), spec)
     expected = model(input_ids=ids, decoder_input_ids=ids).last_hidden_state
-    model.save_pretrained(tmp_path / "plain")
-    with pytest.raises(AcutanceError, match=r"does not say which.*acutance\.save"):
-        ac.load(tmp_path / "plain")
-    ac.save(model, tmp_path / "ours")
-    loaded = ac.load(tmp_path / "ours")
+    ac.save(model, tmp_path) if how == "save" else model.save_pretrained(tmp_path)
+    loaded = ac.load(tmp_path)
+    assert list(sites.record(loaded)) == [f"{part}.block.{i}.layer.0.SelfAttention" for i in range(2)]
     assert torch.equal(loaded(input_ids=ids, decoder_input_ids=ids).last_hidden_state, expected)
+    handle.remove()
+    model.save_pretrained(tmp_path / "after")
+    assert note(tmp_path / "after") is None
+
+
+def test_a_part_saved_by_itself_has_its_own_record(tmp_path):
+    model = t5()
+    ac.mitigate(model.decoder, "neutreno:0.6")
+    model.decoder.save_pretrained(tmp_path)
+    assert list(note(tmp_path)) == ["T5Stack"]
+    assert len(note(tmp_path)["T5Stack"]) == 2
+
+
+def test_models_without_mitigations_are_saved_as_ever(tmp_path):
+    ac.mitigate(t5().decoder, "neutreno:0.6")  # saving is watched from now on
+    albert = transformers.AlbertModel(
+        transformers.AlbertConfig(hidden_size=16, num_attention_heads=4, intermediate_size=24, vocab_size=40)
+    )
+    albert.save_pretrained(tmp_path)
+    assert note(tmp_path) is None
+    assert transformers.AlbertModel.save_pretrained.__doc__ == transformers.PreTrainedModel.save_pretrained.__doc__
+
+
+def test_parameters_without_a_record_are_an_error(tmp_path):
+    model = t5()
+    trained(model, LEARNT, part="decoder")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["acutance"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(AcutanceError, match=r"does not say which.*acutance\.save"):
+        ac.load(tmp_path)
 
 
 def bart():

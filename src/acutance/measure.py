@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
+from importlib import metadata
 from typing import Any, Literal
 
 import numpy as np
@@ -64,8 +65,8 @@ def measure(
             `block` (the residual stream after each block; layer 0 is what enters the first),
             `attention` (the branch's output before the residual, after the output projection),
             `values` (v with heads side by side), `final` (after the final norm). Attention metrics read the operator.
-        prefix: class, distillation and register tokens `in` or `out` of the metrics; of text, those that a
-            tokeniser's `special_tokens_mask` in the batch marks.
+        prefix: class, distillation, register and detection tokens `in` or `out` of the metrics; of text, those
+            that a tokeniser's `special_tokens_mask` in the batch marks.
         part: path of the submodule to read, where a model has several stacks of layers, e.g. `model.encoder`.
         progress: show a progress bar.
         across_processes: inside a `torch.distributed` process group, each process reads its share of the batches, all
@@ -78,7 +79,7 @@ def measure(
     bare = getattr(model, "_orig_mod", model)  # a compiled model would not see hooks added now
     target = sites.part_of(bare, part)
     reader = Reader(names, taps)
-    skip = sites.prefix_tokens(bare, part) if prefix == "out" else 0
+    skip = sites.special_tokens(bare, part) if prefix == "out" else (0, 0)
     decoder, images = part is not None and "decoder" in part, sites.reads_images(bare, part)
     statistics: dict[Key, Running] = {}
     rank, size = processes.place() if across_processes else (0, 1)
@@ -204,9 +205,14 @@ def check_readable(
 
 def check_choices(metrics: str | Sequence[str], tap: str | Sequence[str], prefix: str) -> tuple[list[str], list[str]]:
     """The metrics and the taps by name; what `measure` does not know is refused."""
+    check_prefix(prefix)
+    return _metric_names(metrics), _tap_names(tap)
+
+
+def check_prefix(prefix: str) -> None:
+    """Class, register and other special tokens are in or out."""
     if prefix not in ("in", "out"):
         raise AcutanceError(f"prefix says whether class and register tokens count: 'in' or 'out', not {prefix!r}")
-    return _metric_names(metrics), _tap_names(tap)
 
 
 def _metric_names(metrics: str | Sequence[str]) -> list[str]:
@@ -236,7 +242,7 @@ def _context(
     model: nn.Module, target: nn.Module, part: str | None, readings: Sequence[Reading], taps: Sequence[str], prefix: str
 ) -> dict[str, Any]:
     try:
-        counted = f"{sites.prefix_tokens(model, part)} prefix tokens {prefix}"
+        counted = f"{sites.special_tokens(model, part)} {prefix}"
     except sites.NoSitesError:
         counted = f"prefix tokens {prefix}"
     where = {} if part is None else {"part": part}
@@ -259,5 +265,10 @@ def describe(model: nn.Module, target: nn.Module | None = None) -> dict[str, Any
             "numpy": np.__version__,
             "python": platform.python_version(),
         }
-        | {name: sys.modules[name].__version__ for name in ("transformers", "timm") if name in sys.modules},
+        | {name: _version_of(name) for name in ("transformers", "timm", "gguf") if name in sys.modules},
     }
+
+
+def _version_of(imported: str) -> str:
+    """As the library says, or else as it was installed: gguf does not say."""
+    return getattr(sys.modules[imported], "__version__", None) or metadata.version(imported)

@@ -32,6 +32,7 @@ class Reader:
         self.samples = Samples()
         self.values: dict[Key, Tensor] = {}
         self.size = 0  # samples in the batch, as its first reading has them
+        self.count = 0  # tokens in a sample, likewise
         self.ran: dict[str, list[int]] = {}  # by tap, the blocks that ran, and
         self.depths: dict[str, int] = {}  # how deep the last one was
         self.previous: AttentionOperator | None = None
@@ -57,10 +58,12 @@ class Reader:
         """Read the token metrics at one tap."""
         if tokens.ndim != 3:
             raise ShapeError(f"{tap} of layer {layer} is {tuple(tokens.shape)}, not (batch, tokens, channels)")
+        self._refuse_added(layer, tokens)
         self._measure_tokens(tap, layer, *self.samples.tokens(tokens))
 
     def record(self, layer: int, record: AttentionRecord) -> None:
         """Read what one layer's attention did."""
+        self._refuse_added(layer, record.branch)
         _, mask = self.samples.tokens(record.branch)
         record = self.samples.record(record)
         if "attention" in self.taps:
@@ -86,8 +89,17 @@ class Reader:
             raise AcutanceError(f"nothing was read: {SUCCESSIVE} compares successive layers and needs two of them")
         keys = list(self.values)
         stacked = torch.stack([v.double() for v in self.values.values()]).cpu().numpy()
-        self.values, self.previous, self.size, self.ran, self.depths = {}, None, 0, {}, {}
+        self.values, self.previous, self.size, self.count, self.ran, self.depths = {}, None, 0, 0, {}, {}
         return dict(zip(keys, stacked, strict=True))
+
+    def _refuse_added(self, layer: int, tokens: Tensor) -> None:
+        """Tokens that join on the way, such as EoMT's queries, move those at the ends away from there."""
+        self.count = self.count or tokens.shape[1]
+        if any(self.samples.skip) and tokens.shape[1] > self.count:
+            raise AcutanceError(
+                f"layer {layer} has {tokens.shape[1]} tokens, the first reading had {self.count}: some were added on "
+                "the way, so where the special tokens are is not known. Read with prefix='in'"
+            )
 
     def _measure_tokens(self, tap: str, layer: int, tokens: Tensor, mask: Tensor | None) -> None:
         if self.token_metrics:

@@ -59,16 +59,16 @@ class Samples:
     """How the tokens of a batch fall into samples."""
 
     mask: Tensor | None = None  # (batch, tokens), True where a token counts; None where all do
-    skip: int = 0  # class and register tokens left out at the front
+    skip: tuple[int, int] = (0, 0)  # special tokens left out at the front and at the back
     documents: Documents | None = None  # None where every row is a sample
 
     @classmethod
-    def of(cls, batch: Any, *, skip: int = 0, special: bool = True, decoder: bool = False) -> Samples:
+    def of(cls, batch: Any, *, skip: tuple[int, int] = (0, 0), special: bool = True, decoder: bool = False) -> Samples:
         """Read the arguments a model is about to get.
 
         Args:
             batch: what `measure` feeds.
-            skip: how many tokens at the front do not count.
+            skip: how many tokens at the front and at the back do not count.
             special: whether tokens marked as special by the tokeniser count.
             decoder: whether the tokens are those of a decoder that has arguments of its own.
         """
@@ -95,9 +95,11 @@ class Samples:
             if mask.shape != tokens.shape[:2]:
                 raise ShapeError(f"the batch's mask is {tuple(mask.shape)}, but the tokens are {tuple(tokens.shape)}")
             mask = mask.to(tokens.device)
-        if self.skip:
-            front = torch.arange(tokens.shape[1], device=tokens.device) >= self.skip
-            mask = front.expand(tokens.shape[:2]) if mask is None else mask & front
+        if any(self.skip):
+            front, back = self.skip
+            content = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+            content[:, :front] = content[:, tokens.shape[1] - back :] = False
+            mask = content if mask is None else mask & content
         if self.documents is None:
             return tokens, mask
         documents = self.documents.to(tokens.device)

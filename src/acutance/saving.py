@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, load_model, save_model
@@ -16,9 +15,9 @@ from acutance import sites
 from acutance.errors import AcutanceError, MissingExtraError
 from acutance.files import atomic_write
 from acutance.mitigate import reinstate
-from acutance.models import ViT
+from acutance.models import LanguageModel, Segmenter, ViT
 from acutance.models.checkpoint import CONFIG_KEY, from_checkpoint, save_checkpoint
-from acutance.sites.huggingface import NOTE, is_pretrained
+from acutance.sites.huggingface_notes import NOTE, is_pretrained, note_when_saving
 
 RECORD_KEY = "acutance.mitigations"  # in the safetensors metadata; transformers' config.json has it too
 
@@ -32,15 +31,12 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
             `….safetensors` for all others. Acutance's own models keep their configuration in it too.
     """
     if is_pretrained(model):
-        config: Any = model.config
-        if hasattr(config, NOTE):  # of parts that were mitigated by themselves: the whole model's says it all
-            delattr(config, NOTE)
-        sites.remember(model)
+        note_when_saving()
         model.save_pretrained(path)  # type: ignore[operator]
         return Path(path)
     if Path(path).suffix != ".safetensors":
         raise AcutanceError(f"{path}: a {type(model).__name__} is written as one file, name it ….safetensors")
-    if isinstance(model, ViT):
+    if isinstance(model, (ViT, LanguageModel)) or (isinstance(model, Segmenter) and model.is_uniform):
         return save_checkpoint(model, path)
     metadata = {"format": "pt", RECORD_KEY: json.dumps(sites.record(model))}
     return atomic_write(path, lambda file: save_model(model, str(file), metadata))
@@ -87,8 +83,8 @@ def _load_folder(folder: Path, model: nn.Module | None) -> nn.Module:
     learnt = {name: tensor for name, tensor in state.items() if ".mitigation." in name}
     if learnt and not record:
         raise AcutanceError(
-            f"{folder} has parameters of a mitigation ({next(iter(learnt))}), but config.json does not say which: it "
-            "was put into a part of the model. Save with acutance.save(model, folder)"
+            f"{folder} has parameters of a mitigation ({next(iter(learnt))}), but config.json does not say which. Save "
+            "with acutance.save(model, folder)"
         )
     reinstate(model, record)
     missing = [name for name in model.state_dict() if ".mitigation." in name and name not in learnt]

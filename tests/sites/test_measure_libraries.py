@@ -207,6 +207,54 @@ def test_prefix_tokens_of_a_part_are_found_around_it(part):
     )
 
 
+@pytest.mark.parametrize("part", [None, "encoder"])
+def test_detection_tokens_behind_the_image_are_left_out_with_the_prefix(part):
+    model, batch = hf_zoo.build("yolos"), hf_zoo.batch("yolos")
+    hidden = model(**batch, output_hidden_states=True).hidden_states
+    assert hidden[0].shape[1] == 1 + 4 * 4 + 3
+    profiles = {
+        prefix: ac.measure(model, [batch], prefix=prefix, part=part, progress=False) for prefix in ("in", "out")
+    }
+    for prefix, content in (("in", slice(None)), ("out", slice(1, -3))):
+        assert profiles[prefix].context["prefix"] == f"1 prefix and 3 trailing tokens {prefix}"
+        # the library's own last state has gone through the final norm
+        assert profiles[prefix]["token_cosine"][:-1].tolist() == pytest.approx(
+            [metrics.token_cosine(h[:, content]).mean().item() for h in hidden[:-1]]
+        )
+
+
+@pytest.mark.parametrize("tap", ["block", "attention"])
+def test_tokens_that_join_on_the_way_are_not_taken_for_content(tap):
+    from transformers import EomtConfig, EomtForUniversalSegmentation
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": 32, "patch_size": 8}
+    model = EomtForUniversalSegmentation(EomtConfig(**sizes, num_blocks=1, num_queries=5, num_register_tokens=2))
+    batch, options = {"pixel_values": torch.randn(2, 3, 32, 32)}, {"tap": tap, "progress": False}
+    assert len(ac.measure(model, [batch, batch], **options)["token_cosine"]) >= 3
+    with pytest.raises(AcutanceError, match=r"layer 3 has 24 tokens, the first reading had 19.*prefix='in'"):
+        ac.measure(model, [batch], prefix="out", **options)
+
+
+def test_attention_metrics_leave_detection_tokens_out_too():
+    model, batch = hf_zoo.build("yolos"), hf_zoo.batch("yolos")
+    tokens = measured(model, batch, prefix="out")
+    with torch.no_grad():
+        records = []
+        handles = [site.observe(records.append) for site in sites.find(model)]
+        model(**batch)
+        for handle in handles:
+            handle.remove()
+    content = torch.zeros(2, 20, dtype=torch.bool)
+    content[:, 1:17] = True
+    for layer, record in enumerate(records, 1):
+        rows = record.operator.dense()[:, :, 1:17]
+        entropy = -(rows * rows.log()).sum(-1).mean().item()
+        assert table(tokens)["map", layer, "attention_entropy"] == pytest.approx(entropy)
+        branch = metrics.token_cosine(record.branch, content).mean().item()
+        assert table(tokens)["attention", layer, "token_cosine"] == pytest.approx(branch)
+
+
 def test_a_decoder_without_an_encoder_has_the_usual_mask():
     model, batch = hf_zoo.build("opt"), hf_zoo.batch("opt")
     assert table(measured(model, batch, part="decoder")) == table(measured(model, batch))

@@ -257,7 +257,7 @@ def test_the_final_norm_of_torchs_stacks():
     model = encoder(norm=True)
     assert sites.final_norm(model) is model.norm
     for missing in (encoder(), nn.Sequential(nn.Sequential(Block(batch_first=False)), nn.LayerNorm(DIM))):
-        with pytest.raises(AcutanceError, match="which norm stands after the last block"):
+        with pytest.raises(AcutanceError, match="has no norm after its last block"):
             sites.final_norm(missing)
 
 

@@ -148,6 +148,22 @@ def test_explained_from_the_weights(name):
     assert len(spectrum.layers) == len(ac.sites.find(create(name)))
 
 
+BETWEEN = {
+    "vit_tiny_patch16_224": None,
+    "vit_tiny_patch16_224 scale norms": "a LayerNorm before W_proj",
+    "eva02_tiny_patch14_224 joint": "a LayerNorm before W_proj",
+    "naflexvit_base_patch16_gap": "a gate before W_proj",
+    "cait_xxs24_224": "the mixing of heads",
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_no_h_has_is_said(name):
+    spectrum = ac.explain(create(name), progress=False)
+    assert spectrum.context["outside H"] == BETWEEN[name]
+    assert ("acts beside H⊗A and is not in the spectra" in " ".join(str(spectrum).split())) == bool(BETWEEN[name])
+
+
 UNKNOWN = {
     "visformer_tiny": r"of Visformer is not known, if it has any \(timm\.models\.visformer\.Attention\)",
     "convit_tiny": r"of ConVit is not known, if it has any \(timm\.models\.convit\.Block\)",

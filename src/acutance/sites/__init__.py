@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from acutance.errors import AcutanceError, NoSitesError, SeveralStacksError
 from acutance.sites import huggingface, reference, timm, torch_nn
 from acutance.sites.base import AttentionSite, Library, Undo
-from acutance.sites.blocks import grid_as_tokens, repeated_blocks
+from acutance.sites.blocks import grid_as_tokens, path_of, repeated_blocks
+from acutance.sites.ends import SpecialTokens
 from acutance.sites.patched import PatchedSite, Stack, tokens_in, tokens_out
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Library",
     "NoSitesError",
     "PatchedSite",
+    "SpecialTokens",
     "Stack",
     "Undo",
     "blocks",
@@ -33,6 +35,7 @@ __all__ = [
     "reads_images",
     "record",
     "remember",
+    "special_tokens",
     "tokens_in",
     "tokens_out",
 ]
@@ -59,8 +62,8 @@ def blocks(model: nn.Module) -> list[tuple[int, nn.Module, Callable[[Tensor], Te
         return [(layer, block, partial(grid_as_tokens, block)) for layer, (_, block) in enumerate(found, 1)]
 
 
-def prefix_tokens(model: nn.Module, part: str | None = None) -> int:
-    """How many tokens stand in front of the content: class, distillation, registers.
+def special_tokens(model: nn.Module, part: str | None = None) -> SpecialTokens:
+    """How many tokens stand in front of the content (class, distillation, registers) and behind it (detection).
 
     Of a part, those of the models around it that have no other stack: embeddings are outside of an encoder.
     """
@@ -68,12 +71,18 @@ def prefix_tokens(model: nn.Module, part: str | None = None) -> int:
     while True:
         around = model.get_submodule(path)
         try:
-            count = _locate(around)[0].prefix_tokens(around)
+            library = _locate(around)[0]
         except SeveralStacksError:
-            return 0
-        if count or not path:
-            return count
+            return SpecialTokens()
+        found = SpecialTokens(library.prefix_tokens(around), library.suffix_tokens(around))
+        if any(found) or not path:
+            return found
         path = path.rpartition(".")[0]
+
+
+def prefix_tokens(model: nn.Module, part: str | None = None) -> int:
+    """How many of the special tokens stand in front of the content."""
+    return special_tokens(model, part).front
 
 
 def part_of(model: nn.Module, path: str | None) -> nn.Module:
@@ -168,8 +177,7 @@ def _refuse_layers_elsewhere(model: nn.Module, found: list[AttentionSite]) -> No
     """Layers of another library beside those that were found would be left out without a word."""
     parts = _layers_beside(model, "", {site.attention for site in found}, {site.block for site in found})
     if parts:
-        paths = {module: path for path, module in model.named_modules()}
-        own = paths[found[0].block].split(".")[0]
+        own = path_of(model, found[0].block).split(".")[0]
         raise SeveralStacksError(
             f"{type(model).__name__} holds layers of several libraries ({own}, {', '.join(parts)}): name one with "
             f"part=, e.g. part={own!r}, or pass that part of the model",

@@ -14,6 +14,8 @@ from acutance.errors import AcutanceError
 from acutance.mitigations import LayerShape, Mitigation
 from acutance.operator import AttentionRecord
 
+TOKENS_REMAIN = 'Token metrics can still be measured: measure(model, batches, tap="block")'  # where attention cannot
+
 
 class AttentionSite(ABC):
     """Where one layer's attention lives: the only thing that knows a library's internals."""
@@ -64,6 +66,10 @@ class AttentionSite(ABC):
         """What the pre-norm multiplies each channel (dim,) by; None without a pre-norm, or where it has no gain."""
         gain = getattr(self.pre_norm(), "weight", None)
         return gain if isinstance(gain, Tensor) else None
+
+    def between(self) -> str | None:
+        """What the attention's output goes through before W_proj, such as a norm or a gate, which no H has."""
+        return None
 
     def post_norm(self) -> nn.Module | None:
         """A norm between the output projection and the residual sum, as in Gemma 2; None where there is none."""
@@ -145,5 +151,6 @@ class Library:
     sites: Callable[[nn.Module], list[AttentionSite]]  # in depth order; empty for another library's model
     prefix_tokens: Callable[[nn.Module], int]
     final_norm: Callable[[nn.Module], nn.Module]
+    suffix_tokens: Callable[[nn.Module], int] = lambda model: 0  # behind the content, such as YOLOS' detection tokens
     reading: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()  # around a reading
     remember: Callable[[nn.Module, Mapping[str, str]], None] = lambda model, record: None  # in what is saved with it

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from acutance.errors import AcutanceError, SeveralStacksError, ShapeError
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,19 @@ def place_of(model: nn.Module, path: str) -> Place:
     stage, stack = (equals[-1], equals[0]) if equals else (inside[0], inside[0])
     member = path[len(stage) + 1 :] if stage else path
     return Place(block=_join(stage, member.split(".")[0]), stage=stage, stack=stack)
+
+
+def path_of(model: nn.Module, module: nn.Module) -> str:
+    """Where the module is in the model; a site's own name starts from wherever it was found."""
+    paths: list[str] = [path for path, inside in model.named_modules() if inside is module]
+    return paths[0]
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What is inside of the modules that checkpointing, compiling or sharding wraps around a block."""
+    while (inner := next((name for name in WRAPPERS if name in module._modules), None)) is not None:
+        module = module.get_submodule(inner)
+    return module
 
 
 def refuse_several_stacks(model: nn.Module, places: Iterable[Place]) -> None:
@@ -83,7 +97,7 @@ def _containers_around(model: nn.Module, path: str) -> list[str]:
 
 
 def _of_equals(container: nn.Module) -> bool:
-    return len({type(child) for child in container.children()}) == 1
+    return len({type(unwrapped(child)) for child in container.children()}) == 1
 
 
 def _mostly(found: list[tuple[str, nn.Module]], block: nn.Module) -> bool:

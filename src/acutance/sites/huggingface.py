@@ -12,10 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError
-from acutance.sites.base import AttentionSite, Library
-from acutance.sites.blocks import place_of, refuse_several_stacks
+from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Library
+from acutance.sites.blocks import place_of, refuse_several_stacks, unwrapped
+from acutance.sites.ends import SpecialTokens, final_norm, special_tokens
 from acutance.sites.huggingface_interface import (
     asks_for_the_name,
+    changes_output,
     config_of,
     dispatching_class,
     diverted_view,
@@ -24,14 +26,12 @@ from acutance.sites.huggingface_interface import (
     register,
 )
 from acutance.sites.huggingface_norms import adds_one
+from acutance.sites.huggingface_notes import is_pretrained, remember
 from acutance.sites.huggingface_weights import Weights, find_weights
-from acutance.sites.patched import PatchedSite, Stack, caller_of, known_sites
+from acutance.sites.patched import WINDOWS_APART, WINDOWS_MOVE, PatchedSite, Stack, caller_of, known_sites
 
 CROSS = re.compile("cross|encoder_attn|encdec", re.IGNORECASE)
 NORMS_AROUND_THE_MLP = ("pre_feedforward_layernorm", "post_feedforward_layernorm")  # then that of the attention is too
-NOTE = "acutance"  # where a configuration keeps what the model carries
-FINAL_NORMS = ("norm", "layernorm", "layer_norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f")
-CLASS_TOKENS = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
 
 
 class HuggingFaceSite(PatchedSite):
@@ -47,7 +47,7 @@ class HuggingFaceSite(PatchedSite):
         if asks_for_the_name(cls) and not hasattr(attention, "reorder_and_upcast_attn"):  # GPT-2's: see `divert`
             raise NoSitesError(
                 f"{name} ({cls.__name__}) does something else depending on the name of its attention function, which "
-                'ours would change. Token metrics can still be measured: measure(model, batches, tap="block")'
+                f"ours would change. {TOKENS_REMAIN}"
             )
 
     def value_weight(self) -> Tensor:
@@ -83,6 +83,11 @@ class HuggingFaceSite(PatchedSite):
         gain, norm = super().pre_norm_gain(), self.pre_norm()
         return gain if gain is None or norm is None or not adds_one(norm) else 1 + gain
 
+    def between(self) -> str | None:
+        """Told by the code that calls the attention."""
+        cls: Any = type(self.attention)
+        return f"what {cls.__name__} does before W_proj, a norm or a gate," if changes_output(cls) else None
+
     def post_norm(self) -> nn.Module | None:
         """Gemma 2 and 3, OLMo 2 and GLM-4 normalise what the attention adds."""
         own = getattr(self.block, "post_self_attn_layernorm", None)
@@ -99,7 +104,7 @@ class HuggingFaceSite(PatchedSite):
         if type(self.attention).__name__.startswith("Albert"):
             return "all its layers are one module, so there is no first layer to tell from the others"
         if _has_windows(self.attention):
-            return "its windows are shifted from layer to layer, so v⁰ and v do not belong to the same tokens"
+            return WINDOWS_MOVE
         if any(site.dim != self.dim for site in self.stack.sites):
             return "the model merges tokens and widens them between its stages, so v⁰ does not fit"
         return None
@@ -107,7 +112,7 @@ class HuggingFaceSite(PatchedSite):
     def refuse_average(self) -> str | None:
         """Windows, and the future."""
         if _has_windows(self.attention):
-            return "its W_proj sees one window at a time, so the mean would not run over the image's tokens"
+            return WINDOWS_APART
         if getattr(self.attention, "is_causal", False):
             return "its attention is causal, and the mean over tokens would show them the future"
         return None
@@ -166,12 +171,6 @@ def _attentions(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def is_pretrained(module: nn.Module) -> bool:
-    """Whether this is a transformers model; asked without importing the library."""
-    cls = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
-    return cls is not None and isinstance(module, cls)
-
-
 def _sites(model: nn.Module) -> list[AttentionSite]:
     found = _attentions(model) if "transformers" in sys.modules else {}
     if not found:
@@ -180,8 +179,7 @@ def _sites(model: nn.Module) -> list[AttentionSite]:
             return []
         raise NoSitesError(
             f"{type(pretrained).__name__} does not call its attention through transformers' attention interface, so "
-            "mitigations and attention metrics would not see it. Token metrics can still be measured: "
-            'measure(model, batches, tap="block")'
+            f"mitigations and attention metrics would not see it. {TOKENS_REMAIN}"
         )
     known = known_sites(found.values())
     if known is not None:
@@ -195,31 +193,17 @@ def _sites(model: nn.Module) -> list[AttentionSite]:
         raise AcutanceError(f"the block {twice} holds several self-attentions ({names}): which is meant is not clear")
     stack = Stack(caller_of(model, blocks))
     for layer, (name, place) in enumerate(places.items(), 1):
-        HuggingFaceSite(stack, layer, name, model.get_submodule(place.block), found[name])
+        HuggingFaceSite(stack, layer, name, unwrapped(model.get_submodule(place.block)), found[name])
     return list(stack.sites)
 
 
-def _prefix_tokens(model: nn.Module) -> int:
-    """Class, distillation and register tokens, by the parameters they are kept in; text has none.
-
-    Pooling heads have such parameters too: only those of the embeddings become tokens.
-    """
-    paths = {name: p for name, p in model.named_parameters() if name.rpartition(".")[2] in CLASS_TOKENS}
-    return sum(p.shape[-2] if p.ndim > 1 else 1 for name, p in paths.items() if "embeddings" in name.split("."))
+def _special_tokens(model: nn.Module) -> SpecialTokens:
+    """Those of the embeddings: pooling heads have such parameters too, which are no tokens. Text has none."""
+    return special_tokens((path, p) for path, p in model.named_parameters() if "embeddings" in path.split("."))
 
 
 def _final_norm(model: nn.Module) -> nn.Module:
-    """The norm that stands nearest after the blocks, inside the module that runs them or around it."""
-    block = place_of(model, next(iter(_attentions(model)))).stack
-    while block:
-        block = block.rpartition(".")[0]
-        parent = model.get_submodule(block)
-        for name in FINAL_NORMS:
-            if isinstance(getattr(parent, name, None), nn.Module):
-                return parent.get_submodule(name)
-    raise AcutanceError(
-        f"{type(model).__name__} has no norm after its last block (a Post-LN model): read tap='block' instead"
-    )
+    return final_norm(model, list(_attentions(model).values())[-1])
 
 
 @contextmanager
@@ -236,26 +220,12 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
             config.use_cache = use_cache
 
 
-def _remember(model: nn.Module, record: Mapping[str, str]) -> None:
-    """In the configuration, which `save_pretrained` writes; by class, since parts share their model's."""
-    if not is_pretrained(model):
-        return
-    config: Any = model.config
-    noted = dict(getattr(config, NOTE, {}))
-    noted.pop(type(model).__name__, None)
-    if record:
-        noted[type(model).__name__] = dict(record)
-    if noted:
-        setattr(config, NOTE, noted)
-    elif hasattr(config, NOTE):
-        delattr(config, NOTE)
-
-
 LIBRARY = Library(
     name="transformers",
     sites=_sites,
-    prefix_tokens=_prefix_tokens,
+    prefix_tokens=lambda model: _special_tokens(model).front,
     final_norm=_final_norm,
+    suffix_tokens=lambda model: _special_tokens(model).back,
     reading=_without_cache,
-    remember=_remember,
+    remember=remember,
 )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from acutance.errors import AcutanceError
 from acutance.operator import AttentionOperator
+from acutance.sites.base import TOKENS_REMAIN
 from acutance.sites.patched import SITE
 
 NAME = "acutance"  # of our function in the attention interface
@@ -96,8 +97,8 @@ def _operator(
     """The A that the model's own function applies."""
     if options.get("s_aux") is not None:
         raise AcutanceError(
-            f"{type(module).__name__} lets tokens attend to nothing (sinks), so A's rows do not sum to one. Token "
-            'metrics can still be measured: measure(model, batches, tap="block")'
+            f"{type(module).__name__} lets tokens attend to nothing (sinks), so A's rows do not sum to one. "
+            f"{TOKENS_REMAIN}"
         )
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -133,6 +134,13 @@ def eager_function(cls: Any) -> AttentionFunction:
     assert name is not None, "the class was found by this call"
     found: AttentionFunction = getattr(sys.modules[owner.__module__], name[1])
     return found
+
+
+@cache
+def changes_output(cls: Any) -> bool:
+    """Whether the class normalises or gates what came out of its attention, as BitNet and Qwen3-Next do."""
+    source = inspect.getsource(dispatching_class(cls).forward)
+    return re.search(r"self\.\w*norm\w*\(\s*attn_output|attn_output\s*\*(?!\*)", source) is not None
 
 
 @cache

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from acutance.errors import NoSitesError
+from acutance.sites.base import TOKENS_REMAIN
+from acutance.sites.blocks import path_of
 from acutance.sites.huggingface_norms import norm_before
 
 SEPARATE = {
@@ -100,7 +102,7 @@ class Weights:
 
 def find_weights(name: str, block: nn.Module, attention: nn.Module) -> Weights:
     """Look the usual names up; what is missing is an error that says so."""
-    path = _path_in(block, attention)
+    path = path_of(block, attention)
     parents = [block.get_submodule(path[: -len(p)].rstrip(".")) for p in _tails(path)]
     projection = _child(attention, PROJECTION)
     for parent in parents:
@@ -110,7 +112,7 @@ def find_weights(name: str, block: nn.Module, attention: nn.Module) -> Weights:
         missing = "W_proj" if projection is None else "W_V"
         raise NoSitesError(
             f"{name} ({type(attention).__name__}) keeps {missing} under a name that is not known here, or has none. "
-            'Token metrics can still be measured: measure(model, batches, tap="block")'
+            f"{TOKENS_REMAIN}"
         )
     heads = next((int(getattr(attention, key)) for key in HEADS if hasattr(attention, key)), None)
     if heads is None:
@@ -124,11 +126,6 @@ def find_weights(name: str, block: nn.Module, attention: nn.Module) -> Weights:
         assert joint is not None
         kv_heads = (_matrix(attention.get_submodule(joint)).shape[0] // head_dim - heads) // 2
     return Weights(attention, block, projection, norm_before(block, path), heads, kv_heads, head_dim, dim)
-
-
-def _path_in(block: nn.Module, attention: nn.Module) -> str:
-    paths: list[str] = [path for path, module in block.named_modules() if module is attention]
-    return paths[0]
 
 
 def _tails(path: str) -> list[str]:

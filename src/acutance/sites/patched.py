@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from acutance.errors import AcutanceError
 from acutance.mitigations import Mitigation
 from acutance.operator import AttentionOperator, AttentionRecord
-from acutance.sites.base import AttentionSite, Undo
+from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Undo
 from acutance.sites.stream import Stream, in_backward
 
 SITE = "_acutance_site"  # where an attention module keeps its site while it is diverted
+# Why windows refuse what compares or averages tokens.
+WINDOWS_MOVE = "its windows are shifted from layer to layer, so v⁰ and v do not belong to the same tokens"
+WINDOWS_APART = "its W_proj sees one window at a time, so the mean would not run over the image's tokens"
 
 
 class Stack:
@@ -77,7 +80,7 @@ class Stack:
             raise AcutanceError(
                 f"{idle[0].name} ({type(idle[0].attention).__name__}) did not call its attention through us in this "
                 f"forward pass, so neither mitigations nor attention metrics would see it ({len(idle)} such layers). "
-                'Token metrics can still be measured: measure(model, batches, tap="block")'
+                f"{TOKENS_REMAIN}"
             )
 
 

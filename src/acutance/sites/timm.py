@@ -7,14 +7,13 @@ from typing import Any, cast
 
 from torch import nn
 
-from acutance.errors import AcutanceError, NoSitesError
+from acutance.errors import NoSitesError
 from acutance.sites import timm_attention as kinds
-from acutance.sites.base import AttentionSite, Library
+from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Library
 from acutance.sites.blocks import CONTAINERS, place_of, refuse_several_stacks, repeated_blocks
+from acutance.sites.ends import final_norm, special_tokens
 from acutance.sites.patched import Stack, caller_of, known_sites
 from acutance.sites.timm_site import TimmSite
-
-PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
 
 SITES: dict[str, type[TimmSite]] = {
     "timm.layers.attention.Attention": kinds.PlainSite,
@@ -72,8 +71,7 @@ def _refuse_unknown(model: nn.Module) -> None:
     names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in parts))
     raise NoSitesError(
         f"the attention of {type(model).__name__} is not known, if it has any ({names or 'no repeated blocks'}); of "
-        f"timm these are known: {', '.join(SITES)}. Token metrics can still be measured: measure(model, batches, "
-        'tap="block")'
+        f"timm these are known: {', '.join(SITES)}. {TOKENS_REMAIN}"
     )
 
 
@@ -88,19 +86,12 @@ def _prefix_tokens(model: nn.Module) -> int:
         return int(root.num_prefix_tokens)
     if type(root).__name__ == "Cait":  # its class token joins the others after these layers
         return 0
-    tokens = [getattr(root, name, None) for name in PREFIX_TOKENS]
-    return sum(token.shape[1] for token in tokens if token is not None)
+    return special_tokens(root.named_parameters(recurse=False)).front
 
 
 def _final_norm(model: nn.Module) -> nn.Module:
-    """`norm` of the model, or of its last stage; where the norm follows the pooling, it is the identity."""
-    stage = cast(TimmSite, _sites(model)[-1]).stage.split(".")
-    around = [_root(model), *(model.get_submodule(".".join(stage[: end + 1])) for end in range(len(stage)))]
-    for module in around:
-        norm = getattr(module, "norm", None)
-        if isinstance(norm, nn.Module) and not isinstance(norm, CONTAINERS):
-            return norm
-    raise AcutanceError(f"{type(model).__name__} has no norm after its last block: read tap='block'")
+    """Of the model, or of its last stage."""
+    return final_norm(model, _sites(model)[-1].attention)
 
 
 def _is_from_timm(model: nn.Module) -> bool:

@@ -5,15 +5,33 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from acutance.errors import AcutanceError
 from acutance.operator import AttentionOperator
+from acutance.sites.patched import WINDOWS_APART, WINDOWS_MOVE
 from acutance.sites.timm_site import Product, TimmSite
 
 
-class PlainSite(TimmSite):
+class GatedSite(TimmSite):
+    """A norm of the attention's output and a gate made of its input may stand before W_proj."""
+
+    def merge(self, u: Tensor, x: Tensor) -> Tensor:
+        """With the norm and the gate, if any."""
+        gate = getattr(self.attention, "gate", None)
+        normed: Tensor = self.attention.norm(u)
+        return normed if gate is None else normed * gate(x).sigmoid()
+
+    def between(self) -> str | None:
+        """Both are functions of the tokens."""
+        norm, gate = self.attention.norm, getattr(self.attention, "gate", None)
+        parts = [] if isinstance(norm, nn.Identity) else [f"a {type(norm).__name__}"]
+        parts += [] if gate is None else ["a gate"]
+        return f"{' and '.join(parts)} before W_proj" if parts else None
+
+
+class PlainSite(GatedSite):
     """`Attention`: ViT, DeiT and most others."""
 
     def project(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Product:
@@ -22,12 +40,8 @@ class PlainSite(TimmSite):
         q, k = self.attention.q_norm(q), self.attention.k_norm(k)
         return Product(q, k, v, () if attn_mask is None else (attn_mask,), is_causal)
 
-    def merge(self, u: Tensor, x: Tensor) -> Tensor:
-        """With the norm and the gate, if any."""
-        return _normed_and_gated(self.attention, u, x)
 
-
-class RotarySite(TimmSite):
+class RotarySite(GatedSite):
     """`AttentionRope` and `EvaAttention`: EVA, DINOv3 and others that turn q and k by their positions."""
 
     def project(
@@ -44,10 +58,6 @@ class RotarySite(TimmSite):
         if rope is not None:
             q, k = self.rotate(q, rope).type_as(v), self.rotate(k, rope).type_as(v)
         return Product(q, k, v, () if attn_mask is None else (attn_mask,), is_causal)
-
-    def merge(self, u: Tensor, x: Tensor) -> Tensor:
-        """With the norm and the gate, if any."""
-        return _normed_and_gated(self.attention, u, x)
 
     def rotate(self, x: Tensor, rope: Tensor) -> Tensor:
         """Prefix tokens have no position."""
@@ -92,11 +102,11 @@ class WindowSite(TimmSite):
 
     def refuse_first_values(self) -> str | None:
         """The same place in two windows is not the same token."""
-        return "its windows are shifted from layer to layer, so v⁰ and v do not belong to the same tokens"
+        return WINDOWS_MOVE
 
     def refuse_average(self) -> str | None:
         """The authors' mean is the image's."""
-        return "its W_proj sees one window at a time, so the mean would not run over the image's tokens"
+        return WINDOWS_APART
 
 
 class PyramidSite(TimmSite):
@@ -136,6 +146,10 @@ class TalkingSite(TimmSite):
         mixed: Tensor = attention.attn_drop(weights) @ v
         return mixed
 
+    def between(self) -> str | None:
+        """Rows that were mixed after the softmax do not sum to one."""
+        return "the mixing of heads"
+
     def operator(self, product: Product) -> AttentionOperator:
         """There is none; what does not ask for it, such as NeuTRENO, works all the same."""
         return cast(AttentionOperator, _NoOperator(self.name))
@@ -155,13 +169,6 @@ class _NoOperator:
             f"{self._name} mixes its heads before and after the softmax, so it has no attention operator per head: "
             "attention metrics and mitigations that use A cannot be had; token metrics can"
         )
-
-
-def _normed_and_gated(attention: Any, u: Tensor, x: Tensor) -> Tensor:
-    """A norm of the attention's output and a gate made of its input, where there are any."""
-    gate = getattr(attention, "gate", None)
-    normed: Tensor = attention.norm(u)
-    return normed if gate is None else normed * gate(x).sigmoid()
 
 
 def _joint_projection(attention: Any, x: Tensor) -> Tensor:

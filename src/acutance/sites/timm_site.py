@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from acutance.errors import AcutanceError
 from acutance.operator import AttentionOperator
+from acutance.sites.base import TOKENS_REMAIN
 from acutance.sites.patched import PatchedSite, Stack
 
 POST_NORM = {"ResPostBlock", "ResPostRelPosBlock", "EvaBlockPostNorm"}  # norm1 stands after their attention
@@ -108,8 +109,7 @@ class TimmSite(PatchedSite):
         if unknown:
             raise AcutanceError(
                 f"{self.name} ({type(attention).__name__}) has parts that Acutance does not know: "
-                f"{', '.join(sorted(unknown))}. Token metrics can still be measured: measure(model, batches, "
-                'tap="block")'
+                f"{', '.join(sorted(unknown))}. {TOKENS_REMAIN}"
             )
         attention.forward = self.forward
         return partial(delattr, attention, "forward")

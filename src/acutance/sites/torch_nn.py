@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import nn
 
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.sites.base import AttentionSite, Library
-from acutance.sites.blocks import Place, place_of, refuse_several_stacks
+from acutance.sites.blocks import Place, place_of, refuse_several_stacks, unwrapped
+from acutance.sites.ends import final_norm, special_tokens
 from acutance.sites.patched import Stack, caller_of, known_sites
 from acutance.sites.torch_nn_site import MultiheadSite
 from acutance.sites.traced import is_norm
 
 CROSS = re.compile("cross|multihead_attn|enc.*attn|memory", re.IGNORECASE)  # beside a self-attention in one block
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-PREFIX_TOKENS = ("cls_token", "class_token", "class_embedding", "dist_token", "reg_token", "register_tokens")
 TORCH_STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 
 
@@ -79,9 +79,7 @@ def _self_attentions(places: Mapping[str, Place], found: Mapping[str, nn.Multihe
 
 def _block(model: nn.Module, path: str) -> nn.Module:
     """The block itself, inside what checkpointing, compiling or sharding wraps around it."""
-    block = model.get_submodule(path)
-    while (inner := next((name for name in WRAPPERS if name in block._modules), None)) is not None:
-        block = block.get_submodule(inner)
+    block = unwrapped(model.get_submodule(path))
     if isinstance(block, nn.ModuleList):
         raise AcutanceError(f"the block {path} is a list of modules without a forward: make it a module that has one")
     return block
@@ -97,28 +95,21 @@ def _encoder_around(model: nn.Module, path: str) -> nn.TransformerEncoder | None
 
 
 def _prefix_tokens(model: nn.Module) -> int:
-    """Class, distillation and register tokens, by the usual names of their parameters."""
-    found = [p for name, p in model.named_parameters() if name.rpartition(".")[2] in PREFIX_TOKENS]
-    return sum(p.shape[-2] if p.ndim > 1 else 1 for p in found)
+    return special_tokens(model.named_parameters()).front
 
 
 def _final_norm(model: nn.Module) -> nn.Module:
-    """The norm defined nearest after the blocks, in the module that holds them or around it."""
-    last = _sites(model)[-1]
-    assert isinstance(last, MultiheadSite)
-    path = place_of(model, last.name).stack
-    while path:
-        path, _, name = path.rpartition(".")
-        children = dict(model.get_submodule(path).named_children())
-        later = list(children.values())[list(children).index(name) + 1 :]
-        norm = next((module for module in later if is_norm(module)), None)
-        if norm is not None:
-            if not last.block_is_batch_first() and not isinstance(model.get_submodule(path), TORCH_STACKS):
-                break  # whether it is given (tokens, batch, dim) too is not known
-            return norm
-    raise AcutanceError(
-        f"which norm stands after the last block of {type(model).__name__} is not clear: read tap='block'"
-    )
+    """By the order of definition: anybody's names say nothing."""
+    last = cast(MultiheadSite, _sites(model)[-1])
+
+    def choose(holder: nn.Module, blocks: str) -> nn.Module | None:
+        if not last.block_is_batch_first() and not isinstance(holder, TORCH_STACKS):
+            return None  # whether its norm is given (tokens, batch, dim) too is not known
+        names = [name for name, _ in holder.named_children()]
+        later = (holder.get_submodule(name) for name in names[names.index(blocks) + 1 :])
+        return next((module for module in later if is_norm(module)), None)
+
+    return final_norm(model, last.attention, choose)
 
 
 @contextmanager

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, ShapeError
+from acutance.sites.base import TOKENS_REMAIN
+from acutance.sites.blocks import path_of
 from acutance.sites.patched import PatchedSite, Stack, averages, tokens_in
 from acutance.sites.torch_nn_forward import forward
 from acutance.sites.traced import Surroundings, is_norm, surroundings
@@ -68,8 +70,7 @@ class MultiheadSite(PatchedSite):
     @cached_property
     def surroundings(self) -> Surroundings | None:
         """What stands around the attention in the block; None where the block cannot be traced."""
-        inside = next(name for name, module in self.block.named_modules() if module is self.attention)
-        return surroundings(self.block, inside)
+        return surroundings(self.block, path_of(self.block, self.attention))
 
     def pre_norm(self) -> nn.Module | None:
         """`norm1` of torch's layers if `norm_first`; in other blocks what tracing finds before the attention."""
@@ -116,7 +117,7 @@ class MultiheadSite(PatchedSite):
         if attention.bias_k is not None or attention.add_zero_attn:
             raise AcutanceError(
                 f"{self.name} attends to a key that is no token (add_bias_kv or add_zero_attn), so its A is not "
-                'square. Token metrics can still be measured: measure(model, batches, tap="block")'
+                f"square. {TOKENS_REMAIN}"
             )
         nested = getattr(self.encoder, "use_nested_tensor", None)
         if self.encoder is not None:
