@@ -1,0 +1,250 @@
+"""The training loop. Everything random in it is a function of (seed, step), so a run can be cut at any step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from torch import Tensor, nn
+
+from acutance import processes
+from acutance.data.seeds import mixed_seed
+from acutance.errors import AcutanceError
+from acutance.monitor import Monitor
+from acutance.monitor.probe import shards_put_back
+from acutance.tasks import Share, Task, task_class
+from acutance.train.backends import attention_backend
+from acutance.train.config import Config
+from acutance.train.ema import Ema
+from acutance.train.engine import Engine
+from acutance.train.interrupt import Interrupt, StoppedError
+from acutance.train.keeper import Keeper
+from acutance.train.logs import Bar, Logs, Meter
+from acutance.train.nonfinite import DivergedError, locate, nonfinite_names
+from acutance.train.optim import build_optimiser, set_learning_rate
+from acutance.train.run import Run
+from acutance.train.schedule import learning_rate
+from acutance.train.state import TrainState, persistent
+
+Parts = tuple[Any, ...]  # this process's shares of a global batch, whose gradients are added up
+# Cheap enough to be read on the way; HFC/LFC during training is an open question of the field.
+MONITORED = ("token_cosine", "rank_residual", "norm_spread", "hfc_lfc_frobenius")
+
+
+class Loop:
+    """One run in one process: the model, what trains it, and what keeps it."""
+
+    def __init__(self, config: Config, run: Run, engine: Engine, console: Console) -> None:
+        self.config, self.run, self.engine, self.console = config, run, engine, console
+        loop = config.loop
+        self.task: Task[Any] = task_class(config.task.kind)(config.task, seed=loop.seed, device=engine.device)
+        self.steps_per_epoch = self.task.steps_per_epoch(loop.batch_size)
+        self.total = max(1, round(loop.epochs * self.steps_per_epoch))
+        self.shares = _shares(loop.batch_size, loop.accumulate, engine)
+        torch.manual_seed(mixed_seed(loop.seed))
+        self.model: nn.Module = self.task.build_model().train()
+        self.wrapped = engine.wrap(self.model)
+        self.optimiser = build_optimiser(self.model, config.optim)  # after sharding, which replaces the parameters
+        self.ema = None if loop.ema is None else Ema(self.model, loop.ema)
+        self.keeper = Keeper(engine, run, self.task, TrainState(self.model, self.optimiser, self.ema), loop.keep_last)
+
+    def fit(self) -> dict[str, Any]:
+        """Train from wherever the run stands to its end; gives what is written to result.json."""
+        loop, engine = self.config.loop, self.engine
+        step = self._resume()
+        batches = self._batches(step)
+        self._announce(step, first := next(batches))
+        batches = chain([first], batches)
+        monitor = self._monitor(step)
+        logs = Logs(self.run.folder, step) if engine.is_main else None
+        evaluate_every = max(1, round(loop.evaluate_every * self.steps_per_epoch))
+        losses = torch.zeros(loop.log_every, device=engine.device)  # read on the host at log points only
+        pending, meter, scores = 0, Meter(), self.keeper.scores
+        bar = Bar(self.console, first=step, total=self.total, unit=self.task.unit, shown=engine.is_main)
+        with bar, Interrupt() as interrupt:
+            while step < self.total:
+                losses[pending].copy_(self._step(step, next(batches)))
+                step, pending = step + 1, pending + 1
+                meter.count(self.task.units(loop.batch_size))
+                bar.advance()
+                if monitor is not None:
+                    monitor.step(step)
+                last = step == self.total
+                evaluating, saving = last or step % evaluate_every == 0, last or step % loop.checkpoint_every == 0
+                alone = interrupt.wanted and engine.world == 1  # several processes agree at the next log point
+                if not (pending == loop.log_every or evaluating or saving or alone):
+                    continue
+                loss, stop = self._look(step, losses[:pending], interrupt)
+                speed, pending, began = meter.read(), 0, time.perf_counter()
+                epoch = step / self.steps_per_epoch
+                bar.tell(epoch, loss, speed)
+                entry = {"epoch": epoch, "loss": loss, "lr": self._rate(step - 1), f"{self.task.unit}/s": speed}
+                if evaluating:
+                    scores = self._evaluate()
+                    self.keeper.offer(step, scores)
+                    entry |= {f"val/{name}": value for name, value in scores.items()}
+                    self._say(f"epoch {epoch:.2f}  loss {loss:.4f}  {_listed(scores)}")
+                if logs is not None:
+                    logs.write(step, entry)
+                if saving or stop:
+                    self.keeper.save(step)
+                if stop and not last:
+                    raise StoppedError(
+                        f"stopped after step {step} of {self.total}, which is saved. {self.run.how_to_go_on()}"
+                    )
+                meter.skip(time.perf_counter() - began)
+        if monitor is not None:
+            monitor.finish(step)
+        if logs is not None:
+            logs.close()
+        return self.keeper.finish(step, scores)
+
+    def _step(self, step: int, parts: Parts) -> Tensor:
+        """One optimiser step; the loss stays on the device."""
+        clip = self.config.optim.clip
+        set_learning_rate(self.optimiser, self._rate(step))
+        total = torch.zeros((), device=self.engine.device)
+        for share, batch in zip(self.shares, parts, strict=True):
+            self._seed(step, share)
+            with self.engine.waiting(self.wrapped, enabled=share is not self.shares[-1]):
+                loss = self.task.loss(self.wrapped, batch) / len(parts)
+                self.engine.backward(loss)
+            total += loss.detach()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        if self.ema is not None:
+            self.ema.update()
+        return total
+
+    def _rate(self, step: int) -> float:
+        return learning_rate(self.config.schedule, self.config.optim.lr, step, self.steps_per_epoch, self.total)
+
+    def _seed(self, step: int, share: Share) -> None:
+        """Dropout and stochastic depth of a share are the same in whichever process it is."""
+        torch.manual_seed(mixed_seed(self.config.loop.seed, step, share.index))
+
+    def _batches(self, step: int) -> Iterator[Parts]:
+        size = self.config.loop.batch_size
+        return zip(*(self.task.batches(size, step, share) for share in self.shares), strict=True)
+
+    def _look(self, step: int, losses: Tensor, interrupt: Interrupt) -> tuple[float, bool]:
+        """The one place where the host waits for the device: the mean loss so far, and whether to stop."""
+        wanted = torch.full((1,), float(interrupt.wanted), device=losses.device)
+        *found, stop = self.engine.mean(torch.cat([losses, wanted])).tolist()
+        for index, loss in enumerate(found):
+            if not math.isfinite(loss):
+                self._diverged(step - len(found) + index, loss)
+        return sum(found) / len(found), stop > 0
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
+        """On the held-out slice, with the mean of the weights if there is one."""
+        mean = nullcontext() if self.ema is None else self.ema.swapped()
+        with mean, shards_put_back(self.model), self.engine.precision():
+            scores = self.task.evaluate(self.model)
+        self.model.train()
+        return scores
+
+    def _diverged(self, bad: int, loss: float) -> None:
+        """Replay the step from the last good checkpoint, to say where the numbers stop being numbers."""
+        step = self.keeper.restore()
+        for earlier, parts in zip(range(step, bad), batches := self._batches(step), strict=False):
+            self._step(earlier, parts)
+        weights = nonfinite_names(dict(persistent(self.model)))
+        where = (
+            f"in {', '.join(weights[:3])} after the update before it" if weights else self._locate(bad, next(batches))
+        )
+        raise DivergedError(
+            f"the loss became {loss} in step {bad + 1}, first {where}. The last good checkpoint is "
+            f"{self.keeper.store.newest()} (step {step}). Lower optim.lr or set optim.clip: anew, or from there with "
+            f"--set. {self.run.how_to_go_on()}"
+        )
+
+    def _locate(self, step: int, parts: Parts) -> str:
+        """Every process looks at its shares; the first that finds something is quoted."""
+
+        def forward() -> Tensor:
+            losses = []
+            for share, batch in zip(self.shares, parts, strict=True):
+                self._seed(step, share)
+                with self.engine.precision():
+                    losses.append(self.task.loss(self.model, batch))
+            return torch.stack(losses)
+
+        with shards_put_back(self.model):
+            words = processes.gather(locate(self.model, forward))
+        return next((found for found in words if not found.startswith("nowhere")), words[0])
+
+    def _resume(self) -> int:
+        """Where to go on; a new run is saved at once, which shows that it can be, and gives a replay its start."""
+        if self.keeper.has_checkpoints():
+            step = self.keeper.restore(self._say)
+            self._say(f"going on after step {step}")
+            return step
+        self.keeper.save(0)
+        return 0
+
+    def _monitor(self, step: int) -> Monitor | None:
+        every, folder = self.config.loop.monitor_every, self.run.folder
+        if every is None:
+            return None
+        autocast = torch.bfloat16 if self.config.loop.precision == "bf16" else None
+        monitor = Monitor(
+            self.model,
+            self.task.probe(),
+            metrics=MONITORED,
+            part=self.task.monitored_part,
+            every=every,
+            jsonl=folder / "monitor.jsonl",
+            tensorboard=folder / "tensorboard",
+            autocast=autocast,
+        )
+        monitor.finish(step)
+        return monitor
+
+    def _announce(self, step: int, first: Parts) -> None:
+        """What is about to happen, and on what."""
+        loop, engine = self.config.loop, self.engine
+
+        def forward() -> None:
+            with engine.precision():
+                self.task.loss(self.model, first[0])
+
+        backend = attention_backend(self.model, forward)
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
+        self._say(
+            f"{type(self.model).__name__} of {count:,} parameters on {device}: {engine.strategy}, "
+            f"{engine.world} × {loop.accumulate} shares of a batch of {loop.batch_size}, {loop.precision}"
+            f"{', compiled' if loop.compile else ''}{', deterministic' if loop.deterministic else ''}\n"
+            f"attention: {backend}\n"
+            f"steps {step} to {self.total}, {self.steps_per_epoch} an epoch, into {self.run.folder}"
+        )
+
+    def _say(self, words: str) -> None:
+        if self.engine.is_main:
+            self.console.print(escape(words), highlight=False, soft_wrap=True)
+
+
+def _shares(batch_size: int, accumulate: int, engine: Engine) -> list[Share]:
+    """This process's, in the order in which one process would take them all."""
+    shares = [Share(engine.rank * accumulate + part, engine.world * accumulate) for part in range(accumulate)]
+    if batch_size % shares[0].count:
+        raise AcutanceError(
+            f"a batch of {batch_size} cannot be cut into {engine.world} processes × {accumulate} parts: choose a "
+            f"loop.batch_size that {shares[0].count} divides"
+        )
+    return shares
+
+
+def _listed(scores: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in scores.items())

@@ -1,0 +1,81 @@
+"""train: a configuration and a folder in, a trained and recorded model out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from acutance.errors import AcutanceError
+from acutance.train.config import Config
+from acutance.train.engine import Engine
+from acutance.train.run import Run
+
+
+def train(
+    config: Config,
+    folder: Path | str,
+    *,
+    recipe: str | None = None,
+    resume: bool = False,
+    device: str = "auto",
+    processes: int | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Train, or go on training, and give the result: step, scores on the held-out slice, the best of them.
+
+    Args:
+        config: what the run is made of; it is written to run.json.
+        folder: the run's folder.
+        recipe: its name, for the record.
+        resume: go on from the newest checkpoint that is whole.
+        device: cpu, cuda or auto.
+        processes: how many to start on this machine, for ddp and fsdp without torchrun.
+        console: where progress is shown.
+    """
+    from acutance.train.loop import Loop  # brings the tasks along
+
+    run = Run(Path(folder))
+    with deterministic(config.loop.deterministic):
+        engine = Engine(config.loop, device=device, processes=processes)
+        try:
+            done = engine.on_main(lambda: _open(run, config, recipe, resume, engine.world))
+            return done or Loop(config, run, engine, console or Console()).fit()
+        finally:
+            engine.close()
+
+
+def _open(run: Run, config: Config, recipe: str | None, resume: bool, processes: int) -> dict[str, Any] | None:
+    """Write the record; gives the result of a run that has nothing left to do."""
+    if not resume:
+        if run.exists():
+            raise AcutanceError(
+                f"{run.folder} holds a run already: --resume goes on with it, --out names another folder"
+            )
+        run.begin(config, recipe, processes)
+        return None
+    if run.config() == config and (done := run.result()) is not None:
+        return done
+    run.result_path.unlink(missing_ok=True)  # a finished run that is made longer is unfinished again
+    run.go_on(config, processes)
+    return None
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Inside, torch uses algorithms that give the same bits every time, or says that it has none."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]

@@ -1,0 +1,65 @@
+"""`acutance train` as a command."""
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from acutance import recipes
+from acutance.cli import app
+from acutance.errors import AcutanceError
+
+TINY = ["--device", "cpu"]
+for change in ("task.model.depth=1", "task.model.dim=6", "task.fraction=0.1", "loop.epochs=1", "loop.batch_size=32"):
+    TINY += ["--set", change]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["train", *map(str, arguments)])
+
+
+def test_the_list_names_every_recipe():
+    printed = invoke("--list").output
+    assert recipes.names()
+    for name in recipes.names():
+        assert name in printed
+
+
+def test_a_recipe_is_trained_recorded_and_resumed(tmp_path):
+    done = invoke("digits", *TINY, "--out", tmp_path / "run", "--strategy", "single")
+    assert done.exit_code == 0, done.output
+    assert re.search(r"top1 \d.* on the held-out slice after step 4", done.output)
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert record["recipe"] == "digits"
+    assert record["config"]["task"]["model"]["depth"] == 1
+    assert record["config"]["loop"]["strategy"] == "single"
+    longer = invoke("--out", tmp_path / "run", "--resume", "--set", "loop.epochs=2", "--device", "cpu")
+    assert longer.exit_code == 0, longer.output
+    assert "after step 8" in longer.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "name a recipe"),
+        (("digitz",), r"no recipe 'digitz', did you mean digits\?"),
+        (("digits", "--set", "optim.lrr=1"), r"did you mean lr\?"),
+        (("digits", "--resume"), "name its folder with --out"),
+        (("digits", "--strategy", "dpp"), r"loop.strategy is one of auto, single, ddp, fsdp.*did you mean ddp\?"),
+        (("digits", "--device", "tpu", "--out", "OUT"), "a device is cpu, cuda or auto"),
+        (("digits", "--processes", "2", "--strategy", "single", "--out", "OUT"), "several processes need"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, arguments, message):
+    arguments = [str(tmp_path / "run") if word == "OUT" else word for word in arguments]
+    error = invoke(*arguments).exception
+    assert isinstance(error, AcutanceError)
+    assert re.search(message, str(error))
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_recipe_cannot_take_over_a_run(tmp_path):
+    invoke("digits", *TINY, "--out", tmp_path / "run")
+    error = invoke("other", "--out", tmp_path / "run", "--resume").exception
+    assert "was begun with the recipe digits, not other" in str(error)
