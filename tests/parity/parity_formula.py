@@ -41,6 +41,14 @@ def attend(q, k, v, first, strength, *, mask=None, cut=False):
     return u + strength.to(u.dtype)[:, None, None] * ((first.detach() if cut else first) - v)
 
 
+def rotate(x, rope):
+    """Channels (2i, 2i + 1) turned by their token's angle, of which rope has sines and cosines; not the class token."""
+    sines, cosines = rope.chunk(2, -1)
+    even, odd = x[:, :, 1:, ::2], x[:, :, 1:, 1::2]
+    turned = torch.stack([-odd, even], -1).flatten(-2)
+    return torch.cat([x[:, :, :1], (x[:, :, 1:] * cosines + turned * sines).to(x.dtype)], 2)
+
+
 def rescale(y, low, high):
     """What FeatScale makes of the branch's output, (batch, tokens, dim); low and high may be None."""
     if low is None:

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
+from inspect import signature
 
 import torch
-from parity_formula import HIGH, LOW, STRENGTH, Names, attend, embed_patches, encode, learnt, rescale
+from parity_formula import HIGH, LOW, STRENGTH, Names, attend, embed_patches, encode, learnt, rescale, rotate
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn import functional as F
@@ -30,6 +31,10 @@ class Subject:
         """With learnt parameters, so that their gradients are compared too."""
         return BOTH
 
+    def has(self, heads: str) -> bool:
+        """Whether the version of the library that is installed has them."""
+        return True
+
     def blocks(self, model: nn.Module) -> nn.ModuleList | nn.Sequential:
         """The list of the model's blocks."""
         kinds = (nn.ModuleList, nn.Sequential)
@@ -40,7 +45,7 @@ class Subject:
         raise NotImplementedError
 
     def inputs(self, generator: torch.Generator, heads: str) -> dict[str, Tensor]:
-        """A batch in float64."""
+        """A batch in float32, of which float64 has every number too."""
         raise NotImplementedError
 
     def output(self, run: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Tensor:
@@ -59,9 +64,9 @@ class Subject:
             layers[index] = checkpoint_wrapper(block, kind)
 
     def mitigated(self, heads: str) -> nn.Module:
-        """The model in float64 and training mode, all parameters away from what would hide a mistake."""
+        """The model in float32 and training mode, all parameters away from what would hide a mistake."""
         torch.manual_seed(0)
-        model = self.library_model(heads).double().train()
+        model = self.library_model(heads).train()
         ac.mitigate(model, self.mitigation(heads))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -88,7 +93,7 @@ class Reference(Subject):
         return ac.models.ViT(**IMAGES, dim=DIM, depth=self.depth, heads=HEADS, num_classes=5, mlp_ratio=2)
 
     def inputs(self, generator, heads):
-        return {"images": torch.randn(BATCH, 3, 8, 8, dtype=torch.float64, generator=generator)}
+        return {"images": torch.randn(BATCH, 3, 8, 8, generator=generator)}
 
     def plain_output(self, heads, state, inputs, cut):
         x = embed_patches(state, inputs["images"], IMAGES["patch_size"])
@@ -104,17 +109,47 @@ class Reference(Subject):
 
 
 class Timm(Reference):
-    """timm's VisionTransformer, whose parameters have the same names."""
+    """timm's VisionTransformer, whose parameters have the same names, and its Eva for grouped queries."""
 
     name = "timm"
+    heads = ("multi-head", "grouped-query")
+
+    def has(self, heads):
+        from timm.layers import AttentionRope
+
+        return heads == "multi-head" or "num_kv_heads" in signature(AttentionRope).parameters
 
     def library_model(self, heads):
         with suppress(ImportError):  # where torch is the CPU build, tests/with_timm has it
             import torchvision_without_operators  # noqa: F401
-        from timm.models import VisionTransformer
+        from timm.models import Eva, VisionTransformer
 
         sizes = {"embed_dim": DIM, "depth": self.depth, "num_heads": HEADS, "num_classes": 5, "mlp_ratio": 2}
-        return VisionTransformer(img_size=IMAGES["image_size"], patch_size=IMAGES["patch_size"], **sizes)
+        sizes |= {"img_size": IMAGES["image_size"], "patch_size": IMAGES["patch_size"]}
+        if heads == "multi-head":
+            return VisionTransformer(**sizes)
+        return Eva(**sizes, attn_type="rope", use_rot_pos_emb=True, qkv_fused=False, num_kv_heads=HEADS // 2)
+
+    def plain_output(self, heads, state, inputs, cut):
+        """Of Eva the library's model with an attention that is written out and keeps v⁰ in a dictionary."""
+        if heads == "multi-head":
+            return super().plain_output(heads, state, inputs, cut)
+        model = self.library_model(heads).to(next(iter(state.values())))
+        first = {}
+
+        def attention(layer, module, x, rope, **_):
+            name = f"blocks.{layer - 1}.attn"
+            parts = module.q_proj, module.k_proj, module.v_proj
+            q, k, v = (part(x).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for part in parts)
+            first.setdefault("v", v)
+            strength = learnt(state, name, STRENGTH)
+            u = attend(rotate(q, rope), rotate(k, rope), v, first["v"], strength, cut=layer == cut)
+            return rescale(module.proj(u.transpose(1, 2).flatten(2)), *(learnt(state, name, x) for x in (LOW, HIGH)))
+
+        for layer, block in enumerate(model.blocks, 1):
+            block.attn.forward = partial(attention, layer, block.attn)
+        own = {name: value for name, value in state.items() if "mitigation" not in name}
+        return torch.func.functional_call(model, own, args=tuple(inputs.values()))
 
 
 class TorchTransformer(nn.Module):
@@ -142,7 +177,7 @@ class Torch(Subject):
         return TorchTransformer(self.depth)
 
     def inputs(self, generator, heads):
-        return {"x": torch.randn(BATCH, 7, 5, dtype=torch.float64, generator=generator)}
+        return {"x": torch.randn(BATCH, 7, 5, generator=generator)}
 
     def plain_output(self, heads, state, inputs, cut):
         x = F.linear(inputs["x"], state["embed.weight"], state["embed.bias"])
@@ -172,7 +207,7 @@ class Transformers(Subject):
 
     def inputs(self, generator, heads):
         if heads == "multi-head":
-            return {"pixel_values": torch.randn(BATCH, 3, 8, 8, dtype=torch.float64, generator=generator)}
+            return {"pixel_values": torch.randn(BATCH, 3, 8, 8, generator=generator)}
         ids = torch.randint(3, 60, (BATCH, 9), generator=generator)
         if not self.padded:
             return {"input_ids": ids}

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from parity_cells import STEPS, TOLERANCE, distance, loss_of, plain_gradients, plain_name
+from parity_cells import STEPS, TOLERANCE, distance, loss_of, moved, plain_gradients, plain_name
 from parity_subjects import subject_of
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +23,7 @@ def model():
     torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield SUBJECT.mitigated("multi-head")
+        yield SUBJECT.mitigated("multi-head").double()
 
 
 def wrap(model, kind, *layers):
@@ -39,7 +39,8 @@ def run_by(encoder, forward):
 def train(model, run=None):
     for seed in STEPS:
         model.zero_grad()
-        loss_of(SUBJECT.output(model if run is None else run, SUBJECT.batch(seed, "multi-head"))).backward()
+        inputs = moved(SUBJECT.batch(seed, "multi-head"), "float64", "cpu")
+        loss_of(SUBJECT.output(model if run is None else run, inputs)).backward()
 
 
 def assert_exact(model, run=None):

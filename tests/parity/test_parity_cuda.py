@@ -5,7 +5,18 @@ from itertools import product
 
 import pytest
 import torch
-from parity_cells import CHECKPOINTING, DEPTH, RUNS, STEPS, Cell, autocast, moved, plain_gradients, run_cell
+from parity_cells import (
+    CHECKPOINTING,
+    DEPTH,
+    RUNS,
+    STEPS,
+    Cell,
+    assert_as_pinned,
+    autocast,
+    moved,
+    plain_gradients,
+    run_cell,
+)
 from parity_subjects import SUBJECTS, subject_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -58,10 +69,10 @@ def library_has(library, kernel, cell):
 
 @pytest.mark.parametrize(("library", "kernel", "cell"), WAYS, ids=lambda part: getattr(part, "name", str(part)))
 def test_gradients_equal_the_plain_formula_under_each_kernel(library, kernel, cell):
+    if not subject_of(library, DEPTH[cell.run]).has(cell.heads):
+        pytest.skip(f"this version of {library} has no {cell.heads} heads")
     if not library_has(library, kernel, cell):
         pytest.skip(f"{library} itself has no {kernel.name} for {cell.heads} heads in {cell.precision} here")
     with sdpa_kernel([kernel]):  # around the backward pass too: checkpointing attends again in it
         outcome = run_cell(library, cell, DEVICE)
-    refused = cell.checkpointing == "re-entrant" and library != "acutance.models"
-    expected = "refused" if refused else "exact"
-    assert outcome.result == expected, f"{outcome.result}, error {outcome.error}\n{outcome.message}"
+    assert_as_pinned(library, cell, outcome)
