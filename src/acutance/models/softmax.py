@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -21,6 +22,8 @@ class TiedSoftmax(nn.Module):
 
     def __init__(self, vocabulary: int, dim: int, cutoffs: tuple[int, ...]) -> None:
         super().__init__()
+        if cutoffs:
+            _keep_uncompiled()
         self.ends = (0, *cutoffs, vocabulary)
         self.bias = nn.Parameter(torch.zeros(vocabulary))
         self.cluster_weight = nn.Parameter(torch.empty(len(cutoffs), dim)) if cutoffs else None
@@ -52,7 +55,6 @@ class TiedSoftmax(nn.Module):
         ]
         return torch.cat([common, *rare], dim=-1)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # how many words fall into a cluster depends on the data
     def _adaptive(self, hidden: Tensor, words: Tensor, embedding: Tensor) -> Tensor:
         first = self.ends[1]
         cluster = torch.bucketize(words, torch.tensor(self.ends[1:-1], device=words.device), right=True)
@@ -73,6 +75,12 @@ class TiedSoftmax(nn.Module):
 
     def _logits(self, hidden: Tensor, embedding: Tensor, low: int, high: int) -> Tensor:
         return _exact(F.linear(hidden, embedding[low:high], self.bias[low:high]))
+
+
+@cache
+def _keep_uncompiled() -> None:
+    """How many words a cluster has depends on the data. No decorator: it would import the compiler, for seconds."""
+    TiedSoftmax._adaptive = torch.compiler.disable(TiedSoftmax._adaptive)  # type: ignore[method-assign]
 
 
 def _exact(logits: Tensor) -> Tensor:
