@@ -48,6 +48,18 @@ def test_outputs_and_gradients_follow_the_formula(shape, dtype, learnt):
 
 
 @needs_kernels
+@pytest.mark.parametrize("tokens", [17, 65, 128, 150])
+def test_a_causal_token_sees_only_earlier_ones(tokens):
+    qkv, first, strength, grad = packed_cases.inputs(1, tokens, 2, 16, device=DEVICE)
+    out, grads = packed_cases.expected(qkv, first, strength, grad, 2, 0.3, causal=True)
+    leaves = [x.detach().requires_grad_() for x in (qkv, first, strength)]
+    ours = packed.attention(leaves[0], 2, 0.3, leaves[1], leaves[2], causal=True)
+    assert error(ours, out) < 2e-5
+    for mine, theirs in zip(torch.autograd.grad(ours, leaves, grad), grads, strict=True):
+        assert error(mine, theirs) < 2e-5
+
+
+@needs_kernels
 @pytest.mark.parametrize("tokens", [33, 65, 150])
 def test_without_a_correction_it_is_attention(tokens):
     qkv, first, strength, grad = packed_cases.inputs(2, tokens, 2, 16, device=DEVICE)
@@ -74,7 +86,7 @@ def test_the_operation_is_sound_to_trace():
     qkv, first, strength, _ = packed_cases.inputs(1, 17, 2, 16, device=DEVICE)
     arguments = [x.detach().requires_grad_() for x in (qkv, first, strength)]
     utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(packed.packed_attention, (*arguments, 0.0, 2, 0.3), test_utils=utils)
+    torch.library.opcheck(packed.packed_attention, (*arguments, 0.0, 2, 0.3, False), test_utils=utils)
 
 
 @needs_kernels

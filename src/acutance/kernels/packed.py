@@ -9,7 +9,9 @@ operator gives the same result.
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
+import re
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -18,9 +20,21 @@ from torch import Tensor
 MOST_TOKENS = 256  # above, the library's own attention is faster
 WIDTHS = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Both are asked once, outside any traced code.
-TRITON = find_spec("triton") is not None
+OLDEST_TRITON = (3, 6)  # 3.2 dies in its compiler on one of the kernels; what lies between was not tried
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton then runs on the CPU, slowly, for tests
+
+
+def _has_triton() -> bool:
+    """A Triton the kernels were run with, for NVIDIA's GPUs."""
+    for package in ("triton", "pytorch-triton"):
+        with suppress(PackageNotFoundError):
+            found = tuple(int(number) for number in re.findall(r"\d+", version(package))[:2])
+            return found >= OLDEST_TRITON and torch.version.hip is None
+    return False
+
+
+# Asked once, outside any traced code.
+TRITON = _has_triton()
 
 
 def is_available(qkv: Tensor, heads: int) -> bool:
@@ -36,7 +50,12 @@ def is_available(qkv: Tensor, heads: int) -> bool:
 
 
 def attention(
-    qkv: Tensor, heads: int, scale: float, first: Tensor | None = None, strength: Tensor | float = 0.0
+    qkv: Tensor,
+    heads: int,
+    scale: float,
+    first: Tensor | None = None,
+    strength: Tensor | float = 0.0,
+    causal: bool = False,
 ) -> Tensor:
     """u as (batch, tokens, heads · width).
 
@@ -46,6 +65,7 @@ def attention(
         scale: of the dot product.
         first: v⁰ as (batch, tokens, heads · width); None leaves the correction out.
         strength: λ, a constant or one per head.
+        causal: whether a token sees only itself and earlier ones.
     """
     learnt = strength.expand(heads).contiguous() if isinstance(strength, Tensor) else None
     if first is None:
@@ -53,18 +73,18 @@ def attention(
     elif first.stride(-1) != 1:
         first = first.contiguous()
     constant = 0.0 if isinstance(strength, Tensor) else strength
-    u: Tensor = packed_attention(qkv, first, learnt, constant, heads, scale)[0]
+    u: Tensor = packed_attention(qkv, first, learnt, constant, heads, scale, causal)[0]
     return u
 
 
 @torch.library.custom_op("acutance::packed_attention", mutates_args=())
 def packed_attention(
-    qkv: Tensor, first: Tensor | None, strength: Tensor | None, constant: float, heads: int, scale: float
+    qkv: Tensor, first: Tensor | None, strength: Tensor | None, constant: float, heads: int, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """u, and each row's log-sum, which the backward pass needs."""
     from acutance.kernels import packed_triton
 
-    return packed_triton.forward(qkv, first, strength, constant, heads, scale)
+    return packed_triton.forward(qkv, first, strength, constant, heads, scale, causal)
 
 
 @torch.library.custom_op("acutance::packed_attention_backward", mutates_args=())
@@ -78,16 +98,17 @@ def packed_attention_backward(
     constant: float,
     heads: int,
     scale: float,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of q, k and v side by side, and of the strength by batch and head, to be summed up."""
     from acutance.kernels import packed_triton
 
-    return packed_triton.backward(grad, qkv, first, strength, out, log_sums, constant, heads, scale)
+    return packed_triton.backward(grad, qkv, first, strength, out, log_sums, constant, heads, scale, causal)
 
 
 @packed_attention.register_fake
 def _(
-    qkv: Tensor, first: Tensor | None, strength: Tensor | None, constant: float, heads: int, scale: float
+    qkv: Tensor, first: Tensor | None, strength: Tensor | None, constant: float, heads: int, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
     batch, tokens, packed = qkv.shape
     return qkv.new_empty(batch, tokens, packed // 3), qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
@@ -95,12 +116,12 @@ def _(
 
 @packed_attention_backward.register_fake
 def _(grad: Tensor, qkv: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    heads = others[-2]
+    heads = others[-3]
     return qkv.new_empty(qkv.shape), qkv.new_empty(qkv.shape[0], heads, dtype=torch.float32)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    qkv, first, strength, ctx.constant, ctx.heads, ctx.scale = inputs
+    qkv, first, strength, ctx.constant, ctx.heads, ctx.scale, ctx.causal = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(qkv, first, strength, *output)
 
@@ -109,7 +130,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     qkv, first, strength, out, log_sums = ctx.saved_tensors
     grad = grad.contiguous()
     grad_qkv, by_sample = packed_attention_backward(
-        grad, qkv, first, strength, out, log_sums, ctx.constant, ctx.heads, ctx.scale
+        grad, qkv, first, strength, out, log_sums, ctx.constant, ctx.heads, ctx.scale, ctx.causal
     )
     grad_first = grad_strength = None
     if first is not None and ctx.needs_input_grad[1]:  # plain arithmetic, which a compiler joins to the sum over layers
@@ -117,7 +138,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_first = (grad.unflatten(-1, (ctx.heads, -1)) * lam).flatten(-2).to(first.dtype)
     if strength is not None:
         grad_strength = by_sample.sum(0).to(strength.dtype)
-    return grad_qkv, grad_first, grad_strength, None, None, None
+    return grad_qkv, grad_first, grad_strength, None, None, None, None
 
 
 packed_attention.register_autograd(_backward, setup_context=_setup_context)

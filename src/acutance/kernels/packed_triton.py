@@ -51,16 +51,38 @@ def _strength(strength, head, constant, LEARNT: tl.constexpr):
 
 
 @triton.jit
-def _attend(q, k, v, u, top, total, first_key, tokens, scale, CUT: tl.constexpr, PRECISION: tl.constexpr):
+def _seen(tile, rows, keys, hidden, tokens, CAUSAL: tl.constexpr, CUT: tl.constexpr):
+    """A tile of query–key pairs with what is not to be seen hidden: keys beyond the last token, and later ones."""
+    if CAUSAL:
+        tile = tl.where(keys <= rows, tile, hidden)
+    if CUT:
+        tile = tl.where(keys < tokens, tile, hidden)
+    return tile
+
+
+@triton.jit
+def _attend(
+    q, k, v, u, top, total, first_row, first_key, tokens, scale,
+    CAUSAL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Take one tile of keys into the running softmax: u and total are in units of 2^top."""
     products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if CUT:
-        products = tl.where((tl.arange(0, k.shape[0]) + first_key)[None, :] < tokens, products, float("-inf"))
+    rows, keys = tl.arange(0, q.shape[0]) + first_row, tl.arange(0, k.shape[0]) + first_key
+    products = _seen(products, rows[:, None], keys[None, :], float("-inf"), tokens, CAUSAL, CUT)
     higher = tl.maximum(top, tl.max(products, 1) * (scale * LOG2_E))
     weights = tl.exp2(products * (scale * LOG2_E) - higher[:, None])  # one fused multiply and add
     shrink = tl.exp2(top - higher)
     u = tl.dot(weights.to(v.dtype), v, u * shrink[:, None], input_precision=PRECISION)
     return u, higher, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def _visible(start, CAUSAL: tl.constexpr, FULL: tl.constexpr):
+    """Where the whole blocks of keys end that a tile of queries from `start` on may see."""
+    if CAUSAL:
+        return tl.minimum(start + BLOCK, FULL * BLOCK)
+    else:
+        return FULL * BLOCK
 
 
 @triton.jit
@@ -77,6 +99,7 @@ def _rows_forward(
     scale,
     strength,
     CORRECTED: tl.constexpr,
+    CAUSAL: tl.constexpr,
     SIZE: tl.constexpr,
     CUT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -91,14 +114,16 @@ def _rows_forward(
     u = tl.zeros((SIZE, WIDTH), tl.float32)
     top = tl.full((SIZE,), float("-inf"), tl.float32)
     total = tl.zeros((SIZE,), tl.float32)
-    for key in range(0, FULL * BLOCK, BLOCK):
+    for key in range(0, _visible(start, CAUSAL, FULL), BLOCK):
         k = _load(own + step, row, key, tokens, BLOCK, WIDTH, False)
         v = _load(own + 2 * step, row, key, tokens, BLOCK, WIDTH, False)
-        u, top, total = _attend(q, k, v, u, top, total, key, tokens, scale, False, PRECISION)
-    if TAIL > 0:
+        u, top, total = _attend(q, k, v, u, top, total, start, key, tokens, scale, CAUSAL, False, PRECISION)
+    if TAIL > 0 and (CUT or not CAUSAL):
         last_k = _load(own + step, row, FULL * BLOCK, tokens, TAIL, WIDTH, True)
         last_v = _load(own + 2 * step, row, FULL * BLOCK, tokens, TAIL, WIDTH, True)
-        u, top, total = _attend(q, last_k, last_v, u, top, total, FULL * BLOCK, tokens, scale, True, PRECISION)
+        u, top, total = _attend(
+            q, last_k, last_v, u, top, total, start, FULL * BLOCK, tokens, scale, CAUSAL, True, PRECISION
+        )
     u = u / total[:, None]
     if CORRECTED:
         own_v = _load(own + 2 * step, row, start, tokens, SIZE, WIDTH, CUT)
@@ -124,6 +149,7 @@ def _forward(
     first_batch,
     first_row,
     CORRECTED: tl.constexpr,
+    CAUSAL: tl.constexpr,
     LEARNT: tl.constexpr,
     WIDTH: tl.constexpr,
     FULL: tl.constexpr,
@@ -141,13 +167,13 @@ def _forward(
     if block < FULL:
         _rows_forward(
             block * BLOCK, own, before, into, sums, step, row, first_row, tokens, scale, lam,
-            CORRECTED, BLOCK, False, WIDTH, FULL, TAIL, PRECISION,
+            CORRECTED, CAUSAL, BLOCK, False, WIDTH, FULL, TAIL, PRECISION,
         )  # fmt: skip
     else:
         if TAIL > 0:
             _rows_forward(
                 FULL * BLOCK, own, before, into, sums, step, row, first_row, tokens, scale, lam,
-                CORRECTED, TAIL, True, WIDTH, FULL, TAIL, PRECISION,
+                CORRECTED, CAUSAL, TAIL, True, WIDTH, FULL, TAIL, PRECISION,
             )  # fmt: skip
 
 
@@ -187,11 +213,14 @@ def _row_facts(
 
 
 @triton.jit
-def _by_keys(q, du, log_sum, delta, k, v, dk, dv, first_key, tokens, scale, CUT: tl.constexpr, PRECISION: tl.constexpr):
+def _by_keys(
+    q, du, log_sum, delta, k, v, dk, dv, first_row, first_key, tokens, scale,
+    CAUSAL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """What one tile of queries adds to dk and dv of one tile of keys, and dlogits, keys × queries; scale left out."""
     weights = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2_E) - log_sum[None, :])
-    if CUT:
-        weights = tl.where((tl.arange(0, k.shape[0]) + first_key)[:, None] < tokens, weights, 0.0)
+    rows, keys = tl.arange(0, q.shape[0]) + first_row, tl.arange(0, k.shape[0]) + first_key
+    weights = _seen(weights, rows[None, :], keys[:, None], 0.0, tokens, CAUSAL, CUT)
     dv = tl.dot(weights.to(du.dtype), du, dv, input_precision=PRECISION)
     dweights = tl.dot(v, tl.trans(du), input_precision=PRECISION)
     dlogits = (weights * (dweights - delta[None, :])).to(q.dtype)
@@ -199,11 +228,14 @@ def _by_keys(q, du, log_sum, delta, k, v, dk, dv, first_key, tokens, scale, CUT:
 
 
 @triton.jit
-def _by_rows(q, du, log_sum, delta, k, v, dq, first_key, tokens, scale, CUT: tl.constexpr, PRECISION: tl.constexpr):
+def _by_rows(
+    q, du, log_sum, delta, k, v, dq, first_row, first_key, tokens, scale,
+    CAUSAL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """What one tile of keys adds to dq of one tile of queries; scale left out."""
     weights = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2_E) - log_sum[:, None])
-    if CUT:
-        weights = tl.where((tl.arange(0, k.shape[0]) + first_key)[None, :] < tokens, weights, 0.0)
+    rows, keys = tl.arange(0, q.shape[0]) + first_row, tl.arange(0, k.shape[0]) + first_key
+    weights = _seen(weights, rows[:, None], keys[None, :], 0.0, tokens, CAUSAL, CUT)
     dweights = tl.dot(du, tl.trans(v), input_precision=PRECISION)
     return tl.dot((weights * (dweights - delta[:, None])).to(k.dtype), k, dq, input_precision=PRECISION)
 
@@ -233,18 +265,20 @@ def _put_keys(
 @triton.jit
 def _head_keys(
     start, own, row, grads, step, into, tokens, scale, strength, q0, g0, s0, e0, dq0, q1, g1, s1, e1, dq1,
-    CORRECTED: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr, CUT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CORRECTED: tl.constexpr, CAUSAL: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr,
+    CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys against the head's block of queries (0) and its tail (1)."""
     k = _load(own + step, row, start, tokens, SIZE, WIDTH, CUT)
     v = _load(own + 2 * step, row, start, tokens, SIZE, WIDTH, CUT)
     dk = tl.zeros((SIZE, WIDTH), tl.float32)
     dv = tl.zeros((SIZE, WIDTH), tl.float32)
-    dk, dv, dlogits = _by_keys(q0, g0, s0, e0, k, v, dk, dv, start, tokens, scale, CUT, PRECISION)
+    dk, dv, dlogits = _by_keys(q0, g0, s0, e0, k, v, dk, dv, 0, start, tokens, scale, CAUSAL, CUT, PRECISION)
     dq0 = tl.dot(tl.trans(dlogits), k, dq0, input_precision=PRECISION)
     if TAIL > 0:
-        dk, dv, last_dlogits = _by_keys(q1, g1, s1, e1, k, v, dk, dv, start, tokens, scale, CUT, PRECISION)
+        dk, dv, last_dlogits = _by_keys(
+            q1, g1, s1, e1, k, v, dk, dv, BLOCK, start, tokens, scale, CAUSAL, CUT, PRECISION
+        )
         dq1 = tl.dot(tl.trans(last_dlogits), k, dq1, input_precision=PRECISION)
     _put_keys(into, grads, step, strength, scale, start, tokens, dk, dv, CORRECTED, SIZE, WIDTH, CUT)
     return dq0, dq1
@@ -269,6 +303,7 @@ def _backward_head(
     first_batch,
     first_row,
     CORRECTED: tl.constexpr,
+    CAUSAL: tl.constexpr,
     LEARNT: tl.constexpr,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,  # of the block of queries
@@ -301,12 +336,12 @@ def _backward_head(
     dq1 = tl.zeros(q1.shape, tl.float32)
     dq0, dq1 = _head_keys(
         0, own, row, grads, step, into, tokens, scale, lam, q0, g0, s0, e0, dq0, q1, g1, s1, e1, dq1,
-        CORRECTED, SIZE, WIDTH, TAIL, CUT, PRECISION,
+        CORRECTED, CAUSAL, SIZE, WIDTH, TAIL, CUT, PRECISION,
     )  # fmt: skip
     if TAIL > 0:
         dq0, dq1 = _head_keys(
             SIZE, own, row, grads, step, into, tokens, scale, lam, q0, g0, s0, e0, dq0, q1, g1, s1, e1, dq1,
-            CORRECTED, TAIL, WIDTH, TAIL, True, PRECISION,
+            CORRECTED, CAUSAL, TAIL, WIDTH, TAIL, True, PRECISION,
         )  # fmt: skip
         _store(into, 3 * step, SIZE, tokens, dq1 * scale, TAIL, WIDTH, True)
     _store(into, 3 * step, 0, tokens, dq0 * scale, SIZE, WIDTH, CUT)
@@ -317,8 +352,8 @@ def _backward_head(
 @triton.jit
 def _rows_backward(
     start, own, row, before, first_row, made, grads, step, log_sums, deltas, into, tokens, scale, strength,
-    CORRECTED: tl.constexpr, LEARNT: tl.constexpr, SIZE: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr,
-    FULL: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
+    CORRECTED: tl.constexpr, CAUSAL: tl.constexpr, LEARNT: tl.constexpr, SIZE: tl.constexpr, CUT: tl.constexpr,
+    WIDTH: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries; leaves its Σ du·(A v) for the pass over keys."""
     q, du, log_sum, delta, strength_grad = _row_facts(
@@ -328,14 +363,16 @@ def _rows_backward(
     rows = tl.arange(0, SIZE) + start
     tl.store(deltas + rows, delta, rows < tokens)
     dq = tl.zeros((SIZE, WIDTH), tl.float32)
-    for key in range(0, FULL * BLOCK, BLOCK):
+    for key in range(0, _visible(start, CAUSAL, FULL), BLOCK):
         k = _load(own + step, row, key, tokens, BLOCK, WIDTH, False)
         v = _load(own + 2 * step, row, key, tokens, BLOCK, WIDTH, False)
-        dq = _by_rows(q, du, log_sum, delta, k, v, dq, key, tokens, scale, False, PRECISION)
-    if TAIL > 0:
+        dq = _by_rows(q, du, log_sum, delta, k, v, dq, start, key, tokens, scale, CAUSAL, False, PRECISION)
+    if TAIL > 0 and (CUT or not CAUSAL):
         last_k = _load(own + step, row, FULL * BLOCK, tokens, TAIL, WIDTH, True)
         last_v = _load(own + 2 * step, row, FULL * BLOCK, tokens, TAIL, WIDTH, True)
-        dq = _by_rows(q, du, log_sum, delta, last_k, last_v, dq, FULL * BLOCK, tokens, scale, True, PRECISION)
+        dq = _by_rows(
+            q, du, log_sum, delta, last_k, last_v, dq, start, FULL * BLOCK, tokens, scale, CAUSAL, True, PRECISION
+        )
     _store(into, 3 * step, start, tokens, dq * scale, SIZE, WIDTH, CUT)
     return strength_grad
 
@@ -360,6 +397,7 @@ def _backward_rows(
     first_batch,
     first_row,
     CORRECTED: tl.constexpr,
+    CAUSAL: tl.constexpr,
     LEARNT: tl.constexpr,
     WIDTH: tl.constexpr,
     FULL: tl.constexpr,
@@ -380,13 +418,13 @@ def _backward_rows(
     if block < FULL:
         strength_grad = _rows_backward(
             block * BLOCK, own, row, before, first_row, made, grads, step, sums, sums_of_grads, into, tokens, scale,
-            lam, CORRECTED, LEARNT, BLOCK, False, WIDTH, FULL, TAIL, PRECISION,
+            lam, CORRECTED, CAUSAL, LEARNT, BLOCK, False, WIDTH, FULL, TAIL, PRECISION,
         )  # fmt: skip
     else:
         if TAIL > 0:
             strength_grad = _rows_backward(
                 FULL * BLOCK, own, row, before, first_row, made, grads, step, sums, sums_of_grads, into, tokens, scale,
-                lam, CORRECTED, LEARNT, TAIL, True, WIDTH, FULL, TAIL, PRECISION,
+                lam, CORRECTED, CAUSAL, LEARNT, TAIL, True, WIDTH, FULL, TAIL, PRECISION,
             )  # fmt: skip
     if LEARNT:
         tl.store(grad_strength + place * tl.num_programs(0) + block, strength_grad)
@@ -395,27 +433,43 @@ def _backward_rows(
 @triton.jit
 def _keys_backward(
     start, own, row, grads, step, log_sums, deltas, into, tokens, scale, strength,
-    CORRECTED: tl.constexpr, SIZE: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
-    TAIL: tl.constexpr, PRECISION: tl.constexpr,
+    CORRECTED: tl.constexpr, CAUSAL: tl.constexpr, SIZE: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr,
+    FULL: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys."""
     k = _load(own + step, row, start, tokens, SIZE, WIDTH, CUT)
     v = _load(own + 2 * step, row, start, tokens, SIZE, WIDTH, CUT)
     dk = tl.zeros((SIZE, WIDTH), tl.float32)
     dv = tl.zeros((SIZE, WIDTH), tl.float32)
-    for query in range(0, FULL * BLOCK, BLOCK):
+    for query in range(start if CAUSAL else 0, FULL * BLOCK, BLOCK):  # earlier queries do not see these keys
         q = _load(own, row, query, tokens, BLOCK, WIDTH, False)
         du = _load(grads, step, query, tokens, BLOCK, WIDTH, False)
         log_sum = tl.load(log_sums + query + tl.arange(0, BLOCK))
         delta = tl.load(deltas + query + tl.arange(0, BLOCK))
-        dk, dv, _ = _by_keys(q, du, log_sum, delta, k, v, dk, dv, start, tokens, scale, CUT, PRECISION)
+        dk, dv, _ = _by_keys(q, du, log_sum, delta, k, v, dk, dv, query, start, tokens, scale, CAUSAL, CUT, PRECISION)
     if TAIL > 0:
         last_q = _load(own, row, FULL * BLOCK, tokens, TAIL, WIDTH, True)
         last_du = _load(grads, step, FULL * BLOCK, tokens, TAIL, WIDTH, True)
         rows = tl.arange(0, TAIL) + FULL * BLOCK
         last_sum = tl.load(log_sums + rows, mask=rows < tokens, other=float("inf"))
         last_delta = tl.load(deltas + rows, mask=rows < tokens, other=0.0)
-        dk, dv, _ = _by_keys(last_q, last_du, last_sum, last_delta, k, v, dk, dv, start, tokens, scale, CUT, PRECISION)
+        dk, dv, _ = _by_keys(
+            last_q,
+            last_du,
+            last_sum,
+            last_delta,
+            k,
+            v,
+            dk,
+            dv,
+            FULL * BLOCK,
+            start,
+            tokens,
+            scale,
+            CAUSAL,
+            CUT,
+            PRECISION,
+        )
     _put_keys(into, grads, step, strength, scale, start, tokens, dk, dv, CORRECTED, SIZE, WIDTH, CUT)
 
 
@@ -434,6 +488,7 @@ def _backward_keys(
     qkv_batch,
     row,
     CORRECTED: tl.constexpr,
+    CAUSAL: tl.constexpr,
     LEARNT: tl.constexpr,
     WIDTH: tl.constexpr,
     FULL: tl.constexpr,
@@ -451,18 +506,18 @@ def _backward_keys(
     if block < FULL:
         _keys_backward(
             block * BLOCK, own, row, grads, step, sums, sums_of_grads, into, tokens, scale, lam,
-            CORRECTED, BLOCK, False, WIDTH, FULL, TAIL, PRECISION,
+            CORRECTED, CAUSAL, BLOCK, False, WIDTH, FULL, TAIL, PRECISION,
         )  # fmt: skip
     else:
         if TAIL > 0:
             _keys_backward(
                 FULL * BLOCK, own, row, grads, step, sums, sums_of_grads, into, tokens, scale, lam,
-                CORRECTED, TAIL, True, WIDTH, FULL, TAIL, PRECISION,
+                CORRECTED, CAUSAL, TAIL, True, WIDTH, FULL, TAIL, PRECISION,
             )  # fmt: skip
 
 
 def forward(
-    qkv: Tensor, first: Tensor | None, strength: Tensor | None, constant: float, heads: int, scale: float
+    qkv: Tensor, first: Tensor | None, strength: Tensor | None, constant: float, heads: int, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """u (batch, tokens, heads · width) from q, k and v side by side, and the rows' log-sums for the backward pass."""
     batch, tokens, packed = qkv.shape
@@ -483,7 +538,7 @@ def forward(
         *_strides(qkv, first),
         FULL=full,
         TAIL=tail,
-        **_kind(qkv, first, strength, width),
+        **_kind(qkv, first, strength, width, causal),
         num_warps=4,
         num_stages=2,
         maxnreg=96 if qkv.element_size() == 2 and width <= 64 else None,  # more programs at once hide the memory better
@@ -501,6 +556,7 @@ def backward(
     constant: float,
     heads: int,
     scale: float,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of q, k and v side by side, and of the strength by batch and head, to be summed up."""
     batch, tokens, packed = qkv.shape
@@ -509,7 +565,7 @@ def backward(
     in_one = full <= 1 and width <= WIDEST_IN_ONE
     grad_qkv = qkv.new_empty(qkv.shape)
     grad_strength = torch.empty(batch, heads, 1 if in_one else tiles, dtype=torch.float32, device=qkv.device)
-    kind = _kind(qkv, first, strength, width)
+    kind = _kind(qkv, first, strength, width, causal)
     before, lam = qkv if first is None else first, qkv if strength is None else strength
     sizes, strides = (tokens, heads, scale, constant), _strides(qkv, first)
     if in_one:
@@ -542,9 +598,10 @@ def _strides(qkv: Tensor, first: Tensor | None) -> tuple[int, int, int, int]:
     return qkv.stride(0), qkv.stride(1), first.stride(0), first.stride(1)
 
 
-def _kind(qkv: Tensor, first: Tensor | None, strength: Tensor | None, width: int) -> dict[str, object]:
+def _kind(qkv: Tensor, first: Tensor | None, strength: Tensor | None, width: int, causal: bool) -> dict[str, object]:
     return {
         "CORRECTED": first is not None,
+        "CAUSAL": causal,
         "LEARNT": strength is not None,
         "WIDTH": width,
         "PRECISION": "ieee" if qkv.dtype == torch.float32 else "tf32",

@@ -103,13 +103,13 @@ class Attention(nn.Module):
         """The heads' outputs side by side, by the kernel that does all at once; None where it does not apply."""
         strength = self.mitigation.correction()
         drops = self.training and self.attention_dropout > 0
-        if strength is None or drops or self.observer is not None or self.kernel != "softmax" or self.causal:
+        if strength is None or drops or self.observer is not None or self.kernel != "softmax":
             return None
         if not packed.is_available(projected, self.heads):
             return None
         corrected = v0 is not None and not (isinstance(strength, float) and strength == 0)
         first = v0.transpose(1, 2).flatten(2) if corrected and v0 is not None else None
-        return packed.attention(projected, self.heads, self.head_dim**-0.5, first, strength)
+        return packed.attention(projected, self.heads, self.head_dim**-0.5, first, strength, self.causal)
 
 
 class Block(nn.Module):
