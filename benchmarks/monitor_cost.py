@@ -10,20 +10,14 @@ alike. The ratio is taken within a repetition; reported are the median over the 
 largest. A reading is timed by itself too, in units of a training step, as a ratio so close to 1 drowns in noise:
 divided by the interval it is the share of training time, and from the largest follows the shortest interval that keeps
 below 2 %. On the CPU a toy model is timed without compiling: it shows that the script runs, not what watching costs.
-Results go to benchmarks/results, one CSV per device, dtype and PyTorch version.
+Results go to benchmarks/results, one CSV per device, dtype and versions.
 """
 
 import argparse
-import csv
 import math
-import platform
-import re
-import shlex
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +26,9 @@ import torch
 from torch import nn
 
 import acutance as ac
+from acutance.bench import results
+from acutance.bench.results import Row
+from acutance.bench.timing import Step, seconds_per_step, spread
 from acutance.measure import DEFAULT_METRICS
 from acutance.models import ViT, deit_tiny
 from acutance.monitor.core import CHEAP_METRICS, INTERVAL
@@ -39,9 +36,6 @@ from acutance.monitor.core import CHEAP_METRICS, INTERVAL
 RESULTS = Path(__file__).parent / "results"
 TOY = {"image_size": 8, "patch_size": 2, "dim": 48, "depth": 4, "heads": 3, "num_classes": 10}
 LIMIT = 0.02
-
-Step = Callable[[], None]
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -86,17 +80,6 @@ class Training:
         self.optimiser.step()
 
 
-def seconds(work: Step, device: str) -> float:
-    """With the device's queue empty before and after."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def watched_by(name: str, training: Training, arguments: argparse.Namespace, folder: Path) -> ac.Monitor:
     chosen = VARIANTS[name]
     return ac.Monitor(
@@ -130,9 +113,9 @@ def benchmark(arguments: argparse.Namespace, folder: Path) -> list[Row]:
     readings: dict[str, list[float]] = {name: [] for name in monitors}
     for repetition in range(arguments.repetitions):
         for name in list(segments)[:: -1 if repetition % 2 else 1]:
-            times[name].append(seconds(segments[name], arguments.device))
+            times[name].append(seconds_per_step(segments[name], 1, arguments.device))
             if name in monitors:
-                each = [seconds(monitors[name].record, arguments.device) for _ in range(arguments.readings)]
+                each = [seconds_per_step(monitors[name].record, 1, arguments.device) for _ in range(arguments.readings)]
                 readings[name].append(statistics.median(each))
         print(f"repetition {repetition + 1} of {arguments.repetitions}", file=sys.stderr, flush=True)
     return [row(name, times[name], readings[name], times["without"], arguments) for name in monitors]
@@ -160,34 +143,18 @@ def row(
     }
 
 
-def spread(name: str, values: list[float], spec: str) -> Row:
-    return {
-        name: f"{statistics.median(values):{spec}}",
-        f"{name}_min": f"{min(values):{spec}}",
-        f"{name}_max": f"{max(values):{spec}}",
-    }
-
-
 def write(rows: list[Row], arguments: argparse.Namespace) -> Path:
-    name = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{platform.machine()} CPU, toy size"
-    device = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") if arguments.device == "cuda" else "cpu"
-    version = torch.__version__.split("+")[0]
-    path = arguments.results / f"monitor_cost-{device}-{arguments.dtype}-torch{version}.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
     shared = {
         "batch": arguments.batch,
         "every": arguments.every,
         "repetitions": arguments.repetitions,
         "compiled": arguments.compile,
-        "device": name,
-        "versions": f"python {platform.python_version()}, torch {torch.__version__}, cuda {torch.version.cuda}",
-        "command": shlex.join(["python", "benchmarks/monitor_cost.py", *sys.argv[1:]]),
+        "device": results.hardware(arguments.device, toy=arguments.device == "cpu"),
+        "versions": results.versions(),
+        "command": results.command("python benchmarks/monitor_cost.py", sys.argv[1:]),
     }
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=[*rows[0], *shared], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**result, **shared} for result in rows)
-    return path
+    name = results.file_name("monitor_cost", arguments.device, arguments.dtype)
+    return results.write_rows(arguments.results / name, rows, shared)
 
 
 def show(rows: list[Row]) -> None:

@@ -7,16 +7,13 @@ One row per operation and number of tokens: the peak above what the inputs take,
 time. On CUDA the allocator's own peak; on the CPU the growth of the resident set of a fresh process per cell,
 which also counts the libraries' work space. The growth exponent is the slope of log(peak) over log(tokens):
 1 is linear, 2 is the matrix. A cell over the time limit is a row without a peak, and a note that says so. Results go
-to benchmarks/results, one CSV per device, dtype and PyTorch version.
+to benchmarks/results, one CSV per device, dtype and versions.
 """
 
 import argparse
-import csv
 import json
 import math
-import platform
 import resource
-import shlex
 import subprocess
 import sys
 import time
@@ -27,6 +24,7 @@ from typing import Any
 
 import torch
 
+from acutance.bench import results
 from acutance.operator import AttentionOperator
 
 RESULTS = Path(__file__).parent / "results"
@@ -135,13 +133,13 @@ def number(value: float | None, style: str) -> str:
 
 
 def write(rows: list[Cell], arguments: argparse.Namespace) -> Path:
-    version = torch.__version__.split("+")[0]
-    path = RESULTS / f"operator_memory-{arguments.device}-{arguments.dtype}-torch{version}.csv"
-    path.parent.mkdir(exist_ok=True)
-    name = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{platform.machine()} CPU"
-    versions = f"python {platform.python_version()}, torch {torch.__version__}, cuda {torch.version.cuda}"
-    command = shlex.join(["python", "benchmarks/operator_memory.py", *sys.argv[1:]])
-    shared = {"heads": HEADS[arguments.device], "width": WIDTH, "device": name, "versions": versions}
+    shared = {
+        "heads": HEADS[arguments.device],
+        "width": WIDTH,
+        "device": results.hardware(arguments.device),
+        "versions": results.versions(),
+        "command": results.command("python benchmarks/operator_memory.py", sys.argv[1:]),
+    }
     table = [
         {
             "tokens": row["tokens"],
@@ -150,17 +148,12 @@ def write(rows: list[Cell], arguments: argparse.Namespace) -> Path:
             "peak_to_matrix": number(share_of_matrix(row), ".5f"),
             "matrix_mib": f"{row['matrix_mib']:.0f}",
             "seconds": number(row["seconds"], ".3f"),
-            **shared,
-            "command": command,
             "note": row["note"],
         }
         for row in rows
     ]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(table[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table)
-    return path
+    name = results.file_name("operator_memory", arguments.device, arguments.dtype)
+    return results.write_rows(RESULTS / name, table, shared)
 
 
 def show(rows: list[Cell]) -> None:

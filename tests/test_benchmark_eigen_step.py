@@ -51,18 +51,31 @@ def test_the_script_names_its_file(benchmark, monkeypatch, tmp_path, label, endi
     assert [path.name for path in tmp_path.iterdir()] == [f"eigen_step-cpu-float32-torch{version}{ending}.csv"]
     assert [row["variant"] for row in rows] == ["plain", "eigen:negative,basis=householder"]
     assert float(rows[0]["ratio"]) == 1
-    assert float(rows[1]["ratio_min"]) <= float(rows[1]["ratio"]) <= float(rows[1]["ratio_max"])
+    order = [float(rows[1][f"ratio{ending}"]) for ending in ("_min", "_q1", "", "_q3", "_max")]
+    assert order == sorted(order)
+    assert rows[1]["timings"] == "2"
+    assert len(rows[1]["ratios"].split()) == 2
     assert str(tmp_path) not in rows[0]["command"]
     assert "--steps 1 --warm-up 1 --repetitions 2 --variants plain" in rows[0]["command"]
     assert rows[0]["label"] == (label[1] if label else "")
 
 
-def test_the_name_says_device_dtype_version_and_label(benchmark) -> None:
-    arguments = argparse.Namespace(device="cuda", dtype="bfloat16", label="longer")
-    found = benchmark.file_name("NVIDIA H200", "2.11.0+cu130", arguments)
-    assert found == "eigen_step-nvidia-h200-bfloat16-torch2.11.0-longer.csv"
+def test_a_basis_that_cannot_run_is_left_out_with_a_row_that_says_so(benchmark, monkeypatch, tmp_path) -> None:
+    def step_of(variant: str, _arguments: argparse.Namespace):
+        if variant != "plain":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return lambda: None
+
+    monkeypatch.setattr(benchmark, "step_of", step_of)
+    rows = run(benchmark, monkeypatch, tmp_path, "--variants", "plain", "eigen:negative")
+    assert rows[1]["note"] == "left out: operation not permitted when stream is capturing"
+    assert rows[1]["ratio"] == ""
+    assert float(rows[0]["ratio"]) == 1
 
 
-@pytest.mark.parametrize("where", [["--results", "a b"], ["--results=a b"]])
-def test_where_the_file_went_is_not_part_of_the_command(benchmark, where) -> None:
-    assert benchmark.command(["--steps", "3", *where, "--tf32"]) == "python benchmarks/eigen_step.py --steps 3 --tf32"
+def test_the_mode_is_part_of_the_name(benchmark, monkeypatch, tmp_path) -> None:
+    rows = run(
+        benchmark, monkeypatch, tmp_path, "--variants", "plain", "--mode", "reduce-overhead", "--label", "longer"
+    )
+    assert [path.name.endswith("-reduce-overhead-longer.csv") for path in tmp_path.iterdir()] == [True]
+    assert rows[0]["mode"] == "eager"

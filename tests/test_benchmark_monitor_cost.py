@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -34,7 +35,7 @@ def table(benchmark, tmp_path, monkeypatch, capsys) -> list[dict[str, str]]:
 
         return timed
 
-    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(benchmark.Training, "step", slow(benchmark.Training.step, 1.0))
     monkeypatch.setattr(benchmark.ac.Monitor, "record", slow(benchmark.ac.Monitor.record, 3.0))
     options = {

@@ -1,0 +1,176 @@
+"""What measuring costs: `measure` against a plain forward pass, and against the obvious way with whole matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from acutance.bench.results import Row
+from acutance.bench.settings import Settings, Table
+from acutance.bench.steps import TOY
+from acutance.bench.timing import Candidate, Step, compare
+from acutance.measure import DEFAULT_METRICS, evaluating, feed, measure
+from acutance.models import ViT, deit_tiny
+from acutance.monitor.core import CHEAP_METRICS
+from acutance.operator import AttentionRecord
+from acutance.sites import find
+
+WITH_ATTENTION = (*CHEAP_METRICS, "nonlocal_energy", "attention_entropy")
+BATCHES = 4  # read by one call of `measure`, whose beginning and end are part of the cost
+# As the smallest Llama 3.2 has it: 1.2 billion parameters.
+LLAMA = {
+    "vocab_size": 128_256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+}
+TOY_LLAMA = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model in one dtype, a batch it reads, and the same by whole matrices."""
+
+    model: nn.Module
+    batch: Any
+    obvious: Step
+
+
+def tables(settings: Settings) -> list[Table]:
+    """DeiT-Ti, and a Llama where transformers is installed."""
+    vit = "DeiT-Ti/16, 224×224, batch 256" if settings.on_gpu else "DeiT-Ti at toy size"
+    llama = "Llama of 1.2 billion parameters, 4 texts of 2048 tokens" if settings.on_gpu else "Llama at toy size"
+    found = [
+        Table(f"measuring {vit}", partial(_rows, _vit, settings)),
+        Table(f"measuring {vit}, spectral metrics", partial(_spectral_rows, settings)),
+    ]
+    if find_spec("transformers") is not None:
+        texts, tokens = (4, 2048) if settings.on_gpu else (2, 16)
+        found.append(Table(f"measuring {llama}", partial(_rows, partial(llama_subject, texts, tokens), settings)))
+    return found
+
+
+def _rows(make: Callable[[Settings], Subject], settings: Settings) -> Iterator[list[Row]]:
+    subject = make(settings)
+    candidates = [
+        Candidate("plain forward pass", lambda: partial(forward, subject), baseline=True),
+        Candidate("token metrics", lambda: partial(read_metrics, subject, CHEAP_METRICS)),
+        Candidate("and attention energy and entropy", lambda: partial(read_metrics, subject, WITH_ATTENTION)),
+        Candidate("the same by whole matrices", lambda: partial(_repeat, subject.obvious)),
+    ]
+    return compare(candidates, settings.pace(steps=1, refresh=1, calls=BATCHES), settings.device)
+
+
+def _spectral_rows(settings: Settings) -> Iterator[list[Row]]:
+    """The default of `measure`: eigenvalues of every sample's tokens, which take seconds."""
+    subject = _vit(settings)
+    candidates = [
+        Candidate("plain forward pass", lambda: partial(forward, subject, 1), baseline=True),
+        Candidate("default token metrics", lambda: partial(read_metrics, subject, DEFAULT_METRICS, 1)),
+    ]
+    return compare(candidates, settings.pace(steps=1, refresh=0, repetitions=3), settings.device)
+
+
+def forward(subject: Subject, batches: int = BATCHES) -> None:
+    """What any evaluation does."""
+    with evaluating(subject.model):
+        for _ in range(batches):
+            feed(subject.model, subject.batch)
+
+
+def read_metrics(subject: Subject, names: Sequence[str], batches: int = BATCHES) -> None:
+    """By `acutance.measure`."""
+    measure(subject.model, [subject.batch] * batches, metrics=names, progress=False)
+
+
+def _repeat(step: Step) -> None:
+    for _ in range(BATCHES):
+        step()
+
+
+def _vit(settings: Settings) -> Subject:
+    model = (deit_tiny() if settings.on_gpu else ViT(**TOY)).to(settings.device, settings.dtype)
+    size, batch = model.config.image_size, 256 if settings.on_gpu else 4
+    images = torch.randn(batch, 3, size, size, device=settings.device, dtype=settings.dtype)
+    return Subject(model, images, partial(_vit_obvious, model, images))
+
+
+def _vit_obvious(model: ViT, images: Tensor) -> list[list[float]]:
+    """Hooks that keep every layer's tokens, matrix and outputs, then the formulas."""
+    tokens: list[Tensor] = []
+    records: list[AttentionRecord] = []
+    hooks: list[Any] = [
+        block.register_forward_hook(lambda _m, _i, out: tokens.append(out[0])) for block in model.blocks
+    ]
+    hooks += [site.observe(records.append) for site in find(model)]
+    try:
+        with evaluating(model):
+            feed(model, images)
+            return read_obvious(tokens, [(_matrix(r), r.output) for r in records])
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _matrix(record: AttentionRecord) -> Tensor:
+    q, k = record.operator.q, record.operator.k
+    return (q @ k.transpose(-2, -1) * record.operator.scale).softmax(-1)
+
+
+def llama_subject(texts: int, tokens: int, settings: Settings) -> Subject:
+    """A Llama with random weights; the obvious way is the same weights with eager attention."""
+    transformers: Any = import_module("transformers")
+    shape: Mapping[str, Any] = LLAMA if settings.on_gpu else TOY_LLAMA
+    with torch.device(settings.device):
+        config = transformers.LlamaConfig(**shape, attn_implementation="sdpa")
+        model = transformers.LlamaModel(config).to(settings.dtype)
+    words = torch.randint(shape["vocab_size"], (texts, tokens), device=settings.device)
+    batch = {"input_ids": words, "use_cache": False}
+    return Subject(model, batch, partial(_llama_obvious, model, batch))
+
+
+def _llama_obvious(model: Any, batch: Mapping[str, Any]) -> list[list[float]]:
+    """`output_attentions=True`; what the heads give is not among the outputs: the energy is that of the tokens."""
+    model.set_attn_implementation("eager")
+    try:
+        with evaluating(model):
+            out = model(**batch, output_attentions=True, output_hidden_states=True)
+            tokens = list(out.hidden_states[1:])
+            return read_obvious(tokens, [(A, x[:, None]) for A, x in zip(out.attentions, tokens, strict=True)])
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
+def read_obvious(tokens: Sequence[Tensor], layers: Sequence[tuple[Tensor, Tensor]]) -> list[list[float]]:
+    """Per layer the means of `WITH_ATTENTION` as their formulas stand, with matrices of all pairs of tokens."""
+    found = []
+    for x, (A, u) in zip(tokens, layers, strict=True):
+        x, A, u = x.float(), A.float(), u.float()
+        unit = torch.nn.functional.normalize(x, dim=-1)
+        count = x.shape[1]
+        cosine = ((unit @ unit.transpose(-2, -1)).sum((-2, -1)) - count) / (count * (count - 1))
+        norms = x.norm(dim=-1)
+        residual = (x - x.mean(1, keepdim=True)).norm(dim=(-2, -1)) / x.norm(dim=(-2, -1))
+        energy = (A * torch.cdist(u, u).square()).sum((-2, -1)) / 2
+        entropy = -(A * A.clamp_min(1e-30).log()).sum(-1).mean(-1)
+        spread = norms.std(-1, correction=0) / norms.mean(-1)
+        found.append(torch.stack([m.mean() for m in (cosine, residual, spread, energy, entropy)]))
+    means: list[list[float]] = torch.stack(found).tolist()
+    return means
