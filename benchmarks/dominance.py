@@ -36,6 +36,7 @@ from acutance.explain import Outcome, Spectrum, layer_mode
 from acutance.explain.competitors import competitors
 from acutance.explain.corners import corners
 from acutance.explain.weights import layer_spectrum
+from acutance.files import finite
 from acutance.models import ViT
 from acutance.spectral_theory import families
 
@@ -217,7 +218,7 @@ def write(rows: list[Row], layers: list[list[Row]], arguments: argparse.Namespac
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"dominance-{arguments.which}"
     runs = [{**row, "layers": found} for row, found in zip(rows, layers, strict=True)]
-    path.with_suffix(".json").write_text(json.dumps({**context, "runs": runs}, indent=1, ensure_ascii=False))
+    path.with_suffix(".json").write_text(json.dumps(finite({**context, "runs": runs}), indent=1, ensure_ascii=False))
     with path.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()

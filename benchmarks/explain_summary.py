@@ -61,8 +61,10 @@ def row(layer: LayerSpectrum) -> dict[str, Any]:
 
 
 def summarise(spectrum: Spectrum, ignored: Spectrum | None) -> dict[str, Any]:
+    device = spectrum.context["device"]
+    hardware = f"{platform.machine()} CPU" if device == "cpu" else device
     return {
-        "context": {**spectrum.context, "hardware": f"{platform.machine()} CPU"},
+        "context": {**spectrum.context, "hardware": hardware},
         "summary": spectrum.summary(),
         "whole": str(spectrum.share("whole")),
         "heads": str(spectrum.share("heads")),

@@ -1,6 +1,6 @@
 import pytest
 
-from acutance.files import atomic_write
+from acutance.files import atomic_write, finite
 
 
 def test_writes_bytes_and_makes_folders(tmp_path) -> None:
@@ -20,3 +20,8 @@ def test_an_interruption_keeps_the_old_file_and_leaves_nothing_else(tmp_path, in
         atomic_write(path, half)
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["b.txt"]
+
+
+def test_nan_becomes_null_wherever_it_stands() -> None:
+    found = finite({"a": float("nan"), "b": [1.5, {"c": float("nan")}], "d": "nan"})
+    assert found == {"a": None, "b": [1.5, {"c": None}], "d": "nan"}

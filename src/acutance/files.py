@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,3 +57,12 @@ def read_json(path: str | os.PathLike[str], form: str, build: Callable[[Any], T]
         return build(body)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise AcutanceError(f"{path} is not a file of the format {form!r}: {error}") from error
+
+
+def finite(value: Any) -> Any:
+    """The same for JSON, in which NaN has no place: null."""
+    if isinstance(value, Mapping):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -69,6 +69,8 @@ def test_the_picture_is_the_one_asked_for(options, drawn, checkpoint: Path, tmp_
         (["--kind", "plane"], "--kind says what --picture draws"),
         (["--norm", "maybe"], "'fold' or 'ignore'"),
         (["--prefix", "maybe"], "'in' or 'out'"),
+        (["--data", "digits", "--text", "words.txt"], "give one of them"),
+        (["--tokens", "8"], "are about data"),
     ],
 )
 def test_what_cannot_be_is_refused(options, message, checkpoint: Path, tmp_path: Path, monkeypatch) -> None:

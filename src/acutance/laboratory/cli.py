@@ -12,12 +12,15 @@ from itertools import count
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from acutance.errors import AcutanceError
 from acutance.version import __version__
+
+HARDWARE = f"{platform.machine()} CPU"  # nothing here needs more
 
 app = typer.Typer(
     help="Experiments on over-smoothing: one layer repeated, deep random networks, the affinities of trained ones.",
@@ -51,7 +54,7 @@ def depth(
         console.print(f"\nStopped. Finished networks are kept in {out}; the same command goes on from there.")
         raise typer.Exit(130) from None
     command = f"acutance lab depth --depths {depths} --seeds {seeds} --dim {dim}"
-    written = study.save(out, context={"command": command})
+    written = study.save(out, context={"command": command, "hardware": HARDWARE})
     console.print(study.table())
     console.print("wrote " + ", ".join(path.name for path in written) + f" into {out}")
 
@@ -77,6 +80,7 @@ def repeat(
     from acutance.laboratory.settings import norm_grid
 
     options = {"layers": layers, "tokens": tokens, "width": width, "samples": samples, "seed": seed}
+    given = {**options, "attention": attention}
     grid = norm_grid(**options, attention=attention)
     frames = {(norm, spectrum): t.to_frame() for norm, curves in grid.items() for spectrum, t in curves.items()}
     import pandas as pd  # to_frame has said how to install it
@@ -85,7 +89,9 @@ def repeat(
     record = {
         **options,
         "attention": attention,
-        "versions": {"acutance": __version__, "python": platform.python_version()},
+        "command": shlex.join(["acutance", "lab", "repeat", *(f"--{name}={value}" for name, value in given.items())]),
+        "hardware": HARDWARE,
+        "versions": {"acutance": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "converged": {norm: {s: t.converged() for s, t in curves.items()} for norm, curves in grid.items()},
     }
     written = [
@@ -133,7 +139,7 @@ def kernel(
     options = {"--samples": samples, "--text": text, "--tokens": tokens}
     given = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
     command = shlex.join(["acutance", "lab", "kernel", *runs, *given])
-    written = study.save(out, context={"command": command, "hardware": f"{platform.machine()} CPU"})
+    written = study.save(out, context={"command": command, "hardware": HARDWARE})
     console.print(study.table())
     console.print("wrote " + ", ".join(path.name for path in written) + f" into {out}")
 

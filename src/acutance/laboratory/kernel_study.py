@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from acutance.data import digits
 from acutance.errors import AcutanceError, MissingExtraError
-from acutance.files import atomic_write
+from acutance.files import atomic_write, finite
 from acutance.laboratory.assumptions import MEASURES, KernelAssumptions, kernel_assumptions
 from acutance.loading import LoadedModel
 from acutance.measure import describe
@@ -135,7 +135,7 @@ class KernelStudy:
             "paper": PAPER,
             "summary": self.summary(),
         }
-        place, text = Path(folder), json.dumps(_finite(body), indent=1, ensure_ascii=False)
+        place, text = Path(folder), json.dumps(finite(body), indent=1, ensure_ascii=False)
         return [
             atomic_write(place / "kernel.csv", self.to_frame().to_csv(index=False, float_format="%.5g").encode()),
             atomic_write(place / "kernel.json", text.encode()),
@@ -226,12 +226,3 @@ def _shown(figure: Mapping[str, float], runs: int) -> str:
     if math.isnan(figure["mean"]):
         return "–"
     return f"{figure['mean']:.3f}" + (f" ± {figure['spread']:.3f}" if runs > 1 else "")
-
-
-def _finite(value: Any) -> Any:
-    """NaN has no place in JSON: null."""
-    if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
