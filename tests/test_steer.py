@@ -6,13 +6,14 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from torch import nn
 
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain import explain
 from acutance.metrics import hfc_lfc_frobenius
 from acutance.mitigate import mitigate
-from acutance.mitigations import spectra
-from acutance.models import ViT, from_checkpoint, save_checkpoint, vit_tiny_minus
+from acutance.mitigations import parse, spectra
+from acutance.models import LanguageModel, Segmenter, ViT, from_checkpoint, save_checkpoint, vit_tiny_minus
 from acutance.operator import AttentionOperator
 from acutance.sites import find
 from acutance.spectral_theory import layer_smooths, sharpening_bound
@@ -230,3 +231,69 @@ def test_the_bound_is_read_on_a_batch_where_there_is_one():
     with pytest.warns(AcutanceWarning, match=r"2 \(λ = -1.69, bound -1.*μ_min as read on the batch"):
         assert check_spectrum(model, batch=images()) == {2: pytest.approx(-1.69)}
     assert model.training
+
+
+@pytest.mark.parametrize("psi", [1.3, 1.6])
+def test_whether_a_layer_smooths_is_what_explain_says(psi):
+    """One sharp head of three crosses the bound; the others decide whether the layer smooths, and explain has them."""
+    model = make("eigen:negative,basis=polar", attention="symmetric", depth=1)
+    (site,) = find(model)
+    site.mitigation.psi.data.fill_(psi)
+    site.pre_norm().weight.data.fill_(1.0)
+    model.blocks[0].attn.kv.weight.data[:4] *= 2  # the keys of the first head
+    with pytest.warns(AcutanceWarning, match="crosses the bound"):
+        explained = explain(model, [images()], progress=False)[1]
+    with pytest.warns(AcutanceWarning, match="cross the bound") as caught:
+        crossing = check_spectrum(model, batch=images())
+    assert layer_smooths(torch.tensor([-(psi**2)]), explained.mu_min), "by the sharp head alone it would"
+    assert crossing == {1: pytest.approx(explained.crossing)}
+    assert explained.verdict == ("sharpening" if psi == 1.3 else "smoothing")
+    said = str(caught[-1].message)
+    assert f"bound {explained.bound:.3g})" in said
+    assert ("smoothing as a whole: 1." in said) == (explained.verdict == "smoothing")
+    assert ("smoothing as a whole: none." in said) == (explained.verdict == "sharpening")
+
+
+class TakesPadding(nn.Module):
+    """A causal model that is told of padding at the end, which no token before it sees."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, **told):
+        return self.model(tokens)
+
+
+@pytest.mark.parametrize("told", ["attention_mask", "position_ids"])
+def test_a_batch_is_read_sample_by_sample(told):
+    """Padding does not count, and packed documents are samples of their own: the bound is that of the strictest."""
+    torch.manual_seed(0)
+    plain = LanguageModel(vocabulary=40, dim=8, depth=1, heads=2, hidden=8, cutoffs=(), mitigation="eigen:negative")
+    model, (site,) = TakesPadding(plain), find(plain)
+    site.mitigation.psi.data.fill_(1.6)
+    tokens, short = torch.randint(0, 40, (1, 12)), torch.arange(12)[None] < 3
+    operators = []
+    with site.observe(lambda record: operators.append(record.operator)), torch.no_grad():
+        plain.eval()(tokens)
+    entries = operators[0].dense()[0]
+    if told == "attention_mask":
+        batch = {told: short.long()}
+        samples = [entries[:, :3, :3]]
+    else:
+        batch = {told: torch.tensor([[*range(3), *range(9)]])}
+        samples = [entries[:, :3, :3], entries[:, 3:, 3:] / entries[:, 3:, 3:].sum(-1, keepdim=True)]
+    highest = max(torch.linalg.eigvals(A).real.amin(-1).max().item() for A in samples)
+    assert highest > 0.1 + torch.linalg.eigvals(entries).real.amin(-1).max(), "all tokens together have another one"
+    with pytest.warns(AcutanceWarning, match=f"bound {sharpening_bound(highest):.3g}\\)"):
+        check_spectrum(model, batch={"tokens": tokens, **batch})
+
+
+def test_one_of_several_stacks_is_looked_at_in_its_model():
+    model = Segmenter(image_size=8, patch_size=4, dim=12, depth=1, heads=3, decoder_depth=1, num_classes=3)
+    model.decoder.install(parse("eigen:negative"))
+    (site,) = find(model.decoder)
+    site.mitigation.psi.data.fill_(1.6)
+    with pytest.warns(AcutanceWarning, match="μ_min as read on the batch"):
+        assert check_spectrum(model, batch=images(torch.float32), part="decoder") == {1: pytest.approx(-2.56, rel=1e-5)}
+    assert check_spectrum(model, batch=images(torch.float32), part="encoder") == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -98,6 +99,20 @@ class AttentionOperator:
         """Whether A is a symmetric kernel divided by its row sums: q is k, and only keys are masked."""
         return self.q is self.k and self.masks_keys_only and not self.causal
 
+    @cached_property
+    def is_triangular(self) -> bool:
+        """Whether no token of any sample or head takes anything from a later one: A is causal, or masked to be so.
+
+        Read off the entries, one block of rows at a time: masks say the same in many ways (bool, −∞, a large negative
+        number, with a bias or without), and a row that such a number hides altogether sees every token.
+        """
+        if self.shape[-2] != self.shape[-1]:
+            return False
+        if self.causal or self.mask4 is None:
+            return self.causal
+        with torch.no_grad():
+            return not any(weights.triu(rows.start + 1).any() for rows, weights in self.tiles())
+
     @property
     def T(self) -> TransposedOperator:  # noqa: N802
         """The transpose: `A.T @ y` is Aᵀy."""
@@ -146,7 +161,7 @@ class AttentionOperator:
     def eigenvalues(self, k: int | None = None) -> Tensor:
         """The k eigenvalues of largest magnitude, or all, complex (batch, heads, k), by decreasing magnitude.
 
-        Exact for a causal A, which is triangular. Otherwise from the matrix up to 512 tokens, by Arnoldi
+        Exact for a triangular A, causal or masked to be so. Otherwise from the matrix up to 512 tokens, by Arnoldi
         iteration on products above; a warning gives the residual where that has not converged.
         """
         self._check_square("eigenvalues")

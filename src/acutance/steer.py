@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from acutance import sites
 from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.explain.competitors import competitors, visible_keys
-from acutance.explain.verdict import format_complex
+from acutance.explain.run import with_data
+from acutance.explain.verdict import LayerSpectrum, format_complex
 from acutance.explain.weights import layer_spectrum
-from acutance.measure import evaluating, feed
 from acutance.mitigations import Chain, Eigen, Mitigation, eigen_of
-from acutance.operator import AttentionRecord
 from acutance.spectral_theory import furthest_beyond, layer_smooths, sharpening_bound
 
 __all__ = ["check_spectrum", "fold", "sharpening_bound"]
@@ -42,7 +38,9 @@ def fold(model: Model) -> Model:
     return plain
 
 
-def check_spectrum(model: nn.Module, mu_min: float = 0.0, *, batch: Any = None) -> dict[int, complex]:
+def check_spectrum(
+    model: nn.Module, mu_min: float = 0.0, *, batch: Any = None, part: str | None = None
+) -> dict[int, complex]:
     """Warn of layers with an `Eigen` that have eigenvalues beyond the bound, where μ = 1 beats μ_min.
 
     For real λ that is λ < `sharpening_bound(mu_min)`, for complex ones see `spectral_theory.beyond_bound`. The warning
@@ -53,27 +51,32 @@ def check_spectrum(model: nn.Module, mu_min: float = 0.0, *, batch: Any = None) 
         model: any model `acutance.sites.find` knows; layers without `Eigen` are not looked at.
         mu_min: the smallest eigenvalue of attention, in every layer; 0 is assumed, about where softmax over many
             tokens has it. Sharp attention over few tokens has it higher, which leaves less room.
-        batch: data for the model, as `measure` takes them. Then each layer's μ_min is read there, the largest of any
-            sample and head, which is the strictest.
+        batch: data for the model, as `measure` takes them. Then attention is read there as `explain` reads it: the
+            bound is that of the largest μ_min of any sample and head, which is the strictest, and a layer smooths if
+            `explain` says so, where every μ of every head counts.
+        part: path of the submodule to look at, where a model has several stacks of layers.
 
     Returns:
         The eigenvalue furthest beyond the bound of each layer that crosses it, by layer.
     """
-    steered = [site for site in sites.find(model) if eigen_of(site.mitigation) is not None]
-    mu = {site.layer: mu_min for site in steered}
+    steered = [site for site in sites.find(sites.part_of(model, part)) if eigen_of(site.mitigation) is not None]
+    layers = [layer_spectrum(site, whole=True) for site in steered]
     if batch is not None and steered:
-        mu |= _mu_min(model, steered, batch)
-    spectra = {site.layer: torch.from_numpy(layer_spectrum(site, whole=True).spectrum) for site in steered}
-    crossing = {n: lam for n in spectra if (lam := furthest_beyond(spectra[n], mu[n])) is not None}
+        layers = with_data(model, steered, layers, [batch], part=part)
+    crossing: dict[int, complex] = {}
+    listed, smoothing = [], []
+    for layer in layers:
+        mu = mu_min if layer.dominance is None else layer.mu_min
+        lam = furthest_beyond(_whole(layer), mu)
+        if lam is not None:
+            crossing[layer.layer] = lam
+            listed.append(f"{layer.layer} (λ = {format_complex(lam)}, bound {sharpening_bound(mu):.3g})")
+            smoothing += _if_smoothing(layer, mu)
     if crossing:
-        listed = ", ".join(
-            f"{n} (λ = {format_complex(lam)}, bound {sharpening_bound(mu[n]):.3g})" for n, lam in crossing.items()
-        )
-        smoothing = ", ".join(str(n) for n in crossing if layer_smooths(spectra[n], mu[n]))
         warnings.warn(
-            f"layers {listed} cross the bound −2/(1 + μ_min), "
+            f"layers {', '.join(listed)} cross the bound −2/(1 + μ_min), "
             f"μ_min {f'taken as {mu_min:.3g}' if batch is None else 'as read on the batch'}: for that eigenvalue μ = 1 "
-            f"beats μ_min. Of these, smoothing as a whole: {smoothing or 'none'}. "
+            f"beats μ_min. Of these, smoothing as a whole: {', '.join(smoothing) or 'none'}. "
             "spectrum='bounded' or 'clipped' keeps Λ in [−1, 0]",
             AcutanceWarning,
             stacklevel=2,
@@ -81,22 +84,17 @@ def check_spectrum(model: nn.Module, mu_min: float = 0.0, *, batch: Any = None) 
     return crossing
 
 
-def _mu_min(model: nn.Module, steered: list[sites.AttentionSite], batch: Any) -> dict[int, float]:
-    """The largest μ_min of any sample and head, by layer."""
-    found: dict[int, float] = {}
+def _if_smoothing(layer: LayerSpectrum, mu_min: float) -> list[str]:
+    """The layer's number if it smooths; with data as `explain` says, which may leave it open."""
+    if layer.dominance is None:
+        return [str(layer.layer)] if layer_smooths(_whole(layer), mu_min) else []
+    words = {"smoothing": str(layer.layer), "unknown": f"{layer.layer} (unknown)"}
+    return [words[layer.verdict]] if layer.verdict in words else []
 
-    def note(layer: int) -> Callable[[AttentionRecord], None]:
-        def read(record: AttentionRecord) -> None:
-            A = record.operator
-            found[layer] = float(competitors(A, [], visible_keys(A)).smallest.max())
 
-        return read
-
-    with evaluating(model), sites.reading(model), ExitStack() as stack:
-        for site in steered:
-            stack.callback(site.observe(note(site.layer)).remove)
-        feed(model, batch)
-    return found
+def _whole(layer: LayerSpectrum) -> Tensor:
+    assert layer.eigenvalues is not None, "all of them were asked for"
+    return torch.from_numpy(layer.eigenvalues)
 
 
 def _without(mitigation: Mitigation | None, eigen: Eigen) -> Mitigation:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from spectrum_worlds import BareSite, head_matrices
 
-from acutance.errors import AcutanceWarning
+from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain import layer_mode
 from acutance.explain.competitors import competitors
 from acutance.explain.corners import corners
@@ -99,6 +99,44 @@ def test_counting_can_be_wrong_for_heads_that_differ() -> None:
 def test_one_token_has_no_rival() -> None:
     found = layer_mode(site_with((6, 3, 3, 2), 0.5), attention(3, 1))
     assert found.family == ["neither"] * 3
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("told", ["flag", "mask"])
+def test_causal_attention_has_the_eigenvalues_of_its_tokens(shape, shift: float, told: str) -> None:
+    site, A = site_with(shape, shift), attention(shape[1], 4)
+    mask = torch.ones(4, 4, dtype=torch.bool).tril() if told == "mask" else None
+    A = AttentionOperator(A.q, A.k, mask=mask, causal=told == "flag")
+    found = layer_mode(site, A)
+    assert found.residual == 0
+    for b, (constant, varying) in enumerate(spectra(site, A)):
+        assert abs(found.constant) == pytest.approx(np.abs(constant).max(), rel=1e-6)
+        assert abs(found.varying[b]) == pytest.approx(np.abs(varying).max(), rel=1e-6)
+
+
+def test_pseudo_eigenvalues_of_long_causal_attention_do_not_win() -> None:
+    """H = −2.02 I: constant tokens have 1.02, all others |1 − 2.02 A_ii| < 1.02; Arnoldi iteration finds 1.06."""
+    site = BareSite(2, 1, 1, 2)
+    site.value, site.projection = torch.eye(2).double(), -2.02 * torch.eye(2).double()
+    q, k = torch.randn(2, 1, 1, 200, 4, generator=torch.Generator().manual_seed(0)).double()
+    A = AttentionOperator(q, k, causal=True)
+    found = layer_mode(site, A)
+    assert found.family == ["constant"]
+    assert abs(found.varying[0]) == pytest.approx(float((1 - 2.02 * A.diagonal()[..., 1:]).abs().max()))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_is_refused(causal: bool) -> None:
+    """A token that none sees has an eigenvalue 0 of its own; tokens that some sees are no padding."""
+    site, A = site_with((6, 3, 3, 2), -0.5), attention(3, 5)
+    mask = torch.ones(3, 5, dtype=torch.bool)
+    layer_mode(site, AttentionOperator(A.q, A.k, mask=mask, causal=causal))
+    layer_mode(site, AttentionOperator(A.q, A.k, mask=torch.ones(5, 5, dtype=torch.bool).tril()))
+    mask[1, 3:] = mask[2, :1] = False
+    for given in (mask, torch.zeros(3, 1, 1, 5).masked_fill(~mask[:, None, None], -torch.inf)):
+        with pytest.raises(AcutanceError, match=r"2 of 3 samples .*\(3, 3, 5, 5\).* have padding.*without it"):
+            layer_mode(site, AttentionOperator(A.q, A.k, mask=given, causal=causal))
 
 
 def test_it_says_when_it_has_not_converged(monkeypatch) -> None:

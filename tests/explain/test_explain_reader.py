@@ -11,6 +11,7 @@ from spectrum_worlds import DIM, set_branch, small_vit, watch
 import acutance as ac
 from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError
 from acutance.explain import Dominance, LayerSpectrum, Share
+from acutance.explain.competitors import competitors
 from acutance.explain.reader import LayerReader, compare
 from acutance.kernels import krylov
 from acutance.operator import AttentionOperator, AttentionRecord
@@ -324,6 +325,35 @@ def test_eigenvalues_of_attention_that_have_not_converged_make_the_verdict_unkno
     assert (clear.verdict, clear.dominance.undecided) == ("smoothing", 0)
     back = Dominance.from_dict(rough.dominance.to_dict())
     assert (back.mu_error, back.undecided) == (rough.dominance.mu_error, 1)
+
+
+def test_a_short_batch_after_a_long_one_keeps_its_tolerance() -> None:
+    """600 tokens by products, whose residuals are not 0 but as wanted, then 20 tokens from the matrix."""
+    generator = torch.Generator().manual_seed(0)
+    reader = LayerReader(LayerSpectrum(1, heads=np.array([[0.5 + 0j]]), head_symmetry=np.ones(1)))
+    for tokens in (600, 20):
+        q, k = torch.randn(2, 1, 1, tokens, 4, generator=generator)
+        read(reader, AttentionOperator(q, k), *torch.randn(3, 1, tokens, 4, generator=generator))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reader.result().mu_error > 0
+
+
+@pytest.mark.parametrize("first", ["triangular", "full"])
+def test_a_sample_with_a_triangular_mask_is_read_exactly_beside_others(first: str) -> None:
+    tokens = 530
+    q, k = torch.randn(2, 2, 1, tokens, 4, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 1, tokens, tokens, dtype=torch.bool)
+    b = 0 if first == "triangular" else 1
+    mask[b].tril_()
+    A = AttentionOperator(q, k, mask=mask)
+    found = competitors(A, [torch.tensor([[0.5 + 0j]])])
+    diagonal = A.dense()[b, 0].diagonal()
+    assert float(found.smallest[b, 0]) == pytest.approx(float(diagonal.min()), abs=1e-6)
+    assert float(found.residuals[b].max()) == 0
+    lowest = np.linalg.eigvals(A.dense()[1 - b, 0].double().numpy()).real.min()
+    assert float(found.smallest[1 - b, 0]) == pytest.approx(lowest, abs=1e-3)
+    assert float(found.residuals[1 - b].max()) > 0
 
 
 def test_some_undecided_samples_leave_a_clear_majority_alone() -> None:

@@ -100,7 +100,7 @@ def test_the_other_bases_compile_too(basis):
 
 @pytest.mark.slow
 def test_inductor_has_the_same_gradients():
-    model = seeded(depth=2)
+    model = seeded("eigen:negative,basis=householder", depth=1)  # the quickest to compile
     expected = gradients(model)
     torch._dynamo.reset()
     assert_same(gradients(model, torch.compile(model, fullgraph=True)), expected, 1e-9)

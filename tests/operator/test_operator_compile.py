@@ -49,6 +49,6 @@ def test_symbolic_shapes_trace():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["softmax", "rbf", "linear"])
+@pytest.mark.parametrize("kernel", ["softmax", "linear"])  # through SDPA, and not
 def test_inductor_gives_the_same(kernel):
     assert_traces(make_case(kernel, "keys", dtype=torch.float32), "inductor", 1e-4)

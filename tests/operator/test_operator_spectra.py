@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from operator_cases import KERNELS, MASKINGS, assert_close, make_case, oracle
+from operator_cases import KERNELS, MASKINGS, assert_close, assert_tensors_below, make_case, oracle
 from torch import Tensor
 
 from acutance.errors import AcutanceError, AcutanceWarning
@@ -87,6 +87,67 @@ def test_arnoldi_finds_the_eigenvalues_of_the_matrix(kernel, monkeypatch):
     assert_same_set(found, expected, 1e-8)  # in the complex plane, not in magnitude alone
     assert_close(highest.real, expected.real.max(-1), 1e-8)
     assert_close(lowest.real, expected.real.min(-1), 1e-8)
+
+
+LONG = 530  # tokens, above which Arnoldi iteration takes over
+
+
+def triangular(tokens: int, padded: str = "nowhere") -> Tensor:
+    """(2, 1, tokens, tokens): causal, the second sample with 30 tokens of padding."""
+    mask = torch.ones(2, 1, tokens, tokens, dtype=torch.bool).tril()
+    if padded != "nowhere":
+        mask[1, ..., slice(0, 30) if padded == "left" else slice(tokens - 30, tokens)] = False
+    return mask
+
+
+def long_case(mask: Tensor) -> AttentionOperator:
+    q, k = torch.randn(2, 2, 2, LONG, 4, generator=torch.Generator().manual_seed(0))
+    return AttentionOperator(q, k, mask=mask)
+
+
+@pytest.mark.parametrize("padded", ["nowhere", "left", "right"])
+@pytest.mark.parametrize("hidden", [None, -torch.inf, torch.finfo(torch.float32).min], ids=["bool", "infinite", "min"])
+def test_a_mask_can_make_attention_triangular(padded, hidden):
+    """Its eigenvalues are the diagonal at any length; Arnoldi iteration finds pseudo-eigenvalues well below 0."""
+    mask = triangular(LONG, padded)
+    if hidden is not None:
+        if padded == "left":  # what padding itself sees: a row without any key would see all of them under the minimum
+            mask[1, :, :30, 0] = True
+        mask = torch.zeros(mask.shape).masked_fill(~mask, hidden)
+    A = long_case(mask)
+    with assert_tensors_below(A.shape[0] * A.shape[1] * LONG * LONG):
+        lowest = A.extreme_eigenvalues()[1]
+        assert A.is_triangular
+    diagonal = A.dense().diagonal(dim1=-2, dim2=-1)
+    assert_close(lowest.real, diagonal.amin(-1), 1e-6)
+    assert_close(lowest.imag, torch.zeros(2, 2), 0.0)
+    found = A.eigenvalues()  # all of them, at any length
+    assert_close(found.real, diagonal.sort(descending=True).values, 1e-6)
+
+
+def test_triangular_is_said_of_all_samples_heads_and_rows():
+    tokens = 9
+    q = torch.randn(2, 2, tokens, 4, generator=torch.Generator().manual_seed(0))
+
+    def is_triangular(mask: Tensor | None, queries: int = tokens, **options) -> bool:
+        return AttentionOperator(q[..., -queries:, :], q, mask=mask, **options).is_triangular
+
+    assert is_triangular(None, causal=True)
+    assert not is_triangular(None)
+    assert not is_triangular(None, queries=3, causal=True), "not square"
+    assert is_triangular(triangular(tokens)[:1])
+    assert is_triangular(triangular(tokens).triu(-2)), "a sliding window"
+    assert not is_triangular(torch.ones(2, tokens, dtype=torch.bool))
+    for sample, head in np.ndindex(2, 2):
+        mask = triangular(tokens).repeat(1, 2, 1, 1)
+        mask[sample, head, 4, 5] = True
+        assert not is_triangular(mask)
+    dead = triangular(tokens)
+    dead[1, 0, 2] = False
+    assert is_triangular(dead), "a row of zeros"
+    assert is_triangular(torch.zeros(dead.shape).masked_fill(~dead, -torch.inf))
+    finite = torch.zeros(dead.shape).masked_fill(~dead, torch.finfo(torch.float32).min)
+    assert not is_triangular(finite), "a softmax over equal logits: this row sees all tokens"
 
 
 def test_arnoldi_counts_repeated_eigenvalues():

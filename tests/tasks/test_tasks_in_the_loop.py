@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 from test_language_task import MODEL as LANGUAGE
 from test_language_task import write_corpus
-from test_segmentation import MODEL as SEGMENTER
-from test_segmentation import WINDOWS, write_camvid
+from test_segmentation_task import MODEL as SEGMENTER
+from test_segmentation_task import WINDOWS, write_camvid
 
 import acutance as ac
 from acutance.tasks.language import LanguageTaskConfig

@@ -9,7 +9,7 @@ from acutance import recipes
 from acutance.data.augment import AugmentConfig
 from acutance.errors import AcutanceError
 from acutance.tasks.classification import preset
-from acutance.train import Config, override
+from acutance.train import Config, OptimConfig, override
 from acutance.train.plain import field_types
 
 
@@ -112,3 +112,19 @@ def test_presets_by_name():
     assert (config.dim, config.depth, config.num_classes, config.mitigation) == (192, 12, 10, "neutreno:0.6")
     with pytest.raises(AcutanceError, match="no model 'vit_tiny'"):
         preset("vit_tiny")
+
+
+def test_fields_that_must_fit_one_another_come_in_any_order():
+    config = recipes.load("wikitext2")  # 8 heads of 256 channels
+    for changes in (["task.model.heads=3", "task.model.dim=12"], ["task.model.dim=12", "task.model.heads=3"]):
+        model = override(config, changes).task.model
+        assert (model.dim, model.heads) == (12, 3)
+    with pytest.raises(AcutanceError, match="dim 12 cannot be shared out among 8 heads"):
+        override(config, ["task.model.dim=12"])
+
+
+def test_a_whole_and_then_its_part():
+    whole = 'optim={"lr": 0.5, "name": "sgd"}'
+    assert override(tiny(), [whole, "optim.lr=0.25"]).optim == OptimConfig(name="sgd", lr=0.25)
+    assert override(tiny(), ["optim.lr=0.25", whole]).optim == OptimConfig(name="sgd", lr=0.5)
+    assert override(tiny(), ["optim.lr=0.25", "optim.lr=0.125"]).optim.lr == 0.125

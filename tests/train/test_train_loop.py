@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from train_worlds import STEPS_PER_EPOCH, assert_same_bits, bits, fit, tiny
 
 import acutance as ac
 from acutance.data.seeds import mixed_seed
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.monitor import History
-from acutance.tasks import Share
+from acutance.tasks import Share, Task
 from acutance.tasks.classification import ClassificationTask
 from acutance.train import DivergedError, Run, checkpoint
 from acutance.train.backends import OWN, attention_backend
@@ -260,3 +261,30 @@ def test_bf16_casts_and_keeps_float32_weights(tmp_path):
 
 def test_epochs_and_steps(finished):
     assert finished[1]["step"] == 2 * STEPS_PER_EPOCH
+
+
+@pytest.mark.parametrize(("psi", "crosses"), [(1.6, True), (1.0, False)])
+@pytest.mark.parametrize("probe", ["probe", "no probe"])
+def test_a_run_whose_spectrum_crosses_the_bound_is_warned_of_at_its_end(tmp_path, monkeypatch, psi, crosses, probe):
+    """−ψ² beyond −2/(1 + μ_min), with μ_min as attention has it on the task's probe, or 0 where it has none."""
+    build = ClassificationTask.build_model
+
+    def steered(self):
+        model = build(self)
+        for site in ac.sites.find(model):
+            site.mitigation.psi.data.fill_(psi)
+        return model
+
+    monkeypatch.setattr(ClassificationTask, "build_model", steered)
+    if probe == "no probe":
+        monkeypatch.setattr(ClassificationTask, "probe", Task.probe)
+    config = tiny("loop.epochs=0.25", "optim.lr=1e-6", "task.model.mitigation=eigen:negative")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(config, tmp_path / "run")
+    said = [str(w.message) for w in caught if issubclass(w.category, AcutanceWarning)]
+    assert len(said) == crosses
+    if crosses:
+        assert "layers 1 (λ = -2.56, bound -" in said[0]
+        assert ("μ_min as read on the batch" if probe == "probe" else "μ_min taken as 0") in said[0]
+    assert (tmp_path / "run" / "model.safetensors").exists()

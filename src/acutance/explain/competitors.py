@@ -37,8 +37,8 @@ class Competitors(NamedTuple):
 def competitors(A: AttentionOperator, points: Sequence[Tensor], valid: Tensor | None = None) -> Competitors:
     """The μ other than 1 that can dominate beside given λ.
 
-    Up to 512 tokens and for a causal A that is every other μ. Above, without the matrix: the μ of smallest real part,
-    that of largest modulus, and for each set of λ the one with the largest |1 + λμ|.
+    Up to 512 tokens and for a triangular A that is every other μ. Above, without the matrix: the μ of smallest real
+    part, that of largest modulus, and for each set of λ the one with the largest |1 + λμ|.
 
     Args:
         A: attention.
@@ -46,10 +46,17 @@ def competitors(A: AttentionOperator, points: Sequence[Tensor], valid: Tensor | 
         valid: (batch, tokens), False where there is padding: A is restricted to the others.
     """
     if valid is None or bool(valid.all()):
-        return _unpadded(A, points)
+        if not _may_differ(A):
+            return _unpadded(A, points)
+        valid = torch.ones(A.shape[0], A.shape[-1], dtype=torch.bool, device=A.device)
     found = [_unpadded(_one_sample(A, sample, keep), points) for sample, keep in enumerate(valid)]
     values, residuals = _stacked([one.values for one in found]), _stacked([one.residuals for one in found])
     return Competitors(values, residuals, max(one.tolerance for one in found))
+
+
+def _may_differ(A: AttentionOperator) -> bool:
+    """Whether some samples may be triangular and others not, and it matters."""
+    return A.mask4 is not None and A.mask4.size(0) > 1 and A.shape[-1] > DENSE_TOKENS and not A.is_triangular
 
 
 def _stacked(rows: Sequence[Tensor]) -> Tensor:
@@ -59,7 +66,7 @@ def _stacked(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _unpadded(A: AttentionOperator, points: Sequence[Tensor]) -> Competitors:
-    if A.shape[-1] <= DENSE_TOKENS or A.causal:
+    if A.shape[-1] <= DENSE_TOKENS or A.is_triangular:
         others = other_eigenvalues(A.eigenvalues())
         return Competitors(others, torch.zeros_like(others.real))
     return _by_products(A, points)

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from acutance.errors import AcutanceWarning
+from acutance.errors import AcutanceError, AcutanceWarning
+from acutance.explain.competitors import visible_keys
 from acutance.explain.quotient import Quotient
 from acutance.explain.weights import Branch, Norm, branch, layer_spectrum
 from acutance.kernels import krylov
@@ -46,35 +47,75 @@ def layer_mode(site: AttentionSite, A: AttentionOperator, *, norm: Norm = "fold"
 
     Constant tokens stay constant, so the spectrum is that of I + H together with that of the layer on tokens up to a
     constant; only the latter needs iterating. No matrix of tokens · dim rows is made. It takes some hundred products
-    with A: a check of `explain`'s count for a few samples, not a replacement.
+    with A: a check of `explain`'s count for a few samples, not a replacement. Triangular attention needs none, but the
+    eigenvalues of a dim × dim matrix for every token.
 
     Args:
         site: the layer's weights.
         A: its attention, e.g. `record.operator` of what `site.observe` hands over; without padding.
         norm: whether the pre-norm's weight is folded into H, as in `explain`.
     """
+    _check_unpadded(A)
     spectrum = layer_spectrum(site, norm)
     lam = spectrum.deciding
     assert lam is not None, "the whole H is found by default"
     largest = complex(lam[np.abs(1 + lam).argmax()])
     size = float(np.abs(lam).max())
-    found = _varying(branch(site, norm), A, TOLERANCE * size)
-    values = torch.full((A.shape[0],), largest, dtype=torch.complex128) if found is None else found.values[:, 0].cpu()
+    values, residual = _varying(branch(site, norm), A, TOLERANCE * size)
+    if values is None:
+        values = torch.full((A.shape[0],), largest, dtype=torch.complex128)
     constant = growth(torch.tensor(largest, dtype=torch.complex128)).expand(A.shape[0])
-    residual = 0.0 if found is None else found.residual
     margin = torch.tensor(4 * (1 + size) * max(residual, spectrum.error, TOLERANCE * size))
     families = Families(constant, growth(values), margin, torch.zeros(()))
     return LayerMode(1 + largest, 1 + values.numpy(), residual, families)
 
 
-def _varying(parts: Branch, A: AttentionOperator, tolerance: float) -> krylov.Ritz | None:
-    """The eigenvalue ν of Σ_h H_h⊗A_h with the largest |1 + ν| on tokens up to a constant; None for a single token."""
-    tokens, dim = A.shape[-1], parts.projection.shape[1]
-    if tokens == 1:
-        return None
+def _check_unpadded(A: AttentionOperator) -> None:
+    """Padding sees others or nothing and is seen by none: its eigenvalues are no part of the layer."""
+    seen = visible_keys(A)
+    if seen is not None and not bool(seen.all()):
+        padded = int((~seen.all(-1)).sum())
+        raise AcutanceError(
+            f"{padded} of {A.shape[0]} samples of this attention {A.shape} (batch, heads, queries, keys) have padding, "
+            "tokens that no token sees: give layer_mode the attention of samples without it, one at a time if their "
+            "lengths differ"
+        )
+
+
+def _varying(parts: Branch, A: AttentionOperator, tolerance: float) -> tuple[Tensor | None, float]:
+    """Of Σ_h H_h⊗A_h the eigenvalue ν (batch,) with the largest |1 + ν| on tokens up to a constant, and its residual.
+
+    A single token has none.
+    """
+    if A.shape[-1] == 1:
+        return None, 0.0
     precise = A.to(torch.float64)
-    quotient = Quotient(tokens, torch.float64, A.device)
-    value, projection = (w.to(A.device) for w in (parts.heads_value, parts.projection))
+    if A.is_triangular:
+        return _token_by_token(parts, precise), 0.0
+    found = _by_products(parts, precise, tolerance)
+    return found.values[:, 0].cpu(), found.residual
+
+
+def _token_by_token(parts: Branch, A: AttentionOperator) -> Tensor:
+    """Triangular in the tokens, the layer has the eigenvalues of Σ_h A_h[i, i] H_h of every token i.
+
+    The first token sees itself alone, so its are those of H, which constant tokens have. So far from normal is such a
+    layer that Arnoldi iteration would find pseudo-eigenvalues, with residuals as small as wanted.
+    """
+    value, projection = parts.heads_value.cpu(), parts.projection.cpu()
+    wide, tall = value.flatten(0, 1), projection.transpose(0, 1).flatten(1)
+    kept = A.diagonal().cpu().repeat_interleave(value.shape[1], dim=1)  # (batch, heads · head_dim, tokens)
+    best = torch.full((len(kept),), -1.0, dtype=torch.complex128)  # |1 + ν| = 0
+    for i in range(1, A.shape[-1]):
+        nu = torch.cat([best[:, None], torch.linalg.eigvals((tall * kept[:, None, :, i]) @ wide)], dim=-1)
+        best = nu.gather(-1, (1 + nu).abs().argmax(-1, keepdim=True))[:, 0]
+    return best
+
+
+def _by_products(parts: Branch, precise: AttentionOperator, tolerance: float) -> krylov.Ritz:
+    (batch, *_, tokens), dim, device = precise.shape, parts.projection.shape[1], precise.device
+    quotient = Quotient(tokens, torch.float64, device)
+    value, projection = (w.to(device) for w in (parts.heads_value, parts.projection))
 
     def multiply(block: Tensor) -> Tensor:
         x = quotient.lift(block.unflatten(1, (tokens - 1, dim)).flatten(2))
@@ -84,17 +125,13 @@ def _varying(parts: Branch, A: AttentionOperator, tolerance: float) -> krylov.Ri
         image: Tensor = quotient.drop(y.flatten(2)).unflatten(2, (dim, -1)).flatten(1, 2)
         return image
 
-    start = torch.randn(
-        A.shape[0], (tokens - 1) * dim, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
-    found = krylov.arnoldi(
-        multiply, start.to(A.device), lambda nu: (1 + nu).abs().argmax(-1, keepdim=True), 8, tolerance
-    )
+    start = torch.randn(batch, (tokens - 1) * dim, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = krylov.arnoldi(multiply, start.to(device), lambda nu: (1 + nu).abs().argmax(-1, keepdim=True), 8, tolerance)
     if found.residual > tolerance:
         warnings.warn(
             f"the dominating eigenvalue has not converged in a Krylov space of {found.size} vectors: residual "
             f"{found.residual:.1e}, wanted {tolerance:.1e}",
             AcutanceWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     return found

@@ -67,7 +67,8 @@ class LayerReader:
         self.before = self._ratio(self.tokens)
         points = {scope: lam.to(A.device) for scope, lam in self.corners.items()}
         others = competitors(A, list(points.values()), self.valid)
-        self.mu_error, self.tolerance = max(self.mu_error, float(others.residuals.max())), others.tolerance
+        self.mu_error = max(self.mu_error, float(others.residuals.max()))
+        self.tolerance = max(self.tolerance, others.tolerance)
         for scope, lam in points.items():
             lean = families(lam, others.values, self.error[scope], others.residuals).leaning
             self._add(f"{scope} smoothing", lean > 0)

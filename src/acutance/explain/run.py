@@ -60,7 +60,7 @@ def explain(
         layers = [layer_spectrum(site, norm, whole) for site in walked]
     context = describe(bare) | {"norm": _norm_context(layers), "outside H": _outside(found)}
     if batches is not None:
-        layers = _with_data(bare, found, layers, batches, prefix == "in", progress)
+        layers = with_data(bare, found, layers, batches, with_prefix=prefix == "in", progress=progress)
         first = layers[0].dominance
         assert first is not None
         context["samples"] = first.samples
@@ -71,17 +71,20 @@ def explain(
     return Spectrum(tuple(layers), context)
 
 
-def _with_data(
+def with_data(
     model: nn.Module,
-    found: list[sites.AttentionSite],
-    layers: list[LayerSpectrum],
+    found: Sequence[sites.AttentionSite],
+    layers: Sequence[LayerSpectrum],
     batches: Iterable[Any],
-    with_prefix: bool,
-    progress: bool,
+    *,
+    part: str | None = None,
+    with_prefix: bool = True,
+    progress: bool = False,
 ) -> list[LayerSpectrum]:
+    """The layers of these sites, with what attention and tokens did in them; `part` is where in the model they are."""
     readers = [LayerReader(layer, site.update) for layer, site in zip(layers, found, strict=True)]
-    skip = (0, 0) if with_prefix else sites.special_tokens(model)
-    with evaluating(model), sites.reading(model), ExitStack() as stack:
+    skip = (0, 0) if with_prefix else sites.special_tokens(model, part)
+    with evaluating(model), sites.reading(sites.part_of(model, part)), ExitStack() as stack:
         for site, reader in zip(found, readers, strict=True):
             _attach(site, reader, stack)
         for batch in track(batches, progress, stack, "explaining"):

@@ -26,7 +26,7 @@ from acutance.kernels.heads import repeat_heads
 
 Norm = Literal["fold", "ignore"]
 
-# Up to this rank all eigenvalues of the whole H take seconds a layer; at 4096 they take minutes.
+# Up to this rank all eigenvalues of the whole H take seconds a layer; at 4096 half a minute.
 WHOLE_UP_TO = 1024
 
 

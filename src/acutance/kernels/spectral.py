@@ -50,7 +50,7 @@ def extreme_eigenvalues(A: AttentionOperator) -> tuple[Tensor, Tensor]:
 def _known_spectrum(A: AttentionOperator, wanted: int) -> Tensor | None:
     """Every eigenvalue where that is affordable, else None: triangular or small operators."""
     tokens = A.shape[-1]
-    if A.causal:  # triangular
+    if A.is_triangular:
         return _as_complex(A.diagonal())
     if tokens > DENSE_TOKENS and wanted <= krylov.MOST_VALUES:
         return None

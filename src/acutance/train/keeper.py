@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from acutance import sites
 from acutance.errors import AcutanceError
+from acutance.mitigations import eigen_of
 from acutance.models import BlockStack
 from acutance.monitor.probe import own_randomness
 from acutance.saving import save
@@ -103,7 +105,23 @@ class Keeper:
         with own_randomness():
             model: nn.Module = self._task.build_model()
         restore_model(model, weights)
-        if last:
-            for stack in (module for module in model.modules() if isinstance(module, BlockStack)):
-                check_spectrum(stack)
         save(model, path)
+        if last:
+            self._check_spectra(model)
+
+    def _check_spectra(self, model: nn.Module) -> None:
+        """Warn of steered layers whose spectrum has crossed the bound, at the μ_min attention has on the probe."""
+        steered = [
+            name for name, module in model.named_modules() if isinstance(module, BlockStack) and _steered(module)
+        ]
+        probe = self._probe() if steered else None
+        for part in steered:
+            check_spectrum(model, batch=probe, part=part)
+
+    def _probe(self) -> Any:
+        """None where the task has none: then μ_min is taken as 0."""
+        return None if type(self._task).probe is Task.probe else self._task.probe()
+
+
+def _steered(stack: BlockStack) -> bool:
+    return any(eigen_of(site.mitigation) is not None for site in sites.find(stack))
