@@ -1,0 +1,93 @@
+"""`acutance robustness`: what is left of a run's accuracy on corrupted and adversarial images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, cast
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from acutance.errors import AcutanceError
+
+console = Console()
+
+
+def robustness(
+    run: Annotated[Path, typer.Argument(help="The folder of a run that `acutance train` made, of a classifier.")],
+    data_dir: Annotated[Path | None, typer.Option(help="Where the data is now; by default as in training.")] = None,
+    corruptions: Annotated[str, typer.Option(help="Comma-separated names, all or none.")] = "all",
+    severities: Annotated[str, typer.Option(help="Comma-separated, from 1 to 5.")] = "1,2,3,4,5",
+    attacks: Annotated[
+        str, typer.Option(help="Comma-separated fgsm:ε and pgd:ε:steps:size with ε and size in levels of 255, or none.")
+    ] = "fgsm:1,pgd:1",
+    corrupted_dir: Annotated[
+        Path | None, typer.Option(help="The folder of CIFAR-10-C or CIFAR-100-C, to be read instead of drawing.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="test, or val to choose by.")] = "test",
+    weights: Annotated[str, typer.Option(help="last, or best on the held-out slice.")] = "last",
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many images.")] = None,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", help="The table; it goes on from there.", show_default="RUN/robustness.json"),
+    ] = None,
+    markdown_path: Annotated[Path | None, typer.Option("--markdown", help="Also write the table here.")] = None,
+) -> None:
+    """Measure 19 corruptions at 5 severities, FGSM and PGD. Stopped, the same command goes on.
+
+    Example: acutance robustness runs/digits-seed0 --corruptions fog,contrast --attacks fgsm:8,pgd:8:20
+    """
+    from acutance import processes
+    from acutance.data.images import ImageSplit, load_images
+    from acutance.files import atomic_write
+    from acutance.robustness import CORRUPTIONS, evaluate
+    from acutance.runs.evaluate import Weights, weights_path
+    from acutance.saving import load
+    from acutance.tasks.classification import ClassificationConfig
+    from acutance.train.run import Run
+
+    task = Run(run).config().task
+    if not isinstance(task, ClassificationConfig):
+        raise AcutanceError(f"{run} is a run of {task.kind}: only classifiers of images have corruptions and attacks")
+    if weights not in ("last", "best"):
+        raise AcutanceError(f"--weights are last or best, not {weights!r}")
+    images = load_images(task.dataset, data_dir or task.data_dir, cast(ImageSplit, split))  # it refuses anything else
+    images = images if limit is None else images.subset(torch.arange(min(limit, len(images))))
+    model = load(weights_path(run, cast(Weights, weights))).to(processes.device(device))
+    target = json_path or run / "robustness.json"
+    names = {"all": list(CORRUPTIONS), "none": []}.get(corruptions, corruptions.split(","))
+    try:
+        table = evaluate(
+            model,
+            images,
+            corruptions=names,
+            severities=_numbers(severities),
+            attacks=[] if attacks == "none" else attacks.split(","),
+            seed=seed,
+            path=target,
+            corrupted_dir=corrupted_dir,
+            progress=True,
+            context={"name": run.name, "split": split, "which": weights},
+        )
+    except KeyboardInterrupt:
+        _say("\nStopped. What was measured is kept; the same command goes on from there.")
+        raise typer.Exit(130) from None
+    console.print(table.table())
+    _say(f"wrote {target}")
+    if markdown_path is not None:
+        _say(f"wrote {atomic_write(markdown_path, table.markdown().encode())}")
+
+
+def _say(words: str) -> None:
+    console.print(escape(words), highlight=False, soft_wrap=True)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError as error:
+        raise AcutanceError(f"--severities takes numbers with commas between, such as 1,3,5, not {text!r}") from error

@@ -1,0 +1,95 @@
+"""What several corruptions are made of: filters, shifts and zooms of (n, channels, height, width), batch-wise."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Beyond the border: the last pixel again; the mirror image with that pixel, or without it.
+Border = Literal["edge", "symmetric", "mirror"]
+
+
+def extend(x: Tensor, pad: int, border: Border) -> Tensor:
+    """`pad` more pixels on each side; a border may be wider than the image, as torch's own padding may not."""
+    return x[..., _beyond(x.size(-2), pad, border, x.device), :][..., _beyond(x.size(-1), pad, border, x.device)]
+
+
+def _beyond(size: int, pad: int, border: Border, device: torch.device) -> Tensor:
+    places = torch.arange(-pad, size + pad, device=device)
+    if border == "edge" or size == 1:
+        return places.clamp(0, size - 1)
+    period = 2 * size if border == "symmetric" else 2 * size - 2
+    places = places.remainder(period)
+    return torch.minimum(places, period - (1 if border == "symmetric" else 0) - places)
+
+
+def convolve(x: Tensor, kernel: Tensor, border: Border) -> Tensor:
+    """Every channel with the same kernel of odd height and width, which is not turned round (a correlation)."""
+    pad = max(kernel.shape) // 2
+    rows, columns = (pad - side // 2 for side in kernel.shape)
+    wide = extend(x, pad, border)[..., rows : rows + x.size(-2) + kernel.size(0) - 1, :]
+    wide = wide[..., columns : columns + x.size(-1) + kernel.size(1) - 1]
+    filtered = F.conv2d(wide.flatten(0, 1)[:, None], kernel.to(x)[None, None])
+    return filtered.view_as(x)
+
+
+def gaussian(x: Tensor, sigma: tuple[float, float], border: Border = "edge", truncate: float = 4.0) -> Tensor:
+    """A Gaussian cut off at `truncate` deviations, along height and width."""
+    high, wide = (_bell(deviation, int(truncate * deviation + 0.5)) for deviation in sigma)
+    return convolve(convolve(x, high[:, None], border), wide[None, :], border)
+
+
+def _bell(sigma: float, radius: int) -> Tensor:
+    places = torch.arange(-radius, radius + 1, dtype=torch.float64)
+    weights = torch.exp(-(places**2) / (2 * sigma**2))
+    return weights / weights.sum()
+
+
+def disk(radius: int, soften: float) -> Tensor:
+    """A disk of sum one, its rim softened by a small Gaussian."""
+    reach, soft = (8, 1) if radius <= 8 else (radius, 2)
+    squares = torch.arange(-reach, reach + 1, dtype=torch.float64) ** 2
+    inside = (squares[:, None] + squares <= radius**2).double()
+    bell = _bell(soften, soft)
+    plane = (inside / inside.sum())[None, None]
+    return convolve(convolve(plane, bell[:, None], "mirror"), bell[None, :], "mirror")[0, 0]
+
+
+def shifted(x: Tensor, down: Tensor, right: Tensor) -> Tensor:
+    """Each image by its own whole number of pixels; the edge is repeated."""
+    height, width = x.shape[-2:]
+    rows = (torch.arange(height, device=x.device) - down[:, None]).clamp(0, height - 1)
+    columns = (torch.arange(width, device=x.device) - right[:, None]).clamp(0, width - 1)
+    places = (rows[:, :, None] * width + columns[:, None, :]).flatten(1)
+    return x.flatten(2).gather(2, places[:, None].expand(-1, x.size(1), -1)).view_as(x)
+
+
+def streak(x: Tensor, radius: int, sigma: float, degrees: Tensor) -> Tensor:
+    """Motion blur: half a Gaussian along a line, at an angle of its own for each image."""
+    weights = torch.exp(-(torch.arange(2 * radius + 1, dtype=torch.float64) ** 2) / (2 * sigma**2))
+    weights /= weights.sum()
+    angle, blurred = degrees.double().deg2rad(), torch.zeros_like(x)
+    for i, weight in enumerate(weights.tolist()):
+        down, right = (-torch.ceil(i * part - 0.5).long() for part in (angle.sin(), angle.cos()))
+        blurred += weight * shifted(x, down, right)
+    return blurred
+
+
+def zoomed(x: Tensor, factor: float) -> Tensor:
+    """The middle of the images, enlarged to at least their size, bilinearly from corner to corner."""
+    height, width = (ceil(side / factor) for side in x.shape[-2:])
+    top, left = (x.size(-2) - height) // 2, (x.size(-1) - width) // 2
+    middle = x[..., top : top + height, left : left + width]
+    size = (round(height * factor), round(width * factor))
+    return F.interpolate(middle, size, mode="bilinear", align_corners=True)
+
+
+def luminance(x: Tensor) -> Tensor:
+    """One channel that is as bright as the three; one channel stays as it is."""
+    if x.size(1) == 1:
+        return x
+    return torch.einsum("nchw,c->nhw", x, x.new_tensor([0.299, 0.587, 0.114]))[:, None]
