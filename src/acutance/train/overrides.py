@@ -13,33 +13,59 @@ from acutance.train.plain import field_types, from_plain, unknown_field
 T = TypeVar("T")
 
 
+Changes = dict[str, Any]  # by field, the text of a value or the changes within it
+
+
 def override(config: T, assignments: Iterable[str]) -> T:
-    """The configuration with these fields replaced, left to right.
+    """The configuration with these fields replaced; of a field that comes twice, the last counts.
+
+    All are replaced at once, so that fields which must fit one another, such as dim and heads, come in any order.
 
     Args:
         config: a dataclass of dataclasses.
         assignments: `name.of.field=value`, the value as in JSON; a text needs no quotes.
     """
+    changes: Changes = {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals:
             raise AcutanceError(f"--set takes name=value, such as optim.lr=1e-3, not {assignment!r}")
-        config = _replaced(config, name.strip().split("."), text.strip(), done="")
-    return config
+        path = [part.strip() for part in name.split(".")]
+        if not _put(changes, path, text.strip()):  # a part of what is replaced as a whole: that comes first
+            config, changes = _replaced(config, changes, done=""), {}
+            _put(changes, path, text.strip())
+    changed: T = _replaced(config, changes, done="")
+    return changed
 
 
-def _replaced(config: Any, path: list[str], text: str, done: str) -> Any:
-    name, *rest = path
+def _put(changes: Changes, path: list[str], text: str) -> bool:
+    """Note a change; False if a part and the whole of a field would both be changed."""
+    *parents, last = path
+    for parent in parents:
+        changes = changes.setdefault(parent, {})
+        if isinstance(changes, str):
+            return False
+    if isinstance(changes.get(last), dict):
+        return False
+    changes[last] = text
+    return True
+
+
+def _replaced(config: Any, changes: Changes, done: str) -> Any:
     types = field_types(type(config))
-    if name not in types:
-        raise unknown_field(done, name, list(types))
-    here = f"{done}.{name}" if done else name
-    current = getattr(config, name)
-    if not rest:
-        return replace(config, **{name: from_plain(_narrowed(types[name], current), _parsed(text, types[name]), here)})
-    if not is_dataclass(current):
-        raise AcutanceError(f"{here} has no fields of its own, so there is no {here}.{rest[0]}")
-    return replace(config, **{name: _replaced(current, rest, text, here)})
+    values = {}
+    for name, change in changes.items():
+        if name not in types:
+            raise unknown_field(done, name, list(types))
+        here = f"{done}.{name}" if done else name
+        current = getattr(config, name)
+        if isinstance(change, str):
+            values[name] = from_plain(_narrowed(types[name], current), _parsed(change, types[name]), here)
+        elif is_dataclass(current):
+            values[name] = _replaced(current, change, here)
+        else:
+            raise AcutanceError(f"{here} has no fields of its own, so there is no {here}.{next(iter(change))}")
+    return replace(config, **values)
 
 
 def _narrowed(kind: Any, current: Any) -> Any:

@@ -1,0 +1,24 @@
+"""All targets by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+from acutance.errors import AcutanceError
+from acutance.reproduce import neutreno, oversmoothing
+from acutance.reproduce.target import Target
+
+TARGETS: Mapping[str, Target] = {target.name: target for target in (*neutreno.TARGETS, *oversmoothing.TARGETS)}
+
+
+def find(name: str) -> Target:
+    """A target that can be run."""
+    if name not in TARGETS:
+        close = get_close_matches(name, TARGETS, n=1)
+        hint = f", did you mean {close[0]}?" if close else ""
+        raise AcutanceError(f"there is no target {name!r}{hint}; `acutance reproduce --list` names them")
+    target = TARGETS[name]
+    if not target.measure:
+        raise AcutanceError(f"{name} has nothing to run: {target.notes}")
+    return target

@@ -1,0 +1,162 @@
+"""Which runs a target needs, in an order in which they can be trained, and who trains which."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from acutance import recipes
+from acutance.errors import AcutanceError
+from acutance.files import atomic_write
+from acutance.reproduce.target import Training
+from acutance.reproduce.trainings import training
+from acutance.runs.evaluate import with_data_dir
+from acutance.train.config import Config
+from acutance.train.nonfinite import DivergedError
+from acutance.train.overrides import override
+from acutance.train.run import Run, changes
+from acutance.train.start import train
+
+# Where data and weights lie and how the work is done may change between two calls.
+MAY_CHANGE = (
+    "task.data_dir", "task.workers", "task.weights", "task.encoder_weights", "loop.strategy", "loop.log_every",
+)  # fmt: skip
+Share = tuple[int, int]  # the i-th, from 1, of n
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run: a training and a seed."""
+
+    name: str
+    seed: int
+    recipe: str
+    config: Config
+    run: Run
+    root: str  # the run that it and its kin start from, which one process must train in turn
+
+    @property
+    def label(self) -> str:
+        """What its folder is called."""
+        return self.run.folder.name
+
+    @property
+    def divergence(self) -> str | None:
+        """What stopped it for good, if something did."""
+        path = self.run.folder / "diverged.txt"
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+
+    @property
+    def state(self) -> str:
+        """finished, diverged, begun or new."""
+        if self.run.result() is not None:
+            return "finished"
+        if self.divergence is not None:
+            return "diverged"
+        return "begun" if self.run.exists() else "new"
+
+    def command(self) -> str:
+        """How to train it by itself, e.g. under torchrun; `reproduce` then finds it finished."""
+        plain = recipes.load(self.recipe).to_dict()
+        differing = changes(plain, self.config.to_dict())
+        fields = [word for name, (_, value) in differing.items() for word in ("--set", f"{name}={_text(value)}")]
+        return shlex.join(["acutance", "train", self.recipe, "--out", str(self.run.folder), *fields])
+
+    def check(self) -> None:
+        """Refuse to go on with a run that was begun with something else."""
+        if not self.run.exists():
+            return
+        found = changes(self.run.config().to_dict(), self.config.to_dict())
+        differing = {name: pair for name, pair in found.items() if name not in MAY_CHANGE}
+        if differing:
+            words = ", ".join(f"{name} {old!r} instead of {new!r}" for name, (old, new) in differing.items())
+            raise AcutanceError(
+                f"{self.run.folder} is a run with {words}: name another folder with --out, or the same --set as then"
+            )
+
+    def train(self, device: str, console: Console) -> None:
+        """Train what is left to train; a loss that is no number is a result too, and kept as such."""
+        self.check()
+        if self.state in ("finished", "diverged"):
+            return
+        if self.config.loop.compile:
+            torch.compiler.reset()  # or many runs in one process reach the limit on compiling the same code again
+        try:
+            train(
+                self.config,
+                self.run.folder,
+                recipe=self.recipe,
+                resume=self.run.exists(),
+                device=device,
+                console=console,
+            )
+        except DivergedError as error:
+            atomic_write(self.run.folder / "diverged.txt", str(error).encode())
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Makes runs of trainings: where they lie, on which data, and what is changed in all of them."""
+
+    folder: Path
+    data_dir: Path | None
+    changes: tuple[str, ...]
+    shrink: Callable[[Config], Config]  # the identity, but at tiny scale
+
+    def plan(self, names: Sequence[str], seeds: Sequence[int]) -> list[Planned]:
+        """All runs, each after the one it starts from."""
+        ordered: dict[tuple[str, int], Planned] = {}
+        for seed in seeds:
+            for name in names:
+                self._add(name, seed, ordered)
+        return list(ordered.values())
+
+    def one(self, name: str, seed: int) -> Planned:
+        """A single run, without what it starts from."""
+        chosen = training(name)
+        base = None if chosen.starts_from is None else self.one(chosen.starts_from[1], seed)
+        run = Run(self.folder / f"{name}-seed{seed}")
+        root = run.folder.name if base is None else base.root
+        return Planned(name, seed, chosen.recipe, self._config(chosen, seed, base), run, root)
+
+    def _add(self, name: str, seed: int, ordered: dict[tuple[str, int], Planned]) -> None:
+        start = training(name).starts_from
+        if start is not None:
+            self._add(start[1], seed, ordered)
+        ordered.setdefault((name, seed), self.one(name, seed))
+
+    def _config(self, chosen: Training, seed: int, base: Planned | None) -> Config:
+        config = override(recipes.load(chosen.recipe), [*chosen.changes, f"loop.seed={seed}", *self.changes])
+        if chosen.starts_from is not None and base is not None:
+            start = {chosen.starts_from[0]: str(base.run.model_path)}
+            config = replace(config, task=replace(config.task, **start))
+        return self.shrink(with_data_dir(config, self.data_dir))
+
+
+def share_of(text: str | None) -> Share | None:
+    """`2/4` as a pair."""
+    if text is None:
+        return None
+    first, slash, last = text.partition("/")
+    if not (slash and first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
+        raise AcutanceError(f"--only takes i/n with i from 1 to n, such as 2/4, not {text!r}")
+    return int(first), int(last)
+
+
+def mine(plan: Sequence[Planned], share: Share | None) -> list[Planned]:
+    """This share of a plan: whole families, so that nobody waits for another's run."""
+    if share is None:
+        return list(plan)
+    roots = list(dict.fromkeys(planned.root for planned in plan))
+    return [planned for planned in plan if roots.index(planned.root) % share[1] == share[0] - 1]
+
+
+def _text(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value).replace(" ", "") if isinstance(value, list) else str(value)

@@ -1,0 +1,7 @@
+"""What finished runs are worth: their scores, and how groups of them compare over seeds."""
+
+from acutance.runs.compare import Comparison, Group, compare
+from acutance.runs.evaluate import Evaluation, evaluate_run
+from acutance.runs.paired import Paired, paired
+
+__all__ = ["Comparison", "Evaluation", "Group", "Paired", "compare", "evaluate_run", "paired"]

@@ -1,0 +1,85 @@
+"""`acutance evaluate` and `acutance compare`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from acutance import processes
+from acutance.files import atomic_write
+
+console = Console()
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="The run's folder.")],
+    split: Annotated[str, typer.Option(help="test, or val or train of the training set.")] = "test",
+    data_dir: Annotated[Path | None, typer.Option(help="Where the data is now, if not where it was.")] = None,
+    weights: Annotated[str, typer.Option(help="last, which recipes report, or best on the held-out slice.")] = "last",
+    multi_scale: Annotated[
+        bool | None, typer.Option("--multi-scale/--single-scale", help="Of segmentation: several scales and flips too.")
+    ] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a field, e.g. --set task.test_stride=64.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
+) -> None:
+    """Score a finished run on the test set; the result is kept in its folder, for `acutance compare`.
+
+    Examples: acutance evaluate runs/cifar100-seed0 --data-dir /data
+
+    acutance evaluate runs/camvid-seed0 --single-scale
+
+    Several processes share the work: torchrun --nproc-per-node 2 -m acutance evaluate …
+    """
+    from acutance.runs.evaluate import Weights, evaluate_run, evaluation_path
+
+    scales = [] if multi_scale is None else [f"task.multi_scale={str(multi_scale).lower()}"]
+    with processes.joined() as (rank, _):
+        found = evaluate_run(
+            run,
+            split=split,
+            weights=cast(Weights, weights),  # evaluate_run refuses anything else
+            data_dir=data_dir,
+            settings=[*scales, *(assignments or [])],
+            device=device,
+        )
+    if rank > 0:
+        return
+    path = evaluation_path(run, split)
+    for name, value in found.scores.items():
+        console.print(f"{name} {value:.6g}", highlight=False)
+    if json_path is not None:
+        atomic_write(json_path, path.read_bytes())
+    console.print(f"wrote {escape(str(path))}", highlight=False, soft_wrap=True)
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; those of one group by seed.")],
+    split: Annotated[str, typer.Option(help="test (evaluated before), or val.")] = "test",
+    score: Annotated[str | None, typer.Option(help="Which score; by default the task's own.")] = None,
+    markdown_path: Annotated[Path | None, typer.Option("--markdown", help="Also write the table here.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write it here, with every score.")] = None,
+) -> None:
+    """Compare runs: those that differ in their seed only are one row, with mean ± standard deviation.
+
+    Each row is also compared with the first over the seeds that both have, by an exact paired test: the share of all
+    choices of signs of the differences whose mean is as far from 0.
+
+    Example: acutance compare runs/plain-seed* runs/neutreno-seed*
+    """
+    from acutance.runs.compare import compare as compared
+
+    found = compared(runs, split=split, score=score)
+    table = found.to_markdown()
+    console.print(escape(table), highlight=False, soft_wrap=True, end="")
+    if markdown_path is not None:
+        atomic_write(markdown_path, table.encode())
+    if json_path is not None:
+        atomic_write(json_path, json.dumps(found.to_dict(), indent=1, ensure_ascii=False).encode())

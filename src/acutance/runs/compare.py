@@ -1,0 +1,218 @@
+"""compare: runs that differ in their seed only are one group; groups are compared over the seeds they share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from acutance.errors import AcutanceError
+from acutance.runs.evaluate import Evaluation, read_evaluation
+from acutance.runs.paired import Paired, paired
+from acutance.tasks import task_class
+from acutance.train.run import Run, changes
+
+FORMAT = "acutance-comparison/1"
+# What says where, how fast or how often, but not what comes out.
+INCIDENTAL = {
+    "loop": ("seed", "strategy", "checkpoint_every", "keep_last", "log_every", "monitor_every"),
+    "task": ("data_dir", "workers", "compile_augment"),
+}
+STARTS = ("weights", "encoder_weights")  # each seed may start from a run of its own: what counts is whether it does
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one configuration, by seed."""
+
+    label: str
+    recipe: str | None
+    runs: Mapping[int, str]  # the folders
+    scores: Mapping[int, float]
+
+    @property
+    def mean(self) -> float:
+        """Over seeds."""
+        return float(np.mean(list(self.scores.values())))
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation over seeds; NaN for one."""
+        values = list(self.scores.values())
+        return float(np.std(values, ddof=1)) if len(values) > 1 else float("nan")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Groups side by side, each beside the first."""
+
+    score: str
+    split: str
+    higher_is_better: bool
+    groups: tuple[Group, ...]
+
+    def against_first(self, group: Group) -> Paired | None:
+        """The paired test over the seeds that both have; None for the first itself, or without any."""
+        first = self.groups[0]
+        seeds = sorted(first.scores.keys() & group.scores.keys())
+        if group is first or not seeds:
+            return None
+        return paired([first.scores[s] for s in seeds], [group.scores[s] for s in seeds])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {
+            "format": FORMAT,
+            "score": self.score,
+            "split": self.split,
+            "higher_is_better": self.higher_is_better,
+            "test": "paired sign-flip permutation over shared seeds, exact, two-sided, against the first group",
+            "groups": [self._group_dict(group) for group in self.groups],
+        }
+
+    def to_markdown(self) -> str:
+        """A table."""
+        better = "higher is better" if self.higher_is_better else "lower is better"
+        lines = [
+            f"| configuration | seeds | {self.score}, {self.split} ({better}) | beside the first | p |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+        for group in self.groups:
+            test = self.against_first(group)
+            cells = ("", "") if test is None else (_signed(test), _p(test))
+            score = with_spread(group.mean, group.spread)
+            lines.append(f"| {group.label} | {len(group.scores)} | {score} | {cells[0]} | {cells[1]} |")
+        return "\n".join(lines) + "\n"
+
+    def _group_dict(self, group: Group) -> dict[str, Any]:
+        test = self.against_first(group)
+        return {
+            "label": group.label,
+            "recipe": group.recipe,
+            "runs": {str(seed): folder for seed, folder in group.runs.items()},
+            "scores": {str(seed): score for seed, score in group.scores.items()},
+            "mean": group.mean,
+            "spread": finite(group.spread),
+            "against_first": None
+            if test is None
+            else {"mean": test.mean, "spread": finite(test.spread), "p": test.p, "pairs": test.pairs},
+        }
+
+
+def compare(folders: Sequence[Path | str], *, split: str = "test", score: str | None = None) -> Comparison:
+    """Group runs by configuration and compare the groups, in the order in which they are named.
+
+    Args:
+        folders: the runs; those evaluated on "test" by `evaluate_run`, of "val" the finished ones have scores.
+        split: where the scores are from.
+        score: which; by default the task's headline, such as top1.
+    """
+    if not folders:
+        raise AcutanceError("name the runs to compare")
+    found = [_Read.of(Path(folder), split) for folder in folders]
+    kinds = {read.kind for read in found}
+    if len(kinds) > 1:
+        raise AcutanceError(f"runs of different tasks cannot be compared: {', '.join(sorted(kinds))}")
+    if len({read.settings for read in found}) > 1:
+        raise AcutanceError("these runs were evaluated in different ways: evaluate them again with the same options")
+    task = task_class(found[0].kind)
+    name = score or task.headline
+    grouped: dict[str, list[_Read]] = {}
+    for read in found:
+        grouped.setdefault(repr(read.essence), []).append(read)
+    members = list(grouped.values())
+    labels = _labels([reads[0] for reads in members])
+    groups = tuple(_group(label, reads, name) for label, reads in zip(labels, members, strict=True))
+    higher = task.higher_is_better if name == task.headline else name != "loss"
+    return Comparison(name, split, higher, groups)
+
+
+@dataclass(frozen=True)
+class _Read:
+    folder: Path
+    recipe: str | None
+    kind: str
+    seed: int
+    essence: dict[str, Any]  # the configuration without what is incidental
+    scores: Mapping[str, float]
+    settings: tuple[str, ...]
+
+    @classmethod
+    def of(cls, folder: Path, split: str) -> _Read:
+        run = Run(folder)
+        plain = run.config().to_dict()
+        essence = {
+            part: {n: bool(v) if n in STARTS else v for n, v in content.items() if n not in INCIDENTAL.get(part, ())}
+            for part, content in plain.items()
+        }
+        evaluation = read_evaluation(folder, split)
+        scores, settings = _scores(folder, run, evaluation, split)
+        return cls(folder, run.recipe(), plain["task"]["kind"], plain["loop"]["seed"], essence, scores, settings)
+
+
+def _scores(
+    folder: Path, run: Run, evaluation: Evaluation | None, split: str
+) -> tuple[Mapping[str, float], tuple[str, ...]]:
+    if evaluation is not None:
+        return evaluation.scores, (evaluation.weights, *evaluation.settings)
+    if split != "val":
+        raise AcutanceError(f"{folder} has no scores on {split!r}: acutance evaluate {folder} --split {split}")
+    result = run.result()
+    if result is None:
+        raise AcutanceError(f"{folder} is not finished. {run.how_to_go_on()}")
+    return result["scores"], ()
+
+
+def _group(label: str, reads: Sequence[_Read], score: str) -> Group:
+    for read in reads:
+        if score not in read.scores:
+            raise AcutanceError(f"{read.folder} has no {score!r}; it has {', '.join(read.scores)}")
+    seeds = [read.seed for read in reads]
+    if doubled := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
+        same = ", ".join(str(read.folder) for read in reads if read.seed in doubled)
+        raise AcutanceError(f"seed {doubled[0]} comes twice with one configuration: {same}. Leave one of them out")
+    ordered = sorted(reads, key=lambda read: read.seed)
+    return Group(
+        label,
+        reads[0].recipe,
+        {read.seed: str(read.folder) for read in ordered},
+        {read.seed: float(read.scores[score]) for read in ordered},
+    )
+
+
+def _labels(reads: Sequence[_Read]) -> list[str]:
+    """What makes each group different from the others, and nothing else."""
+    differing: dict[str, None] = {}
+    for read in reads[1:]:
+        differing |= dict.fromkeys(changes(reads[0].essence, read.essence))
+    if not differing:
+        return [read.recipe or read.folder.name for read in reads]
+    return [", ".join(f"{name.split('.')[-1]} {_value(read.essence, name)}" for name in differing) for read in reads]
+
+
+def _value(essence: Any, name: str) -> str:
+    for part in name.split("."):
+        essence = essence.get(part) if isinstance(essence, Mapping) else None
+    return "none" if essence is None else str(essence)
+
+
+def finite(value: float) -> float | None:
+    """None in place of NaN, which JSON does not have."""
+    return value if np.isfinite(value) else None
+
+
+def with_spread(mean: float, spread: float, digits: int = 2) -> str:
+    """`72.17 ± 0.10`, or the mean alone where there is one seed."""
+    return f"{mean:.{digits}f}" + (f" ± {spread:.{digits}f}" if np.isfinite(spread) else "")
+
+
+def _signed(test: Paired) -> str:
+    return f"{test.mean:+.2f}" + (f" ± {test.spread:.2f}" if np.isfinite(test.spread) else "")
+
+
+def _p(test: Paired) -> str:
+    note = " (the least so few pairs can give)" if np.isclose(test.p, test.smallest_p) else ""
+    return f"{test.p:.3g}{note}"

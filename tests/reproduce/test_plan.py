@@ -1,0 +1,145 @@
+"""Plans: what is trained once, by whom, and what happens when something goes wrong."""
+
+import json
+import shlex
+
+import pytest
+from typer.testing import CliRunner
+
+from acutance import recipes
+from acutance.cli import app
+from acutance.errors import AcutanceError
+from acutance.reproduce import TARGETS, find
+from acutance.reproduce import plan as plan_room
+from acutance.reproduce import session as session_room
+from acutance.reproduce.plan import mine, share_of
+from acutance.reproduce.session import Session
+from acutance.train import Run, override
+from acutance.train.nonfinite import DivergedError
+
+
+def session(out, name="neutreno-table8", **options):
+    return Session(find(name), out, **{"scale": "tiny", **options})
+
+
+def test_a_run_stands_after_the_one_it_starts_from(tmp_path):
+    labels = [planned.label for planned in session(tmp_path, "neutreno-table6", seeds=2).plan]
+    assert labels == [
+        f"{name}-seed{seed}"
+        for seed in (0, 1)
+        for name in (
+            "deit-tiny-symmetric",
+            "ade20k-symmetric",
+            "deit-tiny-symmetric-neutreno",
+            "ade20k-symmetric-neutreno",
+        )
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shares_are_a_partition_that_keeps_families(tmp_path, count):
+    plan = session(tmp_path, "neutreno-table1", seeds=2).plan
+    shares = [mine(plan, (i, count)) for i in range(1, count + 1)]
+    assert sorted(p.label for share in shares for p in share) == sorted(p.label for p in plan)
+    for share in shares:
+        labels = {p.label for p in share}
+        for seed in (0, 1):
+            assert (f"deit-tiny-adaptation-seed{seed}" in labels) == (f"deit-tiny-seed{seed}" in labels)
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/-2"])
+def test_a_share_is_written_i_of_n(text):
+    with pytest.raises(AcutanceError, match="i/n"):
+        share_of(text)
+
+
+def test_shares_end_at_the_same_table_and_nothing_is_trained_twice(tmp_path, monkeypatch):
+    first = session(tmp_path).run((1, 2))
+    assert first.pending == ("cifar10-kernel-neutreno-seed0",)
+    assert "Not finished yet" in first.to_markdown()
+    assert first.sheets[0].lines[1].note == "seed 0 new"
+    second = session(tmp_path).run((2, 2))
+    assert not second.pending
+    monkeypatch.setattr(plan_room, "train", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr(session_room, "evaluate_run", lambda *_, **__: pytest.fail("evaluated again"))
+    again = session(tmp_path).run()
+    assert again.sheets == second.sheets
+
+
+def test_a_run_that_was_cut_goes_on(tmp_path, monkeypatch):
+    def die(*_, **__):
+        raise KeyboardInterrupt
+
+    planned = session(tmp_path).plan[0]
+    with monkeypatch.context() as patch:
+        patch.setattr("acutance.train.loop.Loop._step", die)
+        with pytest.raises(KeyboardInterrupt):
+            planned.train("cpu", session(tmp_path).console)
+    assert planned.state == "begun"
+    assert not session(tmp_path).run().pending
+    assert len(json.loads((planned.run.folder / "run.json").read_text())["sessions"]) == 2
+
+
+def test_a_folder_with_other_settings_is_refused(tmp_path):
+    session(tmp_path).run((1, 2))
+    with pytest.raises(AcutanceError, match=r"optim.lr 0.001 instead of 0.002: name another folder"):
+        session(tmp_path, changes=("optim.lr=0.002",)).run((1, 2))
+
+
+def test_divergence_is_a_result(tmp_path, monkeypatch):
+    def diverge(config, folder, **_):
+        Run(folder).begin(config, None, 1)
+        raise DivergedError("the loss became nan in step 3")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plan_room, "train", diverge)
+        result = session(tmp_path).run()
+    assert not result.pending
+    assert result.sheets[0].lines[0].note == "seed 0 diverged"
+    assert session(tmp_path).plan[0].divergence == "the loss became nan in step 3"
+
+
+def test_the_plan_is_a_script_that_trains_the_very_run(tmp_path):
+    """The printed command, run by itself, leaves a run that reproduce takes as its own."""
+    options = ["reproduce", "neutreno-table8", "--scale", "tiny", "--out", str(tmp_path), "--plan"]
+    printed = CliRunner().invoke(app, options).output.splitlines()
+    assert printed[0] == "# cifar10-kernel-seed0: new"
+    name, *arguments = shlex.split(printed[1])
+    assert name == "acutance"
+    done = CliRunner().invoke(app, [*arguments, "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    planned = session(tmp_path).plan[0]
+    assert planned.state == "finished"
+    planned.check()
+
+
+@pytest.mark.parametrize("scale", ["full", "tiny"])
+def test_every_command_of_every_plan_says_the_whole_configuration(tmp_path, scale):
+    for name, target in TARGETS.items():
+        if not target.measure:
+            continue
+        for planned in session(tmp_path, name, scale=scale, seeds=1, data_dir="/data").plan:
+            _, _, recipe, _, _, *rest = shlex.split(planned.command())
+            assert rest[::2] == ["--set"] * (len(rest) // 2)
+            assert override(recipes.load(recipe), rest[1::2]) == planned.config, planned.label
+
+
+def test_several_processes_are_told_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(AcutanceError, match="--only i/n"):
+        session(tmp_path)
+
+
+def test_full_scale_asks_for_data(tmp_path):
+    with pytest.raises(AcutanceError, match="cifar10 is read from a folder: name it with --data-dir"):
+        session(tmp_path, scale="full", device="cpu").run()
+    with pytest.raises(AcutanceError, match="scale is one of full, tiny"):
+        session(tmp_path, scale="huge")
+
+
+def test_the_command_prints_and_writes(tmp_path):
+    options = ["reproduce", "oversmoothing-fig4", "--scale", "tiny", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 0, done.output
+    assert "Post-LN, weights −1" in done.output
+    assert (tmp_path / "tiny" / "oversmoothing-fig4" / "result.md").is_file()

@@ -1,0 +1,108 @@
+"""Groups of runs, made of records alone: nothing is trained."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from acutance import recipes
+from acutance.cli import app
+from acutance.errors import AcutanceError
+from acutance.runs import Evaluation, compare
+from acutance.train import Run, override
+
+
+def record(folder, *changes, scores=None, settings=(), split="test", recipe="digits"):
+    run = Run(folder)
+    run.begin(override(recipes.load(recipe), changes), recipe, 1)
+    if scores is not None:
+        Evaluation(
+            split=split,
+            weights="last",
+            settings=settings,
+            scores=scores,
+            headline="top1",
+            higher_is_better=True,
+            model="",
+            precision="float32",
+            command=(),
+            evaluated="",
+            versions={},
+            hardware={},
+            git=None,
+        ).save(folder)
+    return folder
+
+
+@pytest.fixture
+def six(tmp_path):
+    plain, steered = (90.0, 91.0, 92.0), (91.0, 93.0, 92.5)
+    return [
+        record(tmp_path / f"{name}-{seed}", f"loop.seed={seed}", *more, scores={"top1": score, "loss": 1.0})
+        for name, scores, more in (("plain", plain, ()), ("steered", steered, ("task.model.mitigation=neutreno:0.6",)))
+        for seed, score in enumerate(scores)
+    ]
+
+
+def test_runs_are_grouped_by_all_but_the_seed(six):
+    found = compare(six)
+    assert [group.label for group in found.groups] == ["mitigation none", "mitigation neutreno:0.6"]
+    plain, steered = found.groups
+    assert plain.scores == {0: 90.0, 1: 91.0, 2: 92.0}
+    assert (plain.mean, plain.spread) == (91.0, 1.0)
+    test = found.against_first(steered)
+    assert (test.pairs, test.p) == (3, 0.25)
+    assert test.mean == pytest.approx(np.mean([1.0, 2.0, 0.5]))
+    assert found.against_first(plain) is None
+
+
+def test_only_shared_seeds_are_paired(six):
+    found = compare([six[0], *six[4:]])
+    assert found.against_first(found.groups[1]) is None
+    found = compare([six[1], *six[3:5]])
+    assert found.against_first(found.groups[1]).pairs == 1
+
+
+def test_where_the_data_lies_makes_no_other_group(tmp_path):
+    runs = [
+        record(tmp_path / "a", "task.data_dir=/here", "loop.log_every=7", scores={"top1": 1.0}),
+        record(tmp_path / "b", "loop.seed=1", scores={"top1": 2.0}),
+    ]
+    assert len(compare(runs).groups) == 1
+
+
+def test_a_start_from_other_weights_makes_another_group_but_not_which_seed_they_are_of(tmp_path):
+    runs = [
+        record(tmp_path / "scratch", scores={"top1": 1.0}),
+        record(tmp_path / "a", "task.weights=seed0.safetensors", scores={"top1": 1.0}),
+        record(tmp_path / "b", "loop.seed=1", "task.weights=seed1.safetensors", scores={"top1": 2.0}),
+    ]
+    assert [len(group.scores) for group in compare(runs).groups] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"scores": {"top1": 1.0}}, {}, "acutance evaluate .*second --split test"),
+        ({"scores": {"top1": 1.0}}, {"scores": {"top1": 1.0}}, "seed 0 comes twice"),
+        ({"scores": {"top1": 1.0}}, {"scores": {"top1": 1.0}, "settings": ("a=b",)}, "evaluated in different ways"),
+        ({"scores": {"top1": 1.0}}, {"scores": {"top1": 1.0}, "recipe": "ptb"}, "different tasks"),
+        ({"scores": {"other": 1.0}}, {"scores": {"top1": 1.0}}, "has no 'top1'; it has other"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(tmp_path, first, second, message):
+    runs = [record(tmp_path / "first", **first), record(tmp_path / "second", **second)]
+    with pytest.raises(AcutanceError, match=message):
+        compare(runs)
+
+
+def test_the_command_writes_markdown_and_json(six, tmp_path):
+    files = ["--markdown", tmp_path / "table.md", "--json", tmp_path / "table.json"]
+    done = CliRunner().invoke(app, ["compare", *map(str, [*six, *files])])
+    assert done.exit_code == 0, done.output
+    assert "| mitigation neutreno:0.6 | 3 | 92.17 ± 1.04 | +1.17 ± 0.76 | 0.25 (the least so few pairs" in done.output
+    assert (tmp_path / "table.md").read_text().startswith("| configuration |")
+    body = json.loads((tmp_path / "table.json").read_text())
+    assert body["groups"][1]["scores"] == {"0": 91.0, "1": 93.0, "2": 92.5}
+    assert body["groups"][1]["against_first"]["p"] == 0.25
