@@ -12,25 +12,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from acutance import processes
+from acutance.bench.cli import bench
 from acutance.errors import AcutanceError
 from acutance.laboratory.cli import app as laboratory
 from acutance.loading import Batches, LoadedModel, batches_for, load_model
-from acutance.options import (
-    ALL_DEFAULT_METRICS,
-    MODEL_HELP,
-    BatchOption,
-    DeviceOption,
-    DtypeOption,
-    ImagesOption,
-    LimitOption,
-    MetricsOption,
-    PartOption,
-    PrefixOption,
-    TapOption,
-    TextOption,
-    TokensOption,
-)
+from acutance.options import MODEL_HELP, DataOptions, MeasureOptions, spread
 from acutance.profile import Profile
+from acutance.reproduce.cli import reproduce
+from acutance.robustness.cli import robustness
+from acutance.runs.cli import compare, evaluate
+from acutance.train.cli import train
 from acutance.version import __version__
 
 app = typer.Typer(
@@ -41,6 +32,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(laboratory, name="lab")
+for command in (train, evaluate, compare, robustness, reproduce, bench):
+    app.command()(command)
 console = Console()
 
 
@@ -81,19 +74,10 @@ def demo(
 
 
 @app.command()
+@spread
 def measure(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    text: TextOption = None,
-    images: ImagesOption = None,
-    tokens: TokensOption = None,
-    batch: BatchOption = None,
-    limit: LimitOption = None,
-    metrics: MetricsOption = ALL_DEFAULT_METRICS,
-    tap: TapOption = "block",
-    prefix: PrefixOption = "in",
-    part: PartOption = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = None,
+    options: MeasureOptions,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the profile here.")] = None,
     html_path: Annotated[Path | None, typer.Option("--html", help="Also write an offline page here.")] = None,
 ) -> None:
@@ -107,9 +91,8 @@ def measure(
     """
     torch.manual_seed(0)  # the same command writes the same file
     with processes.joined() as (rank, _):
-        loaded = load_model(model, device=processes.device(device), dtype=dtype)
-        batches = batches_for(loaded, text=text, images=images, tokens=tokens, batch=batch, limit=limit)
-        profile = _profile(loaded, batches, metrics=metrics, tap=tap, prefix=prefix, part=part)
+        loaded = _loaded(model, options)
+        profile = _profile(loaded, _batches(loaded, options), options)
     if rank > 0:
         return
     console.print(profile.table())
@@ -120,23 +103,14 @@ def measure(
 
 
 @app.command()
+@spread
 def mitigate(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     spec: Annotated[str, typer.Argument(help="The mitigation, e.g. neutreno:0.6 or neutreno:0.4+featscale.")],
+    options: MeasureOptions,
     layers: Annotated[
         str | None, typer.Option(help="Comma-separated layer numbers, 1 the first; all by default.")
     ] = None,
-    text: TextOption = None,
-    images: ImagesOption = None,
-    tokens: TokensOption = None,
-    batch: BatchOption = None,
-    limit: LimitOption = None,
-    metrics: MetricsOption = ALL_DEFAULT_METRICS,
-    tap: TapOption = "block",
-    prefix: PrefixOption = "in",
-    part: PartOption = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = None,
     out: Annotated[Path | None, typer.Option(help="Save the mitigated model in this folder.")] = None,
 ) -> None:
     """Put a mitigation into a model, print its smoothness before and after, and save it, ready for fine-tuning.
@@ -145,33 +119,28 @@ def mitigate(
     """
     import acutance as ac
     from acutance.report.compare import side_by_side
-    from acutance.sites.huggingface import is_pretrained
+    from acutance.sites.huggingface_notes import is_pretrained
 
     torch.manual_seed(0)  # the same command writes the same file
     chosen = _layer_numbers(layers)
-    loaded = load_model(model, head=True, device=processes.device(device), dtype=dtype)
-    batches = batches_for(loaded, text=text, images=images, tokens=tokens, batch=batch, limit=limit)
-    before = _profile(loaded, batches, metrics=metrics, tap=tap, prefix=prefix, part=part)
-    ac.mitigate(loaded.model, spec, layers=chosen, part=part)
-    after = _profile(loaded, batches, metrics=metrics, tap=tap, prefix=prefix, part=part)
+    loaded = _loaded(model, options, head=True)
+    batches = _batches(loaded, options)
+    before = _profile(loaded, batches, options)
+    ac.mitigate(loaded.model, spec, layers=chosen, part=options.part)
+    after = _profile(loaded, batches, options)
     console.print(side_by_side(before, after))
     if out is not None:
         _wrote(ac.save(loaded.model, out if is_pretrained(loaded.model) else out / "model.safetensors"))
         if is_pretrained(loaded.model):
-            loaded.save_inputs(out, text=text is not None)
+            loaded.save_inputs(out, text=options.text is not None)
 
 
 @app.command()
+@spread
 def explain(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    options: DataOptions,
     data: Annotated[str | None, typer.Option(help="Read attention too, on: digits (the embedded test images).")] = None,
-    text: TextOption = None,
-    images: ImagesOption = None,
-    tokens: TokensOption = None,
-    batch: BatchOption = None,
-    limit: LimitOption = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = None,
     prefix: Annotated[str, typer.Option(help="Class and register tokens in or out of HFC/LFC.")] = "in",
     norm: Annotated[str, typer.Option(help="fold the pre-norm's weight into H, or ignore it.")] = "fold",
     whole: Annotated[
@@ -185,7 +154,9 @@ def explain(
     picture_path: Annotated[Path | None, typer.Option("--picture", help="Also draw it here.")] = None,
     kind: Annotated[
         str | None,
-        typer.Option(help="What to draw: histogram, plane or, with --data, dominance; by default the last it can."),
+        typer.Option(
+            help="What to draw: histogram, plane or, with data, dominance; by default the first, or the last."
+        ),
     ] = None,
 ) -> None:
     """Print, per layer, whether the spectra of H = W_projᵀW_Vᵀ and A smooth or sharpen, and why.
@@ -201,12 +172,15 @@ def explain(
 
     if data not in (None, "digits"):
         raise AcutanceError(f"--data takes digits, not {data!r}; other data come by --text or --images")
+    if data is not None and (options.text, options.images) != (None, None):
+        raise AcutanceError("--data, --text and --images each say what to read: give one of them")
+    with_data = (data, options.text, options.images) != (None, None, None)
+    if not with_data and (options.tokens, options.batch, options.limit) != (None, None, None):
+        raise AcutanceError("--tokens, --batch and --limit are about data: give --text, --images or --data digits too")
     if kind is not None and picture_path is None:
         raise AcutanceError(f"--kind says what --picture draws: give --picture FILE with --kind {kind}")
-    loaded = load_model(model, device=processes.device(device), dtype=dtype)
-    batches = None
-    if (data, text, images) != (None, None, None):
-        batches = batches_for(loaded, text=text, images=images, tokens=tokens, batch=batch, limit=limit)
+    loaded = _loaded(model, options)
+    batches = _batches(loaded, options) if with_data else None
     spectrum = ac.explain(
         loaded.model,
         batches,
@@ -229,18 +203,31 @@ def _wrote(path: Path) -> None:
     console.print(f"wrote {escape(str(path))}", soft_wrap=True)
 
 
-def _profile(
-    loaded: LoadedModel, batches: Batches, *, metrics: str, tap: str, prefix: str, part: str | None
-) -> Profile:
+def _loaded(model: str, options: DataOptions, *, head: bool = False) -> LoadedModel:
+    return load_model(model, head=head, device=processes.device(options.device), dtype=options.dtype)
+
+
+def _batches(loaded: LoadedModel, options: DataOptions) -> Batches:
+    return batches_for(
+        loaded,
+        text=options.text,
+        images=options.images,
+        tokens=options.tokens,
+        batch=options.batch,
+        limit=options.limit,
+    )
+
+
+def _profile(loaded: LoadedModel, batches: Batches, options: MeasureOptions) -> Profile:
     import acutance as ac
 
     profile = ac.measure(
         loaded.model,
         batches,
-        metrics=metrics if metrics == "all" else metrics.split(","),
-        tap=tap.split(","),
-        prefix=cast(Literal["in", "out"], prefix),  # measure refuses anything else
-        part=part,
+        metrics=options.metrics if options.metrics == "all" else options.metrics.split(","),
+        tap=options.tap.split(","),
+        prefix=cast(Literal["in", "out"], options.prefix),  # measure refuses anything else
+        part=options.part,
         across_processes=True,
     )
     return replace(profile, context={**profile.context, "name": loaded.name, "data": batches.description})
