@@ -60,9 +60,9 @@ def read_json(path: str | os.PathLike[str], form: str, build: Callable[[Any], T]
 
 
 def finite(value: Any) -> Any:
-    """The same for JSON, in which NaN has no place: null."""
+    """The same for JSON, in which NaN and infinity have no place: null."""
     if isinstance(value, Mapping):
         return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, list):
         return [finite(entry) for entry in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

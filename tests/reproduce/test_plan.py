@@ -143,3 +143,9 @@ def test_the_command_prints_and_writes(tmp_path):
     assert done.exit_code == 0, done.output
     assert "Post-LN, weights −1" in done.output
     assert (tmp_path / "tiny" / "oversmoothing-fig4" / "result.md").is_file()
+
+
+def test_runs_of_other_shares_are_of_the_same_settings_or_refused(tmp_path):
+    session(tmp_path, changes=("optim.lr=0.002",)).run((1, 2))
+    with pytest.raises(AcutanceError, match=r"optim.lr 0.002 instead of 0.001"):
+        session(tmp_path).run((2, 2))

@@ -17,6 +17,7 @@ from acutance.tasks.windows import (
     probabilities,
     scores,
     segmented,
+    view_sizes,
 )
 
 WINDOWS = WindowConfig(short_side=16, size=12, stride=9, at_once=2)
@@ -120,3 +121,9 @@ def test_scores_by_hand():
 def test_windows_that_leave_pixels_out_are_refused(options):
     with pytest.raises(AcutanceError, match="leave pixels out"):
         WindowConfig(**options)
+
+
+@pytest.mark.parametrize(("short", "size"), [(49, 64), (276, 352)])
+def test_a_square_that_grows_to_a_window_is_a_whole_window(short, size):
+    config = WindowConfig(short_side=short, size=size, stride=size)
+    assert view_sizes((short, short), 1.0, config)[1] == (size, size)

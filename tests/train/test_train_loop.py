@@ -293,3 +293,19 @@ def test_a_run_whose_spectrum_crosses_the_bound_is_warned_of_at_its_end(tmp_path
         assert "layers 1 (λ = -2.56, bound -" in said[0]
         assert ("μ_min as read on the batch" if probe == "probe" else "μ_min taken as 0") in said[0]
     assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_score_that_is_no_number_is_kept_as_none_and_never_the_best(tmp_path, monkeypatch):
+    evaluate = ClassificationTask.evaluate
+    found = iter([math.nan, math.inf, 12.5])
+
+    def odd(self, model, **options):
+        return {**evaluate(self, model, **options), "top1": next(found)}
+
+    monkeypatch.setattr(ClassificationTask, "evaluate", odd)
+    result, _ = fit(tiny("loop.epochs=2"), tmp_path / "run")
+    assert result["scores"]["top1"] is None  # the second of two evaluations
+    assert result["best"] is None
+    assert (tmp_path / "run/model.safetensors").is_file()
+    result, _ = fit(tiny("loop.epochs=3"), tmp_path / "run", resume=True)
+    assert result["best"] == {"step": 3 * STEPS_PER_EPOCH, "score": 12.5}

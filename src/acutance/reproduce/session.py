@@ -96,6 +96,8 @@ class Session:
             if planned.state in ("new", "begun"):
                 self.console.print(escape(f"[{number}/{len(own)}] {planned.label}"), highlight=False)
             planned.train(self._chosen_device, quiet)
+        for planned in self.plan:  # other shares' runs are read too, and must be of the same settings
+            planned.check()
         sheets = MEASURES[self.target.measure](self)
         pending = tuple(planned.label for planned in self.plan if planned.state not in ("finished", "diverged"))
         record = {

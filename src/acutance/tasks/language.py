@@ -20,6 +20,7 @@ from acutance.models.language import LanguageModel
 from acutance.tasks.base import Share, Task
 
 PROBE_SEQUENCES = 16
+LARGEST_LOSS = 700.0  # of which the exponential is still a number
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ class LanguageTask(Task[LanguageTaskConfig]):
         model.eval()
         text = texts[split].to(self.device)
         loss = sliding_loss(model, text, window=self.config.length, stride=stride, batch_size=self.config.windows)
-        return {"perplexity": math.exp(loss), "loss": loss, "stride": float(stride)}
+        perplexity = math.exp(loss) if loss < LARGEST_LOSS else math.inf
+        return {"perplexity": perplexity, "loss": loss, "stride": float(stride)}
 
 
 @torch.no_grad()

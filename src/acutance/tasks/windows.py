@@ -52,8 +52,8 @@ def view_sizes(size: tuple[int, int], scale: float, config: WindowConfig) -> tup
     if min(scaled) >= config.size:
         return scaled, scaled
     grown = config.size / min(scaled)
-    across = scaled[0] < scaled[1]
-    return scaled, ((config.size, int(scaled[1] * grown)) if across else (int(scaled[0] * grown), config.size))
+    long = max(config.size, int(max(scaled) * grown))  # of a square it may come out one short by rounding
+    return scaled, ((config.size, long) if scaled[0] < scaled[1] else (long, config.size))
 
 
 def forward_passes(size: tuple[int, int], views: Sequence[View], config: WindowConfig) -> int:

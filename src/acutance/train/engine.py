@@ -88,7 +88,7 @@ class Engine:
         if self.is_main:
             try:
                 value = function()
-            except (AcutanceError, OSError) as caught:
+            except Exception as caught:
                 error = caught
         value, error = self._fabric.broadcast((value, error))
         if error is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from acutance import sites
 from acutance.errors import AcutanceError
+from acutance.files import finite
 from acutance.mitigations import eigen_of
 from acutance.models import BlockStack
 from acutance.monitor.probe import own_randomness
@@ -48,7 +50,8 @@ class Keeper:
             )
         found: Checkpoint = read_folder(path)
         self._state.restore(found.tensors)
-        self.best, self.scores = found.notes["best"], found.notes["scores"]
+        self.best = found.notes["best"]
+        self.scores = {name: math.nan if score is None else score for name, score in found.notes["scores"].items()}
         return found.step
 
     def _newest(self) -> tuple[Path | None, list[str]]:
@@ -58,7 +61,7 @@ class Keeper:
     def save(self, step: int) -> None:
         """Write a checkpoint, unless the weights are no numbers any more: the last good one stays the last good one."""
         tensors = self._state.gather()
-        notes = {"step": step, "best": self.best, "scores": self.scores, "processes": self._engine.world}
+        notes = {"step": step, "best": self.best, "scores": finite(self.scores), "processes": self._engine.world}
 
         def write() -> list[str]:
             bad = nonfinite_names(tensors[MODEL])
@@ -84,14 +87,14 @@ class Keeper:
         """Keep the model if it is the best so far."""
         self.scores = scores
         score, sign = scores[self._task.headline], 1 if self._task.higher_is_better else -1
-        if self.best is None or sign * score > sign * self.best["score"]:
+        if math.isfinite(score) and (self.best is None or sign * score > sign * self.best["score"]):
             self.best = {"step": step, "score": score}
             self._export(self._run.best_path)
 
     def finish(self, step: int, scores: dict[str, float]) -> dict[str, Any]:
         """Write the last model and the result."""
         self._export(self._run.model_path, last=True)
-        result = {"step": step, "scores": scores, "headline": self._task.headline, "best": self.best}
+        result = {"step": step, "scores": finite(scores), "headline": self._task.headline, "best": self.best}
         self._engine.on_main(lambda: self._run.write_result(result))
         return result
 
