@@ -106,3 +106,9 @@ def test_the_command_writes_markdown_and_json(six, tmp_path):
     body = json.loads((tmp_path / "table.json").read_text())
     assert body["groups"][1]["scores"] == {"0": 91.0, "1": 93.0, "2": 92.5}
     assert body["groups"][1]["against_first"]["p"] == 0.25
+
+
+def test_the_held_out_slice_is_no_score_of_a_run_that_was_trained_on_it(tmp_path):
+    seen = record(tmp_path / "a", "task.train_on=all", scores={"top1": 99.0}, split="val")
+    with pytest.raises(AcutanceError, match="was trained on all of its training set"):
+        compare([seen], split="val")

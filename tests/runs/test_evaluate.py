@@ -95,3 +95,13 @@ def test_what_is_no_finished_run_is_said(tmp_path):
     Run(tmp_path).begin(recipes.load("digits"), "digits", 1)
     with pytest.raises(AcutanceError, match=r"not finished\. To go on: acutance train --out"):
         evaluate_run(tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"split": "val"}, {"weights": "best"}], ids=str)
+def test_a_run_is_not_scored_by_what_it_was_trained_on(run, tmp_path, options):
+    seen = tmp_path / "seen"
+    Run(seen).begin(override(recipes.load("digits"), [*SMALL, "task.train_on=all"]), "digits", 1)
+    for name in ("model.safetensors", "best.safetensors"):
+        shutil.copy(run / name, seen / name)
+    with pytest.raises(AcutanceError, match="was trained on all of its training set"):
+        evaluate_run(seen, device="cpu", **options)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from acutance.errors import AcutanceError
-from acutance.runs.evaluate import Evaluation, read_evaluation
+from acutance.runs.evaluate import Evaluation, read_evaluation, refuse_seen
 from acutance.runs.paired import Paired, paired
 from acutance.tasks import task_class
 from acutance.train.run import Run, changes
@@ -148,6 +148,7 @@ class _Read:
             part: {n: bool(v) if n in STARTS else v for n, v in content.items() if n not in INCIDENTAL.get(part, ())}
             for part, content in plain.items()
         }
+        refuse_seen(folder, run.config(), split)
         evaluation = read_evaluation(folder, split)
         scores, settings = _scores(folder, run, evaluation, split)
         return cls(folder, run.recipe(), plain["task"]["kind"], plain["loop"]["seed"], essence, scores, settings)

@@ -70,6 +70,16 @@ def weights_path(folder: Path, weights: Weights) -> Path:
     return path
 
 
+def refuse_seen(folder: Path, config: Config, split: str, weights: Weights = "last") -> None:
+    """Where a run was trained on all of the training set, its held-out slice is no test of it, nor a choice by it."""
+    if getattr(config.task, "train_on", None) == "all" and (split == "val" or weights == "best"):
+        what = "the split val" if split == "val" else "weights chosen on it"
+        raise AcutanceError(
+            f"{folder} was trained on all of its training set, the held-out slice included, so {what} would flatter "
+            "it: use --split test with the last weights, or train with --set task.train_on=train"
+        )
+
+
 def read_evaluation(folder: Path, split: str) -> Evaluation | None:
     """What was evaluated before, if it was."""
     path = evaluation_path(folder, split)
@@ -102,6 +112,7 @@ def evaluate_run(
     where = Path(folder)
     path = weights_path(where, weights)
     config = override(with_data_dir(Run(where).config(), data_dir), settings)
+    refuse_seen(where, Run(where).config(), split, weights)
     with processes.joined() as (rank, _):
         task = task_of(config, processes.device(device))
         model = load(path).to(task.device)
