@@ -96,7 +96,8 @@ TARGETS = (
         CIFAR,
         f"{RUNS.format(3)}, then minutes",
         "Mean over 19 corruptions (15 and 4 extra), read from CIFAR-100-C/ in the data folder if it is there, else "
-        "drawn from the test images here.",
+        "drawn from the test images here, with the severities of ImageNet-C, which are harsher: then the figures do "
+        "not stand beside the published ones. Each run's own file says which it was.",
     ),
     Target(
         "oversmoothing-fig1",
