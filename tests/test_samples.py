@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from acutance import metrics
-from acutance.errors import ShapeError
+from acutance.errors import AcutanceError, ShapeError
 from acutance.operator import AttentionOperator, AttentionRecord
 from acutance.samples import Documents, Samples
 
@@ -51,6 +51,35 @@ def test_positions_that_never_start_anew_leave_the_rows_alone():
     assert Samples.of({"position_ids": positions(), "attention_mask": torch.ones(2, 7)}).documents is None
 
 
+def test_one_row_of_positions_is_every_rows():
+    ids, one = torch.zeros(3, 7, dtype=torch.long), positions()[1:]
+    told, broadcast = (
+        Samples.of({"input_ids": ids, "position_ids": given}).documents for given in (one.expand(3, -1), one)
+    )
+    assert broadcast.rows.tolist() == told.rows.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert torch.equal(broadcast.positions, told.positions)
+    assert torch.equal(broadcast.inside, told.inside)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_documents_that_see_each_other_are_refused(causal):
+    samples, apart = Samples.of({"position_ids": positions()}), same_document()
+    open_once = apart.clone()
+    open_once[1, 0, 6, 0] = True  # the last document of the second row sees the first one
+    future = apart.clone()
+    future[1, 0, 0, 6] = True
+    for mask, mixes in ((None, True), (open_once, True), (future, not causal), (apart, False)):
+        additive = [] if mask is None else [torch.zeros(2, 1, 7, 7).masked_fill(~mask, low) for low in (-1e4, -3e38)]
+        for form in (mask, *additive):
+            A = record(causal=causal, mask=form).operator
+            if mixes:
+                with pytest.raises(AcutanceError, match=r"does not keep such documents apart.*rows of their own"):
+                    samples.refuse_mixing(A)
+            else:
+                samples.refuse_mixing(A)
+    Samples().refuse_mixing(record(causal=causal).operator)
+
+
 @pytest.mark.parametrize("kind", ["bool mask", "float mask", "causal"])
 def test_every_document_has_the_readings_it_has_alone(kind):
     mask = same_document() if kind != "causal" else None
@@ -82,6 +111,7 @@ def test_every_document_has_the_readings_it_has_alone(kind):
     [
         ({"attention_mask": torch.tensor([[1, 1, 0]])}, [[True, True, False]]),
         ({"src_key_padding_mask": torch.tensor([[False, False, True]])}, [[True, True, False]]),
+        ({"patch_valid": torch.tensor([[True, True, False]])}, [[True, True, False]]),
         ({"attention_mask": torch.ones(1, 3)}, None),
         ({"attention_mask": torch.ones(1, 1, 3, 3)}, None),
         (torch.zeros(1, 3), None),
@@ -90,6 +120,22 @@ def test_every_document_has_the_readings_it_has_alone(kind):
 def test_padding_does_not_count(batch, expected):
     mask = Samples.of(batch).mask
     assert (None if mask is None else mask.tolist()) == expected
+
+
+@pytest.mark.parametrize("name", ["pixel_attention_mask", "patch_valid"])
+def test_padding_of_images_does_not_count(name):
+    padding = torch.tensor([[1, 1, 0]])
+    beside = {"attention_mask": torch.tensor([[1, 0]]), "special_tokens_mask": torch.tensor([[1, 0]])}  # a text's
+    assert Samples.of(beside | {name: padding}, images=True, special=False).mask.tolist() == [[True, True, False]]
+    assert Samples.of(beside | {name: torch.ones(1, 3)}, images=True, special=False).mask is None
+    assert Samples.of(beside | {name: torch.ones(1, 3, 3)}, images=True).mask is None
+
+
+def test_padding_of_pixels_is_refused():
+    pixels = torch.ones(2, 8, 8)
+    pixels[1, 4:] = 0
+    with pytest.raises(ShapeError, match=r"pixel_mask is \(2, 8, 8\).*images without padding"):
+        Samples.of({"pixel_mask": pixels}, images=True)
 
 
 def test_a_decoder_has_a_mask_of_its_own():
@@ -110,5 +156,5 @@ def test_special_tokens_and_prefix_are_left_out_on_request():
 
 
 def test_a_mask_of_another_shape_is_an_error():
-    with pytest.raises(ShapeError, match=r"\(1, 3\).*\(1, 4, 5\)"):
+    with pytest.raises(ShapeError, match=r"\(1, 3\).*\(1, 4, 5\).*without padding"):
         Samples.of({"attention_mask": torch.tensor([[1, 1, 0]])}).tokens(torch.zeros(1, 4, 5))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from acutance.operator import AttentionRecord
 from acutance.profile import MAP, Profile, Reading
 from acutance.reader import SUCCESSIVE, Key, Reader, Running
 from acutance.samples import SPECIAL, Samples
+from acutance.sites.patched import WINDOWS_MOVE, PatchedSite
 from acutance.version import __version__
 
 TAPS = ("block", "attention", "values", "final")
@@ -59,7 +60,8 @@ def measure(
         model: any model `acutance.sites.find` knows; of others, token metrics at the `block` tap.
         batches: tensors, (tensor, …) tuples of which the first entry is fed, or mappings of keyword arguments.
             Padding that a mapping's attention mask tells of does not count, and documents packed one after
-            another, told by `position_ids` that start anew, are samples of their own.
+            another, told by `position_ids` that start anew, are samples of their own; they are refused where the
+            model lets them see each other.
         metrics: names from `available_metrics()`, or "all".
         tap: where token metrics are read, one or several of
             `block` (the residual stream after each block; layer 0 is what enters the first),
@@ -80,18 +82,15 @@ def measure(
     target = sites.part_of(bare, part)
     reader = Reader(names, taps)
     skip = sites.special_tokens(bare, part) if prefix == "out" else (0, 0)
-    decoder, images = part is not None and "decoder" in part, sites.reads_images(bare, part)
+    decoder, images = sites.in_decoder(bare, part), sites.reads_images(bare, part)
     statistics: dict[Key, Running] = {}
     rank, size = processes.place() if across_processes else (0, 1)
     with evaluating(bare), sites.reading(target), ExitStack() as stack:
         _attach(target, reader, taps, stack)
         for batch in track(processes.share(batches, rank, size), progress and rank == 0, stack, "measuring"):
-            reader.samples = (
-                Samples(skip=skip)
-                if images  # of images and texts, masks are the texts'
-                else Samples.of(batch, skip=skip, special=prefix == "in", decoder=decoder)
-            )
-            feed(bare, batch)
+            reader.samples = Samples.of(batch, skip=skip, special=prefix == "in", decoder=decoder, images=images)
+            with _documents_watched(target, reader):
+                feed(bare, batch)
             for key, values in reader.flush().items():
                 statistics.setdefault(key, Running()).add(values)
     if across_processes:
@@ -140,24 +139,38 @@ def _over_processes(own: Mapping[Key, Running]) -> dict[Key, Running]:
 
 
 def _attach(model: nn.Module, reader: Reader, taps: Sequence[str], stack: ExitStack) -> None:
-    if "block" in taps:
-        for layer, block, as_tokens in sites.blocks(model):
-            if layer == 1:
-                entering = block.register_forward_pre_hook(_entry_hook(reader, as_tokens), with_kwargs=True)
-                stack.callback(entering.remove)
+    for layer, block, as_tokens in sites.blocks(model):
+        if layer == 1:
+            entering = block.register_forward_pre_hook(_entry_hook(reader, as_tokens), with_kwargs=True)
+            stack.callback(entering.remove)
+        if "block" in taps:
             stack.callback(block.register_forward_hook(_block_hook(reader, layer, as_tokens)).remove)
     if reader.wants_records:
         for site in sites.find(model):
-            stack.callback(site.observe(_record_hook(reader, site.layer)).remove)
+            stack.callback(site.observe(_record_hook(reader, site)).remove)
     if "final" in taps:
         norm, last = sites.final_norm(model), sites.find(model)[-1]
         stack.callback(norm.register_forward_hook(_final_hook(reader, last)).remove)
 
 
+@contextmanager
+def _documents_watched(model: nn.Module, reader: Reader) -> Iterator[None]:
+    """Where nothing else reads attention, the first layer's tells whether the model keeps packed documents apart."""
+    with ExitStack() as stack:
+        if reader.samples.documents is not None and not reader.wants_records:
+            with suppress(AcutanceError):  # attention that cannot be read cannot be asked
+                watcher = sites.find(model)[0].observe(lambda record: reader.samples.refuse_mixing(record.operator))
+                stack.callback(watcher.remove)
+        yield
+
+
 def _entry_hook(reader: Reader, as_tokens: Callable[[Tensor], Tensor]) -> Callable[..., None]:
     def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        if "block" not in reader.depths:  # layers that share a module enter it again
-            reader.tokens("block", 0, as_tokens(sites.tokens_in(args, kwargs)))
+        if reader.size == 0:  # layers that share a module enter it again
+            tokens = as_tokens(sites.tokens_in(args, kwargs))
+            reader.begin(tokens)
+            if "block" in reader.taps:
+                reader.tokens("block", 0, tokens)
 
     return hook
 
@@ -173,8 +186,9 @@ def _final_hook(reader: Reader, last: sites.AttentionSite) -> Callable[..., None
     return lambda _module, _args, output: reader.tokens("final", last.layer, last.tokens(output))
 
 
-def _record_hook(reader: Reader, layer: int) -> Callable[[AttentionRecord], None]:
-    return lambda record: reader.record(reader.depth(MAP, layer), record)
+def _record_hook(reader: Reader, site: sites.AttentionSite) -> Callable[[AttentionRecord], None]:
+    move = isinstance(site, PatchedSite) and site.refuse_first_values() == WINDOWS_MOVE
+    return lambda record: reader.record(reader.depth(MAP, site.layer), record, windows_move=move)
 
 
 def track(batches: Iterable[Any], show: bool, stack: ExitStack, description: str) -> Iterable[Any]:

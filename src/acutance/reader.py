@@ -31,8 +31,8 @@ class Reader:
         self.taps = taps
         self.samples = Samples()
         self.values: dict[Key, Tensor] = {}
-        self.size = 0  # samples in the batch, as its first reading has them
-        self.count = 0  # tokens in a sample, likewise
+        self.size = 0  # samples in the batch, as they enter the first block
+        self.count = 0  # tokens in a sample, as its first reading has them
         self.ran: dict[str, list[int]] = {}  # by tap, the blocks that ran, and
         self.depths: dict[str, int] = {}  # how deep the last one was
         self.previous: AttentionOperator | None = None
@@ -54,6 +54,10 @@ class Reader:
         self.depths[tap] = max(layer, self.depths.get(tap, 0) + 1)
         return self.depths[tap]
 
+    def begin(self, tokens: Tensor) -> None:
+        """The tokens (batch, …) enter the first block: attention alone would not tell samples from their windows."""
+        self.size = self.size or self.samples.count(len(tokens))
+
     def tokens(self, tap: str, layer: int, tokens: Tensor) -> None:
         """Read the token metrics at one tap."""
         if tokens.ndim != 3:
@@ -61,9 +65,10 @@ class Reader:
         self._refuse_added(layer, tokens)
         self._measure_tokens(tap, layer, *self.samples.tokens(tokens))
 
-    def record(self, layer: int, record: AttentionRecord) -> None:
+    def record(self, layer: int, record: AttentionRecord, *, windows_move: bool = False) -> None:
         """Read what one layer's attention did."""
         self._refuse_added(layer, record.branch)
+        self.samples.refuse_mixing(record.operator)
         _, mask = self.samples.tokens(record.branch)
         record = self.samples.record(record)
         if "attention" in self.taps:
@@ -78,15 +83,19 @@ class Reader:
         for name in self.attention_metrics:
             self._keep((MAP, layer, name), metric_room.ATTENTION_METRICS[name](record, mask))
         if self.successive:
-            before, self.previous = self.previous, record.operator
-            if before is not None and before.shape == record.operator.shape:  # a new stage has other tokens
-                cosine = metric_room.attention_cosine(before, record.operator, mask)
+            # Windows that move hold other tokens than in the layer before.
+            before, self.previous = self.previous, None if windows_move else record.operator
+            if before is not None and self.previous is not None and before.shape == self.previous.shape:  # one stage's
+                cosine = metric_room.attention_cosine(before, self.previous, mask)
                 self._keep((MAP, layer, SUCCESSIVE), cosine)
 
     def flush(self) -> dict[Key, NDArray[np.float64]]:
         """Hand over the batch's values in one transfer from the device."""
         if not self.values:
-            raise AcutanceError(f"nothing was read: {SUCCESSIVE} compares successive layers and needs two of them")
+            raise AcutanceError(
+                f"nothing was read: {SUCCESSIVE} compares successive layers and needs two of them, of the same tokens: "
+                "windows that move from layer to layer have none"
+            )
         keys = list(self.values)
         stacked = torch.stack([v.double() for v in self.values.values()]).cpu().numpy()
         self.values, self.previous, self.size, self.count, self.ran, self.depths = {}, None, 0, 0, {}, {}

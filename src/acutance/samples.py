@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.errors import ShapeError
+from acutance.errors import AcutanceError, ShapeError
 from acutance.operator import AttentionOperator, AttentionRecord
 
 SPECIAL = "special_tokens_mask"  # what tokenisers call class and separator tokens; no model takes it
@@ -17,8 +17,11 @@ PADDING = {  # the usual arguments, and whether they mark what counts or what do
     "attention_mask": True,
     "src_key_padding_mask": False,
     "key_padding_mask": False,
+    "patch_valid": True,  # of timm's NaFlex models, which take images of any size
 }
 DECODER_PADDING = {"decoder_attention_mask": True, "tgt_key_padding_mask": False}
+IMAGE_PADDING = ("pixel_attention_mask", "pixel_mask", "patch_valid")  # True where there is an image
+HIDDEN = -1e4  # a bias as low as that hides a key: libraries write −10000, the lowest number of a dtype, or −∞
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,14 @@ class Documents:
         """The same on another device."""
         return Documents(self.rows.to(device), self.positions.to(device), self.inside.to(device))
 
+    def labels(self, batch: int, tokens: int) -> Tensor:
+        """The number of the document each token of the batch is in, (batch, tokens)."""
+        labels = torch.zeros(batch, tokens, dtype=torch.long, device=self.rows.device)
+        numbers = torch.arange(len(self.rows), device=self.rows.device)[:, None].expand_as(self.inside)
+        rows = self.rows[:, None].expand_as(self.inside)
+        labels[rows[self.inside], self.positions[self.inside]] = numbers[self.inside]
+        return labels
+
     def split(self, x: Tensor) -> Tensor:
         """Rows (batch, tokens, …) to documents (documents, longest, …); what is not inside repeats other tokens."""
         return x[self.rows[:, None], self.positions]
@@ -63,7 +74,15 @@ class Samples:
     documents: Documents | None = None  # None where every row is a sample
 
     @classmethod
-    def of(cls, batch: Any, *, skip: tuple[int, int] = (0, 0), special: bool = True, decoder: bool = False) -> Samples:
+    def of(
+        cls,
+        batch: Any,
+        *,
+        skip: tuple[int, int] = (0, 0),
+        special: bool = True,
+        decoder: bool = False,
+        images: bool = False,
+    ) -> Samples:
         """Read the arguments a model is about to get.
 
         Args:
@@ -71,9 +90,12 @@ class Samples:
             skip: how many tokens at the front and at the back do not count.
             special: whether tokens marked as special by the tokeniser count.
             decoder: whether the tokens are those of a decoder that has arguments of its own.
+            images: whether the tokens are an image's; other masks and positions are then those of a text beside it.
         """
         if not isinstance(batch, Mapping):
             return cls(skip=skip)
+        if images:
+            return cls(_image_padding(batch), skip)
         decoder = decoder and any(str(name).startswith(("decoder_", "tgt")) for name in batch)  # OPT's has none
         padding = mask = _padding(batch, DECODER_PADDING if decoder else PADDING)
         if not special and not decoder and isinstance(batch.get(SPECIAL), Tensor):
@@ -83,17 +105,26 @@ class Samples:
         positions = batch.get("position_ids")
         # Models take restarting positions for packed documents only where no mask tells of padding.
         if isinstance(positions, Tensor) and positions.ndim == 2 and padding is None and not decoder:
+            if len(positions) == 1:  # models broadcast one row of positions over the batch
+                positions = positions.expand(_rows(batch), -1)
             documents = Documents.of(positions.cpu())
             if len(documents.rows) > len(positions):
                 return cls(mask, skip, documents)
         return cls(mask, skip)
+
+    def count(self, rows: int) -> int:
+        """How many samples so many rows of a batch are."""
+        return rows if self.documents is None else len(self.documents.rows)
 
     def tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens (samples, tokens, channels), and which of them count."""
         mask = self.mask
         if mask is not None:
             if mask.shape != tokens.shape[:2]:
-                raise ShapeError(f"the batch's mask is {tuple(mask.shape)}, but the tokens are {tuple(tokens.shape)}")
+                raise ShapeError(
+                    f"the batch's mask is {tuple(mask.shape)}, but the tokens are {tuple(tokens.shape)}, so which of "
+                    "them are padding is not known: measure samples of one size together, without padding"
+                )
             mask = mask.to(tokens.device)
         if any(self.skip):
             front, back = self.skip
@@ -105,6 +136,14 @@ class Samples:
         documents = self.documents.to(tokens.device)
         mask = documents.inside if mask is None else documents.inside & documents.split(mask)
         return documents.split(tokens), mask
+
+    def refuse_mixing(self, A: AttentionOperator) -> None:
+        """Restarting positions do not keep documents apart in every model: the attention's own mask must."""
+        if self.documents is not None and _sees_across(A, self.documents.to(A.device)):
+            raise AcutanceError(
+                "position_ids start anew, as for documents packed into one row, but this model does not keep such "
+                "documents apart: their tokens see each other. Measure the documents as rows of their own"
+            )
 
     def record(self, record: AttentionRecord) -> AttentionRecord:
         """The record with every document a sample of its own."""
@@ -141,3 +180,32 @@ def _padding(batch: Mapping[str, Any], names: Mapping[str, bool]) -> Tensor | No
         if isinstance(mask, Tensor) and mask.ndim == 2:
             return mask.bool() if marks_content else ~mask.bool()
     return None
+
+
+def _image_padding(batch: Mapping[str, Any]) -> Tensor | None:
+    for name in IMAGE_PADDING:
+        mask = batch.get(name)
+        if isinstance(mask, Tensor) and not bool(mask.all()):
+            if mask.ndim != 2:
+                raise ShapeError(
+                    f"{name} is {tuple(mask.shape)} and tells of padding, but which tokens are padding is known only "
+                    "from (batch, tokens): measure images without padding, those of one size together"
+                )
+            return mask.bool()
+    return None
+
+
+def _rows(batch: Mapping[str, Any]) -> int:
+    inputs = (batch.get(name) for name in ("input_ids", "inputs_embeds"))
+    return next((len(x) for x in inputs if isinstance(x, Tensor)), 1)
+
+
+def _sees_across(A: AttentionOperator, documents: Documents) -> bool:
+    if A.mask4 is None:
+        return True  # causal or not, some later document sees an earlier one
+    labels = documents.labels(A.shape[0], A.shape[2])
+    across = labels[:, None, :, None] != labels[:, None, None, :]
+    if A.causal:
+        across = across.tril()
+    visible = A.mask4 if A.mask4.dtype == torch.bool else A.mask4 > HIDDEN
+    return bool((visible & across).any())

@@ -327,6 +327,40 @@ def test_windows_and_pyramids(name):
     assert torch.equal(output(model, inputs), before)
 
 
+@torch.no_grad()
+def test_first_values_stay_within_a_stage():
+    model, inputs = build("segformer", hidden_sizes=[32, 32]), batch("segformer")
+    before, left = output(model, inputs), traces(model)
+    with pytest.raises(AcutanceError, match=r"between its stages.*part="):  # though the widths would fit
+        ac.mitigate(model, "neutreno:0.6", layers=[2, 3])
+    with pytest.raises(AcutanceError, match="before making keys and values"):
+        ac.mitigate(model, "neutreno:0.6", part="stages.0")
+    assert traces(model) == left
+    with ac.mitigate(model, "neutreno:0.6", part="stages.1"):
+        assert not torch.equal(output(model, inputs), before)
+
+
+@pytest.mark.parametrize(("name", "part"), [("segformer", "stages.1"), ("swin", "encoder.layers.0")])
+@torch.no_grad()
+def test_a_part_that_is_mitigated_by_itself(name, part):
+    model, inputs = build(name), batch(name)
+    before = output(model, inputs)
+    handle = ac.mitigate(model, "attnscale", part=part)
+    for parameter in model.get_submodule(part).parameters():
+        parameter.add_(0.1)
+    mitigated, left = output(model, inputs), traces(model)
+    for options in ({}, {"metrics": ["attention_entropy"]}):
+        with pytest.raises(AcutanceError, match=rf"part '{part}' by itself.*part='{part}'.*layers="):
+            ac.measure(model, [inputs], tap="attention", progress=False, **options)
+        assert traces(model) == left
+        assert torch.equal(output(model, inputs), mitigated)
+    profile = ac.measure(model, [inputs], part=part, metrics=["attention_entropy"], progress=False)
+    assert len(profile.readings) == 2
+    handle.remove()
+    ac.measure(model, [inputs], metrics=["attention_entropy"], progress=False)
+    assert not torch.equal(output(model, inputs), before)  # the parameters were changed for good
+
+
 def test_means_over_tokens_are_refused_where_some_are_hidden():
     with pytest.raises(AcutanceError, match="one window at a time"):
         ac.mitigate(build("swin"), "featscale")

@@ -4,12 +4,13 @@ import hf_zoo
 import pytest
 import torch
 from hf_zoo import ZOO
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import acutance as ac
 from acutance import metrics, sites
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, NoSitesError, SeveralStacksError
 
 pytest.importorskip("transformers")
 TAPS = ["block", "attention", "values"]
@@ -61,6 +62,43 @@ def test_packed_documents_are_samples_of_their_own(name):
         assert value == pytest.approx(sum(one[key] for one in apart) / 3, rel=1e-9), key
 
 
+def test_one_row_of_positions_packs_every_row():
+    model, ids = hf_zoo.build("llama"), hf_zoo.batch("llama", padded=False)["input_ids"]
+    one = torch.tensor([[*range(7), *range(5)]])
+    each = measured(model, {"input_ids": ids, "position_ids": one.expand(2, -1)})
+    broadcast = measured(model, {"input_ids": ids, "position_ids": one})
+    assert {r.count for r in broadcast.readings} == {4}
+    assert table(broadcast) == table(each)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "opt"])
+@pytest.mark.parametrize("metric", ["token_cosine", "attention_entropy"])
+def test_documents_that_see_each_other_are_refused(name, metric):
+    model, ids = hf_zoo.build(name), hf_zoo.batch(name, padded=False)["input_ids"][:1]
+    batch = {"input_ids": ids, "position_ids": torch.tensor([[*range(7), *range(5)]])}
+    with pytest.raises(AcutanceError, match="this model does not keep such documents apart"):
+        ac.measure(model, [batch], metrics=metric, progress=False)
+    assert all(not module._forward_hooks for module in model.modules())
+
+
+def test_padded_images_are_read_without_their_padding():
+    from transformers import Siglip2VisionConfig, Siglip2VisionModel
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = Siglip2VisionModel(Siglip2VisionConfig(**sizes, num_patches=16, patch_size=2)).double().eval()
+    pixels, valid = torch.randn(2, 16, 12, dtype=torch.float64), torch.ones(2, 16, dtype=torch.long)
+    valid[1, 8:] = 0
+    batch = {"pixel_values": pixels, "pixel_attention_mask": valid, "spatial_shapes": torch.tensor([[4, 4], [2, 4]])}
+    hidden = model(**batch, output_hidden_states=True).hidden_states
+    junk = batch | {"pixel_values": pixels.masked_fill(valid[..., None] == 0, 5.0)}
+    profile, other = (measured(model, given) for given in (batch, junk))
+    expected = [(metrics.token_cosine(h[:1]) + metrics.token_cosine(h[1:, :8])).item() / 2 for h in hidden]
+    assert profile["token_cosine", "block"].tolist() == pytest.approx(expected)
+    for key, value in table(other).items():
+        assert value == pytest.approx(table(profile)[key], rel=1e-6), key
+
+
 def test_special_tokens_are_left_out_with_the_prefix():
     model, batch = hf_zoo.build("bert"), hf_zoo.batch("bert", padded=False)
     special = torch.zeros_like(batch["input_ids"])
@@ -94,6 +132,57 @@ def test_a_model_of_two_stacks_is_read_by_part():
         assert len(profile["token_cosine", "block"]) == len(stack.layers) + 1
 
 
+def git(transformers, head="GitModel"):
+    return getattr(transformers, head)(transformers.GitConfig(vision_config=hf_zoo.VISION, **hf_zoo.TEXT))
+
+
+def longt5(transformers):
+    return transformers.LongT5Model(transformers.LongT5Config(**hf_zoo.T5, local_radius=3))
+
+
+@pytest.mark.parametrize(
+    ("build", "parts"),
+    [
+        (git, ["image_encoder", "encoder"]),
+        (lambda library: git(library, "GitForCausalLM"), ["git.image_encoder", "git.encoder"]),
+        (longt5, ["decoder", "encoder"]),
+    ],
+)
+def test_a_stack_that_is_not_known_beside_one_that_is(build, parts):
+    model = build(pytest.importorskip("transformers")).eval()
+    with pytest.raises(SeveralStacksError, match=rf"\({', '.join(parts)}\).*part='{parts[0]}'") as refused:
+        sites.find(model)
+    assert refused.value.parts == parts
+    with pytest.raises(NoSitesError):
+        sites.find(model.get_submodule(parts[1]))
+    ac.mitigate(model, "neutreno:0.6", part=parts[0])
+    assert len(sites.record(model)) == len(sites.find(model.get_submodule(parts[0]))) == 3
+
+
+class AroundADecoder(nn.Module):
+    """A user's own model: only the path of the layers says that they are a decoder's."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Embedding(60, 32, dtype=torch.float64)
+        self.decoder = hf_zoo.build("t5_decoder").decoder
+
+    def forward(self, input_ids, attention_mask, decoder_input_ids):
+        return self.decoder(
+            input_ids=decoder_input_ids,
+            encoder_hidden_states=self.read(input_ids),
+            encoder_attention_mask=attention_mask,
+        )
+
+
+def test_the_mask_of_a_decoder_is_told_by_its_path():
+    model, batch = AroundADecoder().eval(), hf_zoo.batch("t5_decoder")
+    assert batch["attention_mask"].shape != batch["decoder_input_ids"].shape
+    assert table(measured(model, batch)) == table(measured(model, batch, part="decoder"))
+    model.encoder_decoder = nn.ModuleDict({"encoder": hf_zoo.build("t5_encoder").encoder})
+    assert [sites.in_decoder(model, part) for part in ("decoder", "encoder_decoder.encoder")] == [True, False]
+
+
 @pytest.mark.parametrize("name", ["swin", "segformer"])
 def test_pyramids_are_measured(name):
     model, batch = hf_zoo.build(name), hf_zoo.batch(name)
@@ -102,6 +191,26 @@ def test_pyramids_are_measured(name):
     assert [r.layer for r in profile.select("token_cosine", "block")] == list(range(depth + 1))
     assert [r.layer for r in profile.select("attention_entropy")] == list(range(1, depth + 1))
     assert {r.count for r in profile.readings} == {2}
+
+
+@pytest.mark.parametrize("tap", ["block", "attention"])
+def test_windows_are_not_taken_for_samples(tap):
+    model, batch = hf_zoo.build("swin"), hf_zoo.batch("swin")
+    alone = ac.measure(model, [batch], metrics="attention_entropy", tap=tap, progress=False)
+    beside = ac.measure(model, [batch], metrics=["token_cosine", "attention_entropy"], progress=False)
+    assert alone.readings == tuple(r for r in beside.readings if r.metric == "attention_entropy")
+    assert {r.count for r in alone.readings} == {2}
+    if tap == "attention":
+        branch = ac.measure(model, [batch], metrics="token_cosine", tap=tap, progress=False)
+        assert {r.count for r in branch.readings} == {2}
+
+
+def test_windows_that_move_are_not_compared():
+    model, batch = hf_zoo.build("swin"), hf_zoo.batch("swin")
+    profile = ac.measure(model, [batch], metrics=["attention_entropy", "attention_cosine"], progress=False)
+    assert {r.metric for r in profile.readings} == {"attention_entropy"}
+    with pytest.raises(AcutanceError, match="windows that move"):
+        ac.measure(model, [batch], metrics="attention_cosine", progress=False)
 
 
 def test_tokens_are_measured_where_attention_cannot_be_reached():

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import accumulate
 
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError, SeveralStacksError
 from acutance.sites import huggingface, reference, timm, torch_nn
 from acutance.sites.base import AttentionSite, Library, Undo
-from acutance.sites.blocks import grid_as_tokens, path_of, repeated_blocks
+from acutance.sites.blocks import grid_as_tokens, holds_attention_blocks, path_of, repeated_blocks
 from acutance.sites.ends import SpecialTokens
 from acutance.sites.patched import PatchedSite, Stack, tokens_in, tokens_out
 
@@ -28,6 +30,7 @@ __all__ = [
     "everywhere",
     "final_norm",
     "find",
+    "in_decoder",
     "mitigation_spec",
     "part_of",
     "prefix_tokens",
@@ -104,6 +107,13 @@ def reads_images(model: nn.Module, part: str | None) -> bool:
         path = path.rpartition(".")[0]
 
 
+def in_decoder(model: nn.Module, part: str | None) -> bool:
+    """Whether the layers are a decoder's, by their path: its padding has a mask of its own."""
+    _, block, _ = blocks(part_of(model, part))[0]
+    names = re.findall("encoder|decoder", path_of(model, block))
+    return bool(names) and names[-1] == "decoder"
+
+
 def final_norm(model: nn.Module) -> nn.Module:
     """The norm after the last block."""
     return _locate(model)[0].final_norm(model)
@@ -174,15 +184,21 @@ def _locate(model: nn.Module) -> tuple[Library, list[AttentionSite]]:
 
 
 def _refuse_layers_elsewhere(model: nn.Module, found: list[AttentionSite]) -> None:
-    """Layers of another library beside those that were found would be left out without a word."""
+    """Layers of another library, or of none, beside those that were found would be left out without a word."""
     parts = _layers_beside(model, "", {site.attention for site in found}, {site.block for site in found})
     if parts:
-        own = path_of(model, found[0].block).split(".")[0]
+        own = _apart_from(parts, path_of(model, found[0].block))
         raise SeveralStacksError(
-            f"{type(model).__name__} holds layers of several libraries ({own}, {', '.join(parts)}): name one with "
-            f"part=, e.g. part={own!r}, or pass that part of the model",
+            f"{type(model).__name__} holds layers that are not all known, or of several libraries "
+            f"({own}, {', '.join(parts)}): name one with part=, e.g. part={own!r}, or pass that part of the model",
             [own, *parts],
         )
+
+
+def _apart_from(parts: list[str], path: str) -> str:
+    """The shortest path around this one that has none of the parts inside."""
+    around = list(accumulate(path.split("."), "{}.{}".format))
+    return next(up for up in around if not any(f"{part}.".startswith(f"{up}.") for part in parts))
 
 
 def _layers_beside(module: nn.Module, path: str, known: set[nn.Module], blocks: set[nn.Module]) -> list[str]:
@@ -207,4 +223,4 @@ def _holds_layers(module: nn.Module) -> bool:
             return True
         except AcutanceError:
             continue
-    return False
+    return holds_attention_blocks(module)

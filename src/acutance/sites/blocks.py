@@ -79,6 +79,14 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(_join(name, path), block) for name, found in inner for path, block in found]  # stages of blocks
 
 
+def holds_attention_blocks(module: nn.Module) -> bool:
+    """Whether there are several equal blocks in a row with something in each that calls itself attention."""
+    return any(
+        isinstance(inside, CONTAINERS) and len(inside) > 1 and _of_equals(inside) and all(map(_attends, inside))
+        for inside in module.modules()
+    )
+
+
 def grid_as_tokens(block: nn.Module, x: Tensor) -> Tensor:
     """What goes through a block as (batch, tokens, channels); of a grid, the block's norms tell which axis is which."""
     if x.ndim != 4:
@@ -98,6 +106,10 @@ def _containers_around(model: nn.Module, path: str) -> list[str]:
 
 def _of_equals(container: nn.Module) -> bool:
     return len({type(unwrapped(child)) for child in container.children()}) == 1
+
+
+def _attends(block: nn.Module) -> bool:
+    return any("Attention" in type(module).__name__ for module in block.modules())
 
 
 def _mostly(found: list[tuple[str, nn.Module]], block: nn.Module) -> bool:

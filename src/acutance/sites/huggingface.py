@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -37,8 +37,9 @@ NORMS_AROUND_THE_MLP = ("pre_feedforward_layernorm", "post_feedforward_layernorm
 class HuggingFaceSite(PatchedSite):
     """The attention of one layer of a transformers model."""
 
-    def __init__(self, stack: Stack, layer: int, name: str, block: nn.Module, attention: nn.Module) -> None:
+    def __init__(self, stack: Stack, layer: int, name: str, block: nn.Module, attention: nn.Module, stage: str) -> None:
         super().__init__(stack, layer, name, block, attention)
+        self.stage = stage
         self.weights: Weights = find_weights(name, block, attention)
         self.heads, self.kv_heads, self.head_dim = self.weights.heads, self.weights.kv_heads, self.weights.head_dim
         self.dim = self.weights.dim
@@ -105,8 +106,10 @@ class HuggingFaceSite(PatchedSite):
             return "all its layers are one module, so there is no first layer to tell from the others"
         if _has_windows(self.attention):
             return WINDOWS_MOVE
-        if any(site.dim != self.dim for site in self.stack.sites):
-            return "the model merges tokens and widens them between its stages, so v⁰ does not fit"
+        if any((site.dim, cast(HuggingFaceSite, site).stage) != (self.dim, self.stage) for site in self.stack.sites):
+            return "the model merges tokens between its stages, so v⁰ does not fit: name one stage with part="
+        if hasattr(self.attention, "sequence_reduction"):  # SegFormer's, where its ratio is over one
+            return "it merges tokens before making keys and values, so v⁰, v and u do not match"
         return None
 
     def refuse_average(self) -> str | None:
@@ -193,7 +196,8 @@ def _sites(model: nn.Module) -> list[AttentionSite]:
         raise AcutanceError(f"the block {twice} holds several self-attentions ({names}): which is meant is not clear")
     stack = Stack(caller_of(model, blocks))
     for layer, (name, place) in enumerate(places.items(), 1):
-        HuggingFaceSite(stack, layer, name, unwrapped(model.get_submodule(place.block)), found[name])
+        block = unwrapped(model.get_submodule(place.block))
+        HuggingFaceSite(stack, layer, name, block, found[name], place.stage)
     return list(stack.sites)
 
 

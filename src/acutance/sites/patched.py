@@ -49,6 +49,7 @@ class Stack:
             self._undo()
 
     def _divert(self) -> None:
+        self._refuse_another_stack()
         add = self._undos.append
         add(self.root.register_forward_pre_hook(self._begin).remove)
         add(self.root.register_forward_hook(self._end, always_call=True).remove)
@@ -57,6 +58,17 @@ class Stack:
             add(_Forget(site.attention))
             add(site.divert())
             add(site.block.register_forward_pre_hook(site._enter_block, with_kwargs=True).remove)
+
+    def _refuse_another_stack(self) -> None:
+        """An attention module has one site at a time: that of a part found by itself has other neighbours."""
+        for site in self.sites:
+            other = site.attention.__dict__.get(SITE)
+            if other is not None:
+                part = site.name.removesuffix(other.name).rstrip(".") or type(other.stack.root).__name__
+                raise AcutanceError(
+                    f"{site.name} is mitigated or observed already as a layer of the part {part!r} by itself: go on "
+                    f"with part={part!r}, or take that out and mitigate the whole, with layers= for some layers only"
+                )
 
     def _undo(self) -> None:
         while self._undos:
