@@ -82,9 +82,9 @@ def packed_attention(
     qkv: Tensor, first: Tensor | None, strength: Tensor | None, constant: float, heads: int, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """u, and each row's log-sum, which the backward pass needs."""
-    from acutance.kernels import packed_triton
+    from acutance.kernels import packed_forward
 
-    return packed_triton.forward(qkv, first, strength, constant, heads, scale, causal)
+    return packed_forward.forward(qkv, first, strength, constant, heads, scale, causal)
 
 
 @torch.library.custom_op("acutance::packed_attention_backward", mutates_args=())
@@ -101,9 +101,9 @@ def packed_attention_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of q, k and v side by side, and of the strength by batch and head, to be summed up."""
-    from acutance.kernels import packed_triton
+    from acutance.kernels import packed_backward
 
-    return packed_triton.backward(grad, qkv, first, strength, out, log_sums, constant, heads, scale, causal)
+    return packed_backward.backward(grad, qkv, first, strength, out, log_sums, constant, heads, scale, causal)
 
 
 @packed_attention.register_fake

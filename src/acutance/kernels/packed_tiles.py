@@ -1,0 +1,95 @@
+"""What the kernels of `packed` share: how tokens are cut into tiles, how tiles are read, written and masked.
+
+Tokens are cut into blocks of 64 and a smaller last tile (65 = 64 + 16, not 128), because short sequences would waste
+most of a large tile. `FULL` counts whole blocks, `TAIL` is the size of the last tile (0: none); a tile that is `CUT`
+may reach beyond the last token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_TOKENS = 64
+BLOCK = tl.constexpr(BLOCK_TOKENS)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load(base, stride, start, tokens, SIZE: tl.constexpr, WIDTH: tl.constexpr, CUT: tl.constexpr):
+    """Rows of one head; beyond the last token, where only a CUT tile reaches, they are zero."""
+    rows, columns = tl.arange(0, SIZE) + start, tl.arange(0, WIDTH)
+    place = base + rows[:, None] * stride + columns[None, :]
+    if CUT:
+        return tl.load(place, mask=rows[:, None] < tokens, other=0.0)
+    else:
+        return tl.load(place)
+
+
+@triton.jit
+def store(base, stride, start, tokens, tile, SIZE: tl.constexpr, WIDTH: tl.constexpr, CUT: tl.constexpr):
+    """Rows of one head, in the precision of where they go."""
+    rows, columns = tl.arange(0, SIZE) + start, tl.arange(0, WIDTH)
+    place = base + rows[:, None] * stride + columns[None, :]
+    if CUT:
+        tl.store(place, tile.to(base.dtype.element_ty), mask=rows[:, None] < tokens)
+    else:
+        tl.store(place, tile.to(base.dtype.element_ty))
+
+
+@triton.jit
+def strength_of(strength, head, constant, LEARNT: tl.constexpr):
+    """λ of a head."""
+    if LEARNT:
+        return tl.load(strength + head).to(tl.float32)
+    else:
+        return constant
+
+
+@triton.jit
+def seen(tile, rows, keys, hidden, tokens, CAUSAL: tl.constexpr, CUT: tl.constexpr):
+    """A tile of query–key pairs with what is not to be seen hidden: keys beyond the last token, and later ones."""
+    if CAUSAL:
+        tile = tl.where(keys <= rows, tile, hidden)
+    if CUT:
+        tile = tl.where(keys < tokens, tile, hidden)
+    return tile
+
+
+@triton.jit
+def visible(start, CAUSAL: tl.constexpr, FULL: tl.constexpr):
+    """Where the whole blocks of keys end that a tile of queries from `start` on may see."""
+    if CAUSAL:
+        return tl.minimum(start + BLOCK, FULL * BLOCK)
+    else:
+        return FULL * BLOCK
+
+
+def cut(tokens: int) -> tuple[int, int]:
+    """Whole blocks, and the smallest tile that takes the rest and that the tensor cores take."""
+    full, rest = divmod(tokens, BLOCK_TOKENS)
+    return full, max(16, 1 << (rest - 1).bit_length()) if rest else 0
+
+
+def stand_ins(qkv: Tensor, first: Tensor | None, strength: Tensor | None) -> tuple[Tensor, Tensor]:
+    """v⁰ and λ, or any tensor in the place of what is not there and not read."""
+    return qkv if first is None else first, qkv if strength is None else strength
+
+
+def strides(qkv: Tensor, first: Tensor | None) -> tuple[int, int, int, int]:
+    """From sample to sample and from token to token, of qkv and of v⁰."""
+    first = qkv if first is None else first
+    return qkv.stride(0), qkv.stride(1), first.stride(0), first.stride(1)
+
+
+def kind(qkv: Tensor, first: Tensor | None, strength: Tensor | None, width: int, causal: bool) -> dict[str, object]:
+    """What a kernel is compiled for, beside the sizes."""
+    return {
+        "CORRECTED": first is not None,
+        "CAUSAL": causal,
+        "LEARNT": strength is not None,
+        "WIDTH": width,
+        "PRECISION": "ieee" if qkv.dtype == torch.float32 else "tf32",
+    }
