@@ -28,7 +28,7 @@ def pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise MissingExtraError("reading images needs Pillow: pip install 'acutance[train]'") from error
+        raise MissingExtraError("images are read by Pillow: pip install pillow") from error
     return Image
 
 

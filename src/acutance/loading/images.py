@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from acutance.errors import AcutanceError, MissingExtraError
+from acutance.data.decoding import pillow
+from acutance.errors import AcutanceError
 from acutance.loading.batches import Batches
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def image_batches(
         limit: stop after this many images.
         dtype: what floating-point tensors are turned into.
     """
-    _pillow()
+    pillow()
     root = Path(folder)
     if not root.is_dir():
         raise AcutanceError(f"there is no folder of images {root}")
@@ -92,7 +93,7 @@ def centre_crop(
         interpolation: bilinear, bicubic or another of PIL's resampling names.
         mode: `center` keeps the proportions when resizing, `squash` does not.
     """
-    resampling = _pillow().Resampling[interpolation.upper()]
+    resampling = pillow().Resampling[interpolation.upper()]
     scaled = [math.floor(side / fraction) for side in size]
     shift, scale = (torch.tensor(list(numbers)).view(-1, 1, 1) for numbers in (mean, std))
 
@@ -118,18 +119,10 @@ def _proportional(image: Image.Image, sides: Sequence[int]) -> tuple[int, int]:
 
 
 def _decoded(file: Path) -> Image.Image:
-    pillow = _pillow()
+    library = pillow()
     try:
-        with pillow.open(file) as image:
+        with library.open(file) as image:
             rgb: Image.Image = image.convert("RGB")
             return rgb
-    except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
+    except (OSError, ValueError, SyntaxError, library.DecompressionBombError) as error:
         raise AcutanceError(f"{file} cannot be read as an image: {error}") from error
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("images are read by Pillow: pip install pillow") from error
-    return Image

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from acutance.models import ViT
+from acutance.bench.efficiency import count_flops
+from acutance.bench.timing import MIB, peak_mib, seconds_per_step
 from acutance.reproduce.target import Row
 from acutance.tasks.classification import build_vit
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 BATCH = 8
 REPEATS = 50
-PER_VALUE = 3  # λ̃ (v⁰ − v) + u: a difference, a product, a sum
 
 
 def ratios(session: Session, row: Row, seed: int) -> dict[str, float]:
@@ -31,9 +29,8 @@ def ratios(session: Session, row: Row, seed: int) -> dict[str, float]:
     steered = build_vit(chosen, weights=None).to(session.device).eval()
     plain = build_vit(replace(chosen, mitigation=None), weights=None).to(session.device).eval()
     images = torch.randn(BATCH, chosen.in_chans, chosen.image_size, chosen.image_size, device=session.device)
-    products = _products(plain, images)
-    tokens = chosen.prefix_tokens + chosen.grid[0] * chosen.grid[1]
-    term = PER_VALUE * BATCH * tokens * chosen.dim * (chosen.depth - 1)
+    (products, pointwise), (more, more_pointwise) = (count_flops(model, images) for model in (plain, steered))
+    term = more - products + more_pointwise - pointwise  # against products alone, as FLOPs are usually given
     found = {"operations": (products + term) / products, "time": _time_ratio(steered, plain, images, session)}
     if images.is_cuda:
         plain.cpu()  # only the model that is measured may take memory there
@@ -43,35 +40,24 @@ def ratios(session: Session, row: Row, seed: int) -> dict[str, float]:
     return found
 
 
-@torch.no_grad()
-def _products(model: ViT, images: Tensor) -> int:
-    """Floating-point operations in matrix products, attention's included."""
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(images)
-    return int(counter.get_total_flops())
-
-
 def _time_ratio(steered: nn.Module, plain: nn.Module, images: Tensor, session: Session) -> float:
     """Called in turn, so that a machine that slows down slows both."""
     repeats = 3 if session.scale == "tiny" else REPEATS
-    for model in (steered, plain):
-        _seconds(model, images)
-    pairs = [(_seconds(steered, images), _seconds(plain, images)) for _ in range(repeats)]
-    return median(s for s, _ in pairs) / median(p for _, p in pairs)
+    once = partial(seconds_per_step, steps=1, device=str(images.device))
+    steps = [partial(_call, model, images) for model in (steered, plain)]
+    for step in steps:
+        once(step)
+    pairs = [[once(step) for step in steps] for _ in range(repeats)]
+    return median(mine for mine, _ in pairs) / median(theirs for _, theirs in pairs)
+
+
+def _peak(model: nn.Module, images: Tensor) -> float:
+    """All that is allocated at the worst moment, the model and its images included, in MiB."""
+    above = peak_mib(partial(_call, model, images), str(images.device))
+    assert above is not None, "on a GPU"
+    return above + torch.cuda.memory_allocated() / MIB
 
 
 @torch.no_grad()
-def _seconds(model: nn.Module, images: Tensor) -> float:
-    start = time.perf_counter()
+def _call(model: nn.Module, images: Tensor) -> None:
     model(images)
-    if images.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-@torch.no_grad()
-def _peak(model: nn.Module, images: Tensor) -> int:
-    torch.cuda.reset_peak_memory_stats()
-    model(images)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from acutance.errors import MissingExtraError
+from acutance.data.decoding import pillow
 from acutance.robustness import filters
 from acutance.robustness.draws import Draws
 
@@ -79,17 +79,14 @@ def _boxes(size: int, count: int) -> Tensor:
 
 def jpeg(x: Tensor, draws: Draws, quality: int) -> Tensor:
     """Compressed and read back, by Pillow."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("jpeg_compression needs Pillow: pip install 'acutance[train]'") from error
+    library = pillow()
     levels = (x * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
     read = []
     for picture in levels:
         buffer = BytesIO()
-        Image.fromarray(picture.squeeze(-1) if picture.shape[-1] == 1 else picture).save(
+        library.fromarray(picture.squeeze(-1) if picture.shape[-1] == 1 else picture).save(
             buffer, "JPEG", quality=quality
         )
-        with Image.open(buffer) as opened:
+        with library.open(buffer) as opened:
             read.append(np.asarray(opened).reshape(picture.shape))
     return torch.from_numpy(np.stack(read)).permute(0, 3, 1, 2).to(x) / 255
