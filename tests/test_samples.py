@@ -75,6 +75,8 @@ def test_documents_that_see_each_other_are_refused(causal):
             if mixes:
                 with pytest.raises(AcutanceError, match=r"does not keep such documents apart.*rows of their own"):
                     samples.refuse_mixing(A)
+                with pytest.raises(AcutanceError, match="does not keep such documents apart"):
+                    samples.record(record(causal=causal, mask=form))
             else:
                 samples.refuse_mixing(A)
     Samples().refuse_mixing(record(causal=causal).operator)
@@ -82,7 +84,7 @@ def test_documents_that_see_each_other_are_refused(causal):
 
 @pytest.mark.parametrize("kind", ["bool mask", "float mask", "causal"])
 def test_every_document_has_the_readings_it_has_alone(kind):
-    mask = same_document() if kind != "causal" else None
+    mask = same_document()
     if kind == "float mask":
         mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf) + 0.1 * torch.randn(
             2, 1, 7, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64
@@ -91,7 +93,7 @@ def test_every_document_has_the_readings_it_has_alone(kind):
     samples = Samples.of({"position_ids": positions()})
     apart, (tokens, inside) = samples.record(whole), samples.tokens(whole.branch)
     for document, (row, span) in enumerate(spans()):
-        own = None if mask is None or mask.dtype == torch.bool else mask[row : row + 1, :, span, span]
+        own = None if mask.dtype == torch.bool else mask[row : row + 1, :, span, span]
         A = whole.operator
         alone = AttentionOperator(
             A.q[row : row + 1, :, span], A.k[row : row + 1, :, span], mask=own, causal=A.causal, scale=0.7

@@ -167,6 +167,77 @@ def test_parts_that_share_a_configuration_keep_their_own_notes(tmp_path, how):
     assert torch.equal(loaded(input_ids=ids, decoder_input_ids=ids).last_hidden_state, expected)
 
 
+def noted(config):
+    """Whether the configuration, or one inside it, says anything of a mitigation now."""
+    return "acutance" in json.dumps(config.to_dict())
+
+
+@pytest.mark.parametrize("first", ["encoder", "decoder"])
+def test_no_note_outlives_a_mitigation_of_a_part(tmp_path, first):
+    model = bart()
+    handles = {part: ac.mitigate(model.get_submodule(part), "neutreno:0.6") for part in ("encoder", "decoder")}
+    model.save_pretrained(tmp_path / "both")
+    assert list(note(tmp_path / "both")) == ["BartModel"]
+    assert not noted(model.config), "what was written once would be out of date soon"
+    handles.pop(first).remove()
+    model.save_pretrained(tmp_path / "one")
+    ((left, handle),) = handles.items()
+    assert list(note(tmp_path / "one")["BartModel"]) == [f"{left}.layers.{i}.self_attn" for i in range(2)]
+    handle.remove()
+    assert not noted(model.config)
+    model.save_pretrained(tmp_path / "none")
+    assert note(tmp_path / "none") is None
+
+
+def clip():
+    """Its towers have their configurations inside the model's."""
+    torch.manual_seed(0)
+    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {**tower, "vocab_size": 40, "max_position_embeddings": 12, "bos_token_id": 1, "eos_token_id": 2}
+    vision = {**tower, "image_size": 8, "patch_size": 4}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    return transformers.CLIPModel(config).eval()
+
+
+CLIP_INPUTS = {"text": {"input_ids": torch.arange(6)[None]}, "vision": {"pixel_values": torch.ones(1, 3, 8, 8)}}
+
+
+@pytest.mark.parametrize("tower", ["text", "vision"])
+@pytest.mark.parametrize("how", ["part=", "by itself"])
+def test_towers_are_noted_once_and_come_back(tmp_path, how, tower):
+    model, part = clip(), f"{tower}_model"
+    within = model if how == "part=" else model.get_submodule(part)
+    trained(within, LEARNT, part=part if how == "part=" else None)
+
+    def output(tower_model):
+        return tower_model(**CLIP_INPUTS[tower]).last_hidden_state
+
+    expected = output(model.get_submodule(part))
+    model.save_pretrained(tmp_path / "whole")
+    model.get_submodule(part).save_pretrained(tmp_path / "tower")
+    written = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert json.dumps(written).count('"acutance"') == 1
+    assert list(written["acutance"]) == ["CLIPModel"]
+    whole, alone = ac.load(tmp_path / "whole"), ac.load(tmp_path / "tower")
+    assert torch.equal(output(whole.get_submodule(part)), expected)
+    assert torch.equal(output(alone), expected)
+    assert list(sites.record(whole)) == [f"{part}.encoder.layers.{i}.self_attn" for i in range(2)]
+    assert not noted(whole.config)
+    with pytest.raises(AcutanceError, match=r"saved from a CLIPModel.*load the whole .* and take its part"):
+        ac.load(tmp_path / "whole", type(alone).from_pretrained(tmp_path / "whole"))
+
+
+def test_a_note_inside_a_configuration_is_not_handed_on(tmp_path):
+    model = clip()
+    ac.mitigate(model.text_model, "neutreno:0.6")
+    model.text_model.save_pretrained(tmp_path / "tower")
+    other = clip()
+    other.config.text_config = transformers.CLIPTextConfig.from_pretrained(tmp_path / "tower")
+    assert noted(other.config), "as it was read"
+    other.save_pretrained(tmp_path / "whole")  # it carries nothing
+    assert "acutance" not in (tmp_path / "whole" / "config.json").read_text()
+
+
 def test_models_of_several_libraries_keep_all_they_carry(tmp_path):
     class Both(nn.Module):
         def __init__(self):

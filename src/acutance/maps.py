@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from acutance import sites
 from acutance.errors import AcutanceError
-from acutance.measure import evaluating, feed
+from acutance.measure import feed
 from acutance.operator import AttentionRecord
+from acutance.wrappers import bare_module, evaluating
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,7 +58,7 @@ def attention_maps(model: nn.Module, sample: Tensor | Mapping[str, Any], layers:
         sample: one input, with or without a batch axis of one for image tensors; or keyword arguments.
         layers: for example `[1, 6, 12]`.
     """
-    bare = getattr(model, "_orig_mod", model)
+    bare = bare_module(model)
     found = {site.layer: site for site in sites.find(bare)}
     if not layers:
         raise AcutanceError(f"name at least one layer, from {min(found)} to {max(found)}")

@@ -30,6 +30,7 @@ from acutance.reader import SUCCESSIVE, Key, Reader, Running
 from acutance.samples import SPECIAL, Samples
 from acutance.sites.patched import WINDOWS_MOVE, PatchedSite
 from acutance.version import __version__
+from acutance.wrappers import bare_module, evaluating, is_sharded
 
 TAPS = ("block", "attention", "values", "final")
 DEFAULT_METRICS = ("token_cosine", "hfc_lfc_spectral", "rank_residual", "effective_rank", "norm_spread")
@@ -72,26 +73,30 @@ def measure(
         part: path of the submodule to read, where a model has several stacks of layers, e.g. `model.encoder`.
         progress: show a progress bar.
         across_processes: inside a `torch.distributed` process group, each process reads its share of the batches, all
-            of which every process is given; all return the profile of the whole.
+            of which every process is given; all return the profile of the whole. The model may be in DDP or FSDP.
 
     Returns:
         Profile: mean and standard deviation over samples per tap, layer and metric.
     """
     names, taps = check_choices(metrics, tap, prefix)
-    bare = getattr(model, "_orig_mod", model)  # a compiled model would not see hooks added now
+    bare = bare_module(model)  # a compiled model would not see hooks added now
     target = sites.part_of(bare, part)
     reader = Reader(names, taps)
     skip = sites.special_tokens(bare, part) if prefix == "out" else (0, 0)
     decoder, images = sites.in_decoder(bare, part), sites.reads_images(bare, part)
     statistics: dict[Key, Running] = {}
     rank, size = processes.place() if across_processes else (0, 1)
+    if across_processes:
+        processes.refuse_shares(batches)
     with evaluating(bare), sites.reading(target), ExitStack() as stack:
         _attach(target, reader, taps, stack)
-        for batch in track(processes.share(batches, rank, size), progress and rank == 0, stack, "measuring"):
+        own = track(processes.share(batches, rank, size), progress and rank == 0, stack, "measuring")
+        for batch, counts in processes.in_step(own, wait=across_processes and is_sharded(bare)):
             reader.samples = Samples.of(batch, skip=skip, special=prefix == "in", decoder=decoder, images=images)
             with _documents_watched(target, reader):
                 feed(bare, batch)
-            for key, values in reader.flush().items():
+            found = reader.flush()
+            for key, values in found.items() if counts else ():
                 statistics.setdefault(key, Running()).add(values)
     if across_processes:
         statistics = _over_processes(statistics)
@@ -101,32 +106,24 @@ def measure(
     return Profile(readings, _context(bare, target, part, readings, taps, prefix))
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, then every module's own mode again (some may have been frozen)."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False  # not by eval(), which some modules take as the order to merge their weights
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiled code would not see the hooks
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
 def feed(model: nn.Module, batch: Any) -> Any:
     """Run one batch of any accepted form through the model, on the model's device."""
     device = next(model.parameters()).device
     if isinstance(batch, Mapping):
-        taken = {name: value for name, value in batch.items() if name != SPECIAL}
-        return model(**{name: v.to(device) if isinstance(v, Tensor) else v for name, v in taken.items()})
+        return model(**_moved({name: value for name, value in batch.items() if name != SPECIAL}, device))
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     if not isinstance(inputs, Tensor):
         raise AcutanceError(
             f"a batch must be a tensor, a (tensor, …) tuple or a mapping of arguments, not {type(inputs).__name__}"
         )
     return model(inputs.to(device))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Tensors, also those inside a mapping, on the device."""
+    if isinstance(value, Mapping):
+        return {name: _moved(inside, device) for name, inside in value.items()}
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def _over_processes(own: Mapping[Key, Running]) -> dict[Key, Running]:

@@ -9,6 +9,7 @@ from torch import nn
 from acutance import sites
 from acutance.errors import AcutanceError
 from acutance.mitigations import Mitigation, as_mitigation
+from acutance.wrappers import is_sharded
 
 
 class Handle(sites.Undo):
@@ -53,7 +54,6 @@ def mitigate(
     def undo() -> None:
         while undos:
             undos.pop()()
-        sites.remember(model)
 
     distances: list[float] = []
     try:
@@ -64,7 +64,7 @@ def mitigate(
     except BaseException:  # never leave a model half patched
         undo()
         raise
-    sites.remember(model)
+    sites.remember()
     return Handle(chosen.spec, wanted, undo, distances)
 
 
@@ -80,7 +80,7 @@ def reinstate(model: nn.Module, record: Mapping[str, str]) -> None:
     _refuse_second(list(found.values()))
     for name, spec in record.items():
         _install(found[name], as_mitigation(spec))
-    sites.remember(model)
+    sites.remember()
 
 
 def _install(site: sites.AttentionSite, mitigation: Mitigation) -> Callable[[], None]:
@@ -92,7 +92,7 @@ def _install(site: sites.AttentionSite, mitigation: Mitigation) -> Callable[[], 
 def _refuse_wrapped(model: nn.Module) -> None:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise AcutanceError("gradients of parameters added now would not be synchronised: mitigate, then wrap in DDP")
-    if any(cls.__name__ == "FSDPModule" for module in model.modules() for cls in type(module).__mro__):
+    if is_sharded(model):
         raise AcutanceError("parameters added now would not be sharded: mitigate, then fully_shard")
     if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
         raise AcutanceError("compiled code would not see the mitigation: mitigate, then torch.compile")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
+from torch.utils.data.distributed import DistributedSampler
 
 from acutance.errors import AcutanceError
 
@@ -63,6 +64,37 @@ def share(batches: Iterable[T], rank: int, size: int) -> Iterable[T]:
     if size == 1:
         return batches
     return _Share(batches, rank, size) if isinstance(batches, Sequence) else islice(batches, rank, None, size)
+
+
+def in_step(own: Iterable[T], *, wait: bool) -> Iterator[tuple[T, bool]]:
+    """A process's batches, and whether they count.
+
+    Who has run out before the others, of a model whose processes `wait` for each other in every forward pass, runs
+    along on another's batch, which does not count there.
+    """
+    rest = iter(own)
+    while True:
+        batch = next(rest, None)
+        there = gather(batch is not None) if wait else [batch is not None]
+        if not any(there):
+            return
+        offered = [batch] if all(there) else gather(batch)
+        yield next(one for one in (batch, *offered) if one is not None), batch is not None
+
+
+def refuse_shares(batches: Iterable[Any]) -> None:
+    """Every process must be given all batches: a share of a share would leave some out without a word."""
+    if isinstance(getattr(batches, "sampler", None), DistributedSampler):
+        raise AcutanceError(
+            "across_processes=True shares the batches out itself, but this loader's DistributedSampler has done so "
+            "already: give every process a loader of all samples"
+        )
+    lengths = gather(len(batches) if isinstance(batches, Sized) else None)
+    if len(set(lengths)) > 1:
+        raise AcutanceError(
+            f"the processes were given {', '.join(map(str, lengths))} batches: with across_processes=True give all "
+            "batches to every process, which reads its share of them"
+        )
 
 
 class _Share(Sequence[T]):

@@ -68,7 +68,6 @@ class Reader:
     def record(self, layer: int, record: AttentionRecord, *, windows_move: bool = False) -> None:
         """Read what one layer's attention did."""
         self._refuse_added(layer, record.branch)
-        self.samples.refuse_mixing(record.operator)
         _, mask = self.samples.tokens(record.branch)
         record = self.samples.record(record)
         if "attention" in self.taps:

@@ -94,6 +94,9 @@ class Samples:
         """
         if not isinstance(batch, Mapping):
             return cls(skip=skip)
+        # timm's NaFlex models may be given everything in one argument.
+        for inside in [value for value in batch.values() if isinstance(value, Mapping)]:
+            batch = {**inside, **batch}
         if images:
             return cls(_image_padding(batch), skip)
         decoder = decoder and any(str(name).startswith(("decoder_", "tgt")) for name in batch)  # OPT's has none
@@ -123,7 +126,9 @@ class Samples:
             if mask.shape != tokens.shape[:2]:
                 raise ShapeError(
                     f"the batch's mask is {tuple(mask.shape)}, but the tokens are {tuple(tokens.shape)}, so which of "
-                    "them are padding is not known: measure samples of one size together, without padding"
+                    "them are padding is not known: measure samples of one size together, or one by one, without "
+                    "padding. Models that take padded samples only, such as Whisper, are fed without this mask, and "
+                    "their padding counts"
                 )
             mask = mask.to(tokens.device)
         if any(self.skip):
@@ -142,13 +147,14 @@ class Samples:
         if self.documents is not None and _sees_across(A, self.documents.to(A.device)):
             raise AcutanceError(
                 "position_ids start anew, as for documents packed into one row, but this model does not keep such "
-                "documents apart: their tokens see each other. Measure the documents as rows of their own"
+                "documents apart: their tokens see each other. Give the documents as rows of their own"
             )
 
     def record(self, record: AttentionRecord) -> AttentionRecord:
-        """The record with every document a sample of its own."""
+        """The record with every document a sample of its own; documents that see each other are refused."""
         if self.documents is None:
             return record
+        self.refuse_mixing(record.operator)
         documents, A, first = self.documents.to(record.branch.device), record.operator, record.first_values
 
         def split(x: Tensor) -> Tensor:  # (batch, heads, tokens, width)

@@ -16,8 +16,8 @@ from acutance.errors import AcutanceError, MissingExtraError
 from acutance.files import atomic_write
 from acutance.mitigate import reinstate
 from acutance.models import LanguageModel, Segmenter, ViT
-from acutance.models.checkpoint import CONFIG_KEY, from_checkpoint, save_checkpoint
-from acutance.sites.huggingface_notes import NOTE, is_pretrained, note_when_saving
+from acutance.models.checkpoint import CONFIG_KEY, from_checkpoint, save_checkpoint, sort_metadata
+from acutance.sites.huggingface_notes import NOTE, forget, is_pretrained, note_when_saving
 
 RECORD_KEY = "acutance.mitigations"  # in the safetensors metadata; transformers' config.json has it too
 
@@ -39,7 +39,12 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     if isinstance(model, (ViT, LanguageModel)) or (isinstance(model, Segmenter) and model.is_uniform):
         return save_checkpoint(model, path)
     metadata = {"format": "pt", RECORD_KEY: json.dumps(sites.record(model))}
-    return atomic_write(path, lambda file: save_model(model, str(file), metadata))
+
+    def write(file: Path) -> None:
+        save_model(model, str(file), metadata)
+        sort_metadata(file)
+
+    return atomic_write(path, write)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
@@ -91,6 +96,7 @@ def _load_folder(folder: Path, model: nn.Module | None) -> nn.Module:
     if missing:
         raise AcutanceError(f"{folder} lacks the mitigation's parameters {', '.join(missing[:3])}")
     model.load_state_dict(learnt, strict=False)
+    forget(model.config)  # the model itself tells now
     return model
 
 
@@ -99,10 +105,15 @@ def _whole_record(model: nn.Module, noted: Mapping[str, Mapping[str, str]], fold
     record: dict[str, str] = {}
     for kind, specs in noted.items():
         found = [path for path, module in model.named_modules() if type(module).__name__ == kind]
-        if len(found) != 1:
+        if not found:
             raise AcutanceError(
-                f"{folder} has a mitigation in its {kind}, of which this {type(model).__name__} has {len(found)}. Save "
-                "with acutance.save(model, folder), or mitigate the whole model with part="
+                f"{folder} was saved from a {kind}, with its mitigation, and this {type(model).__name__} does not hold "
+                "one: load the whole with acutance.load(folder) and take its part, or save that part by itself"
+            )
+        if len(found) > 1:
+            raise AcutanceError(
+                f"{folder} was saved from a {kind}, with its mitigation, of which this {type(model).__name__} holds "
+                f"{len(found)} ({', '.join(found)}): load into one of them"
             )
         prefix = f"{found[0]}." if found[0] else ""
         record |= {prefix + name: spec for name, spec in _checked(json.dumps(specs), folder).items()}

@@ -115,6 +115,37 @@ def test_weights_that_were_not_there_are_not_silently_random(tmp_path: Path) -> 
         load_model(f"hf:{tmp_path}")
 
 
+# Some of these keep more rows than positions.
+FROM_ZERO = ["bert", "gpt2", "opt", "bart", "mbart", "distilbert", "nystromformer"]
+FROM_PADDING = ["roberta", "camembert", "xlm-roberta", "data2vec-text", "mpnet", "ibert", "luke", "longformer", "esm"]
+
+
+@pytest.mark.parametrize("kind", [*FROM_ZERO, *FROM_PADDING])
+def test_the_context_is_what_the_model_really_takes(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModel
+
+    sizes = {"hidden_size": 16, "embedding_size": 16, "d_model": 16, "word_embed_proj_dim": 16, "entity_emb_size": 16}
+    depths = {"num_hidden_layers": 1, "encoder_layers": 1, "decoder_layers": 1}
+    heads = {"num_attention_heads": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "n_heads": 2}
+    config = AutoConfig.for_model(kind, vocab_size=60, max_position_embeddings=20, pad_token_id=1)
+    for name, value in (sizes | depths | heads).items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    AutoModel.from_config(config).save_pretrained(tmp_path)
+    loaded = load_model(f"hf:{tmp_path}")
+    assert loaded.context == (18 if kind in FROM_PADDING else 20)
+    loaded.model(input_ids=torch.full((1, loaded.context), 7))
+    with pytest.raises((IndexError, RuntimeError)):
+        loaded.model(input_ids=torch.full((1, loaded.context + 1), 7))
+
+
+def test_a_model_without_bound_has_no_context(tmp_path: Path) -> None:
+    from transformers import XLNetConfig, XLNetModel
+
+    XLNetModel(XLNetConfig(vocab_size=60, d_model=16, n_layer=1, n_head=2, d_inner=16)).save_pretrained(tmp_path)
+    assert load_model(f"hf:{tmp_path}").context is None
+
+
 def test_a_decoder_is_fed_beside_its_encoder(tmp_path: Path) -> None:
     from tiny_folders import tiny_tokenizer
     from transformers import T5Config, T5Model

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 import acutance as ac
 from acutance import metrics, sites
 from acutance.errors import AcutanceError, NoSitesError, SeveralStacksError
+from acutance.laboratory import kernel_assumptions
 
 pytest.importorskip("transformers")
 TAPS = ["block", "attention", "values"]
@@ -71,14 +72,92 @@ def test_one_row_of_positions_packs_every_row():
     assert table(broadcast) == table(each)
 
 
+READINGS = {
+    "tokens": lambda model, batch: ac.measure(model, [batch], metrics="token_cosine", progress=False),
+    "attention": lambda model, batch: ac.measure(model, [batch], metrics="attention_entropy", progress=False),
+    "spectra": lambda model, batch: ac.explain(model, [batch], progress=False),
+    "affinities": lambda model, batch: kernel_assumptions(model, [batch]),
+}
+
+
 @pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "opt"])
-@pytest.mark.parametrize("metric", ["token_cosine", "attention_entropy"])
-def test_documents_that_see_each_other_are_refused(name, metric):
+@pytest.mark.parametrize("reading", READINGS)
+def test_documents_that_see_each_other_are_refused(name, reading):
     model, ids = hf_zoo.build(name), hf_zoo.batch(name, padded=False)["input_ids"][:1]
     batch = {"input_ids": ids, "position_ids": torch.tensor([[*range(7), *range(5)]])}
     with pytest.raises(AcutanceError, match="this model does not keep such documents apart"):
-        ac.measure(model, [batch], metrics=metric, progress=False)
+        READINGS[reading](model, batch)
     assert all(not module._forward_hooks for module in model.modules())
+
+
+def speech(kind):
+    """A model of sound, a batch of which the second sample is padded, and a part that hears it."""
+    import transformers
+
+    torch.manual_seed(0)
+    depths = {"encoder_layers": 2, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    tokens = {"vocab_size": 60, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    if kind == "whisper":
+        lengths = {"num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 12}
+        config = transformers.WhisperConfig(d_model=16, **depths, **heads, **tokens, **lengths)
+        batch = {"input_features": torch.randn(2, 8, 24), "decoder_input_ids": torch.ones(2, 3, dtype=torch.long)}
+        mask = torch.ones(2, 24, dtype=torch.long)
+        model, part = transformers.WhisperModel(config), "encoder"
+    else:
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+        stem = {"conv_dim": (8, 8), "conv_kernel": (8, 4), "conv_stride": (4, 4)}
+        config = transformers.Wav2Vec2Config(
+            **sizes, **stem, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, feat_extract_norm="layer"
+        )
+        batch, mask = {"input_values": torch.randn(2, 400)}, torch.ones(2, 400, dtype=torch.long)
+        model, part = transformers.Wav2Vec2Model(config), None
+    mask[1, mask.shape[1] // 2 :] = 0
+    return model.eval(), batch | {"attention_mask": mask}, part
+
+
+@pytest.mark.parametrize("kind", ["wav2vec2", "whisper"])
+def test_padded_sound_is_refused_with_advice_that_works(kind):
+    model, batch, part = speech(kind)
+    length = batch["attention_mask"].shape[1]
+
+    def read(*batches):
+        return ac.measure(model, batches, metrics="token_cosine", tap=TAPS, part=part, progress=False)
+
+    with pytest.raises(
+        AcutanceError, match=rf"mask is \(2, {length}\).*one by one.*Whisper, are fed without this mask"
+    ):
+        read(batch)
+    whole = {name: value for name, value in batch.items() if name != "attention_mask"}
+    if kind == "whisper":
+        assert {r.count for r in read(whole).readings} == {2}
+    else:
+        long, short = ({"input_values": batch["input_values"][i : i + 1, :n]} for i, n in enumerate((400, 200)))
+        alone = [table(read(one)) for one in (long, short)]
+        for key, value in table(read(long, short)).items():
+            assert value == pytest.approx((alone[0][key] + alone[1][key]) / 2), key
+
+
+def test_towers_with_attention_between_them_are_read_by_part():
+    from transformers import Kosmos2Config, Kosmos2Model
+
+    sizes = {"ffn_dim": 24, "layers": 2, "attention_heads": 2, "vocab_size": 60, "max_position_embeddings": 32}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Kosmos2Config(
+        text_config={"embed_dim": 16, **sizes},
+        vision_config={"image_size": 16, "patch_size": 8, **vision},
+        latent_query_num=3,
+    )
+    model = Kosmos2Model(config).eval()
+    image = torch.tensor([[0, 1, 1, 1, 0, 0]], dtype=torch.bool)
+    batch = {"pixel_values": torch.randn(1, 3, 16, 16), "input_ids": torch.arange(4, 10)[None]}
+    batch["image_embeds_position_mask"] = image
+    with pytest.raises(SeveralStacksError, match=r"image_to_text_projection\.x_attn: name one with part=") as refused:
+        measured(model, batch)
+    with pytest.raises(SeveralStacksError, match="name one with part="):
+        ac.mitigate(model, "neutreno:0.6")
+    for part in refused.value.parts:
+        assert {r.layer for r in measured(model, batch, part=part).readings} == {0, 1, 2}
 
 
 def test_padded_images_are_read_without_their_padding():

@@ -16,11 +16,12 @@ from acutance.bench.results import Row
 from acutance.bench.settings import Settings, Table
 from acutance.bench.steps import TOY
 from acutance.bench.timing import Candidate, Step, compare
-from acutance.measure import DEFAULT_METRICS, evaluating, feed, measure
+from acutance.measure import DEFAULT_METRICS, feed, measure
 from acutance.models import ViT, deit_tiny
 from acutance.monitor.core import CHEAP_METRICS
 from acutance.operator import AttentionRecord
 from acutance.sites import find
+from acutance.wrappers import evaluating
 
 WITH_ATTENTION = (*CHEAP_METRICS, "nonlocal_energy", "attention_entropy")
 BATCHES = 4  # read by one call of `measure`, whose beginning and end are part of the cost

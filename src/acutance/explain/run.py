@@ -17,10 +17,11 @@ from acutance.explain.reader import LayerReader
 from acutance.explain.spectrum import Spectrum
 from acutance.explain.verdict import LayerSpectrum
 from acutance.explain.weights import Norm, layer_spectrum
-from acutance.measure import check_prefix, describe, evaluating, feed, track
+from acutance.measure import check_prefix, describe, feed, track
 from acutance.mitigations.base import Chain, Mitigation
 from acutance.operator import AttentionRecord
 from acutance.samples import Samples
+from acutance.wrappers import bare_module, evaluating, refuse_sharded
 
 
 @torch.no_grad()
@@ -53,7 +54,8 @@ def explain(
     if norm not in ("fold", "ignore"):
         raise AcutanceError(f"norm is 'fold' or 'ignore', not {norm!r}")
     check_prefix(prefix)
-    bare: nn.Module = getattr(model, "_orig_mod", model)  # a compiled model would not see hooks added now
+    bare = bare_module(model)
+    refuse_sharded(bare, "explain")
     found = sites.find(bare)
     with ExitStack() as stack:
         walked = track(found, progress and len(found) > 1, stack, "spectra of H")

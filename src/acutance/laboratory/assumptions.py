@@ -22,10 +22,11 @@ from acutance import metrics, sites
 from acutance.errors import AcutanceError, MissingExtraError
 from acutance.kernels.heads import repeat_heads
 from acutance.laboratory.affinity import asymmetry, matrix_asymmetry, matrix_negative_share, negative_share, permuted
-from acutance.measure import evaluating, feed
+from acutance.measure import feed
 from acutance.operator import AttentionOperator, AttentionRecord
 from acutance.samples import Samples
 from acutance.statistics import mean_known, rank_correlation
+from acutance.wrappers import bare_module, evaluating, refuse_sharded
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -114,9 +115,11 @@ def kernel_assumptions(model: nn.Module, batches: Iterable[Any]) -> KernelAssump
 
     Args:
         model: any model `acutance.sites.find` knows, with softmax self-attention, causal or not.
-        batches: as for `measure`; padding does not count, and packed documents are samples of their own.
+        batches: as for `measure`; padding does not count, and packed documents are samples of their own, refused
+            where the model lets them see each other.
     """
-    bare = getattr(model, "_orig_mod", model)
+    bare = bare_module(model)
+    refuse_sharded(bare, "kernel_assumptions")
     found, images = sites.find(bare), sites.reads_images(bare, None)
     collected: list[dict[str, list[Tensor]]] = [{} for _ in found]
     reading = _Reading()

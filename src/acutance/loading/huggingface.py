@@ -65,7 +65,7 @@ def load(name: str, *, head: bool) -> LoadedModel:
         model,
         tokenizer=cache(partial(_tokenizer, name, source, config)) if "input_ids" in inputs else None,
         preprocess=cache(partial(_processor, name, source)) if "pixel_values" in inputs else None,
-        context=getattr(config.get_text_config(), "max_position_embeddings", None),
+        context=_context(model, config),
         decoder_start=_decoder_start(model, config),
     )
 
@@ -148,6 +148,20 @@ def _processor(name: str, source: Source) -> Processor:
     with loading(f"the image processor of {name}", source.repository), _quiet(transformers, True):
         # The PIL back-end gives the same pictures with and without torchvision.
         return Processor(transformers.AutoImageProcessor.from_pretrained(source.place, backend="pil"))
+
+
+def _context(model: nn.Module, config: Any) -> int | None:
+    """The most tokens a text may have; None where the configuration names no bound, or −1 as XLNet's does."""
+    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is None or positions <= 0:
+        return None
+    for name, table in model.named_modules():
+        # RoBERTa and its kin count from behind the padding's number: the rows up to it are no token's. The tables of
+        # BART and OPT have two rows more instead, which their configurations do not count.
+        padding = getattr(table, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding is not None and len(table.weight) == positions:
+            return positions - int(padding) - 1
+    return positions
 
 
 def _decoder_start(model: nn.Module, config: Any) -> int | None:

@@ -14,9 +14,10 @@ from torch import distributed, nn
 from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError
 from acutance.measure import check_readable, measure
 from acutance.monitor.history import History
-from acutance.monitor.probe import autocast_seen, bare_module, fitted, fixed_copy, own_randomness, shards_put_back
+from acutance.monitor.probe import autocast_seen, fitted, fixed_copy, own_randomness
 from acutance.monitor.writers import JsonLines, TensorBoard
 from acutance.profile import Profile
+from acutance.wrappers import bare_module, shards_put_back
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,22 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from acutance.errors import AcutanceError
 
 SEED = 0
-
-
-def bare_module(model: nn.Module) -> nn.Module:
-    """The module inside torch.compile's and data parallelism's wrappers, whose forward would compile or synchronise."""
-    parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    while True:
-        inner = model.module if isinstance(model, parallel) else getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 def fixed_copy(probe: Any) -> Any:
@@ -73,20 +63,6 @@ def own_randomness() -> Iterator[None]:
         torch.set_rng_state(cpu)
         if cuda:
             torch.cuda.set_rng_state_all(devices)
-
-
-@contextmanager
-def shards_put_back(model: nn.Module) -> Iterator[None]:
-    """FSDP2 frees gathered weights in the backward pass; after a reading, which has none, they would go stale."""
-    try:
-        yield
-    finally:
-        if distributed.is_available() and distributed.is_initialized():
-            from torch.distributed.fsdp import FSDPModule
-
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
 
 
 @contextmanager

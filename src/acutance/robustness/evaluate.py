@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from acutance.data.images import Images
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
-from acutance.measure import evaluating, track
+from acutance.measure import track
 from acutance.robustness.attacks import FGSM, PGD, Attack, as_attack
 from acutance.robustness.corruptions import AT_ONCE, CORRUPTIONS, SEVERITIES, check_names, corrupt_part
 from acutance.robustness.draws import Draws
 from acutance.robustness.published import Published
 from acutance.robustness.table import CLEAN, RobustnessTable, cell_name
 from acutance.version import __version__
+from acutance.wrappers import evaluating
 
 # The images in [0, 1] of part 0, 1, …, AT_ONCE of them each.
 Part = Callable[[int], Tensor]

@@ -145,11 +145,10 @@ def record(model: nn.Module) -> dict[str, str]:
     return {name: site.mitigation.spec for name, site in everywhere(model).items() if site.mitigation is not None}
 
 
-def remember(model: nn.Module) -> None:
-    """Note what the model carries where its library would save it."""
-    carried = record(model)
+def remember() -> None:
+    """What models carry is from now on noted wherever their libraries save them."""
     for library in LIBRARIES:
-        library.remember(model, carried)
+        library.remember()
 
 
 def mitigation_spec(model: nn.Module) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Self
@@ -153,4 +153,4 @@ class Library:
     final_norm: Callable[[nn.Module], nn.Module]
     suffix_tokens: Callable[[nn.Module], int] = lambda model: 0  # behind the content, such as YOLOS' detection tokens
     reading: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()  # around a reading
-    remember: Callable[[nn.Module, Mapping[str, str]], None] = lambda model, record: None  # in what is saved with it
+    remember: Callable[[], None] = lambda: None  # see to it that the library saves what its models carry

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -49,15 +49,26 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def refuse_several_stacks(model: nn.Module, places: Iterable[Place]) -> None:
-    """Layers are numbered within one stack: of several, the user says which."""
+def places_of(model: nn.Module, paths: Iterable[str]) -> dict[str, Place]:
+    """Where the modules of one stack stand; of more than one stack the user says which is meant."""
+    every = list(paths)
+    outside = [path for path in every if not _containers_around(model, path)]
+    places = {path: place_of(model, path) for path in every if path not in outside or len(outside) == len(every)}
+    refuse_several_stacks(model, places.values(), outside)
+    return places
+
+
+def refuse_several_stacks(model: nn.Module, places: Iterable[Place], outside: Sequence[str] = ()) -> None:
+    """Layers are numbered within one stack: of several, or of one and modules `outside` of it, the user says which."""
     stacks = list(dict.fromkeys(place.stack for place in places))
-    if len(stacks) > 1:
+    if len(stacks) > 1 or outside:
         around = [stack.rpartition(".")[0] for stack in stacks]
         parts = [up if up and around.count(up) == 1 else stack for up, stack in zip(around, stacks, strict=True)]
+        held = f"{'several stacks' if len(stacks) > 1 else 'a stack'} of layers ({', '.join(stacks)})"
+        beside = f" and, beside them, {', '.join(outside)}" if outside else ""
         raise SeveralStacksError(
-            f"{type(model).__name__} holds several stacks of layers ({', '.join(stacks)}): name one with part=, "
-            f"e.g. part={parts[0]!r}, or pass that part of the model",
+            f"{type(model).__name__} holds {held}{beside}: name one with part=, e.g. part={parts[0]!r}, or pass that "
+            "part of the model",
             parts,
         )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Library
-from acutance.sites.blocks import place_of, refuse_several_stacks, unwrapped
+from acutance.sites.blocks import places_of, unwrapped
 from acutance.sites.ends import SpecialTokens, final_norm, special_tokens
 from acutance.sites.huggingface_interface import (
     asks_for_the_name,
@@ -187,8 +187,7 @@ def _sites(model: nn.Module) -> list[AttentionSite]:
     known = known_sites(found.values())
     if known is not None:
         return list(known)
-    places = {name: place_of(model, name) for name in found}
-    refuse_several_stacks(model, places.values())
+    places = places_of(model, found)
     blocks = [place.block for place in places.values()]
     twice = next((block for block in blocks if blocks.count(block) > 1), None)
     if twice is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, cast
 
@@ -22,10 +23,10 @@ def is_pretrained(module: nn.Module) -> bool:
 
 @cache
 def note_when_saving() -> None:
-    """Make `save_pretrained` note what the model carries wherever it was put.
+    """Make `save_pretrained` note what the model carries, wherever in it that was put.
 
-    A part that is mitigated by itself does not know the model around it, and may have a copy of its configuration: only
-    who saves knows the whole.
+    Only who saves knows the whole: a part that is mitigated by itself does not know the model around it, and may share
+    its configuration or have a copy of it. So the note is there while it is written, and never out of date.
     """
     from transformers import PreTrainedModel
 
@@ -33,28 +34,38 @@ def note_when_saving() -> None:
 
     @wraps(save)
     def save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
-        from acutance import sites
-
-        vars(model.config).pop(NOTE, None)  # of parts, or out of date
-        if any(isinstance(module, Mitigation) for module in model.modules()):
-            sites.remember(model)
-        return save(model, *args, **options)
+        with _noted(model):
+            return save(model, *args, **options)
 
     cast(Any, PreTrainedModel).save_pretrained = save_pretrained
 
 
-def remember(model: nn.Module, record: Mapping[str, str]) -> None:
-    """In the configuration, which `save_pretrained` writes; by class, since parts share their model's."""
+def forget(config: Any) -> None:
+    """Take the notes out of a configuration and those inside it, such as CLIP's of its towers."""
+    inside = list(vars(config).values())
+    vars(config).pop(NOTE, None)
+    for part in inside:
+        if hasattr(part, "model_type"):
+            forget(part)
+
+
+@contextmanager
+def _noted(model: Any) -> Iterator[None]:
+    """With the note of the whole model, by its class, in its configuration."""
+    from acutance import sites
+
+    forget(model.config)  # what was read from a file
+    mitigated = any(isinstance(module, Mitigation) for module in model.modules())
+    record = sites.record(model) if mitigated else {}
+    try:
+        if record:
+            setattr(model.config, NOTE, {type(model).__name__: record})
+        yield
+    finally:
+        forget(model.config)
+
+
+def remember() -> None:
+    """What transformers' models carry is saved with them from now on."""
     if "transformers" in sys.modules:
         note_when_saving()
-    if not is_pretrained(model):
-        return
-    config: Any = model.config
-    noted = dict(getattr(config, NOTE, {}))
-    noted.pop(type(model).__name__, None)
-    if record:
-        noted[type(model).__name__] = dict(record)
-    if noted:
-        setattr(config, NOTE, noted)
-    elif hasattr(config, NOTE):
-        delattr(config, NOTE)

@@ -13,6 +13,7 @@ from acutance.errors import NoSitesError
 from acutance.sites.base import TOKENS_REMAIN
 from acutance.sites.blocks import path_of
 from acutance.sites.huggingface_norms import norm_before
+from acutance.sites.linear import matrix_of, shape_of
 
 SEPARATE = {
     "query": ("q_proj", "query", "q_lin", "q"),
@@ -48,7 +49,7 @@ class Weights:
 
     def projection_weight(self) -> Tensor:
         """W_proj as (dim, heads · head_dim)."""
-        return _matrix(self.projection)
+        return matrix_of(self.projection)
 
     def projection_bias(self) -> Tensor | None:
         """What is added after W_proj."""
@@ -56,15 +57,15 @@ class Weights:
 
     def query(self) -> Tensor:
         """W_Q as (heads · head_dim, dim)."""
-        return self._rows("query", _matrix)
+        return self._rows("query", matrix_of)
 
     def key(self) -> Tensor:
         """W_K as (kv_heads · head_dim, dim)."""
-        return self._rows("key", _matrix)
+        return self._rows("key", matrix_of)
 
     def value(self) -> Tensor:
         """W_V as (kv_heads · head_dim, dim)."""
-        return self._rows("value", _matrix)
+        return self._rows("value", matrix_of)
 
     def value_bias(self) -> Tensor | None:
         """What is added to the values."""
@@ -76,7 +77,7 @@ class Weights:
         """LayerScale's gain, wherever the block keeps it, or Granite's number for all channels."""
         multiplier = getattr(self.block, "residual_multiplier", 1.0)
         if multiplier != 1.0:
-            return torch.full((self.dim,), multiplier).to(_matrix(self.projection))
+            return torch.full((self.dim,), multiplier).to(next(self.projection.parameters()))
         for path in LAYER_SCALES:
             value: object = self.block
             for name in path.split("."):
@@ -118,13 +119,13 @@ def find_weights(name: str, block: nn.Module, attention: nn.Module) -> Weights:
     if heads is None:
         config: Any = attention.config
         heads = int(config.num_attention_heads)
-    dim, width = _matrix(projection).shape
+    dim, width = shape_of(projection)
     head_dim = width // heads
     if value is not None:
-        kv_heads = _matrix(value).shape[0] // head_dim
+        kv_heads = shape_of(value)[0] // head_dim
     else:
         assert joint is not None
-        kv_heads = (_matrix(attention.get_submodule(joint)).shape[0] // head_dim - heads) // 2
+        kv_heads = (shape_of(attention.get_submodule(joint))[0] // head_dim - heads) // 2
     return Weights(attention, block, projection, norm_before(block, path), heads, kv_heads, head_dim, dim)
 
 
@@ -140,7 +141,7 @@ def _child(module: nn.Module, paths: tuple[str, ...]) -> nn.Module | None:
             found = module.get_submodule(path)
         except AttributeError:
             continue
-        if isinstance(getattr(found, "weight", None), Tensor):
+        if path != "output" or isinstance(getattr(found, "weight", None), Tensor):  # elsewhere what holds output.dense
             return found
     return None
 
@@ -152,9 +153,3 @@ def _joint(attention: nn.Module) -> str | None:
 def _bias(module: nn.Module) -> Tensor | None:
     bias = getattr(module, "bias", None)
     return bias if isinstance(bias, Tensor) else None
-
-
-def _matrix(module: nn.Module) -> Tensor:
-    """The weight as (out, in): GPT-2's Conv1D stores it the other way round."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    return weight.T if type(module).__name__ == "Conv1D" else weight

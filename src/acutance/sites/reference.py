@@ -15,6 +15,7 @@ from acutance.models.layers import LayerScale
 from acutance.models.stack import BlockStack
 from acutance.operator import AttentionRecord
 from acutance.sites.base import AttentionSite, Library, Undo
+from acutance.sites.linear import matrix_of
 
 
 class BlockSite(AttentionSite):
@@ -27,7 +28,7 @@ class BlockSite(AttentionSite):
         self.layer, self.name, self.block, self.attention = layer, name, block, block.attn
         self.heads = self.kv_heads = block.attn.heads
         self.head_dim = block.attn.head_dim
-        self.dim = block.attn.proj.out_features
+        self.dim = self.heads * self.head_dim
 
     @property
     def mitigation(self) -> Mitigation | None:
@@ -38,25 +39,25 @@ class BlockSite(AttentionSite):
     def value_weight(self) -> Tensor:
         """The last `dim` rows of the joint projection."""
         made = self.attention.mitigation.weights()
-        return self.attention.value_projection.weight[-self.dim :] if made is None else made[0]
+        return matrix_of(self.attention.value_projection)[-self.dim :] if made is None else made[0]
 
     def projection_weight(self) -> Tensor:
         """W_proj."""
         made = self.attention.mitigation.weights()
         if made is not None:
             return made[1]
-        if self.attention.proj.weight is None:
+        if getattr(self.attention.proj, "weight", self.attention.proj) is None:
             raise AcutanceError(f"{self.name}: another mitigation makes W_V and W_proj already: choose one of the two")
-        return self.attention.proj.weight
+        return matrix_of(self.attention.proj)
 
     def query_weight(self) -> Tensor:
         """The first `dim` rows of the joint projection; symmetric attention uses them for the keys too."""
-        return self.attention.value_projection.weight[: self.dim]
+        return matrix_of(self.attention.value_projection)[: self.dim]
 
     def key_weight(self) -> Tensor:
         """The rows after the queries'; the same rows where attention is symmetric."""
         start = 0 if self.attention.kernel == "symmetric" else self.dim
-        return self.attention.value_projection.weight[start : start + self.dim]
+        return matrix_of(self.attention.value_projection)[start : start + self.dim]
 
     def value_bias(self) -> Tensor | None:
         """The last `dim` entries of the joint bias."""

@@ -10,7 +10,7 @@ from torch import nn
 from acutance.errors import NoSitesError
 from acutance.sites import timm_attention as kinds
 from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Library
-from acutance.sites.blocks import CONTAINERS, place_of, refuse_several_stacks, repeated_blocks
+from acutance.sites.blocks import CONTAINERS, places_of, repeated_blocks
 from acutance.sites.ends import final_norm, special_tokens
 from acutance.sites.patched import Stack, caller_of, known_sites
 from acutance.sites.timm_site import TimmSite
@@ -47,8 +47,7 @@ def _sites(model: nn.Module) -> list[AttentionSite]:
     if any(type(module).__name__ == "CrossVit" for module in model.modules()):
         raise NoSitesError("the layers of CrossVit run in branches side by side, so they have no one order")
     blocks = {name: _block(model, name) for name in found}
-    places = {name: place_of(model, name) for name in found}
-    refuse_several_stacks(model, places.values())
+    places = places_of(model, found)
     stack = Stack(caller_of(model, [place.stage for place in places.values()]))
     for layer, (name, kind) in enumerate(found.items(), 1):
         kind(stack, layer, name, blocks[name], attentions[name]).stage = places[name].stage

@@ -5,15 +5,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial, reduce
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, NoSitesError
 from acutance.operator import AttentionOperator
 from acutance.sites.base import TOKENS_REMAIN
+from acutance.sites.linear import is_plain, matrix_of
 from acutance.sites.patched import PatchedSite, Stack
 
 POST_NORM = {"ResPostBlock", "ResPostRelPosBlock", "EvaBlockPostNorm"}  # norm1 stands after their attention
@@ -48,11 +50,21 @@ class TimmSite(PatchedSite):
 
     def __init__(self, stack: Stack, layer: int, name: str, block: nn.Module, attention: nn.Module) -> None:
         super().__init__(stack, layer, name, block, attention)
+        self._refuse_idle_adapter()
         self.heads = self.attention.num_heads
         self.kv_heads = getattr(attention, "num_kv_heads", self.heads)
         rows, self.dim = self.value_weight().shape
         self.head_dim = rows // self.kv_heads
         self.stage = ""  # path of the container that holds the block
+
+    def _refuse_idle_adapter(self) -> None:
+        """BEiT and EVA take the weight of their joint projection, past whatever was put around it."""
+        joint, beside = getattr(self.attention, "qkv", None), getattr(self.attention, "q_bias", None)
+        if beside is not None and joint is not None and not (is_plain(joint) or self.attention.qkv_bias_separate):
+            raise NoSitesError(
+                f"{self.name} multiplies by the weight of its qkv itself, so the {type(joint).__name__} around it does "
+                f"nothing there: merge it into the layer, or put it around proj alone. {TOKENS_REMAIN}"
+            )
 
     @abstractmethod
     def project(self, x: Tensor, *args: Any, **options: Any) -> Product:
@@ -123,25 +135,24 @@ class TimmSite(PatchedSite):
 
     def query_weight(self) -> Tensor:
         """W_Q."""
-        return cast(Tensor, _projections(self.attention, "weight")[0])
+        return cast(Tensor, _projections(self.attention, matrix_of)[0])
 
     def key_weight(self) -> Tensor:
         """W_K."""
-        return cast(Tensor, _projections(self.attention, "weight")[1])
+        return cast(Tensor, _projections(self.attention, matrix_of)[1])
 
     def value_weight(self) -> Tensor:
         """W_V."""
-        return cast(Tensor, _projections(self.attention, "weight")[2])
+        return cast(Tensor, _projections(self.attention, matrix_of)[2])
 
     def value_bias(self) -> Tensor | None:
         """Beside the joint projection or in it."""
         beside: Tensor | None = getattr(self.attention, "v_bias", None)
-        return _projections(self.attention, "bias")[2] if beside is None else beside
+        return _projections(self.attention, attrgetter("bias"))[2] if beside is None else beside
 
     def projection_weight(self) -> Tensor:
         """W_proj."""
-        weight: Tensor = self.attention.proj.weight
-        return weight
+        return matrix_of(self.attention.proj)
 
     def projection_bias(self) -> Tensor | None:
         """The bias of the output projection."""
@@ -172,14 +183,14 @@ def _biases(product: Product, logits: Tensor) -> list[Tensor]:
     ]
 
 
-def _projections(attention: Any, which: str) -> tuple[Any, Any, Any]:
+def _projections(attention: Any, read: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
     """The weights or biases of q, k and v, out of one, two or three layers."""
     if getattr(attention, "qkv", None) is not None:
-        joint = getattr(attention.qkv, which)
+        joint = read(attention.qkv)
         return (None, None, None) if joint is None else joint.chunk(3)
     if hasattr(attention, "kv"):
-        keys_and_values = getattr(attention.kv, which)
+        keys_and_values = read(attention.kv)
         halves = (None, None) if keys_and_values is None else keys_and_values.chunk(2)
-        return getattr(attention.q, which), *halves
-    q, k, v = (getattr(layer, which) for layer in (attention.q_proj, attention.k_proj, attention.v_proj))
+        return read(attention.q), *halves
+    q, k, v = (read(layer) for layer in (attention.q_proj, attention.k_proj, attention.v_proj))
     return q, k, v

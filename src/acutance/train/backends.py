@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
-from acutance.monitor.probe import own_randomness, shards_put_back
+from acutance.monitor.probe import own_randomness
+from acutance.wrappers import shards_put_back
 
 WORDS = {
     SDPBackend.MATH: "SDPA math (forms the matrix)",

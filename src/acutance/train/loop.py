@@ -18,7 +18,6 @@ from acutance import processes
 from acutance.data.seeds import mixed_seed
 from acutance.errors import AcutanceError
 from acutance.monitor import Monitor
-from acutance.monitor.probe import shards_put_back
 from acutance.tasks import Share, Task, task_class
 from acutance.train.backends import attention_backend
 from acutance.train.config import Config
@@ -32,6 +31,7 @@ from acutance.train.optim import build_optimiser, set_learning_rate
 from acutance.train.run import Run
 from acutance.train.schedule import learning_rate
 from acutance.train.state import TrainState, persistent
+from acutance.wrappers import shards_put_back
 
 Parts = tuple[Any, ...]  # this process's shares of a global batch, whose gradients are added up
 # Cheap enough to be read on the way; HFC/LFC during training is an open question of the field.

@@ -1,0 +1,149 @@
+"""Projections with an adapter such as LoRA's around them are read as what they do, or refused."""
+
+import copy
+
+import hf_zoo
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import acutance as ac
+from acutance import sites
+from acutance.errors import AcutanceError, NoSitesError
+from acutance.laboratory import kernel_assumptions
+from acutance.models import ViT
+from acutance.sites.linear import matrix_of, shape_of
+
+PROJECTIONS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "out_proj",
+    "c_attn",
+    "c_proj",
+    "query",
+    "key",
+    "value",
+    "qkv",
+    "proj",
+)
+
+
+class Lora(nn.Module):
+    """W + BA, with dropout in training, as users write it."""
+
+    def __init__(self, base, rank=2):
+        super().__init__()
+        columns, rows = base.weight.shape[::-1] if isinstance(base, nn.Linear) else base.weight.shape
+        self.base_layer = base
+        options = {"bias": False, "dtype": base.weight.dtype}
+        self.lora_A, self.lora_B = nn.Linear(columns, rank, **options), nn.Linear(rank, rows, **options)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(self.dropout(x)))
+
+    def merged(self):
+        """The same as a layer of the kind that is inside."""
+        layer, added = copy.deepcopy(self.base_layer), self.lora_B.weight @ self.lora_A.weight
+        layer.weight.data += added if isinstance(layer, nn.Linear) else added.T
+        return layer
+
+
+class PeftLike(Lora):
+    """With the attributes that peft's layers have: those of the layer inside."""
+
+    weight = property(lambda self: self.base_layer.weight)
+    bias = property(lambda self: self.base_layer.bias)
+    in_features = property(lambda self: self.lora_A.in_features)
+    out_features = property(lambda self: self.lora_B.out_features)
+
+
+class Gated(Lora):
+    """Not linear."""
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(x).relu())
+
+
+def replaced(model, change, names):
+    for path, module in list(model.named_modules()):
+        if (
+            path.endswith(names)
+            and not isinstance(module, nn.Conv2d)
+            and hasattr(module, "weight" if change is not Lora.merged else "merged")
+        ):
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, change(module))
+    return model
+
+
+def adapted(model, kind, names=PROJECTIONS):
+    """The model with adapters, and the same with them merged."""
+    torch.manual_seed(1)
+    model = replaced(model, kind, tuple(f".{name}" for name in names))
+    assert any(isinstance(module, Lora) for module in model.modules())
+    return model, replaced(copy.deepcopy(model), Lora.merged, tuple(f".{name}" for name in names))
+
+
+def vit():
+    torch.manual_seed(0)
+    return ViT(image_size=8, patch_size=4, dim=12, depth=2, heads=3, num_classes=5).double().eval()
+
+
+MODELS = {
+    "own": (vit, lambda: torch.ones(2, 3, 8, 8, dtype=torch.float64)),
+    **{
+        name: (lambda name=name: hf_zoo.build(name), lambda name=name: hf_zoo.batch(name, padded=False))
+        for name in ("llama", "gpt2", "vit")
+    },
+    "bert": (lambda: hf_zoo.build("bert"), lambda: hf_zoo.batch("bert", padded=False)),
+}
+NAMES = {"bert": ("self.query", "self.key", "self.value", "attention.output.dense")}
+
+
+@pytest.mark.parametrize("kind", [Lora, PeftLike])
+@pytest.mark.parametrize("name", MODELS)
+def test_adapters_count(name, kind):
+    build, batch = MODELS[name]
+    plain = build()
+    model, merged = adapted(build(), kind, NAMES.get(name, PROJECTIONS))
+    spectra = [ac.explain(one, [batch()], progress=False) for one in (model, merged, plain)]
+    for ours, theirs in zip(spectra[0].layers, spectra[1].layers, strict=True):
+        np.testing.assert_allclose(np.sort(np.abs(ours.heads)), np.sort(np.abs(theirs.heads)), rtol=1e-6, atol=1e-9)
+    assert not np.allclose(np.sort(np.abs(spectra[0].layers[0].heads)), np.sort(np.abs(spectra[2].layers[0].heads)))
+    ours, theirs = (kernel_assumptions(one, [batch()]).weights_asymmetry for one in (model, merged))
+    np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    metrics = ["token_cosine", "nonlocal_energy"]
+    ours, theirs = (
+        ac.measure(one, [batch()], metrics=metrics, tap="attention", progress=False) for one in (model, merged)
+    )
+    assert [r.mean for r in ours.readings] == pytest.approx([r.mean for r in theirs.readings], rel=1e-5)
+    assert [site.shape() for site in sites.find(model)] == [site.shape() for site in sites.find(merged)]
+
+
+def test_the_matrix_is_that_of_evaluation_and_training_is_left_on():
+    layer = Lora(nn.Linear(6, 4).double()).train()
+    expected = layer.merged().weight
+    torch.testing.assert_close(matrix_of(layer), expected, rtol=0, atol=1e-12)
+    assert shape_of(layer) == (4, 6)
+    assert all(module.training for module in layer.modules())
+
+
+def test_a_method_replaced_in_place_is_noticed():
+    layer, added = nn.Linear(6, 4).double(), torch.randn(4, 6, dtype=torch.float64)
+    plain = layer.forward
+    layer.forward = lambda x: plain(x) + x @ added.T
+    torch.testing.assert_close(matrix_of(layer), layer.weight + added, rtol=0, atol=1e-12)
+
+
+def test_what_has_no_matrix_is_refused():
+    model, _ = adapted(hf_zoo.build("llama"), Gated, ("v_proj",))
+    with pytest.raises(AcutanceError, match=r"is a Gated, and what it does to tokens is not linear.*merge"):
+        ac.explain(model, progress=False)
+    with pytest.raises(NoSitesError, match="no linear layer is inside it"):
+        matrix_of(nn.ReLU())
+    with pytest.raises(NoSitesError, match=r"does not take tokens of shape \(1, 6\)"):
+        matrix_of(nn.Sequential(nn.Linear(6, 4), nn.Linear(6, 4)))

@@ -1,0 +1,105 @@
+"""timm's NaFlexVit, which takes images of any size in one batch: padding changes nothing, or is refused."""
+
+import pytest
+import torch
+from timm_zoo import SMALL
+from torch import nn
+
+import acutance as ac
+from acutance.errors import ShapeError
+from acutance.laboratory import kernel_assumptions
+
+naflexvit = pytest.importorskip("timm.models.naflexvit", reason="this timm has no NaFlexVit")
+GRIDS = [(4, 3), (2, 3)]  # patches down and across
+METRICS = ["token_cosine", "hfc_lfc_frobenius", "attention_entropy", "nonlocal_energy", "gradient_alignment"]
+VARIANTS = {
+    "positions": {},
+    "rotation": {"rope_type": "axial"},
+    "registers": {"reg_tokens": 2},
+    "keys masked": {"use_key_only_attn_mask": True},
+    "step by step": {},
+}
+
+
+def build(variant, **options):
+    torch.manual_seed(0)
+    sizes = {key: value for key, value in SMALL.items() if key != "img_size"}
+    config = naflexvit.NaFlexVitCfg(
+        **{key: value for key, value in (sizes | VARIANTS[variant] | options).items() if key != "num_classes"}
+    )
+    model = naflexvit.NaFlexVit(config, num_classes=5).double().eval()
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = variant != "step by step"
+    return model
+
+
+def batch(grids):
+    """Patches of images of these sizes, each with its own numbers, padded to one length."""
+    length = max(down * across for down, across in grids)
+    patches = torch.randn(len(grids), length, 8 * 8 * 3, dtype=torch.float64)  # padding is not zero, so that it shows
+    coordinates, valid = torch.zeros(len(grids), length, 2, dtype=torch.long), torch.zeros(len(grids), length)
+    for i, (down, across) in enumerate(grids):
+        count, generator = down * across, torch.Generator().manual_seed(down)
+        patches[i, :count] = torch.randn(count, 8 * 8 * 3, dtype=torch.float64, generator=generator)
+        coordinates[i, :count] = torch.cartesian_prod(torch.arange(down), torch.arange(across))
+        valid[i, :count] = 1
+    return {"x": patches, "patch_coord": coordinates, "patch_valid": valid.bool()}
+
+
+def collated(one):
+    """As timm's loader has it: all in one argument."""
+    return {"x": {"patches": one["x"], "patch_coord": one["patch_coord"], "patch_valid": one["patch_valid"]}}
+
+
+def measured(model, *batches):
+    profile = ac.measure(model, batches, metrics=METRICS, tap=["block", "attention", "values"], progress=False)
+    return {(r.tap, r.layer, r.metric): r.mean for r in profile.readings}
+
+
+@pytest.mark.parametrize("form", [dict, collated])
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "registers"])
+def test_padding_changes_no_reading(variant, form):
+    model = build(variant)
+    together, apart = measured(model, form(batch(GRIDS))), [measured(model, form(batch([grid]))) for grid in GRIDS]
+    for key, value in together.items():
+        assert value == pytest.approx((apart[0][key] + apart[1][key]) / 2, rel=1e-9), key
+    assert {layer for _, layer, _ in together} == {0, 1, 2, 3}
+
+
+def test_padding_changes_no_explanation():
+    model = build("positions")
+    together = ac.explain(model, [batch(GRIDS)], progress=False)
+    apart = ac.explain(model, [batch([grid]) for grid in GRIDS], progress=False)
+    for ours, theirs in zip(together.layers, apart.layers, strict=True):
+        assert ours.dominance.predicted_change == pytest.approx(theirs.dominance.predicted_change)
+        assert ours.dominance.block.change == pytest.approx(theirs.dominance.block.change)
+    ours, theirs = kernel_assumptions(model, [batch(GRIDS)]), kernel_assumptions(model, [batch([g]) for g in GRIDS])
+    for name in ("logits_asymmetry", "kernel_asymmetry", "alignment"):
+        assert ours.samples[name] == pytest.approx(theirs.samples[name], abs=1e-7)
+
+
+def test_padding_behind_registers_is_refused():
+    model = build("registers")
+    with pytest.raises(ShapeError, match=r"mask is \(2, 12\), but the tokens are \(2, 14, 24\).*or one by one"):
+        measured(model, batch(GRIDS))
+    assert measured(model, *(batch([grid]) for grid in GRIDS))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_mitigation_does_not_see_the_padding(variant):
+    model = build(variant)
+    plain = model(**batch(GRIDS))
+    with ac.mitigate(model, "neutreno:0.6+attnscale"):
+        nn.init.normal_(model.blocks[1].attn.mitigation.get_parameter(_learnt(model)))
+        together = model(**batch(GRIDS))
+        apart = torch.cat([model(**batch([grid])) for grid in GRIDS])
+        torch.testing.assert_close(together, apart, rtol=1e-9, atol=1e-9)
+        assert not torch.allclose(together, plain)
+    torch.testing.assert_close(model(**batch(GRIDS)), plain, rtol=1e-9, atol=1e-9)  # with other numbers as padding
+
+
+def _learnt(model):
+    return next(name for name, _ in model.blocks[1].attn.mitigation.named_parameters())
