@@ -66,7 +66,8 @@ def test_without_timm_the_output_says_what_the_baseline_is(
     first, *others = read(path)
     assert first["variant"] == "plain ViT"
     assert "timm is not installed" in first["note"]
-    assert {row["variant"] for row in others} == {"plain ViT", "NeuTRENO", "NeuTRENO, no fused kernel"}
+    variants = ("", ", tokens in bfloat16 between blocks", ", no fused kernel")
+    assert {row["variant"] for row in others} == {"plain ViT", *(f"NeuTRENO{variant}" for variant in variants)}
 
 
 def test_on_a_gpu_every_mode_of_timm_is_a_baseline_at_the_sizes_of_the_papers() -> None:
@@ -79,6 +80,7 @@ def test_on_a_gpu_every_mode_of_timm_is_a_baseline_at_the_sizes_of_the_papers() 
         ("plain ViT", "reduce-overhead", False, True),
         ("NeuTRENO", "default", False, False),
         ("NeuTRENO", "reduce-overhead", False, True),
+        ("NeuTRENO, tokens in bfloat16 between blocks", "reduce-overhead", False, True),
         ("NeuTRENO, no fused kernel", "reduce-overhead", False, True),
     ]
     titles = [table.title for name in steps.SHAPES for table in steps.tables(settings, name)]

@@ -6,6 +6,7 @@ import struct
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from acutance.errors import AcutanceError, ShapeError
@@ -17,6 +18,8 @@ from acutance.models import (
     resize_position_embedding,
     save_checkpoint,
 )
+from acutance.models.checkpoint import sort_metadata
+from acutance.saving import save
 
 TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 2, "heads": 3, "num_classes": 5}
 
@@ -220,3 +223,23 @@ def test_resizing_in_half_precision_rounds_once():
 def test_a_grid_that_is_not_square_is_refused(shape, prefix):
     with pytest.raises(ShapeError, match="prefix tokens is not"):
         resize_position_embedding(torch.zeros(shape), (4, 4), prefix)
+
+
+def test_equal_models_are_equal_files(tmp_path):
+    """The library writes metadata in the order of a hash table, another one each time."""
+    models = [make(mitigation="neutreno:0.6") for _ in range(5)]
+    assert len({save_checkpoint(model, tmp_path / "one.safetensors").read_bytes() for model in models}) == 1
+    other = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    mitigate(other, "neutreno:0.6")
+    assert len({save(other, tmp_path / "two.safetensors").read_bytes() for _ in range(5)}) == 1
+
+
+def test_sorting_metadata_changes_nothing_else(tmp_path):
+    tensors = {"b": torch.arange(6.0), "a": torch.ones(2, 3, dtype=torch.bfloat16)}
+    metadata = {"λ": 'quotes "…" \\ and\nlines \x01\x7f/', "b": "", "a": "1"}
+    save_file(tensors, file := tmp_path / "file.safetensors", metadata)
+    sort_metadata(file)
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata() == metadata
+    found = load_file(file)
+    assert all(torch.equal(found[name], value) for name, value in tensors.items())

@@ -165,6 +165,22 @@ def test_bfloat16_autocast_stays_within_its_precision(mitigation):
     assert not beyond
 
 
+@pytest.mark.parametrize(("stream", "expected"), [("float32", torch.float32), ("autocast", torch.bfloat16)])
+def test_the_stream_has_the_dtype_that_was_chosen(stream, expected):
+    model = seeded("neutreno:0.6", dtype=torch.float32, stream=stream)
+    seen = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, inputs, outputs: seen.append((inputs[0].dtype, outputs[0].dtype)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(images(torch.float32)).sum().backward()
+    assert set(seen) == {(expected, expected)}
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_without_autocast_the_stream_makes_no_difference():
+    assert_same(gradients(seeded("neutreno:0.6", stream="autocast")), gradients(seeded("neutreno:0.6")), tolerance=0)
+
+
 @pytest.mark.parametrize("mitigation", MITIGATIONS)
 def test_float64_is_float64_all_the_way(mitigation):
     model = seeded(mitigation)

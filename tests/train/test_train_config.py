@@ -74,7 +74,7 @@ def test_values_get_the_type_of_their_field(assignment, read, expected):
         ("loop.epochs=true", "loop.epochs is a number, not true"),
         ("loop.seed=1.5", "loop.seed is a whole number, not 1.5"),
         ("loop.compile=yes", 'loop.compile is true or false, not "yes"'),
-        ("optim.name=addamw", r'one of adamw, adam, sgd, not "addamw", did you mean adamw\?'),
+        ("optim.name=addamw", r'one of adamw, adam, sgd, muon, not "addamw", did you mean adamw\?'),
         ("optim.clip=much", 'optim.clip is a number or null, not "much"'),
         ("optim.betas=[0.9]", r"optim.betas is a list of 2, such as \[0.9, 0.9\]"),
         ("optim=3", "optim has fields of its own"),

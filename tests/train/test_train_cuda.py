@@ -6,16 +6,18 @@ from train_worlds import assert_same_bits, bits, tiny
 
 from acutance.train import train
 from acutance.train.loop import Loop
+from acutance.train.nonfinite import DivergedError
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = ("loop.precision=bf16", "loop.deterministic=true", "task.augment.crop_pad=1", "task.augment.mixup=0.8")
 
 
-def test_no_step_waits_for_the_device(tmp_path, monkeypatch):
+@pytest.mark.parametrize("recorded", ["false", "true"])
+def test_no_step_waits_for_the_device(tmp_path, monkeypatch, recorded):
     real = Loop._step
 
     def watched(self, step, parts):
-        if step < 2:  # the first steps may load kernels
+        if step < 5:  # the first steps may load kernels, and one makes the recording
             return real(self, step, parts)
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
@@ -25,12 +27,11 @@ def test_no_step_waits_for_the_device(tmp_path, monkeypatch):
             torch.cuda.set_sync_debug_mode(before)
 
     monkeypatch.setattr(Loop, "_step", watched)
-    train(tiny(*GPU), tmp_path / "run", device="cuda")
+    train(tiny(*GPU, f"loop.graph={recorded}"), tmp_path / "run", device="cuda")
 
 
-def test_a_run_that_is_cut_resumes_to_the_same_bits(tmp_path, monkeypatch):
-    config = tiny(*GPU)
-    train(config, tmp_path / "whole", device="cuda")
+def cut_and_resume(config, folder, monkeypatch):
+    train(config, folder / "whole", device="cuda")
     real = Loop._step
 
     def dying(self, step, parts):
@@ -41,11 +42,46 @@ def test_a_run_that_is_cut_resumes_to_the_same_bits(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "_step", dying)
         with pytest.raises(RuntimeError, match="died"):
-            train(config, tmp_path / "cut", device="cuda")
-    train(config, tmp_path / "cut", device="cuda", resume=True)
-    assert_same_bits(bits(tmp_path / "cut"), bits(tmp_path / "whole"))
+            train(config, folder / "cut", device="cuda")
+    train(config, folder / "cut", device="cuda", resume=True)
+    assert_same_bits(bits(folder / "cut"), bits(folder / "whole"))
+
+
+def test_a_run_that_is_cut_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    cut_and_resume(tiny(*GPU), tmp_path, monkeypatch)
 
 
 def test_compiled(tmp_path):
     result = train(tiny(*GPU, "loop.compile=true"), tmp_path / "run", device="cuda")
     assert result["step"] == 16
+
+
+RANDOM = ("task.model.drop_path=0.2",)  # beside dropout
+
+
+def test_a_recorded_step_gives_the_bits_of_one_that_is_not(tmp_path):
+    train(tiny(*GPU, *RANDOM), tmp_path / "plain", device="cuda")
+    train(tiny(*GPU, *RANDOM, "loop.graph=true"), tmp_path / "recorded", device="cuda")
+    assert_same_bits(bits(tmp_path / "recorded"), bits(tmp_path / "plain"))
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_every_optimiser_can_be_recorded(tmp_path, name):
+    chosen = (*GPU, f"optim.name={name}")
+    train(tiny(*chosen), tmp_path / "plain", device="cuda")
+    train(tiny(*chosen, "loop.graph=true"), tmp_path / "recorded", device="cuda")
+    assert_same_bits(bits(tmp_path / "recorded"), bits(tmp_path / "plain"))
+
+
+def test_a_recorded_run_that_is_cut_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    cut_and_resume(tiny(*GPU, *RANDOM, "loop.graph=true"), tmp_path, monkeypatch)
+
+
+def test_a_recorded_and_compiled_run_that_is_cut_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    cut_and_resume(tiny(*GPU, *RANDOM, "loop.graph=true", "loop.compile=true"), tmp_path, monkeypatch)
+
+
+def test_a_recorded_run_that_diverges_says_where(tmp_path):
+    config = tiny(*GPU, "loop.graph=true", "optim.lr=1e30", "optim.name=sgd", "loop.epochs=8")
+    with pytest.raises(DivergedError, match="first in"):
+        train(config, tmp_path / "run", device="cuda")

@@ -247,6 +247,13 @@ def test_compiled_training_follows_the_plain_one(tmp_path, monkeypatch):
         torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-5)
 
 
+def test_without_a_gpu_nothing_is_recorded_and_nothing_changes(tmp_path):
+    fit(tiny(), tmp_path / "plain")
+    _, said = fit(tiny("loop.graph=true"), tmp_path / "asked")
+    assert "CUDA graph" not in said
+    assert_same_bits(bits(tmp_path / "asked"), bits(tmp_path / "plain"))
+
+
 def test_bf16_casts_and_keeps_float32_weights(tmp_path):
     seen = []
     real = ac.models.ViT.forward_features

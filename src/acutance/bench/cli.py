@@ -29,6 +29,8 @@ def bench(
 
     steps: training and inference with NeuTRENO against timm's plain ViT (parts: steps-32, steps-224).
 
+    end-to-end: images a second of the recipe for CIFAR-100, augmentation included.
+
     eigen: training with a negative spectrum, ViT-Ti⁻, against ViT-Ti.
 
     micro: the fused attention by itself, against SDPA and against its floor in bytes and FLOPs.

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Picture
 
-from acutance.bench import efficiency, eigen, floor, language, lengths, measuring, results, steps
+from acutance.bench import efficiency, eigen, floor, language, lengths, measuring, results, steps, throughput
 from acutance.bench.results import Row
 from acutance.bench.settings import Settings, Table, free
 from acutance.bench.timing import first_line
@@ -25,6 +25,7 @@ HEADINGS = {
     "variant": "variant",
     "mode": "mode",
     "ms": "ms",
+    "images_per_s": "images/s",
     "ratio": "÷ baseline (quartiles)",
     "peak_mib": "peak MiB",
     "memory_ratio": "memory ÷ baseline",
@@ -39,6 +40,7 @@ WORDS = ("heading", "variant", "mode", "note")
 GROUPS: dict[str, Callable[[Settings], list[Table]]] = {
     "steps-32": partial(steps.tables, name="steps-32"),
     "steps-224": partial(steps.tables, name="steps-224"),
+    "end-to-end": throughput.tables,
     "eigen": eigen.tables,
     "micro": floor.tables,
     "efficiency": efficiency.tables,
@@ -119,7 +121,9 @@ def headlines(rows: Sequence[Row]) -> Picture:
     for row in best.values():
         first_of_its_table = not any(other["table"] == row["table"] for other in shown)
         shown.append({**row, "heading": row["table"] if first_of_its_table else ""})
-    return picture("Summary", shown, ("heading", "tokens", "variant", "mode", "ms", "ratio", "memory_ratio"))
+    return picture(
+        "Summary", shown, ("heading", "tokens", "variant", "mode", "ms", "images_per_s", "ratio", "memory_ratio")
+    )
 
 
 def _better(row: Row, other: Row) -> bool:

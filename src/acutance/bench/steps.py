@@ -103,6 +103,7 @@ def candidates(shape: Shape, make: Make, settings: Settings, *, timm: bool) -> l
         *(rows("timm's ViT", partial(_timm, shape), modes, baseline=True) if timm else []),
         *rows("plain ViT", shape.ours, least if timm else modes, baseline=not timm),
         *rows("NeuTRENO", neutreno, modes),
+        *rows("NeuTRENO, tokens in bfloat16 between blocks", partial(neutreno, stream="autocast"), least),
         *rows("NeuTRENO, no fused kernel", neutreno, least, wrap=unfused),
     ]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from acutance.errors import AcutanceError
@@ -37,7 +37,27 @@ def save_checkpoint(model: Model, path: PathLike) -> Path:
     state = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     options = json.dumps(model.config.to_dict())
     metadata = {"format": "pt", CLASS_KEY: type(model).__name__, CONFIG_KEY: options}
-    return atomic_write(path, save(state, metadata=metadata))
+
+    def write(file: Path) -> None:
+        save_file(state, file, metadata)
+        sort_metadata(file)
+
+    return atomic_write(path, write)
+
+
+def sort_metadata(file: Path) -> None:
+    """Put a safetensors file's metadata in order, so that equal models are equal files.
+
+    The library keeps it in a hash table, whose order changes from one call to the next; tensors it sorts by itself.
+    """
+    with file.open("rb+") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        assert len(text) <= size, "the same entries in another order, and spaces"
+        opened.seek(8)
+        opened.write(text.ljust(size))
 
 
 def from_checkpoint(path: PathLike) -> Model:

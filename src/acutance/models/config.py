@@ -11,6 +11,7 @@ from acutance.errors import AcutanceError
 
 AttentionKind = Literal["softmax", "symmetric", "rbf", "linear", "polynomial"]
 NormPlace = Literal["pre", "post"]
+Stream = Literal["float32", "autocast"]
 
 
 class ModelConfig:
@@ -60,6 +61,7 @@ class ViTConfig(ModelConfig):
     drop_path: float = 0.0  # chance of skipping a branch in the last block, growing linearly from 0 in the first
     dropout: float = 0.0  # after the embedding, the projections and in the MLP
     attention_dropout: float = 0.0  # on the attention weights
+    stream: Stream = "float32"  # of the tokens between blocks under autocast; in its own dtype a step is faster
 
     def __post_init__(self) -> None:
         _check_positive(self, "image_size", "patch_size", "dim", "depth", "heads", "num_classes", "in_chans")
@@ -68,6 +70,8 @@ class ViTConfig(ModelConfig):
         _check_attention(self.dim, self.heads, self.attention)
         if self.norm not in get_args(NormPlace):
             raise AcutanceError(f"unknown norm {self.norm!r}; known: {', '.join(get_args(NormPlace))}")
+        if self.stream not in get_args(Stream):
+            raise AcutanceError(f"unknown stream {self.stream!r}; known: {', '.join(get_args(Stream))}")
         if self.distilled and not self.class_token:
             raise AcutanceError("a distilled model needs its class token: set class_token=True")
         object.__setattr__(self, "mitigation_layers", _checked_layers(self.mitigation_layers, self.depth))

@@ -98,8 +98,9 @@ class ViT(BlockStack):
         prefix = [
             t.expand(len(images), -1, -1) for t in (self.cls_token, self.dist_token, self.reg_token) if t is not None
         ]
-        x = torch.cat([*prefix, self.patch_embed(images)], dim=1) + self.pos_embed
-        embedded: Tensor = self.pos_drop(x)
+        patches = self.patch_embed(images)
+        x = torch.cat([*prefix, patches], dim=1) + self.pos_embed
+        embedded: Tensor = self.pos_drop(x.to(patches.dtype) if self._config.stream == "autocast" else x)
         return embedded
 
 

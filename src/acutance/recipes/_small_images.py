@@ -18,13 +18,19 @@ def small_images(dataset: str, **options: Any) -> Config:
     return Config(
         task=ClassificationConfig(
             dataset=dataset,
-            model=preset("vit_tiny_cifar", drop_path=0.1, **options),
+            model=preset("vit_tiny_cifar", **{"class_token": False, "stream": "autocast", "drop_path": 0.1, **options}),
             augment=DEIT_SMALL_IMAGES,
             compile_augment=True,
         ),
         optim=OptimConfig(name="adamw", lr=1e-3, weight_decay=0.05, clip=1.0),
         schedule=ScheduleConfig(name="cosine", warmup=10, start=1e-6, final=1e-5),
         loop=LoopConfig(
-            epochs=300, batch_size=512, precision="bf16", compile=True, checkpoint_every=1000, evaluate_every=10
+            epochs=300,
+            batch_size=512,
+            precision="bf16",
+            compile=True,
+            graph=True,
+            checkpoint_every=1000,
+            evaluate_every=10,
         ),
     )

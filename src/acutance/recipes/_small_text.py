@@ -12,5 +12,7 @@ def small_text(task: LanguageTaskConfig, *, epochs: int) -> Config:
         task=task,
         optim=OptimConfig(name="adamw", lr=5e-4, weight_decay=0.1, clip=0.25),
         schedule=ScheduleConfig(name="cosine", warmup=2),
-        loop=LoopConfig(epochs=epochs, batch_size=32, precision="bf16", compile=True, checkpoint_every=2_000),
+        loop=LoopConfig(
+            epochs=epochs, batch_size=32, precision="bf16", compile=True, graph=True, checkpoint_every=2_000
+        ),
     )

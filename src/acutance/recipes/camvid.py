@@ -24,5 +24,13 @@ def config() -> Config:
         task=replace(CAMVID, workers=8),
         optim=OptimConfig(name="adamw", lr=5e-4, weight_decay=0.05, clip=1.0),
         schedule=ScheduleConfig(name="cosine", warmup=10, start=1e-6, final=1e-6),
-        loop=LoopConfig(epochs=200, batch_size=8, precision="bf16", checkpoint_every=1_000, evaluate_every=10),
+        loop=LoopConfig(
+            epochs=200,
+            batch_size=8,
+            precision="bf16",
+            compile=True,
+            graph=True,
+            checkpoint_every=1_000,
+            evaluate_every=10,
+        ),
     )

@@ -63,11 +63,14 @@ class ClassificationTask(Task[ClassificationConfig]):
     headline: ClassVar[str] = "top1"
     higher_is_better: ClassVar[bool] = True
 
-    def __init__(self, config: ClassificationConfig, *, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, config: ClassificationConfig, *, seed: int, device: torch.device, images: Images | None = None
+    ) -> None:
+        """`images` to train on stand in for those of the configuration."""
         super().__init__(config, seed=seed, device=device)
         self._splits: dict[str, Images] = {}
         self._visits = -1, torch.empty(0)  # an epoch and its order, so that it is drawn once
-        images = load_images(config.dataset, config.data_dir, config.train_on)
+        images = load_images(config.dataset, config.data_dir, config.train_on) if images is None else images
         if config.fraction < 1:
             images = images.subset(fraction(images.labels, config.fraction))
         _check_fits(config.model, images)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from acutance.errors import AcutanceError
 from acutance.train.plain import field_types, from_plain, to_plain, unknown_field
 
-OptimiserName = Literal["adamw", "adam", "sgd"]
+OptimiserName = Literal["adamw", "adam", "sgd", "muon"]
 ScheduleName = Literal["cosine", "poly", "constant"]
 Precision = Literal["fp32", "bf16"]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
@@ -51,6 +51,7 @@ class LoopConfig:
     seed: int = 0
     precision: Precision = "fp32"
     compile: bool = False
+    graph: bool = False  # the step becomes one CUDA graph, for one process and undivided batches; else it does nothing
     deterministic: bool = False
     strategy: Strategy = "auto"  # auto: ddp under torchrun, else single
     ema: float | None = None  # decay of the running mean of the weights; None keeps none

@@ -12,28 +12,24 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from torch import Tensor, nn
+from torch import Tensor
 
 from acutance import processes
-from acutance.data.seeds import mixed_seed
-from acutance.errors import AcutanceError
 from acutance.monitor import Monitor
-from acutance.tasks import Share, Task, task_class
+from acutance.tasks import Task, task_class
 from acutance.train.backends import attention_backend
 from acutance.train.config import Config
-from acutance.train.ema import Ema
 from acutance.train.engine import Engine
 from acutance.train.interrupt import Interrupt, StoppedError
 from acutance.train.keeper import Keeper
 from acutance.train.logs import Bar, Logs, Meter
 from acutance.train.nonfinite import DivergedError, locate, nonfinite_names
-from acutance.train.optim import build_optimiser, set_learning_rate
 from acutance.train.run import Run
 from acutance.train.schedule import learning_rate
 from acutance.train.state import TrainState, persistent
+from acutance.train.stepper import Parts, Stepper
 from acutance.wrappers import shards_put_back
 
-Parts = tuple[Any, ...]  # this process's shares of a global batch, whose gradients are added up
 # Cheap enough to be read on the way; HFC/LFC during training is an open question of the field.
 MONITORED = ("token_cosine", "rank_residual", "norm_spread", "hfc_lfc_frobenius")
 
@@ -47,17 +43,14 @@ class Loop:
         self.task: Task[Any] = task_class(config.task.kind)(config.task, seed=loop.seed, device=engine.device)
         self.steps_per_epoch = self.task.steps_per_epoch(loop.batch_size)
         self.total = max(1, round(loop.epochs * self.steps_per_epoch))
-        self.shares = _shares(loop.batch_size, loop.accumulate, engine)
-        torch.manual_seed(mixed_seed(loop.seed))
-        self.model: nn.Module = self.task.build_model().train()
-        self.wrapped = engine.wrap(self.model)
-        self.optimiser = build_optimiser(self.model, config.optim)  # after sharding, which replaces the parameters
-        self.ema = None if loop.ema is None else Ema(self.model, loop.ema)
-        self.keeper = Keeper(engine, run, self.task, TrainState(self.model, self.optimiser, self.ema), loop.keep_last)
+        self.stepper = stepper = Stepper(config, engine, self.task)
+        self.model = stepper.model
+        state = TrainState(stepper.model, stepper.optimiser, stepper.ema)
+        self.keeper = Keeper(engine, run, self.task, state, loop.keep_last)
 
     def fit(self) -> dict[str, Any]:
         """Train from wherever the run stands to its end; gives what is written to result.json."""
-        loop, engine = self.config.loop, self.engine
+        loop, engine, beginning = self.config.loop, self.engine, time.perf_counter()
         step = self._resume()
         batches = self._batches(step)
         self._announce(step, first := next(batches))
@@ -86,6 +79,7 @@ class Loop:
                 epoch = step / self.steps_per_epoch
                 bar.tell(epoch, loss, speed)
                 entry = {"epoch": epoch, "loss": loss, "lr": self._rate(step - 1), f"{self.task.unit}/s": speed}
+                entry["seconds"] = time.perf_counter() - beginning  # in this process, with all that is not training
                 if evaluating:
                     scores = self._evaluate()
                     self.keeper.offer(step, scores)
@@ -107,34 +101,14 @@ class Loop:
         return self.keeper.finish(step, scores)
 
     def _step(self, step: int, parts: Parts) -> Tensor:
-        """One optimiser step; the loss stays on the device."""
-        clip = self.config.optim.clip
-        set_learning_rate(self.optimiser, self._rate(step))
-        total = torch.zeros((), device=self.engine.device)
-        for share, batch in zip(self.shares, parts, strict=True):
-            self._seed(step, share)
-            with self.engine.waiting(self.wrapped, enabled=share is not self.shares[-1]):
-                loss = self.task.loss(self.wrapped, batch) / len(parts)
-                self.engine.backward(loss)
-            total += loss.detach()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
-        self.optimiser.step()
-        self.optimiser.zero_grad()
-        if self.ema is not None:
-            self.ema.update()
-        return total
+        return self.stepper(step, parts, self._rate(step))
 
     def _rate(self, step: int) -> float:
         return learning_rate(self.config.schedule, self.config.optim.lr, step, self.steps_per_epoch, self.total)
 
-    def _seed(self, step: int, share: Share) -> None:
-        """Dropout and stochastic depth of a share are the same in whichever process it is."""
-        torch.manual_seed(mixed_seed(self.config.loop.seed, step, share.index))
-
     def _batches(self, step: int) -> Iterator[Parts]:
         size = self.config.loop.batch_size
-        return zip(*(self.task.batches(size, step, share) for share in self.shares), strict=True)
+        return zip(*(self.task.batches(size, step, share) for share in self.stepper.shares), strict=True)
 
     def _look(self, step: int, losses: Tensor, interrupt: Interrupt) -> tuple[float, bool]:
         """The one place where the host waits for the device: the mean loss so far, and whether to stop."""
@@ -148,7 +122,8 @@ class Loop:
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
         """On the held-out slice, with the mean of the weights if there is one."""
-        mean = nullcontext() if self.ema is None else self.ema.swapped()
+        ema = self.stepper.ema
+        mean = nullcontext() if ema is None else ema.swapped()
         with mean, shards_put_back(self.model), self.engine.precision():
             scores = self.task.evaluate(self.model)
         self.model.train()
@@ -157,6 +132,7 @@ class Loop:
     def _diverged(self, bad: int, loss: float) -> None:
         """Replay the step from the last good checkpoint, to say where the numbers stop being numbers."""
         step = self.keeper.restore()
+        self.stepper.forget_recording()
         for earlier, parts in zip(range(step, bad), batches := self._batches(step), strict=False):
             self._step(earlier, parts)
         weights = nonfinite_names(dict(persistent(self.model)))
@@ -172,16 +148,8 @@ class Loop:
     def _locate(self, step: int, parts: Parts) -> str:
         """Every process looks at its shares; the first that finds something is quoted."""
 
-        def forward() -> Tensor:
-            losses = []
-            for share, batch in zip(self.shares, parts, strict=True):
-                self._seed(step, share)
-                with self.engine.precision():
-                    losses.append(self.task.loss(self.model, batch))
-            return torch.stack(losses)
-
         with shards_put_back(self.model):
-            words = processes.gather(locate(self.model, forward))
+            words = processes.gather(locate(self.model, lambda: self.stepper.losses(step, parts)))
         return next((found for found in words if not found.startswith("nowhere")), words[0])
 
     def _resume(self) -> int:
@@ -222,10 +190,15 @@ class Loop:
         backend = attention_backend(self.model, forward)
         count = sum(parameter.numel() for parameter in self.model.parameters())
         device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
+        how = {
+            "compiled": loop.compile,
+            "recorded as a CUDA graph": self.stepper.recorded,
+            "deterministic": loop.deterministic,
+        }
         self._say(
             f"{type(self.model).__name__} of {count:,} parameters on {device}: {engine.strategy}, "
             f"{engine.world} × {loop.accumulate} shares of a batch of {loop.batch_size}, {loop.precision}"
-            f"{', compiled' if loop.compile else ''}{', deterministic' if loop.deterministic else ''}\n"
+            f"{''.join(f', {word}' for word, holds in how.items() if holds)}\n"
             f"attention: {backend}\n"
             f"steps {step} to {self.total}, {self.steps_per_epoch} an epoch, into {self.run.folder}"
         )
@@ -233,17 +206,6 @@ class Loop:
     def _say(self, words: str) -> None:
         if self.engine.is_main:
             self.console.print(escape(words), highlight=False, soft_wrap=True)
-
-
-def _shares(batch_size: int, accumulate: int, engine: Engine) -> list[Share]:
-    """This process's, in the order in which one process would take them all."""
-    shares = [Share(engine.rank * accumulate + part, engine.world * accumulate) for part in range(accumulate)]
-    if batch_size % shares[0].count:
-        raise AcutanceError(
-            f"a batch of {batch_size} cannot be cut into {engine.world} processes × {accumulate} parts: choose a "
-            f"loop.batch_size that {shares[0].count} divides"
-        )
-    return shares
 
 
 def _listed(scores: dict[str, float]) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from acutance.train.config import OptimConfig
+from acutance.train.muon import Muon, is_orthogonal
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -35,19 +36,40 @@ def undecayed_names(model: nn.Module) -> set[str]:
     return names
 
 
-def build_optimiser(model: nn.Module, config: OptimConfig) -> Optimizer:
-    """An optimiser over all parameters that are trained; on CUDA one kernel does the whole step."""
+def build_optimiser(model: nn.Module, config: OptimConfig, *, recorded: bool = False) -> Optimizer:
+    """An optimiser over all parameters that are trained; on CUDA one kernel does the whole step.
+
+    For a step that is recorded as a CUDA graph the learning rate is on the device, where it can be changed.
+    """
     groups = [group for group in parameter_groups(model, config.weight_decay) if group["params"]]
+    if config.name == "muon":
+        groups = _with_matrices_apart(model, groups)
     fused = all(parameter.is_cuda for group in groups for parameter in group["params"])
+    rate: Any = torch.tensor(config.lr, device=groups[0]["params"][0].device) if recorded else config.lr
     if config.name == "sgd":
-        return torch.optim.SGD(
-            groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=fused
-        )
-    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+        return torch.optim.SGD(groups, lr=rate, momentum=config.momentum, nesterov=config.momentum > 0, fused=fused)
+    kinds: dict[str, type[torch.optim.Adam]] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "muon": Muon}
+    kind = kinds[config.name]
+    return kind(groups, lr=rate, betas=config.betas, eps=config.eps, fused=fused, capturable=recorded)
+
+
+def _with_matrices_apart(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first group is the one that is decayed."""
+    chosen = {parameter for name, parameter in model.named_parameters() if is_orthogonal(name, parameter)}
+    decayed = groups[0]["params"]
+    matrices = [parameter for parameter in decayed if parameter in chosen]
+    rest = [parameter for parameter in decayed if parameter not in chosen]
+    return [
+        {**groups[0], "params": matrices, "orthogonal": True},
+        *([{**groups[0], "params": rest}] if rest else []),
+        *groups[1:],
+    ]
 
 
 def set_learning_rate(optimiser: Optimizer, rate: float) -> None:
     """The same rate for every group."""
     for group in optimiser.param_groups:
-        group["lr"] = rate
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

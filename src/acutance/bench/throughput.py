@@ -1,0 +1,92 @@
+"""Training end to end: images drawn, augmented, learnt from, by the loop's own step and the recipe for CIFAR-100."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from acutance.bench.results import Row
+from acutance.bench.settings import Settings, Table
+from acutance.bench.steps import NEUTRENO
+from acutance.bench.timing import Candidate, Step, compare
+from acutance.data.images import Images
+from acutance.recipes import cifar100
+from acutance.tasks.classification import ClassificationTask
+from acutance.train.config import Config
+from acutance.train.engine import Engine
+from acutance.train.stepper import Stepper
+
+BATCHES = (256, 512, 1024, 2048)
+IMAGES = 50_000
+TOY = {"dim": 48, "depth": 2}
+RATE = 1e-3
+
+
+def tables(settings: Settings) -> list[Table]:
+    """One per size of the batch."""
+    batches, where = (BATCHES, "ViT-Ti/4, 32×32") if settings.on_gpu else ((8,), "ViT-Ti/4 at toy size")
+    return [Table(f"{where}, end to end, batch {batch}", partial(_rows, batch, settings)) for batch in batches]
+
+
+def _rows(batch: int, settings: Settings) -> Iterator[list[Row]]:
+    ways = (False, True) if settings.on_gpu else (False,)
+    candidates = [
+        Candidate(
+            variant,
+            partial(end_to_end, configuration(batch, spec, recorded=recorded, settings=settings), settings),
+            "recorded" if recorded else "launched",
+            baseline=spec is None,
+            static=recorded,
+        )
+        for variant, spec in (("plain ViT", None), ("NeuTRENO", NEUTRENO))
+        for recorded in ways
+    ]
+    for rows in compare(candidates, settings.pace(steps=20), settings.device):
+        yield [{**row, **_per_second(row, batch)} for row in rows]
+
+
+def _per_second(row: Row, batch: int) -> Row:
+    return {"images_per_s": f"{batch / float(row['ms']) * 1e3:.0f}"} if "ms" in row else {}
+
+
+def configuration(batch: int, spec: str | None, *, recorded: bool, settings: Settings) -> Config:
+    """The recipe's, at another batch size."""
+    recipe = cifar100.config()
+    model = replace(recipe.task.model, mitigation=spec, **({} if settings.on_gpu else TOY))
+    loop = replace(recipe.loop, batch_size=batch, graph=recorded)
+    task = replace(recipe.task, model=model)
+    if not settings.on_gpu:
+        loop, task = replace(loop, compile=False, precision="fp32"), replace(task, compile_augment=False)
+    return replace(recipe, task=task, loop=loop)
+
+
+def end_to_end(config: Config, settings: Settings) -> Step:
+    """A step of training on random images; what they show makes no difference to the time."""
+    engine = Engine(replace(config.loop, strategy="single"), device=torch.device(settings.device).type)
+    task = ClassificationTask(config.task, seed=0, device=engine.device, images=random_images(settings))
+    stepper = Stepper(config, engine, task)
+    batches: Iterator[Any] = task.batches(config.loop.batch_size, 0, stepper.shares[0])
+    steps = iter(range(1 << 40))
+
+    def step() -> None:
+        stepper(next(steps), (next(batches),), RATE)
+
+    return step
+
+
+def random_images(settings: Settings) -> Images:
+    """As many as CIFAR-100 has, of its size and classes."""
+    count = IMAGES if settings.on_gpu else 64
+    generator = torch.Generator().manual_seed(0)
+    return Images(
+        "random images",
+        torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator),
+        torch.randint(100, (count,), generator=generator),
+        tuple(map(str, range(100))),
+        mean=(0.5,) * 3,
+        std=(0.25,) * 3,
+    )

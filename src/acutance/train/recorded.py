@@ -1,0 +1,64 @@
+"""A training step as one CUDA graph: the host launches one thing instead of a thousand, and never holds up the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+WARM_UP = 3  # calls in which kernels are compiled and chosen and the optimiser makes its moments
+
+
+class Recorded:
+    """A function of a batch on a GPU that is recorded on its fourth call and replayed from then on.
+
+    Every call does the work once, the first ones too, so a caller need not know. The function may change weights and
+    draw random numbers, which follow from `torch.manual_seed` as they do without a recording. It must not wait for the
+    device, and batches must have one shape.
+
+    Args:
+        function: batch to loss.
+    """
+
+    def __init__(self, function: Callable[[Any], Tensor]) -> None:
+        self._function = function
+        self._stream = torch.cuda.Stream()  # a recording may not be made on the default stream, nor warmed up there
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._batch: Any = None
+        self._loss: Tensor
+
+    def __call__(self, batch: Any) -> Tensor:
+        """The loss; it is overwritten by the next call."""
+        self._take(batch)
+        self._calls += 1
+        if self._calls <= WARM_UP:
+            return self._aside()
+        if self._graph is None:
+            self._graph = self._record()
+        self._graph.replay()
+        return self._loss
+
+    def _take(self, batch: Any) -> None:
+        """Into the place that the recording reads from; compiled code sees it from the first call on."""
+        if self._batch is None:
+            self._batch = tree_map(lambda new: new.clone(memory_format=torch.contiguous_format), batch)
+        else:
+            torch._foreach_copy_(tree_leaves(self._batch), tree_leaves(batch))
+
+    def _aside(self) -> Tensor:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            loss = self._function(self._batch)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return loss
+
+    def _record(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # Threads that load data may use the device meanwhile.
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            self._loss = self._function(self._batch)
+        return graph

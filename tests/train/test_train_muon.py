@@ -1,0 +1,83 @@
+"""Muon: its directions, its equality with torch's own, and what it leaves to AdamW."""
+
+import pytest
+import torch
+from torch import nn
+from train_worlds import assert_same_bits, bits, die_in, fit, tiny
+
+from acutance.models import ViT
+from acutance.train.config import OptimConfig
+from acutance.train.muon import orthogonal
+from acutance.train.optim import build_optimiser
+
+SMALL = {"image_size": 8, "patch_size": 4, "in_chans": 1, "dim": 16, "depth": 2, "heads": 2, "num_classes": 3}
+CHOSEN = OptimConfig(name="muon", lr=1e-2, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 8, 24), (2, 24, 8)])
+def test_directions_have_singular_values_around_one_and_the_singular_vectors_of_the_momentum(shape):
+    matrices = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = orthogonal(matrices)
+    values = torch.linalg.svdvals(found)
+    assert values.min() > 0.3  # where a singular value is tiny, five iterations do not lift it all the way
+    assert values.max() < 1.3
+    product = matrices.mT @ found  # V S Uᵀ U S′ Vᵀ: symmetric and positive
+    torch.testing.assert_close(product, product.mT, atol=1e-10, rtol=0)
+    assert torch.linalg.eigvalsh(product).min() > -1e-10
+
+
+def two_steps(model, optimiser):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimiser.step()
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon to compare with")
+def test_it_moves_matrices_as_torch_does():
+    torch.manual_seed(0)
+    ours = ViT(**SMALL)
+    torchs = ViT(**SMALL)
+    torchs.load_state_dict(ours.state_dict())
+    two_steps(ours, build_optimiser(ours, CHOSEN))
+    matrix = torchs.blocks[1].mlp.fc1.weight
+    two_steps(torchs, torch.optim.Muon([matrix], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
+    moved = ours.blocks[1].mlp.fc1.weight
+    # Torch's iteration is in bfloat16.
+    assert (moved - matrix).abs().max() < 0.02 * 1e-2 * 0.2 * 64**0.5 * 2
+
+
+def test_the_joint_projection_moves_as_three():
+    torch.manual_seed(0)
+    joint, apart = nn.ModuleDict({"blocks": nn.Linear(4, 12, bias=False)}), nn.ModuleDict()
+    apart["blocks"] = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(3)])
+    grad = torch.randn(12, 4)
+    for part, weight, piece in zip(apart["blocks"], joint["blocks"].weight.chunk(3), grad.chunk(3), strict=True):
+        part.weight.data.copy_(weight)
+        part.weight.grad = piece.clone()
+    joint["blocks"].weight.grad = grad.clone()
+    build_optimiser(joint, CHOSEN).step()
+    build_optimiser(apart, CHOSEN).step()
+    moved = torch.cat([part.weight for part in apart["blocks"]])
+    torch.testing.assert_close(joint["blocks"].weight, moved, atol=1e-7, rtol=1e-6)
+
+
+def test_everything_else_moves_by_adamw():
+    torch.manual_seed(0)
+    ours, plain = ViT(**SMALL, mitigation="neutreno:0.6,learn=head"), ViT(**SMALL, mitigation="neutreno:0.6,learn=head")
+    plain.load_state_dict(ours.state_dict())
+    two_steps(ours, build_optimiser(ours, CHOSEN))
+    two_steps(plain, build_optimiser(plain, OptimConfig(name="adamw", lr=1e-2, weight_decay=0.1)))
+    expected = dict(plain.named_parameters())
+    differing = {name for name, value in ours.named_parameters() if not torch.equal(value, expected[name])}
+    linear = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    assert differing == {f"blocks.{block}.{part}.weight" for block in range(2) for part in linear}
+
+
+def test_a_run_that_dies_goes_on_to_the_same_bits(tmp_path):
+    config = tiny("optim.name=muon")
+    fit(config, tmp_path / "whole")
+    die_in(7, config, tmp_path / "cut")
+    fit(config, tmp_path / "cut", resume=True)
+    assert_same_bits(bits(tmp_path / "cut"), bits(tmp_path / "whole"))
