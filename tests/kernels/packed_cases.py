@@ -3,33 +3,43 @@
 import torch
 
 
-def plain(qkv, first, strength, heads, scale, causal=False):
-    """softmax(q kᵀ·s) v + λ (v⁰ − v), heads merged."""
+def plain(qkv, first, strength, contrast, residual, heads, kv_heads, scale, causal=False):
+    """c·A w + (1 − c)·U w + λ (v⁰ − w) with w = (1 − ρ) v + ρ v⁰, A and U as matrices, heads merged."""
     batch, tokens, packed = qkv.shape
-    q, k, v = qkv.reshape(batch, tokens, 3, heads, packed // (3 * heads)).permute(2, 0, 3, 1, 4)
-    logits = q @ k.mT * scale
+    group, width = heads // kv_heads, packed // (heads + 2 * kv_heads)
+    q, k, v = (
+        part.reshape(batch, tokens, -1, width).transpose(1, 2)
+        for part in qkv.split([heads * width, kv_heads * width, kv_heads * width], -1)
+    )
+    first = first.reshape(batch, tokens, -1, width).transpose(1, 2)
+    w = (1 - residual[:, None, None]) * v + residual[:, None, None] * first
+    k, w, first = (x.repeat_interleave(group, 1) for x in (k, w, first))
+    visible = torch.ones(tokens, tokens, dtype=torch.bool, device=qkv.device)
     if causal:
-        later = torch.ones(tokens, tokens, dtype=torch.bool, device=qkv.device).triu(1)
-        logits = logits.masked_fill(later, float("-inf"))
-    u = logits.softmax(-1) @ v
-    if first is not None:
-        u = u + strength[:, None, None] * (first.unflatten(-1, (heads, -1)).transpose(1, 2) - v)
+        visible = visible.tril()
+    A = (q @ k.mT * scale).masked_fill(~visible, float("-inf")).softmax(-1)
+    U = visible / visible.sum(-1, keepdim=True, dtype=qkv.dtype)
+    c = contrast[:, None, None]
+    u = (c * A + (1 - c) * U) @ w + strength[:, None, None] * (first - w)
     return u.transpose(1, 2).flatten(2)
 
 
-def inputs(batch, tokens, heads, width, dtype=torch.float32, device="cpu", size=1.0):
-    """q, k and v, v⁰ as another layer's projection holds it, λ per head, and a gradient."""
+def inputs(batch, tokens, heads, width, dtype=torch.float32, device="cpu", size=1.0, kv_heads=None):
+    """q, k and v, v⁰ as another layer's projection holds it, λ and c per head and ρ per key head, and a gradient."""
     g = torch.Generator().manual_seed(0)
-    packed = 3 * heads * width
+    kv_heads = heads if kv_heads is None else kv_heads
+    packed = (heads + 2 * kv_heads) * width
     qkv = size * torch.randn(batch, tokens, packed, generator=g)
-    first = torch.randn(batch, tokens, packed, generator=g)[..., 2 * heads * width :]
+    first = torch.randn(batch, tokens, packed, generator=g)[..., -kv_heads * width :]
     strength = torch.rand(heads, generator=g)
     grad = torch.randn(batch, tokens, heads * width, generator=g)
-    return qkv.to(device, dtype), first.to(device, dtype), strength.to(device), grad.to(device, dtype)
+    contrast, residual = 1 + torch.randn(heads, generator=g), torch.rand(kv_heads, generator=g)
+    tensors = (qkv.to(device, dtype), first.to(device, dtype), strength.to(device))
+    return *tensors, contrast.to(device), residual.to(device), grad.to(device, dtype)
 
 
-def expected(qkv, first, strength, grad, heads, scale, causal=False):
+def expected(leaves, grad, heads, kv_heads, scale, causal=False):
     """Output and gradients in float64."""
-    leaves = [x.detach().double().requires_grad_() for x in (qkv, first, strength)]
-    out = plain(*leaves, heads, scale, causal)
+    leaves = [x.detach().double().requires_grad_() for x in leaves]
+    out = plain(*leaves, heads, kv_heads, scale, causal)
     return out.detach(), torch.autograd.grad(out, leaves, grad.double())

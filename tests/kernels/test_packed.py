@@ -7,11 +7,10 @@ import packed_cases
 import pytest
 import torch
 
-from acutance import mitigations
+from acutance.errors import ShapeError
 from acutance.kernels import packed
-from acutance.models import ViT
 
-CUDA = torch.cuda.is_available() and packed.TRITON
+CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)
 INTERPRETED = packed.INTERPRETED and packed.TRITON
 DEVICE = "cuda" if CUDA else "cpu"
 needs_kernels = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="needs a GPU or Triton's interpreter")
@@ -22,142 +21,166 @@ SHAPES = SMALL + (LARGE if CUDA else [])
 # Half precision rounds A, u and the gradients once each; float32 is computed in float32.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = list(TOLERANCE) if CUDA else [torch.float32, torch.float16]  # NumPy, the interpreter's base, has no bfloat16
+PARTS = ("qkv", "first", "strength", "contrast", "residual")
 
 
 def error(ours, theirs):
     return ((ours.double() - theirs).norm() / theirs.norm()).item()
 
 
+def check(shape, parts, dtype=torch.float32, causal=False, kv_heads=None, scale=0.3):
+    """Output and all gradients, with the named parts in play and the others left out."""
+    batch, tokens, heads, width = shape
+    kv_heads = kv_heads or heads
+    *given, grad = packed_cases.inputs(batch, tokens, heads, width, dtype, DEVICE, kv_heads=kv_heads)
+    given = dict(zip(PARTS, given, strict=True))
+    identity = {"strength": torch.zeros(heads), "contrast": torch.ones(heads), "residual": torch.zeros(kv_heads)}
+    leaves = {name: given[name] if name in ("qkv", "first", *parts) else identity[name].to(DEVICE) for name in PARTS}
+    out, grads = packed_cases.expected(leaves.values(), grad, heads, kv_heads, scale, causal)
+    used = {name: leaves[name].detach().requires_grad_() for name in ("qkv", *parts)}
+    assert packed.is_available(used["qkv"], heads, kv_heads)
+    ours = packed.attention(**used, heads=heads, scale=scale, causal=causal, kv_heads=kv_heads)
+    assert error(ours, out) < TOLERANCE[dtype]
+    found = dict(zip(used, torch.autograd.grad(ours, list(used.values()), grad), strict=True))
+    for name, theirs in zip(PARTS, grads, strict=True):
+        if name in found:
+            assert error(found[name], theirs) < TOLERANCE[dtype], name
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("learnt", [False, True], ids=["constant", "learnt"])
-def test_outputs_and_gradients_follow_the_formula(shape, dtype, learnt):
+def test_outputs_and_gradients_follow_the_formula(shape, dtype):
+    check(shape, ("first", "strength"), dtype)
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_constant_strength_is_one_for_all_heads(shape):
     batch, tokens, heads, width = shape
-    qkv, first, strength, grad = packed_cases.inputs(batch, tokens, heads, width, dtype, DEVICE)
-    if not learnt:
-        strength = torch.full_like(strength, 0.6)
-    out, grads = packed_cases.expected(qkv, first, strength, grad, heads, 0.3)
-    leaves = [x.detach().requires_grad_() for x in (qkv, first, strength)]
-    assert packed.is_available(leaves[0], heads)
-    ours = packed.attention(leaves[0], heads, 0.3, leaves[1], leaves[2] if learnt else 0.6)
-    found = torch.autograd.grad(ours, leaves if learnt else leaves[:2], grad)
-    assert error(ours, out) < TOLERANCE[dtype]
-    for mine, theirs in zip(found, grads, strict=False):
-        assert error(mine, theirs) < TOLERANCE[dtype]
+    qkv, first, _, _, _, grad = packed_cases.inputs(batch, tokens, heads, width, device=DEVICE)
+    leaves = [x.detach().requires_grad_() for x in (qkv, first)]
+    ours = packed.attention(leaves[0], heads, 0.3, leaves[1], 0.6)
+    learnt = packed.attention(leaves[0], heads, 0.3, leaves[1], torch.full((heads,), 0.6, device=DEVICE))
+    assert error(ours, learnt.double()) < 1e-6
+    for mine, theirs in zip(*(torch.autograd.grad(u, leaves, grad) for u in (ours, learnt)), strict=True):
+        assert error(mine, theirs.double()) < 1e-6
 
 
 @needs_kernels
 @pytest.mark.parametrize("tokens", [17, 65, 128, 150])
 def test_a_causal_token_sees_only_earlier_ones(tokens):
-    qkv, first, strength, grad = packed_cases.inputs(1, tokens, 2, 16, device=DEVICE)
-    out, grads = packed_cases.expected(qkv, first, strength, grad, 2, 0.3, causal=True)
-    leaves = [x.detach().requires_grad_() for x in (qkv, first, strength)]
-    ours = packed.attention(leaves[0], 2, 0.3, leaves[1], leaves[2], causal=True)
-    assert error(ours, out) < 2e-5
-    for mine, theirs in zip(torch.autograd.grad(ours, leaves, grad), grads, strict=True):
-        assert error(mine, theirs) < 2e-5
+    check((1, tokens, 2, 16), ("first", "strength"), causal=True)
 
 
 @needs_kernels
 @pytest.mark.parametrize("tokens", [33, 65, 150])
 def test_without_a_correction_it_is_attention(tokens):
-    qkv, first, strength, grad = packed_cases.inputs(2, tokens, 2, 16, device=DEVICE)
-    out, (expected, _, _) = packed_cases.expected(qkv, first, torch.zeros_like(strength), grad, 2, 0.125)
-    leaf = qkv.detach().requires_grad_()
-    ours = packed.attention(leaf, 2, 0.125)
-    assert error(ours, out) < 2e-5
-    assert error(torch.autograd.grad(ours, leaf, grad)[0], expected) < 2e-5
+    check((2, tokens, 2, 16), ())
+
+
+@needs_kernels
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("tokens", [17, 65, 128, 150])
+def test_contrast_and_residual_follow_the_formula(tokens, causal):
+    check((1, tokens, 2, 16), ("first", "strength", "contrast", "residual"), causal=causal)
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens", [65, 150])
+@pytest.mark.parametrize("parts", [("contrast",), ("first", "residual")], ids=["contrast", "residual"])
+def test_contrast_and_residual_work_alone(parts, tokens):
+    check((1, tokens, 2, 16), parts)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", LARGE if CUDA else [(1, 65, 1, 32), (1, 80, 1, 128)], ids=str)
+def test_contrast_and_residual_in_every_precision(shape, dtype):
+    check(shape, ("first", "strength", "contrast", "residual"), dtype)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("shape", "kv_heads"), [((2, 17, 4, 16), 2), ((1, 65, 4, 16), 2), ((1, 130, 3, 16), 1)])
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+def test_heads_may_share_their_keys(shape, kv_heads, causal):
+    check(shape, ("first", "strength"), causal=causal, kv_heads=kv_heads)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("parts", [(), ("first", "strength", "contrast", "residual")], ids=["plain", "together"])
+def test_heads_that_share_their_keys_take_all_the_rest(parts, dtype):
+    check((1, 80, 4, 32), parts, dtype, kv_heads=2)
+
+
+@needs_kernels
+@pytest.mark.parametrize("parts", [(), ("first", "strength")], ids=["plain", "corrected"])
+def test_long_sequences_go_to_their_own_kernels(parts, monkeypatch):
+    monkeypatch.setattr(packed, "LONG", True)
+    check((1, packed.MOST_TOKENS + 4, 2, 16), parts, kv_heads=1, causal=True)
+
+
+@needs_kernels
+def test_a_constant_residual_is_one_for_all_heads():
+    qkv, first, *_ = packed_cases.inputs(1, 65, 4, 16, device=DEVICE, kv_heads=2)
+    ours = packed.attention(qkv, 4, 0.3, first, residual=0.5, kv_heads=2)
+    by_head = packed.attention(qkv, 4, 0.3, first, residual=torch.full((2,), 0.5, device=DEVICE), kv_heads=2)
+    assert torch.equal(ours, by_head)
+
+
+@needs_kernels
+def test_a_contrast_of_zero_is_the_mean_and_has_a_gradient():
+    """Where dividing by the contrast, to have A w from u, would fail."""
+    qkv, _, _, _, _, grad = packed_cases.inputs(1, 65, 2, 16, device=DEVICE)
+    leaves = [qkv.requires_grad_(), torch.zeros(2, device=DEVICE, requires_grad=True)]
+    u = packed.attention(leaves[0], 2, 0.3, contrast=leaves[1])
+    mean = qkv.detach()[..., 64:].unflatten(-1, (2, 16)).mean(1, keepdim=True)
+    torch.testing.assert_close(u.unflatten(-1, (2, 16)), mean.expand(1, 65, 2, 16), atol=1e-6, rtol=1e-5)
+    grad_qkv, grad_contrast = torch.autograd.grad(u, leaves, grad)
+    attended = packed.attention(qkv.detach(), 2, 0.3)
+    expected = (grad * (attended - u.detach())).unflatten(-1, (2, 16)).sum((0, 1, 3))
+    torch.testing.assert_close(grad_contrast, expected, atol=1e-4, rtol=1e-4)
+    assert grad_qkv[..., :64].abs().max() < 1e-5  # nothing depends on queries and keys
 
 
 @needs_kernels
 @pytest.mark.parametrize("tokens", [65, 150])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_extreme_logits_give_no_nan(tokens, dtype):
-    qkv, first, strength, grad = packed_cases.inputs(1, tokens, 2, 16, dtype, DEVICE, size=60.0)
+    qkv, first, strength, contrast, _, grad = packed_cases.inputs(1, tokens, 2, 16, dtype, DEVICE, size=60.0)
     leaf = qkv.detach().requires_grad_()
-    ours = packed.attention(leaf, 2, 1.0, first, strength)
-    assert ours.isfinite().all()
-    assert torch.autograd.grad(ours, leaf, grad)[0].isfinite().all()
+    for sharper in (None, contrast):
+        ours = packed.attention(leaf, 2, 1.0, first, strength, contrast=sharper)
+        assert ours.isfinite().all()
+        assert torch.autograd.grad(ours, leaf, grad)[0].isfinite().all()
 
 
 @needs_kernels
-def test_the_operation_is_sound_to_trace():
-    qkv, first, strength, _ = packed_cases.inputs(1, 17, 2, 16, device=DEVICE)
-    arguments = [x.detach().requires_grad_() for x in (qkv, first, strength)]
+@pytest.mark.parametrize("count", [0, 3, 5], ids=["plain", "corrected", "together"])
+def test_the_operation_is_sound_to_trace(count):
+    *given, _ = packed_cases.inputs(1, 17, 4, 16, device=DEVICE, kv_heads=2)
+    leaves = [x.detach().requires_grad_() if place < max(count, 1) else None for place, x in enumerate(given)]
     utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(packed.packed_attention, (*arguments, 0.0, 2, 0.3, False), test_utils=utils)
+    torch.library.opcheck(packed.packed_attention, (*leaves, 0.0, 4, 2, 0.3, False), test_utils=utils)
 
 
 @needs_kernels
-@pytest.mark.parametrize("mitigation", [None, "neutreno:0.6", "neutreno:0.6,learn=head+featscale"])
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.cuda)], ids=["eager", "compiled"])
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
-def test_a_vit_by_the_kernel_learns_as_by_the_operator(mitigation, compiled, checkpointed, monkeypatch):
-    if compiled and not CUDA:
-        pytest.skip("the interpreter cannot be compiled")
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    model = vit(mitigation)
-    with monkeypatch.context() as patch:
-        patch.setattr(packed, "is_available", lambda *_: False)
-        by_operator = gradients(model.double(), model, images.double())
-    model.float().set_grad_checkpointing(checkpointed)
-    calls = []
-    if compiled:
-        torch._dynamo.reset()
-    else:
-        original = packed.attention
-        monkeypatch.setattr(packed, "attention", lambda *a: calls.append(1) or original(*a))
-    by_kernel = gradients(torch.compile(model, fullgraph=True) if compiled else model, model, images)
-    assert compiled or len(calls) >= 3
-    assert by_kernel.keys() == by_operator.keys()
-    for name, grad in by_operator.items():
-        scale = grad.norm().clamp_min(1e-6)
-        assert (by_kernel[name] - grad).norm() / scale < 2e-3, name  # float32 with TF32 off, against float64
+@pytest.mark.parametrize("count", [0, 3, 5], ids=["plain", "corrected", "together"])
+def test_the_backward_operation_is_sound_to_trace(count):
+    *given, grad = packed_cases.inputs(1, 17, 4, 16, device=DEVICE, kv_heads=2)
+    given = [x if place < max(count, 1) else None for place, x in enumerate(given)]
+    made = packed.packed_attention(*given, 0.0, 4, 2, 0.3, False)
+    arguments = (grad, *given, *made, 0.0, 4, 2, 0.3, False)
+    torch.library.opcheck(packed.packed_attention_backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-def vit(mitigation):
-    torch.manual_seed(0)
-    model = ViT(
-        image_size=32, patch_size=4, dim=32, depth=3, heads=2, num_classes=10, mlp_ratio=1, mitigation=mitigation
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.15)
-    return model.to(DEVICE)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (4, 0), (5, None)])
+def test_heads_that_do_not_fit_are_named(heads, kv_heads):
+    with pytest.raises(ShapeError, match=rf"\(1, 17, 96\) does not hold {heads} heads"):
+        packed.attention(torch.zeros(1, 17, 96), heads, 1.0, kv_heads=kv_heads)
 
 
-def gradients(run, model, images):
-    model.zero_grad()
-    run(images).square().mean().backward()
-    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        ("none", 0.0),
-        ("neutreno:0.6", 0.6),
-        ("neutreno:0.6+featscale", 0.6),
-        ("neutreno:0.6+neutreno:0.2", None),
-        ("neutreno:0.6+attnscale", None),
-        ("neutreno:0.6,detach=true", None),
-    ],
-)
-def test_only_what_the_kernel_can_add_is_given_to_it(spec, expected):
-    assert mitigations.parse(spec).correction() == expected
-
-
-def test_a_subclass_that_does_something_else_is_not_given_to_the_kernel():
-    class Louder(mitigations.NeuTRENO):
-        def output(self, u, v, v0, A):
-            return 2 * super().output(u, v, v0, A)
-
-    assert Louder(0.6).correction() is None
-
-
-@pytest.mark.skipif(packed.INTERPRETED, reason="the interpreter takes CPU tensors")
-@pytest.mark.parametrize(("shape", "dtype"), [((1, 65, 96), torch.float32), ((1, 65, 96), torch.float64)])
-def test_elsewhere_the_operator_is_used(shape, dtype):
-    assert not packed.is_available(torch.zeros(shape, dtype=dtype), 2)
+def test_long_sequences_take_the_correction_alone():
+    with pytest.raises(ShapeError, match="257 tokens"):
+        packed.attention(torch.zeros(1, 257, 96), 2, 1.0, contrast=torch.ones(2))

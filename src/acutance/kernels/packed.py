@@ -1,9 +1,9 @@
-"""Attention with NeuTRENO's correction straight from the packed projection, for the short sequences of images.
+"""Attention and what mitigations add to it straight from the packed projection.
 
-u = softmax(q kᵀ·s) v + λ (v⁰ − v) is one kernel forward and one or two backward. They read q, k and v as the joint
-projection leaves them and write what the output projection takes, and its gradient what the projection's backward pass
-takes, so that no transpose, no copy and no pass for the correction remains. Where the kernels are not available the
-operator gives the same result.
+u = c·A w + (1 − c)·U w + λ (v⁰ − w), A = softmax(q kᵀ·s), w = v + ρ (v⁰ − v), is one kernel forward and one or two
+backward. They read q, k and v as the joint projection leaves them and write what the output projection takes, and its
+gradient what the projection's backward pass takes, so that no transpose, no copy and no pass for the correction
+remains. Where the kernels are not available the operator gives the same result.
 """
 
 from __future__ import annotations
@@ -17,10 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_TOKENS = 256  # above, the library's own attention is faster
+from acutance.errors import ShapeError
+from acutance.kernels.epilogue import Epilogue
+
+MOST_TOKENS = 256  # of the kernels for short sequences
+LONG = False  # whether those for long sequences are asked above, or else the library's own attention
 WIDTHS = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OLDEST_TRITON = (3, 6)  # 3.2 dies in its compiler on one of the kernels; what lies between was not tried
+CAPABILITY = (9, 0)  # Hopper, where the kernels were tried and timed
+ANY_GPU = os.environ.get("ACUTANCE_KERNELS") == "1"  # asks for the kernels on NVIDIA's other GPUs too
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton then runs on the CPU, slowly, for tests
 
 
@@ -37,16 +43,28 @@ def _has_triton() -> bool:
 TRITON = _has_triton()
 
 
-def is_available(qkv: Tensor, heads: int) -> bool:
-    """Whether the kernels take q, k and v (batch, tokens, 3 · heads · width) of these heads."""
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_known(gpu: int | None) -> bool:
+    """Whether the kernels may run on this GPU."""
+    return ANY_GPU or torch.cuda.get_device_capability(gpu) == CAPABILITY
+
+
+def is_available(qkv: Tensor, heads: int, kv_heads: int | None = None) -> bool:
+    """Whether the kernels take q, k and v (batch, tokens, (heads + 2 · kv_heads) · width) of these heads."""
+    width, rest = divmod(qkv.shape[-1], heads + 2 * (kv_heads or heads))
     return (
         TRITON
-        and (qkv.is_cuda or INTERPRETED)
         and qkv.dtype in DTYPES
-        and 0 < qkv.shape[1] <= MOST_TOKENS
-        and qkv.shape[-1] // (3 * heads) in WIDTHS
+        and (0 < qkv.shape[1] <= MOST_TOKENS or (LONG and qkv.shape[1] > 0))
+        and (width in WIDTHS and rest == 0)
         and qkv.stride(-1) == 1
+        and (INTERPRETED or (qkv.is_cuda and _is_known(qkv.device.index)))
     )
+
+
+def takes(epilogue: Epilogue, tokens: int) -> bool:
+    """Whether the kernels for so many tokens add what is asked; those for long sequences know the correction alone."""
+    return epilogue.is_correction or tokens <= MOST_TOKENS
 
 
 def attention(
@@ -56,35 +74,72 @@ def attention(
     first: Tensor | None = None,
     strength: Tensor | float = 0.0,
     causal: bool = False,
+    contrast: Tensor | None = None,
+    residual: Tensor | float = 0.0,
+    kv_heads: int | None = None,
 ) -> Tensor:
     """u as (batch, tokens, heads · width).
 
     Args:
-        qkv: q, k and v side by side, each head after head, (batch, tokens, 3 · heads · width).
-        heads: how many heads.
+        qkv: q, k and v side by side, each head after head, (batch, tokens, (heads + 2 · kv_heads) · width).
+        heads: how many heads of queries.
         scale: of the dot product.
-        first: v⁰ as (batch, tokens, heads · width); None leaves the correction out.
+        first: v⁰ as (batch, tokens, kv_heads · width); None leaves the correction and the mixing out.
         strength: λ, a constant or one per head.
         causal: whether a token sees only itself and earlier ones.
+        contrast: c, one per head; None is 1.
+        residual: ρ, a constant or one per head of keys.
+        kv_heads: how many heads of keys and values, each shared by as many successive heads of queries; None: `heads`.
     """
-    learnt = strength.expand(heads).contiguous() if isinstance(strength, Tensor) else None
-    if first is None:
-        learnt = None
-    elif first.stride(-1) != 1:
-        first = first.contiguous()
+    kv_heads = heads if kv_heads is None else kv_heads
+    if kv_heads < 1 or heads % kv_heads or qkv.shape[-1] % (heads + 2 * kv_heads):
+        raise ShapeError(
+            f"qkv {tuple(qkv.shape)} does not hold {heads} heads of queries and {kv_heads} of keys and of values: the "
+            "last dimension is (heads + 2 · kv_heads) · width, and heads a multiple of kv_heads"
+        )
     constant = 0.0 if isinstance(strength, Tensor) else strength
-    u: Tensor = packed_attention(qkv, first, learnt, constant, heads, scale, causal)[0]
+    by_head = strength.expand(heads).contiguous() if isinstance(strength, Tensor) and first is not None else None
+    share = None if first is None else _shares(residual, kv_heads, qkv)
+    if qkv.shape[1] > MOST_TOKENS and not (contrast is None and share is None):
+        raise ShapeError(
+            f"{qkv.shape[1]} tokens: above {MOST_TOKENS} the kernels add the correction alone; use the operator for a "
+            "contrast or a residual"
+        )
+    if first is not None and first.stride(-1) != 1:
+        first = first.contiguous()
+    contrast = None if contrast is None else contrast.expand(heads).contiguous()
+    u: Tensor = packed_attention(qkv, first, by_head, contrast, share, constant, heads, kv_heads, scale, causal)[0]
     return u
+
+
+def _shares(residual: Tensor | float, kv_heads: int, qkv: Tensor) -> Tensor | None:
+    """ρ per head; None where there is nothing to mix."""
+    if isinstance(residual, Tensor):
+        return residual.expand(kv_heads).contiguous()
+    return None if residual == 0 else torch.full((kv_heads,), residual, dtype=torch.float32, device=qkv.device)
 
 
 @torch.library.custom_op("acutance::packed_attention", mutates_args=())
 def packed_attention(
-    qkv: Tensor, first: Tensor | None, strength: Tensor | None, constant: float, heads: int, scale: float, causal: bool
+    qkv: Tensor,
+    first: Tensor | None,
+    strength: Tensor | None,
+    contrast: Tensor | None,
+    residual: Tensor | None,
+    constant: float,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """u, and each row's log-sum, which the backward pass needs."""
+    if qkv.shape[1] > MOST_TOKENS:
+        from acutance.kernels import long_forward
+
+        return long_forward.forward(qkv, first, strength, constant, heads, kv_heads, scale, causal)
     from acutance.kernels import packed_forward
 
-    return packed_forward.forward(qkv, first, strength, constant, heads, scale, causal)
+    return packed_forward.forward(qkv, first, strength, contrast, residual, constant, heads, kv_heads, scale, causal)
 
 
 @torch.library.custom_op("acutance::packed_attention_backward", mutates_args=())
@@ -93,52 +148,92 @@ def packed_attention_backward(
     qkv: Tensor,
     first: Tensor | None,
     strength: Tensor | None,
+    contrast: Tensor | None,
+    residual: Tensor | None,
     out: Tensor,
     log_sums: Tensor,
     constant: float,
     heads: int,
+    kv_heads: int,
     scale: float,
     causal: bool,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of q, k and v side by side, and of the strength by batch and head, to be summed up."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v side by side; of v⁰ by way of the mixed values; of λ, c and ρ by batch and head.
+
+    The last three are to be summed up; what is not asked for is empty.
+    """
+    if qkv.shape[1] > MOST_TOKENS:
+        from acutance.kernels import long_backward
+
+        grad_qkv, by_sample = long_backward.backward(
+            grad, qkv, first, strength, out, log_sums, constant, heads, kv_heads, scale, causal
+        )
+        nothing = log_sums.new_empty(0)
+        by_sample = nothing if strength is None else by_sample
+        return grad_qkv, qkv.new_empty(0), by_sample, nothing.clone(), nothing.clone()
     from acutance.kernels import packed_backward
 
-    return packed_backward.backward(grad, qkv, first, strength, out, log_sums, constant, heads, scale, causal)
+    return packed_backward.backward(
+        grad, qkv, first, strength, contrast, residual, out, log_sums, constant, heads, kv_heads, scale, causal
+    )
 
 
 @packed_attention.register_fake
-def _(
-    qkv: Tensor, first: Tensor | None, strength: Tensor | None, constant: float, heads: int, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
+def _(qkv: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    heads, kv_heads = others[-4:-2]
     batch, tokens, packed = qkv.shape
-    return qkv.new_empty(batch, tokens, packed // 3), qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
+    out = qkv.new_empty(batch, tokens, packed // (heads + 2 * kv_heads) * heads)
+    return out, qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
 
 
 @packed_attention_backward.register_fake
-def _(grad: Tensor, qkv: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    heads = others[-3]
-    return qkv.new_empty(qkv.shape), qkv.new_empty(qkv.shape[0], heads, dtype=torch.float32)
+def _(
+    grad: Tensor,
+    qkv: Tensor,
+    first: Tensor | None,
+    strength: Tensor | None,
+    contrast: Tensor | None,
+    residual: Tensor | None,
+    *others: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    heads, kv_heads = others[-4:-2]
+    batch, tokens, packed = qkv.shape
+    values = packed // (heads + 2 * kv_heads) * kv_heads
+    of_strength, of_contrast, of_residual = (
+        qkv.new_empty((batch, count) if wanted is not None else 0, dtype=torch.float32)
+        for wanted, count in ((strength, heads), (contrast, heads), (residual, kv_heads))
+    )
+    grad_first = qkv.new_empty((batch, tokens, values) if residual is not None else 0)
+    return qkv.new_empty(qkv.shape), grad_first, of_strength, of_contrast, of_residual
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    qkv, first, strength, ctx.constant, ctx.heads, ctx.scale, ctx.causal = inputs
+    *tensors, ctx.constant, ctx.heads, ctx.kv_heads, ctx.scale, ctx.causal = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(qkv, first, strength, *output)
+    ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    qkv, first, strength, out, log_sums = ctx.saved_tensors
+    saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
+    _qkv, first, *numbers, _out, _log_sums = saved
     grad = grad.contiguous()
-    grad_qkv, by_sample = packed_attention_backward(
-        grad, qkv, first, strength, out, log_sums, ctx.constant, ctx.heads, ctx.scale, ctx.causal
-    )
-    grad_first = grad_strength = None
-    if first is not None and ctx.needs_input_grad[1]:  # plain arithmetic, which a compiler joins to the sum over layers
-        lam = ctx.constant if strength is None else strength[:, None]
-        grad_first = (grad.unflatten(-1, (ctx.heads, -1)) * lam).flatten(-2).to(first.dtype)
-    if strength is not None:
-        grad_strength = by_sample.sum(0).to(strength.dtype)
-    return grad_qkv, grad_first, grad_strength, None, None, None, None
+    options = (ctx.constant, ctx.heads, ctx.kv_heads, ctx.scale, ctx.causal)
+    grad_qkv, grad_first, *by_sample = packed_attention_backward(grad, *saved, *options)
+    summed = (None if x is None else g.sum(0).to(x.dtype) for x, g in zip(numbers, by_sample, strict=True))
+    strength, _contrast, residual = numbers
+    of_first = grad_first.to(first.dtype) if residual is not None else None
+    if first is not None and ctx.needs_input_grad[1] and (strength is not None or ctx.constant != 0):
+        pulled = _pulled(grad, ctx.constant if strength is None else strength[:, None], ctx.heads, ctx.kv_heads)
+        of_first = pulled.to(first.dtype) if of_first is None else of_first + pulled.to(first.dtype)
+    return grad_qkv, of_first, *summed, None, None, None, None, None
+
+
+def _pulled(grad: Tensor, strength: Tensor | float, heads: int, kv_heads: int) -> Tensor:
+    """λ du, summed over the heads that share v⁰: plain arithmetic, which a compiler joins to the sum over layers."""
+    by_head: Tensor = grad.unflatten(-1, (heads, -1)) * strength
+    if kv_heads < heads:
+        by_head = by_head.unflatten(-2, (kv_heads, -1)).sum(-2)
+    return by_head.flatten(-2)
 
 
 packed_attention.register_autograd(_backward, setup_context=_setup_context)

@@ -41,7 +41,7 @@ def store(base, stride, start, tokens, tile, SIZE: tl.constexpr, WIDTH: tl.const
 
 @triton.jit
 def strength_of(strength, head, constant, LEARNT: tl.constexpr):
-    """λ of a head."""
+    """A head's number, learnt or the same for all: λ, say."""
     if LEARNT:
         return tl.load(strength + head).to(tl.float32)
     else:
@@ -59,6 +59,61 @@ def seen(tile, rows, keys, hidden, tokens, CAUSAL: tl.constexpr, CUT: tl.constex
 
 
 @triton.jit
+def keys_of(own, head, step, WIDTH: tl.constexpr, GROUP: tl.constexpr):
+    """Where the keys that a query head shares with its GROUP stand, from where its queries stand."""
+    if GROUP == 1:
+        return own + step
+    else:
+        return own + step - (head - head // GROUP) * WIDTH
+
+
+@triton.jit
+def load_values(
+    values, row, before, first_row, residual, start, tokens,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, CUT: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """The values that are averaged: where MIXED, v + ρ (v⁰ − v)."""
+    v = load(values, row, start, tokens, SIZE, WIDTH, CUT)
+    if MIXED:
+        first = load(before, first_row, start, tokens, SIZE, WIDTH, CUT).to(tl.float32)
+        v = (v.to(tl.float32) + residual * (first - v.to(tl.float32))).to(v.dtype)
+    return v
+
+
+@triton.jit
+def visible_mean(
+    values, row, before, first_row, residual, start, tokens,
+    CAUSAL: tl.constexpr, SIZE: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+    TAIL: tl.constexpr, MIXED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """U v of one tile of queries: the mean of the values each sees; one row where all see the same."""
+    total = tl.zeros((WIDTH,), tl.float32)
+    for key in range(0, start if CAUSAL else FULL * BLOCK, BLOCK):
+        v = load_values(values, row, before, first_row, residual, key, tokens, BLOCK, WIDTH, False, MIXED)
+        total += tl.sum(v.to(tl.float32), 0)
+    if CAUSAL:
+        own = load_values(values, row, before, first_row, residual, start, tokens, SIZE, WIDTH, CUT, MIXED)
+        rows = tl.arange(0, SIZE)
+        earlier = (rows[None, :] <= rows[:, None]).to(own.dtype)
+        return (tl.dot(earlier, own, input_precision=PRECISION) + total[None, :]) / (rows + start + 1)[:, None]
+    else:
+        if TAIL > 0:
+            last = load_values(values, row, before, first_row, residual, FULL * BLOCK, tokens, TAIL, WIDTH, True, MIXED)
+            total += tl.sum(last.to(tl.float32), 0)
+        return (total / tokens)[None, :]
+
+
+@triton.jit
+def even_weights(weights, rows, keys, tokens, CAUSAL: tl.constexpr, CUT: tl.constexpr):
+    """U, of the tile's shape: each query gives all it sees the same weight."""
+    even = seen(tl.full(weights.shape, 1.0, tl.float32), rows, keys, 0.0, tokens, CAUSAL, CUT)
+    if CAUSAL:
+        return even / (rows + 1)
+    else:
+        return even / tokens
+
+
+@triton.jit
 def visible(start, CAUSAL: tl.constexpr, FULL: tl.constexpr):
     """Where the whole blocks of keys end that a tile of queries from `start` on may see."""
     if CAUSAL:
@@ -73,6 +128,11 @@ def cut(tokens: int) -> tuple[int, int]:
     return full, max(16, 1 << (rest - 1).bit_length()) if rest else 0
 
 
+def features(contrast: Tensor | None, residual: Tensor | None, heads: int, kv_heads: int) -> dict[str, object]:
+    """What a kernel of `packed` is compiled for, beside its `kind`."""
+    return {"CONTRAST": contrast is not None, "MIXED": residual is not None, "GROUP": heads // kv_heads}
+
+
 def stand_ins(qkv: Tensor, first: Tensor | None, strength: Tensor | None) -> tuple[Tensor, Tensor]:
     """v⁰ and λ, or any tensor in the place of what is not there and not read."""
     return qkv if first is None else first, qkv if strength is None else strength
@@ -84,10 +144,12 @@ def strides(qkv: Tensor, first: Tensor | None) -> tuple[int, int, int, int]:
     return qkv.stride(0), qkv.stride(1), first.stride(0), first.stride(1)
 
 
-def kind(qkv: Tensor, first: Tensor | None, strength: Tensor | None, width: int, causal: bool) -> dict[str, object]:
+def kind(
+    qkv: Tensor, first: Tensor | None, strength: Tensor | None, width: int, causal: bool, constant: float = 1.0
+) -> dict[str, object]:
     """What a kernel is compiled for, beside the sizes."""
     return {
-        "CORRECTED": first is not None,
+        "CORRECTED": first is not None and (strength is not None or constant != 0),
         "CAUSAL": causal,
         "LEARNT": strength is not None,
         "WIDTH": width,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from acutance.kernels.epilogue import Epilogue
 from acutance.kernels.heads import repeat_heads
 from acutance.mitigations.base import LayerShape, Mitigation, register
 from acutance.operator import AttentionOperator
@@ -30,6 +31,13 @@ class AttnScale(Mitigation):
         """(1 + ω) u − ω U v."""
         gain = self.gain.to(u.dtype)[:, None, None]
         return (1 + gain) * u - gain * visible_mean(A, v)
+
+    def epilogue(self, so_far: Epilogue) -> Epilogue | None:
+        """A contrast of 1 + ω, unless a subclass does something else."""
+        cls = type(self)
+        if cls.output is not AttnScale.output or cls.values is not Mitigation.values:
+            return None
+        return so_far.sharpened(1 + self.gain)
 
 
 def visible_mean(A: AttentionOperator, v: Tensor) -> Tensor:

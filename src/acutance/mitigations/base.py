@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, ShapeError
+from acutance.kernels.epilogue import Epilogue
 from acutance.kernels.heads import repeat_heads
 
 if TYPE_CHECKING:
@@ -101,11 +102,11 @@ class Mitigation(nn.Module):
         """What the attention branch returns after the output projection; x is what entered the branch."""
         return y
 
-    def correction(self) -> Tensor | float | None:
-        """λ where all that happens before the output projection is u + λ (v⁰ − v), so that a kernel can add it."""
+    def epilogue(self, so_far: Epilogue) -> Epilogue | None:
+        """`so_far` with all that `values` and `output` do, for a kernel to do it instead; None where none can."""
         cls = type(self)
         does_nothing = cls.values is Mitigation.values and cls.output is Mitigation.output
-        return 0.0 if does_nothing else None
+        return so_far if does_nothing else None
 
     @property
     def needs_first_values(self) -> bool:
@@ -190,11 +191,12 @@ class Chain(Mitigation):
             y = part.features(y, x)
         return y
 
-    def correction(self) -> Tensor | float | None:
-        """That of the one part that has any; None where a part does something else, or several do."""
-        found = [part.correction() for part in _parts(self)]
-        active = [strength for strength in found if not (isinstance(strength, float) and strength == 0)]
-        return 0.0 if not active else active[0] if len(active) == 1 else None
+    def epilogue(self, so_far: Epilogue) -> Epilogue | None:
+        """First to last; None where one part can not be done by a kernel."""
+        found: Epilogue | None = so_far
+        for part in _parts(self):
+            found = None if found is None else part.epilogue(found)
+        return found
 
     @property
     def needs_first_values(self) -> bool:

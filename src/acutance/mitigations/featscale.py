@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError
+from acutance.kernels.epilogue import Epilogue
 from acutance.mitigations.attnscale import visible_keys
 from acutance.mitigations.base import LayerShape, Mitigation, register
 from acutance.operator import AttentionOperator
@@ -49,9 +50,11 @@ class FeatScale(Mitigation):
             )
         return u
 
-    def correction(self) -> float | None:
-        """Nothing to add: where a kernel is asked there is no mask, so that `output` has nothing to refuse."""
-        return 0.0 if type(self).output is FeatScale.output else None
+    def epilogue(self, so_far: Epilogue) -> Epilogue | None:
+        """Nothing to add, as there is no mask where a kernel is asked; causality is for `output` to refuse."""
+        cls = type(self)
+        does_nothing = cls.output is FeatScale.output and cls.values is Mitigation.values
+        return so_far if does_nothing and not so_far.causal else None
 
     def features(self, y: Tensor, x: Tensor) -> Tensor:
         """Rescale the mean over tokens and what is left of it separately."""

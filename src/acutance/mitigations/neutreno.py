@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError
+from acutance.kernels.epilogue import Epilogue
 from acutance.mitigations.base import LayerShape, Mitigation, like_output, register
 
 if TYPE_CHECKING:
@@ -67,14 +68,14 @@ class NeuTRENO(Mitigation):
         first = v0.detach() if self.detach else v0
         return u + self._strength(u) * (like_output(first, u) - like_output(v, u))
 
-    def correction(self) -> Tensor | float | None:
-        """λ̃ itself, unless the gradient is to stop at v⁰ or a subclass does something else."""
+    def epilogue(self, so_far: Epilogue) -> Epilogue | None:
+        """The correction, unless the gradient is to stop at v⁰ or a subclass does something else."""
         cls = type(self)
         if self.detach or cls.output is not NeuTRENO.output or cls.values is not Mitigation.values:
             return None
         if self.shape is not None and self.shape.layer == 1:
-            return 0.0
-        return self.strength if self.learnt_strength is None else self.learnt_strength
+            return so_far
+        return so_far.corrected(self.strength if self.learnt_strength is None else self.learnt_strength)
 
     def _strength(self, u: Tensor) -> Tensor | float:
         if self.learnt_strength is None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from acutance.kernels import packed
+from acutance.kernels.epilogue import Epilogue
 from acutance.mitigations import Mitigation, Weights
 from acutance.models.config import AttentionKind, NormPlace
 from acutance.models.layers import Activation, DropPath, LayerScale, Mlp
@@ -101,15 +102,19 @@ class Attention(nn.Module):
 
     def _in_one_kernel(self, projected: Tensor, v0: Tensor | None) -> Tensor | None:
         """The heads' outputs side by side, by the kernel that does all at once; None where it does not apply."""
-        strength = self.mitigation.correction()
         drops = self.training and self.attention_dropout > 0
-        if strength is None or drops or self.observer is not None or self.kernel != "softmax":
+        if drops or self.observer is not None or self.kernel != "softmax":
             return None
         if not packed.is_available(projected, self.heads):
             return None
-        corrected = v0 is not None and not (isinstance(strength, float) and strength == 0)
-        first = v0.transpose(1, 2).flatten(2) if corrected and v0 is not None else None
-        return packed.attention(projected, self.heads, self.head_dim**-0.5, first, strength, self.causal)
+        epilogue = self.mitigation.epilogue(Epilogue(causal=self.causal))
+        if epilogue is None or not packed.takes(epilogue, projected.shape[1]):
+            return None
+        first = None if v0 is None or not epilogue.uses_first_values else v0.transpose(1, 2).flatten(2)
+        return packed.attention(
+            projected, self.heads, self.head_dim**-0.5, first, epilogue.strength, self.causal, epilogue.contrast,
+            epilogue.residual,
+        )  # fmt: skip
 
 
 class Block(nn.Module):

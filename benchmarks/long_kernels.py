@@ -1,0 +1,269 @@
+"""Attention with the correction at 2048 and 8192 tokens: tiles of our kernels against SDPA, in TFLOP/s.
+
+    python benchmarks/long_kernels.py
+    python benchmarks/long_kernels.py --only forward --repetitions 9
+
+On CUDA: 16,384 tokens in all, 16 heads 64 wide, bfloat16, causal, at 2048 and 8192 tokens, and once with 4 heads of
+keys and values. Candidates take turns, forward and backward on their own. SDPA gets q, k and v as the projection leaves
+them (views), its back-ends one by one, plain and with λ (v⁰ − v) added as PyTorch would; its backward pass ends in the
+gradients of q, k and v, not yet side by side. Counted are the FLOPs of attention alone, half of them as it is causal,
+and 2.5 times as many backward. Ratios are taken to the first row of a part, SDPA's flash attention. On the CPU a toy
+size runs in Triton's interpreter (TRITON_INTERPRET=1), which shows that the script runs, not what anything costs.
+Results go to benchmarks/results, one CSV per device, dtype and versions.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from acutance.bench import results
+from acutance.bench.results import Row
+from acutance.bench.timing import Step, first_line, seconds_per_step, spread
+from acutance.kernels import long_backward, long_forward
+from acutance.kernels.long_tiles import Tile
+
+RESULTS = Path(__file__).parent / "results"
+STRENGTH = 0.6
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+class Tiles(NamedTuple):
+    """Those to try, of each kernel; the first is what stands while another kernel's are tried."""
+
+    forward: list[Tile]
+    over_queries: list[Tile]
+    over_keys: list[Tile]
+
+    def first(self, count: int) -> "Tiles":
+        return Tiles(*(tiles[:count] for tiles in self))
+
+
+# Queries, keys, warps, stages, registers. The first ones are those of the tables.
+TILES = Tiles(
+    [
+        long_forward.TILES[2, 64],
+        Tile(128, 64, 4, 3),
+        Tile(128, 64, 8, 4, 128),
+        Tile(128, 128, 8, 2),
+        Tile(256, 64, 8, 3),
+        Tile(64, 64, 4, 3, 128),
+    ],
+    [
+        long_backward.QUERY_TILES[2, 64],
+        Tile(128, 64, 8, 2, 128),
+        Tile(128, 32, 8, 4, 128),
+        Tile(128, 64, 8, 3),
+        Tile(128, 128, 8, 2),
+    ],
+    [
+        long_backward.KEY_TILES[2, 64],
+        Tile(32, 128, 8, 3, 128),
+        Tile(64, 128, 8, 2),
+        Tile(32, 128, 8, 4, 128),
+        Tile(64, 64, 4, 3),
+    ],
+)
+SMALL = Tiles([Tile(64, 32)], [Tile(64, 32)], [Tile(32, 64)])
+
+
+class Shape(NamedTuple):
+    """What is timed."""
+
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    width: int
+    causal: bool = True
+
+    def flops(self) -> float:
+        """Of the two products forward."""
+        return 4 * self.batch * self.heads * self.tokens**2 * self.width / (2 if self.causal else 1)
+
+
+CASES = [
+    (Shape(8, 2048, 16, 16, 64), TILES),
+    (Shape(2, 8192, 16, 16, 64), TILES),
+    (Shape(2, 8192, 16, 4, 64), TILES.first(2)),
+]
+TOY = [(Shape(1, 70, 2, 1, 16), SMALL)]
+
+
+@dataclass
+class Inputs:
+    """Tensors for one shape, shared by all candidates."""
+
+    shape: Shape
+    qkv: Tensor
+    first: Tensor
+    grad: Tensor
+
+    @classmethod
+    def random(cls, shape: Shape, device: str, dtype: torch.dtype) -> "Inputs":
+        """Normal numbers."""
+        torch.manual_seed(0)
+        batch, tokens, heads, kv_heads, width, _ = shape
+        qkv, before = (
+            torch.randn(batch, tokens, (heads + 2 * kv_heads) * width, device=device, dtype=dtype) for _ in range(2)
+        )
+        grad = torch.randn(batch, tokens, heads * width, device=device, dtype=dtype)
+        return cls(shape, qkv, before[..., -kv_heads * width :], grad)
+
+    def options(self) -> tuple[float, int, int, float, bool]:
+        """As the kernels take them."""
+        shape = self.shape
+        return STRENGTH, shape.heads, shape.kv_heads, shape.width**-0.5, shape.causal
+
+    def ours(self, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+        """u and log-sums."""
+        return long_forward.forward(self.qkv, self.first, None, *self.options(), tile=tile)
+
+    def theirs(self, leaves: list[Tensor], backend: SDPBackend, corrected: bool) -> Tensor:
+        """u by SDPA."""
+        q, k, v = leaves
+        with sdpa_kernel(backend):
+            u = scaled_dot_product_attention(
+                q, k, v, is_causal=self.shape.causal, enable_gqa=self.shape.kv_heads < self.shape.heads
+            )
+        if corrected:
+            group = self.shape.heads // self.shape.kv_heads
+            first = self.first.unflatten(-1, (-1, self.shape.width)).transpose(1, 2)
+            pull = STRENGTH * (first - v)
+            u = u + (pull.repeat_interleave(group, 1) if group > 1 else pull)
+        return u.transpose(1, 2).flatten(2)
+
+    def leaves(self) -> list[Tensor]:
+        """q, k and v (batch, heads, tokens, width), views of what the projection leaves."""
+        heads, kv_heads, width = self.shape.heads, self.shape.kv_heads, self.shape.width
+        split = self.qkv.unflatten(-1, (-1, width)).transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
+        return [part.detach().requires_grad_() for part in split]
+
+
+def name_of(kernel: str, tile: Tile) -> str:
+    return f"{kernel} " + " ".join(str(size) for size in tile if size is not None)
+
+
+def forward_steps(inputs: Inputs, tiles: Tiles) -> Iterator[tuple[str, Step]]:
+    leaves = [leaf.detach() for leaf in inputs.leaves()]
+    for backend, corrected in product(BACKENDS, (False, True)):
+        name = f"SDPA {backend}{' + correction' * corrected}"
+        yield name, partial(inputs.theirs, leaves, BACKENDS[backend], corrected)
+    for tile in tiles.forward:
+        yield name_of("ours", tile), partial(inputs.ours, tile)
+
+
+def backward_steps(inputs: Inputs, tiles: Tiles) -> Iterator[tuple[str, Step]]:
+    """SDPA's whole backward pass; ours; ours with one of its two kernels cut in another way."""
+    for backend, corrected in product(BACKENDS, (False, True)):
+        yield f"SDPA {backend}{' + correction' * corrected}", TheirBackward(inputs, BACKENDS[backend], corrected)
+    out, log_sums = inputs.ours(tiles.forward[0])
+    ours = partial(
+        long_backward.backward, inputs.grad, inputs.qkv, inputs.first, None, out, log_sums, *inputs.options()
+    )
+    queries, keys = tiles.over_queries[0], tiles.over_keys[0]
+    yield "ours", partial(ours, query_tile=queries, key_tile=keys)
+    for tile in tiles.over_queries[1:]:
+        yield name_of("ours, over queries", tile), partial(ours, query_tile=tile, key_tile=keys)
+    for tile in tiles.over_keys[1:]:
+        yield name_of("ours, over keys", tile), partial(ours, query_tile=queries, key_tile=tile)
+
+
+class TheirBackward:
+    """SDPA's backward pass; the forward pass runs at the first call, where it may fail."""
+
+    def __init__(self, inputs: Inputs, backend: SDPBackend, corrected: bool):
+        self.inputs, self.leaves = inputs, inputs.leaves()
+        self.forward = partial(inputs.theirs, self.leaves, backend, corrected)
+        self.u: Tensor | None = None
+
+    def __call__(self) -> object:
+        if self.u is None:
+            self.u = self.forward()
+        return torch.autograd.grad(self.u, self.leaves, self.inputs.grad, retain_graph=True)
+
+
+def timed(candidates: Iterator[tuple[str, Step]], flops: float, repetitions: int, device: str) -> list[Row]:
+    """Medians over repetitions in which the candidates take turns; one that cannot run says why."""
+    steps: dict[str, Step] = {}
+    failed: list[Row] = []
+    for name, step in candidates:
+        try:
+            seconds_per_step(step, 2, device)  # compiles
+            steps[name] = step
+        except Exception as error:
+            failed.append({"variant": name, "note": f"left out: {first_line(error)}"})
+            print(f"{name}: left out: {first_line(error)}", file=sys.stderr)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repetitions):
+        for name, step in steps.items():
+            seconds[name].append(seconds_per_step(step, 5 if device == "cuda" else 1, device))
+    base = statistics.median(next(iter(seconds.values())))
+    return [row_of(name, found, base, flops) for name, found in seconds.items()] + failed
+
+
+def row_of(name: str, seconds: list[float], base: float, flops: float) -> Row:
+    median = statistics.median(seconds)
+    return {
+        "variant": name,
+        **spread("ms", [1e3 * second for second in seconds], ".4f"),
+        "tflops": f"{flops / median / 1e12:.1f}",
+        "ratio": f"{median / base:.4f}",
+        "timings": len(seconds),
+    }
+
+
+def show(part: str, shape: Shape, rows: list[Row]) -> None:
+    print(f"\n{part}, {shape}\n{'variant':<42}{'ms':>10}{'TFLOP/s':>10}{'ratio':>9}")
+    for row in (row for row in rows if "ms" in row):
+        print(f"{row['variant']:<42}{row['ms']:>10}{row['tflops']:>10}{row['ratio']:>9}", flush=True)
+
+
+def main() -> None:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["forward", "backward"])
+    parser.add_argument("--repetitions", type=int, default=5 if on_gpu else 1)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the CSV goes")
+    arguments = parser.parse_args()
+    device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
+    if not on_gpu:
+        print("no CUDA: a toy size on the CPU, to see that everything runs. The ratios mean nothing", file=sys.stderr)
+    shared = {
+        "device": results.hardware(device, toy=not on_gpu),
+        "versions": results.versions(),
+        "command": results.command("python benchmarks/long_kernels.py", sys.argv[1:]),
+    }
+    rows: list[Row] = []
+    for shape, tiles in CASES if on_gpu else TOY:
+        inputs = Inputs.random(shape, device, getattr(torch, dtype))
+        parts = {
+            "forward": (forward_steps, shape.flops()),
+            "backward": (backward_steps, 2.5 * shape.flops()),
+        }
+        for part, (candidates, flops) in parts.items():
+            if arguments.only in (None, part):
+                found = timed(candidates(inputs, tiles), flops, arguments.repetitions, device)
+                show(part, shape, found)
+                rows += [{"part": part, **shape._asdict(), **row} for row in found]
+                name = results.file_name("long_kernels", device, dtype)
+                path = results.write_rows(arguments.results / name, rows, shared)
+    print(f"written to {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""The gradients of `long_forward`: a pass over queries for dq, then one over keys for dk and dv.
+
+Each sum is made by one program in a fixed order, without atomics: the same inputs give the same gradients. The price is
+that the logits are made twice. Σ du·(A v) of each row is made in the first pass, beside its products, and kept.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from acutance.kernels.long_tiles import (
+    COUNTS,
+    Tile,
+    chosen,
+    heads_at_a_time,
+    hide,
+    keys_in_part,
+    place,
+    put,
+    shared_heads,
+    take,
+    take_facts,
+)
+from acutance.kernels.packed_tiles import LOG2_E, kind, stand_ins, strength_of, strides
+
+# By bytes of a number and width of a head. The queries in a tile of the second divide those in one of the first.
+QUERY_TILES = {
+    (2, 16): Tile(128, 64, 8, 3, 128),
+    (2, 32): Tile(128, 64, 8, 3, 128),
+    (2, 64): Tile(128, 64, 8, 3, 128),
+    (2, 128): Tile(128, 64, 8, 2),
+    (4, 16): Tile(64, 32, 4, 2),
+    (4, 32): Tile(32, 32, 4, 2),
+    (4, 64): Tile(32, 32, 4, 2),
+    (4, 128): Tile(16, 16, 8, 1),
+}
+KEY_TILES = {
+    (2, 16): Tile(64, 128, 8, 3),
+    (2, 32): Tile(64, 128, 8, 3),
+    (2, 64): Tile(64, 128, 8, 3),
+    (2, 128): Tile(32, 128, 8, 2),
+    (4, 16): Tile(32, 64, 4, 2),
+    (4, 32): Tile(32, 32, 4, 2),
+    (4, 64): Tile(32, 32, 8, 2),
+    (4, 128): Tile(16, 32, 8, 1),
+}
+
+
+@triton.jit
+def _row_facts(
+    du, made, step, beside, row, before, first_row, start, tokens, strength,
+    CORRECTED: tl.constexpr, LEARNT: tl.constexpr, WIDTH: tl.constexpr, CUT: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    """Σ du·(A v) of each row, and what the rows add to the gradient of the strength."""
+    average = take(made, step, start, tokens, QUERIES, WIDTH, CUT).to(tl.float32)
+    strength_grad = 0.0
+    if CORRECTED:
+        pull = take(before, first_row, start, tokens, QUERIES, WIDTH, CUT).to(tl.float32)
+        pull -= take(beside, row, start, tokens, QUERIES, WIDTH, CUT).to(tl.float32)
+        average -= strength * pull
+        if LEARNT:
+            strength_grad = tl.sum(du.to(tl.float32) * pull)
+    return tl.sum(du.to(tl.float32) * average, 1), strength_grad
+
+
+@triton.jit
+def _add_keys(
+    q, du, log_sum, delta, dq, own_k, own_v, row, begin, end, start, tokens, scale,
+    CAUSAL: tl.constexpr, PART: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the keys from `begin` to `end` add to dq; scale left out."""
+    for key in range(begin, end, KEYS):
+        k = take(own_k, row, key, tokens, KEYS, WIDTH, CUT)
+        v = take(own_v, row, key, tokens, KEYS, WIDTH, CUT)
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        dweights = tl.dot(du, tl.trans(v), input_precision=PRECISION)
+        weights = tl.exp2(products * (scale * LOG2_E) - log_sum[:, None])
+        if PART:
+            rows, keys = tl.arange(0, QUERIES) + start, tl.arange(0, KEYS) + key
+            weights = hide(weights, rows[:, None], keys[None, :], 0.0, tokens, CAUSAL)
+        dlogits = weights * (dweights - delta[:, None])
+        dq = tl.dot(dlogits.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _backward_queries(
+    qkv, first, strength, out, log_sums, facts, grad, grad_qkv, grad_strength, tiles, together, at_a_time, tokens,
+    heads, scale, constant, qkv_batch, row, first_batch, first_row,
+    CORRECTED: tl.constexpr, CAUSAL: tl.constexpr, LEARNT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    CUT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of one tile of queries, and the facts of its rows."""
+    tile, member = place(tiles, together, at_a_time)
+    tile = (tiles - 1 - tile) if CAUSAL else tile
+    start = tile * QUERIES
+    head, batch = member % heads, (member // heads).to(tl.int64)
+    own, step = qkv + batch * qkv_batch, heads * WIDTH
+    key_head, value_head = shared_heads(head // GROUP, heads, GROUP)
+    same_place = batch * tokens * step + head * WIDTH
+    own_k, own_v = own + key_head * WIDTH, own + value_head * WIDTH
+    du = take(grad + same_place, step, start, tokens, QUERIES, WIDTH, CUT)
+    delta, strength_grad = _row_facts(
+        du, out + same_place, step, own_v, row, first + batch * first_batch + head // GROUP * WIDTH, first_row,
+        start, tokens, strength_of(strength, head, constant, LEARNT), CORRECTED, LEARNT, WIDTH, CUT, QUERIES,
+    )  # fmt: skip
+    if LEARNT:
+        tl.store(grad_strength + member * tiles + tile, strength_grad)
+    q = take(own + head * WIDTH, row, start, tokens, QUERIES, WIDTH, CUT)
+    # No weight for rows that do not exist; kept with them, so that the second pass needs no masks.
+    log_sum = take_facts(log_sums + member.to(tl.int64) * tokens, start, tokens, float("inf"), QUERIES, CUT)
+    padded = tiles * QUERIES
+    own_facts = facts + member.to(tl.int64) * 2 * padded + start + tl.arange(0, QUERIES)
+    tl.store(own_facts, log_sum)
+    tl.store(own_facts + padded, delta)
+    dq = tl.zeros((QUERIES, WIDTH), tl.float32)
+    begin, end = keys_in_part(start, tokens, CAUSAL, QUERIES, KEYS)
+    if CAUSAL or CUT:
+        dq = _add_keys(
+            q, du, log_sum, delta, dq, own_k, own_v, row, begin, end, start, tokens, scale,
+            CAUSAL, True, CUT, WIDTH, QUERIES, KEYS, PRECISION,
+        )  # fmt: skip
+    dq = _add_keys(
+        q, du, log_sum, delta, dq, own_k, own_v, row, 0, begin, start, tokens, scale,
+        CAUSAL, False, False, WIDTH, QUERIES, KEYS, PRECISION,
+    )  # fmt: skip
+    wide = step + 2 * (heads // GROUP) * WIDTH
+    put(grad_qkv + batch * tokens * wide + head * WIDTH, wide, start, tokens, dq * scale, QUERIES, WIDTH, CUT)
+
+
+@triton.jit
+def _add_queries(
+    k, v, dk, dv, own_q, row, grads, step, facts, padded, begin, steps, steps_before, last, start, tokens, scale,
+    CAUSAL: tl.constexpr, PART: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What some tiles of queries of all heads of a group add to dk and dv, as keys × queries; scale left out.
+
+    They are `steps` tiles from `begin` on but, where seen in PART, after `steps_before` the last one of all. Keys
+    beyond the last token need no mask: what is summed up for them is not written.
+    """
+    for index in range(0, GROUP * steps):  # one loop, so that the next head's first tile is under way in time
+        head = index // steps if GROUP > 1 else 0
+        query = begin + (index - head * steps) * QUERIES
+        if PART:
+            query = tl.where(index - head * steps < steps_before, query, last)
+        q = take(own_q + head * WIDTH, row, query, tokens, QUERIES, WIDTH, CUT)
+        own_facts = facts + head * 2 * padded + query + tl.arange(0, QUERIES)
+        log_sum = tl.load(own_facts)
+        products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        weights = tl.exp2(products * (scale * LOG2_E) - log_sum[None, :])
+        if PART and CAUSAL:
+            rows, keys = tl.arange(0, QUERIES) + query, tl.arange(0, KEYS) + start
+            weights = hide(weights, rows[None, :], keys[:, None], 0.0, tokens, True)
+        du = take(grads + head * WIDTH, step, query, tokens, QUERIES, WIDTH, CUT)
+        dv = tl.dot(weights.to(du.dtype), du, dv, input_precision=PRECISION)
+        delta = tl.load(own_facts + padded)
+        dweights = tl.dot(v, tl.trans(du), input_precision=PRECISION)
+        dlogits = weights * (dweights - delta[None, :])
+        dk = tl.dot(dlogits.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _backward_keys(
+    qkv, strength, facts, grad, grad_qkv, tiles, together, at_a_time, tokens, heads, scale, constant, qkv_batch, row,
+    padded,
+    CORRECTED: tl.constexpr, CAUSAL: tl.constexpr, LEARNT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    CUT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one tile of keys, summed over the query heads that share them."""
+    tile, place_of_group = place(tiles, together, at_a_time)
+    start, kv_heads = tile * KEYS, heads // GROUP
+    group, batch = place_of_group % kv_heads, (place_of_group // kv_heads).to(tl.int64)
+    own, step = qkv + batch * qkv_batch, heads * WIDTH
+    key_head, value_head = shared_heads(group, heads, GROUP)
+    k = take(own + key_head * WIDTH, row, start, tokens, KEYS, WIDTH, CUT)
+    v = take(own + value_head * WIDTH, row, start, tokens, KEYS, WIDTH, CUT)
+    dk = tl.zeros((KEYS, WIDTH), tl.float32)
+    dv = tl.zeros((KEYS, WIDTH), tl.float32)
+    # Tiles of queries: `across` the diagonal, then `whole` ones, then one that is cut.
+    begin, last = start + KEYS if CAUSAL else 0, tokens // QUERIES * QUERIES
+    across = tl.cdiv(tl.minimum(KEYS, tokens - start), QUERIES) if CAUSAL else 0
+    whole = tl.maximum(last - begin, 0) // QUERIES
+    cut = tl.where((last < tokens) & (begin <= last), 1, 0)
+    head = group * GROUP
+    own_q, grads = own + head * WIDTH, grad + batch * tokens * step + head * WIDTH
+    own_facts = facts + (batch * heads + head) * 2 * padded
+    if CAUSAL or CUT:
+        dk, dv = _add_queries(
+            k, v, dk, dv, own_q, row, grads, step, own_facts, padded, start, across + cut, across, last, start,
+            tokens, scale, CAUSAL, True, CUT, WIDTH, GROUP, QUERIES, KEYS, PRECISION,
+        )  # fmt: skip
+    dk, dv = _add_queries(
+        k, v, dk, dv, own_q, row, grads, step, own_facts, padded, begin, whole, 0, last, start,
+        tokens, scale, CAUSAL, False, False, WIDTH, GROUP, QUERIES, KEYS, PRECISION,
+    )  # fmt: skip
+    if CORRECTED:
+        for member in range(0, GROUP):
+            du = take(grads + member * WIDTH, step, start, tokens, KEYS, WIDTH, CUT)
+            dv -= strength_of(strength, head + member, constant, LEARNT) * du.to(tl.float32)
+    wide = step + 2 * kv_heads * WIDTH
+    into = grad_qkv + batch * tokens * wide
+    put(into + key_head * WIDTH, wide, start, tokens, dk * scale, KEYS, WIDTH, CUT)
+    put(into + value_head * WIDTH, wide, start, tokens, dv, KEYS, WIDTH, CUT)
+
+
+def backward(
+    grad: Tensor,
+    qkv: Tensor,
+    first: Tensor | None,
+    strength: Tensor | None,
+    out: Tensor,
+    log_sums: Tensor,
+    constant: float,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    causal: bool,
+    *,
+    query_tile: Tile | None = None,
+    key_tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of q, k and v side by side, and of the strength by batch and head, to be summed up.
+
+    Arguments are those of `long_forward.forward`, what it returned, and the gradient of u, without gaps. Where the
+    strength is not learnt its gradient is not made, and what stands there means nothing.
+    """
+    batch, tokens, packed = qkv.shape
+    width = packed // (heads + 2 * kv_heads)
+    query_tile = query_tile or chosen(QUERY_TILES, qkv, width)
+    key_tile = key_tile or chosen(KEY_TILES, qkv, width)
+    grad_qkv = qkv.new_empty(qkv.shape)
+    tiles = triton.cdiv(tokens, query_tile.queries)
+    padded = tiles * query_tile.queries
+    facts = torch.empty(batch, heads, 2, padded, dtype=torch.float32, device=qkv.device)  # log-sum and Σ du·(A v)
+    grad_strength = torch.empty(batch, heads, tiles, dtype=torch.float32, device=qkv.device)
+    before, lam = stand_ins(qkv, first, strength)
+    sizes, steps = (tokens, heads, scale, constant), strides(qkv, first)
+    shape = {**kind(qkv, first, strength, width, causal, constant), "GROUP": heads // kv_heads}
+    two_rows = 2 * tokens * width * qkv.element_size()
+    _backward_queries[(tiles * batch * heads,)](
+        qkv, before, lam, out, log_sums, facts, grad, grad_qkv, grad_strength,
+        tiles, batch * heads, heads_at_a_time(batch * heads, two_rows * kv_heads // heads), *sizes, *steps,
+        CUT=tokens % query_tile.queries != 0, **shape, **query_tile.options(),
+    )  # fmt: skip
+    tiles = triton.cdiv(tokens, key_tile.keys)
+    _backward_keys[(tiles * batch * kv_heads,)](
+        qkv, lam, facts, grad, grad_qkv,
+        tiles, batch * kv_heads, heads_at_a_time(batch * kv_heads, two_rows * heads // kv_heads), *sizes, *steps[:2],
+        padded, CUT=tokens % key_tile.keys != 0, **shape, **key_tile.options(),
+    )  # fmt: skip
+    return grad_qkv, grad_strength.sum(-1) if strength is not None else grad_strength[..., 0]

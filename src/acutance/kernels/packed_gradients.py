@@ -1,0 +1,112 @@
+"""What the backward kernels of `packed` share: the gradients of one tile of queries and one of keys.
+
+With c the contrast, du is the gradient of u = c·A w + (1 − c)·U w + λ (v⁰ − w), w = v + ρ (v⁰ − v). Rows of queries
+that do not exist have du = 0 and a log-sum of ∞, so that they add nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from acutance.kernels.packed_tiles import (
+    LOG2_E,
+    even_weights,
+    load,
+    load_values,
+    seen,
+    store,
+    visible_mean,
+)
+
+
+@triton.jit
+def row_facts(
+    start, own, values, row, before, first_row, made, grads, step, log_sums, tokens, strength, contrast, residual,
+    CORRECTED: tl.constexpr, CONTRAST: tl.constexpr, MIXED: tl.constexpr, CAUSAL: tl.constexpr, LEARNT: tl.constexpr,
+    SIZE: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """q, du, log-sum and Σ du·(c·A w) of a tile of queries, and what it adds to the gradient of the strength."""
+    q = load(own, row, start, tokens, SIZE, WIDTH, CUT)
+    du = load(grads, step, start, tokens, SIZE, WIDTH, CUT)
+    average = load(made, step, start, tokens, SIZE, WIDTH, CUT).to(tl.float32)
+    strength_grad = 0.0
+    if CORRECTED:
+        first = load(before, first_row, start, tokens, SIZE, WIDTH, CUT).to(tl.float32)
+        own_v = load_values(values, row, before, first_row, residual, start, tokens, SIZE, WIDTH, CUT, MIXED)
+        pull = first - own_v.to(tl.float32)
+        average -= strength * pull
+        if LEARNT:
+            strength_grad = tl.sum(du.to(tl.float32) * pull)
+    if CONTRAST:
+        average -= (1.0 - contrast) * visible_mean(
+            values, row, before, first_row, residual, start, tokens, CAUSAL, SIZE, CUT, WIDTH, FULL, TAIL, MIXED,
+            PRECISION,
+        )  # fmt: skip
+    rows = tl.arange(0, SIZE) + start
+    log_sum = tl.load(log_sums + rows, mask=rows < tokens, other=float("inf"))
+    return q, du, log_sum, tl.sum(du.to(tl.float32) * average, 1), strength_grad
+
+
+@triton.jit
+def by_keys(
+    q, du, log_sum, delta, k, v, dk, dv, first_row, first_key, tokens, scale, contrast,
+    CONTRAST: tl.constexpr, CAUSAL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What one tile of queries adds to dk and dw of one tile of keys; dlogits, keys × queries; to the contrast's.
+
+    The scale is left out of dk and dlogits.
+    """
+    weights = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2_E) - log_sum[None, :])
+    rows, keys = tl.arange(0, q.shape[0]) + first_row, tl.arange(0, k.shape[0]) + first_key
+    weights = seen(weights, rows[None, :], keys[:, None], 0.0, tokens, CAUSAL, CUT)
+    contrast_grad = 0.0
+    if CONTRAST:
+        even = even_weights(weights, rows[None, :], keys[:, None], tokens, CAUSAL, CUT)
+        dv = tl.dot((contrast * weights + (1.0 - contrast) * even).to(du.dtype), du, dv, input_precision=PRECISION)
+        dweights = tl.dot(v, tl.trans(du), input_precision=PRECISION)
+        contrast_grad = tl.sum((weights - even) * dweights)
+        dweights *= contrast
+    else:
+        dv = tl.dot(weights.to(du.dtype), du, dv, input_precision=PRECISION)
+        dweights = tl.dot(v, tl.trans(du), input_precision=PRECISION)
+    dlogits = (weights * (dweights - delta[None, :])).to(q.dtype)
+    return tl.dot(dlogits, q, dk, input_precision=PRECISION), dv, dlogits, contrast_grad
+
+
+@triton.jit
+def by_rows(
+    q, du, log_sum, delta, k, v, dq, first_row, first_key, tokens, scale, contrast,
+    CONTRAST: tl.constexpr, CAUSAL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What one tile of keys adds to dq of one tile of queries, scale left out, and to the contrast's gradient."""
+    weights = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2_E) - log_sum[:, None])
+    rows, keys = tl.arange(0, q.shape[0]) + first_row, tl.arange(0, k.shape[0]) + first_key
+    weights = seen(weights, rows[:, None], keys[None, :], 0.0, tokens, CAUSAL, CUT)
+    dweights = tl.dot(du, tl.trans(v), input_precision=PRECISION)
+    contrast_grad = 0.0
+    if CONTRAST:
+        even = even_weights(weights, rows[:, None], keys[None, :], tokens, CAUSAL, CUT)
+        contrast_grad = tl.sum((weights - even) * dweights)
+        dweights *= contrast
+    dlogits = (weights * (dweights - delta[:, None])).to(k.dtype)
+    return tl.dot(dlogits, k, dq, input_precision=PRECISION), contrast_grad
+
+
+@triton.jit
+def put_keys(
+    into_keys, into_values, into_row, into_first, width_of_all, values, row, before, first_row, residual, scale, start,
+    tokens, dk, dv,
+    MIXED: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Write dk and dv, and where MIXED v⁰'s part of dw; what the tile adds to the gradient of the residual's share."""
+    residual_grad = 0.0
+    if MIXED:
+        first = load(before, first_row, start, tokens, SIZE, WIDTH, CUT).to(tl.float32)
+        residual_grad = tl.sum(dv * (first - load(values, row, start, tokens, SIZE, WIDTH, CUT).to(tl.float32)))
+        store(into_first, width_of_all, start, tokens, residual * dv, SIZE, WIDTH, CUT)
+        dv *= 1.0 - residual
+    store(into_keys, into_row, start, tokens, dk * scale, SIZE, WIDTH, CUT)
+    store(into_values, into_row, start, tokens, dv, SIZE, WIDTH, CUT)
+    return residual_grad

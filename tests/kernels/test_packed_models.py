@@ -1,0 +1,286 @@
+"""Models by the packed kernels against the same models by the operator: trained, compiled, checkpointed, exported."""
+
+import pytest
+import torch
+
+from acutance import mitigations
+from acutance.errors import AcutanceError
+from acutance.kernels import packed
+from acutance.kernels.epilogue import Epilogue
+from acutance.models import LanguageModel, ViT
+
+CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)
+DEVICE = "cuda" if CUDA else "cpu"
+needs_kernels = pytest.mark.skipif(
+    not (CUDA or (packed.INTERPRETED and packed.TRITON)), reason="needs a GPU or Triton's interpreter"
+)
+
+
+class ValueResidual(mitigations.Mitigation):
+    """A((1 − ρ) v + ρ v⁰), ρ learnt per head, in all layers but the first (https://arxiv.org/abs/2410.17897)."""
+
+    def build(self, shape):
+        self.share = torch.nn.Parameter(torch.full((shape.kv_heads,), 0.5)) if shape.layer > 1 else None
+
+    def values(self, v, v0):
+        return v if self.share is None else v + self.share.to(v.dtype)[:, None, None] * (v0 - v)
+
+    def epilogue(self, so_far):
+        return so_far if self.share is None else so_far.mixed(self.share)
+
+
+MITIGATIONS = {
+    "plain": mitigations.Mitigation(),
+    "neutreno": mitigations.parse("neutreno:0.6"),
+    "learnt": mitigations.parse("neutreno:0.6,learn=head+featscale"),
+    "attnscale": mitigations.parse("attnscale"),
+    "residual": ValueResidual(),
+    "twice": ValueResidual() + ValueResidual(),
+    "together": mitigations.parse("neutreno:0.6+attnscale+neutreno:0.2,learn=layer+attnscale") + ValueResidual(),
+}
+
+
+def vit(mitigation=None, **options):
+    torch.manual_seed(0)
+    model = ViT(image_size=16, patch_size=4, dim=32, depth=3, heads=2, num_classes=10, mlp_ratio=1, **options)
+    model.install(MITIGATIONS[mitigation or "plain"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 or name.endswith(("gain", "share")):
+                parameter.normal_(std=0.15)
+    return model.to(DEVICE)
+
+
+def images():
+    return torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+
+def gradients(run, model, images):
+    model.zero_grad()
+    run(images).square().mean().backward()
+    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the kernel was asked."""
+    made = []
+    original = packed.attention
+    monkeypatch.setattr(packed, "attention", lambda *a: made.append(1) or original(*a))
+    return made
+
+
+def by_operator(model, monkeypatch):
+    """Gradients in float64, where the kernel is not asked."""
+    with monkeypatch.context() as patch:
+        patch.setattr(packed, "is_available", lambda *_: False)
+        found = gradients(model.double(), model, images().double())
+    model.float()
+    return found
+
+
+def assert_equal_gradients(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        scale = grad.norm().clamp_min(1e-6)
+        assert (ours[name] - grad).norm() / scale < 2e-3, name  # float32 with TF32 off, against float64
+
+
+@needs_kernels
+@pytest.mark.parametrize("mitigation", MITIGATIONS)
+def test_a_vit_by_the_kernel_learns_as_by_the_operator(mitigation, monkeypatch, calls):
+    model = vit(mitigation)
+    expected = by_operator(model, monkeypatch)
+    assert not calls
+    assert_equal_gradients(gradients(model, model, images()), expected)
+    assert len(calls) == 3
+
+
+@needs_kernels
+@pytest.mark.parametrize("mitigation", ["learnt", "together"])
+def test_checkpointed_blocks_run_the_kernel_again(mitigation, monkeypatch, calls):
+    model = vit(mitigation)
+    expected = by_operator(model, monkeypatch)
+    model.set_grad_checkpointing()
+    assert_equal_gradients(gradients(model, model, images()), expected)
+    assert len(calls) == 6
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("mitigation", "checkpointed"),
+    [("neutreno", False), ("learnt", True), ("together", False)],
+)
+def test_a_compiled_vit_is_one_graph_with_the_kernel_in_it(mitigation, checkpointed, monkeypatch):
+    model = vit(mitigation)
+    expected = by_operator(model, monkeypatch)
+    model.set_grad_checkpointing(checkpointed)
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        # The interpreter cannot be compiled: there the graph is traced, forward and backward, and run as it is.
+        return torch._dynamo.lookup_backend("inductor" if CUDA else "aot_eager")(graph, inputs)
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    assert_equal_gradients(gradients(compiled, model, images()), expected)
+    parts = [
+        part for part in graphs[0].modules() if isinstance(part, torch.fx.GraphModule)
+    ]  # checkpoints have their own
+    assert len(graphs) == 1
+    assert sum("packed_attention" in str(node.target) for part in parts for node in part.graph.nodes) == 3
+
+
+@needs_kernels
+@pytest.mark.parametrize("mitigation", ["neutreno", "together"])
+def test_an_exported_vit_has_the_kernel_in_it(mitigation):
+    model = vit(mitigation).eval()
+    exported = torch.export.export(model, (images(),))
+    kernels = [node for node in exported.graph.nodes if "packed_attention" in str(node.target)]
+    assert len(kernels) == 3
+    torch.testing.assert_close(exported.module()(images()), model(images()))
+
+
+@needs_kernels
+def test_a_causal_model_by_the_kernel_is_that_by_the_operator(monkeypatch, calls):
+    torch.manual_seed(0)
+    options = dict(vocabulary=11, dim=32, depth=2, heads=2, hidden=32, cutoffs=(), dropout=0.0)
+    model = LanguageModel(mitigation="neutreno:0.6+attnscale", **options).to(DEVICE)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gain"):
+                parameter.normal_()
+    words = torch.arange(20, device=DEVICE)[None] % 11
+    found = model(words)
+    assert len(calls) == 2
+    monkeypatch.setattr(packed, "is_available", lambda *_: False)
+    torch.testing.assert_close(found, model(words))
+
+
+@needs_kernels
+def test_the_kernel_does_not_hide_that_a_mean_would_look_ahead():
+    options = dict(vocabulary=11, dim=32, depth=2, heads=2, hidden=32, cutoffs=())
+    model = LanguageModel(mitigation="featscale", **options).to(DEVICE)
+    with pytest.raises(AcutanceError, match="featscale averages over all tokens"):
+        model(torch.arange(8, device=DEVICE)[None])
+
+
+def epilogue_of(mitigation, layer=2, **options):
+    shape = mitigations.LayerShape(layer=layer, dim=32, heads=2, head_dim=16, kv_heads=2)
+    built = mitigations.as_mitigation(mitigation).for_layer(shape)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.copy_(torch.arange(1.0, 1 + parameter.numel()))
+    return built.epilogue(Epilogue(**options))
+
+
+@pytest.mark.parametrize(
+    ("spec", "strength"),
+    [("none", 0.0), ("neutreno:0.6", 0.6), ("neutreno:0.6+featscale", 0.6), ("neutreno:0.25+neutreno:0.5", 0.75)],
+)
+def test_what_the_kernel_can_add_is_given_to_it(spec, strength):
+    assert epilogue_of(spec) == Epilogue(strength)
+
+
+@pytest.mark.parametrize("spec", ["neutreno:0.6,detach=true", "featscale+neutreno:0.6,detach=true"])
+def test_what_it_cannot_add_is_not(spec):
+    assert epilogue_of(spec) is None
+
+
+def test_featscale_keeps_its_refusal_of_causality():
+    assert epilogue_of("featscale", causal=True) is None
+
+
+def test_the_first_layer_has_no_correction():
+    assert not epilogue_of("neutreno:0.6,learn=head", layer=1).uses_first_values
+
+
+def test_a_later_contrast_sharpens_an_earlier_correction():
+    before, after = epilogue_of("neutreno:0.5+attnscale"), epilogue_of("attnscale+neutreno:0.5")
+    assert before.contrast.tolist() == after.contrast.tolist() == [2.0, 3.0]  # 1 + ω
+    assert before.strength.tolist() == [1.0, 1.5]
+    assert after.strength == 0.5
+    assert epilogue_of("attnscale+attnscale").contrast.tolist() == [4.0, 9.0]
+
+
+@pytest.mark.parametrize("base", [mitigations.NeuTRENO, mitigations.AttnScale, mitigations.FeatScale])
+@pytest.mark.parametrize("hook", ["output", "values"])
+def test_a_subclass_that_does_something_else_is_not_given_to_the_kernel(base, hook):
+    other = type("Other", (base,), {hook: lambda self, *a: 2 * getattr(base, hook)(self, *a)})
+    assert epilogue_of(other()) is None
+
+
+def test_long_sequences_take_no_contrast():
+    assert packed.takes(Epilogue(0.6), 5000)
+    assert not packed.takes(epilogue_of("attnscale"), 257)
+    assert packed.takes(epilogue_of("attnscale"), 256)
+
+
+@pytest.mark.skipif(packed.INTERPRETED, reason="the interpreter takes CPU tensors")
+@pytest.mark.parametrize(("shape", "dtype"), [((1, 65, 96), torch.float32), ((1, 65, 96), torch.float64)])
+def test_elsewhere_the_operator_is_used(shape, dtype):
+    assert not packed.is_available(torch.zeros(shape, dtype=dtype), 2)
+
+
+class OnGPU:
+    """As much of a tensor on a GPU as `is_available` looks at."""
+
+    def __init__(self, tokens=65, packed=96, dtype=torch.bfloat16):
+        self.shape, self.dtype, self.is_cuda, self.device = (2, tokens, packed), dtype, True, torch.device("cuda", 1)
+
+    def stride(self, _):
+        return 1
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend to a GPU of some compute capability."""
+
+    def pretend(*capability):
+        monkeypatch.setattr(packed, "TRITON", True)
+        monkeypatch.setattr(packed, "INTERPRETED", False)
+        monkeypatch.setattr(packed, "ANY_GPU", False)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability if index == 1 else (0, 0))
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((9, 0), True), ((8, 0), False), ((8, 9), False), ((10, 0), False)]
+)
+def test_the_kernel_is_asked_on_gpus_it_was_tried_on(gpu, capability, expected, monkeypatch):
+    gpu(*capability)
+    assert packed.is_available(OnGPU(), 2) is expected
+    monkeypatch.setattr(packed, "ANY_GPU", True)
+    assert packed.is_available(OnGPU(), 2)
+
+
+def test_which_gpu_it_is_can_be_asked_in_a_compiled_graph(gpu):
+    gpu(9, 0)
+    torch._dynamo.reset()
+    chosen = torch.compile(lambda x: x + 1 if packed._is_known(x.ndim) else x - 1, fullgraph=True, backend="eager")
+    assert chosen(torch.zeros(1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "heads"),
+    [
+        ({"tokens": 257}, (2,)),
+        ({"packed": 97}, (2,)),
+        ({"packed": 48}, (2,)),
+        ({"dtype": torch.float64}, (2,)),
+        ({"packed": 128}, (4, 3)),
+    ],
+)
+def test_odd_shapes_are_for_the_operator(gpu, given, heads, monkeypatch):
+    gpu(9, 0)
+    assert not packed.is_available(OnGPU(**given), *heads)
+
+
+def test_long_sequences_are_taken_when_switched_on(gpu, monkeypatch):
+    gpu(9, 0)
+    monkeypatch.setattr(packed, "LONG", True)
+    assert packed.is_available(OnGPU(tokens=2048), 2)
+    assert not packed.is_available(OnGPU(tokens=0), 2)
+    assert packed.is_available(OnGPU(packed=128), 4, 2)
