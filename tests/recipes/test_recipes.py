@@ -1,13 +1,16 @@
 """Recipes keep what they promise: documented, JSON-able, and with the published settings."""
 
 import json
+import shlex
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 from acutance import recipes
 from acutance.data.augment import DEIT
 from acutance.train import Config, override
+from acutance.train.run import default_folder
 
 # Restated from the papers and their public code, apart from the recipes.
 PUBLISHED = {
@@ -106,3 +109,53 @@ def test_cifar_is_augmented_as_deit_is_but_for_the_crop():
     augment = recipes.load("cifar100").task.augment
     assert augment.crop_pad == 4
     assert {**vars(augment), "crop_pad": 0} == vars(DEIT)
+
+
+def commands(name):
+    """The lines of a recipe's docstring that are commands, taken apart."""
+    lines = import_module(f"acutance.recipes.{name}").__doc__.splitlines()
+    return [shlex.split(line) for line in lines if line.startswith("    ")]
+
+
+def trained_by(words):
+    """The configuration of a command `acutance train RECIPE …`, and where it leaves its run."""
+    name = words[words.index("train") + 1]
+    changes = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+    config = override(recipes.load(name), changes)
+    return config, default_folder(name, recipes.load(name), config)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_commands_of_a_recipe_can_follow_one_another(name):
+    """Different runs lie in different folders, and what is evaluated is one of them."""
+    runs = [trained_by(words) for words in commands(name) if "train" in words]
+    assert runs
+    assert all(words[1] in ("train", "evaluate") or words[0] == "torchrun" for words in commands(name))
+    for config, folder in runs:
+        assert all((config == other) == (folder == place) for other, place in runs)
+    evaluated = {Path(words[2]) for words in commands(name) if words[1] == "evaluate"}
+    assert evaluated <= {folder for _, folder in runs}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([], "digits-seed0"),
+        (["loop.seed=3", "loop.epochs=20", "task.data_dir=/data", "loop.log_every=7"], "digits-seed3"),
+        (["task.model.mitigation=neutreno:0.6"], "digits-neutreno-0.6-seed0"),
+        (["task.model.mitigation=neutreno:0.6,learn=head+featscale"], "digits-neutreno-0.6,learn=head+featscale-seed0"),
+        (["optim.lr=0.1", "task.fraction=0.1"], "digits-fraction=0.1,lr=0.1-seed0"),
+        (["task.weights=/some/where/deit_tiny.pth"], "digits-weights=deit_tiny-seed0"),
+        (["task.model.mitigation_layers=[1,2]"], "digits-mitigation_layers=1,2-seed0"),
+    ],
+)
+def test_a_run_is_called_by_what_was_changed(changes, expected):
+    plain = recipes.load("digits")
+    assert default_folder("digits", plain, override(plain, changes)) == Path("runs") / expected
+
+
+def test_long_names_are_cut_and_told_apart():
+    plain = recipes.load("digits")
+    folders = {default_folder("digits", plain, override(plain, [f"task.weights={'x' * n}"])) for n in (200, 201)}
+    assert len(folders) == 2
+    assert max(len(folder.name) for folder in folders) < 120

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,25 +49,67 @@ def test_other_splits(run):
     assert found.scores["top1"] == pytest.approx(Run(run).result()["scores"]["top1"])
 
 
-def test_the_best_model_is_another_file(run, tmp_path):
+def test_the_best_model_is_another_file_with_scores_of_its_own(run, tmp_path):
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     torch.manual_seed(1)
     other = ac.models.ViT(**ac.load(copy / "model.safetensors").config.to_dict())
     ac.save(other, copy / "best.safetensors")
-    best, last = (evaluate_run(copy, weights=weights, device="cpu").scores["top1"] for weights in ("best", "last"))
-    assert best == pytest.approx(accuracy(other, "test"))
-    assert best != last
+    last, best = (evaluate_run(copy, weights=weights, device="cpu") for weights in ("last", "best"))
+    assert best.scores["top1"] == pytest.approx(accuracy(other, "test"))
+    assert best.scores["top1"] != last.scores["top1"]
+    assert read_evaluation(copy, "test", "last") == last
+    assert read_evaluation(copy, "test", "best") == best
+    assert (copy / "evaluation-test-last.json").is_file()
+    assert (copy / "evaluation-test-best.json").is_file()
 
 
-def test_an_evaluation_fits_its_weights_and_settings_only(run, tmp_path):
+def test_what_was_changed_is_in_the_name_and_what_was_not_is_not(run, tmp_path):
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    for changed in ("task.fraction=0.5", "task.fraction=1.0"):
+        evaluate_run(copy, settings=(changed,), device="cpu")
+    names = {path.name for path in copy.glob("evaluation-test-*.json")}
+    assert names == {"evaluation-test-last.json", "evaluation-test-last-task.fraction=0.5.json"}
+    assert read_evaluation(copy, "test", settings=("task.fraction=0.5",)).settings == ("task.fraction=0.5",)
+    assert read_evaluation(copy, "test", settings=("task.fraction=0.25",)) is None
+
+
+@pytest.mark.parametrize("values", [("a/b", "a:b"), ("x" * 100, "x" * 101)], ids=["signs", "length"])
+def test_settings_that_make_no_name_are_told_apart(run, values):
     found = evaluate_run(run, device="cpu")
-    assert found.fits(run, "last", ())
-    assert not found.fits(run, "last", ("task.fraction=0.5",))
-    copy = tmp_path / "other"
-    copy.mkdir()
-    (copy / "run.json").write_bytes((run / "run.json").read_bytes())
-    (copy / "model.safetensors").write_bytes((run / "model.safetensors").read_bytes() + b"x")
-    assert not found.fits(copy, "last", ())
+    paths = {replace(found, settings=(f"task.weights={value}",)).path(Path("run")) for value in values}
+    assert len(paths) == 2
+    assert {path.parent for path in paths} == {Path("run")}
+    assert max(len(path.name) for path in paths) < 150
+
+
+def test_an_evaluation_of_other_weights_does_not_count(run, tmp_path):
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    found = evaluate_run(copy, device="cpu")
+    assert read_evaluation(copy, "test") == found
+    (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes() + b"x")
+    assert read_evaluation(copy, "test") is None
+
+
+@pytest.mark.slow
+def test_processes_of_torchrun_share_the_work_and_find_the_same(run, tmp_path):
+    """In chunks of 100 images, so that there is something to share."""
+    script = tmp_path / "evaluate.py"
+    script.write_text(
+        "from acutance.tasks import classification; classification.EVALUATED_AT_ONCE = 100\n"
+        "from acutance.cli import run; run()\n"
+    )
+    one = Path(shutil.copytree(run, tmp_path / "one"))
+    two = Path(shutil.copytree(run, tmp_path / "two"))
+    arguments = [str(script), "evaluate", str(two), "--device", "cpu"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("wrote ") == 1  # by one of them
+    found, expected = read_evaluation(two, "test"), evaluate_run(one, device="cpu")
+    assert (found.processes, expected.processes) == (2, 1)
+    assert found.scores["top1"] == expected.scores["top1"]
+    assert found.scores["top5"] == expected.scores["top5"]
+    assert found.scores["loss"] == pytest.approx(expected.scores["loss"], rel=1e-6)
 
 
 def test_the_command_records_what_it_needs(run, tmp_path):

@@ -9,7 +9,7 @@ Needs `cifar-100-python/` and one GPU; 15 million images go forward and back, wh
     acutance train cifar100 --data-dir /data --set task.train_on=all
     acutance train cifar100 --data-dir /data --set task.train_on=all --set task.model.mitigation=neutreno:0.6
     acutance train cifar100 --data-dir /data --set task.fraction=0.1 --set task.model.mitigation=eigen:negative
-    acutance evaluate runs/cifar100-seed0
+    acutance evaluate runs/cifar100-train_on=all-seed0
 """
 
 from __future__ import annotations

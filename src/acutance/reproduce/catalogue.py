@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 
 from acutance.errors import AcutanceError
-from acutance.reproduce import neutreno, oversmoothing
+from acutance.reproduce import ablation, neutreno, oversmoothing
 from acutance.reproduce.target import Target
 
-TARGETS: Mapping[str, Target] = {target.name: target for target in (*neutreno.TARGETS, *oversmoothing.TARGETS)}
+ALL = (*neutreno.TARGETS, *ablation.TARGETS, *oversmoothing.TARGETS)
+TARGETS: Mapping[str, Target] = {target.name: target for target in ALL}
 
 
 def find(name: str) -> Target:

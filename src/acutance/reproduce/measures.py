@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from acutance import sites
 from acutance.explain import explain
 from acutance.measure import measure
 from acutance.models import Segmenter
 from acutance.reproduce.models import Inputs, read_models
 from acutance.reproduce.report import Line, Sheet
 from acutance.reproduce.target import Row
+from acutance.reproduce.trainings import LEARNT
 
 if TYPE_CHECKING:
     from acutance.reproduce.session import Session
@@ -47,16 +49,42 @@ def scores(session: Session) -> list[Sheet]:
     lines = []
     for row in session.target.rows:
         values: Values = {column: {} for column in readings}
+        note = session.why_missing(row)
         for column, reading in readings.items():
             if reading.tap is not None:
-                curves, _ = _curves(session, row, reading)
+                curves, note = _curves(session, row, reading)
                 values[column] = {seed: curve[max(curve)] for seed, curve in curves.items()}
                 continue
             for seed in session.ready(row):
                 found = session.scores(row, seed, reading.split, reading.settings)
                 values[column][seed] = found[reading.name]
-        lines.append(Line(row.label, values, row.published, session.why_missing(row)))
+        lines.append(Line(row.label, values, row.published, note))
     return [Sheet(session.target.title, list(readings), lines)]
+
+
+def ablation(session: Session) -> list[Sheet]:
+    """Scores, the first of them also beside the first row's at the same seeds; and where learnt λ̃ end, by layer."""
+    (table,) = scores(session)
+    column, beside = table.columns[0], f"{table.columns[0]} beside {table.lines[0].label}"
+    base = table.lines[0].measured[column]
+    lines = []
+    for line in table.lines:
+        found = {seed: value - base[seed] for seed, value in line.measured[column].items() if seed in base}
+        lines.append(replace(line, measured={**line.measured, beside: found}))
+    whole = replace(table, columns=[column, beside, *table.columns[1:]], lines=lines)
+    return [whole, _learnt_strengths(session)]
+
+
+def _learnt_strengths(session: Session) -> Sheet:
+    """The mean over heads; layer 1 has none."""
+
+    def read(model: nn.Module, _: Inputs) -> dict[int, float]:
+        learnt = {site.layer: getattr(site.mitigation, "learnt_strength", None) for site in sites.find(model)}
+        return {layer: float(values.detach().mean()) for layer, values in learnt.items() if values is not None}
+
+    rows = [row for row in session.target.rows if row.training is not None and row.training.endswith(LEARNT)]
+    lines, depths = _by_layer((row.label, *read_models(session, row, None, read)) for row in rows)
+    return Sheet("λ̃ after training", depths, lines, digits=3)
 
 
 def layer_means(session: Session) -> list[Sheet]:
@@ -77,17 +105,23 @@ def layers(session: Session) -> list[Sheet]:
     """Figures of one metric by layer, as sheets with a column for each layer."""
     sheets = []
     for column, text in session.target.columns.items():
-        lines, depths = [], dict[int, None]()
-        for row in session.target.rows:
-            curves, note = _curves(session, row, Reading.of(text))
-            values: Values = {}
-            for seed, curve in curves.items():
-                depths |= dict.fromkeys(curve)
-                for layer, value in curve.items():
-                    values.setdefault(_layer(layer), {})[seed] = value
-            lines.append(Line(row.label, values, note=note))
-        sheets.append(Sheet(column, [_layer(layer) for layer in sorted(depths)], lines, digits=4))
+        reading = Reading.of(text)
+        lines, depths = _by_layer((row.label, *_curves(session, row, reading)) for row in session.target.rows)
+        sheets.append(Sheet(column, depths, lines, digits=4))
     return sheets
+
+
+def _by_layer(rows: Iterable[tuple[str, Mapping[int, Mapping[int, float]], str]]) -> tuple[list[Line], list[str]]:
+    """Lines of (label, values by seed and layer, note), and their columns: one for each layer."""
+    lines, depths = [], dict[int, None]()
+    for label, curves, note in rows:
+        values: Values = {}
+        for seed, curve in curves.items():
+            depths |= dict.fromkeys(curve)
+            for layer, value in curve.items():
+                values.setdefault(_layer(layer), {})[seed] = value
+        lines.append(Line(label, values, note=note))
+    return lines, [_layer(layer) for layer in sorted(depths)]
 
 
 def _layer(number: int) -> str:
@@ -206,6 +240,7 @@ def robustness(session: Session) -> list[Sheet]:
 
 MEASURES: Mapping[str, Measure] = {
     "scores": scores,
+    "ablation": ablation,
     "layer-means": layer_means,
     "layers": layers,
     "maps": maps,

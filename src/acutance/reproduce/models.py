@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, NonFiniteError
 from acutance.reproduce.target import Row
 
 if TYPE_CHECKING:
@@ -34,7 +34,13 @@ def read_models(
     if row.model is None:
         seeds = session.ready(row)
         inputs = session.inputs(row, split) if seeds and split is not None else None
-        return {seed: read(session.model(row, seed), inputs) for seed in seeds}, session.why_missing(row)
+        found, notes = {}, [words] if (words := session.why_missing(row)) else []
+        for seed in seeds:
+            try:
+                found[seed] = read(session.model(row, seed), inputs)
+            except NonFiniteError:  # a loss on training data that is a number promises none on others
+                notes.append(f"seed {seed} cannot be read: its tokens hold NaN or infinity")
+        return found, ", ".join(notes)
     if session.scale == "tiny":
         return {}, "pretrained models are left out at this scale"
     from acutance.loading import load_model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from acutance.reproduce.target import Row, Target
-from acutance.reproduce.trainings import STRENGTHS
 
 PAPER = "2312.00751"
 IMAGENET = "ImageNet"
@@ -226,23 +225,6 @@ OTHERS = (
         "nothing",
         "minutes; memory is read on a GPU only",
         "Ratios do not depend on the weights, so nothing is trained. Time is the median of interleaved calls.",
-    ),
-    Target(
-        "neutreno-lambda",
-        "Ablation of λ̃ over orders of magnitude, constant and learnt",
-        PAPER,
-        "scores",
-        (
-            Row("λ̃ = 0", "cifar100"),
-            *(Row(f"λ̃ = {strength:g}", f"cifar100-neutreno-{strength:g}") for strength in STRENGTHS),
-            Row("learnt per layer", "cifar100-neutreno-layer"),
-            Row("learnt per head", "cifar100-neutreno-head"),
-        ),
-        {"top-1": "test/top1", "loss": "test/loss", "token cosine, last layer": "test/token_cosine@block"},
-        "CIFAR-100",
-        f"a GPU; for each seed {len(STRENGTHS) + 3} runs of 15 million images of 32×32",
-        "The text we read says which λ̃ was used, without an ablation to compare with; here on CIFAR-100. A run whose "
-        "loss stops being a number is reported as diverged.",
     ),
 )
 TARGETS = (*TABLES, *FIGURES, *OTHERS)

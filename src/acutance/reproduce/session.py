@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import partial
@@ -28,7 +27,7 @@ from acutance.reproduce.samples import samples
 from acutance.reproduce.target import Row, Target
 from acutance.runs.evaluate import evaluate_run, read_evaluation, task_of
 from acutance.saving import load
-from acutance.train.run import git_state, hardware, versions
+from acutance.train.run import command_line, git_state, hardware, versions
 
 Scale = Literal["full", "tiny"]
 
@@ -103,7 +102,7 @@ class Session:
         record = {
             "changes": list(self.changes),
             "samples": self.samples,
-            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "command": command_line(),
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": versions(),
             "hardware": hardware(),
@@ -146,8 +145,8 @@ class Session:
     def scores(self, row: Row, seed: int, split: str, settings: tuple[str, ...]) -> Mapping[str, float]:
         """A run's scores on a split, evaluated unless they were."""
         folder = self.planned(row, seed).run.folder
-        found = read_evaluation(folder, split)
-        if found is None or not found.fits(folder, "last", settings):
+        found = read_evaluation(folder, split, settings=settings)
+        if found is None:
             data_dir = None if self.scale == "tiny" else self.data_dir
             found = evaluate_run(folder, split=split, data_dir=data_dir, settings=settings, device=self._chosen_device)
         return found.scores

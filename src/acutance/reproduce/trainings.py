@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from acutance.errors import AcutanceError
 from acutance.reproduce.target import Training
 
-STRENGTHS = (0.001, 0.01, 0.1, 0.3, 0.6, 1.0, 3.0, 10.0)  # λ̃ of the ablation, both ends included
+STRENGTHS = (0.001, 0.01, 0.1, 0.3, 0.6, 1.0, 3.0, 10.0, 100.0)  # λ̃ of the ablation, both ends included
+LEARNT = ("layer", "head")  # what has a λ̃ of its own where it is learnt, from 0.6
 FRACTIONS = (1.0, 0.5, 0.1)  # of CIFAR-100
 SPECTRA = {"": None, "-plus": "eigen:positive", "-minus": "eigen:negative"}  # ViT-Ti, ViT-Ti⁺, ViT-Ti⁻
 WHOLE = "task.train_on=all"  # for a result nothing is chosen, so the held-out slice is trained on too
@@ -24,6 +25,13 @@ NEUTRENO, FEATSCALE, BOTH = mitigated("neutreno:0.6"), mitigated("featscale"), m
 def _cifar100(spec: str | None, fraction: float = 1.0) -> Training:
     part = () if fraction == 1 else (f"task.fraction={fraction}",)
     return Training("cifar100", (WHOLE, *part, *(() if spec is None else (mitigated(spec),))))
+
+
+def _ablation(recipe: str) -> dict[str, Training]:
+    """A recipe with every λ̃, constant and learnt."""
+    constant = {f"{strength:g}": f"neutreno:{strength:g}" for strength in STRENGTHS}
+    specs = constant | {learn: f"neutreno:0.6,learn={learn}" for learn in LEARNT}
+    return {f"{recipe}-neutreno-{name}": Training(recipe, (WHOLE, mitigated(spec))) for name, spec in specs.items()}
 
 
 def _segmenter(encoder: str, *changes: str) -> Training:
@@ -56,9 +64,9 @@ TRAININGS: Mapping[str, Training] = {
     "cifar10-kernel": Training("cifar10_kernel", (WHOLE,)),
     "cifar10-kernel-neutreno": Training("cifar10_kernel", (WHOLE, NEUTRENO)),
     **{cifar_name(name, part): _cifar100(spec, part) for name, spec in SPECTRA.items() for part in FRACTIONS},
-    **{f"cifar100-neutreno-{strength:g}": _cifar100(f"neutreno:{strength:g}") for strength in STRENGTHS},
-    "cifar100-neutreno-layer": _cifar100("neutreno:0.6,learn=layer"),
-    "cifar100-neutreno-head": _cifar100("neutreno:0.6,learn=head"),
+    **_ablation("cifar100"),
+    "digits": Training("digits", (WHOLE,)),
+    **_ablation("digits"),
 }
 
 

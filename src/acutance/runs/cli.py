@@ -38,7 +38,7 @@ def evaluate(
 
     Several processes share the work: torchrun --nproc-per-node 2 -m acutance evaluate …
     """
-    from acutance.runs.evaluate import Weights, evaluate_run, evaluation_path
+    from acutance.runs.evaluate import Weights, evaluate_run
 
     scales = [] if multi_scale is None else [f"task.multi_scale={str(multi_scale).lower()}"]
     with processes.joined() as (rank, _):
@@ -52,7 +52,7 @@ def evaluate(
         )
     if rank > 0:
         return
-    path = evaluation_path(run, split)
+    path = found.path(run)
     for name, value in found.scores.items():
         console.print(f"{name} {value:.6g}", highlight=False)
     if json_path is not None:
@@ -64,19 +64,25 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; those of one group by seed.")],
     split: Annotated[str, typer.Option(help="test (evaluated before), or val.")] = "test",
     score: Annotated[str | None, typer.Option(help="Which score; by default the task's own.")] = None,
+    weights: Annotated[str | None, typer.Option(help="Scores of the last or the best weights.")] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", help="Scores of evaluations in which this field was changed.")
+    ] = None,
     markdown_path: Annotated[Path | None, typer.Option("--markdown", help="Also write the table here.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write it here, with every score.")] = None,
 ) -> None:
     """Compare runs: those that differ in their seed only are one row, with mean ± standard deviation.
 
     Each row is also compared with the first over the seeds that both have, by an exact paired test: the share of all
-    choices of signs of the differences whose mean is as far from 0.
+    choices of signs of the differences whose mean is as far from 0. All scores must have come about in the same way,
+    which is printed: the same weights, the same settings of the evaluation, the same precision.
 
     Example: acutance compare runs/plain-seed* runs/neutreno-seed*
     """
     from acutance.runs.compare import compare as compared
+    from acutance.runs.evaluate import Weights
 
-    found = compared(runs, split=split, score=score)
+    found = compared(runs, split=split, score=score, weights=cast(Weights | None, weights), settings=assignments)
     table = found.to_markdown()
     console.print(escape(table), highlight=False, soft_wrap=True, end="")
     if markdown_path is not None:

@@ -10,18 +10,13 @@ from typing import Any
 import numpy as np
 
 from acutance.errors import AcutanceError
-from acutance.runs.evaluate import Evaluation, read_evaluation, refuse_seen
+from acutance.runs.evaluate import Weights, refuse_seen
 from acutance.runs.paired import Paired, paired
+from acutance.runs.scores import ReadRun, Way, common_way
 from acutance.tasks import task_class
 from acutance.train.run import Run, changes
 
 FORMAT = "acutance-comparison/1"
-# What says where, how fast or how often, but not what comes out.
-INCIDENTAL = {
-    "loop": ("seed", "strategy", "checkpoint_every", "keep_last", "log_every", "monitor_every"),
-    "task": ("data_dir", "workers", "compile_augment"),
-}
-STARTS = ("weights", "encoder_weights")  # each seed may start from a run of its own: what counts is whether it does
 
 
 @dataclass(frozen=True)
@@ -30,6 +25,7 @@ class Group:
 
     label: str
     recipe: str | None
+    ema: float | None  # where there is one, the weights are the running mean
     runs: Mapping[int, str]  # the folders
     scores: Mapping[int, float]
 
@@ -52,6 +48,7 @@ class Comparison:
     score: str
     split: str
     higher_is_better: bool
+    way: Way
     groups: tuple[Group, ...]
 
     def against_first(self, group: Group) -> Paired | None:
@@ -69,29 +66,34 @@ class Comparison:
             "score": self.score,
             "split": self.split,
             "higher_is_better": self.higher_is_better,
+            "weights": self.way.weights,
+            "settings": list(self.way.settings),
+            "precision": self.way.precision,
             "test": "paired sign-flip permutation over shared seeds, exact, two-sided, against the first group",
             "groups": [self._group_dict(group) for group in self.groups],
         }
 
     def to_markdown(self) -> str:
-        """A table."""
+        """A table, and how its scores came about."""
         better = "higher is better" if self.higher_is_better else "lower is better"
         lines = [
-            f"| configuration | seeds | {self.score}, {self.split} ({better}) | beside the first | p |",
-            "| --- | --- | --- | --- | --- |",
+            f"| configuration | weights | seeds | {self.score}, {self.split} ({better}) | beside the first | p |",
+            "| --- | --- | --- | --- | --- | --- |",
         ]
         for group in self.groups:
             test = self.against_first(group)
             cells = ("", "") if test is None else (_signed(test), _p(test))
             score = with_spread(group.mean, group.spread)
-            lines.append(f"| {group.label} | {len(group.scores)} | {score} | {cells[0]} | {cells[1]} |")
-        return "\n".join(lines) + "\n"
+            weights = self.way.weights + ("" if group.ema is None else f", running mean {group.ema:g}")
+            lines.append(f"| {group.label} | {weights} | {len(group.scores)} | {score} | {cells[0]} | {cells[1]} |")
+        return "\n".join([*lines, "", f"Scores on {self.split}: {self.way}."]) + "\n"
 
     def _group_dict(self, group: Group) -> dict[str, Any]:
         test = self.against_first(group)
         return {
             "label": group.label,
             "recipe": group.recipe,
+            "ema": group.ema,
             "runs": {str(seed): folder for seed, folder in group.runs.items()},
             "scores": {str(seed): score for seed, score in group.scores.items()},
             "mean": group.mean,
@@ -102,75 +104,51 @@ class Comparison:
         }
 
 
-def compare(folders: Sequence[Path | str], *, split: str = "test", score: str | None = None) -> Comparison:
+def compare(
+    folders: Sequence[Path | str],
+    *,
+    split: str = "test",
+    score: str | None = None,
+    weights: Weights | None = None,
+    settings: Sequence[str] | None = None,
+) -> Comparison:
     """Group runs by configuration and compare the groups, in the order in which they are named.
 
     Args:
         folders: the runs; those evaluated on "test" by `evaluate_run`, of "val" the finished ones have scores.
         split: where the scores are from.
         score: which; by default the task's headline, such as top1.
+        weights: last or best.
+        settings: fields that were changed for the evaluation. Where weights and settings are left open, all runs must
+            have been evaluated in one common way; of several, the last weights with nothing changed are taken.
     """
     if not folders:
         raise AcutanceError("name the runs to compare")
-    found = [_Read.of(Path(folder), split) for folder in folders]
+    if weights not in (None, "last", "best"):
+        raise AcutanceError(f"weights are last or best, not {weights!r}")
+    found = [ReadRun.of(Path(folder), split) for folder in folders]
     kinds = {read.kind for read in found}
     if len(kinds) > 1:
         raise AcutanceError(f"runs of different tasks cannot be compared: {', '.join(sorted(kinds))}")
-    if len({read.settings for read in found}) > 1:
-        raise AcutanceError("these runs were evaluated in different ways: evaluate them again with the same options")
+    way = common_way(found, split, weights, settings)
     task = task_class(found[0].kind)
     name = score or task.headline
-    grouped: dict[str, list[_Read]] = {}
+    grouped: dict[str, list[ReadRun]] = {}
     for read in found:
+        refuse_seen(read.folder, Run(read.folder).config(), split, way.weights)
+        read.refuse_outdated(way)
         grouped.setdefault(repr(read.essence), []).append(read)
     members = list(grouped.values())
     labels = _labels([reads[0] for reads in members])
-    groups = tuple(_group(label, reads, name) for label, reads in zip(labels, members, strict=True))
+    groups = tuple(_group(label, reads, name, way) for label, reads in zip(labels, members, strict=True))
     higher = task.higher_is_better if name == task.headline else name != "loss"
-    return Comparison(name, split, higher, groups)
+    return Comparison(name, split, higher, way, groups)
 
 
-@dataclass(frozen=True)
-class _Read:
-    folder: Path
-    recipe: str | None
-    kind: str
-    seed: int
-    essence: dict[str, Any]  # the configuration without what is incidental
-    scores: Mapping[str, float]
-    settings: tuple[str, ...]
-
-    @classmethod
-    def of(cls, folder: Path, split: str) -> _Read:
-        run = Run(folder)
-        plain = run.config().to_dict()
-        essence = {
-            part: {n: bool(v) if n in STARTS else v for n, v in content.items() if n not in INCIDENTAL.get(part, ())}
-            for part, content in plain.items()
-        }
-        refuse_seen(folder, run.config(), split)
-        evaluation = read_evaluation(folder, split)
-        scores, settings = _scores(folder, run, evaluation, split)
-        return cls(folder, run.recipe(), plain["task"]["kind"], plain["loop"]["seed"], essence, scores, settings)
-
-
-def _scores(
-    folder: Path, run: Run, evaluation: Evaluation | None, split: str
-) -> tuple[Mapping[str, float], tuple[str, ...]]:
-    if evaluation is not None:
-        return evaluation.scores, (evaluation.weights, *evaluation.settings)
-    if split != "val":
-        raise AcutanceError(f"{folder} has no scores on {split!r}: acutance evaluate {folder} --split {split}")
-    result = run.result()
-    if result is None:
-        raise AcutanceError(f"{folder} is not finished. {run.how_to_go_on()}")
-    return result["scores"], ()
-
-
-def _group(label: str, reads: Sequence[_Read], score: str) -> Group:
+def _group(label: str, reads: Sequence[ReadRun], score: str, way: Way) -> Group:
     for read in reads:
-        if score not in read.scores:
-            raise AcutanceError(f"{read.folder} has no {score!r}; it has {', '.join(read.scores)}")
+        if score not in (known := read.scored[way].scores):
+            raise AcutanceError(f"{read.folder} has no {score!r}; it has {', '.join(known)}")
     seeds = [read.seed for read in reads]
     if doubled := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
         same = ", ".join(str(read.folder) for read in reads if read.seed in doubled)
@@ -179,12 +157,13 @@ def _group(label: str, reads: Sequence[_Read], score: str) -> Group:
     return Group(
         label,
         reads[0].recipe,
+        reads[0].essence["loop"]["ema"],
         {read.seed: str(read.folder) for read in ordered},
-        {read.seed: float(read.scores[score]) for read in ordered},
+        {read.seed: float(read.scored[way].scores[score]) for read in ordered},
     )
 
 
-def _labels(reads: Sequence[_Read]) -> list[str]:
+def _labels(reads: Sequence[ReadRun]) -> list[str]:
     """What makes each group different from the others, and nothing else."""
     differing: dict[str, None] = {}
     for read in reads[1:]:

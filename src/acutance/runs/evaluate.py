@@ -1,10 +1,11 @@
-"""evaluate: a finished run's scores on a split, written beside it with what is needed to get them again."""
+"""evaluate: a finished run's scores on a split, written beside it with what is needed to get them again.
+
+What was evaluated names the file, so that the last and the best weights, or one scale and several, stand side by side.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
@@ -15,15 +16,16 @@ import torch
 
 from acutance import processes
 from acutance.errors import AcutanceError
-from acutance.files import atomic_write, read_json
+from acutance.files import atomic_write, digest, read_json
 from acutance.saving import load
 from acutance.tasks import Task, task_class
 from acutance.train.config import Config
 from acutance.train.overrides import override
-from acutance.train.run import Run, git_state, hardware, versions
+from acutance.train.run import Run, changes, command_line, git_state, hardware, in_a_name, versions
 
 FORMAT = "acutance-evaluation/1"
 Weights = Literal["last", "best"]
+ELSEWHERE = ("task.data_dir", "task.workers")  # where the data is and who reads it: no other evaluation
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Evaluation:
 
     split: str
     weights: Weights
-    settings: tuple[str, ...]  # fields that were changed for the evaluation, as --set takes them
+    settings: tuple[str, ...]  # fields that differ from the run's own, as --set takes them
     scores: Mapping[str, float]
     headline: str
     higher_is_better: bool
@@ -43,27 +45,31 @@ class Evaluation:
     versions: Mapping[str, str]
     hardware: Mapping[str, Any]
     git: Mapping[str, Any] | None
+    processes: int = 1
+
+    def path(self, folder: Path) -> Path:
+        """Where it lies in the run's folder: `evaluation-test-best.json`, `evaluation-val-last-task.length=64.json`."""
+        changed = [in_a_name(",".join(self.settings))] if self.settings else []
+        return folder / f"evaluation-{'-'.join([self.split, self.weights, *changed])}.json"
 
     def save(self, folder: Path) -> Path:
         """Write it into the run's folder."""
         body = {"format": FORMAT, **asdict(self)}
-        return atomic_write(evaluation_path(folder, self.split), json.dumps(body, indent=1).encode())
+        return atomic_write(self.path(folder), json.dumps(body, indent=1).encode())
 
-    def fits(self, folder: Path, weights: Weights, settings: Sequence[str]) -> bool:
-        """Whether it is what evaluating now would give: the same weights, read in the same way."""
-        same = (self.weights, self.settings) == (weights, tuple(settings))
-        return same and self.model == _digest(weights_path(folder, weights))
+    def is_of(self, file: Path) -> bool:
+        """Whether these very weights were evaluated: a run may have gone on since."""
+        return self.model == digest(file)
 
 
-def evaluation_path(folder: Path, split: str) -> Path:
-    """Where an evaluation lies in a run's folder."""
-    return folder / f"evaluation-{split}.json"
+def weights_file(folder: Path, weights: Weights) -> Path:
+    """Where the last or the best model lies, or would."""
+    return Run(folder).model_path if weights == "last" else Run(folder).best_path
 
 
 def weights_path(folder: Path, weights: Weights) -> Path:
     """The last or the best model of a run that is finished."""
-    run = Run(folder)
-    path = run.model_path if weights == "last" else run.best_path
+    run, path = Run(folder), weights_file(folder, weights)
     run.config()  # says what is no run
     if not path.is_file():
         raise AcutanceError(f"there is no {path}: the run is not finished. {run.how_to_go_on()}")
@@ -80,12 +86,28 @@ def refuse_seen(folder: Path, config: Config, split: str, weights: Weights = "la
         )
 
 
-def read_evaluation(folder: Path, split: str) -> Evaluation | None:
-    """What was evaluated before, if it was."""
-    path = evaluation_path(folder, split)
-    if not path.exists():
-        return None
-    return read_json(path, FORMAT, _from_body)
+def read_evaluations(folder: Path, split: str) -> list[Evaluation]:
+    """All that was evaluated on a split before, of whichever weights and settings."""
+    found = [read_json(path, FORMAT, _from_body) for path in sorted(folder.glob(f"evaluation-{split}-*.json"))]
+    return [evaluation for evaluation in found if evaluation.split == split]
+
+
+def read_evaluation(
+    folder: Path, split: str, weights: Weights = "last", settings: Sequence[str] = ()
+) -> Evaluation | None:
+    """What was evaluated before in this way, if it was and the weights are still the same."""
+    wanted = weights, resolved_settings(folder, settings)
+    for found in read_evaluations(folder, split):
+        if (found.weights, found.settings) == wanted:
+            return found if found.is_of(weights_path(folder, weights)) else None
+    return None
+
+
+def resolved_settings(folder: Path, settings: Sequence[str]) -> tuple[str, ...]:
+    """The fields that these settings really change, in order: what is the run's own anyway is left out."""
+    own = Run(folder).config()
+    differing = changes(own.to_dict(), override(own, settings).to_dict())
+    return tuple(f"{name}={_text(new)}" for name, (_, new) in sorted(differing.items()) if name not in ELSEWHERE)
 
 
 def evaluate_run(
@@ -97,14 +119,14 @@ def evaluate_run(
     settings: Sequence[str] = (),
     device: str = "auto",
 ) -> Evaluation:
-    """Score a run's model in float32 and write the result into its folder, as `evaluation-SPLIT.json`.
+    """Score a run's model in float32 and write the result into its folder, as `evaluation-SPLIT-WEIGHTS.json`.
 
     Args:
         folder: the run's.
         split: "test", or "val" or "train" of the training set.
         weights: the last ones, which recipes report, or the best on the held-out slice.
         data_dir: where the data is now, if it moved.
-        settings: fields to change, e.g. `task.multi_scale=false`.
+        settings: fields to change, e.g. `task.multi_scale=false`; they are part of the file's name.
         device: cpu, cuda or auto. Under torchrun the processes share the work.
     """
     if weights not in ("last", "best"):
@@ -113,24 +135,25 @@ def evaluate_run(
     path = weights_path(where, weights)
     config = override(with_data_dir(Run(where).config(), data_dir), settings)
     refuse_seen(where, Run(where).config(), split, weights)
-    with processes.joined() as (rank, _):
+    with processes.joined() as (rank, world):
         task = task_of(config, processes.device(device))
         model = load(path).to(task.device)
         scores = task.evaluate(model, split=split)
         found = Evaluation(
             split=split,
             weights=weights,
-            settings=tuple(settings),
+            settings=resolved_settings(where, settings),
             scores=scores,
             headline=task.headline,
             higher_is_better=task.higher_is_better,
-            model=_digest(path),
+            model=digest(path),
             precision="float32",
-            command=(Path(sys.argv[0]).name, *sys.argv[1:]),
+            command=tuple(command_line()),
             evaluated=datetime.now(UTC).isoformat(timespec="seconds"),
             versions=versions(),
             hardware=hardware(),
             git=git_state(),
+            processes=world,
         )
         if rank == 0:
             found.save(where)
@@ -155,6 +178,5 @@ def _from_body(body: Mapping[str, Any]) -> Evaluation:
     return Evaluation(**{**parts, "settings": tuple(parts["settings"]), "command": tuple(parts["command"])})
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -23,7 +23,9 @@ def train(
     assignments: Annotated[
         list[str] | None, typer.Option("--set", help="Change a field, e.g. --set optim.lr=1e-3; can be given again.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder.", show_default="runs/RECIPE-seedSEED")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run's folder.", show_default="runs/RECIPE-CHANGES-seedSEED")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     strategy: Annotated[
         str | None, typer.Option(help="single, ddp or fsdp; by default ddp where there are several processes.")
@@ -38,13 +40,13 @@ def train(
 
     Examples: acutance train digits --set loop.seed=1 --set task.model.mitigation=neutreno:0.6
 
-    acutance train --out runs/digits-seed1 --resume
+    acutance train --out runs/digits-neutreno-0.6-seed1 --resume
 
     Several machines: torchrun --nnodes 2 --nproc-per-node 8 … -m acutance train RECIPE --strategy fsdp
     """
     from acutance import recipes
     from acutance.train.interrupt import StoppedError
-    from acutance.train.run import Run
+    from acutance.train.run import Run, default_folder
     from acutance.train.start import train as start
 
     if show_list:
@@ -59,7 +61,7 @@ def train(
     if begun is not None and recipe not in (None, begun.recipe()):
         raise AcutanceError(f"{out} was begun with the recipe {begun.recipe()}, not {recipe}: leave the name out")
     config = _changed(config, assignments or [], data_dir, strategy)
-    folder = out or Path("runs") / f"{recipe}-seed{config.loop.seed}"
+    folder = out or default_folder(str(recipe), recipes.load(str(recipe)), config)
     try:
         result = start(
             config, folder, recipe=recipe, resume=resume, device=device, processes=processes, console=console

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,13 @@ from acutance.version import __version__
 
 FORMAT = "acutance-run/1"
 RESULT_FORMAT = "acutance-result/1"
+# Fields that say where, how fast or how often, but not what comes out.
+INCIDENTAL = {
+    "loop": ("seed", "strategy", "graph", "checkpoint_every", "keep_last", "log_every", "monitor_every"),
+    "task": ("data_dir", "workers", "compile_augment"),
+}
+STARTS = ("weights", "encoder_weights")  # of a task: what it starts from
+LONGEST_NAME = 80  # of what a folder's or a file's name says of changed fields
 PACKAGES = ("lightning", "numpy", "safetensors", "tensorboard", "pillow", "scikit-learn", "triton")
 
 
@@ -70,10 +79,10 @@ class Run:
         """Whether something was begun here."""
         return self.record_path.exists()
 
-    def begin(self, config: Config, recipe: str | None, processes: int) -> None:
-        """Write down what the run is made of."""
-        body = {"format": FORMAT, "recipe": recipe, "config": config.to_dict(), "sessions": [session(processes)]}
-        atomic_write(self.record_path, _json(body))
+    def begin(self, config: Config, recipe: str | None, processes: int, start: Mapping[str, Any] | None = None) -> None:
+        """Write down what the run is made of, and which weights it starts from, if any."""
+        body = {"format": FORMAT, "recipe": recipe, "config": config.to_dict(), "start": start}
+        atomic_write(self.record_path, _json({**body, "sessions": [session(processes)]}))
 
     def go_on(self, config: Config, processes: int) -> None:
         """Add a session to the record, and the configuration in case it was changed."""
@@ -104,16 +113,53 @@ class Run:
         return read_json(self.result_path, RESULT_FORMAT, lambda body: {k: v for k, v in body.items() if k != "format"})
 
 
+def default_folder(recipe: str, plain: Config, config: Config) -> Path:
+    """`runs/cifar100-neutreno-0.6-seed0`: the recipe, every field in which the run differs from it, and the seed.
+
+    Args:
+        recipe: its name.
+        plain: its configuration.
+        config: the run's.
+    """
+    incidental = {f"{part}.{name}" for part, names in INCIDENTAL.items() for name in names}
+    differing = changes(plain.to_dict(), config.to_dict())
+    words = ",".join(_word(name, new) for name, (_, new) in differing.items() if name not in incidental)
+    return Path("runs") / "-".join(filter(None, [recipe, in_a_name(words), f"seed{config.loop.seed}"]))
+
+
+def in_a_name(words: str) -> str:
+    """Words as part of a file's name. Where signs are replaced or the end is cut off, a checksum tells them apart."""
+    name = re.sub(r"[^\w.=,+-]+", "-", words)[:LONGEST_NAME]
+    return name if name == words else f"{name}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
+
+
+def _word(name: str, value: Any) -> str:
+    """A mitigation by itself, of weights the file, all else with the field's name."""
+    field = name.rpartition(".")[2]
+    if field == "mitigation" and value:
+        return str(value).replace(":", "-")
+    if field in STARTS and value:
+        return f"{field}={Path(value).stem}"
+    return f"{field}={','.join(map(str, value)) if isinstance(value, list) else value}"
+
+
 def session(processes: int) -> dict[str, Any]:
     """When, with what and on what a run was started or went on."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": command_line(),
         "versions": versions(),
         "hardware": hardware(),
         "processes": processes,
         "git": git_state(),
     }
+
+
+def command_line() -> list[str]:
+    """What was typed; `python -m acutance` is `acutance`."""
+    program = Path(sys.argv[0])
+    name = "acutance" if program.parts[-2:] == ("acutance", "__main__.py") else program.name
+    return [name, *sys.argv[1:]]
 
 
 def versions() -> dict[str, str]:

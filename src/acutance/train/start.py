@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from acutance.errors import AcutanceError
 from acutance.train.config import Config
 from acutance.train.engine import Engine
+from acutance.train.origin import Origin, origin_of
 from acutance.train.run import Run
 
 
@@ -40,30 +42,44 @@ def train(
     """
     from acutance.train.loop import Loop  # brings the tasks along
 
-    run = Run(Path(folder))
+    run, shown = Run(Path(folder)), console or Console()
     with deterministic(config.loop.deterministic):
         engine = Engine(config.loop, device=device, processes=processes)
         try:
-            done = engine.on_main(lambda: _open(run, config, recipe, resume, engine.world))
-            return done or Loop(config, run, engine, console or Console()).fit()
+            done, start = engine.on_main(lambda: _look(run, config, resume))
+            if done is not None:
+                return done
+            loop = Loop(config, run, engine, shown)  # what cannot be built leaves nothing behind
+            engine.on_main(lambda: _record(run, config, recipe, start, resume, engine.world, shown))
+            return loop.fit()
         finally:
             engine.close()
 
 
-def _open(run: Run, config: Config, recipe: str | None, resume: bool, processes: int) -> dict[str, Any] | None:
-    """Write the record; gives the result of a run that has nothing left to do."""
-    if not resume:
-        if run.exists():
-            raise AcutanceError(
-                f"{run.folder} holds a run already: --resume goes on with it, --out names another folder"
-            )
-        run.begin(config, recipe, processes)
-        return None
-    if run.config() == config and (done := run.result()) is not None:
-        return done
-    run.result_path.unlink(missing_ok=True)  # a finished run that is made longer is unfinished again
-    run.go_on(config, processes)
-    return None
+def _look(run: Run, config: Config, resume: bool) -> tuple[dict[str, Any] | None, Origin | None]:
+    """The result of a run that has nothing left to do, and what a new one starts from."""
+    if resume:
+        return (run.result() if run.config() == config else None), None
+    _refuse_second(run)
+    return None, origin_of(config.task)
+
+
+def _record(
+    run: Run, config: Config, recipe: str | None, start: Origin | None, resume: bool, processes: int, console: Console
+) -> None:
+    if resume:
+        run.result_path.unlink(missing_ok=True)  # a finished run that is made longer is unfinished again
+        run.go_on(config, processes)
+        return
+    _refuse_second(run)  # two commands at once
+    if start is not None:
+        console.print(escape(str(start)), highlight=False, soft_wrap=True)
+    run.begin(config, recipe, processes, None if start is None else start.to_dict())
+
+
+def _refuse_second(run: Run) -> None:
+    if run.exists():
+        raise AcutanceError(f"{run.folder} holds a run already: --resume goes on with it, --out names another folder")
 
 
 @contextmanager
