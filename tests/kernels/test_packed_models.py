@@ -278,9 +278,16 @@ def test_odd_shapes_are_for_the_operator(gpu, given, heads, monkeypatch):
     assert not packed.is_available(OnGPU(**given), *heads)
 
 
-def test_long_sequences_are_taken_when_switched_on(gpu, monkeypatch):
+def test_long_sequences_are_taken_where_they_were_timed(gpu):
     gpu(9, 0)
-    monkeypatch.setattr(packed, "LONG", True)
-    assert packed.is_available(OnGPU(tokens=2048), 2)
+    assert packed.is_available(OnGPU(tokens=2048, packed=6 * 64), 2)
+    assert not packed.is_available(OnGPU(tokens=2048, packed=6 * 32), 2)
+    assert not packed.is_available(OnGPU(tokens=2048, packed=6 * 64, dtype=torch.float32), 2)
     assert not packed.is_available(OnGPU(tokens=0), 2)
     assert packed.is_available(OnGPU(packed=128), 4, 2)
+
+
+def test_wide_heads_in_float32_are_for_the_operator(gpu):
+    gpu(9, 0)
+    assert packed.is_available(OnGPU(packed=6 * 32, dtype=torch.float32), 2)
+    assert not packed.is_available(OnGPU(packed=6 * 64, dtype=torch.float32), 2)

@@ -30,7 +30,7 @@ from acutance.kernels.packed_tiles import LOG2_E, kind, stand_ins, strength_of, 
 TILES = {
     (2, 16): Tile(128, 64, 8, 3, 128),
     (2, 32): Tile(128, 64, 8, 3, 128),
-    (2, 64): Tile(128, 64, 8, 3, 128),
+    (2, 64): Tile(64, 64, 4, 3, 128),
     (2, 128): Tile(128, 64, 8, 3),
     (4, 16): Tile(64, 32, 4, 2),
     (4, 32): Tile(64, 32, 4, 2),

@@ -21,8 +21,10 @@ from acutance.errors import ShapeError
 from acutance.kernels.epilogue import Epilogue
 
 MOST_TOKENS = 256  # of the kernels for short sequences
-LONG = False  # whether those for long sequences are asked above, or else the library's own attention
-WIDTHS = (16, 32, 64, 128)
+# The widths of a head, by the bytes of a number, for which they are asked. In float32 wider ones do not fit into the
+# registers and compile for minutes; long sequences were timed at one width.
+WIDTHS = {2: (16, 32, 64, 128), 4: (16, 32)}
+LONG_WIDTHS: dict[int, tuple[int, ...]] = {2: (64,)}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OLDEST_TRITON = (3, 6)  # 3.2 dies in its compiler on one of the kernels; what lies between was not tried
 CAPABILITY = (9, 0)  # Hopper, where the kernels were tried and timed
@@ -52,11 +54,12 @@ def _is_known(gpu: int | None) -> bool:
 def is_available(qkv: Tensor, heads: int, kv_heads: int | None = None) -> bool:
     """Whether the kernels take q, k and v (batch, tokens, (heads + 2 · kv_heads) · width) of these heads."""
     width, rest = divmod(qkv.shape[-1], heads + 2 * (kv_heads or heads))
+    widths = WIDTHS if qkv.shape[1] <= MOST_TOKENS else LONG_WIDTHS
     return (
         TRITON
         and qkv.dtype in DTYPES
-        and (0 < qkv.shape[1] <= MOST_TOKENS or (LONG and qkv.shape[1] > 0))
-        and (width in WIDTHS and rest == 0)
+        and qkv.shape[1] > 0
+        and (width in widths.get(qkv.dtype.itemsize, ()) and rest == 0)
         and qkv.stride(-1) == 1
         and (INTERPRETED or (qkv.is_cuda and _is_known(qkv.device.index)))
     )

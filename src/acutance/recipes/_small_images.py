@@ -22,10 +22,10 @@ def small_images(dataset: str, **options: Any) -> Config:
             augment=DEIT_SMALL_IMAGES,
             compile_augment=True,
         ),
-        optim=OptimConfig(name="adamw", lr=1e-3, weight_decay=0.05, clip=1.0),
-        schedule=ScheduleConfig(name="cosine", warmup=10, start=1e-6, final=1e-5),
+        optim=OptimConfig(name="muon", lr=2e-3, weight_decay=0.05, clip=1.0),
+        schedule=ScheduleConfig(name="cosine", warmup=5, start=1e-6, final=1e-5),
         loop=LoopConfig(
-            epochs=300,
+            epochs=100,
             batch_size=512,
             precision="bf16",
             compile=True,
