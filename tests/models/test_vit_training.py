@@ -177,6 +177,12 @@ def test_the_stream_has_the_dtype_that_was_chosen(stream, expected):
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("option", [{"norm": "post"}, {"layer_scale": 0.1}])
+def test_what_gives_float32_tokens_is_refused(option):
+    with pytest.raises(AcutanceError, match="give float32 tokens"):
+        seeded("neutreno:0.6", stream="autocast", **option)
+
+
 def test_without_autocast_the_stream_makes_no_difference():
     assert_same(gradients(seeded("neutreno:0.6", stream="autocast")), gradients(seeded("neutreno:0.6")), tolerance=0)
 

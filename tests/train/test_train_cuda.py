@@ -4,6 +4,8 @@ import pytest
 import torch
 from train_worlds import assert_same_bits, bits, tiny
 
+from acutance.errors import AcutanceError
+from acutance.tasks.classification import ClassificationTask
 from acutance.train import train
 from acutance.train.loop import Loop
 from acutance.train.nonfinite import DivergedError
@@ -65,7 +67,7 @@ def test_a_recorded_step_gives_the_bits_of_one_that_is_not(tmp_path):
     assert_same_bits(bits(tmp_path / "recorded"), bits(tmp_path / "plain"))
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd"])
+@pytest.mark.parametrize("name", ["adam", "sgd", "muon"])
 def test_every_optimiser_can_be_recorded(tmp_path, name):
     chosen = (*GPU, f"optim.name={name}")
     train(tiny(*chosen), tmp_path / "plain", device="cuda")
@@ -79,6 +81,19 @@ def test_a_recorded_run_that_is_cut_resumes_to_the_same_bits(tmp_path, monkeypat
 
 def test_a_recorded_and_compiled_run_that_is_cut_resumes_to_the_same_bits(tmp_path, monkeypatch):
     cut_and_resume(tiny(*GPU, *RANDOM, "loop.graph=true", "loop.compile=true"), tmp_path, monkeypatch)
+
+
+def test_a_step_that_cannot_be_recorded_says_what_to_do(tmp_path, monkeypatch):
+    real = ClassificationTask.loss
+
+    def waiting(self, model, batch):
+        loss = real(self, model, batch)
+        float(loss.detach())
+        return loss
+
+    monkeypatch.setattr(ClassificationTask, "loss", waiting)
+    with pytest.raises(AcutanceError, match=r"cannot be recorded as a CUDA graph.*loop\.graph=false"):
+        train(tiny(*GPU, "loop.graph=true"), tmp_path / "run", device="cuda")
 
 
 def test_a_recorded_run_that_diverges_says_where(tmp_path):

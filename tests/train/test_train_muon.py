@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from train_worlds import assert_same_bits, bits, die_in, fit, tiny
 
+from acutance.errors import AcutanceError
 from acutance.models import ViT
 from acutance.train.config import OptimConfig
 from acutance.train.muon import orthogonal
@@ -48,19 +49,48 @@ def test_it_moves_matrices_as_torch_does():
     assert (moved - matrix).abs().max() < 0.02 * 1e-2 * 0.2 * 64**0.5 * 2
 
 
-def test_the_joint_projection_moves_as_three():
+@pytest.mark.parametrize(("name", "pieces"), [("qkv", 3), ("kv", 2), ("fc1", 1)])
+def test_a_joint_projection_moves_as_several_and_an_mlp_as_one(name, pieces):
     torch.manual_seed(0)
-    joint, apart = nn.ModuleDict({"blocks": nn.Linear(4, 12, bias=False)}), nn.ModuleDict()
-    apart["blocks"] = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(3)])
-    grad = torch.randn(12, 4)
-    for part, weight, piece in zip(apart["blocks"], joint["blocks"].weight.chunk(3), grad.chunk(3), strict=True):
-        part.weight.data.copy_(weight)
+    joint = nn.ModuleDict({"blocks": nn.ModuleDict({name: nn.Linear(4, 12, bias=False)})})
+    apart = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 12 // pieces, bias=False) for _ in range(pieces))})
+    weight, grad = joint["blocks"][name].weight, torch.randn(12, 4)
+    for part, own, piece in zip(apart["blocks"], weight.chunk(pieces), grad.chunk(pieces), strict=True):
+        part.weight.data.copy_(own)
         part.weight.grad = piece.clone()
-    joint["blocks"].weight.grad = grad.clone()
+    weight.grad = grad.clone()
     build_optimiser(joint, CHOSEN).step()
     build_optimiser(apart, CHOSEN).step()
     moved = torch.cat([part.weight for part in apart["blocks"]])
-    torch.testing.assert_close(joint["blocks"].weight, moved, atol=1e-7, rtol=1e-6)
+    torch.testing.assert_close(weight, moved, atol=1e-7, rtol=1e-6)
+
+
+def test_a_closure_is_asked_first():
+    model = ViT(**SMALL)
+    optimiser = build_optimiser(model, CHOSEN)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def closure():
+        optimiser.zero_grad()
+        loss = model(torch.ones(2, 1, 8, 8)).square().sum()
+        loss.backward()
+        return loss
+
+    assert optimiser.step(closure) > 0
+    assert not torch.equal(model.blocks[0].mlp.fc1.weight, before["blocks.0.mlp.fc1.weight"])
+
+
+def test_another_optimiser_cannot_go_on(tmp_path):
+    die_in(7, tiny(), tmp_path / "run")
+    with pytest.raises(AcutanceError, match="trained by adamw, whose moments muon cannot go on from"):
+        fit(tiny("optim.name=muon"), tmp_path / "run", resume=True)
+
+
+def test_sharded_matrices_are_refused_before_a_run_is_begun(tmp_path):
+    config = tiny("optim.name=muon", "loop.strategy=fsdp")
+    with pytest.raises(AcutanceError, match=r"needs whole matrices, which loop\.strategy=fsdp shards"):
+        fit(config, tmp_path / "run", processes=1)
+    assert not (tmp_path / "run").exists()
 
 
 def test_everything_else_moves_by_adamw():

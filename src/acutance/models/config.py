@@ -72,6 +72,10 @@ class ViTConfig(ModelConfig):
             raise AcutanceError(f"unknown norm {self.norm!r}; known: {', '.join(get_args(NormPlace))}")
         if self.stream not in get_args(Stream):
             raise AcutanceError(f"unknown stream {self.stream!r}; known: {', '.join(get_args(Stream))}")
+        if self.stream == "autocast" and (self.norm == "post" or self.layer_scale is not None):
+            raise AcutanceError(
+                "under autocast a layer_scale and a norm after the sum give float32 tokens: leave stream='float32'"
+            )
         if self.distilled and not self.class_token:
             raise AcutanceError("a distilled model needs its class token: set class_token=True")
         object.__setattr__(self, "mitigation_layers", _checked_layers(self.mitigation_layers, self.depth))

@@ -10,7 +10,7 @@ from acutance.train.config import Config, LoopConfig, OptimConfig, ScheduleConfi
 
 
 def small_images(dataset: str, **options: Any) -> Config:
-    """ViT-Ti/4 on 32×32: AdamW, DeiT's augmentation, a warm-up and a cosine, stochastic depth, bfloat16, 300 epochs.
+    """ViT-Ti/4 on 32×32: Muon, DeiT's augmentation, a warm-up and a cosine, stochastic depth, bfloat16, 100 epochs.
 
     Choices are to be made on the held-out slice; for a result, `--set task.train_on=all` and the test set.
     `--set loop.ema=0.9998` keeps a mean of the weights too.

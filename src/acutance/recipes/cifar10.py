@@ -2,7 +2,7 @@
 
 No figure of either paper belongs to it (their CIFAR-10 is `cifar10_kernel`). Not measured here yet.
 
-Needs `cifar-10-batches-py/` and one GPU; 15 million images go forward and back.
+Needs `cifar-10-batches-py/` and one GPU; 5 million images go forward and back.
 
     acutance train cifar10 --data-dir /data --set task.train_on=all
     acutance train cifar10 --data-dir /data --set task.train_on=all --set task.model.mitigation=neutreno:0.6

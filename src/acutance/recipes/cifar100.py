@@ -1,10 +1,10 @@
-"""ViT-Ti/4 on CIFAR-100 at 32×32, from scratch, with a strong recipe: 300 epochs of DeiT's augmentation.
+"""ViT-Ti/4 on CIFAR-100 at 32×32, from scratch, with a strong recipe: 100 epochs of DeiT's augmentation.
 
 Published by others (https://arxiv.org/abs/2401.04301, poster): ViT-Ti 66.78 ± 0.1 %, ViT-Ti⁺ 64.34 ± 0.3 %, ViT-Ti⁻
 66.62 ± 0.3 %, with an image size and a patch that are unstated. This recipe is meant to be well above. Not measured
 here yet.
 
-Needs `cifar-100-python/` and one GPU; 15 million images go forward and back, which are held and augmented there.
+Needs `cifar-100-python/` and one GPU; 5 million images go forward and back, which are held and augmented there.
 
     acutance train cifar100 --data-dir /data --set task.train_on=all
     acutance train cifar100 --data-dir /data --set task.train_on=all --set task.model.mitigation=neutreno:0.6

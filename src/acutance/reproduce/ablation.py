@@ -24,6 +24,6 @@ def _ablation(name: str, recipe: str, data: str, cost: str) -> Target:
 
 RUNS = f"for each seed {len(STRENGTHS) + len(LEARNT) + 1} runs"
 TARGETS = (
-    _ablation("neutreno-lambda", "cifar100", "CIFAR-100", f"a GPU; {RUNS} of 15 million images of 32×32"),
+    _ablation("neutreno-lambda", "cifar100", "CIFAR-100", f"a GPU; {RUNS} of 5 million images of 32×32"),
     _ablation("neutreno-lambda-digits", "digits", "the embedded digits", f"a CPU core; {RUNS} of half a minute"),
 )

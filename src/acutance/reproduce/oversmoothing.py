@@ -19,7 +19,7 @@ PRETRAINED = (
     Row("GPT-2", model="hf:gpt2"),
     Row("BERT", model="hf:google-bert/bert-base-uncased"),
 )
-RUNS = "a GPU; for each seed {} runs of 15 million images of 32×32"
+RUNS = "a GPU; for each seed {} runs of 5 million images of 32×32"
 DEFINITIONS = {
     "HFC/LFC": "test/hfc_lfc_spectral@block",
     "token cosine": "test/token_cosine@block",
@@ -76,7 +76,8 @@ TARGETS = (
         {"top-1": "test/top1"},
         CIFAR,
         f"{RUNS.format(9)}, six of them on a half or a tenth of the images",
-        "Image size, patch and training are unstated; ours are 32×32, 4×4 and a strong recipe. The parts are the first "
+        "Image size, patch and training are unstated; ours are 32×32, 4×4 and a strong recipe, which moves matrices by "
+        "Muon but the parameters of H's spectrum by AdamW. The parts are the first "
         "images of each class. A part has fewer steps, since its epochs are shorter.",
     ),
     Target(

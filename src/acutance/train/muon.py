@@ -6,55 +6,72 @@ matrix after another, which costs as much as the model's own step; here the matr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from acutance.errors import AcutanceError
-
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # lift small singular values fast; the result's lie around 1, not at 1
 ITERATIONS = 5
-AS_ADAMW = (
-    0.2  # the entries' root mean square, which is AdamW's: both can use one rate (https://arxiv.org/abs/2502.16982)
-)
+# The root mean square of a direction's entries, which is AdamW's: one rate for both (https://arxiv.org/abs/2502.16982).
+AS_ADAMW = 0.2
+
+Pairs = list[tuple[Tensor, Tensor]]  # weights, and what they are moved by
 
 
 class Muon(AdamW):
-    """AdamW whose groups with `orthogonal` true hold matrices that are moved by Muon.
+    """AdamW whose groups with `pieces` hold matrices that are moved by Muon.
 
-    A matrix whose rows are several projections, as in a joint one of queries, keys and values, is cut into squares.
+    `pieces` says how many projections a matrix holds one below the other, as a joint one of queries, keys and values
+    does: each is moved by itself.
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Move the matrices, then all the others."""
-        for group in self.param_groups:
-            if group.get("orthogonal"):
-                self._move(group)
-        return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for of_one_shape in self._gathered():
+            self._move(of_one_shape)
+        for group in self._groups():
+            for parameter in group["params"]:
+                parameter.grad = None  # AdamW leaves alone what has none
+        super().step()
+        return loss
 
-    def _move(self, group: dict[str, Any]) -> None:
-        moved = [parameter for parameter in group["params"] if parameter.grad is not None]
-        if not moved:
-            return
-        if hasattr(moved[0], "full_tensor"):
-            raise AcutanceError("optim.name=muon needs whole matrices, which loop.strategy=fsdp shards: use ddp")
-        grads = [parameter.grad for parameter in moved]
-        momenta = [self._momentum(parameter) for parameter in moved]
-        torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
-        torch._foreach_lerp_(grads, momenta, MOMENTUM)  # Nesterov's look ahead
-        torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
-        for parts in _of_one_shape((parameter, grad) for parameter, grad in zip(moved, grads, strict=True)):
-            rows, columns = parts[0][1].shape
-            directions = orthogonal(torch.stack([grad for _, grad in parts]))
-            directions = directions * (group["lr"] * AS_ADAMW * max(rows, columns) ** 0.5)
-            torch._foreach_sub_([weight for weight, _ in parts], list(directions.unbind()))
-        for parameter in moved:
-            parameter.grad = None  # AdamW leaves alone what has none
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group.get("pieces")]
+
+    def _gathered(self) -> list[Pairs]:
+        """All matrices shrunk by their decay, with their directions, those of one shape together."""
+        found: dict[torch.Size, Pairs] = {}
+        for group in self._groups():
+            moved = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not moved:
+                continue
+            grads = [parameter.grad for parameter in moved]
+            momenta = [self._momentum(parameter) for parameter in moved]
+            torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
+            torch._foreach_lerp_(grads, momenta, MOMENTUM)  # Nesterov's look ahead
+            torch._foreach_mul_(moved, _scalar(1 - self._rate() * group["weight_decay"]))
+            for parameter, grad in zip(moved, grads, strict=True):
+                for pair in zip(parameter.chunk(group["pieces"]), grad.chunk(group["pieces"]), strict=True):
+                    found.setdefault(pair[0].shape, []).append(pair)
+        return list(found.values())
+
+    def _move(self, pairs: Pairs) -> None:
+        directions = orthogonal(torch.stack([grad for _, grad in pairs]))
+        directions = directions * _scalar(self._rate() * (AS_ADAMW * max(directions.shape[1:]) ** 0.5))
+        torch._foreach_sub_([weight for weight, _ in pairs], list(directions.unbind()))
+
+    def _rate(self) -> Tensor:
+        """In float32, where it is on the device and where it is not: a recorded step gives the same bits."""
+        rate = self.param_groups[0]["lr"]
+        return rate if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float32)
 
     def _momentum(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -63,6 +80,11 @@ class Muon(AdamW):
             state["step"] = torch.zeros(())  # AdamW looks for a counter wherever there is a state
         found: Tensor = state["momentum"]
         return found
+
+
+def _scalar(value: Tensor) -> Any:
+    """A number of the host as one, so that it goes to any device; one on the device stays there."""
+    return value if value.is_cuda else value.item()
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
@@ -79,17 +101,12 @@ def orthogonal(matrices: Tensor) -> Tensor:
     return (x.mT if tall else x).to(matrices.dtype)
 
 
-def is_orthogonal(name: str, parameter: nn.Parameter) -> bool:
-    """Whether Muon moves it: the matrices of the blocks, not embeddings, heads or what a mitigation learns."""
-    return parameter.ndim == 2 and ".mitigation." not in name and any(part in name for part in ("blocks.", "layers."))
+def pieces_of(name: str, parameter: nn.Parameter) -> int:
+    """How many projections a matrix that Muon moves holds; 0 for all else.
 
-
-def _of_one_shape(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Weights with what they are moved by, cut where a weight is several projections, gathered by shape."""
-    found: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
-    for weight, grad in pairs:
-        rows, columns = weight.shape
-        several = rows // columns if rows in (2 * columns, 3 * columns) else 1
-        for piece, direction in zip(weight.chunk(several), grad.chunk(several), strict=True):
-            found.setdefault(piece.shape, []).append((piece, direction))
-    yield from found.values()
+    Muon moves the matrices inside the blocks, not embeddings, heads or what a mitigation learns.
+    """
+    inside = any(part in name for part in ("blocks.", "layers.")) and ".mitigation." not in name
+    if parameter.ndim != 2 or not inside:
+        return 0
+    return {"qkv": 3, "kv": 2}.get(name.split(".")[-2], 1)

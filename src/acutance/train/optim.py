@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from acutance.errors import AcutanceError
 from acutance.train.config import OptimConfig
-from acutance.train.muon import Muon, is_orthogonal
+from acutance.train.muon import Muon, pieces_of
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -43,7 +45,7 @@ def build_optimiser(model: nn.Module, config: OptimConfig, *, recorded: bool = F
     """
     groups = [group for group in parameter_groups(model, config.weight_decay) if group["params"]]
     if config.name == "muon":
-        groups = _with_matrices_apart(model, groups)
+        groups = _by_muon(model, groups)
     fused = all(parameter.is_cuda for group in groups for parameter in group["params"])
     rate: Any = torch.tensor(config.lr, device=groups[0]["params"][0].device) if recorded else config.lr
     if config.name == "sgd":
@@ -53,16 +55,18 @@ def build_optimiser(model: nn.Module, config: OptimConfig, *, recorded: bool = F
     return kind(groups, lr=rate, betas=config.betas, eps=config.eps, fused=fused, capturable=recorded)
 
 
-def _with_matrices_apart(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first group is the one that is decayed."""
-    chosen = {parameter for name, parameter in model.named_parameters() if is_orthogonal(name, parameter)}
-    decayed = groups[0]["params"]
-    matrices = [parameter for parameter in decayed if parameter in chosen]
-    rest = [parameter for parameter in decayed if parameter not in chosen]
+def _by_muon(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups with the matrices that Muon moves in groups of their own."""
+    pieces = {parameter: pieces_of(name, parameter) for name, parameter in model.named_parameters()}
+    if any(isinstance(parameter, DTensor) for parameter in pieces):
+        raise AcutanceError(
+            "optim.name=muon needs whole matrices, which loop.strategy=fsdp shards: choose ddp, or optim.name=adamw"
+        )
     return [
-        {**groups[0], "params": matrices, "orthogonal": True},
-        *([{**groups[0], "params": rest}] if rest else []),
-        *groups[1:],
+        {**group, "params": chosen, "pieces": count}
+        for group in groups
+        for count in (3, 2, 1, 0)
+        if (chosen := [parameter for parameter in group["params"] if pieces[parameter] == count])
     ]
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from acutance.errors import AcutanceError
+
 WARM_UP = 3  # calls in which kernels are compiled and chosen and the optimiser makes its moments
 
 
@@ -46,8 +48,15 @@ class Recorded:
         """Into the place that the recording reads from; compiled code sees it from the first call on."""
         if self._batch is None:
             self._batch = tree_map(lambda new: new.clone(memory_format=torch.contiguous_format), batch)
-        else:
-            torch._foreach_copy_(tree_leaves(self._batch), tree_leaves(batch))
+            return
+        own, new = tree_leaves(self._batch), tree_leaves(batch)
+        if [tensor.shape for tensor in own] != [tensor.shape for tensor in new]:
+            shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (new, own)]
+            raise AcutanceError(
+                f"a batch of shapes {shapes[0]} after batches of {shapes[1]}: a recorded step takes one shape only. "
+                "Leave an incomplete batch out, or --set loop.graph=false"
+            )
+        torch._foreach_copy_(own, new)
 
     def _aside(self) -> Tensor:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -58,7 +67,13 @@ class Recorded:
 
     def _record(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # Threads that load data may use the device meanwhile.
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            self._loss = self._function(self._batch)
+        try:
+            # Threads that load data may use the device meanwhile.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                self._loss = self._function(self._batch)
+        except RuntimeError as error:
+            raise AcutanceError(
+                "the step cannot be recorded as a CUDA graph: something in it waits for the device or depends on "
+                f"numbers there ({next(iter(str(error).splitlines()), error)}). --set loop.graph=false trains without"
+            ) from error
         return graph

@@ -59,7 +59,13 @@ def train(
 def _look(run: Run, config: Config, resume: bool) -> tuple[dict[str, Any] | None, Origin | None]:
     """The result of a run that has nothing left to do, and what a new one starts from."""
     if resume:
-        return (run.result() if run.config() == config else None), None
+        before = run.config()
+        if before.optim.name != config.optim.name:
+            raise AcutanceError(
+                f"{run.folder} is trained by {before.optim.name}, whose moments {config.optim.name} cannot go on from: "
+                f"leave optim.name as it is, or start anew from its weights (--set task.weights={run.model_path})"
+            )
+        return (run.result() if before == config else None), None
     _refuse_second(run)
     return None, origin_of(config.task)
 

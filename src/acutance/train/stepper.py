@@ -36,7 +36,8 @@ class Stepper:
         torch.manual_seed(mixed_seed(loop.seed))
         self.model: nn.Module = task.build_model().train()
         self.wrapped = engine.wrap(self.model)
-        self.recorded = loop.graph and engine.device.type == "cuda" and engine.world == 1 and len(self.shares) == 1
+        alone = engine.strategy == "single" and len(self.shares) == 1
+        self.recorded = loop.graph and engine.device.type == "cuda" and alone
         # After sharding, which replaces the parameters.
         self.optimiser = build_optimiser(self.model, config.optim, recorded=self.recorded)
         self.ema = None if loop.ema is None else Ema(self.model, loop.ema)
