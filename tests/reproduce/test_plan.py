@@ -82,8 +82,8 @@ def test_a_run_that_was_cut_goes_on(tmp_path, monkeypatch):
 
 def test_a_folder_with_other_settings_is_refused(tmp_path):
     session(tmp_path).run((1, 2))
-    with pytest.raises(AcutanceError, match=r"optim.lr 0.001 instead of 0.002: name another folder"):
-        session(tmp_path, changes=("optim.lr=0.002",)).run((1, 2))
+    with pytest.raises(AcutanceError, match=r"optim.lr 0.002 instead of 0.003: name another folder"):
+        session(tmp_path, changes=("optim.lr=0.003",)).run((1, 2))
 
 
 def test_divergence_is_a_result(tmp_path, monkeypatch):
@@ -146,6 +146,6 @@ def test_the_command_prints_and_writes(tmp_path):
 
 
 def test_runs_of_other_shares_are_of_the_same_settings_or_refused(tmp_path):
-    session(tmp_path, changes=("optim.lr=0.002",)).run((1, 2))
+    session(tmp_path, changes=("optim.lr=0.003",)).run((1, 2))
     with pytest.raises(AcutanceError, match=r"optim.lr 0.002 instead of 0.001"):
         session(tmp_path).run((2, 2))
