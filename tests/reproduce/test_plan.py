@@ -147,5 +147,5 @@ def test_the_command_prints_and_writes(tmp_path):
 
 def test_runs_of_other_shares_are_of_the_same_settings_or_refused(tmp_path):
     session(tmp_path, changes=("optim.lr=0.003",)).run((1, 2))
-    with pytest.raises(AcutanceError, match=r"optim.lr 0.002 instead of 0.001"):
+    with pytest.raises(AcutanceError, match=r"optim.lr 0.003 instead of 0.002"):
         session(tmp_path).run((2, 2))
