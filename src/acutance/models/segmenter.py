@@ -57,10 +57,9 @@ class Encoder(BlockStack):
 
     def forward(self, images: Tensor) -> Tensor:
         """Tokens after the final norm, class token first: (batch, 1 + patches, dim)."""
-        patches = self.patch_embed.proj(images)
-        grid = (patches.shape[-2], patches.shape[-1])
-        x = torch.cat([self.cls_token.expand(len(images), -1, -1), patches.flatten(2).transpose(1, 2)], dim=1)
-        x = self.dropout(x + _resized(self.pos_embed, grid))
+        side = self.patch_embed.proj.kernel_size[0]
+        x = torch.cat([self.cls_token.expand(len(images), -1, -1), self.patch_embed(images)], dim=1)
+        x = self.dropout(x + _resized(self.pos_embed, (images.shape[-2] // side, images.shape[-1] // side)))
         out: Tensor = self.norm(self.run_blocks(x))
         return out
 
