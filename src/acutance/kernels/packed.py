@@ -51,17 +51,21 @@ def _is_known(gpu: int | None) -> bool:
     return ANY_GPU or torch.cuda.get_device_capability(gpu) == CAPABILITY
 
 
+def runs_on(x: Tensor) -> bool:
+    """Whether Triton's kernels may run where this tensor lies."""
+    return TRITON and (INTERPRETED or (x.is_cuda and _is_known(x.device.index)))
+
+
 def is_available(qkv: Tensor, heads: int, kv_heads: int | None = None) -> bool:
     """Whether the kernels take q, k and v (batch, tokens, (heads + 2 · kv_heads) · width) of these heads."""
     width, rest = divmod(qkv.shape[-1], heads + 2 * (kv_heads or heads))
     widths = WIDTHS if qkv.shape[1] <= MOST_TOKENS else LONG_WIDTHS
     return (
-        TRITON
-        and qkv.dtype in DTYPES
+        qkv.dtype in DTYPES
         and qkv.shape[1] > 0
         and (width in widths.get(qkv.dtype.itemsize, ()) and rest == 0)
         and qkv.stride(-1) == 1
-        and (INTERPRETED or (qkv.is_cuda and _is_known(qkv.device.index)))
+        and runs_on(qkv)
     )
 
 

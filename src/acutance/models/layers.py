@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from acutance.kernels import gelu
+
 Activation = Literal["gelu", "relu"]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class PatchEmbed(nn.Module):
@@ -42,9 +45,19 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Each token by itself."""
-        hidden = self.drop(self.act(self.fc1(x)))
-        out: Tensor = self.drop(self.fc2(hidden))
+        fused = gelu.is_available(x) and self._can_fuse()
+        hidden = gelu.linear_gelu(x, self.fc1.weight, self.fc1.bias) if fused else self.act(self.fc1(x))
+        out: Tensor = self.drop(self.fc2(self.drop(hidden)))
         return out
+
+    def _can_fuse(self) -> bool:
+        """Whether the first layer and its GELU are the plain ones, with nothing hooked to them.
+
+        Where dropout follows, a compiler makes one pass of it and PyTorch's GELU.
+        """
+        plain = type(self.fc1) is nn.Linear and type(self.act) is nn.GELU and self.act.approximate == "none"
+        hooked = any(getattr(module, hooks) for module in (self.fc1, self.act) for hooks in HOOKS)
+        return plain and not hooked and not (self.training and self.drop.p > 0)
 
 
 class LayerScale(nn.Module):
@@ -68,11 +81,16 @@ class DropPath(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Zero whole samples."""
+        factor = self.factor(x)
+        return x if factor is None else x * factor
+
+    def factor(self, x: Tensor) -> Tensor | None:
+        """What samples are multiplied by, drawn anew, (batch, 1, ...); None where nothing is skipped."""
         if self.rate == 0 or not self.training:
-            return x
+            return None
         keep = 1 - self.rate
         kept = torch.empty((x.shape[0],) + (1,) * (x.ndim - 1), dtype=x.dtype, device=x.device).bernoulli_(keep)
-        return x * (kept / keep if keep > 0 else kept)
+        return kept / keep if keep > 0 else kept
 
     def extra_repr(self) -> str:
         """Show the rate."""
