@@ -6,7 +6,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import acutance as ac
 from acutance import processes
 from acutance.errors import AcutanceError
 from acutance.reader import Running
@@ -56,6 +58,30 @@ def test_batches_of_other_processes_are_never_made() -> None:
     batches = Precious(range(7))
     share = processes.share(batches, 1, 3)
     assert (len(share), list(share), batches.asked) == (2, [1, 4], [1, 4])
+
+
+class Endless(IterableDataset):
+    """Samples of which nobody knows the number, such as a stream's."""
+
+    def __iter__(self):
+        return iter(torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)))
+
+
+def test_batches_have_a_length_where_that_is_known() -> None:
+    assert processes.length_of([1, 2]) == 2
+    assert processes.length_of(iter([1, 2])) is None
+    assert processes.length_of(DataLoader(TensorDataset(torch.zeros(5)), batch_size=2)) == 3
+    assert processes.length_of(DataLoader(Endless())) is None
+
+
+@pytest.mark.parametrize("options", [{"progress": True}, {"progress": False, "across_processes": True}], ids=str)
+def test_a_loader_without_a_length_is_measured(options) -> None:
+    torch.manual_seed(0)
+    model = ac.models.ViT(image_size=8, patch_size=4, dim=8, depth=1, heads=2, num_classes=3)
+    expected = ac.measure(model, [torch.stack(list(Endless()))], metrics="token_cosine", progress=False)
+    found = ac.measure(model, DataLoader(Endless(), batch_size=2), metrics="token_cosine", **options)
+    assert [r.count for r in found.readings] == [4, 4]
+    assert [r.mean for r in found.readings] == pytest.approx([r.mean for r in expected.readings], rel=1e-6)
 
 
 def test_a_process_that_ran_out_runs_along(monkeypatch) -> None:

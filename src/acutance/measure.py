@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from typing import Any, Literal
@@ -192,7 +192,6 @@ def track(batches: Iterable[Any], show: bool, stack: ExitStack, description: str
     """The batches, with a progress bar that closes with the stack."""
     if not show:
         return batches
-    total = len(batches) if isinstance(batches, Sized) else None
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -201,7 +200,7 @@ def track(batches: Iterable[Any], show: bool, stack: ExitStack, description: str
         TimeRemainingColumn(),
     )
     bar = stack.enter_context(Progress(*columns, transient=True))
-    return bar.track(batches, total=total, description=description)
+    return bar.track(batches, total=processes.length_of(batches), description=description)
 
 
 def check_readable(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any, TypeVar, overload
 
@@ -66,6 +66,14 @@ def share(batches: Iterable[T], rank: int, size: int) -> Iterable[T]:
     return _Share(batches, rank, size) if isinstance(batches, Sequence) else islice(batches, rank, None, size)
 
 
+def length_of(batches: Iterable[Any]) -> int | None:
+    """How many there are, where that is known: a DataLoader has a length, but not over an IterableDataset."""
+    if isinstance(batches, Sized):
+        with suppress(TypeError):
+            return len(batches)
+    return None
+
+
 def in_step(own: Iterable[T], *, wait: bool) -> Iterator[tuple[T, bool]]:
     """A process's batches, and whether they count.
 
@@ -89,7 +97,7 @@ def refuse_shares(batches: Iterable[Any]) -> None:
             "across_processes=True shares the batches out itself, but this loader's DistributedSampler has done so "
             "already: give every process a loader of all samples"
         )
-    lengths = gather(len(batches) if isinstance(batches, Sized) else None)
+    lengths = gather(length_of(batches))
     if len(set(lengths)) > 1:
         raise AcutanceError(
             f"the processes were given {', '.join(map(str, lengths))} batches: with across_processes=True give all "

@@ -86,6 +86,16 @@ def test_a_folder_with_other_settings_is_refused(tmp_path):
         session(tmp_path, changes=("optim.lr=0.003",)).run((1, 2))
 
 
+def test_how_the_work_is_done_may_change_but_not_the_seed(tmp_path):
+    planned = session(tmp_path).plan[0]
+    Run(planned.run.folder).begin(override(planned.config, ["loop.graph=true", "task.compile_augment=true"]), None, 1)
+    planned.check()
+    other = session(tmp_path, seeds=2).plan[-1]
+    Run(other.run.folder).begin(override(other.config, ["loop.seed=5"]), None, 1)
+    with pytest.raises(AcutanceError, match=r"loop\.seed 5 instead of 1"):
+        other.check()
+
+
 def test_divergence_is_a_result(tmp_path, monkeypatch):
     def diverge(config, folder, **_):
         Run(folder).begin(config, None, 1)

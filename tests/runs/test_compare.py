@@ -4,37 +4,14 @@ import json
 
 import numpy as np
 import pytest
+from run_records import record
 from typer.testing import CliRunner
 
 from acutance import recipes
 from acutance.cli import app
 from acutance.errors import AcutanceError
-from acutance.runs import Evaluation, compare
-from acutance.train import Run, override
-
-
-def record(folder, *changes, scores=None, settings=(), split="test", recipe="digits", weights="last", trained=None):
-    run = Run(folder)
-    if not run.exists():
-        run.begin(override(recipes.load(recipe), changes), recipe, 1)
-        run.write_result({"step": 1, "scores": trained or {}, "headline": "top1", "best": None})
-    if scores is not None:
-        Evaluation(
-            split=split,
-            weights=weights,
-            settings=settings,
-            scores=scores,
-            headline="top1",
-            higher_is_better=True,
-            model="",
-            precision="float32",
-            command=(),
-            evaluated="",
-            versions={},
-            hardware={},
-            git=None,
-        ).save(folder)
-    return folder
+from acutance.runs import compare
+from acutance.train import Run
 
 
 @pytest.fixture
@@ -74,25 +51,17 @@ def test_where_the_data_lies_makes_no_other_group(tmp_path):
     assert len(compare(runs).groups) == 1
 
 
-def test_a_start_from_other_weights_makes_another_group_but_not_which_seed_they_are_of(tmp_path):
-    runs = [
-        record(tmp_path / "scratch", scores={"top1": 1.0}),
-        record(tmp_path / "a", "task.weights=seed0.safetensors", scores={"top1": 1.0}),
-        record(tmp_path / "b", "loop.seed=1", "task.weights=seed1.safetensors", scores={"top1": 2.0}),
-    ]
-    assert [len(group.scores) for group in compare(runs).groups] == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
         ({"scores": {"top1": 1.0}}, {}, "acutance evaluate .*second --split test"),
         ({"scores": {"top1": 1.0}}, {"scores": {"top1": 1.0}}, "seed 0 comes twice"),
         (
-            {"scores": {"top1": 1.0}},
-            {"scores": {"top1": 1.0}, "settings": ("task.fraction=0.5",)},
-            r"no scores .* in the same way .*first: last weights, nothing changed, float32; .*second: last weights, "
-            r"task.fraction=0.5, float32\): evaluate them with the same options",
+            {"scores": {"perplexity": 1.0}, "recipe": "ptb"},
+            {"scores": {"perplexity": 1.0}, "recipe": "ptb", "settings": ("task.test_stride=4",)},
+            r"no scores .* in the same way .*first: last weights, task.corpus=ptb, task.length=128, "
+            r"task.test_stride=1, float32; .*second: last weights, task.corpus=ptb, task.length=128, "
+            r"task.test_stride=4, float32\): evaluate them with the same options",
         ),
         ({"scores": {"top1": 1.0}}, {"scores": {"top1": 1.0}, "weights": "best"}, "no scores .*second: best weights"),
         ({"scores": {"top1": 1.0}}, {"scores": {"top1": 1.0}, "recipe": "ptb"}, "different tasks"),
@@ -111,12 +80,12 @@ def test_the_command_writes_markdown_and_json(six, tmp_path):
     assert done.exit_code == 0, done.output
     row = "| mitigation neutreno:0.6 | last, running mean 0.98 | 3 | 92.17 ± 1.04 | +1.17 ± 0.76 | 0.25 (the least"
     assert row in done.output
-    assert "Scores on test: last weights, nothing changed, float32." in done.output
+    assert "Scores on test: last weights, task.dataset=digits, float32." in done.output
     assert (tmp_path / "table.md").read_text().startswith("| configuration |")
     body = json.loads((tmp_path / "table.json").read_text())
     assert body["groups"][1]["scores"] == {"0": 91.0, "1": 93.0, "2": 92.5}
     assert body["groups"][1]["against_first"]["p"] == 0.25
-    assert (body["weights"], body["settings"], body["precision"]) == ("last", [], "float32")
+    assert (body["weights"], body["settings"], body["precision"]) == ("last", ["task.dataset=digits"], "float32")
     assert body["groups"][0]["ema"] == 0.98
 
 
@@ -127,12 +96,11 @@ def test_the_held_out_slice_is_no_score_of_a_run_that_was_trained_on_it(tmp_path
 
 
 def test_of_several_ways_the_plain_one_is_taken_unless_another_is_asked_for(tmp_path):
-    changed = ("task.fraction=0.5",)
+    changed = ("task.test_stride=4",)
     for name, offset in (("a", 0.0), ("b", 10.0)):
         seed = f"loop.seed={int(offset)}"
-        record(tmp_path / name, seed, scores={"top1": 1.0 + offset})
-        record(tmp_path / name, seed, scores={"top1": 2.0 + offset}, weights="best")
-        record(tmp_path / name, seed, scores={"top1": 3.0 + offset}, weights="best", settings=changed)
+        for score, options in enumerate(({}, {"weights": "best"}, {"weights": "best", "settings": changed}), start=1):
+            record(tmp_path / name, seed, recipe="ptb", scores={"perplexity": score + offset}, **options)
     runs = [tmp_path / "a", tmp_path / "b"]
     assert len(list(runs[0].glob("evaluation-*.json"))) == 3
     assert compare(runs).groups[0].mean == 6.0
@@ -144,6 +112,52 @@ def test_of_several_ways_the_plain_one_is_taken_unless_another_is_asked_for(tmp_
         compare(runs, weights="last", settings=changed)
     with pytest.raises(AcutanceError, match="weights are last or best, not 'worst'"):
         compare(runs, weights="worst")
+
+
+def strides(tmp_path, **runs):
+    """Runs of a language model, each with a stride of its own and, perhaps, one it was evaluated with."""
+    found = []
+    for seed, (name, (own, changed)) in enumerate(runs.items()):
+        settings = () if changed is None else (f"task.test_stride={changed}",)
+        words = {"scores": {"perplexity": 10.0 + seed}, "settings": settings, "recipe": "ptb"}
+        found.append(record(tmp_path / name, f"loop.seed={seed}", f"task.test_stride={own}", **words))
+    return found
+
+
+def test_what_was_read_alike_is_compared_however_that_came_about(tmp_path):
+    """Wherever the stride was set: with the run, or with its evaluation."""
+    runs = strides(tmp_path, a=(1, 64), b=(64, None))
+    for settings in (None, ("task.test_stride=64",)):
+        found = compare(runs, settings=settings)
+        assert found.way.settings == ("task.corpus=ptb", "task.length=128", "task.test_stride=64")
+        assert [group.scores for group in found.groups] == [{0: 10.0, 1: 11.0}]  # which trained alike, and are one row
+
+
+def test_what_was_read_in_different_ways_is_not_compared_though_nothing_was_changed(tmp_path):
+    runs = strides(tmp_path, a=(1, None), b=(64, None))
+    with pytest.raises(AcutanceError, match=r"no scores .*task.test_stride=1, .*task.test_stride=64, "):
+        compare(runs)
+
+
+def test_settings_that_go_only_together_with_those_of_another_split_are_read_again(tmp_path):
+    """A window of 64 words needs strides of at most 64; that of the validation text is not the test's, nor named."""
+    words = {"scores": {"perplexity": 9.0}, "settings": ("task.length=64",), "recipe": "ptb"}
+    found = compare([record(tmp_path / "a", **words)])
+    assert found.way.settings == ("task.corpus=ptb", "task.length=64", "task.test_stride=1")
+    assert compare([tmp_path / "a"], settings=("task.length=64", "task.val_stride=64")).way == found.way
+
+
+def test_settings_without_effect_choose_nothing(tmp_path):
+    with pytest.raises(AcutanceError, match=r"cannot change optim\.lr"):
+        compare(strides(tmp_path, a=(1, None)), settings=("optim.lr=1",))
+
+
+def test_an_evaluation_of_an_earlier_version_is_not_passed_over_in_silence(tmp_path):
+    run = record(tmp_path / "run")
+    (run / "evaluation-test.json").write_text("{}")
+    advice = "evaluation-test.json was written by an earlier version, evaluate again with acutance evaluate .*run"
+    with pytest.raises(AcutanceError, match=advice):
+        compare([run])
 
 
 def test_scores_of_one_way_only_are_taken_whichever_it_is(tmp_path):

@@ -16,6 +16,7 @@ from acutance import recipes
 from acutance.cli import app
 from acutance.data import load_images
 from acutance.errors import AcutanceError
+from acutance.reproduce import tiny
 from acutance.runs.evaluate import evaluate_run, read_evaluation
 from acutance.train import Run, override, train
 
@@ -63,14 +64,46 @@ def test_the_best_model_is_another_file_with_scores_of_its_own(run, tmp_path):
     assert (copy / "evaluation-test-best.json").is_file()
 
 
-def test_what_was_changed_is_in_the_name_and_what_was_not_is_not(run, tmp_path):
-    copy = Path(shutil.copytree(run, tmp_path / "copy"))
-    for changed in ("task.fraction=0.5", "task.fraction=1.0"):
-        evaluate_run(copy, settings=(changed,), device="cpu")
-    names = {path.name for path in copy.glob("evaluation-test-*.json")}
-    assert names == {"evaluation-test-last.json", "evaluation-test-last-task.fraction=0.5.json"}
-    assert read_evaluation(copy, "test", settings=("task.fraction=0.5",)).settings == ("task.fraction=0.5",)
-    assert read_evaluation(copy, "test", settings=("task.fraction=0.25",)) is None
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """A language model of a few parameters, whose evaluation has something to choose."""
+    folder = tmp_path_factory.mktemp("texts")
+    config = tiny.shrink(recipes.load("wikitext103"), folder / "text")
+    train(override(config, ["task.test_stride=8"]), folder / "run", recipe="wikitext103", device="cpu")
+    return folder / "run"
+
+
+def test_what_was_changed_is_in_the_name_and_what_was_not_is_not(reader):
+    stride = ("task.test_stride=4",)
+    own = ("task.test_stride=8", "task.windows=100", "task.val_stride=4")  # the run's own, none of the scores', val's
+    finer, plain = (evaluate_run(reader, settings=settings, device="cpu") for settings in (stride, own))
+    names = {path.name for path in reader.glob("evaluation-test-*.json")}
+    assert names == {"evaluation-test-last.json", "evaluation-test-last-task.test_stride=4.json"}
+    assert (finer.settings, plain.settings) == (stride, ())
+    assert finer.scores["perplexity"] != plain.scores["perplexity"]
+    assert read_evaluation(reader, "test", settings=stride) == finer
+    assert read_evaluation(reader, "test", settings=("task.test_stride=2",)) is None
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "task.model.mitigation=neutreno:5",
+        "optim.lr=1",
+        "loop.precision=bf16",
+        "task.train_on=all",
+        "task.augment.mixup=0.3",
+        "task.dataset=cifar10",
+    ],
+)
+def test_what_an_evaluation_does_not_change_is_refused(run, setting):
+    """The model comes from its file: a score would be called by a change that was never made."""
+    before = {path.name for path in run.iterdir()}
+    name = setting.partition("=")[0]
+    advice = f"cannot change {name}: .* changed by training or by acutance mitigate; here, --set takes task.data_dir$"
+    with pytest.raises(AcutanceError, match=advice):
+        evaluate_run(run, settings=(setting,), device="cpu")
+    assert {path.name for path in run.iterdir()} == before
 
 
 @pytest.mark.parametrize("values", [("a/b", "a:b"), ("x" * 100, "x" * 101)], ids=["signs", "length"])

@@ -64,6 +64,9 @@ def test_an_encoder_is_compared_with_the_classifier_it_is_from(tmp_path):
     assert origin_of(task).differs == {"image_size": [8, 16], "dropout": [0.1, 0.0]}
     with pytest.raises(AcutanceError, match="trained with heads 2, and a model with heads 4"):
         origin_of(replace(task, model=replace(model, heads=4)))
+    saved(tmp_path, norm="post")  # the same tensors, for what a Segmenter has no choice of
+    with pytest.raises(AcutanceError, match=r"norm post, and a model with norm pre .* else: start from other weights$"):
+        origin_of(task)
 
 
 def language_task(path, **changes):

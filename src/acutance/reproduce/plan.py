@@ -19,13 +19,11 @@ from acutance.runs.evaluate import with_data_dir
 from acutance.train.config import Config
 from acutance.train.nonfinite import DivergedError
 from acutance.train.overrides import override
-from acutance.train.run import Run, changes
+from acutance.train.run import INCIDENTAL, STARTS, Run, changes
 from acutance.train.start import train
 
-# Where data and weights lie and how the work is done may change between two calls.
-MAY_CHANGE = (
-    "task.data_dir", "task.workers", "task.weights", "task.encoder_weights", "loop.strategy", "loop.log_every",
-)  # fmt: skip
+# Where data and weights lie and how the work is done may change between two calls; a folder is of one seed.
+MAY_CHANGE = INCIDENTAL - {"loop.seed"} | {f"task.{name}" for name in STARTS}
 Share = tuple[int, int]  # the i-th, from 1, of n
 
 

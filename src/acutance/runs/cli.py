@@ -25,7 +25,7 @@ def evaluate(
         bool | None, typer.Option("--multi-scale/--single-scale", help="Of segmentation: several scales and flips too.")
     ] = None,
     assignments: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a field, e.g. --set task.test_stride=64.")
+        list[str] | None, typer.Option("--set", help="Change how it is read, e.g. --set task.test_stride=64.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
@@ -66,7 +66,7 @@ def compare(
     score: Annotated[str | None, typer.Option(help="Which score; by default the task's own.")] = None,
     weights: Annotated[str | None, typer.Option(help="Scores of the last or the best weights.")] = None,
     assignments: Annotated[
-        list[str] | None, typer.Option("--set", help="Scores of evaluations in which this field was changed.")
+        list[str] | None, typer.Option("--set", help="Scores of evaluations of the first run with this field changed.")
     ] = None,
     markdown_path: Annotated[Path | None, typer.Option("--markdown", help="Also write the table here.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write it here, with every score.")] = None,

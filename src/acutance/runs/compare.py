@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from acutance.runs.evaluate import Weights, refuse_seen
 from acutance.runs.paired import Paired, paired
 from acutance.runs.scores import ReadRun, Way, common_way
 from acutance.tasks import task_class
-from acutance.train.run import Run, changes
+from acutance.train.run import STARTS, Run, changes
 
 FORMAT = "acutance-comparison/1"
 
@@ -119,8 +120,9 @@ def compare(
         split: where the scores are from.
         score: which; by default the task's headline, such as top1.
         weights: last or best.
-        settings: fields that were changed for the evaluation. Where weights and settings are left open, all runs must
-            have been evaluated in one common way; of several, the last weights with nothing changed are taken.
+        settings: fields that were changed for the evaluation of the first run; the others' must have been read with
+            the same values, changed or their own. Where weights and settings are left open, all runs must have been
+            evaluated in one common way; of several, the last weights with nothing changed are taken.
     """
     if not folders:
         raise AcutanceError("name the runs to compare")
@@ -166,16 +168,24 @@ def _group(label: str, reads: Sequence[ReadRun], score: str, way: Way) -> Group:
 def _labels(reads: Sequence[ReadRun]) -> list[str]:
     """What makes each group different from the others, and nothing else."""
     differing: dict[str, None] = {}
-    for read in reads[1:]:
-        differing |= dict.fromkeys(changes(reads[0].essence, read.essence))
+    for one, other in combinations(reads, 2):
+        differing |= dict.fromkeys(changes(one.essence, other.essence))
     if not differing:
         return [read.recipe or read.folder.name for read in reads]
-    return [", ".join(f"{name.split('.')[-1]} {_value(read.essence, name)}" for name in differing) for read in reads]
+    return [", ".join(f"{_field(name)} {_value(read.essence, name)}" for name in differing) for read in reads]
+
+
+def _field(name: str) -> str:
+    """`mitigation`, or `weights' mitigation` of the run that a run starts from."""
+    *parents, last = name.split(".")
+    return "".join(f"{parent}' " for parent in parents if parent in STARTS) + last
 
 
 def _value(essence: Any, name: str) -> str:
     for part in name.split("."):
         essence = essence.get(part) if isinstance(essence, Mapping) else None
+    if isinstance(essence, Mapping):  # of a run that is started from: which of its files
+        return str(essence["file"])
     return "none" if essence is None else str(essence)
 
 

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,11 @@ from acutance.train.run import Run, changes, command_line, git_state, hardware, 
 
 FORMAT = "acutance-evaluation/1"
 Weights = Literal["last", "best"]
-ELSEWHERE = ("task.data_dir", "task.workers")  # where the data is and who reads it: no other evaluation
+SPLITS = ("train", "val", "test")
+# Where the data is, who reads it, and how much of it at once: no other evaluation.
+ELSEWHERE = frozenset({"task.data_dir", "task.workers", "task.windows", "task.windows.at_once"})
+# What a run is for and never changed: other data has other classes or words, and other images held out were seen.
+DATA = frozenset({"task.dataset", "task.corpus", "task.held_out_every"})
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Evaluation:
 
     split: str
     weights: Weights
-    settings: tuple[str, ...]  # fields that differ from the run's own, as --set takes them
+    settings: tuple[str, ...]  # fields that the scores depend on and that are not the run's own, as --set takes them
     scores: Mapping[str, float]
     headline: str
     higher_is_better: bool
@@ -96,18 +101,37 @@ def read_evaluation(
     folder: Path, split: str, weights: Weights = "last", settings: Sequence[str] = ()
 ) -> Evaluation | None:
     """What was evaluated before in this way, if it was and the weights are still the same."""
-    wanted = weights, resolved_settings(folder, settings)
+    wanted = weights, resolved_settings(folder, split, settings)
     for found in read_evaluations(folder, split):
         if (found.weights, found.settings) == wanted:
             return found if found.is_of(weights_path(folder, weights)) else None
     return None
 
 
-def resolved_settings(folder: Path, settings: Sequence[str]) -> tuple[str, ...]:
+def resolved_settings(folder: Path, split: str, settings: Sequence[str]) -> tuple[str, ...]:
     """The fields that these settings really change, in order: what is the run's own anyway is left out."""
     own = Run(folder).config()
-    differing = changes(own.to_dict(), override(own, settings).to_dict())
-    return tuple(f"{name}={_text(new)}" for name, (_, new) in sorted(differing.items()) if name not in ELSEWHERE)
+    changed = override(own, settings)
+    _refuse_without_effect(own, changed)
+    return tuple(word for word in read_with(changed, split) if word not in read_with(own, split))
+
+
+def read_with(config: Config, split: str) -> tuple[str, ...]:
+    """All fields that scores on a split depend on, beside the model, with their values, as --set takes them."""
+    names = sorted(task_class(config.task.kind).evaluated_by(split))
+    return tuple(f"task.{name}={_text(reduce(getattr, name.split('.'), config.task))}" for name in names)
+
+
+def _refuse_without_effect(own: Config, changed: Config) -> None:
+    """A score must not be called by a change that was never made."""
+    task = task_class(own.task.kind)
+    taken = {f"task.{name}" for split in SPLITS for name in task.evaluated_by(split)} - DATA
+    if others := changes(own.to_dict(), changed.to_dict()).keys() - taken - ELSEWHERE:
+        raise AcutanceError(
+            f"an evaluation cannot change {', '.join(sorted(others))}: it takes the model as the run left it, on the "
+            "data it is for. A model is changed by training or by acutance mitigate; here, --set takes "
+            f"{', '.join(sorted({*taken, 'task.data_dir'}))}"
+        )
 
 
 def evaluate_run(
@@ -126,13 +150,15 @@ def evaluate_run(
         split: "test", or "val" or "train" of the training set.
         weights: the last ones, which recipes report, or the best on the held-out slice.
         data_dir: where the data is now, if it moved.
-        settings: fields to change, e.g. `task.multi_scale=false`; they are part of the file's name.
+        settings: fields to change, e.g. `task.multi_scale=false`, of those that the evaluation reads; those that the
+            scores depend on are part of the file's name.
         device: cpu, cuda or auto. Under torchrun the processes share the work.
     """
     if weights not in ("last", "best"):
         raise AcutanceError(f"weights are last or best, not {weights!r}")
     where = Path(folder)
     path = weights_path(where, weights)
+    changed = resolved_settings(where, split, settings)
     config = override(with_data_dir(Run(where).config(), data_dir), settings)
     refuse_seen(where, Run(where).config(), split, weights)
     with processes.joined() as (rank, world):
@@ -142,7 +168,7 @@ def evaluate_run(
         found = Evaluation(
             split=split,
             weights=weights,
-            settings=resolved_settings(where, settings),
+            settings=changed,
             scores=scores,
             headline=task.headline,
             higher_is_better=task.higher_is_better,
@@ -179,4 +205,4 @@ def _from_body(body: Mapping[str, Any]) -> Evaluation:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else "none" if value is None else json.dumps(value)

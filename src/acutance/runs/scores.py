@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from acutance.errors import AcutanceError
 from acutance.files import digest
-from acutance.runs.evaluate import Weights, read_evaluations, resolved_settings, weights_file
-from acutance.train.run import INCIDENTAL, STARTS, Run
+from acutance.runs.evaluate import Weights, read_evaluations, read_with, resolved_settings, weights_file
+from acutance.train.config import Config
+from acutance.train.origin import essence
+from acutance.train.run import Run
 
 
 @dataclass(frozen=True)
 class Way:
     """How a score came about. Scores that came about in different ways are never put side by side."""
 
-    weights: Weights = "last"
-    settings: tuple[str, ...] = ()  # fields that were changed for the evaluation
-    precision: str = "float32"
+    weights: Weights
+    settings: tuple[str, ...]  # all fields that the scores depend on, changed for the evaluation or the run's own
+    precision: str
 
     def __str__(self) -> str:
-        changed = ", ".join(self.settings) or "nothing changed"
-        return f"{self.weights} weights, {changed}, {self.precision}"
+        return ", ".join([f"{self.weights} weights", *self.settings, self.precision])
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,17 @@ class ReadRun:
     kind: str
     seed: int
     essence: dict[str, Any]  # the configuration without what is incidental
+    plain: Way  # of an evaluation in which nothing is changed
     scored: Mapping[Way, Scored]
 
     @classmethod
     def of(cls, folder: Path, split: str) -> ReadRun:
         """Read its record and all its scores on a split."""
         run = Run(folder)
-        plain = run.config().to_dict()
-        essence = {  # each seed may start from a run of its own: what counts is whether it does
-            part: {n: bool(v) if n in STARTS else v for n, v in content.items() if n not in INCIDENTAL.get(part, ())}
-            for part, content in plain.items()
-        }
-        return cls(folder, run.recipe(), plain["task"]["kind"], plain["loop"]["seed"], essence, _scored(run, split))
+        config = run.config()
+        plain = Way("last", read_with(config, split), "float32")
+        scored = _scored(run, config, split, plain)
+        return cls(folder, run.recipe(), config.task.kind, config.loop.seed, essence(run), plain, scored)
 
     def refuse_outdated(self, way: Way) -> None:
         """A run that went on has other weights than those that were scored."""
@@ -63,14 +63,15 @@ class ReadRun:
             raise AcutanceError(f"{self.folder} went on after it was evaluated: evaluate it again")
 
 
-def _scored(run: Run, split: str) -> dict[Way, Scored]:
+def _scored(run: Run, config: Config, split: str, plain: Way) -> dict[Way, Scored]:
     """What a run has by the way it came about; on the held-out slice also what training itself found."""
     found = {
-        Way(e.weights, e.settings, e.precision): Scored(e.scores, e.model) for e in read_evaluations(run.folder, split)
+        Way(e.weights, _overlaid(plain.settings, e.settings), e.precision): Scored(e.scores, e.model)
+        for e in read_evaluations(run.folder, split)
     }
     result = run.result() if split == "val" else None
     if result is not None:
-        found[Way(precision=f"{run.config().loop.precision} in training")] = Scored(result["scores"])
+        found[replace(plain, precision=f"{config.loop.precision} in training")] = Scored(result["scores"])
     return found
 
 
@@ -81,18 +82,21 @@ def common_way(reads: Sequence[ReadRun], split: str, weights: Weights | None, se
             raise AcutanceError(
                 f"{read.folder} has no scores on {split!r}: {_how_to_get_them(Run(read.folder), split)}"
             )
-    wanted = None if settings is None else resolved_settings(reads[0].folder, settings)
+    first = reads[0]
+    wanted = None
+    if settings is not None:
+        wanted = _overlaid(first.plain.settings, resolved_settings(first.folder, split, settings))
     common = [
         way
-        for way in reads[0].scored
+        for way in first.scored
         if all(way in read.scored for read in reads)
         and weights in (None, way.weights)
         and wanted in (None, way.settings)
     ]
     if len(common) == 1:
         return common[0]
-    if Way() in common:
-        return Way()
+    if first.plain in common and all(read.plain == first.plain for read in reads):
+        return first.plain
     listed = "; ".join(f"{read.folder}: {' / '.join(map(str, read.scored))}" for read in reads)
     advice = "choose one with --weights and --set" if common else "evaluate them with the same options"
     raise AcutanceError(
@@ -101,7 +105,15 @@ def common_way(reads: Sequence[ReadRun], split: str, weights: Weights | None, se
     )
 
 
+def _overlaid(own: Sequence[str], settings: Sequence[str]) -> tuple[str, ...]:
+    """A run's own `name=value` for all that its scores depend on, with what was changed in its place."""
+    changed = {word.partition("=")[0]: word for word in settings}
+    return tuple(changed.get(word.partition("=")[0], word) for word in own)
+
+
 def _how_to_get_them(run: Run, split: str) -> str:
     if run.result() is None:
         return f"it is not finished. {run.how_to_go_on()}"
-    return f"acutance evaluate {run.folder} --split {split}"
+    older = run.folder / f"evaluation-{split}.json"
+    why = f"{older.name} was written by an earlier version, evaluate again with " if older.is_file() else ""
+    return f"{why}acutance evaluate {run.folder} --split {split}"

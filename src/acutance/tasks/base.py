@@ -72,6 +72,11 @@ class Task(ABC, Generic[ConfigT]):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The mean loss over a batch; it calls `model` once, in the way that DDP and FSDP expect."""
 
+    @classmethod
+    def evaluated_by(cls, split: str) -> tuple[str, ...]:
+        """The fields of the configuration, beside the model's, that scores on a split depend on."""
+        return ()
+
     @abstractmethod
     def evaluate(self, model: nn.Module, *, split: str = "val") -> dict[str, float]:
         """The scores on a split, `headline` among them; the same in every process."""

@@ -121,6 +121,11 @@ class ClassificationTask(Task[ClassificationConfig]):
         """The first images of the slice "val"."""
         return self._augment.plain(self._split("val").images[:PROBE_IMAGES])
 
+    @classmethod
+    def evaluated_by(cls, split: str) -> tuple[str, ...]:
+        """The data."""
+        return ("dataset",)
+
     @torch.no_grad()
     def evaluate(self, model: nn.Module, *, split: str = "val") -> dict[str, float]:
         """Top-1 and top-5 accuracy in percent, and the loss; the processes share the work, exactly."""

@@ -119,6 +119,11 @@ class ImageNetTask(Task[ImageNetConfig]):
         for batch, _ in self._evaluated(self._split(split), indices):
             yield self._augment.plain(batch)
 
+    @classmethod
+    def evaluated_by(cls, split: str) -> tuple[str, ...]:
+        """The data, and which of them are held out."""
+        return ("test_shards",) if split == "test" else ("shards", "held_out_every")
+
     @torch.no_grad()
     def evaluate(self, model: nn.Module, *, split: str = "val") -> dict[str, float]:
         """Top-1 and top-5 accuracy in percent, and the loss; the processes share the work, exactly."""

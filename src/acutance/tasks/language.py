@@ -122,6 +122,11 @@ class LanguageTask(Task[LanguageTaskConfig]):
         losses: Tensor = model(tokens, targets)
         return losses.mean()
 
+    @classmethod
+    def evaluated_by(cls, split: str) -> tuple[str, ...]:
+        """The text, and how the window moves over it."""
+        return "corpus", "length", "test_stride" if split == "test" else "val_stride"
+
     def evaluate(self, model: nn.Module, *, split: str = "val") -> dict[str, float]:
         """Perplexity and its logarithm over sliding windows; the processes share the work.
 

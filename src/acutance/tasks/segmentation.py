@@ -125,6 +125,12 @@ class SegmentationTask(Task[SegmentationConfig]):
             middles.append(F.pad(middle, (0, size - middle.shape[2], 0, size - middle.shape[1])))
         return torch.stack(middles).to(self.device)
 
+    @classmethod
+    def evaluated_by(cls, split: str) -> tuple[str, ...]:
+        """The data, and how whole images are read."""
+        everywhere = "dataset", "windows.short_side", "windows.size", "windows.stride"
+        return (*everywhere, "multi_scale") if split == "test" else everywhere
+
     def evaluate(self, model: nn.Module, *, split: str = "val") -> dict[str, float]:
         """Mean IoU and accuracies over sliding windows; on "test" with several scales and flips too, as `miou_ms`."""
         splits: dict[str, Split] = {"train": "train", "val": "val", "test": "test"}

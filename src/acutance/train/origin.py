@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from acutance.errors import AcutanceError
 from acutance.files import digest
 from acutance.models.checkpoint import CLASS_KEY, CONFIG_KEY
-from acutance.train.run import STARTS, Run
+from acutance.tasks import task_class
+from acutance.train.run import INCIDENTAL, STARTS, Run
 
 # With these the same tensors are another model, which nothing would notice: shapes stay as they are.
 NEVER_MEANT = ("heads", "norm", "cutoffs")
@@ -29,6 +30,7 @@ class Origin:
     model: str | None  # its class, if the file says so
     recipe: str | None  # of the run it lies in, if it does
     differs: dict[str, list[Any]]  # fields of the model: what the weights were trained with, what is being built
+    trained: dict[str, Any] | None = None  # the essence of the run of which these are the last or the best weights
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for the run's record."""
@@ -52,13 +54,42 @@ def origin_of(task: Any) -> Origin | None:
     if not file.is_file():
         raise _missing(field, file)
     model, trained, learnt = _read(file)
-    built = task.model.to_dict()
+    built = {"norm": "pre"} | task.model.to_dict()  # as a Segmenter's always is, without saying so
     _refuse_other_class(file, model, built)
     differs = _differing(trained, built, only_encoder=field == "encoder_weights")
-    _refuse_never_meant(file, differs)
+    _refuse_never_meant(file, differs, task.model.to_dict())
     _refuse_learnt(file, trained, learnt)
     run = Run(file.parent)
-    return Origin(str(file), digest(file), model, run.recipe() if run.exists() else None, differs)
+    recipe = run.recipe() if run.exists() else None
+    of_run = essence(run) if run.exists() and file in (run.model_path, run.best_path) else None
+    return Origin(str(file), digest(file), model, recipe, differs, of_run)
+
+
+def essence(run: Run) -> dict[str, Any]:
+    """What a run is made of, less what is incidental and what only its test reads.
+
+    Runs of one essence differ in their seeds, and so may the runs that they start from.
+    """
+    plain, start = run.config().to_dict(), run.start()
+    task = task_class(plain["task"]["kind"])
+    tested = {f"task.{name}" for name in {*task.evaluated_by("test")} - {*task.evaluated_by("val")}}
+    return {
+        part: {
+            name: _weights(value, start) if name in STARTS else value
+            for name, value in content.items()
+            if f"{part}.{name}" not in INCIDENTAL | tested
+        }
+        for part, content in plain.items()
+    }
+
+
+def _weights(path: str | None, start: Mapping[str, Any] | None) -> str | dict[str, Any] | None:
+    """What weights are, of whichever seed: their run's essence and which of its files, or else the very file."""
+    if path is None or start is None:  # a start that no record tells of has only its path
+        return path
+    if start.get("trained") is None:
+        return f"sha256 {start['sha256'][:16]}"
+    return {"file": Path(start["file"]).name, **start["trained"]}
 
 
 def _read(file: Path) -> tuple[str | None, dict[str, Any], list[str]]:
@@ -94,13 +125,14 @@ def _differing(there: Mapping[str, Any], here: Mapping[str, Any], *, only_encode
     return {name: [there[name], new] for name, new in built.items() if name in there and there[name] != new}
 
 
-def _refuse_never_meant(file: Path, differs: Mapping[str, list[Any]]) -> None:
+def _refuse_never_meant(file: Path, differs: Mapping[str, list[Any]], choices: Mapping[str, Any]) -> None:
     for name in NEVER_MEANT:
         if name in differs:
             old, new = map(_shown, differs[name])
+            choice = f"--set task.model.{name}={old}, or " if name in choices else ""
             raise AcutanceError(
                 f"{file} was trained with {name} {old}, and a model with {name} {new} would take the same tensors for "
-                f"something else: --set task.model.{name}={old}, or start from other weights"
+                f"something else: {choice}start from other weights"
             )
 
 

@@ -27,10 +27,10 @@ from acutance.version import __version__
 FORMAT = "acutance-run/1"
 RESULT_FORMAT = "acutance-result/1"
 # Fields that say where, how fast or how often, but not what comes out.
-INCIDENTAL = {
-    "loop": ("seed", "strategy", "graph", "checkpoint_every", "keep_last", "log_every", "monitor_every"),
-    "task": ("data_dir", "workers", "compile_augment"),
-}
+INCIDENTAL = frozenset({
+    "loop.seed", "loop.strategy", "loop.graph", "loop.checkpoint_every", "loop.keep_last", "loop.log_every",
+    "loop.monitor_every", "task.data_dir", "task.workers", "task.compile_augment",
+})  # fmt: skip
 STARTS = ("weights", "encoder_weights")  # of a task: what it starts from
 LONGEST_NAME = 80  # of what a folder's or a file's name says of changed fields
 PACKAGES = ("lightning", "numpy", "safetensors", "tensorboard", "pillow", "scikit-learn", "triton")
@@ -102,6 +102,11 @@ class Run:
         name: str | None = read_json(self.record_path, FORMAT, lambda body: body["recipe"])
         return name
 
+    def start(self) -> dict[str, Any] | None:
+        """What is recorded of the weights it started from, if it did."""
+        found: dict[str, Any] | None = read_json(self.record_path, FORMAT, lambda body: body.get("start"))
+        return found
+
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write how good it became: the sign that it is finished."""
         atomic_write(self.result_path, _json({"format": RESULT_FORMAT, **result}))
@@ -121,9 +126,8 @@ def default_folder(recipe: str, plain: Config, config: Config) -> Path:
         plain: its configuration.
         config: the run's.
     """
-    incidental = {f"{part}.{name}" for part, names in INCIDENTAL.items() for name in names}
     differing = changes(plain.to_dict(), config.to_dict())
-    words = ",".join(_word(name, new) for name, (_, new) in differing.items() if name not in incidental)
+    words = ",".join(_word(name, new) for name, (_, new) in differing.items() if name not in INCIDENTAL)
     return Path("runs") / "-".join(filter(None, [recipe, in_a_name(words), f"seed{config.loop.seed}"]))
 
 
