@@ -92,9 +92,11 @@ def write(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> Path:
     shared = {
         "batch": arguments.batch,
         "steps": arguments.steps,
-        "device": results.hardware(arguments.device, toy=arguments.device == "cpu"),
-        "versions": results.versions(),
-        "command": results.command("python benchmarks/augment.py", sys.argv[1:]),
+        **results.provenance(
+            arguments.device,
+            results.command("python benchmarks/augment.py", sys.argv[1:]),
+            toy=arguments.device == "cpu",
+        ),
     }
     name = results.file_name("augment", arguments.device, "uint8", arguments.label)
     return results.write_rows(arguments.results / name, rows, shared)

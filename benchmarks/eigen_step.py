@@ -79,9 +79,11 @@ def write(rows: list[Row], arguments: argparse.Namespace) -> Path:
         "steps": arguments.steps,
         "mode": arguments.mode if arguments.compile else "eager",
         "compiled": arguments.compile,
-        "device": results.hardware(arguments.device, toy=arguments.device == "cpu"),
-        "versions": results.versions(),
-        "command": results.command("python benchmarks/eigen_step.py", sys.argv[1:]),
+        **results.provenance(
+            arguments.device,
+            results.command("python benchmarks/eigen_step.py", sys.argv[1:]),
+            toy=arguments.device == "cpu",
+        ),
     }
     mode = "" if arguments.mode == "default" else arguments.mode
     name = results.file_name("eigen_step", arguments.device, arguments.dtype, mode, arguments.label)

@@ -162,11 +162,7 @@ def main() -> None:
     device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float16")
     if not on_gpu:
         print("no CUDA: a toy size on the CPU, to see that everything runs. The ratios mean nothing", file=sys.stderr)
-    shared = {
-        "device": results.hardware(device, toy=not on_gpu),
-        "versions": results.versions(),
-        "command": results.command("python benchmarks/gelu.py", sys.argv[1:]),
-    }
+    shared = results.provenance(device, results.command("python benchmarks/gelu.py", sys.argv[1:]), toy=not on_gpu)
     pace = Pace(arguments.repetitions, steps=5, warm_up=3, refresh=1, calls=CALLS) if on_gpu else Pace(1, 1, 1, 0)
     rows: list[Row] = []
     for shape in SHAPES if on_gpu else TOY:

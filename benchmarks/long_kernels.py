@@ -29,7 +29,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from acutance.bench import results
 from acutance.bench.results import Row
-from acutance.bench.timing import Step, first_line, seconds_per_step, spread
+from acutance.bench.timing import Step, seconds_per_step, spread
+from acutance.errors import first_line
 from acutance.kernels import long_backward, long_forward
 from acutance.kernels.long_tiles import Tile
 
@@ -243,11 +244,9 @@ def main() -> None:
     device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
     if not on_gpu:
         print("no CUDA: a toy size on the CPU, to see that everything runs. The ratios mean nothing", file=sys.stderr)
-    shared = {
-        "device": results.hardware(device, toy=not on_gpu),
-        "versions": results.versions(),
-        "command": results.command("python benchmarks/long_kernels.py", sys.argv[1:]),
-    }
+    shared = results.provenance(
+        device, results.command("python benchmarks/long_kernels.py", sys.argv[1:]), toy=not on_gpu
+    )
     rows: list[Row] = []
     for shape, tiles in CASES if on_gpu else TOY:
         inputs = Inputs.random(shape, device, getattr(torch, dtype))

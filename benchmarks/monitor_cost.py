@@ -149,9 +149,11 @@ def write(rows: list[Row], arguments: argparse.Namespace) -> Path:
         "every": arguments.every,
         "repetitions": arguments.repetitions,
         "compiled": arguments.compile,
-        "device": results.hardware(arguments.device, toy=arguments.device == "cpu"),
-        "versions": results.versions(),
-        "command": results.command("python benchmarks/monitor_cost.py", sys.argv[1:]),
+        **results.provenance(
+            arguments.device,
+            results.command("python benchmarks/monitor_cost.py", sys.argv[1:]),
+            toy=arguments.device == "cpu",
+        ),
     }
     name = results.file_name("monitor_cost", arguments.device, arguments.dtype)
     return results.write_rows(arguments.results / name, rows, shared)

@@ -136,9 +136,7 @@ def write(rows: list[Cell], arguments: argparse.Namespace) -> Path:
     shared = {
         "heads": HEADS[arguments.device],
         "width": WIDTH,
-        "device": results.hardware(arguments.device),
-        "versions": results.versions(),
-        "command": results.command("python benchmarks/operator_memory.py", sys.argv[1:]),
+        **results.provenance(arguments.device, results.command("python benchmarks/operator_memory.py", sys.argv[1:])),
     }
     table = [
         {

@@ -143,11 +143,9 @@ def main() -> None:
     device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
     if not on_gpu:
         print("no CUDA: a toy size on the CPU, to see that everything runs. The ratios mean nothing", file=sys.stderr)
-    shared = {
-        "device": results.hardware(device, toy=not on_gpu),
-        "versions": results.versions(),
-        "command": results.command("python benchmarks/residual_norm.py", sys.argv[1:]),
-    }
+    shared = results.provenance(
+        device, results.command("python benchmarks/residual_norm.py", sys.argv[1:]), toy=not on_gpu
+    )
     path = arguments.results / results.file_name("residual_norm", device, dtype)
     pace = Pace(arguments.repetitions, steps=25 if on_gpu else 1, warm_up=4 if on_gpu else 1, calls=SETS)
     done: list[Row] = []

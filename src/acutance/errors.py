@@ -31,3 +31,9 @@ class SeveralStacksError(AcutanceError):
     def __init__(self, message: str, parts: list[str]) -> None:
         super().__init__(message)
         self.parts = parts
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says, in short."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__

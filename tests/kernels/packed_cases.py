@@ -43,3 +43,9 @@ def expected(leaves, grad, heads, kv_heads, scale, causal=False):
     leaves = [x.detach().double().requires_grad_() for x in leaves]
     out = plain(*leaves, heads, kv_heads, scale, causal)
     return out.detach(), torch.autograd.grad(out, leaves, grad.double())
+
+
+def error(ours, theirs):
+    """Relative; of one token alone the contrast's gradient is 0, and must be so exactly."""
+    found = (ours.double() - theirs).norm()
+    return (found / theirs.norm()).item() if theirs.norm() > 0 else found.item()

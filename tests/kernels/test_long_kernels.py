@@ -24,10 +24,6 @@ DTYPES = list(TOLERANCE) if CUDA else [torch.float32, torch.float16]  # NumPy, t
 CASES = [(shape, dtype) for shape in SHAPES for dtype in DTYPES if CUDA or dtype == torch.float32 or shape == SHAPES[3]]
 
 
-def error(ours, theirs):
-    return ((ours.double() - theirs).norm() / theirs.norm()).item()
-
-
 def inputs(shape, dtype=torch.float32, size=1.0):
     """q, k and v, v⁰, λ per head, and a gradient."""
     batch, tokens, heads, kv_heads, width = shape
@@ -63,7 +59,7 @@ def test_outputs_and_gradients_follow_the_formula(shape, causal, dtype):
     theirs = expected(qkv, first, strength, grad, shape, causal)
     ours = found(qkv, first, strength, grad, shape, causal)
     for mine, other in zip(ours, theirs, strict=True):
-        assert error(mine, other) < TOLERANCE[dtype]
+        assert packed_cases.error(mine, other) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
@@ -74,7 +70,7 @@ def test_a_strength_may_be_constant_or_left_out(constant, causal):
     theirs = expected(qkv, first, torch.full_like(strength, constant or 0.0), grad, shape, causal)
     ours = found(qkv, None if constant is None else first, None, grad, shape, causal, constant or 0.0)
     for mine, other in zip(ours[:2], theirs[:2], strict=True):
-        assert error(mine, other) < 2e-5
+        assert packed_cases.error(mine, other) < 2e-5
 
 
 @pytest.mark.parametrize("width", [16, *(pytest.param(width, marks=pytest.mark.cuda) for width in (32, 64, 128))])
@@ -89,7 +85,7 @@ def test_the_tables_own_tiles(causal, width):
         for mine, other in zip(
             found(qkv, first, strength, grad, shape, causal, query_tile=None, key_tile=None), theirs, strict=True
         ):
-            assert error(mine, other) < TOLERANCE[dtype]
+            assert packed_cases.error(mine, other) < TOLERANCE[dtype]
 
 
 def test_a_tile_for_every_width_and_precision():
@@ -127,7 +123,7 @@ def test_very_low_logits_leave_nothing_behind_the_last_token():
         expected(qkv, first, strength, grad, shape, False),
         strict=True,
     ):
-        assert error(mine, other) < 2e-4  # logits of 700 have that precision in float32
+        assert packed_cases.error(mine, other) < 2e-4  # logits of 700 have that precision in float32
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])

@@ -24,12 +24,6 @@ DTYPES = list(TOLERANCE) if CUDA else [torch.float32, torch.float16]  # NumPy, t
 PARTS = ("qkv", "first", "strength", "contrast", "residual")
 
 
-def error(ours, theirs):
-    """Relative; of one token alone the contrast's gradient is 0, and must be so exactly."""
-    found = (ours.double() - theirs).norm()
-    return (found / theirs.norm()).item() if theirs.norm() > 0 else found.item()
-
-
 def check(shape, parts, dtype=torch.float32, causal=False, kv_heads=None, scale=0.3):
     """Output and all gradients, with the named parts in play and the others left out."""
     batch, tokens, heads, width = shape
@@ -41,11 +35,11 @@ def check(shape, parts, dtype=torch.float32, causal=False, kv_heads=None, scale=
     out, grads = packed_cases.expected(leaves.values(), grad, heads, kv_heads, scale, causal)
     used = {name: leaves[name].detach().requires_grad_() for name in ("qkv", *parts)}
     ours = packed.attention(**used, heads=heads, scale=scale, causal=causal, kv_heads=kv_heads)
-    assert error(ours, out) < TOLERANCE[dtype]
+    assert packed_cases.error(ours, out) < TOLERANCE[dtype]
     found = dict(zip(used, torch.autograd.grad(ours, list(used.values()), grad), strict=True))
     for name, theirs in zip(PARTS, grads, strict=True):
         if name in found:
-            assert error(found[name], theirs) < TOLERANCE[dtype], name
+            assert packed_cases.error(found[name], theirs) < TOLERANCE[dtype], name
 
 
 @needs_kernels
@@ -63,9 +57,9 @@ def test_a_constant_strength_is_one_for_all_heads(shape):
     leaves = [x.detach().requires_grad_() for x in (qkv, first)]
     ours = packed.attention(leaves[0], heads, 0.3, leaves[1], 0.6)
     learnt = packed.attention(leaves[0], heads, 0.3, leaves[1], torch.full((heads,), 0.6, device=DEVICE))
-    assert error(ours, learnt.double()) < 1e-6
+    assert packed_cases.error(ours, learnt.double()) < 1e-6
     for mine, theirs in zip(*(torch.autograd.grad(u, leaves, grad) for u in (ours, learnt)), strict=True):
-        assert error(mine, theirs.double()) < 1e-6
+        assert packed_cases.error(mine, theirs.double()) < 1e-6
 
 
 @needs_kernels

@@ -30,6 +30,11 @@ def versions() -> str:
     return f"python {platform.python_version()}, torch {torch.__version__}, cuda {torch.version.cuda}"
 
 
+def provenance(device: str, command: str, *, toy: bool = False) -> Row:
+    """What every row says of how it came about."""
+    return {"device": hardware(device, toy=toy), "versions": versions(), "command": command}
+
+
 def file_name(stem: str, device: str, dtype: str, *labels: str) -> str:
     """All of a file's name, so that none needs to be given one by hand: device, dtype, versions, labels."""
     on_gpu = torch.device(device).type == "cuda"

@@ -16,8 +16,7 @@ from rich.table import Table as Picture
 from acutance.bench import efficiency, eigen, floor, language, lengths, measuring, results, steps, throughput
 from acutance.bench.results import Row
 from acutance.bench.settings import Settings, Table, free
-from acutance.bench.timing import first_line
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, first_line
 
 HEADINGS = {
     "heading": "",
@@ -79,11 +78,9 @@ def run_groups(names: Sequence[str], settings: Settings, out: Path, console: Con
 
 
 def _run_group(name: str, settings: Settings, out: Path, console: Console) -> tuple[Path, list[Row]]:
-    shared = {
-        "device": results.hardware(settings.device, toy=not settings.on_gpu),
-        "versions": results.versions(),
-        "command": f"acutance bench --only {name}{' --quick' if settings.quick else ''}",
-    }
+    shared = results.provenance(
+        settings.device, f"acutance bench --only {name}{' --quick' if settings.quick else ''}", toy=not settings.on_gpu
+    )
     path = out / results.file_name(f"bench-{name}", settings.device, settings.dtype_name)
     done: list[Row] = []
     for table in GROUPS[name](settings):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -70,22 +71,22 @@ def end_to_end(config: Config, settings: Settings) -> Step:
     task = ClassificationTask(config.task, seed=0, device=engine.device, images=random_images(settings))
     stepper = Stepper(config, engine, task)
     batches: Iterator[Any] = task.batches(config.loop.batch_size, 0, stepper.shares[0])
-    steps = iter(range(1 << 40))
+    numbers = count()
 
     def step() -> None:
-        stepper(next(steps), (next(batches),), RATE)
+        stepper(next(numbers), (next(batches),), RATE)
 
     return step
 
 
 def random_images(settings: Settings) -> Images:
     """As many as CIFAR-100 has, of its size and classes."""
-    count = IMAGES if settings.on_gpu else 64
+    images = IMAGES if settings.on_gpu else 64
     generator = torch.Generator().manual_seed(0)
     return Images(
         "random images",
-        torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator),
-        torch.randint(100, (count,), generator=generator),
+        torch.randint(256, (images, 3, 32, 32), dtype=torch.uint8, generator=generator),
+        torch.randint(100, (images,), generator=generator),
         tuple(map(str, range(100))),
         mean=(0.5,) * 3,
         std=(0.25,) * 3,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from acutance.bench.results import Row
+from acutance.errors import first_line
 
 MIB = 2**20
 
@@ -184,11 +185,6 @@ def spread(name: str, values: Sequence[float], spec: str) -> Row:
     low, middle, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else [*values] * 3
     found = {"": middle, "_q1": low, "_q3": high, "_min": min(values), "_max": max(values)}
     return {f"{name}{ending}": format(value, spec) for ending, value in found.items()}
-
-
-def first_line(error: BaseException) -> str:
-    """What went wrong, in short."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _say(text: str) -> None:

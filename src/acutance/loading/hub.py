@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, first_line
 
 PATIENCE = 10  # seconds
 
@@ -73,10 +73,10 @@ def _explained(name: str, repository: str | None, error: Exception, silence: Exc
             return f"{name}: there is no public model {repository!r} on the Hub, and no such file or folder here"
         if silence is not None and (_any(kinds, errors.LocalEntryNotFoundError) or _any(kinds, FileNotFoundError)):
             return (
-                f"{name} cannot be downloaded: {constants.ENDPOINT} does not answer ({_first_line(silence)}). "
+                f"{name} cannot be downloaded: {constants.ENDPOINT} does not answer ({first_line(silence)}). "
                 f"It was not downloaded before, and there is no file or folder {repository!r} here"
             )
-    return f"{name} cannot be loaded: {_first_line(error)}"
+    return f"{name} cannot be loaded: {first_line(error)}"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -87,8 +87,3 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _any(kinds: set[type], wanted: type) -> bool:
     return any(issubclass(kind, wanted) for kind in kinds)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__

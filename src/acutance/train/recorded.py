@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, first_line
 
 WARM_UP = 3  # calls in which kernels are compiled and chosen and the optimiser makes its moments
 
@@ -74,6 +74,6 @@ class Recorded:
         except RuntimeError as error:
             raise AcutanceError(
                 "the step cannot be recorded as a CUDA graph: something in it waits for the device or depends on "
-                f"numbers there ({next(iter(str(error).splitlines()), error)}). --set loop.graph=false trains without"
+                f"numbers there ({first_line(error)}). --set loop.graph=false trains without"
             ) from error
         return graph
