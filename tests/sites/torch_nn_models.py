@@ -95,3 +95,30 @@ class Model(nn.Module):
     def forward(self, x):
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), self.embed(x)], dim=1)
         return self.head(self.norm(self.blocks(x))[:, 0])
+
+
+def cross_attention():
+    return nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+
+
+class PostNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.norm = SelfAttention(True), nn.LayerNorm(DIM)
+
+    def forward(self, x):
+        return self.norm(x + self.attention(x))
+
+
+class WithPositions(nn.Module):
+    """As in detection Transformers: positions are added to queries and keys alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn, self.norm = nn.MultiheadAttention(DIM, HEADS, batch_first=True), nn.LayerNorm(DIM)
+        self.positions = nn.Parameter(torch.ones(TOKENS, DIM))
+
+    def forward(self, x):
+        h = self.norm(x)
+        q = self.positions + h
+        return x + self.attn(q, q, h)[0]
