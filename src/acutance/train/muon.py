@@ -1,7 +1,7 @@
 """Muon (https://kellerjordan.github.io/posts/muon/) for the matrices inside the blocks, AdamW for everything else.
 
 A matrix moves by its momentum made nearly orthogonal, so that all directions move alike. `torch.optim.Muon` does so one
-matrix after another, which costs as much as the model's own step; here the matrices of one shape go together.
+matrix after another, a few dozen launches each; here the matrices of one shape go together.
 """
 
 from __future__ import annotations
