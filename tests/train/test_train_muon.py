@@ -1,5 +1,7 @@
 """Muon: its directions, its equality with torch's own, and what it leaves to AdamW."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -87,10 +89,11 @@ def test_another_optimiser_cannot_go_on(tmp_path):
 
 
 def test_sharded_matrices_are_refused_before_a_run_is_begun(tmp_path):
-    config = tiny("optim.name=muon", "loop.strategy=fsdp")
+    config, before = tiny("optim.name=muon", "loop.strategy=fsdp"), dict(os.environ)
     with pytest.raises(AcutanceError, match=r"needs whole matrices, which loop\.strategy=fsdp shards"):
         fit(config, tmp_path / "run", processes=1)
     assert not (tmp_path / "run").exists()
+    assert {name for name in os.environ.keys() - before.keys() if "RANK" in name or "MASTER" in name} == set()
 
 
 def test_everything_else_moves_by_adamw():

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # What torch warns of and our models do not do: they work on no output in place. The strides cost nothing.
 HARMLESS = ("FSDP2-wrapped module .* returned a view tensor", "Grad strides do not match bucket view strides")
+PLACES = {"LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # which Fabric sets
 STACKS = ("blocks", "layers")  # the lists whose entries are sharded one by one
 
 
@@ -43,6 +44,7 @@ class Engine:
         self.strategy = _resolved(loop.strategy, processes)
         self._compile = loop.compile
         self._owns_group = not (dist.is_available() and dist.is_initialized())
+        self._environment = dict(os.environ)
         self._fabric = _fabric(self.strategy, loop.precision, device, processes)
         self._fabric.launch()
         self.rank, self.world = self._fabric.global_rank, self._fabric.world_size
@@ -97,9 +99,12 @@ class Engine:
         return result
 
     def close(self) -> None:
-        """Leave the other processes."""
+        """Leave the other processes, and no trace of them in the environment, which others take for torchrun's."""
         if self._owns_group and dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
+        for name in os.environ.keys() - self._environment.keys():
+            if name in PLACES:
+                del os.environ[name]
 
 
 def _resolved(strategy: Strategy, processes: int | None) -> Strategy:
