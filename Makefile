@@ -43,6 +43,7 @@ demo: $(READY)  ## Train three small ViTs, measure each layer by layer, compare 
 
 # One thread per process: two torch processes with default threads on two cores get in each other's way.
 test: export OMP_NUM_THREADS = 1
+test: export PYTHONFAULTHANDLER = 1
 test: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/.cache/inductor
 test: lint $(TIMM)/.ready $(TRITON)/.ready  ## Lint, type-check, and run every test and every snippet in the documentation
 	$(BIN)/pytest -n 2 $(COVERAGE)

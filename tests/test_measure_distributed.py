@@ -1,11 +1,8 @@
 """A model in DDP or FSDP2 is measured by two processes: the numbers of one, however the batches fall."""
 
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -14,6 +11,7 @@ import acutance as ac
 from acutance.errors import AcutanceError
 from acutance.laboratory import kernel_assumptions
 from acutance.models import ViT
+from together import in_two_processes
 
 METRICS = ["token_cosine", "attention_entropy"]
 
@@ -49,11 +47,7 @@ def assert_equal(found, expected):
     )
 
 
-def worker(rank, folder):
-    torch.set_num_threads(1)
-    patience = timedelta(seconds=60)  # a hang fails
-    meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=patience)
+def worker(rank):
     for wrap in (lambda: DistributedDataParallel(build()), sharded):
         for count in (1, 3, 4):  # of one batch, the second process has nothing of its own
             for kind in (list, iter):
@@ -74,13 +68,11 @@ def worker(rank, folder):
     loader = DataLoader(samples, sampler=DistributedSampler(samples))
     with pytest.raises(AcutanceError, match="DistributedSampler has done so already"):
         figures(build(), loader, across_processes=True)
-    dist.barrier()  # who leaves first would cut the other off
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_two_processes_with_unequal_shares_give_the_numbers_of_one(tmp_path):
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    in_two_processes(worker)
 
 
 def test_what_wraps_a_model_is_not_read():

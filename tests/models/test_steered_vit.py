@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +14,7 @@ from acutance.mitigations import Eigen, eigen
 from acutance.models import ViT, from_checkpoint, load_checkpoint, save_checkpoint
 from acutance.sites import find
 from acutance.steer import fold
+from together import in_two_processes
 
 TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
 BASES = ["qr", "polar", "cayley", "householder", "inverse"]
@@ -197,17 +196,13 @@ def two_steps(model, batch):
 
 
 def worker(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     found = two_steps(DistributedDataParallel(seeded("eigen:negative,basis=cayley")), images()[2 * rank : 2 * rank + 2])
     torch.save(found, f"{folder}/{rank}.pt")
-    dist.barrier()  # who leaves first would cut the other off
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path):
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    in_two_processes(worker, tmp_path)
     expected = two_steps(seeded("eigen:negative,basis=cayley"), images())
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
@@ -219,20 +214,16 @@ def test_two_processes_train_as_one(tmp_path):
 def shard_worker(rank, folder):
     from torch.distributed.fsdp import fully_shard
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     model = seeded()
     for block in model.blocks:
         fully_shard(block)
     found = two_steps(fully_shard(model), images())
     torch.save({name: g.full_tensor() for name, g in found.items()}, f"{folder}/{rank}.pt")
-    dist.barrier()  # who leaves first would cut the other off
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_sharded_training_has_the_same_gradients(tmp_path):
-    mp.spawn(shard_worker, args=(str(tmp_path),), nprocs=2)
+    in_two_processes(shard_worker, tmp_path)
     expected = two_steps(seeded(), images())
     found = torch.load(tmp_path / "0.pt", weights_only=True)
     for name, gradient in expected.items():

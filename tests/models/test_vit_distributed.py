@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from acutance.models import ViT
+from together import in_two_processes
 
 
 def build():
@@ -28,17 +27,13 @@ def two_steps(model, images):
 
 
 def worker(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     gradients = two_steps(DistributedDataParallel(build()), batch()[2 * rank : 2 * rank + 2])
     torch.save(gradients, f"{folder}/{rank}.pt")
-    dist.barrier()  # who leaves first would cut the other off
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_learnt_strength_trains_in_two_processes_as_in_one(tmp_path):
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    in_two_processes(worker, tmp_path)
     expected = two_steps(build(), batch())
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)

@@ -4,8 +4,6 @@ import contextlib
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from monitor_worlds import assert_same, build, data, outcome, probe, seed_everything
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -13,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import acutance as ac
 from acutance.monitor import History
+from together import in_two_processes
 
 STEPS, EVERY = 4, 2
 
@@ -47,8 +46,6 @@ def sharded():
 
 
 def worker(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     options = {"every": EVERY, "jsonl": f"{folder}/ddp.jsonl", "tensorboard": f"{folder}/ddp"}
 
     plain, model = build(), build()
@@ -64,13 +61,11 @@ def worker(rank, folder):
     monitor = ac.Monitor(model, probe(), every=EVERY, jsonl=f"{folder}/fsdp.jsonl")
     # Also between backward and step: gathered weights must not outlive the reading.
     assert_same(fit(model, model, rank, monitor, before_step=monitor.record), expected)
-    dist.barrier()  # who leaves first would cut the other off
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_both_ranks_train_as_without_and_one_writes(tmp_path):
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    in_two_processes(worker, tmp_path)
     assert list(History.load(tmp_path / "ddp.jsonl")) == [2, 4]
     assert len((tmp_path / "ddp.jsonl").read_text().splitlines()) == 2
     assert len(list((tmp_path / "ddp").glob("events*"))) == 1

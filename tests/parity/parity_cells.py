@@ -1,5 +1,6 @@
 """The gradient-parity matrix: its cells, how one is run, and when its gradients count as right."""
 
+import gc
 import re
 import traceback
 import warnings
@@ -113,8 +114,10 @@ def wanted_gradients(subject: Subject, heads: str, precision: str, device: str =
 def run_cell(library: str, cell: Cell, device: str = "cpu") -> Outcome:
     """Train as the cell says and compare the gradients."""
     subject = subject_of(library, DEPTH[cell.run])
-    torch._dynamo.reset()
-    counters.clear()
+    if cell.run == "compile":
+        gc.collect()  # models that are gone would still disown what is reset here, which torch may not survive
+        torch._dynamo.reset()
+        counters.clear()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

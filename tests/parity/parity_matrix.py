@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from parity_cells import (
     BUCKET,
     DEPTH,
@@ -30,6 +29,8 @@ from parity_cells import (
     wanted_gradients,
 )
 from parity_subjects import SUBJECTS, subject_of
+
+from together import in_two_processes
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "parity.md"
@@ -71,7 +72,7 @@ class Matrix:
 def _in_two_processes(library: str) -> dict[Cell, Outcome]:
     chosen = [cell for cell in cells(library) if cell.processes != "one process"]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, args=(library, chosen, folder), nprocs=2)
+        in_two_processes(_worker, library, chosen, folder)
         found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
     outcomes = {}
     for cell, *both in zip(chosen, *found, strict=True):
@@ -82,13 +83,9 @@ def _in_two_processes(library: str) -> dict[Cell, Outcome]:
 
 
 def _worker(rank: int, library: str, chosen: list[Cell], folder: str) -> None:
-    torch.set_num_threads(1)
     dist._DEFAULT_FIRST_BUCKET_BYTES = BUCKET
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     outcomes = [asdict(run_cell(library, cell)) for cell in chosen]
     Path(folder, f"{rank}.json").write_text(json.dumps(outcomes))
-    dist.barrier()  # who leaves first would cut the other off
-    dist.destroy_process_group()
 
 
 def smallest_cut(library: str, precision: str) -> float:

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
 
 from acutance.models import LanguageModel, Segmenter
 from acutance.tasks.language import sliding_loss
 from acutance.tasks.windows import MULTI, WindowConfig, segmented
+from together import in_two_processes
 
 WINDOWS = WindowConfig(short_side=8, size=8, stride=6, at_once=2)
 SIZES = [(8, 8), (8, 20), (15, 9)]  # of different numbers of windows, and no multiple of two images
@@ -55,17 +54,13 @@ def sharded(model):
 
 
 def worker(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     found = {"losses": losses(sharded(language())), "pixels": pixels(sharded(segmenter()))}
     Path(folder, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()  # who leaves first would cut the other off
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_two_processes_with_sharded_models_find_what_one_finds(tmp_path):
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    in_two_processes(worker, tmp_path)
     found = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
     assert found[0]["losses"] == found[1]["losses"]
     assert found[0]["losses"] == pytest.approx(losses(language()), rel=1e-12)

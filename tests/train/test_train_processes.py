@@ -5,13 +5,12 @@ import signal
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from train_worlds import assert_same_bits, bits, die_in, fit, tiny
 
 from acutance.data.augment import Augment
 from acutance.errors import AcutanceError
 from acutance.train.loop import Loop
+from together import in_two_processes
 
 # In float64, so that what is left is the order of summation. AdamW divides by the size of the gradient, so rounding
 # grows where a gradient is about zero: the bound is on weights of about 0.1 to 1 after 16 steps.
@@ -33,17 +32,16 @@ def use_float64(patch):
     patch.setattr(Augment, "plain", lambda *given: plain(*given).double())
 
 
-def join(rank, folder, name):
-    torch.set_num_threads(1)
+def like_torchrun(rank):
+    """What it says of a process; and float64."""
     use_float64(pytest.MonkeyPatch())
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=2)
 
 
 def killed_in_step_7(rank, folder):
     """What `kill -9` does to one of them; the other then finds nobody to talk to."""
-    join(rank, folder, "killed")
+    like_torchrun(rank)
     real = Loop._step
 
     def dying(self, step, parts):
@@ -56,7 +54,7 @@ def killed_in_step_7(rank, folder):
 
 
 def train_together(rank, folder):
-    join(rank, folder, "together")
+    like_torchrun(rank)
     fit(shared("ddp"), folder / "ddp")
     fit(shared("ddp"), folder / "ddp cut", resume=True)
     _, printed = fit(shared("fsdp"), folder / "fsdp")
@@ -69,7 +67,6 @@ def train_together(rank, folder):
         fit(shared("ddp"), folder / "in the way")
     with pytest.raises(AcutanceError, match="2 processes × 2 parts"):
         fit(shared("ddp", "loop.batch_size=18", "loop.accumulate=2"), folder / f"uneven {rank}")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +78,10 @@ def worlds(tmp_path_factory):
             fit(alone(), folder / "one")
             die_in(7, alone(), folder / "one then fsdp")
             with pytest.raises(Exception, match=r"SIGKILL|terminated"):
-                mp.spawn(killed_in_step_7, args=(folder,), nprocs=2)
+                in_two_processes(killed_in_step_7, folder)
             assert (folder / "ddp cut/checkpoints/step-000000005").is_dir()
             assert not (folder / "ddp cut/result.json").exists()
-            mp.spawn(train_together, args=(folder,), nprocs=2)
+            in_two_processes(train_together, folder)
             fit(alone(), folder / "fsdp then one", resume=True)
         finally:
             torch.set_default_dtype(torch.float32)

@@ -7,9 +7,7 @@ from itertools import islice
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from test_train_processes import assert_close, join, use_float64
+from test_train_processes import assert_close, like_torchrun, use_float64
 from torch._dynamo.utils import counters
 from train_worlds import bits, fit, tiny
 
@@ -19,6 +17,7 @@ from acutance.tasks.language import LanguageTask, LanguageTaskConfig
 from acutance.tasks.segmentation import SegmentationConfig
 from acutance.tasks.windows import WindowConfig
 from acutance.train import Config, LoopConfig, OptimConfig
+from together import in_two_processes
 
 LEARNT = {"constant": "neutreno:0.6", "learnt": "neutreno:0.6,learn=head"}
 STRATEGIES = ("ddp", "fsdp")
@@ -106,7 +105,7 @@ def compiling(patch):
 
 def train_together(rank, folder):
     patch = pytest.MonkeyPatch()
-    join(rank, folder, "together")
+    like_torchrun(rank)
     prepare(patch)
     for task, spec in CASES:
         for strategy in STRATEGIES:
@@ -119,7 +118,6 @@ def train_together(rank, folder):
             _, printed = fit(config, folder / f"{task} {spec} {strategy} compiled")
             assert ("compiled" in printed) == (rank == 0)
             assert counters["frames"]["ok"] > 0  # since reset: something was traced
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +130,7 @@ def worlds(tmp_path_factory):
         try:
             for task, spec in CASES:  # two parts a step; two processes have the same two, one each
                 fit(with_loop(TASKS[task](folder, LEARNT[spec]), accumulate=2), folder / f"{task} {spec} one")
-            mp.spawn(train_together, args=(folder,), nprocs=2)
+            in_two_processes(train_together, folder)
         finally:
             torch.set_default_dtype(torch.float32)
     return {path.name: bits(path) for path in folder.iterdir() if (path / "result.json").exists()}
