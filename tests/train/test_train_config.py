@@ -81,6 +81,12 @@ def test_values_get_the_type_of_their_field(assignment, read, expected):
         ("optim.lr.x=3", "optim.lr has no fields of its own"),
         ("loop.accumulate=3", "cannot be cut into 3 equal parts"),
         ("loop.keep_last=0", "loop.keep_last must be 1 or more"),
+        ("loop.monitor_every=0", "loop.monitor_every must be 1 or more, not 0"),
+        ("loop.evaluate_every=0", "loop.evaluate_every must be more than 0, not 0"),
+        ("loop.ema=1.5", "loop.ema must be at least 0 and less than 1, not 1.5"),
+        ("optim.lr=-1", "optim.lr must be 0 or more, not -1"),
+        ("optim.betas=[0.9, 1]", r"optim.betas must be at least 0 and less than 1, not \(0.9, 1.0\)"),
+        ("schedule.warmup=-1", "schedule.warmup must be 0 or more"),
         ("task.model.heads=3", "dim 8 cannot be shared out among 3 heads"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +13,22 @@ OptimiserName = Literal["adamw", "adam", "sgd", "muon"]
 ScheduleName = Literal["cosine", "poly", "constant"]
 Precision = Literal["fp32", "bf16"]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
+
+# How the range of a field is said, how it is asked, and which fields have it.
+RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("more than 0", lambda value: value > 0, "loop.epochs loop.evaluate_every optim.clip"),
+    (
+        "1 or more",
+        lambda value: value >= 1,
+        "loop.batch_size loop.accumulate loop.checkpoint_every loop.keep_last loop.log_every loop.monitor_every",
+    ),
+    (
+        "0 or more",
+        lambda value: value >= 0,
+        "optim.lr optim.weight_decay optim.eps schedule.warmup schedule.start schedule.final",
+    ),
+    ("at least 0 and less than 1", lambda value: 0 <= value < 1, "optim.betas optim.momentum loop.ema"),
+)
 
 
 @dataclass(frozen=True)
@@ -72,16 +88,17 @@ class Config:
     loop: LoopConfig = field(default_factory=LoopConfig)
 
     def __post_init__(self) -> None:
+        for words, holds, names in RANGES:
+            for name in names.split():
+                part, _, key = name.partition(".")
+                value = getattr(getattr(self, part), key)
+                if value is not None and not all(map(holds, value if isinstance(value, tuple) else (value,))):
+                    raise AcutanceError(f"{name} must be {words}, not {value}")
         if self.loop.batch_size % self.loop.accumulate:
             raise AcutanceError(
                 f"a batch of {self.loop.batch_size} cannot be cut into {self.loop.accumulate} equal parts: "
                 "choose loop.accumulate so that it divides loop.batch_size"
             )
-        for name in ("batch_size", "accumulate", "checkpoint_every", "keep_last", "log_every"):
-            if getattr(self.loop, name) < 1:
-                raise AcutanceError(f"loop.{name} must be 1 or more, not {getattr(self.loop, name)}")
-        if self.loop.epochs <= 0:
-            raise AcutanceError(f"loop.epochs must be more than 0, not {self.loop.epochs}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON; the task says its kind."""
