@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import warnings
 from functools import partial
 
@@ -67,7 +68,18 @@ def test_it_says_what_it_runs_on_and_with_which_attention(finished):
     assert "attention: SDPA flash for 2 × (16, 2, 17, 4) float32" in finished[2]
 
 
-def test_determinism_is_put_back(finished):
+@pytest.mark.parametrize("wanted", [True, False])
+def test_steps_are_deterministic_if_asked_and_it_is_put_back(tmp_path, monkeypatch, wanted):
+    seen, loss = set(), ClassificationTask.loss
+
+    def watched(*given):
+        seen.add((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+        return loss(*given)
+
+    monkeypatch.setattr(ClassificationTask, "loss", watched)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    fit(tiny("loop.epochs=0.5", f"loop.deterministic={json.dumps(wanted)}"), tmp_path / "run")
+    assert seen == {(wanted, ":4096:8" if wanted else None)}
     assert not torch.are_deterministic_algorithms_enabled()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from acutance.errors import AcutanceError, MissingExtraError
-from acutance.files import atomic_write
+from acutance.files import atomic_write, finite
+
+SECONDS_BETWEEN_LINES = 60
 
 
 class Logs:
@@ -28,7 +31,7 @@ class Logs:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One line, and one point for each of them."""
         with self.path.open("ab") as file:
-            file.write(json.dumps({"step": step, **values}).encode() + b"\n")
+            file.write(json.dumps({"step": step, **finite(values)}).encode() + b"\n")
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
         self._board.flush()
@@ -48,7 +51,10 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 class Bar:
-    """A progress bar with the loss, throughput and the time left; in processes other than the main one, nothing."""
+    """A progress bar with the loss, throughput and the time left; in processes other than the main one, nothing.
+
+    Where there is no terminal, as in a batch job, it is a line every minute.
+    """
 
     def __init__(self, console: Console, *, first: int, total: int, unit: str, shown: bool) -> None:
         self._progress = Progress(
@@ -63,6 +69,8 @@ class Bar:
             disable=not shown,
         )
         self._unit = unit
+        self._lines = console if shown and not (console.is_terminal or console.is_jupyter) else None
+        self._told = time.monotonic()
         self._task = self._progress.add_task("training", total=total, completed=first, speed="")
 
     def __enter__(self) -> Bar:
@@ -80,6 +88,14 @@ class Bar:
         """What is known since the last log point."""
         words = f"{speed:,.0f} {self._unit}/s"
         self._progress.update(self._task, description=f"epoch {epoch:.2f}  loss {loss:.4f}", speed=words)
+        if self._lines is not None and time.monotonic() - self._told >= SECONDS_BETWEEN_LINES:
+            self._told = time.monotonic()
+            self._lines.print(self._line(), highlight=False, soft_wrap=True)
+
+    def _line(self) -> str:
+        task = self._progress.tasks[self._task]
+        left = "" if task.time_remaining is None else f"  {timedelta(seconds=int(task.time_remaining))} left"
+        return f"step {task.completed:.0f} of {task.total:.0f}  {task.description}  {task.fields['speed']}{left}"
 
 
 class Meter:
