@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from acutance.errors import AcutanceError
 from acutance.train import checkpoint
 from acutance.train.checkpoint import DamagedError, Store, read_folder, write_folder
 
@@ -95,6 +96,35 @@ def test_a_malicious_pickle_is_refused_even_if_its_checksum_was_forged(tmp_path)
     assert not marker.exists()
     pickle.loads(body)  # what reading it in the usual way would have done
     assert marker.exists()
+
+
+def another_version(folder, monkeypatch):
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    (folder / "checkpoint.json").write_text(json.dumps({**manifest, "format": "acutance-checkpoint/2"}))
+
+
+def forbidden(folder, monkeypatch):
+    real = Path.read_bytes
+
+    def refusing(path):
+        if folder in path.parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refusing)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(another_version, "go on with the version that wrote it"), (forbidden, "may not be read by this user")],
+)
+def test_what_is_whole_but_cannot_be_read_here_is_not_put_aside(tmp_path, monkeypatch, change, message):
+    store = stored(tmp_path)
+    change(store.newest(), monkeypatch)
+    with pytest.raises(AcutanceError, match=message):
+        store.newest_good()
+    monkeypatch.undo()
+    assert [path.name for path in store.paths()] == ["step-000000002", "step-000000001"]
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "evil.pkl"])

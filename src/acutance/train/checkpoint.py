@@ -122,11 +122,14 @@ class Store:
 
 
 def _checked_manifest(folder: Path) -> Any:
-    """The manifest, if all files are what it says."""
+    """The manifest, if all files are what it says. What may not be read, or only by another version, is not damaged."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         if manifest["format"] != FORMAT:
-            raise DamagedError(f"{folder}: format {manifest['format']!r}, this version reads {FORMAT!r}")
+            raise AcutanceError(
+                f"{folder} has the format {manifest['format']!r} and this version of Acutance reads {FORMAT!r}: go on "
+                "with the version that wrote it"
+            )
         for name, expected in manifest["files"].items():
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise DamagedError(f"{folder}: {name!r} is no name of a tensor file")
@@ -137,6 +140,8 @@ def _checked_manifest(folder: Path) -> Any:
                 raise DamagedError(f"{folder}: {name} was changed after it was written (its checksum differs)")
         if not isinstance(manifest["notes"], dict):
             raise DamagedError(f"{folder}: its notes are no table")
+    except PermissionError as error:
+        raise AcutanceError(f"{folder} may not be read by this user: {error}") from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DamagedError(f"{folder}: unreadable: {error!r}") from error
     return manifest
