@@ -49,7 +49,7 @@ def batch_maker(config: AugmentConfig, compiled: bool, arguments: argparse.Names
     def make() -> Any:
         random = generator(device, 0, next(steps))
         chosen = torch.randint(len(images), (arguments.batch,), generator=random, device=device)
-        return run(images[chosen], labels[chosen], augment.draw(arguments.batch, (32, 32), random))
+        return run(images[chosen], labels[chosen], augment.draw(arguments.batch, random))
 
     return make
 

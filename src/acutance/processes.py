@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any, TypeVar, overload
@@ -56,6 +57,47 @@ def gather(own: T) -> list[T]:
         return [own]
     parts: list[Any] = [None] * size
     dist.all_gather_object(parts, own)
+    return parts
+
+
+def agreed(function: Callable[[], T], gathered: Callable[[str | None], Sequence[str | None]] = gather) -> T:
+    """What this process gets from it; what goes wrong in one goes wrong in all, so that none waits for it.
+
+    Args:
+        function: reads something that another process, perhaps on another machine, may not find.
+        gathered: how the processes hear of each other.
+    """
+    value: Any = None
+    error: Exception | None = None
+    try:
+        value = function()
+    except Exception as caught:
+        error = caught
+    words = gathered(None if error is None else str(error))
+    if error is not None:
+        raise error
+    for rank, complaint in enumerate(words):
+        if complaint is not None:
+            raise AcutanceError(f"process {rank} of {len(words)} stopped: {complaint}")
+    result: T = value
+    return result
+
+
+def gather_by_torchrun(own: str | None) -> list[str | None]:
+    """Like `gather`, before there is a process group: through the store that torchrun's processes meet by."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not dist.is_torchelastic_launched():
+        return [own]
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, size = next(rendezvous("env://"))
+    store = PrefixStore("acutance", store)
+    store.set(str(rank), json.dumps(own))
+    parts = [json.loads(store.get(str(other))) for other in range(size)]
+    if store.add("readers", 1) == size:
+        store.set("all have read", "")
+    if rank == 0:  # the store is on its machine, and may go when it does
+        store.wait(["all have read"])
     return parts
 
 

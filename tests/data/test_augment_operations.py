@@ -9,7 +9,7 @@ from pillow_operations import EXACT, FILL, INTERPOLATED, apply, from_pillow, to_
 from torch import Tensor
 
 from acutance.data.augment import OPERATIONS, flip, rand_augment, random_crop, warp
-from acutance.data.augment.operations import NOTHING, NUMBER, RandDraws, draw_rand_augment
+from acutance.data.augment.operations import NOTHING, NUMBER, RandDraws, draw_rand_augment, read_rand_augment
 
 SIZES = [(32, 32), (21, 34)]
 
@@ -98,7 +98,7 @@ def test_every_image_gets_its_own_operations_in_its_own_order() -> None:
 
 
 def test_draws_have_deits_distribution() -> None:
-    drawn = draw_rand_augment(20_000, 2, 9.0, 0.5, 0.5, torch.Generator().manual_seed(0))
+    drawn = read_rand_augment(draw_rand_augment(20_000, 2, torch.Generator().manual_seed(0)), 9.0, 0.5, 0.5)
     shares = drawn.operation.flatten().bincount(minlength=16) / drawn.operation.numel()
     torch.testing.assert_close(shares[:15], torch.full((15,), 0.5 / 15), atol=0.004, rtol=0)
     assert abs(shares[NOTHING] - 0.5) < 0.01

@@ -1,10 +1,12 @@
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from acutance.data.augment import (
     DEIT,
@@ -17,8 +19,8 @@ from acutance.data.augment import (
     random_erasing,
     soft_targets,
 )
-from acutance.data.augment.erasing import EraseDraws, draw_erasing, normal_noise
-from acutance.data.augment.mixing import MixDraws, draw_mixing
+from acutance.data.augment.erasing import EraseDraws, draw_erasing, normal_noise, read_erasing
+from acutance.data.augment.mixing import MixDraws, beta_parameters, draw_mixing, read_mixing
 from acutance.data.seeds import generator
 from acutance.errors import AcutanceError, ShapeError
 
@@ -38,7 +40,7 @@ def augment(config: AugmentConfig, device: str = "cpu") -> Augment:
 def test_nothing_is_done_unless_asked_for() -> None:
     images, labels = some()
     plain = augment(AugmentConfig())
-    values, targets = plain(images, labels, plain.draw(16, (16, 16), generator("cpu", 0)))
+    values, targets = plain(images, labels, plain.draw(16, generator("cpu", 0)))
     mean, std = (torch.tensor(part, dtype=torch.float64)[:, None, None] for part in (MEAN, STD))
     torch.testing.assert_close(values.double(), (images.double() / 255 - mean) / std, atol=1e-6, rtol=1e-6)
     assert torch.equal(targets, torch.nn.functional.one_hot(labels, 10).float())
@@ -49,7 +51,7 @@ def test_nothing_is_done_unless_asked_for() -> None:
 def test_shares_get_what_the_whole_batch_would_get(config: AugmentConfig) -> None:
     images, labels = some()
     deit = augment(config)
-    draws = deit.draw(16, (16, 16), generator("cpu", 3, 4))
+    draws = deit.draw(16, generator("cpu", 3, 4))
     whole = deit(images, labels, draws)
     for rows in (slice(0, 8), slice(8, 16)):
         part = deit(images[rows], labels[rows], draws.rows(rows))
@@ -62,16 +64,48 @@ def test_draws_are_a_function_of_the_generator_alone() -> None:
         return [draws.crop, draws.flip, *draws.rand, *draws.erase, *draws.mix]
 
     deit = augment(DEIT_SMALL_IMAGES)
-    one, same, other = (flat(deit.draw(8, (16, 16), generator("cpu", 1, step))) for step in (5, 5, 6))
+    one, same, other = (flat(deit.draw(8, generator("cpu", 1, step))) for step in (5, 5, 6))
     assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class Launches(TorchDispatchMode):
+    """Names of the operations that read or write numbers; views are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not function.is_view:
+            self.names.append(function._schema.name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_batch_is_drawn_by_ten_launches_at_most() -> None:
+    """Beside a step of a few milliseconds the host has no time for more."""
+    deit, random = augment(DEIT_SMALL_IMAGES), generator("cpu", 0)
+    with Launches() as launches:
+        deit.draw(16, random).rows(slice(4, 8))
+    assert 0 < len(launches.names) <= 10, launches.names
+
+
+def test_a_row_draws_what_it_would_draw_in_the_whole_batch() -> None:
+    drawn = augment(DEIT_SMALL_IMAGES).draw(64, generator("cpu", 0))
+    whole = read_erasing(drawn.erase, 0.9, 32, 32), read_mixing(drawn.mix, 0.8, 1.0, 0.5, 32, 32)
+    for start in range(0, 64, 3):
+        rows = slice(start, start + 3)
+        part = drawn.rows(rows)
+        cut = read_erasing(part.erase, 0.9, 32, 32), read_mixing(part.mix, 0.8, 1.0, 0.5, 32, 32)
+        for ours, wholes in zip((*cut[0], *cut[1]), (*whole[0], *whole[1]), strict=True):
+            assert torch.equal(ours, wholes[rows])
 
 
 def test_targets_stay_distributions() -> None:
     images, labels = some()
     deit = augment(DEIT)
     for step in range(10):
-        _, targets = deit(images, labels, deit.draw(16, (16, 16), generator("cpu", step)))
+        _, targets = deit(images, labels, deit.draw(16, generator("cpu", step)))
         torch.testing.assert_close(targets.sum(1), torch.ones(16))
         assert (targets > 0.009).all()  # smoothing spreads a tenth over ten classes
 
@@ -86,7 +120,7 @@ def test_the_pipeline_is_one_graph() -> None:
     deit = augment(DEIT_SMALL_IMAGES)
     compiled = torch.compile(deit.__call__, fullgraph=True, backend="eager")
     for step in range(2):
-        draws = deit.draw(16, (16, 16), generator("cpu", step))
+        draws = deit.draw(16, generator("cpu", step))
         for one, other in zip(compiled(images, labels, draws), deit(images, labels, draws), strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
@@ -96,10 +130,10 @@ def test_the_pipeline_is_one_graph() -> None:
 def test_the_pipeline_never_waits_for_the_device_and_compiles() -> None:
     images, labels = (part.cuda() for part in some())
     deit = augment(DEIT_SMALL_IMAGES, "cuda")
-    deit(images, labels, deit.draw(16, (16, 16), generator("cuda", 0)))
+    deit(images, labels, deit.draw(16, generator("cuda", 0)))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        draws = deit.draw(16, (16, 16), generator("cuda", 1))
+        draws = deit.draw(16, generator("cuda", 1))
         plain = deit(images, labels, draws)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -124,6 +158,22 @@ def test_noise_is_normal_and_a_function_of_its_seed_alone() -> None:
     assert neighbours.abs() < 0.01
 
 
+def hashed(x: Any) -> Any:
+    """Wellons' mixing of 32 bits, in 64 unsigned ones."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> np.uint64(shift))) * np.uint64(factor)) & np.uint64(0xFFFFFFFF)
+    return x ^ (x >> np.uint64(16))
+
+
+def test_noise_is_box_and_mullers_of_two_hashes() -> None:
+    seeds = torch.tensor([0, 1, 2**31 - 1, 2**31, 2**32 - 2])
+    found = normal_noise(seeds, torch.zeros(5, 2, 40, 30, dtype=torch.float64)).flatten(1)
+    first = hashed(hashed(seeds.numpy().astype(np.uint64))[:, None] ^ np.arange(2400, dtype=np.uint64))
+    second = hashed(first ^ np.uint64(0x9E3779B9))
+    expected = np.sqrt(-2 * np.log((first + 1) / (2**32 + 1))) * np.cos(2 * np.pi * second / 2**32)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9, atol=1e-9)
+
+
 def test_erasing_fills_its_rectangle_and_nothing_else() -> None:
     images = torch.full((3, 2, 10, 12), 9.0)
     box = torch.tensor([[2, 3, 4, 5], [0, 0, 0, 0], [9, 11, 1, 1]])
@@ -136,7 +186,7 @@ def test_erasing_fills_its_rectangle_and_nothing_else() -> None:
 
 
 def test_rectangles_to_erase_fit_and_have_the_stated_areas() -> None:
-    drawn = draw_erasing(20_000, 0.25, 32, 40, torch.Generator().manual_seed(0)).box
+    drawn = read_erasing(draw_erasing(20_000, torch.Generator().manual_seed(0)), 0.25, 32, 40).box
     top, left, height, width = drawn.T
     erased = height > 0
     assert abs(erased.float().mean() - 0.25) < 0.01
@@ -152,10 +202,15 @@ def test_rectangles_to_erase_fit_and_have_the_stated_areas() -> None:
     assert (drawn[~erased] == 0).all()
 
 
+def mixing(mixup: float, cutmix: float, height: int, width: int, seed: int, count: int = 2) -> MixDraws:
+    chance = draw_mixing(count, beta_parameters(mixup, cutmix, "cpu"), generator("cpu", seed))
+    return read_mixing(chance, mixup, cutmix, 0.5, height, width)
+
+
 def mixed_once(**options: float) -> tuple[Tensor, Tensor, Tensor, Tensor, MixDraws]:
     images, labels = some(8, 12)
     values, targets = images.float(), soft_targets(labels, 10, 0.0)
-    draws = draw_mixing(8, options["mixup"], options["cutmix"], 0.5, 12, 12, generator("cpu", int(options["seed"])))
+    draws = mixing(options["mixup"], options["cutmix"], 12, 12, int(options["seed"]), count=8)
     return values, targets, *mix(values, targets, draws), draws
 
 
@@ -182,7 +237,7 @@ def test_cutmix_takes_a_rectangle_and_weighs_by_its_true_area(seed: int) -> None
 
 
 def test_lambda_is_beta_and_the_switch_is_even() -> None:
-    drawn = [draw_mixing(2, 0.8, 1.0, 0.5, 64, 64, generator("cpu", step)) for step in range(2000)]
+    drawn = [mixing(0.8, 1.0, 64, 64, step) for step in range(2000)]
     cut = np.array([draws.cut[0].item() for draws in drawn])
     assert abs(cut.mean() - 0.5) < 0.04
     keep = np.array([draws.keep[0].item() for draws in drawn])[~cut]
@@ -190,7 +245,7 @@ def test_lambda_is_beta_and_the_switch_is_even() -> None:
 
 
 def test_rectangles_of_cutmix_have_the_drawn_area_unless_cut_off() -> None:
-    drawn = [draw_mixing(2, 0.0, 1.0, 0.5, 64, 48, generator("cpu", step)) for step in range(500)]
+    drawn = [mixing(0.0, 1.0, 64, 48, step) for step in range(500)]
     boxes = torch.stack([draws.box[0] for draws in drawn])
     top, bottom, left, right = boxes.T
     assert (boxes >= 0).all()
@@ -205,13 +260,13 @@ def test_odd_batches_cannot_be_mixed() -> None:
     images, labels = some(3)
     deit = augment(DEIT)
     with pytest.raises(ShapeError, match="must be even; got 3"):
-        deit(images, labels, deit.draw(3, (16, 16), generator("cpu", 0)))
+        deit(images, labels, deit.draw(3, generator("cpu", 0)))
 
 
 def test_one_channel_is_augmented_too() -> None:
     images, labels = some()
     grey = Augment(DEIT_SMALL_IMAGES, classes=10, mean=MEAN[:1], std=STD[:1])
-    values, _ = grey(images[:, :1], labels, grey.draw(16, (16, 16), generator("cpu", 0)))
+    values, _ = grey(images[:, :1], labels, grey.draw(16, generator("cpu", 0)))
     assert values.shape == (16, 1, 16, 16)
     assert values.isfinite().all()
 

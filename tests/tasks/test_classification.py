@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from acutance.data.augment import AugmentConfig
 from acutance.data.images import load_images
@@ -95,6 +96,23 @@ def test_the_last_incomplete_chunk_is_counted(monkeypatch):
     assert task().evaluate(Told()) == pytest.approx(whole, rel=1e-6)
 
 
+class Read(TorchDispatchMode):
+    """Counts the numbers that the host asks for, one at a time."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function._schema.name == "aten::_local_scalar_dense"
+        return function(*args, **(kwargs or {}))
+
+
+def test_scores_are_read_at_the_end_only(monkeypatch):
+    monkeypatch.setattr("acutance.tasks.classification.EVALUATED_AT_ONCE", 7)
+    with Read() as read:
+        task().evaluate(Told())
+    assert read.count == 0
+
+
 def test_the_loss_of_a_distilled_model_is_the_mean_over_its_heads():
     images, targets = batch(task())
     one, other = torch.randn(16, 10), torch.randn(16, 10)
@@ -136,3 +154,19 @@ def test_a_model_that_does_not_fit_is_refused_before_training(change, message):
 def test_too_large_a_batch_is_refused():
     with pytest.raises(AcutanceError, match=r"fewer than a batch of 100000: lower loop.batch_size"):
         task().steps_per_epoch(100_000)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_no_batch_waits_for_the_device_nor_the_first_of_an_epoch():
+    config = ClassificationConfig("digits", MODEL, augment=AUGMENT)
+    made = ClassificationTask(config, seed=0, device=torch.device("cuda"))
+    steps = made.steps_per_epoch(16)
+    batches = made.batches(16, steps - 2, Share())
+    next(batches)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            next(batches)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,5 +1,8 @@
 """ImageNet's task on a tree of folders: batches by (seed, step) alone, scores against a plain count."""
 
+import io
+import shutil
+import tarfile
 from dataclasses import replace
 from itertools import islice
 
@@ -111,3 +114,21 @@ def test_it_may_lie_beside_other_data_sets(config, folder):
 def test_mistakes_are_said_before_training(config, changes, message):
     with pytest.raises(AcutanceError, match=message):
         task(replace(config, **changes))
+
+
+def test_val_without_a_class_or_with_one_too_many_is_no_test(config, folder, tmp_path):
+    """Its labels would be others than those of training, and every score wrong."""
+    data = shutil.copytree(folder, tmp_path / "imagenet")
+    made = task(replace(config, data_dir=str(data)))
+    shutil.rmtree(data / "val" / "digit0")
+    with pytest.raises(AcutanceError, match=r"val is damaged .*digit0 is missing"):
+        made.evaluate(made.build_model(), split="test")
+    with tarfile.open(tmp_path / "train.tar", "w") as archive:
+        archive.add(data / "train" / "digit1" / "000.png", "a.png")
+        label = tarfile.TarInfo("a.cls")
+        label.size = 1
+        archive.addfile(label, io.BytesIO(b"1"))
+    shutil.rmtree(data / "train")
+    beside = task(replace(config, data_dir=str(data), shards=str(tmp_path / "train.tar"), train_on="all"))
+    with pytest.raises(AcutanceError, match="the data has 2 classes, the model 3"):
+        beside.size("test")

@@ -63,3 +63,18 @@ def test_another_recipe_cannot_take_over_a_run(tmp_path):
     invoke("digits", *TINY, "--out", tmp_path / "run")
     error = invoke("other", "--out", tmp_path / "run", "--resume").exception
     assert "was begun with the recipe digits, not other" in str(error)
+
+
+def test_a_slice_that_was_trained_on_is_not_called_held_out(tmp_path):
+    done = invoke("digits", *TINY, "--set", "task.train_on=all", "--out", tmp_path / "run")
+    assert re.search(r"on a slice that was trained on \(task.train_on=all\) after step .* on the test set", done.output)
+    assert "held-out" not in done.output
+
+
+def test_tasks_of_srun_are_sent_to_torchrun(tmp_path, monkeypatch):
+    """They would train one run each, in one folder."""
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    error = invoke("digits", *TINY, "--out", tmp_path / "run").exception
+    assert "srun started 2 tasks" in str(error)
+    assert not (tmp_path / "run").exists()

@@ -17,7 +17,7 @@ from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.monitor import History
 from acutance.tasks import Share, Task
 from acutance.tasks.classification import ClassificationTask
-from acutance.train import DivergedError, Run, checkpoint
+from acutance.train import DivergedError, Run, checkpoint, keeper, logs
 from acutance.train.backends import OWN, attention_backend
 from acutance.train.logs import read_log
 from acutance.train.nonfinite import locate
@@ -199,11 +199,27 @@ def test_a_full_disk_stops_the_run_and_names_what_is_left(tmp_path, monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "_write_through", full)
-        with pytest.raises(AcutanceError, match=r"No space left.*last good one is .*step-000000005.*--resume"):
+        with pytest.raises(AcutanceError, match=r"No space left.*last good checkpoint is .*step-000000005.*--resume"):
             fit(tiny(), tmp_path / "run")
     fit(tiny(), tmp_path / "whole")
     fit(tiny(), tmp_path / "run", resume=True)
     assert_same_bits(bits(tmp_path / "run"), bits(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "what"),
+    [(logs.Logs, "write", "the log"), (keeper, "save", r"best\.safetensors"), (Run, "write_result", "the result")],
+)
+def test_a_disk_without_room_for_the_rest_is_told_as_such(tmp_path, monkeypatch, where, name, what):
+    def full(*given, **named):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, full)
+        with pytest.raises(AcutanceError, match=rf"{what} could not be written: .*No space left.* --resume"):
+            fit(tiny(), tmp_path / "run")
+    fit(tiny(), tmp_path / "run", resume=True)
+    assert (tmp_path / "run/result.json").exists()
 
 
 def test_a_run_without_room_for_its_first_checkpoint_stops_at_once(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ SMALL = {"image_size": 8, "patch_size": 4, "in_chans": 1, "dim": 16, "depth": 2,
 CHOSEN = OptimConfig(name="muon", lr=1e-2, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 8, 24), (2, 24, 8)])
+@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 8, 24)])
 def test_directions_have_singular_values_around_one_and_the_singular_vectors_of_the_momentum(shape):
     matrices = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found = orthogonal(matrices)
@@ -38,17 +38,33 @@ def two_steps(model, optimiser):
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon to compare with")
-def test_it_moves_matrices_as_torch_does():
+@pytest.mark.parametrize(("part", "longer"), [("mlp.fc1", 64), ("mlp.fc2", 64), ("attn.proj", 16)])
+def test_it_moves_matrices_as_torch_does(part, longer):
     torch.manual_seed(0)
     ours = ViT(**SMALL)
     torchs = ViT(**SMALL)
     torchs.load_state_dict(ours.state_dict())
     two_steps(ours, build_optimiser(ours, CHOSEN))
-    matrix = torchs.blocks[1].mlp.fc1.weight
+    matrix = torchs.blocks[1].get_submodule(part).weight
     two_steps(torchs, torch.optim.Muon([matrix], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
-    moved = ours.blocks[1].mlp.fc1.weight
+    moved = ours.blocks[1].get_submodule(part).weight
     # Torch's iteration is in bfloat16.
-    assert (moved - matrix).abs().max() < 0.02 * 1e-2 * 0.2 * 64**0.5 * 2
+    assert (moved - matrix).abs().max() < 0.02 * 1e-2 * 0.2 * longer**0.5 * 2
+
+
+def test_matrices_of_one_shape_go_together_and_those_of_its_transpose(monkeypatch):
+    shapes = []
+
+    def watched(matrices):
+        shapes.append(tuple(matrices.shape))
+        return orthogonal(matrices)
+
+    monkeypatch.setattr("acutance.train.muon.orthogonal", watched)
+    model = ViT(**SMALL)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    build_optimiser(model, CHOSEN).step()
+    assert sorted(shapes) == [(4, 16, 64), (8, 16, 16)]  # of 2 blocks: fc1ᵀ and fc2; queries, keys, values and proj
 
 
 @pytest.mark.parametrize(("name", "pieces"), [("qkv", 3), ("kv", 2), ("fc1", 1)])

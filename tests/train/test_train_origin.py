@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import save_file
-from train_worlds import MODEL, fit, tiny
+from train_worlds import MODEL, assert_same_bits, bits, die_in, fit, tiny
 
 import acutance as ac
 from acutance.errors import AcutanceError
@@ -125,3 +125,14 @@ def test_what_is_not_there_leaves_no_run_behind(tmp_path):
         with pytest.raises(AcutanceError, match=message):
             fit(starting_from(tmp_path / name), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("mitigation", ["neutreno:0.6", "eigen:negative"])
+def test_a_run_goes_on_to_the_same_bits_when_what_it_started_from_is_gone(tmp_path, mitigation):
+    """Exports on the way read the file no more, either."""
+    config = starting_from(saved(tmp_path), f"task.model.mitigation={mitigation}", "loop.epochs=1.5")
+    fit(config, tmp_path / "whole")
+    die_in(7, config, tmp_path / "cut")
+    (tmp_path / "start.safetensors").unlink()
+    fit(config, tmp_path / "cut", resume=True)
+    assert_same_bits(bits(tmp_path / "cut"), bits(tmp_path / "whole"))

@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from acutance.models import ViT
 from acutance.train.config import OptimConfig, ScheduleConfig
 from acutance.train.ema import Ema
-from acutance.train.optim import build_optimiser, parameter_groups
+from acutance.train.optim import build_optimiser, parameter_groups, set_learning_rate
 from acutance.train.schedule import learning_rate
 
 PER_EPOCH, TOTAL = 10, 100
@@ -94,6 +95,32 @@ def test_optimisers_are_what_they_say(name):
             optimiser.step()
             optimiser.zero_grad()
     assert torch.equal(ours.weight, plain.weight)
+
+
+class Fills(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function._schema.name == "aten::fill_"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_rate_on_the_device_is_set_for_all_groups_by_one_fill(restored):
+    groups = [{"params": [nn.Parameter(torch.ones(2))]} for _ in range(3)]
+    optimiser = torch.optim.SGD(groups, lr=torch.tensor(0.1))
+    if restored:
+        optimiser.load_state_dict(optimiser.state_dict())
+    with Fills() as fills:
+        set_learning_rate(optimiser, 0.5)
+    assert [float(group["lr"]) for group in optimiser.param_groups] == [0.5] * 3
+    assert fills.count == 1
+
+
+def test_a_rate_of_the_host_is_set_for_all_groups():
+    optimiser = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(2))]} for _ in range(3)], lr=0.1)
+    set_learning_rate(optimiser, 0.5)
+    assert [group["lr"] for group in optimiser.param_groups] == [0.5] * 3
 
 
 def test_the_mean_follows_its_formula_and_swapping_leaves_no_trace():

@@ -65,6 +65,9 @@ def train_together(rank, folder):
         (folder / "in the way").touch()  # only the main process meets the error
     with pytest.raises(OSError, match="in the way"):
         fit(shared("ddp"), folder / "in the way")
+    weights = folder / ("one/model.safetensors" if rank == 0 else "nowhere")  # only the other meets this one
+    with pytest.raises((AcutanceError, OSError), match="nowhere"):
+        fit(shared("ddp", f"task.weights={weights}"), folder / "without weights")
     with pytest.raises(AcutanceError, match="2 processes × 2 parts"):
         fit(shared("ddp", "loop.batch_size=18", "loop.accumulate=2"), folder / f"uneven {rank}")
 

@@ -48,6 +48,24 @@ def test_a_run_that_died_goes_on_to_the_same_bits(kind, died_in, tmp_path):
     assert [line["step"] for line in timeless[1]] == sorted({line["step"] for line in timeless[1]})
 
 
+def test_two_commands_do_not_train_one_run_at_once(tmp_path, monkeypatch):
+    real, refused = Loop._step, []
+
+    def while_another_comes(self, step, parts):
+        if step == 2:
+            with pytest.raises(AcutanceError, match=f"is being trained by another command .*process {os.getpid()}"):
+                fit(tiny(), tmp_path / "run", resume=True)
+            refused.append(step)
+        return real(self, step, parts)
+
+    monkeypatch.setattr(Loop, "_step", while_another_comes)
+    fit(tiny(), tmp_path / "run")
+    assert refused == [2]
+    monkeypatch.undo()
+    fit(tiny(), tmp_path / "whole")
+    assert_same_bits(bits(tmp_path / "run"), bits(tmp_path / "whole"))
+
+
 def test_the_seed_decides(tmp_path):
     fit(tiny(), tmp_path / "one")
     fit(tiny("loop.seed=1"), tmp_path / "other")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from acutance.errors import AcutanceError
 
 ConfigT = TypeVar("ConfigT")
+STARTS = ("weights", "encoder_weights")  # fields of a task's configuration that name what it starts from
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Task(ABC, Generic[ConfigT]):
     headline: ClassVar[str]  # the score by which the best checkpoint is kept
     higher_is_better: ClassVar[bool]
     unit: ClassVar[str] = "images"  # what throughput counts
+    made_on_device: ClassVar[bool] = False  # batches, without the host's help: a GPU makes the next during a step
     monitored_part: ClassVar[str | None] = None  # of the model, where it has several stacks of layers
 
     def __init__(self, config: ConfigT, *, seed: int, device: torch.device) -> None:
@@ -51,6 +53,15 @@ class Task(ABC, Generic[ConfigT]):
     @abstractmethod
     def build_model(self) -> nn.Module:
         """A new model, initialised under whatever random state is current, on the CPU."""
+
+    def bare_model(self) -> nn.Module:
+        """The same for weights that were trained since: what the run started from may be gone, and is not read."""
+        configured, none = self.config, {name: None for name in STARTS if hasattr(self.config, name)}
+        self.config = replace(configured, **none)  # type: ignore[type-var]
+        try:
+            return self.build_model()
+        finally:
+            self.config = configured
 
     def units(self, batch_size: int) -> int:
         """How many of `unit` a global batch holds."""

@@ -22,7 +22,7 @@ from acutance.models import ViT
 from acutance.models.config import ViTConfig
 from acutance.tasks.base import Share, Task
 
-EVALUATED_AT_ONCE = 500  # images in a forward pass of `evaluate`
+EVALUATED_AT_ONCE = 1000  # images in a forward pass of `evaluate`
 PROBE_IMAGES = 64
 
 
@@ -62,6 +62,7 @@ class ClassificationTask(Task[ClassificationConfig]):
 
     headline: ClassVar[str] = "top1"
     higher_is_better: ClassVar[bool] = True
+    made_on_device: ClassVar[bool] = True
 
     def __init__(
         self, config: ClassificationConfig, *, seed: int, device: torch.device, images: Images | None = None
@@ -78,7 +79,10 @@ class ClassificationTask(Task[ClassificationConfig]):
         self._augment = Augment(
             config.augment, classes=len(images.classes), mean=images.mean, std=images.std, device=device
         )
-        self._augmented: Any = torch.compile(self._augment) if config.compile_augment else self._augment
+        self._augmented: Any = self._augment
+        if config.compile_augment:
+            # Never with inductor's CUDA graphs, which write every batch to the same place: one is made ahead.
+            self._augmented = torch.compile(self._augment, options={"triton.cudagraphs": False})
 
     def build_model(self) -> nn.Module:
         """The ViT of the configuration."""
@@ -97,10 +101,9 @@ class ClassificationTask(Task[ClassificationConfig]):
     def batches(self, batch_size: int, first_step: int, share: Share) -> Iterator[tuple[Tensor, Tensor]]:
         """Augmented images and soft targets."""
         rows, step = share.rows(batch_size), first_step
-        size = (self._images.images.size(-2), self._images.images.size(-1))
         while True:
             chosen = self._order(batch_size, step)[rows]
-            draws = self._augment.draw(batch_size, size, generator(self.device, self.seed, step, batch_size))
+            draws = self._augment.draw(batch_size, generator(self.device, self.seed, step, batch_size))
             yield self._augmented(self._images.images[chosen], self._images.labels[chosen], draws.rows(rows))
             step += 1
 
@@ -109,7 +112,10 @@ class ClassificationTask(Task[ClassificationConfig]):
         epoch, index = divmod(step, self.steps_per_epoch(batch_size))
         unique = -(-batch_size // self.config.repeats)
         if self._visits[0] != epoch:
-            self._visits = epoch, epoch_order(len(self._images), self.seed, epoch).to(self.device)
+            order = epoch_order(len(self._images), self.seed, epoch)
+            if self.device.type == "cuda":
+                order = order.pin_memory()  # from memory that is not pinned the host would wait for all steps so far
+            self._visits = epoch, order.to(self.device, non_blocking=True)
         return self._visits[1][index * unique : (index + 1) * unique].repeat(self.config.repeats)[:batch_size]
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -130,23 +136,16 @@ class ClassificationTask(Task[ClassificationConfig]):
     def evaluate(self, model: nn.Module, *, split: str = "val") -> dict[str, float]:
         """Top-1 and top-5 accuracy in percent, and the loss; the processes share the work, exactly."""
         images = self._split(split)
-        chunks = torch.arange(len(images)).split(EVALUATED_AT_ONCE)
+        parts = images.images.split(EVALUATED_AT_ONCE), images.labels.split(EVALUATED_AT_ONCE)
+        chunks = list(zip(*parts, strict=True))
         rank, world = processes.place()
         model.eval()
-        own = {}
+        found = {}
         for first in range(0, len(chunks), world):  # each process as often as the others: a sharded model needs all
             index = min(first + rank, len(chunks) - 1)
-            own[index] = self._score(model, images, chunks[index])
-        every: dict[int, tuple[float, int, int]] = {}
-        for part in processes.gather(own):
-            every |= part
-        loss, top1, top5 = (sum(every[index][i] for index in range(len(chunks))) / len(images) for i in range(3))
-        return {"top1": 100 * top1, "top5": 100 * top5, "loss": loss}
-
-    def _score(self, model: nn.Module, images: Images, chosen: Tensor) -> tuple[float, int, int]:
-        """Summed loss, images whose label is first, and among the first five."""
-        labels = images.labels[chosen.to(self.device)]
-        return counts(model(self._augment.plain(images.images[chosen.to(self.device)])), labels)
+            values, labels = chunks[index]
+            found[index] = counts(model(self._augment.plain(values)), labels)
+        return mean_scores(found, len(chunks), len(images))
 
     def _split(self, split: str) -> Images:
         if split not in self._splits:
@@ -177,12 +176,24 @@ def soft_cross_entropy(scores: Tensor | tuple[Tensor, ...], targets: Tensor) -> 
     return torch.stack([F.cross_entropy(head, targets) for head in scores]).mean()
 
 
-def counts(scores: Tensor, labels: Tensor) -> tuple[float, int, int]:
-    """Summed loss, images whose label is first, and among the first five."""
+def counts(scores: Tensor, labels: Tensor) -> Tensor:
+    """Summed loss, images whose label is first, and among the first five; in float64, on the device."""
     scores = scores.float()
     best = scores.topk(min(5, scores.size(-1))).indices == labels[:, None]
     loss = F.cross_entropy(scores, labels, reduction="sum")
-    return float(loss), int(best[:, 0].sum()), int(best.any(-1).sum())
+    return torch.stack([loss.double(), best[:, 0].sum(), best.any(-1).sum()])
+
+
+def mean_scores(own: dict[int, Tensor], chunks: int, images: int) -> dict[str, float]:
+    """Scores of a split from the `counts` of its chunks, by their number, that the processes found.
+
+    The host waits for the device once. It adds up in the order of the chunks: the same bits in any number of processes.
+    """
+    every: dict[int, list[float]] = {}
+    for part in processes.gather(dict(zip(own, torch.stack(list(own.values())).tolist(), strict=True))):
+        every |= part
+    loss, top1, top5 = (sum(every[index][i] for index in range(chunks)) / images for i in range(3))
+    return {"top1": 100 * top1, "top5": 100 * top5, "loss": loss}
 
 
 def widen_start(model: ViT) -> None:

@@ -19,7 +19,7 @@ from acutance.data.stream import REPEATS, evaluation_batches, repeated, training
 from acutance.errors import AcutanceError
 from acutance.models.config import ViTConfig
 from acutance.tasks.base import Share, Task
-from acutance.tasks.classification import build_vit, counts, soft_cross_entropy
+from acutance.tasks.classification import build_vit, counts, mean_scores, soft_cross_entropy
 
 EVALUATED_AT_ONCE = 256  # images in a forward pass of `evaluate`
 PROBE_IMAGES = 64
@@ -59,11 +59,7 @@ class ImageNetTask(Task[ImageNetConfig]):
         super().__init__(config, seed=seed, device=device)
         self._splits: dict[str, ImageFolder | WebShards] = {}
         self._images = load_imagenet(config, config.train_on)
-        classes = len(self._images.classes)
-        if classes != config.model.num_classes:
-            raise AcutanceError(
-                f"the data has {classes} classes, the model {config.model.num_classes}: set task.model.num_classes"
-            )
+        classes = config.model.num_classes
         self._augment = Augment(
             config.augment, classes=classes, mean=IMAGENET_MEAN, std=IMAGENET_STD, device=self.device
         )
@@ -97,7 +93,7 @@ class ImageNetTask(Task[ImageNetConfig]):
             device=self.device,
         )
         for images, labels in cropped:
-            draws = self._augment.draw(batch_size, (size, size), generator(self.device, self.seed, step, batch_size))
+            draws = self._augment.draw(batch_size, generator(self.device, self.seed, step, batch_size))
             yield self._augmented(images, labels, draws.rows(rows))
             step += 1
 
@@ -138,11 +134,7 @@ class ImageNetTask(Task[ImageNetConfig]):
             index: counts(model(self._augment.plain(batch)), labels)
             for index, (batch, labels) in zip(own, batches, strict=True)
         }
-        every: dict[int, tuple[float, int, int]] = {}
-        for part in processes.gather(found):
-            every |= part
-        loss, top1, top5 = (sum(every[index][i] for index in range(len(chunks))) / len(images) for i in range(3))
-        return {"top1": 100 * top1, "top5": 100 * top5, "loss": loss}
+        return mean_scores(found, len(chunks), len(images))
 
     def _evaluated(self, images: ImageFolder | WebShards, indices: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
         return evaluation_batches(
@@ -170,4 +162,10 @@ def load_imagenet(config: ImageNetConfig, split: FolderSplit) -> ImageFolder | W
     if config.data_dir is None:
         raise AcutanceError("ImageNet is read from a folder: name it with --data-dir (data_dir=), or set task.shards")
     within = Path(config.data_dir) / "imagenet"  # beside other data sets
-    return ImageFolder(within if within.is_dir() else config.data_dir, split, every=config.held_out_every)
+    found = ImageFolder(within if within.is_dir() else config.data_dir, split, every=config.held_out_every)
+    if len(found.classes) != config.model.num_classes:
+        raise AcutanceError(
+            f"the data has {len(found.classes)} classes, the model {config.model.num_classes}: set "
+            "task.model.num_classes"
+        )
+    return found

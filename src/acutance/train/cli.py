@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from acutance.errors import AcutanceError
+from acutance.processes import agreed, gather_by_torchrun
 
 console = Console()
 
@@ -57,7 +58,7 @@ def train(
     if recipe is None and not resume:
         raise AcutanceError(f"name a recipe: {', '.join(recipes.names())} (--list says what they are)")
     begun = Run(out) if out is not None and resume else None
-    config = begun.config() if begun is not None else recipes.load(str(recipe))
+    config = agreed(begun.config, gather_by_torchrun) if begun is not None else recipes.load(str(recipe))
     if begun is not None and recipe not in (None, begun.recipe()):
         raise AcutanceError(f"{out} was begun with the recipe {begun.recipe()}, not {recipe}: leave the name out")
     config = _changed(config, assignments or [], data_dir, strategy)
@@ -72,7 +73,7 @@ def train(
     except KeyboardInterrupt:
         _say(f"\nStopped at once; the last checkpoint is kept. {Run(folder).how_to_go_on()}")
         raise typer.Exit(130) from None
-    _say(_verdict(folder, result))
+    _say(_verdict(folder, config, result))
 
 
 def _say(words: str) -> None:
@@ -93,12 +94,16 @@ def _changed(config: Any, assignments: list[str], data_dir: Path | None, strateg
     return override(config, [*named, *assignments])
 
 
-def _verdict(folder: Path, result: dict[str, Any]) -> str:
+def _verdict(folder: Path, config: Any, result: dict[str, Any]) -> str:
     name, best = result["headline"], result["best"]
-    return (
-        f"{name} {result['scores'][name]:.4g} on the held-out slice after step {result['step']}, best "
-        f"{best['score']:.4g} after step {best['step']}; models and logs are in {folder}"
-    )
+    score = result["scores"][name]  # null if it is no number
+    seen = getattr(config.task, "train_on", None) == "all"
+    where = "a slice that was trained on (task.train_on=all)" if seen else "the held-out slice"
+    words = f"{name} {'no number' if score is None else f'{score:.4g}'} on {where} after step {result['step']}"
+    if best is not None:
+        words += f", best {best['score']:.4g} after step {best['step']}"
+    test = f"; acutance evaluate {folder} scores it on the test set" if seen else ""
+    return f"{words}; models and logs are in {folder}{test}"
 
 
 def _table(summaries: dict[str, str]) -> Table:

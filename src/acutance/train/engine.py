@@ -1,6 +1,6 @@
 """Where and over how many processes a run trains: Lightning Fabric, and torch's own FSDP2 and tensors beneath it.
 
-Fabric starts or finds the processes (its own, torchrun's, Slurm's), chooses devices, wraps for DDP and casts to
+Fabric starts or finds the processes (its own or torchrun's), chooses devices, wraps for DDP and casts to
 bfloat16. Its checkpoints are pickles, so ours are written by `checkpoint` from tensors gathered here.
 """
 
@@ -29,6 +29,9 @@ T = TypeVar("T")
 HARMLESS = ("FSDP2-wrapped module .* returned a view tensor", "Grad strides do not match bucket view strides")
 PLACES = {"LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # which Fabric sets
 STACKS = ("blocks", "layers")  # the lists whose entries are sharded one by one
+# The group that was left last. Where a model in DDP lets go of its group last, it waits for the group's threads while
+# they wait for Python's lock, now and then for ever (https://github.com/pytorch/pytorch/issues/56297): Python is last.
+LEFT: list[Any] = []
 
 
 class Engine:
@@ -101,6 +104,7 @@ class Engine:
     def close(self) -> None:
         """Leave the other processes, and no trace of them in the environment, which others take for torchrun's."""
         if self._owns_group and dist.is_available() and dist.is_initialized():
+            LEFT[:] = [dist.group.WORLD]
             dist.destroy_process_group()
         for name in os.environ.keys() - self._environment.keys():
             if name in PLACES:
@@ -148,6 +152,11 @@ def _counts(accelerator: str, strategy: Strategy, processes: int | None) -> tupl
     if "LOCAL_WORLD_SIZE" in os.environ:
         local = int(os.environ["LOCAL_WORLD_SIZE"])
         return local, int(os.environ["WORLD_SIZE"]) // local
+    if int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
+        raise AcutanceError(
+            f"srun started {os.environ['SLURM_NTASKS']} tasks, which know nothing of each other: start one per node, "
+            "and torchrun in it (srun --ntasks-per-node 1 torchrun --nnodes … --rdzv-backend c10d … -m acutance …)"
+        )
     if processes is not None:
         return processes, 1
     return (torch.cuda.device_count() if accelerator == "cuda" and strategy != "single" else 1), 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from acutance import sites
+from acutance import processes, sites
 from acutance.errors import AcutanceError
 from acutance.files import finite
 from acutance.mitigations import eigen_of
@@ -48,7 +49,7 @@ class Keeper:
                 f"none of the checkpoints in {self.store.folder} is whole: start anew in another folder, "
                 "without --resume"
             )
-        found: Checkpoint = read_folder(path)
+        found: Checkpoint = processes.agreed(lambda: read_folder(path))
         self._state.restore(found.tensors)
         self.best = found.notes["best"]
         self.scores = {name: math.nan if score is None else score for name, score in found.notes["scores"].items()}
@@ -70,18 +71,25 @@ class Keeper:
             return bad
 
         last = self.store.newest()
-        try:
+        with self.writing(f"the checkpoint of step {step}"):
             bad = self._engine.on_main(write)
-        except OSError as error:
-            raise AcutanceError(
-                f"the checkpoint of step {step} could not be written: {error}. The last good one is {last}, untouched. "
-                f"Make room first. {self._run.how_to_go_on()}"
-            ) from error
         if bad:
             raise DivergedError(
                 f"after step {step}, whose loss was finite, {', '.join(bad[:3])} hold no numbers any more: the "
                 f"gradient overflowed. The last good checkpoint is {last}. Lower optim.lr or set optim.clip"
             )
+
+    @contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """Inside, a disk that is full or gone is told as such, with what is left to go on from."""
+        last = self.store.newest()
+        try:
+            yield
+        except OSError as error:
+            left = "No checkpoint was saved yet" if last is None else f"The last good checkpoint is {last}, untouched"
+            raise AcutanceError(
+                f"{what} could not be written: {error}. {left}. Make room first. {self._run.how_to_go_on()}"
+            ) from error
 
     def offer(self, step: int, scores: dict[str, float]) -> None:
         """Keep the model if it is the best so far."""
@@ -95,18 +103,20 @@ class Keeper:
         """Write the last model and the result."""
         self._export(self._run.model_path, last=True)
         result = {"step": step, "scores": finite(scores), "headline": self._task.headline, "best": self.best}
-        self._engine.on_main(lambda: self._run.write_result(result))
+        with self.writing("the result"):
+            self._engine.on_main(lambda: self._run.write_result(result))
         return result
 
     def _export(self, path: Path, *, last: bool = False) -> None:
         """As a model that `acutance.load` reads; the mean of the weights where there is one."""
         tensors = self._state.gather()
         weights = {**tensors[MODEL], **tensors.get(EMA, {})}
-        self._engine.on_main(lambda: self._save_plain(weights, path, last))
+        with self.writing(str(path)):
+            self._engine.on_main(lambda: self._save_plain(weights, path, last))
 
     def _save_plain(self, weights: dict[str, Tensor], path: Path, last: bool) -> None:
         with own_randomness():
-            model: nn.Module = self._task.build_model()
+            model: nn.Module = self._task.bare_model()
         restore_model(model, weights)
         save(model, path)
         if last:

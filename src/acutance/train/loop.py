@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import chain
 from typing import Any
@@ -18,6 +17,7 @@ from acutance import processes
 from acutance.monitor import Monitor
 from acutance.tasks import Task, task_class
 from acutance.train.backends import attention_backend
+from acutance.train.checkpoint import Store
 from acutance.train.config import Config
 from acutance.train.engine import Engine
 from acutance.train.interrupt import Interrupt, StoppedError
@@ -40,10 +40,12 @@ class Loop:
     def __init__(self, config: Config, run: Run, engine: Engine, console: Console) -> None:
         self.config, self.run, self.engine, self.console = config, run, engine, console
         loop = config.loop
-        self.task: Task[Any] = task_class(config.task.kind)(config.task, seed=loop.seed, device=engine.device)
+        kind = task_class(config.task.kind)
+        self.task: Task[Any] = processes.agreed(lambda: kind(config.task, seed=loop.seed, device=engine.device))
         self.steps_per_epoch = self.task.steps_per_epoch(loop.batch_size)
         self.total = max(1, round(loop.epochs * self.steps_per_epoch))
-        self.stepper = stepper = Stepper(config, engine, self.task)
+        begun = Store(run.checkpoints, loop.keep_last).newest() is not None
+        self.stepper = stepper = Stepper(config, engine, self.task, bare=begun)
         self.model = stepper.model
         state = TrainState(stepper.model, stepper.optimiser, stepper.ema)
         self.keeper = Keeper(engine, run, self.task, state, loop.keep_last)
@@ -52,7 +54,7 @@ class Loop:
         """Train from wherever the run stands to its end; gives what is written to result.json."""
         loop, engine, beginning = self.config.loop, self.engine, time.perf_counter()
         step = self._resume()
-        batches = self._batches(step)
+        batches = self.stepper.batches(step)
         self._announce(step, first := next(batches))
         batches = chain([first], batches)
         monitor = self._monitor(step)
@@ -86,7 +88,8 @@ class Loop:
                     entry |= {f"val/{name}": value for name, value in scores.items()}
                     self._say(f"epoch {epoch:.2f}  loss {loss:.4f}  {_listed(scores)}")
                 if logs is not None:
-                    logs.write(step, entry)
+                    with self.keeper.writing("the log"):
+                        logs.write(step, entry)
                 if saving or stop:
                     self.keeper.save(step)
                 if stop and not last:
@@ -105,10 +108,6 @@ class Loop:
 
     def _rate(self, step: int) -> float:
         return learning_rate(self.config.schedule, self.config.optim.lr, step, self.steps_per_epoch, self.total)
-
-    def _batches(self, step: int) -> Iterator[Parts]:
-        size = self.config.loop.batch_size
-        return zip(*(self.task.batches(size, step, share) for share in self.stepper.shares), strict=True)
 
     def _look(self, step: int, losses: Tensor, interrupt: Interrupt) -> tuple[float, bool]:
         """The one place where the host waits for the device: the mean loss so far, and whether to stop."""
@@ -133,7 +132,7 @@ class Loop:
         """Replay the step from the last good checkpoint, to say where the numbers stop being numbers."""
         step = self.keeper.restore()
         self.stepper.forget_recording()
-        for earlier, parts in zip(range(step, bad), batches := self._batches(step), strict=False):
+        for earlier, parts in zip(range(step, bad), batches := self.stepper.batches(step), strict=False):
             self._step(earlier, parts)
         weights = nonfinite_names(dict(persistent(self.model)))
         where = (

@@ -1,7 +1,7 @@
 """Muon (https://kellerjordan.github.io/posts/muon/) for the matrices inside the blocks, AdamW for everything else.
 
 A matrix moves by its momentum made nearly orthogonal, so that all directions move alike. `torch.optim.Muon` does so one
-matrix after another, a few dozen launches each; here the matrices of one shape go together.
+matrix after another, a few dozen launches each; here the matrices of one shape, upright or lying, go together.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Muon(AdamW):
         return [group for group in self.param_groups if group.get("pieces")]
 
     def _gathered(self) -> list[Pairs]:
-        """All matrices shrunk by their decay, with their directions, those of one shape together."""
-        found: dict[torch.Size, Pairs] = {}
+        """All matrices shrunk by their decay, with their momenta, those of one shape or its transpose together."""
+        found: dict[tuple[int, ...], Pairs] = {}
         for group in self._groups():
             moved = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not moved:
@@ -60,13 +60,18 @@ class Muon(AdamW):
             torch._foreach_mul_(moved, _scalar(1 - self._rate() * group["weight_decay"]))
             for parameter, grad in zip(moved, grads, strict=True):
                 for pair in zip(parameter.chunk(group["pieces"]), grad.chunk(group["pieces"]), strict=True):
-                    found.setdefault(pair[0].shape, []).append(pair)
+                    found.setdefault(tuple(sorted(pair[0].shape)), []).append(pair)
         return list(found.values())
 
     def _move(self, pairs: Pairs) -> None:
-        directions = orthogonal(torch.stack([grad for _, grad in pairs]))
-        directions = directions * _scalar(self._rate() * (AS_ADAMW * max(directions.shape[1:]) ** 0.5))
-        torch._foreach_sub_([weight for weight, _ in pairs], list(directions.unbind()))
+        lying = [(weight, grad) for weight, grad in pairs if weight.shape[0] <= weight.shape[1]]
+        upright = [(weight, grad) for weight, grad in pairs if weight.shape[0] > weight.shape[1]]
+        directions = orthogonal(torch.stack([grad for _, grad in lying] + [grad.mT for _, grad in upright]))
+        directions = directions * _scalar(self._rate() * (AS_ADAMW * directions.shape[-1] ** 0.5))
+        ours, turned = directions.split([len(lying), len(upright)])
+        # In the weights' layout, or each would be moved by a launch of its own.
+        moves = [*ours.unbind(), *turned.mT.contiguous().unbind()]
+        torch._foreach_sub_([weight for weight, _ in lying + upright], moves)
 
     def _rate(self) -> Tensor:
         """In float32, where it is on the device and where it is not: a recorded step gives the same bits."""
@@ -88,17 +93,14 @@ def _scalar(value: Tensor) -> Any:
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """(count, rows, columns) with all singular values near 1, by a polynomial iteration in products of matrices."""
+    """(count, rows, columns), at most as many rows as columns, with all singular values near 1, by products alone."""
     a, b, c = COEFFICIENTS
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x: Tensor = matrices.mT if tall else matrices
-    if x.is_cuda:
-        x = x.bfloat16()
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
     for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if tall else x).to(matrices.dtype)
+    return x.to(matrices.dtype)
 
 
 def pieces_of(name: str, parameter: nn.Parameter) -> int:

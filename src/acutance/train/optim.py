@@ -71,9 +71,10 @@ def _by_muon(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, A
 
 
 def set_learning_rate(optimiser: Optimizer, rate: float) -> None:
-    """The same rate for every group."""
+    """The same rate for every group; on the device one fill, since the groups share one tensor."""
+    shared = {id(group["lr"]): group["lr"] for group in optimiser.param_groups if isinstance(group["lr"], Tensor)}
+    for tensor in shared.values():
+        tensor.fill_(rate)
     for group in optimiser.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
+        if not isinstance(group["lr"], Tensor):
             group["lr"] = rate

@@ -14,7 +14,8 @@ from acutance.errors import AcutanceError
 from acutance.files import digest
 from acutance.models.checkpoint import CLASS_KEY, CONFIG_KEY
 from acutance.tasks import task_class
-from acutance.train.run import INCIDENTAL, STARTS, Run
+from acutance.tasks.base import STARTS
+from acutance.train.run import INCIDENTAL, Run
 
 # With these the same tensors are another model, which nothing would notice: shapes stay as they are.
 NEVER_MEANT = ("heads", "norm", "cutoffs")

@@ -11,16 +11,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
 from acutance.errors import AcutanceError
 from acutance.files import atomic_write, read_json
+from acutance.tasks.base import STARTS
 from acutance.train.config import Config
 from acutance.version import __version__
 
@@ -31,7 +34,6 @@ INCIDENTAL = frozenset({
     "loop.seed", "loop.strategy", "loop.graph", "loop.checkpoint_every", "loop.keep_last", "loop.log_every",
     "loop.monitor_every", "task.data_dir", "task.workers", "task.compile_augment",
 })  # fmt: skip
-STARTS = ("weights", "encoder_weights")  # of a task: what it starts from
 LONGEST_NAME = 80  # of what a folder's or a file's name says of changed fields
 PACKAGES = ("lightning", "numpy", "safetensors", "tensorboard", "pillow", "scikit-learn", "triton")
 
@@ -78,6 +80,27 @@ class Run:
     def exists(self) -> bool:
         """Whether something was begun here."""
         return self.record_path.exists()
+
+    def leave_mark(self) -> str:
+        """Put a file there by which other processes know the folder; gives its name, which was never used before."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f".seen-{uuid4().hex}"
+        (self.folder / name).touch()
+        return name
+
+    def find_mark(self, name: str) -> None:
+        """Refuse a folder without it, which is another one of the same name."""
+        if not (self.folder / name).exists():
+            raise AcutanceError(
+                f"{self.folder.absolute()} is not the folder that the first process writes to: all machines need the "
+                "same one, on a file system that they share. Name it with --out"
+            )
+
+    def remove_mark(self, name: str) -> None:
+        """Leave the folder as it was, or none if it is empty."""
+        (self.folder / name).unlink()
+        with suppress(OSError):
+            self.folder.rmdir()
 
     def begin(self, config: Config, recipe: str | None, processes: int, start: Mapping[str, Any] | None = None) -> None:
         """Write down what the run is made of, and which weights it starts from, if any."""

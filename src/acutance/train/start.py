@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from acutance.errors import AcutanceError
+from acutance.locks import held, holder
+from acutance.processes import agreed
 from acutance.train.config import Config
 from acutance.train.engine import Engine
 from acutance.train.origin import Origin, origin_of
@@ -50,10 +52,34 @@ def train(
             if done is not None:
                 return done
             loop = Loop(config, run, engine, shown)  # what cannot be built leaves nothing behind
-            engine.on_main(lambda: _record(run, config, recipe, start, resume, engine.world, shown))
-            return loop.fit()
+            _refuse_own_folders(run, engine)
+            with ExitStack() as alone:
+                engine.on_main(lambda: _take(run, alone))
+                engine.on_main(lambda: _record(run, config, recipe, start, resume, engine.world, shown))
+                return loop.fit()
         finally:
             engine.close()
+
+
+def _refuse_own_folders(run: Run, engine: Engine) -> None:
+    """One process writes and all read, so a machine that has another folder by this name could never go on."""
+    if engine.world == 1:
+        return
+    mark = engine.on_main(run.leave_mark)
+    try:
+        agreed(lambda: run.find_mark(mark))
+    finally:
+        engine.on_main(lambda: run.remove_mark(mark))
+
+
+def _take(run: Run, alone: ExitStack) -> None:
+    """Two commands at once would write each other's checkpoints."""
+    lock = run.folder / ".lock"
+    if not alone.enter_context(held(lock)):
+        raise AcutanceError(
+            f"{run.folder} is being trained by another command ({holder(lock)}): wait for it, or name another folder "
+            "with --out"
+        )
 
 
 def _look(run: Run, config: Config, resume: bool) -> tuple[dict[str, Any] | None, Origin | None]:
@@ -77,7 +103,7 @@ def _record(
         run.result_path.unlink(missing_ok=True)  # a finished run that is made longer is unfinished again
         run.go_on(config, processes)
         return
-    _refuse_second(run)  # two commands at once
+    _refuse_second(run)  # begun by another command since it was looked at
     if start is not None:
         console.print(escape(str(start)), highlight=False, soft_wrap=True)
     run.begin(config, recipe, processes, None if start is None else start.to_dict())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from acutance import processes
 from acutance.data.seeds import mixed_seed
 from acutance.errors import AcutanceError
 from acutance.tasks import Share, Task
+from acutance.train.ahead import ahead
 from acutance.train.config import Config
 from acutance.train.ema import Ema
 from acutance.train.engine import Engine
@@ -22,6 +25,12 @@ Parts = tuple[Any, ...]  # this process's shares of a global batch, whose gradie
 class Stepper:
     """The model of a task, what trains it, and the step itself.
 
+    Args:
+        config: of the run.
+        engine: the processes.
+        task: what is learnt.
+        bare: the weights are put in afterwards, so what the run started from is not read.
+
     Attributes:
         model: as it was built, on its device, sharded in place.
         wrapped: what is called in training.
@@ -29,12 +38,12 @@ class Stepper:
         recorded: whether the step is replayed from a CUDA graph.
     """
 
-    def __init__(self, config: Config, engine: Engine, task: Task[Any]) -> None:
+    def __init__(self, config: Config, engine: Engine, task: Task[Any], *, bare: bool = False) -> None:
         loop = config.loop
         self.config, self.engine, self.task = config, engine, task
         self.shares = _shares(loop.batch_size, loop.accumulate, engine)
         torch.manual_seed(mixed_seed(loop.seed))
-        self.model: nn.Module = task.build_model().train()
+        self.model: nn.Module = processes.agreed(task.bare_model if bare else task.build_model).train()
         self.wrapped = engine.wrap(self.model)
         alone = engine.strategy == "single" and len(self.shares) == 1
         self.recorded = loop.graph and engine.device.type == "cuda" and alone
@@ -52,6 +61,12 @@ class Stepper:
             self._recording = Recorded(self._update)
         self._seed(step, self.shares[0])
         return self._recording(parts)
+
+    def batches(self, first_step: int) -> Iterator[Parts]:
+        """This process's shares of global batch `first_step`, the next, and so on without end."""
+        size, device = self.config.loop.batch_size, self.engine.device
+        parts = zip(*(self.task.batches(size, first_step, share) for share in self.shares), strict=True)
+        return ahead(parts, device) if self.task.made_on_device and device.type == "cuda" else parts
 
     def forget_recording(self) -> None:
         """Weights or moments were replaced, which a recording would not notice."""

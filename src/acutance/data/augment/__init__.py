@@ -4,7 +4,7 @@ from acutance.data.augment.config import DEIT, DEIT_SMALL_IMAGES, AugmentConfig
 from acutance.data.augment.erasing import random_erasing
 from acutance.data.augment.mixing import mix, soft_targets
 from acutance.data.augment.operations import OPERATIONS, rand_augment
-from acutance.data.augment.pipeline import Augment, Draws, draw, normalise
+from acutance.data.augment.pipeline import Augment, Draws, normalise
 from acutance.data.augment.spatial import flip, random_crop, warp
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "Augment",
     "AugmentConfig",
     "Draws",
-    "draw",
     "flip",
     "mix",
     "normalise",

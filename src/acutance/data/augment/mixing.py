@@ -6,6 +6,7 @@ pair, and a pair never crosses from one even share of the batch into another.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,37 +16,46 @@ from torch.nn import functional as F
 from acutance.errors import ShapeError
 
 
+class MixChance(NamedTuple):
+    """Random numbers of mixing; as in DeiT, a batch draws once for all its rows."""
+
+    place: Tensor  # (batch, 3), 0 to 1: mixup or CutMix, the centre of a rectangle
+    keep: Tensor  # (batch, 2), from mixup's and CutMix's Beta
+
+
 class MixDraws(NamedTuple):
-    """How much of itself each row keeps; as in DeiT, a batch draws once for all its rows."""
+    """How much of itself each row keeps."""
 
     keep: Tensor  # (batch,), the weight of a row's own label
     cut: Tensor  # (batch,), whether the rest comes as a rectangle rather than blended
     box: Tensor  # (batch, 4): top, bottom, left, right, ends not included
 
 
-def draw_mixing(
-    count: int, mixup: float, cutmix: float, switch: float, height: int, width: int, generator: torch.Generator
-) -> MixDraws:
+def beta_parameters(mixup: float, cutmix: float, device: torch.device | str) -> Tensor:
+    """(2, 2), for `draw_mixing`; for an α of 0 another, since its draw is not used."""
+    return torch.tensor([[mixup or 1.0] * 2, [cutmix or 1.0] * 2], device=device)
+
+
+def draw_mixing(count: int, parameters: Tensor, generator: torch.Generator) -> MixChance:
+    """Once for `count` images."""
+    place = torch.rand(3, generator=generator, device=generator.device)
+    keep = torch._sample_dirichlet(parameters, generator)[:, 0]  # as torch.distributions.Beta, which takes no generator
+    return MixChance(place.expand(count, 3), keep.expand(count, 2))
+
+
+def read_mixing(chance: MixChance, mixup: float, cutmix: float, switch: float, height: int, width: int) -> MixDraws:
     """Mixup with Beta(mixup, mixup), CutMix with Beta(cutmix, cutmix); `switch` chooses where both are on."""
-    device = generator.device
-    chance = torch.rand(3, generator=generator, device=device)
-    cut = chance[0] < (switch if mixup > 0 else 1.0) if cutmix > 0 else chance[0] < 0
-    blended, kept = _beta(mixup, generator), _beta(cutmix, generator)
-    box, area = _box(1 - kept, chance[1:], height, width)
+    choice, *centre = chance.place.unbind(1)
+    blended, kept = chance.keep.unbind(1)
+    often = 0.0 if cutmix <= 0 else 1.0 if mixup <= 0 else switch
+    cut = choice < often
+    box, area = _box(1 - kept, centre, height, width)
     keep = torch.where(cut, 1 - area / (height * width), blended)  # the border may have cut the rectangle smaller
-    return MixDraws(keep.expand(count), cut.expand(count), box.expand(count, 4))
+    return MixDraws(keep, cut, box)
 
 
-def _beta(alpha: float, generator: torch.Generator) -> Tensor:
-    """One number from Beta(α, α); 1, which mixes nothing, for α = 0."""
-    if alpha <= 0:
-        return torch.ones((), device=generator.device)
-    # What torch.distributions.Beta draws from, which takes no generator.
-    return torch._sample_dirichlet(torch.full((2,), alpha, device=generator.device), generator)[0]
-
-
-def _box(area: Tensor, centre: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """A rectangle with this share of the area about a random pixel, cut off at the border; and the pixels in it."""
+def _box(area: Tensor, centre: Sequence[Tensor], height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Rectangles with this share of the area about random pixels, cut off at the border; and the pixels in each."""
     ends = []
     for at, side in zip(centre, (height, width), strict=True):
         long = (side * area.sqrt()).floor()
@@ -53,7 +63,7 @@ def _box(area: Tensor, centre: Tensor, height: int, width: int) -> tuple[Tensor,
         ends.append((middle - (long / 2).floor()).clamp(0, side))
         ends.append((middle + ((long + 1) / 2).floor()).clamp(0, side))
     top, bottom, left, right = ends
-    return torch.stack(ends).long(), (bottom - top) * (right - left)
+    return torch.stack(ends, 1).long(), (bottom - top) * (right - left)
 
 
 def mix(images: Tensor, targets: Tensor, draws: MixDraws) -> tuple[Tensor, Tensor]:

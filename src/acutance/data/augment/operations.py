@@ -24,24 +24,38 @@ NOTHING = len(OPERATIONS)
 HIGHEST = 10.0  # magnitudes run from 0 to 10
 
 
+class RandChance(NamedTuple):
+    """Random numbers of RandAugment, each (batch, layers)."""
+
+    operation: Tensor  # a number in OPERATIONS
+    applied: Tensor  # 0 to 1
+    noise: Tensor  # normal
+    sign: Tensor  # 0 or 1
+
+
 class RandDraws(NamedTuple):
-    """What RandAugment draws, each (batch, layers)."""
+    """What RandAugment does, each (batch, layers)."""
 
     operation: Tensor  # a number in OPERATIONS, or NOTHING
     magnitude: Tensor  # 0 to 10
     sign: Tensor  # 1 or −1
 
 
-def draw_rand_augment(
-    count: int, layers: int, magnitude: float, std: float, probability: float, generator: torch.Generator
-) -> RandDraws:
-    """Operations uniform and with replacement, each applied with a probability; magnitudes normal."""
+def draw_rand_augment(count: int, layers: int, generator: torch.Generator) -> RandChance:
+    """For every image and layer."""
     device, shape = generator.device, (count, layers)
-    operation = torch.randint(len(OPERATIONS), shape, generator=generator, device=device)
-    applied = torch.rand(shape, generator=generator, device=device) < probability
-    noise = torch.randn(shape, generator=generator, device=device)
-    sign = 1.0 - 2.0 * torch.randint(2, shape, generator=generator, device=device)
-    return RandDraws(torch.where(applied, operation, NOTHING), (magnitude + std * noise).clamp(0, HIGHEST), sign)
+    return RandChance(
+        torch.randint(len(OPERATIONS), shape, generator=generator, device=device),
+        torch.rand(shape, generator=generator, device=device),
+        torch.randn(shape, generator=generator, device=device),
+        torch.randint(2, shape, generator=generator, device=device),
+    )
+
+
+def read_rand_augment(chance: RandChance, magnitude: float, std: float, probability: float) -> RandDraws:
+    """Operations uniform and with replacement, each applied with a probability; magnitudes normal."""
+    operation = torch.where(chance.applied < probability, chance.operation, NOTHING)
+    return RandDraws(operation, (magnitude + std * chance.noise).clamp(0, HIGHEST), 1.0 - 2.0 * chance.sign)
 
 
 def rand_augment(images: Tensor, draws: RandDraws, fill: Tensor) -> Tensor:

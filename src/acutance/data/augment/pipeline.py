@@ -7,51 +7,32 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from acutance.data.augment.config import AugmentConfig
-from acutance.data.augment.erasing import EraseDraws, draw_erasing, random_erasing
-from acutance.data.augment.mixing import MixDraws, draw_mixing, mix, soft_targets
-from acutance.data.augment.operations import RandDraws, draw_rand_augment, rand_augment
+from acutance.data.augment.erasing import EraseChance, draw_erasing, random_erasing, read_erasing
+from acutance.data.augment.mixing import MixChance, beta_parameters, draw_mixing, mix, read_mixing, soft_targets
+from acutance.data.augment.operations import RandChance, draw_rand_augment, rand_augment, read_rand_augment
 from acutance.data.augment.spatial import flip, random_crop
 
 
 class Draws(NamedTuple):
-    """Everything random about the augmentation of a batch; each tensor has a row per image."""
+    """Everything random about the augmentation of a batch; each tensor has a row per image.
+
+    These are numbers as a generator gives them, by few calls for a whole batch. What they mean is worked out where they
+    are used, in compiled code if the augmentation is.
+    """
 
     crop: Tensor
     flip: Tensor
-    rand: RandDraws
-    erase: EraseDraws
-    mix: MixDraws
+    rand: RandChance
+    erase: EraseChance
+    mix: MixChance
 
     def rows(self, chosen: slice) -> Draws:
         """What these rows of the batch drew: the same as if the whole batch were augmented, then cut."""
-        return Draws(
-            self.crop[chosen],
-            self.flip[chosen],
-            RandDraws(*(part[chosen] for part in self.rand)),
-            EraseDraws(*(part[chosen] for part in self.erase)),
-            MixDraws(*(part[chosen] for part in self.mix)),
-        )
-
-
-def draw(config: AugmentConfig, count: int, height: int, width: int, generator: torch.Generator) -> Draws:
-    """Draw for a whole global batch of images of this size, on the generator's device and without waiting for it."""
-    device = generator.device
-    return Draws(
-        torch.randint(2 * config.crop_pad + 1, (count, 2), generator=generator, device=device),
-        torch.rand(count, generator=generator, device=device) < config.flip,
-        draw_rand_augment(
-            count,
-            config.rand_layers,
-            config.rand_magnitude,
-            config.rand_magnitude_std,
-            config.rand_probability,
-            generator,
-        ),
-        draw_erasing(count, config.erase, height, width, generator),
-        draw_mixing(count, config.mixup, config.cutmix, config.switch, height, width, generator),
-    )
+        found: Draws = tree_map(lambda part: part[chosen], self)
+        return found
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -83,26 +64,38 @@ class Augment:
         self.mean = torch.tensor(mean, dtype=torch.float32, device=device)
         self.std = torch.tensor(std, dtype=torch.float32, device=device)
         self.fill = (self.mean * 255).round()
+        self._betas = beta_parameters(config.mixup, config.cutmix, device)
 
-    def draw(self, count: int, size: tuple[int, int], generator: torch.Generator) -> Draws:
-        """Draw for a whole global batch of images of (height, width)."""
-        return draw(self.config, count, *size, generator)
+    def draw(self, count: int, generator: torch.Generator) -> Draws:
+        """Draw for a whole global batch, on the generator's device and without waiting for it."""
+        device = generator.device
+        return Draws(
+            torch.randint(2 * self.config.crop_pad + 1, (count, 2), generator=generator, device=device),
+            torch.rand(count, generator=generator, device=device),
+            draw_rand_augment(count, self.config.rand_layers, generator),
+            draw_erasing(count, generator),
+            draw_mixing(count, self._betas, generator),
+        )
 
     def __call__(self, images: Tensor, labels: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """Bytes (batch, channels, height, width) and labels (batch,) to normalised images and soft targets."""
-        config = self.config
+        config, (height, width) = self.config, images.shape[-2:]
         values = images.float()
         if config.crop_pad:
             values = random_crop(values, config.crop_pad, draws.crop)
         if config.flip:
-            values = flip(values, draws.flip)
+            values = flip(values, draws.flip < config.flip)
         if config.rand_layers:
-            values = rand_augment(values, draws.rand, self.fill)
+            strength = config.rand_magnitude, config.rand_magnitude_std, config.rand_probability
+            values = rand_augment(values, read_rand_augment(draws.rand, *strength), self.fill)
         values = self.plain(values)
         if config.erase:
-            values = random_erasing(values, draws.erase)
+            values = random_erasing(values, read_erasing(draws.erase, config.erase, height, width))
         targets = soft_targets(labels, self.classes, config.smoothing)
-        return mix(values, targets, draws.mix) if config.mixes else (values, targets)
+        if not config.mixes:
+            return values, targets
+        mixing = read_mixing(draws.mix, config.mixup, config.cutmix, config.switch, height, width)
+        return mix(values, targets, mixing)
 
     def plain(self, images: Tensor) -> Tensor:
         """Images for evaluation: normalised, and nothing else."""

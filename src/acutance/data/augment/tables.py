@@ -59,8 +59,9 @@ def contrast(images: Tensor, factor: Tensor) -> Tensor:
 
 def auto_contrast(images: Tensor) -> Tensor:
     """Each channel stretched from 0 to 255."""
-    flat = images.flatten(2).double()  # Pillow's table is made in double precision, and truncated
-    low, high = flat.amin(2, keepdim=True), flat.amax(2, keepdim=True)
+    flat = images.flatten(2)
+    # Pillow's table is made in double precision, and truncated.
+    low, high = flat.amin(2, keepdim=True).double(), flat.amax(2, keepdim=True).double()
     scale = torch.full_like(low, 255).div((high - low).clamp(min=1))  # 255 / x would multiply by 1 / x, rounded
     values = identity(images).double()
     stretched = (values * scale + -low * scale).clamp(0, 255).floor()
@@ -70,11 +71,12 @@ def auto_contrast(images: Tensor) -> Tensor:
 def equalise(images: Tensor) -> Tensor:
     """Each channel's histogram made flat."""
     flat = images.flatten(2).long()
-    histogram = torch.zeros(*flat.shape[:2], LEVELS, dtype=torch.long, device=images.device)
-    histogram.scatter_add_(2, flat, torch.ones_like(flat))
+    # In 32 bits inductor makes the histogram itself; in 64 it would write index and summand of every pixel for ATen.
+    histogram = torch.zeros(*flat.shape[:2], LEVELS, dtype=torch.int32, device=images.device)
+    histogram.scatter_add_(2, flat, torch.ones_like(flat, dtype=torch.int32))
     of_highest = histogram.gather(2, flat.amax(2, keepdim=True))
     step = (flat.shape[2] - of_highest).div(255, rounding_mode="floor")
-    below = histogram.cumsum(2) - histogram
+    below = histogram.cumsum(2, dtype=torch.int32) - histogram
     safe = step.clamp(min=1)
     table = (safe // 2 + below).div(safe, rounding_mode="floor").clamp(max=255).to(images.dtype)
     return torch.where(step > 0, table, identity(images))

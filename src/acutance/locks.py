@@ -1,0 +1,58 @@
+"""Locks that a process holds as long as it lives: however it ends, the system lets go of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from acutance.errors import AcutanceWarning
+
+
+@contextmanager
+def held(path: Path) -> Iterator[bool]:
+    """Inside, whether this process holds the lock; if not, another one does, of this or of another machine.
+
+    The file stays, with the name of its last holder: who removes it could remove another's lock. File systems that
+    machines share have such locks (NFS from version 4, Lustre where it is mounted with flock). Where there are none, a
+    warning says so, and the lock counts as held.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield True
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError as error:
+            warnings.warn(
+                f"{path.parent} is on a file system without locks ({error.strerror}): nothing keeps two processes from "
+                "the same work",
+                AcutanceWarning,
+                stacklevel=3,
+            )
+            yield True
+            return
+        file.truncate(0)
+        file.write(f"{socket.gethostname()}, process {os.getpid()}\n")
+        file.flush()
+        try:
+            yield True
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough while a forked child has the file open, too
+
+
+def holder(path: Path) -> str:
+    """Who took it last, e.g. `node7, process 4711`."""
+    try:
+        return path.read_text(encoding="utf-8").strip() or "another process"
+    except OSError:
+        return "another process"
