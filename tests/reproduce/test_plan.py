@@ -109,18 +109,37 @@ def test_divergence_is_a_result(tmp_path, monkeypatch):
     assert session(tmp_path).plan[0].divergence == "the loss became nan in step 3"
 
 
-def test_the_plan_is_a_script_that_trains_the_very_run(tmp_path):
-    """The printed command, run by itself, leaves a run that reproduce takes as its own."""
+def test_the_plan_is_a_script_that_trains_the_very_runs(tmp_path, monkeypatch):
+    """The printed commands, run by themselves, begin or end runs that reproduce takes as its own."""
     options = ["reproduce", "neutreno-table8", "--scale", "tiny", "--out", str(tmp_path), "--plan"]
-    printed = CliRunner().invoke(app, options).output.splitlines()
-    assert printed[0] == "# cifar10-kernel-seed0: new"
-    name, *arguments = shlex.split(printed[1])
-    assert name == "acutance"
-    done = CliRunner().invoke(app, [*arguments, "--device", "cpu"])
-    assert done.exit_code == 0, done.output
-    planned = session(tmp_path).plan[0]
-    assert planned.state == "finished"
-    planned.check()
+
+    def commands():
+        printed = CliRunner().invoke(app, options).output.splitlines()
+        return [shlex.split(line) for line in printed if not line.startswith("#")], printed
+
+    def run(command):
+        assert command[0] == "acutance"
+        done = CliRunner().invoke(app, [*command[1:], "--device", "cpu"])
+        assert done.exit_code == 0, done.output
+        assert session(tmp_path).plan[0].state == "finished"
+        session(tmp_path).plan[0].check()
+
+    begun = session(tmp_path).plan[0]
+    with monkeypatch.context() as patch:
+        patch.setattr("acutance.train.loop.Loop._step", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            begun.train("cpu", session(tmp_path).console)
+    (first, second), printed = commands()
+    assert printed[1] == "# cifar10-kernel-seed0: begun"
+    assert printed[3] == "# cifar10-kernel-neutreno-seed0: new"
+    assert "--resume" in first
+    assert "--resume" not in second
+    run(first)
+    (left,), printed = commands()
+    assert printed[1:3] == ["# cifar10-kernel-seed0: finished", "# cifar10-kernel-neutreno-seed0: new"]
+    assert left == second
+    run(second)
+    assert commands()[0] == []
 
 
 @pytest.mark.parametrize("scale", ["full", "tiny"])
@@ -136,7 +155,7 @@ def test_every_command_of_every_plan_says_the_whole_configuration(tmp_path, scal
 
 def test_several_processes_are_told_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(AcutanceError, match="--only i/n"):
+    with pytest.raises(AcutanceError, match="start it once for each GPU"):
         session(tmp_path)
 
 

@@ -13,6 +13,7 @@ from acutance.loading import load_model
 from acutance.reproduce import TARGETS, Row, Target, find, standins
 from acutance.reproduce.session import Session, reproduce
 from acutance.reproduce.trainings import training
+from acutance.robustness import RobustnessTable
 from acutance.runs.evaluate import read_evaluation
 from acutance.train import Run
 
@@ -46,11 +47,26 @@ def test_a_target_end_to_end(out, name):
             for values in line.measured.values():
                 assert all(math.isfinite(value) for value in values.values())
     if target.rows:
-        for sheet in result.sheets[: 1 if target.measure == "ablation" else None]:  # the others are of some rows only
+        # Further sheets are of some rows only, or have them as columns.
+        for sheet in result.sheets[: 1 if target.measure in ("ablation", "robustness") else None]:
             assert [line.label for line in sheet.lines] == [row.label for row in target.rows]
     if target.measure in ("scores", "robustness"):
         cells = [line.measured[column] for line in result.sheets[0].lines for column in target.columns]
         assert all(list(cell) == [0] for cell in cells)
+
+
+def test_robustness_has_a_sheet_by_corruption_and_a_file_that_all_targets_share(out):
+    result = reproduce(find("neutreno-robustness"), out, scale="tiny")
+    table, single = result.sheets
+    assert [line.label for line in single.lines] == ["gaussian_noise", "contrast"]
+    assert list(single.columns) == [row.label for row in result.target.rows]
+    file = out / "tiny" / "runs" / "cifar100-neutreno-0.6-seed0" / "robustness.json"
+    cells = RobustnessTable.load(file)
+    assert single.lines[1].measured[table.lines[1].label] == {0: cells.mean(corruption="contrast")}
+    assert table.lines[1].measured["severity 4"] == {0: cells.mean(severity=4)}
+    before = (out / "tiny" / "runs" / "cifar100-seed0" / "robustness.json").read_bytes()
+    reproduce(find("oversmoothing-attacks"), out, scale="tiny")
+    assert (out / "tiny" / "runs" / "cifar100-seed0" / "robustness.json").read_bytes() == before
 
 
 def test_runs_carry_what_their_training_says(out):

@@ -49,16 +49,21 @@ class ImageFolder:
             `every` of each class, by file name), "train" the rest, "all" both. None takes `root` itself as a folder of
             classes.
         every: how thin the slice is.
+
+    A label is the place of a folder among the others, so val/ must have the very folders of train/. Hidden ones do not
+    count.
     """
 
     def __init__(self, root: Path | str, split: FolderSplit | None, *, every: int = HELD_OUT_EVERY) -> None:
         root = Path(root)
         folder = IMAGENET.folder(root if split is None else root / ("val" if split == "test" else "train"))
-        folders = sorted(path for path in folder.iterdir() if path.is_dir())
+        folders = _class_folders(folder)
         self.classes = tuple(path.name for path in folders)
         found = [(path, label) for label, kind in enumerate(folders) for path in _image_files(kind)]
         if not found:
             raise IMAGENET.missing(folder / "<class>" / "<image>")
+        if split == "test" and (root / "train").is_dir():  # elsewhere the training images are in shards
+            _refuse_other_classes(folder, set(self.classes), {path.name for path in _class_folders(root / "train")})
         labels = torch.tensor([label for _, label in found])
         chosen = choose(labels, split, every, folder)
         self.paths = [found[i][0] for i in chosen.tolist()]
@@ -107,5 +112,27 @@ def choose(labels: Tensor, split: FolderSplit | None, every: int, place: Path | 
     return chosen
 
 
+def _class_folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not _hidden(path))
+
+
 def _image_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and not _hidden(path))
+
+
+def _hidden(path: Path) -> bool:
+    """What systems and tools leave behind: .cache/, ._n01440764_18.JPEG."""
+    return path.name.startswith(".")
+
+
+def _refuse_other_classes(folder: Path, found: set[str], expected: set[str]) -> None:
+    """One folder more or less would move the labels of all that follow it, and every score would be wrong."""
+    sides = {"missing": sorted(expected - found), "not in train/": sorted(found - expected)}
+    differences = [f"{_some(names)} {what}" for what, names in sides.items() if names]
+    if differences:
+        raise IMAGENET.damaged(folder, f"its class folders are not those of train/: {', '.join(differences)}")
+
+
+def _some(names: list[str]) -> str:
+    """`n01440764 is`, or `n01440764 and 998 more are`."""
+    return f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more are"

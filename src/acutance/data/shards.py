@@ -7,41 +7,27 @@ unpacked: their headers are read once, and samples from where they lie.
 from __future__ import annotations
 
 import re
-import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from acutance import processes
 from acutance.data.decoding import decode
-from acutance.data.folder import HELD_OUT_EVERY, SUFFIXES, FolderSplit, choose
+from acutance.data.folder import HELD_OUT_EVERY, FolderSplit, choose
 from acutance.data.seeds import epoch_order
-from acutance.data.source import Source
+from acutance.data.shard_index import SHARDS, ShardIndex, index_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-SHARDS = Source(
-    "webdataset shards",
-    "uncompressed tar files with <key>.jpg and <key>.cls for each image",
-    "Name them as in /data/imagenet-train-{000000..000146}.tar (or with *); `pip install webdataset` has the tools "
-    "to write them",
-)
 SHARDS_AT_ONCE = 16  # images are shuffled among so many shards, which are read side by side
 READERS = 8
-
-
-@dataclass(frozen=True)
-class _Member:
-    shard: int
-    key: str
-    offset: int
-    size: int
-    label: int
 
 
 class WebShards:
@@ -52,7 +38,7 @@ class WebShards:
         split: "train" and "val" are parts of these shards (one image in `every` of each class, in the order of the
             shards, is val), "all", "test" and None all of them.
         every: how thin the slice is.
-        classes: how many there are; None takes the highest label seen.
+        classes: how many there are, numbered from 0; None takes the highest label seen.
     """
 
     def __init__(
@@ -64,30 +50,33 @@ class WebShards:
         classes: int | None = None,
     ) -> None:
         self.paths = list(expand(pattern))
-        with ThreadPoolExecutor(READERS) as readers:
-            listed = readers.map(lambda item: _index(*item), enumerate(self.paths))
-            members = [member for shard in listed for member in shard]
-        labels = torch.tensor([member.label for member in members], dtype=torch.long)
+        found = _indices(self.paths)
+        labels = torch.tensor(list(chain.from_iterable(index.labels for index in found)))
+        if classes is not None:
+            _refuse_other_labels(pattern, labels, classes)
         chosen = choose(labels, split, every, pattern)
-        self._members = [members[i] for i in chosen.tolist()]
-        self._shards = torch.tensor([member.shard for member in self._members])
         self.labels = labels[chosen]
         self.classes = tuple(str(label) for label in range(classes or int(labels.max()) + 1))
+        # Arrays, not a million objects: those would be copied into every worker that only looks at them.
+        shards = torch.arange(len(found)).repeat_interleave(torch.tensor([len(index.keys) for index in found]))
+        self._shards = shards[chosen]
+        self._offsets = torch.tensor(list(chain.from_iterable(index.offsets for index in found)))[chosen]
+        self._sizes = torch.tensor(list(chain.from_iterable(index.sizes for index in found)))[chosen]
+        self._keys = np.array([key.encode() for index in found for key in index.keys])[chosen.numpy()]
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self.labels)
 
     def read(self, index: int) -> Image:
         """The image at an index, as RGB."""
-        member = self._members[index]
-        path = self.paths[member.shard]
+        path = self.paths[int(self._shards[index])]
         try:
             with path.open("rb") as file:
-                file.seek(member.offset)
-                content = file.read(member.size)
+                file.seek(int(self._offsets[index]))
+                content = file.read(int(self._sizes[index]))
         except OSError as error:
             raise SHARDS.damaged(path, error) from error
-        return decode(content, f"{path}:{member.key}", SHARDS)
+        return decode(content, f"{path}:{self._keys[index].decode()}", SHARDS)
 
     def order(self, seed: int, epoch: int) -> Tensor:
         """The order of an epoch: shards in random order, their images shuffled within groups of 16 shards."""
@@ -98,7 +87,7 @@ class WebShards:
 
 
 def expand(pattern: str) -> Iterator[Path]:
-    """The paths that a pattern names; all of them must be there."""
+    """The paths that a pattern names; all of them must be there. Hidden files are not among them."""
     numbers = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
     if numbers:
         first, last = numbers.groups()
@@ -106,37 +95,33 @@ def expand(pattern: str) -> Iterator[Path]:
             yield from expand(pattern[: numbers.start()] + str(number).zfill(len(first)) + pattern[numbers.end() :])
         return
     path = Path(pattern)
-    paths = sorted(path.parent.glob(path.name)) if "*" in path.name else [path] * path.is_file()
+    if "*" in path.name:
+        paths = sorted(found for found in path.parent.glob(path.name) if not found.name.startswith("."))
+    else:
+        paths = [path] * path.is_file()
     if not paths:
         raise SHARDS.missing(path)
     yield from paths
 
 
-def _index(shard: int, path: Path) -> list[_Member]:
-    """Where each image of a shard lies, and its label."""
-    images: dict[str, tarfile.TarInfo] = {}
-    labels: dict[str, int] = {}
-    try:
-        with tarfile.open(path, "r:") as archive:
-            for member in archive:
-                key, suffix = _split_name(member.name)
-                if f".{suffix}".lower() in SUFFIXES:
-                    images[key] = member
-                elif suffix == "cls":
-                    content = archive.extractfile(member)
-                    labels[key] = int(content.read()) if content else -1
-    except (tarfile.TarError, OSError, ValueError) as error:
-        raise SHARDS.damaged(path, error) from error
-    unmatched = sorted(images.keys() ^ labels.keys())
-    if unmatched or not images:
-        raise SHARDS.damaged(path, f"{unmatched[0]!r} has no image or no .cls" if unmatched else "no images in it")
-    if min(labels.values()) < 0:
-        raise SHARDS.damaged(path, "a label is negative")
-    return [_Member(shard, key, m.offset_data, m.size, labels[key]) for key, m in images.items()]
+def _indices(paths: Sequence[Path]) -> list[ShardIndex]:
+    """Of each shard. Processes begin at different ones, and find what another has indexed meanwhile."""
+    rank, world = processes.place()
+    first = rank * len(paths) // world
+    turn = [*range(first, len(paths)), *range(first)]
+    with ThreadPoolExecutor(READERS) as readers:
+        found = dict(zip(turn, readers.map(lambda number: index_of(paths[number]), turn), strict=True))
+    return [found[number] for number in range(len(paths))]
 
 
-def _split_name(name: str) -> tuple[str, str]:
-    """Folder and name up to the first dot, and what follows it: webdataset's key and extension."""
-    folder, slash, file = name.rpartition("/")
-    key, _, suffix = file.partition(".")
-    return folder + slash + key, suffix
+def _refuse_other_labels(pattern: str, labels: Tensor, classes: int) -> None:
+    """A label beyond the last class would be an error deep within the loss, on a GPU one that names nothing."""
+    low, high = int(labels.min()), int(labels.max())
+    if high < classes:
+        return
+    hint = (
+        "they seem to count from 1: take 1 from each" if low > 0 and high == classes else "set task.model.num_classes"
+    )
+    raise SHARDS.damaged(
+        pattern, f"labels from {low} to {high} for {classes} classes, which are numbered 0 to {classes - 1}; {hint}"
+    )

@@ -76,6 +76,16 @@ CORPORA: Mapping[str, _Files] = {
 
 def load_corpus(name: str, data_dir: Path | str | None) -> Corpus:
     """A corpus by its name, one of `CORPORA`, from the folder in which it has its usual layout."""
+    paths = corpus_files(name, data_dir)
+    source = CORPORA[name].source
+    vocabulary = _vocabulary(paths, source)
+    number = {word: i for i, word in enumerate(vocabulary)}
+    train, valid, test = (_encode(path, source, number) for path in paths)
+    return Corpus(name, train, valid, test, tuple(vocabulary))
+
+
+def corpus_files(name: str, data_dir: Path | str | None) -> list[Path]:
+    """The files of a corpus for training, validation and test; all of them are there."""
     if name not in CORPORA:
         raise AcutanceError(f"no corpus {name!r}; there are {', '.join(sorted(CORPORA))}")
     if data_dir is None:
@@ -83,10 +93,10 @@ def load_corpus(name: str, data_dir: Path | str | None) -> Corpus:
     files = CORPORA[name]
     folder = files.source.folder(Path(data_dir) / files.folder)
     paths = [folder / file for file in (files.train, files.valid, files.test)]
-    vocabulary = _vocabulary(paths, files.source)
-    number = {word: i for i, word in enumerate(vocabulary)}
-    train, valid, test = (_encode(path, files.source, number) for path in paths)
-    return Corpus(name, train, valid, test, tuple(vocabulary))
+    for path in paths:
+        if not path.is_file():
+            raise files.source.missing(path)
+    return paths
 
 
 def _vocabulary(paths: list[Path], source: Source) -> dict[str, None]:

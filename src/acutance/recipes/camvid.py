@@ -4,6 +4,8 @@ No figure of either paper belongs to it. Not measured here yet.
 
 Needs `CamVid/` (367 frames to train on) and one GPU; 73,000 crops of 352 go forward and back.
 
+Time: not measured, and no bench has a Segmenter; `acutance train` shows images/s and the time left.
+
     acutance train camvid --data-dir /data
     acutance train camvid --data-dir /data --set task.model.mitigation=neutreno:0.6
     acutance train camvid --data-dir /data --set task.encoder_weights=deit_tiny.safetensors

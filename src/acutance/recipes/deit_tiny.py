@@ -5,6 +5,9 @@ Published (https://arxiv.org/abs/2312.00751): 72.17 % top-1, 91.02 % top-5; with
 
 Needs ImageNet (train/ and val/, a folder per class, or shards) and GPUs: 384 million images go forward and back.
 
+Time: not measured. Divide the images by the images/s of your GPU (`acutance bench --only steps-224`, batch over time of
+a step), and by the number of GPUs; decoding may be slower, and `acutance train` shows the time left.
+
     acutance train deit_tiny --data-dir /data/imagenet
     acutance train deit_tiny --data-dir /data/imagenet --set task.model.mitigation=neutreno:0.6
     torchrun --nproc-per-node 4 -m acutance train deit_tiny --data-dir /data/imagenet

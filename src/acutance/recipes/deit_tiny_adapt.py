@@ -4,8 +4,10 @@ Published (https://arxiv.org/abs/2312.00751): 72.63 % top-1, 91.38 % top-5, from
 measured here yet. The paper says "one-third number of epochs" and no more; the rate is our choice, a tenth of that of
 training from scratch, with the same warm-up and augmentation.
 
-Needs ImageNet and the weights of a DeiT-tiny: by default those of `acutance train deit_tiny`, or the published .pth
-file.
+Needs ImageNet, GPUs and the weights of a DeiT-tiny: by default those of `acutance train deit_tiny`, or the published
+.pth file. 128 million images go forward and back.
+
+Time: not measured; a third of what `deit_tiny` takes with NeuTRENO.
 
     acutance train deit_tiny_adapt --data-dir /data/imagenet
     acutance train deit_tiny_adapt --data-dir /data/imagenet --set task.weights=deit_tiny_patch16_224-a1311bcf.pth

@@ -5,6 +5,8 @@ here yet.
 
 Needs what `deit_tiny` needs.
 
+Time: not measured, and no bench has this attention; `acutance train` shows images/s and the time left.
+
     acutance train deit_tiny_symmetric --data-dir /data/imagenet
     acutance train deit_tiny_symmetric --data-dir /data/imagenet --set task.model.mitigation=neutreno:0.6
 """

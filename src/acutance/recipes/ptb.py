@@ -4,6 +4,8 @@ No figure of either paper belongs to it. Not measured here yet.
 
 Needs `ptb/` (ptb.train.txt and the others) and one GPU; 56 million words go forward and back.
 
+Time: not measured; `acutance train` shows words/s and the time left.
+
     acutance train ptb --data-dir /data
     acutance train ptb --data-dir /data --set task.model.mitigation=neutreno:0.4
 """

@@ -7,6 +7,8 @@ The cosine begins where the warm-up ends; a cosine over all 500,000 steps would 
 
 Needs `wikitext-103/` (the word-level token files) and a GPU; 12.3 billion words go forward and back.
 
+Time: not measured; `acutance train` shows words/s and the time left.
+
     acutance train wikitext103 --data-dir /data
     acutance train wikitext103 --data-dir /data --set task.model.mitigation=neutreno:0.4
     acutance evaluate runs/wikitext103-seed0

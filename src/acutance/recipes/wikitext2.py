@@ -4,6 +4,8 @@ No figure of either paper belongs to it. Not measured here yet.
 
 Needs `wikitext-2/` (the word-level token files) and one GPU; 84 million words go forward and back.
 
+Time: not measured; `acutance train` shows words/s and the time left.
+
     acutance train wikitext2 --data-dir /data
     acutance train wikitext2 --data-dir /data --set task.model.mitigation=neutreno:0.4
     acutance evaluate runs/wikitext2-seed0

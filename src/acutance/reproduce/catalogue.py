@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 
 from acutance.errors import AcutanceError
-from acutance.reproduce import ablation, neutreno, oversmoothing
+from acutance.reproduce import ablation, beyond, neutreno, oversmoothing
 from acutance.reproduce.target import Target
 
-ALL = (*neutreno.TARGETS, *ablation.TARGETS, *oversmoothing.TARGETS)
+ALL = (*neutreno.TARGETS, *ablation.TARGETS, *beyond.TARGETS, *oversmoothing.TARGETS)
 TARGETS: Mapping[str, Target] = {target.name: target for target in ALL}
 
 

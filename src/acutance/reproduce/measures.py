@@ -226,16 +226,9 @@ def efficiency(session: Session) -> list[Sheet]:
 
 def robustness(session: Session) -> list[Sheet]:
     """Accuracy on corrupted and attacked test images."""
-    from acutance.reproduce.robust import robustness_values
+    from acutance.reproduce import robust
 
-    lines = []
-    for row in session.target.rows:
-        values: Values = {column: {} for column in session.target.columns}
-        for seed in session.ready(row):
-            for column, value in robustness_values(session, row, seed).items():
-                values[column][seed] = value
-        lines.append(Line(row.label, values, row.published, session.why_missing(row)))
-    return [Sheet(session.target.title, list(session.target.columns), lines)]
+    return robust.robustness(session)
 
 
 MEASURES: Mapping[str, Measure] = {

@@ -19,7 +19,7 @@ PRETRAINED = (
     Row("GPT-2", model="hf:gpt2"),
     Row("BERT", model="hf:google-bert/bert-base-uncased"),
 )
-RUNS = "a GPU; for each seed {} runs of 5 million images of 32×32"
+RUNS = "a GPU; for each seed {} of 5 million images of 32×32"
 DEFINITIONS = {
     "HFC/LFC": "test/hfc_lfc_spectral@block",
     "token cosine": "test/token_cosine@block",
@@ -59,7 +59,7 @@ TARGETS = (
         ),
         {"μ = 1 dominates": "smoothing", "another μ dominates": "sharpening"},
         "CIFAR-100 and ImageNet; timm for the pretrained models",
-        f"{RUNS.format(3)}, then minutes",
+        f"{RUNS.format('3 runs')}, then minutes",
         "Over samples, layers and heads, each head's attention with the layer's whole H. Which weights of ViT-B/16 the "
         "paper read is unstated: these are timm's, trained on ImageNet-1k.",
     ),
@@ -75,7 +75,7 @@ TARGETS = (
         ),
         {"top-1": "test/top1"},
         CIFAR,
-        f"{RUNS.format(9)}, six of them on a half or a tenth of the images",
+        f"{RUNS.format('9 runs')}, six of them on a half or a tenth of the images",
         "Image size, patch and training are unstated; ours are 32×32, 4×4 and a strong recipe, which moves matrices by "
         "Muon but the parameters of H's spectrum by AdamW. The parts are the first "
         "images of each class. A part has fewer steps, since its epochs are shorter.",
@@ -95,7 +95,7 @@ TARGETS = (
         ),
         INTENSITIES,
         CIFAR,
-        f"{RUNS.format(3)}, then minutes",
+        f"{RUNS.format('3 runs')}, then minutes",
         "Mean over 19 corruptions (15 and 4 extra), read from CIFAR-100-C/ in the data folder if it is there, else "
         "drawn from the test images here, with the severities of ImageNet-C, which are harsher: then the figures do "
         "not stand beside the published ones. Each run's own file says which it was.",
@@ -115,7 +115,7 @@ TARGETS = (
         (Row("ViT-Ti, random", "cifar100", state="initial"), Row("ViT-Ti, CIFAR-100", "cifar100"), *PRETRAINED),
         DEFINITIONS,
         "CIFAR-100; for the pretrained models ImageNet, WikiText, timm and transformers",
-        f"{RUNS.format(1)}, then minutes",
+        f"{RUNS.format('a run')}, then minutes",
         "HFC/LFC in the spectral norm, prefix tokens in. Which models the paper has is not in the text we read: these "
         "are our choice.",
     ),
@@ -127,7 +127,7 @@ TARGETS = (
         TRIO,
         DEFINITIONS,
         CIFAR,
-        f"{RUNS.format(3)}, then minutes",
+        f"{RUNS.format('3 runs')}, then minutes",
         "H = V Λ Vᵀ with Λ = ±ψ² as on the poster, not the later version's V Λ V⁻¹ with clipped Λ.",
     ),
     Target(
@@ -154,7 +154,7 @@ TARGETS = (
         ),
         {"negative real part, %": "negative", "median of the real parts": "median"},
         "CIFAR-100 and WikiText-103; timm and transformers for the pretrained models",
-        f"{RUNS.format(1)} and one of 12.3 billion words, then minutes",
+        f"{RUNS.format('a run')} and one of 12.3 billion words, then minutes",
         "The norm's weight is folded into H; mean over layers, with a histogram for each. Which models the paper has "
         "is not in the text we read: these are our choice.",
     ),
@@ -166,7 +166,7 @@ TARGETS = (
         TRIO,
         {"clean": "clean", "FGSM": "attack/fgsm", "PGD": "attack/pgd"},
         CIFAR,
-        f"{RUNS.format(3)}, then minutes",
+        f"{RUNS.format('3 runs')}, then minutes",
         "The paper left attacks to future work; there is nothing to compare with. ε = 1/255; PGD takes 20 steps.",
     ),
 )

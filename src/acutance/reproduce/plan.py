@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from acutance import recipes
+from acutance import locks, recipes
 from acutance.errors import AcutanceError
 from acutance.files import atomic_write
 from acutance.reproduce.target import Training
 from acutance.reproduce.trainings import training
 from acutance.runs.evaluate import with_data_dir
+from acutance.tasks.base import STARTS
 from acutance.train.config import Config
 from acutance.train.nonfinite import DivergedError
 from acutance.train.overrides import override
-from acutance.train.run import INCIDENTAL, STARTS, Run, changes
+from acutance.train.run import INCIDENTAL, Run, changes
 from acutance.train.start import train
 
 # Where data and weights lie and how the work is done may change between two calls; a folder is of one seed.
@@ -36,12 +38,17 @@ class Planned:
     recipe: str
     config: Config
     run: Run
-    root: str  # the run that it and its kin start from, which one process must train in turn
+    base: Planned | None = None  # what it starts from
 
     @property
     def label(self) -> str:
         """What its folder is called."""
         return self.run.folder.name
+
+    @property
+    def root(self) -> str:
+        """The run that it and its kin start from."""
+        return self.label if self.base is None else self.base.root
 
     @property
     def divergence(self) -> str | None:
@@ -58,12 +65,37 @@ class Planned:
             return "diverged"
         return "begun" if self.run.exists() else "new"
 
-    def command(self) -> str:
-        """How to train it by itself, e.g. under torchrun; `reproduce` then finds it finished."""
+    @property
+    def is_open(self) -> bool:
+        """Whether there is something left to train."""
+        return self.state in ("new", "begun")
+
+    @property
+    def lock_path(self) -> Path:
+        """Held by the `reproduce` that trains it, from before there is a folder."""
+        return self.run.folder.with_name(f".{self.label}.lock")
+
+    @contextmanager
+    def taken(self) -> Iterator[str | None]:
+        """Inside, nobody else trains it; or who does, another `reproduce` or one that runs the plan's command."""
+        with locks.held(self.lock_path) as mine:
+            if not mine:
+                yield locks.holder(self.lock_path)
+                return
+            command = self.run.folder / ".lock"
+            with locks.held(command) if command.exists() else nullcontext(True) as free:
+                who = None if free else locks.holder(command)
+            yield who  # the command's lock is let go of: training takes it itself
+
+    def command(self) -> str | None:
+        """How to train what is left by itself, e.g. under torchrun; `reproduce` then finds it finished."""
+        if not self.is_open:
+            return None
         plain = recipes.load(self.recipe).to_dict()
         differing = changes(plain, self.config.to_dict())
         fields = [word for name, (_, value) in differing.items() for word in ("--set", f"{name}={_text(value)}")]
-        return shlex.join(["acutance", "train", self.recipe, "--out", str(self.run.folder), *fields])
+        resume = ["--resume"] if self.run.exists() else []
+        return shlex.join(["acutance", "train", self.recipe, "--out", str(self.run.folder), *resume, *fields])
 
     def check(self) -> None:
         """Refuse to go on with a run that was begun with something else."""
@@ -80,7 +112,7 @@ class Planned:
     def train(self, device: str, console: Console) -> None:
         """Train what is left to train; a loss that is no number is a result too, and kept as such."""
         self.check()
-        if self.state in ("finished", "diverged"):
+        if not self.is_open:
             return
         if self.config.loop.compile:
             torch.compiler.reset()  # or many runs in one process reach the limit on compiling the same code again
@@ -119,8 +151,7 @@ class Planner:
         chosen = training(name)
         base = None if chosen.starts_from is None else self.one(chosen.starts_from[1], seed)
         run = Run(self.folder / f"{name}-seed{seed}")
-        root = run.folder.name if base is None else base.root
-        return Planned(name, seed, chosen.recipe, self._config(chosen, seed, base), run, root)
+        return Planned(name, seed, chosen.recipe, self._config(chosen, seed, base), run, base)
 
     def _add(self, name: str, seed: int, ordered: dict[tuple[str, int], Planned]) -> None:
         start = training(name).starts_from

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from acutance.data.seeds import mixed_seed
 from acutance.errors import AcutanceError
 from acutance.files import atomic_write
 from acutance.reproduce import tiny
+from acutance.reproduce.needs import check_data
 from acutance.reproduce.plan import Planned, Planner, Share, mine
 from acutance.reproduce.report import Result
 from acutance.reproduce.samples import samples
@@ -30,6 +31,7 @@ from acutance.saving import load
 from acutance.train.run import command_line, git_state, hardware, versions
 
 Scale = Literal["full", "tiny"]
+HINT = "# One run over 8 GPUs: add --processes 8, or write torchrun --nproc-per-node 8 -m before a command."
 
 
 class Session:
@@ -64,8 +66,9 @@ class Session:
             raise AcutanceError(f"scale is one of {', '.join(get_args(Scale))}, not {scale!r}")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise AcutanceError(
-                "reproduce is one process: start one for each GPU with --only i/n, or train single runs under torchrun "
-                "by the commands that --plan prints, and reproduce will find them finished"
+                "reproduce is one process: start it once for each GPU (CUDA_VISIBLE_DEVICES=0, 1, …), and they will "
+                "share the runs; or train single runs under torchrun by the commands that --plan prints, and reproduce "
+                "will find them finished"
             )
         self.target, self.scale, self.changes = target, scale, changes
         self.seeds = range(seeds or (1 if scale == "tiny" else target.seeds))
@@ -86,19 +89,17 @@ class Session:
         self.plan = self.planner.plan(target.trainings, self.seeds)
 
     def run(self, share: Share | None = None) -> Result:
-        """Train this share of what is left, then measure all that is finished."""
+        """Train this share of what is left and nobody else trains, then measure all that is finished."""
         from acutance.reproduce.measures import MEASURES
 
-        quiet = Console(quiet=True) if self.scale == "tiny" else self.console
+        self._check_runs()
         own = mine(self.plan, share)
-        for number, planned in enumerate(own, 1):
-            if planned.state in ("new", "begun"):
-                self.console.print(escape(f"[{number}/{len(own)}] {planned.label}"), highlight=False)
-            planned.train(self._chosen_device, quiet)
-        for planned in self.plan:  # other shares' runs are read too, and must be of the same settings
-            planned.check()
+        check_data(planned.config for planned in own if planned.is_open)
+        while self._train(own):
+            pass  # once more: what others held up may be possible now
+        self._check_runs()
+        pending = self.pending()
         sheets = MEASURES[self.target.measure](self)
-        pending = tuple(planned.label for planned in self.plan if planned.state not in ("finished", "diverged"))
         record = {
             "changes": list(self.changes),
             "samples": self.samples,
@@ -111,8 +112,38 @@ class Session:
         }
         return Result(self.target, self.scale, len(self.seeds), tuple(sheets), pending, record)
 
+    def _check_runs(self) -> None:
+        """Those that others train are read too, and must be of the same settings."""
+        for planned in self.plan:
+            planned.check()
+
+    def _train(self, own: Sequence[Planned]) -> bool:
+        """All that can be trained now, in order; says whether there was any."""
+        quiet = Console(quiet=True) if self.scale == "tiny" else self.console
+        some = False
+        for number, planned in enumerate(own, 1):
+            if not planned.is_open:
+                continue
+            with planned.taken() as other:
+                if other is not None:
+                    self._say(f"[{number}/{len(own)}] {planned.label} is being trained by {other}")
+                elif planned.is_open and (planned.base is None or planned.base.state == "finished"):
+                    self._say(f"[{number}/{len(own)}] {planned.label}")
+                    planned.train(self._chosen_device, quiet)
+                    some = True
+        return some
+
+    def _say(self, words: str) -> None:
+        self.console.print(escape(words), highlight=False, soft_wrap=True)
+
+    def pending(self) -> tuple[str, ...]:
+        """The runs that are not finished."""
+        return tuple(planned.label for planned in self.plan if planned.is_open)
+
     def write(self, result: Result) -> list[Path]:
-        """The result as Markdown and as JSON."""
+        """The result as Markdown and as JSON; not a part of it, if another process has the whole by now."""
+        if result.pending and not self.pending():
+            return []
         body = json.dumps(result.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
         return [
             atomic_write(self.folder / "result.md", result.to_markdown().encode()),
@@ -121,7 +152,11 @@ class Session:
 
     def script(self) -> str:
         """What would be run, as a shell script: how each run could be trained by itself."""
-        return "\n".join(f"# {planned.label}: {planned.state}\n{planned.command()}" for planned in self.plan)
+        lines = [HINT]
+        for planned in self.plan:
+            command = planned.command()
+            lines += [f"# {planned.label}: {planned.state}", *([] if command is None else [command])]
+        return "\n".join(lines)
 
     def planned(self, row: Row, seed: int) -> Planned:
         """The run behind a row."""

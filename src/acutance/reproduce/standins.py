@@ -6,6 +6,7 @@ sources for WikiText-103. They exercise the readers and the whole path. They are
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -51,12 +52,17 @@ def wikitext(folder: Path) -> Path:
 
 
 def _once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Write beside its place and move it there, so that a process that comes later finds it whole."""
+    """Write beside its place and move it there, so that other processes find it whole or not at all."""
     if not folder.is_dir():
-        temporary = folder.with_name(f".{folder.name}-writing")
+        temporary = folder.with_name(f".{folder.name}-{os.getpid()}")
         shutil.rmtree(temporary, ignore_errors=True)
         write(temporary)
-        temporary.rename(folder)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            shutil.rmtree(temporary)  # another process was quicker
     return folder
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, cast
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -28,37 +27,38 @@ def robustness(
     ] = None,
     split: Annotated[str, typer.Option(help="test, or val to choose by.")] = "test",
     weights: Annotated[str, typer.Option(help="last, or best on the held-out slice.")] = "last",
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many images.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only so many images: the first, of ImageNet some of each class.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     json_path: Annotated[
         Path | None,
-        typer.Option("--json", help="The table; it goes on from there.", show_default="RUN/robustness.json"),
+        typer.Option("--json", help="The table; it goes on from there.", show_default="RUN/robustness….json"),
     ] = None,
     markdown_path: Annotated[Path | None, typer.Option("--markdown", help="Also write the table here.")] = None,
 ) -> None:
     """Measure 19 corruptions at 5 severities, FGSM and PGD. Stopped, the same command goes on.
 
+    `acutance compare --robustness` puts the tables of several runs side by side.
+
     Example: acutance robustness runs/digits-seed0 --corruptions fog,contrast --attacks fgsm:8,pgd:8:20
     """
     from acutance import processes
-    from acutance.data.images import ImageSplit, load_images
     from acutance.files import atomic_write
-    from acutance.robustness import CORRUPTIONS, evaluate
-    from acutance.runs.evaluate import Weights, weights_path
+    from acutance.robustness import CORRUPTIONS, evaluate, table_name
+    from acutance.robustness.images import images_of
+    from acutance.runs.evaluate import Weights, refuse_seen, weights_path
     from acutance.saving import load
-    from acutance.tasks.classification import ClassificationConfig
     from acutance.train.run import Run
 
-    task = Run(run).config().task
-    if not isinstance(task, ClassificationConfig):
-        raise AcutanceError(f"{run} is a run of {task.kind}: only classifiers of images have corruptions and attacks")
+    config = Run(run).config()
     if weights not in ("last", "best"):
         raise AcutanceError(f"--weights are last or best, not {weights!r}")
-    images = load_images(task.dataset, data_dir or task.data_dir, cast(ImageSplit, split))  # it refuses anything else
-    images = images if limit is None else images.subset(torch.arange(min(limit, len(images))))
+    refuse_seen(run, config, split, cast(Weights, weights))
+    images = images_of(config.task, split, data_dir=data_dir, limit=limit)
     model = load(weights_path(run, cast(Weights, weights))).to(processes.device(device))
-    target = json_path or run / "robustness.json"
+    target = json_path or run / table_name(split, weights, corrupted_dir)
     names = {"all": list(CORRUPTIONS), "none": []}.get(corruptions, corruptions.split(","))
     try:
         table = evaluate(

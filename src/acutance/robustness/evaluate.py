@@ -183,7 +183,7 @@ def _context(model: nn.Module, images: Images, corruptions: str, seed: int, dtyp
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         "model": type(model).__name__,
-        "weights": _digest(model.state_dict().values()),
+        "weights": weights_digest(model),
         "data": images.name,
         "images": len(images),
         "pixels": _digest([images.images, images.labels]),
@@ -195,12 +195,17 @@ def _context(model: nn.Module, images: Images, corruptions: str, seed: int, dtyp
     }
 
 
+def weights_digest(model: nn.Module) -> str:
+    """By which a table knows the weights it was measured with."""
+    return _digest(model.state_dict().values())
+
+
 def _digest(tensors: Any) -> str:
     """The first letters of a SHA-256 over the bytes."""
     digest = hashlib.sha256()
     for tensor in _tensors(tensors):
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 

@@ -26,6 +26,13 @@ def cell_name(corruption: str, severity: int) -> str:
     return f"{corruption}:{severity}"
 
 
+def table_name(split: str = "test", weights: str = "last", corrupted_dir: Path | None = None) -> str:
+    """Of its file in a run's folder: robustness.json for the last weights and drawn corruptions of the test set."""
+    others = [split] * (split != "test") + [weights] * (weights != "last")
+    others += [] if corrupted_dir is None else [corrupted_dir.resolve().name]
+    return "-".join(["robustness", *others]) + ".json"
+
+
 @dataclass(frozen=True)
 class RobustnessTable:
     """Top-1 accuracies in percent, by cell: `clean`, `fog:3`, `fgsm:1`; and what they were measured on."""
@@ -61,6 +68,14 @@ class RobustnessTable:
         values = [self.cells.get(cell_name(name, level)) for name in names for level in levels]
         known = [value for value in values if value is not None]
         return fmean(known) if known and len(known) == len(values) else None
+
+    def summary(self) -> dict[str, float]:
+        """Clean and attacked accuracy, and all means of corruptions that are complete, by name."""
+        found: dict[str, float | None] = {CLEAN: self.cells.get(CLEAN), **self.attacks}
+        found |= {name: self.mean(corruption=name) for name in self.corruptions}
+        found |= {f"severity {level}": self.mean(severity=level) for level in self.severities}
+        found["mean of corruptions"] = self.mean()
+        return {name: value for name, value in found.items() if value is not None}
 
     def table(self) -> Table:
         """For the terminal."""

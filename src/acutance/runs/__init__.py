@@ -3,5 +3,9 @@
 from acutance.runs.compare import Comparison, Group, compare
 from acutance.runs.evaluate import Evaluation, evaluate_run
 from acutance.runs.paired import Paired, paired
+from acutance.runs.robust import RobustnessComparison, compare_robustness
 
-__all__ = ["Comparison", "Evaluation", "Group", "Paired", "compare", "evaluate_run", "paired"]
+__all__ = [
+    "Comparison", "Evaluation", "Group", "Paired", "RobustnessComparison", "compare", "compare_robustness",
+    "evaluate_run", "paired",
+]  # fmt: skip

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from acutance import processes
+from acutance.errors import AcutanceError
 from acutance.files import atomic_write
 
 console = Console()
@@ -29,6 +30,9 @@ def evaluate(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
+    robustness: Annotated[
+        bool, typer.Option("--robustness", help="Then also all corruptions and attacks, as `acutance robustness` does.")
+    ] = False,
 ) -> None:
     """Score a finished run on the test set; the result is kept in its folder, for `acutance compare`.
 
@@ -36,10 +40,17 @@ def evaluate(
 
     acutance evaluate runs/camvid-seed0 --single-scale
 
+    acutance evaluate runs/cifar100-seed0 --robustness
+
     Several processes share the work: torchrun --nproc-per-node 2 -m acutance evaluate …
     """
     from acutance.runs.evaluate import Weights, evaluate_run
 
+    if robustness:
+        from acutance.robustness.images import refuse_others
+        from acutance.train.run import Run
+
+        refuse_others(Run(run).config().task)  # before an evaluation that may take hours
     scales = [] if multi_scale is None else [f"task.multi_scale={str(multi_scale).lower()}"]
     with processes.joined() as (rank, _):
         found = evaluate_run(
@@ -58,6 +69,10 @@ def evaluate(
     if json_path is not None:
         atomic_write(json_path, path.read_bytes())
     console.print(f"wrote {escape(str(path))}", highlight=False, soft_wrap=True)
+    if robustness:
+        from acutance.robustness.cli import robustness as measure
+
+        measure(run, data_dir=data_dir, split=split, weights=weights, device=device)
 
 
 def compare(
@@ -68,6 +83,9 @@ def compare(
     assignments: Annotated[
         list[str] | None, typer.Option("--set", help="Scores of evaluations of the first run with this field changed.")
     ] = None,
+    robustness: Annotated[
+        bool, typer.Option("--robustness", help="What `acutance robustness` measured, a line for each corruption.")
+    ] = False,
     markdown_path: Annotated[Path | None, typer.Option("--markdown", help="Also write the table here.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write it here, with every score.")] = None,
 ) -> None:
@@ -77,15 +95,28 @@ def compare(
     choices of signs of the differences whose mean is as far from 0. All scores must have come about in the same way,
     which is printed: the same weights, the same settings of the evaluation, the same precision.
 
-    Example: acutance compare runs/plain-seed* runs/neutreno-seed*
+    Examples: acutance compare runs/plain-seed* runs/neutreno-seed*
+
+    acutance compare runs/plain-seed* runs/neutreno-seed* --robustness
     """
     from acutance.runs.compare import compare as compared
     from acutance.runs.evaluate import Weights
+    from acutance.runs.robust import compare_robustness
 
-    found = compared(runs, split=split, score=score, weights=cast(Weights | None, weights), settings=assignments)
-    table = found.to_markdown()
+    chosen = cast(Weights | None, weights)
+    body: Any
+    if robustness and assignments:
+        raise AcutanceError(
+            "--robustness takes no --set: tables that came about in the same way are found by themselves"
+        )
+    if robustness:
+        tables = compare_robustness(runs, split=split, score=score, weights=chosen or "last")
+        table, body = "\n".join(found.to_markdown() for found in tables), [found.to_dict() for found in tables]
+    else:
+        one = compared(runs, split=split, score=score, weights=chosen, settings=assignments)
+        table, body = one.to_markdown(), one.to_dict()
     console.print(escape(table), highlight=False, soft_wrap=True, end="")
     if markdown_path is not None:
         atomic_write(markdown_path, table.encode())
     if json_path is not None:
-        atomic_write(json_path, json.dumps(found.to_dict(), indent=1, ensure_ascii=False).encode())
+        atomic_write(json_path, json.dumps(body, indent=1, ensure_ascii=False).encode())

@@ -15,7 +15,8 @@ from acutance.runs.evaluate import Weights, refuse_seen
 from acutance.runs.paired import Paired, paired
 from acutance.runs.scores import ReadRun, Way, common_way
 from acutance.tasks import task_class
-from acutance.train.run import STARTS, Run, changes
+from acutance.tasks.base import STARTS
+from acutance.train.run import Run, changes
 
 FORMAT = "acutance-comparison/1"
 
@@ -83,7 +84,7 @@ class Comparison:
         ]
         for group in self.groups:
             test = self.against_first(group)
-            cells = ("", "") if test is None else (_signed(test), _p(test))
+            cells = ("", "") if test is None else (signed(test), p_value(test))
             score = with_spread(group.mean, group.spread)
             weights = self.way.weights + ("" if group.ema is None else f", running mean {group.ema:g}")
             lines.append(f"| {group.label} | {weights} | {len(group.scores)} | {score} | {cells[0]} | {cells[1]} |")
@@ -133,18 +134,23 @@ def compare(
     if len(kinds) > 1:
         raise AcutanceError(f"runs of different tasks cannot be compared: {', '.join(sorted(kinds))}")
     way = common_way(found, split, weights, settings)
-    task = task_class(found[0].kind)
-    name = score or task.headline
-    grouped: dict[str, list[ReadRun]] = {}
     for read in found:
         refuse_seen(read.folder, Run(read.folder).config(), split, way.weights)
         read.refuse_outdated(way)
+    task = task_class(found[0].kind)
+    name = score or task.headline
+    higher = task.higher_is_better if name == task.headline else name != "loss"
+    return Comparison(name, split, higher, way, groups_of(found, name, way))
+
+
+def groups_of(found: Sequence[ReadRun], score: str, way: Way) -> tuple[Group, ...]:
+    """Runs that differ in their seed only are one group, called by what makes it different from the others."""
+    grouped: dict[str, list[ReadRun]] = {}
+    for read in found:
         grouped.setdefault(repr(read.essence), []).append(read)
     members = list(grouped.values())
     labels = _labels([reads[0] for reads in members])
-    groups = tuple(_group(label, reads, name, way) for label, reads in zip(labels, members, strict=True))
-    higher = task.higher_is_better if name == task.headline else name != "loss"
-    return Comparison(name, split, higher, way, groups)
+    return tuple(_group(label, reads, score, way) for label, reads in zip(labels, members, strict=True))
 
 
 def _group(label: str, reads: Sequence[ReadRun], score: str, way: Way) -> Group:
@@ -199,10 +205,12 @@ def with_spread(mean: float, spread: float, digits: int = 2) -> str:
     return f"{mean:.{digits}f}" + (f" ± {spread:.{digits}f}" if np.isfinite(spread) else "")
 
 
-def _signed(test: Paired) -> str:
+def signed(test: Paired) -> str:
+    """`+0.84 ± 0.10`."""
     return f"{test.mean:+.2f}" + (f" ± {test.spread:.2f}" if np.isfinite(test.spread) else "")
 
 
-def _p(test: Paired) -> str:
+def p_value(test: Paired) -> str:
+    """To three digits, with a word where no smaller one was possible."""
     note = " (the least so few pairs can give)" if np.isclose(test.p, test.smallest_p) else ""
     return f"{test.p:.3g}{note}"
