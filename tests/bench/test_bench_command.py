@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from acutance import cli
-from acutance.bench import run, steps
+from acutance.bench import eigen, measuring, run, steps, throughput
 from acutance.bench.cli import bench
 from acutance.bench.results import Row
 from acutance.bench.settings import Settings, Table
@@ -47,13 +47,16 @@ def test_every_group_runs_and_names_its_file(group: str, command: Callable[..., 
     assert "Summary" in text
     version = torch.__version__.split("+")[0]
     rows = read(tmp_path / f"bench-{group}-cpu-float32-torch{version}.csv")
+    left_out = {row["variant"] for row in rows if row["note"].startswith("left out")}
+    assert left_out == ({"plain, SDPA cuDNN"} if group == "long-training" else set())  # which no CPU has
     for row in rows:
-        assert float(row["ms"]) > 0, row
+        assert row["variant"] in left_out or float(row["ms"]) > 0, row
         assert "toy size" in row["device"]
         assert row["command"] == f"acutance bench --only {group}"
     for table in {row["table"] for row in rows}:
         found = [row for row in rows if row["table"] == table]
         assert found[0]["ratio"] == "1.0000"
+        assert (found[-1]["variant"] == "floor of the plain model") == group.startswith(("steps", "long-training"))
         assert any(row["ratios"] for row in found)
 
 
@@ -66,8 +69,9 @@ def test_without_timm_the_output_says_what_the_baseline_is(
     first, *others = read(path)
     assert first["variant"] == "plain ViT"
     assert "timm is not installed" in first["note"]
-    variants = ("", ", tokens in bfloat16 between blocks", ", no fused kernel")
-    assert {row["variant"] for row in others} == {"plain ViT", *(f"NeuTRENO{variant}" for variant in variants)}
+    names = ("", ", tokens in bfloat16 between blocks", ", no fused kernel")
+    variants = {row["variant"] for row in others}
+    assert variants == {"plain ViT", *(f"NeuTRENO{name}" for name in names), "floor of the plain model"}
 
 
 def test_on_a_gpu_every_mode_of_timm_is_a_baseline_at_the_sizes_of_the_papers() -> None:
@@ -92,6 +96,33 @@ def test_on_a_gpu_every_mode_of_timm_is_a_baseline_at_the_sizes_of_the_papers() 
     ]
 
 
+def test_on_a_gpu_every_spectrum_is_timed_in_the_mode_of_its_baseline() -> None:
+    """And the one that was never captured comes last."""
+    found = eigen.candidates(steps.SHAPES["steps-32"], Settings("cuda:0"))
+    assert [(c.variant.rpartition("=")[2], c.mode, c.baseline) for c in found] == [
+        ("plain ViT", "reduce-overhead", True),
+        ("polar", "reduce-overhead", False),
+        ("qr", "reduce-overhead", False),
+        ("householder", "reduce-overhead", False),
+    ]
+
+
+@pytest.mark.parametrize("batch", throughput.BATCHES)
+def test_on_a_gpu_steps_are_recorded_and_at_one_size_launched_too(batch: int) -> None:
+    found = [(c.variant, c.mode, c.baseline, c.static) for c in throughput.candidates(batch, Settings("cuda:0"))]
+    assert found[:2] == [("plain ViT", "recorded", True, True), ("NeuTRENO", "recorded", False, True)]
+    launched = [("plain ViT", "launched", True, False), ("NeuTRENO", "launched", False, False)]
+    assert found[2:] == (launched if batch == 1024 else [])
+    (table,) = throughput.tables(Settings("cuda:0"), batch)
+    assert table.title == f"ViT-Ti/4, 32×32, end to end, batch {batch}"
+
+
+def test_what_takes_longest_and_has_no_target_is_measured_last() -> None:
+    titles = [table.title for table in measuring.tables(Settings("cuda:0"))]
+    assert titles[0] == "measuring DeiT-Ti/16, 224×224, batch 256"
+    assert titles[-1] == "measuring DeiT-Ti/16, 224×224, batch 32, spectral metrics"
+
+
 def test_the_help_names_every_group() -> None:
     text = CliRunner().invoke(cli.app, ["bench", "--help"]).output
     assert all(name in text for name in run.GROUPS)
@@ -100,6 +131,8 @@ def test_the_help_names_every_group() -> None:
 def test_groups_by_name_and_by_beginning() -> None:
     assert run.chosen_groups(None) == list(run.GROUPS)
     assert run.chosen_groups("micro,steps") == ["micro", "steps-32", "steps-224"]
+    assert run.chosen_groups("end-to-end-512") == ["end-to-end-512"]
+    assert run.chosen_groups("end-to-end") == [f"end-to-end-{batch}" for batch in (256, 512, 1024, 2048)]
     with pytest.raises(AcutanceError, match=r"'speed'.*known: steps-32"):
         run.chosen_groups("speed")
 
@@ -113,12 +146,16 @@ def growing(error: BaseException) -> Callable[[Settings], list[Table]]:
 
 
 def test_what_is_done_stays_when_a_table_fails_and_the_next_goes_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "GROUPS", {"a": growing(RuntimeError("out of memory")), "b": growing(RuntimeError("x"))})
-    first, second = run.run_groups(["a", "b"], CPU, tmp_path, Console(quiet=True))
-    assert [row["note"] for row in read(first)] == ["", "stopped: out of memory"]
-    assert read(second)[0]["ms"] == "2.0"
+    errors = (RuntimeError("out of memory"), AcutanceError("no recording"), AttributeError("another version"))
+    monkeypatch.setattr(run, "GROUPS", {str(error): growing(error) for error in errors})
+    written = run.run_groups(list(run.GROUPS), CPU, tmp_path, Console(quiet=True))
+    for path, error in zip(written, errors, strict=True):
+        rows = read(path)
+        assert rows[0]["ms"] == "2.0"
+        assert [row["note"] for row in rows] == ["", f"stopped: {error}"]
+    assert "AttributeError: another version" in capsys.readouterr().err
 
 
 def test_an_interruption_keeps_what_is_done(
@@ -148,5 +185,6 @@ def test_the_summary_has_the_fastest_mode_at_the_most_tokens() -> None:
 
 def test_quick_has_fewer_repetitions_and_the_cpu_the_fewest() -> None:
     assert Settings("cuda").pace() == Pace(repetitions=7, steps=12, warm_up=5, refresh=2)
-    assert Settings("cuda", quick=True).pace().repetitions == 2
+    assert Settings("cuda", quick=True).pace() == Pace(repetitions=4, steps=6, warm_up=5, refresh=2)
+    assert Settings("cuda", quick=True).pace(steps=1, repetitions=3) == Pace(repetitions=3, steps=1, warm_up=5)
     assert Settings("cpu").pace(steps=50, calls=10) == Pace(repetitions=2, steps=1, warm_up=1, refresh=0, calls=10)

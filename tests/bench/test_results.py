@@ -1,6 +1,8 @@
 """Files are named by what they hold, and say how they came about."""
 
 import csv
+import platform
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,19 @@ def test_where_the_file_went_is_not_part_of_the_command(where: list[str]) -> Non
 def test_a_toy_says_that_it_is_one() -> None:
     assert results.hardware("cpu", toy=True).endswith("CPU, toy size")
     assert results.hardware("cpu").endswith("CPU")
+
+
+def test_versions_are_those_of_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(package: str) -> str:
+        if package == "timm":
+            raise PackageNotFoundError
+        return f"1.0 of {package}"
+
+    monkeypatch.setattr(results, "version", found)
+    assert results.versions().endswith(
+        f"cuda {torch.version.cuda}, transformers 1.0 of transformers, triton 1.0 of triton"
+    )
+    assert results.versions().startswith(f"python {platform.python_version()}, torch {torch.__version__}, ")
 
 
 def test_what_a_row_does_not_have_stays_empty(tmp_path: Path) -> None:

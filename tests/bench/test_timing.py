@@ -8,6 +8,11 @@ import pytest
 
 from acutance.bench import timing
 from acutance.bench.timing import Candidate, Pace, compare, paired, seconds_per_step, spread
+from acutance.errors import AcutanceError
+
+
+class OutOfResources(Exception):  # noqa: N818
+    """As Triton's, which is no RuntimeError."""
 
 
 @pytest.fixture
@@ -50,11 +55,11 @@ def test_ratios_are_taken_within_pairs_and_a_drift_reaches_both(clock: list[floa
 
         return takes(clock, seconds)
 
-    steps = {"plain": step("plain", 2.0), "slow": step("slow", 3.0)}
-    *_, pairs = paired(steps, "plain", Pace(repetitions=5, steps=1, refresh=0), "cpu")
+    pace = Pace(repetitions=5, steps=1, refresh=0)
+    pairs = list(paired(step("slow", 3.0), step("plain", 2.0), pace, "cpu"))
     assert seen[:4] == ["plain", "slow", "slow", "plain"]
-    assert [mine / plain for mine, plain in pairs["slow"]] == pytest.approx([1.5] * 5)
-    assert pairs["slow"][-1][0] > 5 * pairs["slow"][0][0]
+    assert [mine / plain for mine, plain in pairs] == pytest.approx([1.5] * 5)
+    assert pairs[-1][0] > 5 * pairs[0][0]
 
 
 def test_the_fastest_baseline_divides_all_others(clock: list[float]) -> None:
@@ -84,6 +89,70 @@ def test_rows_come_after_every_repetition(clock: list[float]) -> None:
     candidates = [candidate(clock, "plain", 1.0, baseline=True), candidate(clock, "ours", 1.0)]
     grown = [rows[1]["timings"] for rows in compare(candidates, Pace(repetitions=4, steps=1), "cpu")]
     assert grown == [1, 2, 3, 4]
+
+
+def test_a_candidate_is_timed_before_the_next_is_made(clock: list[float]) -> None:
+    """Or else all would be lost where time runs out while the last is compiled."""
+    made: list[str] = []
+
+    def noted(name: str, **options: object) -> Candidate:
+        def make() -> Callable[[], None]:
+            made.append(name)
+            return takes(clock, 1.0)
+
+        return Candidate(name, make, **options)  # type: ignore[arg-type]
+
+    candidates = [noted("first"), noted("plain", baseline=True), noted("last")]
+    grown = []
+    for rows in compare(candidates, Pace(repetitions=1, steps=1), "cpu"):
+        grown.append(([*made], [row["variant"] for row in rows]))
+    assert grown == [(["plain", "first"], ["first", "plain"]), (["plain", "first", "last"], ["first", "plain", "last"])]
+
+
+@pytest.mark.parametrize("error", [AcutanceError("no recording"), KeyError("x"), OutOfResources("shared memory")])
+def test_any_error_leaves_the_others_their_turn_and_is_told_in_full(
+    error: Exception, clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> Callable[[], None]:
+        raise error
+
+    candidates = [
+        candidate(clock, "plain", 1.0, baseline=True),
+        Candidate("broken", broken),
+        candidate(clock, "third", 2.0),
+    ]
+    *_, rows = compare(candidates, Pace(repetitions=2, steps=1), "cpu")
+    assert [row["variant"] for row in rows] == ["plain", "broken", "third"]
+    assert rows[1]["note"] == f"left out: {error}"
+    assert rows[2]["ratio"] == "2.0000"
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_what_fails_on_the_way_keeps_what_it_has(clock: list[float]) -> None:
+    calls = iter(range(100))
+
+    def step() -> None:
+        if next(calls) == 2:
+            raise RuntimeError("illegal memory access")
+        clock[0] += 3.0
+
+    candidates = [candidate(clock, "plain", 1.0, baseline=True), Candidate("ours", lambda: step)]
+    *_, rows = compare(candidates, Pace(repetitions=4, steps=1, warm_up=1, refresh=0), "cpu")
+    assert (rows[1]["timings"], rows[1]["ratio"]) == (1, "3.0000")
+    assert rows[1]["note"] == "left out: illegal memory access"
+
+
+def test_an_interruption_is_no_failure_of_a_candidate(clock: list[float]) -> None:
+    def stopped() -> Callable[[], None]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(compare([Candidate("plain", stopped, baseline=True)], Pace(repetitions=1, steps=1), "cpu"))
+
+
+def test_the_baseline_is_timed_by_itself_where_all_others_fail(clock: list[float]) -> None:
+    *_, rows = compare([candidate(clock, "plain", 2.0, baseline=True), refused("ours")], Pace(2, 1), "cpu")
+    assert (rows[0]["ms"], rows[0]["timings"], rows[0]["note"]) == ("2000.0000", 2, "the baseline")
 
 
 def test_what_cannot_run_is_a_row_that_says_why(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:

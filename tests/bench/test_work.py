@@ -108,7 +108,7 @@ def test_attention_in_plain_pytorch_is_the_formula() -> None:
 def test_the_obvious_way_reads_the_same_figures() -> None:
     """Or else its cost would not be that of the same thing."""
     torch.manual_seed(0)
-    subject = measuring._vit(CPU)
+    subject = measuring._vit(4, CPU)
     found = subject.obvious()
     profile = ac.measure(subject.model, [subject.batch], metrics=measuring.WITH_ATTENTION, progress=False)
     means = {(reading.layer, reading.metric): reading.mean for reading in profile.readings}

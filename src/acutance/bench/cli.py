@@ -19,7 +19,7 @@ def bench(
         str | None,
         typer.Option(help="Some groups, with commas between; all by default."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A third of the repetitions.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Four repetitions with half of the steps.")] = False,
     out: Annotated[Path, typer.Option(help="Where the CSV files go.")] = Path("acutance-bench"),
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
 ) -> None:
@@ -29,7 +29,8 @@ def bench(
 
     steps: training and inference with NeuTRENO against timm's plain ViT (parts: steps-32, steps-224).
 
-    end-to-end: images a second of the recipe for CIFAR-100, augmentation included.
+    end-to-end: images a second of the recipe for CIFAR-100, augmentation included (a part per batch: end-to-end-256,
+    end-to-end-512, end-to-end-1024, end-to-end-2048).
 
     eigen: training with a negative spectrum, ViT-Ti⁻, against ViT-Ti.
 
@@ -39,10 +40,11 @@ def bench(
 
     measure: `measure` against a plain forward pass, and against whole attention matrices.
 
-    long: up to 32,768 tokens (parts: long-training, long-tokens, long-model).
+    long: language models, up to 131,072 tokens (parts: long-training, long-tokens, long-model).
 
     Each part is made to take a few minutes on an H200. On a CPU toy sizes run, in less than a minute for all: to see
-    that everything works, not what it costs. Stop it when you like: what is done is in the files.
+    that everything works, not what it costs. Stop it when you like: what is done is in the files, and what fails does
+    not keep the others from their turn.
 
     Example: acutance bench --only micro,efficiency --quick
     """

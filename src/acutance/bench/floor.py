@@ -31,15 +31,23 @@ class Ceilings:
         """Seconds: the slower of the two, as if the other were hidden behind it."""
         return max(bytes_moved / self.bytes_per_second, flops / self.flops_per_second)
 
+    def columns(self) -> Row:
+        """For a row of results."""
+        return {
+            "copy_tb_per_s": f"{self.bytes_per_second / 1e12:.3f}",
+            "matmul_tflop_per_s": f"{self.flops_per_second / 1e12:.1f}",
+        }
+
 
 @dataclass(frozen=True)
 class Problem:
-    """Attention of a ViT layer."""
+    """Attention of one layer."""
 
     batch: int
     tokens: int
     heads: int = 3
     width: int = 64
+    causal: bool = False
 
     def bytes_moved(self, itemsize: int, *, term: bool, backward: bool) -> float:
         """Every input read once and every output written once, with one log-sum a row in float32.
@@ -54,7 +62,8 @@ class Problem:
 
     def flops(self, *, backward: bool) -> float:
         """Two products forward; backward five, one of which is the first again."""
-        product = 2 * self.batch * self.heads * self.tokens**2 * self.width
+        pairs = self.tokens * (self.tokens + 1) // 2 if self.causal else self.tokens**2
+        product = 2 * self.batch * self.heads * pairs * self.width
         return product * (2 + 5 * backward)
 
 
@@ -174,6 +183,5 @@ def _beside(row: Row, problem: Problem, backward: bool, ceilings: Ceilings, sett
         "times_floor": f"{float(row['ms']) / floor:.2f}" if "ms" in row else "",
         "mbytes": f"{moved / 1e6:.1f}",
         "gflop": f"{flops / 1e9:.2f}",
-        "copy_tb_per_s": f"{ceilings.bytes_per_second / 1e12:.3f}",
-        "matmul_tflop_per_s": f"{ceilings.flops_per_second / 1e12:.1f}",
+        **ceilings.columns(),
     }

@@ -8,6 +8,8 @@ import platform
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,12 @@ def hardware(device: str, *, toy: bool = False) -> str:
 
 
 def versions() -> str:
-    """Of Python, PyTorch and CUDA."""
-    return f"python {platform.python_version()}, torch {torch.__version__}, cuda {torch.version.cuda}"
+    """Of Python, PyTorch and CUDA, and of what else the figures depend on where it is installed."""
+    found = [f"python {platform.python_version()}, torch {torch.__version__}, cuda {torch.version.cuda}"]
+    for package in ("timm", "transformers", "triton"):
+        with suppress(PackageNotFoundError):
+            found.append(f"{package} {version(package)}")
+    return ", ".join(found)
 
 
 def provenance(device: str, command: str, *, toy: bool = False) -> Row:

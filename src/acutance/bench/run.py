@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,7 @@ WORDS = ("heading", "variant", "mode", "note")
 GROUPS: dict[str, Callable[[Settings], list[Table]]] = {
     "steps-32": partial(steps.tables, name="steps-32"),
     "steps-224": partial(steps.tables, name="steps-224"),
-    "end-to-end": throughput.tables,
+    **{f"end-to-end-{batch}": partial(throughput.tables, batch=batch) for batch in throughput.BATCHES},
     "eigen": eigen.tables,
     "micro": floor.tables,
     "efficiency": efficiency.tables,
@@ -51,14 +52,15 @@ GROUPS: dict[str, Callable[[Settings], list[Table]]] = {
 
 
 def chosen_groups(only: str | None) -> list[str]:
-    """Groups by name, with commas between; `steps` and `long` are all that begin so."""
+    """Groups by name, with commas between; `steps`, `end-to-end` and `long` are all that begin so."""
     if only is None:
         return list(GROUPS)
     found: list[str] = []
     for word in only.split(","):
         matching = [name for name in GROUPS if name == word or name.startswith(f"{word}-")]
         if not matching:
-            raise AcutanceError(f"--only {word!r}: there is no such group; known: {', '.join(GROUPS)}, steps, long")
+            known = ", ".join([*GROUPS, "steps", "end-to-end", "long"])
+            raise AcutanceError(f"--only {word!r}: there is no such group; known: {known}")
         found += [name for name in matching if name not in found]
     return found
 
@@ -98,12 +100,16 @@ def _grown(table: Table) -> Iterator[list[Row]]:
     start = time.perf_counter()
     print(f"{table.title} …", file=sys.stderr, flush=True)
     rows: list[Row] = []
+    failure = ""
     try:
         for found in table.rows():
             rows = [{"table": table.title, **row} for row in found]
             yield rows
-    except RuntimeError as error:  # most likely out of memory
-        yield [*rows, {"table": table.title, "variant": "", "note": f"stopped: {first_line(error)}"}]
+    except Exception as error:  # whatever it is, the other tables get their turn
+        traceback.print_exc()
+        failure = first_line(error)
+    if failure:
+        yield [*rows, {"table": table.title, "variant": "", "note": f"stopped: {failure}"}]
     print(f"{table.title}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
 
 

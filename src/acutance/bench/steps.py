@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from acutance.bench.results import Row
 from acutance.bench.settings import Settings, Table
+from acutance.bench.step_floor import StepFloor, of_vit
 from acutance.bench.timing import Candidate, Step, compare
 from acutance.bench.work import inference_step, training_step, unfused
 from acutance.models import ViT, deit_tiny, vit_tiny_cifar
@@ -83,10 +84,11 @@ def toy(shape: Shape) -> Shape:
 
 def _rows(shape: Shape, make: Make, settings: Settings) -> Iterator[list[Row]]:
     has_timm = find_spec("timm") is not None
+    floor = StepFloor(of_vit(shape.ours(), shape.batch), settings, training=make is training)
     for rows in compare(candidates(shape, make, settings, timm=has_timm), settings.pace(), settings.device):
         if not has_timm:
             rows[0]["note"] = "; ".join(filter(None, [rows[0].get("note"), NO_TIMM]))
-        yield rows
+        yield floor.beside(rows)
 
 
 def candidates(shape: Shape, make: Make, settings: Settings, *, timm: bool) -> list[Candidate]:

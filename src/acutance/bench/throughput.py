@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any
 
 import torch
 
@@ -22,20 +21,27 @@ from acutance.train.engine import Engine
 from acutance.train.stepper import Stepper
 
 BATCHES = (256, 512, 1024, 2048)
+LAUNCHED = 1024  # at this size without recording too, to see what that gives
 IMAGES = 50_000
 TOY = {"dim": 48, "depth": 2}
 RATE = 1e-3
 
 
-def tables(settings: Settings) -> list[Table]:
-    """One per size of the batch."""
-    batches, where = (BATCHES, "ViT-Ti/4, 32×32") if settings.on_gpu else ((8,), "ViT-Ti/4 at toy size")
-    return [Table(f"{where}, end to end, batch {batch}", partial(_rows, batch, settings)) for batch in batches]
+def tables(settings: Settings, batch: int) -> list[Table]:
+    """At one size of the batch."""
+    where, batch = ("ViT-Ti/4, 32×32", batch) if settings.on_gpu else ("ViT-Ti/4 at toy size", 8)
+    return [Table(f"{where}, end to end, batch {batch}", partial(_rows, batch, settings))]
 
 
 def _rows(batch: int, settings: Settings) -> Iterator[list[Row]]:
-    ways = (False, True) if settings.on_gpu else (False,)
-    candidates = [
+    for rows in compare(candidates(batch, settings), settings.pace(steps=20), settings.device):
+        yield [{**row, **_per_second(row, batch)} for row in rows]
+
+
+def candidates(batch: int, settings: Settings) -> list[Candidate]:
+    """Plain and with the term; on the CPU nothing can be recorded."""
+    ways = ((True, False) if batch == LAUNCHED else (True,)) if settings.on_gpu else (False,)
+    return [
         Candidate(
             variant,
             partial(end_to_end, configuration(batch, spec, recorded=recorded, settings=settings), settings),
@@ -43,11 +49,9 @@ def _rows(batch: int, settings: Settings) -> Iterator[list[Row]]:
             baseline=spec is None,
             static=recorded,
         )
-        for variant, spec in (("plain ViT", None), ("NeuTRENO", NEUTRENO))
         for recorded in ways
+        for variant, spec in (("plain ViT", None), ("NeuTRENO", NEUTRENO))
     ]
-    for rows in compare(candidates, settings.pace(steps=20), settings.device):
-        yield [{**row, **_per_second(row, batch)} for row in rows]
 
 
 def _per_second(row: Row, batch: int) -> Row:
@@ -70,11 +74,10 @@ def end_to_end(config: Config, settings: Settings) -> Step:
     engine = Engine(replace(config.loop, strategy="single"), device=torch.device(settings.device).type)
     task = ClassificationTask(config.task, seed=0, device=engine.device, images=random_images(settings))
     stepper = Stepper(config, engine, task)
-    batches: Iterator[Any] = task.batches(config.loop.batch_size, 0, stepper.shares[0])
-    numbers = count()
+    batches, numbers = stepper.batches(0), count()
 
     def step() -> None:
-        stepper(next(numbers), (next(batches),), RATE)
+        stepper(next(numbers), next(batches), RATE)
 
     return step
 

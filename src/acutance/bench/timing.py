@@ -5,10 +5,13 @@ What drifts (clocks, heat, other work on the machine) then reaches both of a pai
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +22,6 @@ from acutance.errors import first_line
 MIB = 2**20
 
 Step = Callable[[], object]
-Pairs = dict[str, list[tuple[float, float]]]
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,12 @@ class Candidate:
         return f"{self.variant}, {self.mode}" if self.mode else self.variant
 
 
+def synchronise(device: str) -> None:
+    """Wait for all that was launched."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
 def seconds_per_step(step: Step, steps: int, device: str) -> float:
     """CUDA events around all the steps, so that the queue stays full as it does in training."""
     if torch.device(device).type == "cpu":
@@ -96,16 +104,14 @@ def peak_mib(step: Step, device: str) -> float | None:
     return (torch.cuda.max_memory_allocated() - before) / MIB
 
 
-def paired(steps: Mapping[str, Step], baseline: str, pace: Pace, device: str) -> Iterator[Pairs]:
-    """Seconds a call of every variant and of the baseline right beside it: all pairs so far, after every repetition."""
-    # Where the baseline is alone it is its own pair.
-    pairs: Pairs = {name: [] for name in steps if name != baseline} or {baseline: []}
+def paired(step: Step, baseline: Step, pace: Pace, device: str) -> Iterator[tuple[float, float]]:
+    """Seconds a call of a variant and of the baseline right beside it, which is first and last by turns."""
     for repetition in range(pace.repetitions):
-        for name, found in pairs.items():
-            order = (baseline, name) if repetition % 2 == 0 else (name, baseline)
-            took = {which: timed(steps[which], pace, device) for which in order}
-            found.append((took[name], took[baseline]))
-        yield pairs
+        if repetition % 2 == 0:
+            plain, mine = timed(baseline, pace, device), timed(step, pace, device)
+        else:
+            mine, plain = timed(step, pace, device), timed(baseline, pace, device)
+        yield mine, plain
 
 
 def timed(step: Step, pace: Pace, device: str) -> float:
@@ -116,57 +122,104 @@ def timed(step: Step, pace: Pace, device: str) -> float:
 
 
 def compare(candidates: Sequence[Candidate], pace: Pace, device: str) -> Iterator[list[Row]]:
-    """The rows of all repetitions so far, after every repetition.
+    """The rows there are so far, after every repetition.
 
-    A candidate that cannot run is a row that says why; without any baseline there is nothing to compare.
+    The baselines are made ready first, and the fastest is chosen. Then one candidate after another is made ready and
+    timed beside it: what is done is known before the next is compiled. A candidate that cannot run is a row that says
+    why; without any baseline there is nothing to compare.
     """
-    ready: dict[str, Step] = {}
-    peaks: dict[str, float | None] = {}
-    failed: dict[str, str] = {}  # not the errors, whose tracebacks keep memory alive
+    found = _Found(candidates, pace, device)
     for candidate in candidates:
+        if candidate.baseline:
+            found.prepare(candidate)
+    if not found.steps:
+        failures = (f"{name}: {why}" for name, why in found.failed.items())
+        raise RuntimeError("; ".join(failures) or "there is no baseline to compare with")
+    found.choose_baseline()
+    for candidate in candidates:
+        if candidate.name != found.baseline:
+            found.prepare(candidate)
+            yield from found.grown(candidate.name)
+    if not any(found.pairs.values()):  # where the baseline is alone it is its own pair
+        yield from found.grown(found.baseline)
+
+
+class _Found:
+    """What a comparison has found so far, by the names of the candidates."""
+
+    def __init__(self, candidates: Sequence[Candidate], pace: Pace, device: str) -> None:
+        self.candidates, self.pace, self.device = candidates, pace, device
+        self.baseline = ""
+        self.steps: dict[str, Step] = {}
+        self.peaks: dict[str, float | None] = {}
+        self.pairs: dict[str, list[tuple[float, float]]] = {}
+        self.failed: dict[str, str] = {}  # not the errors, whose tracebacks keep memory alive
+
+    def prepare(self, candidate: Candidate) -> None:
+        """Build it, warm it up and read its memory, once."""
+        name, start = candidate.name, time.perf_counter()
+        if name in self.steps or name in self.failed:
+            return
+        if self.failed:
+            gc.collect()  # what failed may still hold memory
+        with self._noting_failure(name):
+            step = candidate.make()
+            for _ in range(self.pace.warm_up):
+                step()
+            synchronise(self.device)
+            self.peaks[name] = None if candidate.static else peak_mib(step, self.device)
+            self.steps[name] = step
+            _say(f"{name}: ready after {time.perf_counter() - start:.0f} s")
+
+    def choose_baseline(self) -> None:
+        """The fastest of those that are ready."""
+        names = list(self.steps)
+        single = len(names) == 1
+        self.baseline = names[0] if single else min(names, key=lambda n: timed(self.steps[n], self.pace, self.device))
+
+    def grown(self, name: str) -> Iterator[list[Row]]:
+        """All rows, after every repetition of this candidate."""
+        if name in self.steps:
+            self.pairs[name] = []
+            with self._noting_failure(name):
+                for pair in paired(self.steps[name], self.steps[self.baseline], self.pace, self.device):
+                    self.pairs[name].append(pair)
+                    yield self.rows()
+        if name in self.failed:
+            yield self.rows()
+
+    def rows(self) -> list[Row]:
+        """Of the candidates so far, in the order in which they were given."""
+        return [self._row(c) for c in self.candidates if c.baseline or c.name in self.pairs or c.name in self.failed]
+
+    def _row(self, candidate: Candidate) -> Row:
+        name, row = candidate.name, Row(variant=candidate.variant, mode=candidate.mode)
+        if name == self.baseline:
+            beside = [(plain, plain) for pairs in self.pairs.values() for _, plain in pairs]
+            row |= {**figures(beside), "ratios": "", "note": "the baseline"} if beside else {}
+        elif pairs := self.pairs.get(name):
+            row |= figures(pairs)
+        if name in self.failed:
+            row["note"] = f"left out: {self.failed[name]}"
+        elif (peak := self.peaks.get(name)) is not None:
+            row["peak_mib"] = f"{peak:.1f}"
+            row["memory_ratio"] = f"{peak / plain:.4f}" if (plain := self._plain_peak()) else ""
+        return row
+
+    def _plain_peak(self) -> float | None:
+        """Of the first baseline that shows any."""
+        peaks = (self.peaks.get(c.name) for c in self.candidates if c.baseline)
+        return next((peak for peak in peaks if peak is not None), None)
+
+    @contextmanager
+    def _noting_failure(self, name: str) -> Iterator[None]:
+        """Whatever goes wrong inside concerns this candidate alone: the others are timed all the same."""
         try:
-            step = _warmed_up(candidate, pace, device)
-            peaks[candidate.name] = None if candidate.static else peak_mib(step, device)
-            ready[candidate.name] = step
-        except RuntimeError as error:
-            failed[candidate.name] = first_line(error)
-            _say(f"{candidate.name}: left out: {first_line(error)}")
-    plain = [c.name for c in candidates if c.baseline and c.name in ready]
-    if not plain:
-        raise RuntimeError("; ".join(f"{c.name}: {failed[c.name]}" for c in candidates if c.baseline))
-    baseline = min(plain, key=lambda name: timed(ready[name], pace, device)) if len(plain) > 1 else plain[0]
-    memory = next((peaks[name] for name in plain if peaks[name] is not None), None)
-    for pairs in paired(ready, baseline, pace, device):
-        yield [_row(c, baseline, pairs, peaks.get(c.name), memory, failed.get(c.name)) for c in candidates]
-
-
-def _warmed_up(candidate: Candidate, pace: Pace, device: str) -> Step:
-    start = time.perf_counter()
-    step = candidate.make()
-    seconds_per_step(step, pace.warm_up, device)
-    _say(f"{candidate.name}: ready after {time.perf_counter() - start:.0f} s")
-    return step
-
-
-def _row(
-    candidate: Candidate,
-    baseline: str,
-    pairs: Pairs,
-    peak: float | None,
-    plain_peak: float | None,
-    failure: str | None,
-) -> Row:
-    if failure is not None:
-        row: Row = {"note": f"left out: {failure}"}
-    elif candidate.name == baseline:
-        beside = [(plain, plain) for found in pairs.values() for _, plain in found]
-        row = {**figures(beside), "ratios": "", "note": "the baseline"}
-    else:
-        row = figures(pairs[candidate.name])
-    if peak is not None:
-        row["peak_mib"] = f"{peak:.1f}"
-        row["memory_ratio"] = f"{peak / plain_peak:.4f}" if plain_peak else ""
-    return {"variant": candidate.variant, "mode": candidate.mode, **row}
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.failed[name] = first_line(error)
+            _say(f"{name}: left out: {first_line(error)}")
 
 
 def figures(pairs: Sequence[tuple[float, float]]) -> Row:

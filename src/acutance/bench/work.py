@@ -75,5 +75,5 @@ def unfused(step: Step) -> Step:
     return run
 
 
-def _never(_qkv: Tensor, _heads: int) -> bool:
+def _never(_qkv: Tensor, _heads: int, _kv_heads: int | None = None) -> bool:
     return False

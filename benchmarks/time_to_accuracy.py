@@ -1,0 +1,76 @@
+"""How long training took: whole runs beside their test scores, and when a held-out score was first reached.
+
+    python benchmarks/time_to_accuracy.py runs/cifar100-*seed0 --reach 70 --reach 74
+    python benchmarks/time_to_accuracy.py runs/cifar100-train_on=all-seed* --out benchmarks/results/time_to_accuracy.csv
+
+Seconds are those in a run's log.jsonl: from the beginning of the loop, which compiles, evaluates and saves in that time
+too. Held-out scores are those of the evaluations during training (`loop.evaluate_every`); a run on all of the training
+set has none that means anything, and its whole time stands beside its score on the test set (`acutance evaluate`).
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+from acutance.bench.results import Row, write_rows
+from acutance.errors import AcutanceError
+from acutance.files import read_json
+from acutance.runs.evaluate import read_evaluations
+from acutance.tasks import task_class
+from acutance.train.logs import read_log
+from acutance.train.run import FORMAT, Run
+
+
+def row(folder: Path, reach: list[float]) -> Row:
+    run = Run(folder)
+    config, sessions = run.config(), read_json(run.record_path, FORMAT, lambda body: body["sessions"])
+    if len(sessions) > 1:
+        raise AcutanceError(f"{folder} was interrupted and went on: its log does not say how long that took in all")
+    log, task = read_log(folder), task_class(config.task.kind)
+    held_out = getattr(config.task, "train_on", "train") == "train"
+    scored = [(line["seconds"], line[name]) for line in log if (name := f"val/{task.headline}") in line and held_out]
+    gpus, versions = sessions[0]["hardware"]["gpus"], sessions[0]["versions"]
+    return {
+        "run": folder.name,
+        "mitigation": getattr(config.task.model, "mitigation", None) or "none",
+        "seed": config.loop.seed,
+        "epochs": config.loop.epochs,
+        "finished": run.result() is not None,
+        "seconds": f"{log[-1]['seconds']:.1f}",
+        "median_speed": f"{statistics.median(line[f'{task.unit}/s'] for line in log):.0f}",
+        f"test_{task.headline}": test_score(folder, task.headline),
+        f"held_out_{task.headline}": f"{scored[-1][1]:.2f}" if scored else "",
+        **{f"seconds_to_{wanted:g}": first_time(scored, wanted, task) for wanted in reach},
+        "device": ", ".join(gpus) or f"{sessions[0]['hardware']['machine']} CPU",
+        "versions": f"python {versions['python']}, torch {versions['torch']}",
+    }
+
+
+def test_score(folder: Path, name: str) -> str:
+    """Of the last weights, read as the recipe says."""
+    found = [e.scores[name] for e in read_evaluations(folder, "test") if e.weights == "last" and not e.settings]
+    return f"{found[0]:.2f}" if found else ""
+
+
+def first_time(scored: list[tuple[float, float]], wanted: float, task: Any) -> str:
+    """Seconds until a score was as good, as far as it was looked at; empty if it never was."""
+    sign = 1 if task.higher_is_better else -1
+    return next((f"{seconds:.1f}" for seconds, score in scored if sign * score >= sign * wanted), "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
+    parser.add_argument("--reach", type=float, action="append", default=[], help="a held-out score; may come again")
+    parser.add_argument("--out", type=Path, help="also write a CSV here")
+    arguments = parser.parse_args()
+    rows = [row(folder, arguments.reach) for folder in arguments.runs]
+    for found in rows:
+        print("  ".join(f"{name} {value}" for name, value in found.items() if value != ""))
+    if arguments.out is not None:
+        print(f"wrote {write_rows(arguments.out, rows, {})}")
+
+
+if __name__ == "__main__":
+    main()

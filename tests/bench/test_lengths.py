@@ -1,0 +1,42 @@
+"""Lengths one after another: what failed or took long is not tried again, and the rows say why."""
+
+import pytest
+
+from acutance.bench import lengths
+from acutance.bench.settings import Settings
+from acutance.bench.timing import Candidate, Pace
+from acutance.metrics import ATTENTION_METRICS
+from acutance.reader import SUCCESSIVE
+
+
+def test_every_attention_metric_is_timed() -> None:
+    assert {*ATTENTION_METRICS, SUCCESSIVE} <= lengths.OPERATIONS.keys()
+
+
+def test_what_fails_or_takes_long_is_left_out_at_more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, tried = [0.0], []
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def work(tokens: int, _settings: Settings) -> tuple[list[Candidate], Pace]:
+        def step(name: str, seconds: float) -> None:
+            tried.append((name, tokens))
+            if name == "dense" and tokens > 2:
+                raise MemoryError("out of memory")
+            now[0] += seconds
+
+        def candidate(name: str, seconds: float, *, baseline: bool = False) -> Candidate:
+            return Candidate(name, lambda: lambda: step(name, seconds), baseline=baseline)
+
+        slow = lengths.PATIENCE / 4 * (1.5 if tokens > 4 else 0.5)
+        candidates = [candidate("plain", 1.0, baseline=True), candidate("slow", slow), candidate("dense", 2.0)]
+        return candidates, Pace(repetitions=1, steps=1, warm_up=1, refresh=0)
+
+    *_, rows = lengths.in_turn((2, 4, 8, 16), work, Settings("cpu"))
+    notes = {(row["variant"], row["tokens"]): row.get("note", "") for row in rows}
+    assert notes["dense", 4] == "left out: out of memory"
+    assert notes["dense", 8] == notes["dense", 16] == "not tried: it failed at 4 tokens"
+    assert notes["slow", 8] == ""
+    assert notes["slow", 16] == "not tried: it took 11 s at 8 tokens"
+    assert {tokens for name, tokens in tried if name == "slow"} == {2, 4, 8}
+    assert {tokens for name, tokens in tried if name == "dense"} == {2, 4}
+    assert [row["tokens"] for row in rows if row["variant"] == "plain"] == [2, 4, 8, 16]
