@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from acutance.errors import ShapeError
-from acutance.kernels import packed
+from acutance.kernels import packed, packed_operation
 
 CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)
 INTERPRETED = packed.INTERPRETED and packed.TRITON
@@ -156,17 +156,20 @@ def test_the_operation_is_sound_to_trace(count):
     *given, _ = packed_cases.inputs(1, 17, 4, 16, device=DEVICE, kv_heads=2)
     leaves = [x.detach().requires_grad_() if place < max(count, 1) else None for place, x in enumerate(given)]
     utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(packed.packed_attention, (*leaves, 0.0, 4, 2, 0.3, False), test_utils=utils)
+    torch.library.opcheck(packed_operation.packed_attention, (*leaves, 0.0, 4, 2, 0.3, False), test_utils=utils)
 
 
 @needs_kernels
+@pytest.mark.parametrize("later", [False, True], ids=["alone", "shared"])
 @pytest.mark.parametrize("count", [0, 3, 5], ids=["plain", "corrected", "together"])
-def test_the_backward_operation_is_sound_to_trace(count):
+def test_the_backward_operation_is_sound_to_trace(count, later):
     *given, grad = packed_cases.inputs(1, 17, 4, 16, device=DEVICE, kv_heads=2)
     given = [x if place < max(count, 1) else None for place, x in enumerate(given)]
-    made = packed.packed_attention(*given, 0.0, 4, 2, 0.3, False)
-    arguments = (grad, *given, *made, 0.0, 4, 2, 0.3, False)
-    torch.library.opcheck(packed.packed_attention_backward, arguments, test_utils=("test_schema", "test_faketensor"))
+    *made, stand_in = packed_operation.packed_attention(*given, 0.0, 4, 2, 0.3, False)
+    owed = torch.randn(stand_in.shape, device=DEVICE) if later else None
+    arguments = (grad, owed, *given, *made, 0.0, 4, 2, 0.3, False)
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(packed_operation.packed_attention_backward, arguments, test_utils=utils)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (4, 0), (5, None)])

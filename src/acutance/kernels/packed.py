@@ -12,15 +12,14 @@ import os
 import re
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from acutance.errors import ShapeError
 from acutance.kernels.epilogue import Epilogue
+from acutance.kernels.packed_operation import MOST_TOKENS, packed_attention, shared_values
 
-MOST_TOKENS = 256  # of the kernels for short sequences
 # The widths of a head, by the bytes of a number, for which they are asked. In float32 wider ones do not fit into the
 # registers and compile for minutes. For long sequences they are not: the tiles that were fastest, at a width of 64 in
 # 16 bits, have been timed on a GPU but not compared with the formula there.
@@ -99,6 +98,34 @@ def attention(
         residual: ρ, a constant or one per head of keys.
         kv_heads: how many heads of keys and values, each shared by as many successive heads of queries; None: `heads`.
     """
+    return _attend(qkv, heads, scale, first, strength, causal, contrast, residual, kv_heads)[0]
+
+
+def first_attention(
+    qkv: Tensor,
+    heads: int,
+    scale: float,
+    causal: bool = False,
+    contrast: Tensor | None = None,
+    kv_heads: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attention` of the layer whose values are v⁰ to later ones, and these, (batch, tokens, kv_heads · width)."""
+    u, stand_in = _attend(qkv, heads, scale, None, 0.0, causal, contrast, 0.0, kv_heads)
+    return u, shared_values(qkv, stand_in)
+
+
+def _attend(
+    qkv: Tensor,
+    heads: int,
+    scale: float,
+    first: Tensor | None,
+    strength: Tensor | float,
+    causal: bool,
+    contrast: Tensor | None,
+    residual: Tensor | float,
+    kv_heads: int | None,
+) -> tuple[Tensor, Tensor]:
+    """u, and what stands in for the values."""
     kv_heads = heads if kv_heads is None else kv_heads
     if kv_heads < 1 or heads % kv_heads or qkv.shape[-1] % (heads + 2 * kv_heads):
         raise ShapeError(
@@ -116,8 +143,9 @@ def attention(
     if first is not None and first.stride(-1) != 1:
         first = first.contiguous()
     contrast = None if contrast is None else contrast.expand(heads).contiguous()
-    u: Tensor = packed_attention(qkv, first, by_head, contrast, share, constant, heads, kv_heads, scale, causal)[0]
-    return u
+    numbers = (constant, heads, kv_heads, scale, causal)
+    u, _log_sums, stand_in = packed_attention(qkv, first, by_head, contrast, share, *numbers)
+    return u, stand_in
 
 
 def _shares(residual: Tensor | float, kv_heads: int, qkv: Tensor) -> Tensor | None:
@@ -125,123 +153,3 @@ def _shares(residual: Tensor | float, kv_heads: int, qkv: Tensor) -> Tensor | No
     if isinstance(residual, Tensor):
         return residual.expand(kv_heads).contiguous()
     return None if residual == 0 else torch.full((kv_heads,), residual, dtype=torch.float32, device=qkv.device)
-
-
-@torch.library.custom_op("acutance::packed_attention", mutates_args=())
-def packed_attention(
-    qkv: Tensor,
-    first: Tensor | None,
-    strength: Tensor | None,
-    contrast: Tensor | None,
-    residual: Tensor | None,
-    constant: float,
-    heads: int,
-    kv_heads: int,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
-    """u, and each row's log-sum, which the backward pass needs."""
-    if qkv.shape[1] > MOST_TOKENS:
-        from acutance.kernels import long_forward
-
-        return long_forward.forward(qkv, first, strength, constant, heads, kv_heads, scale, causal)
-    from acutance.kernels import packed_forward
-
-    return packed_forward.forward(qkv, first, strength, contrast, residual, constant, heads, kv_heads, scale, causal)
-
-
-@torch.library.custom_op("acutance::packed_attention_backward", mutates_args=())
-def packed_attention_backward(
-    grad: Tensor,
-    qkv: Tensor,
-    first: Tensor | None,
-    strength: Tensor | None,
-    contrast: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor,
-    log_sums: Tensor,
-    constant: float,
-    heads: int,
-    kv_heads: int,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v side by side; of v⁰ by way of the mixed values; of λ, c and ρ by batch and head.
-
-    The last three are to be summed up; what is not asked for is empty.
-    """
-    if qkv.shape[1] > MOST_TOKENS:
-        from acutance.kernels import long_backward
-
-        grad_qkv, by_sample = long_backward.backward(
-            grad, qkv, first, strength, out, log_sums, constant, heads, kv_heads, scale, causal
-        )
-        nothing = log_sums.new_empty(0)
-        by_sample = nothing if strength is None else by_sample
-        return grad_qkv, qkv.new_empty(0), by_sample, nothing.clone(), nothing.clone()
-    from acutance.kernels import packed_backward
-
-    return packed_backward.backward(
-        grad, qkv, first, strength, contrast, residual, out, log_sums, constant, heads, kv_heads, scale, causal
-    )
-
-
-@packed_attention.register_fake
-def _(qkv: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    heads, kv_heads = others[-4:-2]
-    batch, tokens, packed = qkv.shape
-    out = qkv.new_empty(batch, tokens, packed // (heads + 2 * kv_heads) * heads)
-    return out, qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
-
-
-@packed_attention_backward.register_fake
-def _(
-    grad: Tensor,
-    qkv: Tensor,
-    first: Tensor | None,
-    strength: Tensor | None,
-    contrast: Tensor | None,
-    residual: Tensor | None,
-    *others: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    heads, kv_heads = others[-4:-2]
-    batch, tokens, packed = qkv.shape
-    values = packed // (heads + 2 * kv_heads) * kv_heads
-    of_strength, of_contrast, of_residual = (
-        qkv.new_empty((batch, count) if wanted is not None else 0, dtype=torch.float32)
-        for wanted, count in ((strength, heads), (contrast, heads), (residual, kv_heads))
-    )
-    grad_first = qkv.new_empty((batch, tokens, values) if residual is not None else 0)
-    return qkv.new_empty(qkv.shape), grad_first, of_strength, of_contrast, of_residual
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.constant, ctx.heads, ctx.kv_heads, ctx.scale, ctx.causal = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
-    _qkv, first, *numbers, _out, _log_sums = saved
-    grad = grad.contiguous()
-    options = (ctx.constant, ctx.heads, ctx.kv_heads, ctx.scale, ctx.causal)
-    grad_qkv, grad_first, *by_sample = packed_attention_backward(grad, *saved, *options)
-    summed = (None if x is None else g.sum(0).to(x.dtype) for x, g in zip(numbers, by_sample, strict=True))
-    strength, _contrast, residual = numbers
-    of_first = grad_first.to(first.dtype) if residual is not None else None
-    if first is not None and ctx.needs_input_grad[1] and (strength is not None or ctx.constant != 0):
-        pulled = _pulled(grad, ctx.constant if strength is None else strength[:, None], ctx.heads, ctx.kv_heads)
-        of_first = pulled.to(first.dtype) if of_first is None else of_first + pulled.to(first.dtype)
-    return grad_qkv, of_first, *summed, None, None, None, None, None
-
-
-def _pulled(grad: Tensor, strength: Tensor | float, heads: int, kv_heads: int) -> Tensor:
-    """λ du, summed over the heads that share v⁰: plain arithmetic, which a compiler joins to the sum over layers."""
-    by_head: Tensor = grad.unflatten(-1, (heads, -1)) * strength
-    if kv_heads < heads:
-        by_head = by_head.unflatten(-2, (kv_heads, -1)).sum(-2)
-    return by_head.flatten(-2)
-
-
-packed_attention.register_autograd(_backward, setup_context=_setup_context)

@@ -143,10 +143,10 @@ def _from_queries(
 @triton.jit
 def _keys_backward(
     start, own, keys, values, row, before, first_row, grads, step, log_sums, deltas, into_keys, into_row, into_first,
-    head, tokens, scale, strength, contrast, residual, constant,
-    CORRECTED: tl.constexpr, CONTRAST: tl.constexpr, MIXED: tl.constexpr, CAUSAL: tl.constexpr, LEARNT: tl.constexpr,
-    GROUP: tl.constexpr, SIZE: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
-    TAIL: tl.constexpr, PRECISION: tl.constexpr,
+    later, head, tokens, scale, strength, contrast, residual, constant,
+    CORRECTED: tl.constexpr, CONTRAST: tl.constexpr, MIXED: tl.constexpr, LATER: tl.constexpr, CAUSAL: tl.constexpr,
+    LEARNT: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr,
+    FULL: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, from all heads of the GROUP; its part of the gradient of ρ."""
     k = load(keys, row, start, tokens, SIZE, WIDTH, CUT)
@@ -162,17 +162,18 @@ def _keys_backward(
             CORRECTED, CONTRAST, CAUSAL, SIZE, CUT, WIDTH, FULL, TAIL, PRECISION,
         )  # fmt: skip
     return put_keys(
-        into_keys, into_keys + step // GROUP, into_row, into_first, step // GROUP, values, row, before, first_row,
-        residual, scale, start, tokens, dk, dv, MIXED, SIZE, WIDTH, CUT,
+        into_keys, into_keys + step // GROUP, into_row, into_first, later, step // GROUP, values, row, before,
+        first_row, residual, scale, start, tokens, dk, dv, MIXED, LATER, SIZE, WIDTH, CUT,
     )  # fmt: skip
 
 
 @triton.jit
 def _backward_keys(
-    qkv, first, strength, contrast, residual, log_sums, deltas, grad, grad_qkv, grad_first, grad_residual, tokens,
-    heads, scale, constant, qkv_batch, row, first_batch, first_row,
-    CORRECTED: tl.constexpr, CONTRAST: tl.constexpr, MIXED: tl.constexpr, CAUSAL: tl.constexpr, LEARNT: tl.constexpr,
-    GROUP: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
+    qkv, first, strength, contrast, residual, log_sums, deltas, grad, later, grad_qkv, grad_first, grad_residual,
+    tokens, heads, scale, constant, qkv_batch, row, first_batch, first_row,
+    CORRECTED: tl.constexpr, CONTRAST: tl.constexpr, MIXED: tl.constexpr, LATER: tl.constexpr, CAUSAL: tl.constexpr,
+    LEARNT: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     block, place = tl.program_id(0), tl.program_id(1)
     kv_heads = heads // GROUP
@@ -187,21 +188,22 @@ def _backward_keys(
     grads = grad + batch * tokens * step + head * WIDTH
     into_keys = grad_qkv + batch * tokens * into_row + step + kv_head * WIDTH
     into_first = grad_first + batch * tokens * (step // GROUP) + kv_head * WIDTH
+    owed = later + batch * tokens * (step // GROUP) + kv_head * WIDTH
     rows = (place * GROUP).to(tl.int64) * tokens
     share = strength_of(residual, kv_head, 0.0, MIXED)
     residual_grad = 0.0
     if block < FULL:
         residual_grad = _keys_backward(
             block * BLOCK, own, keys, values, row, before, first_row, grads, step, log_sums + rows, deltas + rows,
-            into_keys, into_row, into_first, head, tokens, scale, strength, contrast, share, constant,
-            CORRECTED, CONTRAST, MIXED, CAUSAL, LEARNT, GROUP, BLOCK, False, WIDTH, FULL, TAIL, PRECISION,
+            into_keys, into_row, into_first, owed, head, tokens, scale, strength, contrast, share, constant,
+            CORRECTED, CONTRAST, MIXED, LATER, CAUSAL, LEARNT, GROUP, BLOCK, False, WIDTH, FULL, TAIL, PRECISION,
         )  # fmt: skip
     else:
         if TAIL > 0:
             residual_grad = _keys_backward(
                 FULL * BLOCK, own, keys, values, row, before, first_row, grads, step, log_sums + rows, deltas + rows,
-                into_keys, into_row, into_first, head, tokens, scale, strength, contrast, share, constant,
-                CORRECTED, CONTRAST, MIXED, CAUSAL, LEARNT, GROUP, TAIL, True, WIDTH, FULL, TAIL, PRECISION,
+                into_keys, into_row, into_first, owed, head, tokens, scale, strength, contrast, share, constant,
+                CORRECTED, CONTRAST, MIXED, LATER, CAUSAL, LEARNT, GROUP, TAIL, True, WIDTH, FULL, TAIL, PRECISION,
             )  # fmt: skip
     if MIXED:
         tl.store(grad_residual + place * tl.num_programs(0) + block, residual_grad)
@@ -209,6 +211,7 @@ def _backward_keys(
 
 def backward(
     grad: Tensor,
+    later: Tensor | None,
     qkv: Tensor,
     first: Tensor | None,
     strength: Tensor | None,
@@ -224,7 +227,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k and v side by side; of v⁰ by way of the mixed values; of λ, c and ρ by batch and head.
 
-    The last three are to be summed up; what is not asked for is empty.
+    The last three are to be summed up; what is not asked for is empty. `later`, (batch, tokens, kv_heads · width)
+    without gaps, is added to the gradient of v.
     """
     batch, tokens, packed = qkv.shape
     full, tail = cut(tokens)
@@ -240,12 +244,14 @@ def backward(
     given = (qkv, *stand_ins(qkv, first, strength), *stand_ins(qkv, contrast, residual))
     chosen, sizes = kind(qkv, first, strength, width, causal, constant), (tokens, heads, scale, constant)
     extra, steps = features(contrast, residual, heads, kv_heads), strides(qkv, first)
+    owed, adds = qkv if later is None else later, {"LATER": later is not None}
     if in_one:
         size, rest = (BLOCK_TOKENS, tail) if full else (tail, 0)
         del extra["GROUP"]
         backward_head[(batch * heads,)](
-            *given, out, log_sums, grad, grad_qkv, grad_first, of_strength, of_contrast, of_residual, *sizes, *steps,
-            SIZE=size, CUT=not full, TAIL=rest, **chosen, **extra, num_warps=4 if size > 32 else 2, num_stages=1,
+            *given, out, log_sums, grad, owed, grad_qkv, grad_first, of_strength, of_contrast, of_residual, *sizes,
+            *steps, SIZE=size, CUT=not full, TAIL=rest, **chosen, **extra, **adds,
+            num_warps=4 if size > 32 else 2, num_stages=1,
         )  # fmt: skip
     else:
         deltas = torch.empty_like(log_sums)
@@ -255,8 +261,8 @@ def backward(
             maxnreg=128 if residual is None else None,  # mixing would spill
         )  # fmt: skip
         _backward_keys[(tiles, batch * kv_heads)](
-            *given, log_sums, deltas, grad, grad_qkv, grad_first, of_residual, *sizes, *steps,
-            FULL=full, TAIL=tail, **chosen, **extra, num_warps=4, num_stages=1,
+            *given, log_sums, deltas, grad, owed, grad_qkv, grad_first, of_residual, *sizes, *steps,
+            FULL=full, TAIL=tail, **chosen, **extra, **adds, num_warps=4, num_stages=1,
         )  # fmt: skip
     return grad_qkv, grad_first, _over_tiles(of_strength), _over_tiles(of_contrast), _over_tiles(of_residual)
 

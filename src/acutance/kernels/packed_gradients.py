@@ -96,17 +96,22 @@ def by_rows(
 
 @triton.jit
 def put_keys(
-    into_keys, into_values, into_row, into_first, width_of_all, values, row, before, first_row, residual, scale, start,
-    tokens, dk, dv,
-    MIXED: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, CUT: tl.constexpr,
+    into_keys, into_values, into_row, into_first, later, width_of_all, values, row, before, first_row, residual, scale,
+    start, tokens, dk, dv,
+    MIXED: tl.constexpr, LATER: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv, and where MIXED v⁰'s part of dw; what the tile adds to the gradient of the residual's share."""
+    """Write dk and dv, and where MIXED v⁰'s part of dw; what the tile adds to the gradient of the residual's share.
+
+    To dv belongs what the values are owed by LATER layers, whose v⁰ they are.
+    """
     residual_grad = 0.0
     if MIXED:
         first = load(before, first_row, start, tokens, SIZE, WIDTH, CUT).to(tl.float32)
         residual_grad = tl.sum(dv * (first - load(values, row, start, tokens, SIZE, WIDTH, CUT).to(tl.float32)))
         store(into_first, width_of_all, start, tokens, residual * dv, SIZE, WIDTH, CUT)
         dv *= 1.0 - residual
+    if LATER:
+        dv += load(later, width_of_all, start, tokens, SIZE, WIDTH, CUT).to(tl.float32)
     store(into_keys, into_row, start, tokens, dk * scale, SIZE, WIDTH, CUT)
     store(into_values, into_row, start, tokens, dv, SIZE, WIDTH, CUT)
     return residual_grad

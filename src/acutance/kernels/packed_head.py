@@ -13,10 +13,10 @@ WIDEST_IN_ONE = 64  # of a head whose whole backward pass one program's register
 
 @triton.jit
 def _head_keys(
-    start, own, row, before, first_row, grads, step, into, into_first, tokens, scale, strength, contrast, residual,
-    q0, g0, s0, e0, dq0, q1, g1, s1, e1, dq1,
-    CORRECTED: tl.constexpr, CONTRAST: tl.constexpr, MIXED: tl.constexpr, CAUSAL: tl.constexpr, SIZE: tl.constexpr,
-    WIDTH: tl.constexpr, TAIL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
+    start, own, row, before, first_row, grads, step, into, into_first, later, tokens, scale, strength, contrast,
+    residual, q0, g0, s0, e0, dq0, q1, g1, s1, e1, dq1,
+    CORRECTED: tl.constexpr, CONTRAST: tl.constexpr, MIXED: tl.constexpr, LATER: tl.constexpr, CAUSAL: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys against the head's block of queries (0) and its tail (1)."""
     k = load(own + step, row, start, tokens, SIZE, WIDTH, CUT)
@@ -36,18 +36,19 @@ def _head_keys(
     if CORRECTED:
         dv -= strength * load(grads, step, start, tokens, SIZE, WIDTH, CUT).to(tl.float32)
     residual_grad = put_keys(
-        into + step, into + 2 * step, 3 * step, into_first, step, own + 2 * step, row, before, first_row, residual,
-        scale, start, tokens, dk, dv, MIXED, SIZE, WIDTH, CUT,
+        into + step, into + 2 * step, 3 * step, into_first, later, step, own + 2 * step, row, before, first_row,
+        residual, scale, start, tokens, dk, dv, MIXED, LATER, SIZE, WIDTH, CUT,
     )  # fmt: skip
     return dq0, dq1, contrast_grad, residual_grad
 
 
 @triton.jit
 def backward_head(
-    qkv, first, strength, contrast, residual, out, log_sums, grad, grad_qkv, grad_first, grad_strength, grad_contrast,
-    grad_residual, tokens, heads, scale, constant, qkv_batch, row, first_batch, first_row,
-    CORRECTED: tl.constexpr, CONTRAST: tl.constexpr, MIXED: tl.constexpr, CAUSAL: tl.constexpr, LEARNT: tl.constexpr,
-    WIDTH: tl.constexpr, SIZE: tl.constexpr, CUT: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
+    qkv, first, strength, contrast, residual, out, log_sums, grad, later, grad_qkv, grad_first, grad_strength,
+    grad_contrast, grad_residual, tokens, heads, scale, constant, qkv_batch, row, first_batch, first_row,
+    CORRECTED: tl.constexpr, CONTRAST: tl.constexpr, MIXED: tl.constexpr, LATER: tl.constexpr, CAUSAL: tl.constexpr,
+    LEARNT: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CUT: tl.constexpr, TAIL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per head; its block of queries may be CUT."""
     place = tl.program_id(0)
@@ -59,6 +60,7 @@ def backward_head(
     grads = grad + batch * tokens * step + head * WIDTH
     into = grad_qkv + batch * tokens * 3 * step + head * WIDTH
     into_first = grad_first + batch * tokens * step + head * WIDTH
+    owed = later + batch * tokens * step + head * WIDTH
     sums = log_sums + place.to(tl.int64) * tokens
     lam = strength_of(strength, head, constant, LEARNT)
     sharper, share = strength_of(contrast, head, 1.0, CONTRAST), strength_of(residual, head, 0.0, MIXED)
@@ -79,15 +81,15 @@ def backward_head(
     dq0 = tl.zeros(q0.shape, tl.float32)
     dq1 = tl.zeros(q1.shape, tl.float32)
     dq0, dq1, contrast_grad, residual_grad = _head_keys(
-        0, own, row, before, first_row, grads, step, into, into_first, tokens, scale, lam, sharper, share,
+        0, own, row, before, first_row, grads, step, into, into_first, owed, tokens, scale, lam, sharper, share,
         q0, g0, s0, e0, dq0, q1, g1, s1, e1, dq1,
-        CORRECTED, CONTRAST, MIXED, CAUSAL, SIZE, WIDTH, TAIL, CUT, PRECISION,
+        CORRECTED, CONTRAST, MIXED, LATER, CAUSAL, SIZE, WIDTH, TAIL, CUT, PRECISION,
     )  # fmt: skip
     if TAIL > 0:
         dq0, dq1, more_contrast, more_residual = _head_keys(
-            SIZE, own, row, before, first_row, grads, step, into, into_first, tokens, scale, lam, sharper, share,
+            SIZE, own, row, before, first_row, grads, step, into, into_first, owed, tokens, scale, lam, sharper, share,
             q0, g0, s0, e0, dq0, q1, g1, s1, e1, dq1,
-            CORRECTED, CONTRAST, MIXED, CAUSAL, TAIL, WIDTH, TAIL, True, PRECISION,
+            CORRECTED, CONTRAST, MIXED, LATER, CAUSAL, TAIL, WIDTH, TAIL, True, PRECISION,
         )  # fmt: skip
         contrast_grad += more_contrast
         residual_grad += more_residual

@@ -74,8 +74,10 @@ class Attention(nn.Module):
         projected = self._project(x, weights)
         q, k, v = self._split(projected)
         first = v if v0 is None else v0
-        merged = self._in_one_kernel(projected, v0)
-        if merged is None:
+        fused = self._in_one_kernel(projected, v0)
+        if fused is not None:
+            merged, first = fused
+        else:
             A = AttentionOperator(q, k, kernel=self.kernel, causal=self.causal)
             v = self.mitigation.values(v, first)
             u = A.apply(v, dropout=self.attention_dropout if self.training else 0.0)
@@ -101,8 +103,8 @@ class Attention(nn.Module):
         parts = by_head.permute(2, 0, 3, 1, 4).unbind(0)
         return parts[0], parts[-2], parts[-1]  # symmetric: the one projection is both q and k
 
-    def _in_one_kernel(self, projected: Tensor, v0: Tensor | None) -> Tensor | None:
-        """The heads' outputs side by side, by the kernel that does all at once; None where it does not apply."""
+    def _in_one_kernel(self, projected: Tensor, v0: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """The heads' outputs side by side, by the kernel that does all at once, and v⁰; None where none does."""
         drops = self.training and self.attention_dropout > 0
         if drops or self.observer is not None or self.kernel != "softmax":
             return None
@@ -111,11 +113,13 @@ class Attention(nn.Module):
         epilogue = self.mitigation.epilogue(Epilogue(causal=self.causal))
         if epilogue is None or not packed.takes(epilogue, projected.shape[1]):
             return None
-        first = None if v0 is None or not epilogue.uses_first_values else v0.transpose(1, 2).flatten(2)
-        return packed.attention(
-            projected, self.heads, self.head_dim**-0.5, first, epilogue.strength, self.causal, epilogue.contrast,
-            epilogue.residual,
-        )  # fmt: skip
+        given = (projected, self.heads, self.head_dim**-0.5)
+        if v0 is None:
+            merged, values = packed.first_attention(*given, self.causal, epilogue.contrast)
+            return merged, values.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        first = v0.transpose(1, 2).flatten(2) if epilogue.uses_first_values else None
+        merged = packed.attention(*given, first, epilogue.strength, self.causal, epilogue.contrast, epilogue.residual)
+        return merged, v0
 
 
 class Unsummed(NamedTuple):
