@@ -3,14 +3,14 @@
     python benchmarks/residual_norm.py
     python benchmarks/residual_norm.py --cuts --repetitions 9
 
-On CUDA: tokens of ViT-Ti/4 (1024 × 64) and DeiT-Ti/16 (512 × 197), 192 channels, bfloat16 under autocast, with and
-without DropPath's factor; forward alone, and forward and backward with the gradients of x, the branch, γ and β. The
+On CUDA: tokens of ViT-Ti/4 (1024 × 64) and DeiT-Ti/16 (512 × 197), 192 channels, bfloat16 under autocast; forward
+alone, and forward and backward with the gradients of x, the branch, γ and β, with and without DropPath's factor. The
 baseline is x + keep·b and LayerNorm, compiled. "backward alone" is the same forward with our kernel for the backward
-pass, as a first norm has it. --cuts tries other tiles, warps and numbers of programs. Each variant is one CUDA graph
-that goes through four sets of inputs, so that none is found in the GPU's cache; variants take turns beside the
-baseline. `tb_per_s` counts what must be read and written. On the CPU a toy size runs in Triton's interpreter
-(TRITON_INTERPRET=1), which shows that the script runs, not what anything costs. Results go to benchmarks/results, one
-CSV per device, dtype and versions.
+pass, as a first norm has it. --cuts tries other tiles, warps and numbers of programs, of the kernels alone, uncompiled.
+Each variant is one CUDA graph that goes through four sets of inputs, so that none is found in the GPU's cache; variants
+take turns beside the baseline. `tb_per_s` counts what must be read and written. On the CPU a toy size runs in Triton's
+interpreter (TRITON_INTERPRET=1), which shows that the script runs, not what anything costs. Results go to
+benchmarks/results, one CSV per device, dtype and versions.
 """
 
 import argparse
@@ -34,6 +34,7 @@ RESULTS = Path(__file__).parent / "results"
 SETS = 4
 SHAPES = [(1024, 64, 192), (512, 197, 192)]
 TOY = [(2, 5, 48)]
+CASES = [(False, False), (False, True), (True, True)]  # DropPath, backward; inference drops nothing
 
 Both = tuple[Tensor, Tensor]
 Function = Callable[[Tensor, nn.LayerNorm, Tensor, Tensor | None], Both]
@@ -95,10 +96,11 @@ def backward_alone(x: Tensor, norm: nn.LayerNorm, branch: Tensor, keep: Tensor |
 def step_of(function: Function, cut: Cut, sets: list[Inputs], backward: bool) -> Step:
     """All sets of inputs once: a CUDA graph where there is one."""
     cut.choose()
-    torch._dynamo.reset()  # graphs made for another cut
     device = sets[0].x.device.type
     norm = nn.LayerNorm(sets[0].x.shape[-1], eps=1e-6, device=device)
-    run = torch.compile(function, dynamic=False, backend="inductor" if device == "cuda" else "aot_eager")
+    run = function
+    if cut == Cut():
+        run = torch.compile(function, dynamic=False, backend="inductor" if device == "cuda" else "aot_eager")
 
     def step() -> None:
         for x, branch, keep, grads in sets:
@@ -149,7 +151,7 @@ def main() -> None:
     path = arguments.results / results.file_name("residual_norm", device, dtype)
     pace = Pace(arguments.repetitions, steps=25 if on_gpu else 1, warm_up=4 if on_gpu else 1, calls=SETS)
     done: list[Row] = []
-    for shape, kept, backward in product(SHAPES if on_gpu else TOY, (False, True), (False, True)):
+    for shape, (kept, backward) in product(SHAPES if on_gpu else TOY, CASES):
         sets = [Inputs.random(shape, kept, device, getattr(torch, dtype)) for _ in range(SETS)]
         part = "forward and backward" if backward else "forward"
         case = {"part": part, "drop_path": kept, **dict(zip(("batch", "tokens", "channels"), shape, strict=True))}

@@ -147,6 +147,18 @@ def test_extreme_inputs_give_no_nan(dtype):
     assert slopes[0, 2].isnan()
 
 
+@needs_kernels
+@pytest.mark.parametrize("summed", [False, True])
+def test_the_operations_keep_what_they_promise_a_compiler(summed):
+    """No input is changed or handed back, and the fakes tell shapes, dtypes and strides, whatever order inputs have."""
+    pre, grad = (tensor.transpose(0, 1) for tensor in inputs((5, 14, 48), torch.float16))
+    bias = torch.zeros(48, device=DEVICE) if summed else None
+    asked = ("test_schema", "test_faketensor")
+    torch.library.opcheck(gelu.gelu, (pre, bias), test_utils=asked)
+    torch.library.opcheck(gelu.gelu_backward, (grad, pre, summed), test_utils=asked)
+    assert torch.equal(gelu.gelu(pre, bias), gelu.gelu(pre.contiguous(), bias))
+
+
 def layer(inside, outside, dtype=torch.float32):
     torch.manual_seed(0)
     return nn.Linear(inside, outside).to(DEVICE, dtype)

@@ -165,6 +165,21 @@ def test_tokens_may_lie_apart():
 
 
 @needs_kernels
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_operations_keep_what_they_promise_a_compiler(kept, few_programs):
+    """No input is changed or handed back, and the fakes tell shapes, dtypes and strides, whatever order inputs have."""
+    x, branch, *grads = (t.detach().transpose(0, 1) for t in tensors((7, 3, 48), LOW))
+    norm = make_norm(48).requires_grad_(False)
+    keep = torch.tensor([1.25, 0.0, 2.0], device=DEVICE) if kept else None
+    asked = ("test_schema", "test_faketensor")
+    given = (x, branch, keep, norm.weight, norm.bias, 1e-3, torch.float32)
+    torch.library.opcheck(residual_norm.residual_norm_forward, given, test_utils=asked)
+    total, _, mean, rstd = residual_norm.residual_norm_forward(*given)
+    given = (*grads, total, mean, rstd, norm.weight, keep, LOW)
+    torch.library.opcheck(residual_norm.residual_norm_backward, given, test_utils=asked)
+
+
+@needs_kernels
 @pytest.mark.cuda
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 @pytest.mark.parametrize("shape", [(1024, 64, 192), (64, 197, 192), (37, 65, 384), (8, 33, 768)], ids=str)

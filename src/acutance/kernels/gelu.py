@@ -36,11 +36,14 @@ FARTHEST = 16.0  # beyond, Φ(−a) is zero in float32; keeps infinities out of 
 
 def is_available(x: Tensor) -> bool:
     """Whether `linear_gelu` takes these inputs of the linear layer, in autocast or not."""
-    if not (ENABLED and x.numel() > 0 and packed.runs_on(x)):
-        return False
+    return ENABLED and x.numel() > 0 and packed.runs_on(x) and precision(x) in DTYPES
+
+
+def precision(x: Tensor) -> torch.dtype:
+    """In which a linear layer of these inputs computes."""
     device = x.device.type
     autocast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
-    return (torch.get_autocast_dtype(device) if autocast else x.dtype) in DTYPES
+    return torch.get_autocast_dtype(device) if autocast else x.dtype
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -114,9 +114,10 @@ def forward(pre: Tensor, block: Block = BLOCK) -> Tensor:
     """GELU of a contiguous tensor."""
     act = torch.empty_like(pre)
     count = pre.numel()
-    _forward[(triton.cdiv(count, block.size),)](
-        pre, act, count, SIZE=block.size, CUT=count % block.size > 0, num_warps=block.warps
-    )
+    with torch.cuda.device_of(pre):  # Triton launches where the current device is
+        _forward[(triton.cdiv(count, block.size),)](
+            pre, act, count, SIZE=block.size, CUT=count % block.size > 0, num_warps=block.warps
+        )
     return act
 
 
@@ -127,16 +128,17 @@ def backward(grad: Tensor, pre: Tensor, summed: bool, tile: Tile = TILE, chunk: 
     chunks, wide = triton.cdiv(rows, chunk), min(WIDEST, triton.next_power_of_2(columns))
     into = torch.empty_like(pre)
     sums = torch.empty((chunks, columns) if summed else 0, dtype=torch.float32, device=pre.device)
-    _backward[(chunks * triton.cdiv(columns, wide),)](
-        *(grad, pre, into, sums, rows),
-        COLUMNS=columns,
-        ROWS=tile.rows,
-        WIDE=wide,
-        CHUNK=chunk,
-        STAGES=tile.stages,
-        CUT=rows % chunk > 0 or columns % wide > 0,
-        SUMMED=summed,
-        num_warps=tile.warps,
-        maxnreg=tile.registers,
-    )
+    with torch.cuda.device_of(pre):
+        _backward[(chunks * triton.cdiv(columns, wide),)](
+            *(grad, pre, into, sums, rows),
+            COLUMNS=columns,
+            ROWS=tile.rows,
+            WIDE=wide,
+            CHUNK=chunk,
+            STAGES=tile.stages,
+            CUT=rows % chunk > 0 or columns % wide > 0,
+            SUMMED=summed,
+            num_warps=tile.warps,
+            maxnreg=tile.registers,
+        )
     return into, sums

@@ -61,9 +61,8 @@ def residual_norm(
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    branch = None if branch is None else branch.contiguous()
     keep = None if keep is None else keep.flatten()
-    inputs = (x.contiguous(), branch, keep, norm.weight, norm.bias, norm.eps, dtype)
+    inputs = (x, branch, keep, norm.weight, norm.bias, norm.eps, dtype)
     total, normed = _ResidualNorm.apply(*inputs)  # type: ignore[no-untyped-call]
     return total, normed
 
@@ -96,7 +95,7 @@ class _ResidualNorm(torch.autograd.Function):
         total, mean, rstd, weight, keep = ctx.saved_tensors
         dtype = total.dtype if ctx.branch_dtype is None else ctx.branch_dtype
         grad_x, grad_branch, partial = residual_norm_backward(
-            grad_total.contiguous(), grad_normed.contiguous(), total, mean, rstd, weight, keep, dtype
+            grad_total, grad_normed, total, mean, rstd, weight, keep, dtype
         )
         if ctx.branch_dtype is None:
             grad_branch = None
@@ -120,6 +119,8 @@ def residual_norm_forward(
     from acutance.kernels import residual_norm_rows
 
     made: tuple[Tensor, Tensor, Tensor, Tensor] = _forward_outputs(x, branch, keep, weight, bias, eps, dtype)
+    x, branch, weight, bias = (given.contiguous() for given in (x, branch, weight, bias))
+    keep = None if keep is None else keep.contiguous()
     residual_norm_rows.forward(x, branch, keep, weight, bias, eps, *made)
     return made
 
@@ -141,7 +142,9 @@ def residual_norm_backward(
     made: tuple[Tensor, Tensor, Tensor] = _backward_outputs(
         grad_total, grad_normed, total, mean, rstd, weight, keep, dtype
     )
-    residual_norm_rows.backward(grad_total, grad_normed, total, mean, rstd, weight, keep, *made)
+    grads = (grad_total.contiguous(), grad_normed.contiguous())
+    keep = None if keep is None else keep.contiguous()
+    residual_norm_rows.backward(*grads, total.contiguous(), mean, rstd, weight.contiguous(), keep, *made)
     return made
 
 

@@ -6,6 +6,7 @@ Backwards each keeps its own sums for γ and β, so that few remain to be added 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -108,15 +109,16 @@ def forward(
     """Write the sum, its norm, and the tokens' means and inverse deviations."""
     width, count = x.shape[-1], mean.numel()
     programs = programs_for(count, width, FORWARD_PROGRAMS)
-    _forward[(programs,)](
-        *(x, branch),
-        x if keep is None else keep,  # any tensor in the place of what is not read
-        *(weight, bias, total, normed, mean, rstd),
-        *(count, _tokens(count, keep), programs, eps),
-        KEPT=keep is not None,
-        **_kind(width),
-        num_warps=WARPS,
-    )
+    with torch.cuda.device_of(x):  # Triton launches where the current device is
+        _forward[(programs,)](
+            *(x, branch),
+            x if keep is None else keep,  # any tensor in the place of what is not read
+            *(weight, bias, total, normed, mean, rstd),
+            *(count, _tokens(count, keep), programs, eps),
+            KEPT=keep is not None,
+            **_kind(width),
+            num_warps=WARPS,
+        )
 
 
 def backward(
@@ -133,16 +135,17 @@ def backward(
 ) -> None:
     """Write the gradients of x and of the branch, and each program's part of those of γ and β."""
     width, count, programs = total.shape[-1], mean.numel(), partial.shape[0]
-    _backward[(programs,)](
-        *(grad_total, grad_normed, total, mean, rstd, weight),
-        total if keep is None else keep,
-        *(grad_x, grad_branch, partial),
-        *(count, _tokens(count, keep), programs),
-        KEPT=keep is not None,
-        APART=grad_branch.numel() > 0,
-        **_kind(width),
-        num_warps=WARPS,
-    )
+    with torch.cuda.device_of(total):
+        _backward[(programs,)](
+            *(grad_total, grad_normed, total, mean, rstd, weight),
+            total if keep is None else keep,
+            *(grad_x, grad_branch, partial),
+            *(count, _tokens(count, keep), programs),
+            KEPT=keep is not None,
+            APART=grad_branch.numel() > 0,
+            **_kind(width),
+            num_warps=WARPS,
+        )
 
 
 def _kind(width: int) -> dict[str, int]:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from acutance.kernels import gelu
+from acutance.kernels import gelu, mlp
+from acutance.kernels.residual_norm import is_bare
 
 Activation = Literal["gelu", "relu"]
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class PatchEmbed(nn.Module):
@@ -45,6 +45,8 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Each token by itself."""
+        if mlp.ENABLED and self._can_fuse() and self._can_fuse_both() and mlp.is_available(x, self.fc1, self.fc2):
+            return mlp.mlp(x, self.fc1, self.fc2)
         fused = gelu.is_available(x) and self._can_fuse()
         hidden = gelu.linear_gelu(x, self.fc1.weight, self.fc1.bias) if fused else self.act(self.fc1(x))
         out: Tensor = self.drop(self.fc2(self.drop(hidden)))
@@ -56,8 +58,11 @@ class Mlp(nn.Module):
         Where dropout follows, a compiler makes one pass of it and PyTorch's GELU.
         """
         plain = type(self.fc1) is nn.Linear and type(self.act) is nn.GELU and self.act.approximate == "none"
-        hooked = any(getattr(module, hooks) for module in (self.fc1, self.act) for hooks in HOOKS)
-        return plain and not hooked and not (self.training and self.drop.p > 0)
+        return plain and is_bare(self.fc1) and is_bare(self.act) and not (self.training and self.drop.p > 0)
+
+    def _can_fuse_both(self) -> bool:
+        """Whether the same holds of what follows."""
+        return type(self.fc2) is nn.Linear and is_bare(self.fc2) and is_bare(self.drop)
 
 
 class LayerScale(nn.Module):

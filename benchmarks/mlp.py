@@ -1,0 +1,233 @@
+"""An MLP with its GELU inside the products: ours against PyTorch's, as ratios in one run.
+
+    python benchmarks/mlp.py
+    python benchmarks/mlp.py --only backward --repetitions 9
+
+On CUDA: 65,536 and 100,352 tokens, 192 to 768 channels and back (ViT-Ti/4 at batch 1024, DeiT-Ti/16 at batch 512, both
+without their class tokens), bfloat16. "training" is the whole MLP, forward and backward, as a compiled model runs it,
+in autocast with float32 weights: PyTorch's, with `kernels.gelu`, with `kernels.mlp`. "hidden" and "backward" are the
+two kernels by themselves in several cuts (tokens and channels of a tile, warps, stages, programs, registers), at the
+first size, beside PyTorch's operations, which are not compiled there. Ten calls are one CUDA graph; the variants take
+turns beside PyTorch's, and ratios are taken within the pairs. `floor_ms` is what reading and writing every tensor of
+every product once takes at the speed of a copy, or its products at that of a large one where that is longer, both
+measured in the same run; `gb_per_second` counts those bytes. On the CPU a toy size runs uncompiled, ours in Triton's
+interpreter (TRITON_INTERPRET=1), which shows that the script runs, not what anything costs. Results go to
+benchmarks/results, one CSV per device, dtype and versions.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from acutance.bench import results
+from acutance.bench.floor import Ceilings, graphed
+from acutance.bench.results import Row
+from acutance.bench.timing import Candidate, Pace, Step, compare, timed
+from acutance.kernels import gelu, mlp, packed
+from acutance.kernels.mlp import Tile
+from acutance.models.layers import Mlp
+
+RESULTS = Path(__file__).parent / "results"
+CALLS = 10
+PARTS = ("training", "hidden", "backward")
+MODULES = {"PyTorch": None, "fused GELU": gelu, "GELU in the products": mlp}
+TILES = {
+    "hidden": [
+        mlp.FORWARD,
+        Tile(64, 128, 4, 1, 10**6, None),  # each program has one tile
+        Tile(64, 128, 4, 2, 264, None),
+        Tile(64, 128, 8, 2, 264, 128),
+        Tile(128, 128, 8, 1, 264, 128),
+        Tile(64, 64, 4, 1, 528, 128),
+    ],
+    "backward": [
+        mlp.BACKWARD,
+        Tile(64, 128, 4, 1, 10**6, 168),
+        Tile(64, 64, 4, 2, 264, 128),
+        Tile(128, 64, 4, 1, 396, 168),
+        Tile(128, 128, 8, 1, 264, 128),
+        Tile(64, 64, 4, 1, 528, 128),
+    ],
+}
+
+
+class Shape(NamedTuple):
+    """What is timed."""
+
+    tokens: int
+    inside: int
+    hidden: int
+
+    def passes(self, part: str, size: int) -> list[tuple[int, int]]:
+        """Bytes and FLOPs of each product: what it reads and writes once, what is done to it on the way included."""
+        narrow, wide, weight = (
+            a * b * size for a, b in ((self.tokens, self.inside), (self.tokens, self.hidden), self[1:])
+        )
+        flops = 2 * self.tokens * self.inside * self.hidden
+        gelu_inside = (narrow + 2 * wide + weight, flops)
+        plain = (narrow + wide + weight, flops)
+        # fc1 and what comes back to it have the GELU inside; fc2, two gradients of weights and dx do not.
+        return [gelu_inside] * 2 + [plain] * 4 if part == "training" else [gelu_inside]
+
+
+SHAPES = [Shape(1024 * 64, 192, 768), Shape(512 * 196, 192, 768)]
+TOY = [Shape(70, 64, 128)]
+
+
+class Inputs:
+    """Tensors for one shape, shared by all candidates."""
+
+    def __init__(self, shape: Shape, device: str, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        self.device, self.dtype = device, dtype
+        draw = partial(torch.randn, device=device, dtype=dtype)
+        self.layers = Mlp(shape.inside, shape.hidden, 0.0).to(device)
+        self.x = draw(shape.tokens, shape.inside).requires_grad_()
+        self.grad = draw(shape.tokens, shape.inside)
+        self.pre = draw(shape.tokens, shape.hidden)
+        self.up, self.down = (layer.weight.detach().to(dtype) for layer in (self.layers.fc1, self.layers.fc2))
+        self.bias = self.layers.fc1.bias.detach().to(dtype)
+
+
+@contextmanager
+def switched_on(module: Any) -> Iterator[None]:
+    """One of the two kernels, the other off; None: both off."""
+    before = gelu.ENABLED, mlp.ENABLED
+    gelu.ENABLED, mlp.ENABLED = module is gelu, module is mlp
+    try:
+        yield
+    finally:
+        gelu.ENABLED, mlp.ENABLED = before
+
+
+def training(inputs: Inputs, run: Callable[[Tensor], Tensor], module: Any) -> object:
+    with switched_on(module):  # of which each setting has a compiled graph of its own
+        with torch.autocast(inputs.device, inputs.dtype):
+            out = run(inputs.x)
+        return torch.autograd.grad(out, [inputs.x, *inputs.layers.parameters()], inputs.grad)
+
+
+def plain_hidden(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    pre = F.linear(inputs.x.detach(), inputs.up, inputs.bias)
+    return F.gelu(pre), pre
+
+
+def plain_backward(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    of_pre = torch.ops.aten.gelu_backward(inputs.grad @ inputs.down, inputs.pre)
+    return of_pre, of_pre.sum(0)
+
+
+def our_hidden(inputs: Inputs, tile: Tile) -> object:
+    from acutance.kernels import mlp_tiles
+
+    act, pre = torch.empty_like(inputs.pre), torch.empty_like(inputs.pre)
+    mlp_tiles.forward(inputs.x.detach(), inputs.up, inputs.bias, act, pre, tile)
+    return act, pre
+
+
+def our_backward(inputs: Inputs, tile: Tile) -> object:
+    from acutance.kernels import mlp_tiles
+
+    tokens, hidden = inputs.pre.shape
+    of_pre = torch.empty_like(inputs.pre)
+    sums = torch.empty(-(-tokens // tile.rows), hidden, device=inputs.device)
+    mlp_tiles.backward(inputs.grad, inputs.down, inputs.pre, of_pre, sums, tile)
+    return of_pre, sums.sum(0)
+
+
+def calls_of(part: str, inputs: Inputs) -> Iterator[tuple[str, Step]]:
+    """PyTorch's first."""
+    on_gpu = inputs.device == "cuda"
+    if part == "training":
+        run: Any = torch.compile(inputs.layers, dynamic=False) if on_gpu else inputs.layers
+        for name, module in MODULES.items():
+            yield name, partial(training, inputs, run, module)
+        return
+    plain, ours = (plain_hidden, our_hidden) if part == "hidden" else (plain_backward, our_backward)
+    yield "PyTorch", partial(plain, inputs)
+    for tile in TILES[part][: None if on_gpu else 2]:  # the interpreter is slow
+        yield f"ours, {tuple(tile)}", partial(ours, inputs, tile if on_gpu else tile._replace(programs=2))
+
+
+def ready(call: Step, inputs: Inputs, ours: bool) -> Step:
+    """Several calls as one step; on the CPU one."""
+    if ours and not packed.runs_on(inputs.x):
+        raise RuntimeError("needs a Hopper GPU with Triton, or Triton's interpreter")
+    return graphed(call, CALLS) if inputs.device == "cuda" else call
+
+
+def measured_ceilings(device: str, dtype: torch.dtype) -> Ceilings:
+    """A copy of a large tensor, and a large product."""
+    size, side = (2**29, 8192) if device == "cuda" else (2**20, 128)
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    a = torch.randn(side, side, device=device, dtype=dtype)
+    target, pace = torch.empty_like(source), Pace(1, steps=5, refresh=2)
+    copy, product = (
+        min(timed(step, pace, device) for _ in range(3)) for step in (lambda: target.copy_(source), lambda: a @ a)
+    )
+    return Ceilings(2 * size / copy, 2 * side**3 / product)
+
+
+def rows_of(part: str, shape: Shape, inputs: Inputs, pace: Pace, ceilings: Ceilings) -> list[Row]:
+    candidates = [
+        Candidate(name, partial(ready, call, inputs, name != "PyTorch"), baseline=name == "PyTorch", static=True)
+        for name, call in calls_of(part, inputs)
+    ]
+    *_, rows = compare(candidates, pace, inputs.device)
+    passes = shape.passes(part, inputs.dtype.itemsize)
+    floor = 1e3 * sum(ceilings.floor(*each) for each in passes)
+    for row in (row for row in rows if "ms" in row):
+        row["floor_ms"] = f"{floor:.4f}"
+        row["times_floor"] = f"{float(row['ms']) / floor:.2f}"
+        row["gb_per_second"] = f"{sum(moved for moved, _ in passes) / float(row['ms']) / 1e6:.0f}"
+    speeds = {
+        "copy_tb_per_s": f"{ceilings.bytes_per_second / 1e12:.3f}",
+        "matmul_tflop_per_s": f"{ceilings.flops_per_second / 1e12:.1f}",
+    }
+    return [{"part": part, **shape._asdict(), **row, **speeds} for row in rows]
+
+
+def show(rows: list[Row]) -> None:
+    print(f"\n{rows[0]['part']}, {rows[0]['tokens']} tokens")
+    print(f"{'variant':<40}{'ms':>9}{'ratio':>9}{'÷ floor':>9}{'GB/s':>7}")
+    for row in (row for row in rows if "ms" in row):
+        figures = f"{row['ms']:>9}{row['ratio']:>9}{row['times_floor']:>9}{row['gb_per_second']:>7}"
+        print(f"{row['variant']:<40}{figures}", flush=True)
+
+
+def main() -> None:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=PARTS)
+    parser.add_argument("--repetitions", type=int, default=5, help="on CUDA")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the CSV goes")
+    arguments = parser.parse_args()
+    device, name = ("cuda", "bfloat16") if on_gpu else ("cpu", "float16")
+    if not on_gpu:
+        print("no CUDA: a toy size on the CPU, to see that everything runs. The ratios mean nothing", file=sys.stderr)
+    dtype = getattr(torch, name)
+    shared = results.provenance(device, results.command("python benchmarks/mlp.py", sys.argv[1:]), toy=not on_gpu)
+    pace = Pace(arguments.repetitions, steps=5, warm_up=3, refresh=1, calls=CALLS) if on_gpu else Pace(1, 1, 1, 0)
+    ceilings = measured_ceilings(device, dtype)
+    rows: list[Row] = []
+    for shape in SHAPES if on_gpu else TOY:
+        inputs = Inputs(shape, device, dtype)
+        parts = PARTS if shape is not SHAPES[-1] else PARTS[:1]
+        for part in (part for part in parts if arguments.only in (None, part)):
+            found = rows_of(part, shape, inputs, pace, ceilings)
+            show(found)
+            rows += found
+            path = results.write_rows(arguments.results / results.file_name("mlp", device, name), rows, shared)
+    print(f"written to {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

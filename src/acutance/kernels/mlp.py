@@ -1,0 +1,127 @@
+"""A Transformer's MLP with its GELU inside the products, y = W₂ GELU(W₁ x + b₁) + b₂.
+
+Tokens of few channels make the products around the hidden layer wait for memory. So the first writes h = W₁ x + b₁ and
+GELU(h) at once, and backwards the product W₂ᵀ dy is multiplied by GELU'(h) before it is written, and summed over
+tokens for the gradient of b₁: no pass over the hidden layer remains that is not a product. The other products stay
+PyTorch's own. For bfloat16 and float16; elsewhere the layers are called as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from acutance.kernels import packed
+from acutance.kernels.gelu import DTYPES, precision
+
+ENABLED = False  # not measured yet; where this is on and applies, `gelu` is not asked
+CHUNK = 64  # channels of a token that are multiplied at a time
+WIDEST = 256  # channels of a token: a program keeps those of all its hidden channels in shared memory
+
+
+class Tile(NamedTuple):
+    """How a product is cut: tokens and hidden channels of a tile, warps, stages of the loop over tiles, programs.
+
+    The programs share the tiles among themselves; each keeps to its hidden channels, whose weights it reads once.
+    """
+
+    rows: int = 64
+    columns: int = 128
+    warps: int = 4
+    stages: int = 1
+    programs: int = 396  # three for each of Hopper's 132 multiprocessors
+    registers: int | None = None
+
+
+FORWARD, BACKWARD = Tile(), Tile(registers=168)
+
+
+def is_available(x: Tensor, fc1: nn.Linear, fc2: nn.Linear) -> bool:
+    """Whether `mlp` takes these tokens and layers, in autocast or not."""
+    if not (ENABLED and x.numel() > 0 and packed.runs_on(x) and precision(x) in DTYPES):
+        return False
+    hidden, inside = fc1.weight.shape
+    return (
+        fc1.bias is not None
+        and fc2.bias is not None
+        and fc2.weight.shape == (inside, hidden)
+        and x.shape[-1] == inside
+        and inside % CHUNK == 0
+        and inside <= WIDEST
+        and hidden % max(FORWARD.columns, BACKWARD.columns) == 0
+        and (fc1.weight.dtype == fc2.weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type))
+    )
+
+
+def mlp(x: Tensor, fc1: nn.Linear, fc2: nn.Linear) -> Tensor:
+    """fc2(GELU(fc1(x))), in autocast's precision if it is on."""
+    dtype = precision(x)
+    inputs = (x.to(dtype), fc1.weight.to(dtype), fc1.bias, fc2.weight.to(dtype), fc2.bias)
+    if torch.is_grad_enabled():
+        learnt: Tensor = _Mlp.apply(*inputs)  # type: ignore[no-untyped-call]
+        return learnt
+    tokens, up, shift, down, offset = inputs
+    return F.linear(mlp_hidden(tokens, up, shift, False)[0], down, offset.to(dtype))
+
+
+class _Mlp(torch.autograd.Function):
+    """A function around the custom ops, because the gradient of the second product goes past its input to h."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, up: Tensor, shift: Tensor, down: Tensor, offset: Tensor) -> Tensor:
+        act, pre = mlp_hidden(x, up, shift, True)
+        ctx.save_for_backward(x, up, down, pre, act)
+        ctx.dtypes = shift.dtype, offset.dtype
+        return F.linear(act, down, offset.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, up, down, pre, act = ctx.saved_tensors
+        of_pre, sums = mlp_backward(grad, down, pre)
+        of_x, of_up, of_shift, of_down, of_offset = ctx.needs_input_grad
+        rows = grad.flatten(0, -2)
+        return (
+            of_pre @ up if of_x else None,
+            of_pre.flatten(0, -2).T @ x.flatten(0, -2) if of_up else None,
+            sums.sum(0).to(ctx.dtypes[0]) if of_shift else None,
+            rows.T @ act.flatten(0, -2) if of_down else None,
+            rows.sum(0, dtype=torch.float32).to(ctx.dtypes[1]) if of_offset else None,
+        )
+
+
+@torch.library.custom_op("acutance::mlp_hidden", mutates_args=())
+def mlp_hidden(x: Tensor, weight: Tensor, bias: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
+    """GELU(h) and h = x Wᵀ + b, which is empty unless it is to be `kept`."""
+    from acutance.kernels import mlp_tiles
+
+    act, pre = _hidden_outputs(x, weight, bias, kept)
+    mlp_tiles.forward(x.contiguous(), weight.contiguous(), bias.contiguous(), act, pre, FORWARD)
+    return act, pre
+
+
+@torch.library.custom_op("acutance::mlp_backward", mutates_args=())
+def mlp_backward(grad: Tensor, weight: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of h, given that of GELU(h) Wᵀ, and in float32 its sums over every `BACKWARD.rows` tokens."""
+    from acutance.kernels import mlp_tiles
+
+    of_pre, sums = _backward_outputs(grad, weight, pre)
+    mlp_tiles.backward(grad.contiguous(), weight.contiguous(), pre.contiguous(), of_pre, sums, BACKWARD)
+    return of_pre, sums
+
+
+@mlp_hidden.register_fake
+def _hidden_outputs(x: Tensor, weight: Tensor, bias: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
+    """Room for what the forward pass writes."""
+    act = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return act, x.new_empty(act.shape if kept else 0)
+
+
+@mlp_backward.register_fake
+def _backward_outputs(grad: Tensor, weight: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for what the backward pass writes."""
+    width = pre.shape[-1]
+    parts = -(-(pre.numel() // width) // BACKWARD.rows)
+    return pre.new_empty(pre.shape), pre.new_empty((parts, width), dtype=torch.float32)

@@ -1,0 +1,127 @@
+"""The kernels of `mlp`. A program reads the weights of its hidden channels once and goes through tiles of tokens.
+
+All channels of a token are multiplied in one go, in chunks, so that nothing is summed up across programs. Products are
+summed in float32, and what follows them is computed from that: the GELU is that of h before it is rounded, its slope
+that of h as it was kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from acutance.kernels.gelu_tiles import _gelu, _slope
+from acutance.kernels.mlp import CHUNK, Tile
+
+
+@triton.jit
+def _weights(
+    weight, column, INSIDE: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    TURNED: tl.constexpr,
+):  # fmt: skip
+    """For the hidden channels from `column` on, (CHUNK, COLUMNS) each; TURNED if they lie as (HIDDEN, INSIDE)."""
+    chunks = ()
+    columns, inner = column + tl.arange(0, COLUMNS), tl.arange(0, CHUNK)
+    for k in tl.static_range(INSIDE // CHUNK):
+        if TURNED:
+            chunk = tl.load(weight + columns[:, None] * INSIDE + (k * CHUNK + inner)[None, :]).T
+        else:
+            chunk = tl.load(weight + (k * CHUNK + inner)[:, None] * HIDDEN + columns[None, :])
+        chunks += (chunk,)  # type: ignore[assignment]
+    return chunks
+
+
+@triton.jit
+def _product(
+    tokens, start, there, weights, INSIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Tokens from `start` on times the weights, in float32."""
+    places = tl.arange(0, ROWS)[:, None] * INSIDE + tl.arange(0, CHUNK)[None, :]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in tl.static_range(INSIDE // CHUNK):
+        at = tokens + tl.cast(start, tl.int64) * INSIDE + k * CHUNK + places
+        chunk = tl.load(at, mask=there, other=None if there is None else 0.0)
+        total = tl.dot(chunk, weights[k], total)
+    return total
+
+
+@triton.jit
+def _forward(
+    x, weight, bias, act, pre, rows, lanes,
+    INSIDE: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, CUT: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    across: tl.constexpr = HIDDEN // COLUMNS  # neighbours share tokens, which the second finds in the cache
+    lane, column = tl.program_id(0) // across, tl.program_id(0) % across * COLUMNS
+    weights = _weights(weight, column, INSIDE, HIDDEN, COLUMNS, CHUNK, True)
+    shift = tl.load(bias + column + tl.arange(0, COLUMNS)).to(tl.float32)[None, :]
+    places = tl.arange(0, ROWS)[:, None] * HIDDEN + tl.arange(0, COLUMNS)[None, :]
+    for start in tl.range(lane * ROWS, rows, lanes * ROWS, num_stages=STAGES):
+        there = (tl.arange(0, ROWS) < rows - start)[:, None] if CUT else None
+        here = tl.cast(start, tl.int64) * HIDDEN + column
+        h = _product(x, start, there, weights, INSIDE, ROWS, COLUMNS, CHUNK) + shift
+        if KEPT:
+            tl.store(pre + here + places, h.to(pre.dtype.element_ty), mask=there)
+        tl.store(act + here + places, _gelu(h).to(act.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _backward(
+    grad, weight, pre, into, sums, rows, lanes,
+    INSIDE: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    across: tl.constexpr = HIDDEN // COLUMNS
+    lane, column = tl.program_id(0) // across, tl.program_id(0) % across * COLUMNS
+    weights = _weights(weight, column, INSIDE, HIDDEN, COLUMNS, CHUNK, False)
+    columns = column + tl.arange(0, COLUMNS)
+    places = tl.arange(0, ROWS)[:, None] * HIDDEN + tl.arange(0, COLUMNS)[None, :]
+    for start in tl.range(lane * ROWS, rows, lanes * ROWS, num_stages=STAGES):
+        there = (tl.arange(0, ROWS) < rows - start)[:, None] if CUT else None
+        here = tl.cast(start, tl.int64) * HIDDEN + column
+        h = tl.load(pre + here + places, mask=there, other=0.0 if CUT else None)  # on its way during the product
+        g = _product(grad, start, there, weights, INSIDE, ROWS, COLUMNS, CHUNK) * _slope(h.to(tl.float32))
+        tl.store(into + here + places, g.to(into.dtype.element_ty), mask=there)
+        # Sums kept from tile to tile would take the registers of a third program: they are written for each.
+        tl.store(sums + tl.cast(start // ROWS, tl.int64) * HIDDEN + columns, tl.sum(g, 0))
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor, act: Tensor, pre: Tensor, tile: Tile) -> None:
+    """Write GELU(h), and h unless its tensor is empty; all are contiguous."""
+    hidden, inside = weight.shape
+    grid, options = _cut(x.numel() // inside, inside, hidden, tile)
+    with torch.cuda.device_of(x):  # Triton launches where the current device is
+        _forward[grid](x, weight, bias, act, pre, KEPT=pre.numel() > 0, **options)
+
+
+def backward(grad: Tensor, weight: Tensor, pre: Tensor, into: Tensor, sums: Tensor, tile: Tile) -> None:
+    """Write the gradient of h and, for every `tile.rows` tokens, its sums; all are contiguous."""
+    inside, hidden = weight.shape
+    grid, options = _cut(grad.numel() // inside, inside, hidden, tile)
+    with torch.cuda.device_of(grad):
+        _backward[grid](grad, weight, pre, into, sums, **options)
+
+
+def _cut(rows: int, inside: int, hidden: int, tile: Tile) -> tuple[tuple[int], dict[str, Any]]:
+    """The grid, and what both kernels are told."""
+    across = hidden // tile.columns
+    lanes = min(max(1, tile.programs // across), triton.cdiv(rows, tile.rows))
+    options = {
+        "rows": rows,
+        "lanes": lanes,
+        "INSIDE": inside,
+        "HIDDEN": hidden,
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "CHUNK": CHUNK,
+        "STAGES": tile.stages,
+        "CUT": rows % tile.rows > 0,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+        "maxnreg": tile.registers,
+    }
+    return (lanes * across,), options

@@ -1,0 +1,370 @@
+"""The MLP with its GELU inside the products against float64 and against autocast's own layers.
+
+On a GPU, and on the CPU in Triton's interpreter, which needs triton and TRITON_INTERPRET=1: `make test` runs this
+folder a second time so.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from acutance.kernels import gelu, mlp, packed, residual_norm
+from acutance.models import ViT
+from acutance.models.layers import Mlp
+
+CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)
+DEVICE = "cuda" if CUDA else "cpu"
+needs_kernels = pytest.mark.skipif(
+    not (CUDA or (packed.INTERPRETED and packed.TRITON)), reason="needs a GPU or Triton's interpreter"
+)
+needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a Hopper GPU with Triton")
+# What rounding once may change, relatively.
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+ADDING = 2.0**-20  # what adding up products in float32 may lose, as a part of the sum of their magnitudes
+STEEPEST = 1.13  # the GELU's slope
+DTYPES = list(ROUNDING) if CUDA else [torch.float16]  # NumPy, the interpreter's base, has no bfloat16
+LOW = DTYPES[0]
+# Tokens, channels, hidden channels: tokens that fill the tiles and that do not, one to four chunks of channels.
+SHAPES = [(1, 64, 128), (150, 192, 256), (128, 256, 128), *([(65536, 192, 768), (1000, 128, 512)] if CUDA else [])]
+
+
+@pytest.fixture(autouse=True)
+def _enabled(monkeypatch):
+    """With two programs a column on a CPU, so that some go through several tiles, and not equally many."""
+    monkeypatch.setattr(mlp, "ENABLED", True)
+    monkeypatch.setattr(gelu, "ENABLED", True)
+    if not CUDA:
+        monkeypatch.setattr(mlp, "FORWARD", mlp.FORWARD._replace(programs=4))
+        monkeypatch.setattr(mlp, "BACKWARD", mlp.BACKWARD._replace(programs=4))
+
+
+def exact(x):
+    """GELU in float64 by the complementary error function, which keeps its digits far to the left."""
+    return x * torch.special.erfc(-x / 2**0.5) / 2
+
+
+def exact_slope(x):
+    return torch.special.erfc(-x / 2**0.5) / 2 + x * torch.exp(-x * x / 2) / (2 * torch.pi) ** 0.5
+
+
+def draw(*shape, dtype, size=1.0, seed=0):
+    return (size * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(DEVICE, dtype)
+
+
+def padded(tensor):
+    """The same numbers with no-numbers behind them, which must not be read."""
+    return torch.cat([tensor, torch.full_like(tensor[:1], float("nan"))])[:-1]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_hidden_layer_is_that_of_float64(shape, dtype):
+    """Rounded once, but for what float32 loses of a product."""
+    rows, inside, hidden = shape
+    x = padded(draw(rows, inside, dtype=dtype))
+    weight = draw(hidden, inside, dtype=dtype, size=2 / inside**0.5, seed=1)
+    bias = draw(hidden, dtype=torch.float32, seed=2)
+    act, pre = mlp.mlp_hidden(x, weight, bias, True)
+    expected = x.double() @ weight.double().T + bias.double()
+    lost = STEEPEST * ADDING * (x.double().abs() @ weight.double().abs().T + bias.double().abs())
+    for ours, theirs in ((pre, expected), (act, exact(expected))):
+        assert ours.shape == theirs.shape
+        assert ((ours.double() - theirs).abs() <= 1.02 * ROUNDING[dtype] * theirs.abs() + lost).all()
+    alone, nothing = mlp.mlp_hidden(x, weight, bias, False)
+    assert torch.equal(alone, act)
+    assert nothing.numel() == 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_gradient_of_the_hidden_layer_and_its_sums_are_those_of_float64(shape, dtype):
+    rows, inside, hidden = shape
+    grad = padded(draw(rows, inside, dtype=dtype))
+    weight = draw(inside, hidden, dtype=dtype, size=1 / inside**0.5, seed=1)
+    pre = padded(draw(rows, hidden, dtype=dtype, size=2.0, seed=2))
+    of_pre, sums = mlp.mlp_backward(grad, weight, pre)
+    product = grad.double() @ weight.double()
+    expected = product * exact_slope(pre.double())
+    # Near its zero at −0.75 the slope is a difference: the polynomial's error is then not one of rounding.
+    lost = STEEPEST * ADDING * (grad.double().abs() @ weight.double().abs()) + 3e-6 * product.abs()
+    assert ((of_pre.double() - expected).abs() <= 1.02 * ROUNDING[dtype] * expected.abs() + lost + 1e-7).all()
+    assert sums.dtype == torch.float32
+    assert sums.shape == (-(-rows // mlp.BACKWARD.rows), hidden)
+    assert ((sums.double().sum(0) - expected.sum(0)).abs() <= 2e-5 * expected.abs().sum(0) + 1e-6).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("tile", [mlp.Tile(128, 64, 8, 2, 6), mlp.Tile(64, 64, 4, 1, 10**6)], ids=str)
+def test_the_cut_does_not_change_the_numbers(tile, monkeypatch):
+    rows = 150
+    x, up = draw(rows, 64, dtype=LOW), draw(128, 64, dtype=LOW, seed=1)
+    down, bias = draw(64, 128, dtype=LOW, seed=2), draw(128, dtype=LOW, seed=3)
+    act, pre = mlp.mlp_hidden(x, up, bias, True)
+    of_pre, sums = mlp.mlp_backward(x, down, pre)
+    monkeypatch.setattr(mlp, "FORWARD", tile)
+    monkeypatch.setattr(mlp, "BACKWARD", tile)
+    others = (*mlp.mlp_hidden(x, up, bias, True), *mlp.mlp_backward(x, down, pre))
+    for ours, other in zip((act, pre, of_pre), others[:3], strict=True):
+        torch.testing.assert_close(other, ours, rtol=2 * ROUNDING[LOW], atol=1e-5)
+    torch.testing.assert_close(others[3].sum(0), sums.sum(0), rtol=1e-4, atol=1e-3)
+
+
+@needs_kernels
+def test_inputs_may_lie_in_any_order():
+    x, up, bias = draw(64, 70, dtype=LOW).T, draw(64, 128, dtype=LOW, seed=1).T, draw(256, dtype=LOW, seed=3)[::2]
+    down = draw(128, 64, dtype=LOW, seed=2).T
+    plain = mlp.mlp_hidden(x.contiguous(), up.contiguous(), bias.contiguous(), True)
+    assert all(map(torch.equal, mlp.mlp_hidden(x, up, bias, True), plain))
+    pre = plain[1].T.contiguous().T
+    expected = mlp.mlp_backward(x.contiguous(), down.contiguous(), plain[1])
+    found = mlp.mlp_backward(x, down, pre)
+    assert all(map(torch.equal, found, expected))
+    assert found[0].is_contiguous()  # as the fake says
+
+
+@needs_kernels
+@pytest.mark.parametrize("op", ["mlp_hidden", "mlp_backward"])
+def test_the_operations_keep_what_they_promise_a_compiler(op):
+    """No input is changed or handed back, and the fakes tell shapes, dtypes and strides as they are."""
+    x, weight, bias = draw(2, 35, 64, dtype=LOW), draw(128, 64, dtype=LOW), draw(128, dtype=torch.float32)
+    pre = draw(2, 35, 128, dtype=LOW)
+    inputs = (x, weight, bias, True) if op == "mlp_hidden" else (x, weight.T.contiguous(), pre)
+    torch.library.opcheck(getattr(mlp, op), inputs, test_utils=("test_schema", "test_faketensor"))
+
+
+def model(dropout=0.0, activation="gelu", dim=64, hidden=128):
+    torch.manual_seed(0)
+    made = Mlp(dim, hidden, dropout, activation).to(DEVICE)
+    with torch.no_grad():
+        made.fc1.weight.mul_(3)  # so that the GELU bends
+    return made
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Each use of either kernel."""
+    made = []
+    for module, name in ((mlp, "mlp"), (gelu, "linear_gelu")):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, f=original, n=name: made.append(n) or f(*a))
+    return made
+
+
+def step(run, layers, x, dtype=LOW, autocast=True):
+    """Output and gradients of the input and all parameters."""
+    x = x.detach().requires_grad_()
+    with torch.autocast(DEVICE, dtype, enabled=autocast):
+        out = run(x)
+    grad = draw(*out.shape, dtype=out.dtype, seed=5)
+    return out.detach(), *torch.autograd.grad(out, [x, *layers.parameters()], grad)
+
+
+def error(ours, theirs):
+    return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
+
+
+@needs_kernels
+@pytest.mark.parametrize("autocast", [False, True], ids=["half", "autocast"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_mlp_has_the_gradients_of_float64_and_is_no_further_from_it_than_pytorch(
+    dtype, autocast, monkeypatch, calls
+):
+    own = torch.float32 if autocast else dtype
+    layers, x = model(dim=192, hidden=256).to(own), draw(2, 65, 192, dtype=own)
+    found = step(layers, layers, x, dtype, autocast)
+    assert calls == ["mlp"]
+    for module in (mlp, gelu):
+        monkeypatch.setattr(module, "ENABLED", False)
+    plain = step(layers, layers, x, dtype, autocast)
+    assert calls == ["mlp"]
+    double = copy.deepcopy(layers).double()
+    x64 = x.double().requires_grad_()
+    out = double.fc2(exact(double.fc1(x64)))
+    grad = draw(*out.shape, dtype=dtype, seed=5).double()
+    expected = out, *torch.autograd.grad(out, [x64, *double.parameters()], grad)
+    assert [part.dtype for part in found] == [part.dtype for part in plain] == [dtype, *[own] * 5]
+    for ours, theirs, right in zip(found, plain, expected, strict=True):
+        assert ours.shape == right.shape
+        assert error(ours, right) < 2 * ROUNDING[dtype]
+        assert error(ours, right) < 1.1 * error(theirs, right) + 0.1 * ROUNDING[dtype]
+
+
+@needs_kernels
+def test_frozen_parameters_get_no_gradient():
+    layers, x = model(), draw(70, 64, dtype=torch.float32)
+    everything = step(layers, layers, x)
+    for frozen in ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"):
+        layers.get_parameter(frozen).requires_grad_(False)
+        with torch.autocast(DEVICE, LOW):
+            out = layers(x)
+        rest = [(n, p) for n, p in layers.named_parameters() if n != frozen]
+        found = torch.autograd.grad(out, [p for _, p in rest], draw(*out.shape, dtype=out.dtype, seed=5))
+        all_of_them = dict(zip([n for n, _ in layers.named_parameters()], everything[2:], strict=True))
+        assert all(torch.equal(grad, all_of_them[name]) for (name, _), grad in zip(rest, found, strict=True))
+        layers.get_parameter(frozen).requires_grad_()
+
+
+@needs_kernels
+def test_without_gradients_nothing_is_kept(monkeypatch):
+    layers, x = model().to(LOW), draw(70, 64, dtype=LOW)
+    kept = []
+    original = mlp.mlp_hidden
+    monkeypatch.setattr(mlp, "mlp_hidden", lambda *a: kept.append(a[-1]) or original(*a))
+    learning = layers(x)
+    with torch.no_grad():
+        assert torch.equal(layers(x), learning)
+    assert kept == [True, False]
+
+
+@needs_kernels
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+def test_a_compiled_mlp_is_one_graph_with_the_kernels_in_it(checkpointed):
+    layers, x = model(), draw(3, 30, 64, dtype=torch.float32)
+    expected = step(layers, layers, x)
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append(graph)
+        # The interpreter cannot be compiled: there the graph is traced, forward and backward, and run as it is.
+        return torch._dynamo.lookup_backend("inductor" if CUDA else "aot_eager")(graph, example)
+
+    def run(x):
+        return checkpoint(layers, x, use_reentrant=False) if checkpointed else layers(x)
+
+    found = step(torch.compile(run, fullgraph=True, backend=backend), layers, x)
+    assert [part.dtype for part in found] == [part.dtype for part in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert error(ours, theirs) < 2 * ROUNDING[LOW]
+    (graph,) = graphs
+    parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]  # a checkpoint has its own
+    targets = [str(node.target) for part in parts for node in part.graph.nodes]
+    assert sum("acutance.mlp_hidden" in target for target in targets) == 1
+
+
+@needs_kernels
+def test_a_checkpointed_mlp_runs_the_kernels_again(calls):
+    layers, x = model(), draw(3, 30, 64, dtype=torch.float32)
+    expected = step(layers, layers, x)
+    found = step(lambda x: checkpoint(layers, x, use_reentrant=False), layers, x)
+    assert calls == ["mlp"] * 3
+    assert all(map(torch.equal, found, expected))
+
+
+@needs_kernels
+@pytest.mark.parametrize("learning", [False, True])
+def test_an_exported_mlp_has_the_kernels_in_it(learning):
+    layers, x = model().to(LOW).eval(), draw(3, 30, 64, dtype=LOW)
+    with torch.set_grad_enabled(learning):
+        exported = torch.export.export(layers, (x,))
+        assert sum("acutance.mlp_hidden" in str(node.target) for node in exported.graph.nodes) == 1
+        torch.testing.assert_close(exported.module()(x), layers(x))
+
+
+@needs_kernels
+def test_a_vit_asks_for_it_in_every_layer(calls):
+    vit = ViT(image_size=8, patch_size=4, dim=64, depth=3, heads=1, num_classes=3, mlp_ratio=2).to(DEVICE)
+    images = draw(2, 3, 8, 8, dtype=torch.float32)
+    with torch.autocast(DEVICE, LOW):
+        vit(images).square().mean().backward()
+    assert calls == ["mlp"] * 3
+    assert all(parameter.grad.abs().sum() > 0 for block in vit.blocks for parameter in block.mlp.parameters())
+
+
+@needs_kernels
+def test_a_compiled_vit_learns_with_all_kernels_as_with_none(monkeypatch):
+    """On a GPU in CUDA graphs, replayed."""
+    vit = ViT(image_size=8, patch_size=4, dim=64, depth=2, heads=1, num_classes=3, mlp_ratio=2, stream="autocast")
+    vit, images = vit.to(DEVICE), draw(26, 3, 8, 8, dtype=torch.float32)
+    monkeypatch.setattr(packed, "is_available", lambda *_: False)  # has tests of its own
+
+    def gradients(run):
+        vit.zero_grad()
+        with torch.autocast(DEVICE, LOW):
+            loss = run(images).float().square().mean()
+        loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in vit.named_parameters()}
+
+    for module in (mlp, gelu, residual_norm):
+        monkeypatch.setattr(module, "ENABLED", False)
+    expected = gradients(vit)
+    monkeypatch.setattr(mlp, "ENABLED", True)
+    monkeypatch.setattr(residual_norm, "ENABLED", True)
+    torch._dynamo.reset()
+    options = {"mode": "reduce-overhead"} if CUDA else {"backend": "aot_eager"}
+    run = torch.compile(vit, fullgraph=True, **options)
+    for _ in range(4 if CUDA else 1):
+        found = gradients(run)
+    for name, grad in expected.items():
+        assert error(found[name], grad) < 20 * ROUNDING[LOW], name
+
+
+def changed(case):
+    """An MLP that is not plain, or does not have the sizes."""
+    sizes = {"channels": (48, 128), "many channels": (320, 128), "hidden": (64, 192)}.get(case, (64, 128))
+    layers = model(0.1 if case == "dropout" else 0.0, "relu" if case == "relu" else "gelu", *sizes)
+    if case in ("fc1", "act", "fc2", "drop"):
+        getattr(layers, case).register_forward_hook(lambda *_: None)
+    if case == "own forward":
+        layers.fc2.forward = lambda x, original=layers.fc2.forward: original(x)
+    if case == "tanh":
+        layers.act = nn.GELU("tanh")
+    if case == "other layer":
+        nn.utils.parametrizations.weight_norm(layers.fc2)
+    if case == "another class":
+        layers.fc1 = nn.Sequential(layers.fc1)
+    if case == "no bias":
+        layers.fc2.bias = None
+    return layers
+
+
+BY_PYTORCH = ["float32", "empty", "relu", "tanh", "dropout", "fc1", "act", "another class"]
+BY_GELU = ["fc2", "drop", "own forward", "other layer", "no bias", "channels", "many channels", "hidden", "off"]
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", BY_PYTORCH + BY_GELU)
+def test_where_it_does_not_apply_the_fused_gelu_is_asked_or_the_layers_are_called(case, calls, monkeypatch):
+    layers = changed(case)
+    x = draw(0 if case == "empty" else 3, layers.fc2.out_features, dtype=torch.float32)
+    monkeypatch.setattr(mlp, "ENABLED", case != "off")
+    with torch.autocast(DEVICE, LOW, enabled=case != "float32"):
+        assert layers(x).shape == x.shape
+    assert calls == (["linear_gelu"] if case in BY_GELU else [])
+
+
+@needs_kernels
+def test_layers_of_another_precision_are_refused_as_ever():
+    with pytest.raises(RuntimeError, match="dtype"):
+        model()(draw(3, 64, dtype=LOW))
+
+
+@pytest.mark.skipif(packed.INTERPRETED, reason="the interpreter takes CPU tensors")
+def test_on_a_cpu_pytorch_computes_it():
+    layers = model().to(torch.bfloat16)
+    assert not mlp.is_available(torch.zeros(2, 64, dtype=torch.bfloat16), layers.fc1, layers.fc2)
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_the_same_inputs_give_the_same_bits():
+    layers, x = model(dim=192, hidden=768), draw(512, 197, 192, dtype=torch.float32)
+    first, again = (step(layers, layers, x, torch.bfloat16) for _ in range(2))
+    assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_a_cuda_graph_replays_it():
+    layers, x = model(dim=192, hidden=768), draw(512, 65, 192, dtype=torch.float32)
+    run = torch.compile(layers, mode="reduce-overhead")
+    expected = step(layers, layers, x, torch.bfloat16)
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [part.clone() for part in step(run, layers, x, torch.bfloat16)]
+    assert all(error(a, b) < 2 * ROUNDING[torch.bfloat16] for a, b in zip(found, expected, strict=True))

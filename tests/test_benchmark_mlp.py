@@ -1,0 +1,39 @@
+"""The MLP benchmark on a toy: it runs, and its file says how it came about and how far from the floor it is."""
+
+import csv
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from acutance.kernels import gelu, mlp
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "mlp.py"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the toy is for the CPU")
+def test_the_benchmark_runs_at_toy_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--results", str(tmp_path)])
+    switches = gelu.ENABLED, mlp.ENABLED
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert switches == (gelu.ENABLED, mlp.ENABLED)
+    (path,) = tmp_path.iterdir()
+    rows = list(csv.DictReader(path.open()))
+    assert list(dict.fromkeys(row["part"] for row in rows)) == ["training", "hidden", "backward"]
+    plain = [row for row in rows if row["variant"] == "PyTorch"]
+    assert [row["ratio"] for row in plain] == ["1.0000"] * 3
+    assert all(row["ms"] or row["note"].startswith("left out: needs") for row in rows)
+    assert all(bool(row["times_floor"]) == bool(row["ms"]) for row in rows)
+    assert "toy size" in rows[0]["device"]
+
+
+def test_the_floor_counts_each_tensor_of_each_product_once() -> None:
+    shape = runpy.run_path(str(SCRIPT))["Shape"](65536, 192, 768)
+    narrow, wide, weight = 65536 * 192 * 2, 65536 * 768 * 2, 192 * 768 * 2
+    ((hidden, flops),) = shape.passes("hidden", 2)
+    assert (hidden, flops) == (narrow + 2 * wide + weight, 2 * 65536 * 192 * 768)
+    everything = shape.passes("training", 2)
+    assert sum(moved for moved, _ in everything) == 6 * (narrow + weight) + 8 * wide  # of x: 38 times as much
+    assert sum(work for _, work in everything) == 6 * flops
