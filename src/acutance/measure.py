@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from importlib import metadata
 from typing import Any, Literal
 
@@ -26,7 +27,8 @@ from acutance import processes, sites
 from acutance.errors import AcutanceError
 from acutance.operator import AttentionRecord
 from acutance.profile import MAP, Profile, Reading
-from acutance.reader import SUCCESSIVE, Key, Reader, Running
+from acutance.reader import SUCCESSIVE, Reader, Running, take_in
+from acutance.readout import Key, Readout
 from acutance.samples import SPECIAL, Samples
 from acutance.sites.patched import WINDOWS_MOVE, PatchedSite
 from acutance.version import __version__
@@ -83,27 +85,37 @@ def measure(
     target = sites.part_of(bare, part)
     reader = Reader(names, taps)
     skip = sites.special_tokens(bare, part) if prefix == "out" else (0, 0)
-    decoder, images = sites.in_decoder(bare, part), sites.reads_images(bare, part)
+    waiting: list[Readout] = []
     statistics: dict[Key, Running] = {}
     rank, size = processes.place() if across_processes else (0, 1)
     if across_processes:
         processes.refuse_shares(batches)
+
+    @cache  # only batches with masks need to know
+    def sides() -> dict[str, bool]:
+        return {"decoder": sites.in_decoder(bare, part), "images": sites.reads_images(bare, part)}
+
     with evaluating(bare), sites.reading(target), ExitStack() as stack:
         _attach(target, reader, taps, stack)
         own = track(processes.share(batches, rank, size), progress and rank == 0, stack, "measuring")
         for batch, counts in processes.in_step(own, wait=across_processes and is_sharded(bare)):
-            reader.samples = Samples.of(batch, skip=skip, special=prefix == "in", decoder=decoder, images=images)
+            about = sides() if isinstance(batch, Mapping) else {}
+            reader.samples = Samples.of(batch, skip=skip, special=prefix == "in", **about)
             with _documents_watched(target, reader):
                 feed(bare, batch)
             found = reader.flush()
-            for key, values in found.items() if counts else ():
-                statistics.setdefault(key, Running()).add(values)
+            waiting += [found] if counts else []
+            if len(waiting) > 1:  # the batch before, which is done or nearly so, while the device works on this one
+                take_in(statistics, waiting.pop(0).values())
+    context = _context(bare, target, part, taps, prefix)  # meanwhile
+    for found in waiting:
+        take_in(statistics, found.values())
     if across_processes:
         statistics = _over_processes(statistics)
     if not statistics:
         raise AcutanceError("measure got no batches: pass an iterable with at least one")
     readings = tuple(Reading(*key, mean=s.mean, std=s.std, count=s.count) for key, s in sorted_by_tap(statistics, taps))
-    return Profile(readings, _context(bare, target, part, readings, taps, prefix))
+    return Profile(readings, context | {"samples": readings[0].count})
 
 
 def feed(model: nn.Module, batch: Any) -> Any:
@@ -163,7 +175,7 @@ def _documents_watched(model: nn.Module, reader: Reader) -> Iterator[None]:
 
 def _entry_hook(reader: Reader, as_tokens: Callable[[Tensor], Tensor]) -> Callable[..., None]:
     def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        if reader.size == 0:  # layers that share a module enter it again
+        if reader.out.size == 0:  # layers that share a module enter it again
             tokens = as_tokens(sites.tokens_in(args, kwargs))
             reader.begin(tokens)
             if "block" in reader.taps:
@@ -248,15 +260,14 @@ def sorted_by_tap(statistics: Mapping[Key, Running], taps: Sequence[str]) -> lis
     return sorted(statistics.items(), key=lambda item: (order[item[0][0]], item[0][1]))
 
 
-def _context(
-    model: nn.Module, target: nn.Module, part: str | None, readings: Sequence[Reading], taps: Sequence[str], prefix: str
-) -> dict[str, Any]:
+def _context(model: nn.Module, target: nn.Module, part: str | None, taps: Sequence[str], prefix: str) -> dict[str, Any]:
+    """What stands beside the readings; how many samples there were is not known yet."""
     try:
         counted = f"{sites.special_tokens(model, part)} {prefix}"
     except sites.NoSitesError:
         counted = f"prefix tokens {prefix}"
     where = {} if part is None else {"part": part}
-    return describe(model, target) | where | {"samples": readings[0].count, "taps": list(taps), "prefix": counted}
+    return describe(model, target) | where | {"samples": 0, "taps": list(taps), "prefix": counted}
 
 
 def describe(model: nn.Module, target: nn.Module | None = None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from acutance.errors import AcutanceError, ShapeError
-from acutance.kernels import associative, fused, get_kernel, masks, spectral, tiled
+from acutance.kernels import associative, attention_sums, fused, get_kernel, masks, spectral, tiled
 from acutance.kernels.heads import repeat_heads
 
 
@@ -61,6 +61,7 @@ class AttentionOperator:
         self.q, self.k = q, k
         self.shape: tuple[int, int, int, int] = (q.size(0), heads, q.size(-2), k.size(-2))
         self.mask4 = None if mask is None else masks.as_four_axes(mask, self.shape, exponential=self.is_exponential)
+        self.remembered: tuple[tuple[int, ...], Tensor] | None = None  # by `attention_sums`
 
     def __repr__(self) -> str:
         details = f"shape={self.shape}, kernel={self.kernel!r}, causal={self.causal}, scale={self.scale:.4g}"
@@ -143,6 +144,8 @@ class AttentionOperator:
 
     def logsumexp(self) -> Tensor:
         """log Σ_j kernel(i, j) of every row (batch, heads, queries)."""
+        if attention_sums.is_available(self):
+            return attention_sums.row_sums(self).log_sums
         return associative.logsumexp(self) if associative.is_available(self) else tiled.logsumexp(self)
 
     def dense(self) -> Tensor:

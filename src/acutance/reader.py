@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from acutance import metrics as metric_room
 from acutance.errors import AcutanceError, ShapeError
+from acutance.kernels import token_sums
+from acutance.metrics._common import finite_flags
+from acutance.metrics.from_sums import FROM_SUMS
 from acutance.operator import AttentionOperator, AttentionRecord
 from acutance.profile import MAP
+from acutance.readout import Key, Readout
 from acutance.samples import Samples
 
 SUCCESSIVE = "attention_cosine"  # compares a layer's attention with the layer before (Fig. 5 of arXiv 2312.00751)
-
-Key = tuple[str, int, str]  # tap, layer, metric
 
 
 class Reader:
@@ -30,8 +31,7 @@ class Reader:
         self.successive = SUCCESSIVE in names
         self.taps = taps
         self.samples = Samples()
-        self.values: dict[Key, Tensor] = {}
-        self.size = 0  # samples in the batch, as they enter the first block
+        self.out = Readout()
         self.count = 0  # tokens in a sample, as its first reading has them
         self.ran: dict[str, list[int]] = {}  # by tap, the blocks that ran, and
         self.depths: dict[str, int] = {}  # how deep the last one was
@@ -56,7 +56,7 @@ class Reader:
 
     def begin(self, tokens: Tensor) -> None:
         """The tokens (batch, …) enter the first block: attention alone would not tell samples from their windows."""
-        self.size = self.size or self.samples.count(len(tokens))
+        self.out.size = self.out.size or self.samples.count(len(tokens))
 
     def tokens(self, tap: str, layer: int, tokens: Tensor) -> None:
         """Read the token metrics at one tap."""
@@ -76,29 +76,28 @@ class Reader:
             merged = record.values.transpose(1, 2).flatten(2)
             # Pyramids have fewer keys than queries; their prefix and padding are none.
             self._measure_tokens("values", layer, merged, mask if merged.shape[1] == record.branch.shape[1] else None)
-        if self.attention_metrics or self.successive:
-            first = [*self.attention_metrics, SUCCESSIVE][0]
-            metric_room.check_finite(record.branch, metric=first, layer=layer, mask=mask)
+        is_watched = "attention" in self.taps and self.token_metrics
+        if (self.attention_metrics or self.successive) and not is_watched:
+            self._watch([*self.attention_metrics, SUCCESSIVE][0], layer, record.branch, mask)
         for name in self.attention_metrics:
-            self._keep((MAP, layer, name), metric_room.ATTENTION_METRICS[name](record, mask))
+            self.out.add((MAP, layer, name), metric_room.ATTENTION_METRICS[name](record, mask))
         if self.successive:
             # Windows that move hold other tokens than in the layer before.
             before, self.previous = self.previous, None if windows_move else record.operator
             if before is not None and self.previous is not None and before.shape == self.previous.shape:  # one stage's
                 cosine = metric_room.attention_cosine(before, self.previous, mask)
-                self._keep((MAP, layer, SUCCESSIVE), cosine)
+                self.out.add((MAP, layer, SUCCESSIVE), cosine)
 
-    def flush(self) -> dict[Key, NDArray[np.float64]]:
-        """Hand over the batch's values in one transfer from the device."""
-        if not self.values:
+    def flush(self) -> Readout:
+        """Hand over the batch's values, on their way from the device in one transfer, and begin anew."""
+        if not self.out.sources:
             raise AcutanceError(
                 f"nothing was read: {SUCCESSIVE} compares successive layers and needs two of them, of the same tokens: "
                 "windows that move from layer to layer have none"
             )
-        keys = list(self.values)
-        stacked = torch.stack([v.double() for v in self.values.values()]).cpu().numpy()
-        self.values, self.previous, self.size, self.count, self.ran, self.depths = {}, None, 0, 0, {}, {}
-        return dict(zip(keys, stacked, strict=True))
+        out, self.out = self.out, Readout()
+        self.previous, self.count, self.ran, self.depths = None, 0, {}, {}
+        return out.send()
 
     def _refuse_added(self, layer: int, tokens: Tensor) -> None:
         """Tokens that join on the way, such as EoMT's queries, move those at the ends away from there."""
@@ -110,15 +109,27 @@ class Reader:
             )
 
     def _measure_tokens(self, tap: str, layer: int, tokens: Tensor, mask: Tensor | None) -> None:
-        if self.token_metrics:
-            metric_room.check_finite(tokens, metric=f"{self.token_metrics[0]} at {tap}", layer=layer, mask=mask)
+        if not self.token_metrics:
+            return
+        sums = self._watch(f"{self.token_metrics[0]} at {tap}", layer, tokens, mask)
         for name in self.token_metrics:
-            self._keep((tap, layer, name), metric_room.TOKEN_METRICS[name](tokens, mask))
+            if sums is not None and name in FROM_SUMS:
+                self.out.follow((tap, layer, name), sums)
+            else:
+                self.out.add((tap, layer, name), metric_room.TOKEN_METRICS[name](tokens, mask))
 
-    def _keep(self, key: Key, value: Tensor) -> None:
-        """The mean over heads, and over the windows that a sample is cut into."""
-        self.size = self.size or len(value)
-        self.values[key] = value.reshape(self.size, -1).mean(1)
+    def _watch(self, metric: str, layer: int, tokens: Tensor, mask: Tensor | None) -> int | None:
+        """Have tokens that are not finite complained about, by name of a metric; the place of their sums, if any."""
+        if token_sums.is_available(tokens, mask):
+            return self.out.add_sums(token_sums.token_sums(tokens, mask), metric, layer)
+        self.out.add_flags(finite_flags(tokens, mask), metric, layer)
+        return None
+
+
+def take_in(statistics: dict[Key, Running], batch: Mapping[Key, NDArray[np.float64]]) -> None:
+    """Add one batch's values to the statistics of each key."""
+    for key, found in zip(batch, Running.of_each(np.stack(list(batch.values()))), strict=True):
+        statistics.setdefault(key, Running()).merge(found)
 
 
 @dataclass
@@ -129,14 +140,22 @@ class Running:
     mean: float = 0.0
     squares: float = 0.0  # the sum of squared deviations from the mean
 
+    @classmethod
+    def of_each(cls, values: NDArray[np.float64]) -> list[Running]:
+        """The statistics of each row."""
+        finite = np.isfinite(values)  # some are documented not to be, such as HFC/LFC of tokens whose mean is zero
+        means = np.where(finite, values, 0).mean(1)
+        away = np.where(finite, values - means[:, None], 0)
+        known = zip(means.tolist(), (away * away).sum(1).tolist(), strict=True)
+        moments = [
+            pair if row_finite.all() else (float(row[~row_finite].sum()), 0.0)
+            for pair, row, row_finite in zip(known, values, finite, strict=True)
+        ]
+        return [cls(values.shape[1], *pair) for pair in moments]
+
     def add(self, values: NDArray[np.float64]) -> None:
         """Take in one batch's values."""
-        infinite = values[~np.isfinite(values)]  # documented, such as HFC/LFC of tokens whose mean is zero
-        if len(infinite):
-            self.merge(Running(len(values), float(infinite.sum())))
-        else:
-            mean = float(values.mean())
-            self.merge(Running(len(values), mean, float(((values - mean) ** 2).sum())))
+        self.merge(*self.of_each(values[None]))
 
     def merge(self, other: Running) -> None:
         """Take in the statistics of other samples."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -72,6 +72,7 @@ class Samples:
     mask: Tensor | None = None  # (batch, tokens), True where a token counts; None where all do
     skip: tuple[int, int] = (0, 0)  # special tokens left out at the front and at the back
     documents: Documents | None = None  # None where every row is a sample
+    _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # by shape and device
 
     @classmethod
     def of(
@@ -121,6 +122,14 @@ class Samples:
 
     def tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens (samples, tokens, channels), and which of them count."""
+        kind = (tokens.shape[:2], tokens.device)  # mostly that of every layer
+        if kind not in self._kept:
+            self._kept[kind] = self._counted(tokens)
+        documents, mask = self._kept[kind]
+        return (tokens if documents is None else documents.split(tokens)), mask
+
+    def _counted(self, tokens: Tensor) -> tuple[Documents | None, Tensor | None]:
+        """Where the tokens are, the documents they are in, and which of them count."""
         mask = self.mask
         if mask is not None:
             if mask.shape != tokens.shape[:2]:
@@ -137,10 +146,9 @@ class Samples:
             content[:, :front] = content[:, tokens.shape[1] - back :] = False
             mask = content if mask is None else mask & content
         if self.documents is None:
-            return tokens, mask
+            return None, mask
         documents = self.documents.to(tokens.device)
-        mask = documents.inside if mask is None else documents.inside & documents.split(mask)
-        return documents.split(tokens), mask
+        return documents, documents.inside if mask is None else documents.inside & documents.split(mask)
 
     def refuse_mixing(self, A: AttentionOperator) -> None:
         """Restarting positions do not keep documents apart in every model: the attention's own mask must."""

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from acutance.kernels import fused
+from acutance.kernels import fused, tiled
 from acutance.operator import AttentionOperator
 
 TOKENS = 2048
@@ -85,6 +85,17 @@ def test_the_largest_tensor_grows_with_the_tokens(tokens):
     with LargestTensor() as record:
         AttentionOperator(q, q.flip(1), kernel="polynomial") @ q
     assert record.elements <= max(2**20, 16 * 2 * tokens)
+
+
+@pytest.mark.parametrize(("batch", "heads", "tokens"), [(1, 2, 500), (4, 32, 2048), (1, 16, 32768)])
+def test_a_block_on_a_device_is_large_but_no_larger_than_queries_and_keys(batch, heads, tokens):
+    with FakeTensorMode():
+        q = torch.empty(batch, heads, tokens, 64, device="cuda")
+        blocks = tiled.row_blocks(AttentionOperator(q, q), batch * heads * tokens)
+    rows = [block.stop - block.start for block in blocks]
+    assert sum(rows) == tokens
+    assert rows[0] >= min(tokens, 128)
+    assert batch * heads * tokens * rows[0] <= max(tiled.GPU_TILE, 2 * q.numel())
 
 
 class Operations(TorchDispatchMode):

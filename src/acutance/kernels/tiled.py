@@ -25,8 +25,10 @@ GPU_TILE = 2**22  # one that keeps the device busy
 def row_blocks(A: AttentionOperator, entries_per_row: int, rows: int | None = None) -> list[slice]:
     """Slices over the query rows such that a block of entries stays linear in the number of keys."""
     queries = A.shape[-2]
-    tile = CPU_TILE if A.device.type == "cpu" else GPU_TILE
-    rows = rows or max(FEWEST_ROWS, tile // max(1, entries_per_row))
+    on_cpu = A.device.type == "cpu"
+    # On a device short blocks wait for their launches: one may be as large as queries and keys together.
+    fewest = FEWEST_ROWS if on_cpu else max(FEWEST_ROWS, 2 * A.q.size(-1))
+    rows = rows or max(fewest, (CPU_TILE if on_cpu else GPU_TILE) // max(1, entries_per_row))
     return [slice(start, min(start + rows, queries)) for start in range(0, queries, rows)]
 
 
@@ -149,7 +151,7 @@ def diagonal(A: AttentionOperator) -> Tensor:
     if A.mask4 is not None:
         own = A.mask4.expand(-1, -1, A.shape[-2], -1).diagonal(dim1=-2, dim2=-1)
         log_weights = add_mask(log_weights, own)
-    row_sums = logsumexp(A)
+    row_sums = A.logsumexp() if A.is_exponential else logsumexp(A)
     dead = row_sums == -torch.inf
     return (log_weights - row_sums.masked_fill(dead, 0.0)).exp().masked_fill(dead, 0.0)
 

@@ -1,9 +1,16 @@
 """What every metric shares: precision, masks, and divisions and roots that are defined at zero."""
 
+from typing import NoReturn
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
+from acutance.kernels.token_sums import FIELDS
+
+FLAGS = FIELDS[:3]  # how many tokens count and how many of them are bad, and which is the first
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -82,16 +89,39 @@ def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
 
 def check_finite(tensor: Tensor, *, metric: str, layer: int | str, mask: Tensor | None = None) -> None:
     """Raise `NonFiniteError` when a token (the last dimension) that counts holds NaN or infinity."""
-    bad = ~torch.isfinite(tensor).all(-1)
-    valid = valid_positions(mask, bad.shape, tensor)
-    bad = bad & valid
+    bad, valid = _bad_tokens(tensor, mask)
     if not bad.any():
         return
     first = bad.nonzero()[0].tolist()
     names = {1: ["token"], 2: ["sample", "token"], 3: ["sample", "head", "token"]}.get(bad.ndim)
     where = ", ".join(f"{name} {i}" for name, i in zip(names, first, strict=True)) if names else f"index {first}"
-    raise NonFiniteError(
-        f"layer {layer}: {metric}: {int(bad.sum())} of {int(valid.sum())} tokens hold NaN or infinity "
+    raise _non_finite(metric, layer, int(bad.sum()), int(valid.sum()), where)
+
+
+def finite_flags(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """What `check_finite` would ask of tokens (samples, tokens, channels), left on the device: (samples, `FLAGS`)."""
+    bad, valid = _bad_tokens(tokens, mask)
+    return torch.stack([valid.sum(-1), bad.sum(-1), bad.int().argmax(-1)], -1).double()
+
+
+def complain(flags: NDArray[np.float64], *, metric: str, layer: int | str) -> NoReturn:
+    """Raise what `check_finite` would, from flags of which some are bad."""
+    valid, bad, first = flags.T
+    sample = int(np.flatnonzero(bad)[0])
+    where = f"sample {sample}, token {int(first[sample])}"
+    raise _non_finite(metric, layer, int(bad.sum()), int(valid.sum()), where)
+
+
+def _bad_tokens(tensor: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Which tokens that count are not finite, and which count."""
+    bad = ~torch.isfinite(tensor).all(-1)
+    valid = valid_positions(mask, bad.shape, tensor)
+    return bad & valid, valid
+
+
+def _non_finite(metric: str, layer: int | str, bad: int, valid: int, where: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"layer {layer}: {metric}: {bad} of {valid} tokens hold NaN or infinity "
         f"(first: {where}). Look at the model's output and at its precision (float16 overflows at 65504: try "
         "bfloat16 or float32), and mask out padding that was never meant to be read."
     )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from acutance.errors import ShapeError
+from acutance.kernels import attention_sums
 from acutance.metrics._common import masked_mean, ratio, safe_sqrt
 from acutance.metrics._operators import product, query_rows, upcast_operator
 from acutance.operator import AttentionOperator
@@ -18,6 +19,11 @@ def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tenso
 
     0 when every row looks at one key, log M when it looks at all M alike. A fully masked row is left out.
     """
+    if attention_sums.is_available(A):
+        sums = attention_sums.row_sums(A)
+        if mask is None and A.mask is None:
+            return sums.entropies.mean(-1)
+        return masked_mean(sums.entropies, query_rows(A, mask) & (sums.log_sums != -torch.inf))
     A = upcast_operator(A)
     has_bias = A.mask is not None and A.mask.is_floating_point()
     entropy, sees_keys = _tiled_entropy(A) if has_bias or A.definition.channels is None else _exponential_entropy(A)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from acutance.errors import ShapeError
+from acutance.kernels import attention_sums
 from acutance.kernels.heads import repeat_heads
 from acutance.kernels.masks import add_mask
 from acutance.kernels.tiled import Tiles, run_block
@@ -29,9 +30,14 @@ from acutance.operator import AttentionOperator
 
 def nonlocal_energy(A: AttentionOperator, u: Tensor, mask: Tensor | None = None) -> Tensor:
     """J(u) = ½ Σ_ij A_ij ‖u_i − u_j‖² with the rows of A summing to one; a fully masked row adds 0."""
-    A, u = _matched(A, u)
-    valid = query_rows(A, mask)
-    return _row_energies(A, u, valid).masked_fill(~valid, 0).sum(-1) / 2
+    _check_fits(A, u)
+    valid = None if mask is None else query_rows(A, mask)
+    if attention_sums.is_available(A, u):
+        energies = attention_sums.row_sums(A, u, mask).energies
+        assert energies is not None
+    else:
+        energies = _row_energies(*_matched(A, u), query_rows(A, mask))
+    return (energies if valid is None else energies.masked_fill(~valid, 0)).sum(-1) / 2
 
 
 def log_nonlocal_energy_raw(A: AttentionOperator, u: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -84,6 +90,12 @@ def gradient_alignment(A: AttentionOperator, v: Tensor, mask: Tensor | None = No
 
 def _matched(A: AttentionOperator, x: Tensor) -> tuple[AttentionOperator, Tensor]:
     """Operator and tokens in one precision, float32 or better, the tokens with one copy per query head."""
+    _check_fits(A, x)
+    A = upcast_operator(A, x.dtype)
+    return A, repeat_heads(x, A.heads).to(A.dtype)
+
+
+def _check_fits(A: AttentionOperator, x: Tensor) -> None:
     batch, heads, queries, keys = A.shape
     if queries != keys:
         raise ShapeError(
@@ -95,8 +107,6 @@ def _matched(A: AttentionOperator, x: Tensor) -> tuple[AttentionOperator, Tensor
             f"tokens of shape {tuple(x.shape)} do not fit an operator of shape {A.shape}; "
             f"expected (batch, heads, tokens, channels) = ({batch}, {heads}, {keys}, any)"
         )
-    A = upcast_operator(A, x.dtype)
-    return A, repeat_heads(x, heads).to(A.dtype)
 
 
 def _row_energies(A: AttentionOperator, u: Tensor, valid: Tensor) -> Tensor:

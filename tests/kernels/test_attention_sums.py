@@ -1,0 +1,337 @@
+"""Log-sums, entropies and energies of rows against float64: on a GPU, and on the CPU in Triton's interpreter.
+
+The interpreter needs triton and TRITON_INTERPRET=1: `make test` runs this folder a second time so.
+"""
+
+import math
+
+import pytest
+import torch
+
+from acutance.kernels import attention_sums, packed, tiled
+from acutance.measure import measure
+from acutance.metrics import attention_entropy, nonlocal_energy
+from acutance.models import ViT
+from acutance.operator import AttentionOperator
+
+CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)
+if not (CUDA or (packed.INTERPRETED and packed.TRITON)):
+    pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)
+
+from acutance.kernels import attention_sums_tiles  # noqa: E402
+from acutance.kernels.long_tiles import Tile  # noqa: E402
+
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPES = list(attention_sums.DTYPES) if CUDA else [torch.float16]  # NumPy, the interpreter's base, has no bfloat16
+SMALL = Tile(32, 16)  # so that few tokens are many tiles
+MASKS = ("none", "causal", "keys", "causal keys", "entries")
+# batch, tokens, heads, key heads, heads of u, width, channels: one tile, whole tiles, several and a tail.
+SHAPES = [(2, 7, 2, 2, 2, 16, 16), (1, 64, 2, 1, 2, 16, 16), (1, 43, 4, 2, 2, 16, 24), (1, 33, 3, 3, 3, 40, 8)]
+FLOAT32 = 5e-6 if CUDA else 2e-6  # a GPU's exponentials and logarithms are not the closest
+# Of the energy relative to Σ ‖u_i − ū‖²: what two numbers leave of a third, squared, or else float32.
+ROUNDING = {torch.float16: 1e-6, torch.bfloat16: 2.0**-16}
+
+
+@pytest.fixture(autouse=True)
+def _enabled(monkeypatch):
+    monkeypatch.setattr(attention_sums, "ENABLED", True)
+
+
+def random(*shape, dtype=torch.float16, seed=0, size=1.0):
+    return (size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(DEVICE, dtype)
+
+
+def inputs(shape, dtype=torch.float16, size=1.0):
+    batch, tokens, heads, key_heads, token_heads, width, channels = shape
+    q = random(batch, heads, tokens, width, dtype=dtype, size=size)
+    k = random(batch, key_heads, tokens, width, dtype=dtype, seed=1, size=size)
+    return q, k, random(batch, token_heads, tokens, channels, dtype=dtype, seed=2)
+
+
+def mask_of(kind, batch, heads, tokens):
+    generator = torch.Generator().manual_seed(3)
+    if kind.endswith("keys"):  # padding on the left: with causality the first rows see nothing
+        return (torch.arange(tokens) >= torch.arange(1, batch + 1)[:, None]).to(DEVICE)
+    if kind == "entries":
+        mask = torch.rand(batch, heads, tokens, tokens, generator=generator) > 0.4
+        mask[:, 0, tokens // 2] = False
+        return mask.to(DEVICE)
+    return None
+
+
+def expected(A, u=None):
+    """The same from the matrix in float64; distances by differences."""
+    q, k = A.q.double(), A.k.double().repeat_interleave(A.heads // A.k.shape[1], 1)
+    logits = A.scale * q @ k.mT
+    if A.mask4 is not None:
+        logits = logits.masked_fill(~A.mask4, -math.inf)
+    if A.causal:
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -math.inf)
+    log_sums = logits.logsumexp(-1)
+    weights = (logits - log_sums.masked_fill(log_sums == -math.inf, 0)[..., None]).exp()
+    entropies = -torch.special.xlogy(weights, weights).sum(-1)
+    if u is None:
+        return log_sums, entropies
+    u = u.double().repeat_interleave(A.heads // u.shape[1], 1)
+    distances = (u[..., :, None, :] - u[..., None, :, :]).square().sum(-1)
+    return log_sums, entropies, (weights * distances).sum(-1)
+
+
+def found(A, u=None, counted=None, tile=SMALL):
+    return attention_sums_tiles.forward(A.q, A.k, A.mask4, u, counted, A.scale, A.causal, tile=tile)
+
+
+def spread(u):
+    """Σ_i ‖u_i − ū‖² of every head, in float64."""
+    u = u.double()
+    return (u - u.mean(-2, keepdim=True)).square().sum((-2, -1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_follow_the_formula(shape, kind, dtype):
+    q, k, u = inputs(shape, dtype)
+    A = AttentionOperator(q, k, mask=mask_of(kind, *q.shape[:3]), causal=kind.startswith("causal"))
+    theirs = expected(A, u)
+    ours = found(A, u).double()
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=FLOAT32)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-6, atol=FLOAT32)
+    room = ROUNDING[dtype] * (u.double().square().sum(-1).amax(-1) + theirs[2].amax((-2, -1))[:, None])
+    assert ((ours[2] - theirs[2]).abs() <= room.repeat_interleave(A.heads // u.shape[1], 1)[..., None]).all()
+    torch.testing.assert_close(found(A).double(), ours[:2], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [16, *(pytest.param(width, marks=pytest.mark.cuda) for width in (64, 80, 128))])
+@pytest.mark.parametrize("kind", ["none", "causal", "causal keys"])
+@pytest.mark.parametrize("tokens", [40, 300])
+def test_the_tables_own_tiles(tokens, kind, width):
+    if not CUDA and (width > 16 or (tokens > 40 and kind != "causal")):
+        pytest.skip("the interpreter is too slow")
+    for dtype in DTYPES:
+        q, k, u = inputs((1, tokens, 2, 1, 2, width, width), dtype)
+        A = AttentionOperator(q, k, mask=mask_of(kind, 1, 2, tokens), causal=kind.startswith("causal"))
+        theirs, ours = expected(A, u), found(A, u, tile=None).double()
+        torch.testing.assert_close(ours[:2], torch.stack(theirs[:2]), rtol=1e-6, atol=FLOAT32)
+        assert ((ours[2] - theirs[2]).abs() <= ROUNDING[dtype] * theirs[2].max()).all()
+
+
+def test_a_tile_for_every_width():
+    assert {width for width, _ in attention_sums_tiles.TILES} == {16, 32, 64, attention_sums.WIDEST}
+    assert all(tile.queries % tile.keys == 0 for tile in attention_sums_tiles.TILES.values())
+
+
+def test_other_numbers_of_queries_than_keys():
+    q, k = random(1, 2, 5, 16), random(1, 2, 50, 16, seed=1)
+    A = AttentionOperator(q, k)
+    for mine, other in zip(found(A).double(), expected(A), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=FLOAT32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tokens_that_are_nearly_equal_keep_their_energy(dtype):
+    """A few units in the last place apart, so that squares of tokens are 10⁴ or 10⁶ times those of differences."""
+    q, k, steps = inputs((1, 60, 2, 2, 2, 16, 16), dtype)
+    ulp = torch.finfo(dtype).eps
+    u = (8 + 8 * ulp * (4 * steps.float()).round() / 4 * (1 + torch.arange(16, device=DEVICE) % 3)).to(dtype)
+    A = AttentionOperator(q, k)
+    ours, theirs = found(A, u)[2].double(), expected(A, u)[2]
+    torch.testing.assert_close(ours.sum(-1), theirs.sum(-1), rtol=3e-6, atol=0)
+    assert ((ours - theirs).abs().sum(-1) <= ROUNDING[dtype] * spread(u)).all()
+    same = u[..., :1, :].expand_as(u)
+    assert (found(A, same)[2] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_token_far_from_the_others_does_not_hide_them(dtype):
+    """As in language models, whose first token holds nothing: its difference from the mean is no 16-bit number."""
+    q, k, steps = inputs((1, 60, 2, 2, 2, 16, 16), dtype)
+    u = (3 + 0.05 * steps.float()).to(dtype)
+    u[..., 0, :] = 0.01 * steps[..., 0, :]
+    mask = torch.ones(60, 60, dtype=torch.bool, device=DEVICE)
+    mask[1:, 0] = False  # nobody looks at it
+    A = AttentionOperator(q, k, mask=mask[None, None])
+    ours, theirs = found(A, u)[2].double(), expected(A, u)[2]
+    torch.testing.assert_close(ours[..., 1:], theirs[..., 1:], rtol=1e-4, atol=0)
+    assert ((ours - theirs).abs().sum(-1) <= ROUNDING[dtype] * spread(u)).all()
+
+
+def test_tokens_too_large_to_take_their_mean_out_stay_finite():
+    q, k, u = inputs((1, 20, 1, 1, 1, 16, 16))
+    u = torch.full_like(u, 60000.0)
+    u[..., 0, :] = -65504.0
+    A = AttentionOperator(q, k)
+    ours, theirs = found(A, u)[2].double(), expected(A, u)[2]
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6 * theirs.max().item())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+def test_extreme_logits(causal, dtype):
+    q, k, u = inputs((1, 50, 2, 1, 2, 16, 16), dtype, size=100.0)
+    A = AttentionOperator(q, k, causal=causal)
+    ours, theirs = found(A, u).double(), expected(A, u)
+    assert theirs[0].abs().max() > 1e4
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=5e-7 * theirs[0].abs().max().item())
+    assert (ours[1:] >= 0).all()
+
+
+def test_keys_far_from_the_origin_leave_the_entropy():
+    q, k, _ = inputs((1, 30, 2, 2, 2, 16, 16))
+    A = AttentionOperator(q, k + 64)
+    torch.testing.assert_close(found(A)[1].double(), expected(A)[1], rtol=0, atol=1e-7 * 64 * 16)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's
+def test_a_nan_stays_where_it_is_seen():
+    q, k, u = inputs((2, 40, 2, 2, 2, 16, 16))
+    u[0, 1, 39, 3], q[1, 0, 20, 0] = math.nan, math.nan
+    padding = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
+    A = AttentionOperator(q, k)
+    assert nonlocal_energy(A, u).isnan().tolist() == [[False, True], [True, False]]
+    assert attention_entropy(A).isnan().tolist() == [[False, False], [True, False]]
+    padding[0, 39] = False
+    padded = AttentionOperator(q, k, mask=padding)
+    assert nonlocal_energy(padded, u, padding).isnan().tolist() == [[False, False], [True, False]]
+
+
+def test_rows_may_lie_apart():
+    """q, k and u as the model has them: heads beside each other in a wider tensor."""
+    shape = (2, 40, 2, 2, 2, 16, 16)
+    q, k, u = inputs(shape)
+    wide = random(2, 40, 3, 2, 16, seed=5)
+    apart = [wide[:, :, i].transpose(1, 2) for i in range(3)]
+    for x, y in zip(apart, (q, k, u), strict=True):
+        x.copy_(y)
+    options = {"mask": mask_of("keys", 2, 2, 40)}
+    together = found(AttentionOperator(q, k, **options), u)
+    assert torch.equal(found(AttentionOperator(*apart[:2], **options), apart[2]), together)
+
+
+# --- what the metrics and the operator make of it ----------------------------------------------------
+
+
+def without(monkeypatch, function):
+    with monkeypatch.context() as patch:
+        patch.setattr(attention_sums, "ENABLED", False)
+        return function()
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("kernel", ["softmax", "symmetric"])
+def test_metrics_are_the_same_with_and_without(kernel, kind, monkeypatch):
+    q, k, u = inputs((2, 43, 4, 2, 4, 16, 16))
+    mask = mask_of(kind, 2, 4, 43)
+    A = AttentionOperator(q, k, mask=mask, causal=kind.startswith("causal"), kernel=kernel)
+    rows = torch.arange(43, device=DEVICE) < torch.tensor([[30], [43]], device=DEVICE)
+    for counted in (None, rows):
+        for read in (
+            lambda counted=counted: nonlocal_energy(A, u, counted),
+            lambda counted=counted: attention_entropy(A, counted),
+            lambda: A.logsumexp(),
+            lambda: A.diagonal(),
+        ):
+            ours = read()
+            assert ours.dtype == torch.float32
+            torch.testing.assert_close(ours, without(monkeypatch, read), rtol=FLOAT32, atol=FLOAT32)
+
+
+def test_measure_reads_the_same_with_and_without(monkeypatch):
+    torch.manual_seed(0)
+    model = ViT(image_size=8, patch_size=4, dim=32, depth=2, heads=2, num_classes=3).to(DEVICE, torch.float16)
+    images = random(3, 3, 8, 8)
+    names = ["nonlocal_energy", "attention_entropy"]
+    passes = counted_passes(monkeypatch)
+
+    def read():
+        return measure(model, [images], metrics=names, progress=False).readings
+
+    ours = read()
+    assert len(passes) == 2  # one in each layer
+    for mine, other in zip(ours, without(monkeypatch, read), strict=True):
+        assert (mine.layer, mine.metric) == (other.layer, other.metric)
+        assert mine.mean == pytest.approx(other.mean, rel=1e-5)
+    assert len(passes) == 2
+
+
+def counted_passes(monkeypatch):
+    passes, forward = [], attention_sums_tiles.forward
+    monkeypatch.setattr(attention_sums_tiles, "forward", lambda *args: passes.append(1) or forward(*args))
+    return passes
+
+
+def test_energy_and_entropy_take_one_pass(monkeypatch):
+    passes = counted_passes(monkeypatch)
+    q, k, u = inputs((1, 20, 2, 2, 2, 16, 16))
+    A = AttentionOperator(q, k)
+    nonlocal_energy(A, u)
+    before = attention_entropy(A)
+    A.logsumexp()
+    assert len(passes) == 1
+    q.mul_(3)  # what was remembered is of other queries
+    assert (attention_entropy(A) < before).all()
+    assert len(passes) == 2
+
+
+def test_nothing_is_remembered_of_inference_tensors():
+    with torch.inference_mode():
+        q, k, _ = inputs((1, 20, 2, 2, 2, 16, 16))
+        A = AttentionOperator(q, k)
+        before = attention_entropy(A)
+        q.mul_(3)
+        assert (attention_entropy(A) < before).all()
+
+
+def test_what_the_kernel_does_not_know_is_left_to_others(monkeypatch):
+    q, k, u = inputs((1, 20, 2, 2, 2, 16, 16))
+    bias, wide = torch.zeros(1, 1, 20, 20, device=DEVICE, dtype=q.dtype), random(1, 2, 20, 144)
+    assert attention_sums.is_available(AttentionOperator(q, k), u)
+    others = [
+        AttentionOperator(q, k, mask=bias),
+        AttentionOperator(q, k, softcap=30.0),
+        AttentionOperator(q, k, kernel="rbf"),
+        AttentionOperator(q, k, kernel="linear"),
+        AttentionOperator(q.float(), k.float()),
+        AttentionOperator(wide, wide),
+        AttentionOperator(q[..., :5, :], k, causal=True),
+        AttentionOperator(q.mT.contiguous().mT, k),
+    ]
+    assert not any(attention_sums.is_available(A) for A in others)
+    assert not attention_sums.is_available(AttentionOperator(q, k), u.float())
+    leaf = q.clone().requires_grad_()
+    assert not attention_sums.is_available(AttentionOperator(leaf, k))
+    attention_entropy(AttentionOperator(leaf, k)).sum().backward()
+    assert leaf.grad.isfinite().all()
+
+
+def test_nothing_as_large_as_the_matrix_is_made(monkeypatch):
+    monkeypatch.setattr(tiled, "Tiles", None)
+    q, k, u = inputs((1, 300, 1, 1, 1, 16, 16))
+    made = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **o: made.append(empty(*a, **o)) or made[-1])
+    A = AttentionOperator(q, k)
+    nonlocal_energy(A, u)
+    attention_entropy(A)
+    assert max(x.numel() for x in made) <= 3 * 300
+
+
+def test_it_traces_into_one_graph():
+    q, k, u = inputs((1, 20, 2, 1, 2, 16, 16))
+
+    def read(q, k, u):
+        A = AttentionOperator(q, k, causal=True)
+        return nonlocal_energy(A, u), attention_entropy(A), A.logsumexp()
+
+    torch._dynamo.reset()
+    graph = torch.compile(read, fullgraph=True, backend="aot_eager")
+    for ours, theirs in zip(graph(q, k, u), read(q, k, u), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.skipif(not CUDA, reason="compiles, which the interpreter cannot")
+def test_the_operation_keeps_its_promises():
+    q, k, u = inputs((1, 40, 2, 1, 2, 16, 16))
+    for tokens in (None, u):
+        torch.library.opcheck(attention_sums.attention_sums, (q, k, None, tokens, None, 0.25, True))

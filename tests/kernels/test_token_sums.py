@@ -1,0 +1,305 @@
+"""The sums of tokens by the kernels against float64: on a GPU, and on the CPU in Triton's interpreter.
+
+The interpreter needs triton and TRITON_INTERPRET=1: `make test` runs this folder a second time so.
+"""
+
+import math
+
+import pytest
+import torch
+
+import acutance as ac
+from acutance.errors import AcutanceWarning, NonFiniteError
+from acutance.kernels import packed, token_sums
+from acutance.metrics import TOKEN_METRICS
+from acutance.metrics.from_sums import FROM_SUMS
+from acutance.models import ViT
+from token_fields import fields
+
+CUDA = torch.cuda.is_available() and packed.TRITON and token_sums._is_known(torch.device("cuda"))
+DEVICE = "cuda" if CUDA else "cpu"
+needs_kernels = pytest.mark.skipif(
+    not (CUDA or (packed.INTERPRETED and packed.TRITON)), reason="needs a GPU or Triton's interpreter"
+)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [(1, 1, 1), (3, 9, 5), (2, 21, 192), (1, 9, 300)]
+
+
+def tokens_of(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) + 0.3).to(DEVICE, dtype)
+
+
+def mask_of(*shape, seed=1):
+    """Some samples begin with tokens that do not count; one has none that does."""
+    mask = torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) > 0.4
+    mask[0, : shape[1] // 2] = False
+    mask[-1] = False
+    return mask.to(DEVICE)
+
+
+@pytest.fixture(params=[1, 3, 10**6], ids=["whole", "three parts", "as many as there are"])
+def programs(request, monkeypatch):
+    """In how many parts a sample is taken."""
+    from acutance.kernels import token_sums_rows
+
+    monkeypatch.setattr(token_sums_rows, "parts_of", lambda _, tokens, rows: min(request.param, -(-tokens // rows)))
+    monkeypatch.setattr(token_sums_rows, "TILE", 1024)
+
+
+def assert_fields(found, expected):
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-10)
+
+
+@needs_kernels
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_sums_are_those_of_float64(shape, dtype, masked, programs):
+    tokens, mask = tokens_of(*shape, dtype=dtype), mask_of(*shape[:2]) if masked else None
+    assert token_sums.is_available(tokens, mask)
+    assert_fields(token_sums.token_sums(tokens, mask), fields(tokens, mask))
+
+
+@needs_kernels
+def test_a_long_mask_is_looked_through_to_its_end():
+    tokens = tokens_of(2, 2100, 4)
+    mask = torch.zeros(2, 2100, dtype=torch.bool, device=DEVICE)
+    mask[0, 2050:], mask[1, 3] = True, True
+    assert_fields(token_sums.token_sums(tokens, mask), fields(tokens, mask))
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["slice", "transposed", "channels first", "mask of one row"])
+def test_tokens_and_masks_may_be_views(kind, programs):
+    mask = None
+    if kind == "slice":
+        tokens = tokens_of(3, 12, 40)[:, 2:11, 8:29]
+    elif kind == "transposed":
+        tokens = tokens_of(9, 3, 20).transpose(0, 1)
+    elif kind == "channels first":
+        tokens = tokens_of(3, 20, 9).mT
+    else:
+        tokens, mask = tokens_of(3, 9, 20), mask_of(2, 9)[:1].expand(3, 9)
+    assert_fields(token_sums.token_sums(tokens, mask), fields(tokens, mask))
+
+
+@needs_kernels
+@pytest.mark.parametrize("rubbish", [math.nan, math.inf, 6e4])
+def test_tokens_that_do_not_count_may_hold_anything(rubbish, programs):
+    tokens, mask = tokens_of(3, 21, 5), mask_of(3, 21)
+    spoilt = tokens.masked_fill(~mask[..., None], rubbish)
+    assert torch.equal(token_sums.token_sums(spoilt, mask), token_sums.token_sums(tokens, mask))
+
+
+@needs_kernels
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite_is_counted_in_its_own_sample(value, dtype, programs):
+    tokens = tokens_of(3, 21, 5, dtype=dtype)
+    expected = token_sums.token_sums(tokens)
+    tokens[1, 20, 0] = tokens[1, 7, 3] = tokens[1, 7, 4] = value
+    found = token_sums.token_sums(tokens)
+    assert found[:, :3].tolist() == [[21, 0, 21], [21, 2, 7], [21, 0, 21]]
+    assert torch.equal(found[[0, 2]], expected[[0, 2]])
+
+
+@needs_kernels
+def test_nearly_equal_tokens_keep_their_differences(programs):
+    tokens = 1e3 + 1e-3 * tokens_of(2, 131, 16)
+    assert_close_metrics(tokens, rtol=1e-9)
+
+
+@needs_kernels
+@pytest.mark.parametrize("outlier", [0, 5])
+def test_one_large_token_does_not_hide_the_others(outlier, programs):
+    tokens = tokens_of(2, 131, 16)
+    tokens[:, outlier] *= 1e4
+    assert_close_metrics(tokens, rtol=1e-9)
+
+
+@needs_kernels
+@pytest.mark.parametrize("factor", [2.0**-100, 2.0**120])
+def test_squares_do_not_leave_the_range(factor):
+    tokens = tokens_of(2, 9, 5)
+    assert_close_metrics(tokens * factor, rtol=1e-6, like=tokens)
+
+
+def assert_close_metrics(tokens, rtol, like=None, mask=None):
+    """All metrics that follow from the sums, against the formulas in float64."""
+    sums = token_sums.token_sums(tokens, mask).cpu().numpy()
+    for name, metric in FROM_SUMS.items():
+        expected = TOKEN_METRICS[name]((tokens if like is None else like).double(), mask)
+        torch.testing.assert_close(torch.from_numpy(metric(sums)), expected.cpu(), rtol=rtol, atol=1e-14)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("case", "cosine"),
+    [("constant", 1), ("orthogonal", 0), ("opposite", -1), ("zero", 0), ("one", 1), ("none", 1), ("zeros", 1 / 3)],
+)
+def test_edge_cases_are_those_of_the_formulas(case, cosine):
+    tokens, mask = {
+        "constant": (torch.full((6, 4), 0.1), None),
+        "orthogonal": (3 * torch.eye(5), None),
+        "opposite": (torch.tensor([[1.0, 2.0], [-1.0, -2.0]]), None),
+        "zero": (torch.zeros(5, 3), None),
+        "one": (torch.tensor([[1.0, 2.0], [3.0, -4.0]]), torch.tensor([[False, True]])),
+        "none": (torch.tensor([[math.nan, 2.0], [3.0, -4.0]]), torch.tensor([[False, False]])),
+        "zeros": (torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]]), None),
+    }[case]
+    tokens, mask = tokens[None].to(DEVICE), None if mask is None else mask.to(DEVICE)
+    assert_close_metrics(tokens, rtol=1e-12, mask=mask)
+    assert FROM_SUMS["token_cosine"](token_sums.token_sums(tokens, mask).cpu().numpy()) == pytest.approx(cosine)
+
+
+class Launches:
+    """A kernel that says when it is launched."""
+
+    def __init__(self, kernel, name, seen):
+        self.kernel, self.name, self.seen = kernel, name, seen
+
+    def __getitem__(self, grid):
+        self.seen.append((self.name, grid))
+        return self.kernel[grid]
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((5, 50, 128), [("_sum", (5, 1))]), ((2, 50, 128), [("_sum", (2, 2)), ("_merge", (2,))])],
+    ids=["many samples", "few samples"],
+)
+def test_a_reading_is_one_launch_or_two(shape, expected, monkeypatch):
+    from acutance.kernels import token_sums_rows
+
+    seen = []
+    monkeypatch.setattr(token_sums, "PROGRAMS", 4)
+    for name in ("_sum", "_merge"):
+        monkeypatch.setattr(token_sums_rows, name, Launches(getattr(token_sums_rows, name), name, seen))
+    token_sums.token_sums(tokens_of(*shape))
+    assert seen == expected
+
+
+def model():
+    torch.manual_seed(0)
+    return ViT(image_size=8, patch_size=2, in_chans=1, dim=24, depth=3, heads=2, num_classes=4).to(DEVICE)
+
+
+@needs_kernels
+@pytest.mark.parametrize("prefix", ["in", "out"])
+def test_measure_reads_the_same_by_the_kernels(prefix, monkeypatch):
+    images, vit = torch.randn(5, 1, 8, 8, device=DEVICE), model()
+    options = {"metrics": list(TOKEN_METRICS), "tap": ["block", "values", "final"], "prefix": prefix, "progress": False}
+    found = ac.measure(vit, images.split(2), **options)
+    monkeypatch.setattr(token_sums, "is_available", lambda *_: False)
+    for ours, theirs in zip(found.readings, ac.measure(vit, images.split(2), **options).readings, strict=True):
+        assert (ours.tap, ours.layer, ours.metric, ours.count) == (
+            theirs.tap,
+            theirs.layer,
+            theirs.metric,
+            theirs.count,
+        )
+        assert ours.mean == pytest.approx(theirs.mean, rel=1e-5, abs=1e-6)
+
+
+@needs_kernels
+def test_measure_names_the_layer_that_is_spoilt():
+    vit = model()
+    with torch.no_grad():
+        vit.blocks[1].mlp.fc2.bias[3] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"layer 2: norm_spread at block: 34 of 34 tokens .*sample 0, token 0"):
+        ac.measure(vit, [torch.randn(2, 1, 8, 8, device=DEVICE)], metrics="norm_spread", progress=False)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "kind", ["float64", "too wide", "empty", "one sample", "mask of numbers", "mask of another shape"]
+)
+def test_what_the_kernels_do_not_take(kind):
+    tokens, mask = tokens_of(2, 5, 4), None
+    if kind == "too wide":
+        tokens = tokens_of(1, 1, token_sums.WIDEST + 1)
+    elif kind == "mask of numbers":
+        mask = torch.ones(2, 5, device=DEVICE)
+    elif kind == "mask of another shape":
+        mask = torch.ones(5, dtype=torch.bool, device=DEVICE)
+    else:
+        tokens = {"float64": tokens.double(), "empty": tokens[:, :0], "one sample": tokens[0]}[kind]
+    assert not token_sums.is_available(tokens, mask)
+
+
+@pytest.mark.skipif(packed.INTERPRETED, reason="the interpreter takes CPU tensors")
+def test_on_a_cpu_the_formulas_are_used():
+    assert not token_sums.is_available(torch.zeros(2, 3, 4), None)
+
+
+def test_plain_sums_are_those_of_float64():
+    tokens, mask = tokens_of(3, 9, 5), mask_of(3, 9)
+    tokens[1, 2] = 0
+    assert_fields(token_sums.plain_sums(tokens, mask), fields(tokens, mask))
+    assert_fields(token_sums.plain_sums(tokens), fields(tokens))
+
+
+@needs_kernels
+def test_the_kernels_agree_with_pytorch_when_they_are_tried(monkeypatch):
+    monkeypatch.setattr(token_sums, "PROGRAMS", 4)
+    assert token_sums._agrees(torch.device(DEVICE), samples=5)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU as PyTorch would describe it."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU of dreams")
+    return lambda: token_sums._is_known.__wrapped__(torch.device("cpu"))  # not as remembered
+
+
+def test_kernels_that_do_not_compile_are_done_without(gpu, monkeypatch):
+    def agrees(_):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(token_sums, "_agrees", agrees)
+    with pytest.warns(AcutanceWarning, match=r"GPU of dreams \(RuntimeError: Failed to find C compiler\); measuring"):
+        assert not gpu()
+
+
+def test_kernels_that_are_wrong_are_done_without(gpu, monkeypatch):
+    right = token_sums.plain_sums
+    monkeypatch.setattr(token_sums, "token_sums", right)
+    assert gpu()
+    monkeypatch.setattr(token_sums, "token_sums", lambda tokens, mask: right(tokens, mask) * (1 + 1e-6))
+    with pytest.warns(AcutanceWarning, match="its sums are wrong"):
+        assert not gpu()
+
+
+@pytest.mark.parametrize(("samples", "parts"), [(256, 1), (4, 66), (1, 264), (1000, 1)])
+def test_few_samples_are_cut_into_parts(samples, parts):
+    assert token_sums.parts_of(samples, 2048, 1) == parts
+    assert token_sums.parts_of(samples, 20, 8) <= 3
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA, reason="needs a GPU with Triton")
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(256, 197, 192), (4, 2048, 2048), (2, 300, 4096), (2, 100, 8192)], ids=str)
+def test_at_the_sizes_of_models(shape, dtype, masked):
+    tokens, mask = tokens_of(*shape, dtype=dtype), mask_of(*shape[:2]) if masked else None
+    assert_close_metrics(tokens, rtol=1e-9, mask=mask)
+    assert torch.equal(token_sums.token_sums(tokens, mask), token_sums.token_sums(tokens, mask))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA, reason="needs a GPU with Triton")
+def test_nothing_waits_for_the_gpu_until_the_end():
+    images, vit = torch.randn(4, 1, 8, 8, device=DEVICE), model()
+    names = list(FROM_SUMS)
+    before = ac.measure(vit, [images], metrics=names, progress=False)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        after = ac.measure(vit, [images], metrics=names, progress=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert after.readings == before.readings
