@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -78,3 +80,11 @@ def test_tasks_of_srun_are_sent_to_torchrun(tmp_path, monkeypatch):
     error = invoke("digits", *TINY, "--out", tmp_path / "run").exception
     assert "srun started 2 tasks" in str(error)
     assert not (tmp_path / "run").exists()
+
+
+def test_only_we_speak(tmp_path):
+    """In a process of its own, where nothing has changed Fabric's loggers yet."""
+    command = ["train", "digits", *TINY, "--set", "loop.precision=bf16", "--out", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, "-m", "acutance", *command], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("ViT of ")
+    assert done.stderr == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, first_line
 from acutance.files import atomic_write
 from acutance.models.config import LanguageConfig, ModelConfig, SegmenterConfig, ViTConfig
 from acutance.models.language import LanguageModel
@@ -151,8 +152,9 @@ def _existing(path: PathLike) -> Path:
 
 
 def _unreadable(path: PathLike, error: Exception) -> AcutanceError:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    # What torch says of a pickle is how to load it all the same.
+    reason = "" if isinstance(error, pickle.UnpicklingError) else f" ({first_line(error)})"
     return AcutanceError(
         f"{path} cannot be read as weights: it is damaged, or holds more than tensors, which is refused "
-        f"because unpickling could run code ({reason}). Fetch it again, or save its state dict alone"
+        f"because unpickling could run code{reason}. Fetch it again, or save its state dict alone"
     )

@@ -126,8 +126,8 @@ def _fabric(strategy: Strategy, precision: str, device: str, processes: int | No
         from lightning.fabric import Fabric
     except ImportError as error:
         raise MissingExtraError("training runs on Lightning Fabric: pip install 'acutance[train]'") from error
-    for name in ("lightning.fabric", "lightning.fabric.utilities.rank_zero"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # it announces every process
+    for name in ("lightning.fabric", "lightning.fabric.utilities.rank_zero", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # it announces precision and every process
     accelerator = _accelerator(device)
     local, nodes = _counts(accelerator, strategy, processes)
     return Fabric(
