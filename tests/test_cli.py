@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,12 @@ from acutance import cli
 from acutance.explain import Spectrum
 from acutance.models import ViT, save_checkpoint
 from acutance.profile import Profile
+from forked import run_forked
 
 ACUTANCE = str(Path(sys.executable).with_name("acutance"))
 
 
-def acutance(*arguments: object, **options) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
-    command = [ACUTANCE, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, **options)
+acutance = partial(run_forked, COLUMNS="200", NO_COLOR="1")
 
 
 @pytest.fixture
@@ -56,7 +55,8 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 def test_help_names_every_command() -> None:
-    text = acutance("--help").stdout
+    command = [ACUTANCE, "--help"]  # the installed one
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for word in ("measure", "explain", "mitigate", "demo", "over-smoothing"):
         assert word in text
     assert re.search(r"acutance \d+\.\d+", acutance("--version").stdout)

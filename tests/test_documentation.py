@@ -41,6 +41,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name in ("conftest.py", "pyproject.toml", "Makefile", "constraints.txt", "constraints-timm.txt"):
         shutil.copy(ROOT / name, place)
     (place / "docs" / "deeper").mkdir(parents=True)
+    (place / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "forked.py", place / "tests")
     for name, text in (GOOD | BAD).items():
         (place / "docs" / "deeper" / f"{name.replace(' ', '-')}.md").write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "-rA", "docs"]

@@ -1,9 +1,6 @@
 """Commands on models of transformers, from folder to folder."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,14 +8,13 @@ import torch
 from tiny_folders import DECLARATION, save_bert
 
 from acutance.profile import Profile
+from forked import run_forked
 
 pytest.importorskip("transformers", reason="models of transformers are loaded")
 
 
 def acutance(*arguments: object) -> str:
-    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "acutance", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = run_forked(*arguments, COLUMNS="200", NO_COLOR="1")
     assert done.returncode == 0, done.stderr
     return done.stdout
 

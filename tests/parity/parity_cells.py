@@ -74,8 +74,8 @@ def cells(library: str) -> list[Cell]:
 
 
 def backend(library: str, cell: Cell) -> str:
-    """Inductor once for each library but ours; else what comes before it, where gradients are arranged, or tracing."""
-    if cell == Cell("compile", "none", "multi-head", "one process", "float32") and library != "acutance.models":
+    """Inductor once for each library that is not torch's or ours; else what comes before it, or tracing alone."""
+    if cell == Cell("compile", "none", "multi-head", "one process", "float32") and library in ("transformers", "timm"):
         return "inductor"
     return "aot_eager" if cell.processes == "one process" else "eager"
 
