@@ -82,7 +82,7 @@ class Planned:
             if not mine:
                 yield locks.holder(self.lock_path)
                 return
-            command = self.run.folder / ".lock"
+            command = self.run.lock_path
             with locks.held(command) if command.exists() else nullcontext(True) as free:
                 who = None if free else locks.holder(command)
             yield who  # the command's lock is let go of: training takes it itself

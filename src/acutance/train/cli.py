@@ -55,6 +55,7 @@ def train(
         return
     if resume and out is None:
         raise AcutanceError("--resume goes on with a run: name its folder with --out")
+    _refuse_rivals()
     if recipe is None and not resume:
         raise AcutanceError(f"name a recipe: {', '.join(recipes.names())} (--list says what they are)")
     begun = Run(out) if out is not None and resume else None
@@ -80,6 +81,16 @@ def _say(words: str) -> None:
     """Once, however many processes there are."""
     if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0:
         console.print(escape(words), highlight=False, soft_wrap=True)
+
+
+def _refuse_rivals() -> None:
+    """Tasks of srun would each train the whole run."""
+    tasks = int(os.environ.get("SLURM_NTASKS", "1"))
+    if tasks > 1 and "SLURM_PROCID" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ:
+        raise AcutanceError(
+            f"srun started {tasks} tasks, which know nothing of each other: start one per node, and torchrun in it "
+            "(srun --ntasks-per-node 1 torchrun --nnodes … --rdzv-backend c10d … -m acutance train …)"
+        )
 
 
 def _changed(config: Any, assignments: list[str], data_dir: Path | None, strategy: str | None) -> Any:

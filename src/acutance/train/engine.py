@@ -152,11 +152,6 @@ def _counts(accelerator: str, strategy: Strategy, processes: int | None) -> tupl
     if "LOCAL_WORLD_SIZE" in os.environ:
         local = int(os.environ["LOCAL_WORLD_SIZE"])
         return local, int(os.environ["WORLD_SIZE"]) // local
-    if int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
-        raise AcutanceError(
-            f"srun started {os.environ['SLURM_NTASKS']} tasks, which know nothing of each other: start one per node, "
-            "and torchrun in it (srun --ntasks-per-node 1 torchrun --nnodes … --rdzv-backend c10d … -m acutance …)"
-        )
     if processes is not None:
         return processes, 1
     return (torch.cuda.device_count() if accelerator == "cuda" and strategy != "single" else 1), 1

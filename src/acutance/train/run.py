@@ -69,6 +69,11 @@ class Run:
         return self.folder / "checkpoints"
 
     @property
+    def lock_path(self) -> Path:
+        """Held by the command that trains here."""
+        return self.folder / ".lock"
+
+    @property
     def best_path(self) -> Path:
         """The best model so far, for `acutance.load`."""
         return self.folder / "best.safetensors"

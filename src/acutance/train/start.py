@@ -74,11 +74,10 @@ def _refuse_own_folders(run: Run, engine: Engine) -> None:
 
 def _take(run: Run, alone: ExitStack) -> None:
     """Two commands at once would write each other's checkpoints."""
-    lock = run.folder / ".lock"
-    if not alone.enter_context(held(lock)):
+    if not alone.enter_context(held(run.lock_path)):
         raise AcutanceError(
-            f"{run.folder} is being trained by another command ({holder(lock)}): wait for it, or name another folder "
-            "with --out"
+            f"{run.folder} is being trained by another command ({holder(run.lock_path)}): wait for it, or name another "
+            "folder with --out"
         )
 
 
