@@ -160,9 +160,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the CSV goes")
     arguments = parser.parse_args()
     device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float16")
-    if not on_gpu:
-        print("no CUDA: a toy size on the CPU, to see that everything runs. The ratios mean nothing", file=sys.stderr)
-    shared = results.provenance(device, results.command("python benchmarks/gelu.py", sys.argv[1:]), toy=not on_gpu)
+    shared = results.script_provenance("gelu.py")
     pace = Pace(arguments.repetitions, steps=5, warm_up=3, refresh=1, calls=CALLS) if on_gpu else Pace(1, 1, 1, 0)
     rows: list[Row] = []
     for shape in SHAPES if on_gpu else TOY:

@@ -242,11 +242,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the CSV goes")
     arguments = parser.parse_args()
     device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
-    if not on_gpu:
-        print("no CUDA: a toy size on the CPU, to see that everything runs. The ratios mean nothing", file=sys.stderr)
-    shared = results.provenance(
-        device, results.command("python benchmarks/long_kernels.py", sys.argv[1:]), toy=not on_gpu
-    )
+    shared = results.script_provenance("long_kernels.py")
     rows: list[Row] = []
     for shape, tiles in CASES if on_gpu else TOY:
         inputs = Inputs.random(shape, device, getattr(torch, dtype))

@@ -28,9 +28,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from acutance.bench import results
-from acutance.bench.floor import Ceilings, graphed
+from acutance.bench.floor import Ceilings, graphed, measured_ceilings
 from acutance.bench.results import Row
-from acutance.bench.timing import Candidate, Pace, Step, compare, timed
+from acutance.bench.settings import Settings
+from acutance.bench.timing import Candidate, Pace, Step, compare
 from acutance.kernels import gelu, mlp, packed
 from acutance.kernels.mlp import Tile
 from acutance.models.layers import Mlp
@@ -164,18 +165,6 @@ def ready(call: Step, inputs: Inputs, ours: bool) -> Step:
     return graphed(call, CALLS) if inputs.device == "cuda" else call
 
 
-def measured_ceilings(device: str, dtype: torch.dtype) -> Ceilings:
-    """A copy of a large tensor, and a large product."""
-    size, side = (2**29, 8192) if device == "cuda" else (2**20, 128)
-    source = torch.empty(size, dtype=torch.uint8, device=device)
-    a = torch.randn(side, side, device=device, dtype=dtype)
-    target, pace = torch.empty_like(source), Pace(1, steps=5, refresh=2)
-    copy, product = (
-        min(timed(step, pace, device) for _ in range(3)) for step in (lambda: target.copy_(source), lambda: a @ a)
-    )
-    return Ceilings(2 * size / copy, 2 * side**3 / product)
-
-
 def rows_of(part: str, shape: Shape, inputs: Inputs, pace: Pace, ceilings: Ceilings) -> list[Row]:
     candidates = [
         Candidate(name, partial(ready, call, inputs, name != "PyTorch"), baseline=name == "PyTorch", static=True)
@@ -188,11 +177,7 @@ def rows_of(part: str, shape: Shape, inputs: Inputs, pace: Pace, ceilings: Ceili
         row["floor_ms"] = f"{floor:.4f}"
         row["times_floor"] = f"{float(row['ms']) / floor:.2f}"
         row["gb_per_second"] = f"{sum(moved for moved, _ in passes) / float(row['ms']) / 1e6:.0f}"
-    speeds = {
-        "copy_tb_per_s": f"{ceilings.bytes_per_second / 1e12:.3f}",
-        "matmul_tflop_per_s": f"{ceilings.flops_per_second / 1e12:.1f}",
-    }
-    return [{"part": part, **shape._asdict(), **row, **speeds} for row in rows]
+    return [{"part": part, **shape._asdict(), **row, **ceilings.columns()} for row in rows]
 
 
 def show(rows: list[Row]) -> None:
@@ -211,12 +196,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the CSV goes")
     arguments = parser.parse_args()
     device, name = ("cuda", "bfloat16") if on_gpu else ("cpu", "float16")
-    if not on_gpu:
-        print("no CUDA: a toy size on the CPU, to see that everything runs. The ratios mean nothing", file=sys.stderr)
     dtype = getattr(torch, name)
-    shared = results.provenance(device, results.command("python benchmarks/mlp.py", sys.argv[1:]), toy=not on_gpu)
+    shared = results.script_provenance("mlp.py")
     pace = Pace(arguments.repetitions, steps=5, warm_up=3, refresh=1, calls=CALLS) if on_gpu else Pace(1, 1, 1, 0)
-    ceilings = measured_ceilings(device, dtype)
+    ceilings = measured_ceilings(Settings(device))
     rows: list[Row] = []
     for shape in SHAPES if on_gpu else TOY:
         inputs = Inputs(shape, device, dtype)

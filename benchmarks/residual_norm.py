@@ -143,11 +143,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the CSV goes")
     arguments = parser.parse_args()
     device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
-    if not on_gpu:
-        print("no CUDA: a toy size on the CPU, to see that everything runs. The ratios mean nothing", file=sys.stderr)
-    shared = results.provenance(
-        device, results.command("python benchmarks/residual_norm.py", sys.argv[1:]), toy=not on_gpu
-    )
+    shared = results.script_provenance("residual_norm.py")
     path = arguments.results / results.file_name("residual_norm", device, dtype)
     pace = Pace(arguments.repetitions, steps=25 if on_gpu else 1, warm_up=4 if on_gpu else 1, calls=SETS)
     done: list[Row] = []

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from graph_recorder import recorder
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -250,15 +251,10 @@ def test_a_compiled_mlp_is_one_graph_with_the_kernels_in_it(checkpointed):
     torch._dynamo.reset()
     graphs = []
 
-    def backend(graph, example):
-        graphs.append(graph)
-        # The interpreter cannot be compiled: there the graph is traced, forward and backward, and run as it is.
-        return torch._dynamo.lookup_backend("inductor" if CUDA else "aot_eager")(graph, example)
-
     def run(x):
         return checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
 
-    found = step(torch.compile(run, fullgraph=True, backend=backend), model, x, DTYPES[0])
+    found = step(torch.compile(run, fullgraph=True, backend=recorder(graphs)), model, x, DTYPES[0])
     assert_same(found, expected, DTYPES[0])
     (graph,) = graphs
     parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]  # a checkpoint has its own

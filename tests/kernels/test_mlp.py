@@ -8,6 +8,7 @@ import copy
 
 import pytest
 import torch
+from graph_recorder import recorder
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -229,15 +230,10 @@ def test_a_compiled_mlp_is_one_graph_with_the_kernels_in_it(checkpointed):
     torch._dynamo.reset()
     graphs = []
 
-    def backend(graph, example):
-        graphs.append(graph)
-        # The interpreter cannot be compiled: there the graph is traced, forward and backward, and run as it is.
-        return torch._dynamo.lookup_backend("inductor" if CUDA else "aot_eager")(graph, example)
-
     def run(x):
         return checkpoint(layers, x, use_reentrant=False) if checkpointed else layers(x)
 
-    found = step(torch.compile(run, fullgraph=True, backend=backend), layers, x)
+    found = step(torch.compile(run, fullgraph=True, backend=recorder(graphs)), layers, x)
     assert [part.dtype for part in found] == [part.dtype for part in expected]
     for ours, theirs in zip(found, expected, strict=True):
         assert error(ours, theirs) < 2 * ROUNDING[LOW]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from graph_recorder import recorder
 
 from acutance import mitigations
 from acutance.errors import AcutanceError
@@ -117,13 +118,7 @@ def test_a_compiled_vit_is_one_graph_with_the_kernel_in_it(mitigation, checkpoin
     model.set_grad_checkpointing(checkpointed)
     torch._dynamo.reset()
     graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        # The interpreter cannot be compiled: there the graph is traced, forward and backward, and run as it is.
-        return torch._dynamo.lookup_backend("inductor" if CUDA else "aot_eager")(graph, inputs)
-
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled = torch.compile(model, fullgraph=True, backend=recorder(graphs))
     assert_equal_gradients(gradients(compiled, model, images()), expected)
     parts = [
         part for part in graphs[0].modules() if isinstance(part, torch.fx.GraphModule)

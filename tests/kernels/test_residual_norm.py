@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from graph_recorder import recorder
 from torch import nn
 
 from acutance.kernels import packed, residual_norm
@@ -290,13 +291,7 @@ def test_a_compiled_vit_is_one_graph_with_the_kernels_in_it(checkpointed, autoca
     model.set_grad_checkpointing(checkpointed)
     torch._dynamo.reset()
     graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        # The interpreter cannot be compiled: there the graph is traced, forward and backward, and run as it is.
-        return torch._dynamo.lookup_backend("inductor" if CUDA else "aot_eager")(graph, inputs)
-
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled = torch.compile(model, fullgraph=True, backend=recorder(graphs))
     assert_equal_gradients(gradients(compiled, model, autocast), theirs, 5 * TOLERANCE[LOW] if autocast else 1e-5)
     parts = [part for part in graphs[0].modules() if isinstance(part, torch.fx.GraphModule)]
     targets = [str(node.target) for part in parts for node in part.graph.nodes]

@@ -7,6 +7,7 @@ import io
 import platform
 import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -39,6 +40,15 @@ def versions() -> str:
 def provenance(device: str, command: str, *, toy: bool = False) -> Row:
     """What every row says of how it came about."""
     return {"device": hardware(device, toy=toy), "versions": versions(), "command": command}
+
+
+def script_provenance(script: str) -> Row:
+    """The same for a script in benchmarks/, which without CUDA runs a toy and says so."""
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        print("no CUDA: a toy size on the CPU, to see that everything runs. The ratios mean nothing", file=sys.stderr)
+    device = "cuda" if on_gpu else "cpu"
+    return provenance(device, command(f"python benchmarks/{script}", sys.argv[1:]), toy=not on_gpu)
 
 
 def file_name(stem: str, device: str, dtype: str, *labels: str) -> str:
