@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from acutance.kernels import gelu, mlp
-
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "mlp.py"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the toy is for the CPU")
 def test_the_benchmark_runs_at_toy_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--results", str(tmp_path)])
-    switches = gelu.ENABLED, mlp.ENABLED
     runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert switches == (gelu.ENABLED, mlp.ENABLED)
     (path,) = tmp_path.iterdir()
     rows = list(csv.DictReader(path.open()))
     assert list(dict.fromkeys(row["part"] for row in rows)) == ["training", "hidden", "backward"]

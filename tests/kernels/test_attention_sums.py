@@ -32,11 +32,6 @@ FLOAT32 = 5e-6 if CUDA else 2e-6  # a GPU's exponentials and logarithms are not 
 ROUNDING = {torch.float16: 1e-6, torch.bfloat16: 2.0**-16}
 
 
-@pytest.fixture(autouse=True)
-def _enabled(monkeypatch):
-    monkeypatch.setattr(attention_sums, "ENABLED", True)
-
-
 def random(*shape, dtype=torch.float16, seed=0, size=1.0):
     return (size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(DEVICE, dtype)
 

@@ -1,4 +1,4 @@
-"""The MLP with its GELU inside the products against float64 and against autocast's own layers.
+"""The MLP with its GELU inside the products against float64 and against autocast's own layers, and its polynomial.
 
 On a GPU, and on the CPU in Triton's interpreter, which needs triton and TRITON_INTERPRET=1: `make test` runs this
 folder a second time so.
@@ -12,7 +12,7 @@ from graph_recorder import recorder
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from acutance.kernels import gelu, mlp, packed, residual_norm
+from acutance.kernels import mlp, packed
 from acutance.models import ViT
 from acutance.models.layers import Mlp
 
@@ -33,10 +33,8 @@ SHAPES = [(1, 64, 128), (150, 192, 256), (128, 256, 128), *([(65536, 192, 768), 
 
 
 @pytest.fixture(autouse=True)
-def _enabled(monkeypatch):
-    """With two programs a column on a CPU, so that some go through several tiles, and not equally many."""
-    monkeypatch.setattr(mlp, "ENABLED", True)
-    monkeypatch.setattr(gelu, "ENABLED", True)
+def _few_programs(monkeypatch):
+    """Two a column on a CPU, so that some go through several tiles, and not equally many."""
     if not CUDA:
         monkeypatch.setattr(mlp, "FORWARD", mlp.FORWARD._replace(programs=4))
         monkeypatch.setattr(mlp, "BACKWARD", mlp.BACKWARD._replace(programs=4))
@@ -49,6 +47,97 @@ def exact(x):
 
 def exact_slope(x):
     return torch.special.erfc(-x / 2**0.5) / 2 + x * torch.exp(-x * x / 2) / (2 * torch.pi) ** 0.5
+
+
+def beyond(a):
+    """Φ(−a) by the polynomial, in the precision of a, as the kernels compute it."""
+    exponent = torch.full_like(a, mlp.COEFFICIENTS[-1])
+    for coefficient in reversed(mlp.COEFFICIENTS[:-1]):
+        exponent = exponent * a + coefficient
+    return exponent.exp2()
+
+
+def by_polynomial(x):
+    a = x.abs().clamp(max=mlp.FARTHEST)
+    return x.clamp(min=0) - a * beyond(a)
+
+
+def slope_by_polynomial(x):
+    a = x.abs().clamp(max=mlp.FARTHEST)
+    left = beyond(a) - a * torch.exp2(-a * a * 0.7213475204444817 - 1.3257480647361593)
+    return torch.where(x > 0, 1 - left, left)
+
+
+def dense():
+    """Numbers from −20 to 20 and tiny ones, in float32."""
+    tiny = torch.logspace(-30, 0, 20_001)
+    return torch.cat([torch.linspace(-20, 20, 2_000_001), tiny, -tiny])
+
+
+def test_the_polynomial_is_far_closer_than_rounding():
+    """To 10⁻⁵ of the value, a 48th of what rounding to float16 may change; a tail below 10⁻⁸ is only that close."""
+    x = dense()
+    error = (by_polynomial(x).double() - exact(x.double())).abs()
+    assert (error <= 1e-5 * exact(x.double()).abs() + 1e-14 * (x.abs() > 6)).all()
+    assert error.max() < 1e-6
+
+
+def test_the_slope_by_the_polynomial_is_far_closer_than_rounding():
+    x = dense()
+    error = (slope_by_polynomial(x).double() - exact_slope(x.double())).abs()
+    assert error.max() < 3e-6
+
+
+def test_the_polynomial_falls_without_end():
+    a = torch.linspace(0, mlp.FARTHEST, 100_001, dtype=torch.float64)
+    assert (beyond(a).diff() < 0).all()
+    assert beyond(a[-1]).float() * mlp.FARTHEST < 1e-37
+
+
+def through_the_kernels(values, dtype):
+    """GELU and its slope as the kernels have them: h is the bias where weights are zero, and a gradient of one."""
+    count = len(values)
+    nothing, one = torch.zeros(1, 64, device=DEVICE, dtype=dtype), torch.ones(1, device=DEVICE, dtype=dtype)
+    act, _ = mlp.mlp_hidden(nothing, nothing.expand(count, 64), values.float(), False)
+    grad = torch.cat([one, nothing[0, 1:]])[None]
+    slopes, _ = mlp.mlp_backward(grad, grad.T.expand(64, count), values.to(dtype)[None])
+    return act[0], slopes[0]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernels_compute_that_polynomial(dtype):
+    """Rounded once; an exponential on a GPU is right to some 10⁻⁷."""
+    x = torch.linspace(-9, 9, 1024, device=DEVICE).to(dtype).float()
+    act, slopes = through_the_kernels(x, dtype)
+    for ours, theirs in ((act, by_polynomial(x)), (slopes, slope_by_polynomial(x))):
+        torch.testing.assert_close(ours.float(), theirs, rtol=1.01 * ROUNDING[dtype], atol=5e-7)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_extreme_numbers_give_no_nan_that_was_not_there(dtype):
+    large = [-60000.0, -300.0, -16.0, -6.0, -0.0, 0.0, 6.0, 16.0, 300.0, 60000.0]
+    endless = [float("inf"), float("-inf"), float("nan")]
+    x = torch.tensor([*large, *endless, *[1.0] * (128 - 13)], device=DEVICE).to(dtype)
+    act, slopes = through_the_kernels(x, dtype)
+    finite = x[:10].double()
+    torch.testing.assert_close(act[:10].double(), exact(finite), rtol=ROUNDING[dtype], atol=1e-7)
+    torch.testing.assert_close(slopes[:10].double(), exact_slope(finite), rtol=ROUNDING[dtype], atol=1e-6)
+    assert act[10:12].tolist() == [float("inf"), 0.0]
+    assert slopes[10:12].tolist() == [1.0, 0.0]
+    assert act[12].isnan()
+    assert slopes[12].isnan()
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_all_bfloat16_numbers_are_rounded_once():
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    every = every[every.isfinite()].to(DEVICE)
+    act, _ = through_the_kernels(every, torch.bfloat16)
+    theirs = exact(every.double())
+    assert ((act.double() - theirs).abs() <= 1.02 * ROUNDING[torch.bfloat16] * theirs.abs() + 1e-7).all()
 
 
 def draw(*shape, dtype, size=1.0, seed=0):
@@ -148,12 +237,15 @@ def model(dropout=0.0, activation="gelu", dim=64, hidden=128):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Each use of either kernel."""
+    """Each use of the kernels."""
     made = []
-    for module, name in ((mlp, "mlp"), (gelu, "linear_gelu")):
-        original = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, f=original, n=name: made.append(n) or f(*a))
+    original = mlp.mlp
+    monkeypatch.setattr(mlp, "mlp", lambda *a: made.append("mlp") or original(*a))
     return made
+
+
+def without_kernels(monkeypatch):
+    monkeypatch.setattr(mlp, "is_available", lambda *_: False)
 
 
 def step(run, layers, x, dtype=LOW, autocast=True):
@@ -179,8 +271,7 @@ def test_an_mlp_has_the_gradients_of_float64_and_is_no_further_from_it_than_pyto
     layers, x = model(dim=192, hidden=256).to(own), draw(2, 65, 192, dtype=own)
     found = step(layers, layers, x, dtype, autocast)
     assert calls == ["mlp"]
-    for module in (mlp, gelu):
-        monkeypatch.setattr(module, "ENABLED", False)
+    without_kernels(monkeypatch)
     plain = step(layers, layers, x, dtype, autocast)
     assert calls == ["mlp"]
     double = copy.deepcopy(layers).double()
@@ -273,7 +364,7 @@ def test_a_vit_asks_for_it_in_every_layer(calls):
 
 
 @needs_kernels
-def test_a_compiled_vit_learns_with_all_kernels_as_with_none(monkeypatch):
+def test_a_compiled_vit_learns_as_without_the_kernels(monkeypatch):
     """On a GPU in CUDA graphs, replayed."""
     vit = ViT(image_size=8, patch_size=4, dim=64, depth=2, heads=1, num_classes=3, mlp_ratio=2, stream="autocast")
     vit, images = vit.to(DEVICE), draw(26, 3, 8, 8, dtype=torch.float32)
@@ -286,11 +377,9 @@ def test_a_compiled_vit_learns_with_all_kernels_as_with_none(monkeypatch):
         loss.backward()
         return {name: parameter.grad.clone() for name, parameter in vit.named_parameters()}
 
-    for module in (mlp, gelu, residual_norm):
-        monkeypatch.setattr(module, "ENABLED", False)
-    expected = gradients(vit)
-    monkeypatch.setattr(mlp, "ENABLED", True)
-    monkeypatch.setattr(residual_norm, "ENABLED", True)
+    with monkeypatch.context() as patch:
+        without_kernels(patch)
+        expected = gradients(vit)
     torch._dynamo.reset()
     options = {"mode": "reduce-overhead"} if CUDA else {"backend": "aot_eager"}
     run = torch.compile(vit, fullgraph=True, **options)
@@ -306,6 +395,8 @@ def changed(case):
     layers = model(0.1 if case == "dropout" else 0.0, "relu" if case == "relu" else "gelu", *sizes)
     if case in ("fc1", "act", "fc2", "drop"):
         getattr(layers, case).register_forward_hook(lambda *_: None)
+    if case == "backward hook":
+        layers.act.register_full_backward_hook(lambda *_: None)
     if case == "own forward":
         layers.fc2.forward = lambda x, original=layers.fc2.forward: original(x)
     if case == "tanh":
@@ -319,19 +410,33 @@ def changed(case):
     return layers
 
 
-BY_PYTORCH = ["float32", "empty", "relu", "tanh", "dropout", "fc1", "act", "another class"]
-BY_GELU = ["fc2", "drop", "own forward", "other layer", "no bias", "channels", "many channels", "hidden", "off"]
+CASES = [
+    *("float32", "float64", "empty", "relu", "tanh", "dropout"),
+    *("fc1", "act", "fc2", "drop", "backward hook", "own forward", "other layer", "another class"),
+    *("no bias", "channels", "many channels", "hidden"),
+]
 
 
 @needs_kernels
-@pytest.mark.parametrize("case", BY_PYTORCH + BY_GELU)
-def test_where_it_does_not_apply_the_fused_gelu_is_asked_or_the_layers_are_called(case, calls, monkeypatch):
+@pytest.mark.parametrize("case", CASES)
+def test_where_it_does_not_apply_the_layers_are_called(case, calls):
     layers = changed(case)
     x = draw(0 if case == "empty" else 3, layers.fc2.out_features, dtype=torch.float32)
-    monkeypatch.setattr(mlp, "ENABLED", case != "off")
+    if case == "float64":
+        layers, x = layers.double(), x.double()
     with torch.autocast(DEVICE, LOW, enabled=case != "float32"):
         assert layers(x).shape == x.shape
-    assert calls == (["linear_gelu"] if case in BY_GELU else [])
+    assert not calls
+
+
+@needs_kernels
+def test_dropout_that_is_not_active_does_not_stand_in_the_way(calls):
+    model(0.1).to(LOW).eval()(draw(3, 64, dtype=LOW))
+    assert calls == ["mlp"]
+
+
+def test_names_in_a_checkpoint_are_those_of_the_plain_layers():
+    assert list(model().state_dict()) == ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
 
 
 @needs_kernels

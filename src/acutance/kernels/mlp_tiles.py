@@ -2,7 +2,8 @@
 
 All channels of a token are multiplied in one go, in chunks, so that nothing is summed up across programs. Products are
 summed in float32, and what follows them is computed from that: the GELU is that of h before it is rounded, its slope
-that of h as it was kept.
+that of h as it was kept. Multiplying and adding at once is asked for by name: newer compilers do not join the two by
+themselves.
 """
 
 from __future__ import annotations
@@ -14,8 +15,43 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acutance.kernels.gelu_tiles import _gelu, _slope
-from acutance.kernels.mlp import CHUNK, Tile
+from acutance.kernels.mlp import CHUNK, COEFFICIENTS, FARTHEST, Tile
+
+POWERS = tl.constexpr(COEFFICIENTS)
+DEGREE = tl.constexpr(len(COEFFICIENTS) - 1)
+FAR = tl.constexpr(FARTHEST)
+HALF_LOG2_E = tl.constexpr(0.7213475204444817)  # log₂ √e
+LOG2_ROOT_TAU = tl.constexpr(1.3257480647361593)  # log₂ √(2π)
+
+
+@triton.jit
+def _beyond(a):
+    """Φ(−a) for 0 ≤ a ≤ FAR."""
+    exponent = tl.full(a.shape, POWERS[DEGREE], tl.float32)
+    for k in tl.static_range(1, DEGREE + 1):
+        exponent = tl.fma(exponent, a, POWERS[DEGREE - k])
+    return tl.exp2(exponent)
+
+
+@triton.jit
+def _distance(x):
+    """|x| up to FAR; not a number stays so, and with it all that is made of it."""
+    return tl.minimum(tl.abs(x), FAR, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _gelu(x):
+    a = _distance(x)
+    return tl.maximum(x, 0.0) - a * _beyond(a)
+
+
+@triton.jit
+def _slope(x):
+    """GELU'(x) = Φ(x) + x φ(x), which at −x is 1 less what it is at x."""
+    a = _distance(x)
+    density = tl.exp2(tl.fma(a * a, -HALF_LOG2_E, -LOG2_ROOT_TAU))
+    left = _beyond(a) - a * density  # at −a
+    return tl.where(x > 0, 1.0 - left, left)
 
 
 @triton.jit

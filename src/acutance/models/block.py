@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from acutance.kernels import packed, residual_norm
+from acutance.kernels import packed
 from acutance.kernels.epilogue import Epilogue
 from acutance.mitigations import Mitigation, Weights
 from acutance.models.config import AttentionKind, NormPlace
@@ -122,25 +121,6 @@ class Attention(nn.Module):
         return merged, v0
 
 
-class Unsummed(NamedTuple):
-    """A residual sum that is still to be done."""
-
-    x: Tensor
-    branch: Tensor
-    keep: Tensor | None  # what `DropPath` multiplies the branch by
-
-
-Tokens = Tensor | Unsummed
-
-
-def summed(tokens: Tokens) -> Tensor:
-    """Do the sum."""
-    if not isinstance(tokens, Unsummed):
-        return tokens
-    x, branch, keep = tokens
-    return x + (branch if keep is None else branch * keep)
-
-
 class Block(nn.Module):
     """Attention and MLP, each in a residual branch, with its norm before the branch or after the sum."""
 
@@ -158,35 +138,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, v0: Tensor | None, weights: Weights | None = None) -> tuple[Tensor, Tensor]:
         """The next tokens, and the first layer's values passed on."""
-        tokens, first = self.unsummed(x, v0, weights)
-        return summed(tokens), first
-
-    def unsummed(self, x: Tokens, v0: Tensor | None, weights: Weights | None = None) -> tuple[Tokens, Tensor]:
-        """The same with the last sum left to the next block, whose kernel takes the norm of it too."""
         if self.post_norm:
-            y, first = self.attn(x := summed(x), v0, weights)
+            y, first = self.attn(x, v0, weights)
             x = self.norm1(x + self.drop_path1(self.ls1(y)))
             return self.norm2(x + self.drop_path2(self.ls2(self.mlp(x)))), first
-        x, normed = _sum_and_norm(x, self.norm1)
-        y, first = self.attn(normed, v0, weights)
-        x, normed = _sum_and_norm(self._sum(x, y, self.ls1, self.drop_path1), self.norm2)
-        return self._sum(x, self.mlp(normed), self.ls2, self.drop_path2), first
-
-    def _sum(self, x: Tensor, y: Tensor, scale: nn.Module, drop_path: DropPath) -> Tokens:
-        """x and a branch, to be summed by a kernel if nothing else is done to the branch on the way."""
-        drops = self.training and self.attn.proj_drop.p > 0
-        if residual_norm.ENABLED and isinstance(scale, nn.Identity) and not drops:
-            return Unsummed(x, y, drop_path.factor(y))
-        total: Tensor = x + drop_path(scale(y))
-        return total
-
-
-def _sum_and_norm(tokens: Tokens, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """The sum and its norm, in one kernel where there is one."""
-    if isinstance(tokens, Unsummed) and residual_norm.is_available(tokens.x, norm, tokens.branch):
-        return residual_norm.residual_norm(tokens.x, norm, tokens.branch, tokens.keep)
-    x = summed(tokens)
-    return residual_norm.residual_norm(x, norm) if residual_norm.is_available(x, norm) else (x, norm(x))
+        y, first = self.attn(self.norm1(x), v0, weights)
+        x = x + self.drop_path1(self.ls1(y))
+        x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        return x, first
 
 
 def _layer_scale(config: BlockConfig) -> nn.Module:

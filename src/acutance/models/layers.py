@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from acutance.kernels import gelu, mlp
-from acutance.kernels.residual_norm import is_bare
+from acutance.kernels import mlp
 
 Activation = Literal["gelu", "relu"]
 
@@ -45,24 +44,15 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Each token by itself."""
-        if mlp.ENABLED and self._can_fuse() and self._can_fuse_both() and mlp.is_available(x, self.fc1, self.fc2):
+        if mlp.is_available(x, self.fc1, self.fc2) and self._can_fuse():
             return mlp.mlp(x, self.fc1, self.fc2)
-        fused = gelu.is_available(x) and self._can_fuse()
-        hidden = gelu.linear_gelu(x, self.fc1.weight, self.fc1.bias) if fused else self.act(self.fc1(x))
-        out: Tensor = self.drop(self.fc2(self.drop(hidden)))
+        out: Tensor = self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
         return out
 
     def _can_fuse(self) -> bool:
-        """Whether the first layer and its GELU are the plain ones, with nothing hooked to them.
-
-        Where dropout follows, a compiler makes one pass of it and PyTorch's GELU.
-        """
-        plain = type(self.fc1) is nn.Linear and type(self.act) is nn.GELU and self.act.approximate == "none"
-        return plain and is_bare(self.fc1) and is_bare(self.act) and not (self.training and self.drop.p > 0)
-
-    def _can_fuse_both(self) -> bool:
-        """Whether the same holds of what follows."""
-        return type(self.fc2) is nn.Linear and is_bare(self.fc2) and is_bare(self.drop)
+        """Whether nothing but fc2(GELU(fc1(x))) is done: no dropout, nothing hooked to the layers."""
+        plain = type(self.act) is nn.GELU and self.act.approximate == "none" and not (self.training and self.drop.p > 0)
+        return plain and all(map(_is_bare, (self.fc1, self.act, self.fc2, self.drop)))
 
 
 class LayerScale(nn.Module):
@@ -86,17 +76,18 @@ class DropPath(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Zero whole samples."""
-        factor = self.factor(x)
-        return x if factor is None else x * factor
-
-    def factor(self, x: Tensor) -> Tensor | None:
-        """What samples are multiplied by, drawn anew, (batch, 1, ...); None where nothing is skipped."""
         if self.rate == 0 or not self.training:
-            return None
+            return x
         keep = 1 - self.rate
         kept = torch.empty((x.shape[0],) + (1,) * (x.ndim - 1), dtype=x.dtype, device=x.device).bernoulli_(keep)
-        return kept / keep if keep > 0 else kept
+        return x * (kept / keep if keep > 0 else kept)
 
     def extra_repr(self) -> str:
         """Show the rate."""
         return f"rate={self.rate:g}"
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether a module's work may be done without calling it: no hooks, no forward of its own, not compiled alone."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return not any(hooks) and "forward" not in module.__dict__ and module._compiled_call_impl is None

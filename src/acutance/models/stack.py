@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from acutance.errors import AcutanceError
-from acutance.kernels import residual_norm
 from acutance.mitigations import Mitigation, Weights, weights_together
-from acutance.models.block import Block, BlockConfig, Tokens, summed
+from acutance.models.block import Block, BlockConfig
 
 if TYPE_CHECKING:
     from acutance.sites.reference import BlockSite
@@ -51,12 +50,10 @@ class BlockStack(nn.Module):
 
     def run_blocks(self, x: Tensor) -> Tensor:
         """All blocks, with v⁰ passed from each to the next."""
-        tokens: Tokens = x
         v0: Tensor | None = None
-        run: Callable[..., tuple[Tokens, Tensor]] = Block.unsummed if self._may_leave_sums() else self._run
         for block, weights in zip(self.blocks, self._made_weights(), strict=True):
-            tokens, v0 = run(block, tokens, v0, *weights)
-        return summed(tokens)
+            x, v0 = self._run(block, x, v0, *weights)
+        return x
 
     def carried(self) -> tuple[str | None, tuple[int, ...] | None]:
         """The mitigation in the blocks now as a spec, and the layers that have it; None where all have."""
@@ -81,11 +78,6 @@ class BlockStack(nn.Module):
             return [()] * len(self.blocks)
         made = weights_together([block.attn.mitigation for block in blocks])
         return [() if weights is None else (weights,) for weights in made]
-
-    def _may_leave_sums(self) -> bool:
-        """Whether a block's last sum may be left to the next one's norm: nobody looks at the tokens in between."""
-        asked = residual_norm.ENABLED and not self.checkpointing
-        return asked and all(type(block) is Block and residual_norm.is_bare(block) for block in self.blocks)
 
     def _run(self, block: nn.Module, x: Tensor, v0: Tensor | None, *weights: Weights) -> tuple[Tensor, Tensor]:
         if self.checkpointing and torch.is_grad_enabled():
