@@ -151,6 +151,22 @@ def test_extreme_logits_give_no_nan(tokens, dtype):
 
 
 @needs_kernels
+@pytest.mark.parametrize("tokens", [17, 64, 65])
+def test_a_short_head_takes_its_gradients_from_the_weights_alone(tokens):
+    qkv, first, *_, grad = packed_cases.inputs(2, tokens, 2, 16, device=DEVICE)
+    numbers = (0.6, 2, 2, 0.3, False)
+    out, log_sums, _ = packed_operation.packed_attention(qkv, first, None, None, None, *numbers)
+
+    def gradient(out, first):
+        return packed_operation.packed_attention_backward(
+            grad, None, qkv, first, None, None, None, out, log_sums, *numbers
+        )[0]
+
+    unknown = (torch.full_like(out, torch.nan), torch.full_like(first, torch.nan))
+    assert torch.equal(gradient(out, first), gradient(*unknown))
+
+
+@needs_kernels
 @pytest.mark.parametrize("count", [0, 3, 5], ids=["plain", "corrected", "together"])
 def test_the_operation_is_sound_to_trace(count):
     *given, _ = packed_cases.inputs(1, 17, 4, 16, device=DEVICE, kv_heads=2)

@@ -122,7 +122,7 @@ def _from_queries(
         du = load(grads, step, query, tokens, BLOCK, WIDTH, False)
         log_sum = tl.load(log_sums + query + tl.arange(0, BLOCK))
         delta = tl.load(deltas + query + tl.arange(0, BLOCK))
-        dk, dv, _, _ = by_keys(
+        dk, dv = by_keys(
             q, du, log_sum, delta, k, v, dk, dv, query, start, tokens, scale, contrast, CONTRAST, CAUSAL, CUT, PRECISION
         )
     if TAIL > 0:
@@ -131,7 +131,7 @@ def _from_queries(
         rows = tl.arange(0, TAIL) + FULL * BLOCK
         last_sum = tl.load(log_sums + rows, mask=rows < tokens, other=float("inf"))
         last_delta = tl.load(deltas + rows, mask=rows < tokens, other=0.0)
-        dk, dv, _, _ = by_keys(
+        dk, dv = by_keys(
             last_q, last_du, last_sum, last_delta, k, v, dk, dv, FULL * BLOCK, start, tokens, scale, contrast,
             CONTRAST, CAUSAL, CUT, PRECISION,
         )  # fmt: skip
@@ -249,8 +249,8 @@ def backward(
         size, rest = (BLOCK_TOKENS, tail) if full else (tail, 0)
         del extra["GROUP"]
         backward_head[(batch * heads,)](
-            *given, out, log_sums, grad, owed, grad_qkv, grad_first, of_strength, of_contrast, of_residual, *sizes,
-            *steps, SIZE=size, CUT=not full, TAIL=rest, **chosen, **extra, **adds,
+            *given, log_sums, grad, owed, grad_qkv, grad_first, of_strength, of_contrast, of_residual, *sizes, *steps,
+            SIZE=size, CUT=not full, TAIL=rest, **chosen, **extra, **adds,
             num_warps=4 if size > 32 else 2, num_stages=1,
         )  # fmt: skip
     else:

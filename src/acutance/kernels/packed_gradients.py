@@ -50,29 +50,50 @@ def row_facts(
 
 
 @triton.jit
+def weights_to(
+    k, q, log_sum, rows, keys, tokens, scale, CAUSAL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr
+):
+    """A of one tile, keys × queries; `rows` and `keys` are their places, shaped so."""
+    weights = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2_E) - log_sum[None, :])
+    return seen(weights, rows, keys, 0.0, tokens, CAUSAL, CUT)
+
+
+@triton.jit
+def contrasted(weights, rows, keys, tokens, contrast, CONTRAST: tl.constexpr, CAUSAL: tl.constexpr, CUT: tl.constexpr):
+    """c·A + (1 − c)·U, by which the values are averaged."""
+    if CONTRAST:
+        return contrast * weights + (1.0 - contrast) * even_weights(weights, rows, keys, tokens, CAUSAL, CUT)
+    else:
+        return weights
+
+
+@triton.jit
+def of_contrast(
+    weights, dweights, rows, keys, tokens, contrast, CONTRAST: tl.constexpr, CAUSAL: tl.constexpr, CUT: tl.constexpr
+):
+    """The gradients of A and of c from that of `contrasted`."""
+    if CONTRAST:
+        even = even_weights(weights, rows, keys, tokens, CAUSAL, CUT)
+        return contrast * dweights, tl.sum((weights - even) * dweights)
+    else:
+        return dweights, 0.0
+
+
+@triton.jit
 def by_keys(
     q, du, log_sum, delta, k, v, dk, dv, first_row, first_key, tokens, scale, contrast,
     CONTRAST: tl.constexpr, CAUSAL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What one tile of queries adds to dk and dw of one tile of keys; dlogits, keys × queries; to the contrast's.
-
-    The scale is left out of dk and dlogits.
-    """
-    weights = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2_E) - log_sum[None, :])
-    rows, keys = tl.arange(0, q.shape[0]) + first_row, tl.arange(0, k.shape[0]) + first_key
-    weights = seen(weights, rows[None, :], keys[:, None], 0.0, tokens, CAUSAL, CUT)
-    contrast_grad = 0.0
-    if CONTRAST:
-        even = even_weights(weights, rows[None, :], keys[:, None], tokens, CAUSAL, CUT)
-        dv = tl.dot((contrast * weights + (1.0 - contrast) * even).to(du.dtype), du, dv, input_precision=PRECISION)
-        dweights = tl.dot(v, tl.trans(du), input_precision=PRECISION)
-        contrast_grad = tl.sum((weights - even) * dweights)
-        dweights *= contrast
-    else:
-        dv = tl.dot(weights.to(du.dtype), du, dv, input_precision=PRECISION)
-        dweights = tl.dot(v, tl.trans(du), input_precision=PRECISION)
+    """What one tile of queries adds to dk, scale left out, and dw of one tile of keys."""
+    rows = (tl.arange(0, q.shape[0]) + first_row)[None, :]
+    keys = (tl.arange(0, k.shape[0]) + first_key)[:, None]
+    weights = weights_to(k, q, log_sum, rows, keys, tokens, scale, CAUSAL, CUT, PRECISION)
+    averaging = contrasted(weights, rows, keys, tokens, contrast, CONTRAST, CAUSAL, CUT)
+    dv = tl.dot(averaging.to(du.dtype), du, dv, input_precision=PRECISION)
+    dweights = tl.dot(v, tl.trans(du), input_precision=PRECISION)
+    dweights, _ = of_contrast(weights, dweights, rows, keys, tokens, contrast, CONTRAST, CAUSAL, CUT)
     dlogits = (weights * (dweights - delta[None, :])).to(q.dtype)
-    return tl.dot(dlogits, q, dk, input_precision=PRECISION), dv, dlogits, contrast_grad
+    return tl.dot(dlogits, q, dk, input_precision=PRECISION), dv
 
 
 @triton.jit
@@ -81,15 +102,12 @@ def by_rows(
     CONTRAST: tl.constexpr, CAUSAL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What one tile of keys adds to dq of one tile of queries, scale left out, and to the contrast's gradient."""
+    rows = (tl.arange(0, q.shape[0]) + first_row)[:, None]
+    keys = (tl.arange(0, k.shape[0]) + first_key)[None, :]
     weights = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2_E) - log_sum[:, None])
-    rows, keys = tl.arange(0, q.shape[0]) + first_row, tl.arange(0, k.shape[0]) + first_key
-    weights = seen(weights, rows[:, None], keys[None, :], 0.0, tokens, CAUSAL, CUT)
+    weights = seen(weights, rows, keys, 0.0, tokens, CAUSAL, CUT)
     dweights = tl.dot(du, tl.trans(v), input_precision=PRECISION)
-    contrast_grad = 0.0
-    if CONTRAST:
-        even = even_weights(weights, rows[:, None], keys[None, :], tokens, CAUSAL, CUT)
-        contrast_grad = tl.sum((weights - even) * dweights)
-        dweights *= contrast
+    dweights, contrast_grad = of_contrast(weights, dweights, rows, keys, tokens, contrast, CONTRAST, CAUSAL, CUT)
     dlogits = (weights * (dweights - delta[:, None])).to(k.dtype)
     return tl.dot(dlogits, k, dq, input_precision=PRECISION), contrast_grad
 
