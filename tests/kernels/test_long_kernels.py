@@ -20,8 +20,8 @@ QUERY_TILE, KEY_TILE = Tile(64, 32), Tile(32, 64)
 SHAPES = [(1, 64, 1, 1, 16), (1, 65, 2, 1, 16), (2, 128, 2, 2, 32), (1, 160, 4, 2, 16), (1, 300, 2, 1, 16)]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = list(TOLERANCE) if CUDA else [torch.float32, torch.float16]  # NumPy, the interpreter's base, has no bfloat16
-
-CASES = [(shape, dtype) for shape in SHAPES for dtype in DTYPES if CUDA or dtype == torch.float32 or shape == SHAPES[3]]
+# Code and tiles for float16 are bfloat16's but for the type, so that one shape and one width of it are enough.
+CASES = [(shape, dtype) for shape in SHAPES for dtype in DTYPES if dtype != torch.float16 or shape == SHAPES[1]]
 
 
 def inputs(shape, dtype=torch.float32, size=1.0):
@@ -79,7 +79,7 @@ def test_the_tables_own_tiles(causal, width):
     if width > 16 and not CUDA:
         pytest.skip("the interpreter is too slow")
     shape = (1, 300, 2, 1, width)
-    for dtype in DTYPES:
+    for dtype in DTYPES if width == 16 else (torch.float32, torch.bfloat16):
         qkv, first, strength, grad = inputs(shape, dtype, size=0.5)
         theirs = expected(qkv, first, strength, grad, shape, causal)
         for mine, other in zip(

@@ -162,6 +162,12 @@ class _Shared(torch.autograd.Function):
         return None, grad
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_exporting() -> bool:
+    """As asked outside traced code: in it, torch.compile of torch 2.11 always says yes."""
+    return torch.compiler.is_exporting()
+
+
 def shared_values(qkv: Tensor, stand_in: Tensor) -> Tensor:
     """v as it stands in qkv, for later layers as v⁰; its gradient, summed over them, is added where dv is written.
 
@@ -169,7 +175,7 @@ def shared_values(qkv: Tensor, stand_in: Tensor) -> Tensor:
     more to add it. An exported graph, which knows no such function, is left the slice.
     """
     values = qkv[..., -stand_in.shape[-1] :]
-    if torch.compiler.is_exporting() or not stand_in.requires_grad:
+    if _is_exporting() or not stand_in.requires_grad:
         return values
     shared: Tensor = _Shared.apply(values.detach(), stand_in)  # type: ignore[no-untyped-call]
     return shared
