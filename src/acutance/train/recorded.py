@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from acutance.errors import AcutanceError, first_line
 
-WARM_UP = 3  # calls in which kernels are compiled and chosen and the optimiser makes its moments
+# Calls in which kernels are compiled and chosen and the optimiser makes its moments. In the last one waiting is refused
+# before it is too late: after a recording that failed, torch 2.11 draws no random numbers in this process any more.
+WARM_UP = 3
 
 
 class Recorded:
@@ -37,8 +41,11 @@ class Recorded:
         """The loss; it is overwritten by the next call."""
         self._take(batch)
         self._calls += 1
-        if self._calls <= WARM_UP:
+        if self._calls < WARM_UP:
             return self._aside()
+        if self._calls == WARM_UP:
+            with _recordable("--set loop.graph=false trains without"), _waiting_refused():
+                return self._aside()
         if self._graph is None:
             self._graph = self._record()
         self._graph.replay()
@@ -67,13 +74,35 @@ class Recorded:
 
     def _record(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        try:
+        with (
+            _recordable("--set loop.graph=false trains without, in a new process"),
             # Threads that load data may use the device meanwhile.
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                self._loss = self._function(self._batch)
-        except RuntimeError as error:
-            raise AcutanceError(
-                "the step cannot be recorded as a CUDA graph: something in it waits for the device or depends on "
-                f"numbers there ({first_line(error)}). --set loop.graph=false trains without"
-            ) from error
+            torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
+        ):
+            self._loss = self._function(self._batch)
         return graph
+
+
+@contextmanager
+def _recordable(advice: str) -> Iterator[None]:
+    """What goes wrong inside speaks against a recording."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise AcutanceError(
+            "the step cannot be recorded as a CUDA graph: something in it waits for the device or depends on "
+            f"numbers there ({first_line(error)}). {advice}"
+        ) from error
+
+
+@contextmanager
+def _waiting_refused() -> Iterator[None]:
+    """Inside, what would make the host wait for the device raises instead."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that not all of it is found, once
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
