@@ -5,9 +5,10 @@
 
 On CUDA: 65,536 and 100,352 tokens, 192 to 768 channels and back (ViT-Ti/4 at batch 1024, DeiT-Ti/16 at batch 512, both
 without their class tokens), bfloat16. "training" is the whole MLP, forward and backward, as a compiled model runs it,
-in autocast with float32 weights: PyTorch's layers and `kernels.mlp`. "hidden" and "backward" are the two kernels by
-themselves in several cuts (tokens and channels of a tile, warps, stages, programs, registers), at the first size,
-beside PyTorch's operations, which are not compiled there. Ten calls are one CUDA graph; the variants take turns beside
+in autocast with float32 weights: PyTorch's layers and `kernels.mlp` with its two ways forwards; "inference" the same
+without gradients. "hidden", "whole" and "backward" are the kernels by themselves in several cuts (tokens and channels
+of a tile, warps, stages, programs, registers), at the first size, beside PyTorch's operations, which are not compiled
+there. Ten calls are one CUDA graph; the variants take turns beside
 PyTorch's, and ratios are taken within the pairs. `floor_ms` is what reading and writing every tensor of every product
 once takes at the speed of a copy, or its products at that of a large one where that is longer, both measured in the
 same run; `gb_per_second` counts those bytes. On the CPU a toy size runs uncompiled, ours in Triton's interpreter
@@ -18,6 +19,7 @@ CSV per device, dtype and versions.
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +39,8 @@ from acutance.models.layers import Mlp
 
 RESULTS = Path(__file__).parent / "results"
 CALLS = 10
-PARTS = ("training", "hidden", "backward")
+PARTS = ("training", "inference", "hidden", "whole", "backward")
+WAYS = {"GELU in the products": False, "both products in one": True}  # mlp.WHOLE
 TILES = {
     "hidden": [
         mlp.FORWARD,
@@ -46,6 +49,14 @@ TILES = {
         Tile(64, 128, 4, 2, 264, None),
         Tile(64, 128, 8, 2, 264, 128),
         Tile(64, 64, 4, 1, 528, 128),
+    ],
+    "whole": [
+        mlp.FORWARD_WHOLE,
+        Tile(128, 64, 8, 3, 10**6, None),
+        Tile(128, 64, 8, 1, 10**6, None),
+        Tile(128, 32, 8, 3, 10**6, None),
+        Tile(64, 64, 4, 2, 10**6, None),
+        Tile(64, 64, 4, 1, 10**6, 168),
     ],
     "backward": [
         mlp.BACKWARD,
@@ -72,9 +83,17 @@ class Shape(NamedTuple):
         )
         flops = 2 * self.tokens * self.inside * self.hidden
         gelu_inside = (narrow + 2 * wide + weight, flops)
+        both = (2 * (narrow + weight), 2 * flops)
+        both_kept = (both[0] + wide, both[1])
+        made_again = (narrow + 3 * wide + weight, flops)
         plain = (narrow + wide + weight, flops)
-        # fc1 and what comes back to it have the GELU inside; fc2, two gradients of weights and dx do not.
-        return [gelu_inside] * 2 + [plain] * 4 if part == "training" else [gelu_inside]
+        return {
+            "training": [both_kept, made_again, plain, plain, plain],  # the last: dx and two gradients of weights
+            "inference": [both],
+            "hidden": [gelu_inside],
+            "whole": [both_kept],
+            "backward": [gelu_inside],
+        }[part]
 
 
 SHAPES = [Shape(1024 * 64, 192, 768), Shape(512 * 196, 192, 768)]
@@ -93,18 +112,38 @@ class Inputs:
         self.grad = draw(shape.tokens, shape.inside)
         self.pre = draw(shape.tokens, shape.hidden)
         self.up, self.down = (layer.weight.detach().to(dtype) for layer in (self.layers.fc1, self.layers.fc2))
-        self.bias = self.layers.fc1.bias.detach().to(dtype)
+        self.bias, self.last_bias = (layer.bias.detach().to(dtype) for layer in (self.layers.fc1, self.layers.fc2))
 
 
-def training(inputs: Inputs, run: Callable[[Tensor], Tensor]) -> object:
-    with torch.autocast(inputs.device, inputs.dtype):
+def training(inputs: Inputs, run: Callable[[Tensor], Tensor], whole: bool) -> object:
+    with forwards(whole), torch.autocast(inputs.device, inputs.dtype):
         out = run(inputs.x)
     return torch.autograd.grad(out, [inputs.x, *inputs.layers.parameters()], inputs.grad)
+
+
+def inference(inputs: Inputs, run: Callable[[Tensor], Tensor], whole: bool) -> object:
+    with forwards(whole), torch.no_grad(), torch.autocast(inputs.device, inputs.dtype):
+        return run(inputs.x)
+
+
+@contextmanager
+def forwards(whole: bool) -> Iterator[None]:
+    """Which of the two kernels is asked for; each has a compiled graph of its own."""
+    before, mlp.WHOLE = mlp.WHOLE, whole
+    try:
+        yield
+    finally:
+        mlp.WHOLE = before
 
 
 def plain_hidden(inputs: Inputs) -> tuple[Tensor, Tensor]:
     pre = F.linear(inputs.x.detach(), inputs.up, inputs.bias)
     return F.gelu(pre), pre
+
+
+def plain_whole(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    act, pre = plain_hidden(inputs)
+    return F.linear(act, inputs.down, inputs.last_bias), pre
 
 
 def plain_backward(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -120,27 +159,41 @@ def our_hidden(inputs: Inputs, tile: Tile) -> object:
     return act, pre
 
 
+def our_whole(inputs: Inputs, tile: Tile) -> object:
+    from acutance.kernels import mlp_whole_tiles
+
+    out, pre = torch.empty_like(inputs.x.detach()), torch.empty_like(inputs.pre)
+    layers = (inputs.up, inputs.bias, inputs.down, inputs.last_bias)
+    mlp_whole_tiles.forward(inputs.x.detach(), *layers, out, pre, tile)
+    return out, pre
+
+
 def our_backward(inputs: Inputs, tile: Tile) -> object:
     from acutance.kernels import mlp_tiles
 
     tokens, hidden = inputs.pre.shape
     of_pre = torch.empty_like(inputs.pre)
     sums = torch.empty(-(-tokens // tile.rows), hidden, device=inputs.device)
-    mlp_tiles.backward(inputs.grad, inputs.down, inputs.pre, of_pre, sums, tile)
+    mlp_tiles.backward(inputs.grad, inputs.down, inputs.pre, of_pre, sums, inputs.pre.new_empty(0), tile)
     return of_pre, sums.sum(0)
 
 
 def calls_of(part: str, inputs: Inputs) -> Iterator[tuple[str, Step]]:
     """PyTorch's first."""
     on_gpu = inputs.device == "cuda"
-    if part == "training":
-        layers = inputs.layers
+    if part in ("training", "inference"):
+        layers, call = inputs.layers, training if part == "training" else inference
         plain_layers = nn.Sequential(layers.fc1, layers.act, layers.fc2)  # in which no kernel of ours is asked for
-        for name, module in (("PyTorch", plain_layers), ("GELU in the products", layers)):
+        for name, whole in {"PyTorch": False, **WAYS}.items():
+            module = plain_layers if name == "PyTorch" else layers
             run: Any = torch.compile(module, dynamic=False) if on_gpu else module
-            yield name, partial(training, inputs, run)
+            yield name, partial(call, inputs, run, whole)
         return
-    plain, ours = (plain_hidden, our_hidden) if part == "hidden" else (plain_backward, our_backward)
+    plain, ours = {
+        "hidden": (plain_hidden, our_hidden),
+        "whole": (plain_whole, our_whole),
+        "backward": (plain_backward, our_backward),
+    }[part]
     yield "PyTorch", partial(plain, inputs)
     for tile in TILES[part][: None if on_gpu else 2]:  # the interpreter is slow
         yield f"ours, {tuple(tile)}", partial(ours, inputs, tile if on_gpu else tile._replace(programs=2))
@@ -191,7 +244,7 @@ def main() -> None:
     rows: list[Row] = []
     for shape in SHAPES if on_gpu else TOY:
         inputs = Inputs(shape, device, dtype)
-        parts = PARTS if shape is not SHAPES[-1] else PARTS[:1]
+        parts = PARTS if shape is not SHAPES[-1] else PARTS[:2]
         for part in (part for part in parts if arguments.only in (None, part)):
             found = rows_of(part, shape, inputs, pace, ceilings)
             show(found)

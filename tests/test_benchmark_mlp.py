@@ -17,9 +17,9 @@ def test_the_benchmark_runs_at_toy_size(monkeypatch: pytest.MonkeyPatch, tmp_pat
     runpy.run_path(str(SCRIPT), run_name="__main__")
     (path,) = tmp_path.iterdir()
     rows = list(csv.DictReader(path.open()))
-    assert list(dict.fromkeys(row["part"] for row in rows)) == ["training", "hidden", "backward"]
+    assert list(dict.fromkeys(row["part"] for row in rows)) == ["training", "inference", "hidden", "whole", "backward"]
     plain = [row for row in rows if row["variant"] == "PyTorch"]
-    assert [row["ratio"] for row in plain] == ["1.0000"] * 3
+    assert [row["ratio"] for row in plain] == ["1.0000"] * 5
     assert all(row["ms"] or row["note"].startswith("left out: needs") for row in rows)
     assert all(bool(row["times_floor"]) == bool(row["ms"]) for row in rows)
     assert "toy size" in rows[0]["device"]
@@ -31,5 +31,6 @@ def test_the_floor_counts_each_tensor_of_each_product_once() -> None:
     ((hidden, flops),) = shape.passes("hidden", 2)
     assert (hidden, flops) == (narrow + 2 * wide + weight, 2 * 65536 * 192 * 768)
     everything = shape.passes("training", 2)
-    assert sum(moved for moved, _ in everything) == 6 * (narrow + weight) + 8 * wide  # of x: 38 times as much
+    assert sum(moved for moved, _ in everything) == 6 * (narrow + weight) + 7 * wide  # of x: 34 times as much
     assert sum(work for _, work in everything) == 6 * flops
+    assert shape.passes("inference", 2) == [(2 * (narrow + weight), 2 * flops)]

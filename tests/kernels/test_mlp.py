@@ -40,6 +40,13 @@ def _few_programs(monkeypatch):
         monkeypatch.setattr(mlp, "BACKWARD", mlp.BACKWARD._replace(programs=4))
 
 
+@pytest.fixture(params=["mlp_hidden", "mlp_whole"])
+def forward_op(request, monkeypatch):
+    """The operation that goes forwards, either."""
+    monkeypatch.setattr(mlp, "WHOLE", request.param == "mlp_whole")
+    return request.param
+
+
 def exact(x):
     """GELU in float64 by the complementary error function, which keeps its digits far to the left."""
     return x * torch.special.erfc(-x / 2**0.5) / 2
@@ -100,7 +107,7 @@ def through_the_kernels(values, dtype):
     nothing, one = torch.zeros(1, 64, device=DEVICE, dtype=dtype), torch.ones(1, device=DEVICE, dtype=dtype)
     act, _ = mlp.mlp_hidden(nothing, nothing.expand(count, 64), values.float(), False)
     grad = torch.cat([one, nothing[0, 1:]])[None]
-    slopes, _ = mlp.mlp_backward(grad, grad.T.expand(64, count), values.to(dtype)[None])
+    slopes, *_ = mlp.mlp_backward(grad, grad.T.expand(64, count), values.to(dtype)[None], False)
     return act[0], slopes[0]
 
 
@@ -177,7 +184,7 @@ def test_the_gradient_of_the_hidden_layer_and_its_sums_are_those_of_float64(shap
     grad = padded(draw(rows, inside, dtype=dtype))
     weight = draw(inside, hidden, dtype=dtype, size=1 / inside**0.5, seed=1)
     pre = padded(draw(rows, hidden, dtype=dtype, size=2.0, seed=2))
-    of_pre, sums = mlp.mlp_backward(grad, weight, pre)
+    of_pre, sums, again = mlp.mlp_backward(grad, weight, pre, True)
     product = grad.double() @ weight.double()
     expected = product * exact_slope(pre.double())
     # Near its zero at −0.75 the slope is a difference: the polynomial's error is then not one of rounding.
@@ -186,6 +193,45 @@ def test_the_gradient_of_the_hidden_layer_and_its_sums_are_those_of_float64(shap
     assert sums.dtype == torch.float32
     assert sums.shape == (-(-rows // mlp.BACKWARD.rows), hidden)
     assert ((sums.double().sum(0) - expected.sum(0)).abs() <= 2e-5 * expected.abs().sum(0) + 1e-6).all()
+    torch.testing.assert_close(again.double(), exact(pre.double()), rtol=1.02 * ROUNDING[dtype], atol=1e-6)
+    without = mlp.mlp_backward(grad, weight, pre, False)
+    assert torch.equal(without[0], of_pre)
+    assert without[2].numel() == 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_whole_forward_pass_is_that_of_float64(shape, dtype):
+    """h, GELU(h) and the output are rounded once each, and no more is lost than that comes to."""
+    rows, inside, hidden = shape
+    x = padded(draw(rows, inside, dtype=dtype))
+    up = draw(hidden, inside, dtype=dtype, size=2 / inside**0.5, seed=1)
+    down = draw(inside, hidden, dtype=dtype, size=1 / hidden**0.5, seed=2)
+    shift, offset = draw(hidden, dtype=torch.float32, seed=3), draw(inside, dtype=torch.float32, seed=4)
+    out, pre = mlp.mlp_whole(x, up, shift, down, offset, True)
+    h = x.double() @ up.double().T + shift.double()
+    of_h = 1.02 * ROUNDING[dtype] * h.abs() + ADDING * (x.double().abs() @ up.double().abs().T + shift.double().abs())
+    assert ((pre.double() - h).abs() <= of_h).all()
+    act = exact(h)
+    of_act = STEEPEST * of_h + 1.02 * ROUNDING[dtype] * (act.abs() + of_h) + 1e-7
+    expected = act @ down.double().T + offset.double()
+    magnitude = act.abs() @ down.double().abs().T + offset.double().abs()
+    of_out = of_act @ down.double().abs().T + ADDING * magnitude + 1.02 * ROUNDING[dtype] * expected.abs()
+    assert ((out.double() - expected).abs() <= of_out).all()
+    alone, nothing = mlp.mlp_whole(x, up, shift, down, offset, False)
+    assert torch.equal(alone, out)
+    assert nothing.numel() == 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_made_again_has_the_bits_of_what_was_multiplied(dtype):
+    x, up, shift = draw(70, 64, dtype=dtype), draw(128, 64, dtype=dtype, seed=1), draw(128, dtype=dtype, seed=2)
+    chosen = torch.eye(64, 128, device=DEVICE, dtype=dtype)
+    act, pre = mlp.mlp_whole(x, up, shift, chosen, torch.zeros_like(shift[:64]), True)
+    _, _, again = mlp.mlp_backward(x, chosen, pre, True)
+    assert torch.equal(act, again[:, :64])
 
 
 @needs_kernels
@@ -195,10 +241,10 @@ def test_the_cut_does_not_change_the_numbers(tile, monkeypatch):
     x, up = draw(rows, 64, dtype=LOW), draw(128, 64, dtype=LOW, seed=1)
     down, bias = draw(64, 128, dtype=LOW, seed=2), draw(128, dtype=LOW, seed=3)
     act, pre = mlp.mlp_hidden(x, up, bias, True)
-    of_pre, sums = mlp.mlp_backward(x, down, pre)
+    of_pre, sums, _ = mlp.mlp_backward(x, down, pre, True)
     monkeypatch.setattr(mlp, "FORWARD", tile)
     monkeypatch.setattr(mlp, "BACKWARD", tile)
-    others = (*mlp.mlp_hidden(x, up, bias, True), *mlp.mlp_backward(x, down, pre))
+    others = (*mlp.mlp_hidden(x, up, bias, True), *mlp.mlp_backward(x, down, pre, True))
     for ours, other in zip((act, pre, of_pre), others[:3], strict=True):
         torch.testing.assert_close(other, ours, rtol=2 * ROUNDING[LOW], atol=1e-5)
     torch.testing.assert_close(others[3].sum(0), sums.sum(0), rtol=1e-4, atol=1e-3)
@@ -211,20 +257,24 @@ def test_inputs_may_lie_in_any_order():
     plain = mlp.mlp_hidden(x.contiguous(), up.contiguous(), bias.contiguous(), True)
     assert all(map(torch.equal, mlp.mlp_hidden(x, up, bias, True), plain))
     pre = plain[1].T.contiguous().T
-    expected = mlp.mlp_backward(x.contiguous(), down.contiguous(), plain[1])
-    found = mlp.mlp_backward(x, down, pre)
+    expected = mlp.mlp_backward(x.contiguous(), down.contiguous(), plain[1], True)
+    found = mlp.mlp_backward(x, down, pre, True)
     assert all(map(torch.equal, found, expected))
     assert found[0].is_contiguous()  # as the fake says
 
 
 @needs_kernels
-@pytest.mark.parametrize("op", ["mlp_hidden", "mlp_backward"])
+@pytest.mark.parametrize("op", ["mlp_hidden", "mlp_whole", "mlp_backward"])
 def test_the_operations_keep_what_they_promise_a_compiler(op):
     """No input is changed or handed back, and the fakes tell shapes, dtypes and strides as they are."""
     x, weight, bias = draw(2, 35, 64, dtype=LOW), draw(128, 64, dtype=LOW), draw(128, dtype=torch.float32)
-    pre = draw(2, 35, 128, dtype=LOW)
-    inputs = (x, weight, bias, True) if op == "mlp_hidden" else (x, weight.T.contiguous(), pre)
-    torch.library.opcheck(getattr(mlp, op), inputs, test_utils=("test_schema", "test_faketensor"))
+    down, pre = weight.T.contiguous(), draw(2, 35, 128, dtype=LOW)
+    inputs = {
+        "mlp_hidden": (x, weight, bias, True),
+        "mlp_whole": (x, weight, bias, down, bias[:64].clone(), True),
+        "mlp_backward": (x, down, pre, True),
+    }
+    torch.library.opcheck(getattr(mlp, op), inputs[op], test_utils=("test_schema", "test_faketensor"))
 
 
 def model(dropout=0.0, activation="gelu", dim=64, hidden=128):
@@ -265,7 +315,7 @@ def error(ours, theirs):
 @pytest.mark.parametrize("autocast", [False, True], ids=["half", "autocast"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_mlp_has_the_gradients_of_float64_and_is_no_further_from_it_than_pytorch(
-    dtype, autocast, monkeypatch, calls
+    dtype, autocast, forward_op, monkeypatch, calls
 ):
     own = torch.float32 if autocast else dtype
     layers, x = model(dim=192, hidden=256).to(own), draw(2, 65, 192, dtype=own)
@@ -287,7 +337,7 @@ def test_an_mlp_has_the_gradients_of_float64_and_is_no_further_from_it_than_pyto
 
 
 @needs_kernels
-def test_frozen_parameters_get_no_gradient():
+def test_frozen_parameters_get_no_gradient(forward_op):
     layers, x = model(), draw(70, 64, dtype=torch.float32)
     everything = step(layers, layers, x)
     for frozen in ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"):
@@ -302,11 +352,11 @@ def test_frozen_parameters_get_no_gradient():
 
 
 @needs_kernels
-def test_without_gradients_nothing_is_kept(monkeypatch):
+def test_without_gradients_nothing_is_kept(forward_op, monkeypatch):
     layers, x = model().to(LOW), draw(70, 64, dtype=LOW)
     kept = []
-    original = mlp.mlp_hidden
-    monkeypatch.setattr(mlp, "mlp_hidden", lambda *a: kept.append(a[-1]) or original(*a))
+    original = getattr(mlp, forward_op)
+    monkeypatch.setattr(mlp, forward_op, lambda *a: kept.append(a[-1]) or original(*a))
     learning = layers(x)
     with torch.no_grad():
         assert torch.equal(layers(x), learning)
@@ -315,7 +365,7 @@ def test_without_gradients_nothing_is_kept(monkeypatch):
 
 @needs_kernels
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
-def test_a_compiled_mlp_is_one_graph_with_the_kernels_in_it(checkpointed):
+def test_a_compiled_mlp_is_one_graph_with_the_kernels_in_it(checkpointed, forward_op):
     layers, x = model(), draw(3, 30, 64, dtype=torch.float32)
     expected = step(layers, layers, x)
     torch._dynamo.reset()
@@ -331,11 +381,11 @@ def test_a_compiled_mlp_is_one_graph_with_the_kernels_in_it(checkpointed):
     (graph,) = graphs
     parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]  # a checkpoint has its own
     targets = [str(node.target) for part in parts for node in part.graph.nodes]
-    assert sum("acutance.mlp_hidden" in target for target in targets) == 1
+    assert sum(f"acutance.{forward_op}" in target for target in targets) == 1
 
 
 @needs_kernels
-def test_a_checkpointed_mlp_runs_the_kernels_again(calls):
+def test_a_checkpointed_mlp_runs_the_kernels_again(forward_op, calls):
     layers, x = model(), draw(3, 30, 64, dtype=torch.float32)
     expected = step(layers, layers, x)
     found = step(lambda x: checkpoint(layers, x, use_reentrant=False), layers, x)
@@ -345,11 +395,11 @@ def test_a_checkpointed_mlp_runs_the_kernels_again(calls):
 
 @needs_kernels
 @pytest.mark.parametrize("learning", [False, True])
-def test_an_exported_mlp_has_the_kernels_in_it(learning):
+def test_an_exported_mlp_has_the_kernels_in_it(learning, forward_op):
     layers, x = model().to(LOW).eval(), draw(3, 30, 64, dtype=LOW)
     with torch.set_grad_enabled(learning):
         exported = torch.export.export(layers, (x,))
-        assert sum("acutance.mlp_hidden" in str(node.target) for node in exported.graph.nodes) == 1
+        assert sum(f"acutance.{forward_op}" in str(node.target) for node in exported.graph.nodes) == 1
         torch.testing.assert_close(exported.module()(x), layers(x))
 
 
@@ -364,7 +414,7 @@ def test_a_vit_asks_for_it_in_every_layer(calls):
 
 
 @needs_kernels
-def test_a_compiled_vit_learns_as_without_the_kernels(monkeypatch):
+def test_a_compiled_vit_learns_as_without_the_kernels(forward_op, monkeypatch):
     """On a GPU in CUDA graphs, replayed."""
     vit = ViT(image_size=8, patch_size=4, dim=64, depth=2, heads=1, num_classes=3, mlp_ratio=2, stream="autocast")
     vit, images = vit.to(DEVICE), draw(26, 3, 8, 8, dtype=torch.float32)
@@ -453,7 +503,7 @@ def test_on_a_cpu_pytorch_computes_it():
 
 @pytest.mark.cuda
 @needs_gpu
-def test_the_same_inputs_give_the_same_bits():
+def test_the_same_inputs_give_the_same_bits(forward_op):
     layers, x = model(dim=192, hidden=768), draw(512, 197, 192, dtype=torch.float32)
     first, again = (step(layers, layers, x, torch.bfloat16) for _ in range(2))
     assert all(map(torch.equal, first, again))
@@ -461,7 +511,7 @@ def test_the_same_inputs_give_the_same_bits():
 
 @pytest.mark.cuda
 @needs_gpu
-def test_a_cuda_graph_replays_it():
+def test_a_cuda_graph_replays_it(forward_op):
     layers, x = model(dim=192, hidden=768), draw(512, 65, 192, dtype=torch.float32)
     run = torch.compile(layers, mode="reduce-overhead")
     expected = step(layers, layers, x, torch.bfloat16)

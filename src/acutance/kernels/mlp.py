@@ -55,6 +55,9 @@ class Tile(NamedTuple):
 # The fastest of those timed on an H200 at 192 channels: two and three programs for each of its 132 multiprocessors.
 FORWARD = Tile(128, 128, 8, 1, 264, 128)
 BACKWARD = Tile(64, 128, 4, 1, 396, 168)
+# Both products in one kernel, from tokens to tokens; backwards GELU(h) is made again. Not timed on a GPU yet.
+WHOLE = False
+FORWARD_WHOLE = Tile(128, 64, 8, 2, 10**6)  # each program has one tile
 
 
 def is_available(x: Tensor, fc1: nn.Module, fc2: nn.Module) -> bool:
@@ -90,6 +93,9 @@ def mlp(x: Tensor, fc1: nn.Linear, fc2: nn.Linear) -> Tensor:
     if torch.is_grad_enabled():
         learnt: Tensor = _Mlp.apply(*inputs)  # type: ignore[no-untyped-call]
         return learnt
+    if WHOLE:
+        made: Tensor = mlp_whole(*inputs, False)[0]
+        return made
     tokens, up, shift, down, offset = inputs
     return F.linear(mlp_hidden(tokens, up, shift, False)[0], down, offset.to(dtype))
 
@@ -99,16 +105,22 @@ class _Mlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor, shift: Tensor, down: Tensor, offset: Tensor) -> Tensor:
+        ctx.dtypes = shift.dtype, offset.dtype
+        if WHOLE:
+            out: Tensor
+            out, pre = mlp_whole(x, up, shift, down, offset, True)
+            ctx.save_for_backward(x, up, down, pre)
+            return out
         act, pre = mlp_hidden(x, up, shift, True)
         ctx.save_for_backward(x, up, down, pre, act)
-        ctx.dtypes = shift.dtype, offset.dtype
         return F.linear(act, down, offset.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, up, down, pre, act = ctx.saved_tensors
-        of_pre, sums = mlp_backward(grad, down, pre)
+        x, up, down, pre, *kept = ctx.saved_tensors
         of_x, of_up, of_shift, of_down, of_offset = ctx.needs_input_grad
+        of_pre, sums, again = mlp_backward(grad, down, pre, of_down and not kept)
+        (act,) = kept or (again,)
         rows = grad.flatten(0, -2)
         return (
             of_pre @ up if of_x else None,
@@ -129,14 +141,28 @@ def mlp_hidden(x: Tensor, weight: Tensor, bias: Tensor, kept: bool) -> tuple[Ten
     return act, pre
 
 
+@torch.library.custom_op("acutance::mlp_whole", mutates_args=())
+def mlp_whole(x: Tensor, up: Tensor, shift: Tensor, down: Tensor, offset: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
+    """GELU(h) Wᵀ + c with W = `down` and c = `offset`, and h, which is empty unless it is to be `kept`."""
+    from acutance.kernels import mlp_whole_tiles
+
+    out, pre = _whole_outputs(x, up, shift, down, offset, kept)
+    x, up, shift, down, offset = (tensor.contiguous() for tensor in (x, up, shift, down, offset))
+    mlp_whole_tiles.forward(x, up, shift, down, offset, out, pre, FORWARD_WHOLE)
+    return out, pre
+
+
 @torch.library.custom_op("acutance::mlp_backward", mutates_args=())
-def mlp_backward(grad: Tensor, weight: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of h, given that of GELU(h) Wᵀ, and in float32 its sums over every `BACKWARD.rows` tokens."""
+def mlp_backward(grad: Tensor, weight: Tensor, pre: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of h, given that of GELU(h) Wᵀ; in float32 its sums over every `BACKWARD.rows` tokens; GELU(h).
+
+    The last is empty unless it is to be made `again`.
+    """
     from acutance.kernels import mlp_tiles
 
-    of_pre, sums = _backward_outputs(grad, weight, pre)
-    mlp_tiles.backward(grad.contiguous(), weight.contiguous(), pre.contiguous(), of_pre, sums, BACKWARD)
-    return of_pre, sums
+    of_pre, sums, act = _backward_outputs(grad, weight, pre, again)
+    mlp_tiles.backward(grad.contiguous(), weight.contiguous(), pre.contiguous(), of_pre, sums, act, BACKWARD)
+    return of_pre, sums, act
 
 
 @mlp_hidden.register_fake
@@ -146,9 +172,18 @@ def _hidden_outputs(x: Tensor, weight: Tensor, bias: Tensor, kept: bool) -> tupl
     return act, x.new_empty(act.shape if kept else 0)
 
 
+@mlp_whole.register_fake
+def _whole_outputs(
+    x: Tensor, up: Tensor, shift: Tensor, down: Tensor, offset: Tensor, kept: bool
+) -> tuple[Tensor, Tensor]:
+    """Room for what the whole forward pass writes."""
+    return x.new_empty(x.shape), x.new_empty((*x.shape[:-1], up.shape[0]) if kept else 0)
+
+
 @mlp_backward.register_fake
-def _backward_outputs(grad: Tensor, weight: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
+def _backward_outputs(grad: Tensor, weight: Tensor, pre: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Room for what the backward pass writes."""
     width = pre.shape[-1]
     parts = -(-(pre.numel() // width) // BACKWARD.rows)
-    return pre.new_empty(pre.shape), pre.new_empty((parts, width), dtype=torch.float32)
+    sums = pre.new_empty((parts, width), dtype=torch.float32)
+    return pre.new_empty(pre.shape), sums, pre.new_empty(pre.shape if again else 0)

@@ -40,7 +40,8 @@ def _distance(x):
 
 
 @triton.jit
-def _gelu(x):
+def gelu(x):
+    """By the polynomial."""
     a = _distance(x)
     return tl.maximum(x, 0.0) - a * _beyond(a)
 
@@ -102,14 +103,14 @@ def _forward(
         h = _product(x, start, there, weights, INSIDE, ROWS, COLUMNS, CHUNK) + shift
         if KEPT:
             tl.store(pre + here + places, h.to(pre.dtype.element_ty), mask=there)
-        tl.store(act + here + places, _gelu(h).to(act.dtype.element_ty), mask=there)
+        tl.store(act + here + places, gelu(h).to(act.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def _backward(
-    grad, weight, pre, into, sums, rows, lanes,
+    grad, weight, pre, into, sums, act, rows, lanes,
     INSIDE: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, CUT: tl.constexpr,
+    STAGES: tl.constexpr, CUT: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     across: tl.constexpr = HIDDEN // COLUMNS
     lane, column = tl.program_id(0) // across, tl.program_id(0) % across * COLUMNS
@@ -120,6 +121,8 @@ def _backward(
         there = (tl.arange(0, ROWS) < rows - start)[:, None] if CUT else None
         here = tl.cast(start, tl.int64) * HIDDEN + column
         h = tl.load(pre + here + places, mask=there, other=0.0 if CUT else None)  # on its way during the product
+        if AGAIN:
+            tl.store(act + here + places, gelu(h.to(tl.float32)).to(act.dtype.element_ty), mask=there)
         g = _product(grad, start, there, weights, INSIDE, ROWS, COLUMNS, CHUNK) * _slope(h.to(tl.float32))
         tl.store(into + here + places, g.to(into.dtype.element_ty), mask=there)
         # Sums kept from tile to tile would take the registers of a third program: they are written for each.
@@ -134,12 +137,15 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, act: Tensor, pre: Tensor, t
         _forward[grid](x, weight, bias, act, pre, KEPT=pre.numel() > 0, **options)
 
 
-def backward(grad: Tensor, weight: Tensor, pre: Tensor, into: Tensor, sums: Tensor, tile: Tile) -> None:
-    """Write the gradient of h and, for every `tile.rows` tokens, its sums; all are contiguous."""
+def backward(grad: Tensor, weight: Tensor, pre: Tensor, into: Tensor, sums: Tensor, act: Tensor, tile: Tile) -> None:
+    """Write the gradient of h, for every `tile.rows` tokens its sums, and GELU(h) unless its tensor is empty.
+
+    All are contiguous.
+    """
     inside, hidden = weight.shape
     grid, options = _cut(grad.numel() // inside, inside, hidden, tile)
     with torch.cuda.device_of(grad):
-        _backward[grid](grad, weight, pre, into, sums, **options)
+        _backward[grid](grad, weight, pre, into, sums, act, AGAIN=act.numel() > 0, **options)
 
 
 def _cut(rows: int, inside: int, hidden: int, tile: Tile) -> tuple[tuple[int], dict[str, Any]]:
