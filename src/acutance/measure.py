@@ -95,7 +95,7 @@ def measure(
     def sides() -> dict[str, bool]:
         return {"decoder": sites.in_decoder(bare, part), "images": sites.reads_images(bare, part)}
 
-    with evaluating(bare), sites.reading(target), ExitStack() as stack:
+    with evaluating(bare), sites.standing(), sites.reading(target), ExitStack() as stack:
         _attach(target, reader, taps, stack)
         own = track(processes.share(batches, rank, size), progress and rank == 0, stack, "measuring")
         for batch, counts in processes.in_step(own, wait=across_processes and is_sharded(bare)):
@@ -107,7 +107,7 @@ def measure(
             waiting += [found] if counts else []
             if len(waiting) > 1:  # the batch before, which is done or nearly so, while the device works on this one
                 take_in(statistics, waiting.pop(0).values())
-    context = _context(bare, target, part, taps, prefix)  # meanwhile
+        context = _context(bare, target, part, taps, prefix)  # meanwhile
     for found in waiting:
         take_in(statistics, found.values())
     if across_processes:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from acutance import sites
+from acutance import measure, sites
 from acutance.errors import AcutanceError
 from acutance.models import ViT
 from acutance.sites import Library
@@ -25,6 +25,26 @@ def test_sites_stand_in_depth_order_with_their_shapes():
         assert (site.dim, site.heads, site.kv_heads, site.head_dim) == (12, 3, 3, 4)
         assert site.block is block
         assert model.get_submodule(site.name) is site.attention is block.attn
+
+
+def test_standing_models_are_looked_through_once_and_others_anew():
+    model = ViT(**TINY)
+    with sites.standing():
+        first = sites.find(model)
+        first.pop()  # is the caller's own
+        assert [site.layer for site in sites.find(model)] == [1, 2, 3]
+        del model.blocks[2]
+        assert len(sites.find(model)) == 3
+        assert len(sites.find(ViT(**TINY | {"depth": 1}))) == 1
+    assert len(sites.find(model)) == 2
+
+
+def test_measuring_looks_for_the_layers_once(monkeypatch):
+    looked, look = [], sites._look
+    monkeypatch.setattr(sites, "_look", lambda model: looked.append(model) or look(model))
+    metrics = ("token_cosine", "attention_entropy")
+    measure(ViT(**TINY), [images()], metrics=metrics, tap=("block", "final"), progress=False)
+    assert len(looked) == 1
 
 
 @pytest.mark.parametrize("attention", ["softmax", "symmetric"])

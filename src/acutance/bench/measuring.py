@@ -25,7 +25,8 @@ from acutance.wrappers import evaluating
 
 WITH_ATTENTION = (*CHEAP_METRICS, "nonlocal_energy", "attention_entropy")
 SPECTRAL_BATCH = 32  # the eigenvalues of each image's tokens in every layer take long
-BATCHES = 4  # read by one call of `measure`, whose beginning and end are part of the cost
+# Read by one call of `measure`, whose beginning and end are part of the cost: 4096 images, 16 long texts.
+IMAGE_BATCHES, TEXT_BATCHES = 16, 4
 # As the smallest Llama 3.2 has it: 1.2 billion parameters.
 LLAMA = {
     "vocab_size": 128_256,
@@ -60,22 +61,24 @@ def tables(settings: Settings) -> list[Table]:
     vit = "DeiT-Ti/16, 224×224, batch 256" if settings.on_gpu else "DeiT-Ti at toy size"
     llama = "Llama of 1.2 billion parameters, 4 texts of 2048 tokens" if settings.on_gpu else "Llama at toy size"
     few = f"DeiT-Ti/16, 224×224, batch {SPECTRAL_BATCH}" if settings.on_gpu else vit
-    found = [Table(f"measuring {vit}", partial(_rows, partial(_vit, 256), settings))]
+    found = [Table(f"measuring {vit}", partial(_rows, partial(_vit, 256), IMAGE_BATCHES, settings))]
     if find_spec("transformers") is not None:
         texts, tokens = (4, 2048) if settings.on_gpu else (2, 16)
-        found.append(Table(f"measuring {llama}", partial(_rows, partial(llama_subject, texts, tokens), settings)))
+        found.append(
+            Table(f"measuring {llama}", partial(_rows, partial(llama_subject, texts, tokens), TEXT_BATCHES, settings))
+        )
     return [*found, Table(f"measuring {few}, spectral metrics", partial(_spectral_rows, settings))]
 
 
-def _rows(make: Callable[[Settings], Subject], settings: Settings) -> Iterator[list[Row]]:
+def _rows(make: Callable[[Settings], Subject], batches: int, settings: Settings) -> Iterator[list[Row]]:
     subject = make(settings)
     candidates = [
-        Candidate("plain forward pass", lambda: partial(forward, subject), baseline=True),
-        Candidate("token metrics", lambda: partial(read_metrics, subject, CHEAP_METRICS)),
-        Candidate("and attention energy and entropy", lambda: partial(read_metrics, subject, WITH_ATTENTION)),
-        Candidate("the same by whole matrices", lambda: partial(_repeat, subject.obvious)),
+        Candidate("plain forward pass", lambda: partial(forward, subject, batches), baseline=True),
+        Candidate("token metrics", lambda: partial(read_metrics, subject, CHEAP_METRICS, batches)),
+        Candidate("and attention energy and entropy", lambda: partial(read_metrics, subject, WITH_ATTENTION, batches)),
+        Candidate("the same by whole matrices", lambda: partial(_repeat, subject.obvious, batches)),
     ]
-    return compare(candidates, settings.pace(steps=1, refresh=0, calls=BATCHES), settings.device)
+    return compare(candidates, settings.pace(steps=1, refresh=0, calls=batches), settings.device)
 
 
 def _spectral_rows(settings: Settings) -> Iterator[list[Row]]:
@@ -88,20 +91,20 @@ def _spectral_rows(settings: Settings) -> Iterator[list[Row]]:
     return compare(candidates, settings.pace(steps=1, refresh=0, repetitions=3), settings.device)
 
 
-def forward(subject: Subject, batches: int = BATCHES) -> None:
+def forward(subject: Subject, batches: int) -> None:
     """What any evaluation does."""
     with evaluating(subject.model):
         for _ in range(batches):
             feed(subject.model, subject.batch)
 
 
-def read_metrics(subject: Subject, names: Sequence[str], batches: int = BATCHES) -> None:
+def read_metrics(subject: Subject, names: Sequence[str], batches: int) -> None:
     """By `acutance.measure`."""
     measure(subject.model, [subject.batch] * batches, metrics=names, progress=False)
 
 
-def _repeat(step: Step) -> None:
-    for _ in range(BATCHES):
+def _repeat(step: Step, batches: int) -> None:
+    for _ in range(batches):
         step()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from itertools import accumulate
 
@@ -39,16 +40,29 @@ __all__ = [
     "record",
     "remember",
     "special_tokens",
+    "standing",
     "tokens_in",
     "tokens_out",
 ]
 
 LIBRARIES: list[Library] = [reference.LIBRARY, huggingface.LIBRARY, timm.LIBRARY, torch_nn.LIBRARY]
+Located = tuple[Library, list[AttentionSite]]
+_found_before: ContextVar[dict[nn.Module, Located] | None] = ContextVar("found_before", default=None)
 
 
 def find(model: nn.Module) -> list[AttentionSite]:
     """The model's attention sites in depth order."""
-    return _locate(model)[1]
+    return list(_locate(model)[1])
+
+
+@contextmanager
+def standing() -> Iterator[None]:
+    """For the time of a with block, in which nobody changes a model, look for its layers once: it takes a while."""
+    token = _found_before.set({})
+    try:
+        yield
+    finally:
+        _found_before.reset(token)
 
 
 def blocks(model: nn.Module) -> list[tuple[int, nn.Module, Callable[[Tensor], Tensor]]]:
@@ -164,7 +178,16 @@ def mitigation_spec(model: nn.Module) -> str | None:
     return "; ".join(f"{spec} in layers {', '.join(layers)}" for spec, layers in where.items()) or None
 
 
-def _locate(model: nn.Module) -> tuple[Library, list[AttentionSite]]:
+def _locate(model: nn.Module) -> Located:
+    before = _found_before.get()
+    if before is None:
+        return _look(model)
+    if model not in before:
+        before[model] = _look(model)
+    return before[model]
+
+
+def _look(model: nn.Module) -> Located:
     refusal: NoSitesError | None = None
     for library in LIBRARIES:
         try:
