@@ -53,6 +53,7 @@ STYLE = {
     "svg.hashsalt": "acutance",
 }
 TOKENS, KEY_DIM = 6, 4
+STEPS_PER_EPOCH = 97  # of 50,000 images of CIFAR-100 in batches of 512
 
 
 def example(seed: int, channels: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -248,6 +249,34 @@ def watched_digits() -> Figure:
     return monitor.picture()
 
 
+def watched_cifar100() -> Figure:
+    """The runs in evidence/: the stream over training, mean of three seeds; then stream and branch by layer, seed 0."""
+    names = {"plain": "plain", "NeuTRENO": "neutreno"}
+    readings = pd.read_csv(EVIDENCE / "cifar100" / "monitor.csv").set_index(["metric", "layer", "model"])
+    titles = {"hfc_lfc_frobenius": "‖HFC‖ / ‖LFC‖, stream", "token_cosine": "Token cosine, stream"}
+    figure, axes = plt.subplots(1, 3, figsize=(9.6, 3.2), layout="constrained")
+    for (name, file), color in zip(names.items(), (BLUE, VERMILION), strict=True):
+        for axis, metric in zip(axes, titles, strict=False):
+            for layer, style in {1: ":", 6: "--", 12: "-"}.items():
+                curve = readings.loc[metric, layer, file]
+                epoch, mean, spread = curve["step"] / STEPS_PER_EPOCH, curve["mean"], curve["std"]
+                axis.plot(epoch, mean, style, color=color, label=f"{name}, layer {layer}")
+                axis.fill_between(epoch, mean - spread, mean + spread, color=color, alpha=0.15, linewidth=0)
+        profile = Profile.load(EVIDENCE / "cifar100" / f"measure-{file}.json")
+        for tap, marker, place in (("block", "o-", "stream"), ("attention", "^--", "branch")):
+            found = profile.select("token_cosine", tap)
+            curve = [r.layer for r in found], [r.mean for r in found]
+            axes[2].plot(*curve, marker, color=color, markersize=3, label=f"{name}, {place}")
+    for axis, title in zip(axes, [*titles.values(), "Token cosine after training"], strict=True):
+        axis.set_title(title)
+    axes[0].set(xlabel="epoch", ylim=(0, None))
+    axes[1].set(xlabel="epoch", ylim=(0, 1))
+    axes[2].set(xlabel="layer", ylim=(0, 1))
+    axes[1].legend(fontsize=7, ncols=2, loc="lower center")
+    axes[2].legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.42, 0.72))
+    return figure
+
+
 def pretrained() -> Figure:
     """The two profiles that stand in evidence/, over relative depth."""
     names = {"all-MiniLM-L6-v2 (encoder)": "minilm", "SmolLM2-135M (causal)": "smollm2"}
@@ -305,7 +334,7 @@ PICTURES: dict[str, dict[str, Callable[[], Figure]]] = {
     "steer": {"bound": bound},
     "measure": {"pretrained": pretrained},
     "explain": {"pretrained": spectra},
-    "monitor": {"digits": watched_digits},
+    "monitor": {"digits": watched_digits, "cifar100": watched_cifar100},
     "laboratory": {"repeat": repeated_layers, "depth": depth, "kernel": kernel, "symmetry": symmetry},
 }
 

@@ -1,6 +1,5 @@
 """Recipes keep what they promise: documented, JSON-able, and with the published settings."""
 
-import csv
 import json
 import shlex
 from importlib import import_module
@@ -83,22 +82,7 @@ def test_a_recipe_says_what_to_expect_and_how_to_run_it(name):
     assert f"acutance train {name}" in words
     assert "Not measured here yet" in words.replace("\n", " ") or "Expect" in words
     assert "Needs " in words  # what data and hardware
-    assert "Time: " in words or "Time, by arithmetic: " in words
-
-
-def test_a_time_by_arithmetic_is_that_of_the_bench():
-    """Images of the run over the images/s in the CSV."""
-    words = " ".join(import_module("acutance.recipes.cifar100").__doc__.split())
-    (path,) = (Path(__file__).parents[2] / "benchmarks" / "results").glob(
-        "bench-end-to-end-1024-nvidia-h200-*-torch2.11.0-*.csv"
-    )
-    config = recipes.load("cifar100")
-    images = 50_000 * config.loop.epochs
-    with path.open(encoding="utf-8") as file:
-        speeds = {row["variant"]: int(row["images_per_s"]) for row in csv.DictReader(file) if row["mode"] == "recorded"}
-    plain, steered = speeds["plain ViT"], speeds["NeuTRENO"]
-    assert f"{images / plain:.0f} s of steps on one H200 at the {plain:,} images/s" in words
-    assert f"with NeuTRENO {images / steered:.0f} s at {steered:,} images/s" in words
+    assert "Time: " in words
 
 
 @pytest.mark.parametrize("name", recipes.names())

@@ -74,7 +74,7 @@ def test_the_list_and_a_misspelt_name():
     printed = CliRunner().invoke(app, ["reproduce", "--list"]).output
     for name in TARGETS:
         assert name in printed
-    assert "66 s of steps on an H200, with NeuTRENO 69 s" in " ".join(printed.split())
+    assert "took 93 s on an H200, with NeuTRENO 94 to 98 s" in " ".join(printed.split())
     assert not any("1 runs" in target.cost for target in TARGETS.values())
     error = CliRunner().invoke(app, ["reproduce", "neutreno-tabel1"]).exception
     assert "did you mean neutreno-table1?" in str(error)

@@ -4,7 +4,7 @@ No figure of either paper belongs to it (their CIFAR-10 is `cifar10_kernel`). No
 
 Needs `cifar-10-batches-py/` and one GPU; 5 million images go forward and back.
 
-Time: not measured; model, images and steps are those of `cifar100`, whose docstring has an estimate.
+Time: not measured; model, images and steps are those of `cifar100`, whose docstring says what they take.
 
     acutance train cifar10 --data-dir /data --set task.train_on=all
     acutance train cifar10 --data-dir /data --set task.train_on=all --set task.model.mitigation=neutreno:0.6
