@@ -72,6 +72,14 @@ def test_help_teaches(command: str, here) -> None:
     assert len(printed.splitlines()) > 8
 
 
+def test_help_flows_in_a_narrow_terminal() -> None:
+    """Lines of a docstring are not lines of the terminal: broken twice, every other line is a stump."""
+    done = run_forked("compare", "--help", COLUMNS="80", NO_COLOR="1")
+    paragraph = re.search(r"Each row(.|\n)*?precision\.", done.stdout)[0]
+    *full, _ = [line.strip() for line in paragraph.splitlines()]
+    assert all(len(line) > 60 for line in full), paragraph
+
+
 def test_measure_prints_and_writes(checkpoint: Path, tmp_path: Path) -> None:
     done = acutance(
         "measure", checkpoint.parent, "--tap", "block,final", "--metrics", "token_cosine,head_cosine",
@@ -109,7 +117,10 @@ def test_explain_reads_attention_with_data(checkpoint: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["measure", "nowhere"], "no checkpoint at nowhere"),
+        (
+            ["measure", "nowhere"],
+            "no checkpoint at nowhere; a model of transformers is written hf:nowhere, one of timm",
+        ),
         (["measure", "hf:no/such/model"], "hf:no/such/model: there is no file or folder"),
         (["measure", "CHECKPOINT", "--text", "a.txt"], "does not read text"),
         (["measure", "CHECKPOINT", "--tokens", "8"], "it needs --text FILE"),
@@ -120,7 +131,9 @@ def test_explain_reads_attention_with_data(checkpoint: Path, tmp_path: Path) -> 
         (["measure", "CHECKPOINT", "--tap", "head"], "unknown tap head"),
         (["measure", "CHECKPOINT", "--prefix", "maybe"], "'in' or 'out', not 'maybe'"),
         (["explain", "DAMAGED"], "cannot be read as weights"),
-        (["explain", "CHECKPOINT", "--data", "imagenet"], "--data takes digits"),
+        (["explain", "CHECKPOINT", "--data", "imagenet"], "--data takes digits or own"),
+        (["explain", "CHECKPOINT", "--data", "own"], "--data own is what a run of `acutance train` was tested on"),
+        (["measure", "CHECKPOINT", "--data-dir", "data"], "--data-dir says where a run's own data lies"),
     ],
 )
 def test_errors_are_one_clear_line(arguments, message, checkpoint: Path, tmp_path: Path, here) -> None:
@@ -138,6 +151,17 @@ def test_an_error_keeps_its_brackets(tmp_path: Path) -> None:
     done = acutance("measure", tmp_path / "[train]")
     assert f"no checkpoint at {tmp_path}/[train];" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_error_keeps_its_colons(here) -> None:
+    """A name such as timm:tm before a colon would be taken for the code of an emoji."""
+    assert "no checkpoint at a:tm:b" in here("measure", "a:tm:b")[2]
+
+
+def test_a_wrong_mitigation_is_said_before_anything_is_measured(here, tmp_path: Path) -> None:
+    status, _, error = here("mitigate", tmp_path / "nowhere", "neutrino:0.6")
+    assert status == 2
+    assert "unknown mitigation 'neutrino'" in error
 
 
 def test_measure_says_when_the_data_does_not_fit(tmp_path: Path) -> None:

@@ -178,11 +178,24 @@ def test_batches_may_be_tuples_or_mappings(model: ViT, images: torch.Tensor) -> 
         ({"tap": "head"}, "unknown tap head; known: block"),
         ({"batches": []}, "no batches"),
         ({"batches": ["text"]}, "not str"),
+        ({"batches": torch.zeros(2, 1, 8, 8)}, r"a tensor \(2, 1, 8, 8\), which is one batch: write \[batch\]"),
+        ({"batches": {"x": torch.zeros(2, 1, 8, 8)}}, r"a dict, which is one batch"),
     ],
 )
 def test_errors_say_what_to_do(model: ViT, images: torch.Tensor, arguments: dict, message: str) -> None:
     with pytest.raises(AcutanceError, match=message):
         ac.measure(model, **{"batches": [images], "progress": False, **arguments})
+
+
+@pytest.mark.parametrize("verb", [ac.measure, ac.explain, ac.mitigate])
+def test_a_name_is_no_model(verb) -> None:
+    with pytest.raises(AcutanceError, match=r"torch\.nn\.Module, not 'gpt2': load it first"):
+        verb("gpt2", [torch.zeros(1)])
+
+
+def test_explain_refuses_a_batch_by_itself(model: ViT, images: torch.Tensor) -> None:
+    with pytest.raises(AcutanceError, match="which is one batch"):
+        ac.explain(model, images)
 
 
 def test_successive_layers_need_two(images: torch.Tensor) -> None:

@@ -54,6 +54,13 @@ def test_loading_something_else_names_the_file(tmp_path, content: str) -> None:
         Profile.load(path)
 
 
+def test_loading_json_of_another_kind_says_so(tmp_path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "bert"}')
+    with pytest.raises(AcutanceError, match="'acutance-profile/1': it does not name its format"):
+        Profile.load(path)
+
+
 def test_frame_and_table_hold_every_reading() -> None:
     profile = make(shift=0.25, taps=("block", "attention"))
     frame = profile.to_frame()

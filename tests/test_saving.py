@@ -1,6 +1,7 @@
 """A model and its mitigation survive the disk."""
 
 import json
+import logging
 
 import pytest
 import torch
@@ -293,6 +294,29 @@ def test_own_models_say_what_they_are(tmp_path):
     assert torch.equal(ac.load(file).eval()(images), model(images))
 
 
+def test_a_folder_with_one_of_our_models_is_that_model(tmp_path):
+    """As `acutance measure` takes it: a run, or what `acutance mitigate --out` wrote."""
+    model = ViT(image_size=8, patch_size=4, dim=12, depth=2, heads=3, num_classes=5).eval()
+    ac.save(model, tmp_path / "model.safetensors")
+    images = torch.randn(2, 3, 8, 8)
+    assert torch.equal(ac.load(tmp_path).eval()(images), model(images))
+
+
+def test_what_a_mitigation_learnt_is_not_called_unexpected(tmp_path, caplog, monkeypatch):
+    """It is loaded, so a report that it was not would only frighten."""
+    model = llama()
+    trained(model, LEARNT)
+    ac.save(model, tmp_path)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    kept = vars(type(model)).copy()
+    caplog.clear()
+    ac.load(tmp_path)
+    assert "UNEXPECTED" not in caplog.text
+    assert vars(type(model)) == kept
+    type(model).from_pretrained(tmp_path)
+    assert "UNEXPECTED" in caplog.text
+
+
 def test_errors_say_what_to_do(tmp_path):
     model, file = Tied(), tmp_path / "m.safetensors"
     ac.mitigate(model, "attnscale")
@@ -303,6 +327,9 @@ def test_errors_say_what_to_do(tmp_path):
         ac.load(file, llama())
     with pytest.raises(AcutanceError, match="no file"):
         ac.load(tmp_path / "missing.safetensors")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(AcutanceError, match=r"no file .*empty/model\.safetensors"):
+        ac.load(tmp_path / "empty")
     with pytest.raises(AcutanceError, match=r"\.safetensors"):
         ac.save(model, tmp_path / "weights.pt")
     file.write_bytes(b"not tensors")

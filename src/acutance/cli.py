@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal, cast, get_args
 
 import torch
 import typer
@@ -28,13 +28,14 @@ app = typer.Typer(
     help="Measure, explain and mitigate over-smoothing in Transformers.\n\nStart with: acutance demo",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 app.add_typer(laboratory, name="lab")
 for command in (train, evaluate, compare, robustness, reproduce, bench):
     app.command()(command)
-console = Console()
+console = Console(emoji=False)  # timm:tm: would become a trade mark
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps")
 
 
 def _version(show: bool) -> None:
@@ -83,7 +84,11 @@ def measure(
 ) -> None:
     """Print how smooth a model's tokens are, layer by layer, read on text, on images or on the embedded digits.
 
+    A run is read on its own test data.
+
     Examples: acutance measure acutance-demo/plain-seed0 --tap block,attention --html profile.html
+
+    acutance measure runs/cifar100-seed0 --limit 200
 
     acutance measure hf:gpt2 --text wiki.test.txt --limit 64
 
@@ -118,15 +123,17 @@ def mitigate(
     Example: acutance mitigate hf:gpt2 neutreno:0.4 --text wiki.test.txt --limit 64 --out gpt2-neutreno
     """
     import acutance as ac
+    from acutance.mitigations import as_mitigation
     from acutance.report.compare import side_by_side
     from acutance.sites.huggingface_notes import is_pretrained
 
     torch.manual_seed(0)  # the same command writes the same file
     chosen = _layer_numbers(layers)
+    mitigation = as_mitigation(spec)
     loaded = _loaded(model, options, head=True)
     batches = _batches(loaded, options)
     before = _profile(loaded, batches, options)
-    ac.mitigate(loaded.model, spec, layers=chosen, part=options.part)
+    ac.mitigate(loaded.model, mitigation, layers=chosen, part=options.part)
     after = _profile(loaded, batches, options)
     console.print(side_by_side(before, after))
     if out is not None:
@@ -140,7 +147,10 @@ def mitigate(
 def explain(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     options: DataOptions,
-    data: Annotated[str | None, typer.Option(help="Read attention too, on: digits (the embedded test images).")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Read attention too, on: digits (the embedded test images), or own (a run's test data)."),
+    ] = None,
     prefix: Annotated[str, typer.Option(help="Class and register tokens in or out of HFC/LFC.")] = "in",
     norm: Annotated[str, typer.Option(help="fold the pre-norm's weight into H, or ignore it.")] = "fold",
     whole: Annotated[
@@ -151,7 +161,9 @@ def explain(
     ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the spectrum here.")] = None,
     html_path: Annotated[Path | None, typer.Option("--html", help="Also write an offline page here.")] = None,
-    picture_path: Annotated[Path | None, typer.Option("--picture", help="Also draw it here.")] = None,
+    picture_path: Annotated[
+        Path | None, typer.Option("--picture", help="Also draw it here: .png, .svg, .pdf, ….")
+    ] = None,
     kind: Annotated[
         str | None,
         typer.Option(
@@ -170,16 +182,21 @@ def explain(
     import acutance as ac
     from acutance.files import atomic_write
 
-    if data not in (None, "digits"):
-        raise AcutanceError(f"--data takes digits, not {data!r}; other data come by --text or --images")
+    if data not in (None, "digits", "own"):
+        raise AcutanceError(f"--data takes digits or own, not {data!r}; other data come by --text or --images")
     if data is not None and (options.text, options.images) != (None, None):
         raise AcutanceError("--data, --text and --images each say what to read: give one of them")
     with_data = (data, options.text, options.images) != (None, None, None)
     if not with_data and (options.tokens, options.batch, options.limit) != (None, None, None):
-        raise AcutanceError("--tokens, --batch and --limit are about data: give --text, --images or --data digits too")
+        raise AcutanceError("--tokens, --batch and --limit are about data: give --text, --images or --data too")
     if kind is not None and picture_path is None:
         raise AcutanceError(f"--kind says what --picture draws: give --picture FILE with --kind {kind}")
+    _check_picture(picture_path, kind)
     loaded = _loaded(model, options)
+    if data == "own" and loaded.own is None:
+        raise AcutanceError(f"--data own is what a run of `acutance train` was tested on, and {model} is none")
+    if data == "digits":
+        loaded = replace(loaded, own=None)
     batches = _batches(loaded, options) if with_data else None
     spectrum = ac.explain(
         loaded.model,
@@ -199,6 +216,16 @@ def explain(
         _wrote(atomic_write(picture_path, lambda path: figure.savefig(path, dpi=150)))
 
 
+def _check_picture(path: Path | None, kind: str | None) -> None:
+    """What could not be drawn is said before the model is read."""
+    from acutance.explain.spectrum import Picture
+
+    if kind not in (None, *get_args(Picture)):
+        raise AcutanceError(f"unknown picture {kind!r}; known: {', '.join(get_args(Picture))}")
+    if path is not None and path.suffix.lower() not in PICTURES:
+        raise AcutanceError(f"--picture {path}: its ending says the format, and is one of {', '.join(PICTURES)}")
+
+
 def _wrote(path: Path) -> None:
     console.print(f"wrote {escape(str(path))}", soft_wrap=True)
 
@@ -212,6 +239,7 @@ def _batches(loaded: LoadedModel, options: DataOptions) -> Batches:
         loaded,
         text=options.text,
         images=options.images,
+        data_dir=options.data_dir,
         tokens=options.tokens,
         batch=options.batch,
         limit=options.limit,
@@ -245,5 +273,7 @@ def run() -> None:
     try:
         app()
     except AcutanceError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        Console(stderr=True, emoji=False).print(
+            f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
+        )
         raise SystemExit(2) from None

@@ -53,6 +53,8 @@ def read_json(path: str | os.PathLike[str], form: str, build: Callable[[Any], T]
     """
     try:
         body = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(body, dict) or "format" not in body:
+            raise ValueError("it does not name its format")
         if body["format"] != form:
             raise AcutanceError(f"{path}: format {body['format']!r}, this version reads {form!r}")
         return build(body)

@@ -29,7 +29,7 @@ from acutance.operator import AttentionRecord
 from acutance.profile import MAP, Profile, Reading
 from acutance.reader import SUCCESSIVE, Reader, Running, take_in
 from acutance.readout import Key, Readout
-from acutance.samples import SPECIAL, Samples
+from acutance.samples import SPECIAL, Samples, refuse_single
 from acutance.sites.patched import WINDOWS_MOVE, PatchedSite
 from acutance.version import __version__
 from acutance.wrappers import bare_module, evaluating, is_sharded
@@ -81,6 +81,7 @@ def measure(
         Profile: mean and standard deviation over samples per tap, layer and metric.
     """
     names, taps = check_choices(metrics, tap, prefix)
+    refuse_single(batches)
     bare = bare_module(model)  # a compiled model would not see hooks added now
     target = sites.part_of(bare, part)
     reader = Reader(names, taps)

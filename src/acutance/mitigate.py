@@ -9,7 +9,7 @@ from torch import nn
 from acutance import sites
 from acutance.errors import AcutanceError
 from acutance.mitigations import Mitigation, as_mitigation
-from acutance.wrappers import is_sharded
+from acutance.wrappers import check_model, is_sharded
 
 
 class Handle(sites.Undo):
@@ -90,6 +90,7 @@ def _install(site: sites.AttentionSite, mitigation: Mitigation) -> Callable[[], 
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
+    check_model(model)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise AcutanceError("gradients of parameters added now would not be synchronised: mitigate, then wrap in DDP")
     if is_sharded(model):
@@ -106,6 +107,8 @@ def _distances(site: sites.AttentionSite) -> list[float]:
 def _wanted(layers: Sequence[int] | None, depth: int) -> list[int]:
     if layers is None:
         return list(range(1, depth + 1))
+    if isinstance(layers, int):
+        raise AcutanceError(f"layers are a list of numbers: write layers=[{layers}]")
     unknown = [layer for layer in layers if not 1 <= layer <= depth]
     if unknown or not layers:
         raise AcutanceError(f"layers {list(layers)}: name at least one of this model's layers, 1 to {depth}")

@@ -26,6 +26,7 @@ class DataOptions:
 
     text: Annotated[Path | None, typer.Option(help="Read this text file, or the .txt files of a folder.")] = None
     images: Annotated[Path | None, typer.Option(help="Read the images of this folder and its subfolders.")] = None
+    data_dir: Annotated[Path | None, typer.Option(help="Where a run's own data is now, if not where it was.")] = None
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Length of a window of text; by default the model's context, 512 at most.")
     ] = None

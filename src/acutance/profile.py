@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from rich.table import Table
 
 from acutance.errors import AcutanceError, MissingExtraError
 from acutance.files import atomic_write, read_json
+from acutance.terminal import FittedTable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -90,16 +91,19 @@ class Profile:
             raise MissingExtraError("to_frame needs pandas: pip install 'acutance[report]'") from error
         return pd.DataFrame([asdict(r) for r in self.readings])
 
-    def table(self) -> Table:
-        """A terminal table: one row per tap and layer, one column per metric."""
-        table = Table(title=self.title, caption=self.caption, title_justify="left", caption_justify="left")
+    def table(self) -> FittedTable:
+        """For the terminal: one row per tap and layer, one column per metric; several tables where it is narrow."""
+        return FittedTable(self._table, self.metrics, self.caption)
+
+    def _table(self, metrics: Sequence[str]) -> Table:
+        table = Table(title=self.title, title_justify="left")
         table.add_column("tap")
         table.add_column("layer", justify="right")
-        for metric in self.metrics:
+        for metric in metrics:
             table.add_column(metric, justify="right")
-        cells = {(r.tap, r.layer, r.metric): r for r in self.readings}
-        for tap, layer in dict.fromkeys((r.tap, r.layer) for r in self.readings):
-            row = [cells.get((tap, layer, metric)) for metric in self.metrics]
+        cells = {(r.tap, r.layer, r.metric): r for r in self.readings if r.metric in metrics}
+        for tap, layer in dict.fromkeys((tap, layer) for tap, layer, _ in cells):
+            row = [cells.get((tap, layer, metric)) for metric in metrics]
             table.add_row(tap, str(layer), *("" if r is None else f"{r.mean:.4f} ± {r.std:.4f}" for r in row))
         return table
 

@@ -188,6 +188,13 @@ class Samples:
         )
 
 
+def refuse_single(batches: object) -> None:
+    """A batch by itself would be taken apart, its rows or names read as batches."""
+    if isinstance(batches, (Tensor, Mapping)):
+        what = f"a tensor {tuple(batches.shape)}" if isinstance(batches, Tensor) else f"a {type(batches).__name__}"
+        raise AcutanceError(f"batches is {what}, which is one batch: write [batch], or pass a DataLoader")
+
+
 def _padding(batch: Mapping[str, Any], names: Mapping[str, bool]) -> Tensor | None:
     for name, marks_content in names.items():
         mask = batch.get(name)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, load_model, save_model
@@ -51,13 +53,14 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
     """Read what `save` wrote, or transformers' `save_pretrained` of a mitigated model.
 
     Args:
-        path: the folder or file.
+        path: the folder or file; of a run's folder, its last model.
         model: a plain model to put the mitigation and the weights into. Not needed for transformers' folders and
             Acutance's own models, which say what they are.
     """
     where = Path(path)
-    if where.is_dir():
+    if (where / "config.json").is_file():
         return _load_folder(where, model)
+    where = where / "model.safetensors" if where.is_dir() else where  # of a run, or of `acutance mitigate --out`
     metadata = _metadata(where)
     if model is None:
         if CONFIG_KEY not in metadata:
@@ -82,7 +85,8 @@ def _load_folder(folder: Path, model: nn.Module | None) -> nn.Module:
         found = getattr(transformers, names[0], None) if names else None
         if found is None:
             raise AcutanceError(f"{folder} does not say what class it is: build the model and pass it as model=")
-        model = found.from_pretrained(folder)
+        with _expecting_learnt(found):
+            model = found.from_pretrained(folder)
     state = _folder_state(folder)
     record = _whole_record(model, getattr(config, NOTE, {}), folder)
     learnt = {name: tensor for name, tensor in state.items() if ".mitigation." in name}
@@ -98,6 +102,21 @@ def _load_folder(folder: Path, model: nn.Module | None) -> nn.Module:
     model.load_state_dict(learnt, strict=False)
     forget(model.config)  # the model itself tells now
     return model
+
+
+@contextmanager
+def _expecting_learnt(kind: Any) -> Iterator[None]:
+    """What a mitigation learnt is read here, once its places are there; transformers would report it as unexpected."""
+    name = "_keys_to_ignore_on_load_unexpected"
+    own, inherited = name in vars(kind), getattr(kind, name, None)
+    setattr(kind, name, [*(inherited or ()), r"\.mitigation\."])
+    try:
+        yield
+    finally:
+        if own:
+            setattr(kind, name, inherited)
+        else:
+            delattr(kind, name)
 
 
 def _whole_record(model: nn.Module, noted: Mapping[str, Mapping[str, str]], folder: Path) -> dict[str, str]:

@@ -12,8 +12,18 @@ from torch import nn
 from acutance.errors import AcutanceError
 
 
+def check_model(model: object) -> None:
+    """A name is what the command line takes."""
+    if not isinstance(model, nn.Module):
+        raise AcutanceError(
+            f"a model is a torch.nn.Module, not {model!r}: load it first, for example by "
+            "acutance.loading.load_model('hf:owner/model').model"
+        )
+
+
 def bare_module(model: nn.Module) -> nn.Module:
     """The module inside torch.compile's and data parallelism's wrappers, whose forward would compile or synchronise."""
+    check_model(model)
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     while True:
         inner = model.module if isinstance(model, parallel) else getattr(model, "_orig_mod", None)

@@ -66,6 +66,8 @@ def test_the_picture_is_the_one_asked_for(options, drawn, checkpoint: Path, tmp_
     [
         (["--kind", "dominance", "--picture", "p.png"], "needs data"),
         (["--kind", "pie", "--picture", "p.png"], "histogram, plane, dominance"),
+        (["--picture", "p.xyz"], r"--picture p.xyz: its ending says the format, and is one of .png"),
+        (["--picture", "p"], r"--picture p: its ending says the format"),
         (["--kind", "plane"], "--kind says what --picture draws"),
         (["--norm", "maybe"], "'fold' or 'ignore'"),
         (["--prefix", "maybe"], "'in' or 'out'"),
@@ -77,3 +79,9 @@ def test_what_cannot_be_is_refused(options, message, checkpoint: Path, tmp_path:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(AcutanceError, match=message):
         run(checkpoint, *options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_model_is_read(tmp_path: Path) -> None:
+    with pytest.raises(AcutanceError, match="unknown picture 'pie'"):
+        run(tmp_path / "nowhere", "--kind", "pie", "--picture", tmp_path / "p.png")

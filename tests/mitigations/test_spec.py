@@ -63,6 +63,7 @@ def test_spaces_and_short_forms_are_accepted():
     ("spec", "message"),
     [
         ("neutrino:0.6", "unknown mitigation 'neutrino'; known: attnscale, eigen, featscale, neutreno, none"),
+        ("neutreno=0.6", "unknown mitigation 'neutreno=0.6'.*write it like neutreno:0.6"),
         ("", "unknown mitigation ''"),
         ("neutreno:0.6+", "unknown mitigation ''"),
         ("neutreno:0.6,lern=head", "no option 'lern'; known options: strength, learn, detach, start"),
@@ -95,6 +96,12 @@ def test_as_mitigation_accepts_all_three_forms():
     assert as_mitigation(given_one) is given_one
     assert as_mitigation("featscale").spec == "featscale"
     assert as_mitigation(None).spec == "none"
+
+
+@pytest.mark.parametrize("wrong", [0.6, NeuTRENO, ["neutreno:0.6"]])
+def test_what_is_no_mitigation_is_refused(wrong):
+    with pytest.raises(AcutanceError, match=r"such as NeuTRENO\(0.6\), or its spec"):
+        as_mitigation(wrong)
 
 
 def test_a_taken_name_is_refused():

@@ -142,7 +142,7 @@ def test_damaged_files_are_named(tmp_path, name, damage):
 def test_files_without_a_usable_configuration_are_named(tmp_path):
     path = tmp_path / "weights.safetensors"
     save_file(make().state_dict(), path)
-    with pytest.raises(AcutanceError, match=r"no model configuration.*models\.load_checkpoint"):
+    with pytest.raises(AcutanceError, match=r"no model configuration.*acutance\.load\(.*models\.load_checkpoint"):
         from_checkpoint(path)
     save_file(make().state_dict(), path, metadata={"acutance.config": "{"})
     with pytest.raises(AcutanceError, match="cannot be read"):

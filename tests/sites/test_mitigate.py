@@ -131,6 +131,11 @@ def test_unknown_layers_are_refused(layers):
     mitigate(model, "neutreno:0.6")  # and nothing was left behind
 
 
+def test_a_layer_is_named_in_a_list():
+    with pytest.raises(AcutanceError, match=r"write layers=\[2\]"):
+        mitigate(make(), "neutreno:0.6", layers=2)
+
+
 def test_models_already_wrapped_for_parallel_training_are_refused(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:

@@ -25,6 +25,7 @@ def test_sites_stand_in_depth_order_with_their_shapes():
         assert (site.dim, site.heads, site.kv_heads, site.head_dim) == (12, 3, 3, 4)
         assert site.block is block
         assert model.get_submodule(site.name) is site.attention is block.attn
+    assert repr(found[1]) == "<BlockSite of layer 2: blocks.1.attn, 3 heads of 4>"
 
 
 def test_standing_models_are_looked_through_once_and_others_anew():

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -31,6 +32,7 @@ def test_the_list_names_every_recipe():
 def test_a_recipe_is_trained_recorded_and_resumed(tmp_path):
     done = invoke("digits", *TINY, "--out", tmp_path / "run", "--strategy", "single")
     assert done.exit_code == 0, done.output
+    assert re.search(r"loss \d\S+  val: top1 \S+ .*loss", done.output)  # two losses, told apart
     assert re.search(r"top1 \d.* on the held-out slice after step 4", done.output)
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert record["recipe"] == "digits"
@@ -41,12 +43,38 @@ def test_a_recipe_is_trained_recorded_and_resumed(tmp_path):
     assert "after step 8" in longer.output
 
 
+def test_a_run_is_never_cut_short_afterwards(tmp_path):
+    """It would be scored, and kept, as what it is not."""
+    out = tmp_path / "run"
+    assert invoke("digits", *TINY, "--set", "loop.epochs=2", "--out", out).exit_code == 0
+    record, result = (out / "run.json").read_bytes(), (out / "result.json").read_bytes()
+    error = invoke("--out", out, "--resume", "--set", "loop.epochs=1", "--device", "cpu").exception
+    assert isinstance(error, AcutanceError)
+    assert re.search(r"run is 8 steps far, and loop.epochs=1 ends after 4", str(error))
+    assert ((out / "run.json").read_bytes(), (out / "result.json").read_bytes()) == (record, result)
+
+
+def test_a_run_that_ends_where_it_stands_is_scored_there(tmp_path):
+    """A checkpoint of before the first evaluation has no scores."""
+    out = tmp_path / "run"
+    assert (
+        invoke("digits", *TINY, "--set", "loop.checkpoint_every=2", "--set", "loop.keep_last=9", "--out", out).exit_code
+        == 0
+    )
+    shutil.rmtree(out / "checkpoints/step-000000004")
+    ended = invoke("--out", out, "--resume", "--set", "loop.epochs=0.5", "--device", "cpu")
+    assert ended.exit_code == 0, ended.output
+    assert re.search(r"top1 \d.* on the held-out slice after step 2", ended.output)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "name a recipe"),
         (("digitz",), r"no recipe 'digitz', did you mean digits\?"),
         (("digits", "--set", "optim.lrr=1"), r"did you mean lr\?"),
+        (("digits", "--set", "epochs=1"), r"no field 'epochs', did you mean loop\.epochs\?; known: task, optim"),
+        (("digits", "--set", "depth=1"), r"no field 'depth', did you mean task\.model\.depth\?"),
         (("digits", "--resume"), "name its folder with --out"),
         (("digits", "--strategy", "dpp"), r"loop.strategy is one of auto, single, ddp, fsdp.*did you mean ddp\?"),
         (("digits", "--device", "tpu", "--out", "OUT"), "a device is cpu, cuda or auto"),

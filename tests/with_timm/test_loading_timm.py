@@ -71,6 +71,20 @@ def test_a_local_folder_is_loaded_and_fed(tmp_path: Path) -> None:
     assert loaded.model(batch).shape == (4, 5)
 
 
+def test_a_model_of_another_size_than_its_weights_were_made_for_gets_its_own(tmp_path: Path) -> None:
+    """timm saves the size of the pretrained weights, whatever size the model was built for."""
+    folder, arguments = (
+        tmp_path / "model",
+        {"img_size": 32, "patch_size": 8, "depth": 1, "embed_dim": 24, "num_heads": 2},
+    )
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=5, **arguments)
+    timm.models.save_for_hf(model, str(folder), model_args=arguments)
+    pictures()[0].save(tmp_path / "0.png")
+    loaded = load_model(f"timm:{folder}")
+    (batch,) = loaded.image_batches(tmp_path)
+    assert loaded.model(batch).shape == (1, 5)
+
+
 def test_an_unknown_name_is_one_line_with_a_hint() -> None:
     with pytest.raises(AcutanceError, match=r"knows no such model, .*did you mean .*vit_tiny_patch16_224") as caught:
         load_model("timm:vit_tiny_patch16_225")

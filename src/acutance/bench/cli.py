@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from acutance import processes
 
-console = Console()
+console = Console(emoji=False)
 
 
 def bench(

@@ -20,7 +20,7 @@ from acutance.explain.weights import Norm, layer_spectrum
 from acutance.measure import check_prefix, describe, feed, track
 from acutance.mitigations.base import Chain, Mitigation
 from acutance.operator import AttentionRecord
-from acutance.samples import Samples
+from acutance.samples import Samples, refuse_single
 from acutance.wrappers import bare_module, evaluating, refuse_sharded
 
 
@@ -54,6 +54,7 @@ def explain(
     if norm not in ("fold", "ignore"):
         raise AcutanceError(f"norm is 'fold' or 'ignore', not {norm!r}")
     check_prefix(prefix)
+    refuse_single(batches)
     bare = bare_module(model)
     refuse_sharded(bare, "explain")
     found = sites.find(bare)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -20,6 +20,7 @@ from acutance.explain.dominance import Dominance, Outcome, Share
 from acutance.explain.verdict import LayerSpectrum, Verdict
 from acutance.files import atomic_write, read_json
 from acutance.statistics import rank_correlation
+from acutance.terminal import FittedTable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -118,19 +119,18 @@ class Spectrum:
             f"measured change over layers {signed(branch.correlation)}."
         )
 
-    def table(self) -> Table:
-        """A terminal table with the verdict and its reason per layer."""
-        table = Table(
-            title=f"{self.title}: spectra of H = W_projᵀW_Vᵀ",
-            caption=f"{self.summary()}\n{self._notes()}",
-            title_justify="left",
-            caption_justify="left",
-        )
-        rows = self.rows()
-        for column in rows[0]:
+    def table(self) -> FittedTable:
+        """For the terminal: the verdict and its reason per layer; several tables where it is narrow."""
+        columns = [name for name in self.rows()[0] if name not in ("layer", "reason")]
+        columns.insert(columns.index("symmetry") + 1, "reason")  # what follows is read from data
+        return FittedTable(self._table, columns, f"{self.summary()}\n{self._notes()}", sentences="reason")
+
+    def _table(self, columns: Sequence[str]) -> Table:
+        table = Table(title=f"{self.title}: spectra of H = W_projᵀW_Vᵀ", title_justify="left")
+        for column in ("layer", *columns):
             table.add_column(column, justify="left" if column in ("verdict", "reason") else "right")
-        for row in rows:
-            table.add_row(*row.values())
+        for row in self.rows():
+            table.add_row(row["layer"], *(row[column] for column in columns))
         return table
 
     def __str__(self) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from acutance.errors import ShapeError
 from acutance.kernels.epilogue import Epilogue
 from acutance.kernels.packed_operation import MOST_TOKENS, packed_attention, shared_values
+from acutance.kernels.tracing import constant_in_traces
 
 # The widths of a head, by the bytes of a number, for which they are asked. In float32 wider ones do not fit into the
 # registers and compile for minutes. For long sequences they are not: the tiles that were fastest, at a width of 64 in
@@ -45,7 +46,7 @@ def _has_triton() -> bool:
 TRITON = _has_triton()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_traces
 def _is_known(gpu: int | None) -> bool:
     """Whether the kernels may run on this GPU."""
     return ANY_GPU or torch.cuda.get_device_capability(gpu) == CAPABILITY

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.kernels.tracing import constant_in_traces
+
 MOST_TOKENS = 256  # of the kernels for short sequences
 
 
@@ -162,7 +164,7 @@ class _Shared(torch.autograd.Function):
         return None, grad
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_traces
 def _is_exporting() -> bool:
     """As asked outside traced code: in it, torch.compile of torch 2.11 always says yes."""
     return torch.compiler.is_exporting()

@@ -26,7 +26,7 @@ app = typer.Typer(
     help="Experiments on over-smoothing: one layer repeated, deep random networks, the affinities of trained ones.",
     no_args_is_help=True,
 )
-console = Console()
+console = Console(emoji=False)
 
 
 @app.command()

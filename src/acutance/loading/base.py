@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from acutance.errors import AcutanceError
 from acutance.loading.images import ImageBatches, image_batches
@@ -21,6 +21,13 @@ DEFAULT_TOKENS = 512  # the window where the model's context would allow more: l
 Preprocess = Callable[[Sequence["Image.Image"]], Any]  # images to a batch that the model takes
 
 
+class OwnData(NamedTuple):
+    """What a model is tested on: its name, and so many samples in the form the model takes, from where it lies now."""
+
+    name: str
+    read: Callable[[int, Path | None], Tensor]
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A model with what is needed to feed it; tokenizer and preprocessing are read when they are first asked for."""
@@ -32,6 +39,7 @@ class LoadedModel:
     context: int | None = None  # the most tokens it takes; None: not limited
     decoder_start: int | None = None  # the token a decoder starts from, in models with an encoder and a decoder
     on_digits: bool = False  # it takes the embedded digits
+    own: OwnData | None = None  # of a run: the test data of what it was trained on
 
     def text_batches(
         self, path: str | Path, *, tokens: int | None = None, batch: int = 8, limit: int | None = None

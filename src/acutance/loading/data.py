@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from acutance.errors import AcutanceError
-from acutance.loading.base import LoadedModel
+from acutance.loading.base import LoadedModel, OwnData
 from acutance.loading.batches import Batches
 
-DIGITS_BATCH = 64
+BATCH = 64
+OWN_SAMPLES = 1000  # of a run's test data, chosen at random, unless more or fewer are asked for
 
 
-class DigitBatches(Batches):
-    """The embedded test digits."""
+class TensorBatches(Batches):
+    """Samples that are there already: the embedded digits, or what a run is tested on."""
 
     def make(self, samples: Sequence[Tensor]) -> Tensor:
-        """The images as one tensor."""
+        """They as one tensor."""
         return torch.stack(list(samples))
 
 
@@ -31,8 +32,9 @@ def batches_for(
     tokens: int | None = None,
     batch: int | None = None,
     limit: int | None = None,
+    data_dir: Path | None = None,
 ) -> Batches:
-    """What the options of a command ask for; by default the embedded digits, for models that take them.
+    """What the options of a command ask for; by default a run's own test data, and the embedded digits for others.
 
     Args:
         loaded: the model that is going to be fed.
@@ -41,18 +43,24 @@ def batches_for(
         tokens: the length of a window of text.
         batch: samples per batch; each kind of data has its own default.
         limit: the most samples.
+        data_dir: where a run's own data lies, if not where it was.
     """
     size = {} if batch is None else {"batch": batch}
     if text is not None and images is not None:
         raise AcutanceError("--text and --images cannot be read at once: choose one")
+    if data_dir is not None and (loaded.own is None or (text, images) != (None, None)):
+        raise AcutanceError(f"--data-dir says where a run's own data lies, which {loaded.name} is not to read")
     if text is not None:
         return loaded.text_batches(text, tokens=tokens, limit=limit, **size)
     if tokens is not None:
         raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
     if images is not None:
         return loaded.image_batches(images, limit=limit, **size)
+    dtype = next(loaded.model.parameters()).dtype
+    if loaded.own is not None:
+        return _own(loaded.own, data_dir, dtype, batch or BATCH, limit or OWN_SAMPLES)
     if loaded.on_digits:
-        return _digits(next(loaded.model.parameters()).dtype, batch or DIGITS_BATCH, limit)
+        return _digits(dtype, batch or BATCH, limit)
     options = {"--text FILE": loaded.tokenizer, "--images DIR": loaded.preprocess}
     wanted = " or ".join(option for option, reads in options.items() if reads is not None)
     raise AcutanceError(
@@ -61,8 +69,15 @@ def batches_for(
     )
 
 
-def _digits(dtype: torch.dtype, batch: int, limit: int | None) -> DigitBatches:
+def _own(data: OwnData, data_dir: Path | None, dtype: torch.dtype, batch: int, limit: int) -> TensorBatches:
+    samples = data.read(limit, data_dir)
+    if samples.is_floating_point():
+        samples = samples.to(dtype)
+    return TensorBatches(samples.unbind(), batch, f"{len(samples)} test samples of {data.name}, as the run has them")
+
+
+def _digits(dtype: torch.dtype, batch: int, limit: int | None) -> TensorBatches:
     from acutance.data import digits
 
     images = digits()[1].images[:limit].to(dtype)
-    return DigitBatches(images.unbind(), batch, f"{len(images)} test images of the embedded digits")
+    return TensorBatches(images.unbind(), batch, f"{len(images)} test images of the embedded digits")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from acutance.errors import AcutanceError
-from acutance.loading.base import LoadedModel, Preprocess
+from acutance.loading.base import LoadedModel, OwnData, Preprocess
 from acutance.loading.images import centre_crop
 from acutance.models import LanguageModel, Segmenter, ViT, from_checkpoint
 
@@ -19,12 +20,23 @@ def load(path: Path) -> LoadedModel:
         raise AcutanceError(f"{path} is a folder of transformers: write hf:{path}")
     checkpoint = path / "model.safetensors" if path.is_dir() else path
     if not checkpoint.is_file():
-        raise AcutanceError(f"no checkpoint at {checkpoint}; `acutance demo` writes some to try")
+        elsewhere = "" if path.is_dir() else f"; a model of transformers is written hf:{path}, one of timm timm:{path}"
+        raise AcutanceError(f"no checkpoint at {checkpoint}{elsewhere}; `acutance demo` writes some to try")
     model = from_checkpoint(checkpoint)
+    own = _data_of(path) if (path / "run.json").is_file() else None
     if isinstance(model, LanguageModel):  # its words are a corpus's, which the file does not have
-        return LoadedModel(str(path), model)
+        return LoadedModel(str(path), model, own=own)
     takes_digits = isinstance(model, ViT) and (model.config.image_size, model.config.in_chans) == (8, 1)
-    return LoadedModel(str(path), model, preprocess=lambda: _preprocess(model), on_digits=takes_digits)
+    return LoadedModel(str(path), model, preprocess=lambda: _preprocess(model), on_digits=takes_digits, own=own)
+
+
+def _data_of(folder: Path) -> OwnData:
+    """What a run's model is tested on, as the run has it."""
+    from acutance.tasks.samples import name_of, test_samples
+    from acutance.train.run import Run
+
+    config = Run(folder).config()
+    return OwnData(name_of(config), partial(test_samples, config))
 
 
 def _preprocess(model: ViT | Segmenter) -> Preprocess:

@@ -62,10 +62,17 @@ def _preprocess(timm: Any, name: str, model: nn.Module) -> Preprocess:
             "ac.measure(model, batches) takes any data"
         )
     return centre_crop(
-        tuple(config["input_size"][1:]),
+        _size(model) or tuple(config["input_size"][1:]),
         config["mean"],
         config["std"],
         fraction=config["crop_pct"],
         interpolation=config["interpolation"],
         mode=config["crop_mode"],
     )
+
+
+def _size(model: nn.Module) -> tuple[int, int] | None:
+    """The one size of images that the model takes; its configuration may have that of the weights it was made from."""
+    embedding = getattr(model, "patch_embed", None)
+    size: tuple[int, int] | None = getattr(embedding, "img_size", None)
+    return size if getattr(embedding, "strict_img_size", False) else None

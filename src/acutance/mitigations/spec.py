@@ -7,6 +7,8 @@ from typing import Any
 from acutance.errors import AcutanceError
 from acutance.mitigations.base import REGISTRY, Chain, Mitigation, options_of
 
+EXAMPLE = "neutreno:0.6,learn=head"
+
 
 def parse(spec: str) -> Mitigation:
     """Build a mitigation from its spec.
@@ -24,13 +26,17 @@ def as_mitigation(mitigation: Mitigation | str | None) -> Mitigation:
     """Accept a mitigation, its spec, or None for the identity."""
     if mitigation is None:
         return Mitigation()
+    if not isinstance(mitigation, (str, Mitigation)):
+        raise AcutanceError(f"a mitigation is one such as NeuTRENO(0.6), or its spec {EXAMPLE!r}, not {mitigation!r}")
     return parse(mitigation) if isinstance(mitigation, str) else mitigation
 
 
 def _parse_one(text: str) -> Mitigation:
     name, _, arguments = text.partition(":")
     if name not in REGISTRY:
-        raise AcutanceError(f"unknown mitigation {name!r}; known: {', '.join(sorted(REGISTRY))}")
+        raise AcutanceError(
+            f"unknown mitigation {name!r}; known: {', '.join(sorted(REGISTRY))}; write it like {EXAMPLE}"
+        )
     cls = REGISTRY[name]
     options: dict[str, Any] = {}
     for position, argument in enumerate(arguments.split(",") if arguments else []):

@@ -70,7 +70,8 @@ def from_checkpoint(path: PathLike) -> Model:
         raise _unreadable(path, error) from error
     if CONFIG_KEY not in metadata:
         raise AcutanceError(
-            f"{path} carries no model configuration: build the model yourself and use models.load_checkpoint"
+            f"{path} carries no model configuration: build a plain model in Python and use acutance.load(path, model), "
+            "or for published weights acutance.models.load_checkpoint"
         )
     try:
         options = json.loads(metadata[CONFIG_KEY])

@@ -24,10 +24,10 @@ from acutance.reproduce import tiny
 from acutance.reproduce.needs import check_data
 from acutance.reproduce.plan import Planned, Planner, Share, mine
 from acutance.reproduce.report import Result
-from acutance.reproduce.samples import samples
 from acutance.reproduce.target import Row, Target
 from acutance.runs.evaluate import evaluate_run, read_evaluation, task_of
 from acutance.saving import load
+from acutance.tasks.samples import samples
 from acutance.train.run import command_line, git_state, hardware, versions
 
 Scale = Literal["full", "tiny"]

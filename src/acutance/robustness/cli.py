@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from acutance.errors import AcutanceError
 
-console = Console()
+console = Console(emoji=False)
 
 
 def robustness(

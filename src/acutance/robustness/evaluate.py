@@ -173,7 +173,7 @@ def _begun(path: str | os.PathLike[str] | None, context: Mapping[str, Any]) -> R
     differing = [key for key in {**context, **found.context} if context.get(key) != found.context.get(key)]
     if differing:
         shown = "; ".join(f"{key}: there {found.context.get(key)}, here {context.get(key)}" for key in differing)
-        raise AcutanceError(f"{path} was measured otherwise ({shown}): name another file, or remove it")
+        raise AcutanceError(f"{path} was measured otherwise ({shown}): name another file with --json, or remove it")
     return found
 
 

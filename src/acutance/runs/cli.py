@@ -14,7 +14,7 @@ from acutance import processes
 from acutance.errors import AcutanceError
 from acutance.files import atomic_write
 
-console = Console()
+console = Console(emoji=False)
 
 
 def evaluate(

@@ -29,6 +29,9 @@ class AttentionSite(ABC):
     kv_heads: int
     head_dim: int
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of layer {self.layer}: {self.name}, {self.heads} heads of {self.head_dim}>"
+
     @property
     @abstractmethod
     def mitigation(self) -> Mitigation | None:

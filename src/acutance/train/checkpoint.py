@@ -107,6 +107,11 @@ class Store:
         """Where the newest one lies, unchecked."""
         return next(iter(self.paths()), None)
 
+    def newest_step(self) -> int | None:
+        """After how many steps it was written."""
+        newest = self.newest()
+        return None if newest is None else int(newest.name.removeprefix("step-"))
+
     def newest_good(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest one that is whole, and what was wrong with newer ones, which are put aside as `damaged-…`."""
         complaints: list[str] = []

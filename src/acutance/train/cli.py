@@ -15,7 +15,7 @@ from rich.table import Table
 from acutance.errors import AcutanceError
 from acutance.processes import agreed, gather_by_torchrun
 
-console = Console()
+console = Console(emoji=False)
 
 
 def train(

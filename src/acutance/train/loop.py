@@ -14,6 +14,7 @@ from rich.markup import escape
 from torch import Tensor
 
 from acutance import processes
+from acutance.errors import AcutanceError
 from acutance.monitor import Monitor
 from acutance.tasks import Task, task_class
 from acutance.train.backends import attention_backend
@@ -44,8 +45,13 @@ class Loop:
         self.task: Task[Any] = processes.agreed(lambda: kind(config.task, seed=loop.seed, device=engine.device))
         self.steps_per_epoch = self.task.steps_per_epoch(loop.batch_size)
         self.total = max(1, round(loop.epochs * self.steps_per_epoch))
-        begun = Store(run.checkpoints, loop.keep_last).newest() is not None
-        self.stepper = stepper = Stepper(config, engine, self.task, bare=begun)
+        begun = Store(run.checkpoints, loop.keep_last).newest_step()
+        if begun is not None and begun > self.total:
+            raise AcutanceError(
+                f"{run.folder} is {begun} steps far, and loop.epochs={loop.epochs:g} ends after {self.total}: what was "
+                "trained stays trained, so set more epochs, or start anew with another --out"
+            )
+        self.stepper = stepper = Stepper(config, engine, self.task, bare=begun is not None)
         self.model = stepper.model
         state = TrainState(stepper.model, stepper.optimiser, stepper.ema)
         self.keeper = Keeper(engine, run, self.task, state, loop.keep_last)
@@ -53,7 +59,7 @@ class Loop:
     def fit(self) -> dict[str, Any]:
         """Train from wherever the run stands to its end; gives what is written to result.json."""
         loop, engine, beginning = self.config.loop, self.engine, time.perf_counter()
-        step = self._resume()
+        step = first_step = self._resume()
         batches = self.stepper.batches(step)
         self._announce(step, first := next(batches))
         batches = chain([first], batches)
@@ -86,7 +92,7 @@ class Loop:
                     scores = self._evaluate()
                     self.keeper.offer(step, scores)
                     entry |= {f"val/{name}": value for name, value in scores.items()}
-                    self._say(f"epoch {epoch:.2f}  loss {loss:.4f}  {_listed(scores)}")
+                    self._say(f"epoch {epoch:.2f}  loss {loss:.4f}  val: {_listed(scores)}")
                 if logs is not None:
                     with self.keeper.writing("the log"):
                         logs.write(step, entry)
@@ -97,6 +103,9 @@ class Loop:
                         f"stopped after step {step} of {self.total}, which is saved. {self.run.how_to_go_on()}"
                     )
                 meter.skip(time.perf_counter() - began)
+            if first_step == self.total:  # nothing was left to train, and the last scores may be of an earlier step
+                scores = self._evaluate()
+                self.keeper.offer(step, scores)
         if monitor is not None:
             monitor.finish(step)
         if logs is not None:

@@ -56,7 +56,7 @@ def _replaced(config: Any, changes: Changes, done: str) -> Any:
     values = {}
     for name, change in changes.items():
         if name not in types:
-            raise unknown_field(done, name, list(types))
+            raise unknown_field(done, name, list(types), elsewhere=[] if done else _paths_of(name, config))
         here = f"{done}.{name}" if done else name
         current = getattr(config, name)
         if isinstance(change, str):
@@ -66,6 +66,15 @@ def _replaced(config: Any, changes: Changes, done: str) -> Any:
         else:
             raise AcutanceError(f"{here} has no fields of its own, so there is no {here}.{next(iter(change))}")
     return replace(config, **values)
+
+
+def _paths_of(name: str, config: Any) -> list[str]:
+    """Where, further inside, there is a field of that name."""
+    inside = {field: getattr(config, field) for field in field_types(type(config))}
+    deeper = [
+        f"{field}.{path}" for field, part in inside.items() if is_dataclass(part) for path in _paths_of(name, part)
+    ]
+    return [name] * (name in inside) + deeper
 
 
 def _narrowed(kind: Any, current: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
 from types import NoneType, UnionType
@@ -76,10 +76,11 @@ def describe(kind: Any) -> str:
 _EXAMPLES: Mapping[Any, str] = {int: "1", float: "0.9", str: '"text"', bool: "true"}
 
 
-def unknown_field(where: str, name: str, known: list[str]) -> AcutanceError:
-    """Says what is there instead, the nearest first."""
+def unknown_field(where: str, name: str, known: list[str], elsewhere: Sequence[str] = ()) -> AcutanceError:
+    """Says what is there instead, the nearest first; `elsewhere` are paths to fields of that very name."""
     place = f"{where} has no field" if where else "there is no field"
-    return AcutanceError(f"{place} {name!r}{_hint(name, known)}; known: {', '.join(known)}")
+    hint = f", did you mean {' or '.join(elsewhere)}?" if elsewhere else _hint(name, known)
+    return AcutanceError(f"{place} {name!r}{hint}; known: {', '.join(known)}")
 
 
 def field_types(kind: type) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,18 @@ AT_ONCE = 50  # samples in a batch
 def samples(config: Config, split: str, count: int) -> list[Tensor]:
     """Batches in the form the task's model takes, as for evaluation; the split is "train" or "test"."""
     return list(READERS[config.task.kind](config.task, split, count).split(AT_ONCE))
+
+
+def test_samples(config: Config, count: int, data_dir: Path | None) -> Tensor:
+    """The same as one tensor, of the test set; the data may have moved."""
+    task = config.task if data_dir is None else replace(config.task, data_dir=str(data_dir))
+    return READERS[task.kind](task, "test", count)
+
+
+def name_of(config: Config) -> str:
+    """What the samples are of."""
+    named = getattr(config.task, "dataset", None) or getattr(config.task, "corpus", config.task.kind)
+    return str(named)
 
 
 def chosen(available: int, count: int) -> Tensor:
