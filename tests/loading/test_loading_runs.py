@@ -73,3 +73,13 @@ def test_where_data_lie_is_asked_of_runs_alone(tmp_path: Path) -> None:
     with pytest.raises(AcutanceError, match="is not to read"):
         batches_for(run, images=tmp_path, data_dir=tmp_path)
     assert "embedded digits" in batches_for(bare).description
+
+
+def test_a_record_of_another_kind_makes_no_run(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "run", "digits")
+    record = tmp_path / "run" / "run.json"
+    record.write_text('{"variant": "plain", "seed": 0}')  # as the demo's
+    assert "embedded digits" in batches_for(load_model(folder)).description
+    record.write_text('{"variant": "pl')
+    with pytest.raises(AcutanceError, match=r"run\.json is not a file of the format"):
+        load_model(folder)

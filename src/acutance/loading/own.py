@@ -23,19 +23,22 @@ def load(path: Path) -> LoadedModel:
         elsewhere = "" if path.is_dir() else f"; a model of transformers is written hf:{path}, one of timm timm:{path}"
         raise AcutanceError(f"no checkpoint at {checkpoint}{elsewhere}; `acutance demo` writes some to try")
     model = from_checkpoint(checkpoint)
-    own = _data_of(path) if (path / "run.json").is_file() else None
+    own = _data_of(path)
     if isinstance(model, LanguageModel):  # its words are a corpus's, which the file does not have
         return LoadedModel(str(path), model, own=own)
     takes_digits = isinstance(model, ViT) and (model.config.image_size, model.config.in_chans) == (8, 1)
     return LoadedModel(str(path), model, preprocess=lambda: _preprocess(model), on_digits=takes_digits, own=own)
 
 
-def _data_of(folder: Path) -> OwnData:
-    """What a run's model is tested on, as the run has it."""
+def _data_of(folder: Path) -> OwnData | None:
+    """What a run's model is tested on, as the run has it; the demo's runs have a record of another kind."""
     from acutance.tasks.samples import name_of, test_samples
     from acutance.train.run import Run
 
-    config = Run(folder).config()
+    run = Run(folder)
+    if not run.exists() or not run.names_format():
+        return None
+    config = run.config()
     return OwnData(name_of(config), partial(test_samples, config))
 
 

@@ -86,6 +86,13 @@ class Run:
         """Whether something was begun here."""
         return self.record_path.exists()
 
+    def names_format(self) -> bool:
+        """Whether the record names its format; one that cannot be read at all is for `config` to refuse."""
+        try:
+            return "format" in json.loads(self.record_path.read_text(encoding="utf-8"))
+        except ValueError:
+            return True
+
     def leave_mark(self) -> str:
         """Put a file there by which other processes know the folder; gives its name, which was never used before."""
         self.folder.mkdir(parents=True, exist_ok=True)
