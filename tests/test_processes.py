@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -107,3 +110,20 @@ def test_a_device_is_chosen_or_refused() -> None:
         assert processes.device("auto") == "cpu"
         with pytest.raises(AcutanceError, match="no CUDA device"):
             processes.device("cuda")
+
+
+@pytest.mark.parametrize(("torchrun", "status", "code"), [(False, 2, 2), (True, 2, 2), (True, None, 0)])
+def test_a_process_of_torchrun_leaves_at_once_with_everything_written(torchrun, status, code):
+    program = f"""
+import atexit
+from acutance import processes
+atexit.register(print, "taken down")
+print("done")
+processes.leave({status})
+"""
+    started = {"TORCHELASTIC_RUN_ID": "1"} if torchrun else {}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | started, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code
+    assert done.stdout.split("\n") == (["done", ""] if torchrun else ["done", "taken down", ""])

@@ -276,4 +276,6 @@ def run() -> None:
         Console(stderr=True, emoji=False).print(
             f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
         )
-        raise SystemExit(2) from None
+        processes.leave(2)
+    except SystemExit as left:  # with which a command always ends
+        processes.leave(left.code)

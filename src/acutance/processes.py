@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from itertools import islice
-from typing import Any, TypeVar, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,19 @@ def joined() -> Iterator[tuple[int, int]]:
         yield place()
     finally:
         dist.destroy_process_group()
+
+
+def leave(status: int | str | None) -> NoReturn:
+    """End the process as `sys.exit` does; one of torchrun's at once, once everything is written.
+
+    Threads that gloo has left may abort a process that takes the interpreter down first: "terminate called without an
+    active exception", now and then, after all work is done.
+    """
+    if not dist.is_available() or not dist.is_torchelastic_launched() or isinstance(status, str):
+        sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)
 
 
 def device(choice: str) -> str:
