@@ -1,6 +1,10 @@
 """`python -m acutance`: the command line, for instance under torchrun."""
 
+from acutance import processes
 from acutance.cli import run
 
 if __name__ == "__main__":
-    run()
+    try:
+        run()
+    except SystemExit as left:  # with which a command always ends
+        processes.leave(left.code)

@@ -276,6 +276,4 @@ def run() -> None:
         Console(stderr=True, emoji=False).print(
             f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
         )
-        processes.leave(2)
-    except SystemExit as left:  # with which a command always ends
-        processes.leave(left.code)
+        raise SystemExit(2) from None
