@@ -32,14 +32,14 @@ def load(path: Path) -> LoadedModel:
 
 def _data_of(folder: Path) -> OwnData | None:
     """What a run's model is tested on, as the run has it; the demo's runs have a record of another kind."""
-    from acutance.tasks.samples import name_of, test_samples
+    from acutance.tasks.samples import name_of, tested_on
     from acutance.train.run import Run
 
     run = Run(folder)
     if not run.exists() or not run.names_format():
         return None
     config = run.config()
-    return OwnData(name_of(config), partial(test_samples, config))
+    return OwnData(name_of(config), partial(tested_on, config))
 
 
 def _preprocess(model: ViT | Segmenter) -> Preprocess:

@@ -23,24 +23,27 @@ AT_ONCE = 50  # samples in a batch
 
 def samples(config: Config, split: str, count: int) -> list[Tensor]:
     """Batches in the form the task's model takes, as for evaluation; the split is "train" or "test"."""
-    return list(READERS[config.task.kind](config.task, split, count).split(AT_ONCE))
+    return list(_read(config.task, split, count).split(AT_ONCE))
 
 
-def test_samples(config: Config, count: int, data_dir: Path | None) -> Tensor:
-    """The same as one tensor, of the test set; the data may have moved."""
-    task = config.task if data_dir is None else replace(config.task, data_dir=str(data_dir))
-    return READERS[task.kind](task, "test", count)
+def tested_on(config: Config, count: int, data_dir: Path | None) -> Tensor:
+    """So many of the test set as one tensor; the data may have moved."""
+    return _read(config.task if data_dir is None else replace(config.task, data_dir=str(data_dir)), "test", count)
 
 
 def name_of(config: Config) -> str:
     """What the samples are of."""
-    named = getattr(config.task, "dataset", None) or getattr(config.task, "corpus", config.task.kind)
-    return str(named)
+    task = config.task
+    return str(getattr(task, "dataset", getattr(task, "corpus", task.kind)))
 
 
 def chosen(available: int, count: int) -> Tensor:
     """So many different indices, or all there are, in ascending order."""
     return torch.randperm(available, generator=generator("cpu", 0))[:count].sort().values
+
+
+def _read(task: Any, split: str, count: int) -> Tensor:
+    return READERS[task.kind](task, split, count)
 
 
 def _classification(task: Any, split: Any, count: int) -> Tensor:
