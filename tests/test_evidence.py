@@ -61,7 +61,7 @@ def test_the_table_of_cifar100(times):
 
 
 def test_scores_are_those_of_the_evaluations():
-    for data in ("cifar100", "wikitext2"):
+    for data in ("cifar100", "wikitext2", "camvid"):
         runs = json.loads((EVIDENCE / data / "runs.json").read_text())
         for group in groups(data):
             for seed, place in group["runs"].items():
@@ -93,6 +93,40 @@ def test_what_recipes_promise(times):
     for text in (docstring("wikitext2"), words("docs", "language.md")):
         assert f"{plain['mean']:.2f}" in text
         assert f"{steered['mean']:.2f}" in text
+
+
+def test_what_is_published_of_camvid():
+    pair = groups("camvid")
+    kept = json.loads((EVIDENCE / "camvid" / "runs.json").read_text())
+    runs = [kept[Path(group["runs"]["0"]).name] for group in pair]
+    page, promise = words("docs", "segmentation.md"), docstring("camvid")
+    for label, group, run in zip(("plain", "NeuTRENO, λ̃ = 0.6"), pair, runs, strict=True):
+        assert f"| {label} | {group['mean']:.2f} | {run['result']['scores']['miou']:.2f} |" in page
+    first, second = (f"{group['mean']:.2f}" for group in pair)
+    assert f"test mIoU of {first}, with NeuTRENO (λ̃ = 0.6) {second}," in promise
+    assert f"a difference of {pair[1]['against_first']['mean']:.2f} points" in page
+    first, second = (f"{run['seconds']['step 2200']:.0f} s" for run in runs)
+    assert f"{first} of the loop and with NeuTRENO {second}" in page
+    assert f"Time: {first} of the loop" in promise
+    assert f"with NeuTRENO {second}" in promise
+    first, second = (f"{run['seconds']['step 50']:.0f}" for run in runs)
+    assert f"{first} and {second} s of them to step 50" in page
+    first, second = (f"{run['images/s']['step 100']:.0f}" for run in runs)
+    (last,) = {f"{run['images/s']['step 2200']:.0f}" for run in runs}
+    assert f"From {first} and {second} images/s before step 100 they rose to {last} each" in page
+
+
+def test_camvid_was_run_as_its_page_says():
+    runs = json.loads((EVIDENCE / "camvid" / "runs.json").read_text())
+    page, promise = words("docs", "segmentation.md"), docstring("camvid")
+    for name, kept in runs.items():
+        (session,) = kept["run"]["sessions"]
+        changes = [f"--set {word}" for word in session["command"] if "=" in word]
+        assert f'WHAT="{" ".join(changes[:4])}"' in page
+        assert " ".join(["acutance train camvid --data-dir data --out", f"runs/{name} $WHAT", *changes[4:]]) in page
+        assert " ".join(kept["evaluation"]["command"]) in page
+        assert all(change in promise for change in changes[:2])
+        assert kept["run"]["config"]["task"]["encoder_weights"] is None
 
 
 def test_the_trained_pair_by_layer():
