@@ -119,8 +119,8 @@ class _Mlp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, up, down, pre, *kept = ctx.saved_tensors
         of_x, of_up, of_shift, of_down, of_offset = ctx.needs_input_grad
-        of_pre, sums, again = mlp_backward(grad, down, pre, of_down and not kept)
-        (act,) = kept or (again,)
+        of_pre, sums, again = mlp_backward(grad, down, pre, of_down and len(kept) == 0)
+        act = kept[0] if len(kept) > 0 else again
         rows = grad.flatten(0, -2)
         return (
             of_pre @ up if of_x else None,
