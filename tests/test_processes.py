@@ -14,32 +14,54 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import acutance as ac
 from acutance import processes
 from acutance.errors import AcutanceError
-from acutance.reader import Running
+from acutance.reader import Running, by_key, take_in
 
 
 def running(values) -> Running:
-    made = Running()
-    made.add(np.asarray(values, dtype=np.float64))
-    return made
+    return Running.of(np.asarray([values], dtype=np.float64))
 
 
 @pytest.mark.parametrize("cuts", [[3], [1, 2], [2, 4, 6]])
 def test_merged_statistics_are_those_of_the_whole(cuts: list[int]) -> None:
     values = np.random.default_rng(0).normal(1000.0, 0.1, 9)  # a mean far above the spread shows a careless formula
-    merged = Running()
-    for part in np.split(values, cuts):
-        merged.merge(running(part))
-    assert merged.count == 9
-    assert merged.mean == pytest.approx(values.mean(), rel=1e-15)
-    assert merged.std == pytest.approx(values.std(ddof=1), rel=1e-9)
+    first, *others = (running(part) for part in np.split(values, cuts))
+    for other in others:
+        first.merge(other)
+    assert first.count == 9
+    assert first.mean[0] == pytest.approx(values.mean(), rel=1e-15)
+    assert first.std[0] == pytest.approx(values.std(ddof=1), rel=1e-9)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([[1.0, 2.0], [math.inf], [3.0]])))
 def test_an_infinity_stays_one_whatever_comes_before_or_after(order) -> None:
-    merged = Running()
-    for part in order:
-        merged.merge(running(part))
-    assert (merged.mean, merged.std, merged.count) == (math.inf, math.inf, 4)
+    first, *others = (running(part) for part in order)
+    for other in others:
+        first.merge(other)
+    assert (first.mean[0], first.std[0], first.count) == (math.inf, math.inf, 4)
+
+
+def test_streams_that_are_merged_together_keep_apart() -> None:
+    values = np.random.default_rng(1).normal(size=(4, 9))
+    values[1, 2], values[2, 7], values[3, [0, 8]] = np.inf, -np.inf, (np.inf, -np.inf)
+    together = Running.of(values[:, :5])
+    together.merge(Running.of(values[:, 5:]))
+    for place, stream in enumerate(values):
+        alone = running(stream[:5])
+        alone.merge(running(stream[5:]))
+        np.testing.assert_array_equal(together.mean[place], alone.mean[0])
+        np.testing.assert_array_equal(together.std[place], alone.std[0])
+
+
+def test_keys_that_not_all_batches_have_are_merged_by_themselves() -> None:
+    a, b = ("block", 1, "token_cosine"), ("block", 2, "token_cosine")
+    values = np.random.default_rng(2).normal(size=(2, 6))
+    statistics: dict = {}
+    take_in(statistics, (a, b), Running.of(values[:, :2]))
+    take_in(statistics, (b,), Running.of(values[1:, 2:]))
+    found = by_key(statistics)
+    assert (found[a].count, found[b].count) == (2, 6)
+    assert found[a].mean[0] == pytest.approx(values[0, :2].mean(), rel=1e-14)
+    assert found[b].std[0] == pytest.approx(values[1].std(ddof=1), rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", [list, iter])

@@ -27,7 +27,7 @@ from acutance import processes, sites
 from acutance.errors import AcutanceError
 from acutance.operator import AttentionRecord
 from acutance.profile import MAP, Profile, Reading
-from acutance.reader import SUCCESSIVE, Reader, Running, take_in
+from acutance.reader import SUCCESSIVE, Reader, Running, Statistics, by_key, take_in
 from acutance.readout import Key, Readout
 from acutance.samples import SPECIAL, Samples, refuse_single
 from acutance.sites.patched import WINDOWS_MOVE, PatchedSite
@@ -87,7 +87,7 @@ def measure(
     reader = Reader(names, taps)
     skip = sites.special_tokens(bare, part) if prefix == "out" else (0, 0)
     waiting: list[Readout] = []
-    statistics: dict[Key, Running] = {}
+    statistics: Statistics = {}
     rank, size = processes.place() if across_processes else (0, 1)
     if across_processes:
         processes.refuse_shares(batches)
@@ -107,15 +107,18 @@ def measure(
             found = reader.flush()
             waiting += [found] if counts else []
             if len(waiting) > 1:  # the batch before, which is done or nearly so, while the device works on this one
-                take_in(statistics, waiting.pop(0).values())
+                take_in(statistics, *_summary(waiting.pop(0)))
         context = _context(bare, target, part, taps, prefix)  # meanwhile
     for found in waiting:
-        take_in(statistics, found.values())
+        take_in(statistics, *_summary(found))
     if across_processes:
         statistics = _over_processes(statistics)
     if not statistics:
         raise AcutanceError("measure got no batches: pass an iterable with at least one")
-    readings = tuple(Reading(*key, mean=s.mean, std=s.std, count=s.count) for key, s in sorted_by_tap(statistics, taps))
+    readings = tuple(
+        Reading(*key, mean=float(s.mean[0]), std=float(s.std[0]), count=s.count)
+        for key, s in sorted_by_tap(by_key(statistics), taps)
+    )
     return Profile(readings, context | {"samples": readings[0].count})
 
 
@@ -139,12 +142,18 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-def _over_processes(own: Mapping[Key, Running]) -> dict[Key, Running]:
+def _summary(batch: Readout) -> tuple[tuple[Key, ...], Running]:
+    """What is read, and its statistics over the batch's samples."""
+    values = batch.values()
+    return tuple(values), Running.of(np.stack(list(values.values())))
+
+
+def _over_processes(own: Statistics) -> Statistics:
     """The statistics of all processes as one, merged in the order of their ranks."""
-    merged: dict[Key, Running] = {}
+    merged: Statistics = {}
     for part in processes.gather(own):
-        for key, statistics in part.items():
-            merged.setdefault(key, Running()).merge(statistics)
+        for keys, found in part.items():
+            take_in(merged, keys, found)
     return merged
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from acutance import metrics as metric_room
 from acutance.errors import AcutanceError, ShapeError
 from acutance.kernels import token_sums
 from acutance.metrics._common import finite_flags
-from acutance.metrics.from_sums import FROM_SUMS
+from acutance.metrics.from_sums import FROM_SUMS, Numbers
 from acutance.operator import AttentionOperator, AttentionRecord
 from acutance.profile import MAP
 from acutance.readout import Key, Readout
@@ -76,7 +75,8 @@ class Reader:
             merged = record.values.transpose(1, 2).flatten(2)
             # Pyramids have fewer keys than queries; their prefix and padding are none.
             self._measure_tokens("values", layer, merged, mask if merged.shape[1] == record.branch.shape[1] else None)
-        is_watched = "attention" in self.taps and self.token_metrics
+        # What spoils the branch spoils the residual stream after it.
+        is_watched = self.token_metrics and {"attention", "block"} & set(self.taps)
         if (self.attention_metrics or self.successive) and not is_watched:
             self._watch([*self.attention_metrics, SUCCESSIVE][0], layer, record.branch, mask)
         for name in self.attention_metrics:
@@ -126,51 +126,63 @@ class Reader:
         return None
 
 
-def take_in(statistics: dict[Key, Running], batch: Mapping[Key, NDArray[np.float64]]) -> None:
-    """Add one batch's values to the statistics of each key."""
-    for key, found in zip(batch, Running.of_each(np.stack(list(batch.values()))), strict=True):
-        statistics.setdefault(key, Running()).merge(found)
+Statistics = dict[tuple[Key, ...], "Running"]  # by the keys that are read together
+
+
+def take_in(statistics: Statistics, keys: tuple[Key, ...], found: Running) -> None:
+    """Add other samples' statistics of the same keys."""
+    if keys in statistics:
+        statistics[keys].merge(found)
+    else:
+        statistics[keys] = found
+
+
+def by_key(statistics: Statistics) -> dict[Key, Running]:
+    """The statistics of each key, also where not all batches have the same."""
+    each: Statistics = {}
+    for keys, found in statistics.items():
+        for place, key in enumerate(keys):
+            take_in(each, (key,), Running(found.count, found.mean[place, None], found.squares[place, None]))
+    return {key: found for (key,), found in each.items()}
 
 
 @dataclass
 class Running:
-    """Mean and standard deviation of a stream, merged batch by batch and process by process (Chan's update)."""
+    """Means and standard deviations of several streams, merged batch by batch and process by process (Chan's update).
 
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0  # the sum of squared deviations from the mean
+    An array operation for all streams, since one for each would keep the device waiting.
+    """
+
+    count: int  # of samples in every stream
+    mean: Numbers
+    squares: Numbers  # the sums of squared deviations from the mean
 
     @classmethod
-    def of_each(cls, values: NDArray[np.float64]) -> list[Running]:
-        """The statistics of each row."""
-        finite = np.isfinite(values)  # some are documented not to be, such as HFC/LFC of tokens whose mean is zero
-        means = np.where(finite, values, 0).mean(1)
-        away = np.where(finite, values - means[:, None], 0)
-        known = zip(means.tolist(), (away * away).sum(1).tolist(), strict=True)
-        moments = [
-            pair if row_finite.all() else (float(row[~row_finite].sum()), 0.0)
-            for pair, row, row_finite in zip(known, values, finite, strict=True)
-        ]
-        return [cls(values.shape[1], *pair) for pair in moments]
-
-    def add(self, values: NDArray[np.float64]) -> None:
-        """Take in one batch's values."""
-        self.merge(*self.of_each(values[None]))
+    def of(cls, values: Numbers) -> Running:
+        """Of streams × samples; some are documented to be infinite, such as HFC/LFC of tokens whose mean is zero."""
+        finite = np.isfinite(values)
+        if finite.all():
+            mean = values.mean(1)
+            away = values - mean[:, None]
+            return cls(values.shape[1], mean, np.einsum("ij,ij->i", away, away))
+        whole = np.all(finite, axis=1)
+        known = cls.of(np.where(whole[:, None], values, 0))
+        with np.errstate(invalid="ignore"):  # infinities of both signs make NaN
+            known.mean = np.where(whole, known.mean, np.where(finite, 0, values).sum(1))
+        return known
 
     def merge(self, other: Running) -> None:
         """Take in the statistics of other samples."""
         total = self.count + other.count
-        if np.isfinite(self.mean + other.mean):
-            delta = other.mean - self.mean
-            self.mean += delta * other.count / total
-            self.squares += other.squares + delta**2 * self.count * other.count / total
-        else:
-            self.mean += other.mean  # once infinite, always infinite
+        with np.errstate(invalid="ignore"):
+            both = self.mean + other.mean
+        finite = np.isfinite(both)  # once infinite, always infinite
+        delta = np.where(finite, other.mean, 0) - np.where(finite, self.mean, 0)
+        self.squares = np.where(finite, self.squares + other.squares + delta**2 * (self.count * other.count / total), 0)
+        self.mean = np.where(finite, self.mean + delta * (other.count / total), both)
         self.count = total
 
     @property
-    def std(self) -> float:
-        """The standard deviation over samples; infinite where the mean is."""
-        if not np.isfinite(self.mean):
-            return float("inf")
-        return float(np.sqrt(self.squares / (self.count - 1))) if self.count > 1 else 0.0
+    def std(self) -> Numbers:
+        """The standard deviations over samples; infinite where the mean is."""
+        return np.where(np.isfinite(self.mean), np.sqrt(self.squares / max(self.count - 1, 1)), np.inf)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from acutance.bench import steps
+import acutance as ac
+from acutance.bench import measuring, steps
 from acutance.bench.settings import Settings
 
 CPU = Settings("cpu")
@@ -26,7 +27,21 @@ def test_timms_vit_is_the_baseline(name: str) -> None:
 def test_both_models_are_of_one_size(name: str) -> None:
     """A ratio between models of different sizes would say nothing."""
     shape = steps.SHAPES[name]
-    theirs, ours = steps._timm(shape), shape.ours()
+    theirs, ours = steps.timm_model(shape), shape.ours()
     assert {n: p.shape for n, p in theirs.named_parameters()} == {n: p.shape for n, p in ours.named_parameters()}
     images = torch.randn(1, 3, shape.image_size, shape.image_size)
     assert theirs(images).shape == ours(images).shape == (1, shape.classes)
+
+
+def test_timms_vit_is_measured_first() -> None:
+    titles = [table.title for table in measuring.tables(Settings("cuda:0"))]
+    assert titles[:2] == [f"measuring {whose}DeiT-Ti/16, 224×224, batch 256" for whose in ("timm's ", "")]
+
+
+def test_the_obvious_way_reads_the_same_figures_of_timms_vit() -> None:
+    torch.manual_seed(0)
+    subject = measuring._vit(4, CPU, build=steps.timm_model)
+    profile = ac.measure(subject.model, [subject.batch], metrics=measuring.WITH_ATTENTION, progress=False)
+    means = {(reading.layer, reading.metric): reading.mean for reading in profile.readings}
+    for layer, figures in enumerate(subject.obvious(), 1):
+        assert figures == pytest.approx([means[layer, name] for name in measuring.WITH_ATTENTION], rel=1e-4)

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from acutance import sites
 from acutance.bench.results import Row
 from acutance.bench.settings import Settings, Table
-from acutance.bench.steps import TOY
+from acutance.bench.steps import SHAPES, Shape, timm_model, toy
 from acutance.bench.timing import Candidate, Step, compare
 from acutance.measure import DEFAULT_METRICS, feed, measure
-from acutance.models import ViT, deit_tiny
 from acutance.monitor.core import CHEAP_METRICS
 from acutance.operator import AttentionRecord
-from acutance.sites import find
 from acutance.wrappers import evaluating
 
 WITH_ATTENTION = (*CHEAP_METRICS, "nonlocal_energy", "attention_entropy")
@@ -57,11 +56,14 @@ class Subject:
 
 
 def tables(settings: Settings) -> list[Table]:
-    """DeiT-Ti, and a Llama where transformers is installed."""
+    """DeiT-Ti, timm's where it is installed and ours, and a Llama where transformers is."""
     vit = "DeiT-Ti/16, 224×224, batch 256" if settings.on_gpu else "DeiT-Ti at toy size"
     llama = "Llama of 1.2 billion parameters, 4 texts of 2048 tokens" if settings.on_gpu else "Llama at toy size"
     few = f"DeiT-Ti/16, 224×224, batch {SPECTRAL_BATCH}" if settings.on_gpu else vit
     found = [Table(f"measuring {vit}", partial(_rows, partial(_vit, 256), IMAGE_BATCHES, settings))]
+    if find_spec("timm") is not None:
+        make = partial(_vit, 256, build=timm_model)
+        found.insert(0, Table(f"measuring timm's {vit}", partial(_rows, make, IMAGE_BATCHES, settings)))
     if find_spec("transformers") is not None:
         texts, tokens = (4, 2048) if settings.on_gpu else (2, 16)
         found.append(
@@ -108,21 +110,27 @@ def _repeat(step: Step, batches: int) -> None:
         step()
 
 
-def _vit(batch: int, settings: Settings) -> Subject:
-    model = (deit_tiny() if settings.on_gpu else ViT(**TOY)).to(settings.device, settings.dtype)
-    size, batch = model.config.image_size, batch if settings.on_gpu else 4
+def _ours(shape: Shape) -> nn.Module:
+    return shape.ours()
+
+
+def _vit(batch: int, settings: Settings, build: Callable[[Shape], nn.Module] = _ours) -> Subject:
+    shape = SHAPES["steps-224"] if settings.on_gpu else toy(SHAPES["steps-224"])
+    model = build(shape).to(settings.device, settings.dtype)
+    size, batch = shape.image_size, batch if settings.on_gpu else shape.batch
     images = torch.randn(batch, 3, size, size, device=settings.device, dtype=settings.dtype)
     return Subject(model, images, partial(_vit_obvious, model, images))
 
 
-def _vit_obvious(model: ViT, images: Tensor) -> list[list[float]]:
+def _vit_obvious(model: nn.Module, images: Tensor) -> list[list[float]]:
     """Hooks that keep every layer's tokens, matrix and outputs, then the formulas."""
     tokens: list[Tensor] = []
     records: list[AttentionRecord] = []
     hooks: list[Any] = [
-        block.register_forward_hook(lambda _m, _i, out: tokens.append(out[0])) for block in model.blocks
+        block.register_forward_hook(lambda _m, _i, out: tokens.append(sites.tokens_out(out)))
+        for _, block, _ in sites.blocks(model)
     ]
-    hooks += [site.observe(records.append) for site in find(model)]
+    hooks += [site.observe(records.append) for site in sites.find(model)]
     try:
         with evaluating(model):
             feed(model, images)

@@ -102,7 +102,7 @@ def candidates(shape: Shape, make: Make, settings: Settings, *, timm: bool) -> l
         return in_modes(variant, lambda mode: wrap(make(build(), shape, settings, mode)), modes, **options)
 
     return [
-        *(rows("timm's ViT", partial(_timm, shape), modes, baseline=True) if timm else []),
+        *(rows("timm's ViT", partial(timm_model, shape), modes, baseline=True) if timm else []),
         *rows("plain ViT", shape.ours, least if timm else modes, baseline=not timm),
         *rows("NeuTRENO", neutreno, modes),
         *rows("NeuTRENO, tokens in bfloat16 between blocks", partial(neutreno, stream="autocast"), least),
@@ -121,7 +121,8 @@ def _as_it_is(step: Step) -> Step:
     return step
 
 
-def _timm(shape: Shape) -> nn.Module:
+def timm_model(shape: Shape) -> nn.Module:
+    """The baseline."""
     import timm
 
     model: nn.Module = timm.create_model(**shape.timm)

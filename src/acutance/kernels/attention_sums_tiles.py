@@ -22,6 +22,7 @@ from acutance.kernels.long_tiles import (
     take_facts,
 )
 from acutance.kernels.packed_tiles import LOG2_E
+from acutance.kernels.sizes import power_of_two, tiles_of
 
 LOWEST = tl.constexpr(-1e30)  # below every logit: where a row's largest starts
 HIDDEN = tl.constexpr(-1e36)  # a logit far below that, but finite: its weight of zero times it is zero
@@ -223,10 +224,10 @@ def forward(
     sums = torch.empty(2 if u is None else 3, batch, heads, queries, dtype=torch.float32, device=q.device)
     tokens = q if u is None else u
     high, low, squares = (q, q, sums) if u is None else _centred(u, counted)
-    columns, places = (max(16, triton.next_power_of_2(x.shape[-1])) for x in (q, tokens))
+    columns, places = (max(16, power_of_two(x.shape[-1])) for x in (q, tokens))
     tile = tile or TILES[max(columns, places), mask is not None]
     seen = q if mask is None else mask.expand(batch, heads, queries, keys).view(torch.uint8)
-    tiles = triton.cdiv(queries, tile.queries)
+    tiles = tiles_of(queries, tile.queries)
     read_again = keys * (width + 2 * tokens.shape[-1]) * q.element_size()
     _forward[(tiles * batch * heads,)](
         *(q, k, seen, high, low, squares, sums),
@@ -257,7 +258,7 @@ def _centred(u: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]
         *(*u.stride()[:3], *marks.stride()[:2]),
         COUNTED=counted is not None,
         WIDTH=channels,
-        COLUMNS=max(16, triton.next_power_of_2(channels)),
+        COLUMNS=max(16, power_of_two(channels)),
         SIZE=ROWS,
         num_warps=4,
     )

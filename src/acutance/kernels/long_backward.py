@@ -25,6 +25,7 @@ from acutance.kernels.long_tiles import (
     take_facts,
 )
 from acutance.kernels.packed_tiles import LOG2_E, kind, stand_ins, strength_of, strides
+from acutance.kernels.sizes import tiles_of
 
 # By bytes of a number and width of a head. The queries in a tile of the second divide those in one of the first.
 QUERY_TILES = {
@@ -235,7 +236,7 @@ def backward(
     query_tile = query_tile or chosen(QUERY_TILES, qkv, width)
     key_tile = key_tile or chosen(KEY_TILES, qkv, width)
     grad_qkv = qkv.new_empty(qkv.shape)
-    tiles = triton.cdiv(tokens, query_tile.queries)
+    tiles = tiles_of(tokens, query_tile.queries)
     padded = tiles * query_tile.queries
     facts = torch.empty(batch, heads, 2, padded, dtype=torch.float32, device=qkv.device)  # log-sum and Σ du·(A v)
     grad_strength = torch.empty(batch, heads, tiles, dtype=torch.float32, device=qkv.device)
@@ -248,7 +249,7 @@ def backward(
         tiles, batch * heads, heads_at_a_time(batch * heads, two_rows * kv_heads // heads), *sizes, *steps,
         CUT=tokens % query_tile.queries != 0, **shape, **query_tile.options(),
     )  # fmt: skip
-    tiles = triton.cdiv(tokens, key_tile.keys)
+    tiles = tiles_of(tokens, key_tile.keys)
     _backward_keys[(tiles * batch * kv_heads,)](
         qkv, lam, facts, grad, grad_qkv,
         tiles, batch * kv_heads, heads_at_a_time(batch * kv_heads, two_rows * heads // kv_heads), *sizes, *steps[:2],

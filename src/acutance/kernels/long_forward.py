@@ -25,6 +25,7 @@ from acutance.kernels.long_tiles import (
     take,
 )
 from acutance.kernels.packed_tiles import LOG2_E, kind, stand_ins, strength_of, strides
+from acutance.kernels.sizes import tiles_of
 
 # By bytes of a number and width of a head. Sixteen bits go to the tensor cores; float32 does not, and takes registers.
 TILES = {
@@ -131,7 +132,7 @@ def forward(
     tile = tile or chosen(TILES, qkv, width)
     out = qkv.new_empty(batch, tokens, heads * width)
     log_sums = torch.empty(batch, heads, tokens, dtype=torch.float32, device=qkv.device)
-    tiles = triton.cdiv(tokens, tile.queries)
+    tiles = tiles_of(tokens, tile.queries)
     read_again = 2 * tokens * width * qkv.element_size() * kv_heads // heads
     _forward[(tiles * batch * heads,)](
         qkv,

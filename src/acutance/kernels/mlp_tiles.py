@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from acutance.kernels.mlp import CHUNK, COEFFICIENTS, FARTHEST, Tile
+from acutance.kernels.sizes import tiles_of
 
 POWERS = tl.constexpr(COEFFICIENTS)
 DEGREE = tl.constexpr(len(COEFFICIENTS) - 1)
@@ -151,7 +152,7 @@ def backward(grad: Tensor, weight: Tensor, pre: Tensor, into: Tensor, sums: Tens
 def _cut(rows: int, inside: int, hidden: int, tile: Tile) -> tuple[tuple[int], dict[str, Any]]:
     """The grid, and what both kernels are told."""
     across = hidden // tile.columns
-    lanes = min(max(1, tile.programs // across), triton.cdiv(rows, tile.rows))
+    lanes = min(max(1, tile.programs // across), tiles_of(rows, tile.rows))
     options = {
         "rows": rows,
         "lanes": lanes,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from acutance.kernels.mlp import CHUNK, Tile
 from acutance.kernels.mlp_tiles import gelu
+from acutance.kernels.sizes import tiles_of
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def forward(
     hidden, inside = up.shape
     rows = x.numel() // inside
     with torch.cuda.device_of(x):  # Triton launches where the current device is
-        _forward[(triton.cdiv(rows, tile.rows),)](
+        _forward[(tiles_of(rows, tile.rows),)](
             x, up, shift, down, offset, out, pre, rows, INSIDE=inside, HIDDEN=hidden, ROWS=tile.rows,
             COLUMNS=tile.columns, CHUNK=CHUNK, STAGES=tile.stages, CUT=rows % tile.rows > 0, KEPT=pre.numel() > 0,
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,

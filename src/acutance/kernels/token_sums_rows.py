@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from acutance.kernels.sizes import power_of_two, tiles_of
 from acutance.kernels.token_sums import FIELDS, parts_of
 
 TILE = 2048  # numbers a program takes at a time, whole tokens: 16 bytes of half precision a thread
@@ -167,10 +168,10 @@ def token_sums(tokens: Tensor, mask: Tensor | None) -> Tensor:
     if tokens.stride(-1) != 1:
         tokens = tokens.contiguous()
     samples, count, width = tokens.shape
-    padded = triton.next_power_of_2(width)
+    padded = power_of_two(width)
     rows = max(1, TILE // padded)
     parts = parts_of(samples, count, rows)
-    share = triton.cdiv(triton.cdiv(count, rows), parts) * rows
+    share = tiles_of(tiles_of(count, rows), parts) * rows
     out = torch.empty(samples, len(FIELDS), dtype=torch.float64, device=tokens.device)
     strides = (tokens.stride(0), tokens.stride(1), *((0, 0) if mask is None else mask.stride()))
     vectors = numbers = out  # any tensor in the place of what is not written
@@ -190,6 +191,6 @@ def token_sums(tokens: Tensor, mask: Tensor | None) -> Tensor:
     with torch.cuda.device_of(tokens):  # Triton launches where the current device is
         _sum[(samples, parts)](*read, *made, count, share, *strides, WHOLE=parts == 1, STAGES=STAGES, **kind)
         if parts > 1:
-            wide, stages = triton.next_power_of_2(parts), STAGES if padded <= MERGED else 1
+            wide, stages = power_of_two(parts), STAGES if padded <= MERGED else 1
             _merge[(samples,)](*read, *made, count, parts, *strides, PARTS=wide, STAGES=stages, **kind)
     return out
