@@ -52,7 +52,7 @@ TILES = {
     ],
     "whole": [
         mlp.FORWARD_WHOLE,
-        Tile(128, 64, 8, 3, 10**6, None),
+        Tile(128, 64, 8, 2, 10**6, None),
         Tile(128, 64, 8, 1, 10**6, None),
         Tile(128, 32, 8, 3, 10**6, None),
         Tile(64, 64, 4, 2, 10**6, None),

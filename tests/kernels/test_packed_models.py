@@ -273,10 +273,8 @@ def test_odd_shapes_are_for_the_operator(gpu, given, heads, monkeypatch):
     assert not packed.is_available(OnGPU(**given), *heads)
 
 
-def test_long_sequences_are_taken_at_their_widths(gpu, monkeypatch):
+def test_long_sequences_are_taken_at_their_widths(gpu):
     gpu(9, 0)
-    assert not packed.is_available(OnGPU(tokens=2048, packed=6 * 64), 2)
-    monkeypatch.setattr(packed, "LONG_WIDTHS", {2: (64,)})
     assert packed.is_available(OnGPU(tokens=2048, packed=6 * 64), 2)
     assert not packed.is_available(OnGPU(tokens=2048, packed=6 * 32), 2)
     assert not packed.is_available(OnGPU(tokens=2048, packed=6 * 64, dtype=torch.float32), 2)

@@ -55,9 +55,10 @@ class Tile(NamedTuple):
 # The fastest of those timed on an H200 at 192 channels: two and three programs for each of its 132 multiprocessors.
 FORWARD = Tile(128, 128, 8, 1, 264, 128)
 BACKWARD = Tile(64, 128, 4, 1, 396, 168)
-# Both products in one kernel, from tokens to tokens; backwards GELU(h) is made again. Not timed on a GPU yet.
-WHOLE = False
-FORWARD_WHOLE = Tile(128, 64, 8, 2, 10**6)  # each program has one tile
+# Both products in one kernel, from tokens to tokens; backwards GELU(h) is made again.
+WHOLE = True
+FORWARD_WHOLE = Tile(128, 64, 8, 3, 10**6)  # each program has one tile
+DEEPEST = 192  # channels: of more, three stages do not fit into shared memory
 
 
 def is_available(x: Tensor, fc1: nn.Module, fc2: nn.Module) -> bool:
@@ -148,7 +149,8 @@ def mlp_whole(x: Tensor, up: Tensor, shift: Tensor, down: Tensor, offset: Tensor
 
     out, pre = _whole_outputs(x, up, shift, down, offset, kept)
     x, up, shift, down, offset = (tensor.contiguous() for tensor in (x, up, shift, down, offset))
-    mlp_whole_tiles.forward(x, up, shift, down, offset, out, pre, FORWARD_WHOLE)
+    tile = FORWARD_WHOLE if x.shape[-1] <= DEEPEST else FORWARD_WHOLE._replace(stages=2)
+    mlp_whole_tiles.forward(x, up, shift, down, offset, out, pre, tile)
     return out, pre
 
 

@@ -22,10 +22,9 @@ from acutance.kernels.packed_operation import MOST_TOKENS, packed_attention, sha
 from acutance.kernels.tracing import constant_in_traces
 
 # The widths of a head, by the bytes of a number, for which they are asked. In float32 wider ones do not fit into the
-# registers and compile for minutes. For long sequences they are not: the tiles that were fastest, at a width of 64 in
-# 16 bits, have been timed on a GPU but not compared with the formula there.
+# registers and compile for minutes. For long sequences tiles were sought at one width alone.
 WIDTHS = {2: (16, 32, 64, 128), 4: (16, 32)}
-LONG_WIDTHS: dict[int, tuple[int, ...]] = {}
+LONG_WIDTHS: dict[int, tuple[int, ...]] = {2: (64,)}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OLDEST_TRITON = (3, 6)  # 3.2 dies in its compiler on one of the kernels; what lies between was not tried
 CAPABILITY = (9, 0)  # Hopper, where the kernels were tried and timed
