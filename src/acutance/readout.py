@@ -41,7 +41,7 @@ class Readout:
 
     def add_sums(self, sums: Tensor, metric: str, layer: int) -> int:
         """Take in a reading's sums, which tell of tokens that are not finite too; returns their place."""
-        self.size = self.size or len(sums)
+        self.size = self.size or sums.shape[0]
         self.watched.append(_Watch(metric, layer, len(self.sums), summed=True))
         self.sums.append(sums)
         return len(self.sums) - 1
@@ -63,10 +63,11 @@ class Readout:
 
     def send(self) -> Readout:
         """Begin the one transfer; nothing waits for it here."""
-        exact = [part.flatten() for part in (*self.sums, *self.flags)]
-        # Joined before they are made float64: a launch for all, not for each.
+        # Joined before they are made float64 or flat: a launch for all, not for each.
+        exact = [torch.cat(parts).flatten() for parts in (self.sums, self.flags) if parts]
         found = [torch.cat([part.flatten() for part in self.found]).double()] if self.found else []
-        numbers = torch.cat([*exact, *found])
+        parts = [*exact, *found]
+        numbers = parts[0] if len(parts) == 1 else torch.cat(parts)
         if numbers.is_cuda:
             host = numbers.to("cpu", non_blocking=True)  # into pinned memory
             self._sent = host, torch.cuda.current_stream(numbers.device).record_event()
@@ -78,7 +79,7 @@ class Readout:
         """One value a sample, the mean over its heads or windows, once the device is done; refuses NaN and infinity."""
         sums, flags, found = self._received()
         self._refuse_bad(sums, flags)
-        rows, numbers = _spans([len(part) for part in self.sums]), _spans([part.numel() for part in self.found])
+        rows, numbers = _spans([part.shape[0] for part in self.sums]), _spans([part.numel() for part in self.found])
         follows = {name: FROM_SUMS[name](sums) for name in {name for _, name in self.sources.values()} if name}
         return {
             key: self._by_sample(found[numbers[place]] if name is None else follows[name][rows[place]])

@@ -6,6 +6,9 @@ Where a sample is cut into parts, a second kernel adds these up, always in the s
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -163,22 +166,22 @@ def _merge(
     )  # fmt: skip
 
 
-def token_sums(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """Launch one kernel, or two where there are too few samples to fill the GPU."""
-    if tokens.stride(-1) != 1:
-        tokens = tokens.contiguous()
-    samples, count, width = tokens.shape
+class _Plan(NamedTuple):
+    """How tokens of one shape are read: made once, since the host's arithmetic takes as long as a launch."""
+
+    parts: int  # of a sample
+    share: int  # tokens of a part
+    first: dict[str, Any]  # what the first kernel is compiled for, and the second
+    second: dict[str, Any]
+
+
+@lru_cache(256)
+def _plan(samples: int, count: int, width: int, masked: bool) -> _Plan:
     padded = power_of_two(width)
     rows = max(1, TILE // padded)
     parts = parts_of(samples, count, rows)
-    share = tiles_of(tiles_of(count, rows), parts) * rows
-    out = torch.empty(samples, len(FIELDS), dtype=torch.float64, device=tokens.device)
-    strides = (tokens.stride(0), tokens.stride(1), *((0, 0) if mask is None else mask.stride()))
-    vectors = numbers = out  # any tensor in the place of what is not written
-    if parts > 1:
-        vectors, numbers = out.new_empty(samples, parts, 2, width), out.new_empty(samples, parts, NUMBERS)
     kind = {
-        "MASKED": mask is not None,
+        "MASKED": masked,
         "WIDTH": width,
         "PADDED": padded,
         "ROWS": rows,
@@ -186,11 +189,25 @@ def token_sums(tokens: Tensor, mask: Tensor | None) -> Tensor:
         "num_warps": 8 if padded <= 2048 else 16,
         "maxnreg": REGISTERS,
     }
-    read = (tokens, tokens if mask is None else mask)
-    made = (vectors, numbers, out)
+    first = {**kind, "WHOLE": parts == 1, "STAGES": STAGES}
+    second = {**kind, "PARTS": power_of_two(parts), "STAGES": STAGES if padded <= MERGED else 1}
+    return _Plan(parts, tiles_of(tiles_of(count, rows), parts) * rows, first, second)
+
+
+def token_sums(tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """Launch one kernel, or two where there are too few samples to fill the GPU."""
+    if tokens.stride(-1) != 1:
+        tokens = tokens.contiguous()
+    samples, count, width = tokens.shape
+    plan = _plan(samples, count, width, mask is not None)
+    out = torch.empty(samples, len(FIELDS), dtype=torch.float64, device=tokens.device)
+    strides = (*tokens.stride()[:2], *((0, 0) if mask is None else mask.stride()))
+    vectors = numbers = out  # any tensor in the place of what is not written
+    if plan.parts > 1:
+        vectors, numbers = out.new_empty(samples, plan.parts, 2, width), out.new_empty(samples, plan.parts, NUMBERS)
+    given = (tokens, tokens if mask is None else mask, vectors, numbers, out, count)
     with torch.cuda.device_of(tokens):  # Triton launches where the current device is
-        _sum[(samples, parts)](*read, *made, count, share, *strides, WHOLE=parts == 1, STAGES=STAGES, **kind)
-        if parts > 1:
-            wide, stages = power_of_two(parts), STAGES if padded <= MERGED else 1
-            _merge[(samples,)](*read, *made, count, parts, *strides, PARTS=wide, STAGES=stages, **kind)
+        _sum[(samples, plan.parts)](*given, plan.share, *strides, **plan.first)
+        if plan.parts > 1:
+            _merge[(samples,)](*given, plan.parts, *strides, **plan.second)
     return out
