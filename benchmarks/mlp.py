@@ -1,25 +1,23 @@
-"""An MLP with its GELU inside the products: ours against PyTorch's, as ratios in one run.
+"""An MLP in one kernel forwards, with its GELU inside the products backwards: ours against PyTorch's, in one run.
 
     python benchmarks/mlp.py
     python benchmarks/mlp.py --only backward --repetitions 9
 
 On CUDA: 65,536 and 100,352 tokens, 192 to 768 channels and back (ViT-Ti/4 at batch 1024, DeiT-Ti/16 at batch 512, both
 without their class tokens), bfloat16. "training" is the whole MLP, forward and backward, as a compiled model runs it,
-in autocast with float32 weights: PyTorch's layers and `kernels.mlp` with its two ways forwards; "inference" the same
-without gradients. "hidden", "whole" and "backward" are the kernels by themselves in several cuts (tokens and channels
-of a tile, warps, stages, programs, registers), at the first size, beside PyTorch's operations, which are not compiled
-there. Ten calls are one CUDA graph; the variants take turns beside
-PyTorch's, and ratios are taken within the pairs. `floor_ms` is what reading and writing every tensor of every product
-once takes at the speed of a copy, or its products at that of a large one where that is longer, both measured in the
-same run; `gb_per_second` counts those bytes. On the CPU a toy size runs uncompiled, ours in Triton's interpreter
-(TRITON_INTERPRET=1), which shows that the script runs, not what anything costs. Results go to benchmarks/results, one
-CSV per device, dtype and versions.
+in autocast with float32 weights: PyTorch's layers and `kernels.mlp`; "inference" the same without gradients. "forward"
+and "backward" are the kernels by themselves in several cuts (tokens and channels of a tile, warps, stages, programs,
+registers), at the first size, beside PyTorch's operations, which are not compiled there. Ten calls are one CUDA graph;
+the variants take turns beside PyTorch's, and ratios are taken within the pairs. `floor_ms` is what reading and writing
+every tensor of every product once takes at the speed of a copy, or its products at that of a large one where that is
+longer, both measured in the same run; `gb_per_second` counts those bytes. On the CPU a toy size runs uncompiled, ours
+in Triton's interpreter (TRITON_INTERPRET=1), which shows that the script runs, not what anything costs. Results go to
+benchmarks/results, one CSV per device, dtype and versions.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,24 +37,15 @@ from acutance.models.layers import Mlp
 
 RESULTS = Path(__file__).parent / "results"
 CALLS = 10
-PARTS = ("training", "inference", "hidden", "whole", "backward")
-WAYS = {"GELU in the products": False, "both products in one": True}  # mlp.WHOLE
+PARTS = ("training", "inference", "forward", "backward")
 TILES = {
-    "hidden": [
+    "forward": [
         mlp.FORWARD,
-        Tile(64, 128, 4, 1, 396, None),
-        Tile(64, 128, 4, 1, 10**6, None),  # each program has one tile
-        Tile(64, 128, 4, 2, 264, None),
-        Tile(64, 128, 8, 2, 264, 128),
-        Tile(64, 64, 4, 1, 528, 128),
-    ],
-    "whole": [
-        mlp.FORWARD_WHOLE,
-        Tile(128, 64, 8, 2, 10**6, None),
-        Tile(128, 64, 8, 1, 10**6, None),
-        Tile(128, 32, 8, 3, 10**6, None),
-        Tile(64, 64, 4, 2, 10**6, None),
-        Tile(64, 64, 4, 1, 10**6, 168),
+        Tile(128, 64, 8, 2),
+        Tile(128, 64, 8, 1),
+        Tile(128, 32, 8, 3),
+        Tile(64, 64, 4, 2),
+        Tile(64, 64, 4, 1, registers=168),
     ],
     "backward": [
         mlp.BACKWARD,
@@ -82,7 +71,6 @@ class Shape(NamedTuple):
             a * b * size for a, b in ((self.tokens, self.inside), (self.tokens, self.hidden), self[1:])
         )
         flops = 2 * self.tokens * self.inside * self.hidden
-        gelu_inside = (narrow + 2 * wide + weight, flops)
         both = (2 * (narrow + weight), 2 * flops)
         both_kept = (both[0] + wide, both[1])
         made_again = (narrow + 3 * wide + weight, flops)
@@ -90,9 +78,8 @@ class Shape(NamedTuple):
         return {
             "training": [both_kept, made_again, plain, plain, plain],  # the last: dx and two gradients of weights
             "inference": [both],
-            "hidden": [gelu_inside],
-            "whole": [both_kept],
-            "backward": [gelu_inside],
+            "forward": [both_kept],
+            "backward": [made_again],
         }[part]
 
 
@@ -115,56 +102,34 @@ class Inputs:
         self.bias, self.last_bias = (layer.bias.detach().to(dtype) for layer in (self.layers.fc1, self.layers.fc2))
 
 
-def training(inputs: Inputs, run: Callable[[Tensor], Tensor], whole: bool) -> object:
-    with forwards(whole), torch.autocast(inputs.device, inputs.dtype):
+def training(inputs: Inputs, run: Callable[[Tensor], Tensor]) -> object:
+    with torch.autocast(inputs.device, inputs.dtype):
         out = run(inputs.x)
     return torch.autograd.grad(out, [inputs.x, *inputs.layers.parameters()], inputs.grad)
 
 
-def inference(inputs: Inputs, run: Callable[[Tensor], Tensor], whole: bool) -> object:
-    with forwards(whole), torch.no_grad(), torch.autocast(inputs.device, inputs.dtype):
+def inference(inputs: Inputs, run: Callable[[Tensor], Tensor]) -> object:
+    with torch.no_grad(), torch.autocast(inputs.device, inputs.dtype):
         return run(inputs.x)
 
 
-@contextmanager
-def forwards(whole: bool) -> Iterator[None]:
-    """Which of the two kernels is asked for; each has a compiled graph of its own."""
-    before, mlp.WHOLE = mlp.WHOLE, whole
-    try:
-        yield
-    finally:
-        mlp.WHOLE = before
-
-
-def plain_hidden(inputs: Inputs) -> tuple[Tensor, Tensor]:
+def plain_forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     pre = F.linear(inputs.x.detach(), inputs.up, inputs.bias)
-    return F.gelu(pre), pre
-
-
-def plain_whole(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    act, pre = plain_hidden(inputs)
-    return F.linear(act, inputs.down, inputs.last_bias), pre
+    return F.linear(F.gelu(pre), inputs.down, inputs.last_bias), pre
 
 
 def plain_backward(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """PyTorch has GELU(h) from the forward pass."""
     of_pre = torch.ops.aten.gelu_backward(inputs.grad @ inputs.down, inputs.pre)
     return of_pre, of_pre.sum(0)
 
 
-def our_hidden(inputs: Inputs, tile: Tile) -> object:
+def our_forward(inputs: Inputs, tile: Tile) -> object:
     from acutance.kernels import mlp_tiles
-
-    act, pre = torch.empty_like(inputs.pre), torch.empty_like(inputs.pre)
-    mlp_tiles.forward(inputs.x.detach(), inputs.up, inputs.bias, act, pre, tile)
-    return act, pre
-
-
-def our_whole(inputs: Inputs, tile: Tile) -> object:
-    from acutance.kernels import mlp_whole_tiles
 
     out, pre = torch.empty_like(inputs.x.detach()), torch.empty_like(inputs.pre)
     layers = (inputs.up, inputs.bias, inputs.down, inputs.last_bias)
-    mlp_whole_tiles.forward(inputs.x.detach(), *layers, out, pre, tile)
+    mlp_tiles.forward(inputs.x.detach(), *layers, out, pre, tile)
     return out, pre
 
 
@@ -172,10 +137,10 @@ def our_backward(inputs: Inputs, tile: Tile) -> object:
     from acutance.kernels import mlp_tiles
 
     tokens, hidden = inputs.pre.shape
-    of_pre = torch.empty_like(inputs.pre)
+    of_pre, again = torch.empty_like(inputs.pre), torch.empty_like(inputs.pre)
     sums = torch.empty(-(-tokens // tile.rows), hidden, device=inputs.device)
-    mlp_tiles.backward(inputs.grad, inputs.down, inputs.pre, of_pre, sums, inputs.pre.new_empty(0), tile)
-    return of_pre, sums.sum(0)
+    mlp_tiles.backward(inputs.grad, inputs.down, inputs.pre, of_pre, sums, again, tile)
+    return of_pre, sums.sum(0), again
 
 
 def calls_of(part: str, inputs: Inputs) -> Iterator[tuple[str, Step]]:
@@ -184,16 +149,11 @@ def calls_of(part: str, inputs: Inputs) -> Iterator[tuple[str, Step]]:
     if part in ("training", "inference"):
         layers, call = inputs.layers, training if part == "training" else inference
         plain_layers = nn.Sequential(layers.fc1, layers.act, layers.fc2)  # in which no kernel of ours is asked for
-        for name, whole in {"PyTorch": False, **WAYS}.items():
-            module = plain_layers if name == "PyTorch" else layers
+        for name, module in {"PyTorch": plain_layers, "ours": layers}.items():
             run: Any = torch.compile(module, dynamic=False) if on_gpu else module
-            yield name, partial(call, inputs, run, whole)
+            yield name, partial(call, inputs, run)
         return
-    plain, ours = {
-        "hidden": (plain_hidden, our_hidden),
-        "whole": (plain_whole, our_whole),
-        "backward": (plain_backward, our_backward),
-    }[part]
+    plain, ours = {"forward": (plain_forward, our_forward), "backward": (plain_backward, our_backward)}[part]
     yield "PyTorch", partial(plain, inputs)
     for tile in TILES[part][: None if on_gpu else 2]:  # the interpreter is slow
         yield f"ours, {tuple(tile)}", partial(ours, inputs, tile if on_gpu else tile._replace(programs=2))

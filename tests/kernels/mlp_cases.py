@@ -25,7 +25,6 @@ SHAPES = [(1, 64, 128), (150, 192, 256), (128, 256, 128), *([(65536, 192, 768), 
 def few_programs(monkeypatch):
     """Two a column on a CPU, so that some go through several tiles, and not equally many."""
     if not CUDA:
-        monkeypatch.setattr(mlp, "FORWARD", mlp.FORWARD._replace(programs=4))
         monkeypatch.setattr(mlp, "BACKWARD", mlp.BACKWARD._replace(programs=4))
 
 

@@ -19,13 +19,6 @@ from acutance.models import ViT
 from acutance.models.layers import Mlp
 
 
-@pytest.fixture(params=["mlp_hidden", "mlp_whole"])
-def forward_op(request, monkeypatch):
-    """The operation that goes forwards, either."""
-    monkeypatch.setattr(mlp, "WHOLE", request.param == "mlp_whole")
-    return request.param
-
-
 def model(dropout=0.0, activation="gelu", dim=64, hidden=128):
     torch.manual_seed(0)
     made = Mlp(dim, hidden, dropout, activation).to(DEVICE)
@@ -64,7 +57,7 @@ def error(ours, theirs):
 @pytest.mark.parametrize("autocast", [False, True], ids=["half", "autocast"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_mlp_has_the_gradients_of_float64_and_is_no_further_from_it_than_pytorch(
-    dtype, autocast, forward_op, monkeypatch, calls
+    dtype, autocast, monkeypatch, calls
 ):
     own = torch.float32 if autocast else dtype
     layers, x = model(dim=192, hidden=256).to(own), draw(2, 65, 192, dtype=own)
@@ -86,7 +79,7 @@ def test_an_mlp_has_the_gradients_of_float64_and_is_no_further_from_it_than_pyto
 
 
 @needs_kernels
-def test_frozen_parameters_get_no_gradient(forward_op):
+def test_frozen_parameters_get_no_gradient():
     layers, x = model(), draw(70, 64, dtype=torch.float32)
     everything = step(layers, layers, x)
     for frozen in ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"):
@@ -101,20 +94,21 @@ def test_frozen_parameters_get_no_gradient(forward_op):
 
 
 @needs_kernels
-def test_without_gradients_nothing_is_kept(forward_op, monkeypatch):
+def test_without_gradients_nothing_is_kept(monkeypatch):
     layers, x = model().to(LOW), draw(70, 64, dtype=LOW)
     kept = []
-    original = getattr(mlp, forward_op)
-    monkeypatch.setattr(mlp, forward_op, lambda *a: kept.append(a[-1]) or original(*a))
+    for name in ("mlp_forward", "_forward"):  # the operation, and what is called where nobody looks
+        original = getattr(mlp, name)
+        monkeypatch.setattr(mlp, name, lambda *a, name=name, run=original: kept.append((name, a[-1])) or run(*a))
     learning = layers(x)
     with torch.no_grad():
         assert torch.equal(layers(x), learning)
-    assert kept == [True, False]
+    assert kept == [("mlp_forward", True), ("_forward", False)]
 
 
 @needs_kernels
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
-def test_a_compiled_mlp_is_one_graph_with_the_kernels_in_it(checkpointed, forward_op):
+def test_a_compiled_mlp_is_one_graph_with_the_kernels_in_it(checkpointed):
     layers, x = model(), draw(3, 30, 64, dtype=torch.float32)
     expected = step(layers, layers, x)
     torch._dynamo.reset()
@@ -130,11 +124,11 @@ def test_a_compiled_mlp_is_one_graph_with_the_kernels_in_it(checkpointed, forwar
     (graph,) = graphs
     parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]  # a checkpoint has its own
     targets = [str(node.target) for part in parts for node in part.graph.nodes]
-    assert sum(f"acutance.{forward_op}" in target for target in targets) == 1
+    assert sum("acutance.mlp_forward" in target for target in targets) == 1
 
 
 @needs_kernels
-def test_a_checkpointed_mlp_runs_the_kernels_again(forward_op, calls):
+def test_a_checkpointed_mlp_runs_the_kernels_again(calls):
     layers, x = model(), draw(3, 30, 64, dtype=torch.float32)
     expected = step(layers, layers, x)
     found = step(lambda x: checkpoint(layers, x, use_reentrant=False), layers, x)
@@ -144,11 +138,11 @@ def test_a_checkpointed_mlp_runs_the_kernels_again(forward_op, calls):
 
 @needs_kernels
 @pytest.mark.parametrize("learning", [False, True])
-def test_an_exported_mlp_has_the_kernels_in_it(learning, forward_op):
+def test_an_exported_mlp_has_the_kernels_in_it(learning):
     layers, x = model().to(LOW).eval(), draw(3, 30, 64, dtype=LOW)
     with torch.set_grad_enabled(learning):
         exported = torch.export.export(layers, (x,))
-        assert sum(f"acutance.{forward_op}" in str(node.target) for node in exported.graph.nodes) == 1
+        assert sum("acutance.mlp_forward" in str(node.target) for node in exported.graph.nodes) == 1
         torch.testing.assert_close(exported.module()(x), layers(x))
 
 
@@ -163,7 +157,7 @@ def test_a_vit_asks_for_it_in_every_layer(calls):
 
 
 @needs_kernels
-def test_a_compiled_vit_learns_as_without_the_kernels(forward_op, monkeypatch):
+def test_a_compiled_vit_learns_as_without_the_kernels(monkeypatch):
     """On a GPU in CUDA graphs, replayed."""
     vit = ViT(image_size=8, patch_size=4, dim=64, depth=2, heads=1, num_classes=3, mlp_ratio=2, stream="autocast")
     vit, images = vit.to(DEVICE), draw(26, 3, 8, 8, dtype=torch.float32)
@@ -252,7 +246,7 @@ def test_on_a_cpu_pytorch_computes_it():
 
 @pytest.mark.cuda
 @needs_gpu
-def test_the_same_inputs_give_the_same_bits(forward_op):
+def test_the_same_inputs_give_the_same_bits():
     layers, x = model(dim=192, hidden=768), draw(512, 197, 192, dtype=torch.float32)
     first, again = (step(layers, layers, x, torch.bfloat16) for _ in range(2))
     assert all(map(torch.equal, first, again))
@@ -260,7 +254,7 @@ def test_the_same_inputs_give_the_same_bits(forward_op):
 
 @pytest.mark.cuda
 @needs_gpu
-def test_a_cuda_graph_replays_it(forward_op):
+def test_a_cuda_graph_replays_it():
     layers, x = model(dim=192, hidden=768), draw(512, 65, 192, dtype=torch.float32)
     run = torch.compile(layers, mode="reduce-overhead")
     expected = step(layers, layers, x, torch.bfloat16)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from acutance.kernels import packed
 from acutance.kernels.tiled import needs_grad
+from acutance.kernels.tracing import is_watched
 
 if TYPE_CHECKING:
     from acutance.operator import AttentionOperator
@@ -67,9 +68,7 @@ def row_sums(A: AttentionOperator, u: Tensor | None = None, counted: Tensor | No
     if u is None and A.remembered is not None and versions is not None and A.remembered[0] == versions:
         known = A.remembered[1]
         return RowSums(known[0], known[1], None)
-    # Tracing needs the registered operation; called as it is, the kernel saves the host the detour, layer after layer.
-    traced = torch.compiler.is_compiling() or type(A.q) is not Tensor
-    sums: Tensor = (attention_sums if traced else _sums)(A.q, A.k, A.mask4, u, counted, A.scale, A.causal)
+    sums: Tensor = (attention_sums if is_watched(A.q) else _sums)(A.q, A.k, A.mask4, u, counted, A.scale, A.causal)
     A.remembered = None if versions is None else (versions, sums)
     return RowSums(sums[0], sums[1], None if u is None else sums[2])
 

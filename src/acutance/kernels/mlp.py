@@ -1,8 +1,9 @@
-"""A Transformer's MLP with its GELU inside the products, y = W₂ GELU(W₁ x + b₁) + b₂.
+"""A Transformer's MLP in one kernel forwards, y = W₂ GELU(W₁ x + b₁) + b₂.
 
-Tokens of few channels make the products around the hidden layer wait for memory. So the first writes h = W₁ x + b₁ and
-GELU(h) at once, and backwards the product W₂ᵀ dy is multiplied by GELU'(h) before it is written, and summed over
-tokens for the gradient of b₁: no pass over the hidden layer remains that is not a product. The other products stay
+Tokens of few channels make the products around the hidden layer wait for memory. So forwards the hidden layer goes from
+one product to the other in registers, and only h = W₁ x + b₁ is written, if there is to be a backward pass. Backwards
+the product W₂ᵀ dy is multiplied by GELU'(h) before it is written, summed over tokens for the gradient of b₁, and
+GELU(h) made again for that of W₂: no pass over the hidden layer remains that is not a product. The other products stay
 PyTorch's own.
 
 GELU(x) = x Φ(x) = max(x, 0) − |x| Φ(−|x|), and Φ(−a) is 2 to the power of a polynomial in a: one exponential, where an
@@ -16,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from acutance.kernels import packed
+from acutance.kernels.tracing import is_watched
 
 DTYPES = (torch.bfloat16, torch.float16)
 # log₂ Φ(−a), lowest power first: a minimax fit over 0 ≤ a ≤ 6, to 6·10⁻⁶ of Φ(−a) when computed in float32. Beyond,
@@ -39,26 +40,24 @@ WIDEST = 256  # channels of a token: a program keeps those of all its hidden cha
 
 
 class Tile(NamedTuple):
-    """How a product is cut: tokens and hidden channels of a tile, warps, stages of the loop over tiles, programs.
+    """How tokens and hidden channels are cut: so many of each in a tile, warps, stages of the loop, programs.
 
-    The programs share the tiles among themselves; each keeps to its hidden channels, whose weights it reads once.
+    Backwards the programs share the tiles among themselves, and each keeps to its hidden channels, whose weights it
+    reads once; forwards each has the tokens of one tile, and as many programs are started.
     """
 
     rows: int
     columns: int
     warps: int
     stages: int
-    programs: int
+    programs: int = 0
     registers: int | None = None
 
 
-# The fastest of those timed on an H200 at 192 channels: two and three programs for each of its 132 multiprocessors.
-FORWARD = Tile(128, 128, 8, 1, 264, 128)
+# The fastest of those timed on an H200 at 192 channels; backwards three programs for each of its 132 multiprocessors.
+FORWARD = Tile(128, 64, 8, 3)
 BACKWARD = Tile(64, 128, 4, 1, 396, 168)
-# Both products in one kernel, from tokens to tokens; backwards GELU(h) is made again.
-WHOLE = True
-FORWARD_WHOLE = Tile(128, 64, 8, 3, 10**6)  # each program has one tile
-DEEPEST = 192  # channels: of more, three stages do not fit into shared memory
+DEEPEST = 192  # channels: of more, three stages forwards do not fit into shared memory
 
 
 def is_available(x: Tensor, fc1: nn.Module, fc2: nn.Module) -> bool:
@@ -94,11 +93,8 @@ def mlp(x: Tensor, fc1: nn.Linear, fc2: nn.Linear) -> Tensor:
     if torch.is_grad_enabled():
         learnt: Tensor = _Mlp.apply(*inputs)  # type: ignore[no-untyped-call]
         return learnt
-    if WHOLE:
-        made: Tensor = mlp_whole(*inputs, False)[0]
-        return made
-    tokens, up, shift, down, offset = inputs
-    return F.linear(mlp_hidden(tokens, up, shift, False)[0], down, offset.to(dtype))
+    made: Tensor = (mlp_forward if is_watched(x) else _forward)(*inputs, False)[0]
+    return made
 
 
 class _Mlp(torch.autograd.Function):
@@ -106,22 +102,17 @@ class _Mlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor, shift: Tensor, down: Tensor, offset: Tensor) -> Tensor:
+        out: Tensor
+        out, pre = mlp_forward(x, up, shift, down, offset, True)
+        ctx.save_for_backward(x, up, down, pre)
         ctx.dtypes = shift.dtype, offset.dtype
-        if WHOLE:
-            out: Tensor
-            out, pre = mlp_whole(x, up, shift, down, offset, True)
-            ctx.save_for_backward(x, up, down, pre)
-            return out
-        act, pre = mlp_hidden(x, up, shift, True)
-        ctx.save_for_backward(x, up, down, pre, act)
-        return F.linear(act, down, offset.to(x.dtype))
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, up, down, pre, *kept = ctx.saved_tensors
+        x, up, down, pre = ctx.saved_tensors
         of_x, of_up, of_shift, of_down, of_offset = ctx.needs_input_grad
-        of_pre, sums, again = mlp_backward(grad, down, pre, of_down and len(kept) == 0)
-        act = kept[0] if len(kept) > 0 else again
+        of_pre, sums, act = mlp_backward(grad, down, pre, of_down)
         rows = grad.flatten(0, -2)
         return (
             of_pre @ up if of_x else None,
@@ -132,26 +123,18 @@ class _Mlp(torch.autograd.Function):
         )
 
 
-@torch.library.custom_op("acutance::mlp_hidden", mutates_args=())
-def mlp_hidden(x: Tensor, weight: Tensor, bias: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
-    """GELU(h) and h = x Wᵀ + b, which is empty unless it is to be `kept`."""
+def _forward(x: Tensor, up: Tensor, shift: Tensor, down: Tensor, offset: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
+    """GELU(h) Wᵀ + c with W = `down` and c = `offset`, and h, which is empty unless it is to be `kept`."""
     from acutance.kernels import mlp_tiles
 
-    act, pre = _hidden_outputs(x, weight, bias, kept)
-    mlp_tiles.forward(x.contiguous(), weight.contiguous(), bias.contiguous(), act, pre, FORWARD)
-    return act, pre
-
-
-@torch.library.custom_op("acutance::mlp_whole", mutates_args=())
-def mlp_whole(x: Tensor, up: Tensor, shift: Tensor, down: Tensor, offset: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
-    """GELU(h) Wᵀ + c with W = `down` and c = `offset`, and h, which is empty unless it is to be `kept`."""
-    from acutance.kernels import mlp_whole_tiles
-
-    out, pre = _whole_outputs(x, up, shift, down, offset, kept)
+    out, pre = _forward_outputs(x, up, shift, down, offset, kept)
     x, up, shift, down, offset = (tensor.contiguous() for tensor in (x, up, shift, down, offset))
-    tile = FORWARD_WHOLE if x.shape[-1] <= DEEPEST else FORWARD_WHOLE._replace(stages=2)
-    mlp_whole_tiles.forward(x, up, shift, down, offset, out, pre, tile)
+    tile = FORWARD if x.shape[-1] <= DEEPEST else FORWARD._replace(stages=2)
+    mlp_tiles.forward(x, up, shift, down, offset, out, pre, tile)
     return out, pre
+
+
+mlp_forward = torch.library.custom_op("acutance::mlp_forward", _forward, mutates_args=())
 
 
 @torch.library.custom_op("acutance::mlp_backward", mutates_args=())
@@ -167,18 +150,11 @@ def mlp_backward(grad: Tensor, weight: Tensor, pre: Tensor, again: bool) -> tupl
     return of_pre, sums, act
 
 
-@mlp_hidden.register_fake
-def _hidden_outputs(x: Tensor, weight: Tensor, bias: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
-    """Room for what the forward pass writes."""
-    act = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    return act, x.new_empty(act.shape if kept else 0)
-
-
-@mlp_whole.register_fake
-def _whole_outputs(
+@mlp_forward.register_fake
+def _forward_outputs(
     x: Tensor, up: Tensor, shift: Tensor, down: Tensor, offset: Tensor, kept: bool
 ) -> tuple[Tensor, Tensor]:
-    """Room for what the whole forward pass writes."""
+    """Room for what the forward pass writes."""
     return x.new_empty(x.shape), x.new_empty((*x.shape[:-1], up.shape[0]) if kept else 0)
 
 

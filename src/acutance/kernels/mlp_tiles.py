@@ -1,9 +1,9 @@
-"""The kernels of `mlp`. A program reads the weights of its hidden channels once and goes through tiles of tokens.
+"""The kernels of `mlp`. Products are summed in float32; h is rounded before its GELU is taken, as it is kept.
 
-All channels of a token are multiplied in one go, in chunks, so that nothing is summed up across programs. Products are
-summed in float32, and what follows them is computed from that: the GELU is that of h before it is rounded, its slope
-that of h as it was kept. Multiplying and adding at once is asked for by name: newer compilers do not join the two by
-themselves.
+Forwards a program takes some tokens through the whole hidden layer, some channels at a time. Backwards it reads the
+weights of its hidden channels once and goes through tiles of tokens: all channels of a token are multiplied in one go,
+in chunks, so that nothing is summed up across programs. Multiplying and adding at once is asked for by name: newer
+compilers do not join the two by themselves.
 """
 
 from __future__ import annotations
@@ -57,19 +57,12 @@ def _slope(x):
 
 
 @triton.jit
-def _weights(
-    weight, column, INSIDE: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
-    TURNED: tl.constexpr,
-):  # fmt: skip
-    """For the hidden channels from `column` on, (CHUNK, COLUMNS) each; TURNED if they lie as (HIDDEN, INSIDE)."""
+def _weights(weight, column, INSIDE: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
+    """For the hidden channels from `column` on, (CHUNK, COLUMNS) each."""
     chunks = ()
     columns, inner = column + tl.arange(0, COLUMNS), tl.arange(0, CHUNK)
     for k in tl.static_range(INSIDE // CHUNK):
-        if TURNED:
-            chunk = tl.load(weight + columns[:, None] * INSIDE + (k * CHUNK + inner)[None, :]).T
-        else:
-            chunk = tl.load(weight + (k * CHUNK + inner)[:, None] * HIDDEN + columns[None, :])
-        chunks += (chunk,)  # type: ignore[assignment]
+        chunks += (tl.load(weight + (k * CHUNK + inner)[:, None] * HIDDEN + columns[None, :]),)  # type: ignore[assignment]
     return chunks
 
 
@@ -89,22 +82,39 @@ def _product(
 
 @triton.jit
 def _forward(
-    x, weight, bias, act, pre, rows, lanes,
+    x, up, shift, down, offset, out, pre, rows,
     INSIDE: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, CUT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    across: tl.constexpr = HIDDEN // COLUMNS  # neighbours share tokens, which the second finds in the cache
-    lane, column = tl.program_id(0) // across, tl.program_id(0) % across * COLUMNS
-    weights = _weights(weight, column, INSIDE, HIDDEN, COLUMNS, CHUNK, True)
-    shift = tl.load(bias + column + tl.arange(0, COLUMNS)).to(tl.float32)[None, :]
-    places = tl.arange(0, ROWS)[:, None] * HIDDEN + tl.arange(0, COLUMNS)[None, :]
-    for start in tl.range(lane * ROWS, rows, lanes * ROWS, num_stages=STAGES):
-        there = (tl.arange(0, ROWS) < rows - start)[:, None] if CUT else None
-        here = tl.cast(start, tl.int64) * HIDDEN + column
-        h = _product(x, start, there, weights, INSIDE, ROWS, COLUMNS, CHUNK) + shift
+    PARTS: tl.constexpr = INSIDE // CHUNK  # tiles have powers of two for sides, 192 channels do not
+    start = tl.program_id(0) * ROWS
+    row, inner, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, CHUNK), tl.arange(0, COLUMNS)
+    there = row < rows - start if CUT else None
+    x += tl.cast(start, tl.int64) * INSIDE
+    out += tl.cast(start, tl.int64) * INSIDE
+    pre += tl.cast(start, tl.int64) * HIDDEN
+    tokens, sums = (), ()
+    for k in tl.static_range(PARTS):
+        places = row * INSIDE + (k * CHUNK + inner)[None, :]
+        tokens += (tl.load(x + places, mask=there, other=0.0 if CUT else None),)  # type: ignore[assignment]
+        sums += (tl.zeros((ROWS, CHUNK), tl.float32),)  # type: ignore[assignment]
+    for column in tl.range(0, HIDDEN, COLUMNS, num_stages=STAGES):
+        h = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for k in tl.static_range(PARTS):
+            weights = tl.load(up + (column + columns)[:, None] * INSIDE + (k * CHUNK + inner)[None, :])
+            h = tl.dot(tokens[k], weights.T, h)
+        h = (h + tl.load(shift + column + columns).to(tl.float32)[None, :]).to(x.dtype.element_ty)
         if KEPT:
-            tl.store(pre + here + places, h.to(pre.dtype.element_ty), mask=there)
-        tl.store(act + here + places, gelu(h).to(act.dtype.element_ty), mask=there)
+            tl.store(pre + row * HIDDEN + (column + columns)[None, :], h, mask=there)
+        act = gelu(h.to(tl.float32)).to(x.dtype.element_ty)
+        more = ()
+        for k in tl.static_range(PARTS):
+            last = tl.load(down + (k * CHUNK + inner)[:, None] * HIDDEN + (column + columns)[None, :])
+            more += (tl.dot(act, last.T, sums[k]),)  # type: ignore[assignment]
+        sums = more
+    for k in tl.static_range(PARTS):
+        y = sums[k] + tl.load(offset + k * CHUNK + inner).to(tl.float32)[None, :]
+        tl.store(out + row * INSIDE + (k * CHUNK + inner)[None, :], y.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -115,7 +125,7 @@ def _backward(
 ):  # fmt: skip
     across: tl.constexpr = HIDDEN // COLUMNS
     lane, column = tl.program_id(0) // across, tl.program_id(0) % across * COLUMNS
-    weights = _weights(weight, column, INSIDE, HIDDEN, COLUMNS, CHUNK, False)
+    weights = _weights(weight, column, INSIDE, HIDDEN, COLUMNS, CHUNK)
     columns = column + tl.arange(0, COLUMNS)
     places = tl.arange(0, ROWS)[:, None] * HIDDEN + tl.arange(0, COLUMNS)[None, :]
     for start in tl.range(lane * ROWS, rows, lanes * ROWS, num_stages=STAGES):
@@ -130,12 +140,16 @@ def _backward(
         tl.store(sums + tl.cast(start // ROWS, tl.int64) * HIDDEN + columns, tl.sum(g, 0))
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor, act: Tensor, pre: Tensor, tile: Tile) -> None:
-    """Write GELU(h), and h unless its tensor is empty; all are contiguous."""
-    hidden, inside = weight.shape
-    grid, options = _cut(x.numel() // inside, inside, hidden, tile)
+def forward(
+    x: Tensor, up: Tensor, shift: Tensor, down: Tensor, offset: Tensor, out: Tensor, pre: Tensor, tile: Tile
+) -> None:
+    """Write GELU(h) Wᵀ + c, and h unless its tensor is empty; all are contiguous."""
+    hidden, inside = up.shape
+    rows = x.numel() // inside
     with torch.cuda.device_of(x):  # Triton launches where the current device is
-        _forward[grid](x, weight, bias, act, pre, KEPT=pre.numel() > 0, **options)
+        _forward[(tiles_of(rows, tile.rows),)](
+            x, up, shift, down, offset, out, pre, rows, KEPT=pre.numel() > 0, **_cut(rows, inside, hidden, tile)
+        )
 
 
 def backward(grad: Tensor, weight: Tensor, pre: Tensor, into: Tensor, sums: Tensor, act: Tensor, tile: Tile) -> None:
@@ -144,18 +158,17 @@ def backward(grad: Tensor, weight: Tensor, pre: Tensor, into: Tensor, sums: Tens
     All are contiguous.
     """
     inside, hidden = weight.shape
-    grid, options = _cut(grad.numel() // inside, inside, hidden, tile)
-    with torch.cuda.device_of(grad):
-        _backward[grid](grad, weight, pre, into, sums, act, AGAIN=act.numel() > 0, **options)
-
-
-def _cut(rows: int, inside: int, hidden: int, tile: Tile) -> tuple[tuple[int], dict[str, Any]]:
-    """The grid, and what both kernels are told."""
-    across = hidden // tile.columns
+    rows, across = grad.numel() // inside, hidden // tile.columns
     lanes = min(max(1, tile.programs // across), tiles_of(rows, tile.rows))
-    options = {
-        "rows": rows,
-        "lanes": lanes,
+    with torch.cuda.device_of(grad):
+        _backward[(lanes * across,)](
+            grad, weight, pre, into, sums, act, rows, lanes, AGAIN=act.numel() > 0, **_cut(rows, inside, hidden, tile)
+        )
+
+
+def _cut(rows: int, inside: int, hidden: int, tile: Tile) -> dict[str, Any]:
+    """What both kernels are compiled for."""
+    return {
         "INSIDE": inside,
         "HIDDEN": hidden,
         "ROWS": tile.rows,
@@ -167,4 +180,3 @@ def _cut(rows: int, inside: int, hidden: int, tile: Tile) -> tuple[tuple[int], d
         "num_stages": tile.stages,
         "maxnreg": tile.registers,
     }
-    return (lanes * across,), options

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from acutance.errors import ShapeError
 from acutance.kernels.epilogue import Epilogue
-from acutance.kernels.packed_operation import MOST_TOKENS, packed_attention, shared_values
-from acutance.kernels.tracing import constant_in_traces
+from acutance.kernels.packed_operation import MOST_TOKENS, packed_attention, shared_values, unregistered_attention
+from acutance.kernels.tracing import constant_in_traces, is_watched
 
 # The widths of a head, by the bytes of a number, for which they are asked. In float32 wider ones do not fit into the
 # registers and compile for minutes. For long sequences tiles were sought at one width alone.
@@ -144,7 +144,8 @@ def _attend(
         first = first.contiguous()
     contrast = None if contrast is None else contrast.expand(heads).contiguous()
     numbers = (constant, heads, kv_heads, scale, causal)
-    u, _log_sums, stand_in = packed_attention(qkv, first, by_head, contrast, share, *numbers)
+    attend = packed_attention if torch.is_grad_enabled() or is_watched(qkv) else unregistered_attention
+    u, _log_sums, stand_in = attend(qkv, first, by_head, contrast, share, *numbers)
     return u, stand_in
 
 

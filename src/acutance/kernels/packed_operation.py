@@ -12,8 +12,7 @@ from acutance.kernels.tracing import constant_in_traces
 MOST_TOKENS = 256  # of the kernels for short sequences
 
 
-@torch.library.custom_op("acutance::packed_attention", mutates_args=())
-def packed_attention(
+def unregistered_attention(
     qkv: Tensor,
     first: Tensor | None,
     strength: Tensor | None,
@@ -36,6 +35,9 @@ def packed_attention(
         numbers = (constant, heads, kv_heads, scale, causal)
         made = packed_forward.forward(qkv, first, strength, contrast, residual, *numbers)
     return *made, _stand_in(qkv, heads, kv_heads)
+
+
+packed_attention = torch.library.custom_op("acutance::packed_attention", unregistered_attention, mutates_args=())
 
 
 @torch.library.custom_op("acutance::packed_attention_backward", mutates_args=())
