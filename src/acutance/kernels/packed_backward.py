@@ -14,6 +14,7 @@ from torch import Tensor
 
 from acutance.kernels.packed_gradients import by_keys, by_rows, put_keys, row_facts
 from acutance.kernels.packed_head import WIDEST_IN_ONE, backward_head
+from acutance.kernels.packed_one_more import backward_one_more
 from acutance.kernels.packed_tiles import (
     BLOCK,
     BLOCK_TOKENS,
@@ -29,6 +30,8 @@ from acutance.kernels.packed_tiles import (
     strides,
     visible,
 )
+
+ONE_MORE = False  # a last token by itself: not tried on a GPU yet
 
 
 @triton.jit
@@ -245,7 +248,12 @@ def backward(
     chosen, sizes = kind(qkv, first, strength, width, causal, constant), (tokens, heads, scale, constant)
     extra, steps = features(contrast, residual, heads, kv_heads), strides(qkv, first)
     owed, adds = qkv if later is None else later, {"LATER": later is not None}
-    if in_one:
+    if ONE_MORE and in_one and tokens == BLOCK_TOKENS + 1 and contrast is None and residual is None:
+        backward_one_more[(batch * heads,)](
+            qkv, *stand_ins(qkv, first, strength), log_sums, grad, owed, grad_qkv, of_strength, *sizes[1:], *steps,
+            **chosen, **adds, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    elif in_one:
         size, rest = (BLOCK_TOKENS, tail) if full else (tail, 0)
         del extra["GROUP"]
         backward_head[(batch * heads,)](
