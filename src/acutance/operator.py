@@ -268,18 +268,21 @@ class AttentionRecord:
 
 
 def _check_queries_and_keys(q: Tensor, k: Tensor) -> None:
-    shapes = f"q {_s(q)}, k {_s(k)}"
     if q.ndim != 4 or k.ndim != 4:
-        raise ShapeError(f"q and k are (batch, heads, tokens, width); got {shapes}")
+        raise ShapeError(f"q and k are (batch, heads, tokens, width); got {_both(q, k)}")
     if 0 in (*q.shape, *k.shape):
-        raise ShapeError(f"q and k (batch, heads, tokens, width) need at least one of each; got {shapes}")
+        raise ShapeError(f"q and k (batch, heads, tokens, width) need at least one of each; got {_both(q, k)}")
     for name, tensor in (("q", q), ("k", k)):
         if not tensor.is_floating_point():
             raise AcutanceError(f"{name} is {tensor.dtype}; queries and keys are floating point, give {name}.float()")
     if q.size(0) != k.size(0) or q.size(-1) != k.size(-1):
-        raise ShapeError(f"q and k differ in batch or width: {shapes}")
+        raise ShapeError(f"q and k differ in batch or width: {_both(q, k)}")
     if q.size(1) % k.size(1) != 0:
-        raise ShapeError(f"the heads of q are no multiple of the heads of k: {shapes}")
+        raise ShapeError(f"the heads of q are no multiple of the heads of k: {_both(q, k)}")
+
+
+def _both(q: Tensor, k: Tensor) -> str:
+    return f"q {_s(q)}, k {_s(k)}"
 
 
 def _check_devices(q: Tensor, **others: Tensor | None) -> None:

@@ -35,7 +35,8 @@ def test_both_models_are_of_one_size(name: str) -> None:
 
 def test_timms_vit_is_measured_first() -> None:
     titles = [table.title for table in measuring.tables(Settings("cuda:0"))]
-    assert titles[:2] == [f"measuring {whose}DeiT-Ti/16, 224×224, batch 256" for whose in ("timm's ", "")]
+    whose = [("timm's ", 256), ("timm's ", 1024), ("", 256)]
+    assert titles[:3] == [f"measuring {name}DeiT-Ti/16, 224×224, batch {batch}" for name, batch in whose]
 
 
 def test_the_obvious_way_reads_the_same_figures_of_timms_vit() -> None:

@@ -24,8 +24,10 @@ from acutance.wrappers import evaluating
 
 WITH_ATTENTION = (*CHEAP_METRICS, "nonlocal_energy", "attention_entropy")
 SPECTRAL_BATCH = 32  # the eigenvalues of each image's tokens in every layer take long
-# Read by one call of `measure`, whose beginning and end are part of the cost: 4096 images, 16 long texts.
-IMAGE_BATCHES, TEXT_BATCHES = 16, 4
+# Read by one call of `measure`, whose beginning and end are part of the cost.
+IMAGES, TEXT_BATCHES = 4096, 4
+IMAGE_BATCH = 256
+LARGE_BATCH = 1024  # of which a GPU works longer than the host needs to ask for it
 # As the smallest Llama 3.2 has it: 1.2 billion parameters.
 LLAMA = {
     "vocab_size": 128_256,
@@ -57,19 +59,28 @@ class Subject:
 
 def tables(settings: Settings) -> list[Table]:
     """DeiT-Ti, timm's where it is installed and ours, and a Llama where transformers is."""
-    vit = "DeiT-Ti/16, 224×224, batch 256" if settings.on_gpu else "DeiT-Ti at toy size"
-    llama = "Llama of 1.2 billion parameters, 4 texts of 2048 tokens" if settings.on_gpu else "Llama at toy size"
-    few = f"DeiT-Ti/16, 224×224, batch {SPECTRAL_BATCH}" if settings.on_gpu else vit
-    found = [Table(f"measuring {vit}", partial(_rows, partial(_vit, 256), IMAGE_BATCHES, settings))]
+    found = [_image_table(IMAGE_BATCH, settings)]
     if find_spec("timm") is not None:
-        make = partial(_vit, 256, build=timm_model)
-        found.insert(0, Table(f"measuring timm's {vit}", partial(_rows, make, IMAGE_BATCHES, settings)))
+        batches = (IMAGE_BATCH, LARGE_BATCH) if settings.on_gpu else (IMAGE_BATCH,)
+        found[:0] = [_image_table(batch, settings, timm=True) for batch in batches]
     if find_spec("transformers") is not None:
+        llama = "Llama of 1.2 billion parameters, 4 texts of 2048 tokens" if settings.on_gpu else "Llama at toy size"
         texts, tokens = (4, 2048) if settings.on_gpu else (2, 16)
         found.append(
             Table(f"measuring {llama}", partial(_rows, partial(llama_subject, texts, tokens), TEXT_BATCHES, settings))
         )
+    few = _vit_title(SPECTRAL_BATCH, settings)
     return [*found, Table(f"measuring {few}, spectral metrics", partial(_spectral_rows, settings))]
+
+
+def _image_table(batch: int, settings: Settings, *, timm: bool = False) -> Table:
+    whose, build = ("timm's ", timm_model) if timm else ("", _ours)
+    make = partial(_vit, batch, build=build)
+    return Table(f"measuring {whose}{_vit_title(batch, settings)}", partial(_rows, make, IMAGES // batch, settings))
+
+
+def _vit_title(batch: int, settings: Settings) -> str:
+    return f"DeiT-Ti/16, 224×224, batch {batch}" if settings.on_gpu else "DeiT-Ti at toy size"
 
 
 def _rows(make: Callable[[Settings], Subject], batches: int, settings: Settings) -> Iterator[list[Row]]:
