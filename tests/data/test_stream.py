@@ -89,7 +89,7 @@ def test_splits_of_a_folder(tmp_path: Path) -> None:
     test = ImageFolder(tmp_path, "test")
     assert test.paths[0].parts[-3] == "val"
     assert ImageFolder(tmp_path / "val", None).paths == test.paths
-    with pytest.raises(AcutanceError, match="lower `every`"):
+    with pytest.raises(AcutanceError, match=r"lower task\.held_out_every"):
         ImageFolder(tmp_path, "val")
 
 

@@ -86,6 +86,18 @@ def test_a_folder_with_other_settings_is_refused(tmp_path):
         session(tmp_path, changes=("optim.lr=0.003",)).run((1, 2))
 
 
+def test_a_field_that_some_tasks_lack_is_changed_in_the_others_and_one_that_all_lack_is_refused(tmp_path):
+    """ImageNet in shards, and ADE20K beside it."""
+    changes = ("task.shards=/data/train-{000..146}.tar", "loop.log_every=7")
+    plan = session(tmp_path, "neutreno-table2", scale="full", seeds=1, data_dir="/data", changes=changes).plan
+    shards = {planned.recipe: getattr(planned.config.task, "shards", None) for planned in plan}
+    assert shards == {"deit_tiny": "/data/train-{000..146}.tar", "ade20k": None}
+    assert {planned.config.loop.log_every for planned in plan} == {7}
+    for name, change in (("neutreno-table2", "task.shrads=x"), ("neutreno-table8", "task.shards=x")):
+        with pytest.raises(AcutanceError, match=r"task has no field 'sh"):
+            session(tmp_path, name, changes=(change,))
+
+
 def test_how_the_work_is_done_may_change_but_not_the_seed(tmp_path):
     planned = session(tmp_path).plan[0]
     Run(planned.run.folder).begin(override(planned.config, ["loop.graph=true", "task.compile_augment=true"]), None, 1)

@@ -108,6 +108,8 @@ def test_it_may_lie_beside_other_data_sets(config, folder):
         ({"data_dir": None}, "name it with --data-dir"),
         ({"model": replace(MODEL, num_classes=7)}, "the data has 3 classes, the model 7"),
         ({"repeats": 0}, "task.repeats must be 1 or more"),
+        ({"held_out_every": 100}, "no class has 100 images.*lower task.held_out_every"),
+        ({"held_out_every": 100, "train_on": "all"}, "no class has 100 images.*lower task.held_out_every"),
         ({"model": replace(MODEL, in_chans=1)}, "3 channels"),
     ],
 )
@@ -129,6 +131,7 @@ def test_val_without_a_class_or_with_one_too_many_is_no_test(config, folder, tmp
         label.size = 1
         archive.addfile(label, io.BytesIO(b"1"))
     shutil.rmtree(data / "train")
-    beside = task(replace(config, data_dir=str(data), shards=str(tmp_path / "train.tar"), train_on="all"))
+    shards = {"shards": str(tmp_path / "train.tar"), "train_on": "all", "held_out_every": 1}
+    beside = task(replace(config, data_dir=str(data), **shards))
     with pytest.raises(AcutanceError, match="the data has 2 classes, the model 3"):
         beside.size("test")

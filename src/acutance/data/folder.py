@@ -106,10 +106,17 @@ def choose(labels: Tensor, split: FolderSplit | None, every: int, place: Path | 
     if split not in ("train", "val"):
         return torch.arange(len(labels))
     held = held_out(labels, every)
-    chosen = (held if split == "val" else ~held).nonzero()[:, 0]
-    if len(chosen) == 0:
-        raise AcutanceError(f"{place}: no class has {every} images, so that none are held out for val; lower `every`")
-    return chosen
+    refuse_empty_slice(held, every, place)
+    return (held if split == "val" else ~held).nonzero()[:, 0]
+
+
+def refuse_empty_slice(held: Tensor, every: int, place: object) -> None:
+    """Without a held-out image there is nothing to score on the way."""
+    if not bool(held.any()):
+        raise AcutanceError(
+            f"{place}: no class has {every} images, so that none are held out for val; lower task.held_out_every "
+            "(every=)"
+        )
 
 
 def _class_folders(folder: Path) -> list[Path]:

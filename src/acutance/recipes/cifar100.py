@@ -13,7 +13,7 @@ whose steps are not recorded as CUDA graphs.
 
     acutance train cifar100 --data-dir /data --set task.train_on=all
     acutance train cifar100 --data-dir /data --set task.train_on=all --set task.model.mitigation=neutreno:0.6
-    acutance train cifar100 --data-dir /data --set task.fraction=0.1 --set task.model.mitigation=eigen:negative
+    acutance train cifar100 --data-dir /data --set task.model.mitigation=eigen:negative --set loop.graph=false
     acutance evaluate runs/cifar100-train_on=all-seed0
 """
 

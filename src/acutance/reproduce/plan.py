@@ -21,6 +21,7 @@ from acutance.tasks.base import STARTS
 from acutance.train.config import Config
 from acutance.train.nonfinite import DivergedError
 from acutance.train.overrides import override
+from acutance.train.plain import field_types
 from acutance.train.run import INCIDENTAL, Run, changes
 from acutance.train.start import train
 
@@ -144,7 +145,11 @@ class Planner:
         for seed in seeds:
             for name in names:
                 self._add(name, seed, ordered)
-        return list(ordered.values())
+        plan = list(ordered.values())
+        for change in self.changes if plan else ():
+            if not any(_concerns(planned.config, change) for planned in plan):
+                override(plan[0].config, [change])  # which says that there is no such field
+        return plan
 
     def one(self, name: str, seed: int) -> Planned:
         """A single run, without what it starts from."""
@@ -160,7 +165,9 @@ class Planner:
         ordered.setdefault((name, seed), self.one(name, seed))
 
     def _config(self, chosen: Training, seed: int, base: Planned | None) -> Config:
-        config = override(recipes.load(chosen.recipe), [*chosen.changes, f"loop.seed={seed}", *self.changes])
+        plain = recipes.load(chosen.recipe)
+        wanted = (change for change in self.changes if _concerns(plain, change))
+        config = override(plain, [*chosen.changes, f"loop.seed={seed}", *wanted])
         if chosen.starts_from is not None and base is not None:
             start = {chosen.starts_from[0]: str(base.run.model_path)}
             config = replace(config, task=replace(config.task, **start))
@@ -183,6 +190,12 @@ def mine(plan: Sequence[Planned], share: Share | None) -> list[Planned]:
         return list(plan)
     roots = list(dict.fromkeys(planned.root for planned in plan))
     return [planned for planned in plan if roots.index(planned.root) % share[1] == share[0] - 1]
+
+
+def _concerns(config: Config, change: str) -> bool:
+    """Fields of one kind of task, such as task.shards of ImageNet, are changed in runs of that kind."""
+    room, *inside = (part.strip() for part in change.partition("=")[0].split("."))
+    return room != "task" or not inside or inside[0] in field_types(type(config.task))
 
 
 def _text(value: object) -> str:

@@ -112,7 +112,7 @@ class Result:
         spread = f"mean ± standard deviation over {self.seeds} seeds" if self.seeds > 1 else "one seed"
         parts.append(f"arXiv {self.target.paper}. Measured: {spread}. {self.target.notes}".rstrip() + "\n")
         if changed := self.record.get("changes"):
-            parts.append(f"Changed in every run: {', '.join(changed)}.\n")
+            parts.append(f"Changed in every run that has the field: {', '.join(changed)}.\n")
         if self.pending:
             parts.append(f"Not finished yet: {', '.join(self.pending)}.\n")
         return "\n".join(parts)

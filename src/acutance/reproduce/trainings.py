@@ -24,7 +24,7 @@ NEUTRENO, FEATSCALE, BOTH = mitigated("neutreno:0.6"), mitigated("featscale"), m
 
 def _cifar100(spec: str | None, fraction: float = 1.0) -> Training:
     part = () if fraction == 1 else (f"task.fraction={fraction}",)
-    steered = () if spec is None else (mitigated(spec), "loop.graph=false")  # a QR is no part of a CUDA graph
+    steered = () if spec is None else (mitigated(spec), "loop.graph=false")  # whose QR the host waits for
     return Training("cifar100", (WHOLE, *part, *steered))
 
 

@@ -12,10 +12,19 @@ from torch import Tensor, nn
 
 from acutance import processes
 from acutance.data.augment import DEIT, Augment, AugmentConfig
-from acutance.data.folder import HELD_OUT_EVERY, IMAGENET_MEAN, IMAGENET_STD, Crops, FolderSplit, ImageFolder
+from acutance.data.folder import (
+    HELD_OUT_EVERY,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Crops,
+    FolderSplit,
+    ImageFolder,
+    refuse_empty_slice,
+)
 from acutance.data.seeds import generator
 from acutance.data.shards import WebShards
 from acutance.data.stream import REPEATS, evaluation_batches, repeated, training_batches
+from acutance.data.subsets import held_out
 from acutance.errors import AcutanceError
 from acutance.models.config import ViTConfig
 from acutance.tasks.base import Share, Task
@@ -59,6 +68,9 @@ class ImageNetTask(Task[ImageNetConfig]):
         super().__init__(config, seed=seed, device=device)
         self._splits: dict[str, ImageFolder | WebShards] = {}
         self._images = load_imagenet(config, config.train_on)
+        if config.train_on == "all":  # the slice is scored all the same, but not before some epochs are trained
+            every = config.held_out_every
+            refuse_empty_slice(held_out(self._images.labels, every), every, config.shards or config.data_dir)
         classes = config.model.num_classes
         self._augment = Augment(
             config.augment, classes=classes, mean=IMAGENET_MEAN, std=IMAGENET_STD, device=self.device
