@@ -67,7 +67,7 @@ class Problem:
         return product * (2 + 5 * backward)
 
 
-PROBLEMS = (Problem(1024, 65), Problem(512, 197))
+PROBLEMS = (Problem(1024, 64), Problem(1024, 65), Problem(512, 197))  # without and with a class token
 TOY = (Problem(2, 5, 2, 16),)
 
 
