@@ -154,6 +154,13 @@ def test_the_command_records_what_it_needs(run, tmp_path):
     assert {"command", "hardware", "git", "scores", "split", "weights", "model"} <= body.keys()
 
 
+@pytest.mark.parametrize("option", ["--multi-scale", "--single-scale"])
+def test_scales_are_for_segmentation(run, option):
+    done = CliRunner().invoke(app, ["evaluate", str(run), option, "--device", "cpu"])
+    assert isinstance(done.exception, AcutanceError)
+    assert f"{option} is for runs of segmentation; {run} is one of classification" in str(done.exception)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -51,7 +51,7 @@ def evaluate(
         from acutance.train.run import Run
 
         refuse_others(Run(run).config().task)  # before an evaluation that may take hours
-    scales = [] if multi_scale is None else [f"task.multi_scale={str(multi_scale).lower()}"]
+    scales = [] if multi_scale is None else [_scales(run, multi_scale)]
     with processes.joined() as (rank, _):
         found = evaluate_run(
             run,
@@ -73,6 +73,16 @@ def evaluate(
         from acutance.robustness.cli import robustness as measure
 
         measure(run, data_dir=data_dir, split=split, weights=weights, device=device)
+
+
+def _scales(run: Path, several: bool) -> str:
+    """The setting behind --multi-scale and --single-scale."""
+    from acutance.train.run import Run
+
+    if (kind := Run(run).config().task.kind) != "segmentation":
+        asked = "--multi-scale" if several else "--single-scale"
+        raise AcutanceError(f"{asked} is for runs of segmentation; {run} is one of {kind}: leave it out")
+    return f"task.multi_scale={str(several).lower()}"
 
 
 def compare(
