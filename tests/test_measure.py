@@ -151,6 +151,13 @@ def test_no_metric_averages_a_nan(model: ViT, images: torch.Tensor, metric: str)
         ac.measure(model, [images], metrics=metric, tap="attention", progress=False)
 
 
+def test_a_nan_in_attention_is_told_of_by_the_block_that_is_read_anyway(model: ViT, images: torch.Tensor) -> None:
+    with torch.no_grad():
+        model.blocks[1].attn.qkv.weight[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"layer 2.*token_cosine at block"):
+        ac.measure(model, [images], metrics=["token_cosine", "nonlocal_energy"], tap="block", progress=False)
+
+
 def test_a_documented_infinity_is_reported_as_such(model: ViT, images: torch.Tensor) -> None:
     """Tokens whose mean is zero have HFC/LFC = ∞, with no NaN beside it."""
     for name, parameter in model.named_parameters():

@@ -72,6 +72,15 @@ def test_a_reading_by_sums_costs_a_launch_and_little_else(model, images, monkeyp
     assert reading.waits == 0
 
 
+def test_tokens_are_not_summed_up_again_for_attention(model, images, monkeypatch):
+    asked = stand_in(monkeypatch)
+    ac.measure(model, [images], metrics=["token_cosine", *ATTENTION], progress=False)
+    assert len(asked) == DEPTH + 1
+    asked.clear()
+    ac.measure(model, [images], metrics=ATTENTION, progress=False)
+    assert len(asked) == DEPTH, "with nothing else read, the branches are watched"
+
+
 @pytest.mark.parametrize("by_sums", [False, True], ids=["formulas", "sums"])
 @pytest.mark.parametrize("prefix", ["in", "out"])
 def test_the_host_waits_once_a_batch(model, images, monkeypatch, by_sums, prefix):

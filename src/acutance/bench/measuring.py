@@ -27,7 +27,7 @@ SPECTRAL_BATCH = 32  # the eigenvalues of each image's tokens in every layer tak
 # Read by one call of `measure`, whose beginning and end are part of the cost.
 IMAGES, TEXT_BATCHES = 4096, 4
 IMAGE_BATCH = 256
-LARGE_BATCH = 1024  # of which a GPU works longer than the host needs to ask for it
+LARGE_BATCH = 1024  # meant to keep a GPU busy for longer than the host needs to ask for it
 # As the smallest Llama 3.2 has it: 1.2 billion parameters.
 LLAMA = {
     "vocab_size": 128_256,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from acutance.kernels import packed
+from acutance.kernels.sizes import tiles_of
 from acutance.kernels.tracing import is_watched
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -162,6 +163,6 @@ def _forward_outputs(
 def _backward_outputs(grad: Tensor, weight: Tensor, pre: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Room for what the backward pass writes."""
     width = pre.shape[-1]
-    parts = -(-(pre.numel() // width) // BACKWARD.rows)
+    parts = tiles_of(pre.numel() // width, BACKWARD.rows)
     sums = pre.new_empty((parts, width), dtype=torch.float32)
     return pre.new_empty(pre.shape), sums, pre.new_empty(pre.shape if again else 0)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from acutance.kernels.sizes import power_of_two
+
 BLOCK_TOKENS = 64
 BLOCK = tl.constexpr(BLOCK_TOKENS)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -125,7 +127,7 @@ def visible(start, CAUSAL: tl.constexpr, FULL: tl.constexpr):
 def cut(tokens: int) -> tuple[int, int]:
     """Whole blocks, and the smallest tile that takes the rest and that the tensor cores take."""
     full, rest = divmod(tokens, BLOCK_TOKENS)
-    return full, max(16, 1 << (rest - 1).bit_length()) if rest else 0
+    return full, max(16, power_of_two(rest)) if rest else 0
 
 
 def features(contrast: Tensor | None, residual: Tensor | None, heads: int, kv_heads: int) -> dict[str, object]:

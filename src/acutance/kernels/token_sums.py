@@ -15,6 +15,7 @@ from torch import Tensor
 
 from acutance.errors import AcutanceWarning
 from acutance.kernels import packed
+from acutance.kernels.sizes import tiles_of
 
 FIELDS = (
     "count",  # n, the tokens that count
@@ -105,4 +106,4 @@ def token_sums(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
 
 def parts_of(samples: int, tokens: int, rows: int) -> int:
     """In how many parts a sample's tokens are taken, `rows` of them at a time, so that the GPU has enough to do."""
-    return max(1, min(PROGRAMS // samples, -(-tokens // rows)))
+    return max(1, min(PROGRAMS // samples, tiles_of(tokens, rows)))

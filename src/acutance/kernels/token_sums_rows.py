@@ -167,7 +167,7 @@ def _merge(
 
 
 class _Plan(NamedTuple):
-    """How tokens of one shape are read: made once, since the host's arithmetic takes as long as a launch."""
+    """How tokens of one shape are read: made once, since readings are so short that the host's arithmetic is felt."""
 
     parts: int  # of a sample
     share: int  # tokens of a part

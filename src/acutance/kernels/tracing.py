@@ -20,7 +20,7 @@ def constant_in_traces(function: Function) -> Function:
 def is_watched(x: Tensor) -> bool:
     """Whether a kernel must be called as a registered operation, for a tracer, a mode or a transform to see it.
 
-    Where nobody looks, and no gradient is wanted, the way there takes the host longer than the launch.
+    Where nobody looks, and no gradient is wanted, the way there is the host's time for nothing.
     """
     return (
         torch.compiler.is_compiling()
