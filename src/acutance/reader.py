@@ -12,6 +12,7 @@ from acutance import metrics as metric_room
 from acutance.errors import AcutanceError, ShapeError
 from acutance.kernels import token_sums
 from acutance.metrics._common import finite_flags
+from acutance.metrics.from_rows import FROM_ROWS, from_rows
 from acutance.metrics.from_sums import FROM_SUMS, Numbers
 from acutance.operator import AttentionOperator, AttentionRecord
 from acutance.profile import MAP
@@ -27,6 +28,7 @@ class Reader:
     def __init__(self, names: Sequence[str], taps: Sequence[str]) -> None:
         self.token_metrics = [n for n in names if n in metric_room.TOKEN_METRICS]
         self.attention_metrics = [n for n in names if n in metric_room.ATTENTION_METRICS]
+        self.has_both_of_rows = set(FROM_ROWS) <= set(names)  # of which one alone has its own way
         self.successive = SUCCESSIVE in names
         self.taps = taps
         self.samples = Samples()
@@ -79,8 +81,12 @@ class Reader:
         is_watched = self.token_metrics and {"attention", "block"} & set(self.taps)
         if (self.attention_metrics or self.successive) and not is_watched:
             self._watch([*self.attention_metrics, SUCCESSIVE][0], layer, record.branch, mask)
+        rows = from_rows(record, mask) if self.has_both_of_rows else {}
         for name in self.attention_metrics:
-            self.out.add((MAP, layer, name), metric_room.ATTENTION_METRICS[name](record, mask))
+            if name in rows:
+                self.out.add((MAP, layer, name), *rows[name])
+            else:
+                self.out.add((MAP, layer, name), metric_room.ATTENTION_METRICS[name](record, mask))
         if self.successive:
             # Windows that move hold other tokens than in the layer before.
             before, self.previous = self.previous, None if windows_move else record.operator

@@ -35,6 +35,7 @@ class Readout:
     sums: list[Tensor] = field(default_factory=list)  # (rows, FIELDS) each
     flags: list[Tensor] = field(default_factory=list)  # (rows, FLAGS) each, of tokens that were not summed up
     found: list[Tensor] = field(default_factory=list)  # (rows, …) each
+    factors: list[float] = field(default_factory=list)  # what those are multiplied by
     sources: dict[Key, tuple[int, str | None]] = field(default_factory=dict)  # in `found`, or the metric of `sums`
     watched: list[_Watch] = field(default_factory=list)
     _sent: tuple[Tensor, torch.cuda.Event | None] | None = None
@@ -51,11 +52,12 @@ class Readout:
         self.watched.append(_Watch(metric, layer, len(self.flags), summed=False))
         self.flags.append(flags)
 
-    def add(self, key: Key, value: Tensor) -> None:
-        """Take in a metric's values by sample, and by head or window of it."""
+    def add(self, key: Key, value: Tensor, factor: float = 1.0) -> None:
+        """Take in a metric's values by sample, and by head or window of it, and what they are to be multiplied by."""
         self.size = self.size or len(value)
         self.sources[key] = len(self.found), None
         self.found.append(value)
+        self.factors.append(factor)
 
     def follow(self, key: Key, place: int) -> None:
         """A metric whose values follow from the sums in this place."""
@@ -82,7 +84,9 @@ class Readout:
         rows, numbers = _spans([part.shape[0] for part in self.sums]), _spans([part.numel() for part in self.found])
         follows = {name: FROM_SUMS[name](sums) for name in {name for _, name in self.sources.values()} if name}
         return {
-            key: self._by_sample(found[numbers[place]] if name is None else follows[name][rows[place]])
+            key: self._by_sample(
+                self.factors[place] * found[numbers[place]] if name is None else follows[name][rows[place]]
+            )
             for key, (place, name) in self.sources.items()
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -60,18 +61,24 @@ def shards_put_back(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients, then every module's own mode again (some may have been frozen)."""
-    modes = [(module, module.training) for module in model.modules()]
+    training = [module for module in model.modules() if module.training]
     try:
-        for module, _ in modes:
+        for module in training:
             module.training = False  # not by eval(), which some modules take as the order to merge their weights
         # Compiled code would not see the hooks.
         with shards_put_back(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module in training:
+            module.training = True
 
 
 def _is_a(module: nn.Module, *names: str) -> bool:
     """Told by name: where torch comes without distributed there are no such classes to import."""
-    return any(cls.__name__ in names for cls in type(module).__mro__)
+    cls: Any = type(module)
+    return not _parents(cls).isdisjoint(names)
+
+
+@cache
+def _parents(cls: Any) -> frozenset[str]:
+    return frozenset(parent.__name__ for parent in cls.__mro__)

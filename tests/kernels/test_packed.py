@@ -75,22 +75,23 @@ def test_a_causal_token_sees_only_earlier_ones(tokens):
 def test_one_token_more_than_a_block_has_a_kernel_of_its_own(parts, causal, dtype, monkeypatch):
     from acutance.kernels import packed_backward  # needs Triton
 
-    monkeypatch.setattr(packed_backward, "ONE_MORE", True)
     monkeypatch.setattr(packed_backward, "backward_head", None)  # which would be called otherwise
     check((2, 65, 3, 64 if CUDA and dtype != torch.float32 else 16), parts, dtype, causal)
 
 
 @needs_kernels
-def test_one_token_more_gets_what_later_layers_owe_as_two_kernels_do(monkeypatch):
+def test_one_token_more_gets_what_later_layers_owe_as_with_a_contrast_of_one():
+    """Where there is a contrast, another kernel takes a block and a token."""
     from acutance.kernels import packed_backward
 
     qkv, first, _, _, _, grad = packed_cases.inputs(2, 65, 2, 16, device=DEVICE)
     later = torch.randn(2, 65, 32, generator=torch.Generator().manual_seed(9)).to(DEVICE)
     out, log_sums, _ = packed.packed_attention(qkv, first, None, None, None, 0.6, 2, 2, 0.3, False)
-    inputs = (grad, later, qkv, first, None, None, None, out, log_sums, 0.6, 2, 2, 0.3, False)
-    expected = packed_backward.backward(*inputs)[0]
-    monkeypatch.setattr(packed_backward, "ONE_MORE", True)
-    torch.testing.assert_close(packed_backward.backward(*inputs)[0], expected, atol=1e-5, rtol=1e-5)
+    found, expected = (
+        packed_backward.backward(grad, later, qkv, first, None, c, None, out, log_sums, 0.6, 2, 2, 0.3, False)[0]
+        for c in (None, torch.ones(2, device=DEVICE))
+    )
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @needs_kernels

@@ -45,6 +45,9 @@ def programs(request, monkeypatch):
 
     monkeypatch.setattr(token_sums_rows, "parts_of", lambda _, tokens, rows: min(request.param, -(-tokens // rows)))
     monkeypatch.setattr(token_sums_rows, "TILE", 1024)
+    token_sums_rows._plan.cache_clear()
+    yield
+    token_sums_rows._plan.cache_clear()
 
 
 def assert_fields(found, expected):
@@ -60,6 +63,15 @@ def test_the_sums_are_those_of_float64(shape, dtype, masked, programs):
     tokens, mask = tokens_of(*shape, dtype=dtype), mask_of(*shape[:2]) if masked else None
     assert token_sums.is_available(tokens, mask)
     assert_fields(token_sums.token_sums(tokens, mask), fields(tokens, mask))
+
+
+@needs_kernels
+def test_tokens_that_begin_anywhere_are_read_in_turn_with_others():
+    """Code is kept by shape: what was compiled for aligned tokens must not be given others."""
+    longer = tokens_of(2 * 9 * 16 + 1)
+    for start in (0, 1, 0):
+        tokens = longer[start : start + 2 * 9 * 16].view(2, 9, 16)
+        assert_fields(token_sums.token_sums(tokens), fields(tokens))
 
 
 @needs_kernels
@@ -106,23 +118,45 @@ def test_what_is_not_finite_is_counted_in_its_own_sample(value, dtype, programs)
 
 
 @needs_kernels
-def test_nearly_equal_tokens_keep_their_differences(programs):
-    tokens = 1e3 + 1e-3 * tokens_of(2, 131, 16)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nearly_equal_tokens_keep_their_differences(dtype, programs):
+    same = tokens_of(2, 1, 16, dtype=dtype).expand(2, 131, 16)
+    bits = torch.int16 if dtype.itemsize == 2 else torch.int32
+    steps = torch.randint(-1, 2, same.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE, bits)
+    tokens = (same.view(bits) + steps).view(dtype)  # by the last bit
     assert_close_metrics(tokens, rtol=1e-9)
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equal_tokens_have_no_differences_at_all(dtype, programs):
+    tokens = tokens_of(2, 1, 192, dtype=dtype).expand(2, 131, 192)
+    high = token_sums.token_sums(tokens)[:, token_sums.FIELDS.index("high")]
+    assert high.tolist() == [0, 0]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_channel_that_is_large_in_all_tokens_does_not_hide_the_others(dtype, programs):
+    tokens = tokens_of(2, 131, 16, dtype=dtype) / 64
+    tokens[..., 3] = 2000
+    assert_close_metrics(tokens, rtol=1e-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("outlier", [0, 5])
-def test_one_large_token_does_not_hide_the_others(outlier, programs):
-    tokens = tokens_of(2, 131, 16)
+def test_one_large_token_does_not_hide_the_others(outlier, dtype, programs):
+    tokens = tokens_of(2, 131, 16, dtype=dtype)
     tokens[:, outlier] *= 1e4
     assert_close_metrics(tokens, rtol=1e-9)
 
 
 @needs_kernels
 @pytest.mark.parametrize("factor", [2.0**-100, 2.0**120])
-def test_squares_do_not_leave_the_range(factor):
-    tokens = tokens_of(2, 9, 5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_squares_do_not_leave_the_range(dtype, factor):
+    tokens = tokens_of(2, 9, 5, dtype=dtype)
     assert_close_metrics(tokens * factor, rtol=1e-6, like=tokens)
 
 
@@ -158,7 +192,7 @@ class Launches:
     """A kernel that says when it is launched."""
 
     def __init__(self, kernel, name, seen):
-        self.kernel, self.name, self.seen = kernel, name, seen
+        self.kernel, self.name, self.seen, self.arg_names = kernel, name, seen, kernel.arg_names
 
     def __getitem__(self, grid):
         self.seen.append((self.name, grid))
@@ -168,7 +202,7 @@ class Launches:
 @needs_kernels
 @pytest.mark.parametrize(
     ("shape", "expected"),
-    [((5, 50, 128), [("_sum", (5, 1))]), ((2, 50, 128), [("_sum", (2, 2)), ("_merge", (2,))])],
+    [((5, 50, 128), [("_sum", (5, 1, 1))]), ((2, 50, 128), [("_sum", (2, 2, 1)), ("_merge", (2, 1, 1))])],
     ids=["many samples", "few samples"],
 )
 def test_a_reading_is_one_launch_or_two(shape, expected, monkeypatch):
@@ -178,7 +212,9 @@ def test_a_reading_is_one_launch_or_two(shape, expected, monkeypatch):
     monkeypatch.setattr(token_sums, "PROGRAMS", 4)
     for name in ("_sum", "_merge"):
         monkeypatch.setattr(token_sums_rows, name, Launches(getattr(token_sums_rows, name), name, seen))
+    token_sums_rows._plan.cache_clear()
     token_sums.token_sums(tokens_of(*shape))
+    token_sums_rows._plan.cache_clear()
     assert seen == expected
 
 

@@ -26,17 +26,24 @@ WIDEST = 128  # of a head: wider tiles do not fit beside each other
 
 
 class RowSums(NamedTuple):
-    """Facts of every row (batch, heads, queries), in float32.
+    """Facts of every row (batch, heads, queries), in float32."""
 
-    Attributes:
-        log_sums: log Σ_j exp(s_ij); −∞ for a row that sees nothing.
-        entropies: −Σ_j A_ij log A_ij, in nats; 0 for a row that sees nothing.
-        energies: Σ_j A_ij ‖u_i − u_j‖², and 0 likewise; None where no tokens were given.
-    """
+    sums: Tensor  # (2 or 3, batch, heads, queries)
 
-    log_sums: Tensor
-    entropies: Tensor
-    energies: Tensor | None
+    @property
+    def log_sums(self) -> Tensor:
+        """log Σ_j exp(s_ij); −∞ for a row that sees nothing."""
+        return self.sums[0]
+
+    @property
+    def entropies(self) -> Tensor:
+        """−Σ_j A_ij log A_ij, in nats; 0 for a row that sees nothing."""
+        return self.sums[1]
+
+    @property
+    def energies(self) -> Tensor:
+        """Σ_j A_ij ‖u_i − u_j‖², and 0 likewise; there where tokens were given."""
+        return self.sums[2]
 
 
 def is_available(A: AttentionOperator, u: Tensor | None = None) -> bool:
@@ -66,11 +73,10 @@ def row_sums(A: AttentionOperator, u: Tensor | None = None, counted: Tensor | No
     """
     versions = _versions(A)
     if u is None and A.remembered is not None and versions is not None and A.remembered[0] == versions:
-        known = A.remembered[1]
-        return RowSums(known[0], known[1], None)
+        return RowSums(A.remembered[1])
     sums: Tensor = (attention_sums if is_watched(A.q) else _sums)(A.q, A.k, A.mask4, u, counted, A.scale, A.causal)
     A.remembered = None if versions is None else (versions, sums)
-    return RowSums(sums[0], sums[1], None if u is None else sums[2])
+    return RowSums(sums)
 
 
 def _versions(A: AttentionOperator) -> tuple[int, ...] | None:

@@ -7,11 +7,16 @@ entropy log Σ_j w_j − Σ_j w_j (s_j − top) / Σ_j w_j is a difference of sm
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from acutance.kernels.launching import Launch, is_aligned, is_current
 from acutance.kernels.long_tiles import (
     COUNTS,
     Tile,
@@ -62,7 +67,8 @@ def _put(
 
 @triton.jit
 def _centre(
-    u, counted, high, low, squares, tokens, heads, largest, batch_step, head_step, row, counted_batch, counted_row,
+    u, counted, parts, squares, low_part, tokens, heads, largest, batch_step, head_step, row, counted_batch,
+    counted_row,
     COUNTED: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """One head's tokens less their mean as high + low, and ‖high‖² + 2 high·low.
@@ -90,8 +96,8 @@ def _centre(
         x = _take(own, row, start, tokens, SIZE, WIDTH, COLUMNS, True).to(tl.float32) - mean[None, :]
         upper = x.to(u.dtype.element_ty)
         lower = (x - upper.to(tl.float32)).to(u.dtype.element_ty)
-        _put(high + member * tokens * WIDTH, start, tokens, upper, SIZE, WIDTH, COLUMNS)
-        _put(low + member * tokens * WIDTH, start, tokens, lower, SIZE, WIDTH, COLUMNS)
+        _put(parts + member * tokens * WIDTH, start, tokens, upper, SIZE, WIDTH, COLUMNS)
+        _put(parts + low_part + member * tokens * WIDTH, start, tokens, lower, SIZE, WIDTH, COLUMNS)
         upper, lower = upper.to(tl.float32), lower.to(tl.float32)
         square = tl.sum(upper * (upper + 2.0 * lower), 1)
         put_facts(squares + member * tokens, start, tokens, square, SIZE, True)
@@ -151,8 +157,8 @@ def _scan(
 
 @triton.jit(do_not_specialize=COUNTS)
 def _forward(
-    q, k, mask, high, low, squares, sums, tiles, together, at_a_time, queries, count, heads, key_heads, token_heads,
-    factor, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_key,
+    q, k, mask, parts, squares, sums, low_part, tiles, together, at_a_time, queries, count, heads, key_heads,
+    token_heads, factor, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_key,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, ENERGY: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     CHANNELS: tl.constexpr, PLACES: tl.constexpr, CUT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -162,7 +168,8 @@ def _forward(
     own_k = k + batch * k_batch + head // (heads // key_heads) * k_head
     own_mask = mask + batch * mask_batch + head * mask_head
     own_tokens = (batch * token_heads + head // (heads // token_heads)) * count
-    own_high, own_low, own_squares = high + own_tokens * CHANNELS, low + own_tokens * CHANNELS, squares + own_tokens
+    own_high, own_squares = parts + own_tokens * CHANNELS, squares + own_tokens
+    own_low = own_high + low_part
     queried = _take(q + batch * q_batch + head * q_head, q_row, start, queries, QUERIES, WIDTH, COLUMNS, CUT)
     top = tl.full((QUERIES,), LOWEST, tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
@@ -197,6 +204,59 @@ def _forward(
         put_facts(own_sums + 2 * step, start, queries, tl.where(energy < 0, 0.0, energy * share), QUERIES, CUT)
 
 
+class _Kind(NamedTuple):
+    """What decides how the rows of an operator are read."""
+
+    queries: tuple[int, ...]  # the shapes of q, k and tokens
+    keys: tuple[int, ...]
+    tokens: tuple[int, ...]
+    has_tokens: bool
+    masked: bool
+    counted: bool
+    causal: bool
+    tile: Tile | None
+
+
+class _Plan(NamedTuple):
+    """The two launches: made once, as those of `token_sums`."""
+
+    low_part: int  # where it begins
+    largest: float  # of a token's numbers
+    tiles: int
+    at_a_time: int
+    centre: Launch
+    forward: Launch
+
+
+@lru_cache(256)
+def _plan(kind: _Kind, compiled_for: tuple[torch.dtype, torch.device, tuple[int, ...], tuple[int, ...]]) -> _Plan:
+    batch, heads, queries, width = kind.queries
+    token_heads, channels = kind.tokens[1], kind.tokens[3]
+    columns, places = (max(16, power_of_two(size)) for size in (width, channels))
+    tile = kind.tile or TILES[max(columns, places), kind.masked]
+    tiles = tiles_of(queries, tile.queries)
+    centre = {"COUNTED": kind.counted, "WIDTH": channels, "COLUMNS": places, "SIZE": ROWS, "num_warps": 4}
+    scan = {
+        "CAUSAL": kind.causal,
+        "MASKED": kind.masked,
+        "ENERGY": kind.has_tokens,
+        "WIDTH": width,
+        "COLUMNS": columns,
+        "CHANNELS": channels,
+        "PLACES": places,
+        "CUT": queries % tile.queries != 0,
+    }
+    read_again = 2 * kind.keys[2] * (width + 2 * channels)  # bytes: numbers have 16 bits
+    return _Plan(
+        prod(kind.tokens),
+        torch.finfo(compiled_for[0]).max,
+        tiles,
+        heads_at_a_time(batch * heads, read_again),
+        Launch(_centre, (batch * token_heads,), centre),
+        Launch(_forward, (tiles * batch * heads,), scan | tile.options()),
+    )
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -220,46 +280,29 @@ def forward(
         causal: whether a token sees only itself and earlier ones; there are as many queries as keys then.
         tile: another than the one in the tables.
     """
-    (batch, heads, queries, width), (key_heads, keys) = q.shape, k.shape[1:3]
+    if not is_current(q.device):
+        with torch.cuda.device_of(q):
+            return forward(q, k, mask, u, counted, scale, causal, tile=tile)
+    (batch, heads, queries, _), (key_heads, keys) = q.shape, k.shape[1:3]
     sums = torch.empty(2 if u is None else 3, batch, heads, queries, dtype=torch.float32, device=q.device)
     tokens = q if u is None else u
-    high, low, squares = (q, q, sums) if u is None else _centred(u, counted)
-    columns, places = (max(16, power_of_two(x.shape[-1])) for x in (q, tokens))
-    tile = tile or TILES[max(columns, places), mask is not None]
     seen = q if mask is None else mask.expand(batch, heads, queries, keys).view(torch.uint8)
-    tiles = tiles_of(queries, tile.queries)
-    read_again = keys * (width + 2 * tokens.shape[-1]) * q.element_size()
-    _forward[(tiles * batch * heads,)](
-        *(q, k, seen, high, low, squares, sums),
-        *(tiles, batch * heads, heads_at_a_time(batch * heads, read_again)),
+    marks = tokens if counted is None else counted.expand(batch, keys).view(torch.uint8)
+    parts, squares = q, sums  # any tensors in the place of what is not looked at
+    if u is not None:
+        parts = u.new_empty(2, *u.shape)  # high and low
+        squares = torch.empty(u.shape[:3], dtype=torch.float32, device=u.device)
+    strides = (*q.stride()[:3], *k.stride()[:3], *seen.stride())
+    token_strides = (*tokens.stride()[:3], *marks.stride()[:2])
+    kind = _Kind(q.shape, k.shape, tokens.shape, u is not None, mask is not None, counted is not None, causal, tile)
+    plan_of = _plan if is_aligned(q, k, seen, tokens, marks) else _plan.__wrapped__  # anew for what is compiled apart
+    plan = plan_of(kind, (q.dtype, q.device, strides, token_strides))
+    if u is not None:
+        plan.centre(u, marks, parts, squares, plan.low_part, keys, u.shape[1], plan.largest, *token_strides)
+    plan.forward(
+        *(q, k, seen, parts, squares, sums, plan.low_part),
+        *(plan.tiles, batch * heads, plan.at_a_time),
         *(queries, keys, heads, key_heads, tokens.shape[1], scale * LOG2_E.value),
-        *(*q.stride()[:3], *k.stride()[:3], *seen.stride()),
-        CAUSAL=causal,
-        MASKED=mask is not None,
-        ENERGY=u is not None,
-        WIDTH=width,
-        COLUMNS=columns,
-        CHANNELS=tokens.shape[-1],
-        PLACES=places,
-        CUT=queries % tile.queries != 0,
-        **tile.options(),
+        *strides,
     )
     return sums
-
-
-def _centred(u: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens less their mean as the sum of two of their own precision, and what stands for their squares."""
-    batch, heads, tokens, channels = u.shape
-    high, low = u.new_empty(2, batch, heads, tokens, channels)
-    squares = torch.empty(batch, heads, tokens, dtype=torch.float32, device=u.device)
-    marks = u if counted is None else counted.expand(batch, tokens).view(torch.uint8)
-    _centre[(batch * heads,)](
-        *(u, marks, high, low, squares, tokens, heads, torch.finfo(u.dtype).max),
-        *(*u.stride()[:3], *marks.stride()[:2]),
-        COUNTED=counted is not None,
-        WIDTH=channels,
-        COLUMNS=max(16, power_of_two(channels)),
-        SIZE=ROWS,
-        num_warps=4,
-    )
-    return high, low, squares

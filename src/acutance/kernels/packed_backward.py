@@ -31,8 +31,6 @@ from acutance.kernels.packed_tiles import (
     visible,
 )
 
-ONE_MORE = False  # a last token by itself: not tried on a GPU yet
-
 
 @triton.jit
 def _rows_backward(
@@ -248,7 +246,7 @@ def backward(
     chosen, sizes = kind(qkv, first, strength, width, causal, constant), (tokens, heads, scale, constant)
     extra, steps = features(contrast, residual, heads, kv_heads), strides(qkv, first)
     owed, adds = qkv if later is None else later, {"LATER": later is not None}
-    if ONE_MORE and in_one and tokens == BLOCK_TOKENS + 1 and contrast is None and residual is None:
+    if in_one and tokens == BLOCK_TOKENS + 1 and contrast is None and residual is None:
         backward_one_more[(batch * heads,)](
             qkv, *stand_ins(qkv, first, strength), log_sums, grad, owed, grad_qkv, of_strength, *sizes[1:], *steps,
             **chosen, **adds, num_warps=4, num_stages=1,

@@ -1,28 +1,33 @@
 """The kernels of `token_sums`: a program sums up the tokens of a sample, or of a part of one, held whole in registers.
 
 Sums over tokens stay apart by row of the tile until the end, so that threads meet only to find the length of a token.
-Where a sample is cut into parts, a second kernel adds these up, always in the same order.
+Numbers of 16 bits (SHORT) and their products add up without rounding, whichever way they are taken: what they are less
+the first token is worked out once, at the end. Where a sample is cut into parts, a second kernel adds these up, always
+in the same order.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from acutance.kernels.launching import Launch, is_aligned, is_current
 from acutance.kernels.sizes import power_of_two, tiles_of
 from acutance.kernels.token_sums import FIELDS, parts_of
 
 TILE = 2048  # numbers a program takes at a time, whole tokens: 16 bytes of half precision a thread
-STAGES = 3  # so many tiles are on their way at once: tokens are asked for while those before them are worked on
+STAGES = 3  # of the second kernel: so many tiles are on their way at once
 MERGED = 2048  # up to so many channels the second kernel does the same; of more, its tiles would fill shared memory
 REGISTERS = 128  # of a thread, so that a multiprocessor holds 16 warps
 NUMBERS = 7  # that a part hands over beside its two vectors
 OUT = tl.constexpr(len(FIELDS))
+BY_BITS = tl.constexpr(True)
+REBIASED = tl.constexpr(2.0**896)
 SCANNED = tl.constexpr(1024)  # entries of a mask looked through at a time
 
 
@@ -42,6 +47,22 @@ def _origin(x, mask, sample, tokens, x_sample, x_token, mask_sample, mask_token,
 
 
 @triton.jit
+def _add_two(a, b, other_a, other_b):
+    return a + other_a, b + other_b
+
+
+@triton.jit
+def _add_three(a, b, c, other_a, other_b, other_c):
+    return a + other_a, b + other_b, c + other_c
+
+
+@triton.jit
+def _add_rows(a, b, c, d, e, f, first, other_a, other_b, other_c, other_d, other_e, other_f, other_first):
+    """All facts of rows at once, since threads must wait for each other to add any."""
+    return a + other_a, b + other_b, c + other_c, d + other_d, e + other_e, f + other_f, tl.minimum(first, other_first)
+
+
+@triton.jit
 def _finish(
     out, sample, origin, length, directions, away, squares, longer, longer_squares, count, nonzero, bad, first_bad
 ):  # fmt: skip
@@ -50,71 +71,114 @@ def _finish(
     there = count > 0
     mean = away / n
     token = tl.where(there, origin + mean, 0.0)
+    directed, moved, low = tl.reduce((directions * directions, away * mean, token * token), 0, _add_three)
     into = out + sample * OUT
     tl.store(into, count)
     tl.store(into + 1, bad)
     tl.store(into + 2, first_bad)
-    tl.store(into + 3, tl.sum(directions * directions, 0) - nonzero)
-    tl.store(into + 4, tl.maximum(squares - tl.sum(away * mean, 0), 0.0))
-    tl.store(into + 5, n * tl.sum(token * token, 0))
+    tl.store(into + 3, directed - nonzero)
+    tl.store(into + 4, tl.maximum(squares - moved, 0.0))
+    tl.store(into + 5, n * low)
     tl.store(into + 6, tl.where(there, length + longer / n, 0.0))
     tl.store(into + 7, tl.maximum(longer_squares / n - (longer / n) * (longer / n), 0.0))
+
+
+@triton.jit
+def _widened(tile, BY_BITS: tl.constexpr):
+    """In float64."""
+    if BY_BITS:
+        bits = tile.to(tl.float32).to(tl.int32, bitcast=True)
+        high = (bits >> 3) & -1879048193  # the sign stays where it is, and 8 bits of exponent become 11
+        return (high.to(tl.int64) << 32).to(tl.float64, bitcast=True) * REBIASED
+    else:
+        return tile.to(tl.float64)
+
+
+@triton.jit
+def _take(
+    x, mask, row, end, x_token, mask_token, columns,
+    MASKED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The tokens from `row` on, and which of them count: what does not is never read."""
+    places = row + tl.arange(0, ROWS)
+    counts = places < end
+    if MASKED:
+        counts = tl.load(mask + places * mask_token, counts, other=0) & counts
+    inside = counts[:, None] & (columns[None, :] < WIDTH)
+    return tl.load(x + places.to(tl.int64)[:, None] * x_token + columns[None, :], inside, other=0.0), counts
 
 
 @triton.jit(do_not_specialize=["tokens", "share", "mask_sample", "mask_token"])
 def _sum(
     x, mask, vectors, numbers, out, tokens, share, x_sample, x_token, mask_sample, mask_token,
-    MASKED: tl.constexpr, WHOLE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-    NUMBERS: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, SHORT: tl.constexpr, WHOLE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     sample, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    columns, steps = tl.arange(0, PADDED), tl.arange(0, ROWS)
+    columns = tl.arange(0, PADDED)
     inside = columns < WIDTH
+    start = part * share
+    end = tl.minimum(start + share, tokens)
+    own, own_mask = x + sample * x_sample, mask + sample * mask_sample
+    # Tokens are asked for two tiles ahead of those that are worked on.
+    next_tile, next_counts = _take(own, own_mask, start, end, x_token, mask_token, columns, MASKED, WIDTH, ROWS)
+    later_tile, later_counts = _take(
+        own, own_mask, start + ROWS, end, x_token, mask_token, columns, MASKED, WIDTH, ROWS
+    )
     origin, origin_length = _origin(
         x, mask, sample, tokens, x_sample, x_token, mask_sample, mask_token, columns, inside, MASKED
     )
     directions = tl.zeros((ROWS, PADDED), tl.float64)
     away = tl.zeros((ROWS, PADDED), tl.float64)
-    squares = tl.zeros((ROWS, PADDED), tl.float64)
+    squares = tl.zeros((ROWS,) if SHORT else (ROWS, PADDED), tl.float64)
     longer = tl.zeros((ROWS,), tl.float64)
     longer_squares = tl.zeros((ROWS,), tl.float64)
     counted, nonzero, bad = tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32)
     first_bad = tl.full((ROWS,), 0, tl.int32) + tokens
-    start = part * share
-    for row in tl.range(start, tl.minimum(start + share, tokens), ROWS, num_stages=STAGES):
-        places = row + steps
-        counts = places < tokens
-        if MASKED:
-            counts = tl.load(mask + sample * mask_sample + places * mask_token, counts, other=0) & counts
-        # What does not count is never read.
-        tile = tl.load(
-            x + sample * x_sample + places.to(tl.int64)[:, None] * x_token + columns[None, :],
-            counts[:, None] & inside[None, :],
-            other=0.0,
-        ).to(tl.float64)
+    for row in tl.range(start, end, ROWS, num_stages=1):
+        tile, counts, next_tile, next_counts = (
+            _widened(next_tile, SHORT and BY_BITS),
+            next_counts,
+            later_tile,
+            later_counts,
+        )
+        later_tile, later_counts = _take(
+            own, own_mask, row + 2 * ROWS, end, x_token, mask_token, columns, MASKED, WIDTH, ROWS
+        )
         square = tl.sum(tile * tile, 1)
-        length = tl.sqrt(square)
         directed = square > 0
-        directions += tile * tl.where(directed, 1.0 / tl.where(directed, length, 1.0), 0.0)[:, None]
-        shifted = tl.where(counts[:, None], tile - origin[None, :], 0.0)
-        away += shifted
-        squares += shifted * shifted
-        more = tl.where(counts, length - origin_length, 0.0)
+        inverse = tl.where(directed, tl.rsqrt(tl.where(directed, square, 1.0)), 0.0)
+        directions += tile * inverse[:, None]
+        if SHORT:
+            away += tile
+            squares += square
+        else:
+            shifted = tl.where(counts[:, None], tile - origin[None, :], 0.0)
+            away += shifted
+            squares += shifted * shifted
+        more = tl.where(counts, square * inverse - origin_length, 0.0)
         longer += more
         longer_squares += more * more
-        spoilt = (square < float("inf")) == 0  # float64 holds the squares of all finite numbers read here
+        spoilt = (
+            square < (2.0**256 if SHORT and BY_BITS else float("inf"))
+        ) == 0  # float64 holds the squares of all finite numbers read here
         counted += counts.to(tl.int32)
         nonzero += directed.to(tl.int32)
         bad += spoilt.to(tl.int32)
-        first_bad = tl.minimum(first_bad, tl.where(spoilt, places, tokens))
-    all_directions, all_away, all_squares = tl.sum(directions, 0), tl.sum(away, 0), tl.sum(tl.sum(squares, 0), 0)
-    all_longer, all_longer_squares = tl.sum(longer, 0), tl.sum(longer_squares, 0)
-    count, all_nonzero = tl.sum(counted, 0).to(tl.float64), tl.sum(nonzero, 0).to(tl.float64)
-    all_bad, first = tl.sum(bad, 0).to(tl.float64), tl.min(first_bad, 0).to(tl.float64)
+        first_bad = tl.minimum(first_bad, tl.where(spoilt, row + tl.arange(0, ROWS), tokens))
+    all_directions, all_away = tl.reduce((directions, away), 0, _add_two)
+    all_squares, all_longer, all_longer_squares, count, all_nonzero, all_bad, first = tl.reduce(
+        (squares if SHORT else tl.sum(squares, 1), longer, longer_squares, counted, nonzero, bad, first_bad),
+        0,
+        _add_rows,
+    )
+    if SHORT:
+        all_squares += tl.sum(origin * (count * origin - 2.0 * all_away), 0)
+        all_away -= count * origin
     if WHOLE:
         _finish(
             out, sample, origin, origin_length, all_directions, all_away, all_squares, all_longer, all_longer_squares,
-            count, all_nonzero, all_bad, first,
+            count.to(tl.float64), all_nonzero, all_bad, first,
         )  # fmt: skip
     else:
         place = sample * parts + part
@@ -167,16 +231,20 @@ def _merge(
 
 
 class _Plan(NamedTuple):
-    """How tokens of one shape are read: made once, since readings are so short that the host's arithmetic is felt."""
+    """How tokens of one kind are read: made once, since readings are so short that the host's arithmetic is felt."""
 
     parts: int  # of a sample
     share: int  # tokens of a part
-    first: dict[str, Any]  # what the first kernel is compiled for, and the second
-    second: dict[str, Any]
+    first: Launch
+    second: Launch
 
 
 @lru_cache(256)
-def _plan(samples: int, count: int, width: int, masked: bool) -> _Plan:
+def _plan(
+    shape: tuple[int, ...], dtype: torch.dtype, masked: bool, device: torch.device, strides: tuple[int, ...]
+) -> _Plan:
+    """Device and strides are here only to be told apart: code is compiled for them."""
+    samples, count, width = shape
     padded = power_of_two(width)
     rows = max(1, TILE // padded)
     parts = parts_of(samples, count, rows)
@@ -186,28 +254,35 @@ def _plan(samples: int, count: int, width: int, masked: bool) -> _Plan:
         "PADDED": padded,
         "ROWS": rows,
         "NUMBERS": NUMBERS,
-        "num_warps": 8 if padded <= 2048 else 16,
+        "num_warps": 4 if padded < 2048 else 8 if padded == 2048 else 16,
         "maxnreg": REGISTERS,
     }
-    first = {**kind, "WHOLE": parts == 1, "STAGES": STAGES}
-    second = {**kind, "PARTS": power_of_two(parts), "STAGES": STAGES if padded <= MERGED else 1}
-    return _Plan(parts, tiles_of(tiles_of(count, rows), parts) * rows, first, second)
+    return _Plan(
+        parts,
+        tiles_of(tiles_of(count, rows), parts) * rows,
+        Launch(_sum, (samples, parts), {**kind, "SHORT": dtype.itemsize == 2, "WHOLE": parts == 1}),
+        Launch(_merge, (samples,), {**kind, "PARTS": power_of_two(parts), "STAGES": STAGES if padded <= MERGED else 1}),
+    )
 
 
 def token_sums(tokens: Tensor, mask: Tensor | None) -> Tensor:
     """Launch one kernel, or two where there are too few samples to fill the GPU."""
+    if not is_current(tokens.device):
+        with torch.cuda.device_of(tokens):
+            return token_sums(tokens, mask)
     if tokens.stride(-1) != 1:
         tokens = tokens.contiguous()
-    samples, count, width = tokens.shape
-    plan = _plan(samples, count, width, mask is not None)
-    out = torch.empty(samples, len(FIELDS), dtype=torch.float64, device=tokens.device)
+    shape, marks = tokens.shape, tokens if mask is None else mask
     strides = (*tokens.stride()[:2], *((0, 0) if mask is None else mask.stride()))
+    plan_of = _plan if is_aligned(tokens, marks) else _plan.__wrapped__  # anew for what is compiled apart
+    plan = plan_of(shape, tokens.dtype, mask is not None, tokens.device, strides)
+    out = torch.empty(shape[0], len(FIELDS), dtype=torch.float64, device=tokens.device)
     vectors = numbers = out  # any tensor in the place of what is not written
     if plan.parts > 1:
-        vectors, numbers = out.new_empty(samples, plan.parts, 2, width), out.new_empty(samples, plan.parts, NUMBERS)
-    given = (tokens, tokens if mask is None else mask, vectors, numbers, out, count)
-    with torch.cuda.device_of(tokens):  # Triton launches where the current device is
-        _sum[(samples, plan.parts)](*given, plan.share, *strides, **plan.first)
-        if plan.parts > 1:
-            _merge[(samples,)](*given, plan.parts, *strides, **plan.second)
+        vectors = out.new_empty(shape[0], plan.parts, 2, shape[2])
+        numbers = out.new_empty(shape[0], plan.parts, NUMBERS)
+    given = (tokens, marks, vectors, numbers, out, shape[1])
+    plan.first(*given, plan.share, *strides)
+    if plan.parts > 1:
+        plan.second(*given, plan.parts, *strides)
     return out

@@ -34,7 +34,6 @@ def nonlocal_energy(A: AttentionOperator, u: Tensor, mask: Tensor | None = None)
     valid = None if mask is None else query_rows(A, mask)
     if attention_sums.is_available(A, u):
         energies = attention_sums.row_sums(A, u, mask).energies
-        assert energies is not None
     else:
         energies = _row_energies(*_matched(A, u), query_rows(A, mask))
     return (energies if valid is None else energies.masked_fill(~valid, 0)).sum(-1) / 2

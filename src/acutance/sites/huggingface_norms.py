@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from acutance.sites.blocks import CONTAINERS
 
+Conditions = tuple[tuple[ast.expr, bool], ...]  # tests, and how they must come out
+
 
 def norm_before(block: nn.Module, path: str) -> nn.Module | None:
     """The last norm called before the module at `path` in the block, or on its argument; None in Post-LN models."""
@@ -40,7 +42,7 @@ def adds_one(norm: nn.Module) -> bool:
 
 def _norm_before_child(module: nn.Module, child: str) -> nn.Module | None:
     cls: Any = type(module)
-    calls = sorted(_calls(_forward(cls), module), key=lambda call: (call.lineno, call.col_offset))
+    calls = [call for call, conditions in _calls(cls) if all(_holds(test, is_so, module) for test, is_so in conditions)]
     attention = next((call for call in calls if _called(call) == child), None)
     if attention is None:
         return None
@@ -55,20 +57,29 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 @cache
-def _forward(cls: Any) -> ast.AST:
-    return ast.parse(textwrap.dedent(inspect.getsource(cls.forward)))
+def _calls(cls: Any) -> list[tuple[ast.Call, Conditions]]:
+    """The calls of a module's children in the order of the text, and what must hold for each of them."""
+    found = _calls_in(ast.parse(textwrap.dedent(inspect.getsource(cls.forward))), ())
+    return sorted(found, key=lambda one: (one[0].lineno, one[0].col_offset))
 
 
-def _calls(code: ast.AST, module: nn.Module) -> Iterator[ast.Call]:
-    """The calls of the module's children, left out what its flags switch off: OPT has its norm on either side."""
+def _calls_in(code: ast.AST, conditions: Conditions) -> Iterator[tuple[ast.Call, Conditions]]:
+    if isinstance(code, ast.Call) and _called(code):
+        yield code, conditions
+    if isinstance(code, ast.If):
+        yield from _calls_in(code.test, conditions)
+        for branch, is_so in ((code.body, True), (code.orelse, False)):
+            for statement in branch:
+                yield from _calls_in(statement, (*conditions, (code.test, is_so)))
+        return
     for node in ast.iter_child_nodes(code):
-        if isinstance(node, ast.If) and (flag := _flag(node.test, module)) is not None:
-            for statement in node.body if flag else node.orelse:
-                yield from _calls(ast.Module([statement], []), module)
-            continue
-        if isinstance(node, ast.Call) and _called(node):
-            yield node
-        yield from _calls(node, module)
+        yield from _calls_in(node, conditions)
+
+
+def _holds(test: ast.expr, is_so: bool, module: nn.Module) -> bool:
+    """Unless a flag of the module says otherwise: OPT has its norm on either side."""
+    flag = _flag(test, module)
+    return flag is None or flag == is_so
 
 
 def _flag(test: ast.expr, module: nn.Module) -> bool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any, cast
 
 from torch import nn
@@ -27,16 +28,18 @@ SITES: dict[str, type[TimmSite]] = {
 }
 
 
-def _site_class(module: nn.Module) -> type[TimmSite] | None:
+@cache
+def _site_class(attention: Any) -> type[TimmSite] | None:
     """By the class that wrote the module's forward: a subclass with one of its own is unknown."""
-    cls = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    cls = next(cls for cls in attention.__mro__ if "forward" in vars(cls))
     return SITES.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def _sites(model: nn.Module) -> list[AttentionSite]:
     if "timm" not in sys.modules:
         return []
-    found = {name: kind for name, module in model.named_modules() if (kind := _site_class(module)) is not None}
+    classes: dict[str, Any] = {name: type(module) for name, module in model.named_modules()}
+    found = {name: kind for name, cls in classes.items() if (kind := _site_class(cls)) is not None}
     if not found:
         _refuse_unknown(model)
         return []

@@ -1,0 +1,52 @@
+"""Launching a Triton kernel again and again, for arguments of one kind.
+
+Triton looks at every argument of every launch, to find the code that was compiled for its like. Of kernels that read a
+few tokens that takes the host longer than the kernel takes the device, while the arguments are of the same kind from
+layer to layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+ALIGNED = 16  # bytes: Triton compiles pointers and strides that are multiples of it apart from others
+# Older ones leave the constants out where compiled code is launched.
+DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4)
+
+
+class Launch:
+    """A kernel, its grid and its constants; after the first launch the compiled code is called as it is.
+
+    Who keeps one sees to it that all arguments are like those of the first launch: of one dtype, on one device, equal
+    where they are strides, and tensors `is_aligned`. Numbers that are not specialised on may differ.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], constants: dict[str, Any]) -> None:
+        self.kernel, self.constants = kernel, constants
+        self.grid = (*grid, 1, 1)[:3]
+        self._compiled: Any = None
+        self._values: tuple[Any, ...] = ()
+
+    def __call__(self, *args: Any) -> None:
+        """In the current stream of the current device."""
+        if self._compiled is not None:
+            self._compiled(*args, *self._values)
+            return
+        compiled = self.kernel[self.grid](*args, **self.constants)
+        if DIRECT and compiled is not None:  # the interpreter compiles nothing
+            self._values = tuple(self.constants[name] for name in self.kernel.arg_names[len(args) :])
+            self._compiled = compiled[self.grid]
+
+
+def is_aligned(*tensors: Tensor) -> bool:
+    """Whether all begin where a `Launch` expects it."""
+    return all(x.data_ptr() % ALIGNED == 0 for x in tensors)
+
+
+def is_current(device: torch.device) -> bool:
+    """Whether Triton, which launches on the current device, would launch on this one."""
+    return device.type != "cuda" or device.index == torch.cuda.current_device()
