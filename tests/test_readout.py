@@ -1,5 +1,6 @@
 """What a batch's readings cost on their way to the host, and that they are the same by sums and by formulas."""
 
+import sys
 from collections import Counter
 
 import pytest
@@ -87,14 +88,30 @@ def test_the_host_waits_once_a_batch(model, images, monkeypatch, by_sums, prefix
     if by_sums:
         stand_in(monkeypatch)
     sent, received = [], []
-    send, values = Readout.send, Readout.values
+    send, receive = Readout.send, Readout.received
     monkeypatch.setattr(Readout, "send", lambda self: sent.append(1) or send(self))
-    monkeypatch.setattr(Readout, "values", lambda self: received.append(len(sent)) or values(self))
+    monkeypatch.setattr(Readout, "received", lambda self: received.append(len(sent)) or receive(self))
+    monkeypatch.setattr(sys.modules[ac.measure.__module__], "TOGETHER", 2)
     options = {"metrics": [*FROM_SUMS, *ATTENTION], "tap": ["block", "attention", "values", "final"], "prefix": prefix}
-    seen = operations(lambda: ac.measure(model, images.split(2), progress=False, **options))
+    seen = operations(lambda: ac.measure(model, images.split(1), progress=False, **options))
     assert seen.waits == 0
-    # Each batch is looked at when the next one has been sent off.
-    assert (len(sent), received) == (3, [2, 3, 3])
+    # Batches are looked at, two at a time here, when the next one has been sent off.
+    assert (len(sent), received) == (6, [3, 3, 5, 5, 6, 6])
+
+
+@pytest.mark.parametrize("by_sums", [False, True], ids=["formulas", "sums"])
+def test_batches_read_together_are_as_if_read_alone(model, images, monkeypatch, by_sums):
+    """Also where a batch of another size comes between."""
+    if by_sums:
+        stand_in(monkeypatch)
+    options = {"metrics": [*FROM_SUMS, "effective_rank", *ATTENTION], "tap": ["block", "values"], "progress": False}
+    batches = [images[:2], images[2:4], images[4:5], images[:2]]
+    together = ac.measure(model, batches, **options)
+    monkeypatch.setattr(sys.modules[ac.measure.__module__], "TOGETHER", 1)
+    alone = ac.measure(model, batches, **options)
+    for ours, theirs in zip(together.readings, alone.readings, strict=True):
+        assert (ours.tap, ours.layer, ours.metric, ours.count) == (theirs.tap, theirs.layer, theirs.metric, 7)
+        assert (ours.mean, ours.std) == pytest.approx((theirs.mean, theirs.std), rel=1e-12, abs=1e-15)
 
 
 def documents():

@@ -28,13 +28,14 @@ from acutance.errors import AcutanceError
 from acutance.operator import AttentionRecord
 from acutance.profile import MAP, Profile, Reading
 from acutance.reader import SUCCESSIVE, Reader, Running, Statistics, by_key, take_in
-from acutance.readout import Key, Readout
+from acutance.readout import Key, Readout, values_of
 from acutance.samples import SPECIAL, Samples, refuse_single
 from acutance.sites.patched import WINDOWS_MOVE, PatchedSite
 from acutance.version import __version__
 from acutance.wrappers import bare_module, evaluating, is_sharded
 
 TAPS = ("block", "attention", "values", "final")
+TOGETHER = 8  # batches whose values are worked out at a time, unless there are fewer
 DEFAULT_METRICS = ("token_cosine", "hfc_lfc_spectral", "rank_residual", "effective_rank", "norm_spread")
 
 
@@ -106,11 +107,11 @@ def measure(
                 feed(bare, batch)
             found = reader.flush()
             waiting += [found] if counts else []
-            if len(waiting) > 1:  # the batch before, which is done or nearly so, while the device works on this one
-                take_in(statistics, *_summary(waiting.pop(0)))
+            if len(waiting) > TOGETHER:  # those before, which are done or nearly so, while the device works on this one
+                _settle(statistics, waiting[:-1])
+                waiting = waiting[-1:]
         context = _context(bare, target, part, taps, prefix)  # meanwhile
-    for found in waiting:
-        take_in(statistics, *_summary(found))
+    _settle(statistics, waiting)
     if across_processes:
         statistics = _over_processes(statistics)
     if not statistics:
@@ -142,10 +143,10 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-def _summary(batch: Readout) -> tuple[tuple[Key, ...], Running]:
-    """What is read, and its statistics over the batch's samples."""
-    values = batch.values()
-    return tuple(values), Running.of(np.stack(list(values.values())))
+def _settle(statistics: Statistics, batches: Sequence[Readout]) -> None:
+    """Take in what was read of some batches."""
+    for keys, values in values_of(batches):
+        take_in(statistics, keys, Running.of(values))
 
 
 def _over_processes(own: Statistics) -> Statistics:

@@ -1,30 +1,46 @@
-"""One batch's readings on their way from the device: gathered by layer, sent in one transfer, waited for at the end."""
+"""One batch's readings on their way from the device: gathered by layer, sent in one transfer, waited for at the end.
+
+Batches that were read alike are worked out together: for each by itself Python would take longer than a small model's
+forward pass leaves it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from acutance.kernels.token_sums import FIELDS
 from acutance.metrics._common import FLAGS, complain
-from acutance.metrics.from_sums import FROM_SUMS
+from acutance.metrics.from_sums import FROM_SUMS, Numbers
 
 Key = tuple[str, int, str]  # tap, layer, metric
+BAD = FLAGS.index("bad")
 
 
-@dataclass(frozen=True)
-class _Watch:
+class _Watch(NamedTuple):
     """What an error says about tokens that are not finite."""
 
     metric: str
     layer: int
     place: int  # of what tells, in `Readout.sums` or `Readout.flags`
     summed: bool
+
+
+class Form(NamedTuple):
+    """What was read and where its numbers are; batches of one form differ in their numbers alone."""
+
+    size: int  # samples in the batch
+    sums: tuple[int, ...]  # rows of each part of `Readout.sums`
+    flags: tuple[int, ...]
+    found: tuple[int, ...]  # numbers in each part of `Readout.found`
+    factors: tuple[float, ...]
+    sources: tuple[tuple[Key, tuple[int, str | None]], ...]
 
 
 @dataclass
@@ -38,18 +54,19 @@ class Readout:
     factors: list[float] = field(default_factory=list)  # what those are multiplied by
     sources: dict[Key, tuple[int, str | None]] = field(default_factory=dict)  # in `found`, or the metric of `sums`
     watched: list[_Watch] = field(default_factory=list)
+    form: Form | None = None  # once it is sent
     _sent: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def add_sums(self, sums: Tensor, metric: str, layer: int) -> int:
         """Take in a reading's sums, which tell of tokens that are not finite too; returns their place."""
         self.size = self.size or sums.shape[0]
-        self.watched.append(_Watch(metric, layer, len(self.sums), summed=True))
+        self.watched.append(_Watch(metric, layer, len(self.sums), True))
         self.sums.append(sums)
         return len(self.sums) - 1
 
     def add_flags(self, flags: Tensor, metric: str, layer: int) -> None:
         """Take in which tokens of a reading are not finite."""
-        self.watched.append(_Watch(metric, layer, len(self.flags), summed=False))
+        self.watched.append(_Watch(metric, layer, len(self.flags), False))
         self.flags.append(flags)
 
     def add(self, key: Key, value: Tensor, factor: float = 1.0) -> None:
@@ -75,48 +92,72 @@ class Readout:
             self._sent = host, torch.cuda.current_stream(numbers.device).record_event()
         else:
             self._sent = numbers, None
+        self.form = Form(
+            self.size,
+            tuple([part.shape[0] for part in self.sums]),
+            tuple([part.shape[0] for part in self.flags]),
+            tuple([part.numel() for part in self.found]),
+            tuple(self.factors),
+            tuple(self.sources.items()),
+        )
+        self.sums, self.flags, self.found = [], [], []  # nothing is left on the device
         return self
 
-    def values(self) -> dict[Key, NDArray[np.float64]]:
+    def values(self) -> dict[Key, Numbers]:
         """One value a sample, the mean over its heads or windows, once the device is done; refuses NaN and infinity."""
-        sums, flags, found = self._received()
-        self._refuse_bad(sums, flags)
-        rows, numbers = _spans([part.shape[0] for part in self.sums]), _spans([part.numel() for part in self.found])
-        follows = {name: FROM_SUMS[name](sums) for name in {name for _, name in self.sources.values()} if name}
-        return {
-            key: self._by_sample(
-                self.factors[place] * found[numbers[place]] if name is None else follows[name][rows[place]]
-            )
-            for key, (place, name) in self.sources.items()
-        }
+        ((keys, rows),) = values_of([self])
+        return dict(zip(keys, rows, strict=True))
 
-    def _by_sample(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The mean over heads, and over the windows that a sample is cut into."""
-        return values if len(values) == self.size else values.reshape(self.size, -1).mean(1)
-
-    def _received(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        assert self._sent is not None
+    def received(self) -> tuple[Numbers, Numbers, Numbers]:
+        """The sums, the flags and what was found, as soon as they are there."""
+        assert self._sent is not None, "sent before"
+        assert self.form is not None
         host, done = self._sent
         if done is not None:
             done.synchronize()
-        numbers: NDArray[np.float64] = host.numpy()
-        first = sum(part.numel() for part in self.sums)
-        second = first + sum(part.numel() for part in self.flags)
+        numbers: Numbers = host.numpy()
+        first = sum(self.form.sums) * len(FIELDS)
+        second = first + sum(self.form.flags) * len(FLAGS)
         sums, flags, found = numbers[:first], numbers[first:second], numbers[second:]
         return sums.reshape(-1, len(FIELDS)), flags.reshape(-1, len(FLAGS)), found
 
-    def _refuse_bad(self, sums: NDArray[np.float64], flags: NDArray[np.float64]) -> None:
-        bad = FLAGS.index("bad")
-        if not (sums[:, bad].any() or flags[:, bad].any()):
-            return
-        summed, flagged = (_spans([len(part) for part in parts]) for parts in (self.sums, self.flags))
-        for watch in self.watched:  # the first layer that is spoilt spoils those after it
+    def refuse_bad(self, sums: Numbers, flags: Numbers) -> None:
+        """Complain about the first layer that holds NaN or infinity, which spoils those after it."""
+        assert self.form is not None, "sent before"
+        summed, flagged = _spans(self.form.sums), _spans(self.form.flags)
+        for watch in self.watched:
             told = sums[summed[watch.place]] if watch.summed else flags[flagged[watch.place]]
-            if told[:, bad].any():
+            if told[:, BAD].any():
                 complain(told[:, : len(FLAGS)], metric=watch.metric, layer=watch.layer)
 
 
-def _spans(lengths: list[int]) -> list[slice]:
+def values_of(batches: Sequence[Readout]) -> list[tuple[tuple[Key, ...], Numbers]]:
+    """What was read and its values (keys, samples), of successive batches of one form together.
+
+    A value is the mean over a sample's heads or windows. Waits for the device; refuses NaN and infinity.
+    """
+    return [_joined(form, list(alike)) for form, alike in groupby(batches, lambda batch: batch.form) if form]
+
+
+def _joined(form: Form, batches: Sequence[Readout]) -> tuple[tuple[Key, ...], Numbers]:
+    received = [batch.received() for batch in batches]
+    sums, flags, found = (np.stack(parts) for parts in zip(*received, strict=True))  # (batches, …) each
+    if sums[..., BAD].any() or flags[..., BAD].any():
+        for batch, (own_sums, own_flags, _) in zip(batches, received, strict=True):
+            batch.refuse_bad(own_sums, own_flags)
+    rows, numbers = _spans(form.sums), _spans(form.found)
+    follows = {name: FROM_SUMS[name](sums) for name in {name for _, (_, name) in form.sources if name}}
+
+    def values(place: int, name: str | None) -> Numbers:
+        parts = follows[name][:, rows[place]] if name else form.factors[place] * found[:, numbers[place]]
+        if parts.shape[1] != form.size:
+            parts = parts.reshape(len(batches), form.size, -1).mean(2)
+        return parts.reshape(-1)
+
+    return tuple([key for key, _ in form.sources]), np.stack([values(*source) for _, source in form.sources])
+
+
+def _spans(lengths: Sequence[int]) -> list[slice]:
     """Where each of several parts stands in all of them one after another."""
     ends = list(accumulate(lengths))
     return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]

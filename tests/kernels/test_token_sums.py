@@ -44,7 +44,7 @@ def programs(request, monkeypatch):
     from acutance.kernels import token_sums_rows
 
     monkeypatch.setattr(token_sums_rows, "parts_of", lambda _, tokens, rows: min(request.param, -(-tokens // rows)))
-    monkeypatch.setattr(token_sums_rows, "TILE", 1024)
+    monkeypatch.setattr(token_sums_rows, "TILE", 256)
     token_sums_rows._plan.cache_clear()
     yield
     token_sums_rows._plan.cache_clear()

@@ -84,12 +84,11 @@ def _operations(tokens: int, settings: Settings) -> tuple[list[Candidate], Pace]
         torch.randn(1, _heads(settings), tokens, WIDTH, generator=draw, device=settings.device).to(settings.dtype)
         for _ in range(3)
     )
-    A = AttentionOperator(q, k)
 
     def step(operation: Callable[[AttentionOperator, Tensor], object]) -> Step:
         def run() -> None:
             with torch.no_grad():
-                operation(A, v)
+                operation(AttentionOperator(q, k), v)  # anew: an operator remembers the sums of its rows
 
         return run
 

@@ -20,14 +20,13 @@ from acutance.kernels.launching import Launch, is_aligned, is_current
 from acutance.kernels.sizes import power_of_two, tiles_of
 from acutance.kernels.token_sums import FIELDS, parts_of
 
-TILE = 2048  # numbers a program takes at a time, whole tokens: 16 bytes of half precision a thread
+TILE = 1024  # numbers side by side in a tile, whole tokens: 16 bytes of half precision a thread
+DEEP = 4  # so many tiles a program takes at a time: while the length of one token is found, those of others can be
+WIDE = 2048  # tokens of so many channels and more take all the threads there are, and are taken one at a time
 STAGES = 3  # of the second kernel: so many tiles are on their way at once
 MERGED = 2048  # up to so many channels the second kernel does the same; of more, its tiles would fill shared memory
-REGISTERS = 128  # of a thread, so that a multiprocessor holds 16 warps
 NUMBERS = 7  # that a part hands over beside its two vectors
 OUT = tl.constexpr(len(FIELDS))
-BY_BITS = tl.constexpr(True)
-REBIASED = tl.constexpr(2.0**896)
 SCANNED = tl.constexpr(1024)  # entries of a mask looked through at a time
 
 
@@ -57,9 +56,9 @@ def _add_three(a, b, c, other_a, other_b, other_c):
 
 
 @triton.jit
-def _add_rows(a, b, c, d, e, f, first, other_a, other_b, other_c, other_d, other_e, other_f, other_first):
+def _add_facts(a, b, c, d, e, first, other_a, other_b, other_c, other_d, other_e, other_first):
     """All facts of rows at once, since threads must wait for each other to add any."""
-    return a + other_a, b + other_b, c + other_c, d + other_d, e + other_e, f + other_f, tl.minimum(first, other_first)
+    return a + other_a, b + other_b, c + other_c, d + other_d, e + other_e, tl.minimum(first, other_first)
 
 
 @triton.jit
@@ -84,35 +83,25 @@ def _finish(
 
 
 @triton.jit
-def _widened(tile, BY_BITS: tl.constexpr):
-    """In float64."""
-    if BY_BITS:
-        bits = tile.to(tl.float32).to(tl.int32, bitcast=True)
-        high = (bits >> 3) & -1879048193  # the sign stays where it is, and 8 bits of exponent become 11
-        return (high.to(tl.int64) << 32).to(tl.float64, bitcast=True) * REBIASED
-    else:
-        return tile.to(tl.float64)
-
-
-@triton.jit
 def _take(
     x, mask, row, end, x_token, mask_token, columns,
-    MASKED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    MASKED: tl.constexpr, WIDTH: tl.constexpr, DEEP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The tokens from `row` on, and which of them count: what does not is never read."""
-    places = row + tl.arange(0, ROWS)
+    """The tokens from `row` on, which of them count, and their places: what does not count is never read."""
+    places = row + DEEP * tl.arange(0, ROWS)[:, None] + tl.arange(0, DEEP)[None, :]
     counts = places < end
     if MASKED:
         counts = tl.load(mask + places * mask_token, counts, other=0) & counts
-    inside = counts[:, None] & (columns[None, :] < WIDTH)
-    return tl.load(x + places.to(tl.int64)[:, None] * x_token + columns[None, :], inside, other=0.0), counts
+    inside = counts[:, :, None] & (columns[None, None, :] < WIDTH)
+    tile = tl.load(x + places.to(tl.int64)[:, :, None] * x_token + columns[None, None, :], inside, other=0.0)
+    return tile, counts, places
 
 
 @triton.jit(do_not_specialize=["tokens", "share", "mask_sample", "mask_token"])
 def _sum(
     x, mask, vectors, numbers, out, tokens, share, x_sample, x_token, mask_sample, mask_token,
     MASKED: tl.constexpr, SHORT: tl.constexpr, WHOLE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    ROWS: tl.constexpr, NUMBERS: tl.constexpr,
+    DEEP: tl.constexpr, ROWS: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     sample, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     columns = tl.arange(0, PADDED)
@@ -120,58 +109,49 @@ def _sum(
     start = part * share
     end = tl.minimum(start + share, tokens)
     own, own_mask = x + sample * x_sample, mask + sample * mask_sample
-    # Tokens are asked for two tiles ahead of those that are worked on.
-    next_tile, next_counts = _take(own, own_mask, start, end, x_token, mask_token, columns, MASKED, WIDTH, ROWS)
-    later_tile, later_counts = _take(
-        own, own_mask, start + ROWS, end, x_token, mask_token, columns, MASKED, WIDTH, ROWS
+    taken, taken_counts, taken_places = _take(
+        own, own_mask, start, end, x_token, mask_token, columns, MASKED, WIDTH, DEEP, ROWS
     )
     origin, origin_length = _origin(
         x, mask, sample, tokens, x_sample, x_token, mask_sample, mask_token, columns, inside, MASKED
     )
     directions = tl.zeros((ROWS, PADDED), tl.float64)
     away = tl.zeros((ROWS, PADDED), tl.float64)
-    squares = tl.zeros((ROWS,) if SHORT else (ROWS, PADDED), tl.float64)
-    longer = tl.zeros((ROWS,), tl.float64)
-    longer_squares = tl.zeros((ROWS,), tl.float64)
-    counted, nonzero, bad = tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32)
-    first_bad = tl.full((ROWS,), 0, tl.int32) + tokens
-    for row in tl.range(start, end, ROWS, num_stages=1):
-        tile, counts, next_tile, next_counts = (
-            _widened(next_tile, SHORT and BY_BITS),
-            next_counts,
-            later_tile,
-            later_counts,
+    squares = tl.zeros((ROWS, DEEP) if SHORT else (ROWS, PADDED), tl.float64)
+    longer = tl.zeros((ROWS, DEEP), tl.float64)
+    longer_squares = tl.zeros((ROWS, DEEP), tl.float64)
+    counted, nonzero = tl.zeros((ROWS, DEEP), tl.int32), tl.zeros((ROWS, DEEP), tl.int32)
+    bad = tl.zeros((ROWS, DEEP), tl.int32)
+    first_bad = tl.full((ROWS, DEEP), 0, tl.int32) + tokens
+    for row in tl.range(start, end, DEEP * ROWS, num_stages=1):
+        tile, counts, places = taken.to(tl.float64), taken_counts, taken_places
+        # The next tokens are asked for while these are worked on.
+        taken, taken_counts, taken_places = _take(
+            own, own_mask, row + DEEP * ROWS, end, x_token, mask_token, columns, MASKED, WIDTH, DEEP, ROWS
         )
-        later_tile, later_counts = _take(
-            own, own_mask, row + 2 * ROWS, end, x_token, mask_token, columns, MASKED, WIDTH, ROWS
-        )
-        square = tl.sum(tile * tile, 1)
+        square = tl.sum(tile * tile, 2)
         directed = square > 0
         inverse = tl.where(directed, tl.rsqrt(tl.where(directed, square, 1.0)), 0.0)
-        directions += tile * inverse[:, None]
+        directions += tl.sum(tile * inverse[:, :, None], 1)
         if SHORT:
-            away += tile
+            away += tl.sum(tile, 1)
             squares += square
         else:
-            shifted = tl.where(counts[:, None], tile - origin[None, :], 0.0)
-            away += shifted
-            squares += shifted * shifted
+            shifted = tl.where(counts[:, :, None], tile - origin[None, None, :], 0.0)
+            away += tl.sum(shifted, 1)
+            squares += tl.sum(shifted * shifted, 1)
         more = tl.where(counts, square * inverse - origin_length, 0.0)
         longer += more
         longer_squares += more * more
-        spoilt = (
-            square < (2.0**256 if SHORT and BY_BITS else float("inf"))
-        ) == 0  # float64 holds the squares of all finite numbers read here
+        spoilt = (square < float("inf")) == 0  # float64 holds the squares of all finite numbers read here
         counted += counts.to(tl.int32)
         nonzero += directed.to(tl.int32)
         bad += spoilt.to(tl.int32)
-        first_bad = tl.minimum(first_bad, tl.where(spoilt, row + tl.arange(0, ROWS), tokens))
+        first_bad = tl.minimum(first_bad, tl.where(spoilt, places, tokens))
     all_directions, all_away = tl.reduce((directions, away), 0, _add_two)
-    all_squares, all_longer, all_longer_squares, count, all_nonzero, all_bad, first = tl.reduce(
-        (squares if SHORT else tl.sum(squares, 1), longer, longer_squares, counted, nonzero, bad, first_bad),
-        0,
-        _add_rows,
-    )
+    by_row = tl.reduce((longer, longer_squares, counted, nonzero, bad, first_bad), 1, _add_facts)
+    all_squares = tl.sum(tl.sum(squares, 1), 0)
+    all_longer, all_longer_squares, count, all_nonzero, all_bad, first = tl.reduce(by_row, 0, _add_facts)
     if SHORT:
         all_squares += tl.sum(origin * (count * origin - 2.0 * all_away), 0)
         all_away -= count * origin
@@ -246,21 +226,20 @@ def _plan(
     """Device and strides are here only to be told apart: code is compiled for them."""
     samples, count, width = shape
     padded = power_of_two(width)
-    rows = max(1, TILE // padded)
-    parts = parts_of(samples, count, rows)
+    rows, deep = max(1, TILE // padded), DEEP if padded < WIDE else 1
+    parts = parts_of(samples, count, rows * deep)
     kind = {
         "MASKED": masked,
         "WIDTH": width,
         "PADDED": padded,
         "ROWS": rows,
         "NUMBERS": NUMBERS,
-        "num_warps": 4 if padded < 2048 else 8 if padded == 2048 else 16,
-        "maxnreg": REGISTERS,
+        "num_warps": 4 if padded < WIDE else 8 if padded == WIDE else 16,
     }
     return _Plan(
         parts,
-        tiles_of(tiles_of(count, rows), parts) * rows,
-        Launch(_sum, (samples, parts), {**kind, "SHORT": dtype.itemsize == 2, "WHOLE": parts == 1}),
+        tiles_of(tiles_of(count, rows * deep), parts) * rows * deep,
+        Launch(_sum, (samples, parts), {**kind, "DEEP": deep, "SHORT": dtype.itemsize == 2, "WHOLE": parts == 1}),
         Launch(_merge, (samples,), {**kind, "PARTS": power_of_two(parts), "STAGES": STAGES if padded <= MERGED else 1}),
     )
 

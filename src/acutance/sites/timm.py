@@ -83,7 +83,7 @@ def _root(model: nn.Module) -> Any:
 
 def _prefix_tokens(model: nn.Module) -> int:
     """As the model says, or else by the names that timm gives such tokens."""
-    root = _root(model)
+    root: Any = model if hasattr(model, "num_prefix_tokens") else _root(model)
     if hasattr(root, "num_prefix_tokens"):
         return int(root.num_prefix_tokens)
     if type(root).__name__ == "Cait":  # its class token joins the others after these layers
