@@ -99,6 +99,16 @@ def test_the_host_waits_once_a_batch(model, images, monkeypatch, by_sums, prefix
     assert (len(sent), received) == (6, [3, 3, 5, 5, 6, 6])
 
 
+def test_batches_are_looked_at_at_once_where_the_device_is_behind(model, images, monkeypatch):
+    sent, received = [], []
+    send, receive = Readout.send, Readout.received
+    monkeypatch.setattr(Readout, "send", lambda self: sent.append(1) or send(self))
+    monkeypatch.setattr(Readout, "received", lambda self: received.append(len(sent)) or receive(self))
+    monkeypatch.setattr(Readout, "is_there", lambda _: False)
+    ac.measure(model, images.split(2), metrics="token_cosine", progress=False)
+    assert received == [2, 3, 3]
+
+
 @pytest.mark.parametrize("by_sums", [False, True], ids=["formulas", "sums"])
 def test_batches_read_together_are_as_if_read_alone(model, images, monkeypatch, by_sums):
     """Also where a batch of another size comes between."""

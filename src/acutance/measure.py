@@ -35,7 +35,7 @@ from acutance.version import __version__
 from acutance.wrappers import bare_module, evaluating, is_sharded
 
 TAPS = ("block", "attention", "values", "final")
-TOGETHER = 8  # batches whose values are worked out at a time, unless there are fewer
+TOGETHER = 8  # at most, batches whose values are worked out at a time
 DEFAULT_METRICS = ("token_cosine", "hfc_lfc_spectral", "rank_residual", "effective_rank", "norm_spread")
 
 
@@ -107,7 +107,9 @@ def measure(
                 feed(bare, batch)
             found = reader.flush()
             waiting += [found] if counts else []
-            if len(waiting) > TOGETHER:  # those before, which are done or nearly so, while the device works on this one
+            # Those before this one: at once where the device has them still to do, as the host has time then; else the
+            # device waits for the host, which takes less for several together.
+            if len(waiting) > TOGETHER or (len(waiting) > 1 and not waiting[-2].is_there()):
                 _settle(statistics, waiting[:-1])
                 waiting = waiting[-1:]
         context = _context(bare, target, part, taps, prefix)  # meanwhile

@@ -108,6 +108,12 @@ class Readout:
         ((keys, rows),) = values_of([self])
         return dict(zip(keys, rows, strict=True))
 
+    def is_there(self) -> bool:
+        """Whether the device is done with it."""
+        assert self._sent is not None, "sent before"
+        done = self._sent[1]
+        return done is None or done.query()
+
     def received(self) -> tuple[Numbers, Numbers, Numbers]:
         """The sums, the flags and what was found, as soon as they are there."""
         assert self._sent is not None, "sent before"
