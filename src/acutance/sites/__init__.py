@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from acutance.errors import AcutanceError, NoSitesError, SeveralStacksError
 from acutance.sites import huggingface, reference, timm, torch_nn
 from acutance.sites.base import AttentionSite, Library, Undo
-from acutance.sites.blocks import grid_as_tokens, holds_attention_blocks, path_of, repeated_blocks
+from acutance.sites.blocks import grid_as_tokens, holds_attention_blocks, path_of, repeated_blocks, walking_once
 from acutance.sites.ends import SpecialTokens
 from acutance.sites.patched import PatchedSite, Stack, tokens_in, tokens_out
 
@@ -60,7 +60,8 @@ def standing() -> Iterator[None]:
     """For the time of a with block, in which nobody changes a model, look for its layers once: it takes a while."""
     token = _found_before.set({})
     try:
-        yield
+        with walking_once():
+            yield
     finally:
         _found_before.reset(token)
 
@@ -181,7 +182,8 @@ def mitigation_spec(model: nn.Module) -> str | None:
 def _locate(model: nn.Module) -> Located:
     before = _found_before.get()
     if before is None:
-        return _look(model)
+        with walking_once():
+            return _look(model)
     if model not in before:
         before[model] = _look(model)
     return before[model]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -11,6 +13,32 @@ from acutance.errors import AcutanceError, SeveralStacksError, ShapeError
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+_walks: ContextVar[dict[nn.Module, dict[str, nn.Module]] | None] = ContextVar("walks", default=None)
+
+
+@contextmanager
+def walking_once() -> Iterator[None]:
+    """For the time of a with block, in which nobody changes a model, its modules are gone through once."""
+    if _walks.get() is not None:
+        yield
+        return
+    token = _walks.set({})
+    try:
+        yield
+    finally:
+        _walks.reset(token)
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Its modules by their paths, itself first."""
+    before = _walks.get()
+    if before is None:
+        return dict(model.named_modules())
+    if model not in before:
+        before[model] = dict(model.named_modules())
+    return before[model]
 
 
 @dataclass(frozen=True)
@@ -27,10 +55,14 @@ def place_of(model: nn.Module, path: str) -> Place:
 
     Containers of unlike modules count only where there is none of equals: T5's blocks list their own parts.
     """
-    inside = _containers_around(model, path)
+    return _place_of(modules_of(model), path)
+
+
+def _place_of(modules: Mapping[str, nn.Module], path: str) -> Place:
+    inside = _containers_around(modules, path)
     if not inside:
         raise AcutanceError(f"{path} is not inside a list of blocks, so its depth in the model cannot be told")
-    equals = [where for where in inside if _of_equals(model.get_submodule(where))]
+    equals = [where for where in inside if _of_equals(modules[where])]
     stage, stack = (equals[-1], equals[0]) if equals else (inside[0], inside[0])
     member = path[len(stage) + 1 :] if stage else path
     return Place(block=_join(stage, member.split(".")[0]), stage=stage, stack=stack)
@@ -38,8 +70,7 @@ def place_of(model: nn.Module, path: str) -> Place:
 
 def path_of(model: nn.Module, module: nn.Module) -> str:
     """Where the module is in the model; a site's own name starts from wherever it was found."""
-    paths: list[str] = [path for path, inside in model.named_modules() if inside is module]
-    return paths[0]
+    return next(path for path, inside in modules_of(model).items() if inside is module)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -51,9 +82,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def places_of(model: nn.Module, paths: Iterable[str]) -> dict[str, Place]:
     """Where the modules of one stack stand; of more than one stack the user says which is meant."""
-    every = list(paths)
-    outside = [path for path in every if not _containers_around(model, path)]
-    places = {path: place_of(model, path) for path in every if path not in outside or len(outside) == len(every)}
+    every, modules = list(paths), modules_of(model)
+    outside = [path for path in every if not _containers_around(modules, path)]
+    places = {path: _place_of(modules, path) for path in every if path not in outside or len(outside) == len(every)}
     refuse_several_stacks(model, places.values(), outside)
     return places
 
@@ -109,10 +140,10 @@ def grid_as_tokens(block: nn.Module, x: Tensor) -> Tensor:
     return x.flatten(1, 2) if last else x.flatten(2).transpose(1, 2)
 
 
-def _containers_around(model: nn.Module, path: str) -> list[str]:
+def _containers_around(modules: Mapping[str, nn.Module], path: str) -> list[str]:
     parts = path.split(".")
     paths = [".".join(parts[:depth]) for depth in range(len(parts))]
-    return [where for where in paths if isinstance(model.get_submodule(where), CONTAINERS)]
+    return [where for where in paths if isinstance(modules[where], CONTAINERS)]
 
 
 def _of_equals(container: nn.Module) -> bool:

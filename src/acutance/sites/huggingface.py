@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Library
-from acutance.sites.blocks import places_of, unwrapped
+from acutance.sites.blocks import modules_of, places_of, unwrapped
 from acutance.sites.ends import SpecialTokens, final_norm, special_tokens
 from acutance.sites.huggingface_interface import (
     asks_for_the_name,
@@ -165,7 +165,7 @@ def _dispatches(module: nn.Module) -> bool:
 def _attentions(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
-        for name, module in model.named_modules()
+        for name, module in modules_of(model).items()
         if hasattr(module, "config")
         and not is_pretrained(module)
         and _dispatches(module)
@@ -177,7 +177,7 @@ def _attentions(model: nn.Module) -> dict[str, nn.Module]:
 def _sites(model: nn.Module) -> list[AttentionSite]:
     found = _attentions(model) if "transformers" in sys.modules else {}
     if not found:
-        pretrained = next((module for module in model.modules() if is_pretrained(module)), None)
+        pretrained = next(filter(is_pretrained, modules_of(model).values()), None)
         if pretrained is None:
             return []
         raise NoSitesError(

@@ -15,6 +15,7 @@ from acutance.models.layers import LayerScale
 from acutance.models.stack import BlockStack
 from acutance.operator import AttentionRecord
 from acutance.sites.base import AttentionSite, Library, Undo
+from acutance.sites.blocks import modules_of
 from acutance.sites.linear import matrix_of
 
 
@@ -124,7 +125,7 @@ def block_sites(stack: BlockStack, prefix: str = "") -> list[BlockSite]:
 
 def _only_stack(model: nn.Module) -> tuple[str, BlockStack] | None:
     """The stack inside any wrappers; two of them would make layer numbers ambiguous."""
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, BlockStack)]
+    found = [(name, module) for name, module in modules_of(model).items() if isinstance(module, BlockStack)]
     if len(found) > 1:
         names, kinds = [name for name, _ in found], {type(stack).__name__ for _, stack in found}
         what = f"several {kinds.pop()}s" if len(kinds) == 1 else "several stacks of layers"

@@ -11,7 +11,7 @@ from torch import nn
 from acutance.errors import NoSitesError
 from acutance.sites import timm_attention as kinds
 from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Library
-from acutance.sites.blocks import CONTAINERS, places_of, repeated_blocks
+from acutance.sites.blocks import CONTAINERS, modules_of, places_of, repeated_blocks
 from acutance.sites.ends import final_norm, special_tokens
 from acutance.sites.patched import Stack, caller_of, known_sites
 from acutance.sites.timm_site import TimmSite
@@ -38,16 +38,17 @@ def _site_class(attention: Any) -> type[TimmSite] | None:
 def _sites(model: nn.Module) -> list[AttentionSite]:
     if "timm" not in sys.modules:
         return []
-    classes: dict[str, Any] = {name: type(module) for name, module in model.named_modules()}
+    modules = modules_of(model)
+    classes: dict[str, Any] = {name: type(module) for name, module in modules.items()}
     found = {name: kind for name, cls in classes.items() if (kind := _site_class(cls)) is not None}
     if not found:
         _refuse_unknown(model)
         return []
-    attentions = {name: model.get_submodule(name) for name in found}
+    attentions = {name: modules[name] for name in found}
     known = known_sites(attentions.values())
     if known is not None:
         return list(known)
-    if any(type(module).__name__ == "CrossVit" for module in model.modules()):
+    if any(type(module).__name__ == "CrossVit" for module in modules.values()):
         raise NoSitesError("the layers of CrossVit run in branches side by side, so they have no one order")
     blocks = {name: _block(model, name) for name in found}
     places = places_of(model, found)

@@ -12,7 +12,7 @@ from torch import nn
 
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.sites.base import AttentionSite, Library
-from acutance.sites.blocks import Place, place_of, refuse_several_stacks, unwrapped
+from acutance.sites.blocks import Place, modules_of, place_of, refuse_several_stacks, unwrapped
 from acutance.sites.ends import final_norm, special_tokens
 from acutance.sites.patched import Stack, caller_of, known_sites
 from acutance.sites.torch_nn_site import MultiheadSite
@@ -23,7 +23,7 @@ TORCH_STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 
 
 def _sites(model: nn.Module) -> list[AttentionSite]:
-    found = {name: m for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
+    found = {name: m for name, m in modules_of(model).items() if isinstance(m, nn.MultiheadAttention)}
     if not found:
         return []
     places = _self_attentions(_in_stacks(model, {name: _place(model, name) for name in found}), found)
