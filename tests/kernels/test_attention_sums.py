@@ -11,8 +11,9 @@ import torch
 from acutance.kernels import attention_sums, packed, tiled
 from acutance.measure import measure
 from acutance.metrics import attention_entropy, nonlocal_energy
+from acutance.metrics.from_rows import FROM_ROWS, from_rows
 from acutance.models import ViT
-from acutance.operator import AttentionOperator
+from acutance.operator import AttentionOperator, AttentionRecord
 
 CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)
 if not (CUDA or (packed.INTERPRETED and packed.TRITON)):
@@ -95,6 +96,29 @@ def test_rows_follow_the_formula(shape, kind, dtype):
     room = ROUNDING[dtype] * (u.double().square().sum(-1).amax(-1) + theirs[2].amax((-2, -1))[:, None])
     assert ((ours[2] - theirs[2]).abs() <= room.repeat_interleave(A.heads // u.shape[1], 1)[..., None]).all()
     torch.testing.assert_close(found(A).double(), ours[:2], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("shape", [SHAPES[0], (1, 9, 1, 1, 1, 16, 16)], ids=str)
+def test_kernels_launched_again_read_what_is_there_then(shape, kind):
+    """From the second launch on Triton is not asked which code to run."""
+    q, k, u = inputs(shape)
+    mask, causal = mask_of(kind, *q.shape[:3]), kind.startswith("causal")
+    for size in (1.0, 0.5, 2.0):
+        A, tokens = AttentionOperator(size * q, k, mask=mask, causal=causal, scale=size / 3), size * u
+        theirs, ours = expected(A, tokens), found(A, tokens).double()
+        torch.testing.assert_close(ours[:2], torch.stack(theirs[:2]), rtol=1e-6, atol=FLOAT32 * max(1, size**2))
+        assert ((ours[2] - theirs[2]).abs() <= 2e-6 * (theirs[2].max() + spread(tokens).max())).all()
+
+
+def test_what_begins_elsewhere_is_read_in_turn_with_others():
+    """Code is kept by shape: what was compiled for aligned queries must not be given others."""
+    q, k, u = inputs(SHAPES[0])
+    longer = torch.zeros(q.numel() + 1, dtype=q.dtype, device=DEVICE)
+    for start in (0, 1, 0):
+        moved = longer[start : start + q.numel()].view(q.shape).copy_(q)
+        A = AttentionOperator(moved, k)
+        torch.testing.assert_close(found(A, u)[0].double(), expected(A)[0], rtol=1e-6, atol=FLOAT32)
 
 
 @pytest.mark.parametrize("width", [16, *(pytest.param(width, marks=pytest.mark.cuda) for width in (64, 80, 128))])
@@ -330,3 +354,28 @@ def test_the_operation_keeps_its_promises():
     q, k, u = inputs((1, 40, 2, 1, 2, 16, 16))
     for tokens in (None, u):
         torch.library.opcheck(attention_sums.attention_sums, (q, k, None, tokens, None, 0.25, True))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+def test_one_reduction_gives_energy_and_entropy(causal):
+    q, k, u = inputs(SHAPES[1])
+    A = AttentionOperator(q, k, causal=causal)
+    found = from_rows(record_of(A, u), None)
+    assert tuple(found) == FROM_ROWS
+    for name, alone in (("nonlocal_energy", nonlocal_energy(A, u)), ("attention_entropy", attention_entropy(A))):
+        numbers, factor = found[name]
+        torch.testing.assert_close(factor * numbers, alone, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["rows do not count", "a mask", "other tokens"])
+def test_rows_that_do_not_all_count_are_left_to_the_formulas(case):
+    q, k, u = inputs(SHAPES[0])
+    batch, _, tokens, _ = q.shape
+    seen = torch.ones(batch, tokens, dtype=torch.bool, device=DEVICE)
+    A = AttentionOperator(q, k, mask=seen if case == "a mask" else None)
+    tokens = u[:, :, 1:] if case == "other tokens" else u
+    assert from_rows(record_of(A, tokens), seen if case == "rows do not count" else None) == {}
+
+
+def record_of(A, u):
+    return AttentionRecord(operator=A, values=u, first_values=None, output=u, branch=u.transpose(1, 2).flatten(2))

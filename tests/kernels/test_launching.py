@@ -1,0 +1,66 @@
+"""Launching again: the compiled code gets the arguments, then the constants, and none of Triton's options."""
+
+import pytest
+import torch
+
+from acutance.kernels import packed
+
+if not packed.TRITON:
+    pytest.skip("needs Triton", allow_module_level=True)
+
+from acutance.kernels import launching
+
+
+class Kernel:
+    """What a launch is asked for, and what of it is compiled."""
+
+    arg_names = ("x", "count", "WIDTH", "CAUSAL")
+
+    def __init__(self, compiles=True):
+        self.compiles, self.asked, self.ran = compiles, [], []
+
+    def __getitem__(self, grid):
+        def launch(*args, **constants):
+            self.asked.append((grid, args, constants))
+            return Compiled(self) if self.compiles else None
+
+        return launch
+
+
+class Compiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args: self.kernel.ran.append((grid, args))
+
+
+CONSTANTS = {"CAUSAL": True, "WIDTH": 64, "num_warps": 4}  # in any order
+
+
+def test_the_second_launch_is_direct(monkeypatch):
+    monkeypatch.setattr(launching, "DIRECT", True)
+    kernel = Kernel()
+    launch = launching.Launch(kernel, (3,), CONSTANTS)
+    launch("x", 1)
+    launch("y", 2)
+    assert kernel.asked == [((3, 1, 1), ("x", 1), CONSTANTS)]
+    assert kernel.ran == [((3, 1, 1), ("y", 2, 64, True))]
+
+
+@pytest.mark.parametrize(("direct", "compiles"), [(False, True), (True, False)], ids=["old Triton", "interpreter"])
+def test_every_launch_is_tritons_where_there_is_nothing_to_call(direct, compiles, monkeypatch):
+    monkeypatch.setattr(launching, "DIRECT", direct)
+    kernel = Kernel(compiles)
+    launch = launching.Launch(kernel, (3, 2), CONSTANTS)
+    launch("x", 1)
+    launch("y", 2)
+    assert [(grid, args) for grid, args, _ in kernel.asked] == [((3, 2, 1), ("x", 1)), ((3, 2, 1), ("y", 2))]
+    assert kernel.ran == []
+
+
+def test_alignment_is_that_of_the_first_number():
+    numbers = torch.zeros(64)
+    assert launching.is_aligned(numbers, numbers[4:])
+    assert not launching.is_aligned(numbers, numbers[1:])
+    assert launching.is_current(torch.device("cpu"))
