@@ -46,22 +46,6 @@ def _origin(x, mask, sample, tokens, x_sample, x_token, mask_sample, mask_token,
 
 
 @triton.jit
-def _add_two(a, b, other_a, other_b):
-    return a + other_a, b + other_b
-
-
-@triton.jit
-def _add_three(a, b, c, other_a, other_b, other_c):
-    return a + other_a, b + other_b, c + other_c
-
-
-@triton.jit
-def _add_facts(a, b, c, d, e, first, other_a, other_b, other_c, other_d, other_e, other_first):
-    """All facts of rows at once, since threads must wait for each other to add any."""
-    return a + other_a, b + other_b, c + other_c, d + other_d, e + other_e, tl.minimum(first, other_first)
-
-
-@triton.jit
 def _finish(
     out, sample, origin, length, directions, away, squares, longer, longer_squares, count, nonzero, bad, first_bad
 ):  # fmt: skip
@@ -70,16 +54,20 @@ def _finish(
     there = count > 0
     mean = away / n
     token = tl.where(there, origin + mean, 0.0)
-    directed, moved, low = tl.reduce((directions * directions, away * mean, token * token), 0, _add_three)
     into = out + sample * OUT
     tl.store(into, count)
     tl.store(into + 1, bad)
     tl.store(into + 2, first_bad)
-    tl.store(into + 3, directed - nonzero)
-    tl.store(into + 4, tl.maximum(squares - moved, 0.0))
-    tl.store(into + 5, n * low)
+    tl.store(into + 3, tl.sum(directions * directions, 0) - nonzero)
+    tl.store(into + 4, tl.maximum(squares - tl.sum(away * mean, 0), 0.0))
+    tl.store(into + 5, n * tl.sum(token * token, 0))
     tl.store(into + 6, tl.where(there, length + longer / n, 0.0))
     tl.store(into + 7, tl.maximum(longer_squares / n - (longer / n) * (longer / n), 0.0))
+
+
+@triton.jit
+def _total(tile):
+    return tl.sum(tl.sum(tile, 1), 0)
 
 
 @triton.jit
@@ -148,10 +136,9 @@ def _sum(
         nonzero += directed.to(tl.int32)
         bad += spoilt.to(tl.int32)
         first_bad = tl.minimum(first_bad, tl.where(spoilt, places, tokens))
-    all_directions, all_away = tl.reduce((directions, away), 0, _add_two)
-    by_row = tl.reduce((longer, longer_squares, counted, nonzero, bad, first_bad), 1, _add_facts)
-    all_squares = tl.sum(tl.sum(squares, 1), 0)
-    all_longer, all_longer_squares, count, all_nonzero, all_bad, first = tl.reduce(by_row, 0, _add_facts)
+    all_directions, all_away, all_squares = tl.sum(directions, 0), tl.sum(away, 0), _total(squares)
+    all_longer, all_longer_squares, count = _total(longer), _total(longer_squares), _total(counted)
+    all_nonzero, all_bad, first = _total(nonzero), _total(bad), tl.min(tl.min(first_bad, 1), 0)
     if SHORT:
         all_squares += tl.sum(origin * (count * origin - 2.0 * all_away), 0)
         all_away -= count * origin
