@@ -165,9 +165,11 @@ def test_heads_and_windows_are_averaged():
     value = torch.arange(12.0).reshape(4, 3)  # two windows of each sample, three heads
     out.add(("map", 1, "attention_entropy"), value)
     out.add(("map", 2, "attention_entropy"), value[:2, 0].double())
+    out.add(("map", 2, "nonlocal_energy"), value, 0.5)
     found = out.send().values()
     assert found["map", 1, "attention_entropy"].tolist() == [2.5, 8.5]
     assert found["map", 2, "attention_entropy"].tolist() == [0.0, 3.0]
+    assert found["map", 2, "nonlocal_energy"].tolist() == [1.25, 4.25]
 
 
 @pytest.mark.parametrize("by_sums", [False, True], ids=["formulas", "sums"])

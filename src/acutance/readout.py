@@ -114,23 +114,26 @@ class Readout:
         done = self._sent[1]
         return done is None or done.query()
 
+    def sent_form(self) -> Form:
+        """What was read, once nothing more is."""
+        assert self.form is not None, "sent before"
+        return self.form
+
     def received(self) -> tuple[Numbers, Numbers, Numbers]:
         """The sums, the flags and what was found, as soon as they are there."""
         assert self._sent is not None, "sent before"
-        assert self.form is not None
-        host, done = self._sent
+        (host, done), form = self._sent, self.sent_form()
         if done is not None:
             done.synchronize()
         numbers: Numbers = host.numpy()
-        first = sum(self.form.sums) * len(FIELDS)
-        second = first + sum(self.form.flags) * len(FLAGS)
+        first = sum(form.sums) * len(FIELDS)
+        second = first + sum(form.flags) * len(FLAGS)
         sums, flags, found = numbers[:first], numbers[first:second], numbers[second:]
         return sums.reshape(-1, len(FIELDS)), flags.reshape(-1, len(FLAGS)), found
 
     def refuse_bad(self, sums: Numbers, flags: Numbers) -> None:
         """Complain about the first layer that holds NaN or infinity, which spoils those after it."""
-        assert self.form is not None, "sent before"
-        summed, flagged = _spans(self.form.sums), _spans(self.form.flags)
+        summed, flagged = _spans(self.sent_form().sums), _spans(self.sent_form().flags)
         for watch in self.watched:
             told = sums[summed[watch.place]] if watch.summed else flags[flagged[watch.place]]
             if told[:, BAD].any():
@@ -142,7 +145,7 @@ def values_of(batches: Sequence[Readout]) -> list[tuple[tuple[Key, ...], Numbers
 
     A value is the mean over a sample's heads or windows. Waits for the device; refuses NaN and infinity.
     """
-    return [_joined(form, list(alike)) for form, alike in groupby(batches, lambda batch: batch.form) if form]
+    return [_joined(form, list(alike)) for form, alike in groupby(batches, Readout.sent_form)]
 
 
 def _joined(form: Form, batches: Sequence[Readout]) -> tuple[tuple[Key, ...], Numbers]:

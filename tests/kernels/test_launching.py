@@ -61,6 +61,5 @@ def test_every_launch_is_tritons_where_there_is_nothing_to_call(direct, compiles
 
 def test_alignment_is_that_of_the_first_number():
     numbers = torch.zeros(64)
-    assert launching.is_aligned(numbers, numbers[4:])
-    assert not launching.is_aligned(numbers, numbers[1:])
+    assert launching.alignment(numbers, numbers[4:], numbers[1:]) == (True, True, False)
     assert launching.is_current(torch.device("cpu"))

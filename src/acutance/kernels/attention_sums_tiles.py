@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acutance.kernels.launching import Launch, is_aligned, is_current
+from acutance.kernels.launching import Launch, alignment, is_current
 from acutance.kernels.long_tiles import (
     COUNTS,
     Tile,
@@ -229,7 +229,8 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(256)
-def _plan(kind: _Kind, compiled_for: tuple[torch.dtype, torch.device, tuple[int, ...], tuple[int, ...]]) -> _Plan:
+def _plan(kind: _Kind, dtype: torch.dtype, _compiled_for: tuple[object, ...]) -> _Plan:
+    """Device, strides and alignment are here only to be told apart."""
     batch, heads, queries, width = kind.queries
     token_heads, channels = kind.tokens[1], kind.tokens[3]
     columns, places = (max(16, power_of_two(size)) for size in (width, channels))
@@ -249,7 +250,7 @@ def _plan(kind: _Kind, compiled_for: tuple[torch.dtype, torch.device, tuple[int,
     read_again = 2 * kind.keys[2] * (width + 2 * channels)  # bytes: numbers have 16 bits
     return _Plan(
         prod(kind.tokens),
-        torch.finfo(compiled_for[0]).max,
+        torch.finfo(dtype).max,
         tiles,
         heads_at_a_time(batch * heads, read_again),
         Launch(_centre, (batch * token_heads,), centre),
@@ -295,8 +296,7 @@ def forward(
     strides = (*q.stride()[:3], *k.stride()[:3], *seen.stride())
     token_strides = (*tokens.stride()[:3], *marks.stride()[:2])
     kind = _Kind(q.shape, k.shape, tokens.shape, u is not None, mask is not None, counted is not None, causal, tile)
-    plan_of = _plan if is_aligned(q, k, seen, tokens, marks) else _plan.__wrapped__  # anew for what is compiled apart
-    plan = plan_of(kind, (q.dtype, q.device, strides, token_strides))
+    plan = _plan(kind, q.dtype, (q.device, strides, token_strides, alignment(q, k, seen, tokens, marks)))
     if u is not None:
         plan.centre(u, marks, parts, squares, plan.low_part, keys, u.shape[1], plan.largest, *token_strides)
     plan.forward(

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 ALIGNED = 16  # bytes: Triton compiles pointers and strides that are multiples of it apart from others
-# Older ones leave the constants out where compiled code is launched.
+# What the compiled code of older ones is called with has not been looked at.
 DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4)
 
 
@@ -22,7 +22,7 @@ class Launch:
     """A kernel, its grid and its constants; after the first launch the compiled code is called as it is.
 
     Who keeps one sees to it that all arguments are like those of the first launch: of one dtype, on one device, equal
-    where they are strides, and tensors `is_aligned`. Numbers that are not specialised on may differ.
+    where they are strides, and of one `alignment`. Numbers that are not specialised on may differ.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], constants: dict[str, Any]) -> None:
@@ -42,9 +42,9 @@ class Launch:
             self._compiled = compiled[self.grid]
 
 
-def is_aligned(*tensors: Tensor) -> bool:
-    """Whether all begin where a `Launch` expects it."""
-    return all(x.data_ptr() % ALIGNED == 0 for x in tensors)
+def alignment(*tensors: Tensor) -> tuple[bool, ...]:
+    """Which of the tensors begin at a multiple of `ALIGNED`."""
+    return tuple([x.data_ptr() % ALIGNED == 0 for x in tensors])
 
 
 def is_current(device: torch.device) -> bool:

@@ -69,7 +69,7 @@ def _agrees(device: torch.device, samples: int = PROGRAMS + 1) -> bool:
     """So many samples that each is whole, then two that are cut into parts, with some tokens masked out."""
     tokens = torch.arange(samples * 40 * 48, device=device).sin().mul(5).to(torch.bfloat16).view(samples, 40, 48)
     mask = (torch.arange(80, device=device) % 3 > 0).view(2, 40)
-    tried = [(tokens, None), (tokens[:2], mask)]
+    tried = [(tokens, None), (tokens[:2], mask)] * 2  # launched again, compiled code is called as it is
     return all(torch.allclose(token_sums(*each), plain_sums(*each), rtol=1e-9, atol=1e-9) for each in tried)
 
 

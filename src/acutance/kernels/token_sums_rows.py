@@ -1,8 +1,8 @@
 """The kernels of `token_sums`: a program sums up the tokens of a sample, or of a part of one, held whole in registers.
 
 Sums over tokens stay apart by row of the tile until the end, so that threads meet only to find the length of a token.
-Numbers of 16 bits (SHORT) and their products add up without rounding, whichever way they are taken: what they are less
-the first token is worked out once, at the end. Where a sample is cut into parts, a second kernel adds these up, always
+Of numbers of 16 bits (SHORT) float64 holds products whole, and hardly rounds their sums: what tokens are less the first
+is worked out once, at the end. Where a sample is cut into parts, a second kernel adds these up, always
 in the same order.
 """
 
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acutance.kernels.launching import Launch, is_aligned, is_current
+from acutance.kernels.launching import Launch, alignment, is_current
 from acutance.kernels.sizes import power_of_two, tiles_of
 from acutance.kernels.token_sums import FIELDS, parts_of
 
@@ -207,10 +207,8 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(256)
-def _plan(
-    shape: tuple[int, ...], dtype: torch.dtype, masked: bool, device: torch.device, strides: tuple[int, ...]
-) -> _Plan:
-    """Device and strides are here only to be told apart: code is compiled for them."""
+def _plan(shape: tuple[int, ...], dtype: torch.dtype, masked: bool, _compiled_for: tuple[object, ...]) -> _Plan:
+    """Device, strides and alignment are here only to be told apart."""
     samples, count, width = shape
     padded = power_of_two(width)
     rows, deep = max(1, TILE // padded), DEEP if padded < WIDE else 1
@@ -240,8 +238,7 @@ def token_sums(tokens: Tensor, mask: Tensor | None) -> Tensor:
         tokens = tokens.contiguous()
     shape, marks = tokens.shape, tokens if mask is None else mask
     strides = (*tokens.stride()[:2], *((0, 0) if mask is None else mask.stride()))
-    plan_of = _plan if is_aligned(tokens, marks) else _plan.__wrapped__  # anew for what is compiled apart
-    plan = plan_of(shape, tokens.dtype, mask is not None, tokens.device, strides)
+    plan = _plan(shape, tokens.dtype, mask is not None, (tokens.device, strides, alignment(tokens, marks)))
     out = torch.empty(shape[0], len(FIELDS), dtype=torch.float64, device=tokens.device)
     vectors = numbers = out  # any tensor in the place of what is not written
     if plan.parts > 1:
