@@ -63,8 +63,11 @@ class Reader:
         """Read the token metrics at one tap."""
         if tokens.ndim != 3:
             raise ShapeError(f"{tap} of layer {layer} is {tuple(tokens.shape)}, not (batch, tokens, channels)")
-        self._refuse_added(layer, tokens)
-        self._measure_tokens(tap, layer, *self.samples.tokens(tokens))
+        if self.samples.is_whole:
+            self._measure_tokens(tap, layer, tokens, None)
+        else:
+            self._refuse_added(layer, tokens)
+            self._measure_tokens(tap, layer, *self.samples.tokens(tokens))
 
     def record(self, layer: int, record: AttentionRecord, *, windows_move: bool = False) -> None:
         """Read what one layer's attention did."""
@@ -101,7 +104,7 @@ class Reader:
                 f"nothing was read: {SUCCESSIVE} compares successive layers and needs two of them, of the same tokens: "
                 "windows that move from layer to layer have none"
             )
-        out, self.out = self.out, Readout()
+        out, self.out = self.out, Readout(expected=max(1, len(self.out.sums)))
         self.previous, self.count, self.ran, self.depths = None, 0, {}, {}
         return out.send()
 
@@ -127,7 +130,8 @@ class Reader:
     def _watch(self, metric: str, layer: int, tokens: Tensor, mask: Tensor | None) -> int | None:
         """Have tokens that are not finite complained about, by name of a metric; the place of their sums, if any."""
         if token_sums.is_available(tokens, mask):
-            return self.out.add_sums(token_sums.token_sums(tokens, mask), metric, layer)
+            place = self.out.place(len(tokens), tokens.device)
+            return self.out.add_sums(token_sums.token_sums(tokens, mask, place), metric, layer)
         self.out.add_flags(finite_flags(tokens, mask), metric, layer)
         return None
 

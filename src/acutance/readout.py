@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
+from operator import is_
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from acutance.kernels.token_sums import FIELDS
+from acutance.kernels.token_sums import FIELDS, room
 from acutance.metrics._common import FLAGS, complain
 from acutance.metrics.from_sums import FROM_SUMS, Numbers
 
@@ -48,6 +49,7 @@ class Readout:
     """What the hooks found in one batch, still on the device until `send`, and out of the host's way until `values`."""
 
     size: int = 0  # samples in the batch
+    expected: int = 1  # readings by sums, as many as the batch before had
     sums: list[Tensor] = field(default_factory=list)  # (rows, FIELDS) each
     flags: list[Tensor] = field(default_factory=list)  # (rows, FLAGS) each, of tokens that were not summed up
     found: list[Tensor] = field(default_factory=list)  # (rows, …) each
@@ -56,6 +58,17 @@ class Readout:
     watched: list[_Watch] = field(default_factory=list)
     form: Form | None = None  # once it is sent
     _sent: tuple[Tensor, torch.cuda.Event | None] | None = None
+    _room: Tensor | None = None
+    _places: tuple[Tensor, ...] = ()  # in the room
+    _kind: tuple[int, torch.device] | None = None  # of the readings it has place for
+
+    def place(self, samples: int, device: torch.device) -> Tensor | None:
+        """Where the next reading's sums go, side by side with the others'; None where there is no such place."""
+        kind, taken = (samples, device), len(self.sums)
+        if taken == 0:
+            self._room, self._kind = room(self.expected, *kind), kind
+            self._places = self._room.unbind()
+        return self._places[taken] if kind == self._kind and taken < self.expected else None
 
     def add_sums(self, sums: Tensor, metric: str, layer: int) -> int:
         """Take in a reading's sums, which tell of tokens that are not finite too; returns their place."""
@@ -83,7 +96,8 @@ class Readout:
     def send(self) -> Readout:
         """Begin the one transfer; nothing waits for it here."""
         # Joined before they are made float64 or flat: a launch for all, not for each.
-        exact = [torch.cat(parts).flatten() for parts in (self.sums, self.flags) if parts]
+        exact = [self._joined_sums()] if self.sums else []
+        exact += [torch.cat(self.flags).flatten()] if self.flags else []
         found = [torch.cat([part.flatten() for part in self.found]).double()] if self.found else []
         parts = [*exact, *found]
         numbers = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -101,7 +115,12 @@ class Readout:
             tuple(self.sources.items()),
         )
         self.sums, self.flags, self.found = [], [], []  # nothing is left on the device
+        self._room, self._places = None, ()
         return self
+
+    def _joined_sums(self) -> Tensor:
+        is_all = len(self.sums) == len(self._places) and all(map(is_, self.sums, self._places))
+        return (self._room if self._room is not None and is_all else torch.cat(self.sums)).flatten()
 
     def values(self) -> dict[Key, Numbers]:
         """One value a sample, the mean over its heads or windows, once the device is done; refuses NaN and infinity."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -115,6 +116,11 @@ class Samples:
             if len(documents.rows) > len(positions):
                 return cls(mask, skip, documents)
         return cls(mask, skip)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether every row is a sample and all its tokens count."""
+        return self.mask is None and self.documents is None and not any(self.skip)
 
     def count(self, rows: int) -> int:
         """How many samples so many rows of a batch are."""

@@ -28,11 +28,13 @@ class Kernel:
 
 
 class Compiled:
+    function, packed_metadata = "code", "metadata"
+
     def __init__(self, kernel):
         self.kernel = kernel
 
-    def __getitem__(self, grid):
-        return lambda *args: self.kernel.ran.append((grid, args))
+    def run(self, *args):
+        self.kernel.ran.append(args)
 
 
 CONSTANTS = {"CAUSAL": True, "WIDTH": 64, "num_warps": 4}  # in any order
@@ -41,11 +43,14 @@ CONSTANTS = {"CAUSAL": True, "WIDTH": 64, "num_warps": 4}  # in any order
 def test_the_second_launch_is_direct(monkeypatch):
     monkeypatch.setattr(launching, "DIRECT", True)
     kernel = Kernel()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: ("stream of", device), raising=False)
     launch = launching.Launch(kernel, (3,), CONSTANTS)
-    launch("x", 1)
-    launch("y", 2)
-    assert kernel.asked == [((3, 1, 1), ("x", 1), CONSTANTS)]
-    assert kernel.ran == [((3, 1, 1), ("y", 2, 64, True))]
+    x, y = torch.zeros(2)
+    launch([x], 1)
+    launch([y], 2)
+    assert kernel.asked == [((3, 1, 1), (x, 1), CONSTANTS)]
+    grid, stream, code, no_hooks = (3, 1, 1), ("stream of", -1), ("code", "metadata"), (None, None, None)
+    assert kernel.ran == [(*grid, stream, *code, *no_hooks, y.data_ptr(), 2, 64, True)]
 
 
 @pytest.mark.parametrize(("direct", "compiles"), [(False, True), (True, False)], ids=["old Triton", "interpreter"])
@@ -53,8 +58,8 @@ def test_every_launch_is_tritons_where_there_is_nothing_to_call(direct, compiles
     monkeypatch.setattr(launching, "DIRECT", direct)
     kernel = Kernel(compiles)
     launch = launching.Launch(kernel, (3, 2), CONSTANTS)
-    launch("x", 1)
-    launch("y", 2)
+    launch(["x"], 1)
+    launch(["y"], 2)
     assert [(grid, args) for grid, args, _ in kernel.asked] == [((3, 2, 1), ("x", 1)), ((3, 2, 1), ("y", 2))]
     assert kernel.ran == []
 

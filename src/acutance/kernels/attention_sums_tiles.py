@@ -298,10 +298,10 @@ def forward(
     kind = _Kind(q.shape, k.shape, tokens.shape, u is not None, mask is not None, counted is not None, causal, tile)
     plan = _plan(kind, q.dtype, (q.device, strides, token_strides, alignment(q, k, seen, tokens, marks)))
     if u is not None:
-        plan.centre(u, marks, parts, squares, plan.low_part, keys, u.shape[1], plan.largest, *token_strides)
+        plan.centre((u, marks, parts, squares), plan.low_part, keys, u.shape[1], plan.largest, *token_strides)
     plan.forward(
-        *(q, k, seen, parts, squares, sums, plan.low_part),
-        *(plan.tiles, batch * heads, plan.at_a_time),
+        (q, k, seen, parts, squares, sums),
+        *(plan.low_part, plan.tiles, batch * heads, plan.at_a_time),
         *(queries, keys, heads, key_heads, tokens.shape[1], scale * LOG2_E.value),
         *strides,
     )

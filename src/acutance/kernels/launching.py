@@ -7,6 +7,7 @@ layer to layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,18 +29,23 @@ class Launch:
     def __init__(self, kernel: Any, grid: tuple[int, ...], constants: dict[str, Any]) -> None:
         self.kernel, self.constants = kernel, constants
         self.grid = (*grid, 1, 1)[:3]
-        self._compiled: Any = None
+        self._run: Any = None
+        self._code: tuple[Any, ...] = ()
         self._values: tuple[Any, ...] = ()
 
-    def __call__(self, *args: Any) -> None:
-        """In the current stream of the current device."""
-        if self._compiled is not None:
-            self._compiled(*args, *self._values)
+    def __call__(self, tensors: Sequence[Tensor], *numbers: float) -> None:
+        """In the current stream of the current device, where the tensors are; they come first among the arguments."""
+        if self._run is not None:
+            stream = torch._C._cuda_getCurrentRawStream(tensors[0].get_device())
+            # Of a tensor Triton would ask the driver where it is.
+            pointers = [x.data_ptr() for x in tensors]
+            self._run(*self.grid, stream, *self._code, *pointers, *numbers, *self._values)
             return
-        compiled = self.kernel[self.grid](*args, **self.constants)
+        compiled = self.kernel[self.grid](*tensors, *numbers, **self.constants)
         if DIRECT and compiled is not None:  # the interpreter compiles nothing
-            self._values = tuple(self.constants[name] for name in self.kernel.arg_names[len(args) :])
-            self._compiled = compiled[self.grid]
+            self._values = tuple(self.constants[name] for name in self.kernel.arg_names[len(tensors) + len(numbers) :])
+            self._code = (compiled.function, compiled.packed_metadata, None, None, None)  # no profiler's hooks
+            self._run = compiled.run
 
 
 def alignment(*tensors: Tensor) -> tuple[bool, ...]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -94,14 +96,29 @@ def plain_sums(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     return torch.stack([found[name].double() for name in FIELDS], 1)
 
 
-def token_sums(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+def token_sums(tokens: Tensor, mask: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """The `FIELDS` of every sample, (samples, fields) in float64; nothing waits for the device.
 
     No custom op: `measure` reads eagerly and without gradients, and a detour for each reading would cost what it saves.
-    """
-    from acutance.kernels import token_sums_rows
 
-    return token_sums_rows.token_sums(tokens, mask)
+    Args:
+        tokens: (samples, tokens, channels).
+        mask: bool (samples, tokens), which of them count; None for all.
+        out: where to write them, some of a `room`.
+    """
+    sums: Tensor = _kernels().token_sums(tokens, mask, out)
+    return sums
+
+
+@cache
+def _kernels() -> ModuleType:
+    """Imported when it is there to be imported."""
+    return import_module("acutance.kernels.token_sums_rows")
+
+
+def room(readings: int, samples: int, device: torch.device) -> Tensor:
+    """Space for the sums of several readings, side by side."""
+    return torch.empty(readings, samples, len(FIELDS), dtype=torch.float64, device=device)
 
 
 def parts_of(samples: int, tokens: int, rows: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from acutance.kernels.launching import Launch, alignment, is_current
 from acutance.kernels.sizes import power_of_two, tiles_of
-from acutance.kernels.token_sums import FIELDS, parts_of
+from acutance.kernels.token_sums import FIELDS, parts_of, room
 
 TILE = 1024  # numbers side by side in a tile, whole tokens: 16 bytes of half precision a thread
 DEEP = 4  # so many tiles a program takes at a time: while the length of one token is found, those of others can be
@@ -207,7 +207,7 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(256)
-def _plan(shape: tuple[int, ...], dtype: torch.dtype, masked: bool, _compiled_for: tuple[object, ...]) -> _Plan:
+def _plan(shape: tuple[int, ...], dtype: torch.dtype, masked: bool, *_compiled_for: object) -> _Plan:
     """Device, strides and alignment are here only to be told apart."""
     samples, count, width = shape
     padded = power_of_two(width)
@@ -229,23 +229,25 @@ def _plan(shape: tuple[int, ...], dtype: torch.dtype, masked: bool, _compiled_fo
     )
 
 
-def token_sums(tokens: Tensor, mask: Tensor | None) -> Tensor:
+def token_sums(tokens: Tensor, mask: Tensor | None, out: Tensor | None) -> Tensor:
     """Launch one kernel, or two where there are too few samples to fill the GPU."""
-    if not is_current(tokens.device):
-        with torch.cuda.device_of(tokens):
-            return token_sums(tokens, mask)
+    device = tokens.device
+    if not is_current(device):
+        with torch.cuda.device(device):
+            return token_sums(tokens, mask, out)
     if tokens.stride(-1) != 1:
         tokens = tokens.contiguous()
     shape, marks = tokens.shape, tokens if mask is None else mask
     strides = (*tokens.stride()[:2], *((0, 0) if mask is None else mask.stride()))
-    plan = _plan(shape, tokens.dtype, mask is not None, (tokens.device, strides, alignment(tokens, marks)))
-    out = torch.empty(shape[0], len(FIELDS), dtype=torch.float64, device=tokens.device)
+    plan = _plan(shape, tokens.dtype, mask is not None, device, strides, alignment(tokens, marks))
+    if out is None:
+        out = room(1, shape[0], device)[0]
     vectors = numbers = out  # any tensor in the place of what is not written
     if plan.parts > 1:
         vectors = out.new_empty(shape[0], plan.parts, 2, shape[2])
         numbers = out.new_empty(shape[0], plan.parts, NUMBERS)
-    given = (tokens, marks, vectors, numbers, out, shape[1])
-    plan.first(*given, plan.share, *strides)
+    tensors = (tokens, marks, vectors, numbers, out)
+    plan.first(tensors, shape[1], plan.share, *strides)
     if plan.parts > 1:
-        plan.second(*given, plan.parts, *strides)
+        plan.second(tensors, shape[1], plan.parts, *strides)
     return out
