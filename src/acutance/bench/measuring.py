@@ -58,29 +58,34 @@ class Subject:
 
 
 def tables(settings: Settings) -> list[Table]:
-    """DeiT-Ti, timm's where it is installed and ours, and a Llama where transformers is."""
+    """DeiT-Ti, timm's where it is installed and ours, a smaller ViT that waits for the host, and a Llama.
+
+    The ViT of timm is there where timm is, the Llama where transformers is.
+    """
     found = [_image_table(IMAGE_BATCH, settings)]
     if find_spec("timm") is not None:
-        batches = (IMAGE_BATCH, LARGE_BATCH) if settings.on_gpu else (IMAGE_BATCH,)
-        found[:0] = [_image_table(batch, settings, timm=True) for batch in batches]
+        shapes = [("steps-224", IMAGE_BATCH), ("steps-224", LARGE_BATCH), ("steps-32", IMAGE_BATCH)]
+        shapes = shapes if settings.on_gpu else shapes[:1]
+        found[:0] = [_image_table(batch, settings, shape, timm=True) for shape, batch in shapes]
     if find_spec("transformers") is not None:
         llama = "Llama of 1.2 billion parameters, 4 texts of 2048 tokens" if settings.on_gpu else "Llama at toy size"
         texts, tokens = (4, 2048) if settings.on_gpu else (2, 16)
         found.append(
             Table(f"measuring {llama}", partial(_rows, partial(llama_subject, texts, tokens), TEXT_BATCHES, settings))
         )
-    few = _vit_title(SPECTRAL_BATCH, settings)
+    few = _vit_title("steps-224", SPECTRAL_BATCH, settings)
     return [*found, Table(f"measuring {few}, spectral metrics", partial(_spectral_rows, settings))]
 
 
-def _image_table(batch: int, settings: Settings, *, timm: bool = False) -> Table:
+def _image_table(batch: int, settings: Settings, shape: str = "steps-224", *, timm: bool = False) -> Table:
     whose, build = ("timm's ", timm_model) if timm else ("", _ours)
-    make = partial(_vit, batch, build=build)
-    return Table(f"measuring {whose}{_vit_title(batch, settings)}", partial(_rows, make, IMAGES // batch, settings))
+    make = partial(_vit, batch, shape=shape, build=build)
+    title = f"measuring {whose}{_vit_title(shape, batch, settings)}"
+    return Table(title, partial(_rows, make, IMAGES // batch, settings))
 
 
-def _vit_title(batch: int, settings: Settings) -> str:
-    return f"DeiT-Ti/16, 224×224, batch {batch}" if settings.on_gpu else "DeiT-Ti at toy size"
+def _vit_title(shape: str, batch: int, settings: Settings) -> str:
+    return f"{SHAPES[shape].title}, batch {batch}" if settings.on_gpu else "DeiT-Ti at toy size"
 
 
 def _rows(make: Callable[[Settings], Subject], batches: int, settings: Settings) -> Iterator[list[Row]]:
@@ -125,10 +130,12 @@ def _ours(shape: Shape) -> nn.Module:
     return shape.ours()
 
 
-def _vit(batch: int, settings: Settings, build: Callable[[Shape], nn.Module] = _ours) -> Subject:
-    shape = SHAPES["steps-224"] if settings.on_gpu else toy(SHAPES["steps-224"])
-    model = build(shape).to(settings.device, settings.dtype)
-    size, batch = shape.image_size, batch if settings.on_gpu else shape.batch
+def _vit(
+    batch: int, settings: Settings, shape: str = "steps-224", build: Callable[[Shape], nn.Module] = _ours
+) -> Subject:
+    chosen = SHAPES[shape] if settings.on_gpu else toy(SHAPES[shape])
+    model = build(chosen).to(settings.device, settings.dtype)
+    size, batch = chosen.image_size, batch if settings.on_gpu else chosen.batch
     images = torch.randn(batch, 3, size, size, device=settings.device, dtype=settings.dtype)
     return Subject(model, images, partial(_vit_obvious, model, images))
 
