@@ -233,7 +233,7 @@ def _layers_beside(module: nn.Module, path: str, known: set[nn.Module], blocks: 
             continue
         if known.intersection(child.modules()):
             parts += _layers_beside(child, where, known, blocks)
-        elif _holds_layers(child):
+        elif child._modules and _holds_layers(child):  # a module without others inside is no layer and holds none
             parts.append(where)
     return parts
 
