@@ -183,3 +183,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """With `pytest -n`, keep each file on one process: a page shares its names, a module its fixtures."""
     if getattr(config.option, "dist", "no") == "load":
         config.option.dist = "loadfile"
+        config.option.loadscopereorder = False  # which would take files of many tests first, not those that take long
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `pytest -n`, begin with files that hold slow tests: at the end one process would wait for them alone."""
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow)

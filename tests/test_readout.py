@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import acutance as ac
 from acutance import metrics
 from acutance.errors import NonFiniteError
+from acutance.kernels.token_sums import FIELDS
 from acutance.measure import feed
 from acutance.metrics._common import finite_flags
 from acutance.metrics.from_sums import FROM_SUMS
@@ -170,6 +171,29 @@ def test_heads_and_windows_are_averaged():
     assert found["map", 1, "attention_entropy"].tolist() == [2.5, 8.5]
     assert found["map", 2, "attention_entropy"].tolist() == [0.0, 3.0]
     assert found["map", 2, "nonlocal_energy"].tolist() == [1.25, 4.25]
+
+
+@pytest.mark.parametrize(
+    ("expected", "samples", "placed", "joined"),
+    [
+        (3, (2, 2, 2), [True, True, True], 0),
+        (1, (2, 2, 2), [True, False, False], 1),
+        (4, (2, 2, 2), [True, True, True], 1),
+        (3, (2, 4, 2), [True, False, True], 1),
+    ],
+    ids=["as many as before", "more", "fewer", "of other samples"],
+)
+def test_sums_are_sent_as_they_stand_where_the_batch_is_like_the_one_before(expected, samples, placed, joined):
+    rows = [torch.rand(count, len(FIELDS), dtype=torch.float64) for count in samples]
+    out, cpu, found = Readout(expected=expected), torch.device("cpu"), []
+    for layer, sums in enumerate(rows):
+        place = out.place(len(sums), cpu)
+        found.append(place is not None)
+        out.add_sums(sums if place is None else place.copy_(sums), "token_cosine", layer)
+    seen = operations(out.send)
+    assert found == placed
+    assert seen.counts["cat"] == joined
+    torch.testing.assert_close(torch.from_numpy(out.received()[0]), torch.cat(rows), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("by_sums", [False, True], ids=["formulas", "sums"])

@@ -1,4 +1,4 @@
-"""A test's work in two processes that meet over gloo."""
+"""A test's work in two processes that meet over gloo, forked from one that has imported what they import."""
 
 import faulthandler
 import os
@@ -11,13 +11,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import forked
+
+START = forked.FORKS.get_start_method()
 PATIENCE = timedelta(minutes=5)  # a hang fails
 
 
 def in_two_processes(work: Callable[..., None], *given: object) -> None:
     """Run `work(rank, *given)` in both; an error in one of them is raised here."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_one, args=(f"file://{folder}/meeting", work, given), nprocs=2)
+        mp.start_processes(_one, args=(f"file://{folder}/meeting", work, given), nprocs=2, start_method=START)
 
 
 def _one(rank: int, meeting: str, work: Callable[..., None], given: tuple[object, ...]) -> None:

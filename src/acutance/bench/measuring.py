@@ -58,10 +58,7 @@ class Subject:
 
 
 def tables(settings: Settings) -> list[Table]:
-    """DeiT-Ti, timm's where it is installed and ours, a smaller ViT that waits for the host, and a Llama.
-
-    The ViT of timm is there where timm is, the Llama where transformers is.
-    """
+    """Our DeiT-Ti; with timm also timm's, and a smaller ViT that waits for the host; with transformers also a Llama."""
     found = [_image_table(IMAGE_BATCH, settings)]
     if find_spec("timm") is not None:
         shapes = [("steps-224", IMAGE_BATCH), ("steps-224", LARGE_BATCH), ("steps-32", IMAGE_BATCH)]
