@@ -45,7 +45,8 @@ demo: $(READY)  ## Train three small ViTs, measure each layer by layer, compare 
 test: export OMP_NUM_THREADS = 1
 test: export PYTHONFAULTHANDLER = 1
 test: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/.cache/inductor
-test: export TORCHINDUCTOR_COMPILE_THREADS = 1 # more would be processes of their own, which start for longer than they work
+# More would be processes of their own, which take longer to start than what they would compile.
+test: export TORCHINDUCTOR_COMPILE_THREADS = 1
 test:  ## Lint, type-check, and run every test and every snippet in the documentation
 	@$(MAKE) --no-print-directory -j 2 lint $(TIMM)/.ready $(TRITON)/.ready # one environment is filled while another is
 	$(BIN)/pytest -n 2 $(COVERAGE)
