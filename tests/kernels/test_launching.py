@@ -64,7 +64,20 @@ def test_every_launch_is_tritons_where_there_is_nothing_to_call(direct, compiles
     assert kernel.ran == []
 
 
-def test_alignment_is_that_of_the_first_number():
+def test_placement_is_that_of_the_first_number():
     numbers = torch.zeros(64)
-    assert launching.alignment(numbers, numbers[4:], numbers[1:]) == (True, True, False)
+    assert launching.placement(numbers, numbers[4:], numbers[1:]) == ((-1, True), (-1, True), (-1, False))
     assert launching.is_current(torch.device("cpu"))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_tensor_elsewhere_is_refused_after_others_were_launched():
+    from acutance.kernels.token_sums import token_sums
+
+    tokens, mask = torch.zeros(2, 8, 16, device="cuda"), torch.ones(2, 8, dtype=torch.bool)
+    for _ in range(2):
+        token_sums(tokens, mask.cuda())
+    with pytest.raises(ValueError, match="cpu tensor"):
+        token_sums(tokens, mask)
+    torch.cuda.synchronize()

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acutance.kernels.launching import Launch, alignment, is_current
+from acutance.kernels.launching import Launch, is_current, placement
 from acutance.kernels.long_tiles import (
     COUNTS,
     Tile,
@@ -230,7 +230,7 @@ class _Plan(NamedTuple):
 
 @lru_cache(256)
 def _plan(kind: _Kind, dtype: torch.dtype, _compiled_for: tuple[object, ...]) -> _Plan:
-    """Device, strides and alignment are here only to be told apart."""
+    """Strides and placement are here only to be told apart."""
     batch, heads, queries, width = kind.queries
     token_heads, channels = kind.tokens[1], kind.tokens[3]
     columns, places = (max(16, power_of_two(size)) for size in (width, channels))
@@ -296,7 +296,7 @@ def forward(
     strides = (*q.stride()[:3], *k.stride()[:3], *seen.stride())
     token_strides = (*tokens.stride()[:3], *marks.stride()[:2])
     kind = _Kind(q.shape, k.shape, tokens.shape, u is not None, mask is not None, counted is not None, causal, tile)
-    plan = _plan(kind, q.dtype, (q.device, strides, token_strides, alignment(q, k, seen, tokens, marks)))
+    plan = _plan(kind, q.dtype, (strides, token_strides, placement(q, k, seen, tokens, marks)))
     if u is not None:
         plan.centre((u, marks, parts, squares), plan.low_part, keys, u.shape[1], plan.largest, *token_strides)
     plan.forward(

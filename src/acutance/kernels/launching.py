@@ -22,8 +22,9 @@ DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4
 class Launch:
     """A kernel, its grid and its constants; after the first launch the compiled code is called as it is.
 
-    Who keeps one sees to it that all arguments are like those of the first launch: of one dtype, on one device, equal
-    where they are strides, and of one `alignment`. Numbers that are not specialised on may differ.
+    Who keeps one sees to it that all arguments are like those of the first launch: of one dtype, equal
+    where they are strides, and of one `placement`: compiled code takes any address, that of a CPU's tensor too. Numbers
+    that are not specialised on may differ.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], constants: dict[str, Any]) -> None:
@@ -48,9 +49,9 @@ class Launch:
             self._run = compiled.run
 
 
-def alignment(*tensors: Tensor) -> tuple[bool, ...]:
-    """Which of the tensors begin at a multiple of `ALIGNED`."""
-    return tuple([x.data_ptr() % ALIGNED == 0 for x in tensors])
+def placement(*tensors: Tensor) -> tuple[tuple[int, bool], ...]:
+    """Where the tensors are: by number the device of each, and whether it begins at a multiple of `ALIGNED`."""
+    return tuple([(x.get_device(), x.data_ptr() % ALIGNED == 0) for x in tensors])
 
 
 def is_current(device: torch.device) -> bool:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acutance.kernels.launching import Launch, alignment, is_current
+from acutance.kernels.launching import Launch, is_current, placement
 from acutance.kernels.sizes import power_of_two, tiles_of
 from acutance.kernels.token_sums import FIELDS, parts_of, room
 
@@ -208,7 +208,7 @@ class _Plan(NamedTuple):
 
 @lru_cache(256)
 def _plan(shape: tuple[int, ...], dtype: torch.dtype, masked: bool, *_compiled_for: object) -> _Plan:
-    """Device, strides and alignment are here only to be told apart."""
+    """Strides and placement are here only to be told apart."""
     samples, count, width = shape
     padded = power_of_two(width)
     rows, deep = max(1, TILE // padded), DEEP if padded < WIDE else 1
@@ -239,7 +239,7 @@ def token_sums(tokens: Tensor, mask: Tensor | None, out: Tensor | None) -> Tenso
         tokens = tokens.contiguous()
     shape, marks = tokens.shape, tokens if mask is None else mask
     strides = (*tokens.stride()[:2], *((0, 0) if mask is None else mask.stride()))
-    plan = _plan(shape, tokens.dtype, mask is not None, device, strides, alignment(tokens, marks))
+    plan = _plan(shape, tokens.dtype, mask is not None, strides, placement(tokens, marks))
     if out is None:
         out = room(1, shape[0], device)[0]
     vectors = numbers = out  # any tensor in the place of what is not written
