@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib import metadata
 from typing import Any, Literal
@@ -103,8 +103,7 @@ def measure(
         for batch, counts in processes.in_step(own, wait=across_processes and is_sharded(bare)):
             about = sides() if isinstance(batch, Mapping) else {}
             reader.samples = Samples.of(batch, skip=skip, special=prefix == "in", **about)
-            are_packed = reader.samples.documents is not None
-            with _documents_watched(target, reader) if are_packed and not reader.wants_records else nullcontext():
+            with _documents_watched(target, reader):
                 feed(bare, batch)
             found = reader.flush()
             waiting += [found] if counts else []
@@ -180,9 +179,10 @@ def _attach(model: nn.Module, reader: Reader, taps: Sequence[str], stack: ExitSt
 def _documents_watched(model: nn.Module, reader: Reader) -> Iterator[None]:
     """Where nothing else reads attention, the first layer's tells whether the model keeps packed documents apart."""
     with ExitStack() as stack:
-        with suppress(AcutanceError):  # attention that cannot be read cannot be asked
-            watcher = sites.find(model)[0].observe(lambda record: reader.samples.refuse_mixing(record.operator))
-            stack.callback(watcher.remove)
+        if reader.samples.documents is not None and not reader.wants_records:
+            with suppress(AcutanceError):  # attention that cannot be read cannot be asked
+                watcher = sites.find(model)[0].observe(lambda record: reader.samples.refuse_mixing(record.operator))
+                stack.callback(watcher.remove)
         yield
 
 

@@ -63,11 +63,8 @@ class Reader:
         """Read the token metrics at one tap."""
         if tokens.ndim != 3:
             raise ShapeError(f"{tap} of layer {layer} is {tuple(tokens.shape)}, not (batch, tokens, channels)")
-        if self.samples.is_whole:
-            self._measure_tokens(tap, layer, tokens, None)
-        else:
-            self._refuse_added(layer, tokens)
-            self._measure_tokens(tap, layer, *self.samples.tokens(tokens))
+        self._refuse_added(layer, tokens)
+        self._measure_tokens(tap, layer, *self.samples.tokens(tokens))
 
     def record(self, layer: int, record: AttentionRecord, *, windows_move: bool = False) -> None:
         """Read what one layer's attention did."""

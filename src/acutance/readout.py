@@ -60,15 +60,16 @@ class Readout:
     _sent: tuple[Tensor, torch.cuda.Event | None] | None = None
     _room: Tensor | None = None
     _places: tuple[Tensor, ...] = ()  # in the room
-    _kind: tuple[int, torch.device] | None = None  # of the readings it has place for
 
     def place(self, samples: int, device: torch.device) -> Tensor | None:
         """Where the next reading's sums go, side by side with the others'; None where there is no such place."""
-        kind, taken = (samples, device), len(self.sums)
-        if taken == 0:
-            self._room, self._kind = room(self.expected, *kind), kind
+        if not self.sums:
+            self._room = room(self.expected, samples, device)
             self._places = self._room.unbind()
-        return self._places[taken] if kind == self._kind and taken < self.expected else None
+        if len(self.sums) >= len(self._places):
+            return None
+        place = self._places[len(self.sums)]
+        return place if place.shape[0] == samples and place.device == device else None
 
     def add_sums(self, sums: Tensor, metric: str, layer: int) -> int:
         """Take in a reading's sums, which tell of tokens that are not finite too; returns their place."""

@@ -128,6 +128,8 @@ class Samples:
 
     def tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens (samples, tokens, channels), and which of them count."""
+        if self.is_whole:
+            return tokens, None
         kind = (tokens.shape[:2], tokens.device)  # mostly that of every layer
         if kind not in self._kept:
             self._kept[kind] = self._counted(tokens)

@@ -27,6 +27,7 @@ SPECTRAL_BATCH = 32  # the eigenvalues of each image's tokens in every layer tak
 # Read by one call of `measure`, whose beginning and end are part of the cost.
 IMAGES, TEXT_BATCHES = 4096, 4
 IMAGE_BATCH = 256
+DEIT, SMALL = "steps-224", "steps-32"  # the small one waits for the host
 LARGE_BATCH = 1024  # meant to keep a GPU busy for longer than the host needs to ask for it
 # As the smallest Llama 3.2 has it: 1.2 billion parameters.
 LLAMA = {
@@ -61,7 +62,7 @@ def tables(settings: Settings) -> list[Table]:
     """Our DeiT-Ti; with timm also timm's, and a smaller ViT that waits for the host; with transformers also a Llama."""
     found = [_image_table(IMAGE_BATCH, settings)]
     if find_spec("timm") is not None:
-        shapes = [("steps-224", IMAGE_BATCH), ("steps-224", LARGE_BATCH), ("steps-32", IMAGE_BATCH)]
+        shapes = [(DEIT, IMAGE_BATCH), (DEIT, LARGE_BATCH), (SMALL, IMAGE_BATCH)]
         shapes = shapes if settings.on_gpu else shapes[:1]
         found[:0] = [_image_table(batch, settings, shape, timm=True) for shape, batch in shapes]
     if find_spec("transformers") is not None:
@@ -70,11 +71,11 @@ def tables(settings: Settings) -> list[Table]:
         found.append(
             Table(f"measuring {llama}", partial(_rows, partial(llama_subject, texts, tokens), TEXT_BATCHES, settings))
         )
-    few = _vit_title("steps-224", SPECTRAL_BATCH, settings)
+    few = _vit_title(DEIT, SPECTRAL_BATCH, settings)
     return [*found, Table(f"measuring {few}, spectral metrics", partial(_spectral_rows, settings))]
 
 
-def _image_table(batch: int, settings: Settings, shape: str = "steps-224", *, timm: bool = False) -> Table:
+def _image_table(batch: int, settings: Settings, shape: str = DEIT, *, timm: bool = False) -> Table:
     whose, build = ("timm's ", timm_model) if timm else ("", _ours)
     make = partial(_vit, batch, shape=shape, build=build)
     title = f"measuring {whose}{_vit_title(shape, batch, settings)}"
@@ -127,9 +128,7 @@ def _ours(shape: Shape) -> nn.Module:
     return shape.ours()
 
 
-def _vit(
-    batch: int, settings: Settings, shape: str = "steps-224", build: Callable[[Shape], nn.Module] = _ours
-) -> Subject:
+def _vit(batch: int, settings: Settings, shape: str = DEIT, build: Callable[[Shape], nn.Module] = _ours) -> Subject:
     chosen = SHAPES[shape] if settings.on_gpu else toy(SHAPES[shape])
     model = build(chosen).to(settings.device, settings.dtype)
     size, batch = chosen.image_size, batch if settings.on_gpu else chosen.batch

@@ -229,7 +229,7 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(256)
-def _plan(kind: _Kind, dtype: torch.dtype, _compiled_for: tuple[object, ...]) -> _Plan:
+def _plan(kind: _Kind, dtype: torch.dtype, *_compiled_for: object) -> _Plan:
     """Strides and placement are here only to be told apart."""
     batch, heads, queries, width = kind.queries
     token_heads, channels = kind.tokens[1], kind.tokens[3]
@@ -296,7 +296,7 @@ def forward(
     strides = (*q.stride()[:3], *k.stride()[:3], *seen.stride())
     token_strides = (*tokens.stride()[:3], *marks.stride()[:2])
     kind = _Kind(q.shape, k.shape, tokens.shape, u is not None, mask is not None, counted is not None, causal, tile)
-    plan = _plan(kind, q.dtype, (strides, token_strides, placement(q, k, seen, tokens, marks)))
+    plan = _plan(kind, q.dtype, strides, token_strides, placement(q, k, seen, tokens, marks))
     if u is not None:
         plan.centre((u, marks, parts, squares), plan.low_part, keys, u.shape[1], plan.largest, *token_strides)
     plan.forward(

@@ -22,9 +22,9 @@ DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4
 class Launch:
     """A kernel, its grid and its constants; after the first launch the compiled code is called as it is.
 
-    Who keeps one sees to it that all arguments are like those of the first launch: of one dtype, equal
-    where they are strides, and of one `placement`: compiled code takes any address, that of a CPU's tensor too. Numbers
-    that are not specialised on may differ.
+    Who keeps one sees to it that all arguments are like those of the first launch: of one dtype, equal where they are
+    strides, and of one `placement`, since compiled code takes any address, that of a CPU's tensor too. Numbers that are
+    not specialised on may differ.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], constants: dict[str, Any]) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
-from importlib import import_module
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -106,14 +104,9 @@ def token_sums(tokens: Tensor, mask: Tensor | None = None, out: Tensor | None = 
         mask: bool (samples, tokens), which of them count; None for all.
         out: where to write them, some of a `room`.
     """
-    sums: Tensor = _kernels().token_sums(tokens, mask, out)
-    return sums
+    from acutance.kernels import token_sums_rows
 
-
-@cache
-def _kernels() -> ModuleType:
-    """Imported when it is there to be imported."""
-    return import_module("acutance.kernels.token_sums_rows")
+    return token_sums_rows.token_sums(tokens, mask, out)
 
 
 def room(readings: int, samples: int, device: torch.device) -> Tensor:
