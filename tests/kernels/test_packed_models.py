@@ -230,13 +230,17 @@ class OnGPU:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Pretend to a GPU of some compute capability."""
+    """Pretend to a second GPU of some compute capability."""
+    ask = torch.cuda.get_device_capability
 
     def pretend(*capability):
         monkeypatch.setattr(packed, "TRITON", True)
         monkeypatch.setattr(packed, "INTERPRETED", False)
         monkeypatch.setattr(packed, "ANY_GPU", False)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability if index == 1 else (0, 0))
+        # torch.compile asks about the GPU that is really there, and remembers what it hears.
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda index=None: capability if index == 1 else ask(index)
+        )
 
     return pretend
 
