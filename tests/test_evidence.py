@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 EVIDENCE = ROOT / "docs" / "evidence"
 MODELS = {"plain": "cifar100-plain", "neutreno": "cifar100-neutreno"}
 LABELS = {"plain": "plain", "neutreno": "NeuTRENO"}
+BATCHES = {"cifar100": "", "cifar100-batch1024": ", 1024"}  # evidence and what its rows are called beside the model
 
 
 def words(*path: str) -> str:
@@ -37,20 +38,25 @@ def with_spread(found: dict) -> str:
     return f"{found['mean']:.2f} ± {found['spread']:.2f}"
 
 
-@pytest.fixture(scope="module")
-def times() -> dict[str, list[dict]]:
-    """Rows of the table of times by model, one for each seed."""
-    with (EVIDENCE / "cifar100" / "time.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+def rows_of(*path: str) -> list[dict]:
+    with EVIDENCE.joinpath(*path).open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def times_of(evidence: str) -> dict[str, list[dict]]:
+    """Rows of a table of times by model, one for each seed."""
+    rows = rows_of(evidence, "time.csv")
     return {name: [row for row in rows if row["run"].startswith(prefix)] for name, prefix in MODELS.items()}
 
 
-def test_the_table_of_cifar100(times):
-    runs = json.loads((EVIDENCE / "cifar100" / "runs.json").read_text())
-    for (name, rows), group in zip(times.items(), groups("cifar100"), strict=True):
+@pytest.mark.parametrize("evidence", BATCHES)
+def test_the_table_of_cifar100(evidence):
+    runs = json.loads((EVIDENCE / evidence / "runs.json").read_text())
+    for (name, rows), group in zip(times_of(evidence).items(), groups(evidence), strict=True):
+        assert len(rows) == 3
         beside = group["against_first"]
         cells = [
-            LABELS[name],
+            LABELS[name] + BATCHES[evidence],
             with_spread(group),
             f"+{with_spread(beside)}" if beside else "",
             ", ".join(f"{int(row['median_speed']):,}" for row in rows),
@@ -61,7 +67,7 @@ def test_the_table_of_cifar100(times):
 
 
 def test_scores_are_those_of_the_evaluations():
-    for data in ("cifar100", "wikitext2", "camvid"):
+    for data in (*BATCHES, "wikitext2", "camvid"):
         runs = json.loads((EVIDENCE / data / "runs.json").read_text())
         for group in groups(data):
             for seed, place in group["runs"].items():
@@ -71,6 +77,24 @@ def test_scores_are_those_of_the_evaluations():
                 assert kept["run"]["config"]["loop"]["seed"] == int(seed)
 
 
+def test_batches_of_1024_were_chosen_and_run_as_the_page_says():
+    page = words("docs", "train.md")
+    held_out = {
+        row["run"].removeprefix("held-"): row["held_out_top1"] for row in rows_of("cifar100-batch1024", "held-out.csv")
+    }
+    best = max((choice for choice in held_out if choice.startswith("1024")), key=lambda choice: float(held_out[choice]))
+    assert best == "1024-2e-3"
+    for choice, score in held_out.items():
+        assert f"{score} %" in page
+        assert f'"{choice.replace("-", " ", 1)}"' in page
+    for kept in json.loads((EVIDENCE / "cifar100-batch1024" / "runs.json").read_text()).values():
+        config = kept["run"]["config"]
+        assert (config["loop"]["batch_size"], config["optim"]["lr"], config["task"]["train_on"]) == (1024, 2e-3, "all")
+    for group in groups("cifar100-batch1024"):
+        for other in ("README.md", "docs/bench.md", "docs/log.md"):
+            assert with_spread(group) in words(other)
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/log.md"])
 def test_other_pages_repeat_the_scores_of_cifar100(page):
     plain, steered = groups("cifar100")
@@ -78,7 +102,8 @@ def test_other_pages_repeat_the_scores_of_cifar100(page):
     assert f"{steered['mean']:.2f} ± {steered['spread']:.2f}" in words(page)
 
 
-def test_what_recipes_promise(times):
+def test_what_recipes_promise():
+    times = times_of("cifar100")
     plain, steered = groups("cifar100")
     promise = docstring("cifar100")
     assert f"Expect {with_spread(plain)} % top-1" in promise
@@ -156,12 +181,11 @@ def test_the_trained_pair_by_layer():
     ],
 )
 def test_the_course_of_training(model, metric, layer, step):
-    with (EVIDENCE / "cifar100" / "monitor.csv").open(encoding="utf-8") as file:
-        (row,) = [
-            row
-            for row in csv.DictReader(file)
-            if (row["model"], row["metric"], row["layer"], row["step"]) == (model, metric, str(layer), str(step))
-        ]
+    (row,) = [
+        row
+        for row in rows_of("cifar100", "monitor.csv")
+        if (row["model"], row["metric"], row["layer"], row["step"]) == (model, metric, str(layer), str(step))
+    ]
     assert f"{float(row['mean']):.2f} ± {float(row['std']):.2f}" in words("docs", "monitor.md")
 
 
