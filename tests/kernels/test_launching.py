@@ -41,7 +41,6 @@ CONSTANTS = {"CAUSAL": True, "WIDTH": 64, "num_warps": 4}  # in any order
 
 
 def test_the_second_launch_is_direct(monkeypatch):
-    monkeypatch.setattr(launching, "DIRECT", True)
     kernel = Kernel()
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: ("stream of", device), raising=False)
     launch = launching.Launch(kernel, (3,), CONSTANTS)
@@ -53,10 +52,8 @@ def test_the_second_launch_is_direct(monkeypatch):
     assert kernel.ran == [(*grid, stream, *code, *no_hooks, y.data_ptr(), 2, 64, True)]
 
 
-@pytest.mark.parametrize(("direct", "compiles"), [(False, True), (True, False)], ids=["old Triton", "interpreter"])
-def test_every_launch_is_tritons_where_there_is_nothing_to_call(direct, compiles, monkeypatch):
-    monkeypatch.setattr(launching, "DIRECT", direct)
-    kernel = Kernel(compiles)
+def test_every_launch_is_tritons_where_nothing_is_compiled():
+    kernel = Kernel(compiles=False)
     launch = launching.Launch(kernel, (3, 2), CONSTANTS)
     launch(["x"], 1)
     launch(["y"], 2)

@@ -26,11 +26,14 @@ CASES = [(shape, dtype) for shape in SHAPES for dtype in DTYPES if dtype != torc
 
 def inputs(shape, dtype=torch.float32, size=1.0):
     """q, k and v, v⁰, λ per head, and a gradient."""
-    batch, tokens, heads, kv_heads, width = shape
-    qkv, first, strength, *_, grad = packed_cases.inputs(
-        batch, tokens, heads, width, dtype, DEVICE, size, kv_heads=kv_heads
-    )
+    qkv, first, strength, *_, grad = every_input(shape, dtype, size)
     return qkv, first, strength, grad
+
+
+def every_input(shape, dtype=torch.float32, size=1.0):
+    """q, k and v, v⁰, λ and c per head, ρ per head of the keys, and a gradient."""
+    batch, tokens, heads, kv_heads, width = shape
+    return packed_cases.inputs(batch, tokens, heads, width, dtype, DEVICE, size, kv_heads=kv_heads)
 
 
 def expected(qkv, first, strength, grad, shape, causal):
@@ -41,15 +44,22 @@ def expected(qkv, first, strength, grad, shape, causal):
     return out, grad_qkv, grad_strength
 
 
-def found(qkv, first, strength, grad, shape, causal, constant=0.0, query_tile=QUERY_TILE, key_tile=KEY_TILE):
+def found(qkv, first, strength, grad, shape, causal, constant=0.0, **tiles):
     """The same by the kernels."""
-    numbers = (constant, *shape[2:4], 0.3, causal)
-    out, log_sums = long_forward.forward(qkv, first, strength, *numbers, tile=query_tile)
-    grad_qkv, by_sample = long_backward.backward(
-        grad, qkv, first, strength, out, log_sums, *numbers, query_tile=query_tile, key_tile=key_tile
+    out, (grad_qkv, _, by_sample, *_) = by_kernels(
+        (qkv, first, strength, None, None), grad, shape, causal, constant, **tiles
     )
-    assert by_sample.shape == (shape[0], shape[2])
+    assert by_sample.shape == ((shape[0], shape[2]) if strength is not None else (0,))
     return out, grad_qkv, by_sample.sum(0)
+
+
+def by_kernels(given, grad, shape, causal, constant=0.0, later=None, query_tile=QUERY_TILE, key_tile=KEY_TILE):
+    """u, and all that the backward pass returns."""
+    numbers = (constant, *shape[2:4], 0.3, causal)
+    out, log_sums = long_forward.forward(*given, *numbers, tile=query_tile)
+    return out, long_backward.backward(
+        grad, later, *given, out, log_sums, *numbers, query_tile=query_tile, key_tile=key_tile
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
@@ -70,6 +80,73 @@ def test_a_strength_may_be_constant_or_left_out(constant, causal):
     theirs = expected(qkv, first, torch.full_like(strength, constant or 0.0), grad, shape, causal)
     ours = found(qkv, None if constant is None else first, None, grad, shape, causal, constant or 0.0)
     for mine, other in zip(ours[:2], theirs[:2], strict=True):
+        assert packed_cases.error(mine, other) < 2e-5
+
+
+PARTS = {"contrast": ("contrast",), "residual": ("residual",), "all": ("strength", "contrast", "residual")}
+
+
+def check_parts(shape, dtype, causal, parts, **tiles):
+    """u and the gradients of all that is given; those of v⁰ without λ du, which autograd's formula adds."""
+    qkv, first, strength, contrast, residual, grad = every_input(shape, dtype, size=0.5)
+    heads, kv_heads, width = shape[2:]
+    kept = (
+        strength if "strength" in parts else torch.zeros_like(strength),
+        contrast if "contrast" in parts else torch.ones_like(contrast),
+        residual if "residual" in parts else torch.zeros_like(residual),
+    )
+    theirs, (of_qkv, of_first, *of_numbers) = packed_cases.expected(
+        (qkv, first, *kept), grad, heads, kv_heads, 0.3, causal
+    )
+    later = torch.randn_like(first)
+    of_qkv[..., -kv_heads * width :] += later.double()
+    pulled = (grad.double().unflatten(-1, (heads, width)) * kept[0].double()[:, None]).unflatten(2, (kv_heads, -1))
+    given = [
+        number if name in parts else None
+        for name, number in zip(("strength", "contrast", "residual"), kept, strict=True)
+    ]
+    u, (grad_qkv, grad_first, *by_sample) = by_kernels(
+        (qkv, first, *given), grad, shape, causal, later=later.contiguous(), **tiles
+    )
+    pairs = [(u, theirs), (grad_qkv, of_qkv)]
+    pairs += [(g.sum(0), o) for g, o, number in zip(by_sample, of_numbers, given, strict=True) if number is not None]
+    if "residual" in parts:
+        pairs.append((grad_first, of_first - pulled.sum(3).flatten(2)))
+    for mine, other in pairs:
+        assert packed_cases.error(mine, other) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+def test_contrast_and_residual_follow_the_formula(shape, parts, causal):
+    check_parts(shape, torch.float32, causal, parts)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_contrast_and_residual_in_sixteen_bits(dtype, causal):
+    check_parts((1, 160, 4, 2, 16), dtype, causal, PARTS["all"])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("width", [16, 32, 64, 128])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_contrast_and_residual_with_the_tables_own_tiles(dtype, width, causal):
+    check_parts((1, 1000, 2, 1, width), dtype, causal, PARTS["all"], query_tile=None, key_tile=None)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+def test_a_contrast_may_be_zero(causal):
+    shape = (1, 100, 2, 2, 16)
+    qkv, first, strength, contrast, residual, grad = every_input(shape)
+    nothing = torch.zeros_like(contrast)
+    leaves = (qkv, first, strength, nothing, torch.zeros_like(residual))
+    theirs, (of_qkv, _, _, of_contrast, _) = packed_cases.expected(leaves, grad, 2, 2, 0.3, causal)
+    u, (grad_qkv, _, _, by_sample, _) = by_kernels((qkv, first, strength, nothing, None), grad, shape, causal)
+    for mine, other in ((u, theirs), (grad_qkv, of_qkv), (by_sample.sum(0), of_contrast)):
         assert packed_cases.error(mine, other) < 2e-5
 
 
@@ -148,6 +225,20 @@ def test_the_order_of_programs_changes_nothing(at_a_time, monkeypatch):
     assert long_tiles.heads_at_a_time(3, 2 * 100 * 16 * 4) == min(at_a_time, 3)
     for mine, other in zip(found(qkv, first, strength, grad, shape, True), together, strict=True):
         assert torch.equal(mine, other)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("tokens", [2048, 8192])
+def test_long_ones_follow_the_formula(tokens, causal):
+    shape = (1, tokens, 2, 1, 64)
+    for dtype in (torch.bfloat16, torch.float16):
+        qkv, first, strength, grad = inputs(shape, dtype, size=0.5)
+        theirs = expected(qkv, first, strength, grad, shape, causal)
+        ours = found(qkv, first, strength, grad, shape, causal, query_tile=None, key_tile=None)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert packed_cases.error(mine, other) < TOLERANCE[dtype]
 
 
 @pytest.mark.cuda

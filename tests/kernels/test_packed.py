@@ -192,10 +192,13 @@ def test_a_short_head_takes_its_gradients_from_the_weights_alone(tokens):
     assert torch.equal(gradient(out, first), gradient(*unknown))
 
 
+TRACED = [(0, 17), (3, 17), (5, 17), (5, 257)]  # how many tensors are given, and tokens
+
+
 @needs_kernels
-@pytest.mark.parametrize("count", [0, 3, 5], ids=["plain", "corrected", "together"])
-def test_the_operation_is_sound_to_trace(count):
-    *given, _ = packed_cases.inputs(1, 17, 4, 16, device=DEVICE, kv_heads=2)
+@pytest.mark.parametrize(("count", "tokens"), TRACED, ids=["plain", "corrected", "together", "long"])
+def test_the_operation_is_sound_to_trace(count, tokens):
+    *given, _ = packed_cases.inputs(1, tokens, 4, 16, device=DEVICE, kv_heads=2)
     leaves = [x.detach().requires_grad_() if place < max(count, 1) else None for place, x in enumerate(given)]
     utils = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(packed_operation.packed_attention, (*leaves, 0.0, 4, 2, 0.3, False), test_utils=utils)
@@ -203,9 +206,9 @@ def test_the_operation_is_sound_to_trace(count):
 
 @needs_kernels
 @pytest.mark.parametrize("later", [False, True], ids=["alone", "shared"])
-@pytest.mark.parametrize("count", [0, 3, 5], ids=["plain", "corrected", "together"])
-def test_the_backward_operation_is_sound_to_trace(count, later):
-    *given, grad = packed_cases.inputs(1, 17, 4, 16, device=DEVICE, kv_heads=2)
+@pytest.mark.parametrize(("count", "tokens"), TRACED, ids=["plain", "corrected", "together", "long"])
+def test_the_backward_operation_is_sound_to_trace(count, tokens, later):
+    *given, grad = packed_cases.inputs(1, tokens, 4, 16, device=DEVICE, kv_heads=2)
     given = [x if place < max(count, 1) else None for place, x in enumerate(given)]
     *made, stand_in = packed_operation.packed_attention(*given, 0.0, 4, 2, 0.3, False)
     owed = torch.randn(stand_in.shape, device=DEVICE) if later else None
@@ -218,8 +221,3 @@ def test_the_backward_operation_is_sound_to_trace(count, later):
 def test_heads_that_do_not_fit_are_named(heads, kv_heads):
     with pytest.raises(ShapeError, match=rf"\(1, 17, 96\) does not hold {heads} heads"):
         packed.attention(torch.zeros(1, 17, 96), heads, 1.0, kv_heads=kv_heads)
-
-
-def test_long_sequences_take_the_correction_alone():
-    with pytest.raises(ShapeError, match="257 tokens"):
-        packed.attention(torch.zeros(1, 257, 96), 2, 1.0, contrast=torch.ones(2))

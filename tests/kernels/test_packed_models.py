@@ -3,63 +3,25 @@
 import pytest
 import torch
 from graph_recorder import recorder
+from model_cases import (
+    DEVICE,
+    MITIGATIONS,
+    RUNS,
+    assert_equal_gradients,
+    by_operator,
+    gradients,
+    images,
+    kernels_in,
+    vit,
+)
 
 from acutance import mitigations
 from acutance.errors import AcutanceError
 from acutance.kernels import packed
 from acutance.kernels.epilogue import Epilogue
-from acutance.models import LanguageModel, ViT
+from acutance.models import LanguageModel
 
-CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)
-DEVICE = "cuda" if CUDA else "cpu"
-needs_kernels = pytest.mark.skipif(
-    not (CUDA or (packed.INTERPRETED and packed.TRITON)), reason="needs a GPU or Triton's interpreter"
-)
-
-
-class ValueResidual(mitigations.Mitigation):
-    """A((1 − ρ) v + ρ v⁰), ρ learnt per head, in all layers but the first (https://arxiv.org/abs/2410.17897)."""
-
-    def build(self, shape):
-        self.share = torch.nn.Parameter(torch.full((shape.kv_heads,), 0.5)) if shape.layer > 1 else None
-
-    def values(self, v, v0):
-        return v if self.share is None else v + self.share.to(v.dtype)[:, None, None] * (v0 - v)
-
-    def epilogue(self, so_far):
-        return so_far if self.share is None else so_far.mixed(self.share)
-
-
-MITIGATIONS = {
-    "plain": mitigations.Mitigation(),
-    "neutreno": mitigations.parse("neutreno:0.6"),
-    "learnt": mitigations.parse("neutreno:0.6,learn=head+featscale"),
-    "attnscale": mitigations.parse("attnscale"),
-    "residual": ValueResidual(),
-    "twice": ValueResidual() + ValueResidual(),
-    "together": mitigations.parse("neutreno:0.6+attnscale+neutreno:0.2,learn=layer+attnscale") + ValueResidual(),
-}
-
-
-def vit(mitigation=None, **options):
-    torch.manual_seed(0)
-    model = ViT(image_size=16, patch_size=4, dim=32, depth=3, heads=2, num_classes=10, mlp_ratio=1, **options)
-    model.install(MITIGATIONS[mitigation or "plain"])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 or name.endswith(("gain", "share")):
-                parameter.normal_(std=0.15)
-    return model.to(DEVICE)
-
-
-def images():
-    return torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-
-
-def gradients(run, model, images):
-    model.zero_grad()
-    run(images).square().mean().backward()
-    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+needs_kernels = pytest.mark.skipif(not RUNS, reason="needs a GPU or Triton's interpreter")
 
 
 @pytest.fixture
@@ -71,27 +33,11 @@ def calls(monkeypatch):
     return made
 
 
-def by_operator(model, monkeypatch):
-    """Gradients in float64, where the kernel is not asked."""
-    with monkeypatch.context() as patch:
-        patch.setattr(packed, "is_available", lambda *_: False)
-        found = gradients(model.double(), model, images().double())
-    model.float()
-    return found
-
-
-def assert_equal_gradients(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, grad in theirs.items():
-        scale = grad.norm().clamp_min(1e-6)
-        assert (ours[name] - grad).norm() / scale < 2e-3, name  # float32 with TF32 off, against float64
-
-
 @needs_kernels
 @pytest.mark.parametrize("mitigation", MITIGATIONS)
 def test_a_vit_by_the_kernel_learns_as_by_the_operator(mitigation, monkeypatch, calls):
     model = vit(mitigation)
-    expected = by_operator(model, monkeypatch)
+    expected = by_operator(model, monkeypatch, images())
     assert not calls
     assert_equal_gradients(gradients(model, model, images()), expected)
     assert len(calls) == 3
@@ -101,7 +47,7 @@ def test_a_vit_by_the_kernel_learns_as_by_the_operator(mitigation, monkeypatch, 
 @pytest.mark.parametrize("mitigation", ["learnt", "together"])
 def test_checkpointed_blocks_run_the_kernel_again(mitigation, monkeypatch, calls):
     model = vit(mitigation)
-    expected = by_operator(model, monkeypatch)
+    expected = by_operator(model, monkeypatch, images())
     model.set_grad_checkpointing()
     assert_equal_gradients(gradients(model, model, images()), expected)
     assert len(calls) == 6
@@ -114,17 +60,14 @@ def test_checkpointed_blocks_run_the_kernel_again(mitigation, monkeypatch, calls
 )
 def test_a_compiled_vit_is_one_graph_with_the_kernel_in_it(mitigation, checkpointed, monkeypatch):
     model = vit(mitigation)
-    expected = by_operator(model, monkeypatch)
+    expected = by_operator(model, monkeypatch, images())
     model.set_grad_checkpointing(checkpointed)
     torch._dynamo.reset()
     graphs = []
     compiled = torch.compile(model, fullgraph=True, backend=recorder(graphs))
     assert_equal_gradients(gradients(compiled, model, images()), expected)
-    parts = [
-        part for part in graphs[0].modules() if isinstance(part, torch.fx.GraphModule)
-    ]  # checkpoints have their own
     assert len(graphs) == 1
-    assert sum("packed_attention" in str(node.target) for part in parts for node in part.graph.nodes) == 3
+    assert kernels_in(graphs[0]) == 3
 
 
 @needs_kernels
@@ -132,8 +75,7 @@ def test_a_compiled_vit_is_one_graph_with_the_kernel_in_it(mitigation, checkpoin
 def test_an_exported_vit_has_the_kernel_in_it(mitigation):
     model = vit(mitigation).eval()
     exported = torch.export.export(model, (images(),))
-    kernels = [node for node in exported.graph.nodes if "packed_attention" in str(node.target)]
-    assert len(kernels) == 3
+    assert kernels_in(exported.graph_module) == 3
     torch.testing.assert_close(exported.module()(images()), model(images()))
 
 
@@ -204,12 +146,6 @@ def test_a_later_contrast_sharpens_an_earlier_correction():
 def test_a_subclass_that_does_something_else_is_not_given_to_the_kernel(base, hook):
     other = type("Other", (base,), {hook: lambda self, *a: 2 * getattr(base, hook)(self, *a)})
     assert epilogue_of(other()) is None
-
-
-def test_long_sequences_take_no_contrast():
-    assert packed.takes(Epilogue(0.6), 5000)
-    assert not packed.takes(epilogue_of("attnscale"), 257)
-    assert packed.takes(epilogue_of("attnscale"), 256)
 
 
 @pytest.mark.skipif(packed.INTERPRETED, reason="the interpreter takes CPU tensors")

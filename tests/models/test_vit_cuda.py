@@ -55,6 +55,28 @@ def test_a_compiled_model_has_the_same_gradients_in_bfloat16():
     assert (found - expected).norm() < 0.03 * expected.norm()
 
 
+@pytest.mark.parametrize("mitigation", MITIGATIONS)
+@pytest.mark.parametrize(("image_size", "patch_size"), [(32, 4), (224, 16), (96, 4)], ids=["65", "197", "577"])
+def test_at_its_true_sizes_it_learns_as_in_float64(image_size, patch_size, mitigation):
+    """Heads 64 wide, as many tokens as ViT-Ti/4, as DeiT-Ti/16, and more than fit into one tile."""
+    torch.manual_seed(0)
+    sizes = {"image_size": image_size, "patch_size": patch_size, "dim": 192, "depth": 2, "heads": 3, "num_classes": 5}
+    model = ViT(**sizes, mitigation=mitigation).double()
+    for parameter in model.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    images = torch.randn(2, 3, image_size, image_size, dtype=torch.float64)
+    expected, on_gpu = gradients(model, images), copy.deepcopy(model).cuda().float()
+    images = images.cuda().float()
+    torch._dynamo.reset()
+    compiled = torch.compile(on_gpu, fullgraph=True)
+    for run in (on_gpu, compiled):
+        assert (gradients(run, images, torch.bfloat16) - expected).norm() < 0.03 * expected.norm()
+    torch._dynamo.reset()
+    on_gpu.set_grad_checkpointing()
+    for run in (on_gpu, torch.compile(on_gpu, fullgraph=True)):
+        assert (gradients(run, images, torch.bfloat16) - expected).norm() < 0.03 * expected.norm()
+
+
 def test_parameters_patched_in_live_where_the_model_does():
     model = ViT(**TINY).cuda().bfloat16()
     mitigate(model, "neutreno:0.6,learn=head+featscale")

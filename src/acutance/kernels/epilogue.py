@@ -40,11 +40,6 @@ class Epilogue:
         """Whether v⁰ occurs in it."""
         return not (_is_zero(self.strength) and _is_zero(self.residual))
 
-    @property
-    def is_correction(self) -> bool:
-        """Whether it is attention with at most a correction."""
-        return self.contrast is None and _is_zero(self.residual)
-
 
 def _is_zero(number: Tensor | float) -> bool:
     return not isinstance(number, Tensor) and number == 0

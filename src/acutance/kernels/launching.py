@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 ALIGNED = 16  # bytes: Triton compiles pointers and strides that are multiples of it apart from others
-# What the compiled code of older ones is called with has not been looked at.
-DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4)
 
 
 class Launch:
@@ -43,7 +40,7 @@ class Launch:
             self._run(*self.grid, stream, *self._code, *pointers, *numbers, *self._values)
             return
         compiled = self.kernel[self.grid](*tensors, *numbers, **self.constants)
-        if DIRECT and compiled is not None:  # the interpreter compiles nothing
+        if compiled is not None:  # the interpreter compiles nothing
             self._values = tuple(self.constants[name] for name in self.kernel.arg_names[len(tensors) + len(numbers) :])
             self._code = (compiled.function, compiled.packed_metadata, None, None, None)  # no profiler's hooks
             self._run = compiled.run

@@ -1,7 +1,8 @@
-"""Attention with its correction for long sequences: one program per tile of queries, over tiles of keys.
+"""Attention and what mitigations add to it for long sequences: one program per tile of queries, over tiles of keys.
 
 Tiled as FlashAttention-2 (https://arxiv.org/abs/2307.08691): a running softmax, and masks only where a tile of keys is
-seen in part. Everything is computed in float32 from inputs of any precision. Logarithms are to base 2.
+seen in part. What is averaged evenly comes from `long_means`. Everything is computed in float32 from inputs of any
+precision. Logarithms are to base 2.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from acutance.kernels.long_means import mean_seen, sums_seen
 from acutance.kernels.long_tiles import (
     COUNTS,
     Tile,
@@ -23,8 +25,9 @@ from acutance.kernels.long_tiles import (
     put_facts,
     shared_heads,
     take,
+    take_values,
 )
-from acutance.kernels.packed_tiles import LOG2_E, kind, stand_ins, strength_of, strides
+from acutance.kernels.packed_tiles import LOG2_E, features, kind, stand_ins, strength_of, strides
 from acutance.kernels.sizes import tiles_of
 
 # By bytes of a number and width of a head. Sixteen bits go to the tensor cores; float32 does not, and takes registers.
@@ -42,9 +45,9 @@ TILES = {
 
 @triton.jit
 def _attend(
-    q, u, top, total, own_k, own_v, row, begin, end, start, tokens, scale,
-    CAUSAL: tl.constexpr, PART: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    q, u, top, total, own_k, own_v, row, before, first_row, residual, begin, end, start, tokens, scale,
+    MIXED: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take the keys from `begin` to `end` into the running softmax: u and total are in units of 2^top."""
     for key in range(begin, end, KEYS):
@@ -57,7 +60,7 @@ def _attend(
         weights = tl.exp2(products * (scale * LOG2_E) - higher[:, None])  # one fused multiply and add
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weights, 1)
-        v = take(own_v, row, key, tokens, KEYS, WIDTH, CUT)
+        v = take_values(own_v, row, before, first_row, residual, key, tokens, KEYS, WIDTH, CUT, MIXED)
         u = tl.dot(weights.to(v.dtype), v, u * shrink[:, None], input_precision=PRECISION)
         top = higher
     return u, top, total
@@ -65,17 +68,21 @@ def _attend(
 
 @triton.jit(do_not_specialize=COUNTS)
 def _forward(
-    qkv, first, strength, out, log_sums, tiles, together, at_a_time, tokens, heads, scale, constant, qkv_batch,
-    row, first_batch, first_row,
-    CORRECTED: tl.constexpr, CAUSAL: tl.constexpr, LEARNT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    CUT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    qkv, first, strength, contrast, residual, sums, out, log_sums, tiles, together, at_a_time, tokens, heads, scale,
+    constant, qkv_batch, row, first_batch, first_row,
+    CORRECTED: tl.constexpr, CONTRAST: tl.constexpr, MIXED: tl.constexpr, CAUSAL: tl.constexpr, LEARNT: tl.constexpr,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, CUT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, member = place(tiles, together, at_a_time)
-    start = ((tiles - 1 - tile) if CAUSAL else tile) * QUERIES
+    tile = (tiles - 1 - tile) if CAUSAL else tile
+    start = tile * QUERIES
     head, batch = member % heads, (member // heads).to(tl.int64)
     own = qkv + batch * qkv_batch
     key_head, value_head = shared_heads(head // GROUP, heads, GROUP)
     own_k, own_v = own + key_head * WIDTH, own + value_head * WIDTH
+    before = first + batch * first_batch + head // GROUP * WIDTH
+    share = strength_of(residual, head // GROUP, 0.0, MIXED)
     q = take(own + head * WIDTH, row, start, tokens, QUERIES, WIDTH, CUT)
     u = tl.zeros((QUERIES, WIDTH), tl.float32)
     top = tl.full((QUERIES,), float("-inf"), tl.float32)
@@ -84,18 +91,23 @@ def _forward(
     begin, end = keys_in_part(start, tokens, CAUSAL, QUERIES, KEYS)
     if CAUSAL or CUT:
         u, top, total = _attend(
-            q, u, top, total, own_k, own_v, row, begin, end, start, tokens, scale,
-            CAUSAL, True, CUT, WIDTH, QUERIES, KEYS, PRECISION,
+            q, u, top, total, own_k, own_v, row, before, first_row, share, begin, end, start, tokens, scale,
+            MIXED, CAUSAL, True, CUT, WIDTH, QUERIES, KEYS, PRECISION,
         )  # fmt: skip
     u, top, total = _attend(
-        q, u, top, total, own_k, own_v, row, 0, begin, start, tokens, scale,
-        CAUSAL, False, False, WIDTH, QUERIES, KEYS, PRECISION,
+        q, u, top, total, own_k, own_v, row, before, first_row, share, 0, begin, start, tokens, scale,
+        MIXED, CAUSAL, False, False, WIDTH, QUERIES, KEYS, PRECISION,
     )  # fmt: skip
     u = u / total[:, None]
+    if CORRECTED or CONTRAST:
+        own_w = take_values(own_v, row, before, first_row, share, start, tokens, QUERIES, WIDTH, CUT, MIXED)
+    if CONTRAST:
+        sharper = tl.load(contrast + head).to(tl.float32)
+        own_sums = sums + (batch * (heads // GROUP) + head // GROUP) * (tiles if CAUSAL else 1) * WIDTH
+        u = sharper * u + (1.0 - sharper) * mean_seen(own_sums, tile, own_w, start, tokens, CAUSAL, PRECISION)
     if CORRECTED:
-        before = first + batch * first_batch + head // GROUP * WIDTH
         pull = take(before, first_row, start, tokens, QUERIES, WIDTH, CUT).to(tl.float32)
-        pull -= take(own_v, row, start, tokens, QUERIES, WIDTH, CUT).to(tl.float32)
+        pull -= own_w.to(tl.float32)
         u += strength_of(strength, head, constant, LEARNT) * pull
     step = heads * WIDTH
     put(out + batch * tokens * step + head * WIDTH, step, start, tokens, u, QUERIES, WIDTH, CUT)
@@ -106,6 +118,8 @@ def forward(
     qkv: Tensor,
     first: Tensor | None,
     strength: Tensor | None,
+    contrast: Tensor | None,
+    residual: Tensor | None,
     constant: float,
     heads: int,
     kv_heads: int,
@@ -118,8 +132,10 @@ def forward(
 
     Args:
         qkv: (batch, tokens, (heads + 2 · kv_heads) · width), the last dimension without gaps.
-        first: v⁰ (batch, tokens, kv_heads · width); None leaves the correction out.
+        first: v⁰ (batch, tokens, kv_heads · width); None leaves the correction and the mixing out.
         strength: λ of each head; None where it is `constant`.
+        contrast: c of each head; None is 1.
+        residual: ρ of each head of the values; None mixes nothing.
         constant: λ of all heads.
         heads: of the queries.
         kv_heads: of the keys and values, each for as many heads of the queries.
@@ -129,20 +145,25 @@ def forward(
     """
     batch, tokens, packed = qkv.shape
     width = packed // (heads + 2 * kv_heads)
-    tile = tile or chosen(TILES, qkv, width)
+    tile = tile or chosen(TILES, qkv, width, plain=contrast is None and residual is None)
     out = qkv.new_empty(batch, tokens, heads * width)
     log_sums = torch.empty(batch, heads, tokens, dtype=torch.float32, device=qkv.device)
     tiles = tiles_of(tokens, tile.queries)
+    sums = log_sums
+    if contrast is not None:
+        sums = sums_seen(qkv, first, residual, kv_heads, width, tile.queries, causal)
     read_again = 2 * tokens * width * qkv.element_size() * kv_heads // heads
     _forward[(tiles * batch * heads,)](
         qkv,
         *stand_ins(qkv, first, strength),
+        *stand_ins(qkv, contrast, residual),
+        sums,
         out,
         log_sums,
         *(tiles, batch * heads, heads_at_a_time(batch * heads, read_again)),
         *(tokens, heads, scale, constant),
         *strides(qkv, first),
-        GROUP=heads // kv_heads,
+        **features(contrast, residual, heads, kv_heads),
         CUT=tokens % tile.queries != 0,
         **kind(qkv, first, strength, width, causal, constant),
         **tile.options(),

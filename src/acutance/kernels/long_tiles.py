@@ -45,9 +45,13 @@ class Tile(NamedTuple):
         }
 
 
-def chosen(tiles: dict[tuple[int, int], Tile], qkv: Tensor, width: int) -> Tile:
-    """The tile for numbers of this many bytes and heads of this width."""
-    return tiles[qkv.element_size(), width]
+def chosen(tiles: dict[tuple[int, int], Tile], qkv: Tensor, width: int, plain: bool) -> Tile:
+    """The tile for numbers of this many bytes and heads of this width, whose registers are limited for a `plain` one.
+
+    A contrast and a residual take more of them.
+    """
+    tile = tiles[qkv.element_size(), width]
+    return tile if plain else tile._replace(registers=None)
 
 
 def heads_at_a_time(heads: int, bytes_of_head: int) -> int:
@@ -91,6 +95,19 @@ def take(base, stride, start, tokens, SIZE: tl.constexpr, WIDTH: tl.constexpr, C
         return tl.load(rows, mask=inside[:, None], other=0.0)
     else:
         return tl.load(rows)
+
+
+@triton.jit
+def take_values(
+    values, row, before, first_row, residual, start, tokens,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, CUT: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """The values that are averaged: where MIXED, v + ρ (v⁰ − v)."""
+    v = take(values, row, start, tokens, SIZE, WIDTH, CUT)
+    if MIXED:
+        first = take(before, first_row, start, tokens, SIZE, WIDTH, CUT).to(tl.float32)
+        v = (v.to(tl.float32) + residual * (first - v.to(tl.float32))).to(v.dtype)
+    return v
 
 
 @triton.jit

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from acutance.errors import ShapeError
-from acutance.kernels.epilogue import Epilogue
 from acutance.kernels.packed_operation import MOST_TOKENS, packed_attention, shared_values, unregistered_attention
 from acutance.kernels.tracing import constant_in_traces, is_watched
 
@@ -67,11 +66,6 @@ def is_available(qkv: Tensor, heads: int, kv_heads: int | None = None) -> bool:
         and qkv.stride(-1) == 1
         and runs_on(qkv)
     )
-
-
-def takes(epilogue: Epilogue, tokens: int) -> bool:
-    """Whether the kernels for so many tokens add what is asked; those for long sequences know the correction alone."""
-    return epilogue.is_correction or tokens <= MOST_TOKENS
 
 
 def attention(
@@ -135,11 +129,6 @@ def _attend(
     constant = 0.0 if isinstance(strength, Tensor) else strength
     by_head = strength.expand(heads).contiguous() if isinstance(strength, Tensor) and first is not None else None
     share = None if first is None else _shares(residual, kv_heads, qkv)
-    if qkv.shape[1] > MOST_TOKENS and not (contrast is None and share is None):
-        raise ShapeError(
-            f"{qkv.shape[1]} tokens: above {MOST_TOKENS} the kernels add the correction alone; use the operator for a "
-            "contrast or a residual"
-        )
     if first is not None and first.stride(-1) != 1:
         first = first.contiguous()
     contrast = None if contrast is None else contrast.expand(heads).contiguous()

@@ -24,6 +24,7 @@ from acutance.kernels.packed_tiles import (
     kind,
     load,
     load_values,
+    over_tiles,
     stand_ins,
     store,
     strength_of,
@@ -270,8 +271,4 @@ def backward(
             *given, log_sums, deltas, grad, owed, grad_qkv, grad_first, of_residual, *sizes, *steps,
             FULL=full, TAIL=tail, **chosen, **extra, **adds, num_warps=4, num_stages=1,
         )  # fmt: skip
-    return grad_qkv, grad_first, _over_tiles(of_strength), _over_tiles(of_contrast), _over_tiles(of_residual)
-
-
-def _over_tiles(parts: Tensor) -> Tensor:
-    return parts.sum(-1) if parts.shape[-1] > 1 else parts[..., 0]  # no kernel for a sum of one
+    return grad_qkv, grad_first, over_tiles(of_strength), over_tiles(of_contrast), over_tiles(of_residual)

@@ -26,14 +26,12 @@ def unregistered_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """u; each row's log-sum, which the backward pass needs; and what stands in for v, see `shared_values`."""
     if qkv.shape[1] > MOST_TOKENS:
-        from acutance.kernels import long_forward
-
-        made = long_forward.forward(qkv, first, strength, constant, heads, kv_heads, scale, causal)
+        from acutance.kernels.long_forward import forward
     else:
-        from acutance.kernels import packed_forward
+        from acutance.kernels.packed_forward import forward  # type: ignore[assignment]
 
-        numbers = (constant, heads, kv_heads, scale, causal)
-        made = packed_forward.forward(qkv, first, strength, contrast, residual, *numbers)
+    with torch.cuda.device_of(qkv):  # Triton launches where the current device is
+        made = forward(qkv, first, strength, contrast, residual, constant, heads, kv_heads, scale, causal)
     return *made, _stand_in(qkv, heads, kv_heads)
 
 
@@ -62,21 +60,13 @@ def packed_attention_backward(
     The last three are to be summed up; what is not asked for is empty. `later` is added to the gradient of v.
     """
     if qkv.shape[1] > MOST_TOKENS:
-        from acutance.kernels import long_backward
+        from acutance.kernels.long_backward import backward
+    else:
+        from acutance.kernels.packed_backward import backward  # type: ignore[assignment]
 
-        grad_qkv, by_sample = long_backward.backward(
-            grad, qkv, first, strength, out, log_sums, constant, heads, kv_heads, scale, causal
-        )
-        if later is not None:
-            grad_qkv[..., -later.shape[-1] :] += later
-        nothing = log_sums.new_empty(0)
-        by_sample = nothing if strength is None else by_sample
-        return grad_qkv, qkv.new_empty(0), by_sample, nothing.clone(), nothing.clone()
-    from acutance.kernels import packed_backward
-
-    return packed_backward.backward(
-        grad, later, qkv, first, strength, contrast, residual, out, log_sums, constant, heads, kv_heads, scale, causal
-    )
+    numbers = (constant, heads, kv_heads, scale, causal)
+    with torch.cuda.device_of(qkv):
+        return backward(grad, later, qkv, first, strength, contrast, residual, out, log_sums, *numbers)
 
 
 def _stand_in(qkv: Tensor, heads: int, kv_heads: int) -> Tensor:

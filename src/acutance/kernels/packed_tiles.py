@@ -135,6 +135,11 @@ def features(contrast: Tensor | None, residual: Tensor | None, heads: int, kv_he
     return {"CONTRAST": contrast is not None, "MIXED": residual is not None, "GROUP": heads // kv_heads}
 
 
+def over_tiles(parts: Tensor) -> Tensor:
+    """What every tile found, (…, tiles), summed up."""
+    return parts.sum(-1) if parts.shape[-1] > 1 else parts[..., 0]  # no kernel for a sum of one
+
+
 def stand_ins(qkv: Tensor, first: Tensor | None, strength: Tensor | None) -> tuple[Tensor, Tensor]:
     """v⁰ and λ, or any tensor in the place of what is not there and not read."""
     return qkv if first is None else first, qkv if strength is None else strength

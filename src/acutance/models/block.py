@@ -110,7 +110,7 @@ class Attention(nn.Module):
         if not packed.is_available(projected, self.heads):
             return None
         epilogue = self.mitigation.epilogue(Epilogue(causal=self.causal))
-        if epilogue is None or not packed.takes(epilogue, projected.shape[1]):
+        if epilogue is None:
             return None
         given = (projected, self.heads, self.head_dim**-0.5)
         if v0 is None:

@@ -1,0 +1,79 @@
+"""Small models, by the packed kernels and by the operator."""
+
+import torch
+
+from acutance import mitigations
+from acutance.kernels import packed
+from acutance.models import ViT
+
+CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)
+DEVICE = "cuda" if CUDA else "cpu"
+RUNS = CUDA or (packed.INTERPRETED and packed.TRITON)
+
+
+class ValueResidual(mitigations.Mitigation):
+    """A((1 − ρ) v + ρ v⁰), ρ learnt per head, in all layers but the first (https://arxiv.org/abs/2410.17897)."""
+
+    def build(self, shape):
+        self.share = torch.nn.Parameter(torch.full((shape.kv_heads,), 0.5)) if shape.layer > 1 else None
+
+    def values(self, v, v0):
+        return v if self.share is None else v + self.share.to(v.dtype)[:, None, None] * (v0 - v)
+
+    def epilogue(self, so_far):
+        return so_far if self.share is None else so_far.mixed(self.share)
+
+
+MITIGATIONS = {
+    "plain": mitigations.Mitigation(),
+    "neutreno": mitigations.parse("neutreno:0.6"),
+    "learnt": mitigations.parse("neutreno:0.6,learn=head+featscale"),
+    "attnscale": mitigations.parse("attnscale"),
+    "residual": ValueResidual(),
+    "twice": ValueResidual() + ValueResidual(),
+    "together": mitigations.parse("neutreno:0.6+attnscale+neutreno:0.2,learn=layer+attnscale") + ValueResidual(),
+}
+
+
+def vit(mitigation=None, image_size=16, depth=3, **options):
+    torch.manual_seed(0)
+    sizes = dict(image_size=image_size, patch_size=4, dim=32, depth=depth, heads=2, num_classes=10, mlp_ratio=1)
+    model = ViT(**sizes, **options)
+    model.install(MITIGATIONS[mitigation or "plain"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 or name.endswith(("gain", "share")):
+                parameter.normal_(std=0.15)
+    return model.to(DEVICE)
+
+
+def images(size=16, count=2):
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+
+def gradients(run, model, images):
+    model.zero_grad()
+    run(images).square().mean().backward()
+    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def by_operator(model, monkeypatch, images):
+    """Gradients in float64, where the kernel is not asked."""
+    with monkeypatch.context() as patch:
+        patch.setattr(packed, "is_available", lambda *_: False)
+        found = gradients(model.double(), model, images.double())
+    model.float()
+    return found
+
+
+def assert_equal_gradients(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        scale = grad.norm().clamp_min(1e-6)
+        assert (ours[name] - grad).norm() / scale < 2e-3, name  # float32 with TF32 off, against float64
+
+
+def kernels_in(graph):
+    """How often a graph asks for the kernel, in graphs within it too: checkpoints have their own."""
+    parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+    return sum("packed_attention" in str(node.target) for part in parts for node in part.graph.nodes)
