@@ -6,19 +6,20 @@ import torch
 from acutance.kernels.orthogonal import BASES, polar, qr
 
 D = 24
+WIDE = 192  # ViT-Ti
 
 
 def draw(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def random_orthogonal(seed=0):
-    return torch.linalg.qr(draw(D, D, seed=seed))[0]
+def random_orthogonal(seed=0, dim=D):
+    return torch.linalg.qr(draw(dim, dim, seed=seed))[0]
 
 
-def with_condition(number, dtype=torch.float64):
-    singular = torch.logspace(0, -torch.tensor(float(number)).log10().item(), D, dtype=torch.float64)
-    return ((random_orthogonal(1) * singular) @ random_orthogonal(2)).to(dtype)
+def with_condition(number, dtype=torch.float64, dim=D):
+    singular = torch.logspace(0, -torch.tensor(float(number)).log10().item(), dim, dtype=torch.float64)
+    return ((random_orthogonal(1, dim) * singular) @ random_orthogonal(2, dim)).to(dtype)
 
 
 def polar_by_svd(theta):
@@ -32,6 +33,12 @@ def polar_gradient(theta, g):
     s, e = torch.linalg.eigh(q.mT @ theta)
     skew = q.mT @ g - g.mT @ q
     return q @ e @ ((e.mT @ skew @ e) / (s[:, None] + s)) @ e.mT
+
+
+def value_and_gradient(basis, theta, g):
+    theta = theta.clone().requires_grad_()
+    v = basis(theta)
+    return v.detach(), torch.autograd.grad(v, theta, g)[0]
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -78,6 +85,34 @@ def test_polar_in_float32_keeps_float32():
     expected = polar_gradient(theta, g)
     torch.testing.assert_close(polar(single).double(), polar_by_svd(theta), rtol=0, atol=2e-5)
     assert (gradient.double() - expected).norm() < 1e-4 * expected.norm()
+
+
+def wide_theta(name, hardness):
+    """For qr and polar of this condition number; else what a new layer has, times this or with this noise."""
+    if name in ("qr", "polar"):
+        return with_condition(hardness, dim=WIDE)
+    start = BASES[name].preimage(random_orthogonal(dim=WIDE))
+    return hardness * start if name == "cayley" else start + hardness * draw(WIDE, WIDE, seed=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "hardness", "of_value", "of_gradient"),  # the bounds that the docstrings of the maps state
+    [
+        *(("qr", condition, 5e-6, 2e-5) for condition in (1, 30, 300)),
+        *(("polar", condition, 1e-5, 1e-4) for condition in (1, 3, 30, 300)),
+        *(("cayley", size, 6e-6, 2e-5) for size in (0.1, 1, 10)),
+        *(("householder", noise, 2e-6, 2e-6) for noise in (0, 0.1, 0.4)),
+    ],
+)
+def test_float32_is_as_exact_as_stated_at_the_size_of_a_vit(name, hardness, of_value, of_gradient):
+    single, g = wide_theta(name, hardness).float(), draw(WIDE, WIDE, seed=3, dtype=torch.float32)
+    v, gradient = value_and_gradient(BASES[name].map, single, g)
+    expected, slope = value_and_gradient(BASES[name].map, single.double(), g.double())
+    if name == "polar":  # what the steps converge to, not the steps
+        expected, slope = polar_by_svd(single.double()), polar_gradient(single.double(), g.double())
+    assert (v - expected).norm() < of_value * expected.norm()
+    assert (v.mT @ v - torch.eye(WIDE)).norm() < 2 * of_value * WIDE**0.5
+    assert (gradient - slope).norm() < of_gradient * slope.norm()
 
 
 def test_polar_of_what_is_too_ill_conditioned_never_exceeds_orthogonality():

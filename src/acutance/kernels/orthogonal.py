@@ -1,7 +1,8 @@
 """Orthogonal matrices from free ones: four smooth maps Θ ↦ V with VᵀV = I, batched over leading dimensions.
 
 Each map comes with a preimage: a Θ that it sends to a given orthogonal V, up to the signs of V's columns (which
-V Λ Vᵀ does not see).
+V Λ Vᵀ does not see). How exact the maps are in float32 is said of 192×192 matrices, as relative Frobenius norms against
+float64; benchmarks/orthogonal_precision.py measures it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ SMALLEST_SINGULAR = 1e-3
 
 
 def qr(theta: Tensor) -> Tensor:
-    """The Q of Θ = QR with R's diagonal made positive, without which Q jumps where a diagonal entry changes sign."""
+    """The Q of Θ = QR with R's diagonal made positive, without which Q jumps where a diagonal entry changes sign.
+
+    In float32, V is exact to 5·10⁻⁶ and its gradient to 2·10⁻⁵ at condition numbers of Θ up to 300.
+    """
     q, r = torch.linalg.qr(theta)
     negative = r.detach().diagonal(dim1=-2, dim2=-1) < 0
     signed: Tensor = q * torch.where(negative, -1.0, 1.0).to(q.dtype).unsqueeze(-2)
@@ -31,6 +35,8 @@ def polar(theta: Tensor) -> Tensor:
     the last step, with ρ = 1, takes away the rounding of the others. V is orthogonal to rounding for condition
     numbers of Θ up to a few hundred. Beyond that, some singular values of V stay below 1: V Λ Vᵀ then still has the
     signs of Λ and no larger eigenvalues. Where TF32 products are allowed, rounding means 10 bits.
+    In float32, V is exact to 10⁻⁵ and its gradient to 10⁻⁴ at condition numbers up to 300, the latter worst where
+    Θ is nearly orthogonal: scalings that serve the small singular values make those near 1 small first.
     """
     x = theta / _spectral_bound(theta.detach())
     for scaling in _SCALINGS[theta.dtype]:
@@ -40,7 +46,10 @@ def polar(theta: Tensor) -> Tensor:
 
 
 def cayley(theta: Tensor) -> Tensor:
-    """(I − S)(I + S)⁻¹ of the skew part S of Θ, which is 2(I + S)⁻¹ − I; I + S is never singular."""
+    """(I − S)(I + S)⁻¹ of the skew part S of Θ, which is 2(I + S)⁻¹ − I; I + S is never singular.
+
+    In float32, V is exact to 6·10⁻⁶ and its gradient to 2·10⁻⁵ for ‖S‖ up to 300; a new layer has about 20 to 45.
+    """
     identity = torch.eye(theta.shape[-1], dtype=theta.dtype, device=theta.device)
     # inv_ex does not stop a GPU to ask whether the inverse exists, and its gradient is matrix products
     inverse: Tensor = torch.linalg.inv_ex(identity + (theta - theta.mT) / 2).inverse
@@ -52,6 +61,7 @@ def householder(theta: Tensor) -> Tensor:
 
     With Y holding the vectors, the product is I − Y T Yᵀ, where T⁻¹ is the upper triangle of YᵀY with its diagonal
     halved (the UT transform): one triangular solve instead of a reflection at a time, forwards and backwards.
+    In float32, V and its gradient are exact to 2·10⁻⁶ at condition numbers of T up to 300.
     """
     identity = torch.eye(theta.shape[-1], dtype=theta.dtype, device=theta.device)
     vectors = theta.tril(-1) + identity
