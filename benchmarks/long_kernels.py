@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,30 +54,38 @@ class Tiles(NamedTuple):
         return Tiles(*(tiles[:count] for tiles in self))
 
 
-# Queries, keys, warps, stages, registers. The first ones are those of the tables.
+def each_once(*tiles: Tile) -> list[Tile]:
+    """In this order: those of the tables come first, and are among the others too."""
+    return list(dict.fromkeys(tiles))
+
+
+# Queries, keys, warps, stages, registers.
 TILES = Tiles(
-    [
+    each_once(
         long_forward.TILES[2, 64],
+        Tile(128, 64, 8, 3, 128),
         Tile(128, 64, 4, 3),
         Tile(128, 64, 8, 4, 128),
         Tile(128, 128, 8, 2),
         Tile(256, 64, 8, 3),
         Tile(64, 64, 4, 3, 128),
-    ],
-    [
+    ),
+    each_once(
         long_backward.QUERY_TILES[2, 64],
+        Tile(128, 64, 8, 3, 128),
         Tile(128, 64, 8, 2, 128),
         Tile(128, 32, 8, 4, 128),
         Tile(128, 64, 8, 3),
         Tile(128, 128, 8, 2),
-    ],
-    [
+    ),
+    each_once(
         long_backward.KEY_TILES[2, 64],
+        Tile(64, 128, 8, 3),
         Tile(32, 128, 8, 3, 128),
         Tile(64, 128, 8, 2),
         Tile(32, 128, 8, 4, 128),
         Tile(64, 64, 4, 3),
-    ],
+    ),
 )
 SMALL = Tiles([Tile(64, 32)], [Tile(64, 32)], [Tile(32, 64)])
 
@@ -125,14 +133,21 @@ class Inputs:
         grad = torch.randn(batch, tokens, heads * width, device=device, dtype=dtype)
         return cls(shape, qkv, before[..., -kv_heads * width :], grad)
 
-    def options(self) -> tuple[float, int, int, float, bool]:
-        """As the kernels take them."""
+    def options(self) -> dict[str, Any]:
+        """As the kernels take them: a correction of constant strength, and nothing else."""
         shape = self.shape
-        return STRENGTH, shape.heads, shape.kv_heads, shape.width**-0.5, shape.causal
+        return {
+            **dict.fromkeys(("strength", "contrast", "residual")),
+            "constant": STRENGTH,
+            "heads": shape.heads,
+            "kv_heads": shape.kv_heads,
+            "scale": shape.width**-0.5,
+            "causal": shape.causal,
+        }
 
     def ours(self, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
         """u and log-sums."""
-        return long_forward.forward(self.qkv, self.first, None, *self.options(), tile=tile)
+        return long_forward.forward(self.qkv, self.first, **self.options(), tile=tile)
 
     def theirs(self, leaves: list[Tensor], backend: SDPBackend, corrected: bool) -> Tensor:
         """u by SDPA."""
@@ -173,11 +188,11 @@ def backward_steps(inputs: Inputs, tiles: Tiles) -> Iterator[tuple[str, Step]]:
     for backend, corrected in product(BACKENDS, (False, True)):
         yield f"SDPA {backend}{' + correction' * corrected}", TheirBackward(inputs, BACKENDS[backend], corrected)
     out, log_sums = inputs.ours(tiles.forward[0])
-    ours = partial(
-        long_backward.backward, inputs.grad, inputs.qkv, inputs.first, None, out, log_sums, *inputs.options()
-    )
+    given = {"grad": inputs.grad, "later": None, "qkv": inputs.qkv, "first": inputs.first}
+    ours = partial(long_backward.backward, **given, out=out, log_sums=log_sums, **inputs.options())
     queries, keys = tiles.over_queries[0], tiles.over_keys[0]
-    yield "ours", partial(ours, query_tile=queries, key_tile=keys)
+    both = f"{name_of('ours, over queries', queries)}, {name_of('over keys', keys)}"
+    yield both, partial(ours, query_tile=queries, key_tile=keys)
     for tile in tiles.over_queries[1:]:
         yield name_of("ours, over queries", tile), partial(ours, query_tile=tile, key_tile=keys)
     for tile in tiles.over_keys[1:]:

@@ -10,10 +10,12 @@ set has none that means anything, and its whole time stands beside its score on 
 
 import argparse
 import statistics
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from acutance.bench.results import Row, write_rows
+from acutance.bench.results import Row, command, write_rows
 from acutance.errors import AcutanceError
 from acutance.files import read_json
 from acutance.runs.evaluate import read_evaluations
@@ -30,7 +32,7 @@ def row(folder: Path, reach: list[float]) -> Row:
     log, task = read_log(folder), task_class(config.task.kind)
     held_out = getattr(config.task, "train_on", "train") == "train"
     scored = [(line["seconds"], line[name]) for line in log if (name := f"val/{task.headline}") in line and held_out]
-    gpus, versions = sessions[0]["hardware"]["gpus"], sessions[0]["versions"]
+    hardware = sessions[0]["hardware"]
     return {
         "run": folder.name,
         "mitigation": getattr(config.task.model, "mitigation", None) or "none",
@@ -42,9 +44,15 @@ def row(folder: Path, reach: list[float]) -> Row:
         f"test_{task.headline}": test_score(folder, task.headline),
         f"held_out_{task.headline}": f"{scored[-1][1]:.2f}" if scored else "",
         **{f"seconds_to_{wanted:g}": first_time(scored, wanted, task) for wanted in reach},
-        "device": ", ".join(gpus) or f"{sessions[0]['hardware']['machine']} CPU",
-        "versions": f"python {versions['python']}, torch {versions['torch']}",
+        "device": ", ".join(hardware["gpus"]) or f"{hardware['machine']} CPU",
+        "versions": versions_of(sessions[0]),
     }
+
+
+def versions_of(session: Mapping[str, Any]) -> str:
+    """Of what the speed depends on, as the run recorded them; on a CPU there is neither CUDA nor Triton."""
+    found = {**session["versions"], "cuda": session["hardware"].get("cuda")}
+    return ", ".join(f"{name} {found[name]}" for name in ("python", "torch", "cuda", "triton") if found.get(name))
 
 
 def test_score(folder: Path, name: str) -> str:
@@ -69,7 +77,8 @@ def main() -> None:
     for found in rows:
         print("  ".join(f"{name} {value}" for name, value in found.items() if value != ""))
     if arguments.out is not None:
-        print(f"wrote {write_rows(arguments.out, rows, {})}")
+        how = command("python benchmarks/time_to_accuracy.py", sys.argv[1:], without="--out")
+        print(f"wrote {write_rows(arguments.out, rows, {'command': how})}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The pictures of what `acutance bench` found, drawn from small tables made up here."""
 
+import re
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,10 +11,16 @@ import pytest
 from acutance.bench.results import write_rows
 
 SCRIPTS = Path(__file__).parents[1] / "benchmarks"
+RESULTS = SCRIPTS / "results"
+PICTURES = SCRIPTS.parent / "docs" / "assets" / "bench"
 
 
 def drawn(script: str, rows: Sequence[Mapping[str, object]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     source = write_rows(folder / "table.csv", [dict(row) for row in rows], {"device": "A toy GPU"})
+    return drawn_from(script, source, folder, monkeypatch)
+
+
+def drawn_from(script: str, source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     target = folder / "pictures" / "drawn.svg"
     monkeypatch.setattr(sys, "argv", [script, str(source), str(target)])
     runpy.run_path(str(SCRIPTS / script), run_name="__main__")
@@ -57,3 +64,40 @@ def test_steps_in_their_fastest_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for words in ("training", "inference", "0.900", "1.000"):
         assert f"<!-- {words} -->" in text, words
     assert "1.700" not in text
+
+
+def texts(svg: str) -> list[str]:
+    """What is written in a picture, whichever version of matplotlib drew it."""
+    return re.findall(r"<!-- (.*?) -->", svg, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("script", "source", "picture"),
+    [
+        ("plot_steps.py", "bench-steps-32-*.csv", "steps-32"),
+        ("plot_steps.py", "bench-steps-224-*.csv", "steps-224"),
+        ("plot_tokens.py", "bench-long-tokens-*.csv", "long-tokens"),
+        ("plot_tokens.py", "bench-long-model-*.csv", "long-model"),
+        ("plot_overview.py", "", "overview"),
+    ],
+)
+def test_the_pictures_of_the_page_are_those_of_its_files(
+    script: str, source: str, picture: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = next(RESULTS.glob(source)) if source else RESULTS
+    found = texts(drawn_from(script, place, tmp_path, monkeypatch))
+    assert found == texts((PICTURES / f"{picture}.svg").read_text())
+    assert f"assets/bench/{picture}.svg" in (PICTURES.parents[1] / "bench.md").read_text()
+
+
+@pytest.mark.parametrize("timed_in_pairs", [False, True])
+def test_the_overview_divides_by_flash_in_pairs_where_they_were_timed(timed_in_pairs: bool, tmp_path: Path) -> None:
+    script = runpy.run_path(str(SCRIPTS / "plot_overview.py"))
+    rows = [row("plain, SDPA flash", 2.0), row("NeuTRENO, fused kernel", 1.0)]
+    if timed_in_pairs:
+        rows[1] |= {f"beside_ratio{end}": value for end, value in (("", 0.6), ("_q1", 0.5), ("_q3", 0.7))}
+    table = {"table": "causal LM, 2048 tokens, training"}
+    write_rows(tmp_path / "bench-long-training-gpu.csv", [{**found, **table} for found in rows], {})
+    write_rows(tmp_path / "bench-long-training-gpu-another-machine.csv", [], {"table": ""})
+    found = script["found"](tmp_path, script["language"](2048))
+    assert found == ((0.6, 0.5, 0.7) if timed_in_pairs else (0.5, None, None))

@@ -57,6 +57,33 @@ def test_the_first_evaluation_that_is_as_good_counts(
     assert (row["test_top1"], row["held_out_top1"]) == ("70.50", "71.00")
 
 
+def test_a_row_says_what_ran_and_how_it_is_made_again(
+    script: Callable[..., list[dict[str, str]]], tmp_path: Path
+) -> None:
+    """The versions are the run's own, not those of who reads it."""
+    folder = made(tmp_path / "plain")
+    body = json.loads(Run(folder).record_path.read_text())
+    body["sessions"][0]["versions"] = {"python": "3.12.3", "torch": "2.11.0", "numpy": "2.5.2", "triton": "3.6.0"}
+    body["sessions"][0]["hardware"] |= {"gpus": ["A toy GPU"], "cuda": "13.0"}
+    Run(folder).record_path.write_text(json.dumps(body))
+    (row,) = script(folder, "--reach", 60)
+    assert row["versions"] == "python 3.12.3, torch 2.11.0, cuda 13.0, triton 3.6.0"
+    assert row["device"] == "A toy GPU"
+    assert row["command"] == f"python benchmarks/time_to_accuracy.py {folder} --reach 60"
+
+
+def test_without_a_gpu_there_is_neither_cuda_nor_triton(
+    script: Callable[..., list[dict[str, str]]], tmp_path: Path
+) -> None:
+    folder = made(tmp_path / "plain")
+    body = json.loads(Run(folder).record_path.read_text())
+    body["sessions"][0]["versions"] = {"python": "3.11.7", "torch": "2.13.0"}
+    body["sessions"][0]["hardware"]["cuda"] = None
+    Run(folder).record_path.write_text(json.dumps(body))
+    (row,) = script(folder)
+    assert row["versions"] == "python 3.11.7, torch 2.13.0"
+
+
 def test_what_was_trained_on_is_not_held_out(script: Callable[..., list[dict[str, str]]], tmp_path: Path) -> None:
     folder = made(tmp_path / "all", "task.train_on=all", "task.model.mitigation=neutreno:0.6")
     (row,) = script(folder, "--reach", 60)

@@ -1,8 +1,11 @@
 """Lengths one after another: what failed or took long is not tried again, and the rows say why."""
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from acutance.bench import lengths
+from acutance.bench.measuring import Subject
 from acutance.bench.settings import Settings
 from acutance.bench.timing import Candidate, Pace
 from acutance.metrics import ATTENTION_METRICS
@@ -40,3 +43,33 @@ def test_what_fails_or_takes_long_is_left_out_at_more_tokens(monkeypatch: pytest
     assert {tokens for name, tokens in tried if name == "slow"} == {2, 4, 8}
     assert {tokens for name, tokens in tried if name == "dense"} == {2, 4}
     assert [row["tokens"] for row in rows if row["variant"] == "plain"] == [2, 4, 8, 16]
+
+
+class Reader(nn.Module):
+    """Notes how many tokens it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.read: list[int] = []
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> Tensor:
+        assert not use_cache
+        self.read.append(input_ids.shape[1])
+        return input_ids
+
+
+def test_a_small_call_comes_before_the_first_reading_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or else what the first product of all takes for good would be the first length's."""
+    model = Reader()
+
+    def subject(_texts: int, tokens: int, _settings: Settings) -> Subject:
+        batch = {"input_ids": torch.zeros(1, tokens, dtype=torch.long), "use_cache": False}
+        return Subject(model, batch, lambda: None)
+
+    monkeypatch.setattr(lengths, "llama_subject", subject)
+    candidates, pace = lengths._readings(1000, Settings("cpu"))
+    assert model.read == [lengths.FEW]
+    assert pace.warm_up == 0
+    candidates[0].make()()
+    assert model.read == [lengths.FEW, 1000]

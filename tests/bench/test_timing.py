@@ -79,6 +79,42 @@ def test_the_fastest_baseline_divides_all_others(clock: list[float]) -> None:
     assert rows[2]["ratios"] == "1.5000 1.5000 1.5000"
 
 
+def test_a_second_one_is_divided_by_in_pairs_of_its_own(clock: list[float]) -> None:
+    candidates = [
+        candidate(clock, "slow", 4.0, baseline=True),
+        candidate(clock, "fast", 2.0, mode="graphs", baseline=True),
+        candidate(clock, "ours", 3.0, beside="slow"),
+        candidate(clock, "again", 3.0, beside="fast, graphs"),
+        candidate(clock, "alone", 3.0, beside="never there"),
+    ]
+    *_, rows = compare(candidates, Pace(repetitions=3, steps=2), "cpu")
+    ours, again, alone = rows[2:]
+    assert (ours["ratio"], ours["beside"], ours["beside_ratio"]) == ("1.5000", "slow", "0.7500")
+    assert ours["beside_ratios"] == "0.7500 0.7500 0.7500"
+    assert ours["timings"] == 3
+    assert (again["beside_ratio"], again["beside_ratios"]) == (again["ratio"], again["ratios"])
+    assert all("beside_ratio" not in row for row in (*rows[:2], alone))
+
+
+def test_what_fails_beside_the_second_one_keeps_what_it_has(clock: list[float]) -> None:
+    calls = iter(range(100))
+
+    def step() -> None:
+        if next(calls) == 2:
+            raise RuntimeError("illegal memory access")
+        clock[0] += 3.0
+
+    candidates = [
+        candidate(clock, "slow", 4.0, baseline=True),
+        candidate(clock, "fast", 2.0, baseline=True),
+        Candidate("ours", lambda: step, beside="slow"),
+    ]
+    *_, rows = compare(candidates, Pace(repetitions=1, steps=1, warm_up=1, refresh=0), "cpu")
+    assert rows[2]["ratio"] == "1.5000"
+    assert "beside_ratio" not in rows[2]
+    assert rows[2]["note"] == "left out: illegal memory access"
+
+
 def test_figures_are_of_one_call(clock: list[float]) -> None:
     candidates = [candidate(clock, "plain", 4.0, baseline=True)]
     *_, rows = compare(candidates, Pace(repetitions=2, steps=3, calls=8), "cpu")

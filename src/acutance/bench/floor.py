@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from acutance.bench.results import Row
 from acutance.bench.settings import Settings, Table
-from acutance.bench.timing import Candidate, Pace, Step, compare, seconds_per_step
+from acutance.bench.timing import Candidate, Pace, Step, compare, repeat, seconds_per_step
 from acutance.kernels import packed
 
 STRENGTH = 0.6
@@ -149,12 +149,7 @@ class _Inputs:
             torch.autograd.grad(call(), wanted, self.grad)
 
         once = both if backward else forward
-        return graphed(once, CALLS) if self.on_gpu else partial(_repeat, once)
-
-
-def _repeat(step: Step) -> None:
-    for _ in range(CALLS):
-        step()
+        return graphed(once, CALLS) if self.on_gpu else partial(repeat, once, CALLS)
 
 
 def graphed(step: Step, calls: int) -> Step:
@@ -162,13 +157,11 @@ def graphed(step: Step, calls: int) -> Step:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
+        repeat(step, 3)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(calls):
-            step()
+        repeat(step, calls)
     return graph.replay
 
 

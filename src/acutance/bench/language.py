@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -74,14 +74,15 @@ def candidates(size: Size, settings: Settings) -> list[Candidate]:
     probe = torch.empty(1, size.tokens, 3 * size.dim, device=settings.device, dtype=settings.dtype)
     fused = packed.is_available(probe, size.heads)
 
-    def row(variant: str, make: Callable[[], Step], *, baseline: bool = False) -> Candidate:
-        return Candidate(variant, make, mode, baseline)
-
     plain, neutreno = (partial(_step, size, settings, mode, spec) for spec in (None, NEUTRENO))
+    baselines = [
+        Candidate(f"plain, {name}", partial(plain, backend), mode, baseline=True) for name, backend in BACKENDS.items()
+    ]
+    beside_flash = partial(Candidate, mode=mode, beside=baselines[0].name)  # whichever back-end is the faster
     return [
-        *(row(f"plain, {name}", partial(plain, backend), baseline=True) for name, backend in BACKENDS.items()),
-        *([row("plain, fused kernel", plain)] if fused else []),
-        row("NeuTRENO, fused kernel" if fused else "NeuTRENO, SDPA", neutreno),
+        *baselines,
+        *([beside_flash("plain, fused kernel", plain)] if fused else []),
+        beside_flash("NeuTRENO, fused kernel" if fused else "NeuTRENO, SDPA", neutreno),
     ]
 
 

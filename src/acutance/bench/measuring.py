@@ -16,7 +16,7 @@ from acutance import sites
 from acutance.bench.results import Row
 from acutance.bench.settings import Settings, Table
 from acutance.bench.steps import SHAPES, Shape, timm_model, toy
-from acutance.bench.timing import Candidate, Step, compare
+from acutance.bench.timing import Candidate, Step, compare, repeat
 from acutance.measure import DEFAULT_METRICS, feed, measure
 from acutance.monitor.core import CHEAP_METRICS
 from acutance.operator import AttentionRecord
@@ -92,7 +92,7 @@ def _rows(make: Callable[[Settings], Subject], batches: int, settings: Settings)
         Candidate("plain forward pass", lambda: partial(forward, subject, batches), baseline=True),
         Candidate("token metrics", lambda: partial(read_metrics, subject, CHEAP_METRICS, batches)),
         Candidate("and attention energy and entropy", lambda: partial(read_metrics, subject, WITH_ATTENTION, batches)),
-        Candidate("the same by whole matrices", lambda: partial(_repeat, subject.obvious, batches)),
+        Candidate("the same by whole matrices", lambda: partial(repeat, subject.obvious, batches)),
     ]
     return compare(candidates, settings.pace(steps=1, refresh=0, calls=batches), settings.device)
 
@@ -117,11 +117,6 @@ def forward(subject: Subject, batches: int) -> None:
 def read_metrics(subject: Subject, names: Sequence[str], batches: int) -> None:
     """By `acutance.measure`."""
     measure(subject.model, [subject.batch] * batches, metrics=names, progress=False)
-
-
-def _repeat(step: Step, batches: int) -> None:
-    for _ in range(batches):
-        step()
 
 
 def _ours(shape: Shape) -> nn.Module:

@@ -27,6 +27,8 @@ HEADINGS = {
     "ms": "ms",
     "images_per_s": "images/s",
     "ratio": "÷ baseline (quartiles)",
+    "beside": "and beside",
+    "beside_ratio": "÷ that (quartiles)",
     "peak_mib": "peak MiB",
     "memory_ratio": "memory ÷ baseline",
     "flops_ratio": "FLOPs ÷ baseline",
@@ -35,7 +37,7 @@ HEADINGS = {
     "note": "",
 }
 COLUMNS = tuple(name for name in HEADINGS if name != "heading")
-WORDS = ("heading", "variant", "mode", "note")
+WORDS = ("heading", "variant", "mode", "beside", "note")
 # A group is a file; what it measures stands in its module.
 GROUPS: dict[str, Callable[[Settings], list[Table]]] = {
     "steps-32": partial(steps.tables, name="steps-32"),
@@ -148,6 +150,6 @@ def picture(title: str, rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -
 
 def _cell(row: Row, name: str) -> str:
     text = str(row.get(name, ""))
-    if name == "ratio" and row.get("ratios"):
-        return f"{text} ({row['ratio_q1']} to {row['ratio_q3']})"
+    if name.endswith("ratio") and row.get(f"{name}s"):
+        return f"{text} ({row[f'{name}_q1']} to {row[f'{name}_q3']})"
     return text

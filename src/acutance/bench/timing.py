@@ -53,6 +53,7 @@ class Candidate:
         mode: how it is run, e.g. a mode of `torch.compile`.
         baseline: the fastest of the baselines is what the others are divided by.
         static: replayed from a CUDA graph, whose memory the allocator's peak does not see.
+        beside: the name of a second candidate that it is divided by too, in pairs and columns of their own.
     """
 
     variant: str
@@ -60,6 +61,7 @@ class Candidate:
     mode: str = ""
     baseline: bool = False
     static: bool = False
+    beside: str = ""
 
     @property
     def name(self) -> str:
@@ -73,18 +75,22 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def repeat(step: Step, times: int) -> None:
+    """One after another."""
+    for _ in range(times):
+        step()
+
+
 def seconds_per_step(step: Step, steps: int, device: str) -> float:
     """CUDA events around all the steps, so that the queue stays full as it does in training."""
     if torch.device(device).type == "cpu":
         start = time.perf_counter()
-        for _ in range(steps):
-            step()
+        repeat(step, steps)
         return (time.perf_counter() - start) / steps
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
-    for _ in range(steps):
-        step()
+    repeat(step, steps)
     end.record()
     torch.cuda.synchronize()
     elapsed: float = begin.elapsed_time(end)
@@ -116,8 +122,7 @@ def paired(step: Step, baseline: Step, pace: Pace, device: str) -> Iterator[tupl
 
 def timed(step: Step, pace: Pace, device: str) -> float:
     """Seconds a call, the caches warm."""
-    for _ in range(pace.refresh):
-        step()
+    repeat(step, pace.refresh)
     return seconds_per_step(step, pace.steps, device) / pace.calls
 
 
@@ -140,6 +145,7 @@ def compare(candidates: Sequence[Candidate], pace: Pace, device: str) -> Iterato
         if candidate.name != found.baseline:
             found.prepare(candidate)
             yield from found.grown(candidate.name)
+            yield from found.grown_beside(candidate)
     if not any(found.pairs.values()):  # where the baseline is alone it is its own pair
         yield from found.grown(found.baseline)
 
@@ -153,6 +159,7 @@ class _Found:
         self.steps: dict[str, Step] = {}
         self.peaks: dict[str, float | None] = {}
         self.pairs: dict[str, list[tuple[float, float]]] = {}
+        self.pairs_beside: dict[str, list[tuple[float, float]]] = {}
         self.failed: dict[str, str] = {}  # not the errors, whose tracebacks keep memory alive
 
     def prepare(self, candidate: Candidate) -> None:
@@ -164,8 +171,7 @@ class _Found:
             gc.collect()  # what failed may still hold memory
         with self._noting_failure(name):
             step = candidate.make()
-            for _ in range(self.pace.warm_up):
-                step()
+            repeat(step, self.pace.warm_up)
             synchronise(self.device)
             self.peaks[name] = None if candidate.static else peak_mib(step, self.device)
             self.steps[name] = step
@@ -188,6 +194,21 @@ class _Found:
         if name in self.failed:
             yield self.rows()
 
+    def grown_beside(self, candidate: Candidate) -> Iterator[list[Row]]:
+        """The same for the second one it is divided by; beside the baseline it was already."""
+        name, other = candidate.name, candidate.beside
+        if other == self.baseline:
+            self.pairs_beside[name] = self.pairs.get(name, [])
+            yield self.rows()
+        elif other in self.steps and name in self.steps and name not in self.failed:
+            found = self.pairs_beside[name] = []
+            with self._noting_failure(name):
+                for pair in paired(self.steps[name], self.steps[other], self.pace, self.device):
+                    found.append(pair)
+                    yield self.rows()
+            if name in self.failed:
+                yield self.rows()
+
     def rows(self) -> list[Row]:
         """Of the candidates so far, in the order in which they were given."""
         return [self._row(c) for c in self.candidates if c.baseline or c.name in self.pairs or c.name in self.failed]
@@ -199,6 +220,8 @@ class _Found:
             row |= {**figures(beside), "ratios": "", "note": "the baseline"} if beside else {}
         elif pairs := self.pairs.get(name):
             row |= figures(pairs)
+        if pairs := self.pairs_beside.get(name):
+            row |= {"beside": candidate.beside, **ratio_figures("beside_ratio", pairs)}
         if name in self.failed:
             row["note"] = f"left out: {self.failed[name]}"
         elif (peak := self.peaks.get(name)) is not None:
@@ -224,13 +247,17 @@ class _Found:
 
 def figures(pairs: Sequence[tuple[float, float]]) -> Row:
     """Milliseconds and ratios of (seconds, seconds of the baseline beside it), one pair per repetition."""
-    ratios = [mine / plain for mine, plain in pairs]
     return {
         **spread("ms", [1e3 * mine for mine, _ in pairs], ".4f"),
-        **spread("ratio", ratios, ".4f"),
+        **ratio_figures("ratio", pairs),
         "timings": len(pairs),
-        "ratios": " ".join(f"{ratio:.4f}" for ratio in ratios),
     }
+
+
+def ratio_figures(name: str, pairs: Sequence[tuple[float, float]]) -> Row:
+    """How the ratios are spread, and every single one."""
+    ratios = [mine / plain for mine, plain in pairs]
+    return {**spread(name, ratios, ".4f"), f"{name}s": " ".join(f"{ratio:.4f}" for ratio in ratios)}
 
 
 def spread(name: str, values: Sequence[float], spec: str) -> Row:

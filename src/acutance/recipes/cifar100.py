@@ -8,8 +8,9 @@ unstated; the spectra (eigen) have not been measured here yet.
 Needs `cifar-100-python/` and one GPU; 5 million images go forward and back, which are held and augmented there.
 
 Time: 93 s of the loop on one H200 (torch 2.11.0) at 71,224 images/s, with NeuTRENO 94 to 98 s at 68,655 images/s, about
-20 s of them before step 50; the first run of all, which compiled everything, took 141 s. Not timed: spectra (eigen),
-whose steps are not recorded as CUDA graphs.
+20 s of them before step 50; the first run of all, which compiled everything, took 141 s. Not timed: spectra (eigen).
+`loop.graph` takes their steps like any other, but has not been tried with them, so the command below is without;
+`acutance bench --only eigen` times polar, householder and qr in the CUDA graphs that `torch.compile` makes.
 
     acutance train cifar100 --data-dir /data --set task.train_on=all
     acutance train cifar100 --data-dir /data --set task.train_on=all --set task.model.mitigation=neutreno:0.6

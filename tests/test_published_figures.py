@@ -1,0 +1,425 @@
+"""What pages publish of speed and memory is what the files in benchmarks/results hold."""
+
+import csv
+import statistics
+from collections.abc import Callable, Iterator
+from decimal import ROUND_HALF_UP, Decimal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+GPU = "nvidia-h200-bfloat16-torch2.11.0-cuda13.0"
+STEPS = {"steps-32": "ViT-Ti/4 at 32×32", "steps-224": "DeiT-Ti/16 at 224×224"}
+TOKENS, ATTENTION, MATRICES = "token metrics", "and attention energy and entropy", "the same by whole matrices"
+DEIT, MANY = (f"timm's DeiT-Ti/16, 224×224, batch {batch}" for batch in (256, 1024))
+OURS, SMALL = DEIT.removeprefix("timm's "), "timm's ViT-Ti/4, 32×32, batch 256"
+LLAMA = "Llama of 1.2 billion parameters, 4 texts of 2048 tokens"
+
+Row = dict[str, str]
+
+
+def rows_of(name: str, ending: str = "") -> list[Row]:
+    with (RESULTS / f"{name}-{GPU}{ending}.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def one(rows: list[Row], **wanted: str) -> Row:
+    """The row whose columns are, or for `table` end in, these."""
+    (found,) = [
+        row for row in rows if all(row[k].endswith(v) if k == "table" else row[k] == v for k, v in wanted.items())
+    ]
+    return found
+
+
+def rounded(value: str | float, digits: int) -> str:
+    """As one rounds by hand: what is half goes up, which a binary number that is nearly half need not."""
+    return f"{Decimal(str(value)).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP):,}"
+
+
+def with_quartiles(row: Row, digits: int = 3) -> str:
+    middle, low, high = (rounded(row[name], digits) for name in ("ratio", "ratio_q1", "ratio_q3"))
+    return f"{middle} ({low} to {high})"
+
+
+def beside(row: Row) -> str:
+    """The ratio as a table has it: 1 where it is the baseline, without quartiles where it has none."""
+    if row["note"] == "the baseline":
+        return "1"
+    return with_quartiles(row) if row["ratio_q1"] else rounded(row["ratio"], 3)
+
+
+def line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |".replace("  ", " ")  # an empty cell is one space
+
+
+def tables(page: str, heading: str) -> list[list[str]]:
+    """The lines of all tables between this heading and the next, less their heads and what is bold."""
+    text = (ROOT / page).read_text(encoding="utf-8").replace("**", "")
+    _, _, section = text.partition(f"# {heading}\n")
+    assert section, heading
+    found: list[list[str]] = [[]]
+    for row in section.partition("\n#")[0].splitlines():
+        if row.startswith("|"):
+            found[-1].append(row)
+        elif found[-1]:
+            found.append([])
+    return [table[2:] for table in found if table]
+
+
+def words(page: str) -> str:
+    """A page as one line, without what makes words bold."""
+    return " ".join((ROOT / page).read_text(encoding="utf-8").replace("**", "").split())
+
+
+def step_table(part: str) -> Iterator[str]:
+    rows = rows_of(f"bench-{part}")
+    for row in (row for row in rows if row["table"].endswith("training") and row["mode"] != "default"):
+        again = one(rows, table="inference", variant=row["variant"], mode=row["mode"])
+        yield line(row["variant"], *(cell for r in (row, again) for cell in (rounded(r["ms"], 2), beside(r))))
+
+
+def end_to_end_table() -> Iterator[str]:
+    ways = {"recorded": ["recorded as a CUDA graph", "recorded"], "launched": ["launched kernel by kernel", "launched"]}
+    for row in rows_of("bench-end-to-end-1024"):
+        how = ways[row["mode"]][row["variant"] == "NeuTRENO"]
+        yield line(f"{row['variant']}, {how}", rounded(row["images_per_s"], 0), rounded(row["ms"], 2), beside(row))
+
+
+def micro_table() -> Iterator[str]:
+    rows = rows_of("bench-micro")
+    names = {
+        ("forward", "SDPA, plain"): "SDPA without the term",
+        ("forward", "fused kernel, with the term"): "ours with the term",
+        ("forward and backward", "SDPA, plain"): "SDPA without the term",
+        ("forward and backward", "SDPA, with the term"): "SDPA and the term",
+        ("forward and backward", "fused kernel, plain"): "ours without",
+        ("forward and backward", "fused kernel, with the term"): "ours with the term",
+    }
+    for (what, variant), name in names.items():
+        cells = []
+        for size in ("1024, 64", "1024, 65", "512, 197"):
+            row = one(rows, table=f"batch {size} tokens, 3 heads of width 64, {what}", variant=variant)
+            cells.append(f"{rounded(1e3 * float(row['ms']), 0)} ({rounded(row['times_floor'], 1)})")
+        yield line(f"{what}, {name}", *cells)
+
+
+def efficiency_table() -> Iterator[str]:
+    rows = rows_of("bench-efficiency")
+    for mode in ("fused kernel", "SDPA"):
+        row = one(rows, variant="NeuTRENO", mode=mode)
+        yield line(mode, *(rounded(row[name], 4) for name in ("flops_ratio", "memory_ratio")), with_quartiles(row, 4))
+
+
+def eigen_table() -> Iterator[str]:
+    for basis in ("polar", "householder", "qr"):
+        row = one(rows_of("bench-eigen"), variant=f"eigen:negative,basis={basis}")
+        yield line(f"`{basis}`", rounded(row["ms"], 2), with_quartiles(row))
+
+
+def long_training_table() -> Iterator[str]:
+    short, long = (
+        [row for row in rows_of("bench-long-training") if f" {tokens} tokens" in row["table"]]
+        for tokens in (2048, 8192)
+    )
+    for pair in zip(short, long, strict=True):
+        name = pair[0]["variant"].replace("fused kernel", "our kernel")
+        yield line(name, *(cell for row in pair for cell in (rounded(row["ms"], 2), beside(row))))
+
+
+def measure_table() -> Iterator[str]:
+    rows = rows_of("bench-measure")
+    names = {
+        "Llama, 1.2 billion parameters, 4 × 2048 tokens": LLAMA,
+        "timm's DeiT-Ti, 256 images": DEIT,
+        "timm's DeiT-Ti, 1024 images": MANY,
+        "our DeiT-Ti, 256 images": OURS,
+    }
+    for name, model in names.items():
+        plain, tokens, attention, matrices = (
+            one(rows, table=f"measuring {model}", variant=variant)
+            for variant in ("plain forward pass", TOKENS, ATTENTION, MATRICES)
+        )
+        yield line(
+            name, rounded(plain["ms"], 1),
+            with_quartiles(tokens), rounded(tokens["memory_ratio"], 3), with_quartiles(attention),
+            rounded(matrices["ratio"], 2), rounded(matrices["memory_ratio"], 1),
+        )  # fmt: skip
+
+
+def busy_host_table() -> Iterator[str]:
+    machines = {
+        "first, 76428e4": "-busy-host",
+        "second, 891d997": "-busy-host-2",
+        "third, c15db5d": "-busy-host-3",
+        "third, 891d997 right after, `--quick`": "-891d997",
+        "fourth, 98527e9": "-busy-host-4",
+    }
+    for machine, ending in machines.items():
+        rows = rows_of("bench-measure", ending)
+        pairs = [
+            one(rows, table=f"measuring {model}", variant=variant)
+            for model in (DEIT, MANY, LLAMA)
+            for variant in (TOKENS, ATTENTION)
+        ]
+        smallest = "" if "quick" in machine else f", smallest {rounded(pairs[0]['ratio_min'], 3)}"
+        others = [rounded(row["ratio"], 3) for row in pairs[1:]]
+        yield line(machine, with_quartiles(pairs[0]) + smallest, *others)
+
+
+def long_model_table() -> Iterator[str]:
+    rows = rows_of("bench-long-model")
+    for tokens in dict.fromkeys(row["tokens"] for row in rows):
+        plain, read, matrices = (
+            one(rows, tokens=tokens, variant=variant)
+            for variant in ("plain forward pass", "measure", "by whole matrices")
+        )
+        ms = rounded(plain["ms"], 1 if float(plain["ms"]) < 100 else 0)
+        if matrices["ms"]:
+            last = [f"{float(matrices['ratio']):#.3g}", rounded(matrices["memory_ratio"], 0)]
+        else:
+            last = ["out of memory" if "out of memory" in matrices["note"] else "", ""]
+        count = tokens if len(tokens) < 5 else f"{int(tokens):,}"
+        yield line(count, ms, rounded(read["ratio"], 2), rounded(read["memory_ratio"], 3), *last)
+
+
+def long_kernel_table() -> Iterator[str]:
+    """Ours are the tiles of the tables, whichever came first in that run."""
+    rows = [row for row in rows_of("long_kernels") if row["kv_heads"] == row["heads"]]
+    ours = ("ours 64 64 4 3 128", "ours, over keys 64 64 4 3")
+    names = [f"SDPA {name}{term}" for name in ("flash", "cudnn") for term in ("", " + correction")]
+    for name, pair in {**{name: (name, name) for name in names}, "ours, correction included": ours}.items():
+        found = [
+            one(rows, part=part, tokens=tokens, variant=variant)
+            for tokens in ("2048", "8192")
+            for part, variant in zip(("forward", "backward"), pair, strict=True)
+        ]
+        yield line(name.replace("cudnn", "cuDNN"), *(rounded(row["ms"], 3) for row in found))
+
+
+def mlp_table() -> Iterator[str]:
+    rows = rows_of("mlp-one-kernel")
+    for part, name in (("training", "training pass"), ("inference", "inference")):
+        for tokens in ("65536", "100352"):
+            plain, ours = (one(rows, part=part, tokens=tokens, variant=variant) for variant in ("PyTorch", "ours"))
+            ms = (rounded(row["ms"], 3) for row in (plain, ours))
+            yield line(f"{name}, {int(tokens):,} tokens", *ms, with_quartiles(ours))
+
+
+def mlp_tile_table() -> Iterator[str]:
+    rows = [row for row in rows_of("mlp-tiles") if row["tokens"] == "65536"]
+    names = {
+        "y and h, not compiled": ("whole", "ours, (128, 64, 8, 3, 1000000, None)"),
+        "dh and the gradient of b₁, GELU(h) not made again, not compiled": (
+            "backward", "ours, (64, 128, 4, 1, 396, 168)",
+        ),
+        "y alone, compiled, with two stages instead of three": ("inference", "both products in one"),
+    }  # fmt: skip
+    for name, (part, variant) in names.items():
+        plain, ours = one(rows, part=part, variant="PyTorch"), one(rows, part=part, variant=variant)
+        yield line(name, plain["ms"], ours["ms"], rounded(ours["ratio"], 3))
+
+
+def operator_memory_table() -> Iterator[str]:
+    with (RESULTS / "operator_memory-cuda-bfloat16-torch2.11.0.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = {"logsumexp": "A.logsumexp()", "eigenvalues(k=4)": "A.eigenvalues(k=4)", "stationary": "A.stationary()"}
+    for operation in ("A @ x", "A.T @ y", *names):
+        cells = []
+        for row in (one(rows, tokens=tokens, op=operation) for tokens in ("2048", "8192", "32768")):
+            share = 100 * float(row["peak_to_matrix"])
+            cells.append(f"{rounded(row['peak_mib'], 0)} ({rounded(share, 1 if share < 10 else 0)} %)")
+        yield line(f"`{names.get(operation, operation)}`", *cells)
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "place", "expected"),
+    [
+        *(("docs/bench.md", heading, 0, partial(step_table, part)) for part, heading in STEPS.items()),
+        ("docs/bench.md", "End to end", 0, end_to_end_table),
+        ("docs/bench.md", "The attention by itself", 0, micro_table),
+        ("docs/bench.md", "Efficiency as in the paper", 0, efficiency_table),
+        ("docs/bench.md", "`Eigen`", 0, eigen_table),
+        ("docs/bench.md", "Long sequences", 0, long_training_table),
+        ("docs/bench.md", "Measuring", 0, measure_table),
+        ("docs/bench.md", "Measuring", 1, busy_host_table),
+        ("docs/bench.md", "Many tokens", 0, long_model_table),
+        ("docs/kernels.md", "Long sequences", 0, long_kernel_table),
+        ("docs/kernels.md", "The MLP in one kernel", 0, mlp_table),
+        ("docs/kernels.md", "The MLP in one kernel", 1, mlp_tile_table),
+        ("README.md", "What it does", 1, operator_memory_table),
+    ],
+)
+def test_a_table_is_its_file(page: str, heading: str, place: int, expected: Callable[[], Iterator[str]]) -> None:
+    """Line by line: a figure that was changed in either place is missing in the other."""
+    assert tables(page, heading)[place] == list(expected())
+
+
+def step(part: str, table: str, variant: str, mode: str = "reduce-overhead") -> Row:
+    return one(rows_of(f"bench-{part}"), table=table, variant=variant, mode=mode)
+
+
+def measured(model: str, variant: str, ending: str = "") -> Row:
+    return one(rows_of("bench-measure", ending), table=f"measuring {model}", variant=variant)
+
+
+def said_of_steps() -> Iterator[str]:
+    for part in STEPS:
+        timm, ours = (step(part, "training", variant, "default") for variant in ("timm's ViT", "NeuTRENO"))
+        peaks = (rounded(ours["peak_mib"], 0), rounded(ours["memory_ratio"], 3), rounded(timm["peak_mib"], 0))
+        yield "peak memory in a training step is {} MiB, {} of timm's {}".format(*peaks)
+        plain, held = (step(part, "inference", variant, "default") for variant in ("timm's ViT", "NeuTRENO"))
+        ratio = rounded(held["memory_ratio"], 2)
+        where = " in mode `default`" if part == "steps-32" else ""
+        yield f"At inference it is {held['peak_mib']} against {plain['peak_mib']} MiB{where}, {ratio} of it"
+        ms = [rounded(row["ms"], 1) for row in (timm, ours)]
+        told = "timm's step takes {} ms, NeuTRENO's {}," if part == "steps-32" else "{1} ms, timm's {0}."
+        yield told.format(*ms)
+    times = (rounded(step("steps-32", "training", name)["times_floor"], 1) for name in ("NeuTRENO", "timm's ViT"))
+    yield "The step takes {} times its floor, timm's {} times.".format(*times)
+    slowest = [
+        float(row["ms_max"]) / float(row["ms_min"])
+        for row in (step("steps-32", "training", name, "default") for name in ("timm's ViT", "NeuTRENO"))
+    ]
+    assert {rounded(ratio, 1) for ratio in slowest} == {"1.3"}
+    yield "one repetition may take 1.3 times as long as another"
+    values = 1024 * 65 * 192 * 2 / 2**20  # of one layer, in bfloat16
+    yield f"v⁰ takes {rounded(values, 1)}, but"
+    yield f"q and k stay through all layers: {rounded(3 * values, 1)} MiB"
+    baseline = step("steps-224", "inference", "timm's ViT", "default")
+    assert baseline["note"] == "the baseline"
+    yield f"in mode `default`, {rounded(baseline['ms'], 2)} ms too"
+
+
+def said_of_other_tables() -> Iterator[str]:
+    plain, ours = (one(rows_of("bench-efficiency"), variant=v, mode="fused kernel") for v in ("plain", "NeuTRENO"))
+    yield f"the first takes {rounded(float(ours['ms']) / float(plain['ms']), 4)}, as a quotient"
+    yield f"batch 1024, {rounded(one(rows_of('bench-eigen'), variant='plain ViT')['ms'], 2)} ms), both in CUDA graphs"
+    rows = rows_of("bench-long-training")
+    quotients = []
+    for size in ("2048 tokens, batch 16", "8192 tokens, batch 4"):
+        where = f"causal LM, {size}, 6 layers of 768 channels, training"
+        ours, flash = (one(rows, table=where, variant=v) for v in ("NeuTRENO, fused kernel", "plain, SDPA flash"))
+        quotients.append(rounded(float(ours["ms"]) / float(flash["ms"]), 2))
+        assert float(ours["memory_ratio"]) <= 1.0002
+    yield "NeuTRENO takes {} and {} of the plain model's time".format(*quotients)
+    memory = (rounded(measured(model, ATTENTION)["memory_ratio"], 2) for model in (DEIT, OURS, LLAMA))
+    yield "Energy and entropy take {} of timm's memory, {} of ours and {} of the Llama's".format(*memory)
+    spectral = f"{OURS.replace('256', '32')}, spectral metrics"
+    forward, read = (measured(spectral, name) for name in ("plain forward pass", "default token metrics"))
+    yield f"{rounded(float(read['ms']) / 1e3, 1)} s for 32 images"
+    yield f"whose forward pass takes {rounded(forward['ms'], 1)} ms"
+    waiting = {"-busy-host-3": "{} with token metrics and {} with energy", "-891d997": "{} and {} at 891d997",
+               "-busy-host-4": "{} and {} at 98527e9 on the fourth"}  # fmt: skip
+    for ending, told in waiting.items():
+        yield told.format(*(with_quartiles(measured(SMALL, variant, ending)) for variant in (TOKENS, ATTENTION)))
+
+
+def said_of_many_tokens() -> Iterator[str]:
+    names = ("nonlocal_energy", "attention_entropy", "extreme_eigenvalues", "log_nonlocal_energy_raw")
+    energy, entropy, extreme, raw = (one(rows_of("bench-long-tokens"), tokens="32768", variant=name) for name in names)
+    ratios = rounded(energy["ratio"], 1), rounded(entropy["ratio"], 2)
+    yield "energy takes {} times as long as A v, entropy {} times".format(*ratios)
+    yield f"the extreme eigenvalues {rounded(float(extreme['ms']) / 1e3, 1)} s and"
+    yield f"pair by pair, {rounded(float(raw['ms']) / 1e3, 0)} s."
+    first, second = (one(rows_of("bench-long-model"), tokens=n, variant="plain forward pass") for n in ("2048", "4096"))
+    once = float(first["peak_mib"]) - float(second["peak_mib"]) / 2
+    yield f"some {rounded(once, 0)} MiB of its {first['peak_mib']}"
+    others = (
+        one(rows_of("bench-long-model"), tokens="2048", variant=name) for name in ("measure", "by whole matrices")
+    )
+    ratios = [float(row["peak_mib"]) / (float(first["peak_mib"]) - once) for row in others]
+    yield f"{rounded(ratios[0], 3)} and {rounded(ratios[1], 0)} instead"
+
+
+def said_of_mlp_tiles() -> Iterator[str]:
+    def tile(name: str, part: str, *sizes: int | None) -> str:
+        return rounded(one(rows_of(name), part=part, tokens="65536", variant=f"ours, {sizes}")["ratio"], 3)
+
+    forward = sorted(row["ratio"] for row in rows_of("mlp-one-kernel") if row["part"] == "forward")
+    chosen = tile("mlp-one-kernel", "forward", 128, 64, 8, 3, 0, None)
+    assert chosen == rounded(forward[0], 3)
+    yield f"forwards is the fastest ({chosen} of PyTorch's time, the next {rounded(forward[1], 3)})"
+    other, own = (64, 64, 4, 1, 528, 128), (64, 128, 4, 1, 396, 168)
+    now, before = (
+        [tile(name, "backward", *sizes) for sizes in (other, own)] for name in ("mlp-one-kernel", "mlp-tiles")
+    )
+    yield "took {} and the one in use {}".format(*now)
+    yield "it was {} against {}".format(*before)
+
+
+def said_of_the_mlps_memory() -> Iterator[str]:
+    memory = rounded(step("steps-224", "training", "NeuTRENO", "default")["memory_ratio"], 2)
+    yield f"[{memory}](bench.md#deit-ti16-at-224224) of the memory of a training step"
+
+
+def trained(evidence: str, label: str) -> tuple[list[int], int]:
+    """Seconds of all runs, the shortest first, and images/s to the nearest thousand."""
+    with (ROOT / "docs" / "evidence" / evidence / "time.csv").open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["run"].startswith(f"cifar100-{label}")]
+    seconds = sorted(int(rounded(row["seconds"], 0)) for row in rows)
+    return seconds, 1000 * round(statistics.median(int(row["median_speed"]) for row in rows) / 1000)
+
+
+def said_of_trainings_in_the_readme() -> Iterator[str]:
+    for evidence, told in (("cifar100", "took"), ("cifar100-batch1024", "it took")):
+        (steered, _), (plain, _) = trained(evidence, "neutreno"), trained(evidence, "plain")
+        yield f"{told} {steered[0]} to {steered[-1]} s to"
+        yield f"with NeuTRENO, and {plain[0]} to {plain[-1]} s to"
+    (_, steered), (_, plain) = trained("cifar100", "neutreno"), trained("cifar100", "plain")
+    yield f"At the recipe's own batches of 512 it is {steered:,} and {plain:,} images/s"
+    seconds = [trained("cifar100", label)[0] for label in ("plain", "neutreno")]
+    yield f"{seconds[0][1]} s a run on one H200 and with NeuTRENO {seconds[1][0]} to {seconds[1][1]} s, once compiled"
+
+
+def said_of_trainings_in_the_bench() -> Iterator[str]:
+    (steered, faster), (plain, fastest) = (trained("cifar100-batch1024", label) for label in ("neutreno", "plain"))
+    yield f"see {fastest:,} and, with NeuTRENO, {faster:,} images/s"
+    yield f"they take {min(steered + plain)} to {sorted(steered + plain)[-2]} s once compiled"
+
+
+def said_in_the_index() -> Iterator[str]:
+    """All but the first run of each, which compiled."""
+    seconds = [taken for label in ("plain", "neutreno") for taken in trained("cifar100", label)[0][:2]]
+    yield f"in about {5 * round(statistics.mean(seconds) / 5)} s a run on one H200"
+
+
+def said_in_the_readme() -> Iterator[str]:
+    for part in STEPS:
+        yield f"takes {with_quartiles(step(part, 'training', 'NeuTRENO'))}"
+    memory = rounded(step("steps-32", "training", "NeuTRENO", "default")["memory_ratio"], 2)
+    inference = [with_quartiles(step(part, "inference", "NeuTRENO")) for part in STEPS]
+    yield f"with {memory} of its peak memory, and inference {inference[0]}"
+    yield f"and {inference[1]}. Without CUDA graphs"
+    plain, ours = (
+        [step("steps-32", table, name) for table in ("training", "inference")] for name in ("plain ViT", "NeuTRENO")
+    )
+    yield "Our own plain ViT takes {} and {}, so the term".format(*(rounded(row["ratio"], 3) for row in plain))
+    added = {rounded(100 * (float(a["ms"]) / float(b["ms"]) - 1), 0) for a, b in zip(ours, plain, strict=True)}
+    assert added <= {"1", "2"}
+    plain, ours = (one(rows_of("bench-end-to-end-1024"), variant=v, mode="recorded") for v in ("plain ViT", "NeuTRENO"))
+    speeds = (rounded(row["images_per_s"], 0) for row in (ours, plain))
+    yield "trains on {} images/s with NeuTRENO and on {} without at batches of 1024".format(*speeds)
+    adds = (rounded(100 * (float(measured(model, TOKENS)["ratio"]) - 1), 0) for model in (LLAMA, DEIT))
+    yield "adds {} % to a Llama's forward pass and {} % to that of timm's DeiT-Ti".format(*adds)
+
+
+@pytest.mark.parametrize(
+    ("page", "told"),
+    [
+        ("docs/bench.md", said_of_steps),
+        ("docs/bench.md", said_of_other_tables),
+        ("docs/bench.md", said_of_many_tokens),
+        ("docs/bench.md", said_of_trainings_in_the_bench),
+        ("docs/kernels.md", said_of_mlp_tiles),
+        ("docs/kernels.md", said_of_the_mlps_memory),
+        ("docs/index.md", said_in_the_index),
+        ("README.md", said_in_the_readme),
+        ("README.md", said_of_trainings_in_the_readme),
+    ],
+)
+def test_what_is_said_beside_the_tables(page: str, told: Callable[[], Iterator[str]]) -> None:
+    text = words(page)
+    assert [sentence for sentence in told() if sentence not in text] == []
