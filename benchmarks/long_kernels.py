@@ -4,7 +4,7 @@
     python benchmarks/long_kernels.py --only forward --repetitions 9
 
 On CUDA: 16,384 tokens in all, 16 heads 64 wide, bfloat16, causal, at 2048 and 8192 tokens, and once with 4 heads of
-keys and values. Candidates take turns, forward and backward on their own. SDPA gets q, k and v as the projection leaves
+keys and values; then heads of other widths with the tables' tiles alone. Candidates take turns, forward and backward on their own. SDPA gets q, k and v as the projection leaves
 them (views), its back-ends one by one, plain and with λ (v⁰ − v) added as PyTorch would; its backward pass ends in the
 gradients of q, k and v, not yet side by side. Counted are the FLOPs of attention alone, half of them as it is causal,
 and 2.5 times as many backward. Ratios are taken to the first row of a part, SDPA's flash attention. On the CPU a toy
@@ -105,10 +105,17 @@ class Shape(NamedTuple):
         return 4 * self.batch * self.heads * self.tokens**2 * self.width / (2 if self.causal else 1)
 
 
+def of_tables(width: int) -> Tiles:
+    """The tiles in use for 16 bits."""
+    tables = (long_forward.TILES, long_backward.QUERY_TILES, long_backward.KEY_TILES)
+    return Tiles(*([table[2, width]] for table in tables))
+
+
 CASES = [
     (Shape(8, 2048, 16, 16, 64), TILES),
     (Shape(2, 8192, 16, 16, 64), TILES),
     (Shape(2, 8192, 16, 4, 64), TILES.first(2)),
+    *((Shape(8, 2048, 1024 // width, 1024 // width, width), of_tables(width)) for width in (16, 32, 128)),
 ]
 TOY = [(Shape(1, 70, 2, 1, 16), SMALL)]
 

@@ -96,6 +96,15 @@ def test_on_a_gpu_every_mode_of_timm_is_a_baseline_at_the_sizes_of_the_papers() 
     ]
 
 
+def test_the_baseline_may_be_tuned_for_as_long_as_it_takes() -> None:
+    settings = Settings("cuda:0", quick=True, max_autotune=True)
+    found = steps.candidates(steps.SHAPES["steps-224"], steps.training, settings, timm=True)
+    tuned = [(c.variant, c.static) for c in found if c.mode == "max-autotune"]
+    assert tuned == [("timm's ViT", True)]
+    assert settings.options == " --quick --max-autotune"
+    assert Settings("cpu", max_autotune=True).baseline_modes == ("eager",)
+
+
 def test_on_a_gpu_every_spectrum_is_timed_in_the_mode_of_its_baseline() -> None:
     """And the one that was never captured comes last."""
     found = eigen.candidates(steps.SHAPES["steps-32"], Settings("cuda:0"))

@@ -20,6 +20,10 @@ def bench(
         typer.Option(help="Some groups, with commas between; all by default."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Four repetitions with half of the steps.")] = False,
+    max_autotune: Annotated[
+        bool,
+        typer.Option("--max-autotune", help="In steps, try the baseline in this mode too; it compiles for minutes."),
+    ] = False,
     out: Annotated[Path, typer.Option(help="Where the CSV files go.")] = Path("acutance-bench"),
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
 ) -> None:
@@ -52,7 +56,7 @@ def bench(
     from acutance.bench.settings import Settings
 
     names = chosen_groups(only)
-    settings = Settings(processes.device(device), quick)
+    settings = Settings(processes.device(device), quick, max_autotune)
     if not settings.on_gpu:
         console.print("No GPU: toy sizes on the CPU, to see that everything runs. The ratios mean nothing.")
     try:

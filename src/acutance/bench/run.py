@@ -83,7 +83,7 @@ def run_groups(names: Sequence[str], settings: Settings, out: Path, console: Con
 
 def _run_group(name: str, settings: Settings, out: Path, console: Console) -> tuple[Path, list[Row]]:
     shared = results.provenance(
-        settings.device, f"acutance bench --only {name}{' --quick' if settings.quick else ''}", toy=not settings.on_gpu
+        settings.device, f"acutance bench --only {name}{settings.options}", toy=not settings.on_gpu
     )
     path = out / results.file_name(f"bench-{name}", settings.device, settings.dtype_name)
     done: list[Row] = []

@@ -21,6 +21,7 @@ from acutance.models import ViT, deit_tiny, vit_tiny_cifar
 
 NEUTRENO = "neutreno:0.6"
 TOY: dict[str, Any] = {"image_size": 8, "patch_size": 4, "dim": 48, "depth": 2, "heads": 3, "num_classes": 10}
+WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # modes that replay CUDA graphs
 NO_TIMM = "timm is not installed: the baseline is our own plain ViT"
 
 Build = Callable[[], nn.Module]
@@ -102,8 +103,8 @@ def candidates(shape: Shape, make: Make, settings: Settings, *, timm: bool) -> l
         return in_modes(variant, lambda mode: wrap(make(build(), shape, settings, mode)), modes, **options)
 
     return [
-        *(rows("timm's ViT", partial(timm_model, shape), modes, baseline=True) if timm else []),
-        *rows("plain ViT", shape.ours, least if timm else modes, baseline=not timm),
+        *(rows("timm's ViT", partial(timm_model, shape), settings.baseline_modes, baseline=True) if timm else []),
+        *rows("plain ViT", shape.ours, least if timm else settings.baseline_modes, baseline=not timm),
         *rows("NeuTRENO", neutreno, modes),
         *rows("NeuTRENO, tokens in bfloat16 between blocks", partial(neutreno, stream="autocast"), least),
         *rows("NeuTRENO, no fused kernel", neutreno, least, wrap=unfused),
@@ -114,7 +115,7 @@ def in_modes(
     variant: str, made: Callable[[str], Step], modes: Sequence[str], *, baseline: bool = False
 ) -> list[Candidate]:
     """A row for each mode of `torch.compile`."""
-    return [Candidate(variant, partial(made, mode), mode, baseline, static=mode == "reduce-overhead") for mode in modes]
+    return [Candidate(variant, partial(made, mode), mode, baseline, static=mode in WITH_GRAPHS) for mode in modes]
 
 
 def _as_it_is(step: Step) -> Step:
