@@ -10,7 +10,7 @@ CUDA = torch.cuda.is_available() and packed.TRITON
 if not (CUDA or (packed.INTERPRETED and packed.TRITON)):
     pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)
 
-from acutance.kernels import long_backward, long_forward, long_tiles  # noqa: E402
+from acutance.kernels import long_backward, long_forward, long_means, long_tiles  # noqa: E402
 from acutance.kernels.long_tiles import Tile  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -245,7 +245,18 @@ def test_long_ones_follow_the_formula(tokens, causal):
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 def test_the_same_inputs_give_the_same_gradients():
     shape = (2, 1000, 8, 2, 64)
-    qkv, first, strength, grad = inputs(shape, torch.bfloat16)
-    runs = [found(qkv, first, strength, grad, shape, True, query_tile=None, key_tile=None) for _ in range(3)]
-    for again in runs[1:]:
-        assert all(torch.equal(mine, other) for mine, other in zip(runs[0], again, strict=True))
+    *given, grad = every_input(shape, torch.bfloat16)
+    runs = [by_kernels(given, grad, shape, True, query_tile=None, key_tile=None) for _ in range(3)]
+    for u, grads in runs[1:]:
+        assert torch.equal(u, runs[0][0])
+        assert all(torch.equal(mine, other) for mine, other in zip(grads, runs[0][1], strict=True))
+
+
+@pytest.mark.parametrize("tiles", [1, 64, 150])
+def test_sums_before_and_behind_a_tile(tiles):
+    sums = torch.randn(1, 2, tiles, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    exact = sums.double()
+    before, behind = (long_means._running(sums.clone(), backwards=backwards) for backwards in (False, True))
+    assert (before - (exact.cumsum(2) - exact)).abs().max() < 1e-5
+    assert (behind - (exact.flip(2).cumsum(2).flip(2) - exact)).abs().max() < 1e-5
+    assert before[:, :, 0].abs().max() == behind[:, :, -1].abs().max() == 0

@@ -10,10 +10,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
 from acutance.kernels.long_tiles import take
 from acutance.kernels.sizes import tiles_of
+
+CHUNK = 64  # tiles summed up at a time
 
 
 @triton.jit
@@ -26,6 +27,30 @@ def _sum_tiles(x, into, tokens, heads, x_batch, x_row, DIVIDED: tl.constexpr, SI
         rows = rows / (tl.arange(0, SIZE) + start + 1)[:, None]
     place = (member.to(tl.int64) * tl.num_programs(0) + tile) * WIDTH
     tl.store(into + place + tl.arange(0, WIDTH), tl.sum(rows, 0))
+
+
+@triton.jit
+def _sum_before(sums, tiles, BACKWARDS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """In place of each tile's sum that of the tiles before or, BACKWARDS, of those behind it.
+
+    torch.cumsum is not deterministic on a GPU.
+    """
+    own = sums + tl.program_id(0).to(tl.int64) * tiles * WIDTH
+    carried = tl.zeros((WIDTH,), tl.float32)
+    for begin in range(0, tiles, CHUNK):
+        rank = tl.arange(0, CHUNK) + begin
+        tile = (tiles - 1 - rank) if BACKWARDS else rank
+        places, there = own + tile[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], (rank < tiles)[:, None]
+        x = tl.load(places, mask=there, other=0.0)
+        tl.store(places, tl.cumsum(x, 0) - x + carried[None, :], mask=there)
+        carried += tl.sum(x, 0)
+
+
+def _running(sums: Tensor, backwards: bool) -> Tensor:
+    """`_sum_before` of sums (batch, heads, tiles, width), which are written over."""
+    batch, heads, tiles, width = sums.shape
+    _sum_before[(batch * heads,)](sums, tiles, BACKWARDS=backwards, CHUNK=CHUNK, WIDTH=width)
+    return sums
 
 
 def _tile_sums(x: Tensor, heads: int, size: int, divided: bool = False) -> Tensor:
@@ -47,7 +72,7 @@ def sums_seen(
     if residual is not None and first is not None:
         sums = sums + residual[:, None, None] * (_tile_sums(first, kv_heads, size) - sums)
     if causal:
-        return F.pad(sums.cumsum(2)[:, :, :-1], (0, 0, 1, 0))
+        return _running(sums, backwards=False)
     return sums.sum(2, keepdim=True)
 
 
@@ -57,10 +82,7 @@ def sums_owed(grad: Tensor, contrast: Tensor, heads: int, kv_heads: int, size: i
     Summed over the heads of queries that share the keys.
     """
     shares = _tile_sums(grad, heads, size, divided=causal)
-    if causal:
-        later = F.pad(shares.flip(2).cumsum(2)[:, :, :-1], (0, 0, 1, 0)).flip(2)
-    else:
-        later = shares.sum(2, keepdim=True) / grad.shape[1]
+    later = _running(shares, backwards=True) if causal else shares.sum(2, keepdim=True) / grad.shape[1]
     owed: Tensor = (1 - contrast.float())[:, None, None] * later
     return owed.reshape(len(grad), kv_heads, heads // kv_heads, *later.shape[2:]).sum(2)
 
