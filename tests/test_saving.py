@@ -274,6 +274,14 @@ class Tied(nn.Module):
         return self.head(self.body(ids).last_hidden_state)
 
 
+def test_a_file_is_not_taken_for_a_folder_without_a_word(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("text")
+    with pytest.raises(AcutanceError, match=r"text\.txt is a file: a LlamaForCausalLM is written as a folder"):
+        ac.save(llama(), file)
+    assert file.read_text() == "text"
+
+
 def test_any_model_is_written_as_one_safetensors_file(tmp_path):
     model, file = Tied().eval(), tmp_path / "model.safetensors"
     trained(model, LEARNT)

@@ -33,6 +33,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
             `….safetensors` for all others. Acutance's own models keep their configuration in it too.
     """
     if is_pretrained(model):
+        if Path(path).is_file():  # transformers would log that, and write nothing
+            raise AcutanceError(f"{path} is a file: a {type(model).__name__} is written as a folder, name another")
         note_when_saving()
         model.save_pretrained(path)  # type: ignore[operator]
         return Path(path)

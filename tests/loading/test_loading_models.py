@@ -44,6 +44,13 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("name", ["hf:", "timm:", ""])
+def test_a_name_that_says_nothing_is_not_the_current_folder(name: str, bert: Path, monkeypatch) -> None:
+    monkeypatch.chdir(bert)
+    with pytest.raises(AcutanceError, match=f"'{name}' names no model: write hf:NAME"):
+        load_model(name)
+
+
 def test_a_folder_gives_the_backbone_or_the_whole_model(bert: Path) -> None:
     backbone, whole = load_model(f"hf:{bert}"), load_model(f"hf:{bert}", head=True)
     assert type(backbone.model).__name__ == "BertModel"

@@ -26,6 +26,16 @@ def begun(folder: Path, recipe: str, *changes: str) -> str:
     return str(folder)
 
 
+@pytest.mark.parametrize("name", ["", "model.safetensors", "best.safetensors"])
+def test_a_run_that_is_not_finished_says_how_to_go_on(tmp_path: Path, name: str) -> None:
+    run = Path(begun(tmp_path / "run", "digits"))
+    Run(run).model_path.unlink()
+    file = run / (name or "model.safetensors")
+    with pytest.raises(AcutanceError) as caught:
+        load_model(str(run / name))
+    assert str(caught.value) == f"there is no {file}: the run is not finished. {Run(run).how_to_go_on()}"
+
+
 def write_corpus(folder: Path) -> Path:
     (folder / "wikitext-2").mkdir(parents=True)
     for part in ("train", "valid", "test"):

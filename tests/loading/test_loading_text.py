@@ -112,5 +112,10 @@ def test_text_that_is_not_there_is_said_by_name(name, content, message, tokenize
 
 
 def test_a_window_must_have_room_for_text(tokenizer) -> None:
-    with pytest.raises(AcutanceError, match="windows of 3 tokens leave no room for text beside 2 special tokens"):
-        text_batches(DECLARATION, tokenizer, tokens=3)
+    for tokens, room in ((1, 0), (3, 1)):
+        words = (
+            f"windows of {tokens} tokens hold {room} of text beside 2 special tokens, and 2 are .*--tokens 4 or more"
+        )
+        with pytest.raises(AcutanceError, match=words):
+            text_batches(DECLARATION, tokenizer, tokens=tokens)
+    assert len(text_batches(DECLARATION, tokenizer, tokens=4, limit=3)[0]["input_ids"]) == 3

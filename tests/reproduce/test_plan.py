@@ -154,6 +154,19 @@ def test_the_plan_is_a_script_that_trains_the_very_runs(tmp_path, monkeypatch):
     assert commands()[0] == []
 
 
+def test_a_share_is_planned_by_itself(tmp_path):
+    options = ["reproduce", "neutreno-table8", "--scale", "tiny", "--out", str(tmp_path), "--plan", "--only"]
+
+    def planned(only):
+        printed = CliRunner().invoke(app, [*options, only]).output.splitlines()
+        return [line for line in printed if line.endswith(": new")]
+
+    assert planned("1/2") == ["# cifar10-kernel-seed0: new"]
+    assert planned("2/2") == ["# cifar10-kernel-neutreno-seed0: new"]
+    with pytest.raises(AcutanceError, match="i/n"):
+        CliRunner().invoke(app, [*options, "3/2"], catch_exceptions=False)
+
+
 @pytest.mark.parametrize("scale", ["full", "tiny"])
 def test_every_command_of_every_plan_says_the_whole_configuration(tmp_path, scale):
     for name, target in TARGETS.items():

@@ -36,6 +36,11 @@ def test_runs_are_grouped_by_all_but_the_seed(six):
     assert found.against_first(plain) is None
 
 
+def test_a_split_that_does_not_exist_is_named(six):
+    with pytest.raises(AcutanceError, match="no split 'tset'; there are train, val, test"):
+        compare(six, split="tset")
+
+
 def test_only_shared_seeds_are_paired(six):
     found = compare([six[0], *six[4:]])
     assert found.against_first(found.groups[1]) is None

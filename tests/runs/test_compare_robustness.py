@@ -35,6 +35,11 @@ def six(tmp_path):
     return plain + [measured(tmp_path / f"steered{s}", f"loop.seed={s}", change, plus=2 * s + 1) for s in range(3)]
 
 
+def test_a_split_that_does_not_exist_is_named(six):
+    with pytest.raises(AcutanceError, match="no split 'tset'; there are train, val, test"):
+        compare_robustness(six, split="tset")
+
+
 def test_every_cell_and_mean_has_mean_spread_and_paired_test(six):
     (found,) = compare_robustness(six)
     means = {"clean": 90, "fgsm:1": 40, "snow": 55, "fog": 75, "severity 1": 70, "severity 2": 60}

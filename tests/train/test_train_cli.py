@@ -62,6 +62,7 @@ def test_a_run_that_ends_where_it_stands_is_scored_there(tmp_path):
         == 0
     )
     shutil.rmtree(out / "checkpoints/step-000000004")
+    (out / "result.json").unlink()  # as if it had been stopped there
     ended = invoke("--out", out, "--resume", "--set", "loop.epochs=0.5", "--device", "cpu")
     assert ended.exit_code == 0, ended.output
     assert re.search(r"top1 \d.* on the held-out slice after step 2", ended.output)

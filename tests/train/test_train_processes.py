@@ -61,6 +61,10 @@ def train_together(rank, folder):
     assert ("fsdp, 2 × 1 shares" in printed) == (rank == 0)
     fit(shared("fsdp"), folder / "one then fsdp", resume=True)  # begun by one process
     die_in(12, shared("fsdp"), folder / "fsdp then one")
+    for change, words in (("loop.seed=5", "loop.seed 5 instead of 0"), ("optim.lr=1", "nothing is left to train")):
+        with pytest.raises(AcutanceError, match=words):
+            fit(shared("ddp", change), folder / "ddp", resume=True)
+    assert (folder / "ddp/result.json").exists()
     if rank == 0:
         (folder / "in the way").touch()  # only the main process meets the error
     with pytest.raises(OSError, match="in the way"):

@@ -49,6 +49,8 @@ def load_model(
         dtype: what its weights are turned into, e.g. `bfloat16`; by default they stay as they are stored.
     """
     wanted = _dtype(dtype)
+    if name in ("", "hf:", "timm:"):  # an empty path is the current folder
+        raise AcutanceError(f"{name!r} names no model: write hf:NAME, timm:NAME or the path of a checkpoint or run")
     if name.startswith("hf:"):
         loaded = huggingface.load(name, head=head)
     elif name.startswith("timm:"):

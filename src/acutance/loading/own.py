@@ -20,6 +20,7 @@ def load(path: Path) -> LoadedModel:
         raise AcutanceError(f"{path} is a folder of transformers: write hf:{path}")
     checkpoint = path / "model.safetensors" if path.is_dir() else path
     if not checkpoint.is_file():
+        _refuse_unfinished(checkpoint)
         elsewhere = "" if path.is_dir() else f"; a model of transformers is written hf:{path}, one of timm timm:{path}"
         raise AcutanceError(f"no checkpoint at {checkpoint}{elsewhere}; `acutance demo` writes some to try")
     model = from_checkpoint(checkpoint)
@@ -28,6 +29,16 @@ def load(path: Path) -> LoadedModel:
         return LoadedModel(str(path), model, own=own)
     takes_digits = isinstance(model, ViT) and (model.config.image_size, model.config.in_chans) == (8, 1)
     return LoadedModel(str(path), model, preprocess=lambda: _preprocess(model), on_digits=takes_digits, own=own)
+
+
+def _refuse_unfinished(checkpoint: Path) -> None:
+    """A run has no model until it is finished."""
+    from acutance.train.run import Run
+
+    run = Run(checkpoint.parent)
+    named = checkpoint in (run.model_path, run.best_path)
+    if named and run.exists() and run.names_format() and run.result() is None:
+        raise AcutanceError(f"there is no {checkpoint}: the run is not finished. {run.how_to_go_on()}")
 
 
 def _data_of(folder: Path) -> OwnData | None:

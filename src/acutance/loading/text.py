@@ -78,7 +78,11 @@ def text_batches(
     special = _special_tokens(tokenizer)
     room = tokens - sum(map(len, special))
     if room < SHORTEST:
-        raise AcutanceError(f"windows of {tokens} tokens leave no room for text beside {tokens - room} special tokens")
+        added = tokens - room
+        raise AcutanceError(
+            f"windows of {tokens} tokens hold {max(room, 0)} of text beside {added} special tokens, and {SHORTEST} are "
+            f"the fewest that can be compared: take --tokens {SHORTEST + added} or more"
+        )
     cut = (window for file in files for window in _windows(_token_pieces(file, tokenizer), room))
     windows = list(islice(cut, limit))
     if not windows:

@@ -34,7 +34,7 @@ def reproduce(
         int | None, typer.Option(min=1, help="Runs for each row.", show_default="the target's own, 1 at --scale tiny")
     ] = None,
     scale: Annotated[str, typer.Option(help="full, or tiny: the whole path in seconds, on stand-ins.")] = "full",
-    only: Annotated[str | None, typer.Option(help="i/n: train only the i-th, from 1, of n shares of the runs.")] = None,
+    only: Annotated[str | None, typer.Option(help="i/n: train, or plan, only the i-th, from 1, of n shares.")] = None,
     assignments: Annotated[
         list[str] | None, typer.Option("--set", help="Change a field of every run, e.g. --set loop.epochs=100.")
     ] = None,
@@ -67,6 +67,7 @@ def reproduce(
     from acutance.reproduce.session import Scale, Session
     from acutance.train.interrupt import StoppedError
 
+    share = share_of(only)
     session = Session(
         chosen,
         out,
@@ -79,10 +80,10 @@ def reproduce(
         console=console,
     )
     if plan:
-        typer.echo(session.script())
+        typer.echo(session.script(share))
         return
     try:
-        result = session.run(share_of(only))
+        result = session.run(share)
     except (StoppedError, KeyboardInterrupt):
         console.print("\nStopped. What is finished is kept; the same command goes on from there.")
         raise typer.Exit(130) from None

@@ -150,10 +150,10 @@ class Session:
             atomic_write(self.folder / "result.json", body.encode()),
         ]
 
-    def script(self) -> str:
-        """What would be run, as a shell script: how each run could be trained by itself."""
+    def script(self, share: Share | None = None) -> str:
+        """What would be run, as a shell script: how each run of this share could be trained by itself."""
         lines = [HINT]
-        for planned in self.plan:
+        for planned in mine(self.plan, share):
             command = planned.command()
             lines += [f"# {planned.label}: {planned.state}", *([] if command is None else [command])]
         return "\n".join(lines)

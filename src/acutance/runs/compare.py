@@ -13,7 +13,7 @@ import numpy as np
 from acutance.errors import AcutanceError
 from acutance.runs.evaluate import Weights, refuse_seen
 from acutance.runs.paired import Paired, paired
-from acutance.runs.scores import ReadRun, Way, common_way
+from acutance.runs.scores import ReadRun, Way, common_way, refuse_unknown_split
 from acutance.tasks import task_class
 from acutance.tasks.base import STARTS
 from acutance.train.run import Run, changes
@@ -129,6 +129,7 @@ def compare(
         raise AcutanceError("name the runs to compare")
     if weights not in (None, "last", "best"):
         raise AcutanceError(f"weights are last or best, not {weights!r}")
+    refuse_unknown_split(split)
     found = [ReadRun.of(Path(folder), split) for folder in folders]
     kinds = {read.kind for read in found}
     if len(kinds) > 1:

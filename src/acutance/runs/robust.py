@@ -12,7 +12,7 @@ from acutance.robustness import RobustnessTable
 from acutance.robustness.evaluate import weights_digest
 from acutance.runs.compare import Comparison, groups_of, p_value, signed, with_spread
 from acutance.runs.evaluate import Weights, refuse_seen, weights_file
-from acutance.runs.scores import ReadRun, Scored, Way
+from acutance.runs.scores import ReadRun, Scored, Way, refuse_unknown_split
 from acutance.saving import load
 from acutance.train.run import Run
 
@@ -71,6 +71,7 @@ def compare_robustness(
     """
     if not folders:
         raise AcutanceError("name the runs to compare")
+    refuse_unknown_split(split)
     tables = {Path(folder): _tables(Path(folder), split, weights) for folder in folders}
     first = next(iter(tables.values()))
     common = [way for way in first if all(way in found for found in tables.values())]

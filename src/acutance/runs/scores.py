@@ -9,7 +9,7 @@ from typing import Any
 
 from acutance.errors import AcutanceError
 from acutance.files import digest
-from acutance.runs.evaluate import Weights, read_evaluations, read_with, resolved_settings, weights_file
+from acutance.runs.evaluate import SPLITS, Weights, read_evaluations, read_with, resolved_settings, weights_file
 from acutance.train.config import Config
 from acutance.train.origin import essence
 from acutance.train.run import Run
@@ -61,6 +61,12 @@ class ReadRun:
         expected, file = self.scored[way].model, weights_file(self.folder, way.weights)
         if expected is not None and file.is_file() and digest(file) != expected:
             raise AcutanceError(f"{self.folder} went on after it was evaluated: evaluate it again")
+
+
+def refuse_unknown_split(split: str) -> None:
+    """Of which no run could ever have scores."""
+    if split not in SPLITS:
+        raise AcutanceError(f"no split {split!r}; there are {', '.join(SPLITS)}")
 
 
 def _scored(run: Run, config: Config, split: str, plain: Way) -> dict[Way, Scored]:

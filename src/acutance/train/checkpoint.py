@@ -113,17 +113,27 @@ class Store:
         return None if newest is None else int(newest.name.removeprefix("step-"))
 
     def newest_good(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest one that is whole, and what was wrong with newer ones, which are put aside as `damaged-…`."""
-        complaints: list[str] = []
+        """The newest one that is whole, and what was wrong with newer ones, which are put aside as `damaged-…`.
+
+        Where none is whole, all stay where they are: without them the run would look as if it had never had any.
+        """
+        damaged: dict[Path, DamagedError] = {}
         for path in self.paths():
             try:
-                return read_folder(path), complaints
+                found = read_folder(path)
             except DamagedError as error:
-                aside = path.with_name(f"damaged-{path.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
-                complaints.append(f"{error}; put aside as {aside.name}")
-        return None, complaints
+                damaged[path] = error
+                continue
+            return found, [f"{error}; put aside as {_put_aside(bad)}" for bad, error in damaged.items()]
+        return None, [str(error) for error in damaged.values()]
+
+
+def _put_aside(path: Path) -> str:
+    """Out of the way of a checkpoint of the same step; gives the new name."""
+    aside = path.with_name(f"damaged-{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    return aside.name
 
 
 def _checked_manifest(folder: Path) -> Any:

@@ -55,11 +55,18 @@ class Loop:
         self.model = stepper.model
         state = TrainState(stepper.model, stepper.optimiser, stepper.ema)
         self.keeper = Keeper(engine, run, self.task, state, loop.keep_last)
+        self._taken: int | None = None  # the step of the checkpoint that was taken over
+
+    def take_over(self) -> int:
+        """Take over the newest checkpoint that is whole, if there is one; gives the step at which the run stands."""
+        if self.keeper.has_checkpoints():
+            self._taken = self.keeper.restore(self._say)
+        return self._taken or 0
 
     def fit(self) -> dict[str, Any]:
-        """Train from wherever the run stands to its end; gives what is written to result.json."""
+        """Train from what was taken over to the run's end; gives what is written to result.json."""
         loop, engine, beginning = self.config.loop, self.engine, time.perf_counter()
-        step = first_step = self._resume()
+        step = first_step = self._first_step()
         batches = self.stepper.batches(step)
         self._announce(step, first := next(batches))
         batches = chain([first], batches)
@@ -160,14 +167,13 @@ class Loop:
             words = processes.gather(locate(self.model, lambda: self.stepper.losses(step, parts)))
         return next((found for found in words if not found.startswith("nowhere")), words[0])
 
-    def _resume(self) -> int:
+    def _first_step(self) -> int:
         """Where to go on; a new run is saved at once, which shows that it can be, and gives a replay its start."""
-        if self.keeper.has_checkpoints():
-            step = self.keeper.restore(self._say)
-            self._say(f"going on after step {step}")
-            return step
-        self.keeper.save(0)
-        return 0
+        if self._taken is None:
+            self.keeper.save(0)
+            return 0
+        self._say(f"going on after step {self._taken}")
+        return self._taken
 
     def _monitor(self, step: int) -> Monitor | None:
         every, folder = self.config.loop.monitor_every, self.run.folder

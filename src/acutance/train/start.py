@@ -18,6 +18,13 @@ from acutance.processes import agreed
 from acutance.train.config import Config
 from acutance.train.engine import Engine
 from acutance.train.origin import Origin, origin_of
+from acutance.train.resuming import (
+    changed_fields,
+    has_checkpoints,
+    refuse_another_run,
+    refuse_without_checkpoints,
+    refuse_without_effect,
+)
 from acutance.train.run import Run
 
 
@@ -55,7 +62,12 @@ def train(
             _refuse_own_folders(run, engine)
             with ExitStack() as alone:
                 engine.on_main(lambda: _take(run, alone))
-                engine.on_main(lambda: _record(run, config, recipe, start, resume, engine.world, shown))
+                if resume:
+                    step = loop.take_over()  # what does not fit is refused before anything is written
+                    engine.on_main(lambda: _go_on(run, config, (step, loop.total), engine.world, shown))
+                else:
+                    engine.on_main(lambda: _begin(run, config, recipe, start, engine.world, shown))
+                    loop.take_over()
                 return loop.fit()
         finally:
             engine.close()
@@ -83,25 +95,32 @@ def _take(run: Run, alone: ExitStack) -> None:
 
 def _look(run: Run, config: Config, resume: bool) -> tuple[dict[str, Any] | None, Origin | None]:
     """The result of a run that has nothing left to do, and what a new one starts from."""
-    if resume:
-        before = run.config()
-        if before.optim.name != config.optim.name:
-            raise AcutanceError(
-                f"{run.folder} is trained by {before.optim.name}, whose moments {config.optim.name} cannot go on from: "
-                f"leave optim.name as it is, or start anew from its weights (--set task.weights={run.model_path})"
-            )
-        return (run.result() if before == config else None), None
-    _refuse_second(run)
-    return None, origin_of(config.task)
+    if not resume:
+        _refuse_second(run)
+        return None, origin_of(config.task)
+    changed = changed_fields(run, config)
+    if not changed and (done := run.result()) is not None:
+        return done, None
+    refuse_another_run(run, changed)
+    refuse_without_checkpoints(run)
+    return None, None
 
 
-def _record(
-    run: Run, config: Config, recipe: str | None, start: Origin | None, resume: bool, processes: int, console: Console
+def _go_on(run: Run, config: Config, stands: tuple[int, int], processes: int, console: Console) -> None:
+    refuse_without_effect(run, changed_fields(run, config), *stands)
+    if not has_checkpoints(run):
+        console.print(
+            escape(f"{run.checkpoints} holds no checkpoint: starting over from step 0"),
+            highlight=False,
+            soft_wrap=True,
+        )
+    run.result_path.unlink(missing_ok=True)  # a finished run that is made longer is unfinished again
+    run.go_on(config, processes)
+
+
+def _begin(
+    run: Run, config: Config, recipe: str | None, start: Origin | None, processes: int, console: Console
 ) -> None:
-    if resume:
-        run.result_path.unlink(missing_ok=True)  # a finished run that is made longer is unfinished again
-        run.go_on(config, processes)
-        return
     _refuse_second(run)  # begun by another command since it was looked at
     if start is not None:
         console.print(escape(str(start)), highlight=False, soft_wrap=True)
