@@ -16,6 +16,7 @@ from acutance import cli
 from acutance.explain import Spectrum
 from acutance.models import ViT, save_checkpoint
 from acutance.profile import Profile
+from acutance.robustness.cli import words
 from forked import run_forked
 
 ACUTANCE = str(Path(sys.executable).with_name("acutance"))
@@ -220,3 +221,71 @@ def test_ctrl_c_leaves_no_half_written_file(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.rglob("*") if p.is_file()} <= whole
     assert {p.name for p in (tmp_path / "plain-seed0").iterdir()} == whole
     assert not (tmp_path / "report.html").exists()
+
+
+UNWRITABLE = {
+    "measure --json": ("measure", "MODEL", "--limit", "9", "--metrics", "token_cosine", "--json", "/proc/none.json"),
+    "measure --html": ("measure", "MODEL", "--limit", "9", "--metrics", "token_cosine", "--html", "FOLDER"),
+    "explain --json": ("explain", "MODEL", "--json", "FOLDER"),
+    "mitigate --out": (
+        "mitigate",
+        "PLAIN",
+        "attnscale",
+        "--limit",
+        "9",
+        "--metrics",
+        "token_cosine",
+        "--out",
+        "/proc/none",
+    ),
+    "train --out": ("train", "digits", "--out", "/proc/none"),
+    "train --out file": ("train", "digits", "--out", "MODEL"),
+}
+
+
+@pytest.mark.parametrize("command", UNWRITABLE)
+def test_what_cannot_be_written_is_said_in_one_line(command: str, checkpoint: Path, tmp_path: Path, here) -> None:
+    plain = ViT(image_size=8, patch_size=2, in_chans=1, dim=12, depth=2, heads=2, num_classes=10)
+    places = {"MODEL": checkpoint, "FOLDER": tmp_path}
+    if "PLAIN" in UNWRITABLE[command]:
+        places["PLAIN"] = save_checkpoint(plain, tmp_path / "plain.safetensors")
+    typed = [str(places.get(word, word)) for word in UNWRITABLE[command]]
+    status, _, complaint = here(*typed)
+    assert status == 2
+    said = [line for line in complaint.splitlines() if line.startswith("error:")]
+    assert said == complaint.splitlines()[-1:]
+    assert typed[-1] in said[0]
+
+
+def test_errors_that_name_no_file_are_not_hidden(monkeypatch) -> None:
+    def fail() -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(BrokenPipeError):
+        cli.run()
+
+
+def test_blanks_after_commas_are_no_part_of_a_name(checkpoint: Path, tmp_path: Path, here) -> None:
+    status, _, complaint = here(
+        "measure", checkpoint, "--limit", "9", "--metrics", "token_cosine, norm_spread", "--tap", "block, attention",
+        "--json", tmp_path / "p.json",
+    )  # fmt: skip
+    assert status == 0, complaint
+    profile = Profile.load(tmp_path / "p.json")
+    assert (profile.metrics, profile.taps) == (["token_cosine", "norm_spread"], ["block", "attention"])
+    assert cli._layer_numbers("1, 2") == [1, 2]
+    assert words("fog, contrast") == ["fog", "contrast"]
+
+
+def test_of_several_stacks_the_option_is_named(tmp_path: Path, here) -> None:
+    from transformers import T5Config, T5Model
+
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 60}
+    T5Model(T5Config(**sizes, decoder_start_token_id=0)).save_pretrained(tmp_path)
+    status, _, complaint = here("explain", f"hf:{tmp_path}")
+    assert status == 2
+    assert complaint.splitlines()[-1].endswith("name one with --part, e.g. --part encoder")
+    status, printed, complaint = here("explain", f"hf:{tmp_path}", "--part", "encoder")
+    assert status == 0, complaint
+    assert "2 layers" in printed

@@ -271,3 +271,51 @@ def test_every_reader_leaves_each_module_in_its_own_mode(model: ViT, images: tor
     before = {name: module.training for name, module in model.named_modules()}
     read(model, images)
     assert {name: module.training for name, module in model.named_modules()} == before
+
+
+def encoder() -> torch.nn.TransformerEncoder:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+
+
+def padded(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
+    src = torch.randn(len(lengths), 6, 16, generator=torch.Generator().manual_seed(seed))
+    return {"src": src, "src_key_padding_mask": torch.arange(6) >= torch.tensor(lengths)[:, None]}
+
+
+def rows(batch: dict[str, torch.Tensor], *kept: int) -> dict[str, torch.Tensor]:
+    return {name: value[list(kept)] for name, value in batch.items()}
+
+
+@pytest.mark.parametrize("metrics", [["token_cosine", "norm_spread"], "all"])
+def test_a_sample_without_tokens_is_no_sample(metrics) -> None:
+    first, second, third = padded([6, 4, 0]), padded([0, 0, 0], 1), padded([0, 5, 6], 2)
+    options = {"metrics": metrics, "tap": ["block", "attention", "values"], "progress": False}
+    model = encoder()
+    profile = ac.measure(model, [first, second, third], **options)
+    alone = ac.measure(model, [rows(first, 0, 1), rows(third, 1, 2)], **options)
+    assert profile.context["samples"] == 4
+    assert {r.count for r in profile.readings} == {4}
+    for a, b in zip(profile.readings, alone.readings, strict=True):
+        assert (a.mean, a.std) == pytest.approx((b.mean, b.std), rel=1e-5, abs=1e-6)
+
+
+def test_samples_without_any_tokens_are_refused() -> None:
+    with pytest.raises(AcutanceError, match="no sample has a token that counts"):
+        ac.measure(encoder(), [padded([0, 0])], progress=False)
+
+
+def test_special_tokens_alone_are_no_content(images: torch.Tensor, monkeypatch) -> None:
+    from acutance import sites
+
+    monkeypatch.setattr(sites, "special_tokens", lambda *_: sites.SpecialTokens(20))
+    model = ViT(image_size=8, patch_size=2, in_chans=1, dim=24, depth=1, heads=2, num_classes=4)
+    with pytest.raises(AcutanceError, match=r"all 17 tokens of a sample are special.*prefix='in'"):
+        ac.measure(model, [images], prefix="out", progress=False)
+
+
+def test_nothing_to_compare_is_said_of_what_was_asked_for(images: torch.Tensor) -> None:
+    model = ViT(image_size=8, patch_size=2, in_chans=1, dim=24, depth=1, heads=2, num_classes=4)
+    with pytest.raises(AcutanceError, match=r"nothing was read: attention_cosine compares successive layers"):
+        ac.measure(model, [images], metrics="attention_cosine", progress=False)

@@ -6,7 +6,7 @@ import torch
 from acutance import metrics
 from acutance.errors import AcutanceError, ShapeError
 from acutance.operator import AttentionOperator, AttentionRecord
-from acutance.samples import Documents, Samples
+from acutance.samples import Documents, Rows, Samples
 
 LENGTHS = [[4, 3], [2, 1, 4]]  # documents in the two rows of a batch
 
@@ -160,3 +160,91 @@ def test_special_tokens_and_prefix_are_left_out_on_request():
 def test_a_mask_of_another_shape_is_an_error():
     with pytest.raises(ShapeError, match=r"\(1, 3\).*\(1, 4, 5\).*without padding"):
         Samples.of({"attention_mask": torch.tensor([[1, 1, 0]])}).tokens(torch.zeros(1, 4, 5))
+
+
+PADDING = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]).bool()
+
+
+def pairs(kind):
+    """The same padding as a mask of queries and keys."""
+    visible = PADDING[:, None, None, :].expand(2, 1, 4, 4)
+    return {
+        "bool": visible,
+        "one row of queries": visible[:, :, :1],
+        "heads": visible.expand(2, 3, 4, 4),
+        "without heads": visible[:, 0].float(),
+        "integers": visible.long(),
+        "padding sees nothing": visible & PADDING[:, None, :, None],
+        "added": torch.zeros(2, 1, 4, 4).masked_fill(~visible, torch.finfo(torch.float32).min),
+        "added infinities": torch.zeros(2, 1, 4, 4).masked_fill(~visible, -torch.inf),
+        "added 1e4": torch.zeros(2, 1, 4, 4).masked_fill(~visible, -1e4),
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("bool", "one row of queries", "heads", "without heads", "integers", "padding sees nothing"),
+        *("added", "added infinities", "added 1e4"),
+    ],
+)
+@pytest.mark.parametrize("name", ["attention_mask", "decoder_attention_mask"])
+def test_padding_is_read_from_masks_of_queries_and_keys(kind, name):
+    found = Samples.of({name: pairs(kind)}, decoder=name != "attention_mask").mask
+    assert found.tolist() == PADDING.tolist()
+
+
+def test_one_mask_of_queries_and_keys_is_every_samples():
+    batch = {"input_ids": torch.zeros(5, 4, dtype=torch.long), "attention_mask": pairs("bool")[:1]}
+    assert Samples.of(batch).mask.tolist() == PADDING[:1].tolist() * 5
+    assert Samples.of({"attention_mask": torch.zeros(2, 1, 4, 4)}).mask is None  # nothing is added: all count
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(2, 1, 4, 4, dtype=torch.bool).tril(),
+        torch.zeros(2, 1, 4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf),
+        torch.ones(2, 1, 4, 4).tril(),  # added to the logits, or zeros and ones?
+        pairs("heads") & torch.tensor([1, 1, 0]).bool()[:, None, None],
+    ],
+    ids=["causal", "causal and added", "either", "heads differ"],
+)
+def test_other_masks_of_queries_and_keys_are_refused(mask):
+    with pytest.raises(ShapeError, match=r"attention_mask is \(2, .*\).*give attention_mask as \(batch, tokens\)"):
+        Samples.of({"attention_mask": mask})
+
+
+def test_a_mask_that_keeps_documents_apart_is_theirs():
+    apart = same_document()
+    found = Samples.of({"position_ids": positions(), "attention_mask": apart})
+    assert found.mask is None
+    assert found.documents.rows.tolist() == [0, 0, 1, 1, 1]
+    found.refuse_mixing(record(mask=apart).operator)
+
+
+def test_padding_of_a_sample_by_itself():
+    assert Samples.of({"src_key_padding_mask": torch.tensor([False, True])}).mask.tolist() == [[True, False]]
+
+
+def test_samples_without_a_token_that_counts_are_told():
+    mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]])
+    assert Samples().filled is None
+    assert Samples.of({"attention_mask": torch.ones(3, 4)}).filled is None
+    assert Samples.of({"attention_mask": mask[:1]}).filled is None
+    assert Samples.of({"attention_mask": mask}).filled.tolist() == [True, False, True]
+    assert Samples.of({"attention_mask": mask}, skip=(1, 0)).filled.tolist() == [True, False, False]
+    special = torch.zeros(2, 7, dtype=torch.long)
+    special[1, 2] = 1  # all of a document of one token
+    packed = Samples.of({"position_ids": positions(), "special_tokens_mask": special}, special=False)
+    assert packed.filled.tolist() == [True, True, True, False, True]
+
+
+def test_rows_are_told_by_any_tensor_that_is_fed():
+    ids, image = torch.zeros(3, 12, dtype=torch.long), torch.zeros(2, 3, 8, 8)
+    assert Rows.of(image) == Rows.of((image, torch.zeros(2))) == ({2}, 2)
+    assert Rows.of({"input_ids": ids, "inside": {"pixel_values": image}}) == ({2, 3}, 12)
+    assert Rows.of({"input_ids": torch.zeros(2, 3, 5, dtype=torch.long)}).told == {2, 3, 4, 5, 6}  # choices
+    assert Rows.of(torch.zeros(2, 4, 3, 8, 8)).told == set(range(2, 9))  # frames, or some of them
+    for unknown in ({"images": [image[0], image[1]], "scale": torch.ones(1)}, {"words": "a b"}):
+        assert 1000 in Rows.of(unknown).told

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, cast, get_args
+from typing import Annotated, Literal, NoReturn, cast, get_args
 
 import torch
 import typer
@@ -19,7 +20,7 @@ from acutance.loading import Batches, LoadedModel, batches_for, load_model
 from acutance.options import MODEL_HELP, DataOptions, MeasureOptions, spread
 from acutance.profile import Profile
 from acutance.reproduce.cli import reproduce
-from acutance.robustness.cli import robustness
+from acutance.robustness.cli import robustness, words
 from acutance.runs.cli import compare, evaluate
 from acutance.train.cli import train
 from acutance.version import __version__
@@ -152,6 +153,9 @@ def explain(
         typer.Option(help="Read attention too, on: digits (the embedded test images), or own (a run's test data)."),
     ] = None,
     prefix: Annotated[str, typer.Option(help="Class and register tokens in or out of HFC/LFC.")] = "in",
+    part: Annotated[
+        str | None, typer.Option(help="Submodule to read, of a model with several stacks: encoder, model.decoder, …")
+    ] = None,
     norm: Annotated[str, typer.Option(help="fold the pre-norm's weight into H, or ignore it.")] = "fold",
     whole: Annotated[
         bool | None,
@@ -204,6 +208,7 @@ def explain(
         norm=cast(Literal["fold", "ignore"], norm),  # explain refuses anything else
         whole=whole,
         prefix=cast(Literal["in", "out"], prefix),
+        part=part,
     )
     console.print(spectrum.table())
     if json_path is not None:
@@ -252,8 +257,8 @@ def _profile(loaded: LoadedModel, batches: Batches, options: MeasureOptions) -> 
     profile = ac.measure(
         loaded.model,
         batches,
-        metrics=options.metrics if options.metrics == "all" else options.metrics.split(","),
-        tap=options.tap.split(","),
+        metrics="all" if options.metrics.strip() == "all" else words(options.metrics),
+        tap=words(options.tap),
         prefix=cast(Literal["in", "out"], options.prefix),  # measure refuses anything else
         part=options.part,
         across_processes=True,
@@ -263,17 +268,29 @@ def _profile(loaded: LoadedModel, batches: Batches, options: MeasureOptions) -> 
 
 def _layer_numbers(layers: str | None) -> list[int] | None:
     try:
-        return None if layers is None else [int(number) for number in layers.split(",")]
+        return None if layers is None else [int(number) for number in words(layers)]
     except ValueError as error:
         raise AcutanceError(f"--layers takes numbers with commas between, such as 1,6,12, not {layers!r}") from error
 
 
+def _in_options(error: AcutanceError) -> str:
+    """The error in the words of a command line."""
+    message = str(error).replace("name one with part=,", "name one with --part,")
+    return re.sub("part='([^']*)', or pass that part of the model", r"--part \1", message)
+
+
+def _fail(message: str) -> NoReturn:
+    Console(stderr=True, emoji=False).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    raise SystemExit(2) from None
+
+
 def run() -> None:
-    """The entry point: errors made on purpose are one line, not a traceback."""
+    """The entry point: errors made on purpose, and files that cannot be read or written, are one line, no traceback."""
     try:
         app()
     except AcutanceError as error:
-        Console(stderr=True, emoji=False).print(
-            f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
-        )
-        raise SystemExit(2) from None
+        _fail(_in_options(error))
+    except OSError as error:
+        if error.filename is None or error.strerror is None:
+            raise
+        _fail(f"{error.filename2 or error.filename}: {error.strerror}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -16,6 +17,10 @@ from acutance.errors import AcutanceError
 T = TypeVar("T")
 
 
+class MissingFileError(AcutanceError, FileNotFoundError):
+    """There is no such file."""
+
+
 def atomic_write(path: str | os.PathLike[str], content: bytes | Callable[[Path], object]) -> Path:
     """Write to a temporary neighbour, flush it to disk, then rename it into place.
 
@@ -24,8 +29,14 @@ def atomic_write(path: str | os.PathLike[str], content: bytes | Callable[[Path],
         content: the bytes, or a function that writes the file it is given.
     """
     target = Path(path)
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=target.suffix)
+    try:
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=target.suffix)
+    except OSError as error:
+        error.filename = str(target)  # nobody has heard of the neighbour
+        raise
     os.close(handle)
     temporary = Path(name)
     try:
@@ -43,6 +54,16 @@ def atomic_write(path: str | os.PathLike[str], content: bytes | Callable[[Path],
     return target
 
 
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """What a file holds; one that cannot be read is an error of ours, as damaged ones are."""
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise MissingFileError(f"there is no file {path}") from error
+    except OSError as error:
+        raise AcutanceError(f"{path} cannot be read: {error.strerror}") from error
+
+
 def read_json(path: str | os.PathLike[str], form: str, build: Callable[[Any], T]) -> T:
     """What `build` makes of a JSON file of ours; anything else is refused by name.
 
@@ -52,7 +73,7 @@ def read_json(path: str | os.PathLike[str], form: str, build: Callable[[Any], T]
         build: makes the object from the parsed body.
     """
     try:
-        body = json.loads(Path(path).read_text(encoding="utf-8"))
+        body = json.loads(read_bytes(path))
         if not isinstance(body, dict) or "format" not in body:
             raise ValueError("it does not name its format")
         if body["format"] != form:

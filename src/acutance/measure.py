@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import platform
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -24,18 +26,19 @@ from torch import Tensor, nn
 
 from acutance import metrics as metric_room
 from acutance import processes, sites
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.operator import AttentionRecord
 from acutance.profile import MAP, Profile, Reading
 from acutance.reader import SUCCESSIVE, Reader, Running, Statistics, by_key, take_in
 from acutance.readout import Key, Readout, values_of
-from acutance.samples import SPECIAL, Samples, refuse_single
+from acutance.samples import SPECIAL, Rows, Samples, refuse_single
 from acutance.sites.patched import WINDOWS_MOVE, PatchedSite
 from acutance.version import __version__
 from acutance.wrappers import bare_module, evaluating, is_sharded
 
 TAPS = ("block", "attention", "values", "final")
 TOGETHER = 8  # at most, batches whose values are worked out at a time
+Found = tuple[Readout, NDArray[np.bool_] | None]  # of one batch, and which of its samples have a token that counts
 DEFAULT_METRICS = ("token_cosine", "hfc_lfc_spectral", "rank_residual", "effective_rank", "norm_spread")
 
 
@@ -87,15 +90,12 @@ def measure(
     target = sites.part_of(bare, part)
     reader = Reader(names, taps)
     skip = sites.special_tokens(bare, part) if prefix == "out" else (0, 0)
-    waiting: list[Readout] = []
+    waiting: list[Found] = []
     statistics: Statistics = {}
     rank, size = processes.place() if across_processes else (0, 1)
     if across_processes:
         processes.refuse_shares(batches)
-
-    @cache  # only batches with masks need to know
-    def sides() -> dict[str, bool]:
-        return {"decoder": sites.in_decoder(bare, part), "images": sites.reads_images(bare, part)}
+    sides = cache(partial(sites.sides, bare, part))  # only batches with masks need to know
 
     with evaluating(bare), sites.standing(), sites.reading(target), ExitStack() as stack:
         _attach(target, reader, taps, stack)
@@ -103,21 +103,26 @@ def measure(
         for batch, counts in processes.in_step(own, wait=across_processes and is_sharded(bare)):
             about = sides() if isinstance(batch, Mapping) else {}
             reader.samples = Samples.of(batch, skip=skip, special=prefix == "in", **about)
-            with _documents_watched(target, reader):
+            filled = reader.samples.filled  # while the device has nothing of this batch to do
+            with _first_batch_checked(target, batch, reader), _documents_watched(target, reader):
                 feed(bare, batch)
             found = reader.flush()
-            waiting += [found] if counts else []
+            waiting += [(found, filled)] if counts else []
             # Those before this one: at once where the device has them still to do, as the host has time then; else the
             # device waits for the host, which takes less for several together.
-            if len(waiting) > TOGETHER or (len(waiting) > 1 and not waiting[-2].is_there()):
+            if len(waiting) > TOGETHER or (len(waiting) > 1 and not waiting[-2][0].is_there()):
                 _settle(statistics, waiting[:-1])
                 waiting = waiting[-1:]
-        context = _context(bare, target, part, taps, prefix)  # meanwhile
+        context = _context(bare, target, part, taps, _counted(bare, part, prefix, reader.samples))  # meanwhile
     _settle(statistics, waiting)
     if across_processes:
         statistics = _over_processes(statistics)
     if not statistics:
-        raise AcutanceError("measure got no batches: pass an iterable with at least one")
+        raise AcutanceError(
+            "no sample has a token that counts: masks and prefix='out' leave none"
+            if reader.is_checked
+            else "measure got no batches: pass an iterable with at least one"
+        )
     readings = tuple(
         Reading(*key, mean=float(s.mean[0]), std=float(s.std[0]), count=s.count)
         for key, s in sorted_by_tap(by_key(statistics), taps)
@@ -145,10 +150,18 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-def _settle(statistics: Statistics, batches: Sequence[Readout]) -> None:
-    """Take in what was read of some batches."""
-    for keys, values in values_of(batches):
-        take_in(statistics, keys, Running.of(values))
+def _settle(statistics: Statistics, batches: Sequence[Found]) -> None:
+    """Take in what was read of some batches; samples without a token that counts have no values."""
+    read, filled = [found for found, _ in batches], None
+    if any(own is not None for _, own in batches):
+        every = [np.ones(found.sent_form().size, bool) if own is None else own for found, own in batches]
+        filled = np.concatenate(every)
+    start = 0
+    for keys, values in values_of(read):
+        own = values if filled is None else values[:, filled[start : start + values.shape[1]]]
+        start += values.shape[1]
+        if own.shape[1]:
+            take_in(statistics, keys, Running.of(own))
 
 
 def _over_processes(own: Statistics) -> Statistics:
@@ -161,18 +174,44 @@ def _over_processes(own: Statistics) -> Statistics:
 
 
 def _attach(model: nn.Module, reader: Reader, taps: Sequence[str], stack: ExitStack) -> None:
-    for layer, block, as_tokens in sites.blocks(model):
+    blocks = sites.blocks(model)
+    if "block" in taps:
+        _warn_of_unread(sites.unread(model))
+    for layer, block, as_tokens in blocks:
         if layer == 1:
             entering = block.register_forward_pre_hook(_entry_hook(reader, as_tokens), with_kwargs=True)
             stack.callback(entering.remove)
         if "block" in taps:
             stack.callback(block.register_forward_hook(_block_hook(reader, layer, as_tokens)).remove)
     if reader.wants_records:
-        for site in sites.find(model):
-            stack.callback(site.observe(_record_hook(reader, site)).remove)
+        found, layers = sites.find(model), {block: layer for layer, block, _ in blocks}
+        for site in found:
+            layer = layers[site.block] if len(blocks) > len(found) else site.layer  # attention is not in all blocks
+            stack.callback(site.observe(_record_hook(reader, layer, site)).remove)
     if "final" in taps:
         norm, last = sites.final_norm(model), sites.find(model)[-1]
-        stack.callback(norm.register_forward_hook(_final_hook(reader, last)).remove)
+        stack.callback(norm.register_forward_hook(_final_hook(reader, blocks[-1][0], last)).remove)
+
+
+def _warn_of_unread(paths: Sequence[str]) -> None:
+    if paths:
+        warnings.warn(
+            f"not read, and not among the layers by number: {', '.join(paths)}, between the blocks with attention but "
+            "unlike them",
+            AcutanceWarning,
+            stacklevel=4,
+        )
+
+
+@contextmanager
+def _first_batch_checked(model: nn.Module, batch: Any, reader: Reader) -> Iterator[None]:
+    """What the blocks are given and give is looked at once: it takes a while."""
+    if reader.is_checked:
+        yield
+        return
+    with sites.checking_blocks(model, Rows.of(batch)):
+        yield
+    reader.is_checked = True
 
 
 @contextmanager
@@ -204,13 +243,13 @@ def _block_hook(reader: Reader, layer: int, as_tokens: Callable[[Tensor], Tensor
     return hook
 
 
-def _final_hook(reader: Reader, last: sites.AttentionSite) -> Callable[..., None]:
-    return lambda _module, _args, output: reader.tokens("final", last.layer, last.tokens(output))
+def _final_hook(reader: Reader, layer: int, last: sites.AttentionSite) -> Callable[..., None]:
+    return lambda _module, _args, output: reader.tokens("final", layer, last.tokens(output))
 
 
-def _record_hook(reader: Reader, site: sites.AttentionSite) -> Callable[[AttentionRecord], None]:
+def _record_hook(reader: Reader, layer: int, site: sites.AttentionSite) -> Callable[[AttentionRecord], None]:
     move = isinstance(site, PatchedSite) and site.refuse_first_values() == WINDOWS_MOVE
-    return lambda record: reader.record(reader.depth(MAP, site.layer), record, windows_move=move)
+    return lambda record: reader.record(reader.depth(MAP, layer), record, windows_move=move)
 
 
 def track(batches: Iterable[Any], show: bool, stack: ExitStack, description: str) -> Iterable[Any]:
@@ -273,14 +312,23 @@ def sorted_by_tap(statistics: Mapping[Key, Running], taps: Sequence[str]) -> lis
     return sorted(statistics.items(), key=lambda item: (order[item[0][0]], item[0][1]))
 
 
-def _context(model: nn.Module, target: nn.Module, part: str | None, taps: Sequence[str], prefix: str) -> dict[str, Any]:
+def _context(
+    model: nn.Module, target: nn.Module, part: str | None, taps: Sequence[str], counted: str
+) -> dict[str, Any]:
     """What stands beside the readings; how many samples there were is not known yet."""
-    try:
-        counted = f"{sites.special_tokens(model, part)} {prefix}"
-    except sites.NoSitesError:
-        counted = f"prefix tokens {prefix}"
     where = {} if part is None else {"part": part}
     return describe(model, target) | where | {"samples": 0, "taps": list(taps), "prefix": counted}
+
+
+def _counted(model: nn.Module, part: str | None, prefix: str, samples: Samples) -> str:
+    """Which special tokens were in or out of the metrics; what is true of the last batch's samples is of all."""
+    try:
+        known = sites.special_tokens(model, part)
+    except sites.NoSitesError:
+        return f"{'special' if samples.leaves_marked_out else 'prefix'} tokens {prefix}"
+    if samples.leaves_marked_out:
+        return f"{f'{known} and ' if any(known) else ''}the tokeniser's special tokens {prefix}"
+    return f"{known} {prefix}"
 
 
 def describe(model: nn.Module, target: nn.Module | None = None) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
 from acutance import sites
-from acutance.errors import AcutanceError
-from acutance.mitigations import Mitigation, as_mitigation
+from acutance.errors import AcutanceError, AcutanceWarning
+from acutance.mitigations import Mitigation, NeuTRENO, as_mitigation
 from acutance.wrappers import check_model, is_sharded
 
 
@@ -65,6 +66,8 @@ def mitigate(
         undo()
         raise
     sites.remember()
+    if len(found) > 1 and wanted == [1]:
+        _warn_of_nothing(chosen)
     return Handle(chosen.spec, wanted, undo, distances)
 
 
@@ -113,6 +116,17 @@ def _wanted(layers: Sequence[int] | None, depth: int) -> list[int]:
     if unknown or not layers:
         raise AcutanceError(f"layers {list(layers)}: name at least one of this model's layers, 1 to {depth}")
     return sorted(set(layers))
+
+
+def _warn_of_nothing(mitigation: Mitigation) -> None:
+    """Of what it does in the first layer alone."""
+    if any(isinstance(part, NeuTRENO) for part in mitigation.modules()):
+        warnings.warn(
+            f"{mitigation.spec} in layer 1 alone: NeuTRENO adds v⁰ − v, and v⁰ is that layer's own v, so it changes "
+            "nothing there. Name later layers",
+            AcutanceWarning,
+            stacklevel=3,
+        )
 
 
 def _refuse_second(found: Sequence[sites.AttentionSite]) -> None:

@@ -32,6 +32,7 @@ class Reader:
         self.successive = SUCCESSIVE in names
         self.taps = taps
         self.samples = Samples()
+        self.is_checked = False  # whether the blocks of the model are known to give its samples' tokens
         self.out = Readout()
         self.count = 0  # tokens in a sample, as its first reading has them
         self.ran: dict[str, list[int]] = {}  # by tap, the blocks that ran, and
@@ -57,6 +58,8 @@ class Reader:
 
     def begin(self, tokens: Tensor) -> None:
         """The tokens (batch, …) enter the first block: attention alone would not tell samples from their windows."""
+        if any(self.samples.skip) and tokens.ndim == 3 and tokens.shape[1] <= sum(self.samples.skip):
+            raise AcutanceError(f"all {tokens.shape[1]} tokens of a sample are special: read with prefix='in'")
         self.out.size = self.out.size or self.samples.count(len(tokens))
 
     def tokens(self, tap: str, layer: int, tokens: Tensor) -> None:
@@ -97,13 +100,21 @@ class Reader:
     def flush(self) -> Readout:
         """Hand over the batch's values, on their way from the device in one transfer, and begin anew."""
         if not self.out.sources:
-            raise AcutanceError(
-                f"nothing was read: {SUCCESSIVE} compares successive layers and needs two of them, of the same tokens: "
-                "windows that move from layer to layer have none"
-            )
+            raise AcutanceError(f"nothing was read: {self._why_nothing()}")
         out, self.out = self.out, Readout(expected=max(1, len(self.out.sums)))
         self.previous, self.count, self.ran, self.depths = None, 0, {}, {}
         return out.send()
+
+    def _why_nothing(self) -> str:
+        if MAP in self.ran:
+            return (
+                f"{SUCCESSIVE} compares successive layers and needs two of them, of the same tokens: windows that move "
+                "from layer to layer have none"
+            )
+        return (
+            "no block of the model was called as a module in this forward pass. Some models, such as SqueezeBERT, run "
+            "block.forward(…) past all hooks, and can be read only through a Library of their own"
+        )
 
     def _refuse_added(self, layer: int, tokens: Tensor) -> None:
         """Tokens that join on the way, such as EoMT's queries, move those at the ends away from there."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from acutance.errors import AcutanceError, ShapeError
@@ -23,6 +26,27 @@ PADDING = {  # the usual arguments, and whether they mark what counts or what do
 DECODER_PADDING = {"decoder_attention_mask": True, "tgt_key_padding_mask": False}
 IMAGE_PADDING = ("pixel_attention_mask", "pixel_mask", "patch_valid")  # True where there is an image
 HIDDEN = -1e4  # a bias as low as that hides a key: libraries write −10000, the lowest number of a dtype, or −∞
+
+
+class Rows(NamedTuple):
+    """How many rows of tokens a model may make of a batch."""
+
+    told: Container[int]  # if the batch comes first everywhere
+    most: int  # if somebody's tokens come first instead
+
+    @classmethod
+    def of(cls, batch: Any) -> Rows:
+        """By the shapes of what is fed: any tensor's, since images and texts of one batch may differ in number."""
+        fed = _fed(batch)
+        shapes = [tuple(x.shape) for x in fed if isinstance(x, Tensor) and x.ndim > 0]
+        if not shapes or any(isinstance(x, (list, tuple)) for x in fed):  # samples of any shape, one by one
+            return cls(range(sys.maxsize), sys.maxsize)
+        told = {shape[0] for shape in shapes}
+        for x in fed:  # several choices, images or frames a sample
+            if isinstance(x, Tensor) and (x.ndim > 4 or (x.ndim == 3 and not x.is_floating_point())):
+                told.update(range(x.shape[0], x.shape[0] * x.shape[1] + 1))
+        swapped = [shape[1] for shape in shapes if len(shape) in (2, 3)]
+        return cls(told, max([*told, *swapped]))
 
 
 @dataclass(frozen=True)
@@ -73,6 +97,7 @@ class Samples:
     mask: Tensor | None = None  # (batch, tokens), True where a token counts; None where all do
     skip: tuple[int, int] = (0, 0)  # special tokens left out at the front and at the back
     documents: Documents | None = None  # None where every row is a sample
+    leaves_marked_out: bool = False  # whether tokens that the tokeniser marked as special do not count
     _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # by shape and device
 
     @classmethod
@@ -102,25 +127,34 @@ class Samples:
         if images:
             return cls(_image_padding(batch), skip)
         decoder = decoder and any(str(name).startswith(("decoder_", "tgt")) for name in batch)  # OPT's has none
-        padding = mask = _padding(batch, DECODER_PADDING if decoder else PADDING)
-        if not special and not decoder and isinstance(batch.get(SPECIAL), Tensor):
+        documents = None if decoder else _packed(batch)
+        padding = mask = _padding(batch, DECODER_PADDING if decoder else PADDING, is_packed=documents is not None)
+        leaves_marked_out = not special and not decoder and isinstance(batch.get(SPECIAL), Tensor)
+        if leaves_marked_out:
             content = ~batch[SPECIAL].bool()
             mask = content if padding is None else padding & content
         mask = None if mask is None or bool(mask.all()) else mask
-        positions = batch.get("position_ids")
         # Models take restarting positions for packed documents only where no mask tells of padding.
-        if isinstance(positions, Tensor) and positions.ndim == 2 and padding is None and not decoder:
-            if len(positions) == 1:  # models broadcast one row of positions over the batch
-                positions = positions.expand(_rows(batch), -1)
-            documents = Documents.of(positions.cpu())
-            if len(documents.rows) > len(positions):
-                return cls(mask, skip, documents)
-        return cls(mask, skip)
+        return cls(mask, skip, documents if padding is None else None, leaves_marked_out)
 
     @cached_property
     def is_whole(self) -> bool:
         """Whether every row is a sample and all its tokens count."""
         return self.mask is None and self.documents is None and not any(self.skip)
+
+    @cached_property
+    def filled(self) -> NDArray[np.bool_] | None:
+        """Which samples have a token that counts; None where all have. Without a mask nothing is looked at."""
+        if self.mask is None:
+            return None
+        front, back = self.skip
+        counts = self.mask.cpu()
+        if self.documents is None:
+            counts = counts[:, front : counts.shape[1] - back]
+        else:
+            counts = self.documents.inside & self.documents.split(counts)
+        filled = counts.any(1).numpy()
+        return None if filled.all() else filled
 
     def count(self, rows: int) -> int:
         """How many samples so many rows of a batch are."""
@@ -203,12 +237,63 @@ def refuse_single(batches: object) -> None:
         raise AcutanceError(f"batches is {what}, which is one batch: write [batch], or pass a DataLoader")
 
 
-def _padding(batch: Mapping[str, Any], names: Mapping[str, bool]) -> Tensor | None:
+def _fed(batch: Any) -> list[Any]:
+    """The arguments that a batch of any accepted form feeds."""
+    if isinstance(batch, Mapping):
+        return [x for value in batch.values() for x in (_fed(value) if isinstance(value, Mapping) else [value])]
+    return [batch[0] if isinstance(batch, (tuple, list)) and batch else batch]
+
+
+def _padding(batch: Mapping[str, Any], names: Mapping[str, bool], *, is_packed: bool) -> Tensor | None:
     for name, marks_content in names.items():
         mask = batch.get(name)
-        if isinstance(mask, Tensor) and mask.ndim == 2:
+        if not isinstance(mask, Tensor):
+            continue
+        if mask.ndim == 2:
             return mask.bool() if marks_content else ~mask.bool()
+        if mask.ndim == 1 and not marks_content:  # of a sample by itself
+            return ~mask[None].bool()
+        if mask.ndim > 2 and marks_content:
+            return _padding_of_pairs(name, mask, _rows(batch), is_packed=is_packed)
     return None
+
+
+def _padding_of_pairs(name: str, mask: Tensor, rows: int, *, is_packed: bool) -> Tensor | None:
+    """The padding in a mask (batch, heads, queries, keys), if that is all it tells: every query sees the same keys."""
+    visible = _visible(mask)
+    if visible is not None:
+        keys = visible.any(-2, keepdim=True)
+        is_seeing = visible.any(-1, keepdim=True)  # padding may be kept from seeing anything
+        one = keys[:, :1] if mask.ndim == 4 else keys
+        if bool((keys == one).all()) and bool((visible == keys & is_seeing).all()):
+            tokens = one.flatten(1)
+            return tokens.expand(rows, -1) if len(tokens) == 1 else tokens
+        if is_packed:  # it keeps documents apart, as `Samples.refuse_mixing` sees to
+            return None
+    raise ShapeError(
+        f"{name} is {tuple(mask.shape)} and does not clearly hide the same keys from all queries, so which tokens are "
+        f"padding is not known: give {name} as (batch, tokens), with 0 for padding"
+    )
+
+
+def _visible(mask: Tensor) -> Tensor | None:
+    """Which keys a mask of pairs shows, be it bool, zeros and ones, or added to the logits; None if not clear."""
+    if not mask.is_floating_point():
+        return mask.bool()
+    if bool((mask <= 0).all()) or bool((mask <= HIDDEN).any()):
+        return mask > HIDDEN
+    return mask.bool() if mask.ndim == 3 or bool((mask == 1).all()) else None
+
+
+def _packed(batch: Mapping[str, Any]) -> Documents | None:
+    """Documents that positions which start anew tell of."""
+    positions = batch.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.ndim != 2:
+        return None
+    if len(positions) == 1:  # models broadcast one row of positions over the batch
+        positions = positions.expand(_rows(batch), -1)
+    documents = Documents.of(positions.cpu())
+    return documents if len(documents.rows) > len(positions) else None
 
 
 def _image_padding(batch: Mapping[str, Any]) -> Tensor | None:

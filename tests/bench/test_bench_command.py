@@ -139,7 +139,7 @@ def test_the_help_names_every_group() -> None:
 
 def test_groups_by_name_and_by_beginning() -> None:
     assert run.chosen_groups(None) == list(run.GROUPS)
-    assert run.chosen_groups("micro,steps") == ["micro", "steps-32", "steps-224"]
+    assert run.chosen_groups("micro, steps") == ["micro", "steps-32", "steps-224"]
     assert run.chosen_groups("end-to-end-512") == ["end-to-end-512"]
     assert run.chosen_groups("end-to-end") == [f"end-to-end-{batch}" for batch in (256, 512, 1024, 2048)]
     with pytest.raises(AcutanceError, match=r"'speed'.*known: steps-32"):

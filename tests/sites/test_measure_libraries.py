@@ -186,6 +186,8 @@ def test_special_tokens_are_left_out_with_the_prefix():
     profile = ac.measure(model, [batch | {"special_tokens_mask": special}], prefix="out", progress=False)
     expected = [metrics.token_cosine(h[:, 1:-1]).mean().item() for h in hidden]
     assert profile["token_cosine"].tolist() == pytest.approx(expected)
+    assert profile.context["prefix"] == "the tokeniser's special tokens out"
+    assert ac.measure(model, [batch], prefix="out", progress=False).context["prefix"] == "0 prefix tokens out"
 
 
 @pytest.mark.parametrize("name", ["vit", "dinov2_registers", "llama", "gpt2", "bart_encoder"])

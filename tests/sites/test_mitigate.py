@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.mitigate import mitigate
 from acutance.mitigations import FeatScale, Mitigation, NeuTRENO
 from acutance.models import ViT
@@ -198,3 +198,17 @@ def test_a_compiled_model_is_refused(how):
         model.blocks[1].compile(backend="eager")
     with pytest.raises(AcutanceError, match=r"mitigate, then torch\.compile"):
         mitigate(model, "neutreno:0.6")
+
+
+def test_neutreno_in_the_first_layer_alone_is_warned_of(recwarn):
+    model = make()
+    before = model(images())
+    for spec in ("neutreno:0.6", "neutreno:0.6+attnscale"):
+        with pytest.warns(AcutanceWarning, match=r"in layer 1 alone.*changes nothing there"):
+            handle = mitigate(model, spec, layers=[1])
+        assert torch.equal(model(images()), before)
+        handle.remove()
+    recwarn.clear()
+    for spec, layers in (("neutreno:0.6", None), ("neutreno:0.6", [1, 2]), ("attnscale", [1])):
+        mitigate(model, spec, layers=layers).remove()
+    assert not recwarn.list

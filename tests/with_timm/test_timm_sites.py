@@ -208,3 +208,36 @@ def test_a_forward_of_ones_own_is_not_taken_for_timms():
     model = vision_transformer.VisionTransformer(**SMALL, attn_layer=DoubledAttention)
     with pytest.raises(NoSitesError, match="DoubledAttention"):
         ac.sites.find(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "match"),
+    [
+        (
+            "crossvit_tiny_240",
+            240,
+            r"blocks\.0\.blocks\.1 .* is given \(2, 197, 192\), which does not come from the block",
+        ),
+        (
+            "tnt_s_legacy_patch16_224",
+            224,
+            r"blocks\.0 \(Block\) is given \(392, 16, 24\), whose first axis is not the batch",
+        ),
+        (
+            "mobilevit_xxs",
+            64,
+            r"transformer\.0\.attn \(Block\) is given \(8, 16, 64\), whose first axis is not the batch",
+        ),
+    ],
+)
+def test_tokens_that_are_not_the_samples_are_refused(name, size, match):
+    model = timm.create_model(name).eval()
+    with pytest.raises(AcutanceError, match=match):
+        ac.measure(model, [torch.randn(2, 3, size, size)], metrics="token_cosine", progress=False)
+
+
+def test_stages_in_lists_are_read_block_by_block():
+    model = timm.create_model("twins_svt_small", img_size=64, depths=(1, 2, 2, 1)).eval()
+    profile = ac.measure(model, [torch.randn(2, 3, 64, 64)], metrics="token_cosine", progress=False)
+    assert profile.layers("token_cosine") == list(range(7))
+    assert profile.context["samples"] == 2

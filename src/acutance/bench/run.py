@@ -58,7 +58,7 @@ def chosen_groups(only: str | None) -> list[str]:
     if only is None:
         return list(GROUPS)
     found: list[str] = []
-    for word in only.split(","):
+    for word in map(str.strip, only.split(",")):
         matching = [name for name in GROUPS if name == word or name.startswith(f"{word}-")]
         if not matching:
             known = ", ".join([*GROUPS, "steps", "end-to-end", "long"])

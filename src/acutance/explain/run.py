@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -32,6 +33,7 @@ def explain(
     norm: Norm = "fold",
     whole: bool | None = None,
     prefix: Literal["in", "out"] = "in",
+    part: str | None = None,
     progress: bool = True,
 ) -> Spectrum:
     """Say of every layer whether its attention branch smooths or sharpens, and why.
@@ -49,6 +51,7 @@ def explain(
             several heads has no verdict. By default all up to rank 1024, where that takes seconds a layer, and
             above it those that can decide: the corners of their convex hull, found from products with the weights.
         prefix: class, distillation and register tokens `in` or `out` of HFC/LFC; A is read with them.
+        part: path of the submodule to read, where a model has several stacks of layers, e.g. `model.encoder`.
         progress: show progress bars.
     """
     if norm not in ("fold", "ignore"):
@@ -57,17 +60,19 @@ def explain(
     refuse_single(batches)
     bare = bare_module(model)
     refuse_sharded(bare, "explain")
-    found = sites.find(bare)
+    target = sites.part_of(bare, part)
+    found = sites.find(target)
     with ExitStack() as stack:
         walked = track(found, progress and len(found) > 1, stack, "spectra of H")
         layers = [layer_spectrum(site, norm, whole) for site in walked]
-    context = describe(bare) | {"norm": _norm_context(layers), "outside H": _outside(found)}
+    where = {} if part is None else {"part": part}
+    context = describe(bare, target) | where | {"norm": _norm_context(layers), "outside H": _outside(found)}
     if batches is not None:
-        layers = with_data(bare, found, layers, batches, with_prefix=prefix == "in", progress=progress)
+        layers = with_data(bare, found, layers, batches, part=part, with_prefix=prefix == "in", progress=progress)
         first = layers[0].dominance
         assert first is not None
         context["samples"] = first.samples
-        context["prefix"] = f"{sites.special_tokens(bare)} {prefix}"
+        context["prefix"] = f"{sites.special_tokens(bare, part)} {prefix}"
         context["read"] = f"HFC/LFC in the spectral norm, {context['prefix']}, no padding; A in evaluation mode"
     for layer in layers:
         warn_beyond_bound(layer)
@@ -87,17 +92,27 @@ def with_data(
     """The layers of these sites, with what attention and tokens did in them; `part` is where in the model they are."""
     readers = [LayerReader(layer, site.update) for layer, site in zip(layers, found, strict=True)]
     skip = (0, 0) if with_prefix else sites.special_tokens(model, part)
+    sides = cache(partial(sites.sides, model, part))  # only batches with masks need to know
     with evaluating(model), sites.reading(sites.part_of(model, part)), ExitStack() as stack:
         for site, reader in zip(found, readers, strict=True):
             _attach(site, reader, stack)
         for batch in track(batches, progress, stack, "explaining"):
-            counted, present = Samples.of(batch, skip=skip, special=with_prefix), Samples.of(batch)
+            about = sides() if isinstance(batch, Mapping) else {}
+            counted, present = Samples.of(batch, skip=skip, special=with_prefix, **about), Samples.of(batch, **about)
+            _refuse_empty(counted)
             for reader in readers:
                 reader.begin(counted, present)
             feed(model, batch)
     if readers[0].count == 0:
         raise AcutanceError("explain got no batches: pass an iterable with at least one, or None for the weights only")
     return [replace(layer, dominance=reader.result()) for layer, reader in zip(layers, readers, strict=True)]
+
+
+def _refuse_empty(samples: Samples) -> None:
+    if samples.filled is not None:
+        raise AcutanceError(
+            f"sample {int(samples.filled.argmin()) + 1} of a batch has no token that counts: leave it out of the batch"
+        )
 
 
 def _attach(site: sites.AttentionSite, reader: LayerReader, stack: ExitStack) -> None:

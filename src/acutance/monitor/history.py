@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from acutance.errors import AcutanceError
+from acutance.files import read_bytes
 from acutance.profile import FORMAT, Profile
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class History(Mapping[int, Profile]):
         history = cls()
         if missing_ok and not Path(path).exists():
             return history
-        *lines, _unfinished = Path(path).read_bytes().split(b"\n")
+        *lines, _unfinished = read_bytes(path).split(b"\n")
         for number, line in enumerate(lines, 1):
             history.add(*parse_line(line, f"{path}, line {number}"))
         return history

@@ -59,14 +59,14 @@ def robustness(
     images = images_of(config.task, split, data_dir=data_dir, limit=limit)
     model = load(weights_path(run, cast(Weights, weights))).to(processes.device(device))
     target = json_path or run / table_name(split, weights, corrupted_dir)
-    names = {"all": list(CORRUPTIONS), "none": []}.get(corruptions, corruptions.split(","))
+    names = {"all": list(CORRUPTIONS), "none": []}.get(corruptions.strip(), words(corruptions))
     try:
         table = evaluate(
             model,
             images,
             corruptions=names,
             severities=_numbers(severities),
-            attacks=[] if attacks == "none" else attacks.split(","),
+            attacks=[] if attacks.strip() == "none" else words(attacks),
             seed=seed,
             path=target,
             corrupted_dir=corrupted_dir,
@@ -82,12 +82,17 @@ def robustness(
         _say(f"wrote {atomic_write(markdown_path, table.markdown().encode())}")
 
 
+def words(text: str) -> list[str]:
+    """What stands between commas, with blanks after them or without."""
+    return [word.strip() for word in text.split(",")]
+
+
 def _say(words: str) -> None:
     console.print(escape(words), highlight=False, soft_wrap=True)
 
 
 def _numbers(text: str) -> list[int]:
     try:
-        return [int(number) for number in text.split(",")]
+        return [int(number) for number in words(text)]
     except ValueError as error:
         raise AcutanceError(f"--severities takes numbers with commas between, such as 1,3,5, not {text!r}") from error

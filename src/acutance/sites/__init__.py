@@ -8,13 +8,24 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError, SeveralStacksError
+from acutance.samples import Rows
 from acutance.sites import huggingface, reference, timm, torch_nn
 from acutance.sites.base import AttentionSite, Library, Undo
-from acutance.sites.blocks import grid_as_tokens, holds_attention_blocks, path_of, repeated_blocks, walking_once
+from acutance.sites.blocks import (
+    grid_as_tokens,
+    holds_attention_blocks,
+    others_between,
+    path_of,
+    repeated_blocks,
+    walking_once,
+    with_others_like_them,
+)
+from acutance.sites.chain import Chain, refuse_other_rows
 from acutance.sites.ends import SpecialTokens
 from acutance.sites.patched import PatchedSite, Stack, tokens_in, tokens_out
 
@@ -28,6 +39,7 @@ __all__ = [
     "Stack",
     "Undo",
     "blocks",
+    "checking_blocks",
     "everywhere",
     "final_norm",
     "find",
@@ -39,10 +51,12 @@ __all__ = [
     "reads_images",
     "record",
     "remember",
+    "sides",
     "special_tokens",
     "standing",
     "tokens_in",
     "tokens_out",
+    "unread",
 ]
 
 LIBRARIES: list[Library] = [reference.LIBRARY, huggingface.LIBRARY, timm.LIBRARY, torch_nn.LIBRARY]
@@ -69,15 +83,48 @@ def standing() -> Iterator[None]:
 def blocks(model: nn.Module) -> list[tuple[int, nn.Module, Callable[[Tensor], Tensor]]]:
     """Layer, block, and how to bring what goes through the block to (batch, tokens, channels).
 
-    Of a model whose attention is not known, the blocks are told by the model's structure.
+    Blocks without attention among those with one, as in Jamba, are layers too. Of a model whose attention is not known,
+    the blocks are told by the model's structure.
     """
     try:
-        return [(site.layer, site.block, site.tokens) for site in find(model)]
+        sites = find(model)
     except NoSitesError:
         found = repeated_blocks(model)
         if not found:
             raise
         return [(layer, block, partial(grid_as_tokens, block)) for layer, (_, block) in enumerate(found, 1)]
+    as_tokens = {site.block: site.tokens for site in sites}
+    every = with_others_like_them(model, list(as_tokens))
+    if len(every) == len(as_tokens):
+        return [(site.layer, site.block, site.tokens) for site in sites]
+    return [(layer, block, as_tokens.get(block, sites[0].tokens)) for layer, block in enumerate(every, 1)]
+
+
+def unread(model: nn.Module) -> list[str]:
+    """The paths of what stands between the blocks and is no block, as far as anybody can tell."""
+    return others_between(model, {block for _, block, _ in blocks(model)})
+
+
+@contextmanager
+def checking_blocks(model: nn.Module, rows: Rows) -> Iterator[None]:
+    """For the time of a with block, in which a batch of so many rows runs: refuse what is not its samples' tokens."""
+    try:
+        first = find(model)[0]
+    except NoSitesError:
+        with Chain(repeated_blocks(model), rows.told):
+            yield
+        return
+
+    def refuse(block: nn.Module, args: Any, kwargs: Any) -> None:
+        tokens = first.tokens(tokens_in(args, kwargs))
+        if len(tokens) > rows.most:  # fewer are known from codebooks, which are rows of their own
+            refuse_other_rows(f"the block of {first.name} ({type(block).__name__})", tokens, rows.told)
+
+    hook = first.block.register_forward_pre_hook(refuse, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def special_tokens(model: nn.Module, part: str | None = None) -> SpecialTokens:
@@ -127,6 +174,11 @@ def in_decoder(model: nn.Module, part: str | None) -> bool:
     _, block, _ = blocks(part_of(model, part))[0]
     names = re.findall("encoder|decoder", path_of(model, block))
     return bool(names) and names[-1] == "decoder"
+
+
+def sides(model: nn.Module, part: str | None) -> dict[str, Any]:
+    """Which of the masks in a batch are about the part's tokens, as `Samples.of` takes it."""
+    return {"decoder": in_decoder(model, part), "images": reads_images(model, part)}
 
 
 def final_norm(model: nn.Module) -> nn.Module:

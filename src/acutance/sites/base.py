@@ -14,7 +14,10 @@ from acutance.errors import AcutanceError
 from acutance.mitigations import LayerShape, Mitigation
 from acutance.operator import AttentionRecord
 
-TOKENS_REMAIN = 'Token metrics can still be measured: measure(model, batches, tap="block")'  # where attention cannot
+TOKENS_REMAIN = (  # where attention cannot be read
+    'Token metrics can still be measured: measure(model, batches, tap="block") with metrics that need no attention, '
+    "such as the default ones"
+)
 
 
 class AttentionSite(ABC):

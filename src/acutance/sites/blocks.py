@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from acutance.errors import AcutanceError, SeveralStacksError, ShapeError
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
+NO_KIND = {cls for container in CONTAINERS for cls in container.__mro__}  # two such need not be alike
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
@@ -115,10 +116,51 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if best is None:
         return []
     blocks = [(_join(best, name), block) for name, block in model.get_submodule(best).named_children()]
-    inner = [(name, found) for name, block in blocks if (found := repeated_blocks(block)) and _mostly(found, block)]
+    inner = [(name, found) for name, block in blocks if (found := _blocks_of_stage(block))]
     if len(inner) < len(blocks):
         return blocks
-    return [(_join(name, path), block) for name, found in inner for path, block in found]  # stages of blocks
+    return [(_join(name, path), block) for name, found in inner for path, block in found]
+
+
+def _blocks_of_stage(block: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks inside, where the module is a stage of blocks rather than a block itself."""
+    found = repeated_blocks(block)
+    if isinstance(block, nn.ModuleList):  # which nobody runs as a whole
+        return found or list(block.named_children())
+    return found if found and _mostly(found, block) else []
+
+
+def with_others_like_them(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks, and between them those of their lists that are of their kind, such as Jamba's Mamba layers.
+
+    Of their kind is what shares a class with one of them, be it transformers' base class of all layers.
+    """
+    known, kinds = set(blocks), {kind for block in blocks for kind in type(block).__mro__} - NO_KIND
+    every: list[nn.Module] = []
+    for members in _lists_of(model, known):
+        bare = [unwrapped(member) for _, member in members]
+        every += [member for member in bare if member in known or not kinds.isdisjoint(type(member).__mro__)]
+    return every if known.issubset(every) and len(every) == len(set(every)) else list(blocks)
+
+
+def others_between(model: nn.Module, blocks: Collection[nn.Module]) -> list[str]:
+    """The paths of what stands between the blocks in their lists and is none of them, but for what learns nothing."""
+    found = []
+    for members in _lists_of(model, blocks):
+        places = [place for place, (_, member) in enumerate(members) if unwrapped(member) in blocks]
+        for path, member in members[places[0] : places[-1]]:
+            if unwrapped(member) not in blocks and any(p.ndim > 1 for p in member.parameters()):  # no norm either
+                found.append(path)
+    return found
+
+
+def _lists_of(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[list[tuple[str, nn.Module]]]:
+    """The lists that hold some of the blocks, their members by path."""
+    for path, module in modules_of(model).items():
+        if isinstance(module, CONTAINERS):
+            members = [(_join(path, name), child) for name, child in module.named_children()]
+            if any(unwrapped(member) in blocks for _, member in members):
+                yield members
 
 
 def holds_attention_blocks(module: nn.Module) -> bool:

@@ -1,0 +1,257 @@
+"""Blocks told by structure alone: what is not one residual stream of the samples' tokens is refused, by name."""
+
+import pytest
+import torch
+from torch import nn
+
+import acutance as ac
+from acutance import metrics, sites
+from acutance.errors import AcutanceError, ShapeError
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+TEXT = SIZES | {"vocab_size": 100}
+
+
+class Mixer(nn.Module):
+    """A block without any attention."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x)).mean(1, keepdim=True)
+
+
+class Branch(Mixer):
+    def forward(self, x):
+        return self.linear(self.norm(x))
+
+
+class Twofold(Mixer):
+    def forward(self, x, other=None):
+        out = super().forward(x)
+        return out, x.mean(1, keepdim=True) if other is None else other
+
+
+class Blocks(nn.Module):
+    """Runs its blocks as `run` says."""
+
+    def __init__(self, run, kind=Mixer, between=None, depth=3):
+        super().__init__()
+        self.run, self.between = run, between
+        self.blocks = nn.ModuleList(kind() for _ in range(depth))
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def one_after_another(model, x):
+    for block in model.blocks:
+        x = block(x)
+        x = x if model.between is None else model.between(x)
+    return x
+
+
+def swapped(model, x):
+    return one_after_another(model, x.transpose(0, 1)).transpose(0, 1)
+
+
+def side_by_side(model, x):
+    return sum(block(x) for block in model.blocks)
+
+
+def two_streams(model, x):
+    a, b = x[:, :5], x[:, 5:]
+    for block in model.blocks:
+        a, b = b, block(a)
+    return torch.cat([a, b], dim=1)
+
+
+def residual_outside(model, x):
+    for block in model.blocks:
+        x = x + block(x)
+    return x
+
+
+def residual_before_a_norm(model, x):
+    for block in model.blocks:
+        x = x + block(nn.functional.layer_norm(x, x.shape[-1:]))
+    return x
+
+
+def first_of_several(model, x):
+    for block in model.blocks:
+        x, _ = block(x)
+    return x
+
+
+def windows(model, x):
+    return one_after_another(model, x.unflatten(1, (2, -1)).flatten(0, 1)).unflatten(0, (-1, 2)).flatten(1, 2)
+
+
+def features_added_at_the_end(model, x):
+    features = []
+    for block in model.blocks:
+        x = block(x)
+        features.append(x)
+    return torch.stack(features).sum(0) + features[0] + features[-1]
+
+
+def tokens(rows=2, count=10):
+    return torch.randn(rows, count, 16, generator=torch.Generator().manual_seed(0))
+
+
+def measured(model, *batches, **options):
+    return ac.measure(model, batches, **{"metrics": ["token_cosine"], "progress": False, **options})
+
+
+REFUSED = [
+    (swapped, Mixer, r"blocks\.0 \(Mixer\) is given \(10, 2, 16\), whose first axis is not the batch"),
+    (windows, Mixer, r"blocks\.0 \(Mixer\) is given \(4, 5, 16\), whose first axis is not the batch"),
+    (side_by_side, Mixer, r"blocks\.1 \(Mixer\) is given \(2, 10, 16\), which does not come from .* blocks\.0"),
+    (two_streams, Mixer, r"blocks\.1 \(Mixer\) is given \(2, 5, 16\), which does not come from .* blocks\.0"),
+    (residual_outside, Branch, r"what blocks\.0 gives, \(2, 10, 16\), is added to earlier tokens outside"),
+    (residual_before_a_norm, Branch, r"what blocks\.1 gives, \(2, 10, 16\), is added to earlier tokens outside"),
+    (first_of_several, Twofold, r"blocks\.0 \(Twofold\) returns several tensors .*\(2, 10, 16\), \(2, 1, 16\)"),
+]
+
+
+@pytest.mark.parametrize(("run", "kind", "match"), REFUSED, ids=[run.__name__ for run, _, _ in REFUSED])
+def test_what_is_no_stream_of_tokens_is_refused_and_leaves_no_hook(run, kind, match):
+    model = Blocks(run, kind)
+    with pytest.raises(AcutanceError, match=match):
+        measured(model, tokens())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Merge(nn.Module):
+    """Two tokens into one, behind a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(16), nn.Linear(32, 16)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.linear(x.unflatten(1, (-1, 2)).flatten(2)) if x.shape[1] % 2 == 0 else x
+
+
+class Positions(nn.Conv1d):
+    """Positions by a convolution between the blocks, as in Twins."""
+
+    def forward(self, x):
+        return x + super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+BETWEEN = {
+    "nothing": None,
+    "a norm": nn.LayerNorm(16),
+    "positions": Positions(16, 16, 3, padding=1),
+    "merging": Merge(),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_norms_positions_and_merging_may_stand_between_blocks(between):
+    model, stream = Blocks(one_after_another, between=BETWEEN[between]), []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _block, _args, out: stream.append(out))
+    model(tokens())
+    profile = measured(model, tokens())
+    assert profile.context["samples"] == 2
+    assert profile["token_cosine"][1:] == pytest.approx([metrics.token_cosine(x).mean().item() for x in stream[:3]])
+
+
+def test_what_is_added_up_after_the_last_block_is_no_residual():
+    assert measured(Blocks(features_added_at_the_end), tokens()).layers("token_cosine") == [0, 1, 2, 3]
+
+
+def test_as_many_samples_as_tokens_do_not_tell_which_is_which():
+    model = Blocks(one_after_another)
+    with pytest.raises(ShapeError, match=r"\(10, 10, 16\), so which axis is the batch is not clear.*another number"):
+        measured(model, tokens(10))
+    assert measured(model, tokens(2), tokens(10)).context["samples"] == 12  # told by the first batch
+
+
+def test_blocks_are_watched_in_the_first_batch_only():
+    seen = []
+
+    def run(model, x):
+        seen.append(sum(len(block._forward_hooks) for block in model.blocks))
+        return one_after_another(model, x)
+
+    measured(Blocks(run), tokens(), tokens(), tokens())
+    assert seen == [6, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "match"),
+    [
+        ("XLNet", {"d_model": 32, "n_layer": 3, "n_head": 4, "d_inner": 64}, r"XLNetLayer\) is given \(12, 3, 32\)"),
+        ("XLM", {"emb_dim": 32, "n_layers": 3, "n_heads": 4}, r"ffns\.0 gives, \(3, 12, 32\), is added"),
+        ("XLM", {"emb_dim": 32, "n_layers": 2, "n_heads": 4}, r"ffns\.0 gives, \(3, 12, 32\), is added"),
+    ],
+)
+def test_models_of_other_structure_are_refused(name, sizes, match):
+    import transformers
+
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**sizes, vocab_size=100))
+    with pytest.raises(AcutanceError, match=match):
+        measured(model, {"input_ids": torch.randint(5, 90, (3, 12))})
+
+
+def test_lists_of_lists_are_read_layer_by_layer():
+    from transformers import FunnelBaseModel, FunnelConfig
+
+    torch.manual_seed(0)
+    sizes = {"block_sizes": [2, 2], "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64}
+    model = FunnelBaseModel(FunnelConfig(**sizes, vocab_size=100)).eval()
+    ids = torch.randint(5, 90, (3, 12))
+    hidden = model(ids, output_hidden_states=True).hidden_states
+    assert measured(model, {"input_ids": ids})["token_cosine"] == pytest.approx(
+        [metrics.token_cosine(x).mean().item() for x in hidden]
+    )
+
+
+def test_blocks_past_all_hooks_are_named_as_the_reason():
+    from transformers import SqueezeBertConfig, SqueezeBertModel
+
+    model = SqueezeBertModel(SqueezeBertConfig(**TEXT, embedding_size=32))
+    with pytest.raises(AcutanceError, match=r"nothing was read: no block of the model was called as a module"):
+        ac.measure(model, [{"input_ids": torch.randint(5, 90, (3, 12))}], progress=False)
+
+
+def test_attention_metrics_are_what_is_in_the_way_of_models_past_the_interface():
+    from transformers import DebertaConfig, DebertaModel
+
+    model, batch = DebertaModel(DebertaConfig(**TEXT)), {"input_ids": torch.randint(5, 90, (3, 12))}
+    with pytest.raises(sites.NoSitesError, match=r"tap=\"block\"\) with metrics that need no attention, such as the"):
+        measured(model, batch, tap="block", metrics="all")
+    assert measured(model, batch).context["samples"] == 3
+
+
+def test_choices_and_views_are_samples_of_their_own():
+    from transformers import BertConfig, BertForMultipleChoice
+
+    model = BertForMultipleChoice(BertConfig(**TEXT))
+    assert measured(model, {"input_ids": torch.randint(5, 90, (2, 3, 12))}).context["samples"] == 6
+    views = Blocks(lambda model, x: one_after_another(model, x.flatten(0, 1).flatten(1, 2)))
+    assert measured(views, torch.randn(2, 3, 4, 2, 16)).context["samples"] == 6
+
+
+def test_attention_over_parts_of_an_image_is_no_sample_either():
+    class Patches(nn.Module):
+        """Attends in each quarter of the image by itself, as MobileViT does."""
+
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+        def forward(self, x):  # (batch, 16, 8, 8)
+            quarters = x.unflatten(3, (2, 4)).unflatten(2, (2, 4)).permute(0, 2, 4, 3, 5, 1)
+            return self.encoder(quarters.flatten(0, 2).flatten(1, 2))
+
+    with pytest.raises(ShapeError, match=r"encoder\.layers\.0\.self_attn \(TransformerEncoderLayer\) is given \(8, 16"):
+        measured(Patches(), torch.randn(2, 16, 8, 8))
