@@ -15,8 +15,8 @@ import torch
 from acutance import cli
 from acutance.explain import Spectrum
 from acutance.models import ViT, save_checkpoint
+from acutance.options import words
 from acutance.profile import Profile
-from acutance.robustness.cli import words
 from forked import run_forked
 
 ACUTANCE = str(Path(sys.executable).with_name("acutance"))
@@ -285,7 +285,7 @@ def test_of_several_stacks_the_option_is_named(tmp_path: Path, here) -> None:
     T5Model(T5Config(**sizes, decoder_start_token_id=0)).save_pretrained(tmp_path)
     status, _, complaint = here("explain", f"hf:{tmp_path}")
     assert status == 2
-    assert complaint.splitlines()[-1].endswith("name one with --part, e.g. --part encoder")
+    assert "name one with part='encoder' (on the command line --part encoder)" in complaint.splitlines()[-1]
     status, printed, complaint = here("explain", f"hf:{tmp_path}", "--part", "encoder")
     assert status == 0, complaint
     assert "2 layers" in printed

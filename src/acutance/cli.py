@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn, cast, get_args
@@ -17,10 +16,10 @@ from acutance.bench.cli import bench
 from acutance.errors import AcutanceError
 from acutance.laboratory.cli import app as laboratory
 from acutance.loading import Batches, LoadedModel, batches_for, load_model
-from acutance.options import MODEL_HELP, DataOptions, MeasureOptions, spread
+from acutance.options import MODEL_HELP, DataOptions, MeasureOptions, spread, words
 from acutance.profile import Profile
 from acutance.reproduce.cli import reproduce
-from acutance.robustness.cli import robustness, words
+from acutance.robustness.cli import robustness
 from acutance.runs.cli import compare, evaluate
 from acutance.train.cli import train
 from acutance.version import __version__
@@ -273,12 +272,6 @@ def _layer_numbers(layers: str | None) -> list[int] | None:
         raise AcutanceError(f"--layers takes numbers with commas between, such as 1,6,12, not {layers!r}") from error
 
 
-def _in_options(error: AcutanceError) -> str:
-    """The error in the words of a command line."""
-    message = str(error).replace("name one with part=,", "name one with --part,")
-    return re.sub("part='([^']*)', or pass that part of the model", r"--part \1", message)
-
-
 def _fail(message: str) -> NoReturn:
     Console(stderr=True, emoji=False).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
     raise SystemExit(2) from None
@@ -289,7 +282,7 @@ def run() -> None:
     try:
         app()
     except AcutanceError as error:
-        _fail(_in_options(error))
+        _fail(str(error))
     except OSError as error:
         if error.filename is None or error.strerror is None:
             raise

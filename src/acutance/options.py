@@ -20,6 +20,11 @@ MODEL_HELP = (
 )
 
 
+def words(text: str) -> list[str]:
+    """What stands between commas, with blanks after them or without."""
+    return [word.strip() for word in text.split(",")]
+
+
 @dataclass(frozen=True)
 class DataOptions:
     """What a model reads, and how it is computed."""

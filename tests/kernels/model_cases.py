@@ -4,7 +4,7 @@ import torch
 
 from acutance import mitigations
 from acutance.kernels import packed
-from acutance.models import ViT
+from acutance.models import LanguageModel, ViT
 
 CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)
 DEVICE = "cuda" if CUDA else "cpu"
@@ -45,6 +45,17 @@ def vit(mitigation=None, image_size=16, depth=3, **options):
             if parameter.ndim > 1 or name.endswith(("gain", "share")):
                 parameter.normal_(std=0.15)
     return model.to(DEVICE)
+
+
+def causal_model():
+    torch.manual_seed(0)
+    options = dict(vocabulary=11, dim=32, depth=2, heads=2, hidden=32, cutoffs=(), dropout=0.0)
+    model = LanguageModel(mitigation="neutreno:0.6+attnscale", **options).to(DEVICE)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gain"):
+                parameter.normal_()
+    return model
 
 
 def images(size=16, count=2):

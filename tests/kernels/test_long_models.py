@@ -3,10 +3,20 @@
 import pytest
 import torch
 from graph_recorder import recorder
-from model_cases import CUDA, DEVICE, RUNS, assert_equal_gradients, by_operator, gradients, images, kernels_in, vit
+from model_cases import (
+    CUDA,
+    DEVICE,
+    RUNS,
+    assert_equal_gradients,
+    by_operator,
+    causal_model,
+    gradients,
+    images,
+    kernels_in,
+    vit,
+)
 
 from acutance.kernels import packed, packed_operation
-from acutance.models import LanguageModel
 
 if not RUNS:
     pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)
@@ -68,14 +78,7 @@ def test_an_exported_vit_has_the_kernel_in_it():
 
 
 def test_a_causal_model_by_the_kernel_is_that_by_the_operator(monkeypatch, tokens):
-    torch.manual_seed(0)
-    options = dict(vocabulary=11, dim=32, depth=2, heads=2, hidden=32, cutoffs=(), dropout=0.0)
-    model = LanguageModel(mitigation="neutreno:0.6+attnscale", **options).to(DEVICE)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("gain"):
-                parameter.normal_()
-    words = torch.arange(270, device=DEVICE)[None] % 11
+    model, words = causal_model(), torch.arange(270, device=DEVICE)[None] % 11
     found = model(words)
     assert tokens == [270, 270]
     monkeypatch.setattr(packed, "is_available", lambda *_: False)

@@ -9,6 +9,7 @@ from model_cases import (
     RUNS,
     assert_equal_gradients,
     by_operator,
+    causal_model,
     gradients,
     images,
     kernels_in,
@@ -81,14 +82,7 @@ def test_an_exported_vit_has_the_kernel_in_it(mitigation):
 
 @needs_kernels
 def test_a_causal_model_by_the_kernel_is_that_by_the_operator(monkeypatch, calls):
-    torch.manual_seed(0)
-    options = dict(vocabulary=11, dim=32, depth=2, heads=2, hidden=32, cutoffs=(), dropout=0.0)
-    model = LanguageModel(mitigation="neutreno:0.6+attnscale", **options).to(DEVICE)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("gain"):
-                parameter.normal_()
-    words = torch.arange(20, device=DEVICE)[None] % 11
+    model, words = causal_model(), torch.arange(20, device=DEVICE)[None] % 11
     found = model(words)
     assert len(calls) == 2
     monkeypatch.setattr(packed, "is_available", lambda *_: False)

@@ -18,6 +18,7 @@ from acutance.bench import efficiency, eigen, floor, language, lengths, measurin
 from acutance.bench.results import Row
 from acutance.bench.settings import Settings, Table, free
 from acutance.errors import AcutanceError, first_line
+from acutance.options import words
 
 HEADINGS = {
     "heading": "",
@@ -58,7 +59,7 @@ def chosen_groups(only: str | None) -> list[str]:
     if only is None:
         return list(GROUPS)
     found: list[str] = []
-    for word in map(str.strip, only.split(",")):
+    for word in words(only):
         matching = [name for name in GROUPS if name == word or name.startswith(f"{word}-")]
         if not matching:
             known = ", ".join([*GROUPS, "steps", "end-to-end", "long"])

@@ -1,7 +1,7 @@
 """Averages over all that a token sees, U w, for long sequences: sums over whole tiles, made once for all programs.
 
 A token that sees only earlier ones sees the tiles before its own and a part of its own. What comes of the tiles before
-is one row for a tile, 1/64 of the values or less, and is read instead of the values themselves.
+is one row for a tile, which is read instead of the values themselves.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from acutance.kernels.long_tiles import take
+from acutance.kernels.packed_tiles import mean_of_earlier
 from acutance.kernels.sizes import tiles_of
 
 CHUNK = 64  # tiles summed up at a time
@@ -92,10 +93,7 @@ def mean_seen(sums, tile, own, start, tokens, CAUSAL: tl.constexpr, PRECISION: t
     """U w of a tile of queries from `sums_seen` and the values in its place; one row where all see the same."""
     columns = tl.arange(0, own.shape[1])
     if CAUSAL:
-        rows = tl.arange(0, own.shape[0])
-        earlier = (rows[None, :] <= rows[:, None]).to(own.dtype)
-        before = tl.load(sums + tile * own.shape[1] + columns)
-        return (tl.dot(earlier, own, input_precision=PRECISION) + before[None, :]) / (rows + start + 1)[:, None]
+        return mean_of_earlier(own, tl.load(sums + tile * own.shape[1] + columns), start, PRECISION)
     else:
         return (tl.load(sums + columns) / tokens)[None, :]
 

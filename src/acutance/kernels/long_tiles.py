@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from acutance.kernels.packed_tiles import mixed
+
 CACHE_BYTES = 2**24  # what the heads at work at a time may read again and again, to stay in the GPU's cache
 
 COUNTS = ("tiles", "together", "at_a_time")  # arguments that no kernel is compiled again for
@@ -105,8 +107,7 @@ def take_values(
     """The values that are averaged: where MIXED, v + ρ (v⁰ − v)."""
     v = take(values, row, start, tokens, SIZE, WIDTH, CUT)
     if MIXED:
-        first = take(before, first_row, start, tokens, SIZE, WIDTH, CUT).to(tl.float32)
-        v = (v.to(tl.float32) + residual * (first - v.to(tl.float32))).to(v.dtype)
+        v = mixed(v, take(before, first_row, start, tokens, SIZE, WIDTH, CUT), residual)
     return v
 
 

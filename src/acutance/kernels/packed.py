@@ -1,9 +1,10 @@
 """Attention and what mitigations add to it straight from the packed projection.
 
 u = c·A w + (1 − c)·U w + λ (v⁰ − w), A = softmax(q kᵀ·s), w = v + ρ (v⁰ − v), is one kernel forward and one or two
-backward. They read q, k and v as the joint projection leaves them and write what the output projection takes, and its
-gradient what the projection's backward pass takes, so that no transpose, no copy and no pass for the correction
-remains. Where the kernels are not available the operator gives the same result.
+backward (above 256 tokens a contrast has sums of w and du made beforehand). They read q, k and v as the joint
+projection leaves them and write what the output projection takes, and its gradient what the projection's backward pass
+takes, so that no transpose, no copy and no pass for the correction remains. Where the kernels are not available the
+operator gives the same result.
 """
 
 from __future__ import annotations

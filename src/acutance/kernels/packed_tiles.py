@@ -70,6 +70,20 @@ def keys_of(own, head, step, WIDTH: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def mixed(v, first, residual):
+    """v + ρ (v⁰ − v), in the precision of v."""
+    return (v.to(tl.float32) + residual * (first.to(tl.float32) - v.to(tl.float32))).to(v.dtype)
+
+
+@triton.jit
+def mean_of_earlier(own, before, start, PRECISION: tl.constexpr):
+    """For each of the rows from `start` on the mean of itself and all earlier ones, whose sum is `before`."""
+    rows = tl.arange(0, own.shape[0])
+    earlier = (rows[None, :] <= rows[:, None]).to(own.dtype)
+    return (tl.dot(earlier, own, input_precision=PRECISION) + before[None, :]) / (rows + start + 1)[:, None]
+
+
+@triton.jit
 def load_values(
     values, row, before, first_row, residual, start, tokens,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, CUT: tl.constexpr, MIXED: tl.constexpr,
@@ -77,8 +91,7 @@ def load_values(
     """The values that are averaged: where MIXED, v + ρ (v⁰ − v)."""
     v = load(values, row, start, tokens, SIZE, WIDTH, CUT)
     if MIXED:
-        first = load(before, first_row, start, tokens, SIZE, WIDTH, CUT).to(tl.float32)
-        v = (v.to(tl.float32) + residual * (first - v.to(tl.float32))).to(v.dtype)
+        v = mixed(v, load(before, first_row, start, tokens, SIZE, WIDTH, CUT), residual)
     return v
 
 
@@ -95,9 +108,7 @@ def visible_mean(
         total += tl.sum(v.to(tl.float32), 0)
     if CAUSAL:
         own = load_values(values, row, before, first_row, residual, start, tokens, SIZE, WIDTH, CUT, MIXED)
-        rows = tl.arange(0, SIZE)
-        earlier = (rows[None, :] <= rows[:, None]).to(own.dtype)
-        return (tl.dot(earlier, own, input_precision=PRECISION) + total[None, :]) / (rows + start + 1)[:, None]
+        return mean_of_earlier(own, total, start, PRECISION)
     else:
         if TAIL > 0:
             last = load_values(values, row, before, first_row, residual, FULL * BLOCK, tokens, TAIL, WIDTH, True, MIXED)

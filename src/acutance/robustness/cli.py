@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from acutance.errors import AcutanceError
+from acutance.options import words
 
 console = Console(emoji=False)
 
@@ -80,11 +81,6 @@ def robustness(
     _say(f"wrote {target}")
     if markdown_path is not None:
         _say(f"wrote {atomic_write(markdown_path, table.markdown().encode())}")
-
-
-def words(text: str) -> list[str]:
-    """What stands between commas, with blanks after them or without."""
-    return [word.strip() for word in text.split(",")]
 
 
 def _say(words: str) -> None:

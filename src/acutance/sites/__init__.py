@@ -19,6 +19,7 @@ from acutance.sites.base import AttentionSite, Library, Undo
 from acutance.sites.blocks import (
     grid_as_tokens,
     holds_attention_blocks,
+    name_one,
     others_between,
     path_of,
     repeated_blocks,
@@ -266,7 +267,7 @@ def _refuse_layers_elsewhere(model: nn.Module, found: list[AttentionSite]) -> No
         own = _apart_from(parts, path_of(model, found[0].block))
         raise SeveralStacksError(
             f"{type(model).__name__} holds layers that are not all known, or of several libraries "
-            f"({own}, {', '.join(parts)}): name one with part=, e.g. part={own!r}, or pass that part of the model",
+            f"({own}, {', '.join(parts)}): {name_one(own)}",
             [own, *parts],
         )
 

@@ -98,11 +98,12 @@ def refuse_several_stacks(model: nn.Module, places: Iterable[Place], outside: Se
         parts = [up if up and around.count(up) == 1 else stack for up, stack in zip(around, stacks, strict=True)]
         held = f"{'several stacks' if len(stacks) > 1 else 'a stack'} of layers ({', '.join(stacks)})"
         beside = f" and, beside them, {', '.join(outside)}" if outside else ""
-        raise SeveralStacksError(
-            f"{type(model).__name__} holds {held}{beside}: name one with part=, e.g. part={parts[0]!r}, or pass that "
-            "part of the model",
-            parts,
-        )
+        raise SeveralStacksError(f"{type(model).__name__} holds {held}{beside}: {name_one(parts[0])}", parts)
+
+
+def name_one(part: str) -> str:
+    """How to choose one of several parts, e.g. this."""
+    return f"name one with part={part!r} (on the command line --part {part}), or pass that part of the model"
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, ShapeError
 from acutance.sites.base import TOKENS_REMAIN
-from acutance.sites.blocks import path_of
+from acutance.sites.blocks import name_one, path_of
 from acutance.sites.patched import PatchedSite, Stack, averages, tokens_in
 from acutance.sites.torch_nn_forward import forward
 from acutance.sites.traced import Surroundings, is_norm, surroundings
@@ -132,7 +132,7 @@ class MultiheadSite(PatchedSite):
             return None
         return (
             f"its layers are in several stages ({', '.join(stages)}), which need not share their tokens: "
-            f"name one with part=, e.g. part={stages[0]!r}, or pass that part of the model"
+            f"{name_one(stages[0])}"
         )
 
     def check_tokens(self, v: Tensor) -> None:
