@@ -8,8 +8,8 @@ until the matrix that the basis divides by (Θ itself for qr and polar, the tria
 condition number; numbers below the start's are left out. For cayley it is the norm of the skew part S that counts:
 noise as large as the start is added and S scaled to the same numbers, and to 1/2, where iterations are easy.
 
-V is compared with float64 (SVD for polar, LAPACK's reflectors for householder, the same map for qr and cayley), the
-gradient of <G, V> for a random G with float64's (polar: the closed form in the eigenbasis of its symmetric factor).
+V is compared with float64 (SVD for polar, LAPACK's LU for cayley and reflectors for householder, the same map for qr),
+the gradient of <G, V> for a random G with float64's (polar: the closed form in the eigenbasis of its symmetric factor).
 Errors are relative Frobenius norms, orthogonality is ‖VᵀV − I‖_F / √d; the worst and the median over all matrices
 and seeds. Products are counted as they run, a batch as one, those in bfloat16 by themselves. Results go to
 benchmarks/results, one CSV per device and versions.
@@ -134,7 +134,8 @@ def reference(basis: str, theta: Tensor, cotangent: Tensor) -> tuple[Tensor, Ten
     """V and the gradient in float64."""
     if basis == "polar":
         return exact_polar(theta), exact_polar_gradient(theta, cotangent)
-    v, gradient = value_and_gradient(orthogonal.BASES[basis].map, theta, cotangent)
+    way = cayley_by_elimination if basis == "cayley" else orthogonal.BASES[basis].map
+    v, gradient = value_and_gradient(way, theta, cotangent)
     return (lapack_householder(theta) if basis == "householder" else v), gradient
 
 
@@ -251,44 +252,49 @@ def cayley_by_fixed_point(theta: Tensor) -> Tensor:
     return v
 
 
-def inverse_by_newton_schulz(matrix: Tensor, *, narrow: bool = False, finish: int = 1) -> Tensor:
-    """A⁻¹ of A = I + S by Z ← ωZ (2 − ωAZ), ω optimal on the interval that holds the eigenvalues of AZ.
+def cayley_by_elimination(theta: Tensor) -> Tensor:
+    identity, s = skew_part(theta)
+    inverse: Tensor = torch.linalg.inv_ex(identity + s).inverse
+    return 2 * inverse - identity
 
-    From Z = Aᵀ/b² these are real, at most 1, and at least 1/b², since no singular value of I + S is below 1. As many
-    steps as the worst matrix of the batch needs, in bfloat16 if narrow, then unscaled ones in float32: as every step
-    starts from A again, they take away the rounding of those before.
+
+def inverse_in_bfloat16(matrix: Tensor, *, finish: int) -> Tensor:
+    """Newton–Schulz in bfloat16 with as many steps as the worst matrix needs, then unscaled ones in float32.
+
+    The package's scalings, made for any bound up to 1000, send eigenvalues near 1 to ones that bfloat16 loses; here
+    they are made for each matrix. As every step starts from the matrix again, the last ones take away the rounding of
+    the first, if that was not too large.
     """
-    dtype = torch.bfloat16 if narrow else matrix.dtype
-    a, twice = matrix.to(dtype), 2 * torch.eye(matrix.shape[-1], dtype=matrix.dtype)
+    narrow, twice = matrix.bfloat16(), 2 * torch.eye(matrix.shape[-1], dtype=matrix.dtype)
     low = orthogonal._spectral_bound(matrix) ** -2
     z = matrix.mT * low
-    while (1 - low > torch.finfo(dtype).eps).any():
-        scaling, rounded = 2 / (1 + low), z.to(dtype)
-        z = scaling * (rounded @ (twice - scaling * (a @ rounded)).to(dtype))
+    while (1 - low > BFLOAT16_EPS).any():
+        scaling, rounded = 2 / (1 + low), z.bfloat16()
+        z = scaling * (rounded @ (twice - scaling * (narrow @ rounded)).bfloat16())
         low = scaling * low * (2 - scaling * low)
     for _ in range(finish):
         z = z @ (twice - matrix @ z)
     return z
 
 
-class Inverse(torch.autograd.Function):
-    """A⁻¹ by products, and its gradient −A⁻ᵀ G A⁻ᵀ by two more."""
+class InverseInBfloat16(torch.autograd.Function):
+    """A⁻¹ with the gradient −A⁻ᵀ G A⁻ᵀ."""
 
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor, invert: Map) -> Tensor:
-        inverse = invert(matrix)
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        inverse = inverse_in_bfloat16(matrix, finish=4)
         ctx.save_for_backward(inverse)
         return inverse
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
         (inverse,) = ctx.saved_tensors
-        return -(inverse.mT @ cotangent @ inverse.mT), None
+        return -(inverse.mT @ cotangent @ inverse.mT)
 
 
-def cayley_by_newton_schulz(theta: Tensor, *, invert: Map = inverse_by_newton_schulz) -> Tensor:
+def cayley_in_bfloat16(theta: Tensor) -> Tensor:
     identity, s = skew_part(theta)
-    inverse: Tensor = Inverse.apply(identity + s, invert)
+    inverse: Tensor = InverseInBfloat16.apply(identity + s)
     return 2 * inverse - identity
 
 
@@ -312,7 +318,6 @@ def bfloat16(scalings: Sequence[float], finish: int) -> Map:
     return partial(polar_in_bfloat16, scalings=scalings, finish=finish)
 
 
-NARROW_INVERSE = partial(inverse_by_newton_schulz, narrow=True, finish=4)
 VARIANTS = [
     *(Variant(name, name, basis.map) for name, basis in orthogonal.BASES.items()),
     Variant("polar, XᵀX with its own gradient", "polar", polar_with_symmetric_gram),
@@ -327,8 +332,8 @@ VARIANTS = [
         "polar, bfloat16 + 2, Sylvester by CG", "polar", solved(bfloat16(UNSCALED, 2), sylvester_by_conjugate_gradients)
     ),
     Variant("cayley, fixed point", "cayley", cayley_by_fixed_point),
-    Variant("cayley, Newton–Schulz", "cayley", cayley_by_newton_schulz),
-    Variant("cayley, bfloat16 N–S + 4 float32", "cayley", partial(cayley_by_newton_schulz, invert=NARROW_INVERSE)),
+    Variant("cayley, LU inverse", "cayley", cayley_by_elimination),
+    Variant("cayley, bfloat16 + 4 float32", "cayley", cayley_in_bfloat16),
 ]
 
 
