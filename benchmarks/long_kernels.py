@@ -4,12 +4,12 @@
     python benchmarks/long_kernels.py --only forward --repetitions 9
 
 On CUDA: 16,384 tokens in all, 16 heads 64 wide, bfloat16, causal, at 2048 and 8192 tokens, and once with 4 heads of
-keys and values; then heads of other widths with the tables' tiles alone. Candidates take turns, forward and backward on
-their own. SDPA gets q, k and v as the projection leaves them (views), its back-ends one by one, plain and with
-λ (v⁰ − v) added as PyTorch would; its backward pass ends in the gradients of q, k and v, not yet side by side. Counted
-are the FLOPs of attention alone, half of them as it is causal, and 2.5 times as many backward. Ratios are taken to the
-first row of a part, SDPA's flash attention. On the CPU a toy size runs in Triton's interpreter (TRITON_INTERPRET=1),
-which shows that the script runs, not what anything costs.
+keys and values; then heads of other widths with the tables' tiles alone. Candidates take turns, another one first in
+every repetition, forward and backward on their own. SDPA gets q, k and v as the projection leaves them (views), its
+back-ends one by one, plain and with λ (v⁰ − v) added as PyTorch would; its backward pass ends in the gradients of q, k
+and v, not yet side by side. Counted are the FLOPs of attention alone, half of them as it is causal, and 2.5 times as
+many backward. Ratios are taken to the first row of a part, SDPA's flash attention. On the CPU a toy size runs in
+Triton's interpreter (TRITON_INTERPRET=1), which shows that the script runs, not what anything costs.
 Results go to benchmarks/results, one CSV per device, dtype and versions.
 """
 
@@ -233,11 +233,17 @@ def timed(candidates: Iterator[tuple[str, Step]], flops: float, repetitions: int
             failed.append({"variant": name, "note": f"left out: {first_line(error)}"})
             print(f"{name}: left out: {first_line(error)}", file=sys.stderr)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(repetitions):
-        for name, step in steps.items():
-            seconds[name].append(seconds_per_step(step, 5 if device == "cuda" else 1, device))
+    for repetition in range(repetitions):
+        for name in turned(list(steps), repetition, repetitions):
+            seconds[name].append(seconds_per_step(steps[name], 5 if device == "cuda" else 1, device))
     base = statistics.median(next(iter(seconds.values())))
     return [row_of(name, found, base, flops) for name, found in seconds.items()] + failed
+
+
+def turned(names: list[str], repetition: int, repetitions: int) -> list[str]:
+    """Another one is first in every repetition: what runs behind a slow one may take a tenth longer."""
+    first = repetition * len(names) // repetitions
+    return names[first:] + names[:first]
 
 
 def row_of(name: str, seconds: list[float], base: float, flops: float) -> Row:

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 
 COLOURS = {"NeuTRENO": "#0072B2", "spectra": "#009E73", "measure": "#D55E00"}
 GREY = "#666666"
-FLASH = "plain, SDPA flash"
 AS_FAST = 1.0
 
 
@@ -28,7 +27,7 @@ class Line:
         part: of the bench, as in the file's name.
         wanted: columns and what stands in them, of a table's title a piece.
         aim: the ratio it was to stay below.
-        by: another row of the same table that it is divided by, instead of the baseline.
+        ratio: its column; `beside_ratio` is to another one than the baseline.
     """
 
     label: str
@@ -36,7 +35,7 @@ class Line:
     part: str
     wanted: dict[str, str]
     aim: float
-    by: str = ""
+    ratio: str = "ratio"
 
 
 def steps(part: str, model: str, what: str) -> Line:
@@ -46,9 +45,8 @@ def steps(part: str, model: str, what: str) -> Line:
 
 def language(tokens: int) -> Line:
     wanted = {"table": f" {tokens} tokens", "variant": "NeuTRENO, fused kernel"}
-    return Line(
-        f"NeuTRENO, {tokens} tokens, training ÷ plain, SDPA flash", "NeuTRENO", "long-training", wanted, 1.01, FLASH
-    )
+    label = f"NeuTRENO, {tokens} tokens, training ÷ plain, SDPA flash"
+    return Line(label, "NeuTRENO", "long-training", wanted, 1.01, "beside_ratio")
 
 
 def spectrum(basis: str) -> Line:
@@ -68,7 +66,7 @@ LINES = (
     *(steps("steps-32", "ViT-Ti/4, 32×32", what) for what in ("training", "inference")),
     *(steps("steps-224", "DeiT-Ti/16, 224×224", what) for what in ("training", "inference")),
     *(language(tokens) for tokens in (2048, 8192)),
-    *(spectrum(basis) for basis in ("polar", "householder")),
+    *(spectrum(basis) for basis in ("polar", "cayley", "householder")),
     *(
         reading(*model, what, aim)
         for what, aim in (("token metrics", 1.10), ("and energy, entropy", 1.6))
@@ -93,7 +91,7 @@ def main(results: Path, target: Path) -> None:
     axis.set_axisbelow(True)
     figure.supxlabel(
         f"ratio of times, {device(results)}: median and quartiles, most of which are hidden by the point;\n"
-        "hollow: a quotient of two medians, without quartiles; grey tick: what was aimed at",
+        "grey tick: what was aimed at",
         fontsize=8,
     )
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -111,15 +109,11 @@ def device(results: Path) -> str:
     return rows_of(results, LINES[0].part)[0]["device"]
 
 
-def found(results: Path, line: Line) -> tuple[float, float | None, float | None]:
-    """Median and quartiles of the ratio; no quartiles where the two were not timed in pairs."""
+def found(results: Path, line: Line) -> tuple[float, float, float]:
+    """Median and quartiles of the ratio."""
     rows = rows_of(results, line.part)
     (row,) = [row for row in rows if all(matches(name, row[name], piece) for name, piece in line.wanted.items())]
-    if line.by and not row.get("beside_ratio"):
-        (other,) = [r for r in rows if r["table"] == row["table"] and r["variant"] == line.by]
-        return float(row["ms"]) / float(other["ms"]), None, None
-    name = "beside_ratio" if line.by else "ratio"
-    middle, low, high = (float(row[f"{name}{end}"]) for end in ("", "_q1", "_q3"))
+    middle, low, high = (float(row[f"{line.ratio}{end}"]) for end in ("", "_q1", "_q3"))
     return middle, low, high
 
 
@@ -128,12 +122,11 @@ def matches(column: str, text: str, piece: str) -> bool:
     return piece in text if column == "table" else piece == text
 
 
-def draw(axis: Axes, place: int, line: Line, ratio: tuple[float, float | None, float | None]) -> None:
+def draw(axis: Axes, place: int, line: Line, ratio: tuple[float, float, float]) -> None:
     middle, low, high = ratio
     colour = COLOURS[line.kind]
-    if low is not None and high is not None:
-        axis.errorbar(middle, place, xerr=[[middle - low], [high - middle]], color=colour, capsize=3, elinewidth=1.2)
-    axis.plot(middle, place, "o", markersize=4, color=colour, markerfacecolor="white" if low is None else colour)
+    axis.errorbar(middle, place, xerr=[[middle - low], [high - middle]], color=colour, capsize=3, elinewidth=1.2)
+    axis.plot(middle, place, "o", markersize=4, color=colour)
     axis.plot(line.aim, place, "|", color=GREY, markersize=12, markeredgewidth=2)
     beside = axis.get_yaxis_transform()  # right of the drawing, at the height of the point
     axis.text(1.02, place, f"{middle:.3f}", ha="left", va="center", fontsize=8, transform=beside)

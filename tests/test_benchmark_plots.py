@@ -90,14 +90,11 @@ def test_the_pictures_of_the_page_are_those_of_its_files(
     assert f"assets/bench/{picture}.svg" in (PICTURES.parents[1] / "bench.md").read_text()
 
 
-@pytest.mark.parametrize("timed_in_pairs", [False, True])
-def test_the_overview_divides_by_flash_in_pairs_where_they_were_timed(timed_in_pairs: bool, tmp_path: Path) -> None:
+def test_the_overview_divides_by_flash_in_pairs(tmp_path: Path) -> None:
     script = runpy.run_path(str(SCRIPTS / "plot_overview.py"))
     rows = [row("plain, SDPA flash", 2.0), row("NeuTRENO, fused kernel", 1.0)]
-    if timed_in_pairs:
-        rows[1] |= {f"beside_ratio{end}": value for end, value in (("", 0.6), ("_q1", 0.5), ("_q3", 0.7))}
+    rows[1] |= {f"beside_ratio{end}": value for end, value in (("", 0.6), ("_q1", 0.5), ("_q3", 0.7))}
     table = {"table": "causal LM, 2048 tokens, training"}
     write_rows(tmp_path / "bench-long-training-gpu.csv", [{**found, **table} for found in rows], {})
     write_rows(tmp_path / "bench-long-training-gpu-another-machine.csv", [], {"table": ""})
-    found = script["found"](tmp_path, script["language"](2048))
-    assert found == ((0.6, 0.5, 0.7) if timed_in_pairs else (0.5, None, None))
+    assert script["found"](tmp_path, script["language"](2048)) == (0.6, 0.5, 0.7)

@@ -39,8 +39,8 @@ def rounded(value: str | float, digits: int) -> str:
     return f"{Decimal(str(value)).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP):,}"
 
 
-def with_quartiles(row: Row, digits: int = 3) -> str:
-    middle, low, high = (rounded(row[name], digits) for name in ("ratio", "ratio_q1", "ratio_q3"))
+def with_quartiles(row: Row, digits: int = 3, of: str = "ratio") -> str:
+    middle, low, high = (rounded(row[f"{of}{end}"], digits) for end in ("", "_q1", "_q3"))
     return f"{middle} ({low} to {high})"
 
 
@@ -114,7 +114,7 @@ def efficiency_table() -> Iterator[str]:
 
 
 def eigen_table() -> Iterator[str]:
-    for basis in ("polar", "householder", "qr"):
+    for basis in ("polar", "cayley", "householder", "qr"):
         row = one(rows_of("bench-eigen"), variant=f"eigen:negative,basis={basis}")
         yield line(f"`{basis}`", rounded(row["ms"], 2), with_quartiles(row))
 
@@ -156,6 +156,7 @@ def busy_host_table() -> Iterator[str]:
         "third, c15db5d": "-busy-host-3",
         "third, 891d997 right after, `--quick`": "-891d997",
         "fourth, 98527e9": "-busy-host-4",
+        "fifth, 8860a61": "-busy-host-5",
     }
     for machine, ending in machines.items():
         rows = rows_of("bench-measure", ending)
@@ -185,18 +186,25 @@ def long_model_table() -> Iterator[str]:
         yield line(count, ms, rounded(read["ratio"], 2), rounded(read["memory_ratio"], 3), *last)
 
 
-def long_kernel_table() -> Iterator[str]:
-    """Ours are the tiles of the tables, whichever came first in that run."""
-    rows = [row for row in rows_of("long_kernels") if row["kv_heads"] == row["heads"]]
-    ours = ("ours 64 64 4 3 128", "ours, over keys 64 64 4 3")
-    names = [f"SDPA {name}{term}" for name in ("flash", "cudnn") for term in ("", " + correction")]
-    for name, pair in {**{name: (name, name) for name in names}, "ours, correction included": ours}.items():
-        found = [
-            one(rows, part=part, tokens=tokens, variant=variant)
-            for tokens in ("2048", "8192")
-            for part, variant in zip(("forward", "backward"), pair, strict=True)
-        ]
-        yield line(name.replace("cudnn", "cuDNN"), *(rounded(row["ms"], 3) for row in found))
+LONG_HEADS = {"width": "64", "kv_heads": "16"}
+LONG_CASES = (
+    [{"tokens": n, **LONG_HEADS} for n in ("2048", "8192")],
+    [{"width": width} for width in ("16", "32", "128")],
+)
+
+
+def long_kernel(part: str, name: str, **case: str) -> str:
+    """Milliseconds; of ours those of the tiles in use, which the script names first."""
+    rows = [row for row in rows_of("long_kernels") if row["part"] == part and all(row[k] == v for k, v in case.items())]
+    row = next(row for row in rows if row["variant"].startswith("ours")) if name == "ours" else one(rows, variant=name)
+    return rounded(row["ms"], 3)
+
+
+def long_kernel_table(cases: list[Row]) -> Iterator[str]:
+    names = {f"SDPA {name}{term}": "" for name in ("flash", "cudnn") for term in ("", " + correction")}
+    for name, ending in {**names, "ours": ", correction included"}.items():
+        found = (long_kernel(part, name, **case) for case in cases for part in ("forward", "backward"))
+        yield line(name.replace("cudnn", "cuDNN") + ending, *found)
 
 
 def mlp_table() -> Iterator[str]:
@@ -220,6 +228,65 @@ def mlp_tile_table() -> Iterator[str]:
     for name, (part, variant) in names.items():
         plain, ours = one(rows, part=part, variant="PyTorch"), one(rows, part=part, variant=variant)
         yield line(name, plain["ms"], ours["ms"], rounded(ours["ratio"], 3))
+
+
+def exactness() -> list[Row]:
+    with (RESULTS / "orthogonal_precision-cpu-float32-torch2.13.0.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def power(value: float) -> str:
+    """As 1.5e-6: the files have more digits and a zero in the exponent; what is not small as 0.13."""
+    return f"{value:.2g}" if value > 0.1 else f"{value:.1e}".replace("e-0", "e-")
+
+
+def exactness_table() -> Iterator[str]:
+    states = {
+        "qr": ["start", "condition 30", "condition 300"],
+        "polar": ["start", "condition 3", "condition 30", "condition 300"],
+        "cayley": ["start", "norm 30", "norm 300"],
+        "householder": ["start", "condition 300"],
+    }
+    for basis, names in states.items():
+        for name in names:
+            row = one(exactness(), variant=basis, state=name)
+            shown = "start (condition 37)" if basis == "householder" and name == "start" else name
+            if name.startswith("norm"):
+                shown = rf"$\Vert S\Vert = {name.removeprefix('norm ')}$"
+            errors = (power(float(row[f"{what}_worst"])) for what in ("value", "orthogonality", "gradient"))
+            yield line(f"`{basis}`" if name == "start" else "", shown, *errors)
+
+
+def other_ways_table() -> Iterator[str]:
+    """Products and, over all Θ or those it was made for, the worst errors."""
+    names = {
+        "`polar` as it is": "polar",
+        r"$X^\top X$ with a gradient of its own": "polar, XᵀX with its own gradient",
+        "gradient by a Sylvester equation, conjugate gradients": "polar, Sylvester by CG",
+        "the same equation by Newton–Schulz": "polar, Sylvester by Newton–Schulz",
+        "the scaled steps in bfloat16, 3 in float32": "polar, bfloat16 scaled + 3 float32",
+        "unscaled steps in bfloat16, 2 in float32": "polar, bfloat16 unscaled + 2 float32",
+        "the same, gradient by conjugate gradients": "polar, bfloat16 + 2, Sylvester by CG",
+        "`cayley` as it is": "cayley",
+        "an LU inverse": "cayley, LU inverse",
+        r"$V \leftarrow I - S - VS$": "cayley, fixed point",
+        "scalings for each matrix in bfloat16, 4 steps in float32": "cayley, bfloat16 + 4 float32",
+    }
+
+    def products(rows: list[Row], direction: str) -> str:
+        narrow, library = (rows[0][f"{kind}_{direction}"] for kind in ("bfloat16", "library"))
+        if library != "0":
+            return f"{library} library call"
+        wide = ", ".join(dict.fromkeys(row[f"products_{direction}"] for row in rows))
+        return wide if narrow == "0" else f"{narrow} bfloat16 + {wide}"
+
+    for name, variant in names.items():
+        rows = [row for row in exactness() if row["variant"] == variant]
+        if variant.startswith("cayley, bfloat16"):
+            rows = [row for row in rows if row["state"] != "norm 300"]
+        worst = (max(float(row[f"{what}_worst"]) for row in rows) for what in ("value", "gradient"))
+        errors = ("diverges" if error == float("inf") else power(error) for error in worst)
+        yield line(name, products(rows, "forward"), products(rows, "backward"), *errors)
 
 
 def operator_memory_table() -> Iterator[str]:
@@ -246,9 +313,11 @@ def operator_memory_table() -> Iterator[str]:
         ("docs/bench.md", "Measuring", 0, measure_table),
         ("docs/bench.md", "Measuring", 1, busy_host_table),
         ("docs/bench.md", "Many tokens", 0, long_model_table),
-        ("docs/kernels.md", "Long sequences", 0, long_kernel_table),
+        *(("docs/kernels.md", "Long sequences", i, partial(long_kernel_table, of)) for i, of in enumerate(LONG_CASES)),
         ("docs/kernels.md", "The MLP in one kernel", 0, mlp_table),
         ("docs/kernels.md", "The MLP in one kernel", 1, mlp_tile_table),
+        ("docs/steer.md", "How exact it is", 0, exactness_table),
+        ("docs/steer.md", "How exact it is", 1, other_ways_table),
         ("README.md", "What it does", 1, operator_memory_table),
     ],
 )
@@ -298,21 +367,30 @@ def said_of_other_tables() -> Iterator[str]:
     yield f"the first takes {rounded(float(ours['ms']) / float(plain['ms']), 4)}, as a quotient"
     yield f"batch 1024, {rounded(one(rows_of('bench-eigen'), variant='plain ViT')['ms'], 2)} ms), both in CUDA graphs"
     rows = rows_of("bench-long-training")
-    quotients = []
+    pairs = []
     for size in ("2048 tokens, batch 16", "8192 tokens, batch 4"):
         where = f"causal LM, {size}, 6 layers of 768 channels, training"
-        ours, flash = (one(rows, table=where, variant=v) for v in ("NeuTRENO, fused kernel", "plain, SDPA flash"))
-        quotients.append(rounded(float(ours["ms"]) / float(flash["ms"]), 2))
+        ours = one(rows, table=where, variant="NeuTRENO, fused kernel")
+        assert ours["beside"].startswith("plain, SDPA flash")
+        pairs.append(with_quartiles(ours, of="beside_ratio"))
         assert float(ours["memory_ratio"]) <= 1.0002
-    yield "NeuTRENO takes {} and {} of the plain model's time".format(*quotients)
+    yield "NeuTRENO takes {} and {} of the plain model's time".format(*pairs)
+    tuned = one(rows_of("bench-max-autotune-steps-32"), table="training", variant="timm's ViT", mode="max-autotune")
+    yield f"timm's training step took {with_quartiles(tuned)} of that in `reduce-overhead`"
+    again = one(rows_of("bench-max-autotune-steps-32"), table="training", variant="NeuTRENO", mode="reduce-overhead")
+    yield f"NeuTRENO's {with_quartiles(again)} beside it"
     memory = (rounded(measured(model, ATTENTION)["memory_ratio"], 2) for model in (DEIT, OURS, LLAMA))
     yield "Energy and entropy take {} of timm's memory, {} of ours and {} of the Llama's".format(*memory)
     spectral = f"{OURS.replace('256', '32')}, spectral metrics"
     forward, read = (measured(spectral, name) for name in ("plain forward pass", "default token metrics"))
     yield f"{rounded(float(read['ms']) / 1e3, 1)} s for 32 images"
     yield f"whose forward pass takes {rounded(forward['ms'], 1)} ms"
-    waiting = {"-busy-host-3": "{} with token metrics and {} with energy", "-891d997": "{} and {} at 891d997",
-               "-busy-host-4": "{} and {} at 98527e9 on the fourth"}  # fmt: skip
+    waiting = {
+        "-busy-host-3": "{} with token metrics and {} with energy",
+        "-891d997": "{} and {} at 891d997",
+        "-busy-host-4": "{} and {} at 98527e9 on the fourth",
+        "-busy-host-5": "{} and {} at 8860a61 on the fifth",
+    }
     for ending, told in waiting.items():
         yield told.format(*(with_quartiles(measured(SMALL, variant, ending)) for variant in (TOKENS, ATTENTION)))
 
@@ -324,14 +402,6 @@ def said_of_many_tokens() -> Iterator[str]:
     yield "energy takes {} times as long as A v, entropy {} times".format(*ratios)
     yield f"the extreme eigenvalues {rounded(float(extreme['ms']) / 1e3, 1)} s and"
     yield f"pair by pair, {rounded(float(raw['ms']) / 1e3, 0)} s."
-    first, second = (one(rows_of("bench-long-model"), tokens=n, variant="plain forward pass") for n in ("2048", "4096"))
-    once = float(first["peak_mib"]) - float(second["peak_mib"]) / 2
-    yield f"some {rounded(once, 0)} MiB of its {first['peak_mib']}"
-    others = (
-        one(rows_of("bench-long-model"), tokens="2048", variant=name) for name in ("measure", "by whole matrices")
-    )
-    ratios = [float(row["peak_mib"]) / (float(first["peak_mib"]) - once) for row in others]
-    yield f"{rounded(ratios[0], 3)} and {rounded(ratios[1], 0)} instead"
 
 
 def said_of_mlp_tiles() -> Iterator[str]:
@@ -351,9 +421,9 @@ def said_of_mlp_tiles() -> Iterator[str]:
 
 
 def said_of_shared_keys() -> Iterator[str]:
-    rows = [row for row in rows_of("long_kernels") if row["kv_heads"] == "4" and row["part"] == "backward"]
-    ours, cudnn = (rounded(one(rows, variant=name)["ms"], 3) for name in ("ours", "SDPA cudnn + correction"))
-    yield f"the backward pass took {ours} ms, where cuDNN's with the correction took {cudnn}"
+    parts, names = ("forward", "backward"), ("ours", "SDPA cudnn + correction")
+    pairs = (long_kernel(part, name, kv_heads="4") for part in parts for name in names)
+    yield "ours took {} ms forwards and cuDNN's with the correction {}, backwards {} and {}".format(*pairs)
 
 
 def said_of_the_mlps_memory() -> Iterator[str]:

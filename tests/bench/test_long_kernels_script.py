@@ -21,6 +21,14 @@ def test_every_tile_is_timed_once_and_that_of_the_table_first() -> None:
         assert len(set(tiles)) == len(tiles)
 
 
+def test_another_one_is_first_in_every_repetition() -> None:
+    turned = runpy.run_path(str(SCRIPT))["turned"]
+    names = list("abcdefg")
+    orders = [turned(names, repetition, 3) for repetition in range(3)]
+    assert [order[0] for order in orders] == ["a", "c", "e"]
+    assert all(sorted(order) == names for order in orders)
+
+
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the toy is for the CPU")
 def test_the_benchmark_runs_at_toy_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

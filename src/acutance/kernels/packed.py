@@ -22,9 +22,9 @@ from acutance.kernels.packed_operation import MOST_TOKENS, packed_attention, sha
 from acutance.kernels.tracing import constant_in_traces, is_watched
 
 # The widths of a head, by the bytes of a number, for which they are asked. In float32 wider ones do not fit into the
-# registers and compile for minutes. For long sequences tiles were sought at one width alone.
+# registers and compile for minutes. For long sequences 128 is left to SDPA, whose cuDNN back-end is faster there.
 WIDTHS = {2: (16, 32, 64, 128), 4: (16, 32)}
-LONG_WIDTHS: dict[int, tuple[int, ...]] = {2: (64,)}
+LONG_WIDTHS: dict[int, tuple[int, ...]] = {2: (16, 32, 64)}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OLDEST_TRITON = (3, 6)  # 3.2 dies in its compiler on one of the kernels; what lies between was not tried
 CAPABILITY = (9, 0)  # Hopper, where the kernels were tried and timed
