@@ -195,7 +195,7 @@ def test_which_gpu_it_is_can_be_asked_in_a_compiled_graph(gpu):
 @pytest.mark.parametrize(
     ("given", "heads"),
     [
-        ({"tokens": 257}, (2,)),
+        ({"tokens": 257, "packed": 6 * 128}, (2,)),
         ({"packed": 97}, (2,)),
         ({"packed": 48}, (2,)),
         ({"dtype": torch.float64}, (2,)),
@@ -209,8 +209,10 @@ def test_odd_shapes_are_for_the_operator(gpu, given, heads, monkeypatch):
 
 def test_long_sequences_are_taken_at_their_widths(gpu):
     gpu(9, 0)
-    assert packed.is_available(OnGPU(tokens=2048, packed=6 * 64), 2)
-    assert not packed.is_available(OnGPU(tokens=2048, packed=6 * 32), 2)
+    for width in (16, 32, 64):
+        assert packed.is_available(OnGPU(tokens=2048, packed=6 * width), 2)
+    assert not packed.is_available(OnGPU(tokens=2048, packed=6 * 128), 2)
+    assert packed.is_available(OnGPU(tokens=256, packed=6 * 128), 2)
     assert not packed.is_available(OnGPU(tokens=2048, packed=6 * 64, dtype=torch.float32), 2)
     assert not packed.is_available(OnGPU(tokens=0), 2)
     assert packed.is_available(OnGPU(packed=128), 4, 2)
