@@ -157,7 +157,7 @@ def unscaled(low: float, precision: float) -> list[float]:
 
 
 BFLOAT16_EPS = torch.finfo(torch.bfloat16).eps
-SCALED = orthogonal._scalings(BFLOAT16_EPS)[:-1]
+SCALED = orthogonal._polar_scalings(BFLOAT16_EPS)[:-1]
 UNSCALED = unscaled(orthogonal.SMALLEST_SINGULAR, BFLOAT16_EPS)
 
 
@@ -186,7 +186,7 @@ class Gram(torch.autograd.Function):
 
 def polar_with_symmetric_gram(theta: Tensor) -> Tensor:
     x = theta / orthogonal._spectral_bound(theta.detach())
-    return newton_schulz(x, orthogonal._SCALINGS[theta.dtype], Gram.apply)
+    return newton_schulz(x, orthogonal._POLAR_SCALINGS[theta.dtype], Gram.apply)
 
 
 class SolvedPolar(torch.autograd.Function):
@@ -210,7 +210,7 @@ def sylvester_by_newton_schulz(p: Tensor, skew: Tensor) -> Tensor:
     """K of P K + K P = C: the sign of [[P, C], [0, −P]] is [[I, 2K], [0, −I]], and only its upper blocks are kept."""
     bound = orthogonal._spectral_bound(p)
     a, c = p / bound, skew / bound
-    for scaling in orthogonal._SCALINGS[p.dtype]:
+    for scaling in orthogonal._POLAR_SCALINGS[p.dtype]:
         square, once = a @ a, a @ c
         twice = a @ once  # A²C, and as C is skew CA² = −(A²C)ᵀ
         cubic = twice - once @ a - twice.mT
@@ -252,10 +252,22 @@ def cayley_by_fixed_point(theta: Tensor) -> Tensor:
     return v
 
 
-def cayley_by_elimination(theta: Tensor) -> Tensor:
-    identity, s = skew_part(theta)
-    inverse: Tensor = torch.linalg.inv_ex(identity + s).inverse
-    return 2 * inverse - identity
+def cayley_by(invert: Map) -> Map:
+    """2(I + S)⁻¹ − I by any inverse."""
+
+    def made(theta: Tensor) -> Tensor:
+        identity, s = skew_part(theta)
+        return 2 * invert(identity + s) - identity
+
+    return made
+
+
+def eliminated(matrix: Tensor) -> Tensor:
+    inverse: Tensor = torch.linalg.inv_ex(matrix).inverse
+    return inverse
+
+
+cayley_by_elimination = cayley_by(eliminated)
 
 
 def inverse_in_bfloat16(matrix: Tensor, *, finish: int) -> Tensor:
@@ -277,25 +289,12 @@ def inverse_in_bfloat16(matrix: Tensor, *, finish: int) -> Tensor:
     return z
 
 
-class InverseInBfloat16(torch.autograd.Function):
-    """A⁻¹ with the gradient −A⁻ᵀ G A⁻ᵀ."""
+class InverseInBfloat16(orthogonal._Inverse):
+    """The package's gradient of an inverse that is made in another way."""
 
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor) -> Tensor:
-        inverse = inverse_in_bfloat16(matrix, finish=4)
-        ctx.save_for_backward(inverse)
-        return inverse
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
-        (inverse,) = ctx.saved_tensors
-        return -(inverse.mT @ cotangent @ inverse.mT)
-
-
-def cayley_in_bfloat16(theta: Tensor) -> Tensor:
-    identity, s = skew_part(theta)
-    inverse: Tensor = InverseInBfloat16.apply(identity + s)
-    return 2 * inverse - identity
+    def forward(matrix: Tensor) -> Tensor:
+        return inverse_in_bfloat16(matrix, finish=4)
 
 
 # --- Measuring
@@ -333,7 +332,7 @@ VARIANTS = [
     ),
     Variant("cayley, fixed point", "cayley", cayley_by_fixed_point),
     Variant("cayley, LU inverse", "cayley", cayley_by_elimination),
-    Variant("cayley, bfloat16 + 4 float32", "cayley", cayley_in_bfloat16),
+    Variant("cayley, bfloat16 + 4 float32", "cayley", cayley_by(InverseInBfloat16.apply)),
 ]
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 # The smallest singular value, in units of the bound of the largest, from which `polar` and `cayley` still converge.
 SMALLEST_SINGULAR = 1e-3
 
+Number = Callable[[float], float]
+
 
 def qr(theta: Tensor) -> Tensor:
     """The Q of Θ = QR with R's diagonal made positive, without which Q jumps where a diagonal entry changes sign.
@@ -40,7 +42,7 @@ def polar(theta: Tensor) -> Tensor:
     Θ is nearly orthogonal: scalings that serve the small singular values make those near 1 small first.
     """
     x = theta / _spectral_bound(theta.detach())
-    for scaling in _SCALINGS[theta.dtype]:
+    for scaling in _POLAR_SCALINGS[theta.dtype]:
         gram = x.mT @ x
         x = 1.5 * scaling * x - (0.5 * scaling**3) * (x @ gram)
     return x
@@ -108,26 +110,33 @@ def _spectral_bound(theta: Tensor) -> Tensor:
     return norm.pow(0.25)
 
 
-def _scalings(precision: float) -> tuple[float, ...]:
-    """ρ for every step, until all singular values in [SMALLEST_SINGULAR, 1] are 1 to the given precision."""
-    low, scalings = SMALLEST_SINGULAR, []
+def _scalings(low: float, precision: float, best: Number, image: Number) -> tuple[float, ...]:
+    """A scaling for every step x ↦ image(scaling · x), until all of [low, 1] is 1 to the given precision.
+
+    The `best` one for an interval [low, 1] makes its image the narrowest, which again ends at 1.
+    """
+    scalings = []
     while 1 - low > precision:
-        scalings.append((3 / (1 + low + low**2)) ** 0.5)
-        low = 0.5 * scalings[-1] * low * (3 - (scalings[-1] * low) ** 2)
+        scalings.append(best(low))
+        low = image(scalings[-1] * low)
     return (*scalings, 1.0)
+
+
+def _polar_scalings(precision: float) -> tuple[float, ...]:
+    """Of the singular values of X in ½ρ X (3 − ρ² XᵀX)."""
+    return _scalings(
+        SMALLEST_SINGULAR, precision, lambda low: (3 / (1 + low + low**2)) ** 0.5, lambda x: 0.5 * x * (3 - x**2)
+    )
 
 
 def _inverse_scalings(precision: float) -> tuple[float, ...]:
-    """ω for every step, until all eigenvalues in [SMALLEST_SINGULAR², 1] are 1 to the given precision."""
-    low, scalings = SMALLEST_SINGULAR**2, []
-    while 1 - low > precision:
-        scalings.append(2 / (1 + low))
-        low = scalings[-1] * low * (2 - scalings[-1] * low)
-    return (*scalings, 1.0)
+    """Of the eigenvalues of AZ in ωZ (2 − ωAZ)."""
+    return _scalings(SMALLEST_SINGULAR**2, precision, lambda low: 2 / (1 + low), lambda x: x * (2 - x))
 
 
-_SCALINGS = {dtype: _scalings(torch.finfo(dtype).eps) for dtype in (torch.float32, torch.float64)}
-_INVERSE_SCALINGS = {dtype: _inverse_scalings(torch.finfo(dtype).eps) for dtype in _SCALINGS}
+_PRECISIONS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
+_POLAR_SCALINGS = {dtype: _polar_scalings(precision) for dtype, precision in _PRECISIONS.items()}
+_INVERSE_SCALINGS = {dtype: _inverse_scalings(precision) for dtype, precision in _PRECISIONS.items()}
 
 
 def _itself(v: Tensor) -> Tensor:
