@@ -151,7 +151,7 @@ def mode_check(model: ViT, images: Tensor) -> Row:
     operators: dict[int, ac.AttentionOperator] = {}
     with ExitStack() as stack:
         for site in ac.sites.find(model):
-            stack.enter_context(site.observe(lambda record, n=site.layer: operators.__setitem__(n, record.operator)))
+            stack.enter_context(site.observe(lambda record, n=site.layer: operators.__setitem__(n, record.A)))
         model.eval()(images)
     right, smoothing, gaps = [], [], []
     for site in ac.sites.find(model):

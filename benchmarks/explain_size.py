@@ -29,7 +29,7 @@ from torch import Tensor
 
 from acutance.explain import Spectrum
 from acutance.explain.weights import layer_spectrum
-from acutance.operator import AttentionRecord
+from acutance.attention import AttentionCall
 from acutance.sites import AttentionSite, Undo
 
 RESULTS = Path(__file__).parent / "results"
@@ -54,7 +54,7 @@ class SyntheticSite(AttentionSite):
     def projection_weight(self) -> Tensor:
         return self.projection
 
-    def observe(self, fn: Callable[[AttentionRecord], None]) -> Undo:
+    def observe(self, fn: Callable[[AttentionCall], None]) -> Undo:
         raise NotImplementedError
 
     def install(self, mitigation: Any) -> Callable[[], None]:

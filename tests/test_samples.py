@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from acutance import metrics
+from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError, ShapeError
-from acutance.operator import AttentionOperator, AttentionRecord
+from acutance.operator import AttentionOperator
 from acutance.samples import Documents, Rows, Samples
 
 LENGTHS = [[4, 3], [2, 1, 4]]  # documents in the two rows of a batch
@@ -19,7 +20,9 @@ def record(tokens=7, heads=2, width=4, causal=False, mask=None):
     g = torch.Generator().manual_seed(0)
     q, k, v, u = (torch.randn(2, heads, tokens, width, generator=g, dtype=torch.float64) for _ in range(4))
     A = AttentionOperator(q, k, mask=mask, causal=causal, scale=0.7)
-    return AttentionRecord(A, v, None, u, torch.randn(2, tokens, 8, generator=g, dtype=torch.float64))
+    return AttentionCall(
+        A=A, v=v, values=v, output=u, branch=torch.randn(2, tokens, 8, generator=g, dtype=torch.float64)
+    )
 
 
 def spans():
@@ -71,7 +74,7 @@ def test_documents_that_see_each_other_are_refused(causal):
     for mask, mixes in ((None, True), (open_once, True), (future, not causal), (apart, False)):
         additive = [] if mask is None else [torch.zeros(2, 1, 7, 7).masked_fill(~mask, low) for low in (-1e4, -3e38)]
         for form in (mask, *additive):
-            A = record(causal=causal, mask=form).operator
+            A = record(causal=causal, mask=form).A
             if mixes:
                 with pytest.raises(AcutanceError, match=r"does not keep such documents apart.*rows of their own"):
                     samples.refuse_mixing(A)
@@ -79,7 +82,7 @@ def test_documents_that_see_each_other_are_refused(causal):
                     samples.record(record(causal=causal, mask=form))
             else:
                 samples.refuse_mixing(A)
-    Samples().refuse_mixing(record(causal=causal).operator)
+    Samples().refuse_mixing(record(causal=causal).A)
 
 
 @pytest.mark.parametrize("kind", ["bool mask", "float mask", "causal"])
@@ -94,14 +97,12 @@ def test_every_document_has_the_readings_it_has_alone(kind):
     apart, (tokens, inside) = samples.record(whole), samples.tokens(whole.branch)
     for document, (row, span) in enumerate(spans()):
         own = None if mask.dtype == torch.bool else mask[row : row + 1, :, span, span]
-        A = whole.operator
+        A = whole.A
         alone = AttentionOperator(
             A.q[row : row + 1, :, span], A.k[row : row + 1, :, span], mask=own, causal=A.causal, scale=0.7
         )
-        assert torch.allclose(
-            metrics.attention_entropy(apart.operator, inside)[document], metrics.attention_entropy(alone)[0]
-        )
-        energy = metrics.nonlocal_energy(apart.operator, apart.values, inside)[document]
+        assert torch.allclose(metrics.attention_entropy(apart.A, inside)[document], metrics.attention_entropy(alone)[0])
+        energy = metrics.nonlocal_energy(apart.A, apart.values, inside)[document]
         assert torch.allclose(energy, metrics.nonlocal_energy(alone, whole.values[row : row + 1, :, span])[0])
         if span.stop - span.start > 1:
             ours = metrics.token_cosine(tokens, inside)[document]
@@ -220,7 +221,7 @@ def test_a_mask_that_keeps_documents_apart_is_theirs():
     found = Samples.of({"position_ids": positions(), "attention_mask": apart})
     assert found.mask is None
     assert found.documents.rows.tolist() == [0, 0, 1, 1, 1]
-    found.refuse_mixing(record(mask=apart).operator)
+    found.refuse_mixing(record(mask=apart).A)
 
 
 def test_padding_of_a_sample_by_itself():

@@ -221,7 +221,7 @@ def test_the_bound_is_read_on_a_batch_where_there_is_one():
     operators = {}
     with ExitStack() as stack:
         for site in find(model):
-            stack.enter_context(site.observe(lambda record, n=site.layer: operators.__setitem__(n, record.operator)))
+            stack.enter_context(site.observe(lambda record, n=site.layer: operators.__setitem__(n, record.A)))
         model(images())
     model.train()
     highest = {n: torch.linalg.eigvals(A.dense()).real.amin(-1).max().item() for n, A in operators.items()}
@@ -272,7 +272,7 @@ def test_padding_of_a_batch_does_not_count():
     site.mitigation.psi.data.fill_(1.6)
     tokens, short = torch.randint(0, 40, (1, 12)), torch.arange(12)[None] < 3
     operators = []
-    with site.observe(lambda record: operators.append(record.operator)), torch.no_grad():
+    with site.observe(lambda record: operators.append(record.A)), torch.no_grad():
         plain.eval()(tokens)
     entries = operators[0].dense()[0]
     highest = torch.linalg.eigvals(entries[:, :3, :3]).real.amin(-1).max().item()

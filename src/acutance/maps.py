@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from acutance import sites
+from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError
 from acutance.measure import feed
-from acutance.operator import AttentionRecord
 from acutance.wrappers import bare_module, evaluating
 
 if TYPE_CHECKING:
@@ -69,11 +69,11 @@ def attention_maps(model: nn.Module, sample: Tensor | Mapping[str, Any], layers:
         sample = sample[None]
     maps: dict[int, Array] = {}
 
-    def keep(layer: int) -> Callable[[AttentionRecord], None]:
-        def observer(record: AttentionRecord) -> None:
-            if record.operator.shape[0] != 1:
-                raise AcutanceError(f"attention_maps takes one sample, got a batch of {record.operator.shape[0]}")
-            maps[layer] = record.operator.dense()[0].float().cpu().numpy()
+    def keep(layer: int) -> Callable[[AttentionCall], None]:
+        def observer(record: AttentionCall) -> None:
+            if record.A.shape[0] != 1:
+                raise AcutanceError(f"attention_maps takes one sample, got a batch of {record.A.shape[0]}")
+            maps[layer] = record.A.dense()[0].float().cpu().numpy()
 
         return observer
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from acutance import metrics as metric_room
 from acutance import processes, sites
+from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.operator import AttentionRecord
 from acutance.profile import MAP, Profile, Reading
 from acutance.reader import SUCCESSIVE, Reader, Running, Statistics, by_key, take_in
 from acutance.readout import Key, Readout, values_of
@@ -220,7 +220,7 @@ def _documents_watched(model: nn.Module, reader: Reader) -> Iterator[None]:
     with ExitStack() as stack:
         if reader.samples.documents is not None and not reader.wants_records:
             with suppress(AcutanceError):  # attention that cannot be read cannot be asked
-                watcher = sites.find(model)[0].observe(lambda record: reader.samples.refuse_mixing(record.operator))
+                watcher = sites.find(model)[0].observe(lambda record: reader.samples.refuse_mixing(record.A))
                 stack.callback(watcher.remove)
         yield
 
@@ -247,7 +247,7 @@ def _final_hook(reader: Reader, layer: int, last: sites.AttentionSite) -> Callab
     return lambda _module, _args, output: reader.tokens("final", layer, last.tokens(output))
 
 
-def _record_hook(reader: Reader, layer: int, site: sites.AttentionSite) -> Callable[[AttentionRecord], None]:
+def _record_hook(reader: Reader, layer: int, site: sites.AttentionSite) -> Callable[[AttentionCall], None]:
     move = isinstance(site, PatchedSite) and site.refuse_first_values() == WINDOWS_MOVE
     return lambda record: reader.record(reader.depth(MAP, layer), record, windows_move=move)
 

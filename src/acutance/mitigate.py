@@ -87,7 +87,7 @@ def reinstate(model: nn.Module, record: Mapping[str, str]) -> None:
 
 
 def _install(site: sites.AttentionSite, mitigation: Mitigation) -> Callable[[], None]:
-    like = site.projection_weight()
+    like = next(site.attention.parameters())
     built = mitigation.for_layer(site.shape(pretrained=True)).to(device=like.device, dtype=like.dtype)
     return site.install(built.train(site.attention.training))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -61,7 +60,23 @@ class AttentionOperator:
         self.q, self.k = q, k
         self.shape: tuple[int, int, int, int] = (q.size(0), heads, q.size(-2), k.size(-2))
         self.mask4 = None if mask is None else masks.as_four_axes(mask, self.shape, exponential=self.is_exponential)
+        self.has_keys = True  # False where only logits are known
         self.remembered: tuple[tuple[int, ...], Tensor] | None = None  # by `attention_sums`
+
+    @classmethod
+    def from_logits(cls, logits: Tensor) -> AttentionOperator:
+        """The operator softmax(logits), of a model that wrote its attention out: (batch, heads, queries, keys).
+
+        The logits are the queries and unit vectors the keys, so q kᵀ is the logits. What is hidden, by −∞ or the lowest
+        number there is, becomes a mask. Memory is that of the matrix, which the model has formed already.
+        """
+        batch, heads, _, keys = logits.shape
+        visible = logits > torch.finfo(logits.dtype).min / 2
+        visible |= ~visible.any(-1, keepdim=True) & (logits > -torch.inf)  # a row of lowest numbers is a uniform one
+        units = torch.eye(keys, dtype=logits.dtype, device=logits.device).expand(batch, heads, keys, keys)
+        made = cls(logits.masked_fill(~visible, 0), units, mask=visible, scale=1.0)
+        made.has_keys = False
+        return made
 
     def __repr__(self) -> str:
         details = f"shape={self.shape}, kernel={self.kernel!r}, causal={self.causal}, scale={self.scale:.4g}"
@@ -185,6 +200,11 @@ class AttentionOperator:
 
     def symmetrised(self) -> AttentionOperator:
         """The operator with q := k and everything else the same."""
+        if not self.has_keys:
+            raise AcutanceError(
+                "the symmetric kernel needs the keys, but this model wrote its softmax out, and only its logits are "
+                "known: use a model that calls scaled_dot_product_attention, or metrics that need A alone"
+            )
         k = repeat_heads(self.k, self.heads)
         return self.like(k, k, self.mask, kernel="symmetric" if self.kernel == "softmax" else self.kernel)
 
@@ -209,7 +229,7 @@ class AttentionOperator:
             kernel=kernel or self.kernel,
             softcap=self.definition.softcap,
         )
-        other.key_heads = self.key_heads
+        other.key_heads, other.has_keys = self.key_heads, self.has_keys
         return other
 
     def _promoted(self, x: Tensor) -> tuple[AttentionOperator, Tensor]:
@@ -246,25 +266,6 @@ class TransposedOperator:
 
     def __matmul__(self, y: Tensor) -> Tensor:
         return self.T.apply_transpose(y)
-
-
-@dataclass(frozen=True)
-class AttentionRecord:
-    """What one attention layer did in one forward pass.
-
-    Attributes:
-        operator: A.
-        values: v, what A was applied to.
-        first_values: v⁰, the values of the first layer; None there.
-        output: u, the heads' outputs after mitigation, before merging and projection.
-        branch: y, the output of the attention branch (batch, tokens, dim).
-    """
-
-    operator: AttentionOperator
-    values: Tensor
-    first_values: Tensor | None
-    output: Tensor
-    branch: Tensor
 
 
 def _check_queries_and_keys(q: Tensor, k: Tensor) -> None:

@@ -9,12 +9,13 @@ import numpy as np
 from torch import Tensor
 
 from acutance import metrics as metric_room
+from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError, ShapeError
 from acutance.kernels import token_sums
 from acutance.metrics._common import finite_flags
 from acutance.metrics.from_rows import FROM_ROWS, from_rows
 from acutance.metrics.from_sums import FROM_SUMS, Numbers
-from acutance.operator import AttentionOperator, AttentionRecord
+from acutance.operator import AttentionOperator
 from acutance.profile import MAP
 from acutance.readout import Key, Readout
 from acutance.samples import Samples
@@ -69,7 +70,7 @@ class Reader:
         self._refuse_added(layer, tokens)
         self._measure_tokens(tap, layer, *self.samples.tokens(tokens))
 
-    def record(self, layer: int, record: AttentionRecord, *, windows_move: bool = False) -> None:
+    def record(self, layer: int, record: AttentionCall, *, windows_move: bool = False) -> None:
         """Read what one layer's attention did."""
         self._refuse_added(layer, record.branch)
         _, mask = self.samples.tokens(record.branch)
@@ -92,7 +93,7 @@ class Reader:
                 self.out.add((MAP, layer, name), metric_room.ATTENTION_METRICS[name](record, mask))
         if self.successive:
             # Windows that move hold other tokens than in the layer before.
-            before, self.previous = self.previous, None if windows_move else record.operator
+            before, self.previous = self.previous, None if windows_move else record.A
             if before is not None and self.previous is not None and before.shape == self.previous.shape:  # one stage's
                 cosine = metric_room.attention_cosine(before, self.previous, mask)
                 self.out.add((MAP, layer, SUCCESSIVE), cosine)

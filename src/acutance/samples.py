@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError, ShapeError
-from acutance.operator import AttentionOperator, AttentionRecord
+from acutance.operator import AttentionOperator
 
 SPECIAL = "special_tokens_mask"  # what tokenisers call class and separator tokens; no model takes it
 PADDING = {  # the usual arguments, and whether they mark what counts or what does not
@@ -200,12 +201,12 @@ class Samples:
                 "documents apart: their tokens see each other. Give the documents as rows of their own"
             )
 
-    def record(self, record: AttentionRecord) -> AttentionRecord:
+    def record(self, record: AttentionCall) -> AttentionCall:
         """The record with every document a sample of its own; documents that see each other are refused."""
         if self.documents is None:
             return record
-        self.refuse_mixing(record.operator)
-        documents, A, first = self.documents.to(record.branch.device), record.operator, record.first_values
+        self.refuse_mixing(record.A)
+        documents, A = self.documents.to(record.branch.device), record.A
 
         def split(x: Tensor) -> Tensor:  # (batch, heads, tokens, width)
             return documents.split(x.transpose(1, 2)).transpose(1, 2)
@@ -220,11 +221,12 @@ class Samples:
             "kernel": A.kernel,
             "softcap": A.definition.softcap,
         }
-        return replace(
-            record,
-            operator=AttentionOperator(split(A.q), split(A.k), mask=mask, **options),
+        return AttentionCall(
+            record.layer,
+            name=record.name,
+            A=AttentionOperator(split(A.q), split(A.k), mask=mask, **options),
+            v=split(record.v),
             values=split(record.values),
-            first_values=None if first is None else split(first),
             output=split(record.output),
             branch=documents.split(record.branch),
         )

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from acutance.attention import AttentionCall
 from acutance.models import ViT
-from acutance.operator import AttentionRecord
 from acutance.sites import AttentionSite, Undo, find
+from acutance.sites.projection import Projection, Projections
 
 DIM = 12
 
@@ -40,20 +41,23 @@ class BareSite(AttentionSite):
         self.value = torch.randn(kv_heads * head_dim, dim, dtype=torch.float64, generator=generator) / dim**0.5
         self.projection = torch.randn(dim, heads * head_dim, dtype=torch.float64, generator=generator) / dim**0.5
 
-    def value_weight(self) -> Tensor:
-        return self.value
-
-    def projection_weight(self) -> Tensor:
-        return self.projection
+    def projections(self) -> Projections:
+        return Projections(None, None, _linear(self.value), _linear(self.projection))
 
     def pre_norm(self) -> nn.Module | None:
         return self.norm
 
-    def observe(self, fn: Callable[[AttentionRecord], None]) -> Undo:
+    def observe(self, fn: Callable[[AttentionCall], None]) -> Undo:
         raise NotImplementedError
 
     def install(self, mitigation) -> Callable[[], None]:
         raise NotImplementedError
+
+
+def _linear(weight: Tensor) -> Projection:
+    layer = nn.Linear(*reversed(weight.shape), bias=False)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return Projection(layer)
 
 
 def head_matrices(site: AttentionSite) -> list[np.ndarray]:

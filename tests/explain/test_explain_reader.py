@@ -9,12 +9,13 @@ import torch
 from spectrum_worlds import DIM, set_branch, small_vit, watch
 
 import acutance as ac
+from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError
 from acutance.explain import Dominance, LayerSpectrum, Share
 from acutance.explain.competitors import competitors
 from acutance.explain.reader import LayerReader, compare
 from acutance.kernels import krylov
-from acutance.operator import AttentionOperator, AttentionRecord
+from acutance.operator import AttentionOperator
 from acutance.samples import Samples
 
 MARGIN = 1e-4  # closer than this, eigenvalues of sharp attention are rounding: such cases may count either way
@@ -39,7 +40,7 @@ def test_explain_counts_what_brute_force_counts() -> None:
     records, stream = watch(model, images)
     close = cases = 0
     for site in ac.sites.find(model):
-        found, entries = spectrum[site.layer].dominance, records[site.layer].operator.dense().numpy()
+        found, entries = spectrum[site.layer].dominance, records[site.layer].A.dense().numpy()
         size = site.head_dim
         W, V = site.projection_weight().detach().numpy(), site.value_weight().detach().numpy()
         per_head = [V[h * size : (h + 1) * size] @ W[:, h * size : (h + 1) * size] for h in range(2)]
@@ -112,7 +113,7 @@ def test_predicted_change_is_the_long_run_rate() -> None:
     set_branch(model, 1, H)
     images = torch.randn(1, 1, 8, 8, dtype=torch.float64)
     found = ac.explain(model, [images], progress=False)[1].dominance
-    A = watch(model, images)[0][1].operator.dense()[0, 0]
+    A = watch(model, images)[0][1].A.dense()[0, 0]
     X = torch.randn(5, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     high, low, steps = X - X.mean(0), X.mean(0), 2000
     growth_of_high = growth_of_low = 0.0
@@ -215,7 +216,7 @@ def read(reader: LayerReader, A: AttentionOperator, tokens, branch, output) -> N
     """A block runs on the tokens."""
     heads = branch[:, None].expand(-1, A.heads, -1, -1)
     reader.enter(tokens)
-    reader.attend(AttentionRecord(A, heads, None, heads, branch))
+    reader.attend(AttentionCall(A=A, v=heads, values=heads, output=heads, branch=branch))
     reader.leave(output)
 
 
@@ -269,7 +270,7 @@ def test_negative_spectrum_beyond_the_bound_warns_and_smooths() -> None:
     with torch.no_grad():
         model.blocks[0].attn.kv.weight[:DIM].mul_(20)  # sharp enough that μ_min is well above 0
     # Of both heads the smaller μ_min is the harder to beat.
-    lowest = torch.linalg.eigvals(watch(model, images)[0][1].operator.dense()).real.amin((1, 2))
+    lowest = torch.linalg.eigvals(watch(model, images)[0][1].A.dense()).real.amin((1, 2))
     bounds = (-2 / (1 + lowest)).sort(descending=True).values
     assert -2 < bounds[-1] < bounds[0] < -1
     assert bounds.diff().abs().min() > 1e-3, "the samples must have bounds of their own"

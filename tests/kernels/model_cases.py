@@ -14,13 +14,12 @@ RUNS = CUDA or (packed.INTERPRETED and packed.TRITON)
 class ValueResidual(mitigations.Mitigation):
     """A((1 − ρ) v + ρ v⁰), ρ learnt per head, in all layers but the first (https://arxiv.org/abs/2410.17897)."""
 
+    requires = ("first_values",)
+
     def build(self, shape):
         self.share = torch.nn.Parameter(torch.full((shape.kv_heads,), 0.5)) if shape.layer > 1 else None
 
-    def values(self, v, v0):
-        return v if self.share is None else v + self.share.to(v.dtype)[:, None, None] * (v0 - v)
-
-    def epilogue(self, so_far):
+    def affine(self, so_far, call):
         return so_far if self.share is None else so_far.mixed(self.share)
 
 

@@ -8,12 +8,13 @@ import math
 import pytest
 import torch
 
+from acutance.attention import AttentionCall
 from acutance.kernels import attention_sums, packed, tiled
 from acutance.measure import measure
 from acutance.metrics import attention_entropy, nonlocal_energy
 from acutance.metrics.from_rows import FROM_ROWS, from_rows
 from acutance.models import ViT
-from acutance.operator import AttentionOperator, AttentionRecord
+from acutance.operator import AttentionOperator
 
 CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)
 if not (CUDA or (packed.INTERPRETED and packed.TRITON)):
@@ -378,4 +379,4 @@ def test_rows_that_do_not_all_count_are_left_to_the_formulas(case):
 
 
 def record_of(A, u):
-    return AttentionRecord(operator=A, values=u, first_values=None, output=u, branch=u.transpose(1, 2).flatten(2))
+    return AttentionCall(A=A, v=u, values=u, output=u, branch=u.transpose(1, 2).flatten(2))

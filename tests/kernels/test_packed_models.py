@@ -17,9 +17,9 @@ from model_cases import (
 )
 
 from acutance import mitigations
+from acutance.attention import AttentionCall, Program
 from acutance.errors import AcutanceError
 from acutance.kernels import packed
-from acutance.kernels.epilogue import Epilogue
 from acutance.models import LanguageModel
 
 needs_kernels = pytest.mark.skipif(not RUNS, reason="needs a GPU or Triton's interpreter")
@@ -97,13 +97,14 @@ def test_the_kernel_does_not_hide_that_a_mean_would_look_ahead():
         model(torch.arange(8, device=DEVICE)[None])
 
 
-def epilogue_of(mitigation, layer=2, **options):
+def program_of(mitigation, layer=2):
     shape = mitigations.LayerShape(layer=layer, dim=32, heads=2, head_dim=16, kv_heads=2)
     built = mitigations.as_mitigation(mitigation).for_layer(shape)
     with torch.no_grad():
         for parameter in built.parameters():
             parameter.copy_(torch.arange(1.0, 1 + parameter.numel()))
-    return built.epilogue(Epilogue(**options))
+    v = torch.zeros(1, 2, 4, 16)
+    return built.program(Program(), AttentionCall(layer, v=v, v0=None if layer == 1 else v))
 
 
 @pytest.mark.parametrize(
@@ -111,35 +112,34 @@ def epilogue_of(mitigation, layer=2, **options):
     [("none", 0.0), ("neutreno:0.6", 0.6), ("neutreno:0.6+featscale", 0.6), ("neutreno:0.25+neutreno:0.5", 0.75)],
 )
 def test_what_the_kernel_can_add_is_given_to_it(spec, strength):
-    assert epilogue_of(spec) == Epilogue(strength)
+    assert program_of(spec) == Program(strength)
 
 
-@pytest.mark.parametrize("spec", ["neutreno:0.6,detach=true", "featscale+neutreno:0.6,detach=true"])
-def test_what_it_cannot_add_is_not(spec):
-    assert epilogue_of(spec) is None
+def test_a_gradient_that_stops_at_the_first_values_is_said_in_the_program():
+    assert program_of("featscale+neutreno:0.6,detach=true") == Program(0.6, detach=True)
 
 
-def test_featscale_keeps_its_refusal_of_causality():
-    assert epilogue_of("featscale", causal=True) is None
+def test_first_values_with_and_without_their_gradient_are_no_one_program():
+    assert program_of("neutreno:0.6,detach=true+neutreno:0.2") is None
 
 
 def test_the_first_layer_has_no_correction():
-    assert not epilogue_of("neutreno:0.6,learn=head", layer=1).uses_first_values
+    assert not program_of("neutreno:0.6,learn=head", layer=1).uses_first_values
 
 
 def test_a_later_contrast_sharpens_an_earlier_correction():
-    before, after = epilogue_of("neutreno:0.5+attnscale"), epilogue_of("attnscale+neutreno:0.5")
-    assert before.contrast.tolist() == after.contrast.tolist() == [2.0, 3.0]  # 1 + ω
+    before, after = program_of("neutreno:0.5+attnscale"), program_of("attnscale+neutreno:0.5")
+    assert before.gain.tolist() == after.gain.tolist() == [1.0, 2.0]  # ω
     assert before.strength.tolist() == [1.0, 1.5]
     assert after.strength == 0.5
-    assert epilogue_of("attnscale+attnscale").contrast.tolist() == [4.0, 9.0]
+    assert program_of("attnscale+attnscale").gain.tolist() == [3.0, 8.0]  # 1 + ω, multiplied
 
 
 @pytest.mark.parametrize("base", [mitigations.NeuTRENO, mitigations.AttnScale, mitigations.FeatScale])
 @pytest.mark.parametrize("hook", ["output", "values"])
 def test_a_subclass_that_does_something_else_is_not_given_to_the_kernel(base, hook):
     other = type("Other", (base,), {hook: lambda self, *a: 2 * getattr(base, hook)(self, *a)})
-    assert epilogue_of(other()) is None
+    assert program_of(other()) is None
 
 
 @pytest.mark.skipif(packed.INTERPRETED, reason="the interpreter takes CPU tensors")

@@ -73,7 +73,7 @@ def test_readings_are_those_of_each_layer_and_head() -> None:
     site = sites.find(model)[1]
     with torch.no_grad(), site.observe(records.append):
         model(images)
-    A = records[0].operator
+    A = records[0].A
     S = (A.q[4, 2] @ A.k[4, 2].mT).numpy()
     kernel = np.exp(S * A.scale)
     expected = {
@@ -192,7 +192,7 @@ def test_a_causal_models_affinities_are_read_before_the_mask(implementation: str
     records = []
     with torch.no_grad(), sites.find(model)[1].observe(records.append):
         model(ids)
-    A = records[0].operator
+    A = records[0].A
     for head in range(4):
         S = (A.q[1, head] @ A.k[1, head // 2].mT).numpy()
         kernel = np.exp(S * A.scale)
@@ -231,7 +231,7 @@ def test_capped_logits_are_the_kernels() -> None:
     records, ids = [], torch.arange(6)[None]
     with torch.no_grad(), sites.find(model)[0].observe(records.append):
         model(ids)
-    A = records[0].operator
+    A = records[0].A
     capped = np.exp(0.5 * np.tanh((A.q[0, 1] @ A.k[0, 1].mT).numpy() * A.scale / 0.5))
     found = kernel_assumptions(model, [{"input_ids": ids}])
     assert found.samples["kernel_asymmetry"][0, 0, 1] == pytest.approx(asymmetry_oracle(capped), abs=1e-7)
@@ -280,7 +280,7 @@ def test_the_baselines_are_those_of_the_permuted_logits() -> None:
     records = []
     with torch.no_grad(), sites.find(model)[0].observe(records.append):
         model(images)
-    A = records[0].operator
+    A = records[0].A
     everywhere = torch.ones(3, A.shape[2], A.shape[2], dtype=torch.bool)
     mixed = permuted(A.q @ A.k.mT * A.scale, everywhere, torch.Generator().manual_seed(0))  # layer 1 draws first
     for name, S in (("logits", mixed), ("kernel", mixed.exp())):

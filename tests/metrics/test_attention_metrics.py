@@ -11,6 +11,7 @@ from metric_worlds import COMBINATIONS, world
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from acutance.attention import AttentionCall
 from acutance.errors import ShapeError
 from acutance.kernels import tiled
 from acutance.metrics import (
@@ -23,7 +24,7 @@ from acutance.metrics import (
     log_nonlocal_energy_raw,
     nonlocal_energy,
 )
-from acutance.operator import AttentionOperator, AttentionRecord
+from acutance.operator import AttentionOperator
 
 EVERYWHERE = pytest.mark.parametrize(("kernel", "mask", "key_heads"), COMBINATIONS)
 
@@ -227,7 +228,7 @@ def test_the_registries_name_their_functions():
 
 def test_attention_metrics_read_the_right_part_of_a_record():
     w = world("softmax", "keys", 2)
-    record = AttentionRecord(operator=w.A, values=w.v, first_values=None, output=w.u, branch=w.u)
+    record = AttentionCall(A=w.A, v=w.v, values=w.v, output=w.u, branch=w.u)
     expected = {
         "nonlocal_energy": nonlocal_energy(w.A, w.u, w.rows),
         "log_nonlocal_energy_raw": log_nonlocal_energy_raw(w.A, w.u, w.rows),
@@ -258,7 +259,7 @@ class LargestTensor(TorchDispatchMode):
 N = 2048
 MEMORY = {
     **{name: lambda record, metric=metric: metric(record, None) for name, metric in ATTENTION_METRICS.items()},
-    "attention_cosine": lambda record: attention_cosine(record.operator, record.operator),
+    "attention_cosine": lambda record: attention_cosine(record.A, record.A),
     **{name: lambda record, metric=metric: metric(record.output, None) for name, metric in TOKEN_METRICS.items()},
 }
 
@@ -269,7 +270,7 @@ def test_nothing_as_large_as_the_attention_matrix_is_made(name, kernel, monkeypa
     monkeypatch.setattr(tiled, "CPU_TILE", N * 128)
     q, k, u = random(3, 1, 2, N, 4, dtype=torch.float32)
     A = AttentionOperator(q, k, kernel=kernel)
-    record = AttentionRecord(operator=A, values=u, first_values=None, output=u, branch=u)
+    record = AttentionCall(A=A, v=u, values=u, output=u, branch=u)
     with torch.no_grad(), LargestTensor() as largest:
         MEMORY[name](record)
     assert 0 < largest.elements <= N * 128
@@ -291,6 +292,10 @@ def test_cuda_agrees_with_float64_on_the_cpu(name):
     def value(device, dtype):
         moved = [x.to(device, dtype) for x in (q, k, u)]
         A = AttentionOperator(*moved[:2])
-        return MEMORY[name](AttentionRecord(A, moved[2], None, moved[2], moved[2])).double().cpu()
+        return (
+            MEMORY[name](AttentionCall(A=A, v=moved[2], values=moved[2], output=moved[2], branch=moved[2]))
+            .double()
+            .cpu()
+        )
 
     torch.testing.assert_close(value("cuda", torch.float32), value("cpu", torch.float64), rtol=1e-4, atol=1e-5)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from acutance.attention import AttentionCall
 from acutance.errors import ShapeError
 from acutance.mitigations import AttnScale, FeatScale, LayerShape, Mitigation, NeuTRENO
 from acutance.operator import AttentionOperator
@@ -22,11 +23,25 @@ def attention(kv_heads=H, **options):
     return AttentionOperator(draw(B, H, N, D), draw(B, kv_heads, N, D, seed=1), **options)
 
 
+def call_of(A=None, v=None, v0=None):
+    return AttentionCall(
+        2,
+        v=draw(B, H, N, D) if v is None else v,
+        v0=v0,
+        q=A.q,
+        k=A.k,
+        mask=A.mask,
+        causal=A.causal,
+        A=A,
+        kernel=A.kernel,
+    )
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_neutreno_reads_the_values_of_each_query_head(kv_heads):
     v, v0, u = draw(B, kv_heads, N, D), draw(B, kv_heads, N, D, seed=1), draw(B, H, N, D, seed=2)
     built = NeuTRENO(0.6).for_layer(layer_shape(kv_heads=kv_heads))
-    out = built.output(u, v, v0, attention(kv_heads))
+    out = built.output(u, v, call_of(attention(kv_heads), v, v0))
     for head in range(H):
         shared = head // (H // kv_heads)
         expected = u[:, head] + 0.6 * (v0[:, shared] - v[:, shared])
@@ -37,8 +52,8 @@ def test_neutreno_with_a_cache_uses_the_rows_of_its_own_queries():
     built = NeuTRENO(0.6).for_layer(layer_shape())
     v, v0, u = draw(B, H, N, D), draw(B, H, N, D, seed=1), draw(B, H, N, D, seed=2)
     A = attention(causal=True)
-    whole = built.output(u, v, v0, A)
-    step = built.output(u[:, :, -2:], v, v0, AttentionOperator(A.q[:, :, -2:], A.k, causal=True))
+    whole = built.output(u, v, call_of(A, v, v0))
+    step = built.output(u[:, :, -2:], v, call_of(AttentionOperator(A.q[:, :, -2:], A.k, causal=True), v, v0))
     assert torch.equal(step, whole[:, :, -2:])
 
 
@@ -46,7 +61,14 @@ def test_values_that_cannot_be_matched_are_named():
     built = NeuTRENO(0.6).for_layer(layer_shape())
     u, v = draw(B, H, N, D), draw(B, 3, N, D)
     with pytest.raises(ShapeError, match=r"values \(2, 3, 6, 5\).*output \(2, 4, 6, 5\)"):
-        built.output(u, v, v, attention())
+        built.output(u, v, call_of(attention(), v, v))
+
+
+def test_first_values_of_other_tokens_are_refused():
+    built = NeuTRENO(0.6).for_layer(layer_shape())
+    u, v, longer = draw(B, H, N, D), draw(B, H, N, D), draw(B, H, N + 2, D)
+    with pytest.raises(ShapeError, match="not of the same tokens"):
+        built.output(u, v, call_of(attention(), v, longer))
 
 
 def test_learnt_strength_per_head_reaches_its_own_head():
@@ -54,7 +76,7 @@ def test_learnt_strength_per_head_reaches_its_own_head():
     built.learnt_strength.data = torch.tensor([0.1, -0.2, 0.0, 2.0], dtype=torch.float64)
     v, v0, u = draw(B, H, N, D), draw(B, H, N, D, seed=1), draw(B, H, N, D, seed=2)
     expected = torch.stack([u[:, h] + s * (v0 - v)[:, h] for h, s in enumerate([0.1, -0.2, 0.0, 2.0])], dim=1)
-    torch.testing.assert_close(built.output(u, v, v0, attention()), expected, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(built.output(u, v, call_of(attention(), v, v0)), expected, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +109,7 @@ def test_featscale_scales_low_and_high_frequencies(doubled):
     low, high = average @ y, (torch.eye(N, dtype=torch.float64) - average) @ y
     times = 2 if doubled else 1
     expected = (1 + times * built.low) * low + (1 + times * built.high) * high
-    torch.testing.assert_close(built.features(y, y), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(built.features(y, call_of(attention())), expected, rtol=1e-12, atol=1e-12)
 
 
 def masks():
@@ -121,7 +143,7 @@ def test_attnscale_equals_the_rescaled_matrix(mask, kv_heads):
     uniform = visible.double() / visible.sum(-1, keepdim=True).clamp_min(1)
     rescaled = uniform + (1 + built.gain[:, None, None]) * (A.dense() - uniform)
     expected = rescaled @ v.repeat_interleave(H // kv_heads, dim=1)
-    torch.testing.assert_close(built.output(A @ v, v, v, A), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(built.output(A @ v, v, call_of(A, v)), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kernel", ["symmetric", "rbf", "linear", "polynomial"])
@@ -132,7 +154,7 @@ def test_attnscale_on_other_kernels(kernel):
     v = draw(B, H, N, D, seed=4)
     uniform = torch.full((N, N), 1 / N, dtype=torch.float64)
     expected = (uniform + (1 + built.gain[:, None, None]) * (A.dense() - uniform)) @ v
-    torch.testing.assert_close(built.output(A @ v, v, v, A), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(built.output(A @ v, v, call_of(A, v)), expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -142,15 +164,15 @@ def test_learnt_mitigations_start_at_the_identity_in_a_trained_model(mitigation)
     built = mitigation.for_layer(layer_shape(pretrained=True))
     A, u, y = attention(), draw(B, H, N, D), draw(B, N, H * D)
     v, v0 = draw(B, H, N, D, seed=1), draw(B, H, N, D, seed=2)
-    assert torch.equal(built.values(v, v0), v)
-    assert torch.equal(built.output(u, v, v0, A), u)
-    assert torch.equal(built.features(y, y), y)
+    assert torch.equal(built.values(v, call_of(A, v, v0)), v)
+    assert torch.equal(built.output(u, v, call_of(A, v, v0)), u)
+    assert torch.equal(built.features(y, call_of(attention())), y)
 
 
 def test_a_constant_of_zero_and_the_first_layer_return_the_very_tensor():
     u, v, v0 = draw(B, H, N, D), draw(B, H, N, D, seed=1), draw(B, H, N, D, seed=2)
-    assert NeuTRENO(0.0).for_layer(layer_shape(layer=3)).output(u, v, v0, attention()) is u
-    assert NeuTRENO(0.6).for_layer(layer_shape(layer=1)).output(u, v, v0, attention()) is u
+    assert NeuTRENO(0.0).for_layer(layer_shape(layer=3)).output(u, v, call_of(attention(), v, v0)) is u
+    assert NeuTRENO(0.6).for_layer(layer_shape(layer=1)).output(u, v, call_of(attention(), v)) is u
 
 
 def test_combinations_apply_in_the_order_written():
@@ -161,7 +183,7 @@ def test_combinations_apply_in_the_order_written():
     def out(chain, position):
         built = chain.for_layer(layer_shape()).double()
         built.parts[position].gain.data.fill_(0.5)
-        return built.output(u, v, v0, A)
+        return built.output(u, v, call_of(A, v, v0))
 
     torch.testing.assert_close(out(AttnScale() + NeuTRENO(0.6), 0), 1.5 * u - 0.5 * mean + pull)
     torch.testing.assert_close(out(NeuTRENO(0.6) + AttnScale(), 1), 1.5 * (u + pull) - 0.5 * mean)

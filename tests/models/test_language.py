@@ -162,8 +162,8 @@ def test_its_records_hold_causal_operators():
     model, records = seeded(mitigation="neutreno:0.4"), []
     with ac.sites.find(model)[2].observe(records.append):
         model(words())
-    assert records[0].operator.causal
-    assert not records[0].operator.dense().triu(1).any()
+    assert records[0].A.causal
+    assert not records[0].A.dense().triu(1).any()
 
 
 def test_saved_and_loaded(tmp_path):

@@ -108,7 +108,7 @@ def test_the_decoder_has_its_own_first_values():
         handle.remove()
     for part in records.values():
         assert part[0].first_values is None
-        assert all(torch.equal(record.first_values, part[0].values) for record in part[1:])
+        assert all(torch.equal(record.v0, part[0].values) for record in part[1:])
     assert records["decoder"][0].values.shape != records["encoder"][0].values.shape
 
 

@@ -194,4 +194,4 @@ def test_float64_is_float64_all_the_way(mitigation):
     for block in model.blocks:
         block.attn.observer = records.append
     assert model(images()).dtype == torch.float64
-    assert {t.dtype for r in records for t in (r.operator.q, r.values, r.output, r.branch)} == {torch.float64}
+    assert {t.dtype for r in records for t in (r.A.q, r.values, r.output, r.branch)} == {torch.float64}

@@ -4,9 +4,10 @@ import pytest
 import torch
 from operator_cases import KERNELS, LargestTensor, assert_close, make_case, oracle, sweep
 
+from acutance.attention import AttentionCall
 from acutance.kernels import KERNELS as REGISTRY
 from acutance.kernels import Kernel, fused
-from acutance.operator import AttentionOperator, AttentionRecord
+from acutance.operator import AttentionOperator
 
 
 @sweep
@@ -250,7 +251,7 @@ def test_construction_computes_nothing():
 
 def test_a_record_holds_what_it_was_given():
     c = make_case("softmax")
-    record = AttentionRecord(c.operator, c.x, None, c.y, c.y[:, 0])
-    assert record.first_values is None
+    record = AttentionCall(A=c.operator, v=c.x, values=c.x, output=c.y, branch=c.y[:, 0])
+    assert record.v0 is None
     with pytest.raises(AttributeError):
         record.values = c.y  # type: ignore[misc]

@@ -297,6 +297,16 @@ def output(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return found.logits_per_image if "logits_per_image" in found else found.last_hidden_state
 
 
+def records(model, inputs, found):
+    """The output of a forward pass, and what every site saw of it."""
+    seen = []
+    undos = [site.observe(seen.append) for site in found]
+    result = output(model, inputs)
+    for undo in undos:
+        undo.remove()
+    return result, seen
+
+
 def table() -> str:
     """The zoo as a table for the documentation."""
     groups: dict[str, list[str]] = {}

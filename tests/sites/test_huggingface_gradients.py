@@ -90,7 +90,7 @@ def assert_parity(name, mitigation, inputs, implementation=None):
         formulas.gain = counterparts("gain", 1)
     if "featscale" in spec:
         formulas.scales = list(zip(counterparts("low", 1), counterparts("high", 1), strict=True))
-    formulas.install(plain, [site.weights.projection for site in theirs])
+    formulas.install(plain, [site.output_projection() for site in theirs])
 
     value, grads = gradients(model, inputs)
     expected, expected_grads = gradients(plain, inputs)

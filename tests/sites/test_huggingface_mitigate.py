@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hf_zoo import DECODER, TEXT, VISION, ZOO, Entry, batch, build, output, part_of
+from hf_zoo import DECODER, EXPERTS, TEXT, VISION, ZOO, Entry, batch, build, output, part_of, records
 from torch import nn
 
 import acutance as ac
@@ -171,21 +171,21 @@ def test_implementations_whose_masks_are_not_known_are_refused(implementation):
     assert traces(model) == left
 
 
-def test_gpt2_that_upcasts_is_refused():
-    model = build("gpt2", reorder_and_upcast_attn=True)
-    model.set_attn_implementation("eager")
-    with pytest.raises(AcutanceError, match="reorder_and_upcast_attn"):
-        ac.mitigate(model, "neutreno:0.6")
+@torch.no_grad()
+def test_gpt2_that_upcasts_is_the_same():
+    model, inputs = build("gpt2", reorder_and_upcast_attn=True).float(), batch("gpt2")
+    with ac.mitigate(model, "neutreno:0.6"):
+        expected = output(model, inputs)
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(output(model, inputs), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_layers_dropped_at_random_are_refused():
+def test_layers_may_be_dropped_at_random():
     for name, options in (("bart_encoder", {"encoder_layerdrop": 0.9}), ("opt", {"layerdrop": 0.9})):
         model = build(name, **options)
         ac.mitigate(part_of(name, model), "attnscale")
-        output(model, batch(name))  # in evaluation none is dropped
         model.train()
-        with pytest.raises(AcutanceError, match="did not call its attention"):
-            output(model, batch(name))
+        output(model, batch(name))
 
 
 def test_data_parallel_is_refused():
@@ -267,15 +267,35 @@ SILENT = {
 }
 
 
-@pytest.mark.parametrize("name", SILENT)
-def test_architectures_past_the_interface_are_named(transformers, name):
+WINDOWS = ("swinv2", "vitdet", "pvt", "pvt_v2", "mobilevit")  # or tokens that are merged on the way
+FLOAT32 = ("xglm",)  # knows no float64
+
+
+def past_the_interface(transformers, name):
     entry = SILENT[name]
-    model = getattr(transformers, entry.model)(getattr(transformers, entry.config)(**entry.options))
-    left = traces(model)
-    for refused in (lambda: sites.find(model), lambda: ac.mitigate(model, "neutreno:0.6")):
-        with pytest.raises(NoSitesError, match=rf"{entry.model} .*Token metrics can still be measured"):
-            refused()
+    torch.manual_seed(0)
+    return getattr(transformers, entry.model)(getattr(transformers, entry.config)(**entry.options)).eval()
+
+
+@pytest.mark.parametrize("name", [name for name in SILENT if name not in WINDOWS])
+@torch.no_grad()
+def test_architectures_past_the_interface_are_intercepted(transformers, name):
+    """No term, no change, bit for bit; a term, a change; and A is the model's own."""
+    model, inputs = (
+        past_the_interface(transformers, name).to(torch.float32 if name in FLOAT32 else torch.float64),
+        batch("vit" if "image_size" in SILENT[name].options else "llama"),
+    )
+    before, left = output(model, inputs), traces(model)
+    found = sites.find(model)
+    _, seen = records(model, inputs, found)
+    for record in seen:
+        torch.testing.assert_close(record.A @ record.values, record.output, rtol=1e-6, atol=1e-7)
+    with ac.mitigate(model, "neutreno:0.0"):
+        assert torch.equal(output(model, inputs), before)
+    with ac.mitigate(model, "neutreno:0.6"):
+        assert not torch.equal(output(model, inputs), before)
     assert traces(model) == left
+    assert torch.equal(output(model, inputs), before)
 
 
 @pytest.mark.parametrize("name", ["bloom", "deberta_v2", "falcon", "gpt_neo"])
@@ -291,14 +311,50 @@ def test_latent_values_are_refused(transformers):
     options = {"n_routed_experts": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
     model = transformers.DeepseekV3Model(transformers.DeepseekV3Config(**DECODER | options | {"qk_nope_head_dim": 4}))
     with pytest.raises(NoSitesError, match=r"DeepseekV3Attention.*W_V"):
-        sites.find(model)
+        ac.explain(model, progress=False)
 
 
-def test_sinks_are_refused(transformers):
-    options = DECODER | {"num_local_experts": 2, "head_dim": 8, "num_experts_per_tok": 1}
-    model = transformers.GptOssModel(transformers.GptOssConfig(**options)).eval()
-    with ac.mitigate(model, "neutreno:0.6"), pytest.raises(AcutanceError, match=r"sinks.*tap=\"block\""):
-        model(**batch("llama"))
+def test_operators_are_not_built_for_what_needs_none(transformers, monkeypatch):
+    built = []
+    monkeypatch.setattr(ac.AttentionOperator, "__init__", lambda self, *_, **__: built.append(self))
+    for name in ("llama", "bert", "vit"):
+        model = build(name)
+        with ac.mitigate(model, "neutreno:0.6,learn=head"):
+            output(model, batch(name))
+    assert not built
+
+
+def gpt_oss(transformers):
+    torch.manual_seed(0)
+    options = DECODER | {"num_local_experts": 2, "head_dim": 8, **EXPERTS}
+    return transformers.GptOssModel(transformers.GptOssConfig(**options)).eval().double()
+
+
+@torch.no_grad()
+def test_sinks_take_neutreno(transformers):
+    """Equal to hooks on v_proj and o_proj that add λ (v⁰ − v) by hand."""
+    model, inputs = gpt_oss(transformers), batch("llama")
+    with ac.mitigate(model, "neutreno:0.6"):
+        found = output(model, inputs)
+    values, hooks = {}, []
+    for layer, block in enumerate(model.layers):
+        attention = block.self_attn
+        groups = attention.num_key_value_groups
+
+        def remember(_module, _args, v, layer=layer):
+            values[layer] = v
+
+        def correct(_module, args, layer=layer, groups=groups):
+            term = (values[0] - values[layer]).unflatten(-1, (-1, 8)).repeat_interleave(groups, dim=2).flatten(2)
+            return (args[0] + 0.6 * term,)
+
+        hooks += [attention.v_proj.register_forward_hook(remember), attention.o_proj.register_forward_pre_hook(correct)]
+    torch.testing.assert_close(found, output(model, inputs), rtol=1e-12, atol=1e-12)
+
+
+def test_sinks_have_no_rows_that_sum_to_one(transformers):
+    with pytest.raises(AcutanceError, match="sinks"):
+        ac.measure(gpt_oss(transformers), [batch("llama")], metrics=["attention_entropy"], progress=False)
 
 
 def test_one_module_for_all_layers(transformers):
@@ -405,7 +461,7 @@ def test_the_correction_is_outside_dropout():
         site.observe(records.append)
     output(model, inputs)
     for record in records[1:]:  # all weights are dropped: what is left is the correction
-        torch.testing.assert_close(record.output, 0.6 * (record.first_values - record.values), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(record.output, 0.6 * (record.v0 - record.values), rtol=1e-9, atol=1e-9)
 
 
 def test_a_module_at_two_depths_is_refused():
@@ -416,22 +472,21 @@ def test_a_module_at_two_depths_is_refused():
         output(model, batch("llama"))
 
 
-def test_an_attention_that_asks_for_its_function_by_name_is_refused(transformers):
+def test_an_attention_that_asks_for_its_function_by_name_is_the_same(transformers):
     from transformers.models.llama import modeling_llama
 
-    ALL_ATTENTION_FUNCTIONS = modeling_llama.ALL_ATTENTION_FUNCTIONS
-
     class SparseAttention(modeling_llama.LlamaAttention):
+        """Its own mask under some names only."""
+
         def forward(self, *args, **kwargs):
             if self.config._attn_implementation in ("eager", "sdpa"):
                 kwargs["attention_mask"] = kwargs["attention_mask"].tril(diagonal=-1)
-            return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+            return super().forward(*args, **kwargs)
 
     model = build("llama")
     for layer, block in enumerate(model.layers):
         block.self_attn = SparseAttention(model.config, layer)
-    with pytest.raises(NoSitesError, match=r"SparseAttention.*name of its attention function"):
-        sites.find(model)
-
-
-eager_attention_forward = None  # what the class above would fall back to
+    model.double().eval()
+    before = output(model, batch("llama"))
+    with ac.mitigate(model, "attnscale"):
+        assert torch.equal(output(model, batch("llama")), before)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_zoo import ZOO, batch, build, in_float64, output, part_of, table
+from hf_zoo import ZOO, batch, build, in_float64, output, part_of, records, table
 from torch import Tensor, nn
 
 from acutance import sites
@@ -34,16 +34,6 @@ class Watch:
 
     def _leave(self, module, _args, result):
         self.outputs[module] = result[0] if isinstance(result, tuple) else result
-
-
-def records(model, inputs, found):
-    """The output of a forward pass, and what every site saw of it."""
-    seen = []
-    undos = [site.observe(seen.append) for site in found]
-    result = output(model, inputs)
-    for undo in undos:
-        undo.remove()
-    return result, seen
 
 
 def is_padded(inputs, u):
@@ -83,7 +73,7 @@ def assert_observed(model, found, inputs):
 
 
 def assert_operator_is_the_models_own(record, inputs):
-    difference = record.operator @ record.values - record.output
+    difference = record.A @ record.values - record.output
     padded = is_padded(inputs, record.output)
     if padded is not None:  # queries that are padding: libraries differ in what they get, and nothing reads it
         difference = difference.masked_fill(padded[:, None, :, None], 0)
@@ -124,7 +114,7 @@ def assert_queries_and_keys(site, record, entered):
     ):
         return
     difference = entered[1, 0] - entered[0, 0]
-    q, k = (x[1, :, 0] - x[0, :, 0] for x in (record.operator.q, record.operator.k))
+    q, k = (x[1, :, 0] - x[0, :, 0] for x in (record.A.q, record.A.k))
     if type(site.attention).__name__.startswith(("OPT", "Esm", "Whisper")):  # which scale their queries beforehand
         q = q * site.head_dim**0.5
     for weight, entering in ((site.query_weight(), q), (site.key_weight(), k)):

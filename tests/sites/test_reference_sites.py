@@ -9,6 +9,7 @@ from acutance.errors import AcutanceError
 from acutance.models import ViT
 from acutance.sites import Library
 from acutance.sites.base import AttentionSite
+from acutance.sites.projection import Projection, Projections
 
 TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
 
@@ -77,7 +78,7 @@ def test_queries_and_keys_come_from_their_weights(attention, mitigation):
         with site.observe(records.append):
             model(images())
         hook.remove()
-        A, bias = records[0].operator, site.attention.value_projection.bias
+        A, bias = records[0].A, site.attention.value_projection.bias
         shift = 0 if attention == "symmetric" else 12
         for weight, found, rows in ((site.query_weight(), A.q, bias[:12]), (site.key_weight(), A.k, bias[shift:][:12])):
             assert weight.shape == (12, 12)
@@ -87,10 +88,16 @@ def test_queries_and_keys_come_from_their_weights(attention, mitigation):
 def test_sites_that_do_not_know_their_queries_and_keys_say_so():
     class Other(AttentionSite):
         name = "encoder.3.attention"
-        mitigation = value_weight = projection_weight = observe = install = None
+        attention = nn.Identity()
+        mitigation = observe = install = None
+
+        def projections(self):
+            return Projections(None, None, Projection(nn.Linear(2, 2)), Projection(nn.Linear(2, 2)))
 
     for ask, which in ((Other().query_weight, "W_Q"), (Other().key_weight, "W_K")):
-        with pytest.raises(AcutanceError, match=rf"encoder\.3\.attention: Other does not know where {which} is"):
+        with pytest.raises(
+            AcutanceError, match=rf"encoder\.3\.attention: Identity keeps {which} under an unknown name"
+        ):
             ask()
 
 
@@ -107,10 +114,10 @@ def test_records_hold_what_attention_did():
     records = []
     handles = [site.observe(records.append) for site in sites.find(model)]
     model(images())
-    assert records[0].first_values is None
+    assert records[0].v0 is None
     for record in records[1:]:
-        assert torch.equal(record.first_values, records[0].values)
-        expected = record.operator.dense() @ record.values + 0.6 * (record.first_values - record.values)
+        assert torch.equal(record.v0, records[0].values)
+        expected = record.A.dense() @ record.values + 0.6 * (record.v0 - record.values)
         torch.testing.assert_close(record.output, expected)
     for handle in handles:
         handle.remove()

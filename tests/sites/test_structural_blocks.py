@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import acutance as ac
-from acutance import metrics, sites
+from acutance import metrics
 from acutance.errors import AcutanceError, ShapeError
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
@@ -222,12 +222,13 @@ def test_blocks_past_all_hooks_are_named_as_the_reason():
         ac.measure(model, [{"input_ids": torch.randint(5, 90, (3, 12))}], progress=False)
 
 
-def test_attention_metrics_are_what_is_in_the_way_of_models_past_the_interface():
+def test_where_keys_are_not_known_what_needs_them_says_so():
     from transformers import DebertaConfig, DebertaModel
 
     model, batch = DebertaModel(DebertaConfig(**TEXT)), {"input_ids": torch.randint(5, 90, (3, 12))}
-    with pytest.raises(sites.NoSitesError, match=r"tap=\"block\"\) with metrics that need no attention, such as the"):
+    with pytest.raises(AcutanceError, match="the symmetric kernel needs the keys"):
         measured(model, batch, tap="block", metrics="all")
+    assert len(measured(model, batch, metrics=["attention_entropy"]).readings) == 3
     assert measured(model, batch).context["samples"] == 3
 
 

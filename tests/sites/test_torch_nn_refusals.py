@@ -140,7 +140,7 @@ class Shorter(PostNorm):
 
 def test_tokens_that_are_dropped_are_refused():
     model = nn.Sequential(Shorter(), Shorter()).double()
-    with mitigate(model, "neutreno:0.6"), pytest.raises(ShapeError, match="not of the shape of the first layer's"):
+    with mitigate(model, "neutreno:0.6"), pytest.raises(ShapeError, match="not of the same tokens"):
         model(tokens())
 
 
@@ -154,17 +154,32 @@ def test_nested_tensors_and_hints_without_a_mask_are_refused():
             model.layers[0](tokens(), is_causal=True)
 
 
-def test_a_layer_skipped_in_a_forward_pass_is_noticed():
-    class Skips(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList([PostNorm(), PostNorm()])
+class Skips(nn.Module):
+    """Runs some of its three blocks, as LayerDrop does."""
 
-        def forward(self, x):
-            return self.blocks[0](x)
+    def __init__(self, *run):
+        super().__init__()
+        self.blocks, self.run = nn.ModuleList([PostNorm(), PostNorm(), PostNorm()]), run
 
-    model = Skips().double()
-    with mitigate(model, "neutreno:0.6"), pytest.raises(AcutanceError, match="did not call its attention through us"):
+    def forward(self, x):
+        for layer in self.run:
+            x = self.blocks[layer](x)
+        return x
+
+
+def test_a_block_that_is_skipped_is_none_of_the_pass():
+    torch.manual_seed(0)
+    model, without = Skips(0, 2).double(), nn.Sequential(PostNorm(), PostNorm()).double()
+    without[0].load_state_dict(model.blocks[0].state_dict())
+    without[1].load_state_dict(model.blocks[2].state_dict())
+    with mitigate(model, "neutreno:0.6"), mitigate(without, "neutreno:0.6"):
+        assert torch.equal(model(tokens()), without(tokens()))
+
+
+def test_without_the_first_block_there_are_no_first_values():
+    with mitigate(model := Skips(1, 2).double(), "neutreno:0.6"), pytest.raises(AcutanceError, match="first layer has"):
+        model(tokens())
+    with mitigate(model, "attnscale"):
         model(tokens())
 
 

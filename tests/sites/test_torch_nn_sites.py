@@ -113,9 +113,9 @@ def test_weights_are_those_the_tokens_go_through(options):
         torch.testing.assert_close(merged @ site.projection_weight().T + shift, record.branch, rtol=1e-12, atol=1e-12)
         if "bias" in options:
             q = entered @ site.query_weight().T
-            torch.testing.assert_close(q, record.operator.q.transpose(1, 2).flatten(2), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(q, record.A.q.transpose(1, 2).flatten(2), rtol=1e-12, atol=1e-12)
             k = entered @ site.key_weight().T
-            torch.testing.assert_close(k, record.operator.k.transpose(1, 2).flatten(2), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(k, record.A.k.transpose(1, 2).flatten(2), rtol=1e-12, atol=1e-12)
         assert site.pre_norm() is (site.block.norm1 if options.get("norm_first") else None)
 
 
@@ -155,7 +155,7 @@ def test_records_hold_the_attention_that_torch_reports(batch_first, masks, need_
     records = []
     with sites.find(mha)[0].observe(records.append):
         output, _ = mha(x, x, x, **masks, need_weights=need_weights)
-    torch.testing.assert_close(records[0].operator.dense(), weights, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(records[0].A.dense(), weights, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(records[0].output, weights @ records[0].values, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(records[0].branch, plain if batch_first else plain.transpose(0, 1))
     assert not need_weights or torch.equal(output, plain)
@@ -169,8 +169,8 @@ def test_a_causal_hint_needs_no_mask_in_the_record():
     x, records = tokens(dtype=torch.float32), []
     with sites.find(mha)[0].observe(records.append):
         mha(x, x, x, attn_mask=causal, is_causal=True, need_weights=False)
-    assert records[0].operator.causal
-    assert records[0].operator.mask is None
+    assert records[0].A.causal
+    assert records[0].A.mask is None
 
 
 def test_an_observed_encoder_computes_as_torch_does_without_its_fast_path():

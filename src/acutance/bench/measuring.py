@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from acutance import sites
+from acutance.attention import AttentionCall
 from acutance.bench.results import Row
 from acutance.bench.settings import Settings, Table
 from acutance.bench.steps import SHAPES, Shape, timm_model, toy
 from acutance.bench.timing import Candidate, Step, compare, repeat
 from acutance.measure import DEFAULT_METRICS, feed, measure
 from acutance.monitor.core import CHEAP_METRICS
-from acutance.operator import AttentionRecord
 from acutance.wrappers import evaluating
 
 WITH_ATTENTION = (*CHEAP_METRICS, "nonlocal_energy", "attention_entropy")
@@ -134,7 +134,7 @@ def _vit(batch: int, settings: Settings, shape: str = DEIT, build: Callable[[Sha
 def _vit_obvious(model: nn.Module, images: Tensor) -> list[list[float]]:
     """Hooks that keep every layer's tokens, matrix and outputs, then the formulas."""
     tokens: list[Tensor] = []
-    records: list[AttentionRecord] = []
+    records: list[AttentionCall] = []
     hooks: list[Any] = [
         block.register_forward_hook(lambda _m, _i, out: tokens.append(sites.tokens_out(out)))
         for _, block, _ in sites.blocks(model)
@@ -149,9 +149,9 @@ def _vit_obvious(model: nn.Module, images: Tensor) -> list[list[float]]:
             hook.remove()
 
 
-def _matrix(record: AttentionRecord) -> Tensor:
-    q, k = record.operator.q, record.operator.k
-    return (q @ k.transpose(-2, -1) * record.operator.scale).softmax(-1)
+def _matrix(record: AttentionCall) -> Tensor:
+    q, k = record.A.q, record.A.k
+    return (q @ k.transpose(-2, -1) * record.A.scale).softmax(-1)
 
 
 def llama_subject(texts: int, tokens: int, settings: Settings) -> Subject:

@@ -52,7 +52,7 @@ def layer_mode(site: AttentionSite, A: AttentionOperator, *, norm: Norm = "fold"
 
     Args:
         site: the layer's weights.
-        A: its attention, e.g. `record.operator` of what `site.observe` hands over; without padding.
+        A: its attention, e.g. `record.A` of what `site.observe` hands over; without padding.
         norm: whether the pre-norm's weight is folded into H, as in `explain`.
     """
     _check_unpadded(A)

@@ -11,13 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain.competitors import competitors, visible_keys
 from acutance.explain.corners import corners
 from acutance.explain.dominance import Dominance, Outcome, Share
 from acutance.explain.verdict import EXACT_MU, LayerSpectrum
 from acutance.metrics import hfc_lfc_spectral
-from acutance.operator import AttentionOperator, AttentionRecord
+from acutance.operator import AttentionOperator
 from acutance.samples import Samples
 from acutance.spectral_theory import TIE, families
 from acutance.statistics import rank_correlation
@@ -58,10 +59,10 @@ class LayerReader:
         """The tokens come into the block."""
         self.tokens = tokens
 
-    def attend(self, record: AttentionRecord) -> None:
+    def attend(self, record: AttentionCall) -> None:
         """The attention branch is done: who dominates, and what do the tokens do?"""
-        self._check(record.operator)
-        A = self.present.record(record).operator
+        self._check(record.A)
+        A = self.present.record(record).A
         _, told = self.present.tokens(self.tokens)
         self.valid = visible_keys(A) if told is None else told
         self.before = self._ratio(self.tokens)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from acutance import metrics, sites
+from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain.reader import LayerReader
 from acutance.explain.spectrum import Spectrum
@@ -20,7 +21,6 @@ from acutance.explain.verdict import LayerSpectrum
 from acutance.explain.weights import Norm, layer_spectrum
 from acutance.measure import check_prefix, describe, feed, track
 from acutance.mitigations.base import Chain, Mitigation
-from acutance.operator import AttentionRecord
 from acutance.samples import Samples, refuse_single
 from acutance.wrappers import bare_module, evaluating, refuse_sharded
 
@@ -129,8 +129,8 @@ def _attach(site: sites.AttentionSite, reader: LayerReader, stack: ExitStack) ->
     )
 
 
-def _observer(site: sites.AttentionSite, reader: LayerReader) -> Callable[[AttentionRecord], None]:
-    def observe(record: AttentionRecord) -> None:
+def _observer(site: sites.AttentionSite, reader: LayerReader) -> Callable[[AttentionCall], None]:
+    def observe(record: AttentionCall) -> None:
         metrics.check_finite(record.branch, metric="the attention branch", layer=site.layer)
         reader.attend(record)
 
@@ -156,8 +156,8 @@ def _outside(found: Sequence[sites.AttentionSite]) -> str | None:
 def _acts_beside(mitigation: Mitigation) -> bool:
     if isinstance(mitigation, Chain):
         return any(_acts_beside(part) for part in mitigation.parts if isinstance(part, Mitigation))
-    cls = type(mitigation)
-    return any(getattr(cls, hook) is not getattr(Mitigation, hook) for hook in ("values", "output", "features"))
+    hooks = ("scores", "values", "output", "affine", "features", "stream")
+    return any(mitigation.overrides(hook) for hook in hooks)
 
 
 def warn_beyond_bound(layer: LayerSpectrum) -> None:

@@ -19,11 +19,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from acutance import metrics, sites
+from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError, MissingExtraError
 from acutance.kernels.heads import repeat_heads
 from acutance.laboratory.affinity import asymmetry, matrix_asymmetry, matrix_negative_share, negative_share, permuted
 from acutance.measure import feed
-from acutance.operator import AttentionOperator, AttentionRecord
+from acutance.operator import AttentionOperator
 from acutance.samples import Samples
 from acutance.statistics import mean_known, rank_correlation
 from acutance.wrappers import bare_module, evaluating, refuse_sharded
@@ -146,10 +147,10 @@ class _Reading:
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
 
-def _collect(into: dict[str, list[Tensor]], layer: int, reading: _Reading, record: AttentionRecord) -> None:
+def _collect(into: dict[str, list[Tensor]], layer: int, reading: _Reading, record: AttentionCall) -> None:
     _, counts = reading.samples.tokens(record.branch)
     record = reading.samples.record(record)
-    A = record.operator
+    A = record.A
     _check(A, layer)
     if counts is None:
         counts = torch.ones(1, 1, dtype=torch.bool, device=A.device)

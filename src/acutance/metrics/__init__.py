@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from acutance.attention import AttentionCall
 from acutance.metrics._common import check_finite, unit_vectors
 from acutance.metrics.attention import attention_cosine, attention_entropy, head_cosine
 from acutance.metrics.energy import (
@@ -29,7 +30,6 @@ from acutance.metrics.tokens import (
     stable_rank,
     token_cosine,
 )
-from acutance.operator import AttentionRecord
 
 TOKEN_METRICS: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
     "token_cosine": token_cosine,
@@ -43,12 +43,12 @@ TOKEN_METRICS: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
 }
 
 # `attention_cosine` is not here: it compares two layers, and a record is one.
-ATTENTION_METRICS: dict[str, Callable[[AttentionRecord, Tensor | None], Tensor]] = {
-    "nonlocal_energy": lambda record, mask: nonlocal_energy(record.operator, record.output, mask),
-    "log_nonlocal_energy_raw": lambda record, mask: log_nonlocal_energy_raw(record.operator, record.output, mask),
-    "gradient_alignment": lambda record, mask: gradient_alignment(record.operator, record.values, mask),
-    "attention_entropy": lambda record, mask: attention_entropy(record.operator, mask),
-    "head_cosine": lambda record, mask: head_cosine(record.operator, mask),
+ATTENTION_METRICS: dict[str, Callable[[AttentionCall, Tensor | None], Tensor]] = {
+    "nonlocal_energy": lambda record, mask: nonlocal_energy(record.A, record.output, mask),
+    "log_nonlocal_energy_raw": lambda record, mask: log_nonlocal_energy_raw(record.A, record.output, mask),
+    "gradient_alignment": lambda record, mask: gradient_alignment(record.A, record.values, mask),
+    "attention_entropy": lambda record, mask: attention_entropy(record.A, mask),
+    "head_cosine": lambda record, mask: head_cosine(record.A, mask),
 }
 
 __all__ = [

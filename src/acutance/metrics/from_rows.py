@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from acutance.attention import AttentionCall
 from acutance.kernels import attention_sums
-from acutance.operator import AttentionRecord
 
 FROM_ROWS = ("nonlocal_energy", "attention_entropy")
 
 
-def from_rows(record: AttentionRecord, mask: Tensor | None) -> dict[str, tuple[Tensor, float]]:
+def from_rows(record: AttentionCall, mask: Tensor | None) -> dict[str, tuple[Tensor, float]]:
     """By metric, numbers (batch, heads) and what they are to be multiplied by; none where some rows do not count."""
-    A, u = record.operator, record.output
+    A, u = record.A, record.output
     fits = u.ndim == 4 and A.shape[2] == A.shape[3] == u.shape[2] and u.shape[1] in (A.heads, A.key_heads)
     if mask is not None or A.mask is not None or not fits or not attention_sums.is_available(A, u):
         return {}

@@ -1,4 +1,4 @@
-"""What a mitigation is: up to four hooks around an attention layer, each the identity unless overridden."""
+"""What a mitigation is: six hooks around an attention layer, each the identity unless overridden."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from torch import Tensor, nn
 
-from acutance.errors import AcutanceError, ShapeError
-from acutance.kernels.epilogue import Epilogue
-from acutance.kernels.heads import repeat_heads
+from acutance.attention.affine import Program
+from acutance.errors import AcutanceError
 
 if TYPE_CHECKING:
-    from acutance.operator import AttentionOperator
+    from acutance.attention.call import AttentionCall
 
 REGISTRY: dict[str, type[Mitigation]] = {}
 
@@ -34,6 +33,18 @@ class LayerShape:
     head_dim: int
     kv_heads: int  # fewer than heads under grouped queries
     pretrained: bool = False  # patched into a trained model: learnt parameters must start at the identity
+
+
+class UnknownShape(LayerShape):
+    """Of an attention whose weights nobody finds: what asks for a size is refused, with the reason."""
+
+    def __init__(self, layer: int, pretrained: bool, reason: str) -> None:
+        object.__setattr__(self, "layer", layer)
+        object.__setattr__(self, "pretrained", pretrained)
+        object.__setattr__(self, "reason", reason)
+
+    def __getattr__(self, name: str) -> int:
+        raise AcutanceError(f"layer {self.layer}: {name} is not known. {self.reason}")
 
 
 def _path(cls: type) -> str:
@@ -59,14 +70,17 @@ class Mitigation(nn.Module):
     """The identity, and the base of every mitigation.
 
     A subclass overrides the hooks its paper needs. Its constructor takes options only and keeps each under
-    its own name (that is what `spec` reads); parameters of a layer are made in `build`. Shapes: u, v and v0
-    are (batch, heads, tokens, head_dim), v and v0 possibly of fewer heads; x and y are (batch, tokens, dim).
+    its own name (that is what `spec` reads); parameters of a layer are made in `build`. Shapes: u, v and v⁰
+    are (batch, heads, tokens, head_dim), v and v⁰ possibly of fewer heads; x and y are (batch, tokens, dim).
+    A formula that `Program` can say is written once, in `affine`: by default `values` and `output` apply it, and
+    kernels fuse it.
     """
 
     name: ClassVar[str] = ""
     positional: ClassVar[str | None] = None  # the option that stands without its key right after the colon
-    ignores_first_values: ClassVar[bool] = False  # said by those that override `values` or `output` without using v0
-    averages_tokens: ClassVar[bool] = False  # said by those whose `features` mix tokens, masked or not
+    # What it needs: first_values (call.v0), all_visible (no mask hides a token), all_tokens (after W_proj, a sample's
+    # tokens together). Sites check it when it is installed, and when it is called.
+    requires: tuple[str, ...] = ()
     shape: LayerShape | None = None  # set once built for a layer
     distance: float | None = None  # ‖H − H₀‖/‖H₀‖ (‖H‖ if H₀ = 0) where it replaced the H₀ of a trained layer
 
@@ -90,35 +104,62 @@ class Mitigation(nn.Module):
         """W_V and W_proj for this forward, by a mitigation that took them over in `parametrise`."""
         return None
 
-    def values(self, v: Tensor, v0: Tensor) -> Tensor:
+    def scores(
+        self, q: Tensor | None, k: Tensor | None, call: AttentionCall
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Queries, keys and a bias on the logits, before the softmax."""
+        return q, k, None
+
+    def values(self, v: Tensor, call: AttentionCall) -> Tensor:
         """The values that attention averages."""
-        return v
+        program = self.affine(Program(), call)
+        return v if program is None else program.values(v, call)
 
-    def output(self, u: Tensor, v: Tensor, v0: Tensor, A: AttentionOperator) -> Tensor:
-        """What attention returns, per head, before the output projection."""
-        return u
+    def output(self, u: Tensor, w: Tensor, call: AttentionCall) -> Tensor:
+        """What attention returns, per head, before the output projection; u is A w."""
+        program = self.affine(Program(), call)
+        return u if program is None else program.output(u, w, call)
 
-    def features(self, y: Tensor, x: Tensor) -> Tensor:
-        """What the attention branch returns after the output projection; x is what entered the branch."""
+    def features(self, y: Tensor, call: AttentionCall) -> Tensor:
+        """What the attention branch returns after the output projection."""
         return y
 
-    def epilogue(self, so_far: Epilogue) -> Epilogue | None:
-        """`so_far` with all that `values` and `output` do, for a kernel to do it instead; None where none can."""
-        cls = type(self)
-        does_nothing = cls.values is Mitigation.values and cls.output is Mitigation.output
-        return so_far if does_nothing else None
+    def stream(self, x_in: Tensor, x_out: Tensor, call: AttentionCall) -> Tensor:
+        """What the block returns, given what entered it."""
+        return x_out
+
+    def affine(self, so_far: Program, call: AttentionCall) -> Program | None:
+        """`so_far` with all that `values` and `output` do; None where a `Program` cannot say it."""
+        return so_far
+
+    def program(self, so_far: Program, call: AttentionCall) -> Program | None:
+        """`affine` for a kernel; None where a subclass overrides what it stands for."""
+        own = self.overrides("values") or self.overrides("output") or self.overrides("scores")
+        return None if own else self.affine(so_far, call)
+
+    def overrides(self, hook: str) -> bool:
+        """Whether this is more than the base class in that hook."""
+        return getattr(type(self), hook) is not getattr(Mitigation, hook)
+
+    def check(self, call: AttentionCall) -> None:
+        """Refuse what only a batch can tell."""
+        if "all_visible" in self.requires:
+            call.refuse_hidden(self.spec)
 
     @property
-    def needs_first_values(self) -> bool:
-        """Whether v0 must be the first layer's values; assumed of all that have the chance to look at it."""
-        cls = type(self)
-        looks = cls.values is not Mitigation.values or cls.output is not Mitigation.output
-        return looks and not cls.ignores_first_values
+    def changes_scores(self) -> bool:
+        """Whether there is anything to do before the softmax."""
+        return self.overrides("scores")
 
     @property
     def changes_features(self) -> bool:
         """Whether there is anything to do after the output projection."""
-        return type(self).features is not Mitigation.features
+        return self.overrides("features")
+
+    @property
+    def changes_stream(self) -> bool:
+        """Whether there is anything to do after the block."""
+        return self.overrides("stream")
 
     @property
     def spec(self) -> str:
@@ -173,40 +214,60 @@ class Chain(Mitigation):
                 return weights
         return None
 
-    def values(self, v: Tensor, v0: Tensor) -> Tensor:
+    def scores(
+        self, q: Tensor | None, k: Tensor | None, call: AttentionCall
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """First to last; biases add up."""
+        total: Tensor | None = None
+        for part in _parts(self):
+            q, k, bias = part.scores(q, k, call)
+            total = bias if total is None else total if bias is None else total + bias
+        return q, k, total
+
+    def values(self, v: Tensor, call: AttentionCall) -> Tensor:
         """First to last."""
         for part in _parts(self):
-            v = part.values(v, v0)
+            v = part.values(v, call)
         return v
 
-    def output(self, u: Tensor, v: Tensor, v0: Tensor, A: AttentionOperator) -> Tensor:
+    def output(self, u: Tensor, w: Tensor, call: AttentionCall) -> Tensor:
         """First to last: a later part sees the earlier one's u."""
         for part in _parts(self):
-            u = part.output(u, v, v0, A)
+            u = part.output(u, w, call)
         return u
 
-    def features(self, y: Tensor, x: Tensor) -> Tensor:
+    def features(self, y: Tensor, call: AttentionCall) -> Tensor:
         """First to last."""
         for part in _parts(self):
-            y = part.features(y, x)
+            y = part.features(y, call)
         return y
 
-    def epilogue(self, so_far: Epilogue) -> Epilogue | None:
-        """First to last; None where one part can not be done by a kernel."""
-        found: Epilogue | None = so_far
+    def stream(self, x_in: Tensor, x_out: Tensor, call: AttentionCall) -> Tensor:
+        """First to last."""
         for part in _parts(self):
-            found = None if found is None else part.epilogue(found)
+            x_out = part.stream(x_in, x_out, call)
+        return x_out
+
+    def program(self, so_far: Program, call: AttentionCall) -> Program | None:
+        """First to last; None where one part can not be said."""
+        found: Program | None = so_far
+        for part in _parts(self):
+            found = None if found is None else part.program(found, call)
         return found
 
-    @property
-    def needs_first_values(self) -> bool:
+    def overrides(self, hook: str) -> bool:
         """Whether a part does."""
-        return any(part.needs_first_values for part in _parts(self))
+        return any(part.overrides(hook) for part in _parts(self))
+
+    def check(self, call: AttentionCall) -> None:
+        """Every part by its own name."""
+        for part in _parts(self):
+            part.check(call)
 
     @property
-    def changes_features(self) -> bool:
-        """Whether a part has anything to do after the output projection."""
-        return any(part.changes_features for part in _parts(self))
+    def requires(self) -> tuple[str, ...]:  # type: ignore[override]
+        """All that the parts need."""
+        return tuple(dict.fromkeys(need for part in _parts(self) for need in part.requires))
 
     @property
     def spec(self) -> str:
@@ -216,20 +277,6 @@ class Chain(Mitigation):
     def extra_repr(self) -> str:
         """Nothing: the parts print themselves."""
         return ""
-
-
-def like_output(values: Tensor, u: Tensor) -> Tensor:
-    """Values brought to the heads and rows of u.
-
-    Grouped queries: each head of the values is repeated for the query heads that share it. With a cache the
-    values reach further back than u: the last rows are u's own.
-    """
-    heads, kv_heads, rows = u.shape[1], values.shape[1], u.shape[2]
-    if heads % kv_heads or values.shape[2] < rows or values.shape[0] != u.shape[0]:
-        raise ShapeError(f"values {tuple(values.shape)} cannot be matched to an attention output {tuple(u.shape)}")
-    if values.shape[2] > rows:
-        values = values[:, :, -rows:]
-    return repeat_heads(values, heads)
 
 
 def options_of(mitigation: Mitigation | type[Mitigation]) -> list[tuple[str, Any]]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError
-from acutance.kernels.epilogue import Epilogue
-from acutance.mitigations.attnscale import visible_keys
 from acutance.mitigations.base import LayerShape, Mitigation, register
-from acutance.operator import AttentionOperator
+
+if TYPE_CHECKING:
+    from acutance.attention.call import AttentionCall
 
 
 @register("featscale")
@@ -23,8 +25,7 @@ class FeatScale(Mitigation):
             the paper and their CaiT and Swin code add it once.
     """
 
-    ignores_first_values = True
-    averages_tokens = True
+    requires = ("all_visible", "all_tokens")
     low: nn.Parameter
     high: nn.Parameter
 
@@ -39,24 +40,7 @@ class FeatScale(Mitigation):
         self.low = nn.Parameter(torch.zeros(shape.dim))
         self.high = nn.Parameter(torch.zeros(shape.dim))
 
-    def output(self, u: Tensor, v: Tensor, v0: Tensor, A: AttentionOperator) -> Tensor:
-        """u as it is; here A tells whether the mean that `features` takes would look at what is hidden."""
-        visible = visible_keys(A)
-        if A.causal or (visible is not None and (torch.compiler.is_compiling() or not visible.all())):
-            raise AcutanceError(
-                "featscale averages over all tokens, but a mask hides some of them (padding, another document, the "
-                "future, what is out of reach), which the mean would let through: use it on batches without padding, "
-                "uncompiled if there is a mask all the same; attnscale knows masks"
-            )
-        return u
-
-    def epilogue(self, so_far: Epilogue) -> Epilogue | None:
-        """Nothing to add, as there is no mask where a kernel is asked; causality is for `output` to refuse."""
-        cls = type(self)
-        does_nothing = cls.output is FeatScale.output and cls.values is Mitigation.values
-        return so_far if does_nothing and not so_far.causal else None
-
-    def features(self, y: Tensor, x: Tensor) -> Tensor:
+    def features(self, y: Tensor, call: AttentionCall) -> Tensor:
         """Rescale the mean over tokens and what is left of it separately."""
         mean = y.mean(dim=-2, keepdim=True)
         correction = self.low.to(y.dtype) * mean + self.high.to(y.dtype) * (y - mean)

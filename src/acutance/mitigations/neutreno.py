@@ -6,14 +6,14 @@ import math
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from acutance.attention.affine import Program
 from acutance.errors import AcutanceError
-from acutance.kernels.epilogue import Epilogue
-from acutance.mitigations.base import LayerShape, Mitigation, like_output, register
+from acutance.mitigations.base import LayerShape, Mitigation, register
 
 if TYPE_CHECKING:
-    from acutance.operator import AttentionOperator
+    from acutance.attention.call import AttentionCall
 
 
 @register("neutreno")
@@ -30,6 +30,7 @@ class NeuTRENO(Mitigation):
     """
 
     positional = "strength"
+    requires = ("first_values",)
     learnt_strength: nn.Parameter | None
 
     def __init__(
@@ -61,26 +62,13 @@ class NeuTRENO(Mitigation):
         count = shape.heads if self.learn == "head" else 1  # never 0-d, which sharded training refuses
         self.learnt_strength = nn.Parameter(torch.full((count,), start))
 
-    def output(self, u: Tensor, v: Tensor, v0: Tensor, A: AttentionOperator) -> Tensor:
-        """u + λ̃ (v⁰ − v), outside attention dropout."""
-        if (self.shape is not None and self.shape.layer == 1) or (self.learn is None and self.strength == 0):
-            return u
-        first = v0.detach() if self.detach else v0
-        return u + self._strength(u) * (like_output(first, u) - like_output(v, u))
-
-    def epilogue(self, so_far: Epilogue) -> Epilogue | None:
-        """The correction, unless the gradient is to stop at v⁰ or a subclass does something else."""
-        cls = type(self)
-        if self.detach or cls.output is not NeuTRENO.output or cls.values is not Mitigation.values:
-            return None
-        if self.shape is not None and self.shape.layer == 1:
+    def affine(self, so_far: Program, call: AttentionCall) -> Program | None:
+        """λ̃ (v⁰ − v), outside attention dropout."""
+        if call.v0 is None:
             return so_far
-        return so_far.corrected(self.strength if self.learnt_strength is None else self.learnt_strength)
-
-    def _strength(self, u: Tensor) -> Tensor | float:
-        if self.learnt_strength is None:
-            return self.strength
-        return self.learnt_strength.to(u.dtype)[:, None, None]  # against (heads, tokens, head_dim)
+        return so_far.corrected(
+            self.strength if self.learnt_strength is None else self.learnt_strength, detach=self.detach
+        )
 
 
 def _number(name: str, value: object) -> float:

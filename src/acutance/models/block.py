@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from acutance.kernels import packed
-from acutance.kernels.epilogue import Epilogue
+from acutance.attention import AttentionCall, attend, finish
 from acutance.mitigations import Mitigation, Weights
 from acutance.models.config import AttentionKind, NormPlace
 from acutance.models.layers import Activation, DropPath, LayerScale, Mlp
-from acutance.operator import AttentionOperator, AttentionRecord
+from acutance.operator import AttentionOperator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,9 @@ class Attention(nn.Module):
             self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=config.qkv_bias)
         self.proj = nn.Linear(config.dim, config.dim, bias=config.proj_bias)
         self.proj_drop = nn.Dropout(config.dropout)
+        self.layer = 1  # depth; set by the stack of blocks
         self.mitigation = Mitigation()
-        self.observer: Callable[[AttentionRecord], None] | None = None
+        self.observer: Callable[[AttentionCall], None] | None = None
 
     @property
     def value_projection(self) -> nn.Linear:
@@ -70,23 +71,31 @@ class Attention(nn.Module):
         A mitigation that makes W_V and W_proj is asked for them unless they come in, made for all layers at once.
         """
         weights = self.mitigation.weights() if weights is None else weights
-        projected = self._project(x, weights)
-        q, k, v = self._split(projected)
-        first = v if v0 is None else v0
-        fused = self._in_one_kernel(projected, v0)
-        if fused is not None:
-            merged, first = fused
-        else:
-            A = AttentionOperator(q, k, kernel=self.kernel, causal=self.causal)
-            v = self.mitigation.values(v, first)
-            u = A.apply(v, dropout=self.attention_dropout if self.training else 0.0)
-            u = self.mitigation.output(u, v, first, A)
-            merged = u.transpose(1, 2).flatten(2)
+        call = self._call(x, v0, self._project(x, weights))
+        u, values = attend(call, self.mitigation, self.observer)
+        merged = u.transpose(1, 2).flatten(2)
         y = self.proj(merged) if weights is None else F.linear(merged, weights[1], self.proj.bias)
-        y = self.mitigation.features(y, x)
-        if self.observer is not None:
-            self.observer(AttentionRecord(operator=A, values=v, first_values=v0, output=u, branch=y))
-        return self.proj_drop(y), first
+        y = finish(y, call, self.mitigation, self.observer)
+        return self.proj_drop(y), values if v0 is None else v0
+
+    def _call(self, x: Tensor, v0: Tensor | None, projected: Tensor) -> AttentionCall:
+        q, k, v = self._split(projected)
+        dropout = self.attention_dropout if self.training else 0.0
+
+        def own(
+            values: Tensor, other_q: Tensor | None = None, other_k: Tensor | None = None, bias: Any = None
+        ) -> Tensor:
+            A = AttentionOperator(
+                q if other_q is None else other_q,
+                k if other_k is None else other_k,
+                mask=bias,
+                kernel=self.kernel,
+                causal=self.causal,
+            )
+            return A.apply(values, dropout)
+
+        options: dict[str, Any] = {"causal": self.causal, "kernel": self.kernel, "dropout": dropout}
+        return AttentionCall(self.layer, x=x, q=q, k=k, v=v, v0=v0, own=own, packed=projected, **options)
 
     def _project(self, x: Tensor, weights: Weights | None) -> Tensor:
         """q, k and v side by side, (batch, tokens, 3 · dim)."""
@@ -101,24 +110,6 @@ class Attention(nn.Module):
         by_head = projected.reshape(*projected.shape[:2], -1, self.heads, self.head_dim)
         parts = by_head.permute(2, 0, 3, 1, 4).unbind(0)
         return parts[0], parts[-2], parts[-1]  # symmetric: the one projection is both q and k
-
-    def _in_one_kernel(self, projected: Tensor, v0: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """The heads' outputs side by side, by the kernel that does all at once, and v⁰; None where none does."""
-        drops = self.training and self.attention_dropout > 0
-        if drops or self.observer is not None or self.kernel != "softmax":
-            return None
-        if not packed.is_available(projected, self.heads):
-            return None
-        epilogue = self.mitigation.epilogue(Epilogue(causal=self.causal))
-        if epilogue is None:
-            return None
-        given = (projected, self.heads, self.head_dim**-0.5)
-        if v0 is None:
-            merged, values = packed.first_attention(*given, self.causal, epilogue.contrast)
-            return merged, values.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        first = v0.transpose(1, 2).flatten(2) if epilogue.uses_first_values else None
-        merged = packed.attention(*given, first, epilogue.strength, self.causal, epilogue.contrast, epilogue.residual)
-        return merged, v0
 
 
 class Block(nn.Module):

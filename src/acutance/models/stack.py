@@ -97,7 +97,10 @@ class BlockStack(nn.Module):
 def make_blocks(config: BlockConfig, depth: int, drop_path: float = 0.0) -> nn.ModuleList:
     """Blocks whose stochastic depth grows linearly from 0 in the first to `drop_path` in the last."""
     rates = torch.linspace(0, drop_path, depth, device="cpu").tolist()
-    return nn.ModuleList(Block(config, rate) for rate in rates)
+    blocks = [Block(config, rate) for rate in rates]
+    for layer, block in enumerate(blocks, 1):
+        block.attn.layer = layer
+    return nn.ModuleList(blocks)
 
 
 def learnt_tokens(count: int, dim: int) -> nn.Parameter:

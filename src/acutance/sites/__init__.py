@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError, SeveralStacksError
 from acutance.samples import Rows
-from acutance.sites import huggingface, reference, timm, torch_nn
+from acutance.sites import anybody, huggingface, reference, timm, torch_nn
 from acutance.sites.base import AttentionSite, Library, Undo
 from acutance.sites.blocks import (
     grid_as_tokens,
@@ -60,7 +60,13 @@ __all__ = [
     "unread",
 ]
 
-LIBRARIES: list[Library] = [reference.LIBRARY, huggingface.LIBRARY, timm.LIBRARY, torch_nn.LIBRARY]
+LIBRARIES: list[Library] = [
+    reference.LIBRARY,
+    huggingface.LIBRARY,
+    timm.LIBRARY,
+    torch_nn.LIBRARY,
+    anybody.LIBRARY,
+]
 Located = tuple[Library, list[AttentionSite]]
 _found_before: ContextVar[dict[nn.Module, Located] | None] = ContextVar("found_before", default=None)
 
@@ -110,11 +116,14 @@ def unread(model: nn.Module) -> list[str]:
 def checking_blocks(model: nn.Module, rows: Rows) -> Iterator[None]:
     """For the time of a with block, in which a batch of so many rows runs: refuse what is not its samples' tokens."""
     try:
-        first = find(model)[0]
+        library, found = _locate(model)
     except NoSitesError:
+        library, found = anybody.LIBRARY, []
+    if library is anybody.LIBRARY or (library is huggingface.LIBRARY and not huggingface.uses_interface(model)):
         with Chain(repeated_blocks(model), rows.told):
             yield
         return
+    first = found[0]
 
     def refuse(block: nn.Module, args: Any, kwargs: Any) -> None:
         tokens = first.tokens(tokens_in(args, kwargs))
@@ -293,6 +302,8 @@ def _layers_beside(module: nn.Module, path: str, known: set[nn.Module], blocks: 
 
 def _holds_layers(module: nn.Module) -> bool:
     for library in LIBRARIES:
+        if library is anybody.LIBRARY:  # whose rule is asked below
+            continue
         try:
             if len(library.sites(module)) > 1:  # one alone is a pooling head's
                 return True

@@ -6,13 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from torch import Tensor, nn
 
-from acutance.errors import AcutanceError
-from acutance.mitigations import LayerShape, Mitigation
-from acutance.operator import AttentionRecord
+from acutance.attention import AttentionCall
+from acutance.errors import AcutanceError, NoSitesError
+from acutance.mitigations import LayerShape, Mitigation, UnknownShape
+
+if TYPE_CHECKING:
+    from acutance.sites.projection import Projection, Projections
 
 TOKENS_REMAIN = (  # where attention cannot be read
     'Token metrics can still be measured: measure(model, batches, tap="block") with metrics that need no attention, '
@@ -41,28 +44,37 @@ class AttentionSite(ABC):
         """What is installed here now."""
 
     @abstractmethod
+    def projections(self) -> Projections:
+        """Where W_Q, W_K, W_V and W_proj are; asked for by `explain` and by mitigations of the weights alone."""
+
     def value_weight(self) -> Tensor:
         """W_V as (kv_heads · head_dim, dim)."""
+        return self.projections().value.matrix()
 
-    @abstractmethod
     def projection_weight(self) -> Tensor:
         """W_proj as (dim, heads · head_dim)."""
+        return self.projections().output.matrix()
 
     def query_weight(self) -> Tensor:
         """W_Q as (heads · head_dim, dim)."""
-        raise AcutanceError(f"{self.name}: {type(self).__name__} does not know where W_Q is")
+        return self._known("W_Q", self.projections().query).matrix()
 
     def key_weight(self) -> Tensor:
         """W_K as (kv_heads · head_dim, dim)."""
-        raise AcutanceError(f"{self.name}: {type(self).__name__} does not know where W_K is")
+        return self._known("W_K", self.projections().key).matrix()
 
     def value_bias(self) -> Tensor | None:
         """What is added to the values, (kv_heads · head_dim,); None where nothing is."""
-        return None
+        return self.projections().value.offset()
 
     def projection_bias(self) -> Tensor | None:
         """What is added after W_proj, (dim,), to be changed in place; None where nothing is."""
-        return None
+        return self.projections().output.offset()
+
+    def _known(self, what: str, projection: Projection | None) -> Projection:
+        if projection is None:
+            raise AcutanceError(f"{self.name}: {type(self.attention).__name__} keeps {what} under an unknown name")
+        return projection
 
     def pre_norm(self) -> nn.Module | None:
         """The norm between the residual stream and the attention; None where there is none."""
@@ -100,7 +112,7 @@ class AttentionSite(ABC):
         return x
 
     @abstractmethod
-    def observe(self, fn: Callable[[AttentionRecord], None]) -> Undo:
+    def observe(self, fn: Callable[[AttentionCall], None]) -> Undo:
         """Call `fn` with every record this attention makes, until the returned handle is removed."""
 
     @abstractmethod
@@ -127,7 +139,10 @@ class AttentionSite(ABC):
 
     def shape(self, *, pretrained: bool = False) -> LayerShape:
         """What a mitigation is told about this layer."""
-        return LayerShape(self.layer, self.dim, self.heads, self.head_dim, self.kv_heads, pretrained)
+        try:
+            return LayerShape(self.layer, self.dim, self.heads, self.head_dim, self.kv_heads, pretrained)
+        except NoSitesError as error:
+            return UnknownShape(self.layer, pretrained, str(error))
 
 
 class Undo:

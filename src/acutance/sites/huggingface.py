@@ -1,104 +1,32 @@
-"""Models of Hugging Face transformers, through its attention interface."""
+"""Models of Hugging Face transformers."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Library
 from acutance.sites.blocks import modules_of, places_of, unwrapped
 from acutance.sites.ends import SpecialTokens, final_norm, special_tokens
-from acutance.sites.huggingface_interface import (
-    asks_for_the_name,
-    changes_output,
-    config_of,
-    dispatching_class,
-    diverted_view,
-    eager_function,
-    implementation_of,
-    register,
-)
-from acutance.sites.huggingface_norms import adds_one
 from acutance.sites.huggingface_notes import is_pretrained, remember
-from acutance.sites.huggingface_weights import Weights, find_weights
-from acutance.sites.patched import WINDOWS_APART, WINDOWS_MOVE, PatchedSite, Stack, caller_of, known_sites
+from acutance.sites.named import NamedSite
+from acutance.sites.patched import WINDOWS_APART, WINDOWS_MOVE, Stack, caller_of, known_sites
 
 CROSS = re.compile("cross|encoder_attn|encdec", re.IGNORECASE)
-NORMS_AROUND_THE_MLP = ("pre_feedforward_layernorm", "post_feedforward_layernorm")  # then that of the attention is too
 
 
-class HuggingFaceSite(PatchedSite):
+class HuggingFaceSite(NamedSite):
     """The attention of one layer of a transformers model."""
 
     def __init__(self, stack: Stack, layer: int, name: str, block: nn.Module, attention: nn.Module, stage: str) -> None:
         super().__init__(stack, layer, name, block, attention)
         self.stage = stage
-        self.weights: Weights = find_weights(name, block, attention)
-        self.heads, self.kv_heads, self.head_dim = self.weights.heads, self.weights.kv_heads, self.weights.head_dim
-        self.dim = self.weights.dim
-        cls: Any = type(attention)
-        self.eager = eager_function(cls)
-        if asks_for_the_name(cls) and not hasattr(attention, "reorder_and_upcast_attn"):  # GPT-2's: see `divert`
-            raise NoSitesError(
-                f"{name} ({cls.__name__}) does something else depending on the name of its attention function, which "
-                f"ours would change. {TOKENS_REMAIN}"
-            )
-
-    def value_weight(self) -> Tensor:
-        """W_V, a copy where the library stores the heads interleaved."""
-        return self.weights.value()
-
-    def projection_weight(self) -> Tensor:
-        """W_proj."""
-        return self.weights.projection_weight()
-
-    def query_weight(self) -> Tensor:
-        """W_Q."""
-        return self.weights.query()
-
-    def key_weight(self) -> Tensor:
-        """W_K."""
-        return self.weights.key()
-
-    def value_bias(self) -> Tensor | None:
-        """The values' bias, if the model has one."""
-        return self.weights.value_bias()
-
-    def projection_bias(self) -> Tensor | None:
-        """The bias of the output projection, if the model has one."""
-        return self.weights.projection_bias()
-
-    def pre_norm(self) -> nn.Module | None:
-        """The norm before the attention; None in Post-LN models such as BERT."""
-        return self.weights.pre_norm
-
-    def pre_norm_gain(self) -> Tensor | None:
-        """Gemma's norms, and those of some others, store how far their gain is from one."""
-        gain, norm = super().pre_norm_gain(), self.pre_norm()
-        return gain if gain is None or norm is None or not adds_one(norm) else 1 + gain
-
-    def between(self) -> str | None:
-        """Told by the code that calls the attention."""
-        cls: Any = type(self.attention)
-        return f"what {cls.__name__} does before W_proj, a norm or a gate," if changes_output(cls) else None
-
-    def post_norm(self) -> nn.Module | None:
-        """Gemma 2 and 3, OLMo 2 and GLM-4 normalise what the attention adds."""
-        own = getattr(self.block, "post_self_attn_layernorm", None)
-        if own is None and any(hasattr(self.block, name) for name in NORMS_AROUND_THE_MLP):
-            own = getattr(self.block, "post_attention_layernorm", None)  # elsewhere a name for the norm before the MLP
-        return own if isinstance(own, nn.Module) else None
-
-    def branch_gain(self) -> Tensor | None:
-        """LayerScale's, if the model has it."""
-        return self.weights.branch_gain()
 
     def refuse_first_values(self) -> str | None:
         """Layers that share a module, windows that move, stages that merge tokens."""
@@ -120,25 +48,23 @@ class HuggingFaceSite(PatchedSite):
             return "its attention is causal, and the mean over tokens would show them the future"
         return None
 
-    def divert(self) -> Callable[[], None]:
-        """Give the attention module a view of its configuration that names our function."""
-        register()
-        own = config_of(self.attention)
-        if implementation_of(own) == "eager" and getattr(self.attention, "reorder_and_upcast_attn", False):
-            raise AcutanceError(
-                f"{self.name} reorders and upcasts its own attention, past the attention interface: "
-                "set reorder_and_upcast_attn=False in the configuration, or use 'sdpa'"
-            )
-        hooks = (
-            self.attention.register_forward_pre_hook(self.enter_attention, with_kwargs=True),
-            self.weights.projection.register_forward_hook(self.finish_projection),
-        )
-        self.attention.config = diverted_view(own)
-        return partial(_undivert, self.attention, own, hooks)
+    def route(self) -> Callable[[], None]:
+        """Intercepted, where the model's attention function lets anybody look."""
+        self._refuse_implementation()
+        return super().route()
 
-    def enter_attention(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Refuse what would be silently wrong: in a static cache the last rows are not the newest tokens."""
-        super().enter_attention(module, args, kwargs)
+    def _refuse_implementation(self) -> None:
+        """Asked at every call, since the model may be told another one."""
+        implementation = getattr(getattr(self.attention, "config", None), "_attn_implementation", None)
+        if implementation not in (None, "sdpa", "eager"):
+            raise AcutanceError(
+                f"the model runs its attention by {implementation!r}, where nobody can look: call "
+                "model.set_attn_implementation('sdpa') first"
+            )
+
+    def refuse_arguments(self, kwargs: Mapping[str, Any]) -> None:
+        """In a static cache the last rows are not the newest tokens."""
+        self._refuse_implementation()
         past = kwargs.get("past_key_values", kwargs.get("layer_past"))
         if self.mitigation is not None and getattr(past, "is_compileable", False):
             raise AcutanceError(
@@ -151,27 +77,22 @@ def _has_windows(attention: nn.Module) -> bool:
     return type(attention).__name__.startswith(("Swin", "ClapAudio"))
 
 
-def _undivert(attention: nn.Module, config: Any, hooks: tuple[Any, ...]) -> None:
-    attention.config = config
-    for hook in hooks:
-        hook.remove()
-
-
-def _dispatches(module: nn.Module) -> bool:
-    cls: Any = type(module)
-    return dispatching_class(cls) is not None
-
-
 def _attentions(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in modules_of(model).items()
-        if hasattr(module, "config")
-        and not is_pretrained(module)
-        and _dispatches(module)
+        if _attends(module)
+        and not any(_attends(child) for child in module.modules() if child is not module)
         and not CROSS.search(re.split(r"\.\d+\.", name)[-1])  # inside the block: the model's own name is its user's
         and not getattr(module, "is_cross_attention", False)
     }
+
+
+def _attends(module: nn.Module) -> bool:
+    """By its class, which transformers names so without exception; a pooling head's is none of the layers'."""
+    cls = type(module)
+    named = "Attention" in cls.__name__ and "Pool" not in cls.__name__ and next(module.parameters(), None) is not None
+    return named and any(parent.__module__.startswith("transformers.") for parent in cls.__mro__)
 
 
 def _sites(model: nn.Module) -> list[AttentionSite]:
@@ -181,14 +102,19 @@ def _sites(model: nn.Module) -> list[AttentionSite]:
         if pretrained is None:
             return []
         raise NoSitesError(
-            f"{type(pretrained).__name__} does not call its attention through transformers' attention interface, so "
-            f"mitigations and attention metrics would not see it. {TOKENS_REMAIN}"
+            f"no attention found in {type(pretrained).__name__}, so there is none to mitigate or to measure. "
+            f"{TOKENS_REMAIN}"
         )
     known = known_sites(found.values())
     if known is not None:
         return list(known)
     places = places_of(model, found)
     blocks = [place.block for place in places.values()]
+    if any(place.block == name for name, place in places.items()):
+        raise NoSitesError(
+            f"the attentions of {type(model).__name__} stand in a list of their own ({places[blocks[0]].stage}), so "
+            f"the residual stream around them is not known. {TOKENS_REMAIN}"
+        )
     twice = next((block for block in blocks if blocks.count(block) > 1), None)
     if twice is not None:
         names = ", ".join(name for name, place in places.items() if place.block == twice)
@@ -198,6 +124,12 @@ def _sites(model: nn.Module) -> list[AttentionSite]:
         block = unwrapped(model.get_submodule(place.block))
         HuggingFaceSite(stack, layer, name, block, found[name], place.stage)
     return list(stack.sites)
+
+
+def uses_interface(model: nn.Module) -> bool:
+    """Whether these are models of today, whose blocks pass (batch, tokens, channels) on; others are looked at."""
+    found = [module for module in modules_of(model).values() if is_pretrained(module)]
+    return all(getattr(module, "_supports_sdpa", False) for module in found)
 
 
 def _special_tokens(model: nn.Module) -> SpecialTokens:

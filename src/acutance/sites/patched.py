@@ -1,21 +1,23 @@
-"""Attention layers of libraries we did not write: diverted through us while something is installed or observed."""
+"""Attention layers of libraries we did not write: led through us while something is installed or observed."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from acutance.errors import AcutanceError
+from acutance.attention import AttentionCall, attend, finish
+from acutance.attention.call import MISSING
+from acutance.errors import AcutanceError, ShapeError
 from acutance.mitigations import Mitigation
-from acutance.operator import AttentionOperator, AttentionRecord
 from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Undo
-from acutance.sites.stream import Stream, in_backward
+from acutance.sites.forward_pass import ForwardPass, Passes, first_values
+from acutance.sites.intercept import Intercept, Product
 
-SITE = "_acutance_site"  # where an attention module keeps its site while it is diverted
+SITE = "_acutance_site"  # where an attention module keeps its site while it is routed
 # Why windows refuse what compares or averages tokens.
 WINDOWS_MOVE = "its windows are shifted from layer to layer, so v⁰ and v do not belong to the same tokens"
 WINDOWS_APART = "its W_proj sees one window at a time, so the mean would not run over the image's tokens"
@@ -27,16 +29,15 @@ class Stack:
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.sites: list[PatchedSite] = []
-        self.stream = Stream()
-        self.running = False
+        self.passes = Passes()
         self._users = 0
-        self._undos: list[Callable[[], None]] = []
+        self._undos: list[Callable[[], None]] = []  # bound methods and objects: a copied model gets its own
 
-    def divert(self) -> None:
+    def route(self) -> None:
         """Lead every layer's attention through its site; `restore` as often as this."""
         if self._users == 0:
             try:
-                self._divert()
+                self._route()
             except BaseException:  # never leave a model half patched
                 self._undo()
                 raise
@@ -48,7 +49,7 @@ class Stack:
         if self._users == 0:
             self._undo()
 
-    def _divert(self) -> None:
+    def _route(self) -> None:
         self._refuse_another_stack()
         add = self._undos.append
         add(self.root.register_forward_pre_hook(self._begin).remove)
@@ -56,8 +57,13 @@ class Stack:
         for site in self.sites:
             site.attention.__dict__[SITE] = site
             add(_Forget(site.attention))
-            add(site.divert())
+            add(site.route())
             add(site.block.register_forward_pre_hook(site._enter_block, with_kwargs=True).remove)
+            add(site.block.register_forward_hook(site._leave_block, always_call=True).remove)
+
+    def _undo(self) -> None:
+        while self._undos:
+            self._undos.pop()()
 
     def _refuse_another_stack(self) -> None:
         """An attention module has one site at a time: that of a part found by itself has other neighbours."""
@@ -70,47 +76,57 @@ class Stack:
                     f"with part={part!r}, or take that out and mitigate the whole, with layers= for some layers only"
                 )
 
-    def _undo(self) -> None:
-        while self._undos:
-            self._undos.pop()()
-
     def _begin(self, root: nn.Module, _args: Any) -> None:
         if getattr(root, "_is_replica", False):
             raise AcutanceError("nn.DataParallel runs copies of the model in threads: use DistributedDataParallel")
-        self.stream.begin()
-        self.running = True
-        for site in self.sites:
-            site.ran = False
+        self.passes.begin(whole=True)
 
     def _end(self, _root: nn.Module, _args: Any, output: Any) -> None:
-        self.stream.begin()
-        self.running = False
-        if output is None or torch.compiler.is_compiling():  # None: an error is on its way already
+        ended = self.passes.end()
+        if output is None or ended is None:  # None: an error is on its way already
             return
-        idle = [site for site in self.sites if not site.ran]
-        if idle:
+        if ended.attended < ended.entered:
             raise AcutanceError(
-                f"{idle[0].name} ({type(idle[0].attention).__name__}) did not call its attention through us in this "
-                f"forward pass, so neither mitigations nor attention metrics would see it ({len(idle)} such layers). "
-                f"{TOKENS_REMAIN}"
+                f"{ended.entered - ended.attended} of {ended.entered} blocks ran and did not call their attention "
+                f"through us in this forward pass, so neither mitigations nor attention metrics would see it: "
+                f"{type(self.sites[0].attention).__name__} uses neither scaled_dot_product_attention nor a softmax and "
+                f"a product. {TOKENS_REMAIN}"
             )
 
 
 class PatchedSite(AttentionSite):
-    """One layer's attention in a library we did not write. A library overrides the abstract methods and `divert`."""
+    """One layer's attention in a library we did not write. By default it is intercepted as it runs."""
 
     def __init__(self, stack: Stack, layer: int, name: str, block: nn.Module, attention: nn.Module) -> None:
         self.stack, self.layer, self.name, self.block, self.attention = stack, layer, name, block, attention
-        self.observer: Callable[[AttentionRecord], None] | None = None
-        self.ran = False
-        self._seen: tuple[AttentionOperator, Tensor, Tensor | None, Tensor] | None = None
-        self._entered: Tensor | None = None
-        self._batch: int | None = None  # of the block's input
+        self.observer: Callable[[AttentionCall], None] | None = None
+        self._forward: Callable[..., Any] | None = None  # another one's patch of the attention's forward
+        self._finishes_there = False  # whether a hook on W_proj ends the branch
         stack.sites.append(self)
+        self.number = len(stack.sites)  # in the stack, from 1
 
-    @abstractmethod
-    def divert(self) -> Callable[[], None]:
-        """Make the attention call `attend`, and `finish` after W_proj; the returned function undoes it."""
+    def route(self) -> Callable[[], None]:
+        """Make the attention run through `attend`, and `finish` after W_proj; the returned function undoes it."""
+        attention = self.attention
+        self._forward = vars(attention).get("forward")
+        attention.forward = self.forward
+        projection = self.output_projection()
+        self._finishes_there = projection is not None
+        hook = None if projection is None else projection.register_forward_hook(self._finish_projection)
+        return partial(self._unroute, hook)
+
+    def _unroute(self, hook: Any) -> None:
+        """Give the attention its own forward back."""
+        vars(self.attention).pop("forward", None)
+        if self._forward is not None:
+            self.attention.forward = self._forward
+        self._forward = None
+        if hook is not None:
+            hook.remove()
+
+    def output_projection(self) -> nn.Module | None:
+        """The module of W_proj, where it is one; None takes what the attention returns for the branch's output."""
+        return None
 
     @property
     def mitigation(self) -> Mitigation | None:
@@ -125,7 +141,7 @@ class PatchedSite(AttentionSite):
         if hasattr(self.attention, "mitigation"):
             raise AcutanceError(f"{self.name} has something else called 'mitigation': rename it")
         self._refuse(mitigation)
-        self.stack.divert()
+        self.stack.route()
         try:
             mitigation.parametrise(self)
         except BaseException:
@@ -140,67 +156,93 @@ class PatchedSite(AttentionSite):
 
         return undo
 
-    def observe(self, fn: Callable[[AttentionRecord], None]) -> Undo:
+    def observe(self, fn: Callable[[AttentionCall], None]) -> Undo:
         """One observer at a time."""
         if self.observer is not None:
             raise AcutanceError(f"{self.name} is being observed already: remove the other observer first")
-        self.stack.divert()
+        self.stack.route()
         self.observer = fn
 
         def undo() -> None:
-            self.observer = self._seen = None
+            self.observer = None
             self.stack.restore()
 
         return Undo(undo)
 
-    def attend(
-        self, v: Tensor, attention: Callable[[Tensor], Tensor], operator: Callable[[], AttentionOperator]
-    ) -> Tensor:
-        """u for the values v: `attention` is the library's own A·, `operator` makes A where it is asked for.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the attention's own forward: that one, watched."""
+        x = tokens_in(args, kwargs)
+        passes = self.stack.passes
+        again = passes.recompute_attention(x)
+        try:
+            return self._run(x, args, kwargs)
+        finally:
+            if again:
+                passes.leave()
 
-        v and u are (batch, heads, tokens, head_dim), v possibly of fewer heads.
-        """
-        mitigation, is_first = self.mitigation, self is self.stack.sites[0]
-        if mitigation is not None and mitigation.needs_first_values:
-            self._refuse_second_run(mitigation)
-        self.ran = True
+    def _run(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        now = self.now(x)
+        own = self._forward or partial(type(self.attention).forward, self.attention)
+        if self.mitigation is None and self.observer is None and self.number > 1:
+            now.attended += 1
+            return own(*args, **kwargs)
+        self.refuse_arguments(kwargs)
+        with Intercept(partial(self.attend, x), x, self.name):
+            output = own(*args, **kwargs)
+        return output if self._finishes_there else self._finish_output(output, now)
+
+    def _finish_output(self, output: Any, now: ForwardPass) -> Any:
+        y = self.finish(tokens_out(output), now)
+        return y if isinstance(output, Tensor) else (y, *output[1:])
+
+    def now(self, x: Tensor) -> ForwardPass:
+        """The forward pass that this attention, given x, is part of."""
+        passes = self.stack.passes
+        now = passes.current()
+        if now is None:  # the attention was called by itself
+            now = passes.enter(self.number, x)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not now.again and x is not now.x:
+            passes.remember(x, now)
+        return now
+
+    def refuse_arguments(self, kwargs: Mapping[str, Any]) -> None:
+        """Refuse what would be silently wrong, as told by the arguments of the attention."""
+
+    def attend(self, x: Tensor, product: Product) -> Tensor:
+        """u of this layer, mitigated and observed."""
+        now, mitigation = self.now(x), self.mitigation
+        needs_first = mitigation is not None and "first_values" in mitigation.requires
+        if mitigation is not None and (needs_first or "all_tokens" in mitigation.requires):
+            self._refuse_tokens(mitigation, product.v, now)
+        is_first = self.number == 1
+        v0: Any = None
+        if not is_first:
+            v0 = first_values(now, self.name) if needs_first else MISSING if now.v0 is None else now.v0
+        about = {"name": self.name, "x": x, "residual": now.x, "previous": now.previous}
+        call = AttentionCall(self.layer, v=product.v, v0=v0, own=product.own, **about, **product.about)
+        u, values = attend(call, mitigation, self.observer)
         if is_first:
-            self.stack.stream.keep(v)
-        if mitigation is None and self.observer is None:
-            return attention(v)
-        A = operator()
-        if mitigation is None:
-            u = attention(v)
-        else:
-            needs_first = mitigation.needs_first_values and not is_first
-            first = self.stack.stream.first_values(self.name) if needs_first else v
-            v = mitigation.values(v, first)
-            u = mitigation.output(attention(v), v, first, A)
-        if self.observer is not None:
-            self._seen = A, v, None if is_first else self.stack.stream.peek(), u
+            now.v0, now.with_grad = values, torch.is_grad_enabled()
+        now.attended += 1
+        now.call, now.previous = call, call.kept
         return u
 
-    def finish(self, y: Tensor) -> Tensor:
+    def finish(self, y: Tensor, now: ForwardPass) -> Tensor:
         """The branch's output, given what came out of W_proj."""
+        call, now.call = now.call, None
         mitigation = self.mitigation
+        if call is None or (mitigation is None and self.observer is None):
+            return y
         if mitigation is not None and mitigation.changes_features:
-            self._refuse_windows(mitigation, y)
-            assert self._entered is not None, "set as the attention was entered"
-            y, self._entered = mitigation.features(y, self._entered), None
-        if self.observer is not None and self._seen is not None:
-            (A, v, first, u), self._seen = self._seen, None
-            self.observer(AttentionRecord(operator=A, values=v, first_values=first, output=u, branch=y))
-        return y
+            self._refuse_windows(mitigation, y, now)
+        if torch.compiler.is_compiling():
+            return finish(y, call, mitigation, self.observer)
+        with torch._C.DisableTorchFunction():  # W_proj may stand where we still watch: what we do is no attention
+            return finish(y, call, mitigation, self.observer)
 
-    def enter_attention(self, _module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A forward pre-hook for libraries whose attention is a module: what enters the branch."""
-        mitigation = self.mitigation
-        if mitigation is not None and mitigation.changes_features:
-            self._entered = tokens_in(args, kwargs)
-
-    def finish_projection(self, _module: nn.Module, _args: Any, y: Tensor) -> Tensor:
-        """A forward hook for libraries whose W_proj is a module."""
-        return self.finish(y)
+    def _finish_projection(self, _module: nn.Module, _args: Any, y: Tensor) -> Tensor:
+        now = self.stack.passes.current()
+        return y if now is None else self.finish(y, now)
 
     def refuse_first_values(self) -> str | None:
         """Why v⁰ cannot be used here, if it cannot: windows that move, tokens that are merged."""
@@ -212,42 +254,48 @@ class PatchedSite(AttentionSite):
 
     def _refuse(self, mitigation: Mitigation) -> None:
         reasons = [
-            self.refuse_first_values() if mitigation.needs_first_values else None,
-            self.refuse_average() if averages(mitigation) else None,
+            self.refuse_first_values() if "first_values" in mitigation.requires else None,
+            self.refuse_average() if "all_tokens" in mitigation.requires else None,
         ]
         for reason in reasons:
             if reason is not None:
                 raise AcutanceError(f"{mitigation.spec} cannot be used in {self.name}: {reason}")
 
-    def _refuse_windows(self, mitigation: Mitigation, y: Tensor) -> None:
+    def _refuse_windows(self, mitigation: Mitigation, y: Tensor, now: ForwardPass) -> None:
         """A batch of another size than the block's is one of windows."""
-        if torch.compiler.is_compiling() or not averages(mitigation):
+        if torch.compiler.is_compiling() or "all_tokens" not in mitigation.requires or now.x is None:
             return
-        if y.ndim != 3 or self._batch not in (None, len(y)):
+        batch = len(self.tokens(now.x))
+        if y.ndim != 3 or batch != len(y):
             raise AcutanceError(
                 f"{mitigation.spec} averages over tokens, but W_proj of {self.name} sees {tuple(y.shape)} of a batch "
-                f"of {self._batch}: windows, or samples in one row. Use a mitigation without means, such as neutreno"
+                f"of {batch}: windows, or samples in one row. Use a mitigation without means, such as neutreno"
             )
 
-    def _refuse_second_run(self, mitigation: Mitigation) -> None:
-        """Layers that share a module have no first one to tell from the others."""
-        if torch.compiler.is_compiling() or in_backward() or not (self.stack.running and self.ran):
+    def _refuse_tokens(self, mitigation: Mitigation, v: Tensor, now: ForwardPass) -> None:
+        """Refuse v⁰ of other tokens than v's: a second run, merged tokens, windows cut in the block."""
+        if "first_values" in mitigation.requires and self.number <= now.attended and not now.again:
+            raise AcutanceError(
+                f"{self.name} ran more than once in a forward pass, so {mitigation.spec} cannot tell the first layer "
+                "from the others: it cannot be used where layers share a module. With activation checkpointing, put "
+                "torch.compile around it, not inside"
+            )
+        shape = now.shape
+        if shape is None or len(shape) < 3:
             return
-        raise AcutanceError(
-            f"{self.name} ran more than once in a forward pass, so {mitigation.spec} cannot tell the first layer "
-            "from the others: it cannot be used where layers share a module"
-        )
+        if v.shape[0] not in shape[: 2 if len(shape) == 3 else 1]:
+            raise ShapeError(
+                f"{self.name}: the block was given {tuple(shape)} and rearranges it for its attention into a batch of "
+                f"{v.shape[0]}, perhaps windows, so v⁰ or a mean may be of other tokens: {mitigation.spec} needs a "
+                "Library of its own for this model"
+            )
 
     def _enter_block(self, _block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        x = tokens_in(args, kwargs)
+        self.stack.passes.enter(self.number, tokens_in(args, kwargs))
+
+    def _leave_block(self, _block: nn.Module, _args: Any, _output: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._batch = len(self.tokens(x))
-        self.stack.stream.enter(self.stack.sites.index(self) + 1, x)
-
-
-def averages(mitigation: Mitigation) -> bool:
-    """Whether the mitigation, or a part of it, takes means over tokens."""
-    return any(isinstance(part, Mitigation) and part.averages_tokens for part in mitigation.modules())
+            self.stack.passes.leave()
 
 
 class _Forget:

@@ -8,15 +8,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError, SeveralStacksError
 from acutance.mitigations import Mitigation
 from acutance.models.block import Attention, Block
 from acutance.models.layers import LayerScale
 from acutance.models.stack import BlockStack
-from acutance.operator import AttentionRecord
 from acutance.sites.base import AttentionSite, Library, Undo
 from acutance.sites.blocks import modules_of
-from acutance.sites.linear import matrix_of
+from acutance.sites.projection import Projection, Projections
 
 
 class BlockSite(AttentionSite):
@@ -37,37 +37,27 @@ class BlockSite(AttentionSite):
         installed = self.attention.mitigation
         return None if type(installed) is Mitigation else installed
 
+    def projections(self) -> Projections:
+        """Rows of the joint projection; in symmetric attention the keys' are the queries' too."""
+        joint, dim = self.attention.value_projection, self.dim
+        start = 0 if self.attention.kernel == "symmetric" else dim
+        rows = slice(0, dim), slice(start, start + dim), slice(start + dim, start + 2 * dim)
+        q, k, v = (Projection(joint, one) for one in rows)
+        return Projections(q, k, v, Projection(self.attention.proj))
+
     def value_weight(self) -> Tensor:
-        """The last `dim` rows of the joint projection."""
+        """The last `dim` rows of the joint projection, or what a mitigation makes."""
         made = self.attention.mitigation.weights()
-        return matrix_of(self.attention.value_projection)[-self.dim :] if made is None else made[0]
+        return super().value_weight() if made is None else made[0]
 
     def projection_weight(self) -> Tensor:
-        """W_proj."""
+        """W_proj, or what a mitigation makes."""
         made = self.attention.mitigation.weights()
         if made is not None:
             return made[1]
         if getattr(self.attention.proj, "weight", self.attention.proj) is None:
             raise AcutanceError(f"{self.name}: another mitigation makes W_V and W_proj already: choose one of the two")
-        return matrix_of(self.attention.proj)
-
-    def query_weight(self) -> Tensor:
-        """The first `dim` rows of the joint projection; symmetric attention uses them for the keys too."""
-        return matrix_of(self.attention.value_projection)[: self.dim]
-
-    def key_weight(self) -> Tensor:
-        """The rows after the queries'; the same rows where attention is symmetric."""
-        start = 0 if self.attention.kernel == "symmetric" else self.dim
-        return matrix_of(self.attention.value_projection)[start : start + self.dim]
-
-    def value_bias(self) -> Tensor | None:
-        """The last `dim` entries of the joint bias."""
-        bias: Tensor | None = self.attention.value_projection.bias
-        return None if bias is None else bias[-self.dim :]
-
-    def projection_bias(self) -> Tensor | None:
-        """The bias of the output projection."""
-        return self.attention.proj.bias
+        return super().projection_weight()
 
     def pre_norm(self) -> nn.Module | None:
         """norm1, unless it stands after the residual sum."""
@@ -78,7 +68,7 @@ class BlockSite(AttentionSite):
         scale = self.block.ls1
         return scale.gamma if isinstance(scale, LayerScale) else None
 
-    def observe(self, fn: Callable[[AttentionRecord], None]) -> Undo:
+    def observe(self, fn: Callable[[AttentionCall], None]) -> Undo:
         """One observer at a time."""
         if self.attention.observer is not None:
             raise AcutanceError(f"{self.name} is being observed already: remove the other observer first")

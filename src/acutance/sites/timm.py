@@ -9,30 +9,26 @@ from typing import Any, cast
 from torch import nn
 
 from acutance.errors import NoSitesError
-from acutance.sites import timm_attention as kinds
 from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Library
 from acutance.sites.blocks import CONTAINERS, modules_of, places_of, repeated_blocks
 from acutance.sites.ends import final_norm, special_tokens
 from acutance.sites.patched import Stack, caller_of, known_sites
 from acutance.sites.timm_site import TimmSite
 
-SITES: dict[str, type[TimmSite]] = {
-    "timm.layers.attention.Attention": kinds.PlainSite,
-    "timm.layers.attention.AttentionRope": kinds.RotarySite,
-    "timm.models.eva.EvaAttention": kinds.RotarySite,
-    "timm.models.beit.Attention": kinds.BeitSite,
-    "timm.models.vision_transformer_relpos.RelPosAttention": kinds.RelativeSite,
-    "timm.models.swin_transformer.WindowAttention": kinds.WindowSite,
-    "timm.models.pvt_v2.Attention": kinds.PyramidSite,
-    "timm.models.cait.TalkingHeadAttn": kinds.TalkingSite,
+# Attentions whose layers are numbered and whose weights are read here, by the class that wrote their forward.
+KNOWN = {
+    *("timm.layers.attention.Attention", "timm.layers.attention.AttentionRope", "timm.models.eva.EvaAttention"),
+    *("timm.models.beit.Attention", "timm.models.vision_transformer_relpos.RelPosAttention"),
+    *("timm.models.swin_transformer.WindowAttention", "timm.models.pvt_v2.Attention"),
+    "timm.models.cait.TalkingHeadAttn",
 }
 
 
 @cache
-def _site_class(attention: Any) -> type[TimmSite] | None:
-    """By the class that wrote the module's forward: a subclass with one of its own is unknown."""
+def _is_known(attention: Any) -> bool:
+    """A subclass with a forward of its own is unknown."""
     cls = next(cls for cls in attention.__mro__ if "forward" in vars(cls))
-    return SITES.get(f"{cls.__module__}.{cls.__qualname__}")
+    return f"{cls.__module__}.{cls.__qualname__}" in KNOWN
 
 
 def _sites(model: nn.Module) -> list[AttentionSite]:
@@ -40,7 +36,7 @@ def _sites(model: nn.Module) -> list[AttentionSite]:
         return []
     modules = modules_of(model)
     classes: dict[str, Any] = {name: type(module) for name, module in modules.items()}
-    found = {name: kind for name, cls in classes.items() if (kind := _site_class(cls)) is not None}
+    found = [name for name, cls in classes.items() if _is_known(cls)]
     if not found:
         _refuse_unknown(model)
         return []
@@ -53,8 +49,8 @@ def _sites(model: nn.Module) -> list[AttentionSite]:
     blocks = {name: _block(model, name) for name in found}
     places = places_of(model, found)
     stack = Stack(caller_of(model, [place.stage for place in places.values()]))
-    for layer, (name, kind) in enumerate(found.items(), 1):
-        kind(stack, layer, name, blocks[name], attentions[name]).stage = places[name].stage
+    for layer, name in enumerate(found, 1):
+        TimmSite(stack, layer, name, blocks[name], attentions[name]).stage = places[name].stage
     return list(stack.sites)
 
 
@@ -74,7 +70,7 @@ def _refuse_unknown(model: nn.Module) -> None:
     names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in parts))
     raise NoSitesError(
         f"the attention of {type(model).__name__} is not known, if it has any ({names or 'no repeated blocks'}); of "
-        f"timm these are known: {', '.join(SITES)}. {TOKENS_REMAIN}"
+        f"timm these are known: {', '.join(sorted(KNOWN))}. {TOKENS_REMAIN}"
     )
 
 

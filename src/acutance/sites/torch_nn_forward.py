@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from acutance.errors import AcutanceError
-from acutance.operator import AttentionOperator
+from acutance.sites.intercept import Product
 
 if TYPE_CHECKING:
     from acutance.sites.torch_nn_site import MultiheadSite
@@ -41,8 +41,8 @@ def forward(
     is_batched = F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, mha.num_heads)
     padding = _as_bias("key_padding_mask", key_padding_mask, query.dtype, attn_mask)
     bias = _as_bias("attn_mask", attn_mask, query.dtype)
+    entered = query
     query, key, value = _tokens_first(mha, query, key, value)
-    site.enter(query.transpose(0, 1))
     tokens, batch, dim = query.shape
     q, k, v = (
         x.view(-1, batch * mha.num_heads, mha.head_dim).transpose(0, 1) for x in _project(mha, query, key, value)
@@ -54,17 +54,23 @@ def forward(
     dropout = mha.dropout if mha.training else 0.0
     weights = _weights(q, k, mask, dropout) if need_weights else None
 
-    def attention(values: Tensor) -> Tensor:
+    def own(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
+        asked, keys = q if other_q is None else other_q, k if other_k is None else other_k
+        given = mask if bias is None else bias if mask is None else mask + bias
+        changed = other_q is not None or other_k is not None or bias is not None
         if weights is not None:
-            return torch.bmm(weights, values.flatten(0, 1)).view(by_head)
-        u: Tensor = F.scaled_dot_product_attention(q, k, values, mask, dropout, causal)
+            A = _weights(asked, keys, given, dropout) if changed else weights
+            return torch.bmm(A, values.flatten(0, 1)).view(by_head)
+        if bias is not None and causal:
+            raise AcutanceError(f"{site.name}: a bias on the logits beside is_causal: pass the mask without the hint")
+        u: Tensor = F.scaled_dot_product_attention(asked, keys, values, given, dropout, causal)
         return u
 
-    site.check_tokens(v)
-    u = site.attend(v, attention, lambda: AttentionOperator(q, k, mask=mask, causal=causal))
+    about = {"q": q, "k": k, "mask": mask, "causal": causal, "dropout": 0.0 if weights is not None else dropout}
+    u = site.attend(entered, Product(v, own, lambda u: u, about))
     merged = u.permute(2, 0, 1, 3).reshape(tokens * batch, dim)
     y = F.linear(merged, mha.out_proj.weight, mha.out_proj.bias).view(tokens, batch, dim)
-    y = site.finish(y.transpose(0, 1))
+    y = site.finish(y.transpose(0, 1), site.now(entered))
     if weights is not None:
         weights = weights.view(batch, mha.num_heads, tokens, tokens)
         weights = weights.mean(dim=1) if average_attn_weights else weights

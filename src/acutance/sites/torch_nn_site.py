@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from acutance.errors import AcutanceError, ShapeError
+from acutance.errors import AcutanceError
 from acutance.sites.base import TOKENS_REMAIN
 from acutance.sites.blocks import name_one, path_of
-from acutance.sites.patched import PatchedSite, Stack, averages, tokens_in
+from acutance.sites.patched import PatchedSite, Stack, tokens_in
+from acutance.sites.projection import Projection, Projections
 from acutance.sites.torch_nn_forward import forward
 from acutance.sites.traced import Surroundings, is_norm, surroundings
 
@@ -40,32 +40,30 @@ class MultiheadSite(PatchedSite):
         self.kv_heads = self.heads
         self.stage = stage  # path of the container that holds the block
         self.encoder = encoder  # which would turn padded batches into nested tensors
-        self._came_in: torch.Size | None = None  # the shape of what entered the block
 
-    def query_weight(self) -> Tensor:
-        """W_Q, the first rows of the joint weight or a weight of its own."""
-        return self._projection("q_proj_weight", 0)
-
-    def key_weight(self) -> Tensor:
-        """W_K."""
-        return self._projection("k_proj_weight", 1)
+    def projections(self) -> Projections:
+        """Thirds of a joint weight, or three of their own; their biases are joint either way."""
+        separate = self.attention.in_proj_weight is None
+        rows = [slice(place * self.dim, (place + 1) * self.dim) for place in range(3)]
+        q, k, v = (
+            Projection(
+                self.attention,
+                None if separate else rows[place],
+                weight=f"{letter}_proj_weight" if separate else "in_proj_weight",
+                bias="in_proj_bias",
+                bias_rows=rows[place],
+            )
+            for place, letter in enumerate("qkv")
+        )
+        return Projections(q, k, v, Projection(self.attention.out_proj))
 
     def value_weight(self) -> Tensor:
-        """W_V."""
-        return self._projection("v_proj_weight", 2)
-
-    def value_bias(self) -> Tensor | None:
-        """The last third of the joint bias."""
-        bias = self.attention.in_proj_bias
-        return None if bias is None else bias[2 * self.dim :]
-
-    def projection_weight(self) -> Tensor:
-        """W_proj."""
-        return self.attention.out_proj.weight
-
-    def projection_bias(self) -> Tensor | None:
-        """The bias of the output projection."""
-        return self.attention.out_proj.bias
+        """W_V, which may read other channels than the residual stream's."""
+        weight = super().value_weight()
+        if weight.shape[1] != self.dim:
+            shape = tuple(weight.shape)
+            raise AcutanceError(f"{self.name}.v_proj_weight {shape} does not read the {self.dim} channels")
+        return weight
 
     @cached_property
     def surroundings(self) -> Surroundings | None:
@@ -109,8 +107,8 @@ class MultiheadSite(PatchedSite):
             )
         return batch_first != bool(swaps)
 
-    def divert(self) -> Callable[[], None]:
-        """Give the module a forward of ours; hooks on its block alone switch off the fast path of torch's layers."""
+    def route(self) -> Callable[[], None]:
+        """A forward of our own, where no mode can look; hooks on the block alone switch off torch's fast path."""
         attention = self.attention
         if type(attention).forward is not nn.MultiheadAttention.forward or "forward" in vars(attention):
             raise AcutanceError(f"{self.name} ({type(attention).__name__}) has a forward of its own, unknown to us")
@@ -122,8 +120,10 @@ class MultiheadSite(PatchedSite):
         nested = getattr(self.encoder, "use_nested_tensor", None)
         if self.encoder is not None:
             self.encoder.use_nested_tensor = False
-        attention.forward = partial(forward, self)  # type: ignore[method-assign]
-        return partial(_undivert, attention, self.encoder, nested)
+        return partial(_unroute, super().route(), self.encoder, nested)
+
+    def _run(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return forward(self, *args, **kwargs)
 
     def refuse_first_values(self) -> str | None:
         """Whether stages follow one another, on the same tokens, does not show in a model's structure."""
@@ -135,26 +135,6 @@ class MultiheadSite(PatchedSite):
             f"{name_one(stages[0])}"
         )
 
-    def check_tokens(self, v: Tensor) -> None:
-        """Refuse v⁰ of other tokens than v's, and means over part of them: merged tokens, windows cut in the block."""
-        mitigation, first, shape = self.mitigation, self.stack.stream.peek(), self._came_in
-        if mitigation is None:
-            return
-        needs_first = mitigation.needs_first_values
-        if needs_first and first is not None and self.layer > 1 and first.shape != v.shape:
-            raise ShapeError(
-                f"{self.name}: the values {tuple(v.shape)} are not of the shape of the first layer's "
-                f"{tuple(first.shape)}, so {mitigation.spec} cannot compare them: mitigate the layers of one stage"
-            )
-        if shape is None or len(shape) < 3 or not (needs_first or averages(mitigation)):
-            return
-        if v.shape[0] not in shape[: 2 if len(shape) == 3 else 1]:
-            raise ShapeError(
-                f"{self.name}: the block was given {tuple(shape)} and rearranges it for its attention into a batch of "
-                f"{v.shape[0]}, perhaps windows, so v⁰ or a mean may be of other tokens: {mitigation.spec} needs a "
-                "Library of its own for this model"
-            )
-
     def pass_through(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """Cross-attention in this forward pass: nothing of ours."""
         if self.mitigation is not None:
@@ -164,30 +144,17 @@ class MultiheadSite(PatchedSite):
                 f"which {self.mitigation.spec} is not made for: leave layer {self.layer} out, or pass one tensor as "
                 "both if it is self-attention"
             )
-        self.ran = True
+        self.now(args[0]).attended += 1
         return nn.MultiheadAttention.forward(self.attention, *args, **options)
-
-    def enter(self, x: Tensor) -> None:
-        """Keep what enters the branch, (batch, tokens, dim), for mitigations of the features."""
-        if self.mitigation is not None and self.mitigation.changes_features:
-            self._entered = x
-
-    def _projection(self, separate: str, index: int) -> Tensor:
-        joint = self.attention.in_proj_weight
-        weight: Tensor = getattr(self.attention, separate) if joint is None else joint[index * self.dim :][: self.dim]
-        if weight.shape[1] != self.dim:
-            raise AcutanceError(f"{self.name}.{separate} {tuple(weight.shape)} does not read the {self.dim} channels")
-        return weight
 
     def _enter_block(self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         x = tokens_in(args, kwargs)
         if x.is_nested:
             raise AcutanceError(f"the block of {self.name} was given a nested tensor: pass a padded one and a mask")
-        self._came_in = x.shape
         super()._enter_block(block, args, kwargs)
 
 
-def _undivert(attention: nn.Module, encoder: nn.TransformerEncoder | None, nested: bool | None) -> None:
-    vars(attention).pop("forward", None)
+def _unroute(unroute: Callable[[], None], encoder: nn.TransformerEncoder | None, nested: bool | None) -> None:
+    unroute()
     if encoder is not None and nested is not None:
         encoder.use_nested_tensor = nested

@@ -1,0 +1,77 @@
+"""Mitigations as numbers: what they do before and after attention, for a kernel and for plain torch alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from acutance.attention.call import AttentionCall
+
+
+@dataclass(frozen=True)
+class Program:
+    """u = (1 + ω) A w − ω U w + λ (v⁰ − w) with w = v + ρ (v⁰ − v); U averages over all that a token sees.
+
+    As it is made it is attention alone. Each method takes one mitigation more into account, after those before. The
+    numbers are raw parameters: a kernel expands them, so that no small operation is launched per layer.
+    """
+
+    strength: Tensor | float = 0.0  # λ, the same for all heads or one each
+    gain: Tensor | None = None  # ω, one per head; None is 0
+    residual: Tensor | float = 0.0  # ρ, the same for all heads of the values or one each
+    detach: bool = False  # whether the gradient stops at v⁰
+
+    def corrected(self, strength: Tensor | float, *, detach: bool = False) -> Program | None:
+        """u + λ (v⁰ − w); None where v⁰ would be needed both with and without its gradient."""
+        if self.uses_first_values and detach != self.detach:
+            return None
+        return replace(self, strength=strength if _is_zero(self.strength) else self.strength + strength, detach=detach)
+
+    def sharpened(self, gain: Tensor) -> Program:
+        """(1 + ω) u − ω U w, for the u so far, its correction included."""
+        strength = self.strength if _is_zero(self.strength) else (1 + gain) * self.strength
+        return replace(self, gain=gain if self.gain is None else gain + self.gain + gain * self.gain, strength=strength)
+
+    def mixed(self, residual: Tensor | float, *, detach: bool = False) -> Program | None:
+        """w + ρ (v⁰ − w), for the w so far."""
+        if self.uses_first_values and detach != self.detach:
+            return None
+        both = residual if _is_zero(self.residual) else 1 - (1 - self.residual) * (1 - residual)
+        return replace(self, residual=both, detach=detach)
+
+    @property
+    def uses_first_values(self) -> bool:
+        """Whether v⁰ occurs in it."""
+        return not (_is_zero(self.strength) and _is_zero(self.residual))
+
+    def values(self, v: Tensor, call: AttentionCall) -> Tensor:
+        """w, in plain torch."""
+        if _is_zero(self.residual) or call.v0 is None:
+            return v
+        return v + _by_head(self.residual, v) * (self._first(call) - v)
+
+    def output(self, u: Tensor, w: Tensor, call: AttentionCall) -> Tensor:
+        """All after attention, in plain torch, given u = A w."""
+        if self.gain is not None:
+            gain = _by_head(self.gain, u)
+            u = (1 + gain) * u - gain * call.visible_mean(w)
+        if _is_zero(self.strength) or call.v0 is None:
+            return u
+        first = call.rows(self._first(call), u)
+        return u + _by_head(self.strength, u) * (first - call.rows(w, u))
+
+    def _first(self, call: AttentionCall) -> Tensor:
+        assert call.v0 is not None, "asked before"
+        return call.v0.detach() if self.detach else call.v0
+
+
+def _by_head(number: Tensor | float, x: Tensor) -> Tensor | float:
+    """Against (heads, tokens, head_dim)."""
+    return number.to(x.dtype)[:, None, None] if isinstance(number, Tensor) else number
+
+
+def _is_zero(number: Tensor | float) -> bool:
+    return not isinstance(number, Tensor) and number == 0

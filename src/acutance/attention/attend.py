@@ -1,0 +1,82 @@
+"""The one way through attention: a fused kernel, or the model's own product with the mitigation's hooks around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from acutance.attention.affine import Program
+from acutance.attention.call import AttentionCall
+from acutance.kernels import packed
+
+if TYPE_CHECKING:
+    from acutance.mitigations.base import Mitigation
+
+Observer = Callable[[AttentionCall], None]
+
+
+def attend(
+    call: AttentionCall, mitigation: Mitigation | None = None, observer: Observer | None = None
+) -> tuple[Tensor, Tensor]:
+    """u, and the values that later layers get as v⁰.
+
+    u is laid out as the model's own product would have returned it.
+    """
+    if mitigation is not None:
+        mitigation.check(call)
+    if observer is None and call.packed is not None:
+        fused = _in_one_kernel(call, mitigation)
+        if fused is not None:
+            return fused
+    if mitigation is None:
+        w, u = call.v, call.own(call.v)
+    else:
+        w = mitigation.values(call.v, call)
+        u = mitigation.output(_product(call, w, mitigation), w, call)
+    if observer is not None:
+        call.values, call.output = w, u
+    return u, call.v
+
+
+def finish(y: Tensor, call: AttentionCall, mitigation: Mitigation | None, observer: Observer | None) -> Tensor:
+    """The branch's output, given what came out of W_proj."""
+    if mitigation is not None:
+        y = mitigation.features(y, call)
+    if observer is not None:
+        call.branch = y
+        observer(call)
+    return y
+
+
+def _product(call: AttentionCall, w: Tensor, mitigation: Mitigation) -> Tensor:
+    if not mitigation.changes_scores:
+        return call.own(w)
+    q, k, bias = mitigation.scores(call.q, call.k, call)
+    return call.own(w, None if q is call.q else q, None if k is call.k else k, bias)
+
+
+def _in_one_kernel(call: AttentionCall, mitigation: Mitigation | None) -> tuple[Tensor, Tensor] | None:
+    """The same by one kernel; None where there is none for it."""
+    qkv, heads = call.packed, call.v.shape[1]
+    assert qkv is not None, "asked before"
+    if call.dropout > 0 or call.kernel != "softmax" or not packed.is_available(qkv, heads):
+        return None
+    program = Program() if mitigation is None else mitigation.program(Program(), call)
+    if program is None:
+        return None
+    scale = call.v.shape[-1] ** -0.5 if call.scale is None else call.scale
+    contrast = None if program.gain is None else 1 + program.gain
+    if call.v0 is None:
+        merged, values = packed.first_attention(qkv, heads, scale, call.causal, contrast)
+        return _by_head(merged, heads), _by_head(values, heads)
+    first = call.v0.transpose(1, 2).flatten(2) if program.uses_first_values else None
+    first = first.detach() if first is not None and program.detach else first
+    merged = packed.attention(qkv, heads, scale, first, program.strength, call.causal, contrast, program.residual)
+    return _by_head(merged, heads), call.v
+
+
+def _by_head(merged: Tensor, heads: int) -> Tensor:
+    split: Tensor = merged.unflatten(-1, (heads, -1))
+    return split.transpose(1, 2)

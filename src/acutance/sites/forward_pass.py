@@ -1,0 +1,191 @@
+"""What one forward pass of a stack of layers knows: above all v⁰, which blocks of other libraries do not pass on.
+
+State belongs to a pass and to its thread, never to a model. Two things could make v⁰ silently wrong, and are excluded
+here: values of another forward pass, and a gradient that does not reach the first layer. Checkpointing runs a block
+again during the backward pass, perhaps after other forward passes: the memory of the block's input, or of its
+attention's, tells which forward pass it belongs to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from acutance.attention import AttentionCall
+from acutance.errors import AcutanceError
+
+CHECKPOINT_ADVICE = (
+    "v⁰, the first layer's values, did not come through this activation checkpointing, so gradients would be wrong: "
+    "use the non-reentrant kind (use_reentrant=False) around whole blocks whose first argument is the tokens, and "
+    "torch.compile around it, not inside"
+)
+
+
+class ForwardPass:
+    """One forward pass of the layers that share a v⁰, or the part of one that checkpointing runs again."""
+
+    __slots__ = (
+        "again",
+        "attended",
+        "call",
+        "entered",
+        "graph",
+        "is_whole",
+        "last",
+        "lost",
+        "outer",
+        "previous",
+        "shape",
+        "v0",
+        "with_grad",
+        "x",
+    )
+
+    def __init__(self, graph: int, outer: ForwardPass | None, v0: Tensor | None = None, again: bool = False) -> None:
+        self.v0 = v0
+        self.graph = graph  # the backward pass it runs in, −1 for none
+        self.outer = outer  # what was under way before
+        self.again = again  # whether it is a recomputation
+        self.is_whole = False  # whether it has an end; blocks that are called one by one have none
+        self.entered = self.attended = 0  # how many blocks ran, and how many of them reached `attend`
+        self.last = 0  # the block that was entered last, from 1
+        self.x: Tensor | None = None  # what entered it
+        self.shape: torch.Size | None = None
+        self.with_grad = True  # whether gradients were on in the block before
+        self.lost = False  # whether v⁰ came out of blocks without its gradient
+        self.call: AttentionCall | None = None  # until its W_proj has run
+        self.previous: Any = None  # what the layer before kept
+
+
+class _Local(threading.local):  # not a ContextVar, which Dynamo cannot trace
+    def __init__(self) -> None:
+        self.passes: dict[int, ForwardPass | None] = {}
+        self.recomputed: dict[int, ForwardPass] = {}  # the last one that checkpointing ran again
+
+
+_LOCAL = _Local()
+_KEYS = itertools.count()
+
+
+class Passes:
+    """The forward passes of one stack: which is under way in this thread, and which a recomputation belongs to."""
+
+    def __init__(self) -> None:
+        self.key = next(_KEYS)
+        self._lock = threading.Lock()
+        # By the memory of an input: its pass; None where it was the input in several, as a frozen embedding may be.
+        self._by_input: dict[int, tuple[StorageWeakRef, ForwardPass | None]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
+        return Passes()  # a copied model has no forward pass under way
+
+    def __reduce__(self) -> tuple[type[Passes], tuple[()]]:
+        return Passes, ()
+
+    def current(self) -> ForwardPass | None:
+        """The one under way in this thread."""
+        return _LOCAL.passes.get(self.key)
+
+    def begin(self, *, whole: bool = False) -> ForwardPass:
+        """A forward pass starts, of the whole stack or of blocks that somebody calls one by one."""
+        before = self.current()
+        started = ForwardPass(_graph(), before if whole or before is None else before.outer)
+        started.is_whole = whole
+        _LOCAL.passes[self.key] = started
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self._forget_finished()
+        return started
+
+    def end(self) -> ForwardPass | None:
+        """It has ended, v⁰ does not outlive it; what was under way before goes on."""
+        ended = self.current()
+        _LOCAL.passes[self.key] = None if ended is None else ended.outer
+        return ended
+
+    def enter(self, block: int, x: Tensor) -> ForwardPass:
+        """Block number `block`, from 1, is about to run on x."""
+        now = self.current()
+        if torch.compiler.is_compiling():
+            now = self.begin() if now is None else now
+        elif _graph() != -1 and (now is None or now.graph != _graph()):
+            now = self._recompute(block, x)
+        elif now is None or now.graph != _graph() or (block == 1 and not now.is_whole and not now.again):
+            now = self.begin()
+        elif torch.is_grad_enabled():
+            # Re-entrant checkpointing of the blocks before: they ran without gradients, and yet x has one.
+            now.lost |= not now.with_grad and x.requires_grad
+            self.remember(x, now)
+        now.entered += 1
+        now.with_grad = torch.is_grad_enabled()
+        now.last, now.x, now.shape = block, x, x.shape
+        return now
+
+    def leave(self) -> None:
+        """A block has run, or was stopped: after a recomputation, what was under way before goes on."""
+        now = self.current()
+        if now is not None and now.again:
+            _LOCAL.recomputed[self.key] = now
+            _LOCAL.passes[self.key] = now.outer
+
+    def recompute_attention(self, x: Tensor) -> bool:
+        """Whether attention alone is run again on x; then its pass is the current one until `leave`."""
+        now = self.current()
+        if torch.compiler.is_compiling() or _graph() == -1 or (now is not None and now.graph == _graph()):
+            return False
+        found = self._pass_of(x)
+        self._again(found)
+        return True
+
+    def remember(self, x: Tensor, now: ForwardPass) -> None:
+        """x belongs to this pass, and to no other: a mask that is reused says nothing."""
+        storage = x.untyped_storage()
+        with self._lock:
+            _, known = self._by_input.get(storage._cdata, (None, now))
+            self._by_input[storage._cdata] = StorageWeakRef(storage), now if known is now else None
+
+    def _recompute(self, block: int, x: Tensor) -> ForwardPass:
+        """The first block makes v⁰ anew; the second of a checkpointed segment goes on with what the one before had."""
+        if block == 1:
+            return self._again(None)
+        found, before = self._pass_of(x), _LOCAL.recomputed.get(self.key)
+        if found is None and before is not None and before.graph == _graph() and before.last == block - 1:
+            found = before
+        return self._again(found)
+
+    def _again(self, found: ForwardPass | None) -> ForwardPass:
+        again = ForwardPass(_graph(), self.current(), None if found is None else found.v0, again=True)
+        again.lost = found is not None and found.lost
+        again.last = 0 if found is None else found.last
+        _LOCAL.passes[self.key] = again
+        return again
+
+    def _pass_of(self, x: Tensor) -> ForwardPass | None:
+        return self._by_input.get(x.untyped_storage()._cdata, (None, None))[1]
+
+    def _forget_finished(self) -> None:
+        """Drop passes whose inputs are gone; the weak reference keeps an address from being used twice before."""
+        with self._lock:
+            self._by_input = {key: entry for key, entry in self._by_input.items() if not entry[0].expired()}
+
+
+def first_values(now: ForwardPass, name: str) -> Tensor:
+    """v⁰ for the attention called `name`, which cannot do without."""
+    if now.lost or (now.v0 is None and now.again):
+        raise AcutanceError(CHECKPOINT_ADVICE)
+    if now.v0 is None:
+        raise AcutanceError(
+            f"{name} needs v⁰, but the first layer has not run before it in this forward pass. Layers that are "
+            "dropped at random, or blocks called one by one, cannot be used with this mitigation. With activation "
+            "checkpointing, put torch.compile around it, not inside"
+        )
+    return now.v0
+
+
+def _graph() -> int:
+    """The backward pass under way in this thread, as where checkpointing runs a block again; −1 for none."""
+    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()

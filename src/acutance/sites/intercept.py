@@ -1,0 +1,420 @@
+"""Any model's attention, seen as it runs: `scaled_dot_product_attention`, or a softmax and the product after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from acutance.errors import AcutanceError
+from acutance.kernels.heads import repeat_heads
+
+# Tuples: Dynamo of torch 2.6 cannot look a function up in a set.
+SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
+PRODUCT = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
+CASTS = (Tensor.to, Tensor.type_as, Tensor.type, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double)
+SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__iadd__, Tensor.add_)
+FACTORS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, Tensor.mul_)
+QUOTIENTS = (torch.div, Tensor.div, Tensor.__truediv__, Tensor.__itruediv__, Tensor.div_)
+FILLS = (torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_)
+# What leaves the rows of a softmax what they are.
+CARRY = (
+    *(F.dropout, *CASTS),
+    *(Tensor.view, Tensor.reshape, Tensor.contiguous, Tensor.__getitem__, torch.reshape, Tensor.flatten),
+    *(Tensor.unflatten, Tensor.squeeze, Tensor.unsqueeze, Tensor.masked_fill, torch.nan_to_num, Tensor.nan_to_num),
+)
+# How heads that queries share are repeated: by one function, or as a view of one more axis that is then merged.
+REPEAT = (torch.repeat_interleave, Tensor.repeat_interleave, Tensor.expand, Tensor.reshape)
+TRANSPOSE = (Tensor.transpose, torch.transpose)
+SINKS = "its tokens may attend to nothing (sinks), so A's rows do not sum to one"
+MIXED = "it mixes its heads before or after the softmax, so there is no attention operator per head"
+
+
+class Product(NamedTuple):
+    """One product A v as the model is about to compute it; v and u are (batch, heads, tokens, width)."""
+
+    v: Tensor  # possibly of fewer heads
+    own: Callable[..., Tensor]  # the model's own product
+    back: Callable[[Tensor], Tensor]  # u as the model expects it
+    about: dict[str, Any]  # what an `AttentionCall` takes beside these
+
+
+class _Scores(NamedTuple):
+    """Products q kᵀ on their way to a softmax: c·tanh(s q kᵀ/c) + mask, as far as it has come."""
+
+    logits: Tensor
+    q: Tensor
+    k: Tensor
+    scale: float = 1.0
+    softcap: float | None = None  # 0.0 between tanh and its factor
+    mask: Tensor | None = None
+
+    def after(self, func: Any, out: Tensor, args: Any) -> _Scores | None:
+        """What one more operation makes of them; None where it cannot be said."""
+        now = self._replace(logits=out)
+        if func in CASTS:
+            return now
+        if func is torch.tanh or func is Tensor.tanh:
+            return now._replace(softcap=0.0) if self.softcap is None and self.mask is None else None
+        if len(args) < 2:
+            return None
+        number, other = args[1], args[1]
+        if func in FILLS:
+            return now._replace(mask=_filled(self.mask, other, args[2], out)) if self.softcap != 0.0 else None
+        if func in SUMS and isinstance(other, Tensor):
+            return now._replace(mask=other if self.mask is None else self.mask + other) if self.softcap != 0.0 else None
+        if not isinstance(number, (int, float)) or self.mask is not None:
+            return None
+        factor = 1 / number if func in QUOTIENTS else float(number) if func in FACTORS else None
+        if factor is None:
+            return None
+        if self.softcap == 0.0:
+            return now._replace(softcap=factor, scale=self.scale * factor)
+        return now._replace(scale=self.scale * factor) if self.softcap is None else None
+
+
+class _Map(NamedTuple):
+    """A softmax's output, or what became of it."""
+
+    weights: Tensor
+    logits: Tensor
+    is_mixed: bool
+    dropout: float
+    scores: _Scores | None = None  # where the logits are made of q and k in a way that can be said
+
+
+class Intercept(TorchFunctionMode):
+    """Hands the attention that runs inside to `attend`. One object per call, so threads share none.
+
+    Args:
+        attend: what is given the product and returns u.
+        x: the tokens that enter the attention: their number tells heads that were folded into the batch.
+        name: for error messages.
+    """
+
+    def __init__(self, attend: Callable[[Product], Tensor], x: Tensor, name: str) -> None:
+        super().__init__()
+        self.attend, self.x, self.name = attend, x, name
+        self.maps: list[_Map] = []
+        self.repeated: list[tuple[Tensor, Tensor]] = []  # and what was repeated, its heads first after the batch
+        self.scores: _Scores | None = None
+        self.products = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at one operation."""
+        kwargs = kwargs or {}
+        if func is Tensor.unflatten:  # a method in Python, whose super() Dynamo does not trace here
+            func = torch.unflatten
+        if func is F.scaled_dot_product_attention:
+            return self._attend(self._grouped(_sdpa(self.x, *args, **kwargs)))
+        if self.maps:
+            found = self._of_maps(func, args, kwargs)
+            if found is not None:
+                return found
+        out = func(*args, **kwargs)
+        if func in SOFTMAX and _over_last_axis(out, *args, **kwargs):
+            known = self.scores if self.scores is not None and self.scores.logits is args[0] else None
+            self.maps.append(_Map(out, args[0], False, 0.0, known))
+        elif func in REPEAT:
+            self._note_repetition(out, args[0])
+        elif func in PRODUCT:
+            self.scores = _Scores(out, args[0], self._source(args[1]).transpose(-2, -1)) if out.ndim > 2 else None
+        elif func in TRANSPOSE and self.repeated and (source := self._source(args[0])) is not args[0]:
+            self.repeated.append((out, func(source, *args[1:], **kwargs)))
+        elif self.scores is not None and isinstance(out, Tensor) and args and args[0] is self.scores.logits:
+            self.scores = self.scores.after(func, out, args)
+        elif func is torch.einsum:
+            self.scores = _scores_of(out, *args)
+        return out
+
+    def _note_repetition(self, out: Tensor, x: Tensor) -> None:
+        """Of (batch, key heads, tokens, width), or with one more axis behind the heads."""
+        if x.ndim == 4 == out.ndim and x.shape[1] < out.shape[1] and x.shape[2:] == out.shape[2:]:
+            self.repeated.append((out, x))
+        elif x.ndim == 5 == out.ndim and x.shape[2] == 1 < out.shape[2]:
+            self.repeated.append((out, x[:, :, 0]))
+        elif x.ndim == 5 and out.ndim == 4 and (source := self._source(x)) is not x:
+            self.repeated.append((out, source))
+
+    def _source(self, x: Tensor) -> Tensor:
+        for out, source in self.repeated:
+            if out is x:
+                return source
+        return x
+
+    def _grouped(self, product: Product) -> Product:
+        """With the heads of keys and values as they were before they were repeated for the queries."""
+        if not self.repeated:
+            return product
+        v, about = self._source(product.v), dict(product.about)
+        if "k" in about:
+            about["k"] = self._source(about["k"])
+        heads, whole, own = product.v.shape[1], product.v, product.own
+
+        def repeat(values: Tensor, *changed: Any) -> Tensor:
+            return own(whole if values is v else repeat_heads(values, heads), *changed)
+
+        return product if v is whole else Product(v, repeat, product.back, about)
+
+    def _of_maps(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What becomes of a softmax; None where the operation has none."""
+        if func is torch.einsum:
+            return self._einsum(args)
+        known = self._known(args[0]) if args else None
+        is_left = known is not None
+        if known is None and len(args) > 1:
+            known = self._known(args[1])
+        if known is None:
+            return None
+        if is_left and func in PRODUCT and args[1].ndim > 2 and args[1].shape[-2] == known.weights.shape[-1]:
+            return self._attend(self._grouped(_matmul(self.x, known, func, args[1])))
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and out.numel() >= known.weights.numel() // 2:
+            drops = func is F.dropout and kwargs.get("training", args[2] if len(args) > 2 else True)
+            rate = float(kwargs.get("p", args[1] if len(args) > 1 else 0.5)) if drops else known.dropout
+            self.maps.append(_Map(out, known.logits, known.is_mixed or func not in CARRY, rate, known.scores))
+        return out
+
+    def _einsum(self, args: Any) -> Any:
+        equation, *operands = args
+        operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+        for place, operand in enumerate(operands):
+            known = self._known(operand) if len(operands) == 2 else None
+            if known is None:
+                continue
+            labels = _labels(equation)
+            if labels is not None and _contracts(labels, place):
+                return self._attend(_einsum(known, labels, place, operands[1 - place]))
+            out = torch.einsum(equation, *operands)
+            self.maps.append(_Map(out, known.logits, True, known.dropout, None))
+            return out
+        return None
+
+    def _known(self, tensor: Any) -> _Map | None:
+        for known in self.maps:
+            if known.weights is tensor:
+                return known
+        return None
+
+    def _attend(self, product: Product) -> Tensor:
+        self.products += 1
+        if self.products > 1:
+            raise AcutanceError(
+                f"{self.name} runs several attention products in one forward pass (in chunks, or to other tokens too), "
+                "so which is its self-attention is not clear"
+            )
+        self.maps, self.repeated = [], []  # nothing is held longer than the model does
+        return product.back(self.attend(product))
+
+
+def _filled(mask: Tensor | None, hidden: Tensor, number: Any, like: Tensor) -> Tensor:
+    """One more mask, which puts a number where it is True."""
+    bias = torch.zeros_like(hidden, dtype=like.dtype).masked_fill(hidden, number)
+    return bias if mask is None else mask + bias
+
+
+def _over_last_axis(out: Tensor, _x: Any, dim: Any = None, *_rest: Any, **options: Any) -> bool:
+    dim = options.get("dim", dim)
+    return out.ndim > 2 and dim in (-1, out.ndim - 1)
+
+
+def _sdpa(
+    x: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Product:
+    options: dict[str, Any] = {} if scale is None else {"scale": scale}
+    if enable_gqa:
+        options["enable_gqa"] = True
+    q, split, join = _four_axes(query, x)
+    k, v = split(key), split(value)
+    mask = attn_mask
+
+    def own(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
+        given = mask if bias is None else _with_bias(mask, bias, q, k, is_causal)
+        asked = query if other_q is None else join(other_q)
+        keys = key if other_k is None else join(other_k)
+        causal = is_causal and bias is None
+        u = F.scaled_dot_product_attention(asked, keys, join(values), given, dropout_p, causal, **options)
+        return split(u)
+
+    about: dict[str, Any] = {"q": q, "k": k, "scale": scale, "dropout": dropout_p}
+    if is_causal and q.shape[-2] != k.shape[-2]:  # torch counts from the first key, the operator from the last
+        rows, keys = (torch.arange(tokens.shape[-2], device=q.device) for tokens in (q, k))
+        about["mask"] = (keys <= rows[:, None])[None, None]
+    else:
+        about |= {"causal": is_causal, "mask": None if mask is None else _mask(mask, query, split)}
+    return Product(v, own, join, about)
+
+
+def _mask(mask: Tensor, query: Tensor, split: Callable[[Tensor], Tensor]) -> Tensor:
+    """With four axes; of two it would pass for one of keys."""
+    if query.ndim == 4 or mask.ndim < 3:
+        return mask[(None,) * (4 - mask.ndim)] if mask.ndim < 4 else mask
+    return split(mask) if mask.shape[0] == query.shape[0] else mask[:, None]
+
+
+def _with_bias(mask: Tensor | None, bias: Tensor, q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    if causal:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, -torch.inf)
+    return mask + bias
+
+
+def _matmul(x: Tensor, known: _Map, func: Any, value: Tensor) -> Product:
+    weights = known.weights
+    A, split, join = _four_axes(weights, x)
+
+    def own(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
+        return split(func(_reweighted(known, split, join, other_q, other_k, bias), join(values)))
+
+    return Product(split(value), own, join, _about(known, A, split))
+
+
+def _einsum(known: _Map, labels: tuple[str, str, str], place: int, value: Tensor) -> Product:
+    """Whatever the layout: the equation says which axis is which."""
+    mine, other, out = labels[place], labels[1 - place], labels[2]
+    batch, rows, keys = mine[:-2], mine[-2], mine[-1]
+    (width,) = set(other) - set(mine)
+    canonical = "".join(batch) + keys + width
+    back = "".join(batch) + rows + width
+
+    def split(values: Tensor) -> Tensor:
+        return _padded(values.permute([other.index(label) for label in canonical]))
+
+    def join(u: Tensor) -> Tensor:
+        return u.reshape(u.shape[4 - len(back) :]).permute([back.index(label) for label in out])
+
+    def four(weights: Tensor) -> Tensor:
+        return _padded(weights)
+
+    def own(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
+        weights = _reweighted(known, four, lambda w: w.reshape(known.weights.shape), other_q, other_k, bias)
+        values = values.reshape(values.shape[4 - len(canonical) :])
+        u = torch.einsum(f"{mine},{canonical}->{back}", weights, values)
+        return _padded(u)
+
+    return Product(split(value), own, join, _about(known, four(known.weights), four))
+
+
+def _about(known: _Map, A: Tensor, split: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    refusal = MIXED if known.is_mixed else SINKS if known.logits.shape[-1] != known.weights.shape[-1] else None
+    logits = known.logits if refusal is not SINKS else None
+    if logits is not None and logits.shape != known.weights.shape:
+        logits = logits.reshape(known.weights.shape)
+    about: dict[str, Any] = {"weights": A, "dropout": known.dropout, "refusal": refusal}
+    scores = known.scores
+    if (
+        refusal is None
+        and logits is not None
+        and scores is not None
+        and scores.softcap != 0.0
+        and scores.q.shape[:-2] == logits.shape[:-2]
+    ):
+        about |= {"q": split(scores.q), "k": split(scores.k), "scale": scores.scale, "softcap": scores.softcap}
+        about["mask"] = None if scores.mask is None else _mask(scores.mask, logits, split)
+    return about | {"logits": None if logits is None else split(logits)}
+
+
+def _reweighted(
+    known: _Map,
+    split: Callable[[Tensor], Tensor],
+    join: Callable[[Tensor], Tensor],
+    q: Any,
+    k: Any,
+    bias: Tensor | None,
+) -> Tensor:
+    if q is not None or k is not None:
+        raise AcutanceError(
+            "this model wrote its softmax out, and only its logits are known: q and k cannot be changed"
+        )
+    if bias is None:
+        return known.weights
+    if known.is_mixed or known.dropout > 0 or known.logits.shape != known.weights.shape:
+        raise AcutanceError("a bias on logits needs a softmax whose output is used as it is, without dropout or sinks")
+    return join((split(known.logits) + bias).softmax(-1).to(known.weights.dtype))
+
+
+def _four_axes(like: Tensor, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """A tensor (…, tokens, any) with four axes, how to bring others like it to them, and how to bring them back.
+
+    Heads that were folded into the batch stand sample by sample, as everybody writes it.
+    """
+    if like.ndim == 4:
+        return like, _same, _same
+    if like.ndim > 4:
+        lead = like.shape[:-3]
+        return like.flatten(0, -4), lambda t: t.flatten(0, -4), lambda t: t.unflatten(0, lead)
+    batch = _batch_of(x, like.shape[-2])
+    if batch is None or like.shape[0] % batch:
+        batch = like.shape[0]
+    return like.unflatten(0, (batch, -1)), lambda t: t.unflatten(0, (batch, -1)), lambda t: t.flatten(0, 1)
+
+
+def _batch_of(x: Tensor, queries: int) -> int | None:
+    if x.ndim == 3 and x.shape[1] != queries and x.shape[0] == queries:  # tokens first
+        return x.shape[1]
+    return x.shape[0] if x.ndim > 2 else None
+
+
+def _padded(t: Tensor) -> Tensor:
+    return t[(None,) * (4 - t.ndim)] if t.ndim < 4 else t
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+def _scores_of(out: Tensor, equation: Any, *operands: Any) -> _Scores | None:
+    """Of an equation such as bhid,bhjd->bhij, or with the axes in another order."""
+    labels = _labels(equation)
+    if labels is None or len(operands) != 2 or out.ndim < 3:
+        return None
+    one, other, made = labels
+    batch, rows, keys = made[:-2], made[-2], made[-1]
+    summed = set(one) & set(other) - set(made)
+    if len(summed) != 1 or set(one) != {*batch, rows, *summed} or set(other) != {*batch, keys, *summed}:
+        return None
+    width = next(iter(summed))
+    q = operands[0].permute([one.index(label) for label in (*batch, rows, width)])
+    return _Scores(out, q, operands[1].permute([other.index(label) for label in (*batch, keys, width)]))
+
+
+def _labels(equation: Any) -> tuple[str, str, str] | None:
+    """The labels of both operands and of what comes out, where an equation names all of them."""
+    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+        return None
+    left, _, out = equation.replace(" ", "").partition("->")
+    operands = left.split(",")
+    return (operands[0], operands[1], out) if len(operands) == 2 else None
+
+
+def _contracts(labels: tuple[str, str, str], place: int) -> bool:
+    """Whether the keys of the map at that place are summed over, and every other axis of it stays."""
+    mine, other, out = labels[place], labels[1 - place], labels[2]
+    batch, rows, keys = mine[:-2], mine[-2], mine[-1]
+    new = set(other) - set(mine)
+    return (
+        keys in other
+        and keys not in out
+        and rows in out
+        and rows not in other
+        and len(new) == 1
+        and new <= set(out)
+        and set(batch) <= set(other)
+        and set(batch) <= set(out)
+        and len(mine) <= 4
+    )

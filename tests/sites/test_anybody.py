@@ -1,0 +1,258 @@
+"""Models of no known library: hand-written attention in its usual forms, by interception."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import acutance as ac
+from acutance import sites
+from acutance.errors import AcutanceError
+
+DIM, HEADS, DEPTH, WORDS = 16, 4, 3, 23
+STRENGTH = 0.6
+
+
+def split(x, heads=HEADS):
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge(u):
+    return u.transpose(1, 2).flatten(2)
+
+
+def mask_of(n):
+    return torch.ones(n, n, dtype=torch.bool).tril()
+
+
+def by_sdpa(q, k, v):
+    return merge(F.scaled_dot_product_attention(split(q), split(k), split(v), is_causal=True))
+
+
+def logits_of(q, k):
+    logits = (split(q) @ split(k).transpose(-2, -1)) * (1.0 / (DIM // HEADS) ** 0.5)
+    return logits.masked_fill(~mask_of(q.shape[1]), float("-inf"))
+
+
+def by_matmul(q, k, v):
+    return merge(F.dropout(F.softmax(logits_of(q, k), dim=-1), 0.0) @ split(v))
+
+
+def by_bmm(q, k, v):
+    """Heads folded into the batch."""
+    q, k, v = (split(x).flatten(0, 1) for x in (q, k, v))
+    logits = torch.bmm(q, k.transpose(1, 2)) / (DIM // HEADS) ** 0.5
+    logits = logits + torch.zeros(logits.shape[1:], dtype=q.dtype).masked_fill(~mask_of(q.shape[1]), float("-inf"))
+    return merge(torch.bmm(logits.softmax(-1), v).unflatten(0, (-1, HEADS)))
+
+
+def by_einsum(q, k, v):
+    q, k, v = (x.unflatten(-1, (HEADS, -1)) for x in (q, k, v))
+    logits = torch.einsum("bihd,bjhd->bhij", q, k) / (DIM // HEADS) ** 0.5
+    logits = logits.masked_fill(~mask_of(q.shape[1]), torch.finfo(q.dtype).min)
+    return torch.einsum("bhij,bjhd->bihd", logits.softmax(dim=-1), v).flatten(2)
+
+
+FORMS = {"sdpa": by_sdpa, "matmul": by_matmul, "bmm": by_bmm, "einsum": by_einsum}
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.n_head, self.form = HEADS, form
+        self.c_attn, self.c_proj = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        return self.c_proj(self.form(*self.c_attn(x).chunk(3, dim=-1)))
+
+
+class Layer(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(DIM), SelfAttention(form), nn.LayerNorm(DIM)
+        self.mlp = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """A hand-written GPT."""
+
+    def __init__(self, form="sdpa", checkpointed=False):
+        super().__init__()
+        self.wte, self.checkpointed = nn.Embedding(WORDS, DIM), checkpointed
+        self.h = nn.ModuleList(Layer(FORMS[form]) for _ in range(DEPTH))
+        self.ln_f, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, WORDS)
+
+    def forward(self, ids):
+        x = self.wte(ids)
+        for layer in self.h:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed and self.training else layer(x)
+        return self.head(self.ln_f(x))
+
+
+def gpt(form="sdpa", seed=0, **options):
+    torch.manual_seed(seed)
+    return GPT(form, **options).double()
+
+
+def ids(seed=0, rows=2, count=7):
+    return torch.randint(WORDS, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+def formula(model, tokens, strength=STRENGTH):
+    """NeuTRENO written out, with whole matrices."""
+    x, v0 = model.wte(tokens), None
+    for layer in model.h:
+        q, k, v = (split(part) for part in layer.attn.c_attn(layer.ln_1(x)).chunk(3, dim=-1))
+        logits = q @ k.transpose(-2, -1) / (DIM // HEADS) ** 0.5
+        u = logits.masked_fill(~mask_of(x.shape[1]), float("-inf")).softmax(-1) @ v
+        if v0 is None:
+            v0 = v
+        u = u + strength * (v0 - v)
+        x = x + layer.attn.c_proj(merge(u))
+        x = x + layer.mlp(layer.ln_2(x))
+    return model.head(model.ln_f(x))
+
+
+def gradients(model, out):
+    return torch.autograd.grad(out.square().mean(), list(model.parameters()))
+
+
+def assert_exact(model, run, tokens):
+    torch.testing.assert_close(run(tokens), formula(model, tokens), rtol=1e-10, atol=1e-12)
+    found, wanted = gradients(model, run(tokens)), gradients(model, formula(model, tokens))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_neutreno_equals_the_formula_and_so_do_all_gradients(form):
+    model = gpt(form)
+    before = model(ids())
+    with ac.mitigate(model, f"neutreno:{STRENGTH}"):
+        assert_exact(model, model, ids())
+    assert torch.equal(model(ids()), before)
+    with ac.mitigate(model, "neutreno:0"):
+        assert torch.equal(model(ids()), before)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_as_one_graph(form):
+    torch._dynamo.reset()
+    model = gpt(form)
+    ac.mitigate(model, f"neutreno:{STRENGTH}")
+    assert_exact(model, torch.compile(model, backend="aot_eager", fullgraph=True), ids())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_checkpointed_with_another_pass_between(form):
+    model = gpt(form, checkpointed=True)
+    ac.mitigate(model, f"neutreno:{STRENGTH}")
+    out = model(ids())
+    model(ids(seed=1))
+    for one, other in zip(gradients(model, out), gradients(model, formula(model, ids())), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_attnscale_knows_what_a_row_sees(form):
+    """U averages over the visible, so a constant stays one; and equal to the form that hands its mask over."""
+    model, other = gpt(form), gpt("sdpa")
+    for one in (model, other):
+        ac.mitigate(one, "attnscale")
+        for layer in one.h:
+            layer.attn.mitigation.gain.data = torch.tensor([0.5, -0.3, 1.0, 0.2], dtype=torch.float64)
+    torch.testing.assert_close(model(ids()), other(ids()), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_every_tap_and_attention_metric_is_that_of_sdpa(form):
+    options = {"tap": ["block", "attention", "values", "final"], "metrics": "all", "progress": False}
+    found, wanted = (ac.measure(gpt(kind), [ids()], **options) for kind in (form, "sdpa"))
+    assert {(r.tap, r.metric) for r in found.readings} == {(r.tap, r.metric) for r in wanted.readings}
+    for one, other in zip(found.readings, wanted.readings, strict=True):
+        assert (one.tap, one.layer, one.metric) == (other.tap, other.layer, other.metric)
+        assert one.mean == pytest.approx(other.mean, rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_maps_are_the_rows_of_the_softmax(form):
+    maps = ac.attention_maps(gpt(form), ids(rows=1), layers=[1, 3])
+    expected = ac.attention_maps(gpt("sdpa"), ids(rows=1), layers=[1, 3])
+    for layer in (1, 3):
+        torch.testing.assert_close(torch.tensor(maps[layer]), torch.tensor(expected[layer]))
+        torch.testing.assert_close(torch.tensor(maps[layer]).sum(-1), torch.ones(HEADS, 7))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_explain_reads_weights_norm_and_data(form):
+    model = gpt(form)
+    spectrum = ac.explain(model, [ids()], progress=False)
+    attention, gain = model.h[1].attn, model.h[1].ln_1.weight
+    H = attention.c_proj.weight @ attention.c_attn.weight[2 * DIM :] * gain
+    wanted = torch.linalg.eigvals(H.detach()).abs().sort().values
+    found = torch.tensor(abs(spectrum.layers[1].eigenvalues)).sort().values
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-8)
+    assert spectrum.layers[1].norm == "folded"
+    assert spectrum.layers[1].dominance.samples == 2
+
+
+class Doubled(SelfAttention):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_weights_that_are_not_all_there_is_are_refused():
+    model = gpt()
+    for layer in model.h:
+        layer.attn.__class__ = Doubled
+    with pytest.raises(AcutanceError, match="does more to its tokens"):
+        ac.explain(model, progress=False)
+
+
+def test_a_copy_has_passes_of_its_own():
+    model = gpt()
+    ac.mitigate(model, f"neutreno:{STRENGTH}")
+    other = copy.deepcopy(model)
+    assert_exact(other, other, ids())
+    assert_exact(model, model, ids())
+
+
+def test_a_block_that_does_not_reach_attend_is_an_error():
+    model = gpt()
+    block = model.h[1]
+    block.forward = lambda x: x + block.mlp(block.ln_2(x))
+    ac.mitigate(model, "neutreno:0.6")
+    with pytest.raises(AcutanceError, match="1 of 3 blocks"):
+        model(ids())
+
+
+class Linear(SelfAttention):
+    """An attention without a softmax."""
+
+    def forward(self, x):
+        q, k, v = (split(part) for part in self.c_attn(x).chunk(3, dim=-1))
+        return self.c_proj(merge(F.elu(q) @ (F.elu(k).transpose(-2, -1) @ v)))
+
+
+def test_attention_without_a_softmax_is_refused_and_its_tokens_are_read():
+    model = gpt()
+    for layer in model.h:
+        layer.attn.__class__ = Linear
+    with ac.mitigate(model, "neutreno:0.6"), pytest.raises(AcutanceError, match="softmax and a product"):
+        model(ids())
+    assert len(ac.measure(model, [ids()], metrics=["token_cosine"], progress=False).readings) == DEPTH + 1
+
+
+def test_sites_are_found_in_depth_order():
+    found = sites.find(gpt())
+    assert [(site.layer, site.name, site.heads) for site in found] == [
+        (i + 1, f"h.{i}.attn", HEADS) for i in range(DEPTH)
+    ]
