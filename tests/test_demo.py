@@ -2,8 +2,10 @@
 
 import io
 import json
+import shutil
 import warnings
 from html import escape
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +37,18 @@ def run(folder, **options):
     console = Console(record=True, width=200, file=io.StringIO())
     runs = run_demo(folder, config=options.pop("config", TOY), console=console, **options)
     return runs, console.export_text()
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory) -> tuple[Path, dict[str, list[DemoRun]], str]:
+    """A demo of one seed: its folder, its runs and what it printed. Who changes the folder takes a copy."""
+    folder = tmp_path_factory.mktemp("demo") / "one"
+    return folder, *run(folder)
+
+
+@pytest.fixture
+def copied(shown, tmp_path) -> Path:
+    return Path(shutil.copytree(shown[0], tmp_path / "copy"))
 
 
 def test_writes_checkpoints_profiles_and_one_page(tmp_path) -> None:
@@ -96,24 +110,22 @@ def test_variants_start_from_the_same_weights(tmp_path, monkeypatch) -> None:
     assert all(torch.equal(plain[key], treated[key]) for key in plain)
 
 
-def test_a_second_run_reuses_and_says_so(tmp_path, monkeypatch) -> None:
-    first, _ = run(tmp_path)
+def test_a_second_run_reuses_and_says_so(shown, copied, monkeypatch) -> None:
     monkeypatch.setattr(demo, "train_epochs", lambda *_: pytest.fail("trained again"))
-    second, text = run(tmp_path)
+    second, text = run(copied)
     assert text.count("reusing") == 3
-    assert second == first
+    assert second == shown[1]
 
 
-def test_another_configuration_or_a_damaged_run_is_trained_again(tmp_path) -> None:
-    run(tmp_path)
-    (tmp_path / "plain-seed0" / "profile.json").write_text("{")
-    (tmp_path / "neutreno-seed0" / "run.json").write_text("[]")
-    (tmp_path / "neutreno-featscale-seed0" / "model.safetensors").unlink()
-    _, text = run(tmp_path)
+def test_another_configuration_or_a_damaged_run_is_trained_again(copied) -> None:
+    (copied / "plain-seed0" / "profile.json").write_text("{")
+    (copied / "neutreno-seed0" / "run.json").write_text("[]")
+    (copied / "neutreno-featscale-seed0" / "model.safetensors").unlink()
+    _, text = run(copied)
     assert text.count("reusing") == 0
-    _, text = run(tmp_path)
+    _, text = run(copied)
     assert text.count("reusing") == 3
-    _, text = run(tmp_path, config=DemoConfig(depth=2, dim=12, heads=2, epochs=2, batch_size=256))
+    _, text = run(copied, config=DemoConfig(depth=2, dim=12, heads=2, epochs=2, batch_size=256))
     assert text.count("reusing") == 0
 
 
@@ -136,11 +148,11 @@ def test_an_interruption_leaves_only_finished_runs(tmp_path, monkeypatch) -> Non
     assert text.count("reusing") == 1
 
 
-def test_seeds_decide_the_result(tmp_path) -> None:
-    (a, _), (b, _) = run(tmp_path / "a"), run(tmp_path / "b")
+def test_seeds_decide_the_result(shown, copied, tmp_path) -> None:
+    a, (b, _) = shown[1], run(tmp_path / "b")
     assert {k: [r.accuracy for r in v] for k, v in a.items()} == {k: [r.accuracy for r in v] for k, v in b.items()}
     assert a["plain"][0].profile.readings == b["plain"][0].profile.readings
-    two, _ = run(tmp_path / "a", seeds=2)
+    two, _ = run(copied, seeds=2)
     assert two["plain"][1].profile.readings != two["plain"][0].profile.readings
 
 
@@ -167,8 +179,8 @@ def test_the_sentence_follows_the_numbers_and_their_spread(before, after, said) 
     assert ("one seed" in sentence) == (len(before) == 1)
 
 
-def test_every_variant_is_in_the_sentence_and_the_table(tmp_path) -> None:
-    runs, _ = run(tmp_path)
+def test_every_variant_is_in_the_sentence_and_the_table(shown) -> None:
+    _, runs, _ = shown
     assert all(variant in conclude(runs) for variant in VARIANTS)
     assert [row["variant"] for row in summarise(runs)] == list(VARIANTS)
 

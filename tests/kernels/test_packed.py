@@ -198,21 +198,21 @@ TRACED = [(0, 17), (3, 17), (5, 17), (5, 257)]  # how many tensors are given, an
 @needs_kernels
 @pytest.mark.parametrize(("count", "tokens"), TRACED, ids=["plain", "corrected", "together", "long"])
 def test_the_operation_is_sound_to_trace(count, tokens):
-    *given, _ = packed_cases.inputs(1, tokens, 4, 16, device=DEVICE, kv_heads=2)
+    *given, _ = packed_cases.inputs(1, tokens, 2, 16, device=DEVICE, kv_heads=1)
     leaves = [x.detach().requires_grad_() if place < max(count, 1) else None for place, x in enumerate(given)]
     utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(packed_operation.packed_attention, (*leaves, 0.0, 4, 2, 0.3, False), test_utils=utils)
+    torch.library.opcheck(packed_operation.packed_attention, (*leaves, 0.0, 2, 1, 0.3, False), test_utils=utils)
 
 
 @needs_kernels
 @pytest.mark.parametrize("later", [False, True], ids=["alone", "shared"])
 @pytest.mark.parametrize(("count", "tokens"), TRACED, ids=["plain", "corrected", "together", "long"])
 def test_the_backward_operation_is_sound_to_trace(count, tokens, later):
-    *given, grad = packed_cases.inputs(1, tokens, 4, 16, device=DEVICE, kv_heads=2)
+    *given, grad = packed_cases.inputs(1, tokens, 2, 16, device=DEVICE, kv_heads=1)
     given = [x if place < max(count, 1) else None for place, x in enumerate(given)]
-    *made, stand_in = packed_operation.packed_attention(*given, 0.0, 4, 2, 0.3, False)
+    *made, stand_in = packed_operation.packed_attention(*given, 0.0, 2, 1, 0.3, False)
     owed = torch.randn(stand_in.shape, device=DEVICE) if later else None
-    arguments = (grad, owed, *given, *made, 0.0, 4, 2, 0.3, False)
+    arguments = (grad, owed, *given, *made, 0.0, 2, 1, 0.3, False)
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(packed_operation.packed_attention_backward, arguments, test_utils=utils)
 

@@ -266,11 +266,37 @@ ASK = """
 import sys
 from acutance.errors import AcutanceError
 from acutance.loading import load_model
-try:
-    load_model(sys.argv[1])
-except AcutanceError as error:
-    print(error)
+for name in sys.argv[1:]:
+    try:
+        load_model(name)
+    except AcutanceError as error:
+        print(error)
+    print("end of", name)
+    print("end of", name, file=sys.stderr)
 """
+SILENT = "http://127.0.0.1:9"
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory) -> dict[str, tuple[str, str, str]]:
+    """By name, the hub that was asked, what was printed and what was complained of; a process for each hub."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        hubs = {f"http://127.0.0.1:{server.server_port}": ["hf:owner/gated", "hf:owner/missing"]}
+        hubs[SILENT] = ["hf:owner/silent"]
+        found = {}
+        for hub, names in hubs.items():
+            home = str(tmp_path_factory.mktemp("home"))
+            environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": home, "NO_PROXY": "*"}
+            command = [sys.executable, "-c", ASK, *names]
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+            printed, complaints = done.stdout, done.stderr
+            for name in names:
+                own, _, printed = printed.partition(f"end of {name}\n")
+                complaint, _, complaints = complaints.partition(f"end of {name}\n")
+                found[name] = hub, own, complaint
+        server.shutdown()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -278,17 +304,11 @@ except AcutanceError as error:
     [
         ("hf:owner/gated", "hf:owner/gated is gated: accept its terms at {hub}/owner/gated, then log in"),
         ("hf:owner/missing", "hf:owner/missing: there is no public model 'owner/missing' on the Hub"),
-        ("hf:owner/silent", "hf:owner/silent cannot be downloaded: http://127.0.0.1:9 does not answer ("),
+        ("hf:owner/silent", f"hf:owner/silent cannot be downloaded: {SILENT} does not answer ("),
     ],
 )
-def test_a_model_that_cannot_be_downloaded_is_one_line(name: str, message: str, tmp_path: Path) -> None:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        hub = "http://127.0.0.1:9" if name.endswith("silent") else f"http://127.0.0.1:{server.server_port}"
-        environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "NO_PROXY": "*"}
-        command = [sys.executable, "-c", ASK, name]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        server.shutdown()
-    assert done.stdout.startswith(message.format(hub=hub)), done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 1
-    assert "Retry" not in done.stderr
+def test_a_model_that_cannot_be_downloaded_is_one_line(name: str, message: str, answers) -> None:
+    hub, printed, complaints = answers[name]
+    assert printed.startswith(message.format(hub=hub)), printed + complaints
+    assert len(printed.splitlines()) == 1
+    assert "Retry" not in complaints

@@ -12,6 +12,7 @@ from tiny_folders import DECLARATION
 
 from acutance.models import ViT, save_checkpoint
 from acutance.profile import Profile
+from forked import run_as_torchrun, run_forked
 
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -34,26 +35,34 @@ def minilm(_folder: Path, limit: int) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "samples"),
-    [(digits, 150), (digits, 20), (minilm, 8)],  # 20 images are one batch: the second process has nothing to read
+    ("what", "samples", "launched"),
+    [
+        (digits, 150, True),  # by torchrun itself; elsewhere two processes are told what it tells its own
+        (digits, 20, False),  # one batch: the second process has nothing to read
+        (minilm, 8, False),
+    ],
 )
-def test_two_processes_give_the_numbers_of_one(what, samples: int, tmp_path) -> None:
-    asked = what(tmp_path, samples)
-
-    def profile(name: str, *launcher: str) -> Profile:
-        options = ["--dtype", "float64", "--tap", "block,attention", "--json", str(tmp_path / name)]
-        command = [sys.executable, *launcher, "-m", "acutance", "measure", *asked, *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "250"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("mean ± standard deviation") == 1, "only the first process prints"
-        return Profile.load(tmp_path / name)
-
-    alone, together = profile("one.json"), profile("two.json", *LAUNCHER)
-    assert together.context == alone.context
-    assert together.context["samples"] == samples
-    assert len(together.readings) == len(alone.readings)
-    for ours, theirs in zip(together.readings, alone.readings, strict=True):
+def test_two_processes_give_the_numbers_of_one(what, samples: int, launched: bool, tmp_path) -> None:
+    asked = ["measure", *what(tmp_path, samples), "--dtype", "float64", "--tap", "block,attention", "--json"]
+    alone = run_forked(*asked, tmp_path / "one.json", COLUMNS="250")
+    both = by_torchrun if launched else run_as_torchrun
+    for processes in ([alone], both([*asked, tmp_path / "two.json"], COLUMNS="250")):
+        assert [done.returncode for done in processes] == [0] * len(processes), processes
+        printed = "".join(done.stdout for done in processes)
+        assert printed.count("mean ± standard deviation") == 1, "only the first process prints"
+    one, two = (Profile.load(tmp_path / name) for name in ("one.json", "two.json"))
+    # Forked processes have imported more, of which they tell the versions.
+    assert two.context.pop("versions").items() <= one.context.pop("versions").items()
+    assert two.context == one.context
+    assert two.context["samples"] == samples
+    assert len(two.readings) == len(one.readings)
+    for ours, theirs in zip(two.readings, one.readings, strict=True):
         assert (ours.tap, ours.layer, ours.metric, ours.count) == (theirs.tap, theirs.layer, theirs.metric, samples)
         assert ours.mean == pytest.approx(theirs.mean, rel=1e-12)
         assert ours.std == pytest.approx(theirs.std, rel=1e-12, abs=1e-14)
+
+
+def by_torchrun(arguments, **environment) -> list[subprocess.CompletedProcess]:
+    command = [sys.executable, *LAUNCHER, "-m", "acutance", *map(str, arguments)]
+    told = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return [subprocess.run(command, capture_output=True, text=True, env=told, check=False)]

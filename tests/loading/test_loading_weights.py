@@ -1,5 +1,6 @@
 """Real weights on real text: what `measure` reads is what the model itself hands out."""
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,11 @@ def minilm() -> LoadedModel:
 @pytest.fixture(scope="session")
 def smollm2() -> LoadedModel:
     """The file is found in its folder."""
-    return load_model(f"hf:{packaged(SMOLLM2, '.gguf').parent}", head=True, dtype="float64")
+    gguf = pytest.importorskip("gguf")
+    with pytest.MonkeyPatch.context() as patch:
+        # transformers makes the same table of names again for every module, which takes longer than reading the file.
+        patch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
+        return load_model(f"hf:{packaged(SMOLLM2, '.gguf').parent}", head=True, dtype="float64")
 
 
 @pytest.fixture(scope="session")

@@ -97,14 +97,6 @@ def test_the_other_bases_compile_too(basis):
     assert_same(gradients(model, torch.compile(model, backend="aot_eager", fullgraph=True)), expected, 1e-10)
 
 
-@pytest.mark.slow
-def test_inductor_has_the_same_gradients():
-    model = seeded("eigen:negative,basis=householder", depth=1)  # the quickest to compile
-    expected = gradients(model)
-    torch._dynamo.reset()
-    assert_same(gradients(model, torch.compile(model, fullgraph=True)), expected, 1e-9)
-
-
 @pytest.mark.parametrize("basis", BASES)
 def test_autocast_leaves_the_basis_in_float32(basis):
     model = seeded(f"eigen:negative,basis={basis}", dtype=torch.float32)

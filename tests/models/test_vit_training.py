@@ -133,14 +133,6 @@ def test_compiled_whole_graph_has_the_same_gradients(mitigation, checkpointing):
     assert_same(gradients(model, torch.compile(model, backend="aot_eager", fullgraph=True)), expected)
 
 
-@pytest.mark.slow
-def test_inductor_has_the_same_gradients():
-    model = seeded("neutreno:0.6,learn=head", depth=2)
-    expected = gradients(model)
-    torch._dynamo.reset()
-    assert_same(gradients(model, torch.compile(model, fullgraph=True)), expected, tolerance=1e-10)
-
-
 @pytest.mark.parametrize("mitigation", MITIGATIONS)
 def test_bfloat16_autocast_stays_within_its_precision(mitigation):
     """bfloat16 carries 8 bits, so one rounding is 0.4 %; a dozen in a row must stay under 3 % in norm.

@@ -12,6 +12,7 @@ from acutance.errors import AcutanceError
 from acutance.reproduce import find, standins
 from acutance.reproduce import plan as plan_room
 from acutance.reproduce.session import Session
+from forked import run_beside
 
 HOLD = """
 import fcntl, sys
@@ -92,13 +93,9 @@ def test_what_was_held_up_is_trained_in_a_second_round(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_two_commands_at_once_train_each_run_once(tmp_path):
-    words = [sys.executable, "-m", "acutance", "reproduce", "neutreno-table8", "--scale", "tiny", "--seeds", "2"]
-    both = [
-        subprocess.Popen([*words, "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for _ in range(2)
-    ]
-    printed = [process.communicate(timeout=300)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], printed
+    words = ("reproduce", "neutreno-table8", "--scale", "tiny", "--seeds", "2", "--out", tmp_path)
+    both = run_beside(2 * [(words, {})], seconds=300)
+    assert [done.returncode for done in both] == [0, 0], both
     plan = session(tmp_path, seeds=2).plan
     assert [planned.state for planned in plan] == ["finished"] * 4
     assert [sessions(planned) for planned in plan] == [1] * 4

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +16,9 @@ from acutance.data import load_images
 from acutance.errors import AcutanceError
 from acutance.reproduce import tiny
 from acutance.runs.evaluate import evaluate_run, read_evaluation
+from acutance.tasks import classification
 from acutance.train import Run, override, train
+from forked import run_as_torchrun
 
 SMALL = ["task.model.depth=2", "task.model.dim=12", "loop.epochs=2", "loop.monitor_every=none", "loop.ema=none"]
 
@@ -123,21 +123,18 @@ def test_an_evaluation_of_other_weights_does_not_count(run, tmp_path):
     assert read_evaluation(copy, "test") is None
 
 
+def evaluate_in_chunks_of_100():
+    classification.EVALUATED_AT_ONCE = 100
+
+
 @pytest.mark.slow
 def test_processes_of_torchrun_share_the_work_and_find_the_same(run, tmp_path):
     """In chunks of 100 images, so that there is something to share."""
-    script = tmp_path / "evaluate.py"
-    script.write_text(
-        "from acutance.tasks import classification; classification.EVALUATED_AT_ONCE = 100\n"
-        "from acutance.cli import run; run()\n"
-    )
     one = Path(shutil.copytree(run, tmp_path / "one"))
     two = Path(shutil.copytree(run, tmp_path / "two"))
-    arguments = [str(script), "evaluate", str(two), "--device", "cpu"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("wrote ") == 1  # by one of them
+    both = run_as_torchrun(["evaluate", two, "--device", "cpu"], prepare=evaluate_in_chunks_of_100)
+    assert [done.returncode for done in both] == [0, 0], both
+    assert [done.stdout.count("wrote ") for done in both] == [1, 0]
     found, expected = read_evaluation(two, "test"), evaluate_run(one, device="cpu")
     assert (found.processes, expected.processes) == (2, 1)
     assert found.scores["top1"] == expected.scores["top1"]

@@ -1,9 +1,8 @@
-"""What torchrun starts in test_train_nodes: the command line, in float64, that may lose its machine in a step.
+"""What torchrun starts in test_train_nodes: the command line, in float64, that loses its machine in a step.
 
-Arguments: commands of acutance, each as JSON. What they end with is printed.
+Arguments: the folder whose changes are told, the step (or none), and those of acutance.
 """
 
-import json
 import os
 import signal
 import sys
@@ -17,7 +16,6 @@ from acutance import cli
 from acutance.train.loop import Loop
 
 WRITES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
-RANK = int(os.environ["RANK"])
 
 
 def lose_machine_in(step):
@@ -36,21 +34,23 @@ def lose_machine_in(step):
 def tell_of_writing_in(folder):
     def hook(event, arguments):
         writes = event in WRITES or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
-        if writes and str(arguments[0]).startswith(folder):
-            print(f"process {RANK} wrote: {event} {Path(arguments[0]).name}", flush=True)
+        if writes and str(arguments[0]).startswith(str(folder)):
+            print(f"process {os.environ['RANK']} wrote: {event} {Path(arguments[0]).name}", flush=True)
 
     sys.addaudithook(hook)
 
 
-if __name__ == "__main__":
+def prepare(folder):
+    """Before a command, in a process of its own."""
     torch.set_num_threads(1)
     use_float64(pytest.MonkeyPatch())
-    tell_of_writing_in(os.environ["TOLD_OF"])
-    if step := os.environ.get("DIES_IN_STEP"):
+    tell_of_writing_in(folder)
+
+
+if __name__ == "__main__":
+    _, folder, step, *command = sys.argv
+    prepare(folder)
+    if step != "none":
         lose_machine_in(int(step))
-    for command in sys.argv[1:]:
-        sys.argv = ["acutance", *json.loads(command)]
-        try:
-            cli.run()
-        except SystemExit as end:
-            print(f"process {RANK} ended: {end.code}", flush=True)
+    sys.argv = ["acutance", *command]
+    cli.run()

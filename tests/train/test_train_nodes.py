@@ -3,22 +3,24 @@
 import gc
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from node_commands import prepare
 from test_train_processes import assert_close, use_float64
 from train_worlds import bits, fit
 
 from acutance import recipes
 from acutance.train import LoopConfig, override
 from acutance.train.engine import Engine
+from forked import run_as_torchrun
 
 PROGRAM = Path(__file__).with_name("node_commands.py")
 PATIENCE = 300  # seconds: a hang fails
@@ -30,24 +32,22 @@ CHANGES = [
 TRAIN = ["train", "digits", "--device", "cpu", *(word for change in CHANGES for word in ("--set", change))]
 
 
-def on_two_machines(told_of, first, second, dies_in=None):
-    """Run one machine's commands beside the other's; gives exit status and output of each torchrun."""
+def by_torchruns(told_of, command, second_dies_in):
+    """Run a command on both machines by a torchrun each; gives exit status and output of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "TOLD_OF": str(told_of), "OMP_NUM_THREADS": "1"}
     path = [str(PROGRAM.parent), str(PROGRAM.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(path)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
     agents = []
-    for node, commands in enumerate((first, second)):
+    for node, step in enumerate(("none", str(second_dies_in))):
         where = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"]
         meeting = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *meeting, str(PROGRAM)]
-        dying = {"DIES_IN_STEP": str(dies_in)} if node == 1 and dies_in is not None else {}
+        words = [*where, *meeting, str(PROGRAM), str(told_of), step, *command]
         agents.append(
             subprocess.Popen(
-                [*torchrun, *map(json.dumps, commands)],
-                env={**environment, **dying},
+                [sys.executable, "-m", "torch.distributed.run", *words],
+                env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -85,23 +85,23 @@ def trained_alone(tmp_path_factory):
 
 @pytest.mark.slow
 def test_two_machines_of_which_one_dies_go_on_and_equal_one_process(trained_alone, tmp_path):
-    """Begun in DDP, resumed in FSDP2; in float64, so that what is left is the order of summation."""
+    """Begun in DDP by two torchruns, resumed in FSDP2; in float64, so that what is left is the order of summation."""
     folder = tmp_path / "run"
-    begin, go_on = [*TRAIN, "--out", str(folder)], ["train", "--device", "cpu", "--out", str(folder), "--resume"]
-    (status, printed), (dead, _) = on_two_machines(folder, [begin], [begin], dies_in=7)
+    (status, printed), (dead, _) = by_torchruns(folder, [*TRAIN, "--out", str(folder)], second_dies_in=7)
     assert status != 0
     assert dead == -9
     assert "ddp, 2 × 1 shares of a batch of 16" in printed
     assert (folder / "checkpoints/step-000000005").is_dir()
     assert not (folder / "result.json").exists()
 
-    resumed = on_two_machines(folder, *2 * [[[*go_on, "--strategy", "fsdp"]]])
-    (status, printed), (other_status, other_printed) = resumed
-    assert (status, other_status) == (0, 0), printed + other_printed
-    assert "going on after step 5" in printed
-    assert "fsdp, 2 × 1 shares of a batch of 16" in printed
-    assert "process 0 wrote" in printed
-    assert "process 1 wrote" not in other_printed
+    go_on = ["train", "--device", "cpu", "--out", folder, "--resume", "--strategy", "fsdp"]
+    both = run_as_torchrun(go_on, machines=2, prepare=partial(prepare, folder), seconds=PATIENCE)
+    assert [done.returncode for done in both] == [0, 0], both
+    first, second = (done.stdout for done in both)
+    assert "going on after step 5" in first
+    assert "fsdp, 2 × 1 shares of a batch of 16" in first
+    assert "process 0 wrote" in first
+    assert "process 1 wrote" not in second
     assert [session["processes"] for session in json.loads((folder / "run.json").read_bytes())["sessions"]] == [2, 2]
     assert_close(bits(folder), trained_alone)
 
@@ -112,17 +112,15 @@ def test_machines_that_share_no_folder_are_refused_and_none_waits(tmp_path):
     folders = [tmp_path / "first machine", tmp_path / "second machine"]
     fit(override(recipes.load("digits"), [*CHANGES, "loop.epochs=0.25"]), folders[0] / "begun")
     before = (folders[0] / "begun/run.json").read_bytes()
-    commands = [
-        [
-            ["train", "--out", str(folder / "begun"), "--resume", "--set", "loop.epochs=1"],
-            [*TRAIN, "--out", str(folder / "new")],
-        ]
-        for folder in folders
-    ]
-    for rank, (_, printed) in enumerate(on_two_machines(folders[1], *commands)):
-        assert re.findall(rf"process {rank} ended: (\d)", printed) == ["2", "2"], printed
-        assert f"there is no {folders[1]}/begun/run.json" in printed
-        assert f"{folders[1]}/new is not the folder that the first process writes to" in printed
-        assert "process 1 wrote" not in printed
+    resume = [["train", "--out", folder / "begun", "--resume", "--set", "loop.epochs=1"] for folder in folders]
+    begin = [[*TRAIN, "--out", folder / "new"] for folder in folders]
+    refused = f"there is no {folders[1]}/begun/run.json"
+    elsewhere = f"{folders[1]}/new is not the folder that the first process writes to"
+    for commands, words in ((resume, refused), (begin, elsewhere)):
+        both = run_as_torchrun(*commands, machines=2, prepare=partial(prepare, folders[1]), seconds=PATIENCE)
+        assert [done.returncode for done in both] == [2, 2], both
+        for done in both:
+            assert words in done.stdout + done.stderr
+            assert "process 1 wrote" not in done.stdout
     assert [path.name for path in folders[0].iterdir()] == ["begun"]  # no trace of what was refused
     assert (folders[0] / "begun/run.json").read_bytes() == before

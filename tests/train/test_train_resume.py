@@ -4,10 +4,8 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
+from functools import cache
 
 import pytest
 from train_worlds import STEPS_PER_EPOCH, assert_same_bits, bits, die_in, fit, tiny
@@ -17,6 +15,7 @@ from acutance.train import StoppedError
 from acutance.train.interrupt import Interrupt
 from acutance.train.logs import read_log
 from acutance.train.loop import Loop
+from forked import FORKS
 
 KINDS = {
     "everything": (),
@@ -28,17 +27,35 @@ KINDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Trains a kind without a break when it is first asked for; nobody writes into its folder."""
+
+    @cache
+    def train(kind):
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        result, _ = fit(tiny(*KINDS[kind]), folder)
+        return folder, result
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def whole(trained):
+    return trained("everything")[0]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("died_in", [7, STEPS_PER_EPOCH + 5])  # in the middle of an epoch, two steps after a checkpoint
-def test_a_run_that_died_goes_on_to_the_same_bits(kind, died_in, tmp_path):
+def test_a_run_that_died_goes_on_to_the_same_bits(kind, died_in, trained, tmp_path):
     config = tiny(*KINDS[kind])
-    whole, _ = fit(config, tmp_path / "whole")
+    whole, expected = trained(kind)
     die_in(died_in, config, tmp_path / "cut")
     result, printed = fit(config, tmp_path / "cut", resume=True)
     assert f"going on after step {died_in - died_in % 5}" in printed
-    assert_same_bits(bits(tmp_path / "cut"), bits(tmp_path / "whole"))
-    assert result == whole
-    logs = [read_log(tmp_path / name) for name in ("whole", "cut")]
+    assert_same_bits(bits(tmp_path / "cut"), bits(whole))
+    assert result == expected
+    logs = [read_log(folder) for folder in (whole, tmp_path / "cut")]
     timeless = [[{k: v for k, v in line.items() if not k.endswith("/s")} for line in log] for log in logs]
     # Log points differ where the run was cut; what both looked at is the same.
     common = {line["step"] for line in timeless[0]} & {line["step"] for line in timeless[1]}
@@ -48,7 +65,7 @@ def test_a_run_that_died_goes_on_to_the_same_bits(kind, died_in, tmp_path):
     assert [line["step"] for line in timeless[1]] == sorted({line["step"] for line in timeless[1]})
 
 
-def test_two_commands_do_not_train_one_run_at_once(tmp_path, monkeypatch):
+def test_two_commands_do_not_train_one_run_at_once(whole, tmp_path, monkeypatch):
     real, refused = Loop._step, []
 
     def while_another_comes(self, step, parts):
@@ -61,20 +78,16 @@ def test_two_commands_do_not_train_one_run_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(Loop, "_step", while_another_comes)
     fit(tiny(), tmp_path / "run")
     assert refused == [2]
-    monkeypatch.undo()
-    fit(tiny(), tmp_path / "whole")
-    assert_same_bits(bits(tmp_path / "run"), bits(tmp_path / "whole"))
+    assert_same_bits(bits(tmp_path / "run"), bits(whole))
 
 
-def test_the_seed_decides(tmp_path):
-    fit(tiny(), tmp_path / "one")
+def test_the_seed_decides(whole, tmp_path):
     fit(tiny("loop.seed=1"), tmp_path / "other")
     with pytest.raises(AssertionError):
-        assert_same_bits(bits(tmp_path / "one"), bits(tmp_path / "other"))
+        assert_same_bits(bits(whole), bits(tmp_path / "other"))
 
 
-def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_leads_to_the_same_bits(tmp_path):
-    fit(tiny(), tmp_path / "whole")
+def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_leads_to_the_same_bits(whole, tmp_path):
     die_in(12, tiny(), tmp_path / "cut")
     newest = tmp_path / "cut/checkpoints/step-000000010/optimiser.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
@@ -82,7 +95,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_leads_to_the_same_
     assert "damaged checkpoint" in printed
     assert "optimiser.safetensors has" in printed
     assert "going on after step 5" in printed
-    assert_same_bits(bits(tmp_path / "cut"), bits(tmp_path / "whole"))
+    assert_same_bits(bits(tmp_path / "cut"), bits(whole))
 
 
 def test_with_no_whole_checkpoint_left_it_says_so(tmp_path):
@@ -95,8 +108,9 @@ def test_with_no_whole_checkpoint_left_it_says_so(tmp_path):
     assert len(list(tmp_path.glob("cut/checkpoints/step-*"))) == 2
 
 
-def test_a_finished_run_has_nothing_left_to_do_and_can_be_made_longer(tmp_path):
-    result, _ = fit(tiny(), tmp_path / "run")
+def test_a_finished_run_has_nothing_left_to_do_and_can_be_made_longer(trained, tmp_path):
+    whole, result = trained("everything")
+    shutil.copytree(whole, tmp_path / "run")
     before = bits(tmp_path / "run")
     assert fit(tiny(), tmp_path / "run", resume=True)[0] == result
     assert_same_bits(bits(tmp_path / "run"), before)
@@ -115,8 +129,7 @@ def test_a_folder_in_use_is_refused_unless_resumed(tmp_path):
         fit(tiny(), tmp_path / "elsewhere", resume=True)
 
 
-def test_ctrl_c_saves_the_step_and_says_how_to_go_on(tmp_path, monkeypatch):
-    fit(tiny(), tmp_path / "whole")
+def test_ctrl_c_saves_the_step_and_says_how_to_go_on(whole, tmp_path, monkeypatch):
     real = Loop._step
 
     def interrupted(self, step, parts):
@@ -130,7 +143,7 @@ def test_ctrl_c_saves_the_step_and_says_how_to_go_on(tmp_path, monkeypatch):
             fit(tiny(), tmp_path / "cut")
     assert (tmp_path / "cut/checkpoints/step-000000007").is_dir()
     fit(tiny(), tmp_path / "cut", resume=True)
-    assert_same_bits(bits(tmp_path / "cut"), bits(tmp_path / "whole"))
+    assert_same_bits(bits(tmp_path / "cut"), bits(whole))
 
 
 def test_a_second_ctrl_c_is_obeyed_at_once_and_handlers_are_put_back():
@@ -144,27 +157,21 @@ def test_a_second_ctrl_c_is_obeyed_at_once_and_handlers_are_put_back():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-SCRIPT = """
-import sys; sys.path.insert(0, {tests!r})
-from pathlib import Path
-from train_worlds import fit, tiny
-fit(tiny(), Path({folder!r}))
-"""
+def train_tiny(folder):
+    fit(tiny(), folder)
 
 
 @pytest.mark.slow
-def test_kill_9_at_any_moment_loses_nothing_that_was_saved(tmp_path):
+def test_kill_9_at_any_moment_loses_nothing_that_was_saved(whole, tmp_path):
     """From outside, as soon as a later checkpoint is being written or has been."""
-    fit(tiny(), tmp_path / "whole")
     folder = tmp_path / "cut"
-    script = SCRIPT.format(tests=str(Path(__file__).parent), folder=str(folder))
-    child = subprocess.Popen([sys.executable, "-c", script])
-    while child.poll() is None and not list(folder.glob("checkpoints/*step-00000000[1-9]*")):
+    child = FORKS.Process(target=train_tiny, args=(folder,))
+    child.start()
+    while child.is_alive() and not list(folder.glob("checkpoints/*step-00000000[1-9]*")):
         time.sleep(0.001)
     child.kill()
-    child.wait()
-    assert child.returncode in (-signal.SIGKILL, 0)
+    child.join()
+    assert child.exitcode in (-signal.SIGKILL, 0)
     fit(tiny(), folder, resume=True)
-    assert_same_bits(bits(folder), bits(tmp_path / "whole"))
+    assert_same_bits(bits(folder), bits(whole))
     assert not list(folder.glob("checkpoints/.writing*"))
-    shutil.rmtree(folder)
