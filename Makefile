@@ -90,3 +90,7 @@ docs: $(READY)  ## Build the site into site/; any warning is an error
 clean:  ## Remove what the other targets leave behind, except .venv, .venv-timm and .triton
 	rm -rf .cache .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+.PHONY: faults
+faults: $(READY) $(TRITON)/.ready  ## Plant faults one at a time and see whether the tests notice; a quarter of an hour
+	$(BIN)/python tests/faults/run.py

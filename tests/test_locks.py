@@ -1,5 +1,6 @@
 """A lock is one process's, and goes with it."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -68,6 +69,20 @@ def test_it_is_let_go_of_after_an_error_too(tmp_path):
     with locks.held(path) as mine, locks.held(path) as again:
         assert mine
         assert not again
+
+
+def test_a_child_that_inherits_the_file_holds_nothing(tmp_path):
+    path = tmp_path / ".lock"
+    with locks.held(path):
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+    try:
+        with locks.held(path) as mine:
+            assert mine
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):

@@ -27,6 +27,15 @@ def test_maps_are_the_softmax_matrices(model: ViT) -> None:
     assert repr(maps) == "AttentionMaps({1: (3, 17, 17), 6: (3, 17, 17), 12: (3, 17, 17)})"
 
 
+def test_maps_are_those_of_evaluation_and_training_goes_on() -> None:
+    torch.manual_seed(0)
+    model = ViT(image_size=8, patch_size=2, in_chans=1, dim=24, depth=2, heads=3, num_classes=4, dropout=0.5)
+    sample = torch.randn(1, 8, 8)
+    expected = ac.attention_maps(model.eval(), sample, layers=[2])
+    np.testing.assert_array_equal(ac.attention_maps(model.train(), sample, layers=[2])[2], expected[2])
+    assert model.training
+
+
 def test_errors(model: ViT) -> None:
     with pytest.raises(AcutanceError, match="no layer 13: this model has layers 1 to 12"):
         ac.attention_maps(model, torch.randn(1, 8, 8).double(), layers=[13])

@@ -48,6 +48,12 @@ def test_documents_are_found_where_positions_start_anew():
         assert torch.equal(split[document][found.inside[document]], tokens[row, span])
 
 
+def test_documents_may_start_at_any_position():
+    found = Documents.of(torch.tensor([[4, 5, 6, 2, 3, 4, 5]]))
+    assert found.rows.tolist() == [0, 0]
+    assert found.inside.sum(1).tolist() == [3, 4]
+
+
 def test_positions_that_never_start_anew_leave_the_rows_alone():
     assert Samples.of({"position_ids": torch.arange(7).expand(2, 7)}).documents is None
     assert Samples.of({"position_ids": positions()}).documents is not None

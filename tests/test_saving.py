@@ -116,6 +116,14 @@ def test_a_part_saved_by_itself_has_its_own_record(tmp_path):
     assert len(note(tmp_path)["T5Stack"]) == 2
 
 
+def test_a_body_saved_by_itself_is_found_in_the_model_around_it(tmp_path):
+    body = llama().model
+    ac.mitigate(body, "neutreno:0.6")
+    ac.save(body, tmp_path)
+    around = ac.load(tmp_path, transformers.LlamaForCausalLM.from_pretrained(tmp_path))
+    assert list(sites.record(around)) == [f"model.layers.{i}.self_attn" for i in range(3)]
+
+
 def test_models_without_mitigations_are_saved_as_ever(tmp_path):
     ac.mitigate(t5().decoder, "neutreno:0.6")  # saving is watched from now on
     albert = transformers.AlbertModel(

@@ -62,6 +62,9 @@ def test_an_epoch_visits_everything_and_a_sample_differs_from_epoch_to_epoch(ima
     crops = Crops(images, 16)
     one, other = (crops.sample(0, np.random.default_rng(seed))[0] for seed in (1, 2))
     assert not np.array_equal(one, other)
+    stream = training_batches(crops, lambda epoch: torch.arange(8), batch_size=8, seed=SEED)
+    first, second = (next(stream)[0] for _ in range(2))  # the same samples in two epochs
+    assert not any(map(torch.equal, first, second))
 
 
 def test_evaluation_sees_everything_in_order_once(images: Any) -> None:

@@ -177,12 +177,15 @@ def test_the_same_layer_leads_to_equal_tokens_or_to_two_groups_depending_on_the_
         assert path.converged() == {"input": signs.min() > 0, "angle": signs.min() > 0, "rank": True}
 
 
-@pytest.mark.parametrize(("lam", "stays"), [(0.9, True), (-0.9, True), (3.0, False)])
-def test_groups_stay_exactly_where_no_factor_changes_its_sign(lam: float, stays: bool) -> None:
+@pytest.mark.parametrize(
+    ("lam", "signs", "stays"),
+    [(0.9, SIGNS, True), (-0.9, SIGNS, True), (3.0, SIGNS, False), (-3.0, SIGNS.abs(), True)],
+)
+def test_groups_stay_exactly_where_no_factor_changes_its_sign(lam: float, signs: Tensor, stays: bool) -> None:
     A = random_attention(TOKENS, 0.5, seed=2)
     H, vectors = centred_branch([lam, 0.0, 0.0, 0.0])
-    start = math.sqrt(WIDTH) * SIGNS[:, None] * vectors[:, 0]
-    rate = groups_rate(A, lam, torch.zeros(3), SIGNS)
+    start = math.sqrt(WIDTH) * signs[:, None] * vectors[:, 0]
+    rate = groups_rate(A, lam, torch.zeros(3), signs)
     assert math.isfinite(rate) == stays
     after = repeat(start, H.mT, A, layers=1, norm="post").last
     assert torch.allclose(after.abs(), start.abs(), atol=1e-9)

@@ -167,6 +167,7 @@ def test_polar_of_what_is_too_ill_conditioned_never_exceeds_orthogonality():
 def test_qr_does_not_jump_where_the_diagonal_of_r_changes_sign():
     """LAPACK chooses the signs of R as it likes; with the diagonal positive, Q is a function of Θ that has a slope."""
     theta = draw(D, D)
+    assert ((qr(theta).mT @ theta).diagonal() > 0).all()
     q, r = torch.linalg.qr(theta)
     torch.testing.assert_close(qr(q @ r.abs().diagonal().diag()), q, rtol=0, atol=1e-13)
     nudged = qr(theta + 1e-9 * draw(D, D, seed=1))

@@ -166,6 +166,24 @@ def test_arnoldi_survives_an_invariant_space():
     assert_close(values, torch.tensor([1.0, 0.0, 0.0]).to(torch.complex64).expand(1, 2, 3), 1e-5)
 
 
+def test_residuals_are_those_of_the_ritz_vectors():
+    matrix = torch.randn(60, 60, generator=torch.Generator().manual_seed(0)).double().softmax(-1)
+    blocks = []
+
+    def multiply(block):
+        blocks.append(block)
+        return matrix @ block
+
+    start = torch.randn(60, 4, generator=torch.Generator().manual_seed(1)).double()
+    found = krylov.arnoldi(multiply, start, lambda values: torch.arange(values.size(-1)), 12, tolerance=1.0)
+    basis = torch.cat(blocks, dim=-1)
+    values, vectors = torch.linalg.eig(basis.mT @ matrix @ basis)
+    ritz = basis.to(vectors.dtype) @ vectors
+    residuals = torch.linalg.vector_norm(matrix.to(vectors.dtype) @ ritz - ritz * values, dim=0)
+    assert found.size == basis.size(-1) < 60
+    assert_close(found.residuals.sort().values, residuals.sort().values, 1e-10)
+
+
 def test_arnoldi_says_when_it_has_not_converged(monkeypatch):
     monkeypatch.setattr(krylov, "LARGEST_SPACE", 32)
     c = make_case("softmax", tokens=600, sharpness=4.0)

@@ -33,6 +33,8 @@ PUBLISHED = {
         "schedule.warmup": 5,
         "schedule.start": 1e-6,
         "schedule.final": 1e-5,
+        "schedule.per": "epoch",
+        "schedule.warmup_inside": True,
         "loop.epochs": 300,
         "loop.batch_size": 1024,
         "loop.ema": None,
@@ -48,6 +50,7 @@ PUBLISHED = {
         "optim.lr": 2.5e-4,
         "optim.clip": 0.25,
         "schedule.final": 0.0,
+        "schedule.warmup_inside": True,
         "loop.batch_size": 96,
     },
     "ade20k": {

@@ -88,11 +88,15 @@ def test_curves_picture_draws_every_profile() -> None:
     )
     assert [len(axis.lines) for axis in figure.axes] == [2, 2]
     np.testing.assert_allclose(figure.axes[0].lines[1].get_ydata(), [0, 0.2, 0.4, 0.6])
+    band = figure.axes[0].collections[0].get_paths()[0].get_extents()
+    np.testing.assert_allclose(band.get_points()[:, 1], [-0.1, 0.4], err_msg="one standard deviation about 0 to 0.3")
 
 
 def test_attention_picture_is_layers_by_heads() -> None:
-    maps = {1: np.eye(5)[None].repeat(3, 0), 6: np.full((3, 5, 5), 0.2)}
+    maps = {1: np.random.default_rng(0).random((3, 5, 5)), 6: np.full((3, 5, 5), 0.2)}
     figure = attention_picture(maps)
+    drawn = [axis.images[0].get_array() for axis in figure.axes]
+    np.testing.assert_array_equal(drawn, [*maps[1], *maps[6]])
     assert [axis.get_title() for axis in figure.axes][:4] == [
         "layer 1, head 1",
         "layer 1, head 2",

@@ -110,6 +110,12 @@ def test_saturate_is_hsv_with_another_s(times, more):
         assert after == pytest.approx(colorsys.hsv_to_rgb(hue, saturation, value), abs=1e-9)
 
 
+def test_values_are_cut_to_whole_levels_and_not_rounded():
+    image = torch.tensor([0, 255], dtype=torch.uint8).repeat(1, 1, 4, 2)
+    found = corrupt(image, "contrast", 2)  # 127.5 ∓ 0.3 · 127.5, which is 89.25 and 165.75
+    assert found.unique().tolist() == [89, 165]
+
+
 def test_contrast_keeps_the_mean_and_scales_the_rest():
     x = _images().double() / 255
     found = digital.contrast(x, _draws(), 0.2)

@@ -161,6 +161,19 @@ def test_records_hold_the_attention_that_torch_reports(batch_first, masks, need_
     assert not need_weights or torch.equal(output, plain)
 
 
+def test_records_hold_what_a_mitigation_made_of_the_attention():
+    layer = nn.TransformerEncoderLayer(DIM, HEADS, 2 * DIM, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, num_layers=3).double()
+    mitigate(model, "neutreno:0.6")
+    records = []
+    for site in sites.find(model):
+        site.observe(records.append)
+    model(tokens())
+    for record in records[1:]:
+        expected = record.operator @ record.values + 0.6 * (records[0].values - record.values)
+        torch.testing.assert_close(record.output, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_a_causal_hint_needs_no_mask_in_the_record():
     mha, causal = (
         nn.MultiheadAttention(DIM, HEADS, batch_first=True),

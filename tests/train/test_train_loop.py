@@ -100,7 +100,7 @@ def test_exported_models_load_and_score_what_was_recorded(finished):
 
 def test_the_step_is_that_of_the_plain_formula(tmp_path):
     """A loop written out by hand, without any of the machinery."""
-    config = tiny("loop.ema=null", "task.model.dropout=0", "loop.epochs=0.5")
+    config = tiny("loop.ema=null", "loop.epochs=0.5")
     fit(config, tmp_path / "run")
     task = ClassificationTask(config.task, seed=0, device=torch.device("cpu"))
     torch.manual_seed(mixed_seed(0))
@@ -114,6 +114,7 @@ def test_the_step_is_that_of_the_plain_formula(tmp_path):
     for step, (images, targets) in zip(range(4), task.batches(16, 0, Share()), strict=False):
         for group in optimiser.param_groups:
             group["lr"] = 1e-2 * step / 4  # half an epoch of warm-up
+        torch.manual_seed(mixed_seed(0, step, 0))  # dropout is a function of seed, step and share
         loss = -(targets * model(images).log_softmax(-1)).sum(-1).mean()
         optimiser.zero_grad()
         loss.backward()
@@ -344,3 +345,16 @@ def test_a_score_that_is_no_number_is_kept_as_none_and_never_the_best(tmp_path, 
     assert (tmp_path / "run/model.safetensors").is_file()
     result, _ = fit(tiny("loop.epochs=3"), tmp_path / "run", resume=True)
     assert result["best"] == {"step": 3 * STEPS_PER_EPOCH, "score": 12.5}
+
+
+@pytest.mark.parametrize(("higher", "step", "score"), [(True, 2, 12.5), (False, 3, 2.5)])
+def test_the_best_is_the_highest_or_the_lowest_as_the_task_says(tmp_path, monkeypatch, higher, step, score):
+    evaluate, found = ClassificationTask.evaluate, iter([7.5, 12.5, 2.5])
+
+    def told(self, model, **options):
+        return {**evaluate(self, model, **options), "top1": next(found)}
+
+    monkeypatch.setattr(ClassificationTask, "evaluate", told)
+    monkeypatch.setattr(ClassificationTask, "higher_is_better", higher)
+    result, _ = fit(tiny("loop.epochs=3"), tmp_path / "run")
+    assert result["best"] == {"step": step * STEPS_PER_EPOCH, "score": score}
