@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.attention import AttentionCall
 from acutance.explain import Spectrum
 from acutance.explain.weights import layer_spectrum
-from acutance.attention import AttentionCall
 from acutance.sites import AttentionSite, Undo
 
 RESULTS = Path(__file__).parent / "results"

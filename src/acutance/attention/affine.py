@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -11,8 +10,7 @@ if TYPE_CHECKING:
     from acutance.attention.call import AttentionCall
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """u = (1 + ω) A w − ω U w + λ (v⁰ − w) with w = v + ρ (v⁰ − v); U averages over all that a token sees.
 
     As it is made it is attention alone. Each method takes one mitigation more into account, after those before. The
@@ -28,19 +26,21 @@ class Program:
         """u + λ (v⁰ − w); None where v⁰ would be needed both with and without its gradient."""
         if self.uses_first_values and detach != self.detach:
             return None
-        return replace(self, strength=strength if _is_zero(self.strength) else self.strength + strength, detach=detach)
+        both = strength if _is_zero(self.strength) else self.strength + strength
+        return Program(both, self.gain, self.residual, detach)
 
     def sharpened(self, gain: Tensor) -> Program:
         """(1 + ω) u − ω U w, for the u so far, its correction included."""
         strength = self.strength if _is_zero(self.strength) else (1 + gain) * self.strength
-        return replace(self, gain=gain if self.gain is None else gain + self.gain + gain * self.gain, strength=strength)
+        both = gain if self.gain is None else gain + self.gain + gain * self.gain
+        return Program(strength, both, self.residual, self.detach)
 
     def mixed(self, residual: Tensor | float, *, detach: bool = False) -> Program | None:
         """w + ρ (v⁰ − w), for the w so far."""
         if self.uses_first_values and detach != self.detach:
             return None
         both = residual if _is_zero(self.residual) else 1 - (1 - self.residual) * (1 - residual)
-        return replace(self, residual=both, detach=detach)
+        return Program(self.strength, self.gain, both, detach)
 
     @property
     def uses_first_values(self) -> bool:

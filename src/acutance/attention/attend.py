@@ -14,6 +14,7 @@ from acutance.kernels import packed
 if TYPE_CHECKING:
     from acutance.mitigations.base import Mitigation
 
+NOTHING = Program()
 Observer = Callable[[AttentionCall], None]
 
 
@@ -63,7 +64,7 @@ def _in_one_kernel(call: AttentionCall, mitigation: Mitigation | None) -> tuple[
     assert qkv is not None, "asked before"
     if call.dropout > 0 or call.kernel != "softmax" or not packed.is_available(qkv, heads):
         return None
-    program = Program() if mitigation is None else mitigation.program(Program(), call)
+    program = NOTHING if mitigation is None else mitigation.program(NOTHING, call)
     if program is None:
         return None
     scale = call.v.shape[-1] ** -0.5 if call.scale is None else call.scale

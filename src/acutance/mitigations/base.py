@@ -16,6 +16,8 @@ from acutance.errors import AcutanceError
 if TYPE_CHECKING:
     from acutance.attention.call import AttentionCall
 
+NOTHING = Program()
+
 REGISTRY: dict[str, type[Mitigation]] = {}
 
 Weights = tuple[Tensor, Tensor]  # W_V as (kv_heads · head_dim, dim) and W_proj as (dim, heads · head_dim)
@@ -112,12 +114,12 @@ class Mitigation(nn.Module):
 
     def values(self, v: Tensor, call: AttentionCall) -> Tensor:
         """The values that attention averages."""
-        program = self.affine(Program(), call)
+        program = self.affine(NOTHING, call)
         return v if program is None else program.values(v, call)
 
     def output(self, u: Tensor, w: Tensor, call: AttentionCall) -> Tensor:
         """What attention returns, per head, before the output projection; u is A w."""
-        program = self.affine(Program(), call)
+        program = self.affine(NOTHING, call)
         return u if program is None else program.output(u, w, call)
 
     def features(self, y: Tensor, call: AttentionCall) -> Tensor:

@@ -119,7 +119,7 @@ def checking_blocks(model: nn.Module, rows: Rows) -> Iterator[None]:
         library, found = _locate(model)
     except NoSitesError:
         library, found = anybody.LIBRARY, []
-    if library is anybody.LIBRARY or (library is huggingface.LIBRARY and not huggingface.uses_interface(model)):
+    if library is anybody.LIBRARY or (library is huggingface.LIBRARY and not huggingface.is_modern(model)):
         with Chain(repeated_blocks(model), rows.told):
             yield
         return

@@ -30,20 +30,8 @@ class ForwardPass:
     """One forward pass of the layers that share a v⁰, or the part of one that checkpointing runs again."""
 
     __slots__ = (
-        "again",
-        "attended",
-        "call",
-        "entered",
-        "graph",
-        "is_whole",
-        "last",
-        "lost",
-        "outer",
-        "previous",
-        "shape",
-        "v0",
-        "with_grad",
-        "x",
+        *("again", "attended", "call", "entered", "entering", "graph", "is_whole", "last", "lost", "outer", "previous"),
+        *("shape", "v0", "with_grad", "x"),
     )
 
     def __init__(self, graph: int, outer: ForwardPass | None, v0: Tensor | None = None, again: bool = False) -> None:
@@ -56,10 +44,15 @@ class ForwardPass:
         self.last = 0  # the block that was entered last, from 1
         self.x: Tensor | None = None  # what entered it
         self.shape: torch.Size | None = None
+        self.entering: Tensor | None = None  # what entered its attention
         self.with_grad = True  # whether gradients were on in the block before
         self.lost = False  # whether v⁰ came out of blocks without its gradient
         self.call: AttentionCall | None = None  # until its W_proj has run
         self.previous: Any = None  # what the layer before kept
+
+    def forget(self) -> None:
+        """Hold no tensor longer than the pass, but for v⁰, which a recomputation needs."""
+        self.x = self.entering = self.call = self.previous = None
 
 
 class _Local(threading.local):  # not a ContextVar, which Dynamo cannot trace
@@ -97,6 +90,7 @@ class Passes:
         started = ForwardPass(_graph(), before if whole or before is None else before.outer)
         started.is_whole = whole
         _LOCAL.passes[self.key] = started
+        _LOCAL.recomputed.pop(self.key, None)
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self._forget_finished()
         return started
@@ -105,6 +99,8 @@ class Passes:
         """It has ended, v⁰ does not outlive it; what was under way before goes on."""
         ended = self.current()
         _LOCAL.passes[self.key] = None if ended is None else ended.outer
+        if ended is not None:
+            ended.forget()
         return ended
 
     def enter(self, block: int, x: Tensor) -> ForwardPass:
@@ -119,7 +115,8 @@ class Passes:
         elif torch.is_grad_enabled():
             # Re-entrant checkpointing of the blocks before: they ran without gradients, and yet x has one.
             now.lost |= not now.with_grad and x.requires_grad
-            self.remember(x, now)
+            if block > 1:
+                self.remember(x, now)
         now.entered += 1
         now.with_grad = torch.is_grad_enabled()
         now.last, now.x, now.shape = block, x, x.shape
@@ -131,6 +128,7 @@ class Passes:
         if now is not None and now.again:
             _LOCAL.recomputed[self.key] = now
             _LOCAL.passes[self.key] = now.outer
+            now.forget()
 
     def recompute_attention(self, x: Tensor) -> bool:
         """Whether attention alone is run again on x; then its pass is the current one until `leave`."""
@@ -142,7 +140,10 @@ class Passes:
         return True
 
     def remember(self, x: Tensor, now: ForwardPass) -> None:
-        """x belongs to this pass, and to no other: a mask that is reused says nothing."""
+        """x belongs to this pass, and to no other: a mask that is reused says nothing.
+
+        Not for the first layer, which makes v⁰ anew: v⁰'s own graph holds that input, so it would never be forgotten.
+        """
         storage = x.untyped_storage()
         with self._lock:
             _, known = self._by_input.get(storage._cdata, (None, now))

@@ -14,6 +14,7 @@ from acutance.errors import AcutanceError, NoSitesError
 from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Library
 from acutance.sites.blocks import modules_of, places_of, unwrapped
 from acutance.sites.ends import SpecialTokens, final_norm, special_tokens
+from acutance.sites.huggingface_interface import take_over_sdpa
 from acutance.sites.huggingface_notes import is_pretrained, remember
 from acutance.sites.named import NamedSite
 from acutance.sites.patched import WINDOWS_APART, WINDOWS_MOVE, Stack, caller_of, known_sites
@@ -24,9 +25,8 @@ CROSS = re.compile("cross|encoder_attn|encdec", re.IGNORECASE)
 class HuggingFaceSite(NamedSite):
     """The attention of one layer of a transformers model."""
 
-    def __init__(self, stack: Stack, layer: int, name: str, block: nn.Module, attention: nn.Module, stage: str) -> None:
-        super().__init__(stack, layer, name, block, attention)
-        self.stage = stage
+    stage: str  # path of the container that holds the block
+    interface: bool  # whether the model promises to call its attention through transformers' interface
 
     def refuse_first_values(self) -> str | None:
         """Layers that share a module, windows that move, stages that merge tokens."""
@@ -49,13 +49,23 @@ class HuggingFaceSite(NamedSite):
         return None
 
     def route(self) -> Callable[[], None]:
-        """Intercepted, where the model's attention function lets anybody look."""
+        """Through the attention interface, or intercepted, where the model's function lets anybody look."""
         self._refuse_implementation()
+        if self.interface:
+            take_over_sdpa()
         return super().route()
+
+    def is_called(self) -> bool:
+        """By the attention interface, unless the model was told to write its softmax out."""
+        return self.interface and self._implementation() == "sdpa"
+
+    def _implementation(self) -> str | None:
+        implementation: str | None = getattr(getattr(self.attention, "config", None), "_attn_implementation", None)
+        return implementation
 
     def _refuse_implementation(self) -> None:
         """Asked at every call, since the model may be told another one."""
-        implementation = getattr(getattr(self.attention, "config", None), "_attn_implementation", None)
+        implementation = self._implementation()
         if implementation not in (None, "sdpa", "eager"):
             raise AcutanceError(
                 f"the model runs its attention by {implementation!r}, where nobody can look: call "
@@ -120,16 +130,25 @@ def _sites(model: nn.Module) -> list[AttentionSite]:
         names = ", ".join(name for name, place in places.items() if place.block == twice)
         raise AcutanceError(f"the block {twice} holds several self-attentions ({names}): which is meant is not clear")
     stack = Stack(caller_of(model, blocks))
+    interface = _uses_interface(model)
     for layer, (name, place) in enumerate(places.items(), 1):
-        block = unwrapped(model.get_submodule(place.block))
-        HuggingFaceSite(stack, layer, name, block, found[name], place.stage)
+        site = HuggingFaceSite(stack, layer, name, unwrapped(model.get_submodule(place.block)), found[name])
+        site.stage, site.interface = place.stage, interface
     return list(stack.sites)
 
 
-def uses_interface(model: nn.Module) -> bool:
+def is_modern(model: nn.Module) -> bool:
     """Whether these are models of today, whose blocks pass (batch, tokens, channels) on; others are looked at."""
+    return _all_have(model, "_supports_sdpa")
+
+
+def _uses_interface(model: nn.Module) -> bool:
+    return _all_have(model, "_supports_attention_backend")
+
+
+def _all_have(model: nn.Module, flag: str) -> bool:
     found = [module for module in modules_of(model).values() if is_pretrained(module)]
-    return all(getattr(module, "_supports_sdpa", False) for module in found)
+    return bool(found) and all(getattr(module, flag, False) for module in found)
 
 
 def _special_tokens(model: nn.Module) -> SpecialTokens:

@@ -30,6 +30,11 @@ CARRY = (
 # How heads that queries share are repeated: by one function, or as a view of one more axis that is then merged.
 REPEAT = (torch.repeat_interleave, Tensor.repeat_interleave, Tensor.expand, Tensor.reshape)
 TRANSPOSE = (Tensor.transpose, torch.transpose)
+WATCHED = (
+    *(F.scaled_dot_product_attention, torch.einsum, Tensor.unflatten),
+    *(*SOFTMAX, *PRODUCT, *REPEAT, *TRANSPOSE),
+)
+WATCHED_SET = frozenset(WATCHED)
 SINKS = "its tokens may attend to nothing (sinks), so A's rows do not sum to one"
 MIXED = "it mixes its heads before or after the softmax, so there is no attention operator per head"
 
@@ -99,14 +104,19 @@ class Intercept(TorchFunctionMode):
     def __init__(self, attend: Callable[[Product], Tensor], x: Tensor, name: str) -> None:
         super().__init__()
         self.attend, self.x, self.name = attend, x, name
+        self.watched: Any = WATCHED if torch.compiler.is_compiling() else WATCHED_SET
         self.maps: list[_Map] = []
         self.repeated: list[tuple[Tensor, Tensor]] = []  # and what was repeated, its heads first after the batch
         self.scores: _Scores | None = None
         self.products = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at one operation."""
-        kwargs = kwargs or {}
+        """Look at one operation; at most of them in passing, which is what a layer pays for."""
+        if func in self.watched or self.maps or self.scores is not None:
+            return self._look(func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _look(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is Tensor.unflatten:  # a method in Python, whose super() Dynamo does not trace here
             func = torch.unflatten
         if func is F.scaled_dot_product_attention:
@@ -207,7 +217,8 @@ class Intercept(TorchFunctionMode):
                 f"{self.name} runs several attention products in one forward pass (in chunks, or to other tokens too), "
                 "so which is its self-attention is not clear"
             )
-        self.maps, self.repeated = [], []  # nothing is held longer than the model does
+        self.maps, self.repeated, self.scores = [], [], None  # nothing is held longer than the model does
+        self.watched = (F.scaled_dot_product_attention, Tensor.unflatten)
         return product.back(self.attend(product))
 
 

@@ -183,17 +183,30 @@ class PatchedSite(AttentionSite):
     def _run(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         now = self.now(x)
         own = self._forward or partial(type(self.attention).forward, self.attention)
-        if self.mitigation is None and self.observer is None and self.number > 1:
+        if not self.is_active:
             now.attended += 1
             return own(*args, **kwargs)
         self.refuse_arguments(kwargs)
-        with Intercept(partial(self.attend, x), x, self.name):
+        now.entering = x
+        if self.is_called():
             output = own(*args, **kwargs)
+        else:
+            with Intercept(self.attend, x, self.name):
+                output = own(*args, **kwargs)
         return output if self._finishes_there else self._finish_output(output, now)
 
     def _finish_output(self, output: Any, now: ForwardPass) -> Any:
         y = self.finish(tokens_out(output), now)
         return y if isinstance(output, Tensor) else (y, *output[1:])
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anybody wants to know what this attention does; of the first, later layers want the values."""
+        return self.mitigation is not None or self.observer is not None or self.number == 1
+
+    def is_called(self) -> bool:
+        """Whether the library itself hands us its attention, so that nobody need look at every operation."""
+        return False
 
     def now(self, x: Tensor) -> ForwardPass:
         """The forward pass that this attention, given x, is part of."""
@@ -201,16 +214,18 @@ class PatchedSite(AttentionSite):
         now = passes.current()
         if now is None:  # the attention was called by itself
             now = passes.enter(self.number, x)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not now.again and x is not now.x:
+        is_new = self.number > 1 and x is not now.x and not now.again
+        if is_new and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             passes.remember(x, now)
         return now
 
     def refuse_arguments(self, kwargs: Mapping[str, Any]) -> None:
         """Refuse what would be silently wrong, as told by the arguments of the attention."""
 
-    def attend(self, x: Tensor, product: Product) -> Tensor:
+    def attend(self, product: Product) -> Tensor:
         """u of this layer, mitigated and observed."""
-        now, mitigation = self.now(x), self.mitigation
+        now, mitigation = self.stack.passes.current(), self.mitigation
+        assert now is not None, "begun as the attention was entered"
         needs_first = mitigation is not None and "first_values" in mitigation.requires
         if mitigation is not None and (needs_first or "all_tokens" in mitigation.requires):
             self._refuse_tokens(mitigation, product.v, now)
@@ -218,8 +233,17 @@ class PatchedSite(AttentionSite):
         v0: Any = None
         if not is_first:
             v0 = first_values(now, self.name) if needs_first else MISSING if now.v0 is None else now.v0
-        about = {"name": self.name, "x": x, "residual": now.x, "previous": now.previous}
-        call = AttentionCall(self.layer, v=product.v, v0=v0, own=product.own, **about, **product.about)
+        call = AttentionCall(
+            self.layer,
+            v=product.v,
+            v0=v0,
+            own=product.own,
+            name=self.name,
+            x=now.entering,
+            residual=now.x,
+            previous=now.previous,
+            **product.about,
+        )
         u, values = attend(call, mitigation, self.observer)
         if is_first:
             now.v0, now.with_grad = values, torch.is_grad_enabled()

@@ -67,10 +67,12 @@ def forward(
         return u
 
     about = {"q": q, "k": k, "mask": mask, "causal": causal, "dropout": 0.0 if weights is not None else dropout}
-    u = site.attend(entered, Product(v, own, lambda u: u, about))
+    now = site.now(entered)
+    now.entering = entered if mha.batch_first or entered.ndim == 2 else entered.transpose(0, 1)
+    u = site.attend(Product(v, own, lambda u: u, about))
     merged = u.permute(2, 0, 1, 3).reshape(tokens * batch, dim)
     y = F.linear(merged, mha.out_proj.weight, mha.out_proj.bias).view(tokens, batch, dim)
-    y = site.finish(y.transpose(0, 1), site.now(entered))
+    y = site.finish(y.transpose(0, 1), now)
     if weights is not None:
         weights = weights.view(batch, mha.num_heads, tokens, tokens)
         weights = weights.mean(dim=1) if average_attn_weights else weights
