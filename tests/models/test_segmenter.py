@@ -107,7 +107,7 @@ def test_the_decoder_has_its_own_first_values():
     for handle in handles:
         handle.remove()
     for part in records.values():
-        assert part[0].first_values is None
+        assert part[0].v0 is None
         assert all(torch.equal(record.v0, part[0].values) for record in part[1:])
     assert records["decoder"][0].values.shape != records["encoder"][0].values.shape
 

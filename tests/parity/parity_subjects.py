@@ -257,7 +257,80 @@ def _all_of(output) -> Tensor:
     return output.last_hidden_state if pooled is None else torch.cat([output.last_hidden_state, pooled[:, None]], 1)
 
 
-SUBJECTS: dict[str, type[Subject]] = {cls.name: cls for cls in (Reference, Transformers, Torch, Timm)}
+class WrittenAttention(nn.Module):
+    """By `scaled_dot_product_attention`, or, with fewer key heads, by a softmax that is written out."""
+
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = HEADS, kv_heads
+        width = DIM // HEADS * kv_heads
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(DIM, DIM), nn.Linear(DIM, width), nn.Linear(DIM, width)
+        self.out_proj = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = (part.unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for part in parts)
+        if self.kv_heads == HEADS:
+            u = F.scaled_dot_product_attention(q, k, v)
+        else:
+            k, v = (part.repeat_interleave(HEADS // self.kv_heads, dim=1) for part in (k, v))
+            u = F.softmax(q @ k.transpose(-2, -1) / (DIM // HEADS) ** 0.5, dim=-1).to(v.dtype) @ v
+        return self.out_proj(u.transpose(1, 2).flatten(2))
+
+
+class WrittenBlock(nn.Module):
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.norm2 = nn.LayerNorm(DIM), WrittenAttention(kv_heads), nn.LayerNorm(DIM)
+        self.mlp = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class WrittenTransformer(nn.Module):
+    def __init__(self, depth: int, kv_heads: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(5, DIM), nn.Linear(DIM, 3)
+        self.blocks = nn.Sequential(*(WrittenBlock(kv_heads) for _ in range(depth)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(x)))
+
+
+class Written(Subject):
+    """Models of no library, whose attention is intercepted."""
+
+    name = "hand-written"
+    heads = ("multi-head", "grouped-query")
+
+    def library_model(self, heads):
+        return WrittenTransformer(self.depth, HEADS if heads == "multi-head" else HEADS // 2)
+
+    def inputs(self, generator, heads):
+        return {"x": torch.randn(BATCH, 7, 5, generator=generator)}
+
+    def plain_output(self, heads, state, inputs, cut):
+        """The same model with v⁰ in a dictionary."""
+        model, first = self.library_model(heads).to(next(iter(state.values()))), {}
+
+        def attention(layer, module, x):
+            name = f"blocks.{layer - 1}.attn"
+            parts = module.q_proj, module.k_proj, module.v_proj
+            q, k, v = (part(x).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for part in parts)
+            first.setdefault("v", v)
+            u = attend(q, k, v, first["v"], learnt(state, name, STRENGTH), cut=layer == cut)
+            y = module.out_proj(u.transpose(1, 2).flatten(2))
+            return rescale(y, learnt(state, name, LOW), learnt(state, name, HIGH))
+
+        for layer, block in enumerate(model.blocks, 1):
+            block.attn.forward = partial(attention, layer, block.attn)
+        own = {name: value for name, value in state.items() if "mitigation" not in name}
+        return torch.func.functional_call(model, own, args=tuple(inputs.values()))
+
+
+SUBJECTS: dict[str, type[Subject]] = {cls.name: cls for cls in (Reference, Transformers, Torch, Timm, Written)}
 
 
 @cache

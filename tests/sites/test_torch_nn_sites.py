@@ -170,7 +170,7 @@ def test_records_hold_what_a_mitigation_made_of_the_attention():
         site.observe(records.append)
     model(tokens())
     for record in records[1:]:
-        expected = record.operator @ record.values + 0.6 * (records[0].values - record.values)
+        expected = record.A @ record.values + 0.6 * (records[0].values - record.values)
         torch.testing.assert_close(record.output, expected, rtol=1e-12, atol=1e-12)
 
 

@@ -120,7 +120,7 @@ class Intercept(TorchFunctionMode):
         if func is Tensor.unflatten:  # a method in Python, whose super() Dynamo does not trace here
             func = torch.unflatten
         if func is F.scaled_dot_product_attention:
-            return self._attend(self._grouped(_sdpa(self.x, *args, **kwargs)))
+            return self._attend(self._grouped(sdpa_product(self.x, *args, **kwargs)))
         if self.maps:
             found = self._of_maps(func, args, kwargs)
             if found is not None:
@@ -233,7 +233,7 @@ def _over_last_axis(out: Tensor, _x: Any, dim: Any = None, *_rest: Any, **option
     return out.ndim > 2 and dim in (-1, out.ndim - 1)
 
 
-def _sdpa(
+def sdpa_product(
     x: Tensor,
     query: Tensor,
     key: Tensor,
@@ -244,6 +244,7 @@ def _sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Product:
+    """What `scaled_dot_product_attention` was called with, in an attention that was given x."""
     options: dict[str, Any] = {} if scale is None else {"scale": scale}
     if enable_gqa:
         options["enable_gqa"] = True

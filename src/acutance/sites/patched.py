@@ -255,9 +255,10 @@ class PatchedSite(AttentionSite):
         """The branch's output, given what came out of W_proj."""
         call, now.call = now.call, None
         mitigation = self.mitigation
-        if call is None or (mitigation is None and self.observer is None):
+        changes = mitigation is not None and mitigation.changes_features
+        if call is None or not (changes or self.observer is not None):
             return y
-        if mitigation is not None and mitigation.changes_features:
+        if mitigation is not None and changes:
             self._refuse_windows(mitigation, y, now)
         if torch.compiler.is_compiling():
             return finish(y, call, mitigation, self.observer)

@@ -1,0 +1,5 @@
+from parity_matrix import MatrixChecks
+
+
+class TestWritten(MatrixChecks):
+    library = "hand-written"
