@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -27,11 +27,17 @@ class TimmSite(NamedSite):
     attention: Any
 
     stage = ""  # path of the container that holds the block
+    is_known = False  # whether its forward is written out below
+
+    def route(self) -> Callable[[], None]:
+        """By a forward of our own where we know the class, else intercepted."""
+        self.is_known = _is_plain_attention(self.attention)
+        return super().route()
 
     def _run(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """timm's `Attention`, operation for operation: faster than looking at each of them."""
         attention = self.attention
-        if not (self.is_active and attention.fused_attn and _is_plain_attention(attention)):
+        if not (self.is_known and self.is_active and attention.fused_attn):
             return super()._run(x, args, kwargs)
         now = self.now(x)
         now.entering = x
