@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 from acutance import sites
@@ -17,12 +20,28 @@ class Handle(sites.Undo):
     """A mitigation sitting in a model; `remove()`, or leaving a with block, restores the model exactly."""
 
     def __init__(
-        self, spec: str, layers: Sequence[int], undo: Callable[[], None], distances: Sequence[float] = ()
+        self,
+        spec: str,
+        layers: Sequence[int],
+        undo: Callable[[], None],
+        distances: Sequence[float] = (),
+        parameters: Sequence[nn.Parameter] = (),
     ) -> None:
         super().__init__(undo)
+        self._parameters = tuple(parameters)
         self.spec = spec
         self.layers = tuple(layers)
         self.distances = tuple(distances)  # per layer, of mitigations that replace the weights: ‖H − H₀‖/‖H₀‖
+
+    def parameter_groups(self, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+        """What an optimiser that was made before takes: `optimiser.add_param_group(group)` for each of them.
+
+        Args:
+            lr: the learning rate of the mitigation's own parameters.
+            weight_decay: theirs; they start at the identity, to which none pulls them back by default.
+        """
+        params = list(self._parameters)
+        return [{"params": params, "lr": lr, "weight_decay": weight_decay}] if params else []
 
     def __repr__(self) -> str:
         state = "removed" if self._undo is None else "active"
@@ -68,7 +87,15 @@ def mitigate(
     sites.remember()
     if len(found) > 1 and wanted == [1]:
         _warn_of_nothing(chosen)
-    return Handle(chosen.spec, wanted, undo, distances)
+    added = [p for site in found if site.mitigation is not None for p in site.mitigation.parameters()]
+    if added and _has_optimiser(model):
+        warnings.warn(
+            f"an optimiser of this model was made before, and does not know the {len(added)} new parameters of "
+            f"{chosen.spec}: give it handle.parameter_groups(lr), or make it after mitigate",
+            AcutanceWarning,
+            stacklevel=2,
+        )
+    return Handle(chosen.spec, wanted, undo, distances, added)
 
 
 def reinstate(model: nn.Module, record: Mapping[str, str]) -> None:
@@ -102,6 +129,13 @@ def _refuse_wrapped(model: nn.Module) -> None:
         raise AcutanceError("compiled code would not see the mitigation: mitigate, then torch.compile")
 
 
+def _has_optimiser(model: nn.Module) -> bool:
+    """Whether some optimiser trains a parameter of the model: told by the garbage collector, nobody else knows."""
+    own = {id(parameter) for parameter in model.parameters()}
+    made = (found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer))
+    return any(id(p) in own for one in made for group in one.param_groups for p in group["params"])
+
+
 def _distances(site: sites.AttentionSite) -> list[float]:
     installed = [] if site.mitigation is None else site.mitigation.modules()
     return [part.distance for part in installed if isinstance(part, Mitigation) and part.distance is not None]
@@ -110,8 +144,11 @@ def _distances(site: sites.AttentionSite) -> list[float]:
 def _wanted(layers: Sequence[int] | None, depth: int) -> list[int]:
     if layers is None:
         return list(range(1, depth + 1))
-    if isinstance(layers, int):
-        raise AcutanceError(f"layers are a list of numbers: write layers=[{layers}]")
+    if isinstance(layers, (int, float, str)):
+        raise AcutanceError(f"layers are a list of numbers, not {layers!r}: write layers=[{layers}]")
+    odd = [layer for layer in layers if isinstance(layer, bool) or not isinstance(layer, int)]
+    if odd:
+        raise AcutanceError(f"layers are whole numbers from 1 to {depth}, not {odd[0]!r}")
     unknown = [layer for layer in layers if not 1 <= layer <= depth]
     if unknown or not layers:
         raise AcutanceError(f"layers {list(layers)}: name at least one of this model's layers, 1 to {depth}")

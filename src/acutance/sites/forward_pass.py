@@ -91,7 +91,7 @@ class Passes:
         started.is_whole = whole
         _LOCAL.passes[self.key] = started
         _LOCAL.recomputed.pop(self.key, None)
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if not torch.compiler.is_compiling() and self._by_input:
             self._forget_finished()
         return started
 

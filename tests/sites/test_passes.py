@@ -1,0 +1,178 @@
+"""A forward pass belongs to its thread, and nothing of it outlives it: threads, export, memory, and refusals."""
+
+import gc
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+from test_anybody import FORMS, formula, gpt, gradients, ids
+from torch import nn
+
+import acutance as ac
+from acutance import sites
+from acutance.errors import AcutanceError
+
+SPEC = "neutreno:0.6"
+
+
+def in_threads(count, work):
+    """All start together; what goes wrong in one is raised here."""
+    barrier, found, errors = threading.Barrier(count), [None] * count, []
+
+    def run(number):
+        try:
+            barrier.wait()
+            found[number] = [work(number) for _ in range(5)][-1]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("form", ["sdpa", "matmul"])
+def test_threads_on_one_model_have_their_own_first_values(form, count):
+    model = gpt(form, checkpointed=True)
+    ac.mitigate(model, SPEC)
+    found = in_threads(count, lambda number: gradients(model, model(ids(seed=number, count=5 + number))))
+    for number, grads in enumerate(found):
+        wanted = gradients(model, formula(model, ids(seed=number, count=5 + number)))
+        for one, other in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-13)
+
+
+def test_threads_on_a_model_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=30, use_cache=False)
+    model = transformers.LlamaModel(config).eval()
+    ac.mitigate(model, SPEC)
+    batches = [torch.randint(30, (2, 5 + number)) for number in range(3)]
+    with torch.no_grad():
+        alone = [model(batch).last_hidden_state for batch in batches]
+        found = in_threads(3, lambda number: model(batches[number]).last_hidden_state)
+    assert all(torch.equal(one, other) for one, other in zip(found, alone, strict=True))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_an_exported_program_is_exact_or_refused(form, strict):
+    torch._dynamo.reset()
+    model, tokens = gpt(form).eval(), ids()
+    ac.mitigate(model, SPEC)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(model, (tokens,), strict=strict)
+    except (AcutanceError, torch._dynamo.exc.TorchDynamoException, RuntimeError):
+        return  # refused
+    torch.testing.assert_close(program.module()(tokens), formula(model, tokens), rtol=1e-10, atol=1e-12)
+
+
+def test_nothing_outlives_a_pass_whose_graph_is_gone():
+    model = gpt()
+    ac.mitigate(model, SPEC)
+    passes = sites.find(model)[0].stack.passes
+    kept = []
+    sites.find(model)[1].attention.register_forward_hook(lambda *_: kept.append(weakref.ref(passes.current().v0)))
+    for seed in range(4):
+        gradients(model, model(ids(seed)))
+    model(ids())  # without a backward pass
+    with torch.no_grad():
+        model(ids())  # what is gone is forgotten as the next pass begins
+    gc.collect()
+    assert passes.current() is None
+    assert not any(ref() is not None for ref in kept)
+    assert not passes._by_input
+
+
+def test_a_pass_that_fails_leaves_none_under_way():
+    model = gpt()
+    ac.mitigate(model, SPEC)
+    with pytest.raises(IndexError):
+        model(ids() + 100)
+    assert sites.find(model)[0].stack.passes.current() is None
+    torch.testing.assert_close(model(ids()), formula(model, ids()), rtol=1e-10, atol=1e-12)
+
+
+def test_a_gradient_taken_in_the_middle_of_a_pass_leaves_it_as_it_was():
+    """Recomputation in it belongs to another pass, after which the first one goes on."""
+    model = gpt(checkpointed=True)
+    ac.mitigate(model, SPEC)
+    others = [model(ids(seed=1))]
+
+    def interrupt(*_):
+        if others:
+            gradients(model, others.pop())
+
+    hook = model.h[1].register_forward_hook(interrupt)
+    out = model(ids())
+    hook.remove()
+    for one, expected in zip(gradients(model, out), gradients(model, formula(model, ids())), strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-9, atol=1e-13)
+
+
+def state_of(model):
+    hooks = {
+        path: [len(h) for name, h in vars(module).items() if name.endswith("_hooks") and h is not None]
+        for path, module in model.named_modules()
+    }
+    attributes = {path: sorted(vars(module)) for path, module in model.named_modules()}
+    kinds = {path: type(module) for path, module in model.named_modules()}
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return hooks, attributes, kinds, tensors
+
+
+REFUSED = {
+    "layers 1.5": ({"layers": [1.5]}, "whole numbers"),
+    "layers as text": ({"layers": "1"}, "list of numbers"),
+    "layers true": ({"layers": [True]}, "whole numbers"),
+    "a layer too deep": ({"layers": [1, 4]}, "1 to 3"),
+    "no layer": ({"layers": []}, "1 to 3"),
+    "no such part": ({"part": "encoder"}, "no part 'encoder'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_refused_before_anything_changes(name):
+    options, match = REFUSED[name]
+    model = gpt()
+    before, (hooks, attributes, kinds, tensors) = model(ids()), state_of(model)
+    with pytest.raises(AcutanceError, match=match):
+        ac.mitigate(model, SPEC, **options)
+    after = state_of(model)
+    assert after[:3] == (hooks, attributes, kinds)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in after[3].items())
+    assert torch.equal(model(ids()), before)
+
+
+def test_a_second_mitigation_is_refused_and_the_first_stays():
+    model = gpt()
+    ac.mitigate(model, SPEC)
+    before = model(ids())
+    with pytest.raises(AcutanceError, match=r"one\+other"):
+        ac.mitigate(model, "attnscale")
+    assert torch.equal(model(ids()), before)
+
+
+def test_an_optimiser_that_was_made_before_is_told_of_new_parameters():
+    model = gpt()
+    optimiser = torch.optim.AdamW(model.parameters())
+    with pytest.warns(ac.AcutanceWarning, match="parameter_groups"):
+        handle = ac.mitigate(model, "attnscale")
+    groups = handle.parameter_groups(lr=0.1, weight_decay=0.0)
+    optimiser.add_param_group(groups[0])
+    new = {id(p) for name, p in model.named_parameters() if ".mitigation." in name}
+    assert {id(p) for group in groups for p in group["params"]} == new
+    assert groups[0]["lr"] == 0.1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ac.mitigate(nn.Sequential(*gpt().h), "attnscale")  # another model's optimiser is none of its business
