@@ -3,14 +3,18 @@
 Importing takes longer than most commands do.
 """
 
+import faulthandler
 import multiprocessing
 import os
+import random
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -46,10 +50,7 @@ def run_as_torchrun(
         seconds: after which they are killed.
         environment: beside what torchrun says to its processes.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    local = 2 // machines
+    port, local = free_port(), 2 // machines
     commands = []
     for rank, words in enumerate((first, first if second is None else second)):
         told = {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": rank // local, "WORLD_SIZE": 2}
@@ -60,12 +61,24 @@ def run_as_torchrun(
     return run_beside(commands, seconds, prepare)
 
 
+def free_port() -> int:
+    """Below those that the system hands out: it might give such a one to somebody else before it is used."""
+    while True:
+        port = random.randrange(15_000, 32_000)
+        with socket.socket() as trial, suppress(OSError):
+            trial.bind(("127.0.0.1", port))
+            return port
+
+
 def run_beside(
     commands: Sequence[tuple[Sequence[object], dict[str, str]]],
     seconds: float = 600,
     prepare: Callable[[], None] | None = None,
 ) -> list[Done]:
-    """What commands give that run at once, each of arguments and environment."""
+    """What commands give that run at once, each of arguments and environment.
+
+    Who is not done in time is ended, and says among its errors where it stood.
+    """
     with tempfile.TemporaryDirectory() as folder:
         started: list[tuple[list[str], BaseProcess, list[Path]]] = []
         for place, (arguments, environment) in enumerate(commands):
@@ -78,7 +91,8 @@ def run_beside(
         for words, process, streams in started:
             process.join(max(0.0, end - time.monotonic()))
             if process.exitcode is None:
-                process.kill()
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGABRT)
                 process.join()
             printed = [stream.read_text(encoding="utf-8") if stream.exists() else "" for stream in streams]
             assert process.exitcode is not None
@@ -97,6 +111,7 @@ def _command(
 
     os.chdir(directory)
     os.environ.update(environment)
+    faulthandler.enable()
     for stream, path in zip((sys.stdout, sys.stderr), streams, strict=True):
         with path.open("w", encoding="utf-8") as file:
             os.dup2(file.fileno(), stream.fileno())

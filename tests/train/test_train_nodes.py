@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import socket
 import subprocess
 import sys
 import weakref
@@ -20,7 +19,7 @@ from train_worlds import bits, fit
 from acutance import recipes
 from acutance.train import LoopConfig, override
 from acutance.train.engine import Engine
-from forked import run_as_torchrun
+from forked import free_port, run_as_torchrun
 
 PROGRAM = Path(__file__).with_name("node_commands.py")
 PATIENCE = 300  # seconds: a hang fails
@@ -34,9 +33,7 @@ TRAIN = ["train", "digits", "--device", "cpu", *(word for change in CHANGES for 
 
 def by_torchruns(told_of, command, second_dies_in):
     """Run a command on both machines by a torchrun each; gives exit status and output of each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     path = [str(PROGRAM.parent), str(PROGRAM.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
     agents = []
