@@ -1,6 +1,5 @@
 """What a batch's readings cost on their way to the host, and that they are the same by sums and by formulas."""
 
-import sys
 from collections import Counter
 
 import pytest
@@ -11,13 +10,12 @@ import acutance as ac
 from acutance import metrics
 from acutance.errors import NonFiniteError
 from acutance.kernels.token_sums import FIELDS
-from acutance.measure import feed
 from acutance.metrics._common import finite_flags
 from acutance.metrics.from_sums import FROM_SUMS
 from acutance.models import ViT
-from acutance.reader import Reader
-from acutance.readout import Readout
+from acutance.reader import Reader, Readout
 from acutance.samples import Samples
+from acutance.walk import feed
 from acutance.wrappers import evaluating
 from token_fields import stand_in
 
@@ -92,7 +90,7 @@ def test_the_host_waits_once_a_batch(model, images, monkeypatch, by_sums, prefix
     send, receive = Readout.send, Readout.received
     monkeypatch.setattr(Readout, "send", lambda self: sent.append(1) or send(self))
     monkeypatch.setattr(Readout, "received", lambda self: received.append(len(sent)) or receive(self))
-    monkeypatch.setattr(sys.modules[ac.measure.__module__], "TOGETHER", 2)
+    monkeypatch.setattr("acutance.reader.TOGETHER", 2)
     options = {"metrics": [*FROM_SUMS, *ATTENTION], "tap": ["block", "attention", "values", "final"], "prefix": prefix}
     seen = operations(lambda: ac.measure(model, images.split(1), progress=False, **options))
     assert seen.waits == 0
@@ -118,7 +116,7 @@ def test_batches_read_together_are_as_if_read_alone(model, images, monkeypatch, 
     options = {"metrics": [*FROM_SUMS, "effective_rank", *ATTENTION], "tap": ["block", "values"], "progress": False}
     batches = [images[:2], images[2:4], images[4:5], images[:2]]
     together = ac.measure(model, batches, **options)
-    monkeypatch.setattr(sys.modules[ac.measure.__module__], "TOGETHER", 1)
+    monkeypatch.setattr("acutance.reader.TOGETHER", 1)
     alone = ac.measure(model, batches, **options)
     for ours, theirs in zip(together.readings, alone.readings, strict=True):
         assert (ours.tap, ours.layer, ours.metric, ours.count) == (theirs.tap, theirs.layer, theirs.metric, 7)

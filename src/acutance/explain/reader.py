@@ -17,7 +17,7 @@ from acutance.explain.competitors import competitors, visible_keys
 from acutance.explain.corners import corners
 from acutance.explain.dominance import Dominance, Outcome, Share
 from acutance.explain.verdict import EXACT_MU, LayerSpectrum
-from acutance.metrics import hfc_lfc_spectral
+from acutance.metrics import check_finite, hfc_lfc_spectral
 from acutance.operator import AttentionOperator
 from acutance.samples import Samples
 from acutance.spectral_theory import TIE, families
@@ -61,6 +61,7 @@ class LayerReader:
 
     def attend(self, record: AttentionCall) -> None:
         """The attention branch is done: who dominates, and what do the tokens do?"""
+        check_finite(record.branch, metric="the attention branch", layer=self.layer)
         self._check(record.A)
         A = self.present.record(record).A
         _, told = self.present.tokens(self.tokens)

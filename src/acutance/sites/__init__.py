@@ -45,6 +45,7 @@ __all__ = [
     "final_norm",
     "find",
     "in_decoder",
+    "layers_of",
     "mitigation_spec",
     "part_of",
     "prefix_tokens",
@@ -79,6 +80,9 @@ def find(model: nn.Module) -> list[AttentionSite]:
 @contextmanager
 def standing() -> Iterator[None]:
     """For the time of a with block, in which nobody changes a model, look for its layers once: it takes a while."""
+    if _found_before.get() is not None:
+        yield
+        return
     token = _found_before.set({})
     try:
         with walking_once():
@@ -105,6 +109,13 @@ def blocks(model: nn.Module) -> list[tuple[int, nn.Module, Callable[[Tensor], Te
     if len(every) == len(as_tokens):
         return [(site.layer, site.block, site.tokens) for site in sites]
     return [(layer, block, as_tokens.get(block, sites[0].tokens)) for layer, block in enumerate(every, 1)]
+
+
+def layers_of(model: nn.Module) -> list[tuple[AttentionSite, int]]:
+    """The sites, each with the number of its layer among all blocks: attention is not in all of them."""
+    found, every = find(model), blocks(model)
+    layers = {block: layer for layer, block, _ in every}
+    return [(site, layers[site.block] if len(every) > len(found) else site.layer) for site in found]
 
 
 def unread(model: nn.Module) -> list[str]:
