@@ -10,8 +10,8 @@ import acutance as ac
 from acutance import metrics
 from acutance.errors import NonFiniteError
 from acutance.kernels.token_sums import FIELDS
-from acutance.metrics._common import finite_flags
 from acutance.metrics.from_sums import FROM_SUMS
+from acutance.metrics.tokens import finite_flags
 from acutance.models import ViT
 from acutance.reader import Reader, Readout
 from acutance.samples import Samples

@@ -23,9 +23,9 @@ from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError, ShapeError
 from acutance.kernels import token_sums
 from acutance.kernels.token_sums import FIELDS, room
-from acutance.metrics._common import FLAGS, complain, finite_flags
 from acutance.metrics.from_rows import FROM_ROWS, from_rows
 from acutance.metrics.from_sums import FROM_SUMS, Numbers
+from acutance.metrics.tokens import FLAGS, complain, finite_flags
 from acutance.operator import AttentionOperator
 from acutance.profile import MAP, Reading
 from acutance.samples import Samples

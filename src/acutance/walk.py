@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from acutance.samples import SPECIAL, Rows, Samples, refuse_single
 from acutance.wrappers import bare_module, evaluating, is_sharded
 
 EVERY = range(sys.maxsize)  # layer
+Calls = list[Callable[[int, Any], None]]  # methods of visitors
+AsTokens = Callable[[Tensor], Tensor]
 
 
 class Batch:
@@ -156,57 +159,42 @@ def hooked(
         blocks = sites.blocks(model)
         for layer, block, as_tokens in blocks:
             if entering := _called(visitors, "enter", layer):
-                hook = _entry_hook(entering, layer, as_tokens)
+                hook = partial(_entered, entering, layer, as_tokens)
                 stack.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
             if leaving := _called(visitors, "leave", layer):
-                stack.callback(block.register_forward_hook(_exit_hook(leaving, layer, as_tokens)).remove)
+                stack.callback(block.register_forward_hook(partial(_left, leaving, layer, as_tokens)).remove)
         if any("attend" in visitor.needs for visitor in visitors):
             for site, layer in sites.layers_of(model):
                 if attending := _called(visitors, "attend", layer):
-                    stack.callback(site.observe(_observer(attending, layer, check)).remove)
+                    stack.callback(site.observe(partial(_attended, attending, layer, check)).remove)
         last = blocks[-1][0]
         if after := _called(visitors, "final", last):
             norm, as_tokens = sites.final_norm(model), sites.find(model)[-1].tokens
-            stack.callback(norm.register_forward_hook(_exit_hook(after, last, as_tokens)).remove)
+            stack.callback(norm.register_forward_hook(partial(_left, after, last, as_tokens)).remove)
         yield
 
 
-def _called(visitors: Sequence[Visitor], method: str, layer: int) -> list[Callable[[int, Any], None]]:
+def _called(visitors: Sequence[Visitor], method: str, layer: int) -> Calls:
     """The methods of the visitors that want to see this at this layer."""
     return [getattr(visitor, method) for visitor in visitors if layer in visitor.needs.get(method, ())]
 
 
-def _entry_hook(
-    called: Sequence[Callable[[int, Tensor], None]], layer: int, as_tokens: Callable[[Tensor], Tensor]
-) -> Callable[..., None]:
-    def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        tokens = as_tokens(sites.tokens_in(args, kwargs))
-        for call in called:
-            call(layer, tokens)
-
-    return hook
+def _entered(called: Calls, layer: int, as_tokens: AsTokens, _block: nn.Module, args: Any, kwargs: Any) -> None:
+    tokens = as_tokens(sites.tokens_in(args, kwargs))
+    for call in called:
+        call(layer, tokens)
 
 
-def _exit_hook(
-    called: Sequence[Callable[[int, Tensor], None]], layer: int, as_tokens: Callable[[Tensor], Tensor]
-) -> Callable[..., None]:
-    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-        tokens = as_tokens(sites.tokens_out(output))
-        for call in called:
-            call(layer, tokens)
-
-    return hook
+def _left(called: Calls, layer: int, as_tokens: AsTokens, _block: nn.Module, _args: Any, output: Any) -> None:
+    tokens = as_tokens(sites.tokens_out(output))
+    for call in called:
+        call(layer, tokens)
 
 
-def _observer(
-    called: Sequence[Callable[[int, AttentionCall], None]], layer: int, check: Callable[[AttentionCall], None]
-) -> Callable[[AttentionCall], None]:
-    def observe(record: AttentionCall) -> None:
-        check(record)
-        for call in called:
-            call(layer, record)
-
-    return observe
+def _attended(called: Calls, layer: int, check: Callable[[AttentionCall], None], record: AttentionCall) -> None:
+    check(record)
+    for call in called:
+        call(layer, record)
 
 
 def track(batches: Iterable[Any], progress: str | None, stack: ExitStack) -> Iterable[Any]:

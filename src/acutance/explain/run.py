@@ -9,12 +9,10 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from acutance import sites
-from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.explain.dominance import Dominance
 from acutance.explain.reader import LayerReader
 from acutance.explain.spectrum import Spectrum
 from acutance.explain.verdict import LayerSpectrum
@@ -22,7 +20,7 @@ from acutance.explain.weights import Norm, layer_spectrum
 from acutance.measure import check_prefix, describe
 from acutance.mitigations.base import Chain, Mitigation
 from acutance.samples import refuse_single
-from acutance.walk import Batch, Visitor, track, walk
+from acutance.walk import track, walk
 from acutance.wrappers import bare_module, refuse_sharded
 
 
@@ -92,54 +90,13 @@ def with_data(
 ) -> list[LayerSpectrum]:
     """The layers of these sites, with what attention and tokens did in them; `part` is where in the model they are."""
     numbers = {site.attention: number for site, number in sites.layers_of(sites.part_of(model, part))}
-    readers = {
-        numbers[site.attention]: LayerReader(layer, site.update) for layer, site in zip(layers, found, strict=True)
-    }
-    visitor = DominanceReader(readers, "in" if with_prefix else "out")
-    walk(model, batches, visitor, part=part, progress="explaining" if progress else None)
-    return [replace(layer, dominance=found) for layer, found in zip(layers, visitor.results(), strict=True)]
-
-
-class DominanceReader(Visitor):
-    """Has every layer read by its own reader.
-
-    Args:
-        readers: by the number of the layer.
-        prefix: special tokens `in` or `out` of HFC/LFC.
-    """
-
-    def __init__(self, readers: Mapping[int, LayerReader], prefix: str = "in") -> None:
-        self.readers, self.prefix = readers, prefix
-        self.needs = dict.fromkeys(("enter", "attend", "leave"), readers)
-
-    def begin(self, batch: Batch) -> None:
-        """Samples without a token that counts are refused."""
-        counted, present = batch.samples(self.prefix), batch.samples("in")
-        if counted.filled is not None:
-            empty = int(counted.filled.argmin()) + 1
-            raise AcutanceError(f"sample {empty} of a batch has no token that counts: leave it out of the batch")
-        for reader in self.readers.values():
-            reader.begin(counted, present)
-
-    def enter(self, layer: int, tokens: Tensor) -> None:
-        """To the layer's reader."""
-        self.readers[layer].enter(tokens)
-
-    def attend(self, layer: int, call: AttentionCall) -> None:
-        """To the layer's reader."""
-        self.readers[layer].attend(call)
-
-    def leave(self, layer: int, tokens: Tensor) -> None:
-        """To the layer's reader."""
-        self.readers[layer].leave(tokens)
-
-    def results(self) -> list[Dominance]:
-        """Of every layer, once all batches have run."""
-        if not next(iter(self.readers.values())).count:
-            raise AcutanceError(
-                "explain got no batches: pass an iterable with at least one, or None for the weights only"
-            )
-        return [reader.result() for reader in self.readers.values()]
+    prefix = "in" if with_prefix else "out"
+    pairs = zip(layers, found, strict=True)
+    readers = [LayerReader(layer, site.update, numbers[site.attention], prefix) for layer, site in pairs]
+    walk(model, batches, *readers, part=part, progress="explaining" if progress else None)
+    if readers[0].count == 0:
+        raise AcutanceError("explain got no batches: pass an iterable with at least one, or None for the weights only")
+    return [replace(layer, dominance=reader.result()) for layer, reader in zip(layers, readers, strict=True)]
 
 
 def _norm_context(layers: Iterable[LayerSpectrum]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acutance.sites.blocks import CONTAINERS
+from acutance.sites.structure import CONTAINERS
 
 Conditions = tuple[tuple[ast.expr, bool], ...]  # tests, and how they must come out
 

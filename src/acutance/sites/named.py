@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acutance.sites.blocks import path_of
 from acutance.sites.huggingface_norms import adds_one, norm_before
 from acutance.sites.patched import PatchedSite
 from acutance.sites.projection import Projections, Sizes, by_names, changes_output, output_of
+from acutance.sites.structure import path_of
 
 LAYER_SCALES = ("layer_scale1.lambda1", "layer_scale1.gamma", "lambda_1", "ls1.gamma", "gamma_1")
 NORMS_AROUND_THE_MLP = ("pre_feedforward_layernorm", "post_feedforward_layernorm")  # then that of the attention is too
