@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
-from operator import is_
+from operator import attrgetter, is_
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from acutance import metrics as metric_room
 from acutance import processes
@@ -100,10 +101,6 @@ class Reader(Visitor):
         """The residual stream after a block."""
         self.tokens("block", self.depth("block", layer), tokens)
 
-    def attend(self, layer: int, call: AttentionCall) -> None:
-        """What one layer's attention did."""
-        self.record(self.depth(MAP, layer), call, windows_move=layer in self.moving)
-
     def final(self, layer: int, tokens: Tensor) -> None:
         """After the final norm."""
         self.tokens("final", layer, tokens)
@@ -143,11 +140,12 @@ class Reader(Visitor):
         self._refuse_added(layer, tokens)
         self._measure_tokens(tap, layer, *self.samples.tokens(tokens))
 
-    def record(self, layer: int, record: AttentionCall, *, windows_move: bool = False) -> None:
+    def attend(self, layer: int, call: AttentionCall) -> None:
         """Read what one layer's attention did."""
-        self._refuse_added(layer, record.branch)
-        _, mask = self.samples.tokens(record.branch)
-        record = self.samples.record(record)
+        windows_move, layer = layer in self.moving, self.depth(MAP, layer)
+        self._refuse_added(layer, call.branch)
+        _, mask = self.samples.tokens(call.branch)
+        record = self.samples.record(call)
         if "attention" in self.taps:
             self._measure_tokens("attention", layer, record.branch, mask)
         if "values" in self.taps:
@@ -171,7 +169,7 @@ class Reader(Visitor):
                 cosine = metric_room.attention_cosine(before, self.previous, mask)
                 self.out.add((MAP, layer, SUCCESSIVE), cosine)
 
-    def flush(self) -> Readout:
+    def flush(self) -> Sent:
         """Hand over the batch's values, on their way from the device in one transfer, and begin anew."""
         if not self.out.sources:
             raise AcutanceError(f"nothing was read: {self._why_nothing()}")
@@ -214,17 +212,9 @@ class Reader(Visitor):
         if token_sums.is_available(tokens, mask):
             place = self.out.place(len(tokens), tokens.device)
             return self.out.add_sums(token_sums.token_sums(tokens, mask, place), metric, layer)
-        self.out.add_flags(finite_flags(tokens, mask), metric, layer)
+        flags = finite_flags(tokens, mask)
+        self.out.add_sums(F.pad(flags, (0, len(FIELDS) - len(FLAGS))), metric, layer)
         return None
-
-
-class _Watch(NamedTuple):
-    """What an error says about tokens that are not finite."""
-
-    metric: str
-    layer: int
-    place: int  # of what tells, in `Readout.sums` or `Readout.flags`
-    summed: bool
 
 
 class Form(NamedTuple):
@@ -232,7 +222,6 @@ class Form(NamedTuple):
 
     size: int  # samples in the batch
     sums: tuple[int, ...]  # rows of each part of `Readout.sums`
-    flags: tuple[int, ...]
     found: tuple[int, ...]  # numbers in each part of `Readout.found`
     factors: tuple[float, ...]
     sources: tuple[tuple[Key, tuple[int, str | None]], ...]
@@ -240,18 +229,15 @@ class Form(NamedTuple):
 
 @dataclass
 class Readout:
-    """What the hooks found in one batch, still on the device until `send`, and out of the host's way until `values`."""
+    """What the hooks found in one batch, still on the device."""
 
     size: int = 0  # samples in the batch
     expected: int = 1  # readings by sums, as many as the batch before had
-    sums: list[Tensor] = field(default_factory=list)  # (rows, FIELDS) each
-    flags: list[Tensor] = field(default_factory=list)  # (rows, FLAGS) each, of tokens that were not summed up
+    sums: list[Tensor] = field(default_factory=list)  # (rows, FIELDS) each; beyond FLAGS zero if not summed up
+    watched: list[tuple[str, int]] = field(default_factory=list)  # metric and layer of each of them, for errors
     found: list[Tensor] = field(default_factory=list)  # (rows, …) each
     factors: list[float] = field(default_factory=list)  # what those are multiplied by
     sources: dict[Key, tuple[int, str | None]] = field(default_factory=dict)  # in `found`, or the metric of `sums`
-    watched: list[_Watch] = field(default_factory=list)
-    form: Form | None = None  # once it is sent
-    _sent: tuple[Tensor, torch.cuda.Event | None] | None = None
     _room: Tensor | None = None
     _places: tuple[Tensor, ...] = ()  # in the room
 
@@ -268,14 +254,9 @@ class Readout:
     def add_sums(self, sums: Tensor, metric: str, layer: int) -> int:
         """Take in a reading's sums, which tell of tokens that are not finite too; returns their place."""
         self.size = self.size or sums.shape[0]
-        self.watched.append(_Watch(metric, layer, len(self.sums), True))
+        self.watched.append((metric, layer))
         self.sums.append(sums)
         return len(self.sums) - 1
-
-    def add_flags(self, flags: Tensor, metric: str, layer: int) -> None:
-        """Take in which tokens of a reading are not finite."""
-        self.watched.append(_Watch(metric, layer, len(self.flags), False))
-        self.flags.append(flags)
 
     def add(self, key: Key, value: Tensor, factor: float = 1.0) -> None:
         """Take in a metric's values by sample, and by head or window of it, and what they are to be multiplied by."""
@@ -288,86 +269,66 @@ class Readout:
         """A metric whose values follow from the sums in this place."""
         self.sources[key] = place, key[2]
 
-    def send(self) -> Readout:
+    def send(self) -> Sent:
         """Begin the one transfer; nothing waits for it here."""
         # Joined before they are made float64 or flat: a launch for all, not for each.
-        exact = [self._joined_sums()] if self.sums else []
-        exact += [torch.cat(self.flags).flatten()] if self.flags else []
-        found = [torch.cat([part.flatten() for part in self.found]).double()] if self.found else []
-        parts = [*exact, *found]
+        parts = [self._joined_sums()] if self.sums else []
+        parts += [torch.cat([part.flatten() for part in self.found]).double()] if self.found else []
         numbers = parts[0] if len(parts) == 1 else torch.cat(parts)
+        device, done = numbers.device, None
         if numbers.is_cuda:
-            host = numbers.to("cpu", non_blocking=True)  # into pinned memory
-            self._sent = host, torch.cuda.current_stream(numbers.device).record_event()
-        else:
-            self._sent = numbers, None
-        self.form = Form(
-            self.size,
-            tuple([part.shape[0] for part in self.sums]),
-            tuple([part.shape[0] for part in self.flags]),
-            tuple([part.numel() for part in self.found]),
-            tuple(self.factors),
-            tuple(self.sources.items()),
-        )
-        self.sums, self.flags, self.found = [], [], []  # nothing is left on the device
-        self._room, self._places = None, ()
-        return self
+            numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
+            done = torch.cuda.current_stream(device).record_event()
+        rows, lengths = tuple([part.shape[0] for part in self.sums]), tuple([part.numel() for part in self.found])
+        form = Form(self.size, rows, lengths, tuple(self.factors), tuple(self.sources.items()))
+        return Sent(form, self.watched, numbers, done)
 
     def _joined_sums(self) -> Tensor:
         is_all = len(self.sums) == len(self._places) and all(map(is_, self.sums, self._places))
         return (self._room if self._room is not None and is_all else torch.cat(self.sums)).flatten()
 
-    def values(self) -> dict[Key, Numbers]:
-        """One value a sample, the mean over its heads or windows, once the device is done; refuses NaN and infinity."""
-        ((keys, rows),) = values_of([self])
-        return dict(zip(keys, rows, strict=True))
+
+class Sent(NamedTuple):
+    """What was found in one batch, on its way to the host: nothing of it is left on the device."""
+
+    form: Form
+    watched: Sequence[tuple[str, int]]
+    numbers: Tensor
+    done: torch.cuda.Event | None
 
     def is_there(self) -> bool:
         """Whether the device is done with it."""
-        assert self._sent is not None, "sent before"
-        done = self._sent[1]
-        return done is None or done.query()
+        return self.done is None or self.done.query()
 
-    def sent_form(self) -> Form:
-        """What was read, once nothing more is."""
-        assert self.form is not None, "sent before"
-        return self.form
+    def received(self) -> tuple[Numbers, Numbers]:
+        """The sums and what was found, as soon as they are there."""
+        if self.done is not None:
+            self.done.synchronize()
+        numbers: Numbers = self.numbers.numpy()
+        end = sum(self.form.sums) * len(FIELDS)
+        return numbers[:end].reshape(-1, len(FIELDS)), numbers[end:]
 
-    def received(self) -> tuple[Numbers, Numbers, Numbers]:
-        """The sums, the flags and what was found, as soon as they are there."""
-        assert self._sent is not None, "sent before"
-        (host, done), form = self._sent, self.sent_form()
-        if done is not None:
-            done.synchronize()
-        numbers: Numbers = host.numpy()
-        first = sum(form.sums) * len(FIELDS)
-        second = first + sum(form.flags) * len(FLAGS)
-        sums, flags, found = numbers[:first], numbers[first:second], numbers[second:]
-        return sums.reshape(-1, len(FIELDS)), flags.reshape(-1, len(FLAGS)), found
-
-    def refuse_bad(self, sums: Numbers, flags: Numbers) -> None:
+    def refuse_bad(self, sums: Numbers) -> None:
         """Complain about the first layer that holds NaN or infinity, which spoils those after it."""
-        summed, flagged = _spans(self.sent_form().sums), _spans(self.sent_form().flags)
-        for watch in self.watched:
-            told = sums[summed[watch.place]] if watch.summed else flags[flagged[watch.place]]
-            if told[:, BAD].any():
-                complain(told[:, : len(FLAGS)], metric=watch.metric, layer=watch.layer)
+        for (metric, layer), rows in zip(self.watched, _spans(self.form.sums), strict=True):
+            if sums[rows, BAD].any():
+                complain(sums[rows, : len(FLAGS)], metric=metric, layer=layer)
 
 
-def values_of(batches: Sequence[Readout]) -> list[tuple[tuple[Key, ...], Numbers]]:
+def values_of(batches: Sequence[Sent]) -> list[tuple[tuple[Key, ...], Numbers]]:
     """What was read and its values (keys, samples), of successive batches of one form together.
 
     A value is the mean over a sample's heads or windows. Waits for the device; refuses NaN and infinity.
     """
-    return [_joined(form, list(alike)) for form, alike in groupby(batches, Readout.sent_form)]
+    return [_joined(form, list(alike)) for form, alike in groupby(batches, attrgetter("form"))]
 
 
-def _joined(form: Form, batches: Sequence[Readout]) -> tuple[tuple[Key, ...], Numbers]:
+def _joined(form: Form, batches: Sequence[Sent]) -> tuple[tuple[Key, ...], Numbers]:
     received = [batch.received() for batch in batches]
-    sums, flags, found = (np.stack(parts) for parts in zip(*received, strict=True))  # (batches, …) each
-    if sums[..., BAD].any() or flags[..., BAD].any():
-        for batch, (own_sums, own_flags, _) in zip(batches, received, strict=True):
-            batch.refuse_bad(own_sums, own_flags)
+    sums, found = (np.stack(parts) for parts in zip(*received, strict=True))  # (batches, …) each
+    if sums[..., BAD].any():
+        for batch, (own, _) in zip(batches, received, strict=True):
+            batch.refuse_bad(own)
     rows, numbers = _spans(form.sums), _spans(form.found)
     follows = {name: FROM_SUMS[name](sums) for name in {name for _, (_, name) in form.sources if name}}
 
@@ -386,7 +347,7 @@ def _spans(lengths: Sequence[int]) -> list[slice]:
     return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
 
 
-Found = tuple[Readout, NDArray[np.bool_] | None]  # of one batch, and which of its samples have a token that counts
+Found = tuple[Sent, NDArray[np.bool_] | None]  # of one batch, and which of its samples have a token that counts
 Statistics = dict[tuple[Key, ...], "Running"]  # by the keys that are read together
 
 
@@ -394,7 +355,7 @@ def settle(statistics: Statistics, batches: Sequence[Found]) -> None:
     """Take in what was read of some batches; samples without a token that counts have no values."""
     read, filled = [found for found, _ in batches], None
     if any(own is not None for _, own in batches):
-        every = [np.ones(found.sent_form().size, bool) if own is None else own for found, own in batches]
+        every = [np.ones(found.form.size, bool) if own is None else own for found, own in batches]
         filled = np.concatenate(every)
     start = 0
     for keys, values in values_of(read):

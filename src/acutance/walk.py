@@ -9,18 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from acutance import processes, sites
@@ -34,19 +28,15 @@ Calls = list[Callable[[int, Any], None]]  # methods of visitors
 AsTokens = Callable[[Tensor], Tensor]
 
 
+@dataclass
 class Batch:
-    """What is fed in one forward pass, and how its tokens fall into samples.
+    """What is fed in one forward pass, and how its tokens fall into samples."""
 
-    Args:
-        model: the whole model.
-        part: path of the part that is read; None for all of it.
-        fed: a tensor, a (tensor, …) tuple or a mapping of arguments.
-        counts: False where this process only runs along on another's batch.
-    """
-
-    def __init__(self, model: nn.Module, part: str | None, fed: Any, counts: bool = True) -> None:
-        self.model, self.part, self.fed, self.counts = model, part, fed, counts
-        self._samples: dict[str, Samples] = {}
+    model: nn.Module  # the whole model
+    part: str | None  # that is read
+    fed: Any  # a tensor, a (tensor, …) tuple or a mapping of arguments
+    counts: bool = True  # False where this process only runs along on another's batch
+    _samples: dict[str, Samples] = field(default_factory=dict, init=False)
 
     def samples(self, prefix: str) -> Samples:
         """With the special tokens `in` or `out`."""
@@ -201,14 +191,8 @@ def track(batches: Iterable[Any], progress: str | None, stack: ExitStack) -> Ite
     """The batches, with a progress bar that says this and closes with the stack; None shows none."""
     if progress is None:
         return batches
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    bar = stack.enter_context(Progress(*columns, transient=True))
+    done, times = [BarColumn(), MofNCompleteColumn()], [TimeElapsedColumn(), TimeRemainingColumn()]
+    bar = stack.enter_context(Progress(TextColumn("{task.description}"), *done, *times, transient=True))
     return bar.track(batches, total=processes.length_of(batches), description=progress)
 
 
