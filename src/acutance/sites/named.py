@@ -54,7 +54,7 @@ class NamedSite(PatchedSite):
 
     @cached_property
     def _norm(self) -> nn.Module | None:
-        return None if self.block is self.attention else norm_before(self.block, path_of(self.block, self.attention))
+        return norm_before(self.block, path_of(self.block, self.attention))
 
     def pre_norm(self) -> nn.Module | None:
         """The norm before the attention; None in Post-LN models such as BERT."""
