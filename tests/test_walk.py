@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import acutance as ac
 from acutance import sites
@@ -128,22 +127,6 @@ def test_maps_and_metrics_share_a_pass(model, batches):
     assert reader.readings() == profile.readings
     for layer in (1, 3):
         np.testing.assert_array_equal(maps.maps[layer], alone[layer])
-
-
-class Compiled(nn.Module):
-    """What torch.compile makes of a model."""
-
-    def __init__(self, model):
-        super().__init__()
-        self._orig_mod = model
-
-    def forward(self, *_):
-        raise AssertionError("compiled code would not see the hooks")
-
-
-def test_wrapped_models_are_read_inside(model, batches):
-    expected = ac.measure(model, batches, progress=False).readings
-    assert ac.measure(Compiled(model), batches, progress=False).readings == expected
 
 
 @pytest.fixture

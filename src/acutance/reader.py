@@ -122,7 +122,10 @@ class Reader(Visitor):
         """Mean and standard deviation over samples, by tap as asked for and by depth; of all processes together."""
         settle(self.statistics, self.waiting)
         self.waiting = []
-        statistics = over_processes(self.statistics) if across_processes else self.statistics
+        statistics: Statistics = {}
+        for own in processes.gather(self.statistics) if across_processes else [self.statistics]:  # in order of ranks
+            for keys, found in own.items():
+                take_in(statistics, keys, found)
         if not statistics:
             raise AcutanceError(
                 "no sample has a token that counts: masks and prefix='out' leave none"
@@ -363,15 +366,6 @@ def settle(statistics: Statistics, batches: Sequence[Found]) -> None:
         start += values.shape[1]
         if own.shape[1]:
             take_in(statistics, keys, Running.of(own))
-
-
-def over_processes(own: Statistics) -> Statistics:
-    """The statistics of all processes as one, merged in the order of their ranks."""
-    merged: Statistics = {}
-    for part in processes.gather(own):
-        for keys, found in part.items():
-            take_in(merged, keys, found)
-    return merged
 
 
 def take_in(statistics: Statistics, keys: tuple[Key, ...], found: Running) -> None:
