@@ -1,6 +1,5 @@
 """What a batch's readings cost on their way to the host, and that they are the same by sums and by formulas."""
 
-import sys
 from collections import Counter
 
 import pytest
@@ -11,13 +10,12 @@ import acutance as ac
 from acutance import metrics
 from acutance.errors import NonFiniteError
 from acutance.kernels.token_sums import FIELDS
-from acutance.measure import feed
-from acutance.metrics._common import finite_flags
 from acutance.metrics.from_sums import FROM_SUMS
+from acutance.metrics.tokens import finite_flags
 from acutance.models import ViT
-from acutance.reader import Reader
-from acutance.readout import Readout
+from acutance.reader import Reader, Readout, Sent, values_of
 from acutance.samples import Samples
+from acutance.walk import feed
 from acutance.wrappers import evaluating
 from token_fields import stand_in
 
@@ -52,6 +50,12 @@ def model():
 @pytest.fixture
 def images():
     return torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def values(sent):
+    """What was read, by its key."""
+    ((keys, rows),) = values_of([sent])
+    return dict(zip(keys, rows, strict=True))
 
 
 def operations(run):
@@ -89,10 +93,10 @@ def test_the_host_waits_once_a_batch(model, images, monkeypatch, by_sums, prefix
     if by_sums:
         stand_in(monkeypatch)
     sent, received = [], []
-    send, receive = Readout.send, Readout.received
+    send, receive = Readout.send, Sent.received
     monkeypatch.setattr(Readout, "send", lambda self: sent.append(1) or send(self))
-    monkeypatch.setattr(Readout, "received", lambda self: received.append(len(sent)) or receive(self))
-    monkeypatch.setattr(sys.modules[ac.measure.__module__], "TOGETHER", 2)
+    monkeypatch.setattr(Sent, "received", lambda self: received.append(len(sent)) or receive(self))
+    monkeypatch.setattr("acutance.reader.TOGETHER", 2)
     options = {"metrics": [*FROM_SUMS, *ATTENTION], "tap": ["block", "attention", "values", "final"], "prefix": prefix}
     seen = operations(lambda: ac.measure(model, images.split(1), progress=False, **options))
     assert seen.waits == 0
@@ -102,10 +106,10 @@ def test_the_host_waits_once_a_batch(model, images, monkeypatch, by_sums, prefix
 
 def test_batches_are_looked_at_at_once_where_the_device_is_behind(model, images, monkeypatch):
     sent, received = [], []
-    send, receive = Readout.send, Readout.received
+    send, receive = Readout.send, Sent.received
     monkeypatch.setattr(Readout, "send", lambda self: sent.append(1) or send(self))
-    monkeypatch.setattr(Readout, "received", lambda self: received.append(len(sent)) or receive(self))
-    monkeypatch.setattr(Readout, "is_there", lambda _: False)
+    monkeypatch.setattr(Sent, "received", lambda self: received.append(len(sent)) or receive(self))
+    monkeypatch.setattr(Sent, "is_there", lambda _: False)
     ac.measure(model, images.split(2), metrics="token_cosine", progress=False)
     assert received == [2, 3, 3]
 
@@ -118,7 +122,7 @@ def test_batches_read_together_are_as_if_read_alone(model, images, monkeypatch, 
     options = {"metrics": [*FROM_SUMS, "effective_rank", *ATTENTION], "tap": ["block", "values"], "progress": False}
     batches = [images[:2], images[2:4], images[4:5], images[:2]]
     together = ac.measure(model, batches, **options)
-    monkeypatch.setattr(sys.modules[ac.measure.__module__], "TOGETHER", 1)
+    monkeypatch.setattr("acutance.reader.TOGETHER", 1)
     alone = ac.measure(model, batches, **options)
     for ours, theirs in zip(together.readings, alone.readings, strict=True):
         assert (ours.tap, ours.layer, ours.metric, ours.count) == (theirs.tap, theirs.layer, theirs.metric, 7)
@@ -150,15 +154,15 @@ def test_sums_give_what_the_formulas_give(batch, skip, monkeypatch):
         reader.samples = Samples.of(batch, skip=skip)
         for layer, x in enumerate(tokens):
             reader.tokens("block", layer, x)
-        return reader.flush().values()
+        return values(reader.flush())
 
     expected = read()
     asked = stand_in(monkeypatch)
     found = read()
     assert len(asked) == 2
     assert list(found) == list(expected)
-    for key, values in expected.items():
-        torch.testing.assert_close(torch.from_numpy(found[key]), torch.from_numpy(values), rtol=1e-9, atol=1e-12)
+    for key, wanted in expected.items():
+        torch.testing.assert_close(torch.from_numpy(found[key]), torch.from_numpy(wanted), rtol=1e-9, atol=1e-12)
 
 
 def test_heads_and_windows_are_averaged():
@@ -167,7 +171,7 @@ def test_heads_and_windows_are_averaged():
     out.add(("map", 1, "attention_entropy"), value)
     out.add(("map", 2, "attention_entropy"), value[:2, 0].double())
     out.add(("map", 2, "nonlocal_energy"), value, 0.5)
-    found = out.send().values()
+    found = values(out.send())
     assert found["map", 1, "attention_entropy"].tolist() == [2.5, 8.5]
     assert found["map", 2, "attention_entropy"].tolist() == [0.0, 3.0]
     assert found["map", 2, "nonlocal_energy"].tolist() == [1.25, 4.25]
@@ -190,10 +194,11 @@ def test_sums_are_sent_as_they_stand_where_the_batch_is_like_the_one_before(expe
         place = out.place(len(sums), cpu)
         found.append(place is not None)
         out.add_sums(sums if place is None else place.copy_(sums), "token_cosine", layer)
-    seen = operations(out.send)
+    sent = []
+    seen = operations(lambda: sent.append(out.send()))
     assert found == placed
     assert seen.counts["cat"] == joined
-    torch.testing.assert_close(torch.from_numpy(out.received()[0]), torch.cat(rows), rtol=0, atol=0)
+    torch.testing.assert_close(torch.from_numpy(sent[0].received()[0]), torch.cat(rows), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("by_sums", [False, True], ids=["formulas", "sums"])

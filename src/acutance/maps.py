@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from acutance import sites
 from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError
-from acutance.measure import feed
-from acutance.wrappers import bare_module, evaluating
+from acutance.walk import Visitor, walk
+from acutance.wrappers import bare_module
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,7 +58,7 @@ def attention_maps(model: nn.Module, sample: Tensor | Mapping[str, Any], layers:
         layers: for example `[1, 6, 12]`.
     """
     bare = bare_module(model)
-    found = {site.layer: site for site in sites.find(bare)}
+    found = {site.layer: number for site, number in sites.layers_of(bare)}
     if not layers:
         raise AcutanceError(f"name at least one layer, from {min(found)} to {max(found)}")
     unknown = [layer for layer in layers if layer not in found]
@@ -67,18 +66,20 @@ def attention_maps(model: nn.Module, sample: Tensor | Mapping[str, Any], layers:
         raise AcutanceError(f"no layer {unknown[0]}: this model has layers {min(found)} to {max(found)}")
     if isinstance(sample, Tensor) and sample.ndim == 3:
         sample = sample[None]
-    maps: dict[int, Array] = {}
+    reader = MapReader([found[layer] for layer in layers])
+    walk(bare, [sample], reader)
+    return AttentionMaps(reader.maps)
 
-    def keep(layer: int) -> Callable[[AttentionCall], None]:
-        def observer(record: AttentionCall) -> None:
-            if record.A.shape[0] != 1:
-                raise AcutanceError(f"attention_maps takes one sample, got a batch of {record.A.shape[0]}")
-            maps[layer] = record.A.dense()[0].float().cpu().numpy()
 
-        return observer
+class MapReader(Visitor):
+    """Keeps the attention of one sample at some layers."""
 
-    with evaluating(bare), ExitStack() as stack:
-        for layer in layers:
-            stack.callback(found[layer].observe(keep(layer)).remove)
-        feed(bare, sample)
-    return AttentionMaps(maps)
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.needs = {"attend": layers}
+        self.maps: dict[int, Array] = {}
+
+    def attend(self, layer: int, call: AttentionCall) -> None:
+        """A as a matrix."""
+        if call.A.shape[0] != 1:
+            raise AcutanceError(f"attention_maps takes one sample, got a batch of {call.A.shape[0]}")
+        self.maps[call.layer] = call.A.dense()[0].float().cpu().numpy()

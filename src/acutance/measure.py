@@ -5,40 +5,26 @@ from __future__ import annotations
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, partial
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from torch import Tensor, nn
+from torch import nn
 
 from acutance import metrics as metric_room
-from acutance import processes, sites
-from acutance.attention import AttentionCall
+from acutance import sites
 from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.profile import MAP, Profile, Reading
-from acutance.reader import SUCCESSIVE, Reader, Running, Statistics, by_key, take_in
-from acutance.readout import Key, Readout, values_of
-from acutance.samples import SPECIAL, Rows, Samples, refuse_single
+from acutance.profile import Profile
+from acutance.reader import SUCCESSIVE, Reader
+from acutance.samples import Samples, refuse_single
 from acutance.sites.patched import WINDOWS_MOVE, PatchedSite
 from acutance.version import __version__
-from acutance.wrappers import bare_module, evaluating, is_sharded
+from acutance.walk import hooked, walk
+from acutance.wrappers import bare_module
 
 TAPS = ("block", "attention", "values", "final")
-TOGETHER = 8  # at most, batches whose values are worked out at a time
-Found = tuple[Readout, NDArray[np.bool_] | None]  # of one batch, and which of its samples have a token that counts
 DEFAULT_METRICS = ("token_cosine", "hfc_lfc_spectral", "rank_residual", "effective_rank", "norm_spread")
 
 
@@ -86,185 +72,33 @@ def measure(
     """
     names, taps = check_choices(metrics, tap, prefix)
     refuse_single(batches)
-    bare = bare_module(model)  # a compiled model would not see hooks added now
+    bare = bare_module(model)
     target = sites.part_of(bare, part)
-    reader = Reader(names, taps)
-    skip = sites.special_tokens(bare, part) if prefix == "out" else (0, 0)
-    waiting: list[Found] = []
-    statistics: Statistics = {}
-    rank, size = processes.place() if across_processes else (0, 1)
-    if across_processes:
-        processes.refuse_shares(batches)
-    sides = cache(partial(sites.sides, bare, part))  # only batches with masks need to know
-
-    with evaluating(bare), sites.standing(), sites.reading(target), ExitStack() as stack:
-        _attach(target, reader, taps, stack)
-        own = track(processes.share(batches, rank, size), progress and rank == 0, stack, "measuring")
-        for batch, counts in processes.in_step(own, wait=across_processes and is_sharded(bare)):
-            about = sides() if isinstance(batch, Mapping) else {}
-            reader.samples = Samples.of(batch, skip=skip, special=prefix == "in", **about)
-            filled = reader.samples.filled  # while the device has nothing of this batch to do
-            with _first_batch_checked(target, batch, reader), _documents_watched(target, reader):
-                feed(bare, batch)
-            found = reader.flush()
-            waiting += [(found, filled)] if counts else []
-            # Those before this one: at once where the device has them still to do, as the host has time then; else the
-            # device waits for the host, which takes less for several together.
-            if len(waiting) > TOGETHER or (len(waiting) > 1 and not waiting[-2][0].is_there()):
-                _settle(statistics, waiting[:-1])
-                waiting = waiting[-1:]
-        context = _context(bare, target, part, taps, _counted(bare, part, prefix, reader.samples))  # meanwhile
-    _settle(statistics, waiting)
-    if across_processes:
-        statistics = _over_processes(statistics)
-    if not statistics:
-        raise AcutanceError(
-            "no sample has a token that counts: masks and prefix='out' leave none"
-            if reader.is_checked
-            else "measure got no batches: pass an iterable with at least one"
-        )
-    readings = tuple(
-        Reading(*key, mean=float(s.mean[0]), std=float(s.std[0]), count=s.count)
-        for key, s in sorted_by_tap(by_key(statistics), taps)
-    )
+    with sites.standing():
+        reader = _reader(target, names, taps, prefix)
+        title = "measuring" if progress else None
+        walk(bare, batches, reader, part=part, progress=title, across_processes=across_processes)
+        # Meanwhile the device goes on.
+        where = {} if part is None else {"part": part}
+        counted = {"samples": 0, "taps": taps, "prefix": _counted(bare, part, prefix, reader.samples)}
+        context = describe(bare, target) | where | counted
+    readings = reader.readings(across_processes=across_processes)
     return Profile(readings, context | {"samples": readings[0].count})
 
 
-def feed(model: nn.Module, batch: Any) -> Any:
-    """Run one batch of any accepted form through the model, on the model's device."""
-    device = next(model.parameters()).device
-    if isinstance(batch, Mapping):
-        return model(**_moved({name: value for name, value in batch.items() if name != SPECIAL}, device))
-    inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
-    if not isinstance(inputs, Tensor):
-        raise AcutanceError(
-            f"a batch must be a tensor, a (tensor, …) tuple or a mapping of arguments, not {type(inputs).__name__}"
-        )
-    return model(inputs.to(device))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Tensors, also those inside a mapping, on the device."""
-    if isinstance(value, Mapping):
-        return {name: _moved(inside, device) for name, inside in value.items()}
-    return value.to(device) if isinstance(value, Tensor) else value
-
-
-def _settle(statistics: Statistics, batches: Sequence[Found]) -> None:
-    """Take in what was read of some batches; samples without a token that counts have no values."""
-    read, filled = [found for found, _ in batches], None
-    if any(own is not None for _, own in batches):
-        every = [np.ones(found.sent_form().size, bool) if own is None else own for found, own in batches]
-        filled = np.concatenate(every)
-    start = 0
-    for keys, values in values_of(read):
-        own = values if filled is None else values[:, filled[start : start + values.shape[1]]]
-        start += values.shape[1]
-        if own.shape[1]:
-            take_in(statistics, keys, Running.of(own))
-
-
-def _over_processes(own: Statistics) -> Statistics:
-    """The statistics of all processes as one, merged in the order of their ranks."""
-    merged: Statistics = {}
-    for part in processes.gather(own):
-        for keys, found in part.items():
-            take_in(merged, keys, found)
-    return merged
-
-
-def _attach(model: nn.Module, reader: Reader, taps: Sequence[str], stack: ExitStack) -> None:
-    blocks = sites.blocks(model)
-    if "block" in taps:
-        _warn_of_unread(sites.unread(model))
-    for layer, block, as_tokens in blocks:
-        if layer == 1:
-            entering = block.register_forward_pre_hook(_entry_hook(reader, as_tokens), with_kwargs=True)
-            stack.callback(entering.remove)
-        if "block" in taps:
-            stack.callback(block.register_forward_hook(_block_hook(reader, layer, as_tokens)).remove)
-    if reader.wants_records:
-        found, layers = sites.find(model), {block: layer for layer, block, _ in blocks}
-        for site in found:
-            layer = layers[site.block] if len(blocks) > len(found) else site.layer  # attention is not in all blocks
-            stack.callback(site.observe(_record_hook(reader, layer, site)).remove)
-    if "final" in taps:
-        norm, last = sites.final_norm(model), sites.find(model)[-1]
-        stack.callback(norm.register_forward_hook(_final_hook(reader, blocks[-1][0], last)).remove)
-
-
-def _warn_of_unread(paths: Sequence[str]) -> None:
-    if paths:
+def _reader(target: nn.Module, names: Sequence[str], taps: Sequence[str], prefix: str) -> Reader:
+    """The visitor that reads these metrics; warns of what it cannot see."""
+    unread = sites.unread(target) if "block" in taps else []
+    if unread:
         warnings.warn(
-            f"not read, and not among the layers by number: {', '.join(paths)}, between the blocks with attention but "
+            f"not read, and not among the layers by number: {', '.join(unread)}, between the blocks with attention but "
             "unlike them",
             AcutanceWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
-
-
-@contextmanager
-def _first_batch_checked(model: nn.Module, batch: Any, reader: Reader) -> Iterator[None]:
-    """What the blocks are given and give is looked at once: it takes a while."""
-    if reader.is_checked:
-        yield
-        return
-    with sites.checking_blocks(model, Rows.of(batch)):
-        yield
-    reader.is_checked = True
-
-
-@contextmanager
-def _documents_watched(model: nn.Module, reader: Reader) -> Iterator[None]:
-    """Where nothing else reads attention, the first layer's tells whether the model keeps packed documents apart."""
-    with ExitStack() as stack:
-        if reader.samples.documents is not None and not reader.wants_records:
-            with suppress(AcutanceError):  # attention that cannot be read cannot be asked
-                watcher = sites.find(model)[0].observe(lambda record: reader.samples.refuse_mixing(record.A))
-                stack.callback(watcher.remove)
-        yield
-
-
-def _entry_hook(reader: Reader, as_tokens: Callable[[Tensor], Tensor]) -> Callable[..., None]:
-    def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        if reader.out.size == 0:  # layers that share a module enter it again
-            tokens = as_tokens(sites.tokens_in(args, kwargs))
-            reader.begin(tokens)
-            if "block" in reader.taps:
-                reader.tokens("block", 0, tokens)
-
-    return hook
-
-
-def _block_hook(reader: Reader, layer: int, as_tokens: Callable[[Tensor], Tensor]) -> Callable[..., None]:
-    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-        reader.tokens("block", reader.depth("block", layer), as_tokens(sites.tokens_out(output)))
-
-    return hook
-
-
-def _final_hook(reader: Reader, layer: int, last: sites.AttentionSite) -> Callable[..., None]:
-    return lambda _module, _args, output: reader.tokens("final", layer, last.tokens(output))
-
-
-def _record_hook(reader: Reader, layer: int, site: sites.AttentionSite) -> Callable[[AttentionCall], None]:
-    move = isinstance(site, PatchedSite) and site.refuse_first_values() == WINDOWS_MOVE
-    return lambda record: reader.record(reader.depth(MAP, layer), record, windows_move=move)
-
-
-def track(batches: Iterable[Any], show: bool, stack: ExitStack, description: str) -> Iterable[Any]:
-    """The batches, with a progress bar that closes with the stack."""
-    if not show:
-        return batches
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    bar = stack.enter_context(Progress(*columns, transient=True))
-    return bar.track(batches, total=processes.length_of(batches), description=description)
+    layers = sites.layers_of(target) if SUCCESSIVE in names else []
+    moving = [n for site, n in layers if isinstance(site, PatchedSite) and site.refuse_first_values() == WINDOWS_MOVE]
+    return Reader(names, taps, prefix, moving)
 
 
 def check_readable(
@@ -273,8 +107,8 @@ def check_readable(
     """Raise what `measure` would raise before its first batch."""
     names, taps = check_choices(metrics, tap, prefix)
     target = sites.part_of(model, part)
-    with sites.reading(target), ExitStack() as stack:
-        _attach(target, Reader(names, taps), taps, stack)
+    with sites.reading(target), hooked(target, _reader(target, names, taps, prefix)):
+        pass
 
 
 def check_choices(metrics: str | Sequence[str], tap: str | Sequence[str], prefix: str) -> tuple[list[str], list[str]]:
@@ -304,20 +138,6 @@ def _tap_names(tap: str | Sequence[str]) -> list[str]:
     if unknown or not taps:
         raise AcutanceError(f"unknown tap {', '.join(unknown) or '(none)'}; known: {', '.join(TAPS)}")
     return taps
-
-
-def sorted_by_tap(statistics: Mapping[Key, Running], taps: Sequence[str]) -> list[tuple[Key, Running]]:
-    """Readings in the order a reader expects: tap as asked for, then depth."""
-    order = {name: position for position, name in enumerate([*taps, MAP])}
-    return sorted(statistics.items(), key=lambda item: (order[item[0][0]], item[0][1]))
-
-
-def _context(
-    model: nn.Module, target: nn.Module, part: str | None, taps: Sequence[str], counted: str
-) -> dict[str, Any]:
-    """What stands beside the readings; how many samples there were is not known yet."""
-    where = {} if part is None else {"part": part}
-    return describe(model, target) | where | {"samples": 0, "taps": list(taps), "prefix": counted}
 
 
 def _counted(model: nn.Module, part: str | None, prefix: str, samples: Samples) -> str:

@@ -1,49 +1,79 @@
-"""What `measure` reads of one batch, and what becomes of it over many."""
+"""What `measure` reads of each batch, how it gets from the device, and what becomes of it over many batches.
+
+A batch's values are gathered by layer, sent in one transfer, and waited for at the end. Batches that were read alike
+are worked out together: for each by itself Python would take longer than a small model's forward pass leaves it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+from operator import attrgetter, is_
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from acutance import metrics as metric_room
+from acutance import processes
 from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError, ShapeError
 from acutance.kernels import token_sums
-from acutance.metrics._common import finite_flags
+from acutance.kernels.token_sums import FIELDS, room
 from acutance.metrics.from_rows import FROM_ROWS, from_rows
 from acutance.metrics.from_sums import FROM_SUMS, Numbers
+from acutance.metrics.tokens import FLAGS, complain, finite_flags
 from acutance.operator import AttentionOperator
-from acutance.profile import MAP
-from acutance.readout import Key, Readout
+from acutance.profile import MAP, Reading
 from acutance.samples import Samples
+from acutance.walk import EVERY, Batch, Visitor
 
 SUCCESSIVE = "attention_cosine"  # compares a layer's attention with the layer before (Fig. 5 of arXiv 2312.00751)
+TOGETHER = 8  # at most, batches whose values are worked out at a time
+Key = tuple[str, int, str]  # tap, layer, metric
+BAD = FLAGS.index("bad")
 
 
-class Reader:
-    """Turns what the hooks see in one batch into metric values; holds at most one earlier layer's q and k."""
+class Reader(Visitor):
+    """Reads metrics at every layer; holds running means, a few batches' values and at most one earlier layer's q and k.
 
-    def __init__(self, names: Sequence[str], taps: Sequence[str]) -> None:
+    Args:
+        names: of the metrics.
+        taps: where token metrics are read.
+        prefix: special tokens `in` or `out`.
+        moving: layers whose windows hold other tokens than those of the layer before.
+    """
+
+    def __init__(
+        self, names: Sequence[str], taps: Sequence[str], prefix: str = "in", moving: Container[int] = ()
+    ) -> None:
         self.token_metrics = [n for n in names if n in metric_room.TOKEN_METRICS]
         self.attention_metrics = [n for n in names if n in metric_room.ATTENTION_METRICS]
         self.has_both_of_rows = set(FROM_ROWS) <= set(names)  # of which one alone has its own way
         self.successive = SUCCESSIVE in names
-        self.taps = taps
-        self.samples = Samples()
-        self.is_checked = False  # whether the blocks of the model are known to give its samples' tokens
+        self.taps, self.prefix, self.moving = taps, prefix, moving
+        reads_attention = {"attention", "values"} & set(taps) or self.attention_metrics or self.successive
+        wanted = {"leave": "block" in taps, "attend": reads_attention, "final": "final" in taps}
+        self.needs = {"enter": (1,)} | {method: EVERY for method, is_wanted in wanted.items() if is_wanted}
+        self.batches = 0  # that ran
+        self.waiting: list[Found] = []
+        self.statistics: Statistics = {}
+        self.counts, self.samples = True, Samples()  # of the batch that runs now
+        self.filled: NDArray[np.bool_] | None = None
         self.out = Readout()
         self.count = 0  # tokens in a sample, as its first reading has them
         self.ran: dict[str, list[int]] = {}  # by tap, the blocks that ran, and
         self.depths: dict[str, int] = {}  # how deep the last one was
         self.previous: AttentionOperator | None = None
 
-    @property
-    def wants_records(self) -> bool:
-        """Whether anything is to be read of the attention itself."""
-        return bool({"attention", "values"} & set(self.taps) or self.attention_metrics or self.successive)
+    def begin(self, batch: Batch) -> None:
+        """Which of its tokens count, and which samples have one; the device has nothing of this batch to do yet."""
+        self.counts, self.samples = batch.counts, batch.samples(self.prefix)
+        self.filled = self.samples.filled
 
     def depth(self, tap: str, layer: int) -> int:
         """How deep a block is that runs now: its number, or one more than before where layers share a module."""
@@ -57,11 +87,54 @@ class Reader:
         self.depths[tap] = max(layer, self.depths.get(tap, 0) + 1)
         return self.depths[tap]
 
-    def begin(self, tokens: Tensor) -> None:
+    def enter(self, layer: int, tokens: Tensor) -> None:
         """The tokens (batch, …) enter the first block: attention alone would not tell samples from their windows."""
+        if self.out.size:  # layers that share a module enter it again
+            return
         if any(self.samples.skip) and tokens.ndim == 3 and tokens.shape[1] <= sum(self.samples.skip):
             raise AcutanceError(f"all {tokens.shape[1]} tokens of a sample are special: read with prefix='in'")
-        self.out.size = self.out.size or self.samples.count(len(tokens))
+        self.out.size = self.samples.count(len(tokens))
+        if "block" in self.taps:
+            self.tokens("block", 0, tokens)
+
+    def leave(self, layer: int, tokens: Tensor) -> None:
+        """The residual stream after a block."""
+        self.tokens("block", self.depth("block", layer), tokens)
+
+    def final(self, layer: int, tokens: Tensor) -> None:
+        """After the final norm."""
+        self.tokens("final", layer, tokens)
+
+    def end(self) -> None:
+        """Work out batches before this one.
+
+        At once where the device has them still to do, as the host has time then; else the device waits for the host,
+        which takes less for several together.
+        """
+        self.batches += 1
+        found = self.flush()
+        self.waiting += [(found, self.filled)] if self.counts else []
+        if len(self.waiting) > TOGETHER or (len(self.waiting) > 1 and not self.waiting[-2][0].is_there()):
+            settle(self.statistics, self.waiting[:-1])
+            self.waiting = self.waiting[-1:]
+
+    def readings(self, *, across_processes: bool = False) -> tuple[Reading, ...]:
+        """Mean and standard deviation over samples, by tap as asked for and by depth; of all processes together."""
+        settle(self.statistics, self.waiting)
+        self.waiting = []
+        statistics: Statistics = {}
+        for own in processes.gather(self.statistics) if across_processes else [self.statistics]:  # in order of ranks
+            for keys, found in own.items():
+                take_in(statistics, keys, found)
+        if not statistics:
+            raise AcutanceError(
+                "no sample has a token that counts: masks and prefix='out' leave none"
+                if self.batches
+                else "measure got no batches: pass an iterable with at least one"
+            )
+        order = {name: position for position, name in enumerate([*self.taps, MAP])}
+        every = sorted(by_key(statistics).items(), key=lambda item: (order[item[0][0]], item[0][1]))
+        return tuple(Reading(*key, mean=float(s.mean[0]), std=float(s.std[0]), count=s.count) for key, s in every)
 
     def tokens(self, tap: str, layer: int, tokens: Tensor) -> None:
         """Read the token metrics at one tap."""
@@ -70,11 +143,12 @@ class Reader:
         self._refuse_added(layer, tokens)
         self._measure_tokens(tap, layer, *self.samples.tokens(tokens))
 
-    def record(self, layer: int, record: AttentionCall, *, windows_move: bool = False) -> None:
+    def attend(self, layer: int, call: AttentionCall) -> None:
         """Read what one layer's attention did."""
-        self._refuse_added(layer, record.branch)
-        _, mask = self.samples.tokens(record.branch)
-        record = self.samples.record(record)
+        windows_move, layer = layer in self.moving, self.depth(MAP, layer)
+        self._refuse_added(layer, call.branch)
+        _, mask = self.samples.tokens(call.branch)
+        record = self.samples.record(call)
         if "attention" in self.taps:
             self._measure_tokens("attention", layer, record.branch, mask)
         if "values" in self.taps:
@@ -98,7 +172,7 @@ class Reader:
                 cosine = metric_room.attention_cosine(before, self.previous, mask)
                 self.out.add((MAP, layer, SUCCESSIVE), cosine)
 
-    def flush(self) -> Readout:
+    def flush(self) -> Sent:
         """Hand over the batch's values, on their way from the device in one transfer, and begin anew."""
         if not self.out.sources:
             raise AcutanceError(f"nothing was read: {self._why_nothing()}")
@@ -141,11 +215,157 @@ class Reader:
         if token_sums.is_available(tokens, mask):
             place = self.out.place(len(tokens), tokens.device)
             return self.out.add_sums(token_sums.token_sums(tokens, mask, place), metric, layer)
-        self.out.add_flags(finite_flags(tokens, mask), metric, layer)
+        flags = finite_flags(tokens, mask)
+        self.out.add_sums(F.pad(flags, (0, len(FIELDS) - len(FLAGS))), metric, layer)
         return None
 
 
+class Form(NamedTuple):
+    """What was read and where its numbers are; batches of one form differ in their numbers alone."""
+
+    size: int  # samples in the batch
+    sums: tuple[int, ...]  # rows of each part of `Readout.sums`
+    found: tuple[int, ...]  # numbers in each part of `Readout.found`
+    factors: tuple[float, ...]
+    sources: tuple[tuple[Key, tuple[int, str | None]], ...]
+
+
+@dataclass
+class Readout:
+    """What the hooks found in one batch, still on the device."""
+
+    size: int = 0  # samples in the batch
+    expected: int = 1  # readings by sums, as many as the batch before had
+    sums: list[Tensor] = field(default_factory=list)  # (rows, FIELDS) each; beyond FLAGS zero if not summed up
+    watched: list[tuple[str, int]] = field(default_factory=list)  # metric and layer of each of them, for errors
+    found: list[Tensor] = field(default_factory=list)  # (rows, …) each
+    factors: list[float] = field(default_factory=list)  # what those are multiplied by
+    sources: dict[Key, tuple[int, str | None]] = field(default_factory=dict)  # in `found`, or the metric of `sums`
+    _room: Tensor | None = None
+    _places: tuple[Tensor, ...] = ()  # in the room
+
+    def place(self, samples: int, device: torch.device) -> Tensor | None:
+        """Where the next reading's sums go, side by side with the others'; None where there is no such place."""
+        if not self.sums:
+            self._room = room(self.expected, samples, device)
+            self._places = self._room.unbind()
+        if len(self.sums) >= len(self._places):
+            return None
+        place = self._places[len(self.sums)]
+        return place if place.shape[0] == samples and place.device == device else None
+
+    def add_sums(self, sums: Tensor, metric: str, layer: int) -> int:
+        """Take in a reading's sums, which tell of tokens that are not finite too; returns their place."""
+        self.size = self.size or sums.shape[0]
+        self.watched.append((metric, layer))
+        self.sums.append(sums)
+        return len(self.sums) - 1
+
+    def add(self, key: Key, value: Tensor, factor: float = 1.0) -> None:
+        """Take in a metric's values by sample, and by head or window of it, and what they are to be multiplied by."""
+        self.size = self.size or len(value)
+        self.sources[key] = len(self.found), None
+        self.found.append(value)
+        self.factors.append(factor)
+
+    def follow(self, key: Key, place: int) -> None:
+        """A metric whose values follow from the sums in this place."""
+        self.sources[key] = place, key[2]
+
+    def send(self) -> Sent:
+        """Begin the one transfer; nothing waits for it here."""
+        # Joined before they are made float64 or flat: a launch for all, not for each.
+        parts = [self._joined_sums()] if self.sums else []
+        parts += [torch.cat([part.flatten() for part in self.found]).double()] if self.found else []
+        numbers = parts[0] if len(parts) == 1 else torch.cat(parts)
+        device, done = numbers.device, None
+        if numbers.is_cuda:
+            numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
+            done = torch.cuda.current_stream(device).record_event()
+        rows, lengths = tuple([part.shape[0] for part in self.sums]), tuple([part.numel() for part in self.found])
+        form = Form(self.size, rows, lengths, tuple(self.factors), tuple(self.sources.items()))
+        return Sent(form, self.watched, numbers, done)
+
+    def _joined_sums(self) -> Tensor:
+        is_all = len(self.sums) == len(self._places) and all(map(is_, self.sums, self._places))
+        return (self._room if self._room is not None and is_all else torch.cat(self.sums)).flatten()
+
+
+class Sent(NamedTuple):
+    """What was found in one batch, on its way to the host: nothing of it is left on the device."""
+
+    form: Form
+    watched: Sequence[tuple[str, int]]
+    numbers: Tensor
+    done: torch.cuda.Event | None
+
+    def is_there(self) -> bool:
+        """Whether the device is done with it."""
+        return self.done is None or self.done.query()
+
+    def received(self) -> tuple[Numbers, Numbers]:
+        """The sums and what was found, as soon as they are there."""
+        if self.done is not None:
+            self.done.synchronize()
+        numbers: Numbers = self.numbers.numpy()
+        end = sum(self.form.sums) * len(FIELDS)
+        return numbers[:end].reshape(-1, len(FIELDS)), numbers[end:]
+
+    def refuse_bad(self, sums: Numbers) -> None:
+        """Complain about the first layer that holds NaN or infinity, which spoils those after it."""
+        for (metric, layer), rows in zip(self.watched, _spans(self.form.sums), strict=True):
+            if sums[rows, BAD].any():
+                complain(sums[rows, : len(FLAGS)], metric=metric, layer=layer)
+
+
+def values_of(batches: Sequence[Sent]) -> list[tuple[tuple[Key, ...], Numbers]]:
+    """What was read and its values (keys, samples), of successive batches of one form together.
+
+    A value is the mean over a sample's heads or windows. Waits for the device; refuses NaN and infinity.
+    """
+    return [_joined(form, list(alike)) for form, alike in groupby(batches, attrgetter("form"))]
+
+
+def _joined(form: Form, batches: Sequence[Sent]) -> tuple[tuple[Key, ...], Numbers]:
+    received = [batch.received() for batch in batches]
+    sums, found = (np.stack(parts) for parts in zip(*received, strict=True))  # (batches, …) each
+    if sums[..., BAD].any():
+        for batch, (own, _) in zip(batches, received, strict=True):
+            batch.refuse_bad(own)
+    rows, numbers = _spans(form.sums), _spans(form.found)
+    follows = {name: FROM_SUMS[name](sums) for name in {name for _, (_, name) in form.sources if name}}
+
+    def values(place: int, name: str | None) -> Numbers:
+        parts = follows[name][:, rows[place]] if name else form.factors[place] * found[:, numbers[place]]
+        if parts.shape[1] != form.size:
+            parts = parts.reshape(len(batches), form.size, -1).mean(2)
+        return parts.reshape(-1)
+
+    return tuple([key for key, _ in form.sources]), np.stack([values(*source) for _, source in form.sources])
+
+
+def _spans(lengths: Sequence[int]) -> list[slice]:
+    """Where each of several parts stands in all of them one after another."""
+    ends = list(accumulate(lengths))
+    return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+
+
+Found = tuple[Sent, NDArray[np.bool_] | None]  # of one batch, and which of its samples have a token that counts
 Statistics = dict[tuple[Key, ...], "Running"]  # by the keys that are read together
+
+
+def settle(statistics: Statistics, batches: Sequence[Found]) -> None:
+    """Take in what was read of some batches; samples without a token that counts have no values."""
+    read, filled = [found for found, _ in batches], None
+    if any(own is not None for _, own in batches):
+        every = [np.ones(found.form.size, bool) if own is None else own for found, own in batches]
+        filled = np.concatenate(every)
+    start = 0
+    for keys, values in values_of(read):
+        own = values if filled is None else values[:, filled[start : start + values.shape[1]]]
+        start += values.shape[1]
+        if own.shape[1]:
+            take_in(statistics, keys, Running.of(own))
 
 
 def take_in(statistics: Statistics, keys: tuple[Key, ...], found: Running) -> None:

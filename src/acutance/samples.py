@@ -202,10 +202,9 @@ class Samples:
             )
 
     def record(self, record: AttentionCall) -> AttentionCall:
-        """The record with every document a sample of its own; documents that see each other are refused."""
+        """The record with every document a sample of its own."""
         if self.documents is None:
             return record
-        self.refuse_mixing(record.A)
         documents, A = self.documents.to(record.branch.device), record.A
 
         def split(x: Tensor) -> Tensor:  # (batch, heads, tokens, width)

@@ -196,7 +196,7 @@ def test_padded_batches_read_as_their_samples_alone(told: bool) -> None:
     together = LayerReader(layer)
     if told:
         padding = Samples.of({"attention_mask": valid.long()})
-        together.begin(padding, padding)
+        together.counted = together.present = padding
     read(together, AttentionOperator(q, k, mask=valid), tokens, branch, output)
     apart = LayerReader(layer)
     for b, n in enumerate(lengths):
@@ -215,9 +215,9 @@ def test_padded_batches_read_as_their_samples_alone(told: bool) -> None:
 def read(reader: LayerReader, A: AttentionOperator, tokens, branch, output) -> None:
     """A block runs on the tokens."""
     heads = branch[:, None].expand(-1, A.heads, -1, -1)
-    reader.enter(tokens)
-    reader.attend(AttentionCall(A=A, v=heads, values=heads, output=heads, branch=branch))
-    reader.leave(output)
+    reader.enter(1, tokens)
+    reader.attend(1, AttentionCall(A=A, v=heads, values=heads, output=heads, branch=branch))
+    reader.leave(1, output)
 
 
 def test_packed_documents_are_samples_of_their_own() -> None:
@@ -229,7 +229,7 @@ def test_packed_documents_are_samples_of_their_own() -> None:
     document = torch.tensor([0, 0, 0, 1, 1, 1, 1])
     packed, apart = LayerReader(layer), LayerReader(layer)
     samples = Samples.of({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])})
-    packed.begin(samples, samples)
+    packed.counted = packed.present = samples
     A = AttentionOperator(q, k, mask=(document[:, None] == document)[None, None], causal=True)
     read(packed, A, tokens, branch, output)
     for n in range(2):

@@ -256,3 +256,33 @@ def test_sites_are_found_in_depth_order():
     assert [(site.layer, site.name, site.heads) for site in found] == [
         (i + 1, f"h.{i}.attn", HEADS) for i in range(DEPTH)
     ]
+
+
+class Hidden(nn.Module):
+    """A block whose forward does not show where its attention is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn, self.norm = nn.Module(), nn.LayerNorm(DIM)
+        self.attn.qkv, self.attn.proj = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        return next(x + f(self.norm(x)) for f in self.children())
+
+
+class Whole(nn.Module):
+    """A block that is its own attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj, self.norm = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM), nn.LayerNorm(DIM)
+
+    def forward(self, x):
+        return x + self.proj(by_sdpa(*self.qkv(self.norm(x)).chunk(3, -1)))
+
+
+@pytest.mark.parametrize("block", [Hidden, Whole])
+def test_a_norm_that_cannot_be_placed_is_not_known_rather_than_none(block):
+    found = sites.find(nn.Sequential(*(block() for _ in range(DEPTH))))
+    with pytest.raises(AcutanceError, match=f"cannot be told from {block.__name__}.forward"):
+        found[0].pre_norm()

@@ -8,19 +8,19 @@ from torch import nn
 import acutance as ac
 from acutance import sites
 from acutance.errors import AcutanceError
-from acutance.sites.ends import SpecialTokens, special_tokens
+from acutance.sites.structure import SpecialTokens, tokens_by_name
 
 
 def test_special_tokens_are_told_by_the_names_of_their_parameters():
     def named(**shapes):
         return [(f"embeddings.{name}", torch.zeros(shape)) for name, shape in shapes.items()]
 
-    assert special_tokens([]) == (0, 0)
-    assert special_tokens(named(mask_token=(1, 1, 8), position_embeddings=(1, 17, 8))) == (0, 0)
-    assert special_tokens(named(class_embedding=(8,))) == (1, 0)
-    assert special_tokens(named(cls_token=(1, 1, 8), register_tokens=(1, 4, 8))) == (5, 0)
-    assert special_tokens(named(cls_register_token=(10, 8))) == (10, 0)
-    assert special_tokens(named(cls_token=(1, 1, 8), detection_tokens=(1, 100, 8))) == (1, 100)
+    assert tokens_by_name([]) == (0, 0)
+    assert tokens_by_name(named(mask_token=(1, 1, 8), position_embeddings=(1, 17, 8))) == (0, 0)
+    assert tokens_by_name(named(class_embedding=(8,))) == (1, 0)
+    assert tokens_by_name(named(cls_token=(1, 1, 8), register_tokens=(1, 4, 8))) == (5, 0)
+    assert tokens_by_name(named(cls_register_token=(10, 8))) == (10, 0)
+    assert tokens_by_name(named(cls_token=(1, 1, 8), detection_tokens=(1, 100, 8))) == (1, 100)
     assert str(SpecialTokens(1, 100)) == "1 prefix and 100 trailing tokens"
     assert str(SpecialTokens(1)) == "1 prefix tokens"
 

@@ -7,7 +7,7 @@ from torch import nn
 from acutance import measure, sites
 from acutance.errors import AcutanceError
 from acutance.models import ViT
-from acutance.sites import Library
+from acutance.sites import Library, structure
 from acutance.sites.base import AttentionSite
 from acutance.sites.projection import Projection, Projections
 
@@ -42,8 +42,8 @@ def test_standing_models_are_looked_through_once_and_others_anew():
 
 
 def test_measuring_looks_for_the_layers_once(monkeypatch):
-    looked, look = [], sites._look
-    monkeypatch.setattr(sites, "_look", lambda model: looked.append(model) or look(model))
+    looked, look = [], structure._refuse_layers_elsewhere
+    monkeypatch.setattr(structure, "_refuse_layers_elsewhere", lambda *found: looked.append(found) or look(*found))
     metrics = ("token_cosine", "attention_entropy")
     measure(ViT(**TINY), [images()], metrics=metrics, tap=("block", "final"), progress=False)
     assert len(looked) == 1
@@ -174,7 +174,7 @@ def test_another_library_is_one_entry(monkeypatch):
     model = nn.Linear(2, 2)
     borrowed = sites.find(ViT(**TINY))
     library = Library("toys", lambda m: borrowed if m is model else [], lambda _: 7, lambda _: model)
-    monkeypatch.setattr(sites, "LIBRARIES", [*sites.LIBRARIES, library])
+    monkeypatch.setattr(structure, "LIBRARIES", [*sites.LIBRARIES, library])
     assert sites.find(model) == borrowed
     assert sites.prefix_tokens(model) == 7
     assert sites.final_norm(model) is model

@@ -5,7 +5,7 @@ from torch import nn
 
 from acutance import sites
 from acutance.models import ViT
-from acutance.sites.blocks import modules_of, walking_once
+from acutance.sites.structure import modules_of, standing
 
 
 @pytest.fixture
@@ -18,9 +18,9 @@ def test_modules_are_those_of_named_modules(model):
 
 
 def test_inside_a_walk_it_is_the_first_one_that_counts(model):
-    with walking_once():
+    with standing():
         first = modules_of(model)
-        with walking_once():
+        with standing():
             assert modules_of(model) is first
         assert modules_of(model) is first
     model.added = nn.Linear(2, 2)

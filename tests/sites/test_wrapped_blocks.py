@@ -7,7 +7,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from transformers import LlamaConfig, LlamaModel
 
 import acutance as ac
-from acutance.sites.blocks import unwrapped
+from acutance.sites.structure import unwrapped
 
 WRAPPER = "_checkpoint_wrapped_module."
 

@@ -18,8 +18,9 @@ from acutance.bench.results import Row
 from acutance.bench.settings import Settings, Table
 from acutance.bench.steps import SHAPES, Shape, timm_model, toy
 from acutance.bench.timing import Candidate, Step, compare, repeat
-from acutance.measure import DEFAULT_METRICS, feed, measure
+from acutance.measure import DEFAULT_METRICS, measure
 from acutance.monitor.core import CHEAP_METRICS
+from acutance.walk import feed
 from acutance.wrappers import evaluating
 
 WITH_ATTENTION = (*CHEAP_METRICS, "nonlocal_energy", "attention_entropy")

@@ -17,24 +17,34 @@ from acutance.explain.competitors import competitors, visible_keys
 from acutance.explain.corners import corners
 from acutance.explain.dominance import Dominance, Outcome, Share
 from acutance.explain.verdict import EXACT_MU, LayerSpectrum
-from acutance.metrics import hfc_lfc_spectral
+from acutance.metrics import check_finite, hfc_lfc_spectral
 from acutance.operator import AttentionOperator
 from acutance.samples import Samples
 from acutance.spectral_theory import TIE, families
 from acutance.statistics import rank_correlation
+from acutance.walk import Batch, Visitor
 
 PLACES = ("branch", "block")
 
 
-class LayerReader:
+class LayerReader(Visitor):
     """Tallies one layer over batches; holds the layer's input tokens while the layer runs, and a few numbers a sample.
 
     Args:
         layer: the spectra of H.
         update: what the branch's output goes through before it is added to the residual stream: LayerScale, a norm.
+        number: of the layer among all blocks, also those without attention.
+        prefix: special tokens `in` or `out` of HFC/LFC.
     """
 
-    def __init__(self, layer: LayerSpectrum, update: Callable[[Tensor], Tensor] = lambda branch: branch) -> None:
+    def __init__(
+        self,
+        layer: LayerSpectrum,
+        update: Callable[[Tensor], Tensor] = lambda branch: branch,
+        number: int = 1,
+        prefix: str = "in",
+    ) -> None:
+        self.needs, self.prefix = dict.fromkeys(("enter", "attend", "leave"), (number,)), prefix
         self.corners = {"heads": corners(layer.heads)}
         whole = layer.whole
         if whole is not None:
@@ -51,18 +61,22 @@ class LayerReader:
         self.mu_error = self.tolerance = 0.0
         self.kept: dict[str, list[Tensor]] = {}  # per sample: the prediction, and what happened
 
-    def begin(self, counted: Samples, present: Samples) -> None:
-        """A batch is about to run: which of its tokens count for HFC/LFC, and which are there for A."""
-        self.counted, self.present = counted, present
+    def begin(self, batch: Batch) -> None:
+        """Which of its tokens count for HFC/LFC, and which are there for A."""
+        self.counted, self.present = batch.samples(self.prefix), batch.samples("in")
+        if self.counted.filled is not None:
+            empty = int(self.counted.filled.argmin()) + 1
+            raise AcutanceError(f"sample {empty} of a batch has no token that counts: leave it out of the batch")
 
-    def enter(self, tokens: Tensor) -> None:
+    def enter(self, layer: int, tokens: Tensor) -> None:
         """The tokens come into the block."""
         self.tokens = tokens
 
-    def attend(self, record: AttentionCall) -> None:
+    def attend(self, layer: int, call: AttentionCall) -> None:
         """The attention branch is done: who dominates, and what do the tokens do?"""
-        self._check(record.A)
-        A = self.present.record(record).A
+        check_finite(call.branch, metric="the attention branch", layer=self.layer)
+        self._check(call.A)
+        A = self.present.record(call).A
         _, told = self.present.tokens(self.tokens)
         self.valid = visible_keys(A) if told is None else told
         self.before = self._ratio(self.tokens)
@@ -84,9 +98,9 @@ class LayerReader:
             self._keep("predicted", found.log_rate)
         self._keep("mu_min", others.smallest)
         self._keep("mu_largest", others.largest)
-        self._compare("branch", self.tokens + self.update(record.branch))
+        self._compare("branch", self.tokens + self.update(call.branch))
 
-    def leave(self, tokens: Tensor) -> None:
+    def leave(self, layer: int, tokens: Tensor) -> None:
         """The tokens leave the block."""
         self._compare("block", tokens)
         self.count += len(self.before)

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache, partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from acutance import metrics, sites
-from acutance.attention import AttentionCall
+from acutance import sites
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain.reader import LayerReader
 from acutance.explain.spectrum import Spectrum
 from acutance.explain.verdict import LayerSpectrum
 from acutance.explain.weights import Norm, layer_spectrum
-from acutance.measure import check_prefix, describe, feed, track
+from acutance.measure import check_prefix, describe
 from acutance.mitigations.base import Chain, Mitigation
-from acutance.samples import Samples, refuse_single
-from acutance.wrappers import bare_module, evaluating, refuse_sharded
+from acutance.samples import refuse_single
+from acutance.walk import track, walk
+from acutance.wrappers import bare_module, refuse_sharded
 
 
 @torch.no_grad()
@@ -63,7 +62,7 @@ def explain(
     target = sites.part_of(bare, part)
     found = sites.find(target)
     with ExitStack() as stack:
-        walked = track(found, progress and len(found) > 1, stack, "spectra of H")
+        walked = track(found, "spectra of H" if progress and len(found) > 1 else None, stack)
         layers = [layer_spectrum(site, norm, whole) for site in walked]
     where = {} if part is None else {"part": part}
     context = describe(bare, target) | where | {"norm": _norm_context(layers), "outside H": _outside(found)}
@@ -90,51 +89,14 @@ def with_data(
     progress: bool = False,
 ) -> list[LayerSpectrum]:
     """The layers of these sites, with what attention and tokens did in them; `part` is where in the model they are."""
-    readers = [LayerReader(layer, site.update) for layer, site in zip(layers, found, strict=True)]
-    skip = (0, 0) if with_prefix else sites.special_tokens(model, part)
-    sides = cache(partial(sites.sides, model, part))  # only batches with masks need to know
-    with evaluating(model), sites.reading(sites.part_of(model, part)), ExitStack() as stack:
-        for site, reader in zip(found, readers, strict=True):
-            _attach(site, reader, stack)
-        for batch in track(batches, progress, stack, "explaining"):
-            about = sides() if isinstance(batch, Mapping) else {}
-            counted, present = Samples.of(batch, skip=skip, special=with_prefix, **about), Samples.of(batch, **about)
-            _refuse_empty(counted)
-            for reader in readers:
-                reader.begin(counted, present)
-            feed(model, batch)
+    numbers = {site.attention: number for site, number in sites.layers_of(sites.part_of(model, part))}
+    prefix = "in" if with_prefix else "out"
+    pairs = zip(layers, found, strict=True)
+    readers = [LayerReader(layer, site.update, numbers[site.attention], prefix) for layer, site in pairs]
+    walk(model, batches, *readers, part=part, progress="explaining" if progress else None)
     if readers[0].count == 0:
         raise AcutanceError("explain got no batches: pass an iterable with at least one, or None for the weights only")
     return [replace(layer, dominance=reader.result()) for layer, reader in zip(layers, readers, strict=True)]
-
-
-def _refuse_empty(samples: Samples) -> None:
-    if samples.filled is not None:
-        raise AcutanceError(
-            f"sample {int(samples.filled.argmin()) + 1} of a batch has no token that counts: leave it out of the batch"
-        )
-
-
-def _attach(site: sites.AttentionSite, reader: LayerReader, stack: ExitStack) -> None:
-    stack.callback(
-        site.block.register_forward_pre_hook(
-            lambda _, args, kwargs: reader.enter(site.tokens(sites.tokens_in(args, kwargs))), with_kwargs=True
-        ).remove
-    )
-    stack.callback(site.observe(_observer(site, reader)).remove)
-    stack.callback(
-        site.block.register_forward_hook(
-            lambda _module, _args, output: reader.leave(site.tokens(sites.tokens_out(output)))
-        ).remove
-    )
-
-
-def _observer(site: sites.AttentionSite, reader: LayerReader) -> Callable[[AttentionCall], None]:
-    def observe(record: AttentionCall) -> None:
-        metrics.check_finite(record.branch, metric="the attention branch", layer=site.layer)
-        reader.attend(record)
-
-    return observe
 
 
 def _norm_context(layers: Iterable[LayerSpectrum]) -> str:

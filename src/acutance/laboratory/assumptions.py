@@ -7,9 +7,7 @@ definite kernel. A learnt exp(q_i·k_j/√d) is neither by construction. Table 4
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,11 +21,11 @@ from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError, MissingExtraError
 from acutance.kernels.heads import repeat_heads
 from acutance.laboratory.affinity import asymmetry, matrix_asymmetry, matrix_negative_share, negative_share, permuted
-from acutance.measure import feed
 from acutance.operator import AttentionOperator
 from acutance.samples import Samples
 from acutance.statistics import mean_known, rank_correlation
-from acutance.wrappers import bare_module, evaluating, refuse_sharded
+from acutance.walk import EVERY, Batch, Visitor, walk
+from acutance.wrappers import bare_module, refuse_sharded
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -121,37 +119,43 @@ def kernel_assumptions(model: nn.Module, batches: Iterable[Any]) -> KernelAssump
     """
     bare = bare_module(model)
     refuse_sharded(bare, "kernel_assumptions")
-    found, images = sites.find(bare), sites.reads_images(bare, None)
-    collected: list[dict[str, list[Tensor]]] = [{} for _ in found]
-    reading = _Reading()
-    with evaluating(bare), sites.reading(bare), ExitStack() as stack:
-        for site, into in zip(found, collected, strict=True):
-            stack.enter_context(site.observe(partial(_collect, into, site.layer, reading)))
-        for batch in batches:
-            reading.samples = Samples() if images else Samples.of(batch)
-            feed(bare, batch)
-    if not collected[0]:
+    reader = AssumptionReader()
+    walk(bare, batches, reader)
+    if not reader.layers:
         raise AcutanceError("kernel_assumptions got no batches: pass an iterable with at least one")
+    layers = [reader.layers[layer] for layer in sorted(reader.layers)]
     samples = {
-        name: np.stack([torch.cat(layer[name]).double().cpu().numpy() for layer in collected]) for name in collected[0]
+        name: np.stack([torch.cat(layer[name]).double().cpu().numpy() for layer in layers]) for name in layers[0]
     }
-    weights = np.stack([_of_weights(site) for site in found])
+    weights = np.stack([_of_weights(site) for site in sites.find(bare)])
     return KernelAssumptions(samples, weights[:, 0], weights[:, 1])
 
 
-@dataclass
-class _Reading:
-    """What the observers of all layers share."""
+class AssumptionReader(Visitor):
+    """Reads the measures per sample and head at every layer."""
 
-    samples: Samples = field(default_factory=Samples)  # of the batch that runs now
-    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+    def __init__(self) -> None:
+        self.needs = {"attend": EVERY}
+        self.samples = Samples()  # of the batch that runs now
+        self.generator = torch.Generator().manual_seed(0)
+        self.layers: dict[int, dict[str, list[Tensor]]] = {}
+
+    def begin(self, batch: Batch) -> None:
+        """Which tokens count."""
+        self.samples = batch.samples("in")
+
+    def attend(self, layer: int, call: AttentionCall) -> None:
+        """The affinities of one layer."""
+        into = self.layers.setdefault(layer, {})
+        for name, values in _measures(call, self.samples, self.generator).items():
+            into.setdefault(name, []).append(values)
 
 
-def _collect(into: dict[str, list[Tensor]], layer: int, reading: _Reading, record: AttentionCall) -> None:
-    _, counts = reading.samples.tokens(record.branch)
-    record = reading.samples.record(record)
+def _measures(record: AttentionCall, samples: Samples, generator: torch.Generator) -> dict[str, Tensor]:
+    _, counts = samples.tokens(record.branch)
+    record = samples.record(record)
     A = record.A
-    _check(A, layer)
+    _check(A, record.layer)
     if counts is None:
         counts = torch.ones(1, 1, dtype=torch.bool, device=A.device)
     counts = counts.expand(A.shape[0], A.shape[2])
@@ -160,9 +164,9 @@ def _collect(into: dict[str, list[Tensor]], layer: int, reading: _Reading, recor
     tokens = torch.linspace(0, A.shape[2] - 1, min(A.shape[2], MOST_TOKENS), device=A.device).long()
     logits = q[..., tokens, :] @ k[..., tokens, :].mT * A.scale
     pairs = counts[:, tokens, None] & counts[:, None, tokens]
-    shuffled = permuted(logits, pairs, reading.generator)
+    shuffled = permuted(logits, pairs, generator)
     kernel, random = (_kernel(x, pairs, A.definition.softcap) for x in (logits, shuffled))
-    readings = {
+    return {
         "logits_asymmetry": asymmetry(q, k),
         "logits_negative": negative_share(q, k),
         "kernel_asymmetry": matrix_asymmetry(kernel),
@@ -173,8 +177,6 @@ def _collect(into: dict[str, list[Tensor]], layer: int, reading: _Reading, recor
         "kernel_negative_permuted": matrix_negative_share(random),
         "alignment": metrics.gradient_alignment(A, record.values, counts),
     }
-    for name, values in readings.items():
-        into.setdefault(name, []).append(values)
 
 
 def _kernel(logits: Tensor, pairs: Tensor, softcap: float | None) -> Tensor:

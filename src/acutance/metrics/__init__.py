@@ -9,7 +9,6 @@ from collections.abc import Callable
 from torch import Tensor
 
 from acutance.attention import AttentionCall
-from acutance.metrics._common import check_finite, unit_vectors
 from acutance.metrics.attention import attention_cosine, attention_entropy, head_cosine
 from acutance.metrics.energy import (
     energy,
@@ -19,6 +18,7 @@ from acutance.metrics.energy import (
     nonlocal_energy,
 )
 from acutance.metrics.tokens import (
+    check_finite,
     effective_rank,
     hfc_lfc_frobenius,
     hfc_lfc_spectral,
@@ -29,6 +29,7 @@ from acutance.metrics.tokens import (
     singular_ratio,
     stable_rank,
     token_cosine,
+    unit_vectors,
 )
 
 TOKEN_METRICS: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from acutance.metrics._common import valid_positions, working_dtype
+from acutance.metrics.tokens import valid_positions, working_dtype
 from acutance.operator import AttentionOperator
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from acutance.errors import ShapeError
 from acutance.kernels import attention_sums
-from acutance.metrics._common import masked_mean, ratio, safe_sqrt
 from acutance.metrics._operators import product, query_rows, upcast_operator
+from acutance.metrics.tokens import masked_mean, ratio, safe_sqrt
 from acutance.operator import AttentionOperator
 
 

@@ -16,7 +16,8 @@ from acutance.kernels import attention_sums
 from acutance.kernels.heads import repeat_heads
 from acutance.kernels.masks import add_mask
 from acutance.kernels.tiled import Tiles, run_block
-from acutance.metrics._common import (
+from acutance.metrics._operators import over_heads, product, query_rows, upcast_operator
+from acutance.metrics.tokens import (
     masked_mean,
     safe_logsumexp,
     split_mean,
@@ -24,7 +25,6 @@ from acutance.metrics._common import (
     upcast,
     valid_positions,
 )
-from acutance.metrics._operators import over_heads, product, query_rows, upcast_operator
 from acutance.operator import AttentionOperator
 
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from acutance.data.images import Images
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
-from acutance.measure import track
 from acutance.robustness.attacks import FGSM, PGD, Attack, as_attack
 from acutance.robustness.corruptions import AT_ONCE, CORRUPTIONS, SEVERITIES, check_names, corrupt_part
 from acutance.robustness.draws import Draws
 from acutance.robustness.published import Published
 from acutance.robustness.table import CLEAN, RobustnessTable, cell_name
 from acutance.version import __version__
+from acutance.walk import track
 from acutance.wrappers import evaluating
 
 # The images in [0, 1] of part 0, 1, …, AT_ONCE of them each.
@@ -105,7 +105,7 @@ def evaluate(
     cells = _cells(wrapped, images, source, corruptions, severities, [as_attack(attack) for attack in attacks], seed)
     missing = [name for name in cells if name not in table.cells]
     with ExitStack() as stack, evaluating(model):
-        for name in track(missing, progress, stack, "robustness"):
+        for name in track(missing, "robustness" if progress else None, stack):
             table = RobustnessTable({**table.cells, name: _accuracy(wrapped, images, cells[name])}, known)
             if path is not None:
                 table.save(path)

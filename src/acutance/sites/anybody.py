@@ -10,12 +10,19 @@ from torch import Tensor, nn
 
 from acutance.errors import NoSitesError
 from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Library
-from acutance.sites.blocks import modules_of, path_of, repeated_blocks, unwrapped
-from acutance.sites.ends import final_norm, special_tokens
 from acutance.sites.intercept import Intercept, Product
 from acutance.sites.named import NamedSite
-from acutance.sites.patched import Stack, caller_of, known_sites, tokens_out
+from acutance.sites.patched import Stack, caller_of, known_sites
 from acutance.sites.projection import JOINT, SEPARATE, Projections, Sizes, by_names
+from acutance.sites.structure import (
+    modules_of,
+    norm_after,
+    path_of,
+    repeated_blocks,
+    tokens_by_name,
+    tokens_out,
+    unwrapped,
+)
 from acutance.wrappers import evaluating
 
 ATTENTION = re.compile("attention|attn|mhsa", re.IGNORECASE)
@@ -108,13 +115,15 @@ def _is_called_so(name: str, module: nn.Module) -> bool:
 
 
 def _final_norm(model: nn.Module) -> nn.Module:
-    return final_norm(model, _sites(model)[-1].attention)
+    return norm_after(model, _sites(model)[-1].attention)
 
 
 LIBRARY = Library(
     name="any model whose blocks are a list",
     sites=_sites,
-    prefix_tokens=lambda model: special_tokens(model.named_parameters()).front,
+    prefix_tokens=lambda model: tokens_by_name(model.named_parameters()).front,
     final_norm=_final_norm,
-    suffix_tokens=lambda model: special_tokens(model.named_parameters()).back,
+    suffix_tokens=lambda model: tokens_by_name(model.named_parameters()).back,
+    is_watched=lambda model: True,
+    by_structure=True,
 )

@@ -16,6 +16,7 @@ from acutance.mitigations import LayerShape, Mitigation, UnknownShape
 
 if TYPE_CHECKING:
     from acutance.sites.projection import Projection, Projections
+    from acutance.sites.structure import Layer
 
 TOKENS_REMAIN = (  # where attention cannot be read
     'Token metrics can still be measured: measure(model, batches, tap="block") with metrics that need no attention, '
@@ -172,6 +173,9 @@ class Library:
     sites: Callable[[nn.Module], list[AttentionSite]]  # in depth order; empty for another library's model
     prefix_tokens: Callable[[nn.Module], int]
     final_norm: Callable[[nn.Module], nn.Module]
+    layers: Callable[[nn.Module], list[Layer]] | None = None  # the same as `sites`, told by modules alone
     suffix_tokens: Callable[[nn.Module], int] = lambda model: 0  # behind the content, such as YOLOS' detection tokens
     reading: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()  # around a reading
+    is_watched: Callable[[nn.Module], bool] = lambda model: False  # whether its blocks may be no residual stream
+    by_structure: bool = False  # whether it takes anybody's blocks
     remember: Callable[[], None] = lambda: None  # see to it that the library saves what its models carry

@@ -19,10 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from acutance.errors import AcutanceError, ShapeError
-from acutance.sites.patched import tokens_in, tokens_out
+from acutance.sites.structure import ADVICE, refuse_other_rows, tokens_in, tokens_out
 
 SUMS = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
-ADVICE = "Describe the model in a Library of its own"
 
 
 class Chain(TorchDispatchMode):
@@ -110,21 +109,6 @@ class Chain(TorchDispatchMode):
         memory = _memory(x)
         if memory is not None:  # the weak reference keeps its address from being used again
             self._origins[memory._cdata] = StorageWeakRef(memory), origin
-
-
-def refuse_other_rows(where: str, tokens: Tensor, rows: Container[int]) -> None:
-    """Structure does not say which axis is the batch: it must be as long as what was fed, and the only such one."""
-    shape = tuple(tokens.shape)
-    if len(tokens) not in rows:
-        raise ShapeError(
-            f"{where} is given {shape}, whose first axis is not the batch that was fed: what would be read are not the "
-            f"tokens of its samples. {ADVICE}"
-        )
-    if tokens.ndim == 3 and shape[0] == shape[1] > 1:
-        raise ShapeError(
-            f"{where} is given {shape}, so which axis is the batch is not clear: begin with a batch of another number "
-            "of samples"
-        )
 
 
 def _refuse_several(where: str, output: Any) -> None:

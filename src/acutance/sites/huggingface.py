@@ -12,12 +12,20 @@ from torch import nn
 
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Library
-from acutance.sites.blocks import modules_of, places_of, unwrapped
-from acutance.sites.ends import SpecialTokens, final_norm, special_tokens
 from acutance.sites.huggingface_interface import take_over_sdpa
 from acutance.sites.huggingface_notes import is_pretrained, remember
 from acutance.sites.named import NamedSite
 from acutance.sites.patched import WINDOWS_APART, WINDOWS_MOVE, Stack, caller_of, known_sites
+from acutance.sites.structure import (
+    Layer,
+    SpecialTokens,
+    modules_of,
+    norm_after,
+    once,
+    places_of,
+    tokens_by_name,
+    unwrapped,
+)
 
 CROSS = re.compile("cross|encoder_attn|encdec", re.IGNORECASE)
 
@@ -105,7 +113,8 @@ def _attends(module: nn.Module) -> bool:
     return named and any(parent.__module__.startswith("transformers.") for parent in cls.__mro__)
 
 
-def _sites(model: nn.Module) -> list[AttentionSite]:
+@once
+def _layers(model: nn.Module) -> list[Layer]:
     found = _attentions(model) if "transformers" in sys.modules else {}
     if not found:
         pretrained = next(filter(is_pretrained, modules_of(model).values()), None)
@@ -115,9 +124,6 @@ def _sites(model: nn.Module) -> list[AttentionSite]:
             f"no attention found in {type(pretrained).__name__}, so there is none to mitigate or to measure. "
             f"{TOKENS_REMAIN}"
         )
-    known = known_sites(found.values())
-    if known is not None:
-        return list(known)
     places = places_of(model, found)
     blocks = [place.block for place in places.values()]
     if any(place.block == name for name, place in places.items()):
@@ -129,35 +135,38 @@ def _sites(model: nn.Module) -> list[AttentionSite]:
     if twice is not None:
         names = ", ".join(name for name, place in places.items() if place.block == twice)
         raise AcutanceError(f"the block {twice} holds several self-attentions ({names}): which is meant is not clear")
-    stack = Stack(caller_of(model, blocks))
-    interface = _uses_interface(model)
-    for layer, (name, place) in enumerate(places.items(), 1):
-        site = HuggingFaceSite(stack, layer, name, unwrapped(model.get_submodule(place.block)), found[name])
-        site.stage, site.interface = place.stage, interface
+    return [
+        Layer(layer, name, unwrapped(model.get_submodule(place.block)), found[name], place.stage)
+        for layer, (name, place) in enumerate(places.items(), 1)
+    ]
+
+
+def _sites(model: nn.Module) -> list[AttentionSite]:
+    layers = _layers(model)
+    known = known_sites([layer.attention for layer in layers])
+    if known is not None:
+        return list(known)
+    stack = Stack(caller_of(model, [layer.stage for layer in layers]))
+    interface = all(getattr(module, "_supports_attention_backend", True) for module in modules_of(model).values())
+    for layer, name, block, attention, stage in layers:
+        site = HuggingFaceSite(stack, layer, name, block, attention)
+        site.stage, site.interface = stage, interface
     return list(stack.sites)
 
 
-def is_modern(model: nn.Module) -> bool:
-    """Whether these are models of today, whose blocks pass (batch, tokens, channels) on; others are looked at."""
-    return _all_have(model, "_supports_sdpa")
-
-
-def _uses_interface(model: nn.Module) -> bool:
-    return _all_have(model, "_supports_attention_backend")
-
-
-def _all_have(model: nn.Module, flag: str) -> bool:
-    found = [module for module in modules_of(model).values() if is_pretrained(module)]
-    return bool(found) and all(getattr(module, flag, False) for module in found)
+def _is_watched(model: nn.Module) -> bool:
+    """Models from before transformers' attention interface, whose blocks may pass something else on than tokens."""
+    supported = [getattr(module, "_supports_sdpa", None) for module in modules_of(model).values()]
+    return False in supported
 
 
 def _special_tokens(model: nn.Module) -> SpecialTokens:
     """Those of the embeddings: pooling heads have such parameters too, which are no tokens. Text has none."""
-    return special_tokens((path, p) for path, p in model.named_parameters() if "embeddings" in path.split("."))
+    return tokens_by_name((path, p) for path, p in model.named_parameters() if "embeddings" in path.split("."))
 
 
 def _final_norm(model: nn.Module) -> nn.Module:
-    return final_norm(model, list(_attentions(model).values())[-1])
+    return norm_after(model, list(_attentions(model).values())[-1])
 
 
 @contextmanager
@@ -179,7 +188,9 @@ LIBRARY = Library(
     sites=_sites,
     prefix_tokens=lambda model: _special_tokens(model).front,
     final_norm=_final_norm,
+    layers=_layers,
     suffix_tokens=lambda model: _special_tokens(model).back,
     reading=_without_cache,
+    is_watched=_is_watched,
     remember=remember,
 )

@@ -16,13 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acutance.sites.blocks import CONTAINERS
+from acutance.errors import AcutanceError
+from acutance.sites.structure import CONTAINERS
 
 Conditions = tuple[tuple[ast.expr, bool], ...]  # tests, and how they must come out
 
 
 def norm_before(block: nn.Module, path: str) -> nn.Module | None:
-    """The last norm called before the module at `path` in the block, or on its argument; None in Post-LN models."""
+    """The last norm called before the module at `path` in the block, or on its argument; None in Post-LN models.
+
+    Of norms in a module whose code does not show the call it is not known, and refused.
+    """
     found, module = None, block
     for name in path.split("."):
         if not isinstance(module, CONTAINERS):
@@ -42,9 +46,18 @@ def adds_one(norm: nn.Module) -> bool:
 
 def _norm_before_child(module: nn.Module, child: str) -> nn.Module | None:
     cls: Any = type(module)
-    calls = [call for call, conditions in _calls(cls) if all(_holds(test, is_so, module) for test, is_so in conditions)]
+    try:
+        every = _calls(cls)
+    except (OSError, TypeError, SyntaxError):  # code without a file
+        every = []
+    calls = [call for call, conditions in every if all(_holds(test, is_so, module) for test, is_so in conditions)]
     attention = next((call for call in calls if _called(call) == child), None)
     if attention is None:
+        if any(map(_is_norm, module.children())):
+            raise AcutanceError(
+                f"which norm stands before {child or 'the attention'}, if any, cannot be told from "
+                f"{cls.__name__}.forward: describe the model in a Library of its own"
+            )
         return None
     end = attention.end_lineno or 0, attention.end_col_offset or 0
     before = [getattr(module, _called(call), None) for call in calls if (call.lineno, call.col_offset) < end]

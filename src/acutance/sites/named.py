@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acutance.sites.blocks import path_of
 from acutance.sites.huggingface_norms import adds_one, norm_before
 from acutance.sites.patched import PatchedSite
 from acutance.sites.projection import Projections, Sizes, by_names, changes_output, output_of
+from acutance.sites.structure import path_of
 
 LAYER_SCALES = ("layer_scale1.lambda1", "layer_scale1.gamma", "lambda_1", "ls1.gamma", "gamma_1")
 NORMS_AROUND_THE_MLP = ("pre_feedforward_layernorm", "post_feedforward_layernorm")  # then that of the attention is too
@@ -54,7 +54,7 @@ class NamedSite(PatchedSite):
 
     @cached_property
     def _norm(self) -> nn.Module | None:
-        return None if self.block is self.attention else norm_before(self.block, path_of(self.block, self.attention))
+        return norm_before(self.block, path_of(self.block, self.attention))
 
     def pre_norm(self) -> nn.Module | None:
         """The norm before the attention; None in Post-LN models such as BERT."""

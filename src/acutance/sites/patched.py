@@ -16,6 +16,7 @@ from acutance.mitigations import Mitigation
 from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Undo
 from acutance.sites.forward_pass import ForwardPass, Passes, first_values
 from acutance.sites.intercept import Intercept, Product
+from acutance.sites.structure import tokens_in, tokens_out
 
 SITE = "_acutance_site"  # where an attention module keeps its site while it is routed
 # Why windows refuse what compares or averages tokens.
@@ -337,21 +338,6 @@ def known_sites(attentions: Iterable[nn.Module]) -> list[PatchedSite] | None:
     """The sites of a stack that is diverted already."""
     found = [attention.__dict__.get(SITE) for attention in attentions]
     return None if not found or any(site is None for site in found) else found  # type: ignore[return-value]
-
-
-def tokens_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """The tokens among a module's arguments: the first tensor."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            return value
-    raise AcutanceError(f"no tensor among the arguments {list(kwargs)} of a block")
-
-
-def tokens_out(output: Any) -> Tensor:
-    """The tokens in what a block returns: itself, or the first of a tuple."""
-    tokens = output if isinstance(output, Tensor) else output[0]
-    assert isinstance(tokens, Tensor)
-    return tokens
 
 
 def caller_of(model: nn.Module, paths: Sequence[str]) -> nn.Module:

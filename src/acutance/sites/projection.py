@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from acutance.errors import NoSitesError
 from acutance.sites.base import TOKENS_REMAIN
-from acutance.sites.blocks import path_of
 from acutance.sites.linear import matrix_of, shape_of
+from acutance.sites.structure import path_of
 
 SEPARATE = {
     "query": ("q_proj", "query", "query_proj", "q_lin", "q", "to_q", "wq", "q_linear", "W_q", "Wq"),

@@ -15,8 +15,8 @@ from acutance.models.block import Attention, Block
 from acutance.models.layers import LayerScale
 from acutance.models.stack import BlockStack
 from acutance.sites.base import AttentionSite, Library, Undo
-from acutance.sites.blocks import modules_of
 from acutance.sites.projection import Projection, Projections
+from acutance.sites.structure import modules_of
 
 
 class BlockSite(AttentionSite):

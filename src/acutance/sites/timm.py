@@ -10,9 +10,8 @@ from torch import nn
 
 from acutance.errors import NoSitesError
 from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Library
-from acutance.sites.blocks import CONTAINERS, modules_of, places_of, repeated_blocks
-from acutance.sites.ends import final_norm, special_tokens
 from acutance.sites.patched import Stack, caller_of, known_sites
+from acutance.sites.structure import CONTAINERS, modules_of, norm_after, places_of, repeated_blocks, tokens_by_name
 from acutance.sites.timm_site import TimmSite
 
 # Attentions whose layers are numbered and whose weights are read here, by the class that wrote their forward.
@@ -85,12 +84,12 @@ def _prefix_tokens(model: nn.Module) -> int:
         return int(root.num_prefix_tokens)
     if type(root).__name__ == "Cait":  # its class token joins the others after these layers
         return 0
-    return special_tokens(root.named_parameters(recurse=False)).front
+    return tokens_by_name(root.named_parameters(recurse=False)).front
 
 
 def _final_norm(model: nn.Module) -> nn.Module:
     """Of the model, or of its last stage."""
-    return final_norm(model, _sites(model)[-1].attention)
+    return norm_after(model, _sites(model)[-1].attention)
 
 
 def _is_from_timm(model: nn.Module) -> bool:

@@ -12,9 +12,16 @@ from torch import nn
 
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.sites.base import AttentionSite, Library
-from acutance.sites.blocks import Place, modules_of, place_of, refuse_several_stacks, unwrapped
-from acutance.sites.ends import final_norm, special_tokens
 from acutance.sites.patched import Stack, caller_of, known_sites
+from acutance.sites.structure import (
+    Place,
+    modules_of,
+    norm_after,
+    place_of,
+    refuse_several_stacks,
+    tokens_by_name,
+    unwrapped,
+)
 from acutance.sites.torch_nn_site import MultiheadSite
 from acutance.sites.traced import is_norm
 
@@ -95,7 +102,7 @@ def _encoder_around(model: nn.Module, path: str) -> nn.TransformerEncoder | None
 
 
 def _prefix_tokens(model: nn.Module) -> int:
-    return special_tokens(model.named_parameters()).front
+    return tokens_by_name(model.named_parameters()).front
 
 
 def _final_norm(model: nn.Module) -> nn.Module:
@@ -109,7 +116,7 @@ def _final_norm(model: nn.Module) -> nn.Module:
         later = (holder.get_submodule(name) for name in names[names.index(blocks) + 1 :])
         return next((module for module in later if is_norm(module)), None)
 
-    return final_norm(model, last.attention, choose)
+    return norm_after(model, last.attention, choose)
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from acutance.errors import AcutanceError
 from acutance.sites.base import TOKENS_REMAIN
-from acutance.sites.blocks import name_one, path_of
-from acutance.sites.patched import PatchedSite, Stack, tokens_in
+from acutance.sites.patched import PatchedSite, Stack
 from acutance.sites.projection import Projection, Projections
+from acutance.sites.structure import name_one, path_of, tokens_in
 from acutance.sites.torch_nn_forward import forward
 from acutance.sites.traced import Surroundings, is_norm, surroundings
 
