@@ -72,8 +72,8 @@ def test_an_exported_program_is_exact_or_refused(form, strict):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, (tokens,), strict=strict)
-    except (AcutanceError, torch._dynamo.exc.TorchDynamoException, RuntimeError):
-        return  # refused
+    except (AcutanceError, torch._dynamo.exc.TorchDynamoException, RuntimeError, AssertionError):
+        return  # refused, on torch 2.6 by an assertion of Dynamo's own
     torch.testing.assert_close(program.module()(tokens), formula(model, tokens), rtol=1e-10, atol=1e-12)
 
 

@@ -60,26 +60,23 @@ class _Scores(NamedTuple):
 
     def after(self, func: Any, out: Tensor, args: Any) -> _Scores | None:
         """What one more operation makes of them; None where it cannot be said."""
-        now = self._replace(logits=out)
-        if func in CASTS:
-            return now
+        scale, softcap, mask = self.scale, self.softcap, self.mask
+        other: Any = args[1] if len(args) > 1 else None
+        is_number = isinstance(other, (int, float))
         if func is torch.tanh or func is Tensor.tanh:
-            return now._replace(softcap=0.0) if self.softcap is None and self.mask is None else None
-        if len(args) < 2:
+            if softcap is not None or mask is not None:
+                return None
+            softcap = 0.0
+        elif func in SUMS and isinstance(other, Tensor) and softcap != 0.0:
+            mask = other if mask is None else mask + other
+        elif func in FILLS and isinstance(other, Tensor) and softcap != 0.0:
+            mask = _filled(mask, other, args[2], out)
+        elif (func in FACTORS or func in QUOTIENTS) and is_number and mask is None and not softcap:
+            factor = 1 / other if func in QUOTIENTS else float(other)
+            scale, softcap = scale * factor, None if softcap is None else factor
+        elif func not in CASTS:
             return None
-        number, other = args[1], args[1]
-        if func in FILLS:
-            return now._replace(mask=_filled(self.mask, other, args[2], out)) if self.softcap != 0.0 else None
-        if func in SUMS and isinstance(other, Tensor):
-            return now._replace(mask=other if self.mask is None else self.mask + other) if self.softcap != 0.0 else None
-        if not isinstance(number, (int, float)) or self.mask is not None:
-            return None
-        factor = 1 / number if func in QUOTIENTS else float(number) if func in FACTORS else None
-        if factor is None:
-            return None
-        if self.softcap == 0.0:
-            return now._replace(softcap=factor, scale=self.scale * factor)
-        return now._replace(scale=self.scale * factor) if self.softcap is None else None
+        return _Scores(out, self.q, self.k, scale, softcap, mask)  # not by _replace, which Dynamo of 2.6 does not trace
 
 
 class _Map(NamedTuple):
@@ -265,7 +262,7 @@ def sdpa_product(
         rows, keys = (torch.arange(tokens.shape[-2], device=q.device) for tokens in (q, k))
         about["mask"] = (keys <= rows[:, None])[None, None]
     else:
-        about |= {"causal": is_causal, "mask": None if mask is None else _mask(mask, query, split)}
+        about["causal"], about["mask"] = is_causal, None if mask is None else _mask(mask, query, split)
     return Product(v, own, join, about)
 
 
@@ -336,9 +333,11 @@ def _about(known: _Map, A: Tensor, split: Callable[[Tensor], Tensor]) -> dict[st
         and scores.softcap != 0.0
         and scores.q.shape[:-2] == logits.shape[:-2]
     ):
-        about |= {"q": split(scores.q), "k": split(scores.k), "scale": scores.scale, "softcap": scores.softcap}
+        about["q"], about["k"] = split(scores.q), split(scores.k)
+        about["scale"], about["softcap"] = scores.scale, scores.softcap
         about["mask"] = None if scores.mask is None else _mask(scores.mask, logits, split)
-    return about | {"logits": None if logits is None else split(logits)}
+    about["logits"] = None if logits is None else split(logits)
+    return about
 
 
 def _reweighted(

@@ -110,7 +110,7 @@ class PatchedSite(AttentionSite):
         """Make the attention run through `attend`, and `finish` after W_proj; the returned function undoes it."""
         attention = self.attention
         self._forward = vars(attention).get("forward")
-        attention.forward = self.forward
+        attention.forward = partial(_forward, self)  # a bound method's object Dynamo of torch 2.6 does not trace
         projection = self.output_projection()
         self._finishes_there = projection is not None
         hook = None if projection is None else projection.register_forward_hook(self._finish_projection)
@@ -322,6 +322,10 @@ class PatchedSite(AttentionSite):
     def _leave_block(self, _block: nn.Module, _args: Any, _output: Any) -> None:
         if not torch.compiler.is_compiling():
             self.stack.passes.leave()
+
+
+def _forward(site: PatchedSite, *args: Any, **kwargs: Any) -> Any:
+    return site.forward(*args, **kwargs)
 
 
 class _Forget:
