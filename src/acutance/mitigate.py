@@ -56,7 +56,8 @@ def mitigate(
 
     def undo() -> None:
         while undos:
-            undos.pop()()
+            undos[-1]()
+            undos.pop()  # not before: what is in the way can be taken away, and this tried again
 
     distances: list[float] = []
     try:

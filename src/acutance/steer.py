@@ -16,6 +16,7 @@ from acutance.explain.verdict import LayerSpectrum, format_complex
 from acutance.explain.weights import layer_spectrum
 from acutance.mitigations import Chain, Eigen, Mitigation, eigen_of
 from acutance.spectral_theory import furthest_beyond, layer_smooths, sharpening_bound
+from acutance.wrappers import refuse_sharded
 
 __all__ = ["check_spectrum", "fold", "sharpening_bound"]
 
@@ -27,6 +28,7 @@ def fold(model: Model) -> Model:
 
     Same outputs, ordinary state-dict keys and the cost of a plain model; other mitigations it carries stay.
     """
+    refuse_sharded(model, "fold")
     plain = copy.deepcopy(model)
     steered = [(site, eigen) for site in sites.find(plain) if (eigen := eigen_of(site.mitigation)) is not None]
     if not steered:

@@ -19,9 +19,10 @@ BasisName = Literal["qr", "polar", "cayley", "householder", "inverse"]
 
 
 class _Running(threading.local):
-    """The layer whose block is running in this thread, and its W_proj once W_V has been made."""
+    """The layer whose block is running in this thread, and its weights once they have been made."""
 
     layer: Eigen | None = None
+    value: Tensor | None = None
     output: Tensor | None = None
 
 
@@ -104,33 +105,45 @@ class Eigen(Mitigation):
         value.unparametrise(keep=True)
 
     def enter(self) -> None:
-        """Until `leave`, W_proj comes with W_V, so that V is made once for both."""
-        _RUNNING.layer, _RUNNING.output = self, None
+        """Until `leave`, V is made once for W_V and W_proj; a graph has it before the attention, which is watched."""
+        _RUNNING.layer = self
+        _RUNNING.value, _RUNNING.output = self.weights() if torch.compiler.is_compiling() else (None, None)
 
     def leave(self) -> None:
         """Nothing outlives the block's run: the next optimiser step changes Θ."""
         if _RUNNING.layer is self:
-            _RUNNING.layer = _RUNNING.output = None
+            _RUNNING.layer = _RUNNING.value = _RUNNING.output = None
 
     def _value(self) -> Tensor:
         """W_V, always made where it is asked for: what checkpointing runs again must be what ran before."""
-        value, output = self.weights()
-        if _RUNNING.layer is self:
-            _RUNNING.output = output
+        if _RUNNING.layer is not self:
+            return self.weights()[0]
+        value, output = _RUNNING.value, _RUNNING.output
+        if value is None:
+            value, output = self._unwatched()
+        _RUNNING.output = output
         return value
 
     def _output(self) -> Tensor:
         """W_proj, made with W_V if that was in the same run of the block."""
-        output = _RUNNING.output if _RUNNING.layer is self else None
         learns = torch.is_grad_enabled() and (self.theta.requires_grad or self.psi.requires_grad)
-        if output is not None and (output.requires_grad or not learns):  # re-entrant checkpointing makes it without
-            return output
-        if learns and _RUNNING.layer is not self and _is_recomputing():
+        if _RUNNING.layer is self:
+            output, _RUNNING.output = _RUNNING.output, None
+            if output is not None and (output.requires_grad or not learns):  # re-entrant checkpointing: not W_V's
+                return output
+        elif learns and _is_recomputing():
             raise AcutanceError(
                 f"eigen: activation checkpointing of layer {self._layer.layer} has W_proj in it but not W_V, which are "
                 "made together: put it around the attention or around the whole block"
             )
         return self.weights()[1]
+
+    def _unwatched(self) -> Weights:
+        """Whoever intercepts the attention should not see V being made."""
+        if torch.compiler.is_compiling():
+            return self.weights()
+        with torch._C.DisableTorchFunction():
+            return self.weights()
 
     def weights(self) -> Weights:
         """W_V and W_proj in torch's layout: Vᵀ and V Λ."""

@@ -102,6 +102,8 @@ def put_on(module: nn.Module, name: str, rows: Rows, dim: int, owner: nn.Module,
 
 def take_off(module: nn.Module, name: str, *, keep: bool) -> None:
     """Make the weight a parameter again: with what is made now if `keep`, else with what was there before."""
+    if made_of(module, name) is None:  # done before something else was in the way
+        return
     made, *others = _listed(module, name)
     if others:
         raise AcutanceError(
@@ -118,7 +120,8 @@ def take_off(module: nn.Module, name: str, *, keep: bool) -> None:
         hook.remove()
     _leave_class(module, name)
     module._parameters[name] = parameter
-    module._parameters.update({place: module._parameters.pop(place) for place in made.places})
+    places = [place for place in made.places if place in module._parameters]
+    module._parameters.update({place: module._parameters.pop(place) for place in places})
 
 
 def made_of(module: nn.Module, name: str = "weight") -> MadeRows | None:

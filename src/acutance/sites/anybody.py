@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from acutance.errors import NoSitesError
 from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Library
-from acutance.sites.blocks import modules_of, path_of, repeated_blocks, unwrapped
+from acutance.sites.blocks import PARAMETRIZATIONS, modules_of, path_of, repeated_blocks, unwrapped
 from acutance.sites.ends import final_norm, special_tokens
 from acutance.sites.intercept import Intercept, Product
 from acutance.sites.named import NamedSite
@@ -102,7 +102,7 @@ def _attention_of(path: str, block: nn.Module) -> nn.Module | None:
 
 def _is_called_so(name: str, module: nn.Module) -> bool:
     """By its class, or by where it stands; a norm or dropout of an attention has no parts."""
-    if not any(True for _ in module.children()):
+    if not module._modules.keys() - {PARAMETRIZATIONS}:
         return False
     return ATTENTION.search(type(module).__name__) is not None or ATTENTION.search(name.rpartition(".")[2]) is not None
 

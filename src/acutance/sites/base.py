@@ -151,10 +151,10 @@ class Undo:
         self._undo: Callable[[], None] | None = undo
 
     def remove(self) -> None:
-        """Take the change back; a second call does nothing."""
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
+        """Take the change back; once that is done, a second call does nothing."""
+        if self._undo is not None:
+            self._undo()
+        self._undo = None
 
     def __enter__(self) -> Self:
         return self

@@ -13,6 +13,7 @@ from acutance.errors import AcutanceError, SeveralStacksError, ShapeError
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
 NO_KIND = {cls for container in CONTAINERS for cls in container.__mro__}  # two such need not be alike
+PARAMETRIZATIONS = "parametrizations"  # what torch.nn.utils.parametrize adds to a module
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
@@ -33,13 +34,17 @@ def walking_once() -> Iterator[None]:
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Its modules by their paths, itself first."""
+    """Its modules by their paths, itself first; not those that make a weight of one of them."""
     before = _walks.get()
     if before is None:
-        return dict(model.named_modules())
+        return _modules_of(model)
     if model not in before:
-        before[model] = dict(model.named_modules())
+        before[model] = _modules_of(model)
     return before[model]
+
+
+def _modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    return {path: module for path, module in model.named_modules() if PARAMETRIZATIONS not in path.split(".")}
 
 
 @dataclass(frozen=True)

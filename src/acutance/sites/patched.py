@@ -184,11 +184,16 @@ class PatchedSite(AttentionSite):
         again = passes.recompute_attention(x)
         if again and self.mitigation is not None:
             self.mitigation.enter()
+        done = False
         try:
-            return self._run(x, args, kwargs)
+            output = self._run(x, args, kwargs)
+            done = True
         finally:
             if again:
                 self._leave()
+            elif not done and self.mitigation is not None:  # torch calls no hook after a KeyboardInterrupt
+                self.mitigation.leave()
+        return output
 
     def _run(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         now = self.now(x)
