@@ -116,12 +116,11 @@ class Eigen(Mitigation):
 
     def _value(self) -> Tensor:
         """W_V, always made where it is asked for: what checkpointing runs again must be what ran before."""
-        if _RUNNING.layer is not self:
-            return self.weights()[0]
-        value, output = _RUNNING.value, _RUNNING.output
-        if value is None:
-            value, output = self._unwatched()
-        _RUNNING.output = output
+        if _RUNNING.layer is self and _RUNNING.value is not None:
+            return _RUNNING.value
+        value, output = self._unwatched()
+        if _RUNNING.layer is self:
+            _RUNNING.output = output
         return value
 
     def _output(self) -> Tensor:
@@ -136,7 +135,7 @@ class Eigen(Mitigation):
                 f"eigen: activation checkpointing of layer {self._layer.layer} has W_proj in it but not W_V, which are "
                 "made together: put it around the attention or around the whole block"
             )
-        return self.weights()[1]
+        return self._unwatched()[1]
 
     def _unwatched(self) -> Weights:
         """Whoever intercepts the attention should not see V being made."""
