@@ -217,7 +217,7 @@ def test_the_bound_is_read_on_a_batch_where_there_is_one():
     for site in find(model):
         site.mitigation.psi.data.fill_(1.3)
         site.pre_norm().weight.data.fill_(1.0)
-    model.blocks[1].attn.kv.weight.data *= 3
+    model.blocks[1].attn.kv.parametrizations.weight.original0.data = 1.2 * torch.eye(12, dtype=torch.float64)
     operators = {}
     with ExitStack() as stack:
         for site in find(model):
@@ -240,7 +240,8 @@ def test_whether_a_layer_smooths_is_what_explain_says(psi):
     (site,) = find(model)
     site.mitigation.psi.data.fill_(psi)
     site.pre_norm().weight.data.fill_(1.0)
-    model.blocks[0].attn.kv.weight.data[:4] *= 2  # the keys of the first head
+    keys = model.blocks[0].attn.kv.parametrizations.weight.original0
+    keys.data[:4] = 1.2 * torch.eye(4, 12, dtype=torch.float64)  # of the first head
     with pytest.warns(AcutanceWarning, match="crosses the bound"):
         explained = explain(model, [images()], progress=False)[1]
     with pytest.warns(AcutanceWarning, match="cross the bound") as caught:

@@ -69,11 +69,14 @@ def mitigate(
     _refuse_second(found)
     wanted = _wanted(layers, len(found))
     chosen = as_mitigation(mitigation)
+    if chosen.overrides("parametrise"):
+        _refuse_shared(model, [site for site in found if site.layer in wanted])
     undos: list[Callable[[], None]] = []
 
     def undo() -> None:
         while undos:
-            undos.pop()()
+            undos[-1]()
+            undos.pop()  # not before: what is in the way can be taken away, and this tried again
 
     distances: list[float] = []
     try:
@@ -109,13 +112,13 @@ def reinstate(model: nn.Module, record: Mapping[str, str]) -> None:
         )
     _refuse_second(list(found.values()))
     for name, spec in record.items():
-        _install(found[name], as_mitigation(spec))
+        _install(found[name], as_mitigation(spec), pretrained=False)  # its parameters and the weights come from a file
     sites.remember()
 
 
-def _install(site: sites.AttentionSite, mitigation: Mitigation) -> Callable[[], None]:
+def _install(site: sites.AttentionSite, mitigation: Mitigation, *, pretrained: bool = True) -> Callable[[], None]:
     like = next(site.attention.parameters())
-    built = mitigation.for_layer(site.shape(pretrained=True)).to(device=like.device, dtype=like.dtype)
+    built = mitigation.for_layer(site.shape(pretrained=pretrained)).to(device=like.device, dtype=like.dtype)
     return site.install(built.train(site.attention.training))
 
 
@@ -134,6 +137,24 @@ def _has_optimiser(model: nn.Module) -> bool:
     own = {id(parameter) for parameter in model.parameters()}
     made = (found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer))
     return any(id(p) in own for one in made for group in one.param_groups for p in group["params"])
+
+
+def _refuse_shared(model: nn.Module, found: Sequence[sites.AttentionSite]) -> None:
+    """A weight that another module has too would no longer be one."""
+    holders: dict[object, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(parameter.untyped_storage()._cdata, []).append(f"{path}.{name}")
+    for site in found:
+        projections = site.projections()
+        for projection in (projections.value, projections.output):
+            weight = projection.module._parameters.get(projection.weight)
+            names = [] if weight is None else holders.get(weight.untyped_storage()._cdata, [])
+            if len(names) > 1:
+                raise AcutanceError(
+                    f"{names[0]} and {names[1]} are one parameter, or share its memory: making the weight of "
+                    f"{site.name} anew would part them. Untie them first"
+                )
 
 
 def _distances(site: sites.AttentionSite) -> list[float]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, load_model, save_model
 from torch import Tensor, nn
@@ -98,12 +99,24 @@ def _load_folder(folder: Path, model: nn.Module | None) -> nn.Module:
             "with acutance.save(model, folder)"
         )
     reinstate(model, record)
-    missing = [name for name in model.state_dict() if ".mitigation." in name and name not in learnt]
+    names = _names_on_disk(model, [name for name in model.state_dict() if ".mitigation." in name])
+    missing = [name for name, written in names.items() if written not in learnt]
     if missing:
         raise AcutanceError(f"{folder} lacks the mitigation's parameters {', '.join(missing[:3])}")
-    model.load_state_dict(learnt, strict=False)
+    model.load_state_dict({name: learnt[written] for name, written in names.items()}, strict=False)
     forget(model.config)  # the model itself tells now
     return model
+
+
+def _names_on_disk(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """Transformers 5 writes the modules of some models, such as ViT, under the names they used to have."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return {name: name for name in names}
+    numbered = {name: torch.tensor(place) for place, name in enumerate(names)}
+    written = revert_weight_conversion(cast(Any, model), numbered)
+    return {names[int(place)]: name for name, place in written.items()}
 
 
 @contextmanager

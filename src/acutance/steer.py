@@ -16,6 +16,7 @@ from acutance.explain.verdict import LayerSpectrum, format_complex
 from acutance.explain.weights import layer_spectrum
 from acutance.mitigations import Chain, Eigen, Mitigation, eigen_of
 from acutance.spectral_theory import furthest_beyond, layer_smooths, sharpening_bound
+from acutance.wrappers import refuse_sharded
 
 __all__ = ["check_spectrum", "fold", "sharpening_bound"]
 
@@ -27,14 +28,15 @@ def fold(model: Model) -> Model:
 
     Same outputs, ordinary state-dict keys and the cost of a plain model; other mitigations it carries stay.
     """
+    refuse_sharded(model, "fold")
     plain = copy.deepcopy(model)
     steered = [(site, eigen) for site in sites.find(plain) if (eigen := eigen_of(site.mitigation)) is not None]
     if not steered:
         raise AcutanceError(f"this {type(model).__name__} carries no eigen: there is nothing to fold")
     for site, eigen in steered:
-        value, projection = (weight.detach().requires_grad_(eigen.theta.requires_grad) for weight in eigen.weights())
-        site.swap(_without(site.mitigation, eigen))
-        site.own_weights(value, projection)
+        rest, projections = _without(site.mitigation, eigen), site.projections()
+        eigen.fold(projections.value, projections.output)
+        site.replace(rest)
     return plain
 
 
@@ -97,7 +99,7 @@ def _whole(layer: LayerSpectrum) -> Tensor:
     return torch.from_numpy(layer.eigenvalues)
 
 
-def _without(mitigation: Mitigation | None, eigen: Eigen) -> Mitigation:
+def _without(mitigation: Mitigation | None, eigen: Eigen) -> Mitigation | None:
     parts = list(mitigation.parts) if isinstance(mitigation, Chain) else [mitigation]
     rest = [part for part in parts if part is not eigen and isinstance(part, Mitigation)]
-    return rest[0] if len(rest) == 1 else Chain(rest) if rest else Mitigation()
+    return rest[0] if len(rest) == 1 else Chain(rest) if rest else None

@@ -53,6 +53,9 @@ class BareSite(AttentionSite):
     def install(self, mitigation) -> Callable[[], None]:
         raise NotImplementedError
 
+    def replace(self, mitigation) -> None:
+        raise NotImplementedError
+
 
 def _linear(weight: Tensor) -> Projection:
     layer = nn.Linear(*reversed(weight.shape), bias=False)

@@ -11,7 +11,6 @@ from acutance.mitigate import mitigate
 from acutance.mitigations import AttnScale, Chain, Eigen, FeatScale, LayerShape, NeuTRENO, parse, spectra
 from acutance.models import ViT, vit_tiny_cifar, vit_tiny_minus, vit_tiny_plus
 from acutance.sites import find
-from acutance.sites.base import AttentionSite
 from acutance.steer import fold
 
 TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
@@ -205,17 +204,21 @@ def test_a_new_model_starts_from_the_eigenvectors_and_the_size_of_the_plain_one(
 
 
 @pytest.mark.parametrize("attention", ["softmax", "symmetric"])
-def test_the_value_rows_and_the_projection_are_gone(attention):
+def test_theta_and_psi_are_parameters_instead_of_w_v_and_w_proj(attention):
     plain, steered = make(attention=attention), make("eigen", attention=attention)
     joint = "kv" if attention == "symmetric" else "qkv"
-    keys, gone = steered.state_dict().keys(), {f"blocks.{i}.attn.proj.weight" for i in range(3)}
     added = {f"blocks.{i}.attn.mitigation.{name}" for i in range(3) for name in ("theta", "psi")}
-    assert keys == (plain.state_dict().keys() - gone) | added
+    parameters = dict(steered.named_parameters())
     rows = plain.state_dict()[f"blocks.0.attn.{joint}.weight"].shape[0] - 12
-    assert steered.state_dict()[f"blocks.0.attn.{joint}.weight"].shape == (rows, 12)
+    assert parameters[f"blocks.0.attn.{joint}.parametrizations.weight.original0"].shape == (rows, 12)
+    assert not any(".proj.weight" in name or ".proj.parametrizations" in name for name in parameters if "attn" in name)
     count = [sum(p.numel() for p in model.parameters()) for model in (plain, steered)]
     assert count[1] - count[0] == 3 * (12 - 12 * 12)  # Θ and ψ instead of W_V and W_proj
     assert added <= steered.no_weight_decay()
+    state = steered.state_dict()
+    assert state.keys() == plain.state_dict().keys() | added
+    plain.load_state_dict({name: tensor for name, tensor in state.items() if name not in added})
+    torch.testing.assert_close(plain(images()), steered(images()), rtol=0, atol=1e-13)
     steered(images()).square().sum().backward()
     assert all(p.grad is not None for p in steered.parameters())
 
@@ -316,8 +319,9 @@ def test_what_was_trained_besides_stays_when_it_goes():
     model = trained()
     value = find(model)[0].value_weight().detach().clone()
     handle = mitigate(model, "eigen")
-    model.blocks[0].attn.qkv.weight.data += 1
-    rows = model.blocks[0].attn.qkv.weight.detach().clone()
+    kept = model.blocks[0].attn.qkv.parametrizations.weight.original0
+    kept.data += 1
+    rows = kept.detach().clone()
     handle.remove()
     assert torch.equal(model.blocks[0].attn.qkv.weight, torch.cat([rows, value]))
 
@@ -397,15 +401,6 @@ def test_weights_that_are_no_numbers_are_refused():
     with pytest.raises(NonFiniteError, match="W_V or W_proj of layer 2"):
         mitigate(model, "eigen")
     assert model.config.mitigation is None
-
-
-def test_sites_that_cannot_hand_over_their_weights_say_so():
-    class Other(AttentionSite):
-        name = "encoder.3.attention"
-        mitigation = value_weight = projection_weight = observe = install = None
-
-    with pytest.raises(AcutanceError, match=r"encoder\.3\.attention: Other does not know how to hand over"):
-        Other().release_weights()
 
 
 def test_a_model_without_memory_can_be_steered():

@@ -168,11 +168,11 @@ class Negated(nn.Module):
 class NegatedProjection(Mitigation):
     """A mitigation of the weights."""
 
-    def parametrise(self, site):
-        parametrize.register_parametrization(site.attention.proj, "weight", Negated())
+    def parametrise(self, value, output):
+        parametrize.register_parametrization(output.module, "weight", Negated())
 
-    def unparametrise(self, site):
-        parametrize.remove_parametrizations(site.attention.proj, "weight", leave_parametrized=False)
+    def unparametrise(self, value, output):
+        parametrize.remove_parametrizations(output.module, "weight", leave_parametrized=False)
 
 
 @pytest.mark.parametrize("mitigation", [NegatedProjection(), NegatedProjection() + NeuTRENO(0.0)])

@@ -89,7 +89,7 @@ def test_sites_that_do_not_know_their_queries_and_keys_say_so():
     class Other(AttentionSite):
         name = "encoder.3.attention"
         attention = nn.Identity()
-        mitigation = observe = install = None
+        mitigation = observe = install = replace = None
 
         def projections(self):
             return Projections(None, None, Projection(nn.Linear(2, 2)), Projection(nn.Linear(2, 2)))

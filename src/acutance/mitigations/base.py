@@ -15,6 +15,7 @@ from acutance.errors import AcutanceError
 
 if TYPE_CHECKING:
     from acutance.attention.call import AttentionCall
+    from acutance.mitigations.made import Projection
 
 NOTHING = Program()
 
@@ -81,7 +82,8 @@ class Mitigation(nn.Module):
     name: ClassVar[str] = ""
     positional: ClassVar[str | None] = None  # the option that stands without its key right after the colon
     # What it needs: first_values (call.v0), all_visible (no mask hides a token), all_tokens (after W_proj, a sample's
-    # tokens together). Sites check it when it is installed, and when it is called.
+    # tokens together), nothing_between (u goes to W_proj as it is). Sites check it when it is installed, and when it
+    # is called.
     requires: tuple[str, ...] = ()
     shape: LayerShape | None = None  # set once built for a layer
     distance: float | None = None  # ‖H − H₀‖/‖H₀‖ (‖H‖ if H₀ = 0) where it replaced the H₀ of a trained layer
@@ -96,15 +98,21 @@ class Mitigation(nn.Module):
         layer.build(shape)
         return layer
 
-    def parametrise(self, site: Any) -> None:
-        """Change how the site's weights are made; `unparametrise` must undo it."""
+    def parametrise(self, value: Projection, output: Projection) -> None:
+        """Change how W_V and W_proj are made; `unparametrise` must undo it."""
 
-    def unparametrise(self, site: Any) -> None:
-        """Put the site's weights back as `parametrise` found them."""
+    def unparametrise(self, value: Projection, output: Projection) -> None:
+        """Put W_V and W_proj back as `parametrise` found them."""
 
     def weights(self) -> Weights | None:
-        """W_V and W_proj for this forward, by a mitigation that took them over in `parametrise`."""
+        """W_V and W_proj, by a mitigation that makes them since `parametrise`: for models that ask before they run."""
         return None
+
+    def enter(self) -> None:
+        """This layer's block is about to run, in this thread."""
+
+    def leave(self) -> None:
+        """It has run, or failed."""
 
     def scores(
         self, q: Tensor | None, k: Tensor | None, call: AttentionCall
@@ -191,25 +199,35 @@ class Chain(Mitigation):
             part.shape = shape
             part.build(shape)
 
-    def parametrise(self, site: Any) -> None:
+    def parametrise(self, value: Projection, output: Projection) -> None:
         """First to last, all or none."""
         done: list[Mitigation] = []
         try:
             for part in _parts(self):
-                part.parametrise(site)
+                part.parametrise(value, output)
                 done.append(part)
         except BaseException:
             for part in reversed(done):
-                part.unparametrise(site)
+                part.unparametrise(value, output)
             raise
 
-    def unparametrise(self, site: Any) -> None:
+    def unparametrise(self, value: Projection, output: Projection) -> None:
         """Last to first, as undoing must go."""
         for part in reversed(_parts(self)):
-            part.unparametrise(site)
+            part.unparametrise(value, output)
+
+    def enter(self) -> None:
+        """Every part."""
+        for part in _parts(self):
+            part.enter()
+
+    def leave(self) -> None:
+        """Every part."""
+        for part in _parts(self):
+            part.leave()
 
     def weights(self) -> Weights | None:
-        """Those of the part that makes them; a site does not release its weights to two."""
+        """Those of the part that makes them; no two can."""
         for part in _parts(self):
             weights = part.weights()
             if weights is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +13,29 @@ from acutance.errors import AcutanceError, NonFiniteError, ShapeError
 from acutance.kernels.orthogonal import BASES
 from acutance.mitigations import spectra
 from acutance.mitigations.base import Chain, LayerShape, Mitigation, Weights, register
+from acutance.mitigations.made import Projection
 
 BasisName = Literal["qr", "polar", "cayley", "householder", "inverse"]
+
+
+class _Running(threading.local):
+    """The layer whose block is running in this thread, and its weights once they have been made."""
+
+    layer: Eigen | None = None
+    value: Tensor | None = None
+    output: Tensor | None = None
+
+
+_RUNNING = _Running()
 
 
 @register("eigen")
 class Eigen(Mitigation):
     """H = V Λ Vᵀ with the signs of Λ decided in advance: ViT⁻ and ViT⁺ (https://arxiv.org/abs/2401.04301).
 
-    In the paper's letters W_V = V and W_proj = Λ Vᵀ, made from Θ and ψ at every forward; the biases stay, but see
-    below. Columns of V are shared out among the heads in order, so the H of a head has its own part of Λ as its
-    eigenvalues, and the heads' terms add up to H.
+    In the paper's letters W_V = V and W_proj = Λ Vᵀ, made from Θ and ψ at every forward, in any model whose
+    attention has as many value heads as query heads; the biases stay, but see below. Columns of V are shared out among
+    the heads in order, so the H of a head has its own part of Λ as its eigenvalues, and the heads' terms add up to H.
 
     The one mitigation that does not start at the identity: a trained layer starts from the *closest* admissible H
     (the symmetric part of its H, eigenvalues clipped), and `distance` tells how far that is. The
@@ -39,6 +52,7 @@ class Eigen(Mitigation):
     """
 
     positional = "sign"
+    requires = ("nothing_between",)
     theta: nn.Parameter
     psi: nn.Parameter
 
@@ -53,7 +67,6 @@ class Eigen(Mitigation):
         for name, known in (("sign", spectra.Sign), ("basis", BasisName), ("spectrum", spectra.Spectrum)):
             if getattr(self, name) not in get_args(known):
                 raise AcutanceError(f"eigen: {name} must be {_either(get_args(known))}, not {getattr(self, name)!r}")
-        self._plain: tuple[Tensor, Tensor] | None = None  # what a trained layer had
         self._biases: tuple[Tensor, Tensor] | None = None  # of its projection, before and after parametrise
 
     def build(self, shape: LayerShape) -> None:
@@ -67,22 +80,69 @@ class Eigen(Mitigation):
         self.theta = nn.Parameter(torch.eye(shape.dim))
         self.psi = nn.Parameter(torch.ones(shape.dim))
 
-    def parametrise(self, site: Any) -> None:
-        """Choose Θ and ψ by the site's weights, then take these out of the model."""
-        value, projection = site.value_weight(), site.projection_weight()
-        if not value.is_meta:
-            self._start(value, projection)
+    def parametrise(self, value: Projection, output: Projection) -> None:
+        """Choose Θ and ψ by W_V and W_proj, then make these from them."""
+        for projection in (value, output):
+            projection.refuse_parametrisation()
+        before = value.matrix(), output.matrix()
+        self._refuse_sizes(*before)
+        if not before[0].is_meta:
+            self._start(*before)
         if self._layer.pretrained:
-            copies = (weight.detach().clone().requires_grad_(weight.requires_grad) for weight in (value, projection))
-            self._plain = next(copies), next(copies)
-            self._keep_constant(site, projection)
-        site.release_weights()
+            self._keep_constant(value, output)
+        value.parametrise(self, self._value)
+        output.parametrise(self, self._output)
 
-    def unparametrise(self, site: Any) -> None:
+    def unparametrise(self, value: Projection, output: Projection) -> None:
         """Give a trained layer back what it had, a new one what it has now."""
-        site.own_weights(*(self._plain or self.weights()))
-        self._restore_bias(site)
-        self._plain = self._biases = None
+        output.unparametrise(keep=not self._layer.pretrained)
+        value.unparametrise(keep=not self._layer.pretrained)
+        self._restore_bias(output)
+
+    def fold(self, value: Projection, output: Projection) -> None:
+        """Leave W_V and W_proj as they are now, as plain weights."""
+        output.unparametrise(keep=True)
+        value.unparametrise(keep=True)
+
+    def enter(self) -> None:
+        """Until `leave`, V is made once for W_V and W_proj; a graph has it before the attention, which is watched."""
+        _RUNNING.layer = self
+        _RUNNING.value, _RUNNING.output = self.weights() if torch.compiler.is_compiling() else (None, None)
+
+    def leave(self) -> None:
+        """Nothing outlives the block's run: the next optimiser step changes Θ."""
+        if _RUNNING.layer is self:
+            _RUNNING.layer = _RUNNING.value = _RUNNING.output = None
+
+    def _value(self) -> Tensor:
+        """W_V, always made where it is asked for: what checkpointing runs again must be what ran before."""
+        if _RUNNING.layer is self and _RUNNING.value is not None:
+            return _RUNNING.value
+        value, output = self._unwatched()
+        if _RUNNING.layer is self:
+            _RUNNING.output = output
+        return value
+
+    def _output(self) -> Tensor:
+        """W_proj, made with W_V if that was in the same run of the block."""
+        learns = torch.is_grad_enabled() and (self.theta.requires_grad or self.psi.requires_grad)
+        if _RUNNING.layer is self:
+            output, _RUNNING.output = _RUNNING.output, None
+            if output is not None and (output.requires_grad or not learns):  # re-entrant checkpointing: not W_V's
+                return output
+        elif learns and _is_recomputing():
+            raise AcutanceError(
+                f"eigen: activation checkpointing of layer {self._layer.layer} has W_proj in it but not W_V, which are "
+                "made together: put it around the attention or around the whole block"
+            )
+        return self._unwatched()[1]
+
+    def _unwatched(self) -> Weights:
+        """Whoever intercepts the attention should not see V being made."""
+        if torch.compiler.is_compiling():
+            return self.weights()
+        with torch._C.DisableTorchFunction():
+            return self.weights()
 
     def weights(self) -> Weights:
         """W_V and W_proj in torch's layout: Vᵀ and V Λ."""
@@ -103,6 +163,14 @@ class Eigen(Mitigation):
         assert self.shape is not None, "built by for_layer"
         return self.shape
 
+    def _refuse_sizes(self, value: Tensor, projection: Tensor) -> None:
+        dim = self._layer.dim
+        if value.shape != (dim, dim) or projection.shape != (dim, dim):
+            raise ShapeError(
+                f"eigen: layer {self._layer.layer} has W_V {tuple(value.shape)} and W_proj {tuple(projection.shape)}: "
+                f"both must be {dim} by {dim}, as V Λ Vᵀ is. Leave such layers out with mitigate(..., layers=[...])"
+            )
+
     @torch.no_grad()
     def _start(self, value: Tensor, projection: Tensor) -> None:
         before = _double(projection) @ _double(value)
@@ -122,23 +190,25 @@ class Eigen(Mitigation):
             self.distance = float((after - before).norm()) / size
 
     @torch.no_grad()
-    def _keep_constant(self, site: Any, projection: Tensor) -> None:
+    def _keep_constant(self, value: Projection, output: Projection) -> None:
         """Rows of A sum to one, so a layer adds W_proj b_V to every token whatever A is: it must not move."""
-        constant, bias = site.value_bias(), site.projection_bias()
+        constant, bias = value.offset(), output.offset()
         if constant is None or bias is None or bias.is_meta:
             return
         before = bias.clone()
-        moved = _double(projection) - _double(self.weights()[1])
+        moved = _double(output.matrix()) - _double(self.weights()[1])
         bias.copy_(_double(bias) + moved @ _double(constant))
         self._biases = before, bias.clone()
 
     @torch.no_grad()
-    def _restore_bias(self, site: Any) -> None:
+    def _restore_bias(self, output: Projection) -> None:
         """Bit by bit if nothing happened to it; what it has learnt since stays."""
-        if self._biases is None:
+        bias = output.offset()
+        if self._biases is None or bias is None:
             return
-        bias, (before, after) = site.projection_bias(), (old.to(site.projection_bias()) for old in self._biases)
+        before, after = (old.to(bias) for old in self._biases)
         bias.copy_(before if torch.equal(bias, after) else bias + (before - after))
+        self._biases = None
 
     def _signed(self, eigenvalues: Tensor) -> Tensor:
         if self.sign == "free":
@@ -202,6 +272,11 @@ def _share_out(wanted: Tensor, v: Tensor, value: Tensor, projection: Tensor, hea
     for pair in wanted.abs().argsort(descending=True, stable=True).tolist():
         owned[next(head for head in ranked[pair] if len(owned[head]) < room)].append(pair)
     return torch.tensor([pair for pairs in owned for pair in pairs])
+
+
+def _is_recomputing() -> bool:
+    """Whether activation checkpointing runs a part of the forward pass again, within the backward pass."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _double(weight: Tensor) -> Tensor:

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from acutance.attention import AttentionCall, attend, finish
 from acutance.mitigations import Mitigation, Weights
+from acutance.mitigations.made import weight_with
 from acutance.models.config import AttentionKind, NormPlace
 from acutance.models.layers import Activation, DropPath, LayerScale, Mlp
 from acutance.operator import AttentionOperator
@@ -68,7 +68,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, v0: Tensor | None, weights: Weights | None = None) -> tuple[Tensor, Tensor]:
         """The branch's output and the first layer's values (this layer's own if none came in).
 
-        A mitigation that makes W_V and W_proj is asked for them unless they come in, made for all layers at once.
+        A mitigation that makes W_V and W_proj is asked for them unless they come in, made for all layers at once. They
+        are an argument, so that a block that checkpointing runs again has them without making them.
         """
         weights = self.mitigation.weights() if weights is None else weights
         call = self._call(x, v0, self._project(x, weights))
@@ -101,7 +102,7 @@ class Attention(nn.Module):
         """q, k and v side by side, (batch, tokens, 3 · dim)."""
         layer = self.value_projection
         if weights is not None:
-            return F.linear(x, torch.cat([layer.weight, weights[0]]), layer.bias)
+            return F.linear(x, weight_with(layer, weights[0]), layer.bias)
         projected: Tensor = layer(x)
         return projected
 

@@ -15,6 +15,7 @@ from acutance.sites.named import NamedSite
 from acutance.sites.patched import Stack, caller_of, known_sites
 from acutance.sites.projection import JOINT, SEPARATE, Projections, Sizes, by_names
 from acutance.sites.structure import (
+    PARAMETRIZATIONS,
     modules_of,
     norm_after,
     path_of,
@@ -109,7 +110,7 @@ def _attention_of(path: str, block: nn.Module) -> nn.Module | None:
 
 def _is_called_so(name: str, module: nn.Module) -> bool:
     """By its class, or by where it stands; a norm or dropout of an attention has no parts."""
-    if not any(True for _ in module.children()):
+    if not module._modules.keys() - {PARAMETRIZATIONS}:
         return False
     return ATTENTION.search(type(module).__name__) is not None or ATTENTION.search(name.rpartition(".")[2]) is not None
 

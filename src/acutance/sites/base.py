@@ -120,23 +120,22 @@ class AttentionSite(ABC):
     def install(self, mitigation: Mitigation) -> Callable[[], None]:
         """Put in a mitigation built for this layer; the returned function takes it out again."""
 
-    def swap(self, mitigation: Mitigation) -> Mitigation:
-        """Put other hooks around this attention, its weights left alone; returns those that were there."""
-        raise self._not_steerable()
+    @abstractmethod
+    def replace(self, mitigation: Mitigation | None) -> None:
+        """Exchange the installed mitigation for another one that leaves the weights alone, or for none."""
 
-    def release_weights(self) -> None:
-        """Take W_V and W_proj out of the model's parameters: the mitigation's `weights()` makes them from now on."""
-        raise self._not_steerable()
-
-    def own_weights(self, value: Tensor, projection: Tensor) -> None:
-        """Make W_V and W_proj parameters again, with these values."""
-        raise self._not_steerable()
-
-    def _not_steerable(self) -> AcutanceError:
-        return AcutanceError(
-            f"{self.name}: {type(self).__name__} does not know how to hand over W_V and W_proj, so mitigations of "
-            "the weights such as eigen cannot be used with this library's models yet"
-        )
+    def parametrise(self, mitigation: Mitigation) -> Callable[[], None]:
+        """Let it make W_V and W_proj, if it does; the returned function undoes that."""
+        if not mitigation.overrides("parametrise"):
+            return lambda: None
+        if "nothing_between" in mitigation.requires and (between := self.between()) is not None:
+            raise AcutanceError(
+                f"{mitigation.spec} cannot be used in {self.name}: {between} stands between attention and W_proj, so "
+                "the two are no one matrix H"
+            )
+        projections = self.projections()
+        mitigation.parametrise(projections.value, projections.output)
+        return lambda: mitigation.unparametrise(projections.value, projections.output)
 
     def shape(self, *, pretrained: bool = False) -> LayerShape:
         """What a mitigation is told about this layer."""
@@ -153,10 +152,10 @@ class Undo:
         self._undo: Callable[[], None] | None = undo
 
     def remove(self) -> None:
-        """Take the change back; a second call does nothing."""
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
+        """Take the change back; once that is done, a second call does nothing."""
+        if self._undo is not None:
+            self._undo()
+        self._undo = None
 
     def __enter__(self) -> Self:
         return self

@@ -13,7 +13,7 @@ from acutance.wrappers import evaluating
 def is_plain(module: nn.Module) -> bool:
     """Whether it multiplies by its `weight` and does nothing else but add a bias; what wraps a layer does more."""
     own = "forward" in vars(module)  # some replace the method of the layer itself
-    return not own and (type(module).forward is nn.Linear.forward or _is_conv1d(module))
+    return not own and (type(module).forward is nn.Linear.forward or is_conv1d(module))
 
 
 def matrix_of(module: nn.Module) -> Tensor:
@@ -46,19 +46,19 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
         return _through(module, zero).shape[1], zero.shape[1]
 
 
-def _is_conv1d(module: nn.Module) -> bool:
+def is_conv1d(module: nn.Module) -> bool:
     """GPT-2's linear layers store their weight the other way round; asked without importing transformers."""
-    return type(module).__name__ == "Conv1D"
+    return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
 
 
 def _stored(layer: nn.Module) -> Tensor:
     weight: Tensor = layer.weight  # type: ignore[assignment]
-    return weight.T if _is_conv1d(layer) else weight
+    return weight.T if is_conv1d(layer) else weight
 
 
 def _zero_for(module: nn.Module) -> Tensor:
     """A token of zeros: the layer that is wrapped, or the adapter's first, takes what the whole takes."""
-    layer = next((inside for inside in module.modules() if isinstance(inside, nn.Linear) or _is_conv1d(inside)), None)
+    layer = next((inside for inside in module.modules() if isinstance(inside, nn.Linear) or is_conv1d(inside)), None)
     if layer is None:
         raise _refusal(module, "no linear layer is inside it")
     return _stored(layer).detach().new_zeros(1, _stored(layer).shape[1])

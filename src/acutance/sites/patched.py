@@ -144,18 +144,26 @@ class PatchedSite(AttentionSite):
         self._refuse(mitigation)
         self.stack.route()
         try:
-            mitigation.parametrise(self)
+            unparametrise = self.parametrise(mitigation)
         except BaseException:
             self.stack.restore()
             raise
         self.attention.mitigation = mitigation
 
         def undo() -> None:
+            unparametrise()
             del self.attention.mitigation
-            mitigation.unparametrise(self)
             self.stack.restore()
 
         return undo
+
+    def replace(self, mitigation: Mitigation | None) -> None:
+        """Without one the attention is no longer led through us for it."""
+        if mitigation is not None:
+            self.attention.mitigation = mitigation
+            return
+        del self.attention.mitigation
+        self.stack.restore()
 
     def observe(self, fn: Callable[[AttentionCall], None]) -> Undo:
         """One observer at a time."""
@@ -175,11 +183,18 @@ class PatchedSite(AttentionSite):
         x = tokens_in(args, kwargs)
         passes = self.stack.passes
         again = passes.recompute_attention(x)
+        if again and self.mitigation is not None:
+            self.mitigation.enter()
+        done = False
         try:
-            return self._run(x, args, kwargs)
+            output = self._run(x, args, kwargs)
+            done = True
         finally:
             if again:
-                passes.leave()
+                self._leave()
+            elif not done and self.mitigation is not None:  # torch calls no hook after a KeyboardInterrupt
+                self.mitigation.leave()
+        return output
 
     def _run(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         now = self.now(x)
@@ -318,8 +333,15 @@ class PatchedSite(AttentionSite):
 
     def _enter_block(self, _block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.stack.passes.enter(self.number, tokens_in(args, kwargs))
+        if self.mitigation is not None:
+            self.mitigation.enter()
 
     def _leave_block(self, _block: nn.Module, _args: Any, _output: Any) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if self.mitigation is not None:
+            self.mitigation.leave()
         if not torch.compiler.is_compiling():
             self.stack.passes.leave()
 

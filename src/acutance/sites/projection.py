@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -11,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from acutance.errors import NoSitesError
+from acutance.errors import AcutanceError, NoSitesError
+from acutance.mitigations.made import made_of, put_on, take_off
 from acutance.sites.base import TOKENS_REMAIN
-from acutance.sites.linear import matrix_of, shape_of
+from acutance.sites.linear import is_conv1d, is_plain, matrix_of, shape_of
 from acutance.sites.structure import path_of
 
 SEPARATE = {
@@ -54,6 +56,30 @@ class Projection:
         found = getattr(self.bias_module or self.module, self.bias, None)
         rows = self.rows if self.bias_rows is None else self.bias_rows
         return None if not isinstance(found, Tensor) else found if rows is None else found[rows]
+
+    def refuse_parametrisation(self) -> None:
+        """Where the weight is no parameter of its own, or more is done to tokens than multiply them by it."""
+        kind = type(self.module).__name__
+        if made_of(self.module, self.weight) is not None:
+            raise AcutanceError("another mitigation makes W_V and W_proj already: choose one of the two")
+        if not isinstance(self.module, nn.MultiheadAttention) and not is_plain(self.module):
+            raise AcutanceError(
+                f"a projection of the attention is a {kind}, which does more than multiply by its weight, so nothing "
+                "else can make that weight: merge an adapter into the layer first (with peft, merge_and_unload())"
+            )
+        if not isinstance(self.module._parameters.get(self.weight), nn.Parameter):
+            raise AcutanceError(
+                f"{self.weight} of a {kind} is no parameter but made by something else, such as a parametrization or "
+                "weight norm: take that off first"
+            )
+
+    def parametrise(self, owner: nn.Module, make: Callable[[], Tensor]) -> None:
+        """Let `make`, from the owner's parameters, give these rows from now on; the module's others stay parameters."""
+        put_on(self.module, self.weight, self.rows, int(is_conv1d(self.module)), owner, make)
+
+    def unparametrise(self, *, keep: bool) -> None:
+        """Make them a parameter again: with what is made now if `keep`, else with what was there before."""
+        take_off(self.module, self.weight, keep=keep)
 
 
 class Projections(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from acutance.attention import AttentionCall
@@ -45,20 +44,6 @@ class BlockSite(AttentionSite):
         q, k, v = (Projection(joint, one) for one in rows)
         return Projections(q, k, v, Projection(self.attention.proj))
 
-    def value_weight(self) -> Tensor:
-        """The last `dim` rows of the joint projection, or what a mitigation makes."""
-        made = self.attention.mitigation.weights()
-        return super().value_weight() if made is None else made[0]
-
-    def projection_weight(self) -> Tensor:
-        """W_proj, or what a mitigation makes."""
-        made = self.attention.mitigation.weights()
-        if made is not None:
-            return made[1]
-        if getattr(self.attention.proj, "weight", self.attention.proj) is None:
-            raise AcutanceError(f"{self.name}: another mitigation makes W_V and W_proj already: choose one of the two")
-        return super().projection_weight()
-
     def pre_norm(self) -> nn.Module | None:
         """norm1, unless it stands after the residual sum."""
         return None if self.block.post_norm else self.block.norm1
@@ -79,32 +64,18 @@ class BlockSite(AttentionSite):
         """In place of the identity."""
         if self.mitigation is not None:
             raise AcutanceError(f"{self.name} carries {self.mitigation.spec!r} already: take it out first")
-        mitigation.parametrise(self)
-        identity = self.swap(mitigation)
+        identity, unparametrise = self.attention.mitigation, self.parametrise(mitigation)
+        self.attention.mitigation = mitigation
 
         def undo() -> None:
-            self.swap(identity)
-            mitigation.unparametrise(self)
+            unparametrise()
+            self.attention.mitigation = identity
 
         return undo
 
-    def swap(self, mitigation: Mitigation) -> Mitigation:
-        """Exchange the attention's mitigation."""
-        previous, self.attention.mitigation = self.attention.mitigation, mitigation
-        return previous
-
-    def release_weights(self) -> None:
-        """The joint projection keeps the rows of q and k alone, the output projection only its bias."""
-        joint = self.attention.value_projection
-        joint.weight = nn.Parameter(joint.weight.detach()[: -self.dim].clone(), joint.weight.requires_grad)
-        self.attention.proj.register_parameter("weight", None)
-
-    def own_weights(self, value: Tensor, projection: Tensor) -> None:
-        """The rows of q and k stay as they are now."""
-        joint = self.attention.value_projection
-        rows = joint.weight.detach()
-        joint.weight = nn.Parameter(torch.cat([rows, value.detach().to(rows)]), joint.weight.requires_grad)
-        self.attention.proj.weight = nn.Parameter(projection.detach().to(rows), projection.requires_grad)
+    def replace(self, mitigation: Mitigation | None) -> None:
+        """The identity is there where there is none."""
+        self.attention.mitigation = Mitigation() if mitigation is None else mitigation
 
 
 def block_sites(stack: BlockStack, prefix: str = "") -> list[BlockSite]:

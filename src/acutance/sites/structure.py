@@ -23,6 +23,7 @@ from acutance.sites.base import AttentionSite, Library
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
 NO_KIND = {cls for container in CONTAINERS for cls in container.__mro__}  # two such need not be alike
+PARAMETRIZATIONS = "parametrizations"  # what torch.nn.utils.parametrize adds to a module
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 # The names of the parameters that special tokens are kept in.
 IN_FRONT = (
@@ -71,8 +72,8 @@ def once(look: Callable[Given, Found]) -> Callable[Given, Found]:
 
 @once
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Its modules by their paths, itself first."""
-    return dict(model.named_modules())
+    """Its modules by their paths, itself first; not those that make a weight of one of them."""
+    return {path: module for path, module in model.named_modules() if PARAMETRIZATIONS not in path.split(".")}
 
 
 class Layer(NamedTuple):

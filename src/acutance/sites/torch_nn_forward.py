@@ -112,8 +112,9 @@ def _tokens_first(mha: nn.MultiheadAttention, query: Tensor, key: Tensor, value:
 
 def _project(mha: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
     projected: Sequence[Tensor]
-    if mha.in_proj_weight is not None:
-        projected = F._in_projection_packed(query, key, value, mha.in_proj_weight, mha.in_proj_bias)
+    joint = mha.in_proj_weight  # asked for once: a mitigation may make it
+    if joint is not None:
+        projected = F._in_projection_packed(query, key, value, joint, mha.in_proj_bias)
     else:
         weights = mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight
         biases = (None, None, None) if mha.in_proj_bias is None else mha.in_proj_bias.chunk(3)

@@ -43,7 +43,7 @@ class MultiheadSite(PatchedSite):
 
     def projections(self) -> Projections:
         """Thirds of a joint weight, or three of their own; their biases are joint either way."""
-        separate = self.attention.in_proj_weight is None
+        separate = not self.attention._qkv_same_embed_dim
         rows = [slice(place * self.dim, (place + 1) * self.dim) for place in range(3)]
         q, k, v = (
             Projection(

@@ -111,4 +111,6 @@ def pieces_of(name: str, parameter: nn.Parameter) -> int:
     inside = any(part in name for part in ("blocks.", "layers.")) and ".mitigation." not in name
     if parameter.ndim != 2 or not inside:
         return 0
-    return {"qkv": 3, "kv": 2}.get(name.split(".")[-2], 1)
+    module, made, _ = name.partition(".parametrizations.")  # where a mitigation makes W_V, the others alone
+    pieces = {"qkv": 3, "kv": 2}.get(module.split(".")[-1 if made else -2], 1)
+    return pieces - 1 if made else pieces
