@@ -20,17 +20,15 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from acutance.attention import AttentionCall
 from acutance.explain import Spectrum
 from acutance.explain.weights import layer_spectrum
-from acutance.sites import AttentionSite, Undo
+from acutance.sites import AttentionSite
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
@@ -54,11 +52,10 @@ class SyntheticSite(AttentionSite):
     def projection_weight(self) -> Tensor:
         return self.projection
 
-    def observe(self, fn: Callable[[AttentionCall], None]) -> Undo:
+    def _is_only_read(self, *_: Any) -> Any:
         raise NotImplementedError
 
-    def install(self, mitigation: Any) -> Callable[[], None]:
-        raise NotImplementedError
+    projections = observe = install = replace = _is_only_read
 
 
 def resident_peak_bytes() -> int:

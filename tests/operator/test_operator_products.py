@@ -253,5 +253,6 @@ def test_a_record_holds_what_it_was_given():
     c = make_case("softmax")
     record = AttentionCall(A=c.operator, v=c.x, values=c.x, output=c.y, branch=c.y[:, 0])
     assert record.v0 is None
+    assert record.A is c.operator
     with pytest.raises(AttributeError):
-        record.values = c.y  # type: ignore[misc]
+        record.operator = c.operator  # nothing but what its docstring names
