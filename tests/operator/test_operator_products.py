@@ -251,8 +251,9 @@ def test_construction_computes_nothing():
 
 def test_a_record_holds_what_it_was_given():
     c = make_case("softmax")
-    record = AttentionCall(A=c.operator, v=c.x, values=c.x, output=c.y, branch=c.y[:, 0])
+    A = c.operator
+    record = AttentionCall(A=A, v=c.x, values=c.x, output=c.y, branch=c.y[:, 0])
     assert record.v0 is None
-    assert record.A is c.operator
+    assert record.A is A
     with pytest.raises(AttributeError):
-        record.operator = c.operator  # nothing but what its docstring names
+        record.operator = A  # nothing but what its docstring names
