@@ -3,7 +3,8 @@
     python benchmarks/host_time.py [--device cuda] [--csv FILE]
 
 Every row is the median over rounds of (patched − plain) / layers, plain and patched taking turns; the spread is the
-quartiles. The road says how attention is reached: intercepted as it runs, or by a forward of our own.
+quartiles. The road says how attention is reached: by a forward of our
+own, by transformers' attention interface, or intercepted as it runs.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def llama() -> tuple[nn.Module, Tensor]:
 MODELS: dict[str, tuple[str, Callable[[], tuple[nn.Module, Tensor]]]] = {
     "acutance ViT": ("own forward", own),
     "torch.nn encoder": ("own forward", torch_nn),
-    "timm ViT": ("intercepted", timm_vit),
-    "transformers Llama": ("intercepted", llama),
+    "timm ViT": ("own forward", timm_vit),
+    "transformers Llama": ("interface", llama),
     "hand-written": ("intercepted", written),
 }
 
