@@ -204,6 +204,55 @@ def test_explain_reads_weights_norm_and_data(form):
     assert spectrum.layers[1].dominance.samples == 2
 
 
+class Halfway(ac.Mitigation):
+    """The stream after a block, moved halfway back; and what the layer before kept."""
+
+    seen = None
+
+    def stream(self, x_in, x_out, call):
+        assert call.residual is x_in
+        return (x_in + x_out) / 2
+
+    def output(self, u, w, call):
+        type(self).seen = [*(type(self).seen or []), (call.layer, call.previous)]
+        call.keep(call.layer)
+        return u
+
+
+@pytest.mark.parametrize("form", ["sdpa", "matmul"])
+def test_the_stream_after_a_block_and_what_a_layer_keeps(form):
+    model, tokens = gpt(form), ids()
+    x = model.wte(tokens)
+    for layer in model.h:
+        x = (x + layer(x)) / 2
+    expected = model.head(model.ln_f(x))
+    Halfway.seen = None
+    with ac.mitigate(model, Halfway()):
+        torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
+    assert Halfway.seen == [(1, None), (2, 1), (3, 2)]
+
+
+class Sharper(ac.Mitigation):
+    """Logits twice as large, and a bias on them."""
+
+    def scores(self, q, k, call):
+        return (q if q is None else 2 * q), k, call.v.new_full((1,), 0.5)
+
+
+def test_scores_are_changed_before_the_softmax_where_q_is_known():
+    model, tokens = gpt("sdpa"), ids()
+    model.h = model.h[:1]
+    layer, x = model.h[0], model.wte(tokens)
+    q, k, v = (split(part) for part in layer.attn.c_attn(layer.ln_1(x)).chunk(3, dim=-1))
+    logits = 2 * q @ k.transpose(-2, -1) / (DIM // HEADS) ** 0.5
+    x = x + layer.attn.c_proj(merge(logits.masked_fill(~mask_of(7), float("-inf")).softmax(-1) @ v))
+    expected = model.head(model.ln_f(x + layer.mlp(layer.ln_2(x))))
+    model = gpt("sdpa")
+    with ac.mitigate(model, Sharper(), layers=[1]):
+        model.h = model.h[:1]
+        torch.testing.assert_close(model(tokens), expected, rtol=1e-10, atol=1e-12)
+
+
 class Doubled(SelfAttention):
     def forward(self, x):
         return 2 * super().forward(x)

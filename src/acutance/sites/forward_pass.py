@@ -30,7 +30,20 @@ class ForwardPass:
     """One forward pass of the layers that share a v⁰, or the part of one that checkpointing runs again."""
 
     __slots__ = (
-        *("again", "attended", "call", "entered", "entering", "graph", "is_whole", "last", "lost", "outer", "previous"),
+        *(
+            "again",
+            "attended",
+            "attention",
+            "call",
+            "entered",
+            "entering",
+            "graph",
+            "is_whole",
+            "last",
+            "lost",
+            "outer",
+            "previous",
+        ),
         *("shape", "v0", "with_grad", "x"),
     )
 
@@ -48,11 +61,12 @@ class ForwardPass:
         self.with_grad = True  # whether gradients were on in the block before
         self.lost = False  # whether v⁰ came out of blocks without its gradient
         self.call: AttentionCall | None = None  # until its W_proj has run
+        self.attention: AttentionCall | None = None  # the same, until its block has run
         self.previous: Any = None  # what the layer before kept
 
     def forget(self) -> None:
         """Hold no tensor longer than the pass, but for v⁰, which a recomputation needs."""
-        self.x = self.entering = self.call = self.previous = None
+        self.x = self.entering = self.call = self.attention = self.previous = None
 
 
 class _Local(threading.local):  # not a ContextVar, which Dynamo cannot trace
@@ -119,7 +133,7 @@ class Passes:
                 self.remember(x, now)
         now.entered += 1
         now.with_grad = torch.is_grad_enabled()
-        now.last, now.x, now.shape = block, x, x.shape
+        now.last, now.x, now.shape, now.attention = block, x, x.shape, None
         return now
 
     def leave(self) -> None:

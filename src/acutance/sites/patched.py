@@ -264,7 +264,8 @@ class PatchedSite(AttentionSite):
         if is_first:
             now.v0, now.with_grad = values, torch.is_grad_enabled()
         now.attended += 1
-        now.call, now.previous = call, call.kept
+        now.call = now.attention = call
+        now.previous = call.kept
         return u
 
     def finish(self, y: Tensor, now: ForwardPass) -> Tensor:
@@ -336,8 +337,15 @@ class PatchedSite(AttentionSite):
         if self.mitigation is not None:
             self.mitigation.enter()
 
-    def _leave_block(self, _block: nn.Module, _args: Any, _output: Any) -> None:
+    def _leave_block(self, _block: nn.Module, _args: Any, output: Any) -> Any:
+        now, mitigation = self.stack.passes.current(), self.mitigation
+        changes = mitigation is not None and mitigation.changes_stream and output is not None
+        if changes and mitigation is not None and now is not None and now.attention is not None:
+            assert now.x is not None, "kept as the block was entered"
+            x = mitigation.stream(now.x, tokens_out(output), now.attention)
+            output = x if isinstance(output, Tensor) else (x, *output[1:])
         self._leave()
+        return output
 
     def _leave(self) -> None:
         if self.mitigation is not None:

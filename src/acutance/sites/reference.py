@@ -64,6 +64,10 @@ class BlockSite(AttentionSite):
         """In place of the identity."""
         if self.mitigation is not None:
             raise AcutanceError(f"{self.name} carries {self.mitigation.spec!r} already: take it out first")
+        if mitigation.changes_stream:
+            raise AcutanceError(
+                f"{mitigation.spec} changes what a block returns, for which our own models have no place yet"
+            )
         identity, unparametrise = self.attention.mitigation, self.parametrise(mitigation)
         self.attention.mitigation = mitigation
 
