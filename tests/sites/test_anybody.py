@@ -253,6 +253,31 @@ def test_scores_are_changed_before_the_softmax_where_q_is_known():
         torch.testing.assert_close(model(tokens), expected, rtol=1e-10, atol=1e-12)
 
 
+class Nameless(nn.Module):
+    """Its projections are called by no usual name."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        return self.b(by_sdpa(*self.a(x).chunk(3, dim=-1)))
+
+
+def test_weights_of_unknown_names_are_needed_only_by_who_asks():
+    model, tokens = gpt(), ids()
+    for layer in model.h:
+        layer.attn = Nameless().double()
+    before = model(tokens)
+    with pytest.raises(AcutanceError, match=r"layer 1: heads is not known.*W_"):
+        ac.mitigate(model, "attnscale")
+    assert torch.equal(model(tokens), before)
+    ac.mitigate(model, "neutreno:0.6")
+    other = copy.deepcopy(model)
+    assert not torch.equal(model(tokens), before)
+    assert torch.equal(other(tokens), model(tokens))
+
+
 class Doubled(SelfAttention):
     def forward(self, x):
         return 2 * super().forward(x)

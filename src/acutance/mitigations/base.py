@@ -47,7 +47,9 @@ class UnknownShape(LayerShape):
         object.__setattr__(self, "reason", reason)
 
     def __getattr__(self, name: str) -> int:
-        raise AcutanceError(f"layer {self.layer}: {name} is not known. {self.reason}")
+        if name in ("dim", "heads", "head_dim", "kv_heads"):
+            raise AcutanceError(f"layer {self.layer}: {name} is not known. {self.reason}")
+        raise AttributeError(name)  # as whoever copies or pickles it expects
 
 
 def _path(cls: type) -> str:
