@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
@@ -11,15 +11,39 @@ from acutance.attention.affine import Program
 from acutance.attention.call import AttentionCall
 from acutance.kernels import packed
 
-if TYPE_CHECKING:
-    from acutance.mitigations.base import Mitigation
-
 NOTHING = Program()
 Observer = Callable[[AttentionCall], None]
+MaybeTensor = Tensor | None
+
+
+class Hooks(Protocol):
+    """What `attend` asks of a mitigation."""
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether `scores` does anything."""
+
+    def check(self, call: AttentionCall) -> None:
+        """Refuse what only a batch can tell."""
+
+    def program(self, so_far: Program, call: AttentionCall) -> Program | None:
+        """`values` and `output` as numbers, for a kernel."""
+
+    def scores(self, q: MaybeTensor, k: MaybeTensor, call: AttentionCall) -> tuple[MaybeTensor, ...]:
+        """Queries, keys and a bias on the logits."""
+
+    def values(self, v: Tensor, call: AttentionCall) -> Tensor:
+        """What attention averages."""
+
+    def output(self, u: Tensor, w: Tensor, call: AttentionCall) -> Tensor:
+        """What attention returns."""
+
+    def features(self, y: Tensor, call: AttentionCall) -> Tensor:
+        """What the branch returns."""
 
 
 def attend(
-    call: AttentionCall, mitigation: Mitigation | None = None, observer: Observer | None = None
+    call: AttentionCall, mitigation: Hooks | None = None, observer: Observer | None = None
 ) -> tuple[Tensor, Tensor]:
     """u, and the values that later layers get as v⁰.
 
@@ -41,7 +65,7 @@ def attend(
     return u, call.v
 
 
-def finish(y: Tensor, call: AttentionCall, mitigation: Mitigation | None, observer: Observer | None) -> Tensor:
+def finish(y: Tensor, call: AttentionCall, mitigation: Hooks | None, observer: Observer | None) -> Tensor:
     """The branch's output, given what came out of W_proj."""
     if mitigation is not None:
         y = mitigation.features(y, call)
@@ -51,14 +75,14 @@ def finish(y: Tensor, call: AttentionCall, mitigation: Mitigation | None, observ
     return y
 
 
-def _product(call: AttentionCall, w: Tensor, mitigation: Mitigation) -> Tensor:
+def _product(call: AttentionCall, w: Tensor, mitigation: Hooks) -> Tensor:
     if not mitigation.changes_scores:
         return call.own(w)
     q, k, bias = mitigation.scores(call.q, call.k, call)
     return call.own(w, None if q is call.q else q, None if k is call.k else k, bias)
 
 
-def _in_one_kernel(call: AttentionCall, mitigation: Mitigation | None) -> tuple[Tensor, Tensor] | None:
+def _in_one_kernel(call: AttentionCall, mitigation: Hooks | None) -> tuple[Tensor, Tensor] | None:
     """The same by one kernel; None where there is none for it."""
     qkv, heads = call.packed, call.v.shape[1]
     assert qkv is not None, "asked before"
