@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from acutance.bench import results
-from acutance.bench.timing import seconds_per_step
-from acutance.data.augment import DEIT_SMALL_IMAGES, Augment, AugmentConfig
-from acutance.data.seeds import generator
+from acutance.lab.bench import results
+from acutance.lab.bench.timing import seconds_per_step
+from acutance.lab.data.augment import DEIT_SMALL_IMAGES, Augment, AugmentConfig
+from acutance.lab.data.seeds import generator
 
 RESULTS = Path(__file__).parent / "results"
 CONFIGS = {

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from acutance.data import load_images
-from acutance.robustness.corruptions import CORRUPTIONS, SEVERITIES, corrupt
+from acutance.lab.data import load_images
+from acutance.lab.robustness.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 
 
 def theirs(images: torch.Tensor, name: str, severity: int) -> torch.Tensor:

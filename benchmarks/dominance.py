@@ -30,15 +30,15 @@ import torch
 from torch import Tensor
 
 import acutance as ac
-from acutance.data import Split, digits
-from acutance.demo import DemoConfig, evaluate, new_model, train_epochs
 from acutance.explain import Outcome, Spectrum, layer_mode
 from acutance.explain.competitors import competitors
 from acutance.explain.corners import corners
+from acutance.explain.spectral_theory import families
 from acutance.explain.weights import layer_spectrum
-from acutance.files import finite
+from acutance.files.atomic import finite
+from acutance.lab.data import Split, digits
+from acutance.lab.demo import DemoConfig, evaluate, new_model, train_epochs
 from acutance.models import ViT
-from acutance.spectral_theory import families
 
 EVIDENCE = Path(__file__).parents[1] / "docs" / "evidence"
 VARIANTS = {"plain": None, "positive": "eigen:positive", "negative": "eigen:negative"}

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from acutance.bench import results
-from acutance.bench.results import Row
-from acutance.bench.timing import Candidate, Pace, Step, compare
-from acutance.bench.work import training_step
+from acutance.lab.bench import results
+from acutance.lab.bench.results import Row
+from acutance.lab.bench.timing import Candidate, Pace, Step, compare
+from acutance.lab.bench.work import training_step
 from acutance.models import ViT, vit_tiny_cifar
 
 RESULTS = Path(__file__).parent / "results"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from acutance.explain import LayerSpectrum, Spectrum
-from acutance.files import atomic_write
+from acutance.files.atomic import atomic_write
 
 
 def balance(layer: LayerSpectrum) -> float:

@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from acutance.bench import results
-from acutance.bench.results import Row
-from acutance.bench.timing import Step, seconds_per_step, spread
+from acutance.attention.kernels import long_backward, long_forward
+from acutance.attention.kernels.long_tiles import Tile
 from acutance.errors import first_line
-from acutance.kernels import long_backward, long_forward
-from acutance.kernels.long_tiles import Tile
+from acutance.lab.bench import results
+from acutance.lab.bench.results import Row
+from acutance.lab.bench.timing import Step, seconds_per_step, spread
 
 RESULTS = Path(__file__).parent / "results"
 STRENGTH = 0.6

@@ -26,13 +26,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from acutance.bench import results
-from acutance.bench.floor import Ceilings, graphed, measured_ceilings
-from acutance.bench.results import Row
-from acutance.bench.settings import Settings
-from acutance.bench.timing import Candidate, Pace, Step, compare
-from acutance.kernels import mlp, packed
-from acutance.kernels.mlp import Tile
+from acutance.attention.kernels import packed
+from acutance.lab.bench import results
+from acutance.lab.bench.floor import Ceilings, graphed, measured_ceilings
+from acutance.lab.bench.results import Row
+from acutance.lab.bench.settings import Settings
+from acutance.lab.bench.timing import Candidate, Pace, Step, compare
+from acutance.models.kernels import mlp
+from acutance.models.kernels.mlp import Tile
 from acutance.models.layers import Mlp
 
 RESULTS = Path(__file__).parent / "results"
@@ -125,7 +126,7 @@ def plain_backward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def our_forward(inputs: Inputs, tile: Tile) -> object:
-    from acutance.kernels import mlp_tiles
+    from acutance.models.kernels import mlp_tiles
 
     out, pre = torch.empty_like(inputs.x.detach()), torch.empty_like(inputs.pre)
     layers = (inputs.up, inputs.bias, inputs.down, inputs.last_bias)
@@ -134,7 +135,7 @@ def our_forward(inputs: Inputs, tile: Tile) -> object:
 
 
 def our_backward(inputs: Inputs, tile: Tile) -> object:
-    from acutance.kernels import mlp_tiles
+    from acutance.models.kernels import mlp_tiles
 
     tokens, hidden = inputs.pre.shape
     of_pre, again = torch.empty_like(inputs.pre), torch.empty_like(inputs.pre)

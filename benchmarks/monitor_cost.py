@@ -26,12 +26,12 @@ import torch
 from torch import nn
 
 import acutance as ac
-from acutance.bench import results
-from acutance.bench.results import Row
-from acutance.bench.timing import Step, seconds_per_step, spread
-from acutance.measure import DEFAULT_METRICS
+from acutance.lab.bench import results
+from acutance.lab.bench.results import Row
+from acutance.lab.bench.timing import Step, seconds_per_step, spread
+from acutance.measure.measure import DEFAULT_METRICS
+from acutance.measure.monitor import CHEAP_METRICS, INTERVAL
 from acutance.models import ViT, deit_tiny
-from acutance.monitor.core import CHEAP_METRICS, INTERVAL
 
 RESULTS = Path(__file__).parent / "results"
 TOY = {"image_size": 8, "patch_size": 2, "dim": 48, "depth": 4, "heads": 3, "num_classes": 10}

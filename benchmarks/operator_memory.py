@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from acutance.bench import results
-from acutance.operator import AttentionOperator
+from acutance.attention.operator import AttentionOperator
+from acutance.lab.bench import results
 
 RESULTS = Path(__file__).parent / "results"
 HEADS = {"cpu": 2, "cuda": 8}

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from acutance.bench import results
-from acutance.bench.results import Row
-from acutance.kernels import orthogonal
+from acutance.lab.bench import results
+from acutance.lab.bench.results import Row
+from acutance.mitigations import orthogonal
 
 RESULTS = Path(__file__).parent / "results"
 CONDITIONS = (3, 30, 300)

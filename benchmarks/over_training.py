@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from acutance.data import Split, digits
-from acutance.demo import CHECKPOINT, DemoConfig, evaluate, new_model, train_epochs, versions
 from acutance.explain import symmetry_over
 from acutance.explain.weights import Norm
-from acutance.files import atomic_write
+from acutance.files.atomic import atomic_write
+from acutance.lab.data import Split, digits
+from acutance.lab.demo import CHECKPOINT, DemoConfig, evaluate, new_model, train_epochs, versions
 from acutance.models import from_checkpoint, save_checkpoint
 from acutance.sites import find
 

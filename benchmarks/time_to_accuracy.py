@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from acutance.bench.results import Row, command, write_rows
 from acutance.errors import AcutanceError
-from acutance.files import read_json
-from acutance.runs.evaluate import read_evaluations
-from acutance.tasks import task_class
-from acutance.train.logs import read_log
-from acutance.train.run import FORMAT, Run
+from acutance.files.atomic import read_json
+from acutance.lab.bench.results import Row, command, write_rows
+from acutance.lab.evaluate.evaluate import read_evaluations
+from acutance.lab.tasks import task_class
+from acutance.lab.train.logs import read_log
+from acutance.lab.train.run import FORMAT, Run
 
 
 def row(folder: Path, reach: list[float]) -> Row:

@@ -19,11 +19,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 from torch import Tensor
 
-from acutance import Monitor, Profile, theory
-from acutance.data import digits
-from acutance.demo import DemoConfig, new_model, train_epochs
-from acutance.laboratory import norm_grid
-from acutance.laboratory.pictures import (
+from acutance import Monitor, Profile
+from acutance.attention.operator import AttentionOperator
+from acutance.explain import theory
+from acutance.explain.steer import sharpening_bound
+from acutance.lab.data import digits
+from acutance.lab.demo import DemoConfig, new_model, train_epochs
+from acutance.lab.studies import norm_grid
+from acutance.lab.studies.pictures import (
     DEPTH_PANELS,
     FALLING,
     depth_picture,
@@ -32,8 +35,6 @@ from acutance.laboratory.pictures import (
     symmetry_picture,
 )
 from acutance.metrics import hfc_lfc_frobenius
-from acutance.operator import AttentionOperator
-from acutance.steer import sharpening_bound
 
 ASSETS = Path(__file__).parent / "assets"
 EVIDENCE = Path(__file__).parent / "evidence"
@@ -246,7 +247,7 @@ def watched_digits() -> Figure:
     monitor.record(0)
     for epoch in train_epochs(model, train, config, torch.Generator().manual_seed(0)):
         monitor.record((epoch + 1) * -(-len(train) // config.batch_size))
-    return monitor.picture()
+    return monitor.plot()
 
 
 def watched_cifar100() -> Figure:

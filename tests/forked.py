@@ -19,9 +19,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["acutance.cli", "acutance.reproduce.session", "acutance.train.loop", "lightning.fabric", "matplotlib.pyplot"]
-)
+PRELOADED = "acutance.cli acutance.lab.reproduce.session acutance.lab.train.loop lightning.fabric matplotlib.pyplot"
+FORKS.set_forkserver_preload(PRELOADED.split())
 Done = subprocess.CompletedProcess[str]
 
 

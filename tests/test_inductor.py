@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from acutance.attention.operator import AttentionOperator
 from acutance.models import ViT
-from acutance.operator import AttentionOperator
 
 
 @pytest.mark.slow

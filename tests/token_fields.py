@@ -1,10 +1,10 @@
-"""The sums of `acutance.kernels.token_sums` once more, in NumPy float64, from their definitions."""
+"""The sums of `acutance.metrics.kernels.token_sums` once more, in NumPy float64, from their definitions."""
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from acutance.kernels import token_sums
+from acutance.metrics.kernels import token_sums
 
 
 def fields_of(x):

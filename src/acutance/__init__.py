@@ -4,18 +4,19 @@ Three verbs: `measure` says how smooth a model is, layer by layer; `explain` say
 per layer; `mitigate` changes it, in place, and hands back what puts it back.
 """
 
-from acutance import laboratory, metrics, models, sites, spectral_theory, steer, theory
+from acutance import metrics, models, sites
+from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.explain import Spectrum, explain
-from acutance.maps import attention_maps
-from acutance.measure import measure
-from acutance.mitigate import mitigate
+from acutance.explain import Spectrum, explain, spectral_theory, steer, theory
+from acutance.explain.steer import fold
+from acutance.io.saving import load, save
+from acutance.lab import studies as laboratory
+from acutance.measure.maps import attention_maps
+from acutance.measure.measure import measure
+from acutance.measure.monitor import Monitor
+from acutance.measure.profile import Profile
 from acutance.mitigations import AttnScale, Eigen, FeatScale, Mitigation, NeuTRENO
-from acutance.monitor import Monitor
-from acutance.operator import AttentionOperator
-from acutance.profile import Profile
-from acutance.saving import load, save
-from acutance.steer import fold
+from acutance.sites.mitigate import mitigate
 from acutance.version import __version__
 
 __all__ = [

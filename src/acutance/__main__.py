@@ -1,6 +1,6 @@
 """`python -m acutance`: the command line, for instance under torchrun."""
 
-from acutance import processes
+from acutance import distributed as processes
 from acutance.cli import run
 
 if __name__ == "__main__":

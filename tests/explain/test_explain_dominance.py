@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import acutance as ac
+from acutance.attention.operator import AttentionOperator
 from acutance.explain.competitors import competitors, visible_keys
 from acutance.explain.corners import corners
-from acutance.operator import AttentionOperator
-from acutance.spectral_theory import Families, families, growth, other_eigenvalues
+from acutance.explain.spectral_theory import Families, families, growth, other_eigenvalues
 
 KERNELS = [("softmax", False), ("symmetric", False), ("softmax", True), ("rbf", False)]
 

@@ -102,7 +102,7 @@ def test_a_norm_before_the_projection_is_told_of(llama: nn.Module) -> None:
     sizes = {"vocab_size": 40, "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 2}
     config = transformers.BitNetConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     found = ac.explain(transformers.BitNetModel(config), progress=False)
-    assert "BitNetAttention does before W_proj" in found.context["outside H"]
+    assert "BitNetAttention before W_proj" in found.context["outside H"]
     assert "is not in the spectra" in str(found)
     assert ac.explain(llama, progress=False).context["outside H"] is None
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from spectrum_worlds import BareSite, head_matrices
 
+from acutance.attention import spectra as krylov
+from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain import layer_mode
 from acutance.explain.competitors import competitors
 from acutance.explain.corners import corners
+from acutance.explain.spectral_theory import families
 from acutance.explain.weights import layer_spectrum
-from acutance.kernels import krylov
-from acutance.operator import AttentionOperator
-from acutance.spectral_theory import families
 
 SHAPES = {"three heads": (6, 3, 3, 2), "grouped queries": (8, 4, 2, 4), "one head": (6, 1, 1, 6)}
 SHIFTS = (-2.5, -1.5, -0.5, 0.5)

@@ -9,11 +9,11 @@ from spectrum_worlds import BareSite, head_matrices
 from torch import Tensor, nn
 
 import acutance as ac
+from acutance.attention import spectra
 from acutance.errors import AcutanceWarning
 from acutance.explain import weights
 from acutance.explain.outer import outer_eigenvalues
 from acutance.explain.weights import layer_spectrum
-from acutance.kernels import krylov
 
 MUS = (1.0, 0.3, -0.3, -1.0, 0.2 + 0.4j, -0.9j)
 
@@ -94,7 +94,7 @@ def test_float32_weights_are_read_as_such_and_the_error_says_so() -> None:
 def test_what_has_not_converged_warns_and_gives_its_residual(monkeypatch) -> None:
     """Eigenvalues all around a circle are never told apart by few products."""
     turn = torch.linalg.qr(normal(200, 200)).Q
-    monkeypatch.setattr(krylov, "LARGEST_SPACE", 40)
+    monkeypatch.setattr(spectra, "LARGEST_SPACE", 40)
     with pytest.warns(AcutanceWarning, match="layer 3: the outermost eigenvalues .* not all converged .* 40 vectors"):
         found, error = outer_eigenvalues(turn, torch.eye(200).double(), layer=3)
     every = np.linalg.eigvals(turn.numpy())

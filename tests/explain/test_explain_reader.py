@@ -9,14 +9,13 @@ import torch
 from spectrum_worlds import DIM, set_branch, small_vit, watch
 
 import acutance as ac
-from acutance.attention import AttentionCall
+from acutance.attention import AttentionCall, spectra
+from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError
 from acutance.explain import Dominance, LayerSpectrum, Share
 from acutance.explain.competitors import competitors
 from acutance.explain.reader import LayerReader, compare
-from acutance.kernels import krylov
-from acutance.operator import AttentionOperator
-from acutance.samples import Samples
+from acutance.sites.samples import Samples
 
 MARGIN = 1e-4  # closer than this, eigenvalues of sharp attention are rounding: such cases may count either way
 
@@ -311,7 +310,7 @@ def test_eigenvalues_of_attention_that_have_not_converged_make_the_verdict_unkno
     assert [layer.dominance.undecided for layer in sure] == [0, 0]
     assert 0 < sure[0].dominance.mu_error < 1e-9
 
-    monkeypatch.setattr(krylov, "LARGEST_SPACE", 32)
+    monkeypatch.setattr(spectra, "LARGEST_SPACE", 32)
     with pytest.warns(AcutanceWarning, match=r"layer 7: .*residual is .*wanted .*at most 512 tokens a sample"):
         rough = found(-1.99)
     assert rough.dominance.mu_error > 1e-3

@@ -14,7 +14,7 @@ from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain import Share, Spectrum
 from acutance.explain.run import warn_beyond_bound
 from acutance.models import ViT
-from acutance.report.spectra import SHARPENING, SMOOTHING
+from acutance.report.spectra import COLOURS
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_page_and_file_hold_the_outcomes_by_prediction(read: Spectrum, tmp_path)
     values = [layer["data"]["values"] for layer in charts["dominance"]["layer"]][1]
     for row, layer in zip(values, read.layers, strict=True):
         wanted = layer.dominance.branch.fell_if_smoothing
-        assert row["fell if smoothing"] == (None if math.isnan(wanted) else pytest.approx(100 * wanted))
+        assert row["fell where predicted to"] == (None if math.isnan(wanted) else pytest.approx(100 * wanted))
     stored = json.loads(read.to_json(), **refuse)["layers"][0]["dominance"]
     assert {"fell_if_smoothing", "rose_if_sharpening", "correlation"} <= stored["branch"].keys()
     assert "predicted_change" in stored
@@ -217,10 +217,10 @@ def test_histograms_count_every_eigenvalue_on_its_side(read: Spectrum) -> None:
     from matplotlib.colors import to_hex
 
     for axis, (negative, positive) in zip(figure.axes, [(0, 12), (12, 0), (0, 12)], strict=False):
-        bars = {colour.lower(): 0.0 for colour in (SMOOTHING, SHARPENING)}
+        bars = {colour.lower(): 0.0 for colour in COLOURS.values()}
         for bar in axis.patches:
             bars[to_hex(bar.get_facecolor())] += bar.get_height()
-        assert (bars[SHARPENING.lower()], bars[SMOOTHING.lower()]) == (negative, positive)
+        assert (bars[COLOURS["sharpening"].lower()], bars[COLOURS["smoothing"].lower()]) == (negative, positive)
     assert figure.axes[1].get_title() == "layer 2: sharpening"
 
 

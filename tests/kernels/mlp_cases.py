@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from acutance.kernels import mlp, packed
+from acutance.attention.kernels import packed
+from acutance.models.kernels import mlp
 
 CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)
 DEVICE = "cuda" if CUDA else "cpu"

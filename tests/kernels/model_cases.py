@@ -3,7 +3,7 @@
 import torch
 
 from acutance import mitigations
-from acutance.kernels import packed
+from acutance.attention.kernels import packed
 from acutance.models import LanguageModel, ViT
 
 CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)

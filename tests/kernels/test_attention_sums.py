@@ -8,20 +8,20 @@ import math
 import pytest
 import torch
 
-from acutance.attention import AttentionCall
-from acutance.kernels import attention_sums, packed, tiled
-from acutance.measure import measure
+from acutance.attention import AttentionCall, products
+from acutance.attention.kernels import attention_sums, packed
+from acutance.attention.operator import AttentionOperator
+from acutance.measure.measure import measure
 from acutance.metrics import attention_entropy, nonlocal_energy
 from acutance.metrics.from_rows import FROM_ROWS, from_rows
 from acutance.models import ViT
-from acutance.operator import AttentionOperator
 
 CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)
 if not (CUDA or (packed.INTERPRETED and packed.TRITON)):
     pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)
 
-from acutance.kernels import attention_sums_tiles  # noqa: E402
-from acutance.kernels.long_tiles import Tile  # noqa: E402
+from acutance.attention.kernels import attention_sums_tiles  # noqa: E402
+from acutance.attention.kernels.long_tiles import Tile  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPES = list(attention_sums.DTYPES) if CUDA else [torch.float16]  # NumPy, the interpreter's base, has no bfloat16
@@ -326,7 +326,7 @@ def test_what_the_kernel_does_not_know_is_left_to_others(monkeypatch):
 
 
 def test_nothing_as_large_as_the_matrix_is_made(monkeypatch):
-    monkeypatch.setattr(tiled, "Tiles", None)
+    monkeypatch.setattr(products, "Tiles", None)
     q, k, u = inputs((1, 300, 1, 1, 1, 16, 16))
     made = []
     empty = torch.empty

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from acutance.kernels import packed
+from acutance.attention.kernels import packed
 
 if not packed.TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
 
-from acutance.kernels import launching
+from acutance.attention.kernels import launching
 
 
 class Kernel:
@@ -70,7 +70,7 @@ def test_placement_is_that_of_the_first_number():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_tensor_elsewhere_is_refused_after_others_were_launched():
-    from acutance.kernels.token_sums import token_sums
+    from acutance.metrics.kernels.token_sums import token_sums
 
     tokens, mask = torch.zeros(2, 8, 16, device="cuda"), torch.ones(2, 8, dtype=torch.bool)
     for _ in range(2):

@@ -4,14 +4,14 @@ import packed_cases
 import pytest
 import torch
 
-from acutance.kernels import packed
+from acutance.attention.kernels import packed
 
 CUDA = torch.cuda.is_available() and packed.TRITON
 if not (CUDA or (packed.INTERPRETED and packed.TRITON)):
     pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)
 
-from acutance.kernels import long_backward, long_forward, long_means, long_tiles  # noqa: E402
-from acutance.kernels.long_tiles import Tile  # noqa: E402
+from acutance.attention.kernels import long_backward, long_forward, long_means, long_tiles  # noqa: E402
+from acutance.attention.kernels.long_tiles import Tile  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 # Small ones, so that few tokens are many tiles; the tables' own are for `test_the_tables_own_tiles`.

@@ -16,7 +16,7 @@ from model_cases import (
     vit,
 )
 
-from acutance.kernels import packed, packed_operation
+from acutance.attention.kernels import packed, packed_operation
 
 if not RUNS:
     pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)

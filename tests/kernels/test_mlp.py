@@ -14,8 +14,9 @@ from mlp_cases import few_programs as few_programs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from acutance.kernels import mlp, packed
+from acutance.attention.kernels import packed
 from acutance.models import ViT
+from acutance.models.kernels import mlp
 from acutance.models.layers import Mlp
 
 

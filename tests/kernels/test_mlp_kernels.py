@@ -23,7 +23,7 @@ from mlp_cases import (
 )
 from mlp_cases import few_programs as few_programs
 
-from acutance.kernels import mlp
+from acutance.models.kernels import mlp
 
 
 def beyond(a):

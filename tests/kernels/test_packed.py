@@ -7,8 +7,8 @@ import packed_cases
 import pytest
 import torch
 
+from acutance.attention.kernels import packed, packed_operation
 from acutance.errors import ShapeError
-from acutance.kernels import packed, packed_operation
 
 CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)
 INTERPRETED = packed.INTERPRETED and packed.TRITON
@@ -73,7 +73,7 @@ def test_a_causal_token_sees_only_earlier_ones(tokens):
 @pytest.mark.parametrize("parts", [(), ("first", "strength")], ids=["plain", "corrected"])
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 def test_one_token_more_than_a_block_has_a_kernel_of_its_own(parts, causal, dtype, monkeypatch):
-    from acutance.kernels import packed_backward  # needs Triton
+    from acutance.attention.kernels import packed_backward  # needs Triton
 
     monkeypatch.setattr(packed_backward, "backward_head", None)  # which would be called otherwise
     check((2, 65, 3, 64 if CUDA and dtype != torch.float32 else 16), parts, dtype, causal)
@@ -82,7 +82,7 @@ def test_one_token_more_than_a_block_has_a_kernel_of_its_own(parts, causal, dtyp
 @needs_kernels
 def test_one_token_more_gets_what_later_layers_owe_as_with_a_contrast_of_one():
     """Where there is a contrast, another kernel takes a block and a token."""
-    from acutance.kernels import packed_backward
+    from acutance.attention.kernels import packed_backward
 
     qkv, first, _, _, _, grad = packed_cases.inputs(2, 65, 2, 16, device=DEVICE)
     later = torch.randn(2, 65, 32, generator=torch.Generator().manual_seed(9)).to(DEVICE)

@@ -18,8 +18,8 @@ from model_cases import (
 
 from acutance import mitigations
 from acutance.attention import AttentionCall, Program
+from acutance.attention.kernels import packed
 from acutance.errors import AcutanceError
-from acutance.kernels import packed
 from acutance.models import LanguageModel
 
 needs_kernels = pytest.mark.skipif(not RUNS, reason="needs a GPU or Triton's interpreter")

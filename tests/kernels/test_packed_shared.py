@@ -6,7 +6,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from acutance.kernels import packed, packed_operation
+from acutance.attention.kernels import packed, packed_operation
 from acutance.models import ViT
 
 CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)

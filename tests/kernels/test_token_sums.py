@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import acutance as ac
+from acutance.attention.kernels import packed
 from acutance.errors import AcutanceWarning, NonFiniteError
-from acutance.kernels import packed, token_sums
 from acutance.metrics import TOKEN_METRICS
 from acutance.metrics.from_sums import FROM_SUMS
+from acutance.metrics.kernels import token_sums
 from acutance.models import ViT
 from token_fields import fields
 
@@ -41,7 +42,7 @@ def mask_of(*shape, seed=1):
 @pytest.fixture(params=[1, 3, 10**6], ids=["whole", "three parts", "as many as there are"])
 def programs(request, monkeypatch):
     """In how many parts a sample is taken."""
-    from acutance.kernels import token_sums_rows
+    from acutance.metrics.kernels import token_sums_rows
 
     monkeypatch.setattr(token_sums_rows, "parts_of", lambda _, tokens, rows: min(request.param, -(-tokens // rows)))
     monkeypatch.setattr(token_sums_rows, "TILE", 256)
@@ -206,7 +207,7 @@ class Launches:
     ids=["many samples", "few samples"],
 )
 def test_a_reading_is_one_launch_or_two(shape, expected, monkeypatch):
-    from acutance.kernels import token_sums_rows
+    from acutance.metrics.kernels import token_sums_rows
 
     seen = []
     monkeypatch.setattr(token_sums, "PROGRAMS", 4)

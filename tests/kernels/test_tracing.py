@@ -8,8 +8,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from acutance.kernels import packed, packed_operation
-from acutance.kernels.tracing import constant_in_traces, is_watched
+from acutance.attention.kernels import packed, packed_operation
+from acutance.attention.kernels.tracing import constant_in_traces, is_watched
 
 
 def test_the_mark_is_that_of_torch():

@@ -2,12 +2,12 @@
 
 import pytest
 
-from acutance.kernels import tiled
+from acutance.attention import products
 
 
 @pytest.fixture(params=[None, 2], ids=["one tile", "many tiles"])
 def tile_rows(request, monkeypatch):
     """Run with all rows in one tile, and with two rows a tile."""
     if request.param is not None:
-        monkeypatch.setattr(tiled, "CPU_TILE", 1)
-        monkeypatch.setattr(tiled, "FEWEST_ROWS", request.param)
+        monkeypatch.setattr(products, "CPU_TILE", 1)
+        monkeypatch.setattr(products, "FEWEST_ROWS", request.param)

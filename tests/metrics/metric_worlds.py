@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from acutance.operator import AttentionOperator
+from acutance.attention.operator import AttentionOperator
 
 KERNELS = ("softmax", "symmetric", "rbf", "linear", "polynomial")
 MASKS = ("none", "keys", "rows", "entries", "causal", "causal keys", "bias")

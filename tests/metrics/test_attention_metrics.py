@@ -11,9 +11,9 @@ from metric_worlds import COMBINATIONS, world
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from acutance.attention import AttentionCall
+from acutance.attention import AttentionCall, products
+from acutance.attention.operator import AttentionOperator
 from acutance.errors import ShapeError
-from acutance.kernels import tiled
 from acutance.metrics import (
     ATTENTION_METRICS,
     TOKEN_METRICS,
@@ -24,7 +24,6 @@ from acutance.metrics import (
     log_nonlocal_energy_raw,
     nonlocal_energy,
 )
-from acutance.operator import AttentionOperator
 
 EVERYWHERE = pytest.mark.parametrize(("kernel", "mask", "key_heads"), COMBINATIONS)
 
@@ -267,7 +266,7 @@ MEMORY = {
 @pytest.mark.parametrize("kernel", ["softmax", "polynomial"])
 @pytest.mark.parametrize("name", MEMORY)
 def test_nothing_as_large_as_the_attention_matrix_is_made(name, kernel, monkeypatch):
-    monkeypatch.setattr(tiled, "CPU_TILE", N * 128)
+    monkeypatch.setattr(products, "CPU_TILE", N * 128)
     q, k, u = random(3, 1, 2, N, 4, dtype=torch.float32)
     A = AttentionOperator(q, k, kernel=kernel)
     record = AttentionCall(A=A, v=u, values=u, output=u, branch=u)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from metric_worlds import COMBINATIONS, world
 
+from acutance.attention.operator import AttentionOperator
 from acutance.errors import ShapeError
 from acutance.metrics import energy, fidelity, gradient_alignment, log_nonlocal_energy_raw, nonlocal_energy
-from acutance.operator import AttentionOperator
 
 EVERYWHERE = pytest.mark.parametrize(("kernel", "mask", "key_heads"), COMBINATIONS)
 BOTH = pytest.mark.parametrize("metric", [nonlocal_energy, log_nonlocal_energy_raw], ids=lambda m: m.__name__)

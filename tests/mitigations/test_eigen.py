@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
-from acutance.mitigate import mitigate
+from acutance.explain.steer import fold
 from acutance.mitigations import AttnScale, Chain, Eigen, FeatScale, LayerShape, NeuTRENO, parse, spectra
 from acutance.models import ViT, vit_tiny_cifar, vit_tiny_minus, vit_tiny_plus
 from acutance.sites import find
-from acutance.steer import fold
+from acutance.sites.mitigate import mitigate
 
 TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
 SIGNS = ["negative", "positive", "free"]

@@ -593,7 +593,7 @@ def not_finite():
         (with_lora, AcutanceError, "Lora, which does more than multiply"),
         (tied, AcutanceError, r"h\.0\.attn\.c_proj\.weight and h\.1\.attn\.c_proj\.weight are one parameter"),
         (shares_memory, AcutanceError, "share its memory"),
-        (normed, AcutanceError, "is no parameter but made by something else"),
+        (normed, AcutanceError, "is not a parameter"),
         (not_finite, AcutanceError, "NaN or infinite"),
     ],
 )

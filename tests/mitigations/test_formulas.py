@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from acutance.attention import AttentionCall
+from acutance.attention.operator import AttentionOperator
 from acutance.errors import ShapeError
 from acutance.mitigations import AttnScale, FeatScale, LayerShape, Mitigation, NeuTRENO
-from acutance.operator import AttentionOperator
 
 B, H, N, D = 2, 4, 6, 5
 

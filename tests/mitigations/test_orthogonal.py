@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from acutance.kernels.orthogonal import BASES, cayley, polar, qr
+from acutance.mitigations.orthogonal import BASES, cayley, polar, qr
 
 D = 24
 WIDE = 192  # ViT-Ti

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from acutance.errors import AcutanceError, ShapeError
-from acutance.mitigate import mitigate
+from acutance.io.saving import save
 from acutance.models import (
     ViT,
     from_checkpoint,
@@ -19,7 +19,7 @@ from acutance.models import (
     save_checkpoint,
 )
 from acutance.models.checkpoint import sort_metadata
-from acutance.saving import save
+from acutance.sites.mitigate import mitigate
 
 TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 2, "heads": 3, "num_classes": 5}
 

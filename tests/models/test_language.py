@@ -8,7 +8,7 @@ from plain_language import plain_log_probabilities
 
 import acutance as ac
 from acutance.errors import AcutanceError, ShapeError
-from acutance.loading import load_model
+from acutance.io.loading import load_model
 from acutance.models import LanguageConfig, LanguageModel
 
 TINY = {"vocabulary": 23, "dim": 12, "depth": 4, "heads": 3, "hidden": 20, "cutoffs": (5, 9, 16)}

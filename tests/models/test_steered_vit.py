@@ -9,11 +9,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from acutance.errors import AcutanceError
-from acutance.mitigate import mitigate
+from acutance.explain.steer import fold
 from acutance.mitigations import Eigen, eigen
 from acutance.models import ViT, from_checkpoint, load_checkpoint, save_checkpoint
 from acutance.sites import find
-from acutance.steer import fold
+from acutance.sites.mitigate import mitigate
 from together import in_two_processes
 
 TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from acutance.mitigate import mitigate
 from acutance.models import ViT
+from acutance.sites.mitigate import mitigate
 
 pytestmark = [
     pytest.mark.cuda,

@@ -6,8 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
-from acutance.profile import Profile, Reading
-from acutance.report import attention_picture, curves_picture, write_page
+from acutance.measure.profile import Profile, Reading
+from acutance.report import plot_attention, plot_curves, write_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
@@ -34,7 +34,10 @@ def make(slope: float) -> Profile:
 def page(tmp_path):
     summary = [{"variant": "plain", "accuracy %": "97.5"}]
     return write_page(
-        {"plain": make(0.1), HOSTILE: make(0.2)}, tmp_path / "p.html", verdict="All <good>.", summary=summary
+        {"plain": make(0.1).curves(), HOSTILE: make(0.2).curves()},
+        tmp_path / "p.html",
+        verdict="All <good>.",
+        summary=summary,
     )
 
 
@@ -82,9 +85,9 @@ def test_page_in_a_real_browser(page) -> None:
     assert requests == [page.as_uri()]
 
 
-def test_curves_picture_draws_every_profile() -> None:
-    figure = curves_picture(
-        {"a": make(0.1), "b": make(0.2)}, [("token_cosine", "block"), ("rank_residual", "attention")]
+def test_plot_curves_draws_every_run() -> None:
+    figure = plot_curves(
+        {"a": make(0.1).curves(), "b": make(0.2).curves()}, [("token_cosine", "block"), ("rank_residual", "attention")]
     )
     assert [len(axis.lines) for axis in figure.axes] == [2, 2]
     np.testing.assert_allclose(figure.axes[0].lines[1].get_ydata(), [0, 0.2, 0.4, 0.6])
@@ -92,9 +95,9 @@ def test_curves_picture_draws_every_profile() -> None:
     np.testing.assert_allclose(band.get_points()[:, 1], [-0.1, 0.4], err_msg="one standard deviation about 0 to 0.3")
 
 
-def test_attention_picture_is_layers_by_heads() -> None:
+def test_plot_attention_is_layers_by_heads() -> None:
     maps = {1: np.random.default_rng(0).random((3, 5, 5)), 6: np.full((3, 5, 5), 0.2)}
-    figure = attention_picture(maps)
+    figure = plot_attention(maps)
     drawn = [axis.images[0].get_array() for axis in figure.axes]
     np.testing.assert_array_equal(drawn, [*maps[1], *maps[6]])
     assert [axis.get_title() for axis in figure.axes][:4] == [

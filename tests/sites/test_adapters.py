@@ -11,9 +11,9 @@ from torch import nn
 import acutance as ac
 from acutance import sites
 from acutance.errors import AcutanceError, NoSitesError
-from acutance.laboratory import kernel_assumptions
+from acutance.lab.studies import kernel_assumptions
 from acutance.models import ViT
-from acutance.sites.linear import matrix_of, shape_of
+from acutance.sites.projection import matrix_of, shape_of
 
 PROJECTIONS = (
     "q_proj",

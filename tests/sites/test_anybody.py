@@ -339,6 +339,7 @@ class Hidden(nn.Module):
         super().__init__()
         self.attn, self.norm = nn.Module(), nn.LayerNorm(DIM)
         self.attn.qkv, self.attn.proj = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.attn.num_heads = HEADS
 
     def forward(self, x):
         return next(x + f(self.norm(x)) for f in self.children())
@@ -350,13 +351,15 @@ class Whole(nn.Module):
     def __init__(self):
         super().__init__()
         self.qkv, self.proj, self.norm = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM), nn.LayerNorm(DIM)
+        self.num_heads = HEADS
 
     def forward(self, x):
         return x + self.proj(by_sdpa(*self.qkv(self.norm(x)).chunk(3, -1)))
 
 
-@pytest.mark.parametrize("block", [Hidden, Whole])
-def test_a_norm_that_cannot_be_placed_is_not_known_rather_than_none(block):
-    found = sites.find(nn.Sequential(*(block() for _ in range(DEPTH))))
-    with pytest.raises(AcutanceError, match=f"cannot be told from {block.__name__}.forward"):
+def test_a_norm_that_cannot_be_placed_is_not_known_rather_than_none():
+    found = sites.find(nn.Sequential(*(Whole() for _ in range(DEPTH))))
+    with pytest.raises(AcutanceError, match="is not known"):
         found[0].pre_norm()
+    hidden = Hidden()
+    assert sites.find(nn.Sequential(hidden, Hidden()))[0].pre_norm() is hidden.norm

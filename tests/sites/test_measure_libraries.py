@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 import acutance as ac
 from acutance import metrics, sites
 from acutance.errors import AcutanceError, SeveralStacksError
-from acutance.laboratory import kernel_assumptions
+from acutance.lab.studies import kernel_assumptions
 
 pytest.importorskip("transformers")
 TAPS = ["block", "attention", "values"]

@@ -7,9 +7,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 
 from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.mitigate import mitigate
 from acutance.mitigations import FeatScale, Mitigation, NeuTRENO
 from acutance.models import ViT
+from acutance.sites.mitigate import mitigate
 
 TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
 ALL = [

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from acutance import measure, sites
+from acutance import sites
 from acutance.errors import AcutanceError
+from acutance.measure.measure import measure
 from acutance.models import ViT
 from acutance.sites import Library, structure
 from acutance.sites.base import AttentionSite

@@ -24,7 +24,7 @@ from torch_nn_models import (
 )
 
 from acutance.errors import AcutanceError
-from acutance.mitigate import mitigate
+from acutance.sites.mitigate import mitigate
 
 SPECS = ["neutreno:0.6", "neutreno:0.6,learn=head", "featscale", "attnscale", "attnscale+neutreno:0.4+featscale"]
 LAYERS = [

@@ -16,8 +16,8 @@ from torch_nn_models import (
 
 from acutance import sites
 from acutance.errors import AcutanceError, ShapeError
-from acutance.measure import measure
-from acutance.mitigate import mitigate
+from acutance.measure.measure import measure
+from acutance.sites.mitigate import mitigate
 
 
 class LooksAtMemory(nn.Module):

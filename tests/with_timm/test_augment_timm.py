@@ -8,8 +8,8 @@ import timm.data.auto_augment as theirs
 import torch
 from PIL import Image
 
-from acutance.data.augment import OPERATIONS, rand_augment
-from acutance.data.augment.operations import NUMBER, RandDraws
+from acutance.lab.data.augment import OPERATIONS, rand_augment
+from acutance.lab.data.augment.operations import NUMBER, RandDraws
 
 FILL = (124, 116, 104)
 AFFINE = {"rotate", "shear_x", "shear_y", "translate_x", "translate_y"}

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import acutance as ac
-from acutance.bench import measuring, steps
-from acutance.bench.settings import Settings
+from acutance.lab.bench import measuring, steps
+from acutance.lab.bench.settings import Settings
 
 CPU = Settings("cpu")
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import acutance as ac
 from acutance.errors import NoSitesError
-from acutance.laboratory import kernel_assumptions
+from acutance.lab.studies import kernel_assumptions
 
 
 class Adapter(nn.Module):

@@ -7,7 +7,7 @@ from torch import nn
 
 import acutance as ac
 from acutance.errors import ShapeError
-from acutance.laboratory import kernel_assumptions
+from acutance.lab.studies import kernel_assumptions
 
 naflexvit = pytest.importorskip("timm.models.naflexvit", reason="this timm has no NaFlexVit")
 GRIDS = [(4, 3), (2, 3)]  # patches down and across

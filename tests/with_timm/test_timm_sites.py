@@ -9,7 +9,7 @@ from torch import nn
 
 import acutance as ac
 from acutance.errors import AcutanceError, NoSitesError
-from acutance.profile import MAP
+from acutance.measure.profile import MAP
 
 PREFIX = {"vit_tiny_patch16_224": 1, "vit_base_patch14_reg4_dinov2": 5, "deit_tiny_distilled_patch16_224": 2}
 PREFIX |= {"vit_wee_patch16_reg1_gap_256": 1, "vit_small_patch16_dinov3": 5, "beit_base_patch16_224": 1}

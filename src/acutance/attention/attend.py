@@ -9,7 +9,7 @@ from torch import Tensor
 
 from acutance.attention.affine import Program
 from acutance.attention.call import AttentionCall
-from acutance.kernels import packed
+from acutance.attention.kernels import packed
 
 NOTHING = Program()
 Observer = Callable[[AttentionCall], None]
@@ -86,7 +86,7 @@ def _in_one_kernel(call: AttentionCall, mitigation: Hooks | None) -> tuple[Tenso
     """The same by one kernel; None where there is none for it."""
     qkv, heads = call.packed, call.v.shape[1]
     assert qkv is not None, "asked before"
-    if call.dropout > 0 or call.kernel != "softmax" or not packed.is_available(qkv, heads):
+    if call.dropout > 0 or call.sink is not None or call.kernel != "softmax" or not packed.is_available(qkv, heads):
         return None
     program = NOTHING if mitigation is None else mitigation.program(NOTHING, call)
     if program is None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.attention.operator import AttentionOperator
+from acutance.attention.products import repeat_heads
 from acutance.errors import AcutanceError, ShapeError
-from acutance.kernels.heads import repeat_heads
-from acutance.operator import AttentionOperator
 
 # What `v0` holds where the first layer's values are not to be had.
 MISSING = object()
@@ -33,6 +33,7 @@ class AttentionCall:
         causal: whether row i sees keys up to i + keys − queries.
         scale: of the dot product; None is 1/√width.
         softcap: logits s become c·tanh(s/c).
+        sink: one logit per head that takes part in the softmax and has no value; None where there is none.
         kernel: of the operator.
         logits: what entered a softmax that was written out (batch, heads, queries, keys).
         weights: A itself, where the model formed it.
@@ -67,6 +68,7 @@ class AttentionCall:
         "refusal",
         "residual",
         "scale",
+        "sink",
         "softcap",
         "v",
         "values",
@@ -94,6 +96,7 @@ class AttentionCall:
         causal: bool = False,
         scale: float | None = None,
         softcap: float | None = None,
+        sink: Tensor | None = None,
         kernel: str = "softmax",
         logits: Tensor | None = None,
         weights: Tensor | None = None,
@@ -109,6 +112,7 @@ class AttentionCall:
         self.layer, self.name, self.x, self.residual = layer, name, x, residual
         self.q, self.k, self.v, self._first, self._own = q, k, v, v0, own
         self.mask, self.causal, self.scale, self.softcap, self.kernel = mask, causal, scale, softcap, kernel
+        self.sink = sink
         self.logits, self.weights, self.refusal, self.dropout, self.packed = logits, weights, refusal, dropout, packed
         self.previous, self.kept, self._products, self._A = previous, None, 0, A
         self.values, self.output, self.branch = values, output, branch
@@ -168,9 +172,10 @@ class AttentionCall:
                 scale=self.scale,
                 kernel=self.kernel,
                 softcap=self.softcap,
+                sink=self.sink,
             )
         assert self.logits is not None, "a written softmax has its logits"
-        made = AttentionOperator.from_logits(self.logits)
+        made = AttentionOperator.from_logits(self.logits, self.sink)
         made.key_heads = self.v.shape[1]
         return made
 

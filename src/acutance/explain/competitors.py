@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from acutance.attention import spectra
+from acutance.attention.operator import AttentionOperator
+from acutance.attention.products import accumulation_dtype
+from acutance.attention.spectra import DENSE_TOKENS
 from acutance.explain.quotient import Quotient
-from acutance.kernels import krylov
-from acutance.kernels.definitions import accumulation_dtype
-from acutance.kernels.spectral import DENSE_TOKENS
-from acutance.operator import AttentionOperator
-from acutance.spectral_theory import growth, other_eigenvalues
+from acutance.explain.spectral_theory import growth, other_eigenvalues
 
 
 class Competitors(NamedTuple):
@@ -45,6 +45,7 @@ def competitors(A: AttentionOperator, points: Sequence[Tensor], valid: Tensor | 
         points: sets of λ, each (heads or 1, k).
         valid: (batch, tokens), False where there is padding: A is restricted to the others.
     """
+    A.require_row_sums_of_one("the verdict on a layer")
     if valid is None or bool(valid.all()):
         if not _may_differ(A):
             return _unpadded(A, points)
@@ -76,7 +77,7 @@ def _by_products(A: AttentionOperator, points: Sequence[Tensor]) -> Competitors:
     precise = A.to(accumulation_dtype(A.q, A.k))
     quotient = Quotient(A.shape[-1], precise.dtype, A.device)
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(*A.shape[:2], A.shape[-1] - 1, krylov.BLOCK, generator=generator, dtype=precise.dtype)
+    start = torch.randn(*A.shape[:2], A.shape[-1] - 1, spectra.BLOCK, generator=generator, dtype=precise.dtype)
     lam = [p.cpu() for p in points]  # where the Ritz values are
 
     def dominating(values: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ def _by_products(A: AttentionOperator, points: Sequence[Tensor]) -> Competitors:
         return quotient.drop(precise @ quotient.lift(block))
 
     tolerance = torch.finfo(start.dtype).eps ** (2 / 3)
-    found = krylov.arnoldi(multiply, start.to(A.device), dominating, 2 + len(points), tolerance)
+    found = spectra.arnoldi(multiply, start.to(A.device), dominating, 2 + len(points), tolerance)
     return Competitors(found.values, found.residuals.to(A.device), tolerance)
 
 

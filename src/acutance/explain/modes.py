@@ -14,14 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from acutance.attention import spectra
+from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain.competitors import visible_keys
 from acutance.explain.quotient import Quotient
+from acutance.explain.spectral_theory import FAMILIES, Families, Family, growth
 from acutance.explain.weights import Branch, Norm, branch, layer_spectrum
-from acutance.kernels import krylov
-from acutance.operator import AttentionOperator
 from acutance.sites import AttentionSite
-from acutance.spectral_theory import FAMILIES, Families, Family, growth
 
 TOLERANCE = 1e-6  # of a residual, as a share of the largest |λ| of H
 
@@ -112,7 +112,7 @@ def _token_by_token(parts: Branch, A: AttentionOperator) -> Tensor:
     return best
 
 
-def _by_products(parts: Branch, precise: AttentionOperator, tolerance: float) -> krylov.Ritz:
+def _by_products(parts: Branch, precise: AttentionOperator, tolerance: float) -> spectra.Ritz:
     (batch, *_, tokens), dim, device = precise.shape, parts.projection.shape[1], precise.device
     quotient = Quotient(tokens, torch.float64, device)
     value, projection = (w.to(device) for w in (parts.heads_value, parts.projection))
@@ -126,7 +126,9 @@ def _by_products(parts: Branch, precise: AttentionOperator, tolerance: float) ->
         return image
 
     start = torch.randn(batch, (tokens - 1) * dim, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = krylov.arnoldi(multiply, start.to(device), lambda nu: (1 + nu).abs().argmax(-1, keepdim=True), 8, tolerance)
+    found = spectra.arnoldi(
+        multiply, start.to(device), lambda nu: (1 + nu).abs().argmax(-1, keepdim=True), 8, tolerance
+    )
     if found.residual > tolerance:
         warnings.warn(
             f"the dominating eigenvalue has not converged in a Krylov space of {found.size} vectors: residual "

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from acutance.attention import spectra
 from acutance.errors import AcutanceWarning
 from acutance.explain.corners import hull_indices
-from acutance.kernels import krylov
 
 ROUNDING = 100  # how many times a dtype's precision a residual may be, as a share of the rms of H's singular values
 
@@ -46,7 +46,7 @@ def outer_eigenvalues(projection: Tensor, value: Tensor, *, layer: int) -> tuple
 
     # One vector at a time: a block finds repeated eigenvalues, which a maximum has no use for, but reaches a lower
     # power of H with as many vectors.
-    found = krylov.arnoldi(multiply, start, corners, 16, tolerance)
+    found = spectra.arnoldi(multiply, start, corners, 16, tolerance)
     values = size * found.values.cpu().numpy().astype(np.complex128)
     ends = [int(np.abs(1 + values).argmax()), int(values.real.argmin()), int(values.real.argmax())]
     error = size * max(float(found.residuals[ends].max()), tolerance)

@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from acutance.attention import AttentionCall
+from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain.competitors import competitors, visible_keys
 from acutance.explain.corners import corners
 from acutance.explain.dominance import Dominance, Outcome, Share
+from acutance.explain.spectral_theory import TIE, families
+from acutance.explain.statistics import rank_correlation
 from acutance.explain.verdict import EXACT_MU, LayerSpectrum
+from acutance.measure.walk import Batch, Visitor
 from acutance.metrics import check_finite, hfc_lfc_spectral
-from acutance.operator import AttentionOperator
-from acutance.samples import Samples
-from acutance.spectral_theory import TIE, families
-from acutance.statistics import rank_correlation
-from acutance.walk import Batch, Visitor
+from acutance.sites.samples import Samples
 
 PLACES = ("branch", "block")
 

@@ -17,11 +17,11 @@ from acutance.explain.reader import LayerReader
 from acutance.explain.spectrum import Spectrum
 from acutance.explain.verdict import LayerSpectrum
 from acutance.explain.weights import Norm, layer_spectrum
-from acutance.measure import check_prefix, describe
+from acutance.measure.measure import check_prefix, describe
+from acutance.measure.walk import track, walk
 from acutance.mitigations.base import Chain, Mitigation
-from acutance.samples import refuse_single
-from acutance.walk import track, walk
-from acutance.wrappers import bare_module, refuse_sharded
+from acutance.sites.samples import refuse_single
+from acutance.sites.wrappers import bare_module, refuse_sharded
 
 
 @torch.no_grad()

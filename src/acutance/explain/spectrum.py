@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from acutance.errors import AcutanceError
 from acutance.explain.cells import percent, signed, table_row
 from acutance.explain.dominance import Dominance, Outcome, Share
+from acutance.explain.statistics import rank_correlation
 from acutance.explain.verdict import LayerSpectrum, Verdict
-from acutance.files import atomic_write, read_json
-from acutance.statistics import rank_correlation
-from acutance.terminal import FittedTable
+from acutance.files.atomic import atomic_write, read_json
+from acutance.report.spectra import FELL, LayerRow, plot_spectrum, write_spectrum_page
+from acutance.report.tables import FittedTable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -121,23 +120,22 @@ class Spectrum:
 
     def table(self) -> FittedTable:
         """For the terminal: the verdict and its reason per layer; several tables where it is narrow."""
-        columns = [name for name in self.rows()[0] if name not in ("layer", "reason")]
-        columns.insert(columns.index("symmetry") + 1, "reason")  # what follows is read from data
-        return FittedTable(self._table, columns, f"{self.summary()}\n{self._notes()}", sentences="reason")
-
-    def _table(self, columns: Sequence[str]) -> Table:
-        table = Table(title=f"{self.title}: spectra of H = W_projᵀW_Vᵀ", title_justify="left")
-        for column in ("layer", *columns):
-            table.add_column(column, justify="left" if column in ("verdict", "reason") else "right")
-        for row in self.rows():
-            table.add_row(row["layer"], *(row[column] for column in columns))
-        return table
+        rows = self.rows()
+        columns = [name for name in rows[0] if name != "reason"]
+        columns.insert(columns.index("symmetry") + 1, "reason")  # before the columns that are read from data
+        return FittedTable(
+            f"{self.title}: spectra of H = W_projᵀW_Vᵀ",
+            [{column: row[column] for column in columns} for row in rows],
+            f"{self.summary()}\n{self._notes()}",
+            left=("verdict", "reason"),
+            sentences="reason",
+        )
 
     def __str__(self) -> str:
-        console = Console(width=190, no_color=True)
-        with console.capture() as capture:
-            console.print(self.table())
-        return capture.get()
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write JSON, atomically."""
@@ -155,17 +153,27 @@ class Spectrum:
 
     def picture(self, kind: Picture = "histogram") -> Figure:
         """A matplotlib figure: eigenvalues by layer as a `histogram` or in the complex `plane`, or `dominance` bars."""
-        from acutance.report import spectra
-
         if kind == "dominance":
             self._dominances()
-        return spectra.picture(self, kind)
+        return plot_spectrum(self._layer_rows(), kind, self.title)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one offline page with the table and the charts."""
-        from acutance.report.spectra import write_spectrum_page
+        return write_spectrum_page(
+            path,
+            self._layer_rows(),
+            title=self.title,
+            verdict=self.summary(),
+            summary=self.rows(),
+            context=self.context,
+        )
 
-        return write_spectrum_page(self, path)
+    def _layer_rows(self) -> list[LayerRow]:
+        """The layers as the report takes them."""
+        return [
+            LayerRow(row.layer, row.verdict, row.spectrum, _percent(row.dominance) if row.dominance else {})
+            for row in self.layers
+        ]
 
     def _dominances(self) -> list[Dominance]:
         found = [layer.dominance for layer in self.layers if layer.dominance is not None]
@@ -180,6 +188,23 @@ class Spectrum:
         if any(layer.eigenvalues is None for layer in self.layers):
             notes.append("not all eigenvalues of the whole H were found: the columns on λ are about its heads'")
         return "; ".join(notes)
+
+
+def _percent(found: Dominance) -> dict[str, float]:
+    """What dominates, and how often the tokens did as predicted, in percent of samples and heads."""
+    shares, branch, block = found.whole or found.heads, found.branch, found.block
+    share = {
+        "smoothing": float(np.mean([s.smoothing for s in shares])),
+        "sharpening": float(np.mean([s.sharpening for s in shares])),
+        FELL: branch.fell,
+        "fell where predicted to": branch.fell_if_smoothing,
+        "rose where predicted to": branch.rose_if_sharpening,
+        "agreement with the prediction": branch.agreement,
+        "base rate": branch.base_rate,
+        "agreement across the block": block.agreement,
+        "base rate of the block": block.base_rate,
+    }
+    return {name: 100 * value for name, value in share.items()}
 
 
 def _pooled(shares: list[float], weights: list[float]) -> float:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from acutance.attention.spectra import DENSE_TOKENS
 from acutance.explain.dominance import Dominance, Share
-from acutance.kernels.spectral import DENSE_TOKENS
-from acutance.spectral_theory import TIE, families, furthest_beyond, sharpening_bound
+from acutance.explain.spectral_theory import TIE, families, furthest_beyond, sharpening_bound
 
 Verdict = Literal["smoothing", "sharpening", "neutral", "unknown"]
 EXACT_MU = f"Read at most {DENSE_TOKENS} tokens a sample: there all eigenvalues of A are found"

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from acutance import sites
+from acutance.attention.products import repeat_heads
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain.outer import outer_eigenvalues
 from acutance.explain.verdict import LayerSpectrum
-from acutance.kernels.heads import repeat_heads
 
 Norm = Literal["fold", "ignore"]
 

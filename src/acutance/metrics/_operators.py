@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from acutance.attention.operator import AttentionOperator
 from acutance.metrics.tokens import valid_positions, working_dtype
-from acutance.operator import AttentionOperator
 
 
 def upcast_operator(A: AttentionOperator, dtype: torch.dtype | None = None) -> AttentionOperator:

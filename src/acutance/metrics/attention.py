@@ -6,27 +6,30 @@ exist one block of rows at a time: memory stays linear in the number of tokens.
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
+from acutance.attention.kernels import attention_sums
+from acutance.attention.operator import AttentionOperator
 from acutance.errors import ShapeError
-from acutance.kernels import attention_sums
 from acutance.metrics._operators import product, query_rows, upcast_operator
 from acutance.metrics.tokens import masked_mean, ratio, safe_sqrt
-from acutance.operator import AttentionOperator
 
 
 def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
     """Mean entropy in nats of the rows of A (batch, heads).
 
-    0 when every row looks at one key, log M when it looks at all M alike. A fully masked row is left out.
+    0 when every row looks at one key, log M when it looks at all M alike. A fully masked row is left out. A sink is
+    one more place to look at: the entropy of the whole row, sink included.
     """
+    if A.sink is not None:
+        return _entropy_with_sink(upcast_operator(A), mask)
     if attention_sums.is_available(A):
         sums = attention_sums.row_sums(A)
         if mask is None and A.mask is None:
             return sums.entropies.mean(-1)
         return masked_mean(sums.entropies, query_rows(A, mask) & (sums.log_sums != -torch.inf))
     A = upcast_operator(A)
-    has_bias = A.mask is not None and A.mask.is_floating_point()
-    entropy, sees_keys = _tiled_entropy(A) if has_bias or A.definition.channels is None else _exponential_entropy(A)
+    entropy, sees_keys = _row_entropies(A)
     return masked_mean(entropy.clamp_min(0), query_rows(A, mask) & sees_keys)
 
 
@@ -66,6 +69,22 @@ def head_cosine(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
     cosines = ratio(gram, norms.unsqueeze(-1) * norms.unsqueeze(-2))
     pairs = torch.ones(heads, heads, dtype=torch.bool, device=A.device).triu(1)
     return cosines[..., pairs].mean(-1).clamp(0, 1)
+
+
+def _entropy_with_sink(A: AttentionOperator, mask: Tensor | None) -> Tensor:
+    """h(r) + r H for rows that give r to the keys, with entropy H among them, and 1 − r to the sink."""
+    assert A.sink is not None
+    entropy, sees_keys = _row_entropies(A.without_sink())
+    logit = A.logsumexp().masked_fill(~sees_keys, 0) - A.sink[:, None]
+    keys = logit.sigmoid()
+    choice = -(keys * logsigmoid(logit) + (1 - keys) * logsigmoid(-logit))
+    return masked_mean(choice + keys * entropy.clamp_min(0), query_rows(A, mask) & sees_keys)
+
+
+def _row_entropies(A: AttentionOperator) -> tuple[Tensor, Tensor]:
+    """The entropy of every row, and which rows see a key."""
+    has_bias = A.mask is not None and A.mask.is_floating_point()
+    return _tiled_entropy(A) if has_bias or A.definition.channels is None else _exponential_entropy(A)
 
 
 def _exponential_entropy(A: AttentionOperator) -> tuple[Tensor, Tensor]:

@@ -11,11 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from acutance.attention.kernels import attention_sums
+from acutance.attention.operator import AttentionOperator
+from acutance.attention.products import Tiles, add_mask, repeat_heads, run_block
 from acutance.errors import ShapeError
-from acutance.kernels import attention_sums
-from acutance.kernels.heads import repeat_heads
-from acutance.kernels.masks import add_mask
-from acutance.kernels.tiled import Tiles, run_block
 from acutance.metrics._operators import over_heads, product, query_rows, upcast_operator
 from acutance.metrics.tokens import (
     masked_mean,
@@ -25,7 +24,6 @@ from acutance.metrics.tokens import (
     upcast,
     valid_positions,
 )
-from acutance.operator import AttentionOperator
 
 
 def nonlocal_energy(A: AttentionOperator, u: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Energy and entropy of an attention operator from one reduction of `acutance.kernels.attention_sums`.
+"""Energy and entropy of an attention operator from one reduction of `acutance.attention.kernels.attention_sums`.
 
 The formulas are those of `acutance.metrics.energy` and `acutance.metrics.attention`, where all rows count. What is left
 to divide by is a number, which the host divides by in the end: on the device each division would be a launch.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from acutance.attention import AttentionCall
-from acutance.kernels import attention_sums
+from acutance.attention.kernels import attention_sums
 
 FROM_ROWS = ("nonlocal_energy", "attention_entropy")
 

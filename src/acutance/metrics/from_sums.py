@@ -1,4 +1,4 @@
-"""Token metrics from a few sums over each sample's tokens, as `acutance.kernels.token_sums` gives them.
+"""Token metrics from a few sums over each sample's tokens, as `acutance.metrics.kernels.token_sums` gives them.
 
 The formulas are those of `acutance.metrics.tokens`, of samples that hold no NaN. They are NumPy's, so that all layers'
 samples are one array and the device has nothing left to do.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from acutance.kernels.token_sums import FIELDS
+from acutance.metrics.kernels.token_sums import FIELDS
 
 Numbers = NDArray[np.float64]
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
-from acutance.kernels.token_sums import FIELDS
+from acutance.metrics.kernels.token_sums import FIELDS
 
 FLAGS = FIELDS[:3]  # how many tokens count and how many of them are bad, and which is the first
 

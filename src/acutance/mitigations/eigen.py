@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
-from acutance.kernels.orthogonal import BASES
 from acutance.mitigations import spectra
 from acutance.mitigations.base import Chain, LayerShape, Mitigation, Weights, register
 from acutance.mitigations.made import Projection
+from acutance.mitigations.orthogonal import BASES
 
 BasisName = Literal["qr", "polar", "cayley", "householder", "inverse"]
 

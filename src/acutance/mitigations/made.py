@@ -9,8 +9,9 @@ make a weight from parts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,27 +22,48 @@ from acutance.errors import AcutanceError
 Rows = slice | Tensor | None  # None: all
 
 
-class Projection(Protocol):
-    """W_V or W_proj of one attention, as `parametrise` is given it: some rows of a module's weight."""
+@dataclass(frozen=True)
+class Projection:
+    """W_V or W_proj of one attention: some rows of a linear layer's weight.
 
-    @property
-    def module(self) -> nn.Module:
-        """Whose weight it is."""
+    The weight is read at every call, because training replaces what is stored.
+    """
+
+    module: nn.Module
+    rows: Rows = None
+    weight: str = "weight"
+    bias: str = "bias"
+    bias_rows: Rows = None  # where they differ from the weight's
+    bias_module: nn.Module | None = None  # where the bias is kept in another module
 
     def matrix(self) -> Tensor:
-        """What tokens are multiplied by, (rows, in)."""
+        """The matrix that tokens are multiplied by, (rows, in)."""
+        whole: Tensor = getattr(self.module, self.weight)
+        return whole if self.rows is None else whole[self.rows]
 
     def offset(self) -> Tensor | None:
-        """What is added, (rows,); None where nothing is."""
+        """The bias, (rows,); None where there is none."""
+        bias = getattr(self.bias_module or self.module, self.bias, None)
+        rows = self.rows if self.bias_rows is None else self.bias_rows
+        return None if not isinstance(bias, Tensor) else bias if rows is None else bias[rows]
 
     def refuse_parametrisation(self) -> None:
-        """Raise, with the reason, where these rows cannot be made by somebody else."""
+        """Raise where these rows are made by something else already."""
+        if made_of(self.module, self.weight) is not None:
+            raise AcutanceError("another mitigation makes W_V and W_proj already: choose one of the two")
+        if not isinstance(self.module._parameters.get(self.weight), nn.Parameter):
+            raise AcutanceError(
+                f"{self.weight} of a {type(self.module).__name__} is not a parameter: remove the parametrization or "
+                "weight norm that makes it first"
+            )
 
     def parametrise(self, owner: nn.Module, make: Callable[[], Tensor]) -> None:
-        """Let `make`, from the owner's parameters, give these rows from now on; the module's others stay parameters."""
+        """Compute these rows by `make`, from the owner's parameters; the module's other rows stay parameters."""
+        put_on(self.module, self.weight, self.rows, 0, owner, make)
 
     def unparametrise(self, *, keep: bool) -> None:
-        """Make them a parameter again: with what is made now if `keep`, else with what was there before."""
+        """Make the rows a parameter again: with their present values if `keep`, else with those from before."""
+        take_off(self.module, self.weight, keep=keep)
 
 
 class MadeRows(nn.Module):

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from acutance.attention import AttentionCall, attend, finish
+from acutance.attention.operator import AttentionOperator
 from acutance.mitigations import Mitigation, Weights
-from acutance.mitigations.made import weight_with
+from acutance.mitigations.made import Projection, weight_with
 from acutance.models.config import AttentionKind, NormPlace
 from acutance.models.layers import Activation, DropPath, LayerScale, Mlp
-from acutance.operator import AttentionOperator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,21 +65,46 @@ class Attention(nn.Module):
         """The linear layer whose last `dim` rows are W_V."""
         return self.kv if self.kernel == "symmetric" else self.qkv
 
-    def forward(self, x: Tensor, v0: Tensor | None, weights: Weights | None = None) -> tuple[Tensor, Tensor]:
-        """The branch's output and the first layer's values (this layer's own if none came in).
+    def projections(self) -> tuple[Projection, Projection, Projection, Projection]:
+        """W_Q, W_K, W_V and W_proj. In symmetric attention W_Q is W_K."""
+        joint, dim = self.value_projection, self.heads * self.head_dim
+        start = 0 if self.kernel == "symmetric" else dim
+        rows = slice(0, dim), slice(start, start + dim), slice(start + dim, start + 2 * dim)
+        q, k, v = (Projection(joint, one) for one in rows)
+        return q, k, v, Projection(self.proj)
 
-        A mitigation that makes W_V and W_proj is asked for them unless they come in, made for all layers at once. They
-        are an argument, so that a block that checkpointing runs again has them without making them.
+    def install(self, mitigation: Mitigation) -> None:
+        """Put a mitigation built for this layer in place of the identity."""
+        mitigation.parametrise(*self.projections()[2:])
+        self.mitigation = mitigation
+
+    def uninstall(self) -> None:
+        """Give the weights back and put the identity in place of the mitigation."""
+        self.mitigation.unparametrise(*self.projections()[2:])
+        self.mitigation = Mitigation()
+
+    def forward(
+        self, x: Tensor, v0: Tensor | None, weights: Weights | None = None, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, AttentionCall | None]:
+        """The branch's output, the first layer's values, and the call if the mitigation's `stream` needs it.
+
+        Args:
+            x: the tokens after the norm.
+            v0: the first layer's values; None in the first layer, which returns its own.
+            weights: W_V and W_proj, if a mitigation made them for all layers at once. They are an argument so that
+                checkpointing does not make them again.
+            residual: what the branch's output will be added to.
         """
         weights = self.mitigation.weights() if weights is None else weights
-        call = self._call(x, v0, self._project(x, weights))
+        call = self._call(x, v0, self._project(x, weights), residual)
         u, values = attend(call, self.mitigation, self.observer)
         merged = u.transpose(1, 2).flatten(2)
         y = self.proj(merged) if weights is None else F.linear(merged, weights[1], self.proj.bias)
         y = finish(y, call, self.mitigation, self.observer)
-        return self.proj_drop(y), values if v0 is None else v0
+        first = values if v0 is None else v0
+        return self.proj_drop(y), first, call if self.mitigation.changes_stream else None
 
-    def _call(self, x: Tensor, v0: Tensor | None, projected: Tensor) -> AttentionCall:
+    def _call(self, x: Tensor, v0: Tensor | None, projected: Tensor, residual: Tensor | None) -> AttentionCall:
         q, k, v = self._split(projected)
         dropout = self.attention_dropout if self.training else 0.0
 
@@ -96,7 +121,9 @@ class Attention(nn.Module):
             return A.apply(values, dropout)
 
         options: dict[str, Any] = {"causal": self.causal, "kernel": self.kernel, "dropout": dropout}
-        return AttentionCall(self.layer, x=x, q=q, k=k, v=v, v0=v0, own=own, packed=projected, **options)
+        return AttentionCall(
+            self.layer, x=x, residual=residual, q=q, k=k, v=v, v0=v0, own=own, packed=projected, **options
+        )
 
     def _project(self, x: Tensor, weights: Weights | None) -> Tensor:
         """q, k and v side by side, (batch, tokens, 3 · dim)."""
@@ -130,14 +157,15 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, v0: Tensor | None, weights: Weights | None = None) -> tuple[Tensor, Tensor]:
         """The next tokens, and the first layer's values passed on."""
-        if self.post_norm:
-            y, first = self.attn(x, v0, weights)
-            x = self.norm1(x + self.drop_path1(self.ls1(y)))
-            return self.norm2(x + self.drop_path2(self.ls2(self.mlp(x)))), first
-        y, first = self.attn(self.norm1(x), v0, weights)
+        residual = x
+        y, first, call = self.attn(x if self.post_norm else self.norm1(x), v0, weights, residual)
         x = x + self.drop_path1(self.ls1(y))
-        x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
-        return x, first
+        if self.post_norm:
+            x = self.norm1(x)
+            x = self.norm2(x + self.drop_path2(self.ls2(self.mlp(x))))
+        else:
+            x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        return x if call is None else self.attn.mitigation.stream(residual, x, call), first
 
 
 def _layer_scale(config: BlockConfig) -> nn.Module:

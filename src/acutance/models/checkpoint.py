@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from acutance.errors import AcutanceError, first_line
-from acutance.files import atomic_write
+from acutance.files.atomic import atomic_write
 from acutance.models.config import LanguageConfig, ModelConfig, SegmenterConfig, ViTConfig
 from acutance.models.language import LanguageModel
 from acutance.models.segmenter import Segmenter

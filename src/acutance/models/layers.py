@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from acutance.kernels import mlp
+from acutance.models.kernels import mlp
 
 Activation = Literal["gelu", "relu"]
 

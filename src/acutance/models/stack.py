@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from acutance.errors import AcutanceError
-from acutance.mitigations import Mitigation, Weights, weights_together
+from acutance.mitigations import LayerShape, Mitigation, Weights, weights_together
 from acutance.models.block import Block, BlockConfig
-
-if TYPE_CHECKING:
-    from acutance.sites.reference import BlockSite
 
 INIT_STD = 0.02
 
@@ -55,21 +51,28 @@ class BlockStack(nn.Module):
             x, v0 = self._run(block, x, v0, *weights)
         return x
 
+    def named_blocks(self) -> list[tuple[str, Block]]:
+        """The blocks with their paths in `blocks`, first to last; they may sit inside wrappers."""
+        return [(name, module) for name, module in self.blocks.named_modules() if isinstance(module, Block)]
+
     def carried(self) -> tuple[str | None, tuple[int, ...] | None]:
         """The mitigation in the blocks now as a spec, and the layers that have it; None where all have."""
-        specs = {site.layer: site.mitigation.spec for site in self._sites() if site.mitigation is not None}
+        found = [(layer, block.attn.mitigation) for layer, (_, block) in enumerate(self.named_blocks(), 1)]
+        specs = {layer: carried.spec for layer, carried in found if type(carried) is not Mitigation}
         if len(set(specs.values())) > 1:
             raise AcutanceError(f"layers carry different mitigations, which one configuration cannot say: {specs}")
         layers = None if len(specs) in (0, len(self.blocks)) else tuple(specs)
         return next(iter(specs.values()), None), layers
 
     def install(self, mitigation: Mitigation, layers: tuple[int, ...] | None = None) -> None:
-        """Build the model with a mitigation; into a trained one, `acutance.mitigate` puts it."""
+        """Build the model with a mitigation; into a trained one, `acutance.sites.mitigate` puts it."""
         if type(mitigation) is Mitigation:
             return
-        for site in self._sites():
-            if layers is None or site.layer in layers:
-                site.install(mitigation.for_layer(site.shape()))
+        for layer, (_, block) in enumerate(self.named_blocks(), 1):
+            if layers is None or layer in layers:
+                attn = block.attn
+                shape = LayerShape(layer, attn.heads * attn.head_dim, attn.heads, attn.head_dim, attn.heads)
+                attn.install(mitigation.for_layer(shape))
 
     def _made_weights(self) -> list[tuple[()] | tuple[Weights]]:
         """W_V and W_proj of the blocks whose mitigation makes them, for all blocks at once."""
@@ -87,11 +90,6 @@ class BlockStack(nn.Module):
         if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not x.requires_grad:
             _refuse_cut_graph(block)
         return x, first
-
-    def _sites(self) -> list[BlockSite]:
-        from acutance.sites.reference import block_sites  # sites import models, so not at the top
-
-        return block_sites(self)
 
 
 def make_blocks(config: BlockConfig, depth: int, drop_path: float = 0.0) -> nn.ModuleList:

@@ -1,6 +1,9 @@
-"""A Profile or a set of runs as one offline HTML page, or as a picture."""
+"""Plain data in; tables, figures and one offline HTML page out.
 
-from acutance.report.page import write_page
-from acutance.report.pictures import attention_picture, curves_picture
+Callers hand over rows, arrays and the dataclasses defined here. This room imports no other room but `files`.
+"""
 
-__all__ = ["attention_picture", "curves_picture", "write_page"]
+from acutance.report.page import Curves, write_page
+from acutance.report.pictures import plot_attention, plot_curves
+
+__all__ = ["Curves", "plot_attention", "plot_curves", "write_page"]

@@ -1,4 +1,4 @@
-"""One offline HTML page: the per-layer curves of one or several profiles, with what was read where."""
+"""One offline HTML page: the per-layer curves of one or several runs, and what was read where."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from acutance.errors import MissingExtraError
-from acutance.files import atomic_write
-from acutance.profile import MAP, Profile
+from acutance.files.atomic import atomic_write
+from acutance.report.tables import Rows, html_table
 
-# Okabe and Ito's palette: told apart by colour-blind readers too.
+# Okabe and Ito's palette, which colour-blind readers can tell apart too.
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 
 TAP_NAMES = {
@@ -23,37 +24,50 @@ TAP_NAMES = {
     "attention": "attention branch, before the residual",
     "values": "values",
     "final": "after the final norm",
-    MAP: "attention operator",
+    "map": "attention operator",
 }
 HINT = "Click a name in a legend to single it out; hover a point for its value. Bands are one standard deviation."
 CONTEXT = ("model", "mitigation", "parameters", "samples", "dtype", "device", "seed", "versions")
 
 
+@dataclass(frozen=True)
+class Curves:
+    """One run's metrics by depth, and the context they were read in."""
+
+    rows: Sequence[Mapping[str, Any]]  # each with tap, layer, metric, mean and std
+    context: Mapping[str, Any]
+
+    def select(self, metric: str, tap: str) -> list[Mapping[str, Any]]:
+        """The rows of one metric at one tap, by depth."""
+        chosen = [row for row in self.rows if (row["metric"], row["tap"]) == (metric, tap)]
+        return sorted(chosen, key=lambda row: int(row["layer"]))
+
+
 def write_page(
-    profiles: Mapping[str, Profile],
+    runs: Mapping[str, Curves],
     path: str | os.PathLike[str],
     *,
     title: str = "Over-smoothing, layer by layer",
     verdict: str = "",
-    summary: Sequence[Mapping[str, str]] = (),
+    summary: Rows = (),
 ) -> Path:
     """Write the page; it needs no network to be read.
 
     Args:
-        profiles: a curve per entry, in every chart.
-        path: where the page shall stand.
+        runs: a curve per entry, in every chart.
+        path: the file to write.
         title: the heading.
         verdict: one sentence under the heading.
-        summary: rows of a table above the charts, column name to text.
+        summary: rows of a table above the charts.
     """
-    charts = {tap: (TAP_NAMES[tap], _charts(profiles, tap)) for tap in _taps(profiles)}
+    taps = dict.fromkeys(row["tap"] for run in runs.values() for row in run.rows)
     return compose(
         path,
         title=title,
         verdict=verdict,
         summary=summary,
-        charts=charts,
-        context=[context_row(name, profile.context, ["prefix", "data"]) for name, profile in profiles.items()],
+        charts={tap: (TAP_NAMES.get(tap, tap), _charts(runs, tap)) for tap in taps},
+        context=[context_row(name, run.context, ["prefix", "data"]) for name, run in runs.items()],
         hint=HINT,
         footer="Layer 0 is what enters the first block.",
     )
@@ -64,23 +78,24 @@ def compose(
     *,
     title: str,
     verdict: str = "",
-    summary: Sequence[Mapping[str, str]] = (),
+    summary: Rows = (),
     charts: Mapping[str, tuple[str, Any]],
-    context: Sequence[Mapping[str, str]],
+    context: Rows,
     hint: str = "",
     footer: str = "",
 ) -> Path:
     """Write one page: verdict, summary, a heading and an Altair chart per entry of `charts`, what was read."""
-    body = _template().substitute(
+    template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    body = template.substitute(
         title=escape(title),
         verdict=f"<p class='verdict'>{escape(verdict)}</p>" if verdict else "",
-        summary=_table(summary) if summary else "",
+        summary=html_table(summary),
         hint=escape(hint),
         sections="".join(
             f"<h2>{escape(heading)}</h2><div class='chart' id='chart-{name}'></div>"
             for name, (heading, _) in charts.items()
         ),
-        context=_table(context),
+        context=html_table(context),
         footer=escape(footer),
         charts=_script_json({name: chart.to_dict() for name, (_, chart) in charts.items()}),
         bundle=_bundle(),
@@ -88,27 +103,27 @@ def compose(
     return atomic_write(path, body.encode())
 
 
-def _charts(profiles: Mapping[str, Profile], tap: str) -> Any:
+def _charts(runs: Mapping[str, Curves], tap: str) -> Any:
     """A grid of small charts, one per metric, that share colours, legend and selection."""
     alt = load_altair()
     pick = alt.selection_point(fields=["run"], bind="legend")
-    metrics = dict.fromkeys(r.metric for p in profiles.values() for r in p.readings if r.tap == tap)
-    first, *others = [_chart(profiles, tap, metric, pick) for metric in metrics]
+    metrics = dict.fromkeys(row["metric"] for run in runs.values() for row in run.rows if row["tap"] == tap)
+    first, *others = [_chart(runs, tap, metric, pick) for metric in metrics]
     grid = alt.concat(first.add_params(pick), *others, columns=3)  # one legend picks in all charts
     return grid.configure_legend(orient="top", labelLimit=400, symbolOpacity=1)
 
 
-def _chart(profiles: Mapping[str, Profile], tap: str, metric: str, pick: Any) -> Any:
+def _chart(runs: Mapping[str, Curves], tap: str, metric: str, pick: Any) -> Any:
     alt = load_altair()
     rows = [
-        {"run": name, "layer": r.layer, "mean": r.mean, "low": r.mean - r.std, "high": r.mean + r.std}
-        for name, profile in profiles.items()
-        for r in profile.readings
-        if (r.tap, r.metric) == (tap, metric) and math.isfinite(r.mean)  # JSON has no infinity
+        {"run": name, "layer": r["layer"], "mean": r["mean"], "low": r["mean"] - r["std"], "high": r["mean"] + r["std"]}
+        for name, run in runs.items()
+        for r in run.select(metric, tap)
+        if math.isfinite(r["mean"])  # JSON has no infinity
     ]
     base = alt.Chart(alt.Data(values=rows)).encode(
         x=alt.X("layer:Q", axis=alt.Axis(tickMinStep=1), title="layer"),
-        color=alt.Color("run:N", scale=alt.Scale(range=PALETTE), sort=list(profiles), title=None),
+        color=alt.Color("run:N", scale=alt.Scale(range=PALETTE), sort=list(runs), title=None),
         tooltip=[alt.Tooltip("run:N"), alt.Tooltip("layer:Q"), alt.Tooltip("mean:Q", format=".4g")],
     )
     band = base.mark_area().encode(
@@ -123,10 +138,6 @@ def _chart(profiles: Mapping[str, Profile], tap: str, metric: str, pick: Any) ->
     return alt.layer(band, line).properties(width=300, height=190, title=metric)
 
 
-def _taps(profiles: Mapping[str, Profile]) -> list[str]:
-    return list(dict.fromkeys(tap for profile in profiles.values() for tap in profile.taps))
-
-
 def context_row(name: str, context: Mapping[str, Any], more: Sequence[str] = ()) -> dict[str, str]:
     """One run's context as cells of the page's last table."""
     return {"run": name} | {key: _text(context.get(key)) for key in (*CONTEXT, *more)}
@@ -138,23 +149,13 @@ def _text(value: object) -> str:
     return "–" if value is None else f"{value:,}" if isinstance(value, int) and value < 10**12 else str(value)
 
 
-def _table(rows: Sequence[Mapping[str, str]]) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in rows[0])
-    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
-
-
 def _script_json(value: object) -> str:
     """JSON that is safe inside a script element, whatever a run is called."""
     return json.dumps(value).replace("<", "\\u003c")
 
 
-def _template() -> Template:
-    return Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-
-
 def load_altair() -> Any:
-    """Altair, or how to get it."""
+    """Import altair, or say how to install it."""
     try:
         import altair
     except ImportError as error:
@@ -163,7 +164,7 @@ def load_altair() -> Any:
 
 
 def _bundle() -> str:
-    """Vega's own JavaScript, so that the page is read offline."""
+    """Vega's JavaScript, embedded so that the page works offline."""
     try:
         import vl_convert
     except ImportError as error:

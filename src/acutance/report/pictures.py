@@ -1,7 +1,8 @@
-"""Pictures for papers, READMEs and slides, drawn with matplotlib."""
+"""Figures for papers, READMEs and slides, drawn with matplotlib."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -10,34 +11,49 @@ import numpy as np
 from numpy.typing import NDArray
 
 from acutance.errors import MissingExtraError
-from acutance.profile import Profile
-from acutance.report.page import PALETTE
+from acutance.report.page import PALETTE, Curves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Points = Mapping[int, Sequence[tuple[int, float]]]  # layer to (step, value)
 
-def curves_picture(profiles: Mapping[str, Profile], charts: Sequence[tuple[str, str]], title: str = "") -> Figure:
-    """One panel per (metric, tap), one curve per profile, a band of one standard deviation.
 
-    The figure is matplotlib's: `figure.savefig("curves.png")` keeps it.
-    """
-    figure, axes = blank_figure(1, len(charts), width=4.2, height=3.4)
-    for axis, (metric, tap) in zip(axes[0], charts, strict=True):
-        for (name, profile), colour, style in zip(profiles.items(), PALETTE, cycle(["-", "-", "--"]), strict=False):
-            readings = profile.select(metric, tap)
-            layers = [r.layer for r in readings]
-            mean, std = np.array([r.mean for r in readings]), np.array([r.std for r in readings])
+def plot_curves(runs: Mapping[str, Curves], charts: Sequence[tuple[str, str]], title: str = "") -> Figure:
+    """One panel per (metric, tap), one curve per run, a band of one standard deviation."""
+    figure, panels = blank_panels(len(charts), 3, width=4.2, height=3.4)
+    for axis, (metric, tap) in zip(panels, charts, strict=True):
+        for (name, run), colour, style in zip(runs.items(), PALETTE, cycle(["-", "-", "--"]), strict=False):
+            rows = run.select(metric, tap)
+            layers = [row["layer"] for row in rows]
+            mean, std = np.array([row["mean"] for row in rows]), np.array([row["std"] for row in rows])
             axis.plot(layers, mean, style, marker="o", markersize=3, color=colour, label=name)
             axis.fill_between(layers, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
         axis.set(xlabel="layer", title=f"{metric} ({tap})")
         axis.grid(alpha=0.3)
-    axes[0][0].legend(frameon=False, fontsize=8)
+    panels[0].legend(frameon=False, fontsize=8)
     figure.suptitle(title)
     return figure
 
 
-def attention_picture(maps: Mapping[int, NDArray[Any]]) -> Figure:
+def plot_steps(charts: Mapping[str, Points], title: str = "") -> Figure:
+    """One panel per chart: a value over the training steps, one curve per layer, dark first and light last."""
+    figure, panels = blank_panels(len(charts), 3, width=4.2, height=3.2)
+    from matplotlib.cm import ScalarMappable, viridis  # `blank_panels` has checked that matplotlib is installed
+    from matplotlib.colors import Normalize
+
+    deepest = max(layer for layers in charts.values() for layer in layers)
+    for axis, (name, layers) in zip(panels, charts.items(), strict=True):
+        for layer, points in layers.items():
+            axis.plot(*zip(*points, strict=True), marker=".", markersize=4, color=viridis(layer / deepest))
+        axis.set(xlabel="optimiser step", title=name)
+        axis.grid(alpha=0.3)
+    figure.colorbar(ScalarMappable(Normalize(0, deepest), viridis), ax=panels, label="layer")
+    figure.suptitle(title)
+    return figure
+
+
+def plot_attention(maps: Mapping[int, NDArray[Any]]) -> Figure:
     """Attention maps as in Fig. 4 of arXiv 2312.00751: a row per layer, a column per head."""
     heads = max(len(layer) for layer in maps.values())
     figure, axes = blank_figure(len(maps), heads, width=2.3, height=2.3)
@@ -50,12 +66,21 @@ def attention_picture(maps: Mapping[int, NDArray[Any]]) -> Figure:
     return figure
 
 
+def blank_panels(count: int, columns: int, *, width: float, height: float) -> tuple[Figure, list[Any]]:
+    """A figure of that many panels, at most `columns` side by side, and the panels' axes."""
+    columns = min(columns, count)
+    figure, axes = blank_figure(math.ceil(count / columns), columns, width=width, height=height)
+    for spare in axes.flat[count:]:
+        spare.remove()
+    return figure, list(axes.flat[:count])
+
+
 def blank_figure(rows: int, columns: int, *, width: float, height: float) -> tuple[Figure, Any]:
     """A figure of panels, each that many inches wide and high, and its axes by row and column."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtraError("a picture needs matplotlib: pip install 'acutance[report]'") from error
+        raise MissingExtraError("a figure needs matplotlib: pip install 'acutance[report]'") from error
     # Figure instead of pyplot: no global state, no display needed.
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from acutance.errors import NoSitesError
-from acutance.sites import anybody, huggingface, reference, timm, torch_nn
+from acutance.sites import anybody, reference, timm, torch_nn, transformers
 from acutance.sites.base import AttentionSite, Library, Undo
 from acutance.sites.patched import PatchedSite, Stack
 from acutance.sites.structure import (
@@ -62,4 +62,4 @@ __all__ = [
     "unread",
 ]
 
-LIBRARIES += [huggingface.LIBRARY, reference.LIBRARY, timm.LIBRARY, torch_nn.LIBRARY, anybody.LIBRARY]
+LIBRARIES += [transformers.LIBRARY, reference.LIBRARY, timm.LIBRARY, torch_nn.LIBRARY, anybody.LIBRARY]

@@ -24,7 +24,7 @@ from acutance.sites.structure import (
     tokens_out,
     unwrapped,
 )
-from acutance.wrappers import evaluating
+from acutance.sites.wrappers import evaluating
 
 ATTENTION = re.compile("attention|attn|mhsa", re.IGNORECASE)
 CROSS = re.compile("cross|enc.*attn|memory", re.IGNORECASE)

@@ -15,7 +15,8 @@ from acutance.errors import AcutanceError, NoSitesError
 from acutance.mitigations import LayerShape, Mitigation, UnknownShape
 
 if TYPE_CHECKING:
-    from acutance.sites.projection import Projection, Projections
+    from acutance.mitigations.made import Projection
+    from acutance.sites.projection import Projections
     from acutance.sites.structure import Layer
 
 TOKENS_REMAIN = (  # where attention cannot be read

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from acutance.attention.products import repeat_heads
 from acutance.errors import AcutanceError
-from acutance.kernels.heads import repeat_heads
 
 # Tuples: Dynamo of torch 2.6 cannot look a function up in a set.
 SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)

@@ -1,24 +1,20 @@
-"""Sites whose weights are found by the names that everybody uses."""
+"""Sites whose weights are found by the usual names, and whose norms and gains are found by running the block once."""
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from acutance.sites.huggingface_norms import adds_one, norm_before
+from acutance.errors import AcutanceError
+from acutance.sites.discovery import Surroundings, changes_output, discover, is_norm
 from acutance.sites.patched import PatchedSite
-from acutance.sites.projection import Projections, Sizes, by_names, changes_output, output_of
-from acutance.sites.structure import path_of
-
-LAYER_SCALES = ("layer_scale1.lambda1", "layer_scale1.gamma", "lambda_1", "ls1.gamma", "gamma_1")
-NORMS_AROUND_THE_MLP = ("pre_feedforward_layernorm", "post_feedforward_layernorm")  # then that of the attention is too
+from acutance.sites.projection import Projections, Sizes, by_names, output_of, shape_of
 
 
 class NamedSite(PatchedSite):
-    """One attention; its weights are looked for when somebody asks: reading tokens needs none."""
+    """One attention. Its weights are looked up when asked for: reading tokens needs none of them."""
 
     @cached_property
     def _found(self) -> tuple[Projections, Sizes]:
@@ -30,12 +26,12 @@ class NamedSite(PatchedSite):
 
     @property
     def heads(self) -> int:  # type: ignore[override]
-        """Of the queries."""
+        """Query heads."""
         return self._found[1].heads
 
     @property
     def kv_heads(self) -> int:  # type: ignore[override]
-        """Of the keys and values."""
+        """Heads of keys and values."""
         return self._found[1].kv_heads
 
     @property
@@ -53,39 +49,68 @@ class NamedSite(PatchedSite):
         return output_of(self.block, self.attention)
 
     @cached_property
-    def _norm(self) -> nn.Module | None:
-        return norm_before(self.block, path_of(self.block, self.attention))
+    def surroundings(self) -> Surroundings:
+        """What the block does around its attention."""
+        projection = self.projections().output.module
+        inside = self.attention is not self.block and projection in set(self.attention.modules())
+        width = self.dim if inside else shape_of(projection)[1]
+        return discover(self.block, self.attention, None if inside else projection, self.dim, width)
 
     def pre_norm(self) -> nn.Module | None:
         """The norm before the attention; None in Post-LN models such as BERT."""
-        return self._norm
+        source = self.surroundings.source
+        if source is None and any(map(is_norm, self.block.modules())):
+            raise self._unknown("which of its norms comes before the attention")
+        return None if source is self.block else source
 
     def pre_norm_gain(self) -> Tensor | None:
-        """Gemma's norms, and those of some others, store how far their gain is from one."""
+        """The norm's weight; Gemma's norms, and some others, multiply by 1 + weight."""
         gain, norm = super().pre_norm_gain(), self.pre_norm()
-        return gain if gain is None or norm is None or not adds_one(norm) else 1 + gain
+        return gain if gain is None or norm is None or not _adds_one(norm) else 1 + gain
 
     def between(self) -> str | None:
-        """Told by the code that calls the attention."""
-        cls: Any = type(self.attention)
-        return f"what {cls.__name__} does before W_proj, a norm or a gate," if changes_output(cls) else None
+        """A norm or a gate between the attention and W_proj, as in BitNet and Qwen3-Next."""
+        changes = self._changes_output
+        if changes is None:  # the attention does not run on random tokens
+            changes = any(map(is_norm, self.attention.modules()))
+        return f"a norm or a gate of {type(self.attention).__name__} before W_proj" if changes else None
+
+    @cached_property
+    def _changes_output(self) -> bool | None:
+        """Asked of the first layer whose attention is of the same class; None where it is not known."""
+        first = next(site for site in self.stack.sites if type(site.attention) is type(self.attention))
+        if isinstance(first, NamedSite) and first is not self:
+            return first._changes_output
+        return changes_output(self.stack.root, self.block, self.attention, self.projections().output.module, self.dim)
 
     def post_norm(self) -> nn.Module | None:
-        """Gemma 2 and 3, OLMo 2 and GLM-4 normalise what the attention adds."""
-        own = getattr(self.block, "post_self_attn_layernorm", None)
-        if own is None and any(hasattr(self.block, name) for name in NORMS_AROUND_THE_MLP):
-            own = getattr(self.block, "post_attention_layernorm", None)  # elsewhere a name for the norm before the MLP
-        return own if isinstance(own, nn.Module) else None
+        """The norm of the attention branch, as in Gemma 2 and 3, OLMo 2 and GLM-4."""
+        return self._followed().post_norm
 
     def branch_gain(self) -> Tensor | None:
-        """LayerScale's gain, wherever the block keeps it, or Granite's number for all channels."""
-        multiplier = getattr(self.block, "residual_multiplier", 1.0)
-        if multiplier != 1.0:
-            return torch.full((self.dim,), multiplier).to(self.projection_weight())
-        for path in LAYER_SCALES:
-            value: object = self.block
-            for name in path.split("."):
-                value = getattr(value, name, None)
-            if isinstance(value, Tensor):
-                return value
-        return None
+        """LayerScale's gain, or Granite's number for all channels."""
+        gain = self._followed().gain
+        if gain is None or isinstance(gain, Tensor):
+            return gain
+        return torch.full((self.dim,), float(gain)).to(self.projection_weight())
+
+    def _followed(self) -> Surroundings:
+        if not self.surroundings.is_complete:
+            raise self._unknown("what it does to the attention's output")
+        return self.surroundings
+
+    def _unknown(self, what: str) -> AcutanceError:
+        kind = type(self.block).__name__
+        return AcutanceError(
+            f"{self.name}: {kind} does not run on random tokens, so {what} is not known: describe the model in a "
+            "Library of its own"
+        )
+
+
+def _adds_one(norm: nn.Module) -> bool:
+    """Whether the norm multiplies by 1 + weight, tried on tokens that are normalised already."""
+    weight: Tensor = norm.weight  # type: ignore[assignment]
+    token = 1 - 2 * (torch.arange(weight.shape[-1], device=weight.device) % 2).to(weight.dtype)
+    with torch.no_grad():
+        gain = token * (norm.forward(token) - norm.forward(-token)) / 2  # without its bias
+        return bool((gain - weight).abs().sum() > (gain - 1 - weight).abs().sum())

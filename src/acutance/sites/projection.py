@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError
-from acutance.mitigations.made import made_of, put_on, take_off
+from acutance.mitigations import made
 from acutance.sites.base import TOKENS_REMAIN
-from acutance.sites.linear import is_conv1d, is_plain, matrix_of, shape_of
 from acutance.sites.structure import path_of
+from acutance.sites.wrappers import evaluating
 
 SEPARATE = {
     "query": ("q_proj", "query", "query_proj", "q_lin", "q", "to_q", "wq", "q_linear", "W_q", "Wq"),
@@ -36,59 +33,37 @@ HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhea
 
 
 @dataclass(frozen=True)
-class Projection:
-    """Some rows of a module's weight; read at every call, because training replaces what is stored."""
-
-    module: nn.Module
-    rows: slice | Tensor | None = None  # None: all
-    weight: str = "weight"
-    bias: str = "bias"
-    bias_rows: slice | Tensor | None = None  # where they are not those of the weight
-    bias_module: nn.Module | None = None  # where the bias is kept beside the weight's module
+class Projection(made.Projection):
+    """Rows of any library's weight, also those of a Conv1D or an adapter."""
 
     def matrix(self) -> Tensor:
-        """What tokens are multiplied by, (rows, in)."""
+        """The matrix that tokens are multiplied by, (rows, in)."""
         whole = matrix_of(self.module) if self.weight == "weight" else getattr(self.module, self.weight)
         return whole if self.rows is None else whole[self.rows]
 
-    def offset(self) -> Tensor | None:
-        """What is added, (rows,); None where nothing is."""
-        found = getattr(self.bias_module or self.module, self.bias, None)
-        rows = self.rows if self.bias_rows is None else self.bias_rows
-        return None if not isinstance(found, Tensor) else found if rows is None else found[rows]
-
     def refuse_parametrisation(self) -> None:
-        """Where the weight is no parameter of its own, or more is done to tokens than multiply them by it."""
-        kind = type(self.module).__name__
-        if made_of(self.module, self.weight) is not None:
-            raise AcutanceError("another mitigation makes W_V and W_proj already: choose one of the two")
-        if not isinstance(self.module, nn.MultiheadAttention) and not is_plain(self.module):
+        """Raise too where the module does more to tokens than multiply them by its weight."""
+        is_made = made.made_of(self.module, self.weight) is not None
+        if not is_made and not isinstance(self.module, nn.MultiheadAttention) and not is_plain(self.module):
             raise AcutanceError(
-                f"a projection of the attention is a {kind}, which does more than multiply by its weight, so nothing "
-                "else can make that weight: merge an adapter into the layer first (with peft, merge_and_unload())"
+                f"a projection of the attention is a {type(self.module).__name__}, which does more than multiply by "
+                "its weight, so nothing else can make that weight: merge an adapter into the layer first (with peft, "
+                "merge_and_unload())"
             )
-        if not isinstance(self.module._parameters.get(self.weight), nn.Parameter):
-            raise AcutanceError(
-                f"{self.weight} of a {kind} is no parameter but made by something else, such as a parametrization or "
-                "weight norm: take that off first"
-            )
+        super().refuse_parametrisation()
 
     def parametrise(self, owner: nn.Module, make: Callable[[], Tensor]) -> None:
-        """Let `make`, from the owner's parameters, give these rows from now on; the module's others stay parameters."""
-        put_on(self.module, self.weight, self.rows, int(is_conv1d(self.module)), owner, make)
-
-    def unparametrise(self, *, keep: bool) -> None:
-        """Make them a parameter again: with what is made now if `keep`, else with what was there before."""
-        take_off(self.module, self.weight, keep=keep)
+        """Compute these rows by `make`, from the owner's parameters; the module's other rows stay parameters."""
+        made.put_on(self.module, self.weight, self.rows, int(is_conv1d(self.module)), owner, make)
 
 
 class Projections(NamedTuple):
     """The four of one attention; None where one is not known."""
 
-    query: Projection | None
-    key: Projection | None
-    value: Projection
-    output: Projection
+    query: made.Projection | None
+    key: made.Projection | None
+    value: made.Projection
+    output: made.Projection
 
 
 class Sizes(NamedTuple):
@@ -156,16 +131,6 @@ def heads_of(attention: nn.Module) -> int | None:
     return found if isinstance(found, int) else None
 
 
-@cache
-def changes_output(cls: Any) -> bool:
-    """Whether the class normalises or gates what came out of its attention, as BitNet and Qwen3-Next do."""
-    try:
-        source = inspect.getsource(cls.forward)
-    except (OSError, TypeError):
-        return False
-    return re.search(r"self\.\w*norm\w*\(\s*attn_output|attn_output\s*\*(?!\*)", source) is not None
-
-
 def _joint_rows(heads: int, kv_heads: int, head_dim: int, *, by_head: bool) -> tuple[slice | Tensor, ...]:
     if by_head:
         rows = torch.arange(heads * 3 * head_dim).reshape(heads, 3, head_dim)
@@ -187,3 +152,75 @@ def _child(module: nn.Module, paths: tuple[str, ...]) -> nn.Module | None:
         if path not in ("output", "to_out") or isinstance(getattr(found, "weight", None), Tensor):
             return found  # elsewhere what holds output.dense
     return None
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether it multiplies by its `weight` and does nothing else but add a bias; what wraps a layer does more."""
+    own = "forward" in vars(module)  # some replace the method of the layer itself
+    return not own and (type(module).forward is nn.Linear.forward or is_conv1d(module))
+
+
+def matrix_of(module: nn.Module) -> Tensor:
+    """The matrix (out, in) that tokens are multiplied by.
+
+    Of an adapter around a layer (LoRA and its kin, whose `weight` is often that of the layer alone) it is what comes
+    out for the unit vectors, less what comes out for zero, in evaluation mode.
+    """
+    if is_plain(module):
+        return _stored(module)
+    zero = _zero_for(module)
+    random = torch.randn(4, zero.shape[1], generator=torch.Generator().manual_seed(0)).to(zero)
+    units = torch.eye(zero.shape[1]).to(zero)
+    with evaluating(module):
+        offset, rows = _through(module, zero), _through(module, units)
+        expected = random @ (rows - offset) + offset
+        off = torch.linalg.vector_norm(_through(module, random) - expected)
+    if not off <= torch.finfo(random.dtype).eps ** 0.5 * torch.linalg.vector_norm(expected):
+        raise _refusal(module, "what it does to tokens is not linear")
+    return (rows - offset).T
+
+
+def shape_of(module: nn.Module) -> tuple[int, int]:
+    """The shape (out, in) of that matrix, which is not made for it."""
+    if is_plain(module):
+        rows, columns = _stored(module).shape
+        return rows, columns
+    zero = _zero_for(module)
+    with evaluating(module):
+        return _through(module, zero).shape[1], zero.shape[1]
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """GPT-2's linear layers store their weight the other way round; asked without importing transformers."""
+    return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
+
+
+def _stored(layer: nn.Module) -> Tensor:
+    weight: Tensor = layer.weight  # type: ignore[assignment]
+    return weight.T if is_conv1d(layer) else weight
+
+
+def _zero_for(module: nn.Module) -> Tensor:
+    """A token of zeros: the layer that is wrapped, or the adapter's first, takes what the whole takes."""
+    layer = next((inside for inside in module.modules() if isinstance(inside, nn.Linear) or is_conv1d(inside)), None)
+    if layer is None:
+        raise _refusal(module, "no linear layer is inside it")
+    return _stored(layer).detach().new_zeros(1, _stored(layer).shape[1])
+
+
+def _through(module: nn.Module, x: Tensor) -> Tensor:
+    """By its forward alone: hooks, such as our own, may change what comes out."""
+    try:
+        y = module.forward(x)
+    except Exception as error:  # whatever somebody's module raises for what it does not take
+        raise _refusal(module, f"it does not take tokens of shape {tuple(x.shape)} ({error})") from error
+    if not isinstance(y, Tensor) or y.shape[:-1] != x.shape[:-1]:
+        raise _refusal(module, "it does not give one vector a token")
+    return y
+
+
+def _refusal(module: nn.Module, reason: str) -> NoSitesError:
+    return NoSitesError(
+        f"a projection of the attention is a {type(module).__name__}, and {reason}, so it has no matrix to read: merge "
+        f"an adapter into the layer it is around (with peft, merge_and_unload()). {TOKENS_REMAIN}"
+    )

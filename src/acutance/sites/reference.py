@@ -37,12 +37,11 @@ class BlockSite(AttentionSite):
         return None if type(installed) is Mitigation else installed
 
     def projections(self) -> Projections:
-        """Rows of the joint projection; in symmetric attention the keys' are the queries' too."""
-        joint, dim = self.attention.value_projection, self.dim
-        start = 0 if self.attention.kernel == "symmetric" else dim
-        rows = slice(0, dim), slice(start, start + dim), slice(start + dim, start + 2 * dim)
-        q, k, v = (Projection(joint, one) for one in rows)
-        return Projections(q, k, v, Projection(self.attention.proj))
+        """Rows of the joint projection; in symmetric attention keys and queries share theirs.
+
+        The block's own reading knows no adapters; ours does.
+        """
+        return Projections(*(Projection(each.module, each.rows) for each in self.attention.projections()))
 
     def pre_norm(self) -> nn.Module | None:
         """norm1, unless it stands after the residual sum."""
@@ -64,28 +63,12 @@ class BlockSite(AttentionSite):
         """In place of the identity."""
         if self.mitigation is not None:
             raise AcutanceError(f"{self.name} carries {self.mitigation.spec!r} already: take it out first")
-        if mitigation.changes_stream:
-            raise AcutanceError(
-                f"{mitigation.spec} changes what a block returns, for which our own models have no place yet"
-            )
-        identity, unparametrise = self.attention.mitigation, self.parametrise(mitigation)
-        self.attention.mitigation = mitigation
-
-        def undo() -> None:
-            unparametrise()
-            self.attention.mitigation = identity
-
-        return undo
+        self.attention.install(mitigation)
+        return self.attention.uninstall
 
     def replace(self, mitigation: Mitigation | None) -> None:
         """The identity is there where there is none."""
         self.attention.mitigation = Mitigation() if mitigation is None else mitigation
-
-
-def block_sites(stack: BlockStack, prefix: str = "") -> list[BlockSite]:
-    """The sites of one stack, first block first; blocks may sit inside wrappers, such as checkpointing's."""
-    blocks = [(name, module) for name, module in stack.blocks.named_modules() if isinstance(module, Block)]
-    return [BlockSite(block, i, f"{prefix}blocks.{name}.attn") for i, (name, block) in enumerate(blocks, 1)]
 
 
 def _only_stack(model: nn.Module) -> tuple[str, BlockStack] | None:
@@ -107,7 +90,9 @@ def _sites(model: nn.Module) -> list[AttentionSite]:
     if found is None:
         return []
     name, stack = found
-    return list(block_sites(stack, f"{name}." if name else ""))
+    prefix = f"{name}." if name else ""
+    found_blocks = stack.named_blocks()  # blocks may sit inside wrappers, such as checkpointing's
+    return [BlockSite(block, i, f"{prefix}blocks.{path}.attn") for i, (path, block) in enumerate(found_blocks, 1)]
 
 
 def _stack(model: nn.Module) -> BlockStack:

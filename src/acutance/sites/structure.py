@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError, SeveralStacksError, ShapeError
 from acutance.mitigations import Mitigation
-from acutance.samples import Rows
 from acutance.sites.base import AttentionSite, Library
+from acutance.sites.samples import Rows
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
 NO_KIND = {cls for container in CONTAINERS for cls in container.__mro__}  # two such need not be alike

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.sites.base import TOKENS_REMAIN
 from acutance.sites.intercept import Product, sdpa_product
-from acutance.sites.linear import is_plain
 from acutance.sites.named import NamedSite
 from acutance.sites.patched import WINDOWS_APART, WINDOWS_MOVE
-from acutance.sites.projection import Projections
+from acutance.sites.projection import Projections, is_plain
 
 PARTS = {"qkv", "q_norm", "k_norm", "attn_drop", "norm", "proj", "proj_drop", "mitigation"}
 POST_NORM = {"ResPostBlock", "ResPostRelPosBlock", "EvaBlockPostNorm"}  # norm1 stands after their attention

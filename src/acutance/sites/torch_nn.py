@@ -12,6 +12,7 @@ from torch import nn
 
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.sites.base import AttentionSite, Library
+from acutance.sites.discovery import is_norm
 from acutance.sites.patched import Stack, caller_of, known_sites
 from acutance.sites.structure import (
     Place,
@@ -23,7 +24,6 @@ from acutance.sites.structure import (
     unwrapped,
 )
 from acutance.sites.torch_nn_site import MultiheadSite
-from acutance.sites.traced import is_norm
 
 CROSS = re.compile("cross|multihead_attn|enc.*attn|memory", re.IGNORECASE)  # beside a self-attention in one block
 TORCH_STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from acutance.errors import AcutanceError
 from acutance.sites.base import TOKENS_REMAIN
+from acutance.sites.discovery import Surroundings, discover, is_norm
 from acutance.sites.patched import PatchedSite, Stack
 from acutance.sites.projection import Projection, Projections
-from acutance.sites.structure import name_one, path_of, tokens_in
+from acutance.sites.structure import name_one, tokens_in
 from acutance.sites.torch_nn_forward import forward
-from acutance.sites.traced import Surroundings, is_norm, surroundings
 
 TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -66,26 +66,30 @@ class MultiheadSite(PatchedSite):
         return weight
 
     @cached_property
-    def surroundings(self) -> Surroundings | None:
-        """What stands around the attention in the block; None where the block cannot be traced."""
-        return surroundings(self.block, path_of(self.block, self.attention))
+    def surroundings(self) -> Surroundings:
+        """What somebody's block does around the attention."""
+        return discover(self.block, self.attention, None, self.dim, self.dim)
 
     def pre_norm(self) -> nn.Module | None:
-        """`norm1` of torch's layers if `norm_first`; in other blocks what tracing finds before the attention."""
+        """`norm1` of torch's layers if `norm_first`; in other blocks the norm whose output enters the attention."""
         if isinstance(self.block, TORCH_LAYERS):
             return self.block.norm1 if self.block.norm_first else None
-        around = self.surroundings
-        if around is None and any(is_norm(module) for module in self.block.modules()):
+        source = self.surroundings.source
+        if source is None and any(is_norm(module) for module in self.block.modules()):
             raise AcutanceError(
-                f"{self.name}: {type(self.block).__name__}.forward cannot be traced, so which of its norms stands "
+                f"{self.name}: {type(self.block).__name__} does not run on random tokens, so which of its norms comes "
                 "before the attention is not known: describe the model in a Library of its own"
             )
-        return None if around is None else around.pre_norm
+        return None if source is self.block else source
 
     def branch_gain(self) -> Tensor | None:
         """A parameter of the block that multiplies the attention's output; torch's own layers have none."""
-        around = None if isinstance(self.block, TORCH_LAYERS) else self.surroundings
-        return None if around is None else around.gain
+        gain = None if isinstance(self.block, TORCH_LAYERS) else self.surroundings.gain
+        return self.projection_weight().new_full((self.dim,), gain) if isinstance(gain, (int, float)) else gain
+
+    def post_norm(self) -> nn.Module | None:
+        """A norm of the attention branch in somebody's block."""
+        return None if isinstance(self.block, TORCH_LAYERS) else self.surroundings.post_norm
 
     def tokens(self, x: Tensor) -> Tensor:
         """What goes through the block as (batch, tokens, dim), also where it is (tokens, batch, dim) or one sample."""
@@ -98,8 +102,7 @@ class MultiheadSite(PatchedSite):
         batch_first: bool = self.attention.batch_first
         if isinstance(self.block, TORCH_LAYERS):
             return batch_first
-        around = self.surroundings
-        swaps = None if around is None else around.swaps
+        swaps = self.surroundings.is_swapped
         if swaps is None and not batch_first:
             raise AcutanceError(
                 f"{self.name} takes (tokens, batch, dim), but whether {type(self.block).__name__} does cannot be told "

@@ -1,0 +1,1 @@
+"""Fused attention for CUDA, in Triton. Nothing outside `attend` and the operator calls it."""

@@ -1,0 +1,347 @@
+"""The attention operator: A acting on values, without ever forming the matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from acutance.attention import products, spectra
+from acutance.attention.kernels import attention_sums
+from acutance.attention.products import get_kernel, repeat_heads
+from acutance.errors import AcutanceError, ShapeError
+
+
+class AttentionOperator:
+    """Self-attention as a linear operator A on values: row i holds what token i takes from every token.
+
+    Args:
+        q: queries (batch, heads, queries, width).
+        k: keys (batch, key heads, keys, width); heads is a multiple of key heads, and query head h uses key
+            head h // (heads / key heads).
+        mask: bool, True where a key takes part: a key mask (batch, keys), or anything that broadcasts to
+            (batch, heads, queries, keys); what has the shape (batch, keys) is read as a key mask. Or a float
+            bias that broadcasts likewise and is added to the logits (exponential kernels only).
+        causal: row i sees keys up to i + keys − queries, i.e. the last query sees every key.
+        scale: of the dot product, 1/√width by default; the linear kernel has none.
+        kernel: softmax exp(s q·k), symmetric (softmax with q := k), rbf exp(−s‖q−k‖²/2), linear φ(q)·φ(k)
+            with φ = elu + 1, polynomial (1 + s q·k)².
+        softcap: logits s become c·tanh(s/c), as in Gemma 2 (exponential kernels only).
+        sink: one logit per head (heads,) that takes part in the softmax and has no value, as in gpt-oss.
+
+    Rows sum to one, except that a row whose keys are all masked is zero (and its logsumexp −∞), and that a sink
+    scales row i by `row_scale`. Products have the wider dtype of A and their operand; entries, sums and spectra
+    are float32 or better.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        kernel: str = "softmax",
+        softcap: float | None = None,
+        sink: Tensor | None = None,
+    ) -> None:
+        _check_queries_and_keys(q, k)
+        _check_devices(q, k=k, mask=mask, sink=sink)
+        self.definition = get_kernel(kernel) if softcap is None else get_kernel(kernel).capped(softcap)
+        self.kernel = kernel
+        self.causal = causal
+        self.scale = q.size(-1) ** -0.5 if scale is None else scale
+        self.mask = mask
+        self.key_heads = k.size(1)
+        heads = q.size(1)
+        if self.definition.queries_are_keys:
+            if q.size(-2) != k.size(-2):
+                raise ShapeError(f"kernel {kernel!r} needs as many queries as keys; q {_s(q)}, k {_s(k)}")
+            q = k = repeat_heads(k, heads)
+        self.q, self.k = q, k
+        self.shape: tuple[int, int, int, int] = (q.size(0), heads, q.size(-2), k.size(-2))
+        self.mask4 = None if mask is None else products.as_four_axes(mask, self.shape, exponential=self.is_exponential)
+        if sink is not None and (sink.shape != (heads,) or not self.is_exponential):
+            raise ShapeError(
+                f"a sink is one logit per head ({heads},) of an exponential kernel; got {_s(sink)}, {kernel!r}"
+            )
+        self.sink = sink
+        self.has_keys = True  # False where only logits are known
+        self.remembered: tuple[tuple[int, ...], Tensor] | None = None  # by `attention_sums`
+
+    @classmethod
+    def from_logits(cls, logits: Tensor, sink: Tensor | None = None) -> AttentionOperator:
+        """The operator softmax(logits), of a model that wrote its attention out: (batch, heads, queries, keys).
+
+        The logits are the queries and unit vectors the keys, so q kᵀ is the logits. What is hidden, by −∞ or the lowest
+        number there is, becomes a mask. Memory is that of the matrix, which the model has formed already.
+        """
+        batch, heads, _, keys = logits.shape
+        visible = logits > torch.finfo(logits.dtype).min / 2
+        visible |= ~visible.any(-1, keepdim=True) & (logits > -torch.inf)  # a row of lowest numbers is a uniform one
+        units = torch.eye(keys, dtype=logits.dtype, device=logits.device).expand(batch, heads, keys, keys)
+        made = cls(logits.masked_fill(~visible, 0), units, mask=visible, scale=1.0, sink=sink)
+        made.has_keys = False
+        return made
+
+    def __repr__(self) -> str:
+        details = f"shape={self.shape}, kernel={self.kernel!r}, causal={self.causal}, scale={self.scale:.4g}"
+        if self.definition.softcap is not None:
+            details += f", softcap={self.definition.softcap:g}"
+        details += "" if self.sink is None else ", with a sink"
+        mask = "None" if self.mask is None else f"{self.mask.dtype} {_s(self.mask)}"
+        return f"AttentionOperator({details}, mask={mask}, dtype={self.dtype}, device={self.device})"
+
+    @property
+    def heads(self) -> int:
+        """The number of query heads."""
+        return self.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the queries."""
+        return self.q.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the queries."""
+        return self.q.device
+
+    @property
+    def is_exponential(self) -> bool:
+        """Whether the kernel is an exponential of logits (softmax, symmetric, rbf)."""
+        return self.definition.is_exponential
+
+    @property
+    def masks_keys_only(self) -> bool:
+        """Whether the mask, if any, is the same for every query (causality aside)."""
+        return self.mask4 is None or self.mask4.size(-2) == 1
+
+    @property
+    def is_reversible(self) -> bool:
+        """Whether A is a symmetric kernel divided by its row sums: q is k, and only keys are masked."""
+        return self.q is self.k and self.masks_keys_only and not self.causal and self.sink is None
+
+    @cached_property
+    def is_triangular(self) -> bool:
+        """Whether no token of any sample or head takes anything from a later one: A is causal, or masked to be so.
+
+        Read off the entries, one block of rows at a time: masks say the same in many ways (bool, −∞, a large negative
+        number, with a bias or without), and a row that such a number hides altogether sees every token.
+        """
+        if self.shape[-2] != self.shape[-1]:
+            return False
+        if self.causal or self.mask4 is None:
+            return self.causal
+        with torch.no_grad():
+            return not any(weights.triu(rows.start + 1).any() for rows, weights in products.Tiles(self))
+
+    @property
+    def T(self) -> TransposedOperator:  # noqa: N802
+        """The transpose: `A.T @ y` is Aᵀy."""
+        return TransposedOperator(self)
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        return self.apply(x)
+
+    def apply(self, x: Tensor, dropout: float = 0.0) -> Tensor:
+        """A x for x (batch, heads or key heads, keys, channels); dropout acts on the attention weights."""
+        self._check_operand("x", x, tokens=self.shape[-1], heads={self.heads, self.key_heads})
+        if self.sink is not None:
+            return self._scaled(self.without_sink().apply(x, dropout))
+        A, x = self._promoted(x)
+        if products.can_fuse(A, x, dropout):
+            return products.fused_apply(A, x, dropout)
+        if products.can_associate(A) and dropout == 0.0:
+            return products.associative_apply(A, x)
+        return products.tiled_apply(A, x, dropout)
+
+    def apply_transpose(self, y: Tensor) -> Tensor:
+        """Aᵀ y for y (batch, heads, queries, channels)."""
+        self._check_operand("y", y, tokens=self.shape[-2], heads={self.heads})
+        if self.sink is not None:
+            return self.without_sink().apply_transpose(self._scaled(y))
+        A, y = self._promoted(y)
+        if products.can_associate(A):
+            return products.associative_transpose(A, y)
+        if products.can_fuse(A, y) and not products.needs_grad(A.q, A.k, A.mask, y):
+            return products.fused_transpose(A, y)
+        return products.tiled_transpose(A, y)
+
+    def logsumexp(self) -> Tensor:
+        """log Σ_j kernel(i, j) over the keys of every row (batch, heads, queries); a sink is not one of them."""
+        if attention_sums.is_available(self):
+            return attention_sums.row_sums(self).log_sums
+        return products.associative_logsumexp(self) if products.can_associate(self) else products.tiled_logsumexp(self)
+
+    @property
+    def row_scale(self) -> Tensor:
+        """σ(logsumexp − sink) (batch, heads, queries, 1), to which the rows sum; ones without a sink."""
+        sums = self.logsumexp().unsqueeze(-1)
+        if self.sink is None:
+            return torch.ones_like(sums)
+        lowest = torch.finfo(sums.dtype).min  # a sink of −∞ would make a row without keys NaN
+        return torch.sigmoid(sums - self.sink.to(sums.dtype).clamp(min=lowest)[:, None, None])
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        """Rows times `row_scale`, in the wider dtype of A and x."""
+        scale = self.row_scale
+        return (scale * x).to(torch.promote_types(self.dtype, x.dtype))
+
+    def without_sink(self) -> AttentionOperator:
+        """The operator whose rows sum to one: every row divided by its `row_scale`."""
+        return self if self.sink is None else self._like(self.q, self.k, self.mask, self.kernel, None)
+
+    def require_row_sums_of_one(self, what: str) -> None:
+        """Refuse what is only defined for rows that sum to one."""
+        if self.sink is not None:
+            raise AcutanceError(
+                f"{what} needs rows that sum to one, but this attention has a sink; use A.without_sink() for the "
+                "attention among the tokens alone"
+            )
+
+    def dense(self) -> Tensor:
+        """The whole matrix (batch, heads, queries, keys): for tests and few tokens."""
+        return torch.cat([weights for _, weights in self.tiles()], dim=-2)
+
+    def tiles(self, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Blocks of rows as (slice, weights (batch, heads, rows, keys)): memory stays linear in tokens."""
+        tiles = iter(products.Tiles(self, rows))
+        if self.sink is None:
+            return tiles
+        scale = self.row_scale
+        return ((block, scale[..., block, :] * weights) for block, weights in tiles)
+
+    def diagonal(self) -> Tensor:
+        """The entries A_ii (batch, heads, tokens): how much each token keeps of itself."""
+        self._check_square("the diagonal")
+        own = products.diagonal(self)
+        return own if self.sink is None else self.row_scale.squeeze(-1) * own
+
+    def eigenvalues(self, k: int | None = None) -> Tensor:
+        """The k eigenvalues of largest magnitude, or all, complex (batch, heads, k), by decreasing magnitude.
+
+        Exact for a triangular A, causal or masked to be so. Otherwise from the matrix up to 512 tokens, by Arnoldi
+        iteration on products above; a warning gives the residual where that has not converged.
+        """
+        self._check_square("eigenvalues")
+        with torch.no_grad():
+            return spectra.eigenvalues(self, k)
+
+    def extreme_eigenvalues(self) -> tuple[Tensor, Tensor]:
+        """The eigenvalues μ_max and μ_min of largest and smallest real part, complex (batch, heads) each."""
+        self._check_square("eigenvalues")
+        with torch.no_grad():
+            return spectra.extreme_eigenvalues(self)
+
+    def stationary(self) -> Tensor:
+        """The distribution π with πᵀA = πᵀ (batch, heads, tokens)."""
+        self._check_square("a stationary distribution")
+        self.require_row_sums_of_one("a stationary distribution")
+        with torch.no_grad():
+            return spectra.stationary(self)
+
+    def symmetrised(self) -> AttentionOperator:
+        """The operator with q := k and everything else the same."""
+        if not self.has_keys:
+            raise AcutanceError(
+                "the symmetric kernel needs the keys, but this model wrote its softmax out, and only its logits are "
+                "known: use a model that calls scaled_dot_product_attention, or metrics that need A alone"
+            )
+        k = repeat_heads(self.k, self.heads)
+        return self.like(k, k, self.mask, kernel="symmetric" if self.kernel == "softmax" else self.kernel)
+
+    def to(self, dtype: torch.dtype) -> AttentionOperator:
+        """The operator computed in another floating-point dtype."""
+        return self.map(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> AttentionOperator:
+        """The operator with a function applied to its queries, keys, mask and sink."""
+        k = function(self.k)
+        q = k if self.q is self.k else function(self.q)
+        mask, sink = (None if given is None else function(given) for given in (self.mask, self.sink))
+        return self._like(q, k, mask, self.kernel, sink)
+
+    def like(self, q: Tensor, k: Tensor, mask: Tensor | None, kernel: str | None = None) -> AttentionOperator:
+        """An operator with other queries, keys and mask, and everything else the same; or with another kernel too."""
+        return self._like(q, k, mask, kernel or self.kernel, self.sink)
+
+    def _like(self, q: Tensor, k: Tensor, mask: Tensor | None, kernel: str, sink: Tensor | None) -> AttentionOperator:
+        other = AttentionOperator(
+            q,
+            k,
+            mask=mask,
+            causal=self.causal,
+            scale=self.scale,
+            kernel=kernel,
+            softcap=self.definition.softcap,
+            sink=sink,
+        )
+        other.key_heads, other.has_keys = self.key_heads, self.has_keys
+        return other
+
+    def _promoted(self, x: Tensor) -> tuple[AttentionOperator, Tensor]:
+        """Operator and operand in one dtype, the wider of the two; autocast chooses its own."""
+        if x.dtype == self.q.dtype == self.k.dtype or torch.is_autocast_enabled(x.device.type):
+            return self, x
+        dtype = torch.promote_types(torch.promote_types(self.q.dtype, self.k.dtype), x.dtype)
+        return self.to(dtype), x.to(dtype)
+
+    def _check_square(self, what: str) -> None:
+        if self.shape[-2] != self.shape[-1]:
+            raise ShapeError(f"{what} of A needs as many queries as keys; (batch, heads, queries, keys) = {self.shape}")
+
+    def _check_operand(self, name: str, x: Tensor, *, tokens: int, heads: set[int]) -> None:
+        expected = f"({self.shape[0]}, {' or '.join(str(h) for h in sorted(heads))}, {tokens}, any)"
+        if x.ndim != 4 or x.size(0) != self.shape[0] or x.size(1) not in heads or x.size(-2) != tokens:
+            raise ShapeError(
+                f"{name} {_s(x)} does not fit A {self.shape}: expected (batch, heads, tokens, channels) = {expected}"
+            )
+        _check_devices(self.q, **{name: x})
+
+
+class TransposedOperator:
+    """Aᵀ, waiting to be applied."""
+
+    def __init__(self, operator: AttentionOperator) -> None:
+        self.T = operator
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, heads, keys, queries)."""
+        batch, heads, queries, keys = self.T.shape
+        return batch, heads, keys, queries
+
+    def __matmul__(self, y: Tensor) -> Tensor:
+        return self.T.apply_transpose(y)
+
+
+def _check_queries_and_keys(q: Tensor, k: Tensor) -> None:
+    if q.ndim != 4 or k.ndim != 4:
+        raise ShapeError(f"q and k are (batch, heads, tokens, width); got {_both(q, k)}")
+    if 0 in (*q.shape, *k.shape):
+        raise ShapeError(f"q and k (batch, heads, tokens, width) need at least one of each; got {_both(q, k)}")
+    for name, tensor in (("q", q), ("k", k)):
+        if not tensor.is_floating_point():
+            raise AcutanceError(f"{name} is {tensor.dtype}; queries and keys are floating point, give {name}.float()")
+    if q.size(0) != k.size(0) or q.size(-1) != k.size(-1):
+        raise ShapeError(f"q and k differ in batch or width: {_both(q, k)}")
+    if q.size(1) % k.size(1) != 0:
+        raise ShapeError(f"the heads of q are no multiple of the heads of k: {_both(q, k)}")
+
+
+def _both(q: Tensor, k: Tensor) -> str:
+    return f"q {_s(q)}, k {_s(k)}"
+
+
+def _check_devices(q: Tensor, **others: Tensor | None) -> None:
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != q.device:
+            raise AcutanceError(f"{name} is on {tensor.device}, the queries on {q.device}; move one of them")
+
+
+def _s(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)

@@ -1,0 +1,497 @@
+"""Products with A, its entries and its row sums, in linear memory.
+
+A kernel k(q, k) is a few lines in `KERNELS`. It always has a logarithm (`log_weights`), from which the tiled products
+follow. Two kinds are faster: a kernel exp(scale · q'·k') goes through `scaled_dot_product_attention` (`fused_*`), and a
+kernel φ(q)·φ(k) is multiplied by associativity (`associative_*`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from acutance.errors import AcutanceError, ShapeError
+
+if TYPE_CHECKING:
+    from acutance.attention.operator import AttentionOperator
+
+FEWEST_ROWS = 16
+CPU_TILE = 2**20  # entries of a tile, all heads together: it stays in the cache
+GPU_TILE = 2**22  # it keeps the device busy
+WIDEST = 256  # the largest head width of the flash back-ends
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One attention kernel: log k(q, k), and the structure that makes products with it fast."""
+
+    name: str
+    log_weights: Callable[[Tensor, Tensor, float], Tensor]  # (..., N, D), (..., M, D), scale -> (..., N, M)
+    channels: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # q, k -> q', k'
+    log_features: Callable[[Tensor], Tensor] | None = None  # x -> log φ(x)
+    queries_are_keys: bool = False
+    softcap: float | None = None  # logits s become c·tanh(s/c)
+
+    @property
+    def is_exponential(self) -> bool:
+        """Whether the kernel is an exponential of logits, to which a bias can be added."""
+        return self.channels is not None or self.softcap is not None
+
+    def capped(self, softcap: float) -> Kernel:
+        """The kernel with its logits kept within ±softcap, as in Gemma 2; products then go by tiles."""
+        if not self.is_exponential:
+            raise AcutanceError(f"softcap is for kernels that are an exponential of logits, not for {self.name!r}")
+        if not softcap > 0:
+            raise AcutanceError(f"softcap must be positive, not {softcap}")
+        plain = self.log_weights
+
+        def log_weights(q: Tensor, k: Tensor, scale: float) -> Tensor:
+            return softcap * torch.tanh(plain(q, k, scale) / softcap)
+
+        return replace(self, log_weights=log_weights, channels=None, softcap=softcap)
+
+
+def _dot_product(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    return (q * scale) @ k.mT
+
+
+def _unchanged(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return q, k
+
+
+def _squared_distance(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    half_norms = (q.square().sum(-1).unsqueeze(-1) + k.square().sum(-1).unsqueeze(-2)) / 2
+    return scale * (q @ k.mT - half_norms)
+
+
+def _distance_channels(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """−‖q−k‖²/2 = q·k − ‖k‖²/2 − ‖q‖²/2: the middle term is one more channel, the last cancels in a row."""
+    half_norm = k.to(accumulation_dtype(k)).square().sum(-1, keepdim=True) / 2
+    leading = half_norm.to(k.dtype)
+    # What half precision rounds away of ‖k‖²/2 goes into a second channel: the padding has room for it.
+    remainder = (half_norm - leading).to(k.dtype)
+    spare = -(q.size(-1) + 2) % 8
+    ones = torch.ones_like(q[..., :1])
+    q = torch.cat([q, ones, ones, q.new_zeros(*q.shape[:-1], spare)], dim=-1)
+    k = torch.cat([k, -leading, -remainder, k.new_zeros(*k.shape[:-1], spare)], dim=-1)
+    return q, k
+
+
+def _log_elu_plus_one(x: Tensor) -> Tensor:
+    """The log of elu(x) + 1, which is x + 1 above zero and exp(x) below."""
+    return torch.log1p(F.relu(x)) + x.clamp(max=0)
+
+
+def _log_feature_product(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    del scale  # φ(q)·φ(k) has none
+    query_features, key_features, row_scale = scaled_features(_log_elu_plus_one(q), _log_elu_plus_one(k))
+    return _safe_log(query_features @ key_features.mT) + row_scale
+
+
+def _log_square(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    return 2 * _safe_log((1 + (q * scale) @ k.mT).abs())
+
+
+def _safe_log(x: Tensor) -> Tensor:
+    """A log whose value and gradient stay finite at zero."""
+    return x.clamp(min=torch.finfo(x.dtype).tiny).log()
+
+
+def scaled_features(log_q: Tensor, log_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Features φ(q), φ(k) scaled to lie in [0, 1], with the log factor that was taken out of each query.
+
+    Every channel of the keys reaches one at some token, and every query has a channel equal to one, so that
+    the sum over keys is at least one whatever the size of the inputs. Masked keys have log φ = −∞.
+    """
+    key_scale = log_k.detach().amax(dim=-2, keepdim=True)
+    key_scale = key_scale.masked_fill(key_scale == -torch.inf, 0.0)
+    log_q = log_q + key_scale
+    row_scale = log_q.detach().amax(dim=-1, keepdim=True)
+    return (log_q - row_scale).exp(), (log_k - key_scale).exp(), row_scale
+
+
+def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
+    """Float32 or better: what sums over tokens are accumulated in."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel("softmax", _dot_product, channels=_unchanged),
+        Kernel("symmetric", _dot_product, channels=_unchanged, queries_are_keys=True),
+        Kernel("rbf", _squared_distance, channels=_distance_channels),
+        Kernel("linear", _log_feature_product, log_features=_log_elu_plus_one),
+        Kernel("polynomial", _log_square),
+    )
+}
+
+
+def get_kernel(name: str) -> Kernel:
+    """The kernel of that name."""
+    if name not in KERNELS:
+        raise AcutanceError(f"unknown kernel {name!r}; the known ones are {', '.join(sorted(KERNELS))}")
+    return KERNELS[name]
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """The tensor with each of its heads repeated for the group of query heads that share it."""
+    return x if x.size(1) == heads else x.repeat_interleave(heads // x.size(1), dim=1)
+
+
+def as_four_axes(mask: Tensor, shape: tuple[int, int, int, int], *, exponential: bool) -> Tensor:
+    """A view of the mask that broadcasts against (B, H, N, M); a (B, M) bool mask is a mask of the keys."""
+    batch, _, _, keys = shape
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise AcutanceError(f"the mask is {mask.dtype}; give mask.bool(), True where a token takes part")
+    if mask.is_floating_point() and not exponential:
+        raise AcutanceError("an additive float mask needs an exponential kernel; give a bool mask instead")
+    if mask.dtype == torch.bool and tuple(mask.shape) == (batch, keys):
+        return mask[:, None, None, :]
+    axes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+    if len(axes) != 4 or any(size not in (1, full) for size, full in zip(axes, shape, strict=True)):
+        raise ShapeError(
+            f"mask {tuple(mask.shape)} is neither a key mask (batch, keys) = {(batch, keys)} "
+            f"nor broadcastable to (batch, heads, queries, keys) = {tuple(shape)}"
+        )
+    return mask.view(axes).expand(-1, -1, -1, keys)
+
+
+def seen_keys(A: AttentionOperator, rows: slice) -> int:
+    """How many of the first keys these rows may look at: all of them, unless A is causal."""
+    queries, keys = A.shape[-2:]
+    return min(keys, max(1, rows.stop + keys - queries)) if A.causal else keys
+
+
+def mask_rows(A: AttentionOperator, rows: slice) -> Tensor | None:
+    """The mask, causality included, of some query rows against the keys they may see."""
+    mask, keys = A.mask4, seen_keys(A, rows)
+    if mask is not None:
+        mask = mask[..., :keys] if mask.size(-2) == 1 else mask[..., rows, :keys]
+    if not A.causal:
+        return mask
+    last_seen = torch.arange(rows.start, rows.stop, device=A.device) + (A.shape[-1] - A.shape[-2])
+    seen = torch.arange(keys, device=A.device) <= last_seen[:, None]
+    if mask is None:
+        return seen
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
+
+
+def without_dead_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The mask with fully masked rows opened, and where those rows are.
+
+    A softmax over nothing is NaN, in some back-ends in its gradient alone: such a row sees everything, and
+    its output is set to zero afterwards.
+    """
+    visible = mask if mask.dtype == torch.bool else mask > -torch.inf
+    dead = ~visible.any(dim=-1, keepdim=True)
+    return (mask | dead if mask.dtype == torch.bool else mask.masked_fill(dead, 0.0)), dead
+
+
+def add_mask(log_weights: Tensor, mask: Tensor | None) -> Tensor:
+    """Log-weights with masked entries at −∞, or with the bias added."""
+    if mask is None:
+        return log_weights
+    if mask.dtype == torch.bool:
+        return log_weights.masked_fill(~mask, -torch.inf)
+    return log_weights + mask
+
+
+def row_blocks(A: AttentionOperator, entries_per_row: int, rows: int | None = None) -> list[slice]:
+    """Slices over the query rows such that a block of entries stays linear in the number of keys."""
+    queries = A.shape[-2]
+    on_cpu = A.device.type == "cpu"
+    # On a device short blocks wait for their launches: one may be as large as queries and keys together.
+    fewest = FEWEST_ROWS if on_cpu else max(FEWEST_ROWS, 2 * A.q.size(-1))
+    rows = rows or max(fewest, (CPU_TILE if on_cpu else GPU_TILE) // max(1, entries_per_row))
+    return [slice(start, min(start + rows, queries)) for start in range(0, queries, rows)]
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd would record an operation on these tensors."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def run_block(function: Callable[..., Tensor], rows: slice, *tensors: Tensor, several: bool) -> Tensor:
+    """function(rows, *tensors); of several blocks none is kept for the backward pass, which recomputes it."""
+    if several and needs_grad(*tensors):
+        result: Tensor = checkpoint(function, rows, *tensors, use_reentrant=False)
+        return result
+    return function(rows, *tensors)
+
+
+def stack_blocks(function: Callable[..., Tensor], blocks: list[slice], *tensors: Tensor, dim: int) -> Tensor:
+    """The results of all blocks, one after the other along `dim`."""
+    if len(blocks) == 1 or needs_grad(*tensors):
+        several = len(blocks) > 1
+        return torch.cat([run_block(function, rows, *tensors, several=several) for rows in blocks], dim)
+    # Written into one buffer: many small results kept between large freed ones would fragment the heap.
+    out: Tensor | None = None
+    for rows in blocks:
+        part = function(rows, *tensors)
+        if out is None:
+            shape = list(part.shape)
+            shape[dim] = blocks[-1].stop
+            out = part.new_empty(shape)
+        out.narrow(dim, rows.start, rows.stop - rows.start).copy_(part)
+    assert out is not None
+    return out
+
+
+def full_precision(A: AttentionOperator) -> torch.autocast:
+    """Autocast off: rounded log-weights would be wrong by the size of the logits."""
+    return torch.autocast(A.device.type, enabled=False)
+
+
+class Tiles:
+    """The operator's entries, one block of query rows at a time, in float32 or better."""
+
+    def __init__(self, A: AttentionOperator, rows: int | None = None) -> None:
+        batch, heads, _, keys = A.shape
+        self.operator = A
+        self.blocks = row_blocks(A, batch * heads * keys, rows)
+        self.several = len(self.blocks) > 1
+        dtype = accumulation_dtype(A.q, A.k)
+        self.q, self.k = A.q.to(dtype), repeat_heads(A.k, heads).to(dtype)
+
+    def log_weights(self, rows: slice, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Log-weights of some rows against the keys they may see, unmasked, and their mask."""
+        A = self.operator
+        keys = k[..., : seen_keys(A, rows), :]
+        with full_precision(A):
+            return A.definition.log_weights(q[..., rows, :], keys, A.scale), mask_rows(A, rows)
+
+    def logsumexp(self, rows: slice, q: Tensor, k: Tensor) -> Tensor:
+        """Log of the row sums of the kernel; −∞ where every key is masked."""
+        log_weights, mask = self.log_weights(rows, q, k)
+        if mask is None:
+            return log_weights.logsumexp(dim=-1)
+        mask, dead = without_dead_rows(mask)
+        return add_mask(log_weights, mask).logsumexp(dim=-1).masked_fill(dead.squeeze(-1), -torch.inf)
+
+    def weights(self, rows: slice, q: Tensor, k: Tensor) -> Tensor:
+        """Entries of some rows and the keys they may see: a row sums to one, a fully masked one is zero."""
+        log_weights, mask = self.log_weights(rows, q, k)
+        if mask is None:
+            return log_weights.softmax(dim=-1)
+        mask, dead = without_dead_rows(mask)
+        return add_mask(log_weights, mask).softmax(dim=-1).masked_fill(dead, 0.0)
+
+    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
+        for rows in self.blocks:
+            yield rows, _append_zeros(self.weights(rows, self.q, self.k), self.k.size(-2), dim=-1)
+
+
+def tiled_logsumexp(A: AttentionOperator) -> Tensor:
+    """log Σ_j k(i, j) of every row, in float32 or better."""
+    tiles = Tiles(A)
+    return stack_blocks(tiles.logsumexp, tiles.blocks, tiles.q, tiles.k, dim=-1)
+
+
+def tiled_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor:
+    """A x, in the dtype of x."""
+    tiles = Tiles(A)
+    values = repeat_heads(x, A.heads).to(accumulation_dtype(tiles.q, x))
+
+    def product(rows: slice, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
+        weights = F.dropout(tiles.weights(rows, q, k), dropout)
+        with full_precision(A):
+            return weights @ values[..., : weights.size(-1), :]
+
+    return stack_blocks(product, tiles.blocks, tiles.q, tiles.k, values, dim=-2).to(x.dtype)
+
+
+def tiled_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
+    """Aᵀ y, in the dtype of y."""
+    tiles = Tiles(A)
+    values = y.to(accumulation_dtype(tiles.q, y))
+
+    def product(rows: slice, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
+        weights = tiles.weights(rows, q, k)
+        with full_precision(A):
+            return _append_zeros(weights.mT @ values[..., rows, :], k.size(-2), dim=-2)
+
+    total = values.new_zeros(*A.shape[:2], A.shape[-1], y.size(-1))
+    for rows in tiles.blocks:
+        total = total + run_block(product, rows, tiles.q, tiles.k, values, several=tiles.several)
+    return total.to(y.dtype)
+
+
+def diagonal(A: AttentionOperator) -> Tensor:
+    """The entries A_ii of a square operator, in float32 or better."""
+    tiles = Tiles(A)
+    with full_precision(A):  # every token is a problem of one query and one key
+        pairs = A.definition.log_weights(tiles.q.unsqueeze(-2), tiles.k.unsqueeze(-2), A.scale)
+    log_weights = pairs.flatten(-3)
+    if A.mask4 is not None:
+        own = A.mask4.expand(-1, -1, A.shape[-2], -1).diagonal(dim1=-2, dim2=-1)
+        log_weights = add_mask(log_weights, own)
+    row_sums = A.logsumexp() if A.is_exponential else tiled_logsumexp(A)
+    dead = row_sums == -torch.inf
+    return (log_weights - row_sums.masked_fill(dead, 0.0)).exp().masked_fill(dead, 0.0)
+
+
+def _append_zeros(x: Tensor, size: int, dim: int) -> Tensor:
+    missing = size - x.size(dim)
+    return x if missing == 0 else F.pad(x, (0, 0) * (-dim - 1) + (0, missing))
+
+
+def can_fuse(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> bool:
+    """Whether a fused back-end would take this product; otherwise SDPA forms the whole matrix."""
+    if A.definition.channels is None:
+        return False
+    if A.device.type == "cpu":
+        return dropout == 0.0
+    return x.dtype != torch.float64
+
+
+def fused_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor:
+    """A x. Without a mask, and with values as wide as the keys, this is one plain SDPA call."""
+    assert A.definition.channels is not None
+    q, k = A.definition.channels(A.q, A.k)
+    q, k, pieces = _one_width(q, k, x)
+    out = [_attend(A, q, k, piece, dropout) for piece in pieces]
+    if len(out) == 1 and out[0].size(-1) == x.size(-1):
+        return out[0]
+    return torch.cat(out, dim=-1)[..., : x.size(-1)]
+
+
+def fused_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
+    """Aᵀ y, outside autograd: the vector-Jacobian product of A with respect to its values."""
+    # Inference tensors cannot be differentiated; their copies made outside inference mode can.
+    with torch.inference_mode(False), torch.enable_grad():
+        A, y = A.map(_constant), _constant(y)
+        values = y.new_zeros(*A.shape[:2], A.shape[-1], y.size(-1)).requires_grad_()
+        (product,) = torch.autograd.grad(fused_apply(A, values), values, y)
+    return product
+
+
+def _constant(x: Tensor) -> Tensor:
+    return x.clone() if x.is_inference() else x.detach()
+
+
+def _one_width(q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """What the fused back-ends take: queries, keys and pieces of the values of one width, rows contiguous."""
+    q, k, x = _contiguous_rows(q), _contiguous_rows(k), _contiguous_rows(x)
+    aligned = x.device.type == "cpu" or x.size(-1) % 8 == 0
+    if q.size(-1) == x.size(-1) and aligned:
+        return q, k, [x]
+    width = max(q.size(-1), min(x.size(-1), WIDEST))
+    width += -width % 8
+    pieces = [_pad(piece, width) for piece in torch.split(x, width, dim=-1)]
+    return _pad(q, width), _pad(k, width), pieces
+
+
+def _contiguous_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _pad(x: Tensor, width: int) -> Tensor:
+    return x if x.size(-1) == width else F.pad(x, (0, width - x.size(-1)))
+
+
+def _attend(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float) -> Tensor:
+    queries, keys = A.shape[-2:]
+    if not A.causal or queries == 1:
+        return _sdpa(q, k, x, A.mask4, A.scale, dropout)
+    if A.mask4 is None and queries == keys:
+        return _sdpa(q, k, x, None, A.scale, dropout, causal=True)
+    if A.mask4 is None and queries > keys:  # the first queries see nothing, the others form a square
+        square = _sdpa(q[..., queries - keys :, :], k, x, None, A.scale, dropout, causal=True)
+        return F.pad(square, (0, 0, queries - keys, 0))
+    return _attend_by_rows(A, q, k, x, dropout)
+
+
+def _attend_by_rows(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float) -> Tensor:
+    """Causality with a mask or with a cache, which SDPA does not know: as one mask per block of rows."""
+    masks = 1 if A.mask4 is None else A.mask4.size(0) * A.mask4.size(1)
+    blocks = row_blocks(A, masks * A.shape[-1])
+
+    def attend(rows: slice, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
+        seen = seen_keys(A, rows)
+        mask = mask_rows(A, rows)
+        with _any_shape_at_once(A):
+            return _sdpa(q[..., rows, :], k[..., :seen, :], x[..., :seen, :], mask, A.scale, dropout)
+
+    return stack_blocks(attend, blocks, q, k, x, dim=-2)
+
+
+def _any_shape_at_once(A: AttentionOperator) -> AbstractContextManager[None]:
+    """On CUDA without cuDNN, which plans for a while at each new shape: here every block has its own."""
+    if A.device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, x: Tensor, mask: Tensor | None, scale: float, dropout: float, causal: bool = False
+) -> Tensor:
+    heads = q.size(1)
+    # Grouped heads: of the linear-memory back-ends only flash on CUDA knows them in every version of PyTorch (older
+    # CPU ones fall back to the whole matrix), and it knows neither masks nor float32. Elsewhere, repeat the heads.
+    knows_groups = q.device.type == "cuda" and mask is None and q.dtype != torch.float32
+    grouped = knows_groups and k.size(1) == x.size(1) != heads
+    if not grouped:
+        k, x = repeat_heads(k, heads), repeat_heads(x, heads)
+    dead = None
+    if mask is not None:
+        mask, dead = without_dead_rows(mask)
+        mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
+    out = scaled_dot_product_attention(
+        q, k, x, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+    return out if dead is None else out.masked_fill(dead, 0.0)
+
+
+def can_associate(A: AttentionOperator) -> bool:
+    """Whether A is a product of features: no causality, and no mask beyond one of the keys."""
+    return A.definition.log_features is not None and not A.causal and A.masks_keys_only
+
+
+def associative_apply(A: AttentionOperator, x: Tensor) -> Tensor:
+    """A x, in the dtype of x."""
+    with full_precision(A):
+        query_features, key_features, row_sums, _ = _factors(A)
+        values = repeat_heads(x, A.heads).to(accumulation_dtype(query_features, x))
+        return (query_features @ (key_features.mT @ values) / row_sums).to(x.dtype)
+
+
+def associative_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
+    """Aᵀ y, in the dtype of y."""
+    with full_precision(A):
+        query_features, key_features, row_sums, _ = _factors(A)
+        return (key_features @ (query_features.mT @ (y.to(row_sums.dtype) / row_sums))).to(y.dtype)
+
+
+def associative_logsumexp(A: AttentionOperator) -> Tensor:
+    """log Σ_j φ(q_i)·φ(k_j) of every row, in float32 or better."""
+    with full_precision(A):
+        _, key_features, row_sums, row_scale = _factors(A)
+        dead = key_features.detach().sum(dim=(-2, -1)).unsqueeze(-1) == 0
+        return (row_sums.log() + row_scale).squeeze(-1).masked_fill(dead, -torch.inf)
+
+
+def _factors(A: AttentionOperator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scaled φ(q), φ(k), the row sums of their product, and the log factor taken out of each row."""
+    assert A.definition.log_features is not None
+    dtype = accumulation_dtype(A.q, A.k)
+    log_q = A.definition.log_features(A.q.to(dtype))
+    log_k = A.definition.log_features(repeat_heads(A.k, A.heads).to(dtype))
+    if A.mask4 is not None:
+        log_k = log_k.masked_fill(~A.mask4.mT, -torch.inf)
+    query_features, key_features, row_scale = scaled_features(log_q, log_k)
+    row_sums = query_features @ key_features.sum(dim=-2, keepdim=True).mT
+    # With a key in sight the sum is at least one; without any it is zero and so are the products.
+    return query_features, key_features, row_sums.clamp(min=0.5), row_scale

@@ -1,0 +1,250 @@
+"""Eigenvalues and stationary distributions of attention operators."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from acutance.attention.products import accumulation_dtype, add_mask
+from acutance.errors import AcutanceError, AcutanceWarning
+
+if TYPE_CHECKING:
+    from acutance.attention.operator import AttentionOperator
+
+DENSE_TOKENS = 512  # below, the matrix is cheaper than products with it
+LARGEST_DENSE_TOKENS = 4096
+POWER_ITERATIONS = 2000
+BLOCK = 8  # a fused product costs the same for a few vectors as for one, and a block finds repeated eigenvalues
+LARGEST_SPACE = 512
+MOST_VALUES = LARGEST_SPACE // 4  # more would not converge in the largest space
+
+Select = Callable[[Tensor], Tensor]  # Ritz values (..., m) -> indices (..., k) of the wanted ones
+
+
+def eigenvalues(A: AttentionOperator, k: int | None) -> Tensor:
+    """The eigenvalues of A, or the k largest by magnitude, in decreasing magnitude."""
+    tokens = A.shape[-1]
+    if k is not None and not 1 <= k <= tokens:
+        raise AcutanceError(f"k = {k} eigenvalues of an operator on {tokens} tokens; give 1 <= k <= {tokens}")
+    wanted = tokens if k is None else k
+
+    def largest(values: Tensor) -> Tensor:
+        return _by_magnitude(values)[..., :wanted]
+
+    values = _known_spectrum(A, wanted)
+    if values is None:
+        return _arnoldi(A, largest, wanted)
+    return values.gather(-1, largest(values))
+
+
+def extreme_eigenvalues(A: AttentionOperator) -> tuple[Tensor, Tensor]:
+    """The eigenvalues with the most positive and the most negative real part."""
+
+    def extremes(values: Tensor) -> Tensor:
+        return torch.stack([values.real.argmax(dim=-1), values.real.argmin(dim=-1)], dim=-1)
+
+    values = _known_spectrum(A, wanted=2)
+    found = _arnoldi(A, extremes, 2) if values is None else values.gather(-1, extremes(values))
+    return found[..., 0], found[..., 1]
+
+
+def _known_spectrum(A: AttentionOperator, wanted: int) -> Tensor | None:
+    """Every eigenvalue where that is affordable, else None: triangular or small operators."""
+    tokens = A.shape[-1]
+    if A.is_triangular:
+        return _as_complex(A.diagonal())
+    if tokens > DENSE_TOKENS and wanted <= MOST_VALUES:
+        return None
+    if tokens > LARGEST_DENSE_TOKENS:
+        raise AcutanceError(
+            f"{wanted} eigenvalues of {tokens} tokens would need the {tokens} × {tokens} matrix; pass "
+            f"k <= {MOST_VALUES} for the k largest (all of them up to {LARGEST_DENSE_TOKENS} tokens)"
+        )
+    entries = A.dense()
+    if not A.is_reversible:
+        spectrum: Tensor = torch.linalg.eigvals(entries)
+        return spectrum
+    # A = k_ij / d_i with k symmetric has the real spectrum of the symmetric k_ij / √(d_i d_j) = √(A_ij A_ji).
+    return _as_complex(torch.linalg.eigvalsh(entries.sqrt() * entries.mT.sqrt()))
+
+
+def _arnoldi(A: AttentionOperator, select: Select, count: int) -> Tensor:
+    precise = A.to(accumulation_dtype(A.q, A.k))
+    start = precise.q.new_empty(*A.shape[:3], BLOCK)
+    multiply = products(precise)
+    return arnoldi_eigenvalues(multiply, _random_like(start), select, count)
+
+
+def products(A: AttentionOperator) -> Callable[[Tensor], Tensor]:
+    """x ↦ A x for many products with one A: a sink's row scale is computed once."""
+    if A.sink is None:
+        return A.apply
+    scale, plain = A.row_scale.to(A.dtype), A.without_sink()
+    return lambda x: scale * plain.apply(x)
+
+
+def _as_complex(values: Tensor) -> Tensor:
+    return torch.complex(values, torch.zeros_like(values))
+
+
+def _by_magnitude(values: Tensor) -> Tensor:
+    """Indices in decreasing magnitude; of a conjugate pair the positive imaginary part comes first."""
+    by_phase = values.imag.argsort(dim=-1, descending=True)
+    by_size = values.abs().gather(-1, by_phase).argsort(dim=-1, descending=True, stable=True)
+    return by_phase.gather(-1, by_size)
+
+
+def stationary(A: AttentionOperator) -> Tensor:
+    """The distribution π with πᵀA = πᵀ: where a long walk over the tokens ends up."""
+    if A.masks_keys_only and A.causal:
+        return _first_visible(A)
+    if A.is_reversible:
+        return _from_row_sums(A)
+    return _by_solving(A) if A.shape[-1] <= DENSE_TOKENS else _by_walking(A)
+
+
+def _first_visible(A: AttentionOperator) -> Tensor:
+    """Causal: the first token that can be seen sees itself alone, so every walk ends there."""
+    dtype = accumulation_dtype(A.q, A.k)
+    visible = torch.zeros(A.shape[-1], dtype=dtype, device=A.device).expand(*A.shape[:2], -1)
+    visible = add_mask(visible, None if A.mask4 is None else A.mask4.squeeze(-2)) > -torch.inf
+    if not visible.any(dim=-1).all():
+        raise AcutanceError("no stationary distribution: in some sequence every key is masked")
+    first = visible.to(torch.uint8).argmax(dim=-1, keepdim=True)
+    return torch.zeros(A.shape[:3], dtype=dtype, device=A.device).scatter(-1, first, 1.0)
+
+
+def _from_row_sums(A: AttentionOperator) -> Tensor:
+    """Detailed balance of a symmetric kernel: π_i ∝ d_i = Σ_j k_ij (arxiv.org/abs/2312.00751, Lemma 2)."""
+    log_mass = add_mask(A.logsumexp(), None if A.mask4 is None else A.mask4.squeeze(-2))
+    if (log_mass == -torch.inf).all(dim=-1).any():
+        raise AcutanceError("no stationary distribution: in some sequence every key is masked")
+    return log_mass.softmax(dim=-1)
+
+
+def _by_solving(A: AttentionOperator) -> Tensor:
+    """π solves (Aᵀ − I + 11ᵀ) π = 1, a regular system exactly when π is unique."""
+    entries = A.dense()
+    transposed = entries.double().mT
+    identity = torch.eye(A.shape[-1], dtype=torch.float64, device=A.device)
+    ones = torch.ones(*A.shape[:3], 1, dtype=torch.float64, device=A.device)
+    # The second right-hand side is a probe: its solution explodes when the system is (nearly) singular.
+    sides = torch.cat([ones, _random_like(ones)], dim=-1)
+    solutions: Tensor = torch.linalg.solve_ex(transposed - identity + 1.0, sides)[0]
+    solution, probe = solutions[..., :1], solutions[..., 1:]
+    residual = (transposed @ solution - solution).abs().sum(dim=-2).max().item()
+    if not (residual <= 1e-6 and probe.abs().max().item() <= 1e10):  # NaN included
+        raise AcutanceError(
+            f"no unique stationary distribution (residual ‖πᵀA − πᵀ‖ = {residual:.1e}): "
+            "the mask cuts the tokens into parts that never see each other, or leaves a seen token no keys"
+        )
+    return solution.squeeze(-1).clamp(min=0.0).to(entries.dtype)
+
+
+def _by_walking(A: AttentionOperator) -> Tensor:
+    """Lazy walk: π ← ½(π + Aᵀπ), which converges for periodic A too.
+
+    Two walks from different starts, at the cost of one: how far apart they are is how far each is from the
+    end, which a small residual does not tell when attention mixes slowly.
+    """
+    precise = A.to(accumulation_dtype(A.q, A.k))
+    tolerance = torch.finfo(precise.dtype).eps ** (2 / 3)
+    uniform = torch.ones(*A.shape[:3], 1, dtype=precise.dtype, device=A.device)
+    mass = torch.cat([uniform, _random_like(uniform).exp()], dim=-1)
+    mass = mass / mass.sum(dim=-2, keepdim=True)
+    for _ in range(POWER_ITERATIONS):
+        moved = precise.T @ mass
+        residual = (moved - mass).abs().sum(dim=-2).max().item()
+        apart = moved.diff(dim=-1).abs().sum(dim=-2).max().item()
+        mass = (mass + moved) / (mass + moved).sum(dim=-2, keepdim=True)
+        if residual <= tolerance and apart <= 10 * tolerance:
+            return mass[..., 0]
+    raise AcutanceError(
+        f"the stationary distribution did not settle in {POWER_ITERATIONS} steps (residual ‖πᵀA − πᵀ‖ = "
+        f"{residual:.1e}, two walks {apart:.1e} apart, wanted {tolerance:.1e}): attention this sharp mixes "
+        "too slowly, or the mask cuts the tokens into parts that never see each other"
+    )
+
+
+def _random_like(x: Tensor) -> Tensor:
+    """The same normal numbers on every device and at every call."""
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype).to(x.device)
+
+
+class Ritz(NamedTuple):
+    """What a Krylov space says of the selected eigenvalues."""
+
+    values: Tensor  # (..., k)
+    residuals: Tensor  # (..., k): ‖Az − μz‖ for the unit vector z of each
+    size: int  # of the space
+
+    @property
+    def residual(self) -> float:
+        """The largest of the residuals."""
+        return float(self.residuals.max())
+
+
+def arnoldi_eigenvalues(multiply: Callable[[Tensor], Tensor], start: Tensor, select: Select, count: int) -> Tensor:
+    """The `count` selected eigenvalues; a warning gives the residual where they have not converged."""
+    tolerance = torch.finfo(start.dtype).eps ** (2 / 3)
+    found = arnoldi(multiply, start, select, count, tolerance)
+    if not found.residual <= tolerance:
+        warnings.warn(
+            f"eigenvalues not converged in a Krylov space of {found.size} vectors: the largest residual ‖Az − μz‖ "
+            f"is {found.residual:.1e}, wanted {tolerance:.1e}; the largest ones are good, ask for fewer",
+            AcutanceWarning,
+            stacklevel=3,
+        )
+    return found.values
+
+
+def arnoldi(multiply: Callable[[Tensor], Tensor], start: Tensor, select: Select, count: int, tolerance: float) -> Ritz:
+    """The selected eigenvalues, about `count`, with the space grown until their residuals are within the tolerance.
+
+    `start` is a block of vectors (..., N, b), `multiply` the operator on such a block. The residual ‖Az − μz‖
+    of a Ritz pair is read off the last block row of the projected matrix, so that checking costs no product.
+    """
+    width = start.size(-1)
+    largest = min(LARGEST_SPACE, start.size(-2)) // width * width
+    basis, _ = torch.linalg.qr(start)
+    projected = start.new_zeros(*start.shape[:-2], largest + width, largest)
+    size, next_check = 0, max(4 * width, 2 * count)
+    while True:
+        size += width
+        coefficients, fresh = _orthogonalise(multiply(basis[..., -width:]), basis)
+        projected[..., : size + width, size - width : size] = coefficients
+        if size >= min(next_check, largest):
+            values, residuals = _ritz(projected[..., : size + width, :size], width)
+            wanted = select(values)
+            found = Ritz(values.gather(-1, wanted).to(start.device), residuals.gather(-1, wanted), size)
+            if found.residual <= tolerance or size >= largest:
+                return found
+            next_check = size + max(width, size // 4)
+        basis = torch.cat([basis, fresh], dim=-1)
+
+
+def _orthogonalise(block: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """An orthonormal block that completes the basis, preceded by the block's coefficients in the two."""
+    inside = block.new_zeros(*block.shape[:-2], basis.size(-1), block.size(-1))
+    outside = torch.eye(block.size(-1), dtype=block.dtype, device=block.device)
+    # Twice for the accuracy of the basis; a third time because a block that adds nothing new (an invariant
+    # space) is completed by QR with vectors that are arbitrary, not yet orthogonal to the basis.
+    for _ in range(3):
+        along = basis.mT @ block
+        inside = inside + along @ outside
+        block, triangle = torch.linalg.qr(block - basis @ along)
+        outside = triangle @ outside
+    return torch.cat([inside, outside.expand(*inside.shape[:-2], -1, -1)], dim=-2), block
+
+
+def _ritz(projected: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Ritz values and the residuals of their unit vectors."""
+    size = projected.size(-1)
+    projected = projected.cpu()  # small, and LAPACK is the faster there
+    values, vectors = torch.linalg.eig(projected[..., :size, :])
+    last_rows = projected[..., size:, size - width :].to(vectors.dtype)
+    return values, torch.linalg.vector_norm(last_rows @ vectors[..., size - width :, :], dim=-2)

@@ -1,0 +1,68 @@
+"""`acutance bench`: the figures of speed and memory, again and on your own device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from acutance import distributed as processes
+
+console = Console(emoji=False)
+
+
+def bench(
+    only: Annotated[
+        str | None,
+        typer.Option(help="Some groups, with commas between; all by default."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Four repetitions with half of the steps.")] = False,
+    max_autotune: Annotated[
+        bool,
+        typer.Option("--max-autotune", help="In steps, try the baseline in this mode too; it compiles for minutes."),
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Where the CSV files go.")] = Path("acutance-bench"),
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+) -> None:
+    """Time the library on your own GPU, and write CSV files named by GPU, dtype and versions.
+
+    All figures are ratios in one run: variants take turns beside a baseline. A group, or a part of one, is one file:
+
+    steps: training and inference with NeuTRENO against timm's plain ViT (parts: steps-32, steps-224).
+
+    end-to-end: images a second of the recipe for CIFAR-100, augmentation included (a part per batch: end-to-end-256,
+    end-to-end-512, end-to-end-1024, end-to-end-2048).
+
+    eigen: training with a negative spectrum, ViT-Ti⁻, against ViT-Ti.
+
+    micro: the fused attention by itself, against SDPA and against its floor in bytes and FLOPs.
+
+    efficiency: NeuTRENO's FLOPs, memory and time against plain, at inference.
+
+    measure: `measure` against a plain forward pass, and against whole attention matrices.
+
+    long: language models, up to 131,072 tokens (parts: long-training, long-tokens, long-model).
+
+    Each part is made to take a few minutes on an H200. On a CPU toy sizes run, in less than a minute for all: to see
+    that everything works, not what it costs. Stop it when you like: what is done is in the files, and what fails does
+    not keep the others from their turn.
+
+    Example: acutance bench --only micro,efficiency --quick
+    """
+    from acutance.lab.bench.run import chosen_groups, run_groups
+    from acutance.lab.bench.settings import Settings
+
+    names = chosen_groups(only)
+    settings = Settings(processes.device(device), quick, max_autotune)
+    if not settings.on_gpu:
+        console.print("No GPU: toy sizes on the CPU, to see that everything runs. The ratios mean nothing.")
+    try:
+        written = run_groups(names, settings, out, console)
+    except KeyboardInterrupt:
+        console.print(f"\nStopped. What was done is in {escape(str(out))}.")
+        raise typer.Exit(130) from None
+    for path in written:
+        console.print(f"wrote {escape(str(path))}", soft_wrap=True)

@@ -1,0 +1,166 @@
+"""`acutance lab`: the experiments of the laboratory as commands."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from acutance.errors import AcutanceError
+from acutance.version import __version__
+
+HARDWARE = f"{platform.machine()} CPU"  # nothing here needs more
+
+app = typer.Typer(
+    help="Experiments on over-smoothing: one layer repeated, deep random networks, the affinities of trained ones.",
+    no_args_is_help=True,
+)
+console = Console(emoji=False)
+
+
+@app.command()
+def depth(
+    out: Annotated[Path, typer.Option(help="Where the table and the figure go.")] = Path("acutance-depth"),
+    depths: Annotated[str, typer.Option(help="Comma-separated numbers of layers.")] = "12,48,96",
+    seeds: Annotated[int, typer.Option(min=1, help="Networks per variant; with 2 or more, mean ± spread.")] = 3,
+    dim: Annotated[int, typer.Option(min=3, help="Channels, a multiple of 3 (the heads).")] = 192,
+) -> None:
+    """How does smoothing grow with depth before any training? Plain, Post-LN, NeuTRENO, LayerScale, ViT⁻ and ViT⁺.
+
+    Networks are drawn with DeiT's initialisation (σ = 0.02) and with Xavier's, and read on the embedded digits. Takes
+    about two minutes; finished networks are reused, so it can be stopped and started again.
+
+    Example: acutance lab depth --depths 12,24 --seeds 2 --dim 48
+    """
+    from acutance.lab.studies.depth import VARIANTS, DepthConfig, depth_study
+
+    config = DepthConfig(depths=_numbers(depths), dim=dim)
+    total = len(VARIANTS) * len(config.inits) * seeds
+    try:
+        with _progress(total) as advance:
+            study = depth_study(config, seeds=seeds, folder=out, advance=advance)
+    except KeyboardInterrupt:
+        console.print(f"\nStopped. Finished networks are kept in {out}; the same command goes on from there.")
+        raise typer.Exit(130) from None
+    command = f"acutance lab depth --depths {depths} --seeds {seeds} --dim {dim}"
+    written = study.save(out, context={"command": command, "hardware": HARDWARE})
+    console.print(study.table())
+    console.print("wrote " + ", ".join(path.name for path in written) + f" into {out}")
+
+
+@app.command()
+def repeat(
+    out: Annotated[Path, typer.Option(help="Where the table and the figure go.")] = Path("acutance-repeat"),
+    layers: Annotated[int, typer.Option(min=1, help="How often the layer is applied.")] = 60,
+    attention: Annotated[
+        str, typer.Option(help="fixed, drawn (anew per layer) or computed (from the tokens).")
+    ] = "fixed",
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens.")] = 16,
+    width: Annotated[int, typer.Option(min=2, help="Channels.")] = 16,
+    samples: Annotated[int, typer.Option(min=1, help="Random inputs.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of inputs, attention and eigenvectors.")] = 0,
+) -> None:
+    """Repeat one attention layer, X ← X + A X W, under every norm, for three spectra of H = Wᵀ.
+
+    Example: acutance lab repeat --layers 200 --attention computed
+    """
+    from acutance.files.atomic import atomic_write
+    from acutance.lab.studies.pictures import repeat_picture, save_picture
+    from acutance.lab.studies.settings import norm_grid
+
+    options = {"layers": layers, "tokens": tokens, "width": width, "samples": samples, "seed": seed}
+    given = {**options, "attention": attention}
+    grid = norm_grid(**options, attention=attention)
+    frames = {(norm, spectrum): t.to_frame() for norm, curves in grid.items() for spectrum, t in curves.items()}
+    import pandas as pd  # to_frame has said how to install it
+
+    table = pd.concat(frames, names=["norm", "spectrum"]).reset_index([0, 1])
+    record = {
+        **options,
+        "attention": attention,
+        "command": shlex.join(["acutance", "lab", "repeat", *(f"--{name}={value}" for name, value in given.items())]),
+        "hardware": HARDWARE,
+        "versions": {"acutance": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "converged": {norm: {s: t.converged() for s, t in curves.items()} for norm, curves in grid.items()},
+    }
+    written = [
+        atomic_write(out / "repeat.csv", table.to_csv(index=False, float_format="%.6g").encode()),
+        atomic_write(out / "repeat.json", json.dumps(record, indent=1, ensure_ascii=False).encode()),
+        *save_picture(repeat_picture(grid), out / "repeat"),
+    ]
+    console.print("wrote " + ", ".join(path.name for path in written) + f" into {out}")
+
+
+@app.command()
+def kernel(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Checkpoints, folders of runs, or models such as hf:gpt2.")
+    ],
+    out: Annotated[Path, typer.Option(help="Where the table and the figure go.")] = Path("acutance-kernel"),
+    samples: Annotated[
+        int, typer.Option(min=2, help="Images of each split, or windows of text; Table 4 has 1000.")
+    ] = 1000,
+    text: Annotated[Path | None, typer.Option(help="A text file or folder, in place of the digits.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="The length of a window of text.")] = None,
+) -> None:
+    """Are the learnt affinities a symmetric positive definite kernel, as NeuTRENO's Theorem 1 takes them to be?
+
+    Reads each model on the embedded digits' training and test images, or on a text. Per layer and head: how far
+    exp(q·k/√d) is from symmetric (0 to about 1) and from positive definite (0 to ½), both also with its entries in
+    random order, the alignment of the two gradients (Table 4: 1 is perfect), and whether the alignment is worse where
+    the assumption is (a rank correlation below 0), pooled and within single layers. Of a causal model the affinities
+    are taken as they are before the mask. Runs named alike but for -seed0, -seed1, … are one variant: mean ± spread.
+
+    Examples: acutance lab kernel acutance-demo/plain-seed0 acutance-demo/plain-seed1
+
+    acutance lab kernel hf:gpt2 --text wiki.test.txt --tokens 128 --samples 16
+    """
+    from acutance.io.loading import load_model
+    from acutance.lab.studies.kernel_study import batch_count, kernel_study
+
+    if text is None and tokens is not None:
+        raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
+    models = {_run_name(run): partial(load_model, run) for run in runs}
+    if len(models) < len(runs):
+        raise AcutanceError(f"two of these runs have one name: {', '.join(map(_run_name, runs))}. Rename one of them")
+    with _progress(len(models) * batch_count(samples, text=text is not None)) as advance:
+        study = kernel_study(models, samples=samples, text=text, tokens=tokens, advance=advance)
+    options = {"--samples": samples, "--text": text, "--tokens": tokens}
+    given = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
+    command = shlex.join(["acutance", "lab", "kernel", *runs, *given])
+    written = study.save(out, context={"command": command, "hardware": HARDWARE})
+    console.print(study.table())
+    console.print("wrote " + ", ".join(path.name for path in written) + f" into {out}")
+
+
+def _run_name(run: str) -> str:
+    """A folder's name, or that of a checkpoint without its ending; model.safetensors is called after its folder."""
+    path = Path(run.removeprefix("hf:").removeprefix("timm:"))
+    return path.parent.name if path.name == "model.safetensors" else path.name.removesuffix(".safetensors")
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar; the function is called with what begins now."""
+    columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task, started = progress.add_task("", total=total), count()
+        yield lambda what: progress.update(task, description=what, completed=next(started))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: write numbers with commas, e.g. 12,48,96") from None

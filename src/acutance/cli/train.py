@@ -1,0 +1,124 @@
+"""`acutance train`: a recipe, changed field by field if wanted, trained into a folder."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from acutance.distributed import agreed, gather_by_torchrun
+from acutance.errors import AcutanceError
+
+console = Console(emoji=False)
+
+
+def train(
+    recipe: Annotated[str | None, typer.Argument(help="A recipe's name; --list shows them.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="The folder with the data, in its usual layout.")] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a field, e.g. --set optim.lr=1e-3; can be given again.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run's folder.", show_default="runs/RECIPE-CHANGES-seedSEED")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    strategy: Annotated[
+        str | None, typer.Option(help="single, ddp or fsdp; by default ddp where there are several processes.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Processes to start here for ddp or fsdp; torchrun starts its own.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    show_list: Annotated[bool, typer.Option("--list", help="List the recipes.")] = False,
+) -> None:
+    """Train a model by a recipe, with checkpoints that a killed run goes on from to the same bits.
+
+    Examples: acutance train digits --set loop.seed=1 --set task.model.mitigation=neutreno:0.6
+
+    acutance train --out runs/digits-neutreno-0.6-seed1 --resume
+
+    Several machines: torchrun --nnodes 2 --nproc-per-node 8 … -m acutance train RECIPE --strategy fsdp
+    """
+    from acutance.lab import recipes
+    from acutance.lab.train.interrupt import StoppedError
+    from acutance.lab.train.run import Run, default_folder
+    from acutance.lab.train.start import train as start
+
+    if show_list:
+        console.print(_table({name: recipes.summary(name) for name in recipes.names()}))
+        return
+    if resume and out is None:
+        raise AcutanceError("--resume goes on with a run: name its folder with --out")
+    _refuse_rivals()
+    if recipe is None and not resume:
+        raise AcutanceError(f"name a recipe: {', '.join(recipes.names())} (--list says what they are)")
+    begun = Run(out) if out is not None and resume else None
+    config = agreed(begun.config, gather_by_torchrun) if begun is not None else recipes.load(str(recipe))
+    if begun is not None and recipe not in (None, begun.recipe()):
+        raise AcutanceError(f"{out} was begun with the recipe {begun.recipe()}, not {recipe}: leave the name out")
+    config = _changed(config, assignments or [], data_dir, strategy)
+    folder = out or default_folder(str(recipe), recipes.load(str(recipe)), config)
+    try:
+        result = start(
+            config, folder, recipe=recipe, resume=resume, device=device, processes=processes, console=console
+        )
+    except StoppedError as stopped:
+        _say(f"\n{stopped}")
+        raise typer.Exit(130) from None
+    except KeyboardInterrupt:
+        _say(f"\nStopped at once; the last checkpoint is kept. {Run(folder).how_to_go_on()}")
+        raise typer.Exit(130) from None
+    _say(_verdict(folder, config, result))
+
+
+def _say(words: str) -> None:
+    """Once, however many processes there are."""
+    if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0:
+        console.print(escape(words), highlight=False, soft_wrap=True)
+
+
+def _refuse_rivals() -> None:
+    """Tasks of srun would each train the whole run."""
+    tasks = int(os.environ.get("SLURM_NTASKS", "1"))
+    if tasks > 1 and "SLURM_PROCID" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ:
+        raise AcutanceError(
+            f"srun started {tasks} tasks, which know nothing of each other: start one per node, and torchrun in it "
+            "(srun --ntasks-per-node 1 torchrun --nnodes … --rdzv-backend c10d … -m acutance train …)"
+        )
+
+
+def _changed(config: Any, assignments: list[str], data_dir: Path | None, strategy: str | None) -> Any:
+    """Named options are short for fields; what --set says comes last."""
+    from acutance.lab.train.overrides import override
+
+    if data_dir is not None:
+        if "data_dir" not in {field.name for field in fields(config.task)}:
+            raise AcutanceError(f"a {config.task.kind} task reads no folder: leave --data-dir out")
+        config = replace(config, task=replace(config.task, data_dir=str(data_dir)))
+    named = [] if strategy is None else [f"loop.strategy={strategy}"]
+    return override(config, [*named, *assignments])
+
+
+def _verdict(folder: Path, config: Any, result: dict[str, Any]) -> str:
+    name, best = result["headline"], result["best"]
+    score = result["scores"][name]  # null if it is no number
+    seen = getattr(config.task, "train_on", None) == "all"
+    where = "a slice that was trained on (task.train_on=all)" if seen else "the held-out slice"
+    words = f"{name} {'no number' if score is None else f'{score:.4g}'} on {where} after step {result['step']}"
+    if best is not None:
+        words += f", best {best['score']:.4g} after step {best['step']}"
+    test = f"; acutance evaluate {folder} scores it on the test set" if seen else ""
+    return f"{words}; models and logs are in {folder}{test}"
+
+
+def _table(summaries: dict[str, str]) -> Table:
+    table = Table("recipe", "what it is", box=None)
+    for name, words in summaries.items():
+        table.add_row(name, escape(words))
+    return table

@@ -1,0 +1,1 @@
+"""Atomic files and locks. Anyone may use them; they import only errors."""

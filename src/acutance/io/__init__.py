@@ -1,0 +1,1 @@
+"""Models and profiles to and from files, and models by name."""

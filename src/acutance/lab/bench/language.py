@@ -1,0 +1,124 @@
+"""What NeuTRENO costs a causal language model, against the plain one with each of SDPA's fast back-ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from acutance.attention.kernels import packed
+from acutance.lab.bench.floor import Problem
+from acutance.lab.bench.results import Row
+from acutance.lab.bench.settings import Settings, Table
+from acutance.lab.bench.step_floor import Product, StepFloor, Work, of_blocks
+from acutance.lab.bench.timing import Candidate, Step, compare
+from acutance.lab.bench.work import training_step, unfused
+from acutance.models import LanguageModel
+
+NEUTRENO = "neutreno:0.4"
+BACKENDS = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of model and batch; heads have width 64."""
+
+    tokens: int
+    batch: int
+    heads: int = 12
+    depth: int = 6
+    vocabulary: int = 8192
+
+    @property
+    def dim(self) -> int:
+        """Channels."""
+        return 64 * self.heads
+
+    @property
+    def hidden(self) -> int:
+        """Channels inside an MLP."""
+        return 4 * self.dim
+
+    def work(self) -> Work:
+        """Blocks, and a softmax whose weights are the embedding's; norms and biases are left out."""
+        attention = Problem(self.batch, self.tokens, self.heads, causal=True)
+        words = Product(self.batch * self.tokens, self.dim, self.vocabulary)
+        parameters = self.dim * (self.vocabulary + self.depth * 2 * (2 * self.dim + self.hidden))
+        return Work([*of_blocks(attention, self.hidden, self.depth), words], [attention] * self.depth, parameters)
+
+
+SIZES = (Size(tokens=2048, batch=16), Size(tokens=8192, batch=4))
+TOY = (Size(tokens=16, batch=2, heads=1, depth=2, vocabulary=50),)
+
+
+def tables(settings: Settings) -> list[Table]:
+    """One per length."""
+    sizes = SIZES if settings.on_gpu else TOY
+    title = "causal LM, {0.tokens} tokens, batch {0.batch}, {0.depth} layers of {0.dim} channels, training"
+    return [Table(title.format(size), partial(_rows, size, settings)) for size in sizes]
+
+
+def _rows(size: Size, settings: Settings) -> Iterator[list[Row]]:
+    floor = StepFloor(size.work(), settings, training=True)
+    for rows in compare(candidates(size, settings), settings.pace(), settings.device):
+        yield floor.beside(rows)
+
+
+def candidates(size: Size, settings: Settings) -> list[Candidate]:
+    """Plain with each back-end; plain and NeuTRENO by our kernel, or NeuTRENO by SDPA where it does not apply."""
+    mode = settings.modes[0]  # these steps are long: the host's launches do not count
+    probe = torch.empty(1, size.tokens, 3 * size.dim, device=settings.device, dtype=settings.dtype)
+    fused = packed.is_available(probe, size.heads)
+
+    plain, neutreno = (partial(_step, size, settings, mode, spec) for spec in (None, NEUTRENO))
+    baselines = [
+        Candidate(f"plain, {name}", partial(plain, backend), mode, baseline=True) for name, backend in BACKENDS.items()
+    ]
+    beside_flash = partial(Candidate, mode=mode, beside=baselines[0].name)  # whichever back-end is the faster
+    return [
+        *baselines,
+        *([beside_flash("plain, fused kernel", plain)] if fused else []),
+        beside_flash("NeuTRENO, fused kernel" if fused else "NeuTRENO, SDPA", neutreno),
+    ]
+
+
+def _step(size: Size, settings: Settings, mode: str, spec: str | None, backend: SDPBackend | None = None) -> Step:
+    model = LanguageModel(
+        mitigation=spec,
+        vocabulary=size.vocabulary,
+        dim=size.dim,
+        depth=size.depth,
+        heads=size.heads,
+        hidden=size.hidden,
+        cutoffs=(),
+        dropout=0.0,
+    )
+    words = torch.randint(size.vocabulary, (size.batch, size.tokens + 1), device=settings.device)
+    make = partial(training_step, inputs=[words[:, :-1], words[:, 1:]], loss_of=_mean, mode=mode, dtype=settings.dtype)
+    return make(model) if backend is None else unfused(make(WithBackend(model, backend)))
+
+
+class WithBackend(nn.Module):
+    """A model whose attention is one back-end's.
+
+    The choice must be made inside what is compiled: models of one class share their compiled code, and around it the
+    first choice would hold for all.
+    """
+
+    def __init__(self, model: nn.Module, backend: SDPBackend) -> None:
+        super().__init__()
+        self.model, self.backend = model, backend
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The model's."""
+        with sdpa_kernel(self.backend):
+            out: Tensor = self.model(*inputs)
+        return out
+
+
+def _mean(losses: Tensor) -> Tensor:
+    return losses.mean()

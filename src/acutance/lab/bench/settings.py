@@ -1,0 +1,75 @@
+"""What all groups of `acutance bench` share: the device, the pace, and tables that free what they took."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from acutance.lab.bench.results import Row
+from acutance.lab.bench.timing import Pace
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where and how long; on the CPU everything has toy size and nothing is compiled."""
+
+    device: str
+    quick: bool = False
+    max_autotune: bool = False  # timm's ViT in that mode of torch.compile too
+
+    @property
+    def options(self) -> str:
+        """As given on the command line."""
+        return " --quick" * self.quick + " --max-autotune" * self.max_autotune
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the figures mean something."""
+        return torch.device(self.device).type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of autocast, and of what is made in one dtype."""
+        return torch.bfloat16 if self.on_gpu else torch.float32
+
+    @property
+    def dtype_name(self) -> str:
+        """As in a file's name."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """Of `torch.compile`, in the order in which they are tried; the memory is read in the first."""
+        return ("default", "reduce-overhead") if self.on_gpu else ("eager",)
+
+    @property
+    def baseline_modes(self) -> tuple[str, ...]:
+        """Those of the baseline, which is to be as fast as it can be."""
+        return (*self.modes, "max-autotune") if self.max_autotune and self.on_gpu else self.modes
+
+    def pace(self, *, steps: int = 12, refresh: int = 2, repetitions: int = 7, calls: int = 1) -> Pace:
+        """So often on a GPU, a third of it when quick, and as little as can be on the CPU."""
+        if not self.on_gpu:
+            return Pace(repetitions=2, steps=1, warm_up=1, refresh=0, calls=calls)
+        if self.quick:  # of two repetitions there would be no spread: rather four shorter ones
+            repetitions, steps = min(repetitions, 4), -(-steps // 2)
+        return Pace(repetitions, steps, warm_up=2 * refresh + 1, refresh=refresh, calls=calls)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under one title; `rows` gives all it has so far, again and again."""
+
+    title: str
+    rows: Callable[[], Iterable[list[Row]]]
+
+
+def free() -> None:
+    """Compiled code, the pools of CUDA graphs and cached memory of what came before."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,208 @@
+"""evaluate: a finished run's scores on a split, written beside it with what is needed to get them again.
+
+What was evaluated names the file, so that the last and the best weights, or one scale and several, stand side by side.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime
+from functools import reduce
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from acutance import distributed as processes
+from acutance.errors import AcutanceError
+from acutance.files.atomic import atomic_write, digest, read_json
+from acutance.io.saving import load
+from acutance.lab.tasks import Task, task_class
+from acutance.lab.train.config import Config
+from acutance.lab.train.overrides import override
+from acutance.lab.train.run import Run, changes, command_line, git_state, hardware, in_a_name, versions
+
+FORMAT = "acutance-evaluation/1"
+Weights = Literal["last", "best"]
+SPLITS = ("train", "val", "test")
+# Where the data is, who reads it, and how much of it at once: no other evaluation.
+ELSEWHERE = frozenset({"task.data_dir", "task.workers", "task.windows", "task.windows.at_once"})
+# What a run is for and never changed: other data has other classes or words, and other images held out were seen.
+DATA = frozenset({"task.dataset", "task.corpus", "task.held_out_every"})
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores, and what they were got from and with."""
+
+    split: str
+    weights: Weights
+    settings: tuple[str, ...]  # fields that the scores depend on and that are not the run's own, as --set takes them
+    scores: Mapping[str, float]
+    headline: str
+    higher_is_better: bool
+    model: str  # SHA-256 of the weights' file
+    precision: str
+    command: tuple[str, ...]
+    evaluated: str
+    versions: Mapping[str, str]
+    hardware: Mapping[str, Any]
+    git: Mapping[str, Any] | None
+    processes: int = 1
+
+    def path(self, folder: Path) -> Path:
+        """Where it lies in the run's folder: `evaluation-test-best.json`, `evaluation-val-last-task.length=64.json`."""
+        changed = [in_a_name(",".join(self.settings))] if self.settings else []
+        return folder / f"evaluation-{'-'.join([self.split, self.weights, *changed])}.json"
+
+    def save(self, folder: Path) -> Path:
+        """Write it into the run's folder."""
+        body = {"format": FORMAT, **asdict(self)}
+        return atomic_write(self.path(folder), json.dumps(body, indent=1).encode())
+
+    def is_of(self, file: Path) -> bool:
+        """Whether these very weights were evaluated: a run may have gone on since."""
+        return self.model == digest(file)
+
+
+def weights_file(folder: Path, weights: Weights) -> Path:
+    """Where the last or the best model lies, or would."""
+    return Run(folder).model_path if weights == "last" else Run(folder).best_path
+
+
+def weights_path(folder: Path, weights: Weights) -> Path:
+    """The last or the best model of a run that is finished."""
+    run, path = Run(folder), weights_file(folder, weights)
+    run.config()  # says what is no run
+    if not path.is_file():
+        raise AcutanceError(f"there is no {path}: the run is not finished. {run.how_to_go_on()}")
+    return path
+
+
+def refuse_seen(folder: Path, config: Config, split: str, weights: Weights = "last") -> None:
+    """Where a run was trained on all of the training set, its held-out slice is no test of it, nor a choice by it."""
+    if getattr(config.task, "train_on", None) == "all" and (split == "val" or weights == "best"):
+        what = "the split val" if split == "val" else "weights chosen on it"
+        raise AcutanceError(
+            f"{folder} was trained on all of its training set, the held-out slice included, so {what} would flatter "
+            "it: use --split test with the last weights, or train with --set task.train_on=train"
+        )
+
+
+def read_evaluations(folder: Path, split: str) -> list[Evaluation]:
+    """All that was evaluated on a split before, of whichever weights and settings."""
+    found = [read_json(path, FORMAT, _from_body) for path in sorted(folder.glob(f"evaluation-{split}-*.json"))]
+    return [evaluation for evaluation in found if evaluation.split == split]
+
+
+def read_evaluation(
+    folder: Path, split: str, weights: Weights = "last", settings: Sequence[str] = ()
+) -> Evaluation | None:
+    """What was evaluated before in this way, if it was and the weights are still the same."""
+    wanted = weights, resolved_settings(folder, split, settings)
+    for found in read_evaluations(folder, split):
+        if (found.weights, found.settings) == wanted:
+            return found if found.is_of(weights_path(folder, weights)) else None
+    return None
+
+
+def resolved_settings(folder: Path, split: str, settings: Sequence[str]) -> tuple[str, ...]:
+    """The fields that these settings really change, in order: what is the run's own anyway is left out."""
+    own = Run(folder).config()
+    changed = override(own, settings)
+    _refuse_without_effect(own, changed)
+    return tuple(word for word in read_with(changed, split) if word not in read_with(own, split))
+
+
+def read_with(config: Config, split: str) -> tuple[str, ...]:
+    """All fields that scores on a split depend on, beside the model, with their values, as --set takes them."""
+    names = sorted(task_class(config.task.kind).evaluated_by(split))
+    return tuple(f"task.{name}={_text(reduce(getattr, name.split('.'), config.task))}" for name in names)
+
+
+def _refuse_without_effect(own: Config, changed: Config) -> None:
+    """A score must not be called by a change that was never made."""
+    task = task_class(own.task.kind)
+    taken = {f"task.{name}" for split in SPLITS for name in task.evaluated_by(split)} - DATA
+    if others := changes(own.to_dict(), changed.to_dict()).keys() - taken - ELSEWHERE:
+        raise AcutanceError(
+            f"an evaluation cannot change {', '.join(sorted(others))}: it takes the model as the run left it, on the "
+            "data it is for. A model is changed by training or by acutance mitigate; here, --set takes "
+            f"{', '.join(sorted({*taken, 'task.data_dir'}))}"
+        )
+
+
+def evaluate_run(
+    folder: Path | str,
+    *,
+    split: str = "test",
+    weights: Weights = "last",
+    data_dir: Path | str | None = None,
+    settings: Sequence[str] = (),
+    device: str = "auto",
+) -> Evaluation:
+    """Score a run's model in float32 and write the result into its folder, as `evaluation-SPLIT-WEIGHTS.json`.
+
+    Args:
+        folder: the run's.
+        split: "test", or "val" or "train" of the training set.
+        weights: the last ones, which recipes report, or the best on the held-out slice.
+        data_dir: where the data is now, if it moved.
+        settings: fields to change, e.g. `task.multi_scale=false`, of those that the evaluation reads; those that the
+            scores depend on are part of the file's name.
+        device: cpu, cuda or auto. Under torchrun the processes share the work.
+    """
+    if weights not in ("last", "best"):
+        raise AcutanceError(f"weights are last or best, not {weights!r}")
+    where = Path(folder)
+    path = weights_path(where, weights)
+    changed = resolved_settings(where, split, settings)
+    config = override(with_data_dir(Run(where).config(), data_dir), settings)
+    refuse_seen(where, Run(where).config(), split, weights)
+    with processes.joined() as (rank, world):
+        task = task_of(config, processes.device(device))
+        model = load(path).to(task.device)
+        scores = task.evaluate(model, split=split)
+        found = Evaluation(
+            split=split,
+            weights=weights,
+            settings=changed,
+            scores=scores,
+            headline=task.headline,
+            higher_is_better=task.higher_is_better,
+            model=digest(path),
+            precision="float32",
+            command=tuple(command_line()),
+            evaluated=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions=versions(),
+            hardware=hardware(),
+            git=git_state(),
+            processes=world,
+        )
+        if rank == 0:
+            found.save(where)
+    return found
+
+
+def with_data_dir(config: Config, data_dir: Path | str | None) -> Config:
+    """The same configuration with its data in another place."""
+    if data_dir is None:
+        return config
+    return replace(config, task=replace(config.task, data_dir=str(data_dir)))
+
+
+def task_of(config: Config, device: str | torch.device) -> Task[Any]:
+    """The task of a configuration, its data read."""
+    return task_class(config.task.kind)(config.task, seed=config.loop.seed, device=torch.device(device))
+
+
+def _from_body(body: Mapping[str, Any]) -> Evaluation:
+    known = {field.name for field in fields(Evaluation)}
+    parts = {name: value for name, value in body.items() if name in known}
+    return Evaluation(**{**parts, "settings": tuple(parts["settings"]), "command": tuple(parts["command"])})
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "none" if value is None else json.dumps(value)

@@ -1,0 +1,150 @@
+"""RobustnessTable: accuracy by corruption and severity, and under attack."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from acutance.files.atomic import atomic_write, read_json
+from acutance.lab.robustness.corruptions import CORRUPTIONS, SEVERITIES
+
+FORMAT = "acutance-robustness/1"
+CLEAN = "clean"
+MISSING = "–"
+
+
+def cell_name(corruption: str, severity: int) -> str:
+    """How the cell of a corruption is called, such as fog:3."""
+    return f"{corruption}:{severity}"
+
+
+def table_name(split: str = "test", weights: str = "last", corrupted_dir: Path | None = None) -> str:
+    """Of its file in a run's folder: robustness.json for the last weights and drawn corruptions of the test set."""
+    others = [split] * (split != "test") + [weights] * (weights != "last")
+    others += [] if corrupted_dir is None else [corrupted_dir.resolve().name]
+    return "-".join(["robustness", *others]) + ".json"
+
+
+@dataclass(frozen=True)
+class RobustnessTable:
+    """Top-1 accuracies in percent, by cell: `clean`, `fog:3`, `fgsm:1`; and what they were measured on."""
+
+    cells: Mapping[str, float]
+    context: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, cell: str) -> float:
+        if cell not in self.cells:
+            raise KeyError(f"no cell {cell!r} in this table; it holds {', '.join(self.cells) or 'nothing'}")
+        return self.cells[cell]
+
+    @property
+    def corruptions(self) -> list[str]:
+        """Those measured at some severity at least, in the benchmark's order."""
+        measured = {cell.partition(":")[0] for cell in self.cells}
+        return [name for name in CORRUPTIONS if name in measured]
+
+    @property
+    def severities(self) -> list[int]:
+        """Those measured for some corruption at least."""
+        return [s for s in SEVERITIES if any(cell_name(name, s) in self.cells for name in CORRUPTIONS)]
+
+    @property
+    def attacks(self) -> dict[str, float]:
+        """Accuracy under each attack."""
+        return {cell: value for cell, value in self.cells.items() if cell.partition(":")[0] in ("fgsm", "pgd")}
+
+    def mean(self, *, corruption: str | None = None, severity: int | None = None) -> float | None:
+        """The plain mean of a row, a column or all corruptions; None unless every cell in it was measured."""
+        names = self.corruptions if corruption is None else [corruption]
+        levels = self.severities if severity is None else [severity]
+        values = [self.cells.get(cell_name(name, level)) for name in names for level in levels]
+        known = [value for value in values if value is not None]
+        return fmean(known) if known and len(known) == len(values) else None
+
+    def summary(self) -> dict[str, float]:
+        """Clean and attacked accuracy, and all means of corruptions that are complete, by name."""
+        found: dict[str, float | None] = {CLEAN: self.cells.get(CLEAN), **self.attacks}
+        found |= {name: self.mean(corruption=name) for name in self.corruptions}
+        found |= {f"severity {level}": self.mean(severity=level) for level in self.severities}
+        found["mean of corruptions"] = self.mean()
+        return {name: value for name, value in found.items() if value is not None}
+
+    def table(self) -> Table:
+        """For the terminal."""
+        table = Table(title=self.title, caption=self.caption, title_justify="left", caption_justify="left")
+        header, *rows = self.rows()
+        for index, name in enumerate(header):
+            table.add_column(name, justify="right" if index else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        """For a page."""
+        header, *rows = self.rows()
+        rule = ["---", *["---:"] * (len(header) - 1)]
+        lines = ["| " + " | ".join(row) + " |" for row in [header, rule, *rows]]
+        return "\n".join([f"**{self.title}**", "", *lines, "", self.caption, ""])
+
+    def rows(self) -> list[list[str]]:
+        """A header; clean and attacked accuracy, which have no severity; the corruptions; their mean."""
+        levels = self.severities
+        blank = [""] * len(levels)
+        rows = [["accuracy in %, by severity", *map(str, levels), "mean" if levels else "all"]]
+        single = {CLEAN: self.cells[CLEAN]} if CLEAN in self.cells else {}
+        rows += [[name, *blank, _shown(value)] for name, value in {**single, **self.attacks}.items()]
+        for name in self.corruptions:
+            values = [self.cells.get(cell_name(name, level)) for level in levels]
+            rows.append([name, *_all_shown([*values, self.mean(corruption=name)])])
+        if self.corruptions:
+            means = [self.mean(severity=level) for level in levels]
+            rows.append(["mean of corruptions", *_all_shown([*means, self.mean()])])
+        return rows
+
+    @property
+    def title(self) -> str:
+        """What was measured."""
+        return str(self.context.get("name", self.context.get("model", "model")))
+
+    @property
+    def caption(self) -> str:
+        """On what, in one line."""
+        wanted = ("data", "images", "corruptions", "seed", "device", "dtype")
+        parts = [f"{key}: {self.context[key]}" for key in wanted if key in self.context]
+        return "; ".join(["top-1 accuracy; attacks are L∞, ε in levels of 255", *parts])
+
+    def __str__(self) -> str:
+        console = Console(width=160, no_color=True)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write JSON, atomically."""
+        body = {"format": FORMAT, "context": dict(self.context), "cells": dict(self.cells)}
+        return atomic_write(path, json.dumps(body, indent=1, ensure_ascii=False, allow_nan=False).encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> RobustnessTable:
+        """Read a table that `save` wrote."""
+        return read_json(path, FORMAT, _from_body)
+
+
+def _from_body(body: Mapping[str, Any]) -> RobustnessTable:
+    return RobustnessTable({str(cell): float(value) for cell, value in body["cells"].items()}, dict(body["context"]))
+
+
+def _shown(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.2f}"
+
+
+def _all_shown(values: Iterable[float | None]) -> list[str]:
+    return [_shown(value) for value in values]

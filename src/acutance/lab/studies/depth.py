@@ -1,0 +1,220 @@
+"""How smoothing grows with depth at random initialisation, up to 96 layers and beyond, on real digits.
+
+Nothing in a block depends on how many follow it, so a network of 12 layers at initialisation is the beginning of one of
+96: one network per variant and seed is read at every depth.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from rich.table import Table
+from torch import nn
+
+from acutance.errors import AcutanceError, MissingExtraError
+from acutance.files.atomic import atomic_write
+from acutance.lab.data import digits
+from acutance.measure.measure import measure
+from acutance.measure.profile import Profile, merge
+from acutance.mitigations import parse
+from acutance.models import ViT, vit_digits
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+Init = Literal["deit", "xavier"]
+METRICS = ("hfc_lfc_spectral", "token_cosine", "singular_ratio")
+
+# Options of the model, and the mitigation put into it once its weights are drawn.
+VARIANTS: Mapping[str, tuple[Mapping[str, Any], str | None]] = {
+    "Pre-LN (plain)": ({}, None),
+    "Post-LN": ({"norm": "post"}, None),
+    "NeuTRENO": ({}, "neutreno:0.6"),
+    "LayerScale 0.1": ({"layer_scale": 0.1}, None),
+    "ViT⁻": ({}, "eigen:negative"),
+    "ViT⁺": ({}, "eigen:positive"),
+}
+
+
+@dataclass(frozen=True)
+class DepthConfig:
+    """DeiT-tiny's width on 8×8 digits: 16 patches and a class token."""
+
+    depths: tuple[int, ...] = (12, 48, 96)
+    inits: tuple[Init, ...] = ("deit", "xavier")  # σ = 0.02 everywhere; or variance 2/(fan in + fan out)
+    dim: int = 192
+    heads: int = 3
+    patch_size: int = 2
+    samples: int = 32  # test images
+
+    def __post_init__(self) -> None:
+        if not self.depths or min(self.depths) < 1:
+            raise AcutanceError(f"depths {self.depths}: name at least one, each 1 or more")
+        if unknown := set(self.inits) - set(get_args(Init)):
+            raise AcutanceError(f"unknown init {', '.join(sorted(unknown))}; known: {', '.join(get_args(Init))}")
+
+
+@dataclass(frozen=True)
+class DepthStudy:
+    """Profiles of every initialisation and variant, one per seed."""
+
+    config: DepthConfig
+    runs: Mapping[tuple[str, str], Sequence[Profile]]
+
+    def merged(self) -> dict[tuple[str, str], Profile]:
+        """Mean over seeds per (init, variant); `std` is the spread over seeds, 0 for a single one."""
+        return {key: merge(profiles) for key, profiles in self.runs.items()}
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per init, variant, seed and layer (0 is the input), a column per metric: its mean over samples."""
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise MissingExtraError("to_frame needs pandas: pip install 'acutance[report]'") from error
+        rows = [
+            {"init": init, "variant": variant, "seed": seed, "layer": layer}
+            | {name: float(profile[name][layer]) for name in METRICS}
+            for (init, variant), profiles in self.runs.items()
+            for seed, profile in enumerate(profiles)
+            for layer in profile.layers(METRICS[0])
+        ]
+        return pd.DataFrame(rows)
+
+    def summary(self) -> list[dict[str, Any]]:
+        """One row per init, variant and depth (0 is the input): mean and spread over seeds of every metric."""
+        return [
+            {"init": init, "variant": variant, "depth": depth}
+            | {
+                name: {"mean": reading.mean, "spread": reading.std}
+                for name in METRICS
+                for reading in profile.select(name)
+                if reading.layer == depth
+            }
+            for (init, variant), profile in self.merged().items()
+            for depth in (0, *sorted(self.config.depths))
+        ]
+
+    def table(self) -> Table:
+        """‖HFC‖/‖LFC‖ at every depth asked for, and the token cosine at the largest."""
+        seeds, depths = len(next(iter(self.runs.values()))), (0, *sorted(self.config.depths))
+        caption = f"HFC/LFC (spectral norm, residual stream) at each depth; mean ± spread over {seeds} seeds"
+        table = Table(title="smoothing at random initialisation", caption=caption, title_justify="left")
+        for column in ("init", "variant", *(f"depth {n}" for n in depths), f"cosine at {depths[-1]}"):
+            table.add_column(column, no_wrap=True)
+        for (init, variant), profile in self.merged().items():
+            ratios = {r.layer: r for r in profile.select("hfc_lfc_spectral")}
+            shown = [ratios[n] for n in depths] + profile.select("token_cosine")[-1:]
+            table.add_row(init, variant, *(f"{r.mean:.2g} ± {r.std:.0g}" for r in shown))
+        return table
+
+    def picture(self) -> Figure:
+        """A row per initialisation, a column per definition, a curve per variant."""
+        from acutance.lab.studies.pictures import depth_picture
+
+        return depth_picture(self.to_frame(), self.config.depths)
+
+    def save(self, folder: str | os.PathLike[str], *, context: Mapping[str, Any] | None = None) -> list[Path]:
+        """Write depth.csv, depth.json, depth.png and depth.svg."""
+        place = Path(folder)
+        seeds = [profile.context.get("lab", {}).get("seed") for profile in next(iter(self.runs.values()))]
+        body = {
+            "config": asdict(self.config),
+            "seeds": seeds,
+            "variants": {name: {**options, "mitigation": spec} for name, (options, spec) in VARIANTS.items()},
+            "versions": next(iter(self.runs.values()))[0].context.get("versions"),
+            **(context or {}),
+            "summary": self.summary(),
+        }
+        from acutance.lab.studies.pictures import save_picture
+
+        return [
+            atomic_write(place / "depth.csv", self.to_frame().to_csv(index=False, float_format="%.5g").encode()),
+            atomic_write(place / "depth.json", json.dumps(body, indent=1, ensure_ascii=False).encode()),
+            *save_picture(self.picture(), place / "depth"),
+        ]
+
+
+def depth_study(
+    config: DepthConfig | None = None,
+    *,
+    seeds: int = 3,
+    folder: str | os.PathLike[str] | None = None,
+    advance: Callable[[str], None] = lambda _done: None,
+) -> DepthStudy:
+    """Build every variant at its largest depth, untrained, and measure it at every layer.
+
+    Args:
+        config: size and depths.
+        seeds: networks per variant; the seed decides all weights, the images are always the same.
+        folder: keeps each finished measurement in `profiles/`, and reuses those of the same configuration.
+        advance: called with a description before each network.
+    """
+    if seeds < 1:
+        raise AcutanceError(f"the study needs at least one seed, got {seeds}")
+    config = config or DepthConfig()
+    _, test = digits()
+    images = test.images[:: max(1, len(test) // config.samples)][: config.samples]
+    runs: dict[tuple[str, str], list[Profile]] = {(i, v): [] for i in config.inits for v in VARIANTS}
+    for (init, variant), profiles in runs.items():
+        for seed in range(seeds):
+            advance(f"{variant}, {init}, seed {seed}")
+            wanted = {"init": init, "variant": variant, "seed": seed, **_identity(config, variant)}
+            path = None if folder is None else Path(folder) / "profiles" / f"{_slug(variant)}-{init}-seed{seed}.json"
+            profile = _finished(path, wanted)
+            if profile is None:
+                model = random_network(config, variant, init, seed)
+                measured = measure(model, [images], metrics=METRICS, progress=False)
+                profile = Profile(measured.readings, {**measured.context, "lab": wanted})
+                if path is not None:
+                    profile.save(path)
+            profiles.append(profile)
+    return DepthStudy(config, runs)
+
+
+def random_network(config: DepthConfig, variant: str, init: Init | str, seed: int) -> ViT:
+    """One untrained network; every variant of a seed starts from the same draw of the weights."""
+    options, spec = VARIANTS[variant]
+    torch.manual_seed(seed)
+    size = {"dim": config.dim, "depth": max(config.depths), "heads": config.heads, "patch_size": config.patch_size}
+    model = vit_digits(**size, **options)
+    if init == "xavier":
+        draw_xavier(model)
+    if spec is not None:  # not before: an eigen starts from the weights it finds
+        model.install(parse(spec))
+    return model
+
+
+def draw_xavier(model: nn.Module) -> None:
+    """Draw the weights of all linear layers anew, with variance 2/(fan in + fan out)."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+
+
+def _identity(config: DepthConfig, variant: str) -> dict[str, Any]:
+    """What a kept measurement must have been made with; only the largest depth matters to the network."""
+    size = {k: v for k, v in asdict(config).items() if k not in ("depths", "inits")}
+    options, spec = VARIANTS[variant]
+    return {**size, "depth": max(config.depths), **options, "mitigation": spec, "torch": torch.__version__}
+
+
+def _finished(path: Path | None, wanted: Mapping[str, Any]) -> Profile | None:
+    if path is None or not path.is_file():
+        return None
+    try:
+        profile = Profile.load(path)
+    except AcutanceError:
+        return None
+    return profile if profile.context.get("lab") == wanted else None
+
+
+def _slug(variant: str) -> str:
+    plain = variant.replace("⁻", "-minus").replace("⁺", "-plus").lower()
+    return "-".join(plain.replace("(", "").replace(")", "").split())

@@ -1,0 +1,176 @@
+"""One attention layer repeated, X ← X + A X W, with or without a norm (Fig. 4 of https://arxiv.org/abs/2401.04301)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from acutance import metrics
+from acutance.errors import AcutanceError, MissingExtraError, ShapeError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+Norm = Literal["none", "pre", "post"]
+# A matrix, or a function of the tokens that enter the branch and of the layer's number (1 is the first).
+Attention = Tensor | Callable[[Tensor, int], Tensor]
+
+NORM_EPS = 1e-12
+READ_AT_ONCE = 64  # layers: reading them one by one would take longer than computing them
+DEFINITIONS = ("hfc_lfc", "cosine", "min_cosine", "singular_ratio")
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The three definitions of over-smoothing by depth, each (samples, layers + 1); column 0 is the input.
+
+    Each definition is weaker than the one before: input convergence (hfc_lfc → 0) implies angle convergence
+    (min_cosine → 1), which implies rank collapse (singular_ratio → 0).
+    """
+
+    hfc_lfc: NDArray[np.float64]  # ‖HFC‖/‖LFC‖ in the spectral norm
+    cosine: NDArray[np.float64]  # mean over pairs of tokens
+    min_cosine: NDArray[np.float64]  # the pair furthest apart
+    singular_ratio: NDArray[np.float64]  # σ₂/σ₁
+    last: Tensor  # the tokens after the last layer
+
+    @property
+    def layers(self) -> int:
+        """How often the layer was applied."""
+        return int(self.hfc_lfc.shape[1]) - 1
+
+    def converged(self, tolerance: float = 1e-3) -> dict[str, bool]:
+        """Which definitions the last layer meets in every sample, up to a tolerance."""
+        return {
+            "input": bool((self.hfc_lfc[:, -1] < tolerance).all()),
+            "angle": bool((self.min_cosine[:, -1] > 1 - tolerance).all()),
+            "rank": bool((self.singular_ratio[:, -1] < tolerance).all()),
+        }
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per sample and layer."""
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise MissingExtraError("to_frame needs pandas: pip install 'acutance[report]'") from error
+        samples, layers = np.indices(self.hfc_lfc.shape)
+        columns = {name: getattr(self, name).ravel() for name in DEFINITIONS}
+        return pd.DataFrame({"sample": samples.ravel(), "layer": layers.ravel(), **columns})
+
+    def picture(self) -> Figure:
+        """The three definitions side by side; all fall to 0 where they are met."""
+        from acutance.lab.studies.pictures import repeat_picture
+
+        return repeat_picture({"": {"": self}})
+
+
+@torch.no_grad()
+def repeat(
+    x: Tensor,
+    W: Tensor,
+    attention: Attention,
+    *,
+    layers: int,
+    norm: Norm = "none",
+    norm_weight: Tensor | float = 1.0,
+) -> Trajectory:
+    """Apply one layer over and over and follow what becomes of the tokens.
+
+    `none`: X + A X W. `pre`: X + A LN(X) W. `post`: LN(X + A X W). Without a norm X is brought back to its first size
+    after every layer, which changes none of the definitions but keeps any depth finite; attention that is computed from
+    X sees it at that size.
+
+    Args:
+        x: tokens (..., N, d); leading axes are samples. Use float64 to follow a ratio far down.
+        W: W_V W_proj (d, d), so H = Wᵀ.
+        attention: A (N, N) or (..., N, N); or a function (tokens entering the branch, layer) → A, such as
+            `attention_from(w_q, w_k)` or `drawn_attention(tokens)`.
+        layers: how often.
+        norm: none, pre or post.
+        norm_weight: the norm's weights, one number or (d,). The norm has no bias.
+    """
+    _check(x, W, norm, layers)
+    weight = torch.as_tensor(norm_weight, dtype=x.dtype, device=x.device).expand(x.shape[-1])
+    size = x.norm(dim=(-2, -1), keepdim=True)
+    readings, waiting = [], [x]
+    for layer in range(1, layers + 1):
+        branch = _layer_norm(x, weight) if norm == "pre" else x
+        A = attention if isinstance(attention, Tensor) else attention(branch, layer)
+        x = x + A @ branch @ W
+        if norm == "post":
+            x = _layer_norm(x, weight)
+        elif norm == "none":
+            x = x * (size / x.norm(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny))
+        waiting.append(x)
+        if len(waiting) == READ_AT_ONCE or layer == layers:
+            readings.append(_read(torch.stack(waiting)))
+            waiting = []
+    by_depth = torch.cat(readings, dim=1).reshape(len(DEFINITIONS), layers + 1, -1).mT
+    curves = dict(zip(DEFINITIONS, by_depth.double().cpu().numpy(), strict=True))
+    return Trajectory(**curves, last=x)
+
+
+def attention_from(w_q: Tensor, w_k: Tensor) -> Callable[[Tensor, int], Tensor]:
+    """Attention computed anew from the tokens in every layer: softmax(X W_Q (X W_K)ᵀ/√k), the weights (d, k)."""
+    scale = w_q.shape[-1] ** -0.5
+    return lambda x, _layer: (x @ w_q @ (x @ w_k).mT * scale).softmax(-1)
+
+
+def drawn_attention(tokens: int, sharpness: float = 1.0, seed: int = 0) -> Callable[[Tensor, int], Tensor]:
+    """Attention drawn anew for every layer, whatever the tokens are; a layer's draw depends on `seed` alone."""
+    return lambda x, layer: random_attention(tokens, sharpness, seed=1_000_003 * seed + layer).to(x)
+
+
+def random_attention(
+    tokens: int, sharpness: float = 1.0, *, symmetric: bool = False, causal: bool = False, seed: int = 0
+) -> Tensor:
+    """A random row-stochastic A (N, N) in float64: the softmax of normal logits, `sharpness` their deviation.
+
+    `symmetric` normalises a symmetric positive definite kernel, so that every μ is in (0, 1], as in symmetric
+    attention; `causal` leaves each token only itself and those before it.
+    """
+    logits = _normal(tokens, tokens, seed=seed)
+    if symmetric:
+        logits = logits @ logits.mT / tokens**0.5
+    if causal:
+        logits = logits.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -torch.inf)
+    return (sharpness * logits).softmax(-1)
+
+
+def branch_with_spectrum(eigenvalues: Sequence[float] | Tensor, seed: int = 0) -> Tensor:
+    """A symmetric H (= W) in float64 with these eigenvalues and random orthogonal eigenvectors."""
+    lam = torch.as_tensor(eigenvalues, dtype=torch.float64)
+    basis: Tensor = torch.linalg.qr(_normal(len(lam), len(lam), seed=seed)).Q
+    return (basis * lam) @ basis.mT
+
+
+def _normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _layer_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, eps=NORM_EPS)
+
+
+def _read(x: Tensor) -> Tensor:
+    """The definitions (4, ...), in the order of `DEFINITIONS`."""
+    directions = metrics.unit_vectors(x)
+    smallest = (directions @ directions.mT).amin((-2, -1)).clamp(-1, 1)
+    return torch.stack([metrics.hfc_lfc_spectral(x), metrics.token_cosine(x), smallest, metrics.singular_ratio(x)])
+
+
+def _check(x: Tensor, W: Tensor, norm: str, layers: int) -> None:
+    if x.ndim < 2 or W.shape != (x.shape[-1], x.shape[-1]):
+        raise ShapeError(f"x {tuple(x.shape)} and W {tuple(W.shape)} do not fit: expected (..., N, d) and (d, d)")
+    if norm not in get_args(Norm):
+        raise AcutanceError(f"unknown norm {norm!r}; known: {', '.join(get_args(Norm))}")
+    if layers < 1:
+        raise AcutanceError(f"repeat needs at least one layer, got {layers}")

@@ -1,0 +1,34 @@
+"""What can be trained, by the kind that a configuration names."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, get_args
+
+from acutance.errors import AcutanceError
+from acutance.lab.tasks.base import Share, Task
+
+# Imported when asked for: a task brings its data set's and its model's modules along.
+TASKS = {
+    "classification": "acutance.lab.tasks.classification:ClassificationTask",
+    "imagenet": "acutance.lab.tasks.imagenet:ImageNetTask",
+    "segmentation": "acutance.lab.tasks.segmentation:SegmentationTask",
+    "language": "acutance.lab.tasks.language:LanguageTask",
+}
+
+__all__ = ["TASKS", "Share", "Task", "config_class", "task_class"]
+
+
+def task_class(kind: str) -> type[Task[Any]]:
+    """The class of a kind of task."""
+    if kind not in TASKS:
+        raise AcutanceError(f"no task is called {kind!r}; there are {', '.join(TASKS)}")
+    module, _, name = TASKS[kind].partition(":")
+    found: type[Task[Any]] = getattr(import_module(module), name)
+    return found
+
+
+def config_class(kind: str) -> type[Any]:
+    """The dataclass that configures a kind of task: what its class names in `Task[…]`."""
+    bases: tuple[Any, ...] = task_class(kind).__orig_bases__  # type: ignore[attr-defined] # of every generic class
+    return get_args(bases[0])[0]  # type: ignore[no-any-return]

@@ -1,0 +1,210 @@
+"""Language modelling: the next word, in sequences cut from one long text; perplexity over sliding windows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from acutance import distributed as processes
+from acutance.errors import AcutanceError
+from acutance.lab.data.tokens import Corpus, load_corpus
+from acutance.lab.tasks.base import Share, Task
+from acutance.mitigations import as_mitigation
+from acutance.models.checkpoint import load_checkpoint
+from acutance.models.config import LanguageConfig
+from acutance.models.language import LanguageModel
+
+PROBE_SEQUENCES = 16
+LARGEST_LOSS = 700.0  # of which the exponential is still a number
+
+
+@dataclass(frozen=True)
+class LanguageTaskConfig:
+    """Which text, which model, and how it is read; the defaults are NeuTRENO's experiment on WikiText-103.
+
+    The model's vocabulary is the text's, and its cut-offs are those below that.
+    """
+
+    kind: ClassVar[str] = "language"
+    corpus: str = "wikitext-103"
+    data_dir: str | None = None
+    model: LanguageConfig = field(default_factory=LanguageConfig)
+    length: int = 256  # words of a training sequence, and of an evaluation's window
+    val_stride: int = 256  # words an evaluation's window moves on during training: quick, and a higher perplexity
+    test_stride: int = 1  # on the test set, as the paper counts it
+    windows: int = 64  # evaluated at once
+    weights: str | None = None  # start from these, e.g. to fine-tune; a file that models.load_checkpoint reads
+
+    def __post_init__(self) -> None:
+        for name in ("length", "val_stride", "test_stride", "windows"):
+            if getattr(self, name) < 1:
+                raise AcutanceError(f"task.{name} must be 1 or more, not {getattr(self, name)}")
+        if max(self.val_stride, self.test_stride) > self.length:
+            raise AcutanceError(
+                f"windows of {self.length} words that move on by {max(self.val_stride, self.test_stride)} leave words "
+                "out: choose strides of at most task.length"
+            )
+
+
+# Small models for small texts, not tuned: 256 channels, a plain softmax, more dropout.
+SMALL = LanguageConfig(dim=256, depth=6, heads=8, hidden=1024, cutoffs=(), dropout=0.3)
+WIKITEXT_103 = LanguageTaskConfig()
+WIKITEXT_2 = LanguageTaskConfig(corpus="wikitext-2", model=SMALL, length=128, val_stride=128)
+PTB = LanguageTaskConfig(corpus="ptb", model=SMALL, length=128, val_stride=128)
+
+
+class LanguageTask(Task[LanguageTaskConfig]):
+    """Cross-entropy per word; perplexity."""
+
+    headline: ClassVar[str] = "perplexity"
+    higher_is_better: ClassVar[bool] = False
+    unit: ClassVar[str] = "words"
+
+    def __init__(self, config: LanguageTaskConfig, *, seed: int, device: torch.device) -> None:
+        super().__init__(config, seed=seed, device=device)
+        self._corpus: Corpus = load_corpus(config.corpus, config.data_dir)
+        self._text = self._corpus.train.to(device)
+
+    def build_model(self) -> nn.Module:
+        """The model of the configuration, for this text's words."""
+        vocabulary, chosen = len(self._corpus.vocabulary), self.config.model
+        cutoffs = tuple(cutoff for cutoff in chosen.cutoffs if cutoff < vocabulary)
+        plain = replace(chosen, vocabulary=vocabulary, cutoffs=cutoffs, mitigation=None, mitigation_layers=None)
+        model = LanguageModel(**plain.to_dict())
+        if self.config.weights is not None:
+            load_checkpoint(model, self.config.weights)
+        if chosen.mitigation is not None:  # last, since an eigen starts from the weights it finds
+            model.install(as_mitigation(chosen.mitigation), chosen.mitigation_layers)
+        return model
+
+    def units(self, batch_size: int) -> int:
+        """Words in a global batch."""
+        return batch_size * self.config.length
+
+    def probe(self) -> Tensor:
+        """The first sequences of the validation text."""
+        length = self.config.length
+        text = self._corpus.valid[: PROBE_SEQUENCES * length]
+        return text[: len(text) // length * length].view(-1, length).to(self.device)
+
+    def steps_per_epoch(self, batch_size: int) -> int:
+        """Sequences in each of `batch_size` equal columns of the text; an incomplete last one is left out."""
+        steps = (len(self._text) // batch_size - 1) // self.config.length
+        if steps < 1:
+            raise AcutanceError(
+                f"{self.config.corpus} has {len(self._text)} words to train on, too few for {batch_size} columns of "
+                f"{self.config.length} words and the one that follows: lower loop.batch_size or task.length"
+            )
+        return steps
+
+    def batches(self, batch_size: int, first_step: int, share: Share) -> Iterator[tuple[Tensor, Tensor]]:
+        """Words and the words that follow, (columns, length).
+
+        The text is cut into `batch_size` columns of which each is read from top to bottom, in every epoch alike, as in
+        the public code: nothing is random.
+        """
+        steps, length, step = self.steps_per_epoch(batch_size), self.config.length, first_step
+        height = len(self._text) // batch_size
+        columns = self._text[: height * batch_size].view(batch_size, height)[share.rows(batch_size)]
+        while True:
+            start = step % steps * length
+            yield columns[:, start : start + length], columns[:, start + 1 : start + 1 + length]
+            step += 1
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean of −log p over all words."""
+        tokens, targets = batch
+        losses: Tensor = model(tokens, targets)
+        return losses.mean()
+
+    @classmethod
+    def evaluated_by(cls, split: str) -> tuple[str, ...]:
+        """The text, and how the window moves over it."""
+        return "corpus", "length", "test_stride" if split == "test" else "val_stride"
+
+    def evaluate(self, model: nn.Module, *, split: str = "val") -> dict[str, float]:
+        """Perplexity and its logarithm over sliding windows; the processes share the work.
+
+        "val" is the corpus's own validation text, read with `val_stride`; "test" is read with `test_stride`.
+        """
+        texts = {"train": self._corpus.train, "val": self._corpus.valid, "test": self._corpus.test}
+        if split not in texts:
+            raise AcutanceError(f"no split {split!r}; there are {', '.join(texts)}")
+        stride = self.config.test_stride if split == "test" else self.config.val_stride
+        model.eval()
+        text = texts[split].to(self.device)
+        loss = sliding_loss(model, text, window=self.config.length, stride=stride, batch_size=self.config.windows)
+        perplexity = math.exp(loss) if loss < LARGEST_LOSS else math.inf
+        return {"perplexity": perplexity, "loss": loss, "stride": float(stride)}
+
+
+@torch.no_grad()
+def sliding_loss(model: nn.Module, text: Tensor, *, window: int = 256, stride: int = 1, batch_size: int = 64) -> float:
+    """The mean of −log p over all words of a text but the first; e to the power of it is the perplexity.
+
+    A window moves over the text; of the first one all words count, then the last `stride`, which no window counted
+    before. This gives what `sliding_loss_one_by_one` gives, many windows at a time, and of all but the first window
+    the softmax of the words that count only. Under a process group each process takes its part of every batch.
+
+    Args:
+        model: called as `model(tokens, targets)` in evaluation mode, for −log p of the targets.
+        text: (words,) indices, on the model's device.
+        window: words that the model sees at once.
+        stride: words a window moves on.
+        batch_size: windows at a time, in each process.
+    """
+    ends = _window_ends(len(text), window, stride)
+    window = int(ends[0])
+    rank, world = processes.place()
+    first = _window_sum(model, text, ends[:1], window, window)  # by all: a sharded model needs every process each time
+    total = first if rank == 0 else 0.0
+    counts = ends.diff()
+    for chunk in range(0, len(counts), batch_size * world):
+        chosen = torch.arange(chunk + rank * batch_size, chunk + (rank + 1) * batch_size).clamp(max=len(counts) - 1)
+        once = torch.arange(len(chosen)) + chunk + rank * batch_size < len(counts)  # what is past the end repeats it
+        size = int(counts[chosen].max())
+        weight = (torch.arange(size, 0, -1) <= counts[chosen][:, None]) & once[:, None]
+        total += _window_sum(model, text, ends[chosen + 1], window, size, weight)
+    return sum(processes.gather(total)) / (len(text) - 1)
+
+
+@torch.no_grad()
+def sliding_loss_one_by_one(model: nn.Module, text: Tensor, *, window: int = 256, stride: int = 1) -> float:
+    """What `sliding_loss` computes, window after window, as the paper describes it: batch 1, slow and plain."""
+    last = len(text) - 1
+    window = min(window, last)
+    losses = model(text[None, :window], text[None, 1 : window + 1])
+    total, done = float(losses.double().sum()), window
+    while done < last:
+        end = min(done + stride, last)
+        losses = model(text[None, end - window : end], text[None, end - window + 1 : end + 1])
+        total += float(losses[0, done - end :].double().sum())
+        done = end
+    return total / last
+
+
+def _window_ends(words: int, window: int, stride: int) -> Tensor:
+    """Where windows end, exclusively; the last word of the text is a target only."""
+    last = words - 1
+    if last < 1:
+        raise AcutanceError(f"a text of {words} words has none to predict: two are needed")
+    first = min(window, last)
+    ends = torch.arange(first, last + 1, stride)
+    return ends if int(ends[-1]) == last else torch.cat([ends, torch.tensor([last])])
+
+
+def _window_sum(
+    model: nn.Module, text: Tensor, ends: Tensor, window: int, count: int, weight: Tensor | None = None
+) -> float:
+    """Σ −log p of the last `count` targets of the windows that end there, or of those with a weight."""
+    inside = ends[:, None] + torch.arange(-window, 0)
+    inside = inside.to(text.device)
+    losses = model(text[inside], text[inside[:, -count:] + 1]).double()
+    if weight is not None:
+        losses = losses * weight.to(losses.device)
+    return float(losses.sum())

@@ -1,0 +1,20 @@
+"""Training: one loop for one process or many, whose runs can be cut anywhere and go on to the same bits."""
+
+from acutance.lab.train.config import Config, LoopConfig, OptimConfig, ScheduleConfig
+from acutance.lab.train.interrupt import StoppedError
+from acutance.lab.train.nonfinite import DivergedError
+from acutance.lab.train.overrides import override
+from acutance.lab.train.run import Run
+from acutance.lab.train.start import train
+
+__all__ = [
+    "Config",
+    "DivergedError",
+    "LoopConfig",
+    "OptimConfig",
+    "Run",
+    "ScheduleConfig",
+    "StoppedError",
+    "override",
+    "train",
+]

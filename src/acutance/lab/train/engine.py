@@ -1,0 +1,182 @@
+"""Where and over how many processes a run trains: Lightning Fabric, and torch's own FSDP2 and tensors beneath it.
+
+Fabric starts or finds the processes (its own or torchrun's), chooses devices, wraps for DDP and casts to
+bfloat16. Its checkpoints are pickles, so ours are written by `checkpoint` from tensors gathered here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from acutance.errors import AcutanceError, MissingExtraError
+from acutance.lab.train.config import LoopConfig, Strategy
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+# What torch warns of and our models do not do: they work on no output in place. The strides cost nothing.
+HARMLESS = ("FSDP2-wrapped module .* returned a view tensor", "Grad strides do not match bucket view strides")
+PLACES = {"LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # which Fabric sets
+STACKS = ("blocks", "layers")  # the lists whose entries are sharded one by one
+# The group that was left last. Where a model in DDP lets go of its group last, it waits for the group's threads while
+# they wait for Python's lock, now and then for ever (https://github.com/pytorch/pytorch/issues/56297): Python is last.
+LEFT: list[Any] = []
+
+
+class Engine:
+    """The processes of a run, and the model as it is trained in them.
+
+    Args:
+        loop: strategy, precision and compilation.
+        device: cpu, cuda or auto, which takes a GPU where there is one.
+        processes: how many to start on this machine for ddp or fsdp; None takes torchrun's, else every GPU or 1.
+    """
+
+    def __init__(self, loop: LoopConfig, *, device: str = "auto", processes: int | None = None) -> None:
+        self.strategy = _resolved(loop.strategy, processes)
+        self._compile = loop.compile
+        self._owns_group = not (dist.is_available() and dist.is_initialized())
+        self._environment = dict(os.environ)
+        self._fabric = _fabric(self.strategy, loop.precision, device, processes)
+        self._fabric.launch()
+        self.rank, self.world = self._fabric.global_rank, self._fabric.world_size
+        self.device: torch.device = self._fabric.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and speaks."""
+        return self.rank == 0
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """What to call in training. The model itself is moved, and sharded, in place; its names stay."""
+        compiled: Any = torch.compile(model) if self._compile else model
+        for message in HARMLESS:
+            warnings.filterwarnings("ignore", message)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return self._fabric.setup_module(compiled)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add to the gradients."""
+        self._fabric.backward(loss)
+
+    def waiting(self, wrapped: nn.Module, *, enabled: bool) -> AbstractContextManager[Any]:
+        """Inside, gradients are added up without being exchanged."""
+        return self._fabric.no_backward_sync(wrapped, enabled=enabled and self.world > 1)  # type: ignore[arg-type]
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """The same casts as in training, for a model that is called without its wrapper."""
+        return self._fabric.autocast()
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over the processes, entry by entry."""
+        if self.world > 1:
+            dist.all_reduce(values)
+            values /= self.world
+        return values
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        """What the main process gets from it; what goes wrong there goes wrong everywhere, so that none waits."""
+        value: Any = None
+        error: Exception | None = None
+        if self.is_main:
+            try:
+                value = function()
+            except Exception as caught:
+                error = caught
+        value, error = self._fabric.broadcast((value, error))
+        if error is not None:
+            raise error
+        result: T = value
+        return result
+
+    def close(self) -> None:
+        """Leave the other processes, and no trace of them in the environment, which others take for torchrun's."""
+        if self._owns_group and dist.is_available() and dist.is_initialized():
+            LEFT[:] = [dist.group.WORLD]
+            dist.destroy_process_group()
+        for name in os.environ.keys() - self._environment.keys():
+            if name in PLACES:
+                del os.environ[name]
+
+
+def _resolved(strategy: Strategy, processes: int | None) -> Strategy:
+    """Auto is DDP where several processes were started or asked for."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 or (processes or 1) > 1
+    if strategy == "auto":
+        return "ddp" if several else "single"
+    if strategy == "single" and several:
+        raise AcutanceError("several processes need --strategy ddp or fsdp; single is one process")
+    return strategy
+
+
+def _fabric(strategy: Strategy, precision: str, device: str, processes: int | None) -> Fabric:
+    try:
+        from lightning.fabric import Fabric
+    except ImportError as error:
+        raise MissingExtraError("training runs on Lightning Fabric: pip install 'acutance[train]'") from error
+    for name in ("lightning.fabric", "lightning.fabric.utilities.rank_zero", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # it announces precision and every process
+    accelerator = _accelerator(device)
+    local, nodes = _counts(accelerator, strategy, processes)
+    return Fabric(
+        accelerator=accelerator,
+        devices=local,
+        num_nodes=nodes,
+        strategy=_fabric_strategy(strategy, local * nodes),
+        precision="bf16-mixed" if precision == "bf16" else "32-true",
+    )
+
+
+def _accelerator(device: str) -> str:
+    if device not in ("cpu", "cuda", "auto"):
+        raise AcutanceError(f"a device is cpu, cuda or auto, not {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise AcutanceError("there is no CUDA device here: use --device cpu")
+    return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def _counts(accelerator: str, strategy: Strategy, processes: int | None) -> tuple[int, int]:
+    """Processes on this machine, and machines: torchrun says both."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        local = int(os.environ["LOCAL_WORLD_SIZE"])
+        return local, int(os.environ["WORLD_SIZE"]) // local
+    if processes is not None:
+        return processes, 1
+    return (torch.cuda.device_count() if accelerator == "cuda" and strategy != "single" else 1), 1
+
+
+def _fabric_strategy(strategy: Strategy, world: int) -> Any:
+    from lightning.fabric.strategies.ddp import DDPStrategy
+    from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+
+    if strategy == "ddp":
+        return DDPStrategy()
+    if strategy == "fsdp":  # Fabric's own FSDPStrategy is FSDP1
+        return ModelParallelStrategy(_shard, data_parallel_size=world, tensor_parallel_size=1)
+    return "auto"
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """FSDP2: every layer by itself, then what is left."""
+    from torch.distributed.fsdp import fully_shard
+
+    over = mesh["data_parallel"]
+    for module in model.modules():
+        for name, child in module.named_children():
+            if name in STACKS and isinstance(child, nn.ModuleList):
+                for layer in child:
+                    fully_shard(layer, mesh=over)
+    fully_shard(model, mesh=over)
+    return model

@@ -1,0 +1,85 @@
+"""Attention maps of chosen layers, per head: Fig. 4 of arXiv 2312.00751."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from acutance import sites
+from acutance.attention import AttentionCall
+from acutance.errors import AcutanceError
+from acutance.measure.walk import Visitor, walk
+from acutance.sites.wrappers import bare_module
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Array = NDArray[np.float32]
+
+
+class AttentionMaps(Mapping[int, Array]):
+    """Layer number (1 is the first) to an array (heads, tokens, tokens) whose rows sum to one."""
+
+    def __init__(self, maps: Mapping[int, Array]) -> None:
+        self._maps = dict(maps)
+
+    def __getitem__(self, layer: int) -> Array:
+        return self._maps[layer]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._maps)
+
+    def __len__(self) -> int:
+        return len(self._maps)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{layer}: {maps.shape}" for layer, maps in self.items())
+        return f"AttentionMaps({{{shapes}}})"
+
+    def plot(self) -> Figure:
+        """A matplotlib figure: a row per layer, a column per head."""
+        from acutance.report import plot_attention
+
+        return plot_attention(self)
+
+
+def attention_maps(model: nn.Module, sample: Tensor | Mapping[str, Any], layers: Sequence[int]) -> AttentionMaps:
+    """The attention matrices of one sample, per head, at the given layers (1 is the first).
+
+    These are whole N×N matrices, meant to be looked at; metrics never form them.
+
+    Args:
+        model: any model `acutance.sites.find` knows.
+        sample: one input, with or without a batch axis of one for image tensors; or keyword arguments.
+        layers: for example `[1, 6, 12]`.
+    """
+    bare = bare_module(model)
+    found = {site.layer: number for site, number in sites.layers_of(bare)}
+    if not layers:
+        raise AcutanceError(f"name at least one layer, from {min(found)} to {max(found)}")
+    unknown = [layer for layer in layers if layer not in found]
+    if unknown:
+        raise AcutanceError(f"no layer {unknown[0]}: this model has layers {min(found)} to {max(found)}")
+    if isinstance(sample, Tensor) and sample.ndim == 3:
+        sample = sample[None]
+    reader = MapReader([found[layer] for layer in layers])
+    walk(bare, [sample], reader)
+    return AttentionMaps(reader.maps)
+
+
+class MapReader(Visitor):
+    """Keeps the attention of one sample at some layers."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.needs = {"attend": layers}
+        self.maps: dict[int, Array] = {}
+
+    def attend(self, layer: int, call: AttentionCall) -> None:
+        """A as a matrix."""
+        if call.A.shape[0] != 1:
+            raise AcutanceError(f"attention_maps takes one sample, got a batch of {call.A.shape[0]}")
+        self.maps[call.layer] = call.A.dense()[0].float().cpu().numpy()

@@ -1,0 +1,375 @@
+"""Monitor: metrics on a fixed probe batch while a model trains, with no effect on the training."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError, NonFiniteError
+from acutance.files.atomic import read_bytes
+from acutance.measure.measure import check_readable, measure
+from acutance.measure.profile import FORMAT, Profile
+from acutance.report.pictures import plot_steps
+from acutance.sites.wrappers import bare_module, shards_put_back
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+CHEAP_METRICS = ("token_cosine", "rank_residual", "norm_spread")  # none needs eigenvalues, which are slow
+INTERVAL = 200  # 2 % of training time if a reading takes as long as four steps: benchmarks/monitor_cost.py
+
+
+class Monitor:
+    """Records smoothing metrics of a fixed probe batch every so many optimiser steps.
+
+    In a plain loop call `step()` after `optimiser.step()`; `for_trainer()` and `for_lightning()` are callbacks for
+    Hugging Face's Trainer and for Lightning. Gradients, buffers, training modes and the random state of Python, NumPy
+    and torch (CPU and CUDA) are left as they were, so training gives the same weights bit for bit.
+
+    In a distributed run every rank calls it and reads, since a sharded model needs all ranks for a forward pass. Only
+    rank 0 writes.
+
+    Args:
+        model: the model being trained; wrappers such as DDP are removed.
+        probe: one batch, in any form `measure` takes. It is copied, so later changes to it have no effect.
+        metrics: names from `acutance.measure.measure.available_metrics()`, or "all".
+        tap: where token metrics are read, as in `measure`.
+        prefix: class, distillation, register or special tokens `in` or `out`, as in `measure`.
+        part: path of the submodule to read, if a model has several stacks of layers, as in `measure`.
+        every: optimiser steps between two readings.
+        jsonl: a file that gets one line per reading. An existing file is continued.
+        tensorboard: a folder, or a `SummaryWriter` of yours.
+        autocast: the probe's autocast dtype. None reads in the weights' own dtype.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        probe: Any,
+        *,
+        metrics: str | Sequence[str] = CHEAP_METRICS,
+        tap: str | Sequence[str] = "block",
+        prefix: Literal["in", "out"] = "in",
+        part: str | None = None,
+        every: int = INTERVAL,
+        jsonl: str | os.PathLike[str] | None = None,
+        tensorboard: str | os.PathLike[str] | SummaryWriter | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        if every < 1:
+            raise AcutanceError(f"every counts optimiser steps between two readings and must be 1 or more, not {every}")
+        self.model = bare_module(model)
+        self._options: dict[str, Any] = {"metrics": metrics, "tap": tap, "prefix": prefix, "part": part}
+        check_readable(self.model, **self._options)  # fail now, not after hundreds of steps
+        self.every = every
+        self.history = History() if jsonl is None else History.load(jsonl, missing_ok=True)
+        self._resumed = bool(self.history)
+        self._probe = _copy_probe(probe)
+        self._autocast = autocast
+        self._step: int | None = None
+        self._writers: list[JsonLines | TensorBoard] = []
+        if jsonl is not None:
+            self._writers.append(JsonLines(jsonl))
+        if tensorboard is not None:
+            self._writers.append(TensorBoard(tensorboard))
+
+    def step(self, step: int | None = None) -> None:
+        """Count an optimiser step, and read the model if a reading is due.
+
+        Args:
+            step: how many optimiser steps were taken so far, for a run that does not start at 0. By default they are
+                counted here. A repeated number, as within gradient accumulation, does nothing.
+        """
+        now = self._current() + 1 if step is None else step
+        before = now - 1 if self._step is None or now < self._step else self._step
+        self._step = now
+        if now // self.every > before // self.every:
+            self.record()
+
+    def record(self, step: int | None = None) -> None:
+        """Read the model now, whatever the interval: before training, say, or at its end.
+
+        Args:
+            step: how many optimiser steps were taken so far; by default as counted by `step()`.
+        """
+        self._step = self._current() if step is None else step
+        try:
+            profile = self._read(self._step)
+        except NonFiniteError as error:  # a monitor must not stop the training
+            warnings.warn(f"step {self._step} was not recorded: {error}", AcutanceWarning, stacklevel=2)
+            return
+        self.history.add(self._step, profile)
+        if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0:
+            for writer in self._writers:
+                writer.write(self._step, profile)
+
+    def finish(self, step: int) -> None:
+        """Record the last step, unless it is recorded already."""
+        if step not in self.history:
+            self.record(step)
+
+    def plot(self) -> Figure:
+        """Every metric over the training steps, a curve per layer, as a matplotlib figure."""
+        return self.history.plot()
+
+    def for_trainer(self) -> Any:
+        """A `TrainerCallback` for Hugging Face's Trainer: reads at the start, every so many steps, and at the end."""
+        try:
+            from transformers import TrainerCallback
+        except ImportError as error:
+            raise MissingExtraError("for_trainer needs transformers: pip install 'acutance[hf]' accelerate") from error
+        monitor = self
+
+        class MonitorCallback(TrainerCallback):
+            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                monitor._check_watched(kwargs["model"])
+                monitor.record(state.global_step)
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                monitor.step(state.global_step)
+                if state.global_step >= state.max_steps:  # on_train_end may come after the best weights were restored
+                    monitor.finish(state.global_step)
+
+        return MonitorCallback()
+
+    def for_lightning(self) -> Any:
+        """A `Callback` for Lightning's Trainer: reads at the start, every so many steps, and at the end.
+
+        Lightning's `global_step` counts the steps of all optimisers together.
+        """
+        try:
+            from lightning.pytorch import Callback
+        except ImportError as error:
+            raise MissingExtraError("for_lightning needs lightning: pip install lightning") from error
+        monitor = self
+
+        class MonitorCallback(Callback):
+            def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+                monitor._check_watched(pl_module)
+                monitor.record(trainer.global_step)
+
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                monitor.step(trainer.global_step)
+
+            def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+                monitor.finish(trainer.global_step)
+
+        return MonitorCallback()
+
+    def _check_watched(self, trained: nn.Module) -> None:
+        if not any(module is self.model for module in trained.modules()):
+            raise AcutanceError(
+                f"the monitor watches a {type(self.model).__name__} that is not part of the {type(trained).__name__} "
+                "being trained: give both the same object"
+            )
+
+    def _current(self) -> int:
+        if self._step is None and self._resumed:
+            raise AcutanceError(
+                f"the file holds steps up to {max(self.history)} from an earlier run. To continue it, pass the number "
+                "of steps taken: monitor.step(step). To start again, name another file or remove this one"
+            )
+        return self._step or 0
+
+    def _read(self, step: int) -> Profile:
+        seed = torch.initial_seed()
+        weights = next(self.model.parameters())
+        kind = weights.device.type
+        probe = _fit_probe(self._probe, weights)
+        # Uncached: older versions of torch would go on to train with weights that were cast here, without gradients
+        # (https://github.com/pytorch/pytorch/issues/112583).
+        autocast = torch.autocast(kind, self._autocast, enabled=self._autocast is not None, cache_enabled=False)
+        with own_randomness(), shards_put_back(self.model), autocast, _autocast_seen(self.model, kind) as seen:
+            profile = measure(self.model, [probe], progress=False, **self._options)
+        context = {**profile.context, "seed": seed, "step": step, "autocast": next(iter(seen), None)}
+        return Profile(profile.readings, context)
+
+
+class History(Mapping[int, Profile]):
+    """Optimiser step to Profile, in order. `History.load(path)` reads a Monitor's file, also while it grows."""
+
+    def __init__(self) -> None:
+        self._profiles: dict[int, Profile] = {}
+
+    def __getitem__(self, step: int) -> Profile:
+        return self._profiles[step]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._profiles)
+
+    def __len__(self) -> int:
+        return len(self._profiles)
+
+    def __repr__(self) -> str:
+        return f"History(steps {', '.join(map(str, self))})" if self else "History(empty)"
+
+    def add(self, step: int, profile: Profile) -> None:
+        """Add a profile, and drop those of this step and later: a run resumed from an earlier step replaces them."""
+        kept = {earlier: value for earlier, value in self._profiles.items() if earlier < step}
+        self._profiles = {**kept, step: profile}
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per step and reading, as a pandas DataFrame."""
+        frames = [profile.to_frame().assign(step=step) for step, profile in self.items()]
+        import pandas as pd
+
+        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+
+    def plot(self) -> Figure:
+        """A panel per metric and tap: the metric over the training steps, a curve per layer."""
+        if not self:
+            raise AcutanceError("nothing was recorded yet: a plot needs at least one step")
+        charts: dict[str, dict[int, list[tuple[int, float]]]] = {}
+        for step, profile in self.items():
+            for r in profile.readings:
+                charts.setdefault(f"{r.metric} ({r.tap})", {}).setdefault(r.layer, []).append((step, r.mean))
+        return plot_steps(charts, next(iter(self.values())).title)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, missing_ok: bool = False) -> History:
+        """Read the lines a Monitor wrote, without a last line that a crash cut off.
+
+        Args:
+            path: the file.
+            missing_ok: whether a missing file is an empty history.
+        """
+        history = cls()
+        if missing_ok and not Path(path).exists():
+            return history
+        *lines, _unfinished = read_bytes(path).split(b"\n")
+        for number, line in enumerate(lines, 1):
+            history.add(*_parse_line(line, f"{path}, line {number}"))
+        return history
+
+
+def _parse_line(line: bytes, where: str) -> tuple[int, Profile]:
+    try:
+        body = json.loads(line)
+        if body["format"] != FORMAT:
+            raise AcutanceError(f"{where}: format {body['format']!r}, this version reads {FORMAT!r}")
+        return body["step"], Profile.from_dict(body)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise AcutanceError(f"{where} was not written by a Monitor: {error!r}; name another file") from error
+
+
+class JsonLines:
+    """Appends a line per reading: the profile's own JSON and the step. The file is open only while it is written."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._begun = False
+
+    def write(self, step: int, profile: Profile) -> None:
+        """Append one line; the first time, drop a line that a crash cut off."""
+        if not self._begun:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            content = self.path.read_bytes() if self.path.exists() else b""
+            if content and not content.endswith(b"\n"):
+                os.truncate(self.path, content.rfind(b"\n") + 1)
+            self._begun = True
+        line = json.dumps({"step": step, **profile.to_dict()}, allow_nan=False).encode() + b"\n"
+        with self.path.open("ab") as file:
+            file.write(line)
+
+
+class TensorBoard:
+    """A scalar per metric, tap and layer, and a chart per metric and tap in the tab "Custom Scalars"."""
+
+    def __init__(self, target: str | os.PathLike[str] | SummaryWriter) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            raise MissingExtraError("TensorBoard is not installed: pip install 'acutance[monitor]'") from error
+        self._kind, self._target = SummaryWriter, target
+        self._writer: SummaryWriter | None = None
+
+    def write(self, step: int, profile: Profile) -> None:
+        """Add the means and flush them to disk."""
+        writer = self._writer or self._open(profile)
+        for r in profile.readings:
+            writer.add_scalar(f"{r.metric} {r.tap}/layer {r.layer:02d}", r.mean, step)
+        writer.flush()
+
+    def _open(self, profile: Profile) -> SummaryWriter:
+        """Opened with the first reading, so that ranks that do not write leave no empty files."""
+        target = self._target
+        self._writer = writer = self._kind(str(target)) if isinstance(target, (str, os.PathLike)) else target
+        layout: dict[str, dict[str, list[object]]] = {}
+        for r in profile.readings:
+            layout.setdefault(r.metric, {})[r.tap] = ["Multiline", [f"^{r.metric} {r.tap}/layer .*"]]
+        writer.add_custom_scalars(layout)
+        return writer
+
+
+def _copy_probe(probe: Any) -> Any:
+    if isinstance(probe, (tuple, list)) and probe:
+        return _copy_probe(probe[0])
+    if isinstance(probe, Mapping) and any(isinstance(value, Tensor) for value in probe.values()):
+        return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in probe.items()}
+    if isinstance(probe, Tensor) and probe.numel():
+        return probe.detach().clone()
+    raise AcutanceError(
+        "the monitor needs a probe, one batch to read the model on: a tensor, a (tensor, …) tuple or a mapping of "
+        f"arguments such as next(iter(loader)), not {type(probe).__name__}"
+    )
+
+
+def _fit_probe(probe: Any, weights: Tensor) -> Any:
+    """The probe on the weights' device; floating-point tensors in the weights' dtype."""
+    if isinstance(probe, Mapping):
+        return {name: _fit_probe(value, weights) for name, value in probe.items()}
+    if not isinstance(probe, Tensor):
+        return probe
+    both = probe.is_floating_point() and weights.is_floating_point()
+    return probe.to(weights.device, weights.dtype if both else None)
+
+
+@contextmanager
+def own_randomness(seed: int = 0) -> Iterator[None]:
+    """Seed all global generators, so that what is drawn is the same each time; restore their states afterwards."""
+    cuda = torch.cuda.is_initialized()
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 # the global one
+    devices = torch.cuda.get_rng_state_all() if cuda else []
+    try:
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        torch.default_generator.manual_seed(seed)
+        if cuda:
+            torch.cuda.manual_seed_all(seed)
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(devices)
+
+
+@contextmanager
+def _autocast_seen(model: nn.Module, kind: str) -> Iterator[list[str | None]]:
+    """The autocast dtype that the model's first submodule runs in: the model's forward may enter its own."""
+    seen: list[str | None] = []
+
+    def look(module: nn.Module, _args: object) -> None:
+        if module is not model and not seen:
+            on = torch.is_autocast_enabled(kind)
+            seen.append(str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if on else None)
+
+    hook = register_module_forward_pre_hook(look)
+    try:
+        yield seen
+    finally:
+        hook.remove()

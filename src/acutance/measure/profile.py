@@ -1,0 +1,204 @@
+"""Profile: what was measured, layer by layer, and where it was read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from acutance.errors import AcutanceError, MissingExtraError
+from acutance.files.atomic import atomic_write, read_json
+from acutance.report import Curves, plot_curves, write_page
+from acutance.report.tables import FittedTable
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+FORMAT = "acutance-profile/1"
+
+# Read from the attention operator itself rather than from tokens.
+MAP = "map"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One metric at one layer, averaged over the samples."""
+
+    tap: str  # where the tokens were read: block, attention, values, final; map for the attention operator
+    layer: int  # 1 is the first block; 0 is what enters it
+    metric: str
+    mean: float
+    std: float  # over samples
+    count: int  # samples
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Readings per layer × metric, with the context that makes them reproducible.
+
+    `profile["token_cosine"]` is the metric's mean by depth; `profile["token_cosine", "attention"]` names the tap,
+    which is needed only if the metric was read at several.
+    """
+
+    readings: tuple[Reading, ...]
+    context: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics read, in the order they were asked for."""
+        return list(dict.fromkeys(r.metric for r in self.readings))
+
+    @property
+    def taps(self) -> list[str]:
+        """The places that were read."""
+        return list(dict.fromkeys(r.tap for r in self.readings))
+
+    def select(self, metric: str, tap: str | None = None) -> list[Reading]:
+        """The readings of one metric at one tap, by depth."""
+        taps = list(dict.fromkeys(r.tap for r in self.readings if r.metric == metric))
+        if not taps:
+            raise KeyError(f"no metric {metric!r} in this profile; it holds {', '.join(self.metrics) or 'nothing'}")
+        if tap is None and len(taps) > 1:
+            raise KeyError(
+                f"{metric!r} was read at {', '.join(taps)}: say which, e.g. profile[{metric!r}, {taps[0]!r}]"
+            )
+        if tap is not None and tap not in taps:
+            raise KeyError(f"{metric!r} was not read at {tap!r}, only at {', '.join(taps)}")
+        chosen = tap or taps[0]
+        return sorted((r for r in self.readings if r.metric == metric and r.tap == chosen), key=lambda r: r.layer)
+
+    def __getitem__(self, key: str | tuple[str, str]) -> NDArray[np.float64]:
+        metric, tap = (key, None) if isinstance(key, str) else key
+        return np.array([r.mean for r in self.select(metric, tap)])
+
+    def layers(self, metric: str, tap: str | None = None) -> list[int]:
+        """The layers behind `profile[metric, tap]`."""
+        return [r.layer for r in self.select(metric, tap)]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One mapping per reading."""
+        return [asdict(r) for r in self.readings]
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per reading, as a pandas DataFrame."""
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise MissingExtraError("to_frame needs pandas: pip install 'acutance[report]'") from error
+        return pd.DataFrame(self.rows())
+
+    def table(self) -> FittedTable:
+        """For the terminal: one row per tap and layer, one column per metric; several tables where it is narrow."""
+        cells = {(r.tap, r.layer, r.metric): f"{r.mean:.4f} ± {r.std:.4f}" for r in self.readings}
+        return _table(self.title, cells, self.caption)
+
+    def compare(self, other: Profile) -> FittedTable:
+        """This profile's means → another's, for example before and after a mitigation."""
+        before, after = ({(r.tap, r.layer, r.metric): f"{r.mean:.4f}" for r in p.readings} for p in (self, other))
+        cells = {key: f"{before.get(key, '–')} → {after.get(key, '–')}" for key in before | after}
+        caption = other.caption.replace("mean ± standard deviation", "means", 1)
+        return _table(f"{self.title} → {other.title}", cells, caption)
+
+    @property
+    def title(self) -> str:
+        """What was measured, in one line."""
+        model = self.context.get("model", "model")
+        mitigation = self.context.get("mitigation")
+        return f"{model} + {mitigation}" if mitigation else str(model)
+
+    @property
+    def caption(self) -> str:
+        """Where and how it was read, in one line."""
+        runs = self.context.get("runs")
+        spread = f"over {runs} runs" if runs else "over samples"
+        parts = [f"{self.context.get('samples', '?')} samples, mean ± standard deviation {spread}"]
+        for key in ("data", "prefix", "dtype", "device"):
+            if key in self.context:
+                parts.append(f"{key}: {self.context[key]}")
+        return "; ".join(parts)
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold. Infinities and NaN become strings: JSON has no numbers for them."""
+        return {
+            "format": FORMAT,
+            "context": dict(self.context),
+            "readings": [{k: _to_json(v) for k, v in row.items()} for row in self.rows()],
+        }
+
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> Profile:
+        """The profile that `to_dict` took apart."""
+        return cls(tuple(map(_reading, body["readings"])), body["context"])
+
+    def to_json(self) -> str:
+        """The profile as JSON text."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write JSON, atomically."""
+        return atomic_write(path, self.to_json().encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read a profile that `save` wrote."""
+        return read_json(path, FORMAT, cls.from_dict)
+
+    def curves(self) -> Curves:
+        """The profile as `acutance.report` takes it."""
+        return Curves(self.rows(), self.context)
+
+    def plot(self) -> Figure:
+        """A matplotlib figure: a panel per metric and tap, with a band of one standard deviation."""
+        charts = list(dict.fromkeys((r.metric, r.tap) for r in self.readings))
+        return plot_curves({self.title: self.curves()}, charts, self.title)
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write one offline page with the per-layer curves."""
+        return write_page({self.title: self.curves()}, path)
+
+
+def merge(profiles: Iterable[Profile]) -> Profile:
+    """The mean over several runs (seeds) of the same measurement; `std` is then the spread over runs."""
+    runs = list(profiles)
+    keys = [[(r.tap, r.layer, r.metric) for r in p.readings] for p in runs]
+    if not runs or any(k != keys[0] for k in keys):
+        raise AcutanceError("only profiles of the same taps, layers and metrics can be merged")
+    means = np.array([[r.mean for r in p.readings] for p in runs])
+    spread = means.std(axis=0, ddof=1) if len(runs) > 1 else np.zeros(means.shape[1])
+    readings = tuple(
+        Reading(tap, layer, metric, float(m), float(s), len(runs))
+        for (tap, layer, metric), m, s in zip(keys[0], means.mean(axis=0), spread, strict=True)
+    )
+    return Profile(readings, {**runs[0].context, "runs": len(runs)})
+
+
+def _table(title: str, cells: Mapping[tuple[str, int, str], str], caption: str) -> FittedTable:
+    """A row per tap and layer, a column per metric."""
+    metrics = dict.fromkeys(metric for _, _, metric in cells)
+    rows = [
+        {"tap": tap, "layer": str(layer)} | {metric: cells.get((tap, layer, metric), "") for metric in metrics}
+        for tap, layer in dict.fromkeys((tap, layer) for tap, layer, _ in cells)
+    ]
+    return FittedTable(title, rows, caption, keys=("tap", "layer"), left=("tap",))
+
+
+def _reading(entry: Mapping[str, Any]) -> Reading:
+    return Reading(**{**entry, "mean": float(entry["mean"]), "std": float(entry["std"])})
+
+
+def _to_json(value: object) -> object:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

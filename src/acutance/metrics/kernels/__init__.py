@@ -1,0 +1,1 @@
+"""Sums over tokens in one pass over the data, in Triton."""

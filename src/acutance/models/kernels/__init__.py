@@ -1,0 +1,1 @@
+"""The MLP of a block, fused, in Triton."""

@@ -1,0 +1,75 @@
+"""Tables of text for terminals of any width, for notebooks and for pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+WRAPPED = 40  # least width of a column of sentences, borders included
+PRINTED = 160  # width of `str(table)`
+
+Rows = Sequence[Mapping[str, str]]  # column name to text; every row has the same columns
+
+
+@dataclass(frozen=True)
+class FittedTable:
+    """One table if it fits the terminal, else several below one another, each with the columns that fit."""
+
+    title: str
+    rows: Rows
+    caption: str  # below, as wide as the terminal
+    keys: Sequence[str] = ("layer",)  # columns that name a row, repeated in every table
+    left: Sequence[str] = ()  # left-aligned columns
+    sentences: str | None = None  # the column that may wrap
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        groups: list[list[str]] = [[]]
+        for column in self.rows[0] if self.rows else ():
+            if column in self.keys:
+                continue
+            if groups[-1] and self._width([*groups[-1], column], console, options) > options.max_width:
+                groups.append([])
+            groups[-1].append(column)
+        for number, group in enumerate(groups):
+            yield self._table(group, self.title if number == 0 else None)
+        yield Text(self.caption, style="table.caption")
+
+    def __str__(self) -> str:
+        console = Console(width=PRINTED, no_color=True)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get()
+
+    def _repr_html_(self) -> str:
+        return f"<h4>{escape(self.title)}</h4>{html_table(self.rows)}<p>{escape(self.caption)}</p>"
+
+    def _table(self, columns: Sequence[str], title: str | None = None) -> Table:
+        """Some of the columns, and the rows that have a cell in them."""
+        table = Table(title=title, title_justify="left")
+        for column in (*self.keys, *columns):
+            table.add_column(column, justify="left" if column in self.left else "right")
+        for row in self.rows:
+            cells = [row[column] for column in columns]
+            if any(cells):
+                table.add_row(*(row[key] for key in self.keys), *cells)
+        return table
+
+    def _width(self, columns: list[str], console: Console, options: ConsoleOptions) -> int:
+        table = self._table([column for column in columns if column != self.sentences])
+        unwrapped = Measurement.get(console, options.update(max_width=10_000), table).maximum
+        return unwrapped + (WRAPPED if self.sentences in columns else 0)
+
+
+def html_table(rows: Rows) -> str:
+    """The rows as an HTML table, escaped; an empty string without rows."""
+    if not rows:
+        return ""
+    head = "".join(f"<th>{escape(column)}</th>" for column in rows[0])
+    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"

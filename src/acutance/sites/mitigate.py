@@ -1,0 +1,199 @@
+"""mitigate: put a mitigation into a model in place, and take it out again."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from acutance import sites
+from acutance.errors import AcutanceError, AcutanceWarning
+from acutance.mitigations import Mitigation, NeuTRENO, as_mitigation
+from acutance.sites.wrappers import check_model, is_sharded
+
+
+class Handle(sites.Undo):
+    """A mitigation sitting in a model; `remove()`, or leaving a with block, restores the model exactly."""
+
+    def __init__(
+        self,
+        spec: str,
+        layers: Sequence[int],
+        undo: Callable[[], None],
+        distances: Sequence[float] = (),
+        parameters: Sequence[nn.Parameter] = (),
+    ) -> None:
+        super().__init__(undo)
+        self._parameters = tuple(parameters)
+        self.spec = spec
+        self.layers = tuple(layers)
+        self.distances = tuple(distances)  # per layer, of mitigations that replace the weights: ‖H − H₀‖/‖H₀‖
+
+    def parameter_groups(self, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+        """What an optimiser that was made before takes: `optimiser.add_param_group(group)` for each of them.
+
+        Args:
+            lr: the learning rate of the mitigation's own parameters.
+            weight_decay: theirs; they start at the identity, to which none pulls them back by default.
+        """
+        params = list(self._parameters)
+        return [{"params": params, "lr": lr, "weight_decay": weight_decay}] if params else []
+
+    def __repr__(self) -> str:
+        state = "removed" if self._undo is None else "active"
+        moved = f", H moved by {', '.join(f'{d:.0%}' for d in self.distances)}" if self.distances else ""
+        return f"<{self.spec} in layers {', '.join(map(str, self.layers))}{moved}, {state}>"
+
+
+def mitigate(
+    model: nn.Module, mitigation: Mitigation | str, layers: Sequence[int] | None = None, part: str | None = None
+) -> Handle:
+    """Put a mitigation into a trained model, in place.
+
+    Learnt parameters start at the identity, so only constants such as NeuTRENO's λ̃ change the output before
+    training. The exception is `Eigen`, which replaces W_V and W_proj by the closest it admits; the handle's
+    `distances` tell how far that is. Make the optimiser afterwards, so that it sees the new parameters.
+
+    Args:
+        model: any model `acutance.sites.find` knows.
+        mitigation: a `Mitigation` or its spec, e.g. `neutreno:0.6+featscale`.
+        layers: layer numbers, 1 being the first; all by default.
+        part: path of the submodule to change, where a model has several stacks of layers, e.g. `model.encoder`.
+    """
+    _refuse_wrapped(model)
+    found = sites.find(sites.part_of(model, part))
+    _refuse_second(found)
+    wanted = _wanted(layers, len(found))
+    chosen = as_mitigation(mitigation)
+    if chosen.overrides("parametrise"):
+        _refuse_shared(model, [site for site in found if site.layer in wanted])
+    undos: list[Callable[[], None]] = []
+
+    def undo() -> None:
+        while undos:
+            undos[-1]()
+            undos.pop()  # not before: what is in the way can be taken away, and this tried again
+
+    distances: list[float] = []
+    try:
+        for site in found:
+            if site.layer in wanted:
+                undos.append(_install(site, chosen))
+                distances += _distances(site)
+    except BaseException:  # never leave a model half patched
+        undo()
+        raise
+    sites.remember()
+    if len(found) > 1 and wanted == [1]:
+        _warn_of_nothing(chosen)
+    added = [p for site in found if site.mitigation is not None for p in site.mitigation.parameters()]
+    if added and _has_optimiser(model):
+        warnings.warn(
+            f"an optimiser of this model was made before, and does not know the {len(added)} new parameters of "
+            f"{chosen.spec}: give it handle.parameter_groups(lr), or make it after mitigate",
+            AcutanceWarning,
+            stacklevel=2,
+        )
+    return Handle(chosen.spec, wanted, undo, distances, added)
+
+
+def reinstate(model: nn.Module, record: Mapping[str, str]) -> None:
+    """Put back what `sites.record` noted of a model into another one like it."""
+    found = sites.everywhere(model)
+    unknown = sorted(record.keys() - found.keys())
+    if unknown:
+        raise AcutanceError(
+            f"the record has a mitigation for {unknown[0]!r}, which this {type(model).__name__} does not have; its "
+            f"attention is in {', '.join(list(found)[:3])}… Load into the kind of model that was saved"
+        )
+    _refuse_second(list(found.values()))
+    for name, spec in record.items():
+        _install(found[name], as_mitigation(spec), pretrained=False)  # its parameters and the weights come from a file
+    sites.remember()
+
+
+def _install(site: sites.AttentionSite, mitigation: Mitigation, *, pretrained: bool = True) -> Callable[[], None]:
+    like = next(site.attention.parameters())
+    built = mitigation.for_layer(site.shape(pretrained=pretrained)).to(device=like.device, dtype=like.dtype)
+    return site.install(built.train(site.attention.training))
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    check_model(model)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise AcutanceError("gradients of parameters added now would not be synchronised: mitigate, then wrap in DDP")
+    if is_sharded(model):
+        raise AcutanceError("parameters added now would not be sharded: mitigate, then fully_shard")
+    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
+        raise AcutanceError("compiled code would not see the mitigation: mitigate, then torch.compile")
+
+
+def _has_optimiser(model: nn.Module) -> bool:
+    """Whether some optimiser trains a parameter of the model: told by the garbage collector, nobody else knows."""
+    own = {id(parameter) for parameter in model.parameters()}
+    made = (found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer))
+    return any(id(p) in own for one in made for group in one.param_groups for p in group["params"])
+
+
+def _refuse_shared(model: nn.Module, found: Sequence[sites.AttentionSite]) -> None:
+    """A weight that another module has too would no longer be one."""
+    holders: dict[object, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(parameter.untyped_storage()._cdata, []).append(f"{path}.{name}")
+    for site in found:
+        projections = site.projections()
+        for projection in (projections.value, projections.output):
+            weight = projection.module._parameters.get(projection.weight)
+            names = [] if weight is None else holders.get(weight.untyped_storage()._cdata, [])
+            if len(names) > 1:
+                raise AcutanceError(
+                    f"{names[0]} and {names[1]} are one parameter, or share its memory: making the weight of "
+                    f"{site.name} anew would part them. Untie them first"
+                )
+
+
+def _distances(site: sites.AttentionSite) -> list[float]:
+    installed = [] if site.mitigation is None else site.mitigation.modules()
+    return [part.distance for part in installed if isinstance(part, Mitigation) and part.distance is not None]
+
+
+def _wanted(layers: Sequence[int] | None, depth: int) -> list[int]:
+    if layers is None:
+        return list(range(1, depth + 1))
+    if isinstance(layers, (int, float, str)):
+        raise AcutanceError(f"layers are a list of numbers, not {layers!r}: write layers=[{layers}]")
+    odd = [layer for layer in layers if isinstance(layer, bool) or not isinstance(layer, int)]
+    if odd:
+        raise AcutanceError(f"layers are whole numbers from 1 to {depth}, not {odd[0]!r}")
+    unknown = [layer for layer in layers if not 1 <= layer <= depth]
+    if unknown or not layers:
+        raise AcutanceError(f"layers {list(layers)}: name at least one of this model's layers, 1 to {depth}")
+    return sorted(set(layers))
+
+
+def _warn_of_nothing(mitigation: Mitigation) -> None:
+    """Of what it does in the first layer alone."""
+    if any(isinstance(part, NeuTRENO) for part in mitigation.modules()):
+        warnings.warn(
+            f"{mitigation.spec} in layer 1 alone: NeuTRENO adds v⁰ − v, and v⁰ is that layer's own v, so it changes "
+            "nothing there. Name later layers",
+            AcutanceWarning,
+            stacklevel=3,
+        )
+
+
+def _refuse_second(found: Sequence[sites.AttentionSite]) -> None:
+    carried = next((site.mitigation for site in found if site.mitigation is not None), None)
+    if carried is None:
+        return
+    patched = carried.shape is not None and carried.shape.pretrained
+    advice = "call remove() on its handle first" if patched else "build the model without it first"
+    origin = "mitigated" if patched else "constructed"
+    raise AcutanceError(
+        f"the model was {origin} with {carried.spec!r} already: {advice}, or combine the two as 'one+other'"
+    )

@@ -1,0 +1,320 @@
+"""What counts as a token, and as a sample, in a batch: padding out, packed documents apart, prefix in or out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from acutance.attention import AttentionCall
+from acutance.attention.operator import AttentionOperator
+from acutance.errors import AcutanceError, ShapeError
+
+SPECIAL = "special_tokens_mask"  # what tokenisers call class and separator tokens; no model takes it
+PADDING = {  # the usual arguments, and whether they mark what counts or what does not
+    "attention_mask": True,
+    "src_key_padding_mask": False,
+    "key_padding_mask": False,
+    "patch_valid": True,  # of timm's NaFlex models, which take images of any size
+}
+DECODER_PADDING = {"decoder_attention_mask": True, "tgt_key_padding_mask": False}
+IMAGE_PADDING = ("pixel_attention_mask", "pixel_mask", "patch_valid")  # True where there is an image
+HIDDEN = -1e4  # a bias as low as that hides a key: libraries write −10000, the lowest number of a dtype, or −∞
+
+
+class Rows(NamedTuple):
+    """How many rows of tokens a model may make of a batch."""
+
+    told: Container[int]  # if the batch comes first everywhere
+    most: int  # if somebody's tokens come first instead
+
+    @classmethod
+    def of(cls, batch: Any) -> Rows:
+        """By the shapes of what is fed: any tensor's, since images and texts of one batch may differ in number."""
+        fed = _fed(batch)
+        shapes = [tuple(x.shape) for x in fed if isinstance(x, Tensor) and x.ndim > 0]
+        if not shapes or any(isinstance(x, (list, tuple)) for x in fed):  # samples of any shape, one by one
+            return cls(range(sys.maxsize), sys.maxsize)
+        told = {shape[0] for shape in shapes}
+        for x in fed:  # several choices, images or frames a sample
+            if isinstance(x, Tensor) and (x.ndim > 4 or (x.ndim == 3 and not x.is_floating_point())):
+                told.update(range(x.shape[0], x.shape[0] * x.shape[1] + 1))
+        swapped = [shape[1] for shape in shapes if len(shape) in (2, 3)]
+        return cls(told, max([*told, *swapped]))
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents packed one after another in the rows of a batch."""
+
+    rows: Tensor  # the row each document is in
+    positions: Tensor  # where its tokens are, (documents, longest)
+    inside: Tensor  # whether there is a token, (documents, longest)
+
+    @classmethod
+    def of(cls, position_ids: Tensor) -> Documents:
+        """A document starts where positions do not go on counting."""
+        starts = torch.ones_like(position_ids, dtype=torch.bool)
+        starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        rows, first = starts.nonzero(as_tuple=True)
+        width = position_ids.shape[1]
+        lengths = torch.cat([rows * width + first, torch.tensor([position_ids.numel()])]).diff()
+        steps = torch.arange(int(lengths.max()))
+        return cls(rows, (first[:, None] + steps).clamp(max=width - 1), steps < lengths[:, None])
+
+    def to(self, device: torch.device) -> Documents:
+        """The same on another device."""
+        return Documents(self.rows.to(device), self.positions.to(device), self.inside.to(device))
+
+    def labels(self, batch: int, tokens: int) -> Tensor:
+        """The number of the document each token of the batch is in, (batch, tokens)."""
+        labels = torch.zeros(batch, tokens, dtype=torch.long, device=self.rows.device)
+        numbers = torch.arange(len(self.rows), device=self.rows.device)[:, None].expand_as(self.inside)
+        rows = self.rows[:, None].expand_as(self.inside)
+        labels[rows[self.inside], self.positions[self.inside]] = numbers[self.inside]
+        return labels
+
+    def split(self, x: Tensor) -> Tensor:
+        """Rows (batch, tokens, …) to documents (documents, longest, …); what is not inside repeats other tokens."""
+        return x[self.rows[:, None], self.positions]
+
+    def split_mask(self, mask: Tensor) -> Tensor:
+        """The part (documents, heads, longest, longest) of a mask (batch, heads, queries, keys) each document has."""
+        own = mask[self.rows[:, None, None], :, self.positions[:, :, None], self.positions[:, None, :]]
+        return own.permute(0, 3, 1, 2)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """How the tokens of a batch fall into samples."""
+
+    mask: Tensor | None = None  # (batch, tokens), True where a token counts; None where all do
+    skip: tuple[int, int] = (0, 0)  # special tokens left out at the front and at the back
+    documents: Documents | None = None  # None where every row is a sample
+    leaves_marked_out: bool = False  # whether tokens that the tokeniser marked as special do not count
+    _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # by shape and device
+
+    @classmethod
+    def of(
+        cls,
+        batch: Any,
+        *,
+        skip: tuple[int, int] = (0, 0),
+        special: bool = True,
+        decoder: bool = False,
+        images: bool = False,
+    ) -> Samples:
+        """Read the arguments a model is about to get.
+
+        Args:
+            batch: what `measure` feeds.
+            skip: how many tokens at the front and at the back do not count.
+            special: whether tokens marked as special by the tokeniser count.
+            decoder: whether the tokens are those of a decoder that has arguments of its own.
+            images: whether the tokens are an image's; other masks and positions are then those of a text beside it.
+        """
+        if not isinstance(batch, Mapping):
+            return cls(skip=skip)
+        # timm's NaFlex models may be given everything in one argument.
+        for inside in [value for value in batch.values() if isinstance(value, Mapping)]:
+            batch = {**inside, **batch}
+        if images:
+            return cls(_image_padding(batch), skip)
+        decoder = decoder and any(str(name).startswith(("decoder_", "tgt")) for name in batch)  # OPT's has none
+        documents = None if decoder else _packed(batch)
+        padding = mask = _padding(batch, DECODER_PADDING if decoder else PADDING, is_packed=documents is not None)
+        leaves_marked_out = not special and not decoder and isinstance(batch.get(SPECIAL), Tensor)
+        if leaves_marked_out:
+            content = ~batch[SPECIAL].bool()
+            mask = content if padding is None else padding & content
+        mask = None if mask is None or bool(mask.all()) else mask
+        # Models take restarting positions for packed documents only where no mask tells of padding.
+        return cls(mask, skip, documents if padding is None else None, leaves_marked_out)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether every row is a sample and all its tokens count."""
+        return self.mask is None and self.documents is None and not any(self.skip)
+
+    @cached_property
+    def filled(self) -> NDArray[np.bool_] | None:
+        """Which samples have a token that counts; None where all have. Without a mask nothing is looked at."""
+        if self.mask is None:
+            return None
+        front, back = self.skip
+        counts = self.mask.cpu()
+        if self.documents is None:
+            counts = counts[:, front : counts.shape[1] - back]
+        else:
+            counts = self.documents.inside & self.documents.split(counts)
+        filled = counts.any(1).numpy()
+        return None if filled.all() else filled
+
+    def count(self, rows: int) -> int:
+        """How many samples so many rows of a batch are."""
+        return rows if self.documents is None else len(self.documents.rows)
+
+    def tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens (samples, tokens, channels), and which of them count."""
+        if self.is_whole:
+            return tokens, None
+        kind = (tokens.shape[:2], tokens.device)  # mostly that of every layer
+        if kind not in self._kept:
+            self._kept[kind] = self._counted(tokens)
+        documents, mask = self._kept[kind]
+        return (tokens if documents is None else documents.split(tokens)), mask
+
+    def _counted(self, tokens: Tensor) -> tuple[Documents | None, Tensor | None]:
+        """Where the tokens are, the documents they are in, and which of them count."""
+        mask = self.mask
+        if mask is not None:
+            if mask.shape != tokens.shape[:2]:
+                raise ShapeError(
+                    f"the batch's mask is {tuple(mask.shape)}, but the tokens are {tuple(tokens.shape)}, so which of "
+                    "them are padding is not known: measure samples of one size together, or one by one, without "
+                    "padding. Models that take padded samples only, such as Whisper, are fed without this mask, and "
+                    "their padding counts"
+                )
+            mask = mask.to(tokens.device)
+        if any(self.skip):
+            front, back = self.skip
+            content = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+            content[:, :front] = content[:, tokens.shape[1] - back :] = False
+            mask = content if mask is None else mask & content
+        if self.documents is None:
+            return None, mask
+        documents = self.documents.to(tokens.device)
+        return documents, documents.inside if mask is None else documents.inside & documents.split(mask)
+
+    def refuse_mixing(self, A: AttentionOperator) -> None:
+        """Restarting positions do not keep documents apart in every model: the attention's own mask must."""
+        if self.documents is not None and _sees_across(A, self.documents.to(A.device)):
+            raise AcutanceError(
+                "position_ids start anew, as for documents packed into one row, but this model does not keep such "
+                "documents apart: their tokens see each other. Give the documents as rows of their own"
+            )
+
+    def record(self, record: AttentionCall) -> AttentionCall:
+        """The record with every document a sample of its own."""
+        if self.documents is None:
+            return record
+        documents, A = self.documents.to(record.branch.device), record.A
+
+        def split(x: Tensor) -> Tensor:  # (batch, heads, tokens, width)
+            return documents.split(x.transpose(1, 2)).transpose(1, 2)
+
+        mask = documents.inside[:, None, None, :]
+        if A.mask4 is not None:
+            own = documents.split_mask(A.mask4.expand(A.shape[0], -1, A.shape[2], -1))
+            mask = own & mask if own.dtype == torch.bool else own.masked_fill(~mask, -torch.inf)
+        return AttentionCall(
+            record.layer,
+            name=record.name,
+            A=A.like(split(A.q), split(A.k), mask),
+            v=split(record.v),
+            values=split(record.values),
+            output=split(record.output),
+            branch=documents.split(record.branch),
+        )
+
+
+def refuse_single(batches: object) -> None:
+    """A batch by itself would be taken apart, its rows or names read as batches."""
+    if isinstance(batches, (Tensor, Mapping)):
+        what = f"a tensor {tuple(batches.shape)}" if isinstance(batches, Tensor) else f"a {type(batches).__name__}"
+        raise AcutanceError(f"batches is {what}, which is one batch: write [batch], or pass a DataLoader")
+
+
+def _fed(batch: Any) -> list[Any]:
+    """The arguments that a batch of any accepted form feeds."""
+    if isinstance(batch, Mapping):
+        return [x for value in batch.values() for x in (_fed(value) if isinstance(value, Mapping) else [value])]
+    return [batch[0] if isinstance(batch, (tuple, list)) and batch else batch]
+
+
+def _padding(batch: Mapping[str, Any], names: Mapping[str, bool], *, is_packed: bool) -> Tensor | None:
+    for name, marks_content in names.items():
+        mask = batch.get(name)
+        if not isinstance(mask, Tensor):
+            continue
+        if mask.ndim == 2:
+            return mask.bool() if marks_content else ~mask.bool()
+        if mask.ndim == 1 and not marks_content:  # of a sample by itself
+            return ~mask[None].bool()
+        if mask.ndim > 2 and marks_content:
+            return _padding_of_pairs(name, mask, _rows(batch), is_packed=is_packed)
+    return None
+
+
+def _padding_of_pairs(name: str, mask: Tensor, rows: int, *, is_packed: bool) -> Tensor | None:
+    """The padding in a mask (batch, heads, queries, keys), if that is all it tells: every query sees the same keys."""
+    visible = _visible(mask)
+    if visible is not None:
+        keys = visible.any(-2, keepdim=True)
+        is_seeing = visible.any(-1, keepdim=True)  # padding may be kept from seeing anything
+        one = keys[:, :1] if mask.ndim == 4 else keys
+        if bool((keys == one).all()) and bool((visible == keys & is_seeing).all()):
+            tokens = one.flatten(1)
+            return tokens.expand(rows, -1) if len(tokens) == 1 else tokens
+        if is_packed:  # it keeps documents apart, as `Samples.refuse_mixing` sees to
+            return None
+    raise ShapeError(
+        f"{name} is {tuple(mask.shape)} and does not clearly hide the same keys from all queries, so which tokens are "
+        f"padding is not known: give {name} as (batch, tokens), with 0 for padding"
+    )
+
+
+def _visible(mask: Tensor) -> Tensor | None:
+    """Which keys a mask of pairs shows, be it bool, zeros and ones, or added to the logits; None if not clear."""
+    if not mask.is_floating_point():
+        return mask.bool()
+    if bool((mask <= 0).all()) or bool((mask <= HIDDEN).any()):
+        return mask > HIDDEN
+    return mask.bool() if mask.ndim == 3 or bool((mask == 1).all()) else None
+
+
+def _packed(batch: Mapping[str, Any]) -> Documents | None:
+    """Documents that positions which start anew tell of."""
+    positions = batch.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.ndim != 2:
+        return None
+    if len(positions) == 1:  # models broadcast one row of positions over the batch
+        positions = positions.expand(_rows(batch), -1)
+    documents = Documents.of(positions.cpu())
+    return documents if len(documents.rows) > len(positions) else None
+
+
+def _image_padding(batch: Mapping[str, Any]) -> Tensor | None:
+    for name in IMAGE_PADDING:
+        mask = batch.get(name)
+        if isinstance(mask, Tensor) and not bool(mask.all()):
+            if mask.ndim != 2:
+                raise ShapeError(
+                    f"{name} is {tuple(mask.shape)} and tells of padding, but which tokens are padding is known only "
+                    "from (batch, tokens): measure images without padding, those of one size together"
+                )
+            return mask.bool()
+    return None
+
+
+def _rows(batch: Mapping[str, Any]) -> int:
+    inputs = (batch.get(name) for name in ("input_ids", "inputs_embeds"))
+    return next((len(x) for x in inputs if isinstance(x, Tensor)), 1)
+
+
+def _sees_across(A: AttentionOperator, documents: Documents) -> bool:
+    if A.mask4 is None:
+        return True  # causal or not, some later document sees an earlier one
+    labels = documents.labels(A.shape[0], A.shape[2])
+    across = labels[:, None, :, None] != labels[:, None, None, :]
+    if A.causal:
+        across = across.tril()
+    visible = A.mask4 if A.mask4.dtype == torch.bool else A.mask4 > HIDDEN
+    return bool((visible & across).any())

@@ -1,0 +1,144 @@
+"""Memory linear in tokens: no operation may return anything of the size of the matrix."""
+
+import pytest
+import torch
+from operator_cases import KERNELS, MASKINGS, LargestTensor, assert_tensors_below
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from acutance.attention import products
+from acutance.attention.operator import AttentionOperator
+
+TOKENS = 2048
+
+
+def long_case(masking: str, key_heads: int = 1, width: int = 8) -> tuple[Tensor, Tensor, dict[str, object]]:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 2, TOKENS, width, generator=generator)
+    k = torch.randn(1, key_heads, TOKENS, width, generator=generator)
+    mask = torch.arange(TOKENS)[None] < TOKENS - 100 if "keys" in masking else None
+    return q, k, {"mask": mask, "causal": "causal" in masking}
+
+
+@pytest.fixture(autouse=True)
+def _no_matrix(monkeypatch):
+    monkeypatch.setattr(AttentionOperator, "dense", None)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("masking", [masking for masking in MASKINGS if masking != "full"])
+def test_products_never_form_the_matrix(kernel, masking):
+    q, k, options = long_case(masking)
+    A = AttentionOperator(q, k, kernel=kernel, **options)
+    for channels in (3, 9):
+        with assert_tensors_below(TOKENS**2 // 3):
+            A @ torch.randn(1, 1, TOKENS, channels)
+            A.T @ torch.randn(1, 2, TOKENS, channels)
+    with assert_tensors_below(TOKENS**2 // 3):
+        A.logsumexp()
+        A.diagonal()
+        for _ in A.tiles():
+            pass
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "rbf", "polynomial"])
+@pytest.mark.parametrize("masking", ["none", "causal+keys"])
+def test_training_never_forms_the_matrix(kernel, masking):
+    q, k, options = long_case(masking)
+    q.requires_grad_(), k.requires_grad_()
+    x = torch.randn(1, 1, TOKENS, 8)
+    with assert_tensors_below(TOKENS**2 // 3):
+        A = AttentionOperator(q, k, kernel=kernel, **options)
+        (A @ x).sum().backward()
+    with assert_tensors_below(TOKENS**2 // 3):
+        A = AttentionOperator(q, k, kernel=kernel, **options)
+        (A.T @ q + A.logsumexp()[..., None]).sum().backward()
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "symmetric", "linear"])
+@pytest.mark.parametrize("masking", ["none", "causal+keys"])
+def test_spectra_never_form_the_matrix(kernel, masking):
+    q, k, options = long_case(masking)
+    A = AttentionOperator(q / 4, k / 4, kernel=kernel, **options)
+    with assert_tensors_below(TOKENS**2 // 3):
+        A.eigenvalues(2)
+        A.extreme_eigenvalues()
+        A.stationary()
+
+
+def test_values_of_any_layout_stay_on_the_fused_path():
+    q, k, _ = long_case("none", key_heads=2)
+    A = AttentionOperator(q, k)
+    with assert_tensors_below(TOKENS**2 // 3):
+        strided = torch.randn(1, 2, 8, TOKENS).mT
+        A @ strided
+        A.T @ strided
+        A @ torch.randn(1, 2, TOKENS, 1).expand(-1, -1, -1, 8)
+
+
+@pytest.mark.parametrize("tokens", [1500, 3000])
+def test_the_largest_tensor_grows_with_the_tokens(tokens):
+    # Entries per token, whatever the number of tokens: sixteen rows of two heads, or the cache-sized tile.
+    q = torch.randn(1, 2, tokens, 8)
+    with LargestTensor() as record:
+        AttentionOperator(q, q.flip(1), kernel="polynomial") @ q
+    assert record.elements <= max(2**20, 16 * 2 * tokens)
+
+
+@pytest.mark.parametrize(("batch", "heads", "tokens"), [(1, 2, 500), (4, 32, 2048), (1, 16, 32768)])
+def test_a_block_on_a_device_is_large_but_no_larger_than_queries_and_keys(batch, heads, tokens):
+    with FakeTensorMode():
+        q = torch.empty(batch, heads, tokens, 64, device="cuda")
+        blocks = products.row_blocks(AttentionOperator(q, q), batch * heads * tokens)
+    rows = [block.stop - block.start for block in blocks]
+    assert sum(rows) == tokens
+    assert rows[0] >= min(tokens, 128)
+    assert batch * heads * tokens * rows[0] <= max(products.GPU_TILE, 2 * q.numel())
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_plain_attention_is_one_call(causal, key_heads):
+    # No mask, values as wide as the keys: exactly the operations of a bare SDPA, no copies but of grouped heads.
+    q, k, _ = long_case("none", key_heads=key_heads, width=16)
+    q, k, v = q[..., :64, :].requires_grad_(), k[..., :64, :].requires_grad_(), k[..., 64:128, :]
+    with Operations() as bare:
+        repeated = [x if key_heads == 2 else x.repeat_interleave(2, dim=1) for x in (k, v)]
+        expected = scaled_dot_product_attention(q, *repeated, is_causal=causal)
+    with Operations() as ours:
+        out = AttentionOperator(q, k, causal=causal).apply(v)
+    assert torch.equal(out, expected)
+    assert ours.names == bare.names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("masking", ["none", "keys", "causal"])
+def test_grouped_heads_are_left_to_sdpa_only_where_flash_takes_them(device, masking, dtype, monkeypatch):
+    # Anywhere else some version of PyTorch would answer with its quadratic back-end. Shapes only: no device needed.
+    calls = []
+
+    def bare(q, k, x, *, enable_gqa, **_):
+        calls.append((enable_gqa, k.size(1), x.size(1)))
+        return q
+
+    monkeypatch.setattr(products, "scaled_dot_product_attention", bare)
+    monkeypatch.setattr(products, "without_dead_rows", lambda mask: (mask, None))
+    with FakeTensorMode():
+        q, k, x = (torch.empty(1, heads, 16, 8, dtype=dtype, device=device) for heads in (4, 2, 2))
+        mask = torch.ones(1, 1, 1, 16, dtype=torch.bool, device=device) if masking == "keys" else None
+        AttentionOperator(q, k, mask=mask, causal=masking == "causal") @ x
+    left_to_sdpa = device == "cuda" and masking != "keys" and dtype == torch.bfloat16
+    assert calls == [(True, 2, 2) if left_to_sdpa else (False, 4, 4)]

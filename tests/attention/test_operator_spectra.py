@@ -1,0 +1,321 @@
+"""Eigenvalues and stationary distributions against NumPy, and the theorems about them."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from operator_cases import KERNELS, MASKINGS, assert_close, assert_tensors_below, make_case, oracle
+from torch import Tensor
+
+from acutance.attention import spectra
+from acutance.attention.operator import AttentionOperator
+from acutance.errors import AcutanceError, AcutanceWarning
+
+
+def assert_same_set(actual: Tensor, expected: np.ndarray, tolerance: float) -> None:
+    """Equal as multisets: every eigenvalue is paired with a distinct one."""
+    for mine, theirs in zip(actual.reshape(-1, actual.size(-1)), expected.reshape(-1, expected.shape[-1]), strict=True):
+        left = list(theirs)
+        for value in mine.tolist():
+            nearest = min(left, key=lambda other: abs(other - value))
+            assert abs(nearest - value) < tolerance
+            left.remove(nearest)
+
+
+def numpy_spectrum(A: AttentionOperator) -> np.ndarray:
+    return np.linalg.eigvals(A.dense().double().numpy())
+
+
+def by_magnitude(values: np.ndarray) -> np.ndarray:
+    return np.take_along_axis(values, np.argsort(-np.abs(values), axis=-1), axis=-1)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("masking", MASKINGS)
+def test_eigenvalues_are_those_of_the_matrix(kernel, masking):
+    A = make_case(kernel, masking, grouped=True).operator
+    found = A.eigenvalues()
+    assert found.dtype == torch.complex128
+    assert found.shape == (2, 4, 11)
+    assert (found.abs().diff(dim=-1) <= 1e-15).all()
+    expected = numpy_spectrum(A)
+    if A.causal:  # NumPy's own error on such a matrix is larger than the diagonal's
+        expected = A.dense().diagonal(dim1=-2, dim2=-1).to(torch.complex128).numpy()
+        assert_same_set(found, numpy_spectrum(A), 1e-5)
+    assert_same_set(found, expected, 1e-7)
+    assert_close(A.eigenvalues(3), found[..., :3])
+    highest, lowest = A.extreme_eigenvalues()
+    assert_close(highest.real, expected.real.max(-1), 1e-7)
+    assert_close(lowest.real, expected.real.min(-1), 1e-7)
+
+
+def test_asymmetric_attention_has_complex_eigenvalues():
+    # A cyclic shift: the eigenvalues are the roots of unity, up to the weight that leaks away.
+    tokens = 7
+    q, k = 9 * torch.eye(tokens).roll(1, dims=1), 9 * torch.eye(tokens)
+    values = AttentionOperator(q[None, None].double(), k[None, None].double(), scale=1.0).eigenvalues()
+    roots = np.exp(2j * np.pi * np.arange(tokens) / tokens)
+    assert_same_set(values, roots[None, None], 1e-12)
+    assert (values.imag.abs() > 0.1).sum() == 6
+
+
+@pytest.mark.parametrize("kernel", ["symmetric", "rbf", "linear", "polynomial"])
+@pytest.mark.parametrize("masking", ["none", "keys"])
+def test_symmetric_kernels_have_real_spectra_up_to_one(kernel, masking):
+    # All four are positive semi-definite, so the spectrum lies in [0, 1] (Proposition 1 of arXiv 2312.00751).
+    c = make_case(kernel, masking)
+    A = AttentionOperator(c.k, c.k, **c.options)
+    values = A.eigenvalues()
+    assert (values.imag == 0).all()
+    assert (values.real > -1e-12).all()
+    assert_close(values.real[..., 0], torch.ones(2, 4).double())
+    assert_same_set(values, numpy_spectrum(A), 1e-7)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_arnoldi_finds_the_eigenvalues_of_the_matrix(kernel, monkeypatch):
+    c = make_case(kernel, "keys", tokens=600, width=16, sharpness=2.0)
+    A = AttentionOperator(c.q[:1, :2], c.k[:1, :2], mask=c.mask[:1], kernel=kernel)
+    expected = by_magnitude(numpy_spectrum(A))
+    monkeypatch.setattr(A, "dense", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found, (highest, lowest) = A.eigenvalues(5), A.extreme_eigenvalues()
+    assert_close(found.abs(), np.abs(expected[..., :5]), 1e-8)
+    assert_same_set(found, expected, 1e-8)  # in the complex plane, not in magnitude alone
+    assert_close(highest.real, expected.real.max(-1), 1e-8)
+    assert_close(lowest.real, expected.real.min(-1), 1e-8)
+
+
+LONG = 530  # tokens, above which Arnoldi iteration takes over
+
+
+def triangular(tokens: int, padded: str = "nowhere") -> Tensor:
+    """(2, 1, tokens, tokens): causal, the second sample with 30 tokens of padding."""
+    mask = torch.ones(2, 1, tokens, tokens, dtype=torch.bool).tril()
+    if padded != "nowhere":
+        mask[1, ..., slice(0, 30) if padded == "left" else slice(tokens - 30, tokens)] = False
+    return mask
+
+
+def long_case(mask: Tensor) -> AttentionOperator:
+    q, k = torch.randn(2, 2, 2, LONG, 4, generator=torch.Generator().manual_seed(0))
+    return AttentionOperator(q, k, mask=mask)
+
+
+@pytest.mark.parametrize("padded", ["nowhere", "left", "right"])
+@pytest.mark.parametrize("hidden", [None, -torch.inf, torch.finfo(torch.float32).min], ids=["bool", "infinite", "min"])
+def test_a_mask_can_make_attention_triangular(padded, hidden):
+    """Its eigenvalues are the diagonal at any length; Arnoldi iteration finds pseudo-eigenvalues well below 0."""
+    mask = triangular(LONG, padded)
+    if hidden is not None:
+        if padded == "left":  # what padding itself sees: a row without any key would see all of them under the minimum
+            mask[1, :, :30, 0] = True
+        mask = torch.zeros(mask.shape).masked_fill(~mask, hidden)
+    A = long_case(mask)
+    with assert_tensors_below(A.shape[0] * A.shape[1] * LONG * LONG):
+        lowest = A.extreme_eigenvalues()[1]
+        assert A.is_triangular
+    diagonal = A.dense().diagonal(dim1=-2, dim2=-1)
+    assert_close(lowest.real, diagonal.amin(-1), 1e-6)
+    assert_close(lowest.imag, torch.zeros(2, 2), 0.0)
+    found = A.eigenvalues()  # all of them, at any length
+    assert_close(found.real, diagonal.sort(descending=True).values, 1e-6)
+
+
+def test_triangular_is_said_of_all_samples_heads_and_rows():
+    tokens = 9
+    q = torch.randn(2, 2, tokens, 4, generator=torch.Generator().manual_seed(0))
+
+    def is_triangular(mask: Tensor | None, queries: int = tokens, **options) -> bool:
+        return AttentionOperator(q[..., -queries:, :], q, mask=mask, **options).is_triangular
+
+    assert is_triangular(None, causal=True)
+    assert not is_triangular(None)
+    assert not is_triangular(None, queries=3, causal=True), "not square"
+    assert is_triangular(triangular(tokens)[:1])
+    assert is_triangular(triangular(tokens).triu(-2)), "a sliding window"
+    assert not is_triangular(torch.ones(2, tokens, dtype=torch.bool))
+    for sample, head in np.ndindex(2, 2):
+        mask = triangular(tokens).repeat(1, 2, 1, 1)
+        mask[sample, head, 4, 5] = True
+        assert not is_triangular(mask)
+    dead = triangular(tokens)
+    dead[1, 0, 2] = False
+    assert is_triangular(dead), "a row of zeros"
+    assert is_triangular(torch.zeros(dead.shape).masked_fill(~dead, -torch.inf))
+    finite = torch.zeros(dead.shape).masked_fill(~dead, torch.finfo(torch.float32).min)
+    assert not is_triangular(finite), "a softmax over equal logits: this row sees all tokens"
+
+
+def test_arnoldi_counts_repeated_eigenvalues():
+    # Three groups of tokens that see only themselves: the eigenvalue one, three times.
+    group = torch.arange(600) % 3
+    q = torch.randn(1, 1, 600, 8, generator=torch.Generator().manual_seed(0)).double()
+    values = AttentionOperator(q, q.flip(-2), mask=group[:, None] == group).eigenvalues(4)
+    assert_close(values[..., :3], torch.ones(1, 1, 3, dtype=torch.complex128), 1e-9)
+    assert values[..., 3].abs() < 0.99
+
+
+def test_arnoldi_survives_an_invariant_space():
+    # Uniform attention has rank one: after one product there is nothing new to find.
+    q = torch.zeros(1, 2, 600, 8)
+    values = AttentionOperator(q, q.clone()).eigenvalues(3)
+    assert_close(values, torch.tensor([1.0, 0.0, 0.0]).to(torch.complex64).expand(1, 2, 3), 1e-5)
+
+
+def test_residuals_are_those_of_the_ritz_vectors():
+    matrix = torch.randn(60, 60, generator=torch.Generator().manual_seed(0)).double().softmax(-1)
+    blocks = []
+
+    def multiply(block):
+        blocks.append(block)
+        return matrix @ block
+
+    start = torch.randn(60, 4, generator=torch.Generator().manual_seed(1)).double()
+    found = spectra.arnoldi(multiply, start, lambda values: torch.arange(values.size(-1)), 12, tolerance=1.0)
+    basis = torch.cat(blocks, dim=-1)
+    values, vectors = torch.linalg.eig(basis.mT @ matrix @ basis)
+    ritz = basis.to(vectors.dtype) @ vectors
+    residuals = torch.linalg.vector_norm(matrix.to(vectors.dtype) @ ritz - ritz * values, dim=0)
+    assert found.size == basis.size(-1) < 60
+    assert_close(found.residuals.sort().values, residuals.sort().values, 1e-10)
+
+
+def test_arnoldi_says_when_it_has_not_converged(monkeypatch):
+    monkeypatch.setattr(spectra, "LARGEST_SPACE", 32)
+    c = make_case("softmax", tokens=600, sharpness=4.0)
+    with pytest.warns(AcutanceWarning, match="residual .* is [0-9.e-]+, wanted"):
+        c.operator.eigenvalues(8)
+
+
+@pytest.mark.parametrize("k", [60, 200])
+def test_many_eigenvalues_are_as_many_as_asked_for(k):
+    # Sixty by Arnoldi, though the first of them converge long before the last; two hundred from the matrix.
+    c = make_case("symmetric", tokens=600, width=8)
+    A = AttentionOperator(c.q[:1, :1], c.k[:1, :1], kernel="symmetric")
+    expected = np.sort(numpy_spectrum(A).real)[..., ::-1]
+    assert_close(A.eigenvalues(k).real, expected[..., :k].copy(), 1e-8)
+
+
+def test_too_many_tokens_for_all_eigenvalues():
+    q = torch.zeros(1, 1, spectra.LARGEST_DENSE_TOKENS + 1, 2)
+    A = AttentionOperator(q, q.clone())
+    with pytest.raises(AcutanceError, match=r"4097 eigenvalues .* 4097 × 4097 matrix; pass k <= 128"):
+        A.eigenvalues()
+    with pytest.raises(AcutanceError, match=r"129 eigenvalues .* pass k <= 128"):
+        A.eigenvalues(129)
+    for k in (0, 12):
+        with pytest.raises(AcutanceError, match="1 <= k <= 11"):
+            make_case("softmax").operator.eigenvalues(k)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("masking", ["none", "keys", "causal", "causal+keys"])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_the_stationary_distribution_is_stationary(kernel, masking, symmetric):
+    c = make_case(kernel, masking, grouped=True)
+    A = c.operator.symmetrised() if symmetric else c.operator
+    weights, distribution = A.dense(), A.stationary()
+    assert (distribution >= 0).all()
+    assert_close(distribution.sum(-1), torch.ones(2, 4).double())
+    assert_close((distribution.unsqueeze(-2) @ weights).squeeze(-2), distribution)
+    assert_close((A.T @ distribution.unsqueeze(-1)).squeeze(-1), distribution)
+
+
+def test_a_full_mask_may_take_tokens_out():
+    c = make_case("softmax")
+    valid = torch.arange(11) < 8
+    A = AttentionOperator(c.q, c.k, mask=valid[:, None] & valid)
+    distribution = A.stationary()
+    assert (distribution[..., 8:].abs() < 1e-15).all()
+    short = AttentionOperator(c.q[..., :8, :], c.k[..., :8, :])
+    assert_close(distribution[..., :8], short.stationary())
+
+
+@pytest.mark.parametrize("kernel", ["symmetric", "rbf", "linear", "polynomial"])
+@pytest.mark.parametrize("masking", ["none", "keys"])
+def test_symmetric_kernels_weigh_tokens_by_their_row_sums(kernel, masking):
+    # π_i ∝ d_i = Σ_j k_ij (Lemma 2 of arXiv 2312.00751), against the row sums of the oracle.
+    c = make_case(kernel, masking)
+    A = AttentionOperator(c.k, c.k, **c.options)
+    mass = np.exp(oracle(c.k, c.k, c.mask, False, 6**-0.5, kernel)[1])
+    if c.mask is not None:
+        mass = mass * c.mask.numpy()[:, None]
+    assert_close(A.stationary(), mass / mass.sum(-1, keepdims=True))
+
+
+def test_repeated_attention_ends_at_the_stationary_mean():
+    c = make_case("softmax", "keys")
+    u = c.x
+    for _ in range(400):
+        u = c.operator @ u
+    assert_close(u, (c.operator.stationary().unsqueeze(-2) @ c.x).expand_as(u), 1e-9)
+
+
+@pytest.mark.parametrize("masking", ["causal", "causal+keys"])
+def test_a_causal_walk_ends_at_the_first_visible_token(masking):
+    c = make_case("softmax", masking)
+    first = torch.zeros(2, dtype=torch.long) if c.mask is None else c.mask.int().argmax(-1)
+    expected = torch.nn.functional.one_hot(first, 11).double()[:, None].expand(-1, 4, -1)
+    assert_close(c.operator.stationary(), expected)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_walking_agrees_with_solving(masked, monkeypatch):
+    c = make_case("softmax", "keys" if masked else "none", tokens=40)
+    solved = c.operator.stationary()
+    monkeypatch.setattr(spectra, "DENSE_TOKENS", 10)
+    monkeypatch.setattr(AttentionOperator, "dense", None)
+    assert_close(c.operator.stationary(), solved, 1e-9)
+
+
+def test_walking_settles_where_attention_is_periodic(monkeypatch):
+    # Two tokens that swap: the plain walk never settles, the lazy one does.
+    monkeypatch.setattr(spectra, "DENSE_TOKENS", 1)
+    q = torch.tensor([[-20.0], [20.0]])[None, None].double()
+    A = AttentionOperator(q, -q, scale=1.0)
+    assert_close(A.stationary(), torch.full((1, 1, 2), 0.5).double())
+
+
+def test_no_distribution_is_better_than_a_wrong_one(monkeypatch):
+    c = make_case("softmax")
+    apart = torch.arange(11) < 5
+    cut = AttentionOperator(c.q, c.k, mask=apart[:, None] == apart)
+    with pytest.raises(AcutanceError, match="no unique stationary distribution"):
+        cut.stationary()
+    leak = torch.ones(11, 11, dtype=torch.bool)
+    leak[4] = False  # the others see token 4, which sees nothing
+    leaking = AttentionOperator(c.q, c.k, mask=leak)
+    with pytest.raises(AcutanceError, match="residual"):
+        leaking.stationary()
+    monkeypatch.setattr(spectra, "DENSE_TOKENS", 10)
+    monkeypatch.setattr(spectra, "POWER_ITERATIONS", 100)
+    for operator in (cut, leaking):
+        with pytest.raises(AcutanceError, match=r"did not settle in 100 steps \(residual"):
+            operator.stationary()
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "symmetric"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sequence_without_keys_has_no_distribution(kernel, causal):
+    c = make_case(kernel)
+    mask = torch.ones(2, 11, dtype=torch.bool)
+    mask[1] = False
+    with pytest.raises(AcutanceError, match=r"no (unique )?stationary distribution"):
+        AttentionOperator(c.q, c.k, mask=mask, causal=causal, kernel=kernel).stationary()
+
+
+def test_prediction_of_the_fixed_point_of_a_damped_iteration():
+    # u ← Au + λ(f − u) converges when |μ − λ| < 1, at the rate of the largest |μ − λ| (Proposition 1).
+    A, f, strength = make_case("softmax").operator, make_case("softmax").x, 0.6
+    rate = (A.eigenvalues() - strength).abs().amax(-1)
+    assert (rate < 1).all()
+    identity = torch.eye(11, dtype=torch.float64)
+    limit = strength * torch.linalg.solve((1 + strength) * identity - A.dense(), f)
+    u = f
+    for _ in range(math.ceil(math.log(1e-13) / math.log(rate.max().item()))):
+        u = A @ u + strength * (f - u)
+    assert_close(u, limit, 1e-9)

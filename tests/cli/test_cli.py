@@ -1,0 +1,291 @@
+"""Whole commands, as a user types them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from acutance import cli
+from acutance.cli.options import words
+from acutance.explain import Spectrum
+from acutance.measure.profile import Profile
+from acutance.models import ViT, save_checkpoint
+from forked import run_forked
+
+ACUTANCE = str(Path(sys.executable).with_name("acutance"))
+
+
+acutance = partial(run_forked, COLUMNS="200", NO_COLOR="1")
+
+
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """The same in this process, which saves the start: (exit status, standard output, standard error)."""
+
+    def call(*arguments: object) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["acutance", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as stopped:
+            cli.run()
+        return stopped.value.code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    model = ViT(
+        image_size=8,
+        patch_size=2,
+        in_chans=1,
+        dim=12,
+        depth=2,
+        heads=2,
+        num_classes=10,
+        mitigation="neutreno:0.6",
+    )
+    return save_checkpoint(model, tmp_path_factory.mktemp("run") / "model.safetensors")
+
+
+def test_help_names_every_command() -> None:
+    command = [ACUTANCE, "--help"]  # the installed one
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for word in ("measure", "explain", "mitigate", "demo", "over-smoothing"):
+        assert word in text
+    assert re.search(r"acutance \d+\.\d+", acutance("--version").stdout)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["measure", "explain", "mitigate", "demo", "train", "evaluate", "compare", "robustness", "reproduce", "bench"],
+)
+def test_help_teaches(command: str, here) -> None:
+    status, printed, _ = here(command, "--help")
+    assert status == 0
+    assert len(printed.splitlines()) > 8
+
+
+def test_help_flows_in_a_narrow_terminal() -> None:
+    """Lines of a docstring are not lines of the terminal: broken twice, every other line is a stump."""
+    done = run_forked("compare", "--help", COLUMNS="80", NO_COLOR="1")
+    paragraph = re.search(r"Each row(.|\n)*?precision\.", done.stdout)[0]
+    *full, _ = [line.strip() for line in paragraph.splitlines()]
+    assert all(len(line) > 60 for line in full), paragraph
+
+
+def test_measure_prints_and_writes(checkpoint: Path, tmp_path: Path) -> None:
+    done = acutance(
+        "measure", checkpoint.parent, "--tap", "block,final", "--metrics", "token_cosine,head_cosine",
+        "--prefix", "out", "--json", tmp_path / "p.json", "--html", tmp_path / "p.html",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "ViT + neutreno:0.6" in done.stdout
+    profile = Profile.load(tmp_path / "p.json")
+    assert profile.taps == ["block", "final", "map"]
+    assert profile.context["samples"] == 364
+    assert (tmp_path / "p.html").stat().st_size > 500_000
+
+
+def test_explain_prints_a_verdict_per_layer(checkpoint: Path, tmp_path: Path) -> None:
+    done = acutance("explain", checkpoint, "--picture", tmp_path / "h.png")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"│ (smoothing|sharpening|neutral)", done.stdout)) == 2
+    assert "neutreno:0.6 acts beside" in " ".join(done.stdout.split())
+    assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_explain_reads_attention_with_data(checkpoint: Path, tmp_path: Path) -> None:
+    files = {kind: tmp_path / f"s.{kind}" for kind in ("json", "html", "png")}
+    done = acutance(
+        "explain", checkpoint, "--data", "digits",
+        "--json", files["json"], "--html", files["html"], "--picture", files["png"],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "100/0" in done.stdout
+    assert Spectrum.load(files["json"]).context["samples"] == 364
+    assert files["html"].stat().st_size > 500_000
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["measure", "nowhere"],
+            "no checkpoint at nowhere; a model of transformers is written hf:nowhere, one of timm",
+        ),
+        (["measure", "hf:no/such/model"], "hf:no/such/model: there is no file or folder"),
+        (["measure", "CHECKPOINT", "--text", "a.txt"], "does not read text"),
+        (["measure", "CHECKPOINT", "--tokens", "8"], "it needs --text FILE"),
+        (["measure", "CHECKPOINT", "--device", "tpu"], "cpu, cuda or auto, not 'tpu'"),
+        (["measure", "CHECKPOINT", "--dtype", "int8"], "dtype 'int8'"),
+        (["mitigate", "CHECKPOINT", "featscale", "--layers", "one"], "--layers takes numbers"),
+        (["measure", "CHECKPOINT", "--metrics", "smoothness"], "unknown metric smoothness"),
+        (["measure", "CHECKPOINT", "--tap", "head"], "unknown tap head"),
+        (["measure", "CHECKPOINT", "--prefix", "maybe"], "'in' or 'out', not 'maybe'"),
+        (["explain", "DAMAGED"], "cannot be read as weights"),
+        (["explain", "CHECKPOINT", "--data", "imagenet"], "--data takes digits or own"),
+        (["explain", "CHECKPOINT", "--data", "own"], "--data own is what a run of `acutance train` was tested on"),
+        (["measure", "CHECKPOINT", "--data-dir", "data"], "--data-dir says where a run's own data lies"),
+    ],
+)
+def test_errors_are_one_clear_line(arguments, message, checkpoint: Path, tmp_path: Path, here) -> None:
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(checkpoint.read_bytes()[:100])
+    places = {"CHECKPOINT": checkpoint, "DAMAGED": damaged}
+    status, _, error = here(*(places.get(a, a) for a in arguments))
+    assert status == 2
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_an_error_keeps_its_brackets(tmp_path: Path) -> None:
+    """Messages name extras such as acutance[train], which a terminal library would take for markup."""
+    done = acutance("measure", tmp_path / "[train]")
+    assert f"no checkpoint at {tmp_path}/[train];" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_error_keeps_its_colons(here) -> None:
+    """A name such as timm:tm before a colon would be taken for the code of an emoji."""
+    assert "no checkpoint at a:tm:b" in here("measure", "a:tm:b")[2]
+
+
+def test_a_wrong_mitigation_is_said_before_anything_is_measured(here, tmp_path: Path) -> None:
+    status, _, error = here("mitigate", tmp_path / "nowhere", "neutrino:0.6")
+    assert status == 2
+    assert "unknown mitigation 'neutrino'" in error
+
+
+def test_measure_says_when_the_data_does_not_fit(tmp_path: Path) -> None:
+    model = ViT(image_size=16, patch_size=4, dim=12, depth=1, heads=2, num_classes=2)
+    done = acutance("measure", save_checkpoint(model, tmp_path / "m.safetensors"))
+    assert done.returncode == 2
+    assert "say what it shall read with --images DIR" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    sizes = {"image_size": 8, "patch_size": 2, "in_chans": 1, "dim": 12, "depth": 3, "heads": 2, "num_classes": 10}
+    return save_checkpoint(ViT(**sizes), tmp_path_factory.mktemp("plain") / "model.safetensors")
+
+
+def test_measure_says_what_it_read(plain: Path, tmp_path: Path) -> None:
+    done = acutance("measure", plain, "--limit", "70", "--batch", "30", "--json", tmp_path / "p.json")
+    assert done.returncode == 0, done.stderr
+    context = Profile.load(tmp_path / "p.json").context
+    assert (context["samples"], context["data"]) == (70, "70 test images of the embedded digits")
+    assert context["name"] == str(plain)
+
+
+def test_mitigate_prints_before_and_after_and_saves(plain: Path, tmp_path: Path) -> None:
+    options = ("--limit", "20", "--metrics", "token_cosine")
+    done = acutance("mitigate", plain, "neutreno:0.6", "--layers", "2,3", *options, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"block +│ +(\d) │ (\S+) → (\S+)", done.stdout)
+    assert [layer for layer, _, _ in rows] == ["0", "1", "2", "3"]
+    assert [before == after for _, before, after in rows] == [True, True, False, False], "layers 2 and 3 have changed"
+    again = acutance("measure", tmp_path, *options, "--json", tmp_path / "p.json")
+    assert again.returncode == 0, again.stderr
+    profile = Profile.load(tmp_path / "p.json")
+    assert profile.context["mitigation"] == "neutreno:0.6 in layers 2, 3"
+    assert [f"{mean:.4f}" for mean in profile["token_cosine"]] == [after for _, _, after in rows]
+
+
+def test_ctrl_c_leaves_no_half_written_file(tmp_path: Path) -> None:
+    """Stop a real demo just after its first run is on disk; what is there is whole, and it says how to go on."""
+    demo = subprocess.Popen(
+        [ACUTANCE, "demo", "--out", str(tmp_path), "--epochs", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    while not (tmp_path / "plain-seed0" / "run.json").exists():
+        assert demo.poll() is None, "ended before it could be stopped"
+        time.sleep(0.05)
+    demo.send_signal(signal.SIGINT)
+    output, _ = demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    assert "goes on from there" in " ".join(output.split())
+    whole = {"model.safetensors", "profile.json", "run.json"}
+    assert {p.name for p in tmp_path.rglob("*") if p.is_file()} <= whole
+    assert {p.name for p in (tmp_path / "plain-seed0").iterdir()} == whole
+    assert not (tmp_path / "report.html").exists()
+
+
+UNWRITABLE = {
+    "measure --json": ("measure", "MODEL", "--limit", "9", "--metrics", "token_cosine", "--json", "/proc/none.json"),
+    "measure --html": ("measure", "MODEL", "--limit", "9", "--metrics", "token_cosine", "--html", "FOLDER"),
+    "explain --json": ("explain", "MODEL", "--json", "FOLDER"),
+    "mitigate --out": (
+        "mitigate",
+        "PLAIN",
+        "attnscale",
+        "--limit",
+        "9",
+        "--metrics",
+        "token_cosine",
+        "--out",
+        "/proc/none",
+    ),
+    "train --out": ("train", "digits", "--out", "/proc/none"),
+    "train --out file": ("train", "digits", "--out", "MODEL"),
+}
+
+
+@pytest.mark.parametrize("command", UNWRITABLE)
+def test_what_cannot_be_written_is_said_in_one_line(command: str, checkpoint: Path, tmp_path: Path, here) -> None:
+    plain = ViT(image_size=8, patch_size=2, in_chans=1, dim=12, depth=2, heads=2, num_classes=10)
+    places = {"MODEL": checkpoint, "FOLDER": tmp_path}
+    if "PLAIN" in UNWRITABLE[command]:
+        places["PLAIN"] = save_checkpoint(plain, tmp_path / "plain.safetensors")
+    typed = [str(places.get(word, word)) for word in UNWRITABLE[command]]
+    status, _, complaint = here(*typed)
+    assert status == 2
+    said = [line for line in complaint.splitlines() if line.startswith("error:")]
+    assert said == complaint.splitlines()[-1:]
+    assert typed[-1] in said[0]
+
+
+def test_errors_that_name_no_file_are_not_hidden(monkeypatch) -> None:
+    def fail() -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(BrokenPipeError):
+        cli.run()
+
+
+def test_blanks_after_commas_are_no_part_of_a_name(checkpoint: Path, tmp_path: Path, here) -> None:
+    status, _, complaint = here(
+        "measure", checkpoint, "--limit", "9", "--metrics", "token_cosine, norm_spread", "--tap", "block, attention",
+        "--json", tmp_path / "p.json",
+    )  # fmt: skip
+    assert status == 0, complaint
+    profile = Profile.load(tmp_path / "p.json")
+    assert (profile.metrics, profile.taps) == (["token_cosine", "norm_spread"], ["block", "attention"])
+    assert cli._layer_numbers("1, 2") == [1, 2]
+    assert words("fog, contrast") == ["fog", "contrast"]
+
+
+def test_of_several_stacks_the_option_is_named(tmp_path: Path, here) -> None:
+    from transformers import T5Config, T5Model
+
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 60}
+    T5Model(T5Config(**sizes, decoder_start_token_id=0)).save_pretrained(tmp_path)
+    status, _, complaint = here("explain", f"hf:{tmp_path}")
+    assert status == 2
+    assert "name one with part='encoder' (on the command line --part encoder)" in complaint.splitlines()[-1]
+    status, printed, complaint = here("explain", f"hf:{tmp_path}", "--part", "encoder")
+    assert status == 0, complaint
+    assert "2 layers" in printed

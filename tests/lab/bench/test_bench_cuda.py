@@ -1,0 +1,42 @@
+"""On a GPU: memory as the allocator sees it, time as the device sees it, and kernels in graphs."""
+
+import pytest
+import torch
+
+from acutance.lab.bench import floor
+from acutance.lab.bench.settings import Settings
+from acutance.lab.bench.timing import peak_mib, seconds_per_step
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+GPU = Settings("cuda:0", quick=True)
+
+
+def test_the_peak_is_what_a_step_takes_above_what_is_there() -> None:
+    resident = torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda")
+    assert peak_mib(lambda: torch.empty_like(resident)[:0], "cuda") == pytest.approx(64, abs=0.1)
+
+
+def test_time_is_the_devices_not_the_hosts() -> None:
+    """A product that takes the device far longer than its launch takes the host."""
+    a = torch.randn(8192, 8192, device="cuda")
+    seconds_per_step(lambda: a @ a, 2, "cuda")
+    assert seconds_per_step(lambda: a @ a, 3, "cuda") > 1e-3
+
+
+def test_a_graph_does_the_step_so_many_times() -> None:
+    total = torch.zeros(1, device="cuda")
+    replay = floor.graphed(lambda: total.add_(1), 10)
+    total.zero_()
+    replay()
+    replay()
+    assert total.item() == 20
+
+
+def test_every_attention_is_timed_and_none_is_below_its_floor() -> None:
+    for table in floor.tables(GPU)[:2]:
+        *_, rows = table.rows()
+        assert len(rows) == 4
+        assert all(float(row["times_floor"]) > 0.9 for row in rows), rows

@@ -1,0 +1,189 @@
+"""`acutance evaluate` on a run of real digits."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import acutance as ac
+from acutance.cli import app
+from acutance.errors import AcutanceError
+from acutance.lab import recipes
+from acutance.lab.data import load_images
+from acutance.lab.evaluate.evaluate import evaluate_run, read_evaluation
+from acutance.lab.reproduce import tiny
+from acutance.lab.tasks import classification
+from acutance.lab.train import Run, override, train
+from forked import run_as_torchrun
+
+SMALL = ["task.model.depth=2", "task.model.dim=12", "loop.epochs=2", "loop.monitor_every=none", "loop.ema=none"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    train(override(recipes.load("digits"), SMALL), folder, recipe="digits", device="cpu")
+    return folder
+
+
+def accuracy(model, split):
+    """By hand: bytes to numbers, then the share of first guesses that are right."""
+    images = load_images("digits", None, split)
+    mean, std = torch.tensor(images.mean)[:, None, None], torch.tensor(images.std)[:, None, None]
+    with torch.no_grad():
+        guesses = model.eval()((images.images / 255 - mean) / std).argmax(-1)
+    return 100 * float((guesses == images.labels).double().mean())
+
+
+def test_scores_are_those_of_the_test_set(run):
+    found = evaluate_run(run, device="cpu")
+    assert found.scores["top1"] == pytest.approx(accuracy(ac.load(run / "model.safetensors"), "test"))
+    assert read_evaluation(run, "test") == found
+
+
+def test_other_splits(run):
+    found = evaluate_run(run, split="val", device="cpu")
+    assert found.scores["top1"] == pytest.approx(Run(run).result()["scores"]["top1"])
+
+
+def test_the_best_model_is_another_file_with_scores_of_its_own(run, tmp_path):
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    torch.manual_seed(1)
+    other = ac.models.ViT(**ac.load(copy / "model.safetensors").config.to_dict())
+    ac.save(other, copy / "best.safetensors")
+    last, best = (evaluate_run(copy, weights=weights, device="cpu") for weights in ("last", "best"))
+    assert best.scores["top1"] == pytest.approx(accuracy(other, "test"))
+    assert best.scores["top1"] != last.scores["top1"]
+    assert read_evaluation(copy, "test", "last") == last
+    assert read_evaluation(copy, "test", "best") == best
+    assert (copy / "evaluation-test-last.json").is_file()
+    assert (copy / "evaluation-test-best.json").is_file()
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """A language model of a few parameters, whose evaluation has something to choose."""
+    folder = tmp_path_factory.mktemp("texts")
+    config = tiny.shrink(recipes.load("wikitext103"), folder / "text")
+    train(override(config, ["task.test_stride=8"]), folder / "run", recipe="wikitext103", device="cpu")
+    return folder / "run"
+
+
+def test_what_was_changed_is_in_the_name_and_what_was_not_is_not(reader):
+    stride = ("task.test_stride=4",)
+    own = ("task.test_stride=8", "task.windows=100", "task.val_stride=4")  # the run's own, none of the scores', val's
+    finer, plain = (evaluate_run(reader, settings=settings, device="cpu") for settings in (stride, own))
+    names = {path.name for path in reader.glob("evaluation-test-*.json")}
+    assert names == {"evaluation-test-last.json", "evaluation-test-last-task.test_stride=4.json"}
+    assert (finer.settings, plain.settings) == (stride, ())
+    assert finer.scores["perplexity"] != plain.scores["perplexity"]
+    assert read_evaluation(reader, "test", settings=stride) == finer
+    assert read_evaluation(reader, "test", settings=("task.test_stride=2",)) is None
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "task.model.mitigation=neutreno:5",
+        "optim.lr=1",
+        "loop.precision=bf16",
+        "task.train_on=all",
+        "task.augment.mixup=0.3",
+        "task.dataset=cifar10",
+    ],
+)
+def test_what_an_evaluation_does_not_change_is_refused(run, setting):
+    """The model comes from its file: a score would be called by a change that was never made."""
+    before = {path.name for path in run.iterdir()}
+    name = setting.partition("=")[0]
+    advice = f"cannot change {name}: .* changed by training or by acutance mitigate; here, --set takes task.data_dir$"
+    with pytest.raises(AcutanceError, match=advice):
+        evaluate_run(run, settings=(setting,), device="cpu")
+    assert {path.name for path in run.iterdir()} == before
+
+
+@pytest.mark.parametrize("values", [("a/b", "a:b"), ("x" * 100, "x" * 101)], ids=["signs", "length"])
+def test_settings_that_make_no_name_are_told_apart(run, values):
+    found = evaluate_run(run, device="cpu")
+    paths = {replace(found, settings=(f"task.weights={value}",)).path(Path("run")) for value in values}
+    assert len(paths) == 2
+    assert {path.parent for path in paths} == {Path("run")}
+    assert max(len(path.name) for path in paths) < 150
+
+
+def test_an_evaluation_of_other_weights_does_not_count(run, tmp_path):
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    found = evaluate_run(copy, device="cpu")
+    assert read_evaluation(copy, "test") == found
+    (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes() + b"x")
+    assert read_evaluation(copy, "test") is None
+
+
+def evaluate_in_chunks_of_100():
+    classification.EVALUATED_AT_ONCE = 100
+
+
+@pytest.mark.slow
+def test_processes_of_torchrun_share_the_work_and_find_the_same(run, tmp_path):
+    """In chunks of 100 images, so that there is something to share."""
+    one = Path(shutil.copytree(run, tmp_path / "one"))
+    two = Path(shutil.copytree(run, tmp_path / "two"))
+    both = run_as_torchrun(["evaluate", two, "--device", "cpu"], prepare=evaluate_in_chunks_of_100)
+    assert [done.returncode for done in both] == [0, 0], both
+    assert [done.stdout.count("wrote ") for done in both] == [1, 0]
+    found, expected = read_evaluation(two, "test"), evaluate_run(one, device="cpu")
+    assert (found.processes, expected.processes) == (2, 1)
+    assert found.scores["top1"] == expected.scores["top1"]
+    assert found.scores["top5"] == expected.scores["top5"]
+    assert found.scores["loss"] == pytest.approx(expected.scores["loss"], rel=1e-6)
+
+
+def test_the_command_records_what_it_needs(run, tmp_path):
+    done = CliRunner().invoke(app, ["evaluate", str(run), "--device", "cpu", "--json", str(tmp_path / "scores.json")])
+    assert done.exit_code == 0, done.output
+    assert "top1" in done.output
+    body = json.loads((tmp_path / "scores.json").read_text())
+    assert body["versions"]["torch"] == torch.__version__
+    assert {"command", "hardware", "git", "scores", "split", "weights", "model"} <= body.keys()
+
+
+@pytest.mark.parametrize("option", ["--multi-scale", "--single-scale"])
+def test_scales_are_for_segmentation(run, option):
+    done = CliRunner().invoke(app, ["evaluate", str(run), option, "--device", "cpu"])
+    assert isinstance(done.exception, AcutanceError)
+    assert f"{option} is for runs of segmentation; {run} is one of classification" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "vall"}, "no split 'vall'"),
+        ({"weights": "first"}, "weights are last or best"),
+        ({"settings": ("task.modell=1",)}, "did you mean model"),
+    ],
+)
+def test_mistakes_are_said(run, options, message):
+    with pytest.raises(AcutanceError, match=message):
+        evaluate_run(run, device="cpu", **options)
+
+
+def test_what_is_no_finished_run_is_said(tmp_path):
+    with pytest.raises(AcutanceError, match="is no run"):
+        evaluate_run(tmp_path)
+    Run(tmp_path).begin(recipes.load("digits"), "digits", 1)
+    with pytest.raises(AcutanceError, match=r"not finished\. To go on: acutance train --out"):
+        evaluate_run(tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"split": "val"}, {"weights": "best"}], ids=str)
+def test_a_run_is_not_scored_by_what_it_was_trained_on(run, tmp_path, options):
+    seen = tmp_path / "seen"
+    Run(seen).begin(override(recipes.load("digits"), [*SMALL, "task.train_on=all"]), "digits", 1)
+    for name in ("model.safetensors", "best.safetensors"):
+        shutil.copy(run / name, seen / name)
+    with pytest.raises(AcutanceError, match="was trained on all of its training set"):
+        evaluate_run(seen, device="cpu", **options)

@@ -1,0 +1,125 @@
+"""Deep random networks: what the study measures, keeps and writes; and the commands."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from acutance import metrics, sites
+from acutance.cli.studies import app
+from acutance.errors import AcutanceError
+from acutance.explain import explain
+from acutance.lab.data import digits
+from acutance.lab.studies import DepthConfig, depth_study, norm_grid
+from acutance.lab.studies import depth as room
+from acutance.lab.studies.depth import VARIANTS, random_network
+from acutance.models import ViT
+
+TOY = DepthConfig(depths=(1, 3), dim=12, samples=4)
+
+
+def test_the_command_writes_what_a_direct_computation_gives(tmp_path) -> None:
+    command = ["depth", "--depths", "1,3", "--seeds", "2", "--dim", "12", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    table = pd.read_csv(tmp_path / "depth.csv")
+    assert set(table["variant"]) == set(VARIANTS)
+    assert len(table) == 2 * len(VARIANTS) * 2 * 4  # inits, variants, seeds, layers 0 to 3
+    config = DepthConfig(depths=(1, 3), dim=12)
+    model = random_network(config, "Post-LN", "xavier", seed=1).eval()
+    streams = []
+    model.blocks[2].register_forward_hook(lambda *args: streams.append(args[-1][0]))
+    _, test = digits()
+    with torch.no_grad():
+        model(test.images[:: len(test) // 32][:32])
+    both = table.query("variant == 'Post-LN' and init == 'xavier' and layer == 3").set_index("seed")
+    for name in room.METRICS:
+        expected = metrics.TOKEN_METRICS[name](streams[0], None).double().mean().item()
+        assert both.loc[1, name] == pytest.approx(expected, rel=1e-4)
+    body = json.loads((tmp_path / "depth.json").read_text())
+    assert body["seeds"] == [0, 1]
+    assert body["command"].startswith("acutance lab depth --depths 1,3")
+    row = next(r for r in body["summary"] if (r["init"], r["variant"], r["depth"]) == ("xavier", "Post-LN", 3))
+    assert row["token_cosine"]["mean"] == pytest.approx(both["token_cosine"].mean(), rel=1e-4)
+    assert row["token_cosine"]["spread"] == pytest.approx(both["token_cosine"].std(), rel=1e-2)
+    assert (tmp_path / "depth.png").stat().st_size > 10_000
+    assert "</svg>" in (tmp_path / "depth.svg").read_text()
+
+
+def test_finished_networks_are_reused_and_others_are_not(tmp_path, monkeypatch) -> None:
+    first = depth_study(TOY, seeds=1, folder=tmp_path)
+    monkeypatch.setattr(room, "random_network", lambda *_: pytest.fail("built again"))
+    again = depth_study(TOY, seeds=1, folder=tmp_path)
+    assert again.summary() == first.summary()
+    with pytest.raises(pytest.fail.Exception):
+        depth_study(DepthConfig(depths=(1, 2), dim=12, samples=4), seeds=1, folder=tmp_path)
+    damaged = next((tmp_path / "profiles").iterdir())
+    damaged.write_text("{")
+    with pytest.raises(pytest.fail.Exception):
+        depth_study(TOY, seeds=1, folder=tmp_path)
+
+
+def test_variants_share_their_first_weights() -> None:
+    plain, neutreno, minus = (random_network(TOY, name, "xavier", 0) for name in ("Pre-LN (plain)", "NeuTRENO", "ViT⁻"))
+    assert torch.equal(plain.blocks[1].attn.qkv.weight, neutreno.blocks[1].attn.qkv.weight)
+    assert torch.equal(plain.blocks[1].mlp.fc1.weight, minus.blocks[1].mlp.fc1.weight)
+    for layer in (1, 3):
+        assert (explain(minus)[layer].eigenvalues.real < 0).all()
+        found = [sites.find(model)[layer - 1] for model in (plain, minus)]
+        before, after = (torch.linalg.matrix_norm(site.projection_weight() @ site.value_weight()) for site in found)
+        assert before.item() == pytest.approx(after.item(), rel=1e-3)
+
+
+def test_a_shallow_network_is_the_beginning_of_a_deep_one() -> None:
+    deep, shallow = (random_network(DepthConfig(depths=(n,), dim=12), "Post-LN", "deit", 0) for n in (4, 2))
+    kept = {k: v for k, v in deep.state_dict().items() if not k.startswith(("blocks.2", "blocks.3"))}
+    shallow.load_state_dict(kept)
+    reached = []
+    deep.blocks[1].register_forward_hook(lambda *args: reached.append(args[-1][0]))
+    images = digits()[1].images[:3]
+    with torch.no_grad():
+        deep(images)
+        expected = shallow.norm(reached[0])
+        torch.testing.assert_close(shallow.forward_features(images), expected)
+
+
+def test_post_norm_is_the_formula_and_keeps_the_keys() -> None:
+    options = {"image_size": 8, "patch_size": 4, "in_chans": 1, "dim": 12, "depth": 1, "heads": 2, "num_classes": 2}
+    torch.manual_seed(0)
+    post = ViT(**options, norm="post")
+    assert post.state_dict().keys() == ViT(**options).state_dict().keys()
+    block, x = post.blocks[0], torch.randn(2, 5, 12)
+    after = block.norm1(x + block.attn(x, None)[0])
+    torch.testing.assert_close(block(x, None)[0], block.norm2(after + block.mlp(after)))
+    with pytest.raises(AcutanceError, match="unknown norm 'sandwich'; known: pre, post"):
+        ViT(**options, norm="sandwich")
+
+
+def test_repeat_writes_the_grid(tmp_path) -> None:
+    sizes = {"layers": 6, "tokens": 5, "width": 4, "samples": 2, "seed": 3}
+    options = [str(part) for name, value in sizes.items() for part in (f"--{name}", value)]
+    command = ["repeat", *options, "--attention", "computed", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    table = pd.read_csv(tmp_path / "repeat.csv")
+    grid = norm_grid(**sizes, attention="computed")
+    assert len(table) == 15 * 2 * 7
+    for (norm, spectrum), rows in table.groupby(["norm", "spectrum"]):
+        expected = grid[norm][spectrum].hfc_lfc[1]
+        np.testing.assert_allclose(rows[rows["sample"] == 1]["hfc_lfc"], expected, rtol=1e-4)
+    assert set(json.loads((tmp_path / "repeat.json").read_text())["converged"]) == set(grid)
+    assert (tmp_path / "repeat.png").is_file()
+
+
+def test_wrong_options_are_named() -> None:
+    done = CliRunner().invoke(app, ["depth", "--depths", "12,many"])
+    assert done.exit_code == 2
+    with pytest.raises(AcutanceError, match="depths"):
+        DepthConfig(depths=(0,))
+    with pytest.raises(AcutanceError, match="unknown init he"):
+        DepthConfig(inits=("he",))
+    with pytest.raises(AcutanceError, match="at least one seed"):
+        depth_study(TOY, seeds=0)

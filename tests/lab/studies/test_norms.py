@@ -1,0 +1,242 @@
+"""What a norm makes of the repeated layer, against the repeated layer."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from acutance import metrics
+from acutance.errors import AcutanceError
+from acutance.explain import spectral_theory as theory
+from acutance.lab.studies import random_attention, repeat
+from acutance.lab.studies.norms import centred_spectrum, groups_rate, post_norm, ratio_at_equal_size
+
+TOKENS, WIDTH = 7, 5
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def centred_branch(eigenvalues: list[float], seed: int = 1) -> tuple[Tensor, Tensor]:
+    """H with these eigenvalues on centred tokens, whatever it does with the channels' mean; and the eigenvectors."""
+    mean = torch.ones(WIDTH, 1, dtype=torch.float64)
+    vectors = torch.linalg.qr(torch.cat([mean, normal(WIDTH, WIDTH - 1, seed=seed)], dim=1)).Q[:, 1:]
+    H = (vectors * torch.tensor(eigenvalues, dtype=torch.float64)) @ vectors.mT
+    return H + 0.3 * normal(WIDTH, 1, seed=seed + 1) @ mean.mT + 0.3 * mean @ normal(1, WIDTH, seed=seed + 2), vectors
+
+
+def lazy(mu: float = 0.5) -> Tensor:
+    """Every eigenvalue of A but μ = 1 is the same."""
+    return mu * torch.eye(TOKENS, dtype=torch.float64) + (1 - mu) / TOKENS
+
+
+def factor_per_layer(path: np.ndarray) -> float:
+    """Over the second half of what is not rounding yet."""
+    last = int(np.flatnonzero(path > 1e-11)[-1])
+    return float((path[last] / path[last // 2]) ** (1 / (last - last // 2)))
+
+
+def near(token: Tensor, spread: float = 1e-3, seed: int = 9) -> Tensor:
+    return token + spread * normal(TOKENS, WIDTH, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_centred_spectrum_is_that_of_the_projected_matrix_without_the_mean(seed: int) -> None:
+    H, gamma = normal(WIDTH, WIDTH, seed=seed), normal(WIDTH, seed=seed + 10)
+    P = torch.eye(WIDTH, dtype=torch.float64) - 1 / WIDTH
+    brute = torch.linalg.eigvals(P @ H @ gamma.diag() @ P)
+    found = torch.cat([centred_spectrum(H, gamma), torch.zeros(1)])  # P's own zero
+    distances = (brute[:, None] - found[None, :]).abs()
+    assert distances.amin(0).max() < 1e-9
+    assert distances.amin(1).max() < 1e-9
+
+
+# Post-LN: the limit and the rate near equal tokens
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("lam", [[1.0, 0.3, 0.2, 0.1], [0.5, -0.5, -0.5, -0.6], [-4.0, -3.0, -3.0, -3.5]])
+def test_nearly_equal_tokens_fall_at_the_rate_into_the_limit(lam: list[float], symmetric: bool) -> None:
+    A = random_attention(TOKENS, 0.6 if symmetric else 1.2, symmetric=symmetric, seed=4)
+    H, _ = centred_branch(lam)
+    mu = torch.linalg.eigvals(A)
+    found = post_norm(H, mu)
+    lead = max(range(len(lam)), key=lambda j: abs(1 + lam[j]))
+    rest = torch.tensor([*lam[:lead], *lam[lead + 1 :]], dtype=mu.dtype)
+    closed = float((1 + torch.outer(rest, theory.other_eigenvalues(mu))).abs().max()) / abs(1 + lam[lead])
+    assert found.gain == pytest.approx(1 + lam[lead])
+    assert found.rate == pytest.approx(closed, rel=1e-9)
+    assert found.rate < theory.ratio_rate(torch.tensor(lam, dtype=mu.dtype), mu)
+    path = repeat(near(found.token), H.mT, A, layers=150, norm="post")
+    assert factor_per_layer(path.hfc_lfc[0]) == pytest.approx(found.rate, rel=0.03)
+    sign = float(torch.sign(path.last[0] @ found.token))
+    torch.testing.assert_close(sign * path.last, found.token.expand(TOKENS, -1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", [1, 3, 5])
+def test_the_rate_holds_for_unequal_weights_and_a_generic_branch(seed: int) -> None:
+    A = random_attention(TOKENS, 0.6, symmetric=True, seed=seed)
+    H = normal(WIDTH, WIDTH, seed=seed)
+    H = 0.2 * (H + H.mT) + 0.5 * torch.eye(WIDTH, dtype=torch.float64)
+    gamma = 0.5 + torch.rand(WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    found = post_norm(H, torch.linalg.eigvals(A), gamma)
+    path = repeat(near(found.token), H.mT, A, layers=400, norm="post", norm_weight=gamma)
+    assert factor_per_layer(path.hfc_lfc[0]) == pytest.approx(found.rate, rel=0.03)
+    sign = float(torch.sign(path.last[0] @ found.token))
+    torch.testing.assert_close(sign * path.last, found.token.expand(TOKENS, -1), rtol=0, atol=1e-6)
+
+
+MIXED = torch.tensor([1.0, -0.7, 1.3, -1.1, 0.6], dtype=torch.float64)  # weights of both signs
+
+
+def generic_layer(seed: int) -> tuple[Tensor, Tensor]:
+    """Attention and a branch without any symmetry."""
+    H = 0.5 * torch.eye(WIDTH, dtype=torch.float64) + 0.3 * normal(WIDTH, WIDTH, seed=seed + 100)
+    return random_attention(TOKENS, 1.0, seed=seed), H
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3, 5, 7, 8, 9, 13])  # in others equal tokens turn for ever
+def test_the_rate_is_the_derivatives_radius_for_mixed_weights_and_generic_attention(seed: int) -> None:
+    """Constant tokens are invariant, so the derivative's part across them has the factors of the differences."""
+    A, H = generic_layer(seed)
+    found = post_norm(H, torch.linalg.eigvals(A), MIXED)
+
+    def layer(x: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x + A @ x @ H.mT, (WIDTH,), MIXED, eps=1e-12)
+
+    equal = found.token.expand(TOKENS, -1)
+    torch.testing.assert_close(layer(equal), math.copysign(1, found.gain) * equal)
+    derivative = torch.autograd.functional.jacobian(layer, equal)
+    across = torch.linalg.svd(torch.ones(1, TOKENS, dtype=torch.float64)).Vh[1:]
+    part = torch.einsum("ai,icjd,bj->acbd", across, derivative, across)
+    part = part.reshape(2 * [(TOKENS - 1) * WIDTH])
+    assert torch.linalg.eigvals(part).abs().max().item() == pytest.approx(found.rate, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", [1, 5, 8, 10, 13])  # with a lead over the other modes that 400 layers show
+def test_mixed_weights_and_generic_attention_reach_the_limit_at_the_rate(seed: int) -> None:
+    A, H = generic_layer(seed)
+    mu = torch.linalg.eigvals(A)
+    found = post_norm(H, mu, MIXED)
+    assert mu.imag.abs().max() > 1e-3
+    assert found.rate < 1
+    path = repeat(near(found.token, 1e-4), H.mT, A, layers=400, norm="post", norm_weight=MIXED)
+    assert factor_per_layer(path.hfc_lfc[0]) == pytest.approx(found.rate, rel=0.03)
+    sign = float(torch.sign(path.last[0] @ found.token))
+    torch.testing.assert_close(sign * path.last, found.token.expand(TOKENS, -1), rtol=0, atol=1e-6)
+
+
+def test_above_one_nearly_equal_tokens_come_apart_at_the_rate() -> None:
+    A = random_attention(TOKENS, 0.6, symmetric=True, seed=4)
+    H, _ = centred_branch([-0.5, -0.52, -0.55, -0.6])
+    found = post_norm(H, torch.linalg.eigvals(A))
+    assert found.rate > 1
+    path = repeat(near(found.token, 1e-11), H.mT, A, layers=40, norm="post").hfc_lfc[0]
+    grown = int(np.flatnonzero(path < 1e-3)[-1])
+    assert (path[grown] / path[grown - 5]) ** (1 / 5) == pytest.approx(found.rate, rel=0.03)
+    assert path[-1] > 0.5
+
+
+def test_post_norm_can_smooth_where_no_layer_without_a_norm_can() -> None:
+    A, (H, _) = lazy(), centred_branch([-0.1, -1.0, -1.0, -1.0])
+    mu, lam = torch.linalg.eigvals(A), centred_spectrum(H)
+    assert theory.cannot_smooth(torch.tensor([-0.1, -1.0, -1.0, -1.0]))
+    assert theory.ratio_rate(lam, mu) > 1
+    found = post_norm(H, mu)
+    assert found.rate == pytest.approx(0.5 / 0.9)
+    assert repeat(near(found.token), H.mT, A, layers=60, norm="post").converged(1e-9)["input"]
+
+
+def test_a_turning_token_has_no_limit() -> None:
+    turn = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+    turn[0, 1], turn[1, 0] = -5.0, 5.0
+    with pytest.raises(AcutanceError, match="complex"):
+        post_norm(turn, torch.linalg.eigvals(lazy()))
+
+
+# Post-LN: why the spectra do not decide the limit
+
+
+SIGNS = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+
+
+def test_the_same_layer_leads_to_equal_tokens_or_to_two_groups_depending_on_the_start() -> None:
+    A, (H, vectors) = lazy(), centred_branch([0.5, -0.5, -0.5, -0.6])
+    v, others = math.sqrt(WIDTH) * vectors[:, 0], torch.tensor([-0.5, -0.5, -0.6])
+    assert post_norm(H, torch.linalg.eigvals(A)).rate < 1
+    for signs in (torch.ones_like(SIGNS), SIGNS):
+        rate = groups_rate(A, 0.5, others, signs)
+        assert rate < 1
+        path = repeat(signs[:, None] * v + 1e-3 * normal(TOKENS, WIDTH, seed=3), H.mT, A, layers=200, norm="post")
+        torch.testing.assert_close(path.last, signs[:, None] * v, rtol=0, atol=1e-9)
+        assert path.converged() == {"input": signs.min() > 0, "angle": signs.min() > 0, "rank": True}
+
+
+@pytest.mark.parametrize(
+    ("lam", "signs", "stays"),
+    [(0.9, SIGNS, True), (-0.9, SIGNS, True), (3.0, SIGNS, False), (-3.0, SIGNS.abs(), True)],
+)
+def test_groups_stay_exactly_where_no_factor_changes_its_sign(lam: float, signs: Tensor, stays: bool) -> None:
+    A = random_attention(TOKENS, 0.5, seed=2)
+    H, vectors = centred_branch([lam, 0.0, 0.0, 0.0])
+    start = math.sqrt(WIDTH) * signs[:, None] * vectors[:, 0]
+    rate = groups_rate(A, lam, torch.zeros(3), signs)
+    assert math.isfinite(rate) == stays
+    after = repeat(start, H.mT, A, layers=1, norm="post").last
+    assert torch.allclose(after.abs(), start.abs(), atol=1e-9)
+    assert (torch.allclose(after, start, atol=1e-9) or torch.allclose(after, -start, atol=1e-9)) == stays
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_deviations_from_the_groups_change_at_their_rate(seed: int) -> None:
+    A = random_attention(TOKENS, 0.6, symmetric=True, seed=seed)
+    lam = [0.3, -0.5, -0.5, -0.6]
+    H, vectors = centred_branch(lam)
+    v = math.sqrt(WIDTH) * vectors[:, 0]
+    rate = groups_rate(A, lam[0], torch.tensor(lam[1:]), SIGNS)
+    x = SIGNS[:, None] * v + 1e-6 * normal(TOKENS, WIDTH - 1, seed=3) @ vectors.mT
+    sizes = []
+    for _ in range(60):
+        x = repeat(x, H.mT, A, layers=1, norm="post").last
+        sizes.append(float((x @ vectors[:, 1:]).norm()))
+    measured = (sizes[-1] / sizes[-21]) ** (1 / 20)
+    assert measured == pytest.approx(rate, rel=0.02)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 999), lam=st.floats(0.05, 5), sharp=st.floats(0.1, 3))
+def test_with_one_positive_eigenvalue_angles_within_a_right_one_never_grow(seed: int, lam: float, sharp: float) -> None:
+    """x_i + λ Σ A_ij x_j is a mean of unit tokens times 1 + λ: products stay ≥ c ≥ 0 and sizes ≤ 1, so cosines ≥ c."""
+    H = lam * torch.eye(WIDTH, dtype=torch.float64)
+    x = normal(1, WIDTH, seed=seed) + 0.4 * normal(TOKENS, WIDTH, seed=seed + 1)
+    first = repeat(x, 0 * H, random_attention(TOKENS), layers=1, norm="post").last
+    path = repeat(first, H, random_attention(TOKENS, sharp, seed=seed), layers=30, norm="post").min_cosine[0]
+    assume(path[0] >= 0)
+    assert (np.diff(path) >= -1e-12).all()
+
+
+@given(seed=st.integers(0, 999), tokens=st.integers(2, 9))
+def test_for_tokens_of_one_size_input_and_angle_say_the_same(seed: int, tokens: int) -> None:
+    x = normal(tokens, 4, seed=seed)
+    x = 3 * x / x.norm(dim=-1, keepdim=True)
+    found = ratio_at_equal_size(metrics.token_cosine(x).item(), tokens)
+    assert found == pytest.approx(metrics.hfc_lfc_frobenius(x).item(), rel=1e-6)
+
+
+# Pre-LN for any H
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("second", [0.6, 0.9])
+def test_the_power_law_holds_for_any_branch_by_its_centred_spectrum(second: float, seed: int) -> None:
+    A = lazy(0.8)
+    H, vectors = centred_branch([1.0, second, -0.3, -0.5], seed=seed)
+    power = theory.pre_norm_power(centred_spectrum(H).real, torch.linalg.eigvals(A).real)
+    assert power == pytest.approx(0.8 * second - 1)
+    path = repeat(near(2 * vectors[:, 0], 0.01), H.mT, A, layers=3000, norm="pre").hfc_lfc[0]
+    assert math.log2(path[3000] / path[1500]) == pytest.approx(power, abs=0.02)

@@ -1,0 +1,389 @@
+"""The statements of https://arxiv.org/abs/2401.04301, each against something computed another way."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from acutance import metrics
+from acutance.errors import AcutanceError
+from acutance.explain import spectral_theory as theory
+from acutance.explain.statistics import rank_correlation
+from acutance.lab.studies import branch_with_spectrum, drawn_attention, random_attention, repeat
+
+TOKENS, WIDTH = 7, 5
+real = st.floats(-3, 3, allow_nan=False)
+unit = st.floats(-0.99, 0.99, allow_nan=False)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def spectrum(low: float, high: float, width: int = WIDTH) -> Tensor:
+    return torch.linspace(low, high, width, dtype=torch.float64)
+
+
+def sorted_complex(values: Tensor) -> np.ndarray:
+    found = values.numpy().astype(complex).ravel()
+    return found[np.lexsort((found.imag.round(8), found.real.round(8)))]
+
+
+# The spectrum of I + H⊗A
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_layers_spectrum_is_one_plus_all_products(seed: int) -> None:
+    A, H = random_attention(TOKENS, 2.0, seed=seed), normal(WIDTH, WIDTH, seed=seed)
+    predicted = theory.layer_eigenvalues(torch.linalg.eigvals(H), torch.linalg.eigvals(A))
+    assert predicted.imag.abs().max() > 0.01, "complex eigenvalues are meant to be part of this"
+    brute = torch.linalg.eigvals(theory.layer_matrix(A, H))
+    np.testing.assert_allclose(sorted_complex(predicted), sorted_complex(brute), atol=1e-7)
+
+
+def test_the_matrix_is_the_layer_also_from_transposed_views() -> None:
+    A, W, x = random_attention(TOKENS, seed=1), normal(WIDTH, WIDTH, seed=2), normal(TOKENS, WIDTH, seed=3)
+    assert not W.mT.is_contiguous()
+    after = theory.layer_matrix(A, W.mT) @ x.mT.reshape(-1)
+    torch.testing.assert_close(after, (x + A @ x @ W).mT.reshape(-1), rtol=0, atol=1e-12)
+
+
+@given(lam=st.lists(real, min_size=1, max_size=6), mu=st.lists(unit, min_size=1, max_size=6))
+def test_only_the_ends_of_a_real_spectrum_can_dominate(lam: list[float], mu: list[float]) -> None:
+    mus = torch.tensor([*mu, 1.0], dtype=torch.float64)
+    gains = theory.layer_eigenvalues(torch.tensor(lam, dtype=torch.float64), mus).abs()
+    ends = gains[:, [int(mus.argmin()), len(mu)]].amax(1)
+    assert (ends >= gains.amax(1) - 1e-12).all()
+    found = theory.dominance(torch.tensor(lam, dtype=torch.float64), mus)
+    assert found.gain == pytest.approx(float(ends.max()), abs=1e-12)
+
+
+def test_a_complex_mu_between_the_real_ends_may_dominate() -> None:
+    mu = torch.tensor([1.0, -0.2, 0.1 + 0.9j, 0.1 - 0.9j], dtype=torch.complex128)
+    assert abs(theory.dominance(torch.tensor([-1.0 + 0j]), mu).mu.imag) == pytest.approx(0.9)
+
+
+def test_causal_attention_has_its_diagonal_as_eigenvalues() -> None:
+    A = random_attention(TOKENS, 1.5, causal=True, seed=2)
+    np.testing.assert_allclose(sorted_complex(torch.linalg.eigvals(A)), sorted_complex(A.diagonal()), atol=1e-10)
+    assert A[theory.constant_mode(A.diagonal()), 0] == 1  # the first token sees itself alone
+
+
+# The limit and the rate
+
+
+def away_from(x: Tensor, limit: Tensor) -> Tensor:
+    """The part of x/‖x‖ across the limit's direction."""
+    unit = x / x.norm()
+    return (unit - (unit * limit).sum() * limit).norm()
+
+
+def iterate(x: Tensor, A: Tensor, W: Tensor, layers: int) -> Tensor:
+    return repeat(x, W, A, layers=layers).last
+
+
+@pytest.mark.parametrize(
+    ("eigenvalues", "family"),
+    [
+        (spectrum(0.1, 1.0), "constant"),
+        (spectrum(-1.0, -0.1), "varying"),
+        (spectrum(-4.0, -3.0), "constant"),
+        (spectrum(-1.0, 0.5), "constant"),
+    ],
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_tokens_go_to_the_predicted_limit_at_the_predicted_rate(
+    eigenvalues: Tensor, family: str, symmetric: bool
+) -> None:
+    # Symmetric attention has real μ > 0; of the others this seed's smallest μ is real and negative.
+    A = random_attention(TOKENS, 0.6 if symmetric else 1.2, symmetric=symmetric, seed=4)
+    H = branch_with_spectrum(eigenvalues, seed=1)
+    found = theory.dominance(torch.linalg.eigvals(H), torch.linalg.eigvals(A))
+    assert found.family == family
+    limit = theory.limit(A, H)
+    thousandth = math.ceil(math.log(1e-3) / math.log(found.rate))  # so many layers bring it a thousand times closer
+    early = iterate(normal(TOKENS, WIDTH, seed=9), A, H.mT, layers=thousandth)
+    late = iterate(early, A, H.mT, layers=thousandth)
+    assert away_from(early, limit) < 0.1
+    measured = float((away_from(late, limit) / away_from(early, limit)) ** (1 / thousandth))
+    assert math.log(measured) == pytest.approx(math.log(found.rate), rel=0.05)
+    if family == "constant":
+        torch.testing.assert_close(limit, limit[:1].expand_as(limit), rtol=0, atol=1e-9)
+    ratio = metrics.hfc_lfc_spectral(limit).item()
+    assert ratio == pytest.approx(theory.limit_ratio(limit[:, limit[0].abs().argmax()]), abs=1e-9)
+    assert (ratio < 1e-9) == (family == "constant")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_ratio_falls_at_the_smoothing_rate_also_for_complex_spectra(seed: int) -> None:
+    A, H = random_attention(TOKENS, 1.5, seed=seed), 0.6 * normal(WIDTH, WIDTH, seed=seed) + 0.5 * torch.eye(WIDTH)
+    lam, mu = torch.linalg.eigvals(H), torch.linalg.eigvals(A)
+    assert lam.imag.abs().max() > 0.05
+    assert mu.imag.abs().max() > 0.01
+    rate = theory.ratio_rate(lam, mu)
+    assert rate < 1
+    # A complex pair makes the ratio swing about its line, so many layers are needed: more than rounding leaves of a
+    # falling ratio. The layer is linear, so what falls is brought up again every few layers, and the factor kept.
+    x, fallen, segments, layers = normal(TOKENS, WIDTH, seed=9), 0.0, 200, 10
+    for segment in range(segments):
+        path = repeat(x, H.mT, A, layers=layers)
+        if segment >= segments // 2:  # the modes that are not the largest have died out
+            fallen += math.log(path.hfc_lfc[0, -1] / path.hfc_lfc[0, 0])
+        low = path.last.mean(0, keepdim=True).expand(TOKENS, WIDTH)
+        high = path.last - low
+        x = low / low.norm() + 1e-3 * high / high.norm()
+    measured = fallen / (layers * (segments - segments // 2))
+    assert measured == pytest.approx(math.log(rate), rel=0.01)
+
+
+@pytest.mark.parametrize("sharpness", [0.3, 1.0, 3.0])
+def test_the_prediction_follows_single_layers_also_when_attention_differs_from_layer_to_layer(sharpness: float) -> None:
+    """A network of different layers, each applied once: H of either sign, A drawn anew, tokens as they come.
+
+    The theorem is about one layer repeated for ever. What its rate says of the next layer must beat the base rate.
+    """
+    x, draw = normal(8, TOKENS, WIDTH, seed=1), drawn_attention(TOKENS, sharpness, seed=2)
+    predicted, measured = [], []
+    for layer in range(1, 121):
+        shift = float(normal(1, seed=1000 + layer)) * 0.7
+        H = 0.3 * normal(WIDTH, WIDTH, seed=layer) + shift * torch.eye(WIDTH)
+        rate = theory.ratio_rate(torch.linalg.eigvals(H), torch.linalg.eigvals(draw(x, layer)))
+        path = repeat(x, H.mT, draw(x, layer), layers=1)
+        predicted += [math.log(rate)] * len(x)
+        measured += np.log(path.hfc_lfc[:, 1] / path.hfc_lfc[:, 0]).tolist()
+        x = path.last
+    fell, smooths = np.array(measured) < 0, np.array(predicted) < 0
+    base_rate = max(fell.mean(), 1 - fell.mean())
+    agreement = (fell == smooths).mean()
+    assert agreement > base_rate + 0.1
+    assert fell[smooths].mean() > fell.mean() + 0.1
+    assert (~fell[~smooths]).mean() > (~fell).mean() + 0.1
+    assert rank_correlation(np.array(predicted), np.array(measured)) > 0.5
+
+
+def test_dominated_by_another_mu_there_is_no_input_convergence() -> None:
+    A, H = random_attention(TOKENS, seed=0), branch_with_spectrum(spectrum(-1.0, -0.1), seed=0)
+    lam, mu = torch.linalg.eigvals(H), torch.linalg.eigvals(A)
+    assert theory.dominance(lam, mu).family == "varying"
+    assert theory.ratio_rate(lam, mu) > 1
+    start = normal(20, TOKENS, WIDTH)
+    start[:10] = 1 + 1e-3 * start[:10]  # nearly constant tokens come apart again
+    assert repeat(start, H.mT, A, layers=300).hfc_lfc[:, -1].min() > 0.3
+
+
+@pytest.mark.parametrize("low", [-0.9, 0.4])
+def test_one_token_is_a_tie_and_its_limit_is_an_eigenvector(low: float) -> None:
+    lam, mu = spectrum(low, low + 0.4), torch.ones(1, dtype=torch.float64)
+    found = theory.dominance(lam, mu)
+    assert (found.family, found.mu) == ("neither", 1)
+    assert found.gain == pytest.approx(float((1 + lam).abs().max()))
+    assert theory.ratio_rate(lam, mu) == 1
+    H = branch_with_spectrum(lam)
+    limit = theory.limit(torch.ones(1, 1, dtype=torch.float64), H)
+    torch.testing.assert_close(limit @ H, (found.gain - 1) * limit, rtol=0, atol=1e-12)
+
+
+def test_ties_are_no_family_and_have_no_limit() -> None:
+    A = random_attention(TOKENS, 0.6, symmetric=True, seed=4)
+    mu = torch.linalg.eigvals(A)
+    H = theory.sharpening_bound(float(mu.real.min())) * torch.eye(WIDTH, dtype=torch.float64)
+    for tied in (H, torch.zeros_like(H)):
+        assert theory.dominance(torch.linalg.eigvals(tied), mu).family == "neither"
+        assert not theory.layer_smooths(torch.linalg.eigvals(tied), float(mu.real.min()))
+        with pytest.raises(AcutanceError, match="ties with another"):
+            theory.limit(A, tied)
+
+
+@given(mu=st.lists(unit, min_size=1, max_size=6), place=st.integers(0, 6))
+def test_the_others_are_all_but_the_constant_mode(mu: list[float], place: int) -> None:
+    place = min(place, len(mu))
+    values = torch.tensor([*mu[:place], 1.0, *mu[place:]], dtype=torch.float64)
+    assert int(theory.constant_mode(values)) == place
+    assert theory.other_eigenvalues(values).tolist() == mu
+    assert theory.other_eigenvalues(values.expand(2, 3, -1)).tolist() == [[mu] * 3] * 2
+
+
+def test_a_turning_pair_has_no_limit_and_says_so() -> None:
+    A = random_attention(TOKENS, seed=0)
+    turn = torch.tensor([[0.5, -0.5], [0.5, 0.5]], dtype=torch.float64)
+    assert theory.dominance(torch.linalg.eigvals(turn), torch.linalg.eigvals(A)).rate == pytest.approx(1)
+    assert theory.ratio_rate(torch.linalg.eigvals(turn), torch.linalg.eigvals(A)) < 1
+    with pytest.raises(AcutanceError, match="complex"):
+        theory.limit(A, turn)
+
+
+# Which λ are safe
+
+
+@given(lam=real, mu=unit)
+def test_the_exact_condition(lam: float, mu: float) -> None:
+    beats = bool(theory.beats_constant(torch.tensor(lam).double(), torch.tensor(mu).double()))
+    bound = theory.sharpening_bound(mu)
+    if min(abs(lam), abs(lam - bound)) > 1e-9:
+        assert beats == (bound < lam < 0)
+
+
+@given(re=real, im=real, mu=unit)
+def test_for_complex_lambda_the_condition_is_a_disc(re: float, im: float, mu: float) -> None:
+    lam, radius = complex(re, im), 1 / (1 + mu)
+    beats = bool(theory.beats_constant(torch.tensor(lam, dtype=torch.complex128), torch.tensor(mu).double()))
+    if abs(abs(lam + radius) - radius) > 1e-9:
+        assert beats == (abs(lam + radius) < radius)
+
+
+@given(lam=st.lists(st.tuples(real, real), min_size=1, max_size=6), mu=unit)
+def test_beyond_the_bound_is_where_brute_force_says(lam: list[tuple[float, float]], mu: float) -> None:
+    """Complex λ: |1 + λ| against |1 + λμ_min|, one by one, in Python's own arithmetic."""
+    values = [complex(*pair) for pair in lam]
+    size = max(abs(z) for z in values)
+    beyond = theory.beyond_bound(torch.tensor(values, dtype=torch.complex128), mu).tolist()
+    leads = [abs(1 + z) ** 2 - abs(1 + z * mu) ** 2 for z in values]
+    for z, found, lead in zip(values, beyond, leads, strict=True):
+        if abs(lead - 1e-6 * size) > 1e-12 + 1e-9 * size**2 and abs(z.real - 1e-6 * size) > 1e-12:
+            assert found == (z.real <= 1e-6 * size and lead > 1e-6 * size)
+    furthest = theory.furthest_beyond(torch.tensor(values, dtype=torch.complex128), mu)
+    assert (furthest is None) == (not any(beyond))
+    if furthest is not None:
+        lead = abs(1 + furthest) ** 2 - abs(1 + furthest * mu) ** 2
+        assert lead == pytest.approx(max(v for v, b in zip(leads, beyond, strict=True) if b), rel=1e-9, abs=1e-12)
+
+
+def test_a_complex_eigenvalue_crosses_the_bound_with_a_small_real_part() -> None:
+    """−0.1 ± 0.5i: |1 + λ| = 1.03, though Re λ is far above −2; −0.5 ± 0.4i is inside the disc; errors blur it."""
+    lam = torch.tensor([-0.1 + 0.5j, -0.5 + 0.4j, -2.1, -1.9, 0.3, 0.0], dtype=torch.complex128)
+    assert theory.beyond_bound(lam, 0.0).tolist() == [True, False, True, False, False, False]
+    assert theory.beyond_bound(lam, 0.2).tolist() == [True, False, True, True, False, False]
+    assert theory.beyond_bound(lam, 0.0, error=0.1).tolist() == [False] * 6
+    assert theory.furthest_beyond(lam, 0.0) == -2.1
+    assert theory.furthest_beyond(lam[3:], 0.0) is None
+
+
+@given(lam=st.tuples(real, real), mu=st.tuples(unit, unit), off=st.floats(0, 0.3), turn=st.floats(0, 6.28), far=unit)
+def test_an_error_of_mu_is_covered_by_the_margin(
+    lam: tuple[float, float], mu: tuple[float, float], off: float, turn: float, far: float
+) -> None:
+    """If the true μ is within the residual of the one given, a leaning that is decided is the true one's."""
+    true = complex(*mu) / max(1.0, abs(complex(*mu)))
+    given_mu = true + off * complex(math.cos(turn), math.sin(turn))
+    given_mu /= max(1.0, abs(given_mu))
+    values = torch.tensor([complex(*lam)], dtype=torch.complex128)
+    others, exact = (torch.tensor([m, far], dtype=torch.complex128) for m in (given_mu, true))
+    residuals = torch.tensor([abs(given_mu - true), 0.0], dtype=torch.float64)
+    found = theory.families(values, others, 0.0, residuals)
+    right = theory.families(values, exact)
+    if float(found.leaning) != 0:
+        assert float(found.leaning) == float((right.constant - right.varying).sign())
+    assert bool(found.undecided) == (float(found.leaning) == 0 and float(found.error) > float(found.rounding))
+
+
+@pytest.mark.parametrize(("factor", "smooths"), [(0.95, False), (1.05, True)])
+def test_beyond_the_bound_negative_eigenvalues_smooth_again(factor: float, smooths: bool) -> None:
+    A = random_attention(TOKENS, 0.6, symmetric=True, seed=4)
+    bound = theory.sharpening_bound(float(torch.linalg.eigvals(A).real.min()))
+    assert -2 < bound < -1
+    H = factor * bound * torch.eye(WIDTH, dtype=torch.float64)
+    rate = theory.ratio_rate(torch.linalg.eigvals(H), torch.linalg.eigvals(A))
+    assert (rate < 1) == smooths
+    assert repeat(normal(TOKENS, WIDTH), H.mT, A, layers=3000).converged()["input"] == smooths
+
+
+@given(lam=st.lists(real, min_size=1, max_size=4), mu=st.lists(unit, min_size=1, max_size=4))
+def test_a_layer_smooths_by_all_its_eigenvalues(lam: list[float], mu: list[float]) -> None:
+    values, others = torch.tensor(lam, dtype=torch.complex128) * (1 + 0.5j), torch.tensor([*mu, 1.0]).double()
+    rate = theory.ratio_rate(values, others)
+    if abs(math.log(rate)) > 1e-5 * float(values.abs().max()):  # nearer is a tie
+        assert theory.layer_smooths(values, min(mu)) == (rate < 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lam=st.lists(st.floats(-1, 0), min_size=WIDTH, max_size=WIDTH), seed=st.integers(0, 999), sharp=st.floats(0.1, 5)
+)
+def test_eigenvalues_from_minus_one_to_zero_cannot_smooth(lam: list[float], seed: int, sharp: float) -> None:
+    values = torch.tensor(lam, dtype=torch.float64)
+    assert theory.cannot_smooth(values)
+    mu = torch.linalg.eigvals(random_attention(TOKENS, sharp, seed=seed))  # complex in general
+    assert theory.ratio_rate(values, mu) >= 1 - 1e-9
+
+
+@pytest.mark.parametrize("lam", [[-1.01, 0.0], [-0.5, 0.01], [-0.5 + 0.1j, -0.5 - 0.1j]])
+def test_others_carry_no_such_promise(lam: list[complex]) -> None:
+    assert not theory.cannot_smooth(torch.tensor(lam))
+
+
+# The definitions, from strong to weak
+
+
+@given(seed=st.integers(0, 999), spread=st.floats(1e-6, 2), tokens=st.integers(2, 9))
+def test_input_convergence_bounds_the_angles_and_those_the_rank(seed: int, spread: float, tokens: int) -> None:
+    x = normal(1, 4, seed=seed) + spread * normal(tokens, 4, seed=seed + 1)
+    unit = x / x.norm(dim=-1, keepdim=True)
+    cosine = float((unit @ unit.mT).min())
+    assert cosine >= theory.cosine_floor(metrics.hfc_lfc_spectral(x).item(), tokens) - 1e-9
+    assert metrics.singular_ratio(x).item() <= theory.singular_ceiling(cosine) + 1e-6
+
+
+def test_the_bounds_close_in_the_limit() -> None:
+    assert theory.cosine_floor(1e-6, 10) == pytest.approx(1, abs=1e-10)
+    assert theory.singular_ceiling(1.0) == 0
+
+
+def test_the_converses_fail() -> None:
+    direction, still = normal(1, WIDTH), torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+    A = random_attention(4, seed=0)
+    lengths = torch.tensor([[1.0], [2.0], [3.0], [4.0]], dtype=torch.float64)
+    one_angle = repeat(lengths * direction, still, A, layers=1).converged()
+    assert one_angle == {"input": False, "angle": True, "rank": True}
+    both_ways = repeat(torch.tensor([[1.0], [-1.0], [2.0], [1.0]]).double() * direction, still, A, layers=1).converged()
+    assert both_ways == {"input": False, "angle": False, "rank": True}
+
+
+# Norms
+
+
+def test_pre_norm_weights_fold_into_h() -> None:
+    A, x, W = random_attention(TOKENS, seed=1), normal(3, TOKENS, WIDTH), normal(WIDTH, WIDTH, seed=2)
+    gamma = normal(WIDTH, seed=3)
+    kept = repeat(x, W, A, layers=30, norm="pre", norm_weight=gamma)
+    folded = repeat(x, theory.fold_pre_norm(W.mT, gamma).mT, A, layers=30, norm="pre")
+    torch.testing.assert_close(kept.last, folded.last, rtol=1e-8, atol=1e-8)
+
+
+def test_negative_pre_norm_weights_turn_the_spectrum_round() -> None:
+    A, x = random_attention(TOKENS, seed=1), normal(3, TOKENS, WIDTH)
+    H = branch_with_spectrum(spectrum(0.1, 1.0), seed=1)
+    smooth = repeat(x, H.mT, A, layers=400, norm="pre")
+    sharp = repeat(x, H.mT, A, layers=400, norm="pre", norm_weight=-1.0)
+    opposite = repeat(x, -H.mT, A, layers=400, norm="pre")
+    assert torch.equal(sharp.last, opposite.last)
+    assert smooth.hfc_lfc[:, -1].max() < 0.05
+    assert sharp.hfc_lfc[:, -1].min() > 0.5
+
+
+def test_negative_post_norm_weights_of_one_size_only_turn_the_tokens_round() -> None:
+    A, x, W = random_attention(TOKENS, seed=1), normal(3, TOKENS, WIDTH), normal(WIDTH, WIDTH, seed=2)
+    for layers in (1, 8):
+        plus, minus = (repeat(x, W, A, layers=layers, norm="post", norm_weight=sign) for sign in (1.0, -1.0))
+        torch.testing.assert_close(minus.last, (-1) ** layers * plus.last, rtol=0, atol=1e-9)
+        np.testing.assert_allclose(minus.hfc_lfc, plus.hfc_lfc, rtol=1e-9)
+
+
+@pytest.mark.parametrize("second", [0.3, 0.9])
+def test_under_pre_norm_the_ratio_falls_by_a_power_law(second: float) -> None:
+    A = random_attention(TOKENS, 0.6, symmetric=True, seed=4)
+    # The mean over channels, which the norm removes, is one eigenvector; λ = 1 stands alone above the others.
+    basis = torch.linalg.qr(torch.cat([torch.ones(WIDTH, 1).double(), normal(WIDTH, WIDTH - 1)], dim=1)).Q
+    lam = torch.tensor([0.0, 1.0, *[second] * (WIDTH - 2)], dtype=torch.float64)
+    H = (basis * lam) @ basis.mT
+    path = repeat(normal(TOKENS, WIDTH, seed=9), H.mT, A, layers=1200, norm="pre").hfc_lfc[0]
+    measured = math.log(path[1200] / path[600]) / math.log(2)
+    assert measured == pytest.approx(theory.pre_norm_power(lam, torch.linalg.eigvals(A).real), abs=0.03)
+
+
+def test_without_a_positive_eigenvalue_there_is_no_power_law() -> None:
+    with pytest.raises(AcutanceError, match="do not grow"):
+        theory.pre_norm_power(spectrum(-1, -0.1), torch.tensor([1.0, 0.5]))

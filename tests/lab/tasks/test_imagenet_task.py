@@ -1,0 +1,137 @@
+"""ImageNet's task on a tree of folders: batches by (seed, step) alone, scores against a plain count."""
+
+import io
+import shutil
+import tarfile
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+
+from acutance.errors import AcutanceError
+from acutance.lab.data.augment import AugmentConfig
+from acutance.lab.reproduce import standins
+from acutance.lab.tasks import Share, imagenet
+from acutance.lab.tasks.imagenet import ImageNetConfig, ImageNetTask
+from acutance.models import ViTConfig
+
+MODEL = ViTConfig(image_size=16, patch_size=8, dim=12, depth=2, heads=3, num_classes=standins.CLASSES)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return standins.imagenet(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def config(folder):
+    return ImageNetConfig(
+        model=MODEL, data_dir=str(folder), held_out_every=standins.HELD_OUT_EVERY, workers=0, repeats=3
+    )
+
+
+def task(config, seed=0):
+    return ImageNetTask(config, seed=seed, device=CPU)
+
+
+def test_a_batch_is_a_function_of_seed_and_step(config):
+    straight = list(islice(task(config).batches(12, 0, Share()), 6))
+    images, targets = next(iter(task(config).batches(12, 5, Share())))
+    assert torch.equal(images, straight[5][0])
+    assert torch.equal(targets, straight[5][1])
+    assert not torch.equal(next(iter(task(config, seed=1).batches(12, 5, Share())))[0], images)
+
+
+def test_shares_are_the_rows_of_the_whole(config):
+    whole = next(iter(task(config).batches(12, 3, Share())))
+    halves = [next(iter(task(config).batches(12, 3, Share(i, 2)))) for i in range(2)]
+    for part in range(2):
+        assert torch.equal(torch.cat([half[part] for half in halves]), whole[part])
+
+
+def test_repeated_augmentation_shows_an_image_thrice_a_batch_and_each_time_anew(config):
+    plain = replace(config, augment=AugmentConfig(), model=replace(MODEL))
+    images, targets = next(iter(task(plain).batches(12, 0, Share())))
+    assert torch.equal(targets[:4], targets[4:8])
+    assert torch.equal(targets[:4], targets[8:])
+    assert not torch.equal(images[:4], images[4:8])
+
+
+def test_an_epoch_has_the_training_images_without_the_slice(config):
+    kept = standins.CLASSES * (standins.PER_CLASS - standins.PER_CLASS // standins.HELD_OUT_EVERY)
+    assert task(config).steps_per_epoch(6) == kept // 6
+    assert task(replace(config, train_on="all")).steps_per_epoch(6) == standins.CLASSES * standins.PER_CLASS // 6
+
+
+def test_scores_are_a_plain_count(config):
+    made = task(config)
+    torch.manual_seed(0)
+    model = made.build_model().eval()
+    images = torch.cat(list(made.inputs("test", list(range(made.size("test"))))))
+    labels = torch.arange(standins.CLASSES).repeat_interleave(5)
+    with torch.no_grad():
+        scores = model(images)
+    found = made.evaluate(model, split="test")
+    assert found["top1"] == pytest.approx(100 * float((scores.argmax(-1) == labels).double().mean()))
+    assert found["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(scores, labels)), rel=1e-5)
+    assert made.probe().shape[0] == made.size("val")
+
+
+def test_two_processes_share_an_evaluation_exactly(config, monkeypatch):
+    """Each is asked for its part by itself; together, the last chunk once, they are the whole."""
+    monkeypatch.setattr(imagenet, "EVALUATED_AT_ONCE", 6)  # 15 images: chunks of 6, 6 and 3
+    torch.manual_seed(0)
+    made = task(config)
+    model = made.build_model()
+    whole = made.evaluate(model, split="test")
+    parts, forwards, nothing = [], [], dict.fromkeys(range(3), (0, 0, 0))
+    model.register_forward_hook(lambda *_: forwards.append(1))
+    for rank in range(2):
+        monkeypatch.setattr(imagenet.processes, "place", lambda rank=rank: (rank, 2))
+        monkeypatch.setattr(imagenet.processes, "gather", lambda own: parts.append(own) or [nothing])
+        made.evaluate(model, split="test")
+    assert len(forwards) == 4  # as often in one as in the other
+    monkeypatch.setattr(imagenet.processes, "gather", lambda own: parts)
+    assert made.evaluate(model, split="test") == pytest.approx(whole)
+
+
+def test_it_may_lie_beside_other_data_sets(config, folder):
+    beside = task(replace(config, data_dir=str(folder.parent)))
+    assert beside.size("test") == task(config).size("test")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data_dir": None}, "name it with --data-dir"),
+        ({"model": replace(MODEL, num_classes=7)}, "the data has 3 classes, the model 7"),
+        ({"repeats": 0}, "task.repeats must be 1 or more"),
+        ({"held_out_every": 100}, "no class has 100 images.*lower task.held_out_every"),
+        ({"held_out_every": 100, "train_on": "all"}, "no class has 100 images.*lower task.held_out_every"),
+        ({"model": replace(MODEL, in_chans=1)}, "3 channels"),
+    ],
+)
+def test_mistakes_are_said_before_training(config, changes, message):
+    with pytest.raises(AcutanceError, match=message):
+        task(replace(config, **changes))
+
+
+def test_val_without_a_class_or_with_one_too_many_is_no_test(config, folder, tmp_path):
+    """Its labels would be others than those of training, and every score wrong."""
+    data = shutil.copytree(folder, tmp_path / "imagenet")
+    made = task(replace(config, data_dir=str(data)))
+    shutil.rmtree(data / "val" / "digit0")
+    with pytest.raises(AcutanceError, match=r"val is damaged .*digit0 is missing"):
+        made.evaluate(made.build_model(), split="test")
+    with tarfile.open(tmp_path / "train.tar", "w") as archive:
+        archive.add(data / "train" / "digit1" / "000.png", "a.png")
+        label = tarfile.TarInfo("a.cls")
+        label.size = 1
+        archive.addfile(label, io.BytesIO(b"1"))
+    shutil.rmtree(data / "train")
+    shards = {"shards": str(tmp_path / "train.tar"), "train_on": "all", "held_out_every": 1}
+    beside = task(replace(config, data_dir=str(data), **shards))
+    with pytest.raises(AcutanceError, match="the data has 2 classes, the model 3"):
+        beside.size("test")

@@ -1,0 +1,129 @@
+"""Whole images through windows, against a plain second implementation; mean IoU against torchmetrics'."""
+
+import numpy as np
+import pytest
+import torch
+from plain_windows import plain_probabilities
+from torch import nn
+
+from acutance.errors import AcutanceError
+from acutance.lab.tasks.windows import (
+    MULTI,
+    SINGLE,
+    WindowConfig,
+    confusion,
+    corners,
+    forward_passes,
+    probabilities,
+    scores,
+    segmented,
+    view_sizes,
+)
+
+WINDOWS = WindowConfig(short_side=16, size=12, stride=9, at_once=2)
+
+
+class Score(nn.Module):
+    """Four classes whose scores depend on the pixel, on the whole window and on the place in it."""
+
+    def __init__(self):
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.float64, generator=draw))
+        self.calls = 0
+
+    def forward(self, images):
+        self.calls += 1
+        local = torch.einsum("cd,bdhw->bchw", self.weight, images)
+        place = torch.linspace(0, 1, images.shape[-1], dtype=torch.float64)
+        return local + local.mean((2, 3), keepdim=True) + place * self.weight.sum(1)[:, None, None]
+
+    def plain(self, window):
+        return self(torch.from_numpy(window.copy())[None])[0].detach().numpy()
+
+
+def image(height, width, seed=1):
+    return torch.randn(3, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("size", [(16, 16), (20, 33), (33, 20), (5, 7), (8, 60), (16, 12)])
+@pytest.mark.parametrize(("views", "scales", "flips"), [
+    (SINGLE, [1.0], [False]),
+    (MULTI, [0.5, 0.75, 1.0, 1.25, 1.5, 1.75], [False, True]),
+])  # fmt: skip
+def test_equals_the_plain_windows(size, views, scales, flips):
+    score, picture = Score(), image(*size)
+    found = probabilities(score, picture, views, WINDOWS).detach()
+    expected = plain_probabilities(score.plain, picture.numpy(), scales, flips, short=16, window=12, stride=9)
+    assert found.shape == (4, *size)
+    torch.testing.assert_close(found.double(), torch.from_numpy(expected), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (20, 33), (8, 60)])
+@pytest.mark.parametrize("views", [SINGLE, MULTI])
+def test_forward_passes_are_foretold(size, views):
+    score = Score()
+    probabilities(score, image(*size), views, WINDOWS)
+    assert score.calls == forward_passes(size, views, WINDOWS)
+
+
+@pytest.mark.parametrize(("extent", "expected"), [(512, [0]), (513, [0, 1]), (992, [0, 480]), (1000, [0, 480, 488])])
+def test_windows_cover_the_image_and_end_with_it(extent, expected):
+    assert corners(extent, WindowConfig()) == expected
+
+
+def test_a_flipped_image_has_the_flipped_answer_under_all_views():
+    score = Score()
+    with torch.no_grad():
+        here = probabilities(score, image(20, 33), MULTI, WINDOWS)
+        there = probabilities(score, image(20, 33).flip(-1), MULTI, WINDOWS)
+    torch.testing.assert_close(there.flip(-1), here, rtol=1e-5, atol=1e-5)
+
+
+def test_images_come_with_their_index_and_without_a_graph():
+    pictures = [image(16, 16, 1), image(20, 33, 2)]
+    found = dict(segmented(Score(), pictures, SINGLE, WINDOWS))
+    for index, picture in enumerate(pictures):
+        assert torch.equal(found[index], probabilities(Score(), picture, SINGLE, WINDOWS).argmax(0))
+    assert not any(classes.requires_grad for classes in found.values())
+
+
+def labelled(classes, present, seed=0, count=6):
+    draw = torch.Generator().manual_seed(seed)
+    labels = torch.tensor(present)[torch.randint(len(present), (count, 9, 7), generator=draw)]
+    guesses = torch.where(torch.rand(labels.shape, generator=draw) < 0.6, labels, labels.roll(1, 0))
+    labels = torch.where(torch.rand(labels.shape, generator=draw) < 0.2, 255, labels)
+    assert guesses.max() < classes
+    return guesses, labels
+
+
+@pytest.mark.slow  # its import alone takes seconds
+@pytest.mark.parametrize("present", [[0, 1, 2, 3, 4], [1, 3], [2]])
+def test_mean_iou_is_torchmetrics(present):
+    torchmetrics = pytest.importorskip("torchmetrics.classification")
+    guesses, labels = labelled(5, present)
+    total = sum(confusion(guess, label, 5) for guess, label in zip(guesses, labels, strict=True))
+    jaccard = torchmetrics.MulticlassJaccardIndex(5, average="macro", ignore_index=255)
+    assert scores(total)["miou"] == pytest.approx(100 * float(jaccard(guesses, labels)), rel=1e-5)
+    assert torch.equal(total, torchmetrics.MulticlassConfusionMatrix(5, ignore_index=255)(guesses, labels))
+
+
+def test_scores_by_hand():
+    labels = torch.tensor([[0, 0, 0, 1], [1, 255, 2, 255]])
+    guesses = torch.tensor([[0, 0, 1, 1], [1, 0, 0, 3]])
+    found = scores(confusion(guesses, labels, 5))  # classes 3 and 4 neither labelled nor, where it counts, guessed
+    assert found["miou"] == pytest.approx(100 * np.mean([2 / 4, 2 / 3, 0]))
+    assert found["mean_accuracy"] == pytest.approx(100 * np.mean([2 / 3, 1, 0]))
+    assert found["pixel_accuracy"] == pytest.approx(100 * 4 / 6)
+
+
+@pytest.mark.parametrize("options", [{"stride": 513}, {"stride": 0}, {"at_once": 0}])
+def test_windows_that_leave_pixels_out_are_refused(options):
+    with pytest.raises(AcutanceError, match="leave pixels out"):
+        WindowConfig(**options)
+
+
+@pytest.mark.parametrize(("short", "size"), [(49, 64), (276, 352)])
+def test_a_square_that_grows_to_a_window_is_a_whole_window(short, size):
+    config = WindowConfig(short_side=short, size=size, stride=size)
+    assert view_sizes((short, short), 1.0, config)[1] == (size, size)

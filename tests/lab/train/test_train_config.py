@@ -1,0 +1,136 @@
+"""Configurations: there and back through JSON, and changed field by field with every mistake named."""
+
+import json
+
+import pytest
+from train_worlds import tiny
+
+from acutance.errors import AcutanceError
+from acutance.lab import recipes
+from acutance.lab.data.augment import AugmentConfig
+from acutance.lab.tasks.classification import preset
+from acutance.lab.train import Config, OptimConfig, override
+from acutance.lab.train.plain import field_types
+
+
+def test_a_configuration_survives_json():
+    config = tiny("task.model.mitigation=neutreno:0.6", "task.model.mitigation_layers=[2]", "optim.clip=null")
+    text = json.dumps(config.to_dict())
+    assert Config.from_dict(json.loads(text)) == config
+    assert json.loads(text)["task"]["kind"] == "classification"
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_survives_json_and_says_what_it_is(name):
+    config = recipes.load(name)
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert recipes.summary(name).endswith(".")
+
+
+def every_field(config, prefix=""):
+    for name in field_types(type(config)):
+        value = getattr(config, name)
+        if hasattr(value, "__dataclass_fields__"):
+            yield from every_field(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+@pytest.mark.parametrize(("name", "value"), list(every_field(tiny())))
+def test_any_field_can_be_set_to_what_it_is(name, value):
+    text = value if isinstance(value, str) else json.dumps(value)
+    assert override(tiny(), [f"{name}={text}"]) == tiny()
+
+
+@pytest.mark.parametrize(
+    ("assignment", "read", "expected"),
+    [
+        ("optim.lr=1e-3", lambda c: c.optim.lr, 1e-3),
+        ("optim.lr=1", lambda c: c.optim.lr, 1.0),
+        ("optim.betas=[0.9, 0.98]", lambda c: c.optim.betas, (0.9, 0.98)),
+        ("optim.clip=none", lambda c: c.optim.clip, None),
+        ("loop.compile=True", lambda c: c.loop.compile, True),
+        ("loop.seed=3", lambda c: c.loop.seed, 3),
+        ("task.dataset=123", lambda c: c.task.dataset, "123"),
+        ("task.model.mitigation=neutreno:0.6+featscale", lambda c: c.task.model.mitigation, "neutreno:0.6+featscale"),
+        ("task.data_dir=/some=where", lambda c: c.task.data_dir, "/some=where"),
+        ("task.augment.mixup=0.8", lambda c: c.task.augment, AugmentConfig(mixup=0.8)),
+    ],
+)
+def test_values_get_the_type_of_their_field(assignment, read, expected):
+    found = read(override(tiny(), [assignment]))
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("optim.lr", "--set takes name=value"),
+        ("optim.lrr=1", r"optim has no field 'lrr', did you mean lr\?; known: name, lr"),
+        ("optimizer.lr=1", r"there is no field 'optimizer', did you mean optim\?; known: task, optim, schedule, loop"),
+        ("task.model.depht=1", r"task.model has no field 'depht', did you mean depth\?"),
+        ("optim.lr=fast", 'optim.lr is a number, not "fast"'),
+        ("loop.epochs=true", "loop.epochs is a number, not true"),
+        ("loop.seed=1.5", "loop.seed is a whole number, not 1.5"),
+        ("loop.compile=yes", 'loop.compile is true or false, not "yes"'),
+        ("optim.name=addamw", r'one of adamw, adam, sgd, muon, not "addamw", did you mean adamw\?'),
+        ("optim.clip=much", 'optim.clip is a number or null, not "much"'),
+        ("optim.betas=[0.9]", r"optim.betas is a list of 2, such as \[0.9, 0.9\]"),
+        ("optim=3", "optim has fields of its own"),
+        ("optim.lr.x=3", "optim.lr has no fields of its own"),
+        ("loop.accumulate=3", "cannot be cut into 3 equal parts"),
+        ("loop.keep_last=0", "loop.keep_last must be 1 or more"),
+        ("loop.monitor_every=0", "loop.monitor_every must be 1 or more, not 0"),
+        ("loop.evaluate_every=0", "loop.evaluate_every must be more than 0, not 0"),
+        ("loop.ema=1.5", "loop.ema must be at least 0 and less than 1, not 1.5"),
+        ("optim.lr=-1", "optim.lr must be 0 or more, not -1"),
+        ("optim.betas=[0.9, 1]", r"optim.betas must be at least 0 and less than 1, not \(0.9, 1.0\)"),
+        ("schedule.warmup=-1", "schedule.warmup must be 0 or more"),
+        ("task.model.heads=3", "dim 8 cannot be shared out among 3 heads"),
+    ],
+)
+def test_mistakes_are_named(assignment, message):
+    with pytest.raises(AcutanceError, match=message):
+        override(tiny(), [assignment])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d["task"].update(kind="sorting"), "no task is called 'sorting'; there are classification"),
+        (lambda d: d["task"].update(modell=1), r"task has no field 'modell', did you mean model\?"),
+        (lambda d: d["task"].pop("dataset"), "task lacks dataset"),
+        (lambda d: d["optim"].update(lr="x"), "optim.lr is a number"),
+        (lambda d: d.pop("task"), "with a task in it"),
+        (lambda d: d.update(extra=1), "no field 'extra'"),
+    ],
+)
+def test_a_record_that_does_not_fit_is_refused_by_name(change, message):
+    data = tiny().to_dict()
+    change(data)
+    with pytest.raises(AcutanceError, match=message):
+        Config.from_dict(data)
+
+
+def test_presets_by_name():
+    config = preset("vit_tiny_cifar", num_classes=10, mitigation="neutreno:0.6")
+    assert (config.dim, config.depth, config.num_classes, config.mitigation) == (192, 12, 10, "neutreno:0.6")
+    with pytest.raises(AcutanceError, match="no model 'vit_tiny'"):
+        preset("vit_tiny")
+
+
+def test_fields_that_must_fit_one_another_come_in_any_order():
+    config = recipes.load("wikitext2")  # 8 heads of 256 channels
+    for changes in (["task.model.heads=3", "task.model.dim=12"], ["task.model.dim=12", "task.model.heads=3"]):
+        model = override(config, changes).task.model
+        assert (model.dim, model.heads) == (12, 3)
+    with pytest.raises(AcutanceError, match="dim 12 cannot be shared out among 8 heads"):
+        override(config, ["task.model.dim=12"])
+
+
+def test_a_whole_and_then_its_part():
+    whole = 'optim={"lr": 0.5, "name": "sgd"}'
+    assert override(tiny(), [whole, "optim.lr=0.25"]).optim == OptimConfig(name="sgd", lr=0.25)
+    assert override(tiny(), ["optim.lr=0.25", whole]).optim == OptimConfig(name="sgd", lr=0.5)
+    assert override(tiny(), ["optim.lr=0.25", "optim.lr=0.125"]).optim.lr == 0.125

@@ -1,0 +1,238 @@
+"""What a batch's readings cost on their way to the host, and that they are the same by sums and by formulas."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import acutance as ac
+from acutance import metrics
+from acutance.errors import NonFiniteError
+from acutance.measure import reader as reading
+from acutance.measure.reader import Reader, Readout, Sent, values_of
+from acutance.measure.walk import feed
+from acutance.metrics.from_sums import FROM_SUMS
+from acutance.metrics.kernels.token_sums import FIELDS
+from acutance.metrics.tokens import finite_flags
+from acutance.models import ViT
+from acutance.sites.samples import Samples
+from acutance.sites.wrappers import evaluating
+from token_fields import stand_in
+
+DEPTH = 3
+WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
+ATTENTION = ["nonlocal_energy", "attention_entropy"]
+
+
+class Operations(TorchDispatchMode):
+    """Counts what PyTorch is asked to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.__name__.split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def waits(self):
+        """How often a number was needed on the host."""
+        return sum(self.counts[name] for name in WAITS)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return ViT(image_size=8, patch_size=2, in_chans=1, dim=24, depth=DEPTH, heads=2, num_classes=4)
+
+
+@pytest.fixture
+def images():
+    return torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def values(sent):
+    """What was read, by its key."""
+    ((keys, rows),) = values_of([sent])
+    return dict(zip(keys, rows, strict=True))
+
+
+def operations(run):
+    with Operations() as seen:
+        run()
+    return seen
+
+
+def test_a_reading_by_sums_costs_a_launch_and_little_else(model, images, monkeypatch):
+    def plain():
+        with evaluating(model):
+            feed(model, images)
+
+    asked = stand_in(monkeypatch)
+    reading = operations(lambda: ac.measure(model, [images], metrics=list(FROM_SUMS), progress=False))
+    assert len(asked) == DEPTH + 1
+    more = reading.counts.total() - operations(plain).counts.total()
+    # Of a reading the launch and a view of what it gives; of a batch what joins and sends these.
+    assert more <= 2 * len(asked) + 3
+    assert reading.waits == 0
+
+
+def test_tokens_are_not_summed_up_again_for_attention(model, images, monkeypatch):
+    asked = stand_in(monkeypatch)
+    ac.measure(model, [images], metrics=["token_cosine", *ATTENTION], progress=False)
+    assert len(asked) == DEPTH + 1
+    asked.clear()
+    ac.measure(model, [images], metrics=ATTENTION, progress=False)
+    assert len(asked) == DEPTH, "with nothing else read, the branches are watched"
+
+
+@pytest.mark.parametrize("by_sums", [False, True], ids=["formulas", "sums"])
+@pytest.mark.parametrize("prefix", ["in", "out"])
+def test_the_host_waits_once_a_batch(model, images, monkeypatch, by_sums, prefix):
+    if by_sums:
+        stand_in(monkeypatch)
+    sent, received = [], []
+    send, receive = Readout.send, Sent.received
+    monkeypatch.setattr(Readout, "send", lambda self: sent.append(1) or send(self))
+    monkeypatch.setattr(Sent, "received", lambda self: received.append(len(sent)) or receive(self))
+    monkeypatch.setattr(reading, "TOGETHER", 2)
+    options = {"metrics": [*FROM_SUMS, *ATTENTION], "tap": ["block", "attention", "values", "final"], "prefix": prefix}
+    seen = operations(lambda: ac.measure(model, images.split(1), progress=False, **options))
+    assert seen.waits == 0
+    # Batches are looked at, two at a time here, when the next one has been sent off.
+    assert (len(sent), received) == (6, [3, 3, 5, 5, 6, 6])
+
+
+def test_batches_are_looked_at_at_once_where_the_device_is_behind(model, images, monkeypatch):
+    sent, received = [], []
+    send, receive = Readout.send, Sent.received
+    monkeypatch.setattr(Readout, "send", lambda self: sent.append(1) or send(self))
+    monkeypatch.setattr(Sent, "received", lambda self: received.append(len(sent)) or receive(self))
+    monkeypatch.setattr(Sent, "is_there", lambda _: False)
+    ac.measure(model, images.split(2), metrics="token_cosine", progress=False)
+    assert received == [2, 3, 3]
+
+
+@pytest.mark.parametrize("by_sums", [False, True], ids=["formulas", "sums"])
+def test_batches_read_together_are_as_if_read_alone(model, images, monkeypatch, by_sums):
+    """Also where a batch of another size comes between."""
+    if by_sums:
+        stand_in(monkeypatch)
+    options = {"metrics": [*FROM_SUMS, "effective_rank", *ATTENTION], "tap": ["block", "values"], "progress": False}
+    batches = [images[:2], images[2:4], images[4:5], images[:2]]
+    together = ac.measure(model, batches, **options)
+    monkeypatch.setattr(reading, "TOGETHER", 1)
+    alone = ac.measure(model, batches, **options)
+    for ours, theirs in zip(together.readings, alone.readings, strict=True):
+        assert (ours.tap, ours.layer, ours.metric, ours.count) == (theirs.tap, theirs.layer, theirs.metric, 7)
+        assert (ours.mean, ours.std) == pytest.approx((theirs.mean, theirs.std), rel=1e-12, abs=1e-15)
+
+
+def documents():
+    """Three documents in two rows."""
+    return {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6]])}
+
+
+@pytest.mark.parametrize(
+    ("batch", "skip"),
+    [
+        (None, (0, 0)),
+        (None, (1, 2)),
+        ({"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]])}, (0, 0)),
+        ({"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]])}, (1, 1)),
+        (documents(), (0, 0)),
+        (documents(), (1, 0)),
+    ],
+    ids=["all", "prefix", "padding", "padding and prefix", "documents", "documents and prefix"],
+)
+def test_sums_give_what_the_formulas_give(batch, skip, monkeypatch):
+    tokens = torch.randn(2, 2, 7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.3
+
+    def read():
+        reader = Reader(list(metrics.TOKEN_METRICS), ["block"])
+        reader.samples = Samples.of(batch, skip=skip)
+        for layer, x in enumerate(tokens):
+            reader.tokens("block", layer, x)
+        return values(reader.flush())
+
+    expected = read()
+    asked = stand_in(monkeypatch)
+    found = read()
+    assert len(asked) == 2
+    assert list(found) == list(expected)
+    for key, wanted in expected.items():
+        torch.testing.assert_close(torch.from_numpy(found[key]), torch.from_numpy(wanted), rtol=1e-9, atol=1e-12)
+
+
+def test_heads_and_windows_are_averaged():
+    out = Readout(size=2)
+    value = torch.arange(12.0).reshape(4, 3)  # two windows of each sample, three heads
+    out.add(("map", 1, "attention_entropy"), value)
+    out.add(("map", 2, "attention_entropy"), value[:2, 0].double())
+    out.add(("map", 2, "nonlocal_energy"), value, 0.5)
+    found = values(out.send())
+    assert found["map", 1, "attention_entropy"].tolist() == [2.5, 8.5]
+    assert found["map", 2, "attention_entropy"].tolist() == [0.0, 3.0]
+    assert found["map", 2, "nonlocal_energy"].tolist() == [1.25, 4.25]
+
+
+@pytest.mark.parametrize(
+    ("expected", "samples", "placed", "joined"),
+    [
+        (3, (2, 2, 2), [True, True, True], 0),
+        (1, (2, 2, 2), [True, False, False], 1),
+        (4, (2, 2, 2), [True, True, True], 1),
+        (3, (2, 4, 2), [True, False, True], 1),
+    ],
+    ids=["as many as before", "more", "fewer", "of other samples"],
+)
+def test_sums_are_sent_as_they_stand_where_the_batch_is_like_the_one_before(expected, samples, placed, joined):
+    rows = [torch.rand(count, len(FIELDS), dtype=torch.float64) for count in samples]
+    out, cpu, found = Readout(expected=expected), torch.device("cpu"), []
+    for layer, sums in enumerate(rows):
+        place = out.place(len(sums), cpu)
+        found.append(place is not None)
+        out.add_sums(sums if place is None else place.copy_(sums), "token_cosine", layer)
+    sent = []
+    seen = operations(lambda: sent.append(out.send()))
+    assert found == placed
+    assert seen.counts["cat"] == joined
+    torch.testing.assert_close(torch.from_numpy(sent[0].received()[0]), torch.cat(rows), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("by_sums", [False, True], ids=["formulas", "sums"])
+def test_the_first_layer_that_is_spoilt_is_named(model, images, monkeypatch, by_sums):
+    if by_sums:
+        stand_in(monkeypatch)
+    model.blocks[1].register_forward_hook(
+        lambda _m, _i, out: (out[0].index_fill(1, torch.tensor([4]), torch.nan), out[1])
+    )
+    with pytest.raises(NonFiniteError) as error:
+        ac.measure(model, images.split(2), metrics=["norm_spread", "effective_rank"], progress=False)
+    message = "layer 2: norm_spread at block: 2 of 34 tokens hold NaN or infinity (first: sample 0, token 4). "
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("spoilt", [0, 1, 2])
+def test_no_batch_is_let_off(model, images, spoilt):
+    batches = list(images.clone().split(2))
+    batches[spoilt][1, 0, 0, 0] = torch.inf
+    with pytest.raises(NonFiniteError, match=r"layer 0: token_cosine at block: .*sample 1"):
+        ac.measure(model, batches, metrics="token_cosine", progress=False)
+
+
+def test_flags_tell_what_check_finite_tells():
+    tokens, mask = torch.zeros(3, 5, 4), torch.ones(3, 5, dtype=torch.bool)
+    tokens[1, 3, 0] = tokens[1, 4, 1] = tokens[2, 0, 0] = torch.inf
+    mask[2, 0] = mask[1, 4] = False
+    assert finite_flags(tokens, mask).tolist() == [[5, 0, 0], [4, 1, 3], [4, 0, 0]]
+
+
+def test_masks_are_made_once_for_all_layers():
+    samples = Samples.of({"attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}, skip=(0, 1))
+    tokens = torch.randn(2, 3, 4)
+    first = samples.tokens(tokens)[1]
+    assert first.tolist() == [[False, True, False], [True, True, False]]
+    assert samples.tokens(tokens + 1)[1] is first

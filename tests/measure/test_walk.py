@@ -1,0 +1,188 @@
+"""One walk through a model: what visitors see, that they share a forward pass, and how few files it takes."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import acutance as ac
+from acutance import sites
+from acutance.errors import AcutanceError
+from acutance.explain.reader import LayerReader
+from acutance.explain.weights import layer_spectrum
+from acutance.lab.studies.assumptions import AssumptionReader, kernel_assumptions
+from acutance.measure.maps import MapReader
+from acutance.measure.reader import Reader
+from acutance.measure.walk import EVERY, Visitor, walk
+from acutance.models import ViT
+
+DEPTH = 3
+NAMES = ["token_cosine", "effective_rank", "attention_entropy", "attention_cosine"]
+TAPS = ["block", "attention", "values", "final"]
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return ViT(image_size=8, patch_size=2, in_chans=1, dim=24, depth=DEPTH, heads=2, num_classes=4)
+
+
+@pytest.fixture
+def batches():
+    return list(torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(1)).split(2))
+
+
+def counted(model):
+    """How often the model runs."""
+    runs = []
+    model.register_forward_pre_hook(lambda *_: runs.append(1))
+    return runs
+
+
+class Seen(Visitor):
+    """Writes down what it is told."""
+
+    def __init__(self, **needs):
+        self.needs, self.events = needs, []
+
+    def begin(self, batch):
+        self.events.append(("begin", tuple(batch.fed.shape)))
+
+    def enter(self, layer, tokens):
+        self.events.append(("enter", layer, tuple(tokens.shape)))
+
+    def attend(self, layer, call):
+        self.events.append(("attend", layer, tuple(call.branch.shape)))
+
+    def leave(self, layer, tokens):
+        self.events.append(("leave", layer, tuple(tokens.shape)))
+
+    def final(self, layer, tokens):
+        self.events.append(("final", layer, tuple(tokens.shape)))
+
+    def end(self):
+        self.events.append(("end",))
+
+
+def test_a_visitor_is_told_what_it_asked_for_in_order(model):
+    shape = (2, 17, 24)
+    seen = Seen(enter=[1], attend=[2], leave=EVERY, final=EVERY)
+    walk(model.train(), [torch.randn(2, 1, 8, 8)], seen)
+    assert seen.events == [
+        ("begin", (2, 1, 8, 8)),
+        ("enter", 1, shape),
+        ("leave", 1, shape),
+        ("attend", 2, shape),
+        ("leave", 2, shape),
+        ("leave", 3, shape),
+        ("final", 3, shape),
+        ("end",),
+    ]
+    assert model.training
+
+
+def test_only_the_hooks_that_are_needed_are_set(model, batches):
+    hooks = []
+
+    class Looks(Visitor):
+        def begin(self, batch):
+            for block in model.blocks:
+                observed = block.attn.observer is not None
+                hooks.append((len(block._forward_pre_hooks), len(block._forward_hooks), observed))
+
+    other = Seen(enter=[1], leave=[2], attend=[3])
+    walk(model, batches[:1], Looks(), other)
+    assert hooks == [(1, 0, False), (0, 1, False), (0, 0, True)]
+    assert not any(block._forward_hooks or block._forward_pre_hooks or block.attn.observer for block in model.blocks)
+
+
+def test_visitors_in_one_walk_give_what_they_give_alone(model, batches):
+    runs = counted(model)
+    profile = ac.measure(model, batches, metrics=NAMES, tap=TAPS, prefix="out", progress=False)
+    spectrum = ac.explain(model, batches, prefix="out", progress=False)
+    assumptions = kernel_assumptions(model, batches)
+    assert len(runs) == 3 * len(batches)
+    runs.clear()
+    layers = [LayerReader(layer_spectrum(site), site.update, site.layer, "out") for site in sites.find(model)]
+    reader, affinities = Reader(NAMES, TAPS, "out"), AssumptionReader()
+    walk(model, batches, reader, *layers, affinities)
+    assert len(runs) == len(batches)
+    assert reader.readings() == profile.readings
+    for ours, layer in zip(layers, spectrum.layers, strict=True):
+        assert ours.result().to_dict() == layer.dominance.to_dict()
+    for layer, found in affinities.layers.items():
+        expected = assumptions.alignment[layer - 1]
+        np.testing.assert_array_equal(torch.cat(found["alignment"]).double().numpy(), expected)
+
+
+def test_maps_and_metrics_share_a_pass(model, batches):
+    sample, maps, reader = batches[0][:1], MapReader([1, 3]), Reader(NAMES, ["block"])
+    alone = ac.attention_maps(model, sample, layers=[1, 3])
+    profile = ac.measure(model, [sample], metrics=NAMES, progress=False)
+    runs = counted(model)
+    walk(model, [sample], maps, reader)
+    assert len(runs) == 1
+    assert reader.readings() == profile.readings
+    for layer in (1, 3):
+        np.testing.assert_array_equal(maps.maps[layer], alone[layer])
+
+
+@pytest.fixture
+def llama():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": DEPTH}
+    return transformers.LlamaModel(transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+
+
+def words():
+    ids = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def test_packed_documents_that_see_each_other_are_refused_whoever_reads_attention(llama):
+    packed = {"input_ids": torch.randint(0, 50, (1, 6)), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    apart = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).tril().bool()[None, None]
+    llama.set_attn_implementation("eager")
+    hidden = torch.zeros(1, 1, 6, 6).masked_fill(~apart, torch.finfo(torch.float32).min)
+    across = torch.zeros(1, 1, 6, 6).masked_fill(~torch.ones(6, 6).tril().bool(), torch.finfo(torch.float32).min)
+    for visitors in ([], [MapReader([2])]):
+        reader = Reader(["token_cosine"], ["block"])
+        walk(llama, [packed | {"attention_mask": hidden}], reader, *visitors)
+        assert reader.readings()[0].count == 2
+        with pytest.raises(AcutanceError, match="does not keep such documents apart"):
+            walk(llama, [packed | {"attention_mask": across}], Reader(["token_cosine"], ["block"]), *visitors)
+
+
+def test_reading_the_stream_of_a_transformers_model_enters_few_files(llama, monkeypatch):
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    # Once a model of transformers was mitigated, we answer for its function in all of them.
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
+    home = str(Path(ac.__file__).parent)
+    entered = set()
+
+    def enter(frame, event, _arg):
+        if event == "call" and frame.f_code.co_filename.startswith(home) and frame.f_code.co_name != "<module>":
+            entered.add(frame.f_code.co_filename.removeprefix(home))
+
+    sys.setprofile(enter)
+    try:
+        ac.measure(llama, [words()], tap="block", progress=False)
+    finally:
+        sys.setprofile(None)
+    assert len(entered) <= 9, sorted(entered)
+
+
+def test_reading_the_stream_looks_at_no_weight_and_no_source(llama, monkeypatch):
+    def refuse(*_args, **_options):
+        raise AssertionError("not to be called")
+
+    expected = ac.measure(llama, [words()], tap="block", progress=False)
+    monkeypatch.setattr("acutance.sites.named.by_names", refuse)
+    monkeypatch.setattr("acutance.sites.named.output_of", refuse)
+    monkeypatch.setattr("inspect.getsource", refuse)
+    monkeypatch.setattr("ast.parse", refuse)
+    assert ac.measure(llama, [words()], tap="block", progress=False).readings == expected.readings

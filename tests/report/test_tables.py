@@ -1,0 +1,69 @@
+"""Tables for terminals of any width, and for notebooks."""
+
+import re
+
+import pytest
+import torch
+from rich.console import Console
+
+import acutance as ac
+from acutance.measure.measure import available_metrics
+from acutance.measure.profile import Profile, Reading
+from acutance.report.tables import FittedTable
+
+
+def printed(what: object, width: int) -> str:
+    console = Console(width=width, no_color=True)
+    with console.capture() as capture:
+        console.print(what)
+    return capture.get()
+
+
+def profile(mean: float) -> Profile:
+    readings = [Reading("block", layer, name, mean + layer, 0.5, 3) for name in available_metrics() for layer in (1, 2)]
+    return Profile(tuple(readings), {"model": "ViT", "samples": 3})
+
+
+@pytest.mark.parametrize("width", [60, 80, 110, 400])
+def test_nothing_is_cut_off_or_broken_however_narrow(width: int) -> None:
+    before, after = profile(0.0), profile(1.0)
+    for what, cell in ((before.table(), "2.0000 ± 0.5000"), (before.compare(after), "2.0000 → 3.0000")):
+        text = printed(what, width)
+        assert "…" not in text
+        assert [name for name in available_metrics() if not re.search(rf"\b{name}\b", text)] == []
+        assert text.count(cell) == len(available_metrics())
+        assert max(map(len, text.splitlines())) <= width
+        if width == 400:  # one table, one caption
+            assert (text.count("layer"), text.count("3 samples, mean")) == (1, 1)
+
+
+def test_a_table_has_the_rows_of_its_columns_only() -> None:
+    readings = (Reading("block", 1, "token_cosine", 0.1, 0, 1), Reading("map", 1, "attention_entropy", 0.2, 0, 1))
+    first, second = printed(Profile(readings, {}).table(), 40).split("attention_entropy")
+    assert ("block" in first, "map" in first) == (True, False)
+    assert ("block" in second, "map" in second) == (False, True)
+
+
+@pytest.mark.parametrize("width", [80, 110])
+def test_a_spectrum_with_data_can_be_read(width: int) -> None:
+    model = ac.models.ViT(image_size=8, patch_size=4, in_chans=1, dim=12, depth=2, heads=2, num_classes=2)
+    found = ac.explain(model, [torch.rand(4, 1, 8, 8)], progress=False)
+    text = printed(found.table(), width)
+    assert "…" not in text
+    for row in found.rows():
+        for column, cell in row.items():
+            assert column == "reason" or (column in text and cell in text)
+
+
+def test_sentences_wrap_and_stay_in_their_table() -> None:
+    rows = [{"layer": "1", "short": "x", "why": "word " * 30}]
+    text = printed(FittedTable("", rows, "", sentences="why"), 60)
+    assert re.search("short.*why", text)
+    assert text.count("word") == 30
+
+
+def test_notebooks_show_an_escaped_table() -> None:
+    html = FittedTable("a < b", [{"layer": "1", "x": "<b>"}], "end")._repr_html_()
+    assert "a &lt; b" in html
+    assert "<th>x</th>" in html
+    assert "<td>&lt;b&gt;</td>" in html

@@ -1,0 +1,151 @@
+"""Several processes share one measurement: how it is shared out, and put together again."""
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import acutance as ac
+from acutance import distributed as processes
+from acutance.errors import AcutanceError
+from acutance.measure.reader import Running, by_key, take_in
+
+
+def running(values) -> Running:
+    return Running.of(np.asarray([values], dtype=np.float64))
+
+
+@pytest.mark.parametrize("cuts", [[3], [1, 2], [2, 4, 6]])
+def test_merged_statistics_are_those_of_the_whole(cuts: list[int]) -> None:
+    values = np.random.default_rng(0).normal(1000.0, 0.1, 9)  # a mean far above the spread shows a careless formula
+    first, *others = (running(part) for part in np.split(values, cuts))
+    for other in others:
+        first.merge(other)
+    assert first.count == 9
+    assert first.mean[0] == pytest.approx(values.mean(), rel=1e-15)
+    assert first.std[0] == pytest.approx(values.std(ddof=1), rel=1e-9)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([[1.0, 2.0], [math.inf], [3.0]])))
+def test_an_infinity_stays_one_whatever_comes_before_or_after(order) -> None:
+    first, *others = (running(part) for part in order)
+    for other in others:
+        first.merge(other)
+    assert (first.mean[0], first.std[0], first.count) == (math.inf, math.inf, 4)
+
+
+def test_streams_that_are_merged_together_keep_apart() -> None:
+    values = np.random.default_rng(1).normal(size=(4, 9))
+    values[1, 2], values[2, 7], values[3, [0, 8]] = np.inf, -np.inf, (np.inf, -np.inf)
+    together = Running.of(values[:, :5])
+    together.merge(Running.of(values[:, 5:]))
+    for place, stream in enumerate(values):
+        alone = running(stream[:5])
+        alone.merge(running(stream[5:]))
+        np.testing.assert_array_equal(together.mean[place], alone.mean[0])
+        np.testing.assert_array_equal(together.std[place], alone.std[0])
+
+
+def test_keys_that_not_all_batches_have_are_merged_by_themselves() -> None:
+    a, b = ("block", 1, "token_cosine"), ("block", 2, "token_cosine")
+    values = np.random.default_rng(2).normal(size=(2, 6))
+    statistics: dict = {}
+    take_in(statistics, (a, b), Running.of(values[:, :2]))
+    take_in(statistics, (b,), Running.of(values[1:, 2:]))
+    found = by_key(statistics)
+    assert (found[a].count, found[b].count) == (2, 6)
+    assert found[a].mean[0] == pytest.approx(values[0, :2].mean(), rel=1e-14)
+    assert found[b].std[0] == pytest.approx(values[1].std(ddof=1), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", [list, iter])
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_shares_are_disjoint_and_complete(kind, size: int) -> None:
+    shares = [list(processes.share(kind(range(7)), rank, size)) for rank in range(size)]
+    assert sorted(itertools.chain(*shares)) == list(range(7))
+    assert shares[0] == list(range(0, 7, size))
+
+
+def test_batches_of_other_processes_are_never_made() -> None:
+    class Precious(list):
+        asked: list[int] = []  # noqa: RUF012
+
+        def __getitem__(self, index):
+            self.asked.append(index)
+            return super().__getitem__(index)
+
+    batches = Precious(range(7))
+    share = processes.share(batches, 1, 3)
+    assert (len(share), list(share), batches.asked) == (2, [1, 4], [1, 4])
+
+
+class Endless(IterableDataset):
+    """Samples of which nobody knows the number, such as a stream's."""
+
+    def __iter__(self):
+        return iter(torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)))
+
+
+def test_batches_have_a_length_where_that_is_known() -> None:
+    assert processes.length_of([1, 2]) == 2
+    assert processes.length_of(iter([1, 2])) is None
+    assert processes.length_of(DataLoader(TensorDataset(torch.zeros(5)), batch_size=2)) == 3
+    assert processes.length_of(DataLoader(Endless())) is None
+
+
+@pytest.mark.parametrize("options", [{"progress": True}, {"progress": False, "across_processes": True}], ids=str)
+def test_a_loader_without_a_length_is_measured(options) -> None:
+    torch.manual_seed(0)
+    model = ac.models.ViT(image_size=8, patch_size=4, dim=8, depth=1, heads=2, num_classes=3)
+    expected = ac.measure(model, [torch.stack(list(Endless()))], metrics="token_cosine", progress=False)
+    found = ac.measure(model, DataLoader(Endless(), batch_size=2), metrics="token_cosine", **options)
+    assert [r.count for r in found.readings] == [4, 4]
+    assert [r.mean for r in found.readings] == pytest.approx([r.mean for r in expected.readings], rel=1e-6)
+
+
+def test_a_process_that_ran_out_runs_along(monkeypatch) -> None:
+    """The other process, played here, has two batches; this one has one, then none."""
+    turns = iter([[True, True], [False, True], [None, "theirs"], [False, False]])
+    monkeypatch.setattr(processes, "gather", lambda own: next(turns))
+    assert list(processes.in_step(["mine"], wait=True)) == [("mine", True), ("theirs", False)]
+    assert list(processes.in_step(iter("ab"), wait=False)) == [("a", True), ("b", True)]
+
+
+def test_one_process_needs_no_others() -> None:
+    assert processes.place() == (0, 1)
+    assert processes.gather("mine") == ["mine"]
+    with processes.joined() as place:
+        assert place == (0, 1)
+
+
+def test_a_device_is_chosen_or_refused() -> None:
+    assert processes.device("cpu") == "cpu"
+    with pytest.raises(AcutanceError, match="cpu, cuda or auto, not 'tpu'"):
+        processes.device("tpu")
+    if not torch.cuda.is_available():
+        assert processes.device("auto") == "cpu"
+        with pytest.raises(AcutanceError, match="no CUDA device"):
+            processes.device("cuda")
+
+
+@pytest.mark.parametrize(("torchrun", "status", "code"), [(False, 2, 2), (True, 2, 2), (True, None, 0)])
+def test_a_process_of_torchrun_leaves_at_once_with_everything_written(torchrun, status, code):
+    program = f"""
+import atexit
+from acutance import distributed as processes
+atexit.register(print, "taken down")
+print("done")
+processes.leave({status})
+"""
+    started = {"TORCHELASTIC_RUN_ID": "1"} if torchrun else {}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | started, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code
+    assert done.stdout.split("\n") == (["done", ""] if torchrun else ["done", "taken down", ""])
