@@ -113,12 +113,12 @@ def test_a_process_that_ran_out_runs_along(monkeypatch) -> None:
     """The other process, played here, has two batches; this one has one, then none."""
     turns = iter([[True, True], [False, True], [None, "theirs"], [False, False]])
     monkeypatch.setattr(processes, "gather", lambda own: next(turns))
-    assert list(processes.in_step(["mine"], wait=True)) == [("mine", True), ("theirs", False)]
-    assert list(processes.in_step(iter("ab"), wait=False)) == [("a", True), ("b", True)]
+    assert list(processes.pad_uneven_batches(["mine"], wait=True)) == [("mine", True), ("theirs", False)]
+    assert list(processes.pad_uneven_batches(iter("ab"), wait=False)) == [("a", True), ("b", True)]
 
 
 def test_one_process_needs_no_others() -> None:
-    assert processes.place() == (0, 1)
+    assert processes.rank_and_world_size() == (0, 1)
     assert processes.gather("mine") == ["mine"]
     with processes.joined() as place:
         assert place == (0, 1)

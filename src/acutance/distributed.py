@@ -1,4 +1,4 @@
-"""Several processes that share one measurement, such as `torchrun` starts."""
+"""Several processes that share one job, such as `torchrun` starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from itertools import islice
-from typing import Any, NoReturn, TypeVar, overload
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,8 @@ from acutance.errors import AcutanceError
 T = TypeVar("T")
 
 
-def place() -> tuple[int, int]:
-    """This process's rank and how many there are; (0, 1) outside a process group."""
+def rank_and_world_size() -> tuple[int, int]:
+    """(0, 1) outside a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
@@ -28,22 +28,21 @@ def place() -> tuple[int, int]:
 
 @contextmanager
 def joined() -> Iterator[tuple[int, int]]:
-    """Meet the other processes that torchrun started, if it did; yields `place()`."""
+    """Join the process group of torchrun, if it started this process. Yields rank and world size."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
-        yield place()
+        yield rank_and_world_size()
         return
     dist.init_process_group("gloo")  # a few numbers are exchanged, whatever device the model is on
     try:
-        yield place()
+        yield rank_and_world_size()
     finally:
         dist.destroy_process_group()
 
 
 def leave(status: int | str | None) -> NoReturn:
-    """End the process as `sys.exit` does; one of torchrun's at once, once everything is written.
+    """End the process as `sys.exit` does, but a process of torchrun at once.
 
-    Threads that gloo has left may abort a process that takes the interpreter down first: "terminate called without an
-    active exception", now and then, after all work is done.
+    Threads of gloo sometimes abort the interpreter's shutdown: "terminate called without an active exception".
     """
     if not dist.is_available() or not dist.is_torchelastic_launched() or isinstance(status, str):
         sys.exit(status)
@@ -53,7 +52,7 @@ def leave(status: int | str | None) -> NoReturn:
 
 
 def device(choice: str) -> str:
-    """`cpu`, or a GPU of this process's own; `auto` takes a GPU where there is one."""
+    """`cpu`, or this process's own GPU; `auto` takes a GPU where there is one."""
     if choice not in ("cpu", "cuda", "auto"):
         raise AcutanceError(f"a device is cpu, cuda or auto, not {choice!r}")
     found = torch.cuda.device_count()
@@ -65,8 +64,8 @@ def device(choice: str) -> str:
 
 
 def gather(own: T) -> list[T]:
-    """What every process handed in, by rank; the same list in all of them."""
-    size = place()[1]
+    """The values of all processes, by rank; every process gets the same list."""
+    size = rank_and_world_size()[1]
     if size == 1:
         return [own]
     parts: list[Any] = [None] * size
@@ -74,31 +73,26 @@ def gather(own: T) -> list[T]:
     return parts
 
 
-def agreed(function: Callable[[], T], gathered: Callable[[str | None], Sequence[str | None]] = gather) -> T:
-    """What this process gets from it; what goes wrong in one goes wrong in all, so that none waits for it.
-
-    Args:
-        function: reads something that another process, perhaps on another machine, may not find.
-        gathered: how the processes hear of each other.
-    """
+def raise_on_all_ranks(function: Callable[[], T], gather: Callable[[Any], Sequence[str | None]] = gather) -> T:
+    """Call a function that may fail on one rank only. Then all ranks raise, so that none waits for it forever."""
     value: Any = None
     error: Exception | None = None
     try:
         value = function()
     except Exception as caught:
         error = caught
-    words = gathered(None if error is None else str(error))
+    messages = gather(None if error is None else str(error))
     if error is not None:
         raise error
-    for rank, complaint in enumerate(words):
-        if complaint is not None:
-            raise AcutanceError(f"process {rank} of {len(words)} stopped: {complaint}")
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise AcutanceError(f"process {rank} of {len(messages)} stopped: {message}")
     result: T = value
     return result
 
 
 def gather_by_torchrun(own: str | None) -> list[str | None]:
-    """Like `gather`, before there is a process group: through the store that torchrun's processes meet by."""
+    """Like `gather`, before there is a process group: through torchrun's store."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not dist.is_torchelastic_launched():
         return [own]
     from torch._C._distributed_c10d import PrefixStore
@@ -110,31 +104,43 @@ def gather_by_torchrun(own: str | None) -> list[str | None]:
     parts = [json.loads(store.get(str(other))) for other in range(size)]
     if store.add("readers", 1) == size:
         store.set("all have read", "")
-    if rank == 0:  # the store is on its machine, and may go when it does
+    if rank == 0:  # the store lives in this process
         store.wait(["all have read"])
     return parts
 
 
+class StridedBatches(Generic[T]):
+    """Every `size`-th batch from `rank` on; the others are never made."""
+
+    def __init__(self, batches: Sequence[T], rank: int, size: int) -> None:
+        self.batches, self.indices = batches, range(rank, len(batches), size)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[T]:
+        return (self.batches[index] for index in self.indices)
+
+
 def share(batches: Iterable[T], rank: int, size: int) -> Iterable[T]:
-    """Every `size`-th batch from `rank` on; of a sequence, the others are never made."""
+    """The batches that this rank reads."""
     if size == 1:
         return batches
-    return _Share(batches, rank, size) if isinstance(batches, Sequence) else islice(batches, rank, None, size)
+    return StridedBatches(batches, rank, size) if isinstance(batches, Sequence) else islice(batches, rank, None, size)
 
 
 def length_of(batches: Iterable[Any]) -> int | None:
-    """How many there are, where that is known: a DataLoader has a length, but not over an IterableDataset."""
+    """The number of batches, if known. A DataLoader over an IterableDataset raises when asked."""
     if isinstance(batches, Sized):
         with suppress(TypeError):
             return len(batches)
     return None
 
 
-def in_step(own: Iterable[T], *, wait: bool) -> Iterator[tuple[T, bool]]:
-    """A process's batches, and whether they count.
+def pad_uneven_batches(own: Iterable[T], *, wait: bool) -> Iterator[tuple[T, bool]]:
+    """This rank's batches, each with True if it counts.
 
-    Who has run out before the others, of a model whose processes `wait` for each other in every forward pass, runs
-    along on another's batch, which does not count there.
+    FSDP needs every rank in each forward pass (`wait`), so a rank without batches reruns another's, with False.
     """
     rest = iter(own)
     while True:
@@ -147,7 +153,7 @@ def in_step(own: Iterable[T], *, wait: bool) -> Iterator[tuple[T, bool]]:
 
 
 def refuse_shares(batches: Iterable[Any]) -> None:
-    """Every process must be given all batches: a share of a share would leave some out without a word."""
+    """Refuse batches that were already divided among the processes: some would be skipped silently."""
     if isinstance(getattr(batches, "sampler", None), DistributedSampler):
         raise AcutanceError(
             "across_processes=True shares the batches out itself, but this loader's DistributedSampler has done so "
@@ -159,20 +165,3 @@ def refuse_shares(batches: Iterable[Any]) -> None:
             f"the processes were given {', '.join(map(str, lengths))} batches: with across_processes=True give all "
             "batches to every process, which reads its share of them"
         )
-
-
-class _Share(Sequence[T]):
-    def __init__(self, batches: Sequence[T], rank: int, size: int) -> None:
-        self._batches, self._indices = batches, range(rank, len(batches), size)
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[T]: ...
-    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
-        if isinstance(index, slice):
-            return [self._batches[i] for i in self._indices[index]]
-        return self._batches[self._indices[index]]

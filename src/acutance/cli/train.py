@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from acutance.distributed import agreed, gather_by_torchrun
+from acutance.distributed import gather_by_torchrun, raise_on_all_ranks
 from acutance.errors import AcutanceError
 
 console = Console(emoji=False)
@@ -59,7 +59,7 @@ def train(
     if recipe is None and not resume:
         raise AcutanceError(f"name a recipe: {', '.join(recipes.names())} (--list says what they are)")
     begun = Run(out) if out is not None and resume else None
-    config = agreed(begun.config, gather_by_torchrun) if begun is not None else recipes.load(str(recipe))
+    config = raise_on_all_ranks(begun.config, gather_by_torchrun) if begun is not None else recipes.load(str(recipe))
     if begun is not None and recipe not in (None, begun.recipe()):
         raise AcutanceError(f"{out} was begun with the recipe {begun.recipe()}, not {recipe}: leave the name out")
     config = _changed(config, assignments or [], data_dir, strategy)

@@ -136,9 +136,9 @@ def _shared(
     if sharded is None:
         return ((batch, True) for batch in track(batches, progress, stack))
     processes.refuse_shares(batches)
-    rank, size = processes.place()
+    rank, size = processes.rank_and_world_size()
     own = track(processes.share(batches, rank, size), progress if rank == 0 else None, stack)
-    return processes.in_step(own, wait=sharded)
+    return processes.pad_uneven_batches(own, wait=sharded)
 
 
 @contextmanager

@@ -106,7 +106,7 @@ def expand(pattern: str) -> Iterator[Path]:
 
 def _indices(paths: Sequence[Path]) -> list[ShardIndex]:
     """Of each shard. Processes begin at different ones, and find what another has indexed meanwhile."""
-    rank, world = processes.place()
+    rank, world = processes.rank_and_world_size()
     first = rank * len(paths) // world
     turn = [*range(first, len(paths)), *range(first)]
     with ThreadPoolExecutor(READERS) as readers:

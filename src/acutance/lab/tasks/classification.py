@@ -139,7 +139,7 @@ class ClassificationTask(Task[ClassificationConfig]):
         images = self._split(split)
         parts = images.images.split(EVALUATED_AT_ONCE), images.labels.split(EVALUATED_AT_ONCE)
         chunks = list(zip(*parts, strict=True))
-        rank, world = processes.place()
+        rank, world = processes.rank_and_world_size()
         model.eval()
         found = {}
         for first in range(0, len(chunks), world):  # each process as often as the others: a sharded model needs all

@@ -137,7 +137,7 @@ class ImageNetTask(Task[ImageNetConfig]):
         """Top-1 and top-5 accuracy in percent, and the loss; the processes share the work, exactly."""
         images = self._split(split)
         chunks = torch.arange(len(images)).split(EVALUATED_AT_ONCE)
-        rank, world = processes.place()
+        rank, world = processes.rank_and_world_size()
         # Each process as often as the others: a sharded model needs all. Only last chunks are repeated for that.
         own = [min(first + rank, len(chunks) - 1) for first in range(0, len(chunks), world)]
         model.eval()

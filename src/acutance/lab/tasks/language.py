@@ -160,7 +160,7 @@ def sliding_loss(model: nn.Module, text: Tensor, *, window: int = 256, stride: i
     """
     ends = _window_ends(len(text), window, stride)
     window = int(ends[0])
-    rank, world = processes.place()
+    rank, world = processes.rank_and_world_size()
     first = _window_sum(model, text, ends[:1], window, window)  # by all: a sharded model needs every process each time
     total = first if rank == 0 else 0.0
     counts = ends.diff()

@@ -118,7 +118,7 @@ def segmented(
     A sharded model needs every process in every forward pass, and images differ in how many they take: a process that
     is done with its image runs along on zeros until the others are.
     """
-    rank, world = processes.place()
+    rank, world = processes.rank_and_world_size()
     for first in range(0, len(images), world):
         mine = first + rank < len(images)
         image = images[min(first + rank, len(images) - 1)]

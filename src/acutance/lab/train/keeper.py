@@ -50,7 +50,7 @@ class Keeper:
                 f"none of the checkpoints in {self.store.folder} is whole: start anew in another folder, "
                 "without --resume"
             )
-        found: Checkpoint = processes.agreed(lambda: read_folder(path))
+        found: Checkpoint = processes.raise_on_all_ranks(lambda: read_folder(path))
         self._state.restore(found.tensors)
         self.best = found.notes["best"]
         self.scores = {name: math.nan if score is None else score for name, score in found.notes["scores"].items()}

@@ -42,7 +42,9 @@ class Loop:
         self.config, self.run, self.engine, self.console = config, run, engine, console
         loop = config.loop
         kind = task_class(config.task.kind)
-        self.task: Task[Any] = processes.agreed(lambda: kind(config.task, seed=loop.seed, device=engine.device))
+        self.task: Task[Any] = processes.raise_on_all_ranks(
+            lambda: kind(config.task, seed=loop.seed, device=engine.device)
+        )
         self.steps_per_epoch = self.task.steps_per_epoch(loop.batch_size)
         self.total = max(1, round(loop.epochs * self.steps_per_epoch))
         begun = Store(run.checkpoints, loop.keep_last).newest_step()

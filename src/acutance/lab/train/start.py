@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from acutance.distributed import agreed
+from acutance.distributed import raise_on_all_ranks
 from acutance.errors import AcutanceError
 from acutance.files.locks import held, holder
 from acutance.lab.train.config import Config
@@ -79,7 +79,7 @@ def _refuse_own_folders(run: Run, engine: Engine) -> None:
         return
     mark = engine.on_main(run.leave_mark)
     try:
-        agreed(lambda: run.find_mark(mark))
+        raise_on_all_ranks(lambda: run.find_mark(mark))
     finally:
         engine.on_main(lambda: run.remove_mark(mark))
 

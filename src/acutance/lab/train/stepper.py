@@ -43,7 +43,7 @@ class Stepper:
         self.config, self.engine, self.task = config, engine, task
         self.shares = _shares(loop.batch_size, loop.accumulate, engine)
         torch.manual_seed(mixed_seed(loop.seed))
-        self.model: nn.Module = processes.agreed(task.bare_model if bare else task.build_model).train()
+        self.model: nn.Module = processes.raise_on_all_ranks(task.bare_model if bare else task.build_model).train()
         self.wrapped = engine.wrap(self.model)
         alone = engine.strategy == "single" and len(self.shares) == 1
         self.recorded = loop.graph and engine.device.type == "cuda" and alone
