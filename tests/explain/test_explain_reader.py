@@ -15,7 +15,7 @@ from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError
 from acutance.explain import Dominance, LayerSpectrum, Share
 from acutance.explain.competitors import competitors
 from acutance.explain.reader import LayerReader, compare
-from acutance.sites.samples import Samples
+from acutance.measure.samples import TokenLayout
 
 MARGIN = 1e-4  # closer than this, eigenvalues of sharp attention are rounding: such cases may count either way
 
@@ -194,7 +194,7 @@ def test_padded_batches_read_as_their_samples_alone(told: bool) -> None:
     valid = torch.arange(6) < torch.tensor(lengths)[:, None]
     together = LayerReader(layer)
     if told:
-        padding = Samples.of({"attention_mask": valid.long()})
+        padding = TokenLayout.of({"attention_mask": valid.long()})
         together.counted = together.present = padding
     read(together, AttentionOperator(q, k, mask=valid), tokens, branch, output)
     apart = LayerReader(layer)
@@ -227,7 +227,7 @@ def test_packed_documents_are_samples_of_their_own() -> None:
     tokens, branch, output = torch.randn(3, 1, 7, 4, generator=generator).double()
     document = torch.tensor([0, 0, 0, 1, 1, 1, 1])
     packed, apart = LayerReader(layer), LayerReader(layer)
-    samples = Samples.of({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])})
+    samples = TokenLayout.of({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])})
     packed.counted = packed.present = samples
     A = AttentionOperator(q, k, mask=(document[:, None] == document)[None, None], causal=True)
     read(packed, A, tokens, branch, output)

@@ -11,12 +11,12 @@ from acutance import metrics
 from acutance.errors import NonFiniteError
 from acutance.measure import reader as reading
 from acutance.measure.reader import Reader, Readout, Sent, values_of
+from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import feed
 from acutance.metrics.from_sums import FROM_SUMS
 from acutance.metrics.kernels.token_sums import FIELDS
 from acutance.metrics.tokens import finite_flags
 from acutance.models import ViT
-from acutance.sites.samples import Samples
 from acutance.sites.wrappers import evaluating
 from token_fields import stand_in
 
@@ -152,7 +152,7 @@ def test_sums_give_what_the_formulas_give(batch, skip, monkeypatch):
 
     def read():
         reader = Reader(list(metrics.TOKEN_METRICS), ["block"])
-        reader.samples = Samples.of(batch, skip=skip)
+        reader.samples = TokenLayout.of(batch, special_token_counts=skip)
         for layer, x in enumerate(tokens):
             reader.tokens("block", layer, x)
         return values(reader.flush())
@@ -231,7 +231,7 @@ def test_flags_tell_what_check_finite_tells():
 
 
 def test_masks_are_made_once_for_all_layers():
-    samples = Samples.of({"attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}, skip=(0, 1))
+    samples = TokenLayout.of({"attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}, special_token_counts=(0, 1))
     tokens = torch.randn(2, 3, 4)
     first = samples.tokens(tokens)[1]
     assert first.tolist() == [[False, True, False], [True, True, False]]

@@ -32,7 +32,7 @@ def test_sites_stand_in_depth_order_with_their_shapes():
 
 def test_standing_models_are_looked_through_once_and_others_anew():
     model = ViT(**TINY)
-    with sites.standing():
+    with sites.cached_lookup():
         first = sites.find(model)
         first.pop()  # is the caller's own
         assert [site.layer for site in sites.find(model)] == [1, 2, 3]

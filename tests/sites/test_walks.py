@@ -5,7 +5,7 @@ from torch import nn
 
 from acutance import sites
 from acutance.models import ViT
-from acutance.sites.structure import modules_of, standing
+from acutance.sites.structure import cached_lookup, modules_of
 
 
 @pytest.fixture
@@ -18,9 +18,9 @@ def test_modules_are_those_of_named_modules(model):
 
 
 def test_inside_a_walk_it_is_the_first_one_that_counts(model):
-    with standing():
+    with cached_lookup():
         first = modules_of(model)
-        with standing():
+        with cached_lookup():
             assert modules_of(model) is first
         assert modules_of(model) is first
     model.added = nn.Linear(2, 2)
@@ -36,7 +36,7 @@ def test_layers_found_while_standing_are_looked_for_once(model, monkeypatch):
         return named_modules(self, *args, **options)
 
     monkeypatch.setattr(nn.Module, "named_modules", counted)
-    with sites.standing():
+    with sites.cached_lookup():
         assert len(sites.find(model)) == len(sites.find(model)) == 2
         sites.special_tokens(model)
     assert len(walked) == 1

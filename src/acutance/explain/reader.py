@@ -20,9 +20,9 @@ from acutance.explain.dominance import Dominance, Outcome, Share
 from acutance.explain.spectral_theory import TIE, families
 from acutance.explain.statistics import rank_correlation
 from acutance.explain.verdict import EXACT_MU, LayerSpectrum
+from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import Batch, Visitor
 from acutance.metrics import check_finite, hfc_lfc_spectral
-from acutance.sites.samples import Samples
 
 PLACES = ("branch", "block")
 
@@ -53,7 +53,7 @@ class LayerReader(Visitor):
         self.deciding = "whole" if whole is not None else "heads" if len(layer.heads) == 1 else None
         self.error = {"heads": 0.0, "whole": layer.error}
         self.layer, self.update = layer.layer, update
-        self.counted = self.present = Samples()
+        self.counted = self.present = TokenLayout()
         self.tokens = self.before = torch.empty(0)
         self.valid: Tensor | None = None  # (samples, tokens), False where there is padding
         self.count = 0

@@ -18,9 +18,9 @@ from acutance.explain.spectrum import Spectrum
 from acutance.explain.verdict import LayerSpectrum
 from acutance.explain.weights import Norm, layer_spectrum
 from acutance.measure.measure import check_prefix, describe
+from acutance.measure.samples import refuse_single
 from acutance.measure.walk import track, walk
 from acutance.mitigations.base import Chain, Mitigation
-from acutance.sites.samples import refuse_single
 from acutance.sites.wrappers import bare_module, refuse_sharded
 
 

@@ -18,9 +18,9 @@ from acutance import sites
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.measure.profile import Profile
 from acutance.measure.reader import SUCCESSIVE, Reader
+from acutance.measure.samples import TokenLayout, refuse_single
 from acutance.measure.walk import hooked, walk
 from acutance.sites.patched import WINDOWS_MOVE, PatchedSite
-from acutance.sites.samples import Samples, refuse_single
 from acutance.sites.wrappers import bare_module
 from acutance.version import __version__
 
@@ -74,7 +74,7 @@ def measure(
     refuse_single(batches)
     bare = bare_module(model)
     target = sites.part_of(bare, part)
-    with sites.standing():
+    with sites.cached_lookup():
         reader = _reader(target, names, taps, prefix)
         title = "measuring" if progress else None
         walk(bare, batches, reader, part=part, progress=title, across_processes=across_processes)
@@ -140,7 +140,7 @@ def _tap_names(tap: str | Sequence[str]) -> list[str]:
     return taps
 
 
-def _counted(model: nn.Module, part: str | None, prefix: str, samples: Samples) -> str:
+def _counted(model: nn.Module, part: str | None, prefix: str, samples: TokenLayout) -> str:
     """Which special tokens were in or out of the metrics; what is true of the last batch's samples is of all."""
     try:
         known = sites.special_tokens(model, part)

@@ -24,13 +24,13 @@ from acutance.attention import AttentionCall
 from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, ShapeError
 from acutance.measure.profile import MAP, Reading
+from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import EVERY, Batch, Visitor
 from acutance.metrics.from_rows import FROM_ROWS, from_rows
 from acutance.metrics.from_sums import FROM_SUMS, Numbers
 from acutance.metrics.kernels import token_sums
 from acutance.metrics.kernels.token_sums import FIELDS, room
 from acutance.metrics.tokens import FLAGS, complain, finite_flags
-from acutance.sites.samples import Samples
 
 SUCCESSIVE = "attention_cosine"  # compares a layer's attention with the layer before (Fig. 5 of arXiv 2312.00751)
 TOGETHER = 8  # at most, batches whose values are worked out at a time
@@ -62,7 +62,7 @@ class Reader(Visitor):
         self.batches = 0  # that ran
         self.waiting: list[Found] = []
         self.statistics: Statistics = {}
-        self.counts, self.samples = True, Samples()  # of the batch that runs now
+        self.counts, self.samples = True, TokenLayout()  # of the batch that runs now
         self.filled: NDArray[np.bool_] | None = None
         self.out = Readout()
         self.count = 0  # tokens in a sample, as its first reading has them
@@ -91,7 +91,8 @@ class Reader(Visitor):
         """The tokens (batch, …) enter the first block: attention alone would not tell samples from their windows."""
         if self.out.size:  # layers that share a module enter it again
             return
-        if any(self.samples.skip) and tokens.ndim == 3 and tokens.shape[1] <= sum(self.samples.skip):
+        special = sum(self.samples.special_token_counts)
+        if special and tokens.ndim == 3 and tokens.shape[1] <= special:
             raise AcutanceError(f"all {tokens.shape[1]} tokens of a sample are special: read with prefix='in'")
         self.out.size = self.samples.count(len(tokens))
         if "block" in self.taps:
@@ -194,7 +195,7 @@ class Reader(Visitor):
     def _refuse_added(self, layer: int, tokens: Tensor) -> None:
         """Tokens that join on the way, such as EoMT's queries, move those at the ends away from there."""
         self.count = self.count or tokens.shape[1]
-        if any(self.samples.skip) and tokens.shape[1] > self.count:
+        if any(self.samples.special_token_counts) and tokens.shape[1] > self.count:
             raise AcutanceError(
                 f"layer {layer} has {tokens.shape[1]} tokens, the first reading had {self.count}: some were added on "
                 "the way, so where the special tokens are is not known. Read with prefix='in'"

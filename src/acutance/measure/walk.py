@@ -21,7 +21,7 @@ from acutance import distributed as processes
 from acutance import sites
 from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError
-from acutance.sites.samples import SPECIAL, Rows, Samples, refuse_single
+from acutance.measure.samples import SPECIAL, BatchRows, TokenLayout, refuse_single
 from acutance.sites.wrappers import bare_module, evaluating, is_sharded
 
 EVERY = range(sys.maxsize)  # layer
@@ -37,18 +37,18 @@ class Batch:
     part: str | None  # that is read
     fed: Any  # a tensor, a (tensor, …) tuple or a mapping of arguments
     counts: bool = True  # False where this process only runs along on another's batch
-    _samples: dict[str, Samples] = field(default_factory=dict, init=False)
+    _samples: dict[str, TokenLayout] = field(default_factory=dict, init=False)
 
-    def samples(self, prefix: str) -> Samples:
+    def samples(self, prefix: str) -> TokenLayout:
         """With the special tokens `in` or `out`."""
         if prefix not in self._samples:
             about = sites.sides(self.model, self.part) if isinstance(self.fed, Mapping) else {}
             skip = sites.special_tokens(self.model, self.part) if prefix == "out" else (0, 0)
-            self._samples[prefix] = Samples.of(self.fed, skip=skip, special=prefix == "in", **about)
+            self._samples[prefix] = TokenLayout.of(self.fed, special_token_counts=skip, special=prefix == "in", **about)
         return self._samples[prefix]
 
     @property
-    def packed(self) -> Samples | None:
+    def packed(self) -> TokenLayout | None:
         """The samples, where a visitor has asked for them and they are documents packed into rows."""
         return next((samples for samples in self._samples.values() if samples.documents is not None), None)
 
@@ -105,7 +105,7 @@ def walk(
     refuse_single(batches)
     bare = bare_module(model)  # a compiled model would not see hooks added now
     target = sites.part_of(bare, part)
-    with evaluating(bare), sites.standing(), sites.reading(target), ExitStack() as stack:
+    with evaluating(bare), sites.cached_lookup(), sites.reading(target), ExitStack() as stack:
         batch: Batch | None = None
 
         def refuse_mixing(call: AttentionCall) -> None:
@@ -120,7 +120,7 @@ def walk(
                 visitor.begin(batch)
             with ExitStack() as around:
                 if is_first:  # what the blocks are given and give is looked at once: it takes a while
-                    around.enter_context(sites.checking_blocks(target, Rows.of(fed)))
+                    around.enter_context(sites.checking_blocks(target, *BatchRows.of(fed)))
                 if batch.packed is not None and not attends:
                     with suppress(AcutanceError):  # attention that cannot be read cannot be asked
                         around.enter_context(sites.find(target)[0].observe(refuse_mixing))

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from acutance.errors import AcutanceError, NoSitesError, SeveralStacksError, ShapeError
 from acutance.mitigations import Mitigation
 from acutance.sites.base import AttentionSite, Library
-from acutance.sites.samples import Rows
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
 NO_KIND = {cls for container in CONTAINERS for cls in container.__mro__}  # two such need not be alike
@@ -41,7 +40,7 @@ _seen: ContextVar[dict[tuple[Any, ...], Any] | None] = ContextVar("seen", defaul
 
 
 @contextmanager
-def standing() -> Iterator[None]:
+def cached_lookup() -> Iterator[None]:
     """For the time of a with block, in which nobody changes a model, look at it once: it takes a while."""
     if _seen.get() is not None:
         yield
@@ -60,7 +59,7 @@ def once(look: Callable[Given, Found]) -> Callable[Given, Found]:
     def looked(*args: Given.args, **options: Given.kwargs) -> Found:
         seen, key = _seen.get(), (look, *args, *options.items())
         if seen is None:
-            with standing():
+            with cached_lookup():
                 return looked(*args, **options)
         if key not in seen:
             seen[key] = look(*args, **options)
@@ -148,7 +147,7 @@ def unread(model: nn.Module) -> list[str]:
 
 
 @contextmanager
-def checking_blocks(model: nn.Module, rows: Rows) -> Iterator[None]:
+def checking_blocks(model: nn.Module, possible: Container[int], most: int) -> Iterator[None]:
     """For the time of a with block, in which a batch of so many rows runs: refuse what is not its samples' tokens."""
     try:
         library = _locate(model)
@@ -157,15 +156,15 @@ def checking_blocks(model: nn.Module, rows: Rows) -> Iterator[None]:
     if library is None or library.is_watched(model):
         from acutance.sites.chain import Chain
 
-        with Chain(repeated_blocks(model), rows.told):
+        with Chain(repeated_blocks(model), possible):
             yield
         return
     first, (_, _, as_tokens) = _layers_by(library, model)[0], blocks(model)[0]
 
     def refuse(block: nn.Module, args: Any, kwargs: Any) -> None:
         tokens = as_tokens(tokens_in(args, kwargs))
-        if len(tokens) > rows.most:  # fewer are known from codebooks, which are rows of their own
-            refuse_other_rows(f"the block of {first.name} ({type(block).__name__})", tokens, rows.told)
+        if len(tokens) > most:  # fewer are known from codebooks, which are rows of their own
+            refuse_other_rows(f"the block of {first.name} ({type(block).__name__})", tokens, possible)
 
     hook = first.block.register_forward_pre_hook(refuse, with_kwargs=True)
     try:
@@ -226,7 +225,7 @@ def in_decoder(model: nn.Module, part: str | None) -> bool:
 
 @once
 def sides(model: nn.Module, part: str | None) -> dict[str, Any]:
-    """Which of the masks in a batch are about the part's tokens, as `Samples.of` takes it."""
+    """Which of the masks in a batch are about the part's tokens, as `TokenLayout.of` takes it."""
     return {"decoder": in_decoder(model, part), "images": reads_images(model, part)}
 
 

@@ -23,8 +23,8 @@ from acutance.attention.products import repeat_heads
 from acutance.errors import AcutanceError, MissingExtraError
 from acutance.explain.statistics import mean_known, rank_correlation
 from acutance.lab.studies.affinity import asymmetry, matrix_asymmetry, matrix_negative_share, negative_share, permuted
+from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import EVERY, Batch, Visitor, walk
-from acutance.sites.samples import Samples
 from acutance.sites.wrappers import bare_module, refuse_sharded
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class AssumptionReader(Visitor):
 
     def __init__(self) -> None:
         self.needs = {"attend": EVERY}
-        self.samples = Samples()  # of the batch that runs now
+        self.samples = TokenLayout()  # of the batch that runs now
         self.generator = torch.Generator().manual_seed(0)
         self.layers: dict[int, dict[str, list[Tensor]]] = {}
 
@@ -151,7 +151,7 @@ class AssumptionReader(Visitor):
             into.setdefault(name, []).append(values)
 
 
-def _measures(record: AttentionCall, samples: Samples, generator: torch.Generator) -> dict[str, Tensor]:
+def _measures(record: AttentionCall, samples: TokenLayout, generator: torch.Generator) -> dict[str, Tensor]:
     _, counts = samples.tokens(record.branch)
     record = samples.record(record)
     A = record.A

@@ -1,4 +1,4 @@
-"""What counts as a token, and as a sample, in a batch: padding out, packed documents apart, prefix in or out."""
+"""Which tokens of a batch count, and how they fall into samples: padding, packed documents, special tokens."""
 
 from __future__ import annotations
 
@@ -17,43 +17,38 @@ from acutance.attention import AttentionCall
 from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, ShapeError
 
-SPECIAL = "special_tokens_mask"  # what tokenisers call class and separator tokens; no model takes it
-PADDING = {  # the usual arguments, and whether they mark what counts or what does not
-    "attention_mask": True,
-    "src_key_padding_mask": False,
-    "key_padding_mask": False,
-    "patch_valid": True,  # of timm's NaFlex models, which take images of any size
-}
+SPECIAL = "special_tokens_mask"  # the tokeniser's class and separator tokens; no model takes it
+# The usual arguments, and whether they mark content or padding. NaFlex models of timm take patch_valid.
+PADDING = {"attention_mask": True, "src_key_padding_mask": False, "key_padding_mask": False, "patch_valid": True}
 DECODER_PADDING = {"decoder_attention_mask": True, "tgt_key_padding_mask": False}
 IMAGE_PADDING = ("pixel_attention_mask", "pixel_mask", "patch_valid")  # True where there is an image
 HIDDEN = -1e4  # a bias as low as that hides a key: libraries write −10000, the lowest number of a dtype, or −∞
 
 
-class Rows(NamedTuple):
+class BatchRows(NamedTuple):
     """How many rows of tokens a model may make of a batch."""
 
-    told: Container[int]  # if the batch comes first everywhere
-    most: int  # if somebody's tokens come first instead
+    possible: Container[int]  # if the batch is the first axis
+    most: int  # if the tokens may be the first axis
 
     @classmethod
-    def of(cls, batch: Any) -> Rows:
+    def of(cls, batch: Any) -> BatchRows:
         """By the shapes of what is fed: any tensor's, since images and texts of one batch may differ in number."""
         fed = _fed(batch)
-        shapes = [tuple(x.shape) for x in fed if isinstance(x, Tensor) and x.ndim > 0]
-        if not shapes or any(isinstance(x, (list, tuple)) for x in fed):  # samples of any shape, one by one
+        tensors = [x for x in fed if isinstance(x, Tensor) and x.ndim > 0]
+        if not tensors or any(isinstance(x, (list, tuple)) for x in fed):  # samples of any shape, one by one
             return cls(range(sys.maxsize), sys.maxsize)
-        told = {shape[0] for shape in shapes}
-        for x in fed:  # several choices, images or frames a sample
-            if isinstance(x, Tensor) and (x.ndim > 4 or (x.ndim == 3 and not x.is_floating_point())):
-                told.update(range(x.shape[0], x.shape[0] * x.shape[1] + 1))
-        swapped = [shape[1] for shape in shapes if len(shape) in (2, 3)]
-        return cls(told, max([*told, *swapped]))
+        possible = {len(x) for x in tensors}
+        for x in tensors:  # several choices, images or frames a sample
+            if x.ndim > 4 or (x.ndim == 3 and not x.is_floating_point()):
+                possible.update(range(len(x), len(x) * x.shape[1] + 1))
+        return cls(possible, max([*possible, *(x.shape[1] for x in tensors if x.ndim in (2, 3))]))
 
 
-@dataclass(frozen=True)
-class Documents:
+class Documents(NamedTuple):
     """Documents packed one after another in the rows of a batch."""
 
+    labels: Tensor  # the number of the document each token is in, (batch, tokens)
     rows: Tensor  # the row each document is in
     positions: Tensor  # where its tokens are, (documents, longest)
     inside: Tensor  # whether there is a token, (documents, longest)
@@ -63,40 +58,27 @@ class Documents:
         """A document starts where positions do not go on counting."""
         starts = torch.ones_like(position_ids, dtype=torch.bool)
         starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        labels = starts.flatten().cumsum(0).view_as(starts) - 1
         rows, first = starts.nonzero(as_tuple=True)
-        width = position_ids.shape[1]
-        lengths = torch.cat([rows * width + first, torch.tensor([position_ids.numel()])]).diff()
+        lengths = labels.flatten().bincount()
         steps = torch.arange(int(lengths.max()))
-        return cls(rows, (first[:, None] + steps).clamp(max=width - 1), steps < lengths[:, None])
+        return cls(labels, rows, (first[:, None] + steps).clamp(max=starts.shape[1] - 1), steps < lengths[:, None])
 
     def to(self, device: torch.device) -> Documents:
         """The same on another device."""
-        return Documents(self.rows.to(device), self.positions.to(device), self.inside.to(device))
-
-    def labels(self, batch: int, tokens: int) -> Tensor:
-        """The number of the document each token of the batch is in, (batch, tokens)."""
-        labels = torch.zeros(batch, tokens, dtype=torch.long, device=self.rows.device)
-        numbers = torch.arange(len(self.rows), device=self.rows.device)[:, None].expand_as(self.inside)
-        rows = self.rows[:, None].expand_as(self.inside)
-        labels[rows[self.inside], self.positions[self.inside]] = numbers[self.inside]
-        return labels
+        return Documents(*(x.to(device) for x in self))
 
     def split(self, x: Tensor) -> Tensor:
         """Rows (batch, tokens, …) to documents (documents, longest, …); what is not inside repeats other tokens."""
         return x[self.rows[:, None], self.positions]
 
-    def split_mask(self, mask: Tensor) -> Tensor:
-        """The part (documents, heads, longest, longest) of a mask (batch, heads, queries, keys) each document has."""
-        own = mask[self.rows[:, None, None], :, self.positions[:, :, None], self.positions[:, None, :]]
-        return own.permute(0, 3, 1, 2)
-
 
 @dataclass(frozen=True)
-class Samples:
+class TokenLayout:
     """How the tokens of a batch fall into samples."""
 
     mask: Tensor | None = None  # (batch, tokens), True where a token counts; None where all do
-    skip: tuple[int, int] = (0, 0)  # special tokens left out at the front and at the back
+    special_token_counts: tuple[int, int] = (0, 0)  # special tokens left out at the front and at the back
     documents: Documents | None = None  # None where every row is a sample
     leaves_marked_out: bool = False  # whether tokens that the tokeniser marked as special do not count
     _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # by shape and device
@@ -106,27 +88,26 @@ class Samples:
         cls,
         batch: Any,
         *,
-        skip: tuple[int, int] = (0, 0),
+        special_token_counts: tuple[int, int] = (0, 0),
         special: bool = True,
         decoder: bool = False,
         images: bool = False,
-    ) -> Samples:
+    ) -> TokenLayout:
         """Read the arguments a model is about to get.
 
         Args:
             batch: what `measure` feeds.
-            skip: how many tokens at the front and at the back do not count.
+            special_token_counts: how many tokens at the front and at the back do not count.
             special: whether tokens marked as special by the tokeniser count.
             decoder: whether the tokens are those of a decoder that has arguments of its own.
             images: whether the tokens are an image's; other masks and positions are then those of a text beside it.
         """
         if not isinstance(batch, Mapping):
-            return cls(skip=skip)
-        # timm's NaFlex models may be given everything in one argument.
+            return cls(None, special_token_counts)
         for inside in [value for value in batch.values() if isinstance(value, Mapping)]:
-            batch = {**inside, **batch}
+            batch = {**inside, **batch}  # NaFlex models of timm may be given everything in one argument
         if images:
-            return cls(_image_padding(batch), skip)
+            return cls(_image_padding(batch), special_token_counts)
         decoder = decoder and any(str(name).startswith(("decoder_", "tgt")) for name in batch)  # OPT's has none
         documents = None if decoder else _packed(batch)
         padding = mask = _padding(batch, DECODER_PADDING if decoder else PADDING, is_packed=documents is not None)
@@ -135,21 +116,15 @@ class Samples:
             content = ~batch[SPECIAL].bool()
             mask = content if padding is None else padding & content
         mask = None if mask is None or bool(mask.all()) else mask
-        # Models take restarting positions for packed documents only where no mask tells of padding.
-        return cls(mask, skip, documents if padding is None else None, leaves_marked_out)
-
-    @cached_property
-    def is_whole(self) -> bool:
-        """Whether every row is a sample and all its tokens count."""
-        return self.mask is None and self.documents is None and not any(self.skip)
+        # Models take restarting positions for packed documents only where no mask marks padding.
+        return cls(mask, special_token_counts, documents if padding is None else None, leaves_marked_out)
 
     @cached_property
     def filled(self) -> NDArray[np.bool_] | None:
-        """Which samples have a token that counts; None where all have. Without a mask nothing is looked at."""
+        """Which samples have a token that counts; None where all have."""
         if self.mask is None:
             return None
-        front, back = self.skip
-        counts = self.mask.cpu()
+        counts, (front, back) = self.mask.cpu(), self.special_token_counts
         if self.documents is None:
             counts = counts[:, front : counts.shape[1] - back]
         else:
@@ -163,8 +138,6 @@ class Samples:
 
     def tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens (samples, tokens, channels), and which of them count."""
-        if self.is_whole:
-            return tokens, None
         kind = (tokens.shape[:2], tokens.device)  # mostly that of every layer
         if kind not in self._kept:
             self._kept[kind] = self._counted(tokens)
@@ -172,8 +145,8 @@ class Samples:
         return (tokens if documents is None else documents.split(tokens)), mask
 
     def _counted(self, tokens: Tensor) -> tuple[Documents | None, Tensor | None]:
-        """Where the tokens are, the documents they are in, and which of them count."""
-        mask = self.mask
+        """The documents the tokens are in, and which of the tokens count."""
+        mask, (front, back) = self.mask, self.special_token_counts
         if mask is not None:
             if mask.shape != tokens.shape[:2]:
                 raise ShapeError(
@@ -183,8 +156,7 @@ class Samples:
                     "their padding counts"
                 )
             mask = mask.to(tokens.device)
-        if any(self.skip):
-            front, back = self.skip
+        if front or back:
             content = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
             content[:, :front] = content[:, tokens.shape[1] - back :] = False
             mask = content if mask is None else mask & content
@@ -195,11 +167,18 @@ class Samples:
 
     def refuse_mixing(self, A: AttentionOperator) -> None:
         """Restarting positions do not keep documents apart in every model: the attention's own mask must."""
-        if self.documents is not None and _sees_across(A, self.documents.to(A.device)):
-            raise AcutanceError(
-                "position_ids start anew, as for documents packed into one row, but this model does not keep such "
-                "documents apart: their tokens see each other. Give the documents as rows of their own"
-            )
+        if self.documents is None:
+            return
+        if A.mask4 is not None:
+            labels = self.documents.labels.to(A.device)
+            across = labels[:, None, :, None] != labels[:, None, None, :]
+            visible = A.mask4 if A.mask4.dtype == torch.bool else A.mask4 > HIDDEN
+            if not bool((visible & (across.tril() if A.causal else across)).any()):
+                return
+        raise AcutanceError(
+            "position_ids start anew, as for documents packed into one row, but this model does not keep such "
+            "documents apart: their tokens see each other. Give the documents as rows of their own"
+        )
 
     def record(self, record: AttentionCall) -> AttentionCall:
         """The record with every document a sample of its own."""
@@ -212,7 +191,9 @@ class Samples:
 
         mask = documents.inside[:, None, None, :]
         if A.mask4 is not None:
-            own = documents.split_mask(A.mask4.expand(A.shape[0], -1, A.shape[2], -1))
+            rows, places = documents.rows[:, None, None], documents.positions
+            own = A.mask4.expand(A.shape[0], -1, A.shape[2], -1)[rows, :, places[:, :, None], places[:, None, :]]
+            own = own.permute(0, 3, 1, 2)
             mask = own & mask if own.dtype == torch.bool else own.masked_fill(~mask, -torch.inf)
         return AttentionCall(
             record.layer,
@@ -239,22 +220,49 @@ def _fed(batch: Any) -> list[Any]:
     return [batch[0] if isinstance(batch, (tuple, list)) and batch else batch]
 
 
+def _rows(batch: Mapping[str, Any]) -> int:
+    inputs = (batch.get(name) for name in ("input_ids", "inputs_embeds"))
+    return next((len(x) for x in inputs if isinstance(x, Tensor)), 1)
+
+
+def _packed(batch: Mapping[str, Any]) -> Documents | None:
+    positions = batch.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.ndim != 2:
+        return None
+    if len(positions) == 1:  # models broadcast one row of positions over the batch
+        positions = positions.expand(_rows(batch), -1)
+    documents = Documents.of(positions.cpu())
+    return documents if len(documents.rows) > len(positions) else None
+
+
+def _image_padding(batch: Mapping[str, Any]) -> Tensor | None:
+    for name in IMAGE_PADDING:
+        mask = batch.get(name)
+        if isinstance(mask, Tensor) and not bool(mask.all()):
+            if mask.ndim == 2:
+                return mask.bool()
+            raise ShapeError(
+                f"{name} is {tuple(mask.shape)} and marks padding, but which tokens are padding is known only from "
+                "(batch, tokens): measure images without padding, those of one size together"
+            )
+    return None
+
+
 def _padding(batch: Mapping[str, Any], names: Mapping[str, bool], *, is_packed: bool) -> Tensor | None:
     for name, marks_content in names.items():
         mask = batch.get(name)
         if not isinstance(mask, Tensor):
             continue
-        if mask.ndim == 2:
-            return mask.bool() if marks_content else ~mask.bool()
-        if mask.ndim == 1 and not marks_content:  # of a sample by itself
-            return ~mask[None].bool()
-        if mask.ndim > 2 and marks_content:
+        if marks_content and mask.ndim > 2:
             return _padding_of_pairs(name, mask, _rows(batch), is_packed=is_packed)
+        if mask.ndim == 2 or (mask.ndim == 1 and not marks_content):  # one axis: a sample by itself
+            mask = torch.atleast_2d(mask).bool()
+            return mask if marks_content else ~mask
     return None
 
 
 def _padding_of_pairs(name: str, mask: Tensor, rows: int, *, is_packed: bool) -> Tensor | None:
-    """The padding in a mask (batch, heads, queries, keys), if that is all it tells: every query sees the same keys."""
+    """The padding in a mask (batch, heads, queries, keys), if every query sees the same keys."""
     visible = _visible(mask)
     if visible is not None:
         keys = visible.any(-2, keepdim=True)
@@ -263,7 +271,7 @@ def _padding_of_pairs(name: str, mask: Tensor, rows: int, *, is_packed: bool) ->
         if bool((keys == one).all()) and bool((visible == keys & is_seeing).all()):
             tokens = one.flatten(1)
             return tokens.expand(rows, -1) if len(tokens) == 1 else tokens
-        if is_packed:  # it keeps documents apart, as `Samples.refuse_mixing` sees to
+        if is_packed:  # it keeps documents apart, which `refuse_mixing` checks
             return None
     raise ShapeError(
         f"{name} is {tuple(mask.shape)} and does not clearly hide the same keys from all queries, so which tokens are "
@@ -278,43 +286,3 @@ def _visible(mask: Tensor) -> Tensor | None:
     if bool((mask <= 0).all()) or bool((mask <= HIDDEN).any()):
         return mask > HIDDEN
     return mask.bool() if mask.ndim == 3 or bool((mask == 1).all()) else None
-
-
-def _packed(batch: Mapping[str, Any]) -> Documents | None:
-    """Documents that positions which start anew tell of."""
-    positions = batch.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.ndim != 2:
-        return None
-    if len(positions) == 1:  # models broadcast one row of positions over the batch
-        positions = positions.expand(_rows(batch), -1)
-    documents = Documents.of(positions.cpu())
-    return documents if len(documents.rows) > len(positions) else None
-
-
-def _image_padding(batch: Mapping[str, Any]) -> Tensor | None:
-    for name in IMAGE_PADDING:
-        mask = batch.get(name)
-        if isinstance(mask, Tensor) and not bool(mask.all()):
-            if mask.ndim != 2:
-                raise ShapeError(
-                    f"{name} is {tuple(mask.shape)} and tells of padding, but which tokens are padding is known only "
-                    "from (batch, tokens): measure images without padding, those of one size together"
-                )
-            return mask.bool()
-    return None
-
-
-def _rows(batch: Mapping[str, Any]) -> int:
-    inputs = (batch.get(name) for name in ("input_ids", "inputs_embeds"))
-    return next((len(x) for x in inputs if isinstance(x, Tensor)), 1)
-
-
-def _sees_across(A: AttentionOperator, documents: Documents) -> bool:
-    if A.mask4 is None:
-        return True  # causal or not, some later document sees an earlier one
-    labels = documents.labels(A.shape[0], A.shape[2])
-    across = labels[:, None, :, None] != labels[:, None, None, :]
-    if A.causal:
-        across = across.tril()
-    visible = A.mask4 if A.mask4.dtype == torch.bool else A.mask4 > HIDDEN
-    return bool((visible & across).any())

@@ -7,7 +7,7 @@ from acutance import metrics
 from acutance.attention import AttentionCall
 from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, ShapeError
-from acutance.sites.samples import Documents, Rows, Samples
+from acutance.measure.samples import BatchRows, Documents, TokenLayout
 
 LENGTHS = [[4, 3], [2, 1, 4]]  # documents in the two rows of a batch
 
@@ -55,15 +55,15 @@ def test_documents_may_start_at_any_position():
 
 
 def test_positions_that_never_start_anew_leave_the_rows_alone():
-    assert Samples.of({"position_ids": torch.arange(7).expand(2, 7)}).documents is None
-    assert Samples.of({"position_ids": positions()}).documents is not None
-    assert Samples.of({"position_ids": positions(), "attention_mask": torch.ones(2, 7)}).documents is None
+    assert TokenLayout.of({"position_ids": torch.arange(7).expand(2, 7)}).documents is None
+    assert TokenLayout.of({"position_ids": positions()}).documents is not None
+    assert TokenLayout.of({"position_ids": positions(), "attention_mask": torch.ones(2, 7)}).documents is None
 
 
 def test_one_row_of_positions_is_every_rows():
     ids, one = torch.zeros(3, 7, dtype=torch.long), positions()[1:]
     told, broadcast = (
-        Samples.of({"input_ids": ids, "position_ids": given}).documents for given in (one.expand(3, -1), one)
+        TokenLayout.of({"input_ids": ids, "position_ids": given}).documents for given in (one.expand(3, -1), one)
     )
     assert broadcast.rows.tolist() == told.rows.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert torch.equal(broadcast.positions, told.positions)
@@ -72,7 +72,7 @@ def test_one_row_of_positions_is_every_rows():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_documents_that_see_each_other_are_refused(causal):
-    samples, apart = Samples.of({"position_ids": positions()}), same_document()
+    samples, apart = TokenLayout.of({"position_ids": positions()}), same_document()
     open_once = apart.clone()
     open_once[1, 0, 6, 0] = True  # the last document of the second row sees the first one
     future = apart.clone()
@@ -86,7 +86,7 @@ def test_documents_that_see_each_other_are_refused(causal):
                     samples.refuse_mixing(A)
             else:
                 samples.refuse_mixing(A)
-    Samples().refuse_mixing(record(causal=causal).A)
+    TokenLayout().refuse_mixing(record(causal=causal).A)
 
 
 @pytest.mark.parametrize("kind", ["bool mask", "float mask", "causal"])
@@ -97,7 +97,7 @@ def test_every_document_has_the_readings_it_has_alone(kind):
             2, 1, 7, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64
         )
     whole = record(causal=kind == "causal", mask=mask)
-    samples = Samples.of({"position_ids": positions()})
+    samples = TokenLayout.of({"position_ids": positions()})
     apart, (tokens, inside) = samples.record(whole), samples.tokens(whole.branch)
     for document, (row, span) in enumerate(spans()):
         own = None if mask.dtype == torch.bool else mask[row : row + 1, :, span, span]
@@ -125,7 +125,7 @@ def test_every_document_has_the_readings_it_has_alone(kind):
     ],
 )
 def test_padding_does_not_count(batch, expected):
-    mask = Samples.of(batch).mask
+    mask = TokenLayout.of(batch).mask
     assert (None if mask is None else mask.tolist()) == expected
 
 
@@ -133,38 +133,38 @@ def test_padding_does_not_count(batch, expected):
 def test_padding_of_images_does_not_count(name):
     padding = torch.tensor([[1, 1, 0]])
     beside = {"attention_mask": torch.tensor([[1, 0]]), "special_tokens_mask": torch.tensor([[1, 0]])}  # a text's
-    assert Samples.of(beside | {name: padding}, images=True, special=False).mask.tolist() == [[True, True, False]]
-    assert Samples.of(beside | {name: torch.ones(1, 3)}, images=True, special=False).mask is None
-    assert Samples.of(beside | {name: torch.ones(1, 3, 3)}, images=True).mask is None
+    assert TokenLayout.of(beside | {name: padding}, images=True, special=False).mask.tolist() == [[True, True, False]]
+    assert TokenLayout.of(beside | {name: torch.ones(1, 3)}, images=True, special=False).mask is None
+    assert TokenLayout.of(beside | {name: torch.ones(1, 3, 3)}, images=True).mask is None
 
 
 def test_padding_of_pixels_is_refused():
     pixels = torch.ones(2, 8, 8)
     pixels[1, 4:] = 0
     with pytest.raises(ShapeError, match=r"pixel_mask is \(2, 8, 8\).*images without padding"):
-        Samples.of({"pixel_mask": pixels}, images=True)
+        TokenLayout.of({"pixel_mask": pixels}, images=True)
 
 
 def test_a_decoder_has_a_mask_of_its_own():
     batch = {"attention_mask": torch.tensor([[1, 0]]), "decoder_attention_mask": torch.tensor([[1, 1, 0]])}
-    assert Samples.of(batch, decoder=True).mask.tolist() == [[True, True, False]]
-    assert Samples.of(batch | {"decoder_attention_mask": None}, decoder=True).mask is None
+    assert TokenLayout.of(batch, decoder=True).mask.tolist() == [[True, True, False]]
+    assert TokenLayout.of(batch | {"decoder_attention_mask": None}, decoder=True).mask is None
 
 
 def test_special_tokens_and_prefix_are_left_out_on_request():
     batch = {"attention_mask": torch.tensor([[1, 1, 1, 0]]), "special_tokens_mask": torch.tensor([[1, 0, 0, 1]])}
-    assert Samples.of(batch).mask.tolist() == [[True, True, True, False]]
-    assert Samples.of(batch, special=False).mask.tolist() == [[False, True, True, False]]
-    _, mask = Samples.of(batch, skip=(2, 0)).tokens(torch.zeros(1, 4, 5))
+    assert TokenLayout.of(batch).mask.tolist() == [[True, True, True, False]]
+    assert TokenLayout.of(batch, special=False).mask.tolist() == [[False, True, True, False]]
+    _, mask = TokenLayout.of(batch, special_token_counts=(2, 0)).tokens(torch.zeros(1, 4, 5))
     assert mask.tolist() == [[False, False, True, False]]
     for back in range(4):
-        _, mask = Samples(skip=(1, back)).tokens(torch.zeros(2, 4, 5))
+        _, mask = TokenLayout(special_token_counts=(1, back)).tokens(torch.zeros(2, 4, 5))
         assert mask.tolist() == [[False] + [True] * (3 - back) + [False] * back] * 2
 
 
 def test_a_mask_of_another_shape_is_an_error():
     with pytest.raises(ShapeError, match=r"\(1, 3\).*\(1, 4, 5\).*without padding"):
-        Samples.of({"attention_mask": torch.tensor([[1, 1, 0]])}).tokens(torch.zeros(1, 4, 5))
+        TokenLayout.of({"attention_mask": torch.tensor([[1, 1, 0]])}).tokens(torch.zeros(1, 4, 5))
 
 
 PADDING = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]).bool()
@@ -195,14 +195,14 @@ def pairs(kind):
 )
 @pytest.mark.parametrize("name", ["attention_mask", "decoder_attention_mask"])
 def test_padding_is_read_from_masks_of_queries_and_keys(kind, name):
-    found = Samples.of({name: pairs(kind)}, decoder=name != "attention_mask").mask
+    found = TokenLayout.of({name: pairs(kind)}, decoder=name != "attention_mask").mask
     assert found.tolist() == PADDING.tolist()
 
 
 def test_one_mask_of_queries_and_keys_is_every_samples():
     batch = {"input_ids": torch.zeros(5, 4, dtype=torch.long), "attention_mask": pairs("bool")[:1]}
-    assert Samples.of(batch).mask.tolist() == PADDING[:1].tolist() * 5
-    assert Samples.of({"attention_mask": torch.zeros(2, 1, 4, 4)}).mask is None  # nothing is added: all count
+    assert TokenLayout.of(batch).mask.tolist() == PADDING[:1].tolist() * 5
+    assert TokenLayout.of({"attention_mask": torch.zeros(2, 1, 4, 4)}).mask is None  # nothing is added: all count
 
 
 @pytest.mark.parametrize(
@@ -217,39 +217,39 @@ def test_one_mask_of_queries_and_keys_is_every_samples():
 )
 def test_other_masks_of_queries_and_keys_are_refused(mask):
     with pytest.raises(ShapeError, match=r"attention_mask is \(2, .*\).*give attention_mask as \(batch, tokens\)"):
-        Samples.of({"attention_mask": mask})
+        TokenLayout.of({"attention_mask": mask})
 
 
 def test_a_mask_that_keeps_documents_apart_is_theirs():
     apart = same_document()
-    found = Samples.of({"position_ids": positions(), "attention_mask": apart})
+    found = TokenLayout.of({"position_ids": positions(), "attention_mask": apart})
     assert found.mask is None
     assert found.documents.rows.tolist() == [0, 0, 1, 1, 1]
     found.refuse_mixing(record(mask=apart).A)
 
 
 def test_padding_of_a_sample_by_itself():
-    assert Samples.of({"src_key_padding_mask": torch.tensor([False, True])}).mask.tolist() == [[True, False]]
+    assert TokenLayout.of({"src_key_padding_mask": torch.tensor([False, True])}).mask.tolist() == [[True, False]]
 
 
 def test_samples_without_a_token_that_counts_are_told():
     mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]])
-    assert Samples().filled is None
-    assert Samples.of({"attention_mask": torch.ones(3, 4)}).filled is None
-    assert Samples.of({"attention_mask": mask[:1]}).filled is None
-    assert Samples.of({"attention_mask": mask}).filled.tolist() == [True, False, True]
-    assert Samples.of({"attention_mask": mask}, skip=(1, 0)).filled.tolist() == [True, False, False]
+    assert TokenLayout().filled is None
+    assert TokenLayout.of({"attention_mask": torch.ones(3, 4)}).filled is None
+    assert TokenLayout.of({"attention_mask": mask[:1]}).filled is None
+    assert TokenLayout.of({"attention_mask": mask}).filled.tolist() == [True, False, True]
+    assert TokenLayout.of({"attention_mask": mask}, special_token_counts=(1, 0)).filled.tolist() == [True, False, False]
     special = torch.zeros(2, 7, dtype=torch.long)
     special[1, 2] = 1  # all of a document of one token
-    packed = Samples.of({"position_ids": positions(), "special_tokens_mask": special}, special=False)
+    packed = TokenLayout.of({"position_ids": positions(), "special_tokens_mask": special}, special=False)
     assert packed.filled.tolist() == [True, True, True, False, True]
 
 
 def test_rows_are_told_by_any_tensor_that_is_fed():
     ids, image = torch.zeros(3, 12, dtype=torch.long), torch.zeros(2, 3, 8, 8)
-    assert Rows.of(image) == Rows.of((image, torch.zeros(2))) == ({2}, 2)
-    assert Rows.of({"input_ids": ids, "inside": {"pixel_values": image}}) == ({2, 3}, 12)
-    assert Rows.of({"input_ids": torch.zeros(2, 3, 5, dtype=torch.long)}).told == {2, 3, 4, 5, 6}  # choices
-    assert Rows.of(torch.zeros(2, 4, 3, 8, 8)).told == set(range(2, 9))  # frames, or some of them
+    assert BatchRows.of(image) == BatchRows.of((image, torch.zeros(2))) == ({2}, 2)
+    assert BatchRows.of({"input_ids": ids, "inside": {"pixel_values": image}}) == ({2, 3}, 12)
+    assert BatchRows.of({"input_ids": torch.zeros(2, 3, 5, dtype=torch.long)}).possible == {2, 3, 4, 5, 6}  # choices
+    assert BatchRows.of(torch.zeros(2, 4, 3, 8, 8)).possible == set(range(2, 9))  # frames, or some of them
     for unknown in ({"images": [image[0], image[1]], "scale": torch.ones(1)}, {"words": "a b"}):
-        assert 1000 in Rows.of(unknown).told
+        assert 1000 in BatchRows.of(unknown).possible
