@@ -252,8 +252,8 @@ def test_construction_computes_nothing():
 def test_a_record_holds_what_it_was_given():
     c = make_case("softmax")
     A = c.operator
-    record = AttentionCall(A=A, v=c.x, values=c.x, output=c.y, branch=c.y[:, 0])
+    record = AttentionCall(operator=A, v=c.x, values=c.x, output=c.y, branch=c.y[:, 0])
     assert record.v0 is None
     assert record.A is A
     with pytest.raises(AttributeError):
-        record.operator = A  # nothing but what its docstring names
+        record.unknown = A  # nothing but what its docstring names

@@ -215,7 +215,7 @@ def read(reader: LayerReader, A: AttentionOperator, tokens, branch, output) -> N
     """A block runs on the tokens."""
     heads = branch[:, None].expand(-1, A.heads, -1, -1)
     reader.enter(1, tokens)
-    reader.attend(1, AttentionCall(A=A, v=heads, values=heads, output=heads, branch=branch))
+    reader.attend(1, AttentionCall(operator=A, v=heads, values=heads, output=heads, branch=branch))
     reader.leave(1, output)
 
 

@@ -379,4 +379,4 @@ def test_rows_that_do_not_all_count_are_left_to_the_formulas(case):
 
 
 def record_of(A, u):
-    return AttentionCall(A=A, v=u, values=u, output=u, branch=u.transpose(1, 2).flatten(2))
+    return AttentionCall(operator=A, v=u, values=u, output=u, branch=u.transpose(1, 2).flatten(2))

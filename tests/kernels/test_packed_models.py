@@ -104,7 +104,7 @@ def program_of(mitigation, layer=2):
         for parameter in built.parameters():
             parameter.copy_(torch.arange(1.0, 1 + parameter.numel()))
     v = torch.zeros(1, 2, 4, 16)
-    return built.program(Program(), AttentionCall(layer, v=v, v0=None if layer == 1 else v))
+    return built.program(Program(), AttentionCall(layer=layer, v=v, first=None if layer == 1 else v))
 
 
 @pytest.mark.parametrize(

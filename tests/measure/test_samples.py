@@ -21,7 +21,7 @@ def record(tokens=7, heads=2, width=4, causal=False, mask=None):
     q, k, v, u = (torch.randn(2, heads, tokens, width, generator=g, dtype=torch.float64) for _ in range(4))
     A = AttentionOperator(q, k, mask=mask, causal=causal, scale=0.7)
     return AttentionCall(
-        A=A, v=v, values=v, output=u, branch=torch.randn(2, tokens, 8, generator=g, dtype=torch.float64)
+        operator=A, v=v, values=v, output=u, branch=torch.randn(2, tokens, 8, generator=g, dtype=torch.float64)
     )
 
 

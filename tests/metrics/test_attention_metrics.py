@@ -227,7 +227,7 @@ def test_the_registries_name_their_functions():
 
 def test_attention_metrics_read_the_right_part_of_a_record():
     w = world("softmax", "keys", 2)
-    record = AttentionCall(A=w.A, v=w.v, values=w.v, output=w.u, branch=w.u)
+    record = AttentionCall(operator=w.A, v=w.v, values=w.v, output=w.u, branch=w.u)
     expected = {
         "nonlocal_energy": nonlocal_energy(w.A, w.u, w.rows),
         "log_nonlocal_energy_raw": log_nonlocal_energy_raw(w.A, w.u, w.rows),
@@ -269,7 +269,7 @@ def test_nothing_as_large_as_the_attention_matrix_is_made(name, kernel, monkeypa
     monkeypatch.setattr(products, "CPU_TILE", N * 128)
     q, k, u = random(3, 1, 2, N, 4, dtype=torch.float32)
     A = AttentionOperator(q, k, kernel=kernel)
-    record = AttentionCall(A=A, v=u, values=u, output=u, branch=u)
+    record = AttentionCall(operator=A, v=u, values=u, output=u, branch=u)
     with torch.no_grad(), LargestTensor() as largest:
         MEMORY[name](record)
     assert 0 < largest.elements <= N * 128
@@ -292,7 +292,7 @@ def test_cuda_agrees_with_float64_on_the_cpu(name):
         moved = [x.to(device, dtype) for x in (q, k, u)]
         A = AttentionOperator(*moved[:2])
         return (
-            MEMORY[name](AttentionCall(A=A, v=moved[2], values=moved[2], output=moved[2], branch=moved[2]))
+            MEMORY[name](AttentionCall(operator=A, v=moved[2], values=moved[2], output=moved[2], branch=moved[2]))
             .double()
             .cpu()
         )

@@ -25,14 +25,14 @@ def attention(kv_heads=H, **options):
 
 def call_of(A=None, v=None, v0=None):
     return AttentionCall(
-        2,
+        layer=2,
         v=draw(B, H, N, D) if v is None else v,
-        v0=v0,
+        first=v0,
         q=A.q,
         k=A.k,
         mask=A.mask,
         causal=A.causal,
-        A=A,
+        operator=A,
         kernel=A.kernel,
     )
 

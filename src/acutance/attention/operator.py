@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,21 +20,18 @@ class AttentionOperator:
 
     Args:
         q: queries (batch, heads, queries, width).
-        k: keys (batch, key heads, keys, width); heads is a multiple of key heads, and query head h uses key
-            head h // (heads / key heads).
-        mask: bool, True where a key takes part: a key mask (batch, keys), or anything that broadcasts to
-            (batch, heads, queries, keys); what has the shape (batch, keys) is read as a key mask. Or a float
-            bias that broadcasts likewise and is added to the logits (exponential kernels only).
-        causal: row i sees keys up to i + keys − queries, i.e. the last query sees every key.
+        k: keys (batch, key heads, keys, width). Query head h uses key head h // (heads / key heads).
+        mask: bool, True where a key takes part: (batch, keys), or anything that broadcasts to (batch, heads, queries,
+            keys). Or a float bias that broadcasts likewise and is added to the logits (exponential kernels only).
+        causal: row i sees keys up to i + keys − queries, so the last query sees every key.
         scale: of the dot product, 1/√width by default; the linear kernel has none.
-        kernel: softmax exp(s q·k), symmetric (softmax with q := k), rbf exp(−s‖q−k‖²/2), linear φ(q)·φ(k)
-            with φ = elu + 1, polynomial (1 + s q·k)².
+        kernel: softmax exp(s q·k), symmetric (softmax with q := k), rbf exp(−s‖q−k‖²/2), linear φ(q)·φ(k) with
+            φ = elu + 1, polynomial (1 + s q·k)².
         softcap: logits s become c·tanh(s/c), as in Gemma 2 (exponential kernels only).
         sink: one logit per head (heads,) that takes part in the softmax and has no value, as in gpt-oss.
 
-    Rows sum to one, except that a row whose keys are all masked is zero (and its logsumexp −∞), and that a sink
-    scales row i by `row_scale`. Products have the wider dtype of A and their operand; entries, sums and spectra
-    are float32 or better.
+    Rows sum to one. A fully masked row is zero (logsumexp −∞), and a sink scales row i by `row_scale`. Products have
+    the wider dtype of A and their operand; entries, sums and spectra are float32 or better.
     """
 
     def __init__(
@@ -51,24 +49,22 @@ class AttentionOperator:
         _check_queries_and_keys(q, k)
         _check_devices(q, k=k, mask=mask, sink=sink)
         self.definition = get_kernel(kernel) if softcap is None else get_kernel(kernel).capped(softcap)
-        self.kernel = kernel
-        self.causal = causal
+        self.is_exponential = self.definition.is_exponential  # an exponential of logits: softmax, symmetric, rbf
+        self.kernel, self.mask, self.causal, self.sink = kernel, mask, causal, sink
         self.scale = q.size(-1) ** -0.5 if scale is None else scale
-        self.mask = mask
-        self.key_heads = k.size(1)
-        heads = q.size(1)
+        self.heads, self.key_heads = q.size(1), k.size(1)
         if self.definition.queries_are_keys:
             if q.size(-2) != k.size(-2):
-                raise ShapeError(f"kernel {kernel!r} needs as many queries as keys; q {_s(q)}, k {_s(k)}")
-            q = k = repeat_heads(k, heads)
-        self.q, self.k = q, k
-        self.shape: tuple[int, int, int, int] = (q.size(0), heads, q.size(-2), k.size(-2))
+                raise ShapeError(f"kernel {kernel!r} needs as many queries as keys; {_both(q, k)}")
+            q = k = repeat_heads(k, self.heads)
+        self.q, self.k, self.dtype, self.device = q, k, q.dtype, q.device
+        self.shape: tuple[int, int, int, int] = (q.size(0), self.heads, q.size(-2), k.size(-2))
         self.mask4 = None if mask is None else products.as_four_axes(mask, self.shape, exponential=self.is_exponential)
-        if sink is not None and (sink.shape != (heads,) or not self.is_exponential):
+        if sink is not None and (sink.shape != (self.heads,) or not self.is_exponential):
             raise ShapeError(
-                f"a sink is one logit per head ({heads},) of an exponential kernel; got {_s(sink)}, {kernel!r}"
+                f"a sink is one logit per head ({self.heads},) of an exponential kernel; got {tuple(sink.shape)}, "
+                f"{kernel!r}"
             )
-        self.sink = sink
         self.has_keys = True  # False where only logits are known
         self.remembered: tuple[tuple[int, ...], Tensor] | None = None  # by `attention_sums`
 
@@ -76,12 +72,12 @@ class AttentionOperator:
     def from_logits(cls, logits: Tensor, sink: Tensor | None = None) -> AttentionOperator:
         """The operator softmax(logits), of a model that wrote its attention out: (batch, heads, queries, keys).
 
-        The logits are the queries and unit vectors the keys, so q kᵀ is the logits. What is hidden, by −∞ or the lowest
-        number there is, becomes a mask. Memory is that of the matrix, which the model has formed already.
+        The logits are the queries and unit vectors the keys, so q kᵀ is the logits. What is hidden becomes a mask.
+        Memory is that of the matrix, which the model has formed already.
         """
         batch, heads, _, keys = logits.shape
-        visible = logits > torch.finfo(logits.dtype).min / 2
-        visible |= ~visible.any(-1, keepdim=True) & (logits > -torch.inf)  # a row of lowest numbers is a uniform one
+        visible = is_visible(logits)
+        visible |= ~visible.any(-1, keepdim=True) & (logits > -torch.inf)  # a row of lowest numbers is uniform
         units = torch.eye(keys, dtype=logits.dtype, device=logits.device).expand(batch, heads, keys, keys)
         made = cls(logits.masked_fill(~visible, 0), units, mask=visible, scale=1.0, sink=sink)
         made.has_keys = False
@@ -89,31 +85,10 @@ class AttentionOperator:
 
     def __repr__(self) -> str:
         details = f"shape={self.shape}, kernel={self.kernel!r}, causal={self.causal}, scale={self.scale:.4g}"
-        if self.definition.softcap is not None:
-            details += f", softcap={self.definition.softcap:g}"
+        details += "" if self.definition.softcap is None else f", softcap={self.definition.softcap:g}"
         details += "" if self.sink is None else ", with a sink"
-        mask = "None" if self.mask is None else f"{self.mask.dtype} {_s(self.mask)}"
+        mask = "None" if self.mask is None else f"{self.mask.dtype} {tuple(self.mask.shape)}"
         return f"AttentionOperator({details}, mask={mask}, dtype={self.dtype}, device={self.device})"
-
-    @property
-    def heads(self) -> int:
-        """The number of query heads."""
-        return self.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the queries."""
-        return self.q.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the queries."""
-        return self.q.device
-
-    @property
-    def is_exponential(self) -> bool:
-        """Whether the kernel is an exponential of logits (softmax, symmetric, rbf)."""
-        return self.definition.is_exponential
 
     @property
     def masks_keys_only(self) -> bool:
@@ -129,8 +104,7 @@ class AttentionOperator:
     def is_triangular(self) -> bool:
         """Whether no token of any sample or head takes anything from a later one: A is causal, or masked to be so.
 
-        Read off the entries, one block of rows at a time: masks say the same in many ways (bool, −∞, a large negative
-        number, with a bias or without), and a row that such a number hides altogether sees every token.
+        Read off the entries, one block of rows at a time, because masks can express it in many ways.
         """
         if self.shape[-2] != self.shape[-1]:
             return False
@@ -188,12 +162,11 @@ class AttentionOperator:
 
     def _scaled(self, x: Tensor) -> Tensor:
         """Rows times `row_scale`, in the wider dtype of A and x."""
-        scale = self.row_scale
-        return (scale * x).to(torch.promote_types(self.dtype, x.dtype))
+        return (self.row_scale * x).to(torch.promote_types(self.dtype, x.dtype))
 
     def without_sink(self) -> AttentionOperator:
         """The operator whose rows sum to one: every row divided by its `row_scale`."""
-        return self if self.sink is None else self._like(self.q, self.k, self.mask, self.kernel, None)
+        return self if self.sink is None else self.replace(sink=None)
 
     def require_row_sums_of_one(self, what: str) -> None:
         """Refuse what is only defined for rows that sum to one."""
@@ -209,11 +182,9 @@ class AttentionOperator:
 
     def tiles(self, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Blocks of rows as (slice, weights (batch, heads, rows, keys)): memory stays linear in tokens."""
-        tiles = iter(products.Tiles(self, rows))
-        if self.sink is None:
-            return tiles
-        scale = self.row_scale
-        return ((block, scale[..., block, :] * weights) for block, weights in tiles)
+        scale = None if self.sink is None else self.row_scale
+        for block, weights in products.Tiles(self, rows):
+            yield block, weights if scale is None else scale[..., block, :] * weights
 
     def diagonal(self) -> Tensor:
         """The entries A_ii (batch, heads, tokens): how much each token keeps of itself."""
@@ -221,28 +192,28 @@ class AttentionOperator:
         own = products.diagonal(self)
         return own if self.sink is None else self.row_scale.squeeze(-1) * own
 
+    @torch.no_grad()
     def eigenvalues(self, k: int | None = None) -> Tensor:
         """The k eigenvalues of largest magnitude, or all, complex (batch, heads, k), by decreasing magnitude.
 
-        Exact for a triangular A, causal or masked to be so. Otherwise from the matrix up to 512 tokens, by Arnoldi
-        iteration on products above; a warning gives the residual where that has not converged.
+        Exact for a triangular A. Otherwise from the matrix up to 512 tokens, and by Arnoldi iteration above; a warning
+        gives the residual where that has not converged.
         """
         self._check_square("eigenvalues")
-        with torch.no_grad():
-            return spectra.eigenvalues(self, k)
+        return spectra.eigenvalues(self, k)
 
+    @torch.no_grad()
     def extreme_eigenvalues(self) -> tuple[Tensor, Tensor]:
         """The eigenvalues μ_max and μ_min of largest and smallest real part, complex (batch, heads) each."""
         self._check_square("eigenvalues")
-        with torch.no_grad():
-            return spectra.extreme_eigenvalues(self)
+        return spectra.extreme_eigenvalues(self)
 
+    @torch.no_grad()
     def stationary(self) -> Tensor:
         """The distribution π with πᵀA = πᵀ (batch, heads, tokens)."""
         self._check_square("a stationary distribution")
         self.require_row_sums_of_one("a stationary distribution")
-        with torch.no_grad():
-            return spectra.stationary(self)
+        return spectra.stationary(self)
 
     def symmetrised(self) -> AttentionOperator:
         """The operator with q := k and everything else the same."""
@@ -252,7 +223,7 @@ class AttentionOperator:
                 "known: use a model that calls scaled_dot_product_attention, or metrics that need A alone"
             )
         k = repeat_heads(self.k, self.heads)
-        return self.like(k, k, self.mask, kernel="symmetric" if self.kernel == "softmax" else self.kernel)
+        return self.replace(q=k, k=k, kernel="symmetric" if self.kernel == "softmax" else self.kernel)
 
     def to(self, dtype: torch.dtype) -> AttentionOperator:
         """The operator computed in another floating-point dtype."""
@@ -263,23 +234,14 @@ class AttentionOperator:
         k = function(self.k)
         q = k if self.q is self.k else function(self.q)
         mask, sink = (None if given is None else function(given) for given in (self.mask, self.sink))
-        return self._like(q, k, mask, self.kernel, sink)
+        return self.replace(q=q, k=k, mask=mask, sink=sink)
 
-    def like(self, q: Tensor, k: Tensor, mask: Tensor | None, kernel: str | None = None) -> AttentionOperator:
-        """An operator with other queries, keys and mask, and everything else the same; or with another kernel too."""
-        return self._like(q, k, mask, kernel or self.kernel, self.sink)
-
-    def _like(self, q: Tensor, k: Tensor, mask: Tensor | None, kernel: str, sink: Tensor | None) -> AttentionOperator:
-        other = AttentionOperator(
-            q,
-            k,
-            mask=mask,
-            causal=self.causal,
-            scale=self.scale,
-            kernel=kernel,
-            softcap=self.definition.softcap,
-            sink=sink,
-        )
+    def replace(self, **changes: Any) -> AttentionOperator:
+        """The operator with some of the constructor's arguments changed."""
+        softcap, tensors = self.definition.softcap, {"q": self.q, "k": self.k, "mask": self.mask, "sink": self.sink}
+        options = {"causal": self.causal, "scale": self.scale, "kernel": self.kernel, "softcap": softcap}
+        made: dict[str, Any] = {**tensors, **options, **changes}
+        other = AttentionOperator(**made)
         other.key_heads, other.has_keys = self.key_heads, self.has_keys
         return other
 
@@ -295,10 +257,11 @@ class AttentionOperator:
             raise ShapeError(f"{what} of A needs as many queries as keys; (batch, heads, queries, keys) = {self.shape}")
 
     def _check_operand(self, name: str, x: Tensor, *, tokens: int, heads: set[int]) -> None:
-        expected = f"({self.shape[0]}, {' or '.join(str(h) for h in sorted(heads))}, {tokens}, any)"
         if x.ndim != 4 or x.size(0) != self.shape[0] or x.size(1) not in heads or x.size(-2) != tokens:
+            expected = f"({self.shape[0]}, {' or '.join(str(h) for h in sorted(heads))}, {tokens}, any)"
             raise ShapeError(
-                f"{name} {_s(x)} does not fit A {self.shape}: expected (batch, heads, tokens, channels) = {expected}"
+                f"{name} {tuple(x.shape)} does not fit A {self.shape}: expected (batch, heads, tokens, channels) = "
+                f"{expected}"
             )
         _check_devices(self.q, **{name: x})
 
@@ -307,16 +270,16 @@ class TransposedOperator:
     """Aᵀ, waiting to be applied."""
 
     def __init__(self, operator: AttentionOperator) -> None:
-        self.T = operator
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(batch, heads, keys, queries)."""
-        batch, heads, queries, keys = self.T.shape
-        return batch, heads, keys, queries
+        batch, heads, queries, keys = operator.shape
+        self.T, self.shape = operator, (batch, heads, keys, queries)
 
     def __matmul__(self, y: Tensor) -> Tensor:
         return self.T.apply_transpose(y)
+
+
+def is_visible(logits: Tensor) -> Tensor:
+    """Where a logit, or a bias on it, hides nothing: neither −∞ nor the lowest number there is."""
+    return logits > torch.finfo(logits.dtype).min / 2
 
 
 def _check_queries_and_keys(q: Tensor, k: Tensor) -> None:
@@ -334,14 +297,10 @@ def _check_queries_and_keys(q: Tensor, k: Tensor) -> None:
 
 
 def _both(q: Tensor, k: Tensor) -> str:
-    return f"q {_s(q)}, k {_s(k)}"
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}"
 
 
 def _check_devices(q: Tensor, **others: Tensor | None) -> None:
     for name, tensor in others.items():
         if tensor is not None and tensor.device != q.device:
             raise AcutanceError(f"{name} is on {tensor.device}, the queries on {q.device}; move one of them")
-
-
-def _s(x: Tensor) -> tuple[int, ...]:
-    return tuple(x.shape)

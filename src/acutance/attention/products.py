@@ -8,7 +8,7 @@ kernel φ(q)·φ(k) is multiplied by associativity (`associative_*`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -77,13 +77,11 @@ def _distance_channels(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """−‖q−k‖²/2 = q·k − ‖k‖²/2 − ‖q‖²/2: the middle term is one more channel, the last cancels in a row."""
     half_norm = k.to(accumulation_dtype(k)).square().sum(-1, keepdim=True) / 2
     leading = half_norm.to(k.dtype)
-    # What half precision rounds away of ‖k‖²/2 goes into a second channel: the padding has room for it.
-    remainder = (half_norm - leading).to(k.dtype)
+    remainder = (half_norm - leading).to(k.dtype)  # what half precision rounds away goes into a second channel
     spare = -(q.size(-1) + 2) % 8
     ones = torch.ones_like(q[..., :1])
-    q = torch.cat([q, ones, ones, q.new_zeros(*q.shape[:-1], spare)], dim=-1)
-    k = torch.cat([k, -leading, -remainder, k.new_zeros(*k.shape[:-1], spare)], dim=-1)
-    return q, k
+    q, k = torch.cat([q, ones, ones], dim=-1), torch.cat([k, -leading, -remainder], dim=-1)
+    return F.pad(q, (0, spare)), F.pad(k, (0, spare))
 
 
 def _log_elu_plus_one(x: Tensor) -> Tensor:
@@ -91,9 +89,8 @@ def _log_elu_plus_one(x: Tensor) -> Tensor:
     return torch.log1p(F.relu(x)) + x.clamp(max=0)
 
 
-def _log_feature_product(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    del scale  # φ(q)·φ(k) has none
-    query_features, key_features, row_scale = scaled_features(_log_elu_plus_one(q), _log_elu_plus_one(k))
+def _log_feature_product(q: Tensor, k: Tensor, _scale: float) -> Tensor:
+    query_features, key_features, row_scale = _scaled_features(_log_elu_plus_one(q), _log_elu_plus_one(k))
     return _safe_log(query_features @ key_features.mT) + row_scale
 
 
@@ -106,11 +103,11 @@ def _safe_log(x: Tensor) -> Tensor:
     return x.clamp(min=torch.finfo(x.dtype).tiny).log()
 
 
-def scaled_features(log_q: Tensor, log_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _scaled_features(log_q: Tensor, log_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Features φ(q), φ(k) scaled to lie in [0, 1], with the log factor that was taken out of each query.
 
-    Every channel of the keys reaches one at some token, and every query has a channel equal to one, so that
-    the sum over keys is at least one whatever the size of the inputs. Masked keys have log φ = −∞.
+    Every channel of the keys reaches one at some token, and every query has a channel equal to one, so the sum over
+    keys is at least one whatever the size of the inputs. Masked keys have log φ = −∞.
     """
     key_scale = log_k.detach().amax(dim=-2, keepdim=True)
     key_scale = key_scale.masked_fill(key_scale == -torch.inf, 0.0)
@@ -127,16 +124,14 @@ def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
     return dtype
 
 
-KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel
-    for kernel in (
-        Kernel("softmax", _dot_product, channels=_unchanged),
-        Kernel("symmetric", _dot_product, channels=_unchanged, queries_are_keys=True),
-        Kernel("rbf", _squared_distance, channels=_distance_channels),
-        Kernel("linear", _log_feature_product, log_features=_log_elu_plus_one),
-        Kernel("polynomial", _log_square),
-    )
-}
+_ALL = (
+    Kernel("softmax", _dot_product, channels=_unchanged),
+    Kernel("symmetric", _dot_product, channels=_unchanged, queries_are_keys=True),
+    Kernel("rbf", _squared_distance, channels=_distance_channels),
+    Kernel("linear", _log_feature_product, log_features=_log_elu_plus_one),
+    Kernel("polynomial", _log_square),
+)
+KERNELS = {kernel.name: kernel for kernel in _ALL}
 
 
 def get_kernel(name: str) -> Kernel:
@@ -169,15 +164,15 @@ def as_four_axes(mask: Tensor, shape: tuple[int, int, int, int], *, exponential:
     return mask.view(axes).expand(-1, -1, -1, keys)
 
 
-def seen_keys(A: AttentionOperator, rows: slice) -> int:
+def _seen_keys(A: AttentionOperator, rows: slice) -> int:
     """How many of the first keys these rows may look at: all of them, unless A is causal."""
     queries, keys = A.shape[-2:]
     return min(keys, max(1, rows.stop + keys - queries)) if A.causal else keys
 
 
-def mask_rows(A: AttentionOperator, rows: slice) -> Tensor | None:
+def _mask_rows(A: AttentionOperator, rows: slice) -> Tensor | None:
     """The mask, causality included, of some query rows against the keys they may see."""
-    mask, keys = A.mask4, seen_keys(A, rows)
+    mask, keys = A.mask4, _seen_keys(A, rows)
     if mask is not None:
         mask = mask[..., :keys] if mask.size(-2) == 1 else mask[..., rows, :keys]
     if not A.causal:
@@ -192,8 +187,8 @@ def mask_rows(A: AttentionOperator, rows: slice) -> Tensor | None:
 def without_dead_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
     """The mask with fully masked rows opened, and where those rows are.
 
-    A softmax over nothing is NaN, in some back-ends in its gradient alone: such a row sees everything, and
-    its output is set to zero afterwards.
+    A softmax over nothing is NaN, in some back-ends only in its gradient. Such a row sees everything, and its output is
+    set to zero afterwards.
     """
     visible = mask if mask.dtype == torch.bool else mask > -torch.inf
     dead = ~visible.any(dim=-1, keepdim=True)
@@ -204,16 +199,13 @@ def add_mask(log_weights: Tensor, mask: Tensor | None) -> Tensor:
     """Log-weights with masked entries at −∞, or with the bias added."""
     if mask is None:
         return log_weights
-    if mask.dtype == torch.bool:
-        return log_weights.masked_fill(~mask, -torch.inf)
-    return log_weights + mask
+    return log_weights.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else log_weights + mask
 
 
 def row_blocks(A: AttentionOperator, entries_per_row: int, rows: int | None = None) -> list[slice]:
     """Slices over the query rows such that a block of entries stays linear in the number of keys."""
-    queries = A.shape[-2]
-    on_cpu = A.device.type == "cpu"
-    # On a device short blocks wait for their launches: one may be as large as queries and keys together.
+    queries, on_cpu = A.shape[-2], A.device.type == "cpu"
+    # Short blocks on a GPU are bound by their launches: one may be as large as queries and keys together.
     fewest = FEWEST_ROWS if on_cpu else max(FEWEST_ROWS, 2 * A.q.size(-1))
     rows = rows or max(fewest, (CPU_TILE if on_cpu else GPU_TILE) // max(1, entries_per_row))
     return [slice(start, min(start + rows, queries)) for start in range(0, queries, rows)]
@@ -224,33 +216,29 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def run_block(function: Callable[..., Tensor], rows: slice, *tensors: Tensor, several: bool) -> Tensor:
-    """function(rows, *tensors); of several blocks none is kept for the backward pass, which recomputes it."""
-    if several and needs_grad(*tensors):
-        result: Tensor = checkpoint(function, rows, *tensors, use_reentrant=False)
-        return result
-    return function(rows, *tensors)
+def each_block(function: Callable[..., Tensor], blocks: list[slice], *tensors: Tensor) -> Iterator[Tensor]:
+    """function(rows, *tensors) of every block; of several, none is kept for the backward pass, which recomputes it."""
+    several = len(blocks) > 1 and needs_grad(*tensors)
+    for rows in blocks:
+        yield checkpoint(function, rows, *tensors, use_reentrant=False) if several else function(rows, *tensors)
 
 
 def stack_blocks(function: Callable[..., Tensor], blocks: list[slice], *tensors: Tensor, dim: int) -> Tensor:
     """The results of all blocks, one after the other along `dim`."""
     if len(blocks) == 1 or needs_grad(*tensors):
-        several = len(blocks) > 1
-        return torch.cat([run_block(function, rows, *tensors, several=several) for rows in blocks], dim)
+        return torch.cat(list(each_block(function, blocks, *tensors)), dim)
     # Written into one buffer: many small results kept between large freed ones would fragment the heap.
-    out: Tensor | None = None
+    part = function(blocks[0], *tensors)
+    shape = list(part.shape)
+    shape[dim] = blocks[-1].stop
+    out = part.new_empty(shape)
     for rows in blocks:
-        part = function(rows, *tensors)
-        if out is None:
-            shape = list(part.shape)
-            shape[dim] = blocks[-1].stop
-            out = part.new_empty(shape)
+        part = part if rows.start == 0 else function(rows, *tensors)
         out.narrow(dim, rows.start, rows.stop - rows.start).copy_(part)
-    assert out is not None
     return out
 
 
-def full_precision(A: AttentionOperator) -> torch.autocast:
+def _full_precision(A: AttentionOperator) -> torch.autocast:
     """Autocast off: rounded log-weights would be wrong by the size of the logits."""
     return torch.autocast(A.device.type, enabled=False)
 
@@ -262,16 +250,15 @@ class Tiles:
         batch, heads, _, keys = A.shape
         self.operator = A
         self.blocks = row_blocks(A, batch * heads * keys, rows)
-        self.several = len(self.blocks) > 1
         dtype = accumulation_dtype(A.q, A.k)
         self.q, self.k = A.q.to(dtype), repeat_heads(A.k, heads).to(dtype)
 
     def log_weights(self, rows: slice, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
         """Log-weights of some rows against the keys they may see, unmasked, and their mask."""
         A = self.operator
-        keys = k[..., : seen_keys(A, rows), :]
-        with full_precision(A):
-            return A.definition.log_weights(q[..., rows, :], keys, A.scale), mask_rows(A, rows)
+        keys = k[..., : _seen_keys(A, rows), :]
+        with _full_precision(A):
+            return A.definition.log_weights(q[..., rows, :], keys, A.scale), _mask_rows(A, rows)
 
     def logsumexp(self, rows: slice, q: Tensor, k: Tensor) -> Tensor:
         """Log of the row sums of the kernel; −∞ where every key is masked."""
@@ -291,7 +278,8 @@ class Tiles:
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         for rows in self.blocks:
-            yield rows, _append_zeros(self.weights(rows, self.q, self.k), self.k.size(-2), dim=-1)
+            weights = self.weights(rows, self.q, self.k)
+            yield rows, F.pad(weights, (0, self.k.size(-2) - weights.size(-1)))
 
 
 def tiled_logsumexp(A: AttentionOperator) -> Tensor:
@@ -307,7 +295,7 @@ def tiled_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor
 
     def product(rows: slice, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
         weights = F.dropout(tiles.weights(rows, q, k), dropout)
-        with full_precision(A):
+        with _full_precision(A):
             return weights @ values[..., : weights.size(-1), :]
 
     return stack_blocks(product, tiles.blocks, tiles.q, tiles.k, values, dim=-2).to(x.dtype)
@@ -320,19 +308,19 @@ def tiled_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
 
     def product(rows: slice, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
         weights = tiles.weights(rows, q, k)
-        with full_precision(A):
-            return _append_zeros(weights.mT @ values[..., rows, :], k.size(-2), dim=-2)
+        with _full_precision(A):
+            return F.pad(weights.mT @ values[..., rows, :], (0, 0, 0, k.size(-2) - weights.size(-1)))
 
     total = values.new_zeros(*A.shape[:2], A.shape[-1], y.size(-1))
-    for rows in tiles.blocks:
-        total = total + run_block(product, rows, tiles.q, tiles.k, values, several=tiles.several)
+    for part in each_block(product, tiles.blocks, tiles.q, tiles.k, values):
+        total = total + part
     return total.to(y.dtype)
 
 
 def diagonal(A: AttentionOperator) -> Tensor:
     """The entries A_ii of a square operator, in float32 or better."""
     tiles = Tiles(A)
-    with full_precision(A):  # every token is a problem of one query and one key
+    with _full_precision(A):  # every token is a problem of one query and one key
         pairs = A.definition.log_weights(tiles.q.unsqueeze(-2), tiles.k.unsqueeze(-2), A.scale)
     log_weights = pairs.flatten(-3)
     if A.mask4 is not None:
@@ -343,29 +331,25 @@ def diagonal(A: AttentionOperator) -> Tensor:
     return (log_weights - row_sums.masked_fill(dead, 0.0)).exp().masked_fill(dead, 0.0)
 
 
-def _append_zeros(x: Tensor, size: int, dim: int) -> Tensor:
-    missing = size - x.size(dim)
-    return x if missing == 0 else F.pad(x, (0, 0) * (-dim - 1) + (0, missing))
-
-
 def can_fuse(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> bool:
     """Whether a fused back-end would take this product; otherwise SDPA forms the whole matrix."""
     if A.definition.channels is None:
         return False
-    if A.device.type == "cpu":
-        return dropout == 0.0
-    return x.dtype != torch.float64
+    return dropout == 0.0 if A.device.type == "cpu" else x.dtype != torch.float64
 
 
 def fused_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor:
     """A x. Without a mask, and with values as wide as the keys, this is one plain SDPA call."""
     assert A.definition.channels is not None
     q, k = A.definition.channels(A.q, A.k)
-    q, k, pieces = _one_width(q, k, x)
-    out = [_attend(A, q, k, piece, dropout) for piece in pieces]
-    if len(out) == 1 and out[0].size(-1) == x.size(-1):
-        return out[0]
-    return torch.cat(out, dim=-1)[..., : x.size(-1)]
+    # The fused back-ends take contiguous rows, and queries, keys and values of one width.
+    q, k, x = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, x))
+    if q.size(-1) == x.size(-1) and (x.device.type == "cpu" or x.size(-1) % 8 == 0):
+        return _attend(A, q, k, x, dropout)
+    width = max(q.size(-1), min(x.size(-1), WIDEST))
+    width += -width % 8
+    q, k, *pieces = (F.pad(tensor, (0, width - tensor.size(-1))) for tensor in (q, k, *x.split(width, dim=-1)))
+    return torch.cat([_attend(A, q, k, piece, dropout) for piece in pieces], dim=-1)[..., : x.size(-1)]
 
 
 def fused_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
@@ -382,26 +366,6 @@ def _constant(x: Tensor) -> Tensor:
     return x.clone() if x.is_inference() else x.detach()
 
 
-def _one_width(q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """What the fused back-ends take: queries, keys and pieces of the values of one width, rows contiguous."""
-    q, k, x = _contiguous_rows(q), _contiguous_rows(k), _contiguous_rows(x)
-    aligned = x.device.type == "cpu" or x.size(-1) % 8 == 0
-    if q.size(-1) == x.size(-1) and aligned:
-        return q, k, [x]
-    width = max(q.size(-1), min(x.size(-1), WIDEST))
-    width += -width % 8
-    pieces = [_pad(piece, width) for piece in torch.split(x, width, dim=-1)]
-    return _pad(q, width), _pad(k, width), pieces
-
-
-def _contiguous_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _pad(x: Tensor, width: int) -> Tensor:
-    return x if x.size(-1) == width else F.pad(x, (0, width - x.size(-1)))
-
-
 def _attend(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float) -> Tensor:
     queries, keys = A.shape[-2:]
     if not A.causal or queries == 1:
@@ -411,28 +375,18 @@ def _attend(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: floa
     if A.mask4 is None and queries > keys:  # the first queries see nothing, the others form a square
         square = _sdpa(q[..., queries - keys :, :], k, x, None, A.scale, dropout, causal=True)
         return F.pad(square, (0, 0, queries - keys, 0))
-    return _attend_by_rows(A, q, k, x, dropout)
-
-
-def _attend_by_rows(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float) -> Tensor:
-    """Causality with a mask or with a cache, which SDPA does not know: as one mask per block of rows."""
-    masks = 1 if A.mask4 is None else A.mask4.size(0) * A.mask4.size(1)
-    blocks = row_blocks(A, masks * A.shape[-1])
+    # SDPA does not know causality with a mask or with a cache: one mask per block of rows. On CUDA without cuDNN, which
+    # plans for a while at each new shape.
+    on_cuda = A.device.type == "cuda"
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
     def attend(rows: slice, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
-        seen = seen_keys(A, rows)
-        mask = mask_rows(A, rows)
-        with _any_shape_at_once(A):
-            return _sdpa(q[..., rows, :], k[..., :seen, :], x[..., :seen, :], mask, A.scale, dropout)
+        seen = _seen_keys(A, rows)
+        with sdpa_kernel(backends) if on_cuda else nullcontext():
+            return _sdpa(q[..., rows, :], k[..., :seen, :], x[..., :seen, :], _mask_rows(A, rows), A.scale, dropout)
 
-    return stack_blocks(attend, blocks, q, k, x, dim=-2)
-
-
-def _any_shape_at_once(A: AttentionOperator) -> AbstractContextManager[None]:
-    """On CUDA without cuDNN, which plans for a while at each new shape: here every block has its own."""
-    if A.device.type != "cuda":
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    masks = 1 if A.mask4 is None else A.mask4.size(0) * A.mask4.size(1)
+    return stack_blocks(attend, row_blocks(A, masks * keys), q, k, x, dim=-2)
 
 
 def _sdpa(
@@ -462,7 +416,7 @@ def can_associate(A: AttentionOperator) -> bool:
 
 def associative_apply(A: AttentionOperator, x: Tensor) -> Tensor:
     """A x, in the dtype of x."""
-    with full_precision(A):
+    with _full_precision(A):
         query_features, key_features, row_sums, _ = _factors(A)
         values = repeat_heads(x, A.heads).to(accumulation_dtype(query_features, x))
         return (query_features @ (key_features.mT @ values) / row_sums).to(x.dtype)
@@ -470,14 +424,14 @@ def associative_apply(A: AttentionOperator, x: Tensor) -> Tensor:
 
 def associative_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
     """Aᵀ y, in the dtype of y."""
-    with full_precision(A):
+    with _full_precision(A):
         query_features, key_features, row_sums, _ = _factors(A)
         return (key_features @ (query_features.mT @ (y.to(row_sums.dtype) / row_sums))).to(y.dtype)
 
 
 def associative_logsumexp(A: AttentionOperator) -> Tensor:
     """log Σ_j φ(q_i)·φ(k_j) of every row, in float32 or better."""
-    with full_precision(A):
+    with _full_precision(A):
         _, key_features, row_sums, row_scale = _factors(A)
         dead = key_features.detach().sum(dim=(-2, -1)).unsqueeze(-1) == 0
         return (row_sums.log() + row_scale).squeeze(-1).masked_fill(dead, -torch.inf)
@@ -491,7 +445,7 @@ def _factors(A: AttentionOperator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     log_k = A.definition.log_features(repeat_heads(A.k, A.heads).to(dtype))
     if A.mask4 is not None:
         log_k = log_k.masked_fill(~A.mask4.mT, -torch.inf)
-    query_features, key_features, row_scale = scaled_features(log_q, log_k)
+    query_features, key_features, row_scale = _scaled_features(log_q, log_k)
     row_sums = query_features @ key_features.sum(dim=-2, keepdim=True).mT
     # With a key in sight the sum is at least one; without any it is zero and so are the products.
     return query_features, key_features, row_sums.clamp(min=0.5), row_scale

@@ -102,7 +102,7 @@ def _one_sample(A: AttentionOperator, sample: int, keep: Tensor) -> AttentionOpe
         mask = mask[chosen] if mask.size(0) > 1 else mask
         mask = mask[..., keep, :] if mask.size(-2) > 1 else mask
         mask = mask[..., keep] if mask.size(-1) > 1 else mask
-    return A.like(q, k, mask)
+    return A.replace(q=q, k=k, mask=mask)
 
 
 def visible_keys(A: AttentionOperator) -> Tensor | None:

@@ -196,9 +196,9 @@ class TokenLayout:
             own = own.permute(0, 3, 1, 2)
             mask = own & mask if own.dtype == torch.bool else own.masked_fill(~mask, -torch.inf)
         return AttentionCall(
-            record.layer,
+            layer=record.layer,
             name=record.name,
-            A=A.like(split(A.q), split(A.k), mask),
+            operator=A.replace(q=split(A.q), k=split(A.k), mask=mask),
             v=split(record.v),
             values=split(record.values),
             output=split(record.output),

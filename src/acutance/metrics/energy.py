@@ -13,7 +13,7 @@ from torch import Tensor
 
 from acutance.attention.kernels import attention_sums
 from acutance.attention.operator import AttentionOperator
-from acutance.attention.products import Tiles, add_mask, repeat_heads, run_block
+from acutance.attention.products import Tiles, add_mask, each_block, repeat_heads
 from acutance.errors import ShapeError
 from acutance.metrics._operators import over_heads, product, query_rows, upcast_operator
 from acutance.metrics.tokens import (
@@ -46,9 +46,8 @@ def log_nonlocal_energy_raw(A: AttentionOperator, u: Tensor, mask: Tensor | None
     A, u = _matched(A, u)
     valid = query_rows(A, mask)
     tiles = Tiles(A)
-    block = partial(_log_row_energies, tiles)
-    parts = [run_block(block, rows, tiles.q, tiles.k, u, several=tiles.several) for rows in tiles.blocks]
-    logs = torch.cat(parts, dim=-1).masked_fill(~valid, -torch.inf)
+    parts = each_block(partial(_log_row_energies, tiles), tiles.blocks, tiles.q, tiles.k, u)
+    logs = torch.cat(list(parts), dim=-1).masked_fill(~valid, -torch.inf)
     return safe_logsumexp(logs) - math.log(2)
 
 

@@ -122,7 +122,7 @@ class Attention(nn.Module):
 
         options: dict[str, Any] = {"causal": self.causal, "kernel": self.kernel, "dropout": dropout}
         return AttentionCall(
-            self.layer, x=x, residual=residual, q=q, k=k, v=v, v0=v0, own=own, packed=projected, **options
+            layer=self.layer, x=x, residual=residual, q=q, k=k, v=v, first=v0, product=own, packed=projected, **options
         )
 
     def _project(self, x: Tensor, weights: Weights | None) -> Tensor:

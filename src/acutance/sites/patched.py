@@ -250,10 +250,10 @@ class PatchedSite(AttentionSite):
         if not is_first:
             v0 = first_values(now, self.name) if needs_first else MISSING if now.v0 is None else now.v0
         call = AttentionCall(
-            self.layer,
+            layer=self.layer,
             v=product.v,
-            v0=v0,
-            own=product.own,
+            first=v0,
+            product=product.own,
             name=self.name,
             x=now.entering,
             residual=now.x,
