@@ -56,6 +56,8 @@ test:  ## Lint, type-check, and run every test and every snippet in the document
 	@$(MAKE) --no-print-directory -j 2 $(READY) $(TIMM)/.ready $(TRITON)/.ready # one environment is filled while another is
 	@$(MAKE) --no-print-directory -j 3 --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) \
 	    test-main test-kernels test-timm lint
+	@command -v chromium chromium-browser google-chrome > /dev/null \
+	    || echo "There is no chromium on this machine: the tests of the page in a browser were not run."
 
 PYTEST = -m pytest --durations=10 --durations-min=1 $(if $(COVERAGE),--cov --cov-report= --cov-fail-under=0)
 .PHONY: test-main test-kernels test-timm
