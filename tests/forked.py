@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
-PRELOADED = "acutance.cli acutance.lab.reproduce.session acutance.lab.train.loop lightning.fabric matplotlib.pyplot"
+PRELOADED = "acutance.cli acutance.lab.reproduce.run acutance.lab.train.loop lightning.fabric matplotlib.pyplot"
 FORKS.set_forkserver_preload(PRELOADED.split())
 Done = subprocess.CompletedProcess[str]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -31,10 +31,8 @@ def reproduce(
         "acutance-reproduce"
     ),
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Runs for each row.", show_default="the target's own, 1 at --scale tiny")
+        int | None, typer.Option(min=1, help="Runs for each row.", show_default="the target's own")
     ] = None,
-    scale: Annotated[str, typer.Option(help="full, or tiny: the whole path in seconds, on stand-ins.")] = "full",
-    only: Annotated[str | None, typer.Option(help="i/n: train, or plan, only the i-th, from 1, of n shares.")] = None,
     assignments: Annotated[
         list[str] | None, typer.Option("--set", help="Change a field of every run, e.g. --set loop.epochs=100.")
     ] = None,
@@ -51,9 +49,9 @@ def reproduce(
 
     Examples: acutance reproduce neutreno-table1 --data-dir /data/imagenet --plan
 
-    acutance reproduce neutreno-table8 --scale tiny
+    acutance reproduce oversmoothing-fig4
     """
-    from acutance.lab.reproduce.catalogue import TARGETS, find
+    from acutance.lab.reproduce import TARGETS, find
 
     if show_list:
         console.print(_catalogue(TARGETS.values()))
@@ -63,27 +61,24 @@ def reproduce(
         raise AcutanceError("name a table or figure; `acutance reproduce --list` has them all")
     chosen = find(target)
 
-    from acutance.lab.reproduce.plan import share_of
-    from acutance.lab.reproduce.session import Scale, Session
+    from acutance.lab.reproduce.run import Session
     from acutance.lab.train.interrupt import StoppedError
 
-    share = share_of(only)
     session = Session(
         chosen,
         out,
         data_dir=data_dir,
         seeds=seeds,
-        scale=cast(Scale, scale),  # the session refuses anything else
         changes=tuple(assignments or ()),
         samples=samples,
         device=device,
         console=console,
     )
     if plan:
-        typer.echo(session.script(share))
+        typer.echo(session.script())
         return
     try:
-        result = session.run(share)
+        result = session.run()
     except (StoppedError, KeyboardInterrupt):
         console.print("\nStopped. What is finished is kept; the same command goes on from there.")
         raise typer.Exit(130) from None
@@ -96,8 +91,7 @@ def reproduce(
 
 
 def _catalogue(targets: Iterable[Target]) -> Table:
-    table = Table(Column("target", no_wrap=True), "what", "needs", "costs", box=None)
+    table = Table(Column("target", no_wrap=True), "what", "needs", box=None)
     for target in targets:
-        needs = target.data if target.measure else "—"
-        table.add_row(target.name, escape(target.title), escape(needs), escape(target.cost or target.notes))
+        table.add_row(target.name, escape(target.title), escape(target.needs or target.notes))
     return table

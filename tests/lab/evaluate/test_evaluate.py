@@ -10,12 +10,12 @@ import torch
 from typer.testing import CliRunner
 
 import acutance as ac
+import standins
 from acutance.cli import app
 from acutance.errors import AcutanceError
 from acutance.lab import recipes
 from acutance.lab.data import load_images
 from acutance.lab.evaluate.evaluate import evaluate_run, read_evaluation
-from acutance.lab.reproduce import tiny
 from acutance.lab.tasks import classification
 from acutance.lab.train import Run, override, train
 from forked import run_as_torchrun
@@ -68,7 +68,7 @@ def test_the_best_model_is_another_file_with_scores_of_its_own(run, tmp_path):
 def reader(tmp_path_factory):
     """A language model of a few parameters, whose evaluation has something to choose."""
     folder = tmp_path_factory.mktemp("texts")
-    config = tiny.shrink(recipes.load("wikitext103"), folder / "text")
+    config = standins.shrink(recipes.load("wikitext103"), folder / "text")
     train(override(config, ["task.test_stride=8"]), folder / "run", recipe="wikitext103", device="cpu")
     return folder / "run"
 

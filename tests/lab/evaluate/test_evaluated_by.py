@@ -5,9 +5,9 @@ from dataclasses import is_dataclass
 import pytest
 import torch
 
+import standins
 from acutance.lab import recipes
 from acutance.lab.evaluate.evaluate import DATA, ELSEWHERE, task_of
-from acutance.lab.reproduce import tiny
 from acutance.lab.train.overrides import override
 
 
@@ -30,7 +30,7 @@ class Watched:
     [("digits", []), ("deit_tiny", []), ("ade20k", ["task.encoder_weights=none"]), ("wikitext103", [])],
 )
 def test_evaluation_reads_what_its_task_says(tmp_path, recipe, changes):
-    task = task_of(override(tiny.shrink(recipes.load(recipe), tmp_path), changes), "cpu")
+    task = task_of(override(standins.shrink(recipes.load(recipe), tmp_path), changes), "cpu")
     torch.manual_seed(0)
     model, own = task.build_model(), task.config
     when_made = {"corpus"}  # the text is read with the task

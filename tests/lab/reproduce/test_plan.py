@@ -1,205 +1,266 @@
-"""Plans: what is trained once, by whom, and what happens when something goes wrong."""
+"""Plans: what is trained once, by whom, from which data, and what happens when something goes wrong."""
 
 import json
 import shlex
+import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
 
 import pytest
 from typer.testing import CliRunner
 
+import standins
 from acutance.cli import app
 from acutance.errors import AcutanceError
 from acutance.lab import recipes
-from acutance.lab.reproduce import TARGETS, find
+from acutance.lab.reproduce import TARGETS
 from acutance.lab.reproduce import plan as plan_room
-from acutance.lab.reproduce import session as session_room
-from acutance.lab.reproduce.plan import mine, share_of
-from acutance.lab.reproduce.session import Session
+from acutance.lab.reproduce import run as run_room
 from acutance.lab.train import Run, override
 from acutance.lab.train.nonfinite import DivergedError
+from forked import run_beside
+
+HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "a")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+FAMILIES = ("deit-tiny-symmetric", "ade20k-symmetric", "deit-tiny-symmetric-neutreno", "ade20k-symmetric-neutreno")
 
 
-def session(out, name="neutreno-table8", **options):
-    return Session(find(name), out, **{"scale": "tiny", **options})
+def trained(planned):
+    return len(json.loads((planned.run.folder / "run.json").read_text())["sessions"])
 
 
-def test_a_run_stands_after_the_one_it_starts_from(tmp_path):
-    labels = [planned.label for planned in session(tmp_path, "neutreno-table6", seeds=2).plan]
-    assert labels == [
-        f"{name}-seed{seed}"
-        for seed in (0, 1)
-        for name in (
-            "deit-tiny-symmetric",
-            "ade20k-symmetric",
-            "deit-tiny-symmetric-neutreno",
-            "ade20k-symmetric-neutreno",
-        )
-    ]
+def command(tmp_path, *options):
+    return CliRunner().invoke(app, ["reproduce", "neutreno-table8", "--seeds", "1", "--out", str(tmp_path), *options])
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_shares_are_a_partition_that_keeps_families(tmp_path, count):
-    plan = session(tmp_path, "neutreno-table1", seeds=2).plan
-    shares = [mine(plan, (i, count)) for i in range(1, count + 1)]
-    assert sorted(p.label for share in shares for p in share) == sorted(p.label for p in plan)
-    for share in shares:
-        labels = {p.label for p in share}
-        for seed in (0, 1):
-            assert (f"deit-tiny-adaptation-seed{seed}" in labels) == (f"deit-tiny-seed{seed}" in labels)
+def test_a_run_stands_after_the_one_it_starts_from(session):
+    labels = [planned.label for planned in session("neutreno-table6", seeds=2).plan]
+    assert labels == [f"{name}-seed{seed}" for seed in (0, 1) for name in FAMILIES]
 
 
-@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/-2"])
-def test_a_share_is_written_i_of_n(text):
-    with pytest.raises(AcutanceError, match="i/n"):
-        share_of(text)
-
-
-def test_shares_end_at_the_same_table_and_nothing_is_trained_twice(tmp_path, monkeypatch):
-    first = session(tmp_path).run((1, 2))
-    assert first.pending == ("cifar10-kernel-neutreno-seed0",)
-    assert "Not finished yet" in first.to_markdown()
-    assert first.sheets[0].lines[1].note == "seed 0 new"
-    second = session(tmp_path).run((2, 2))
-    assert not second.pending
-    monkeypatch.setattr(plan_room, "train", lambda *_, **__: pytest.fail("trained again"))
-    monkeypatch.setattr(session_room, "evaluate_run", lambda *_, **__: pytest.fail("evaluated again"))
-    again = session(tmp_path).run()
-    assert again.sheets == second.sheets
-
-
-def test_a_run_that_was_cut_goes_on(tmp_path, monkeypatch):
-    def die(*_, **__):
-        raise KeyboardInterrupt
-
-    planned = session(tmp_path).plan[0]
+def test_what_is_there_is_reused_and_a_part_is_not_written_over_the_whole(session, monkeypatch):
+    first = session()
     with monkeypatch.context() as patch:
-        patch.setattr("acutance.lab.train.loop.Loop._step", die)
-        with pytest.raises(KeyboardInterrupt):
-            planned.train("cpu", session(tmp_path).console)
-    assert planned.state == "begun"
-    assert not session(tmp_path).run().pending
-    assert len(json.loads((planned.run.folder / "run.json").read_text())["sessions"]) == 2
+        patch.setattr(run_room.Session, "_train", lambda _: False)
+        first.plan[0].train("cpu", first.console)
+        part = first.run()
+    assert part.pending == ("cifar10-kernel-neutreno-seed0",)
+    assert "Not finished yet" in part.to_markdown()
+    assert part.sheets[0].lines[1].note == "seed 0 new"
+    whole = session().run()
+    assert not whole.pending
+    assert len(first.write(whole)) == 2
+    assert first.write(part) == []
+    asked = []
+    monkeypatch.setattr(plan_room, "train", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr(run_room, "evaluate_run", lambda *_, **__: pytest.fail("evaluated again"))
+    monkeypatch.setattr(run_room, "check_data", lambda configs: asked.extend(configs))
+    assert session().run().sheets == whole.sheets
+    assert asked == []
 
 
-def test_a_folder_with_other_settings_is_refused(tmp_path):
-    session(tmp_path).run((1, 2))
+def test_a_folder_with_other_settings_is_refused(session):
+    first = session()
+    first.plan[0].train("cpu", first.console)
     with pytest.raises(AcutanceError, match=r"optim.lr 0.002 instead of 0.003: name another folder"):
-        session(tmp_path, changes=("optim.lr=0.003",)).run((1, 2))
+        session(changes=("optim.lr=0.003",)).run()
 
 
-def test_a_field_that_some_tasks_lack_is_changed_in_the_others_and_one_that_all_lack_is_refused(tmp_path):
+@pytest.mark.usefixtures("full_scale")
+def test_a_field_that_some_tasks_lack_is_changed_in_the_others_and_one_that_all_lack_is_refused(session):
     """ImageNet in shards, and ADE20K beside it."""
     changes = ("task.shards=/data/train-{000..146}.tar", "loop.log_every=7")
-    plan = session(tmp_path, "neutreno-table2", scale="full", seeds=1, data_dir="/data", changes=changes).plan
+    plan = session("neutreno-table2", data_dir="/data", changes=changes).plan
     shards = {planned.recipe: getattr(planned.config.task, "shards", None) for planned in plan}
     assert shards == {"deit_tiny": "/data/train-{000..146}.tar", "ade20k": None}
     assert {planned.config.loop.log_every for planned in plan} == {7}
     for name, change in (("neutreno-table2", "task.shrads=x"), ("neutreno-table8", "task.shards=x")):
         with pytest.raises(AcutanceError, match=r"task has no field 'sh"):
-            session(tmp_path, name, changes=(change,))
+            session(name, changes=(change,))
 
 
-def test_how_the_work_is_done_may_change_but_not_the_seed(tmp_path):
-    planned = session(tmp_path).plan[0]
+def test_how_the_work_is_done_may_change_but_not_the_seed(session):
+    planned, other = session(seeds=2).plan[::3]
     Run(planned.run.folder).begin(override(planned.config, ["loop.graph=true", "task.compile_augment=true"]), None, 1)
     planned.check()
-    other = session(tmp_path, seeds=2).plan[-1]
     Run(other.run.folder).begin(override(other.config, ["loop.seed=5"]), None, 1)
     with pytest.raises(AcutanceError, match=r"loop\.seed 5 instead of 1"):
         other.check()
 
 
-def test_divergence_is_a_result(tmp_path, monkeypatch):
+def test_divergence_is_a_result(session, monkeypatch):
     def diverge(config, folder, **_):
         Run(folder).begin(config, None, 1)
         raise DivergedError("the loss became nan in step 3")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(plan_room, "train", diverge)
-        result = session(tmp_path).run()
+    monkeypatch.setattr(plan_room, "train", diverge)
+    result = session().run()
     assert not result.pending
     assert result.sheets[0].lines[0].note == "seed 0 diverged"
-    assert session(tmp_path).plan[0].divergence == "the loss became nan in step 3"
+    assert session().plan[0].divergence == "the loss became nan in step 3"
 
 
-def test_the_plan_is_a_script_that_trains_the_very_runs(tmp_path, monkeypatch):
+def test_the_plan_is_a_script_that_trains_the_very_runs(session, tmp_path, monkeypatch):
     """The printed commands, run by themselves, begin or end runs that reproduce takes as its own."""
-    options = ["reproduce", "neutreno-table8", "--scale", "tiny", "--out", str(tmp_path), "--plan"]
 
     def commands():
-        printed = CliRunner().invoke(app, options).output.splitlines()
+        printed = command(tmp_path, "--plan").output.splitlines()
         return [shlex.split(line) for line in printed if not line.startswith("#")], printed
 
-    def run(command):
-        assert command[0] == "acutance"
-        done = CliRunner().invoke(app, [*command[1:], "--device", "cpu"])
+    def run(words):
+        assert words[0] == "acutance"
+        done = CliRunner().invoke(app, [*words[1:], "--device", "cpu"])
         assert done.exit_code == 0, done.output
-        assert session(tmp_path).plan[0].state == "finished"
-        session(tmp_path).plan[0].check()
+        assert session().plan[0].state == "finished"
+        session().plan[0].check()
 
-    begun = session(tmp_path).plan[0]
+    begun = session().plan[0]
     with monkeypatch.context() as patch:
         patch.setattr("acutance.lab.train.loop.Loop._step", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            begun.train("cpu", session(tmp_path).console)
+            begun.train("cpu", session().console)
     (first, second), printed = commands()
     assert printed[1] == "# cifar10-kernel-seed0: begun"
     assert printed[3] == "# cifar10-kernel-neutreno-seed0: new"
     assert "--resume" in first
     assert "--resume" not in second
     run(first)
+    assert trained(begun) == 2
     (left,), printed = commands()
     assert printed[1:3] == ["# cifar10-kernel-seed0: finished", "# cifar10-kernel-neutreno-seed0: new"]
     assert left == second
     run(second)
     assert commands()[0] == []
+    done = command(tmp_path, "--device", "cpu")
+    assert "| Kernel Transformer | 75.89 |" in done.output
+    assert (tmp_path / "neutreno-table8" / "result.md").is_file()
 
 
-def test_a_share_is_planned_by_itself(tmp_path):
-    options = ["reproduce", "neutreno-table8", "--scale", "tiny", "--out", str(tmp_path), "--plan", "--only"]
-
-    def planned(only):
-        printed = CliRunner().invoke(app, [*options, only]).output.splitlines()
-        return [line for line in printed if line.endswith(": new")]
-
-    assert planned("1/2") == ["# cifar10-kernel-seed0: new"]
-    assert planned("2/2") == ["# cifar10-kernel-neutreno-seed0: new"]
-    with pytest.raises(AcutanceError, match="i/n"):
-        CliRunner().invoke(app, [*options, "3/2"], catch_exceptions=False)
-
-
-@pytest.mark.parametrize("scale", ["full", "tiny"])
-def test_every_command_of_every_plan_says_the_whole_configuration(tmp_path, scale):
-    for name, target in TARGETS.items():
-        if not target.measure:
-            continue
-        for planned in session(tmp_path, name, scale=scale, seeds=1, data_dir="/data").plan:
+@pytest.mark.usefixtures("full_scale")
+def test_every_command_of_every_plan_says_the_whole_configuration(session):
+    for target in TARGETS.values():
+        for planned in session(target, data_dir="/data").plan:
             _, _, recipe, _, _, *rest = shlex.split(planned.command())
             assert rest[::2] == ["--set"] * (len(rest) // 2)
             assert override(recipes.load(recipe), rest[1::2]) == planned.config, planned.label
 
 
-def test_several_processes_are_told_what_to_do(tmp_path, monkeypatch):
+def test_several_processes_are_told_what_to_do(session, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(AcutanceError, match="start it once for each GPU"):
-        session(tmp_path)
+        session()
 
 
-def test_full_scale_asks_for_data(tmp_path):
+@pytest.fixture
+def holding(session):
+    """Starts a process that holds the first run of a target, as one that trains it does."""
+    started = []
+
+    def start(name, by_command=False):
+        planned = session(name).plan[0]
+        path = planned.run.folder / ".lock" if by_command else planned.lock_path
+        path.parent.mkdir(parents=True)
+        words = [sys.executable, "-c", HOLD, str(path)]
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("by_command", [False, True], ids=["reproduce", "train"])
+def test_what_another_process_trains_is_left_to_it_until_it_is_killed(session, holding, capsys, by_command):
+    other = holding("neutreno-table8", by_command)
+    assert session().run().pending == ("cifar10-kernel-seed0",)
+    assert "cifar10-kernel-seed0 is being trained by" in capsys.readouterr().out
+    assert [planned.state for planned in session().plan] == ["new", "finished"]
+    other.kill()
+    other.wait()
+    assert not session().run().pending
+    assert [trained(planned) for planned in session().plan] == [1, 1]
+
+
+def test_nobody_starts_from_a_run_that_is_not_finished(session, holding):
+    """The first of Table 6 is what the second starts from; the other family goes on."""
+    holding("neutreno-table6")
+    assert session("neutreno-table6").run().pending == ("deit-tiny-symmetric-seed0", "ade20k-symmetric-seed0")
+
+
+def test_what_was_held_up_is_trained_in_a_second_round(session, monkeypatch):
+    """Another process finishes the base while this one trains something else."""
+    order, real, taken = [], plan_room.train, plan_room.Planned.taken
+
+    def train(config, folder, **options):
+        order.append(folder.name)
+        return real(config, folder, **options)
+
+    def take(planned):
+        busy = planned.label == "deit-tiny-symmetric-seed0" and not order
+        return nullcontext("somebody") if busy else taken(planned)
+
+    monkeypatch.setattr(plan_room, "train", train)
+    monkeypatch.setattr(plan_room.Planned, "taken", take)
+    assert not session("neutreno-table6").run().pending
+    assert order == [f"{kind}-seed0" for kind in FAMILIES[2:] + FAMILIES[:2]]
+
+
+def shrink_in_process():
+    """In a process of its own; Table 8 needs no files."""
+    real = recipes.load
+    recipes.load = lambda name: standins.shrink(real(name), None)
+
+
+@pytest.mark.slow
+def test_two_commands_at_once_train_each_run_once(session, tmp_path):
+    words = ("reproduce", "neutreno-table8", "--seeds", "2", "--device", "cpu", "--out", tmp_path)
+    both = run_beside(2 * [(words, {})], seconds=300, prepare=shrink_in_process)
+    assert [done.returncode for done in both] == [0, 0], both
+    plan = session(seeds=2).plan
+    assert [planned.state for planned in plan] == ["finished"] * 4
+    assert [trained(planned) for planned in plan] == [1] * 4
+    result = json.loads((tmp_path / "neutreno-table8" / "result.json").read_text())
+    assert result["pending"] == []
+    assert all(len(row["measured"]["accuracy"]["by_seed"]) == 2 for row in result["sheets"][0]["rows"])
+
+
+@pytest.mark.usefixtures("full_scale")
+def test_data_is_looked_for_before_the_first_training(session, tmp_path):
+    """Table 2 needs ImageNet first and ADE20K weeks later."""
+    data, out = standins.imagenet(tmp_path / "data").parent, tmp_path / "out"
+    for number in range(100):  # one in a hundred of a class is held out
+        shutil.copy(data / "imagenet/train/digit0/000.png", data / f"imagenet/train/digit0/more-{number}.png")
+    table2 = session("neutreno-table2", out, data_dir=data, changes=(f"task.model.num_classes={standins.CLASSES}",))
+    with pytest.raises(AcutanceError) as caught:
+        table2.run()
+    assert str(caught.value).startswith(f"ADE20K: looked for {data / 'ADEChallengeData2016'}, which is not there")
+    assert "\n" not in str(caught.value)
+    assert not out.exists()
+    shutil.rmtree(data / "imagenet" / "val" / "digit1")
+    with pytest.raises(AcutanceError) as caught:
+        table2.run()
+    first, second = str(caught.value).splitlines()
+    assert "digit1 is missing" in first
+    assert second.startswith("ADE20K: ")
     with pytest.raises(AcutanceError, match="cifar10 is read from a folder: name it with --data-dir"):
-        session(tmp_path, scale="full", device="cpu").run()
-    with pytest.raises(AcutanceError, match="scale is one of full, tiny"):
-        session(tmp_path, scale="huge")
+        session(out=out).run()
 
 
-def test_the_command_prints_and_writes(tmp_path):
-    options = ["reproduce", "oversmoothing-fig4", "--scale", "tiny", "--out", str(tmp_path)]
-    done = CliRunner().invoke(app, options)
-    assert done.exit_code == 0, done.output
-    assert "Post-LN, weights −1" in done.output
-    assert (tmp_path / "tiny" / "oversmoothing-fig4" / "result.md").is_file()
-
-
-def test_runs_of_other_shares_are_of_the_same_settings_or_refused(tmp_path):
-    session(tmp_path, changes=("optim.lr=0.003",)).run((1, 2))
-    with pytest.raises(AcutanceError, match=r"optim.lr 0.003 instead of 0.002"):
-        session(tmp_path).run((2, 2))
+@pytest.mark.usefixtures("full_scale")
+def test_each_missing_set_is_one_line(session, tmp_path):
+    with pytest.raises(AcutanceError) as caught:
+        session("oversmoothing-fig5", data_dir=tmp_path).run()
+    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == ["CIFAR-100", "WikiText-103"]
+    standins.wikitext(tmp_path)
+    (tmp_path / "wikitext-103" / "wiki.test.tokens").unlink()
+    with pytest.raises(AcutanceError, match=r"WikiText-103: looked for .*wiki\.test\.tokens"):
+        session("neutreno-table3", data_dir=tmp_path).run()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import standins
 from acutance.cli import app
 from acutance.errors import AcutanceError
 from acutance.lab import recipes
@@ -14,8 +15,6 @@ from acutance.lab.data import load_images
 from acutance.lab.data.decoding import centre_crop
 from acutance.lab.data.folder import IMAGENET_MEAN, ImageFolder
 from acutance.lab.evaluate.evaluate import evaluate_run
-from acutance.lab.reproduce import standins
-from acutance.lab.reproduce.tiny import shrink
 from acutance.lab.robustness import RobustnessTable
 from acutance.lab.robustness.images import images_of
 from acutance.lab.train import override, train
@@ -23,7 +22,7 @@ from acutance.lab.train import override, train
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    return shrink(recipes.load("deit_tiny"), tmp_path_factory.mktemp("stand-ins"))
+    return standins.shrink(recipes.load("deit_tiny"), tmp_path_factory.mktemp("stand-ins"))
 
 
 def test_images_of_imagenet_are_what_evaluation_cuts_out(config):

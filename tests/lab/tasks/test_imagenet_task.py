@@ -9,9 +9,9 @@ from itertools import islice
 import pytest
 import torch
 
+import standins
 from acutance.errors import AcutanceError
 from acutance.lab.data.augment import AugmentConfig
-from acutance.lab.reproduce import standins
 from acutance.lab.tasks import Share, imagenet
 from acutance.lab.tasks.imagenet import ImageNetConfig, ImageNetTask
 from acutance.models import ViTConfig

@@ -1,12 +1,13 @@
-"""Which runs a target needs, in an order in which they can be trained, and who trains which."""
+"""The runs that a target needs, in an order in which they can be trained."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -15,10 +16,12 @@ from acutance.errors import AcutanceError
 from acutance.files import locks
 from acutance.files.atomic import atomic_write
 from acutance.lab import recipes
+from acutance.lab.data import load_images, load_segmentation
+from acutance.lab.data.tokens import corpus_files
 from acutance.lab.evaluate.evaluate import with_data_dir
 from acutance.lab.reproduce.target import Training
-from acutance.lab.reproduce.trainings import training
 from acutance.lab.tasks.base import STARTS
+from acutance.lab.tasks.imagenet import load_imagenet
 from acutance.lab.train.config import Config
 from acutance.lab.train.nonfinite import DivergedError
 from acutance.lab.train.overrides import override
@@ -26,35 +29,35 @@ from acutance.lab.train.plain import field_types
 from acutance.lab.train.run import INCIDENTAL, Run, changes
 from acutance.lab.train.start import train
 
-# Where data and weights lie and how the work is done may change between two calls; a folder is of one seed.
+# Paths and how the work is done may change between two calls. The seed may not: a folder has one.
 MAY_CHANGE = INCIDENTAL - {"loop.seed"} | {f"task.{name}" for name in STARTS}
-Share = tuple[int, int]  # the i-th, from 1, of n
+# What is read to see that a task's data is there. For "val" of ImageNet all of train/ is listed.
+LOADERS = {
+    "classification": lambda t: (load_images(t.dataset, t.data_dir, "all"), load_images(t.dataset, t.data_dir, "test")),
+    "imagenet": lambda t: (load_imagenet(t, "val"), load_imagenet(t, "test")),
+    "segmentation": lambda t: [load_segmentation(t.dataset, t.data_dir, "all" if i else "test") for i in range(2)],
+    "language": lambda t: corpus_files(t.corpus, t.data_dir),
+}
+PLACE = ("kind", "dataset", "corpus", "data_dir", "shards", "test_shards", "held_out_every", "train_on")
 
 
 @dataclass(frozen=True)
 class Planned:
     """One run: a training and a seed."""
 
-    name: str
-    seed: int
     recipe: str
     config: Config
     run: Run
-    base: Planned | None = None  # what it starts from
+    base: Planned | None = None  # the run it starts from
 
     @property
     def label(self) -> str:
-        """What its folder is called."""
+        """The name of its folder."""
         return self.run.folder.name
 
     @property
-    def root(self) -> str:
-        """The run that it and its kin start from."""
-        return self.label if self.base is None else self.base.root
-
-    @property
     def divergence(self) -> str | None:
-        """What stopped it for good, if something did."""
+        """The message of a run whose loss stopped being a number."""
         path = self.run.folder / "diverged.txt"
         return path.read_text(encoding="utf-8") if path.is_file() else None
 
@@ -74,12 +77,12 @@ class Planned:
 
     @property
     def lock_path(self) -> Path:
-        """Held by the `reproduce` that trains it, from before there is a folder."""
+        """Held by the `reproduce` that trains it. It lies beside the folder, which may not exist yet."""
         return self.run.folder.with_name(f".{self.label}.lock")
 
     @contextmanager
     def taken(self) -> Iterator[str | None]:
-        """Inside, nobody else trains it; or who does, another `reproduce` or one that runs the plan's command."""
+        """Take the run. Yields None, or the process that trains it already, by `reproduce` or by `train`."""
         with locks.held(self.lock_path) as mine:
             if not mine:
                 yield locks.holder(self.lock_path)
@@ -87,20 +90,19 @@ class Planned:
             command = self.run.lock_path
             with locks.held(command) if command.exists() else nullcontext(True) as free:
                 who = None if free else locks.holder(command)
-            yield who  # the command's lock is let go of: training takes it itself
+            yield who  # `train` takes the command's lock itself, so it is released here
 
     def command(self) -> str | None:
-        """How to train what is left by itself, e.g. under torchrun; `reproduce` then finds it finished."""
+        """The command that trains what is left, e.g. under torchrun; `reproduce` then finds the run finished."""
         if not self.is_open:
             return None
-        plain = recipes.load(self.recipe).to_dict()
-        differing = changes(plain, self.config.to_dict())
+        differing = changes(recipes.load(self.recipe).to_dict(), self.config.to_dict())
         fields = [word for name, (_, value) in differing.items() for word in ("--set", f"{name}={_text(value)}")]
         resume = ["--resume"] if self.run.exists() else []
         return shlex.join(["acutance", "train", self.recipe, "--out", str(self.run.folder), *resume, *fields])
 
     def check(self) -> None:
-        """Refuse to go on with a run that was begun with something else."""
+        """Refuse to go on with a run that was begun with other settings."""
         if not self.run.exists():
             return
         found = changes(self.run.config().to_dict(), self.config.to_dict())
@@ -112,89 +114,72 @@ class Planned:
             )
 
     def train(self, device: str, console: Console) -> None:
-        """Train what is left to train; a loss that is no number is a result too, and kept as such."""
+        """Train what is left. Divergence is a result too, and kept."""
         self.check()
         if not self.is_open:
             return
         if self.config.loop.compile:
-            torch.compiler.reset()  # or many runs in one process reach the limit on compiling the same code again
+            torch.compiler.reset()  # many runs in one process would reach the limit on recompilations
+        told = {"recipe": self.recipe, "resume": self.run.exists()}
         try:
-            train(
-                self.config,
-                self.run.folder,
-                recipe=self.recipe,
-                resume=self.run.exists(),
-                device=device,
-                console=console,
-            )
+            train(self.config, self.run.folder, **told, device=device, console=console)  # type: ignore[arg-type]
         except DivergedError as error:
             atomic_write(self.run.folder / "diverged.txt", str(error).encode())
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes runs of trainings: where they lie, on which data, and what is changed in all of them."""
+    """Makes runs of trainings: their folder, their data, and the changes in all of them."""
 
     folder: Path
     data_dir: Path | None
     changes: tuple[str, ...]
-    shrink: Callable[[Config], Config]  # the identity, but at tiny scale
 
-    def plan(self, names: Sequence[str], seeds: Sequence[int]) -> list[Planned]:
-        """All runs, each after the one it starts from."""
-        ordered: dict[tuple[str, int], Planned] = {}
+    def plan(self, trainings: Iterable[Training], seeds: Sequence[int]) -> list[Planned]:
+        """All runs, each once and after the one it starts from."""
+        ordered: dict[str, Planned] = {}
         for seed in seeds:
-            for name in names:
-                self._add(name, seed, ordered)
+            for training in trainings:
+                planned = self.one(training, seed)
+                for each in (planned.base, planned):  # a base starts from nothing
+                    if each is not None:
+                        ordered.setdefault(each.label, each)
         plan = list(ordered.values())
         for change in self.changes if plan else ():
             if not any(_concerns(planned.config, change) for planned in plan):
-                override(plan[0].config, [change])  # which says that there is no such field
+                override(plan[0].config, [change])  # raises: there is no such field
         return plan
 
-    def one(self, name: str, seed: int) -> Planned:
-        """A single run, without what it starts from."""
-        chosen = training(name)
-        base = None if chosen.starts_from is None else self.one(chosen.starts_from[1], seed)
-        run = Run(self.folder / f"{name}-seed{seed}")
-        return Planned(name, seed, chosen.recipe, self._config(chosen, seed, base), run, base)
-
-    def _add(self, name: str, seed: int, ordered: dict[tuple[str, int], Planned]) -> None:
-        start = training(name).starts_from
-        if start is not None:
-            self._add(start[1], seed, ordered)
-        ordered.setdefault((name, seed), self.one(name, seed))
-
-    def _config(self, chosen: Training, seed: int, base: Planned | None) -> Config:
-        plain = recipes.load(chosen.recipe)
+    def one(self, training: Training, seed: int) -> Planned:
+        """A single run."""
+        base = None if training.base is None else self.one(training.base, seed)
+        plain = recipes.load(training.recipe)
         wanted = (change for change in self.changes if _concerns(plain, change))
-        config = override(plain, [*chosen.changes, f"loop.seed={seed}", *wanted])
-        if chosen.starts_from is not None and base is not None:
-            start = {chosen.starts_from[0]: str(base.run.model_path)}
-            config = replace(config, task=replace(config.task, **start))
-        return self.shrink(with_data_dir(config, self.data_dir))
+        config = override(plain, [*training.changes, f"loop.seed={seed}", *wanted])
+        if base is not None:
+            config = replace(config, task=replace(config.task, **{training.start: str(base.run.model_path)}))
+        run = Run(self.folder / f"{training.name}-seed{seed}")
+        return Planned(training.recipe, with_data_dir(config, self.data_dir), run, base)
 
 
-def share_of(text: str | None) -> Share | None:
-    """`2/4` as a pair."""
-    if text is None:
-        return None
-    first, slash, last = text.partition("/")
-    if not (slash and first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
-        raise AcutanceError(f"--only takes i/n with i from 1 to n, such as 2/4, not {text!r}")
-    return int(first), int(last)
+def check_data(configs: Iterable[Config]) -> None:
+    """Look for the data of all runs before the first training; refuse with a line for each set that is missing.
 
-
-def mine(plan: Sequence[Planned], share: Share | None) -> list[Planned]:
-    """This share of a plan: whole families, so that nobody waits for another's run."""
-    if share is None:
-        return list(plan)
-    roots = list(dict.fromkeys(planned.root for planned in plan))
-    return [planned for planned in plan if roots.index(planned.root) % share[1] == share[0] - 1]
+    Folders are listed and small sets read. Images are not decoded.
+    """
+    tasks: dict[Any, Any] = {tuple(getattr(c.task, name, None) for name in PLACE): c.task for c in configs}
+    complaints = []
+    for task in tasks.values():
+        try:
+            LOADERS[task.kind](task)
+        except AcutanceError as error:
+            complaints.append(str(error))
+    if complaints:
+        raise AcutanceError("\n".join(dict.fromkeys(complaints)))
 
 
 def _concerns(config: Config, change: str) -> bool:
-    """Fields of one kind of task, such as task.shards of ImageNet, are changed in runs of that kind."""
+    """Whether a run has the field: task.shards is ImageNet's, and other tasks ignore it."""
     room, *inside = (part.strip() for part in change.partition("=")[0].split("."))
     return room != "task" or not inside or inside[0] in field_types(type(config.task))
 

@@ -1,34 +1,44 @@
-"""What a table or figure is made of, as plain data."""
+"""What a table or figure is made of."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from acutance.lab.reproduce.page import Sheet
+    from acutance.lab.reproduce.run import Session
 
 # A published number; with its spread over seeds where the paper gives one.
 Published = float | tuple[float, float]
-State = Literal["trained", "initial"]
+PAPERS = {"neutreno": "2312.00751", "oversmoothing": "2401.04301"}
 
 
 @dataclass(frozen=True)
 class Training:
-    """A run that targets need: a recipe, and how it differs from it. Named once, shared by all targets."""
+    """A run that targets need, as a recipe and the fields that differ from it. Targets share runs by name."""
 
+    name: str
     recipe: str
     changes: tuple[str, ...] = ()  # as --set takes them
-    starts_from: tuple[str, str] | None = None  # a field of the task, and the name of the training it is filled from
+    base: Training | None = None  # the training it starts from
+    start: str = "weights"  # the task's field that takes the base's weights
+
+    def vary(self, suffix: str, *changes: str) -> Training:
+        """The same recipe with further changes."""
+        return Training(f"{self.name}-{suffix}", self.recipe, (*self.changes, *changes))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One model of a table, or one curve of a figure, and what the paper says of it."""
+    """One model of a table, or one curve of a figure, and its published numbers."""
 
     label: str
-    training: str | None = None  # a name in `trainings.TRAININGS`
-    state: State = "trained"  # initial: as drawn, before any step
-    model: str | None = None  # instead of a training: a pretrained model, as `acutance measure` takes it
+    training: Training | None = None
     published: Mapping[str, Published] = field(default_factory=dict)  # by column
+    state: Literal["trained", "initial"] = "trained"  # initial: before any step
+    model: str | None = None  # a pretrained model instead of a training, as `acutance measure` takes it
 
 
 @dataclass(frozen=True)
@@ -37,17 +47,13 @@ class Target:
 
     name: str
     title: str
-    paper: str  # its arXiv number
-    measure: str  # a name in `measures.MEASURES`; empty where there is nothing to run
+    measure: Callable[[Session], list[Sheet]] | None  # None: there is nothing to run
     rows: tuple[Row, ...] = ()
-    columns: Mapping[str, str] = field(default_factory=dict)  # heading to what is read, in the measure's own words
-    data: str = ""  # what it needs
-    cost: str = ""
-    notes: str = ""  # where the paper leaves a choice, and which was made
+    needs: str = ""  # data and compute
+    notes: str = ""  # what the paper leaves open, and what was chosen
     seeds: int = 3
 
     @property
-    def trainings(self) -> tuple[str, ...]:
-        """The names of the trainings that must be finished, in the order of the rows, each once."""
-        named = (row.training for row in self.rows if row.training is not None and row.state == "trained")
-        return tuple(dict.fromkeys(named))
+    def paper(self) -> str:
+        """Its arXiv number."""
+        return PAPERS[self.name.partition("-")[0]]

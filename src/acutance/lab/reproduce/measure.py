@@ -1,0 +1,201 @@
+"""How targets are measured. Metrics, spectra and scores are defined elsewhere; here they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import nn
+
+from acutance import sites
+from acutance.explain import explain
+from acutance.lab.bench.efficiency import count_flops
+from acutance.lab.bench.timing import MIB, peak_mib, seconds_per_step
+from acutance.lab.reproduce.page import Line, Sheet
+from acutance.lab.reproduce.run import RowModel, Session
+from acutance.lab.robustness import CORRUPTIONS, FGSM, PGD, evaluate, table_name
+from acutance.lab.robustness.images import images_of
+from acutance.lab.studies import norm_grid
+from acutance.lab.studies.pictures import repeat_picture
+from acutance.lab.tasks.classification import build_vit
+from acutance.measure.maps import attention_maps
+from acutance.measure.measure import measure
+from acutance.models import Segmenter
+
+Read = Callable[[RowModel], Mapping[str, float]]
+Measure = Callable[[Session], list[Sheet]]
+
+COSINE = "token cosine, last layer"
+EFFICIENCY_BATCH, EFFICIENCY_REPEATS = 8, 50
+CORRUPTED = {f"severity {level}": f"severity {level}" for level in range(1, 6)}
+ATTACKS = {"FGSM": FGSM(1.0), "PGD": PGD(1.0)}
+ATTACKED = {column: attack.name for column, attack in ATTACKS.items()}
+PUBLISHED_CORRUPTIONS = "CIFAR-100-C"  # in the data folder: these files are read where they are
+CORRUPTION_NAMES = tuple(CORRUPTIONS)
+
+
+def table(*reads: Read, title: str = "", digits: int = 2) -> Measure:
+    """One sheet with the numbers of all reads; its columns are the names they give, then those only published."""
+
+    def sheets(session: Session) -> list[Sheet]:
+        lines = session.lines(*reads)
+        names = [name for line in lines for name in line.measured] + [name for line in lines for name in line.published]
+        return [Sheet(title or session.target.title, list(dict.fromkeys(names)), lines, digits)]
+
+    return sheets
+
+
+def together(*measures: Measure) -> Measure:
+    """The sheets of several measures."""
+    return lambda session: [sheet for each in measures for sheet in each(session)]
+
+
+def scores(columns: Mapping[str, str], split: str = "test", settings: tuple[str, ...] = ()) -> Read:
+    """A run's scores by column; the settings change how the data is read."""
+    return lambda model: {column: model.scores(split, settings)[name] for column, name in columns.items()}
+
+
+def by_layer(metric: str, split: str = "test") -> Read:
+    """A metric after each block (a Segmenter's encoder's), with a column for each layer."""
+    return lambda model: {f"layer {layer}": value for layer, value in _curve(model, metric, split).items()}
+
+
+def at_last_layer(column: str, metric: str) -> Read:
+    """A metric on test data after the last block."""
+    return lambda model: {column: list(_curve(model, metric, "test").values())[-1]}
+
+
+def mean_over_layers(metric: str, columns: Mapping[str, str]) -> Read:
+    """A metric by column, each with its split."""
+    return lambda model: {column: fmean(_curve(model, metric, split).values()) for column, split in columns.items()}
+
+
+def _curve(model: RowModel, metric: str, split: str) -> dict[int, float]:
+    part = "encoder" if isinstance(model.module, Segmenter) else None
+    profile = measure(model.module, model.inputs(split), metrics=[metric], tap="block", part=part, progress=False)
+    return {found.layer: found.mean for found in profile.select(metric)}
+
+
+def ablation(session: Session) -> list[Sheet]:
+    """Scores, also as differences from the first row at the same seeds; and the learnt λ̃ by layer."""
+    base = session.target.rows[0].label
+    (sheet,) = table(scores({"top-1": "top1", "loss": "loss"}), at_last_layer(COSINE, "token_cosine"))(session)
+    beside, first = f"top-1 beside {base}", sheet.lines[0].measured.get("top-1", {})
+    lines = []
+    for line in sheet.lines:
+        pairs = line.measured.get("top-1", {}).items()
+        difference = {seed: value - first[seed] for seed, value in pairs if seed in first}
+        lines.append(replace(line, measured={**line.measured, beside: difference}))
+    whole = replace(sheet, columns=["top-1", beside, "loss", COSINE], lines=lines)
+    (learnt,) = table(_learnt_strengths, title="λ̃ after training", digits=3)(session)
+    return [whole, replace(learnt, lines=[line for line in learnt.lines if line.measured])]
+
+
+def _learnt_strengths(model: RowModel) -> dict[str, float]:
+    """The mean over heads; layer 1 has none."""
+    learnt = {site.layer: getattr(site.mitigation, "learnt_strength", None) for site in sites.find(model.module)}
+    return {f"layer {at}": float(values.detach().mean()) for at, values in learnt.items() if values is not None}
+
+
+def dominance(model: RowModel) -> dict[str, float]:
+    """Which family dominates I + H⊗A, in percent of samples, layers and heads."""
+    share = explain(model.module, model.inputs("test"), progress=False).share()
+    return {"μ = 1 dominates": 100 * share.smoothing, "another μ dominates": 100 * share.sharpening}
+
+
+def spectra(model: RowModel) -> dict[str, float]:
+    """The eigenvalues of H: the share with a negative real part, the median, and a histogram of the last seed."""
+    found = explain(model.module, progress=False)
+    model.save_picture(found.picture("histogram"), "spectrum")
+    negative = fmean(layer.negative_share for layer in found.layers)
+    middle = fmean(layer.quantiles[2] for layer in found.layers)
+    return {"negative real part, %": 100 * negative, "median of the real parts": middle}
+
+
+def maps(model: RowModel) -> dict[str, float]:
+    """Attention maps of the first, the middle and the last layer of one test image, as pictures."""
+    depth = len(model.module.blocks)  # type: ignore[arg-type] # a ViT's
+    image = next(iter(model.inputs("test")))[:1].to(model.session.device)
+    layers = sorted({1, max(1, depth // 2), depth})  # 1, 6 and 12 of twelve
+    model.save_picture(attention_maps(model.module, image, layers).plot(), "maps")
+    return {}
+
+
+def norms(session: Session) -> list[Sheet]:
+    """One layer repeated under every norm, for three spectra of H."""
+    grid = norm_grid()
+    session.save_picture(repeat_picture(grid), "norms")
+    lines = [
+        Line(norm, {spectrum: {0: float(t.hfc_lfc[:, -1].mean())} for spectrum, t in curves.items()})
+        for norm, curves in grid.items()
+    ]
+    return [Sheet("HFC/LFC at the end", list(lines[0].measured), lines, digits=4)]
+
+
+def robustness(columns: Mapping[str, str]) -> Measure:
+    """Accuracy on corrupted and attacked test images.
+
+    Columns name what `RobustnessTable.summary` has. With corruptions a second sheet has each by itself.
+    """
+    corrupted = any(name.startswith("severity") for name in columns.values())
+    attacks = [attack for column, attack in ATTACKS.items() if column in columns]
+
+    def read(model: RowModel) -> dict[str, float]:
+        run, data_dir = model.run, model.session.data_dir
+        published = None if data_dir is None else data_dir / PUBLISHED_CORRUPTIONS
+        if published is None or not published.is_dir() or run.config.task.kind != "classification":
+            published = None
+        found = evaluate(
+            model.module,
+            images_of(run.config.task, "test"),
+            corruptions=CORRUPTION_NAMES if corrupted else (),
+            attacks=attacks,
+            path=run.run.folder / table_name(corrupted_dir=published),  # shared with `acutance robustness`
+            corrupted_dir=published,
+            context={"name": run.label, "split": "test", "which": "last"},
+        ).summary()
+        return {**found, **{column: found[name] for column, name in columns.items()}}
+
+    def sheets(session: Session) -> list[Sheet]:
+        whole = Sheet(session.target.title, list(columns), session.lines(read))
+        single = replace(whole, columns=CORRUPTION_NAMES).transposed("By corruption, mean over severities")
+        return [whole, single] if corrupted else [whole]
+
+    return sheets
+
+
+def efficiency(model: RowModel) -> dict[str, float]:
+    """Inference with the row's mitigation over inference without it, on random images; memory on a GPU only."""
+    chosen, device = model.run.config.task.model, model.session.device
+    torch.manual_seed(model.seed)
+    steered, plain = (
+        build_vit(each, weights=None).to(device).eval() for each in (chosen, replace(chosen, mitigation=None))
+    )
+    images = torch.randn(EFFICIENCY_BATCH, chosen.in_chans, chosen.image_size, chosen.image_size, device=device)
+    (products, pointwise), (more, more_pointwise) = (count_flops(each, images) for each in (plain, steered))
+    term = more - products + more_pointwise - pointwise  # against products alone, as FLOPs are usually given
+
+    def call(module: nn.Module) -> Callable[[], Any]:
+        return torch.no_grad()(lambda: module(images))
+
+    def seconds(module: nn.Module) -> float:
+        return seconds_per_step(call(module), steps=1, device=str(images.device))
+
+    for module in (steered, plain):
+        seconds(module)
+    # Called in turn, so that a machine that slows down slows both.
+    pairs = [(seconds(steered), seconds(plain)) for _ in range(EFFICIENCY_REPEATS)]
+    time = median(mine for mine, _ in pairs) / median(theirs for _, theirs in pairs)
+    found = {"operations": (products + term) / products, "time": time}
+    if images.is_cuda:
+        peaks = []
+        for module, other in ((steered, plain), (plain, steered)):
+            other.cpu()  # only the model that is measured may take memory there
+            above = peak_mib(call(module.to(device)), str(images.device))
+            assert above is not None, "on a GPU"
+            peaks.append(above + torch.cuda.memory_allocated() / MIB)
+        found["memory"] = peaks[0] / peaks[1]
+    return found

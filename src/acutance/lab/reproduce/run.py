@@ -1,0 +1,250 @@
+"""Train what a target needs, measure, and put it beside what was published."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from torch import nn
+
+from acutance import distributed as processes
+from acutance.errors import AcutanceError, NonFiniteError
+from acutance.files.atomic import atomic_write
+from acutance.io import loading
+from acutance.io.saving import load
+from acutance.lab.data.seeds import mixed_seed
+from acutance.lab.evaluate.evaluate import evaluate_run, read_evaluation, task_of
+from acutance.lab.reproduce.page import Line, Result
+from acutance.lab.reproduce.plan import Planned, Planner, check_data
+from acutance.lab.reproduce.target import Row, Target
+from acutance.lab.studies.pictures import save_picture
+from acutance.lab.tasks.samples import samples as samples_of
+from acutance.lab.train.run import command_line, git_state, hardware, versions
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TEXTS = ("wikitext-103/wiki.test.tokens", "wikitext-2/wiki.test.tokens")  # the first that is there
+HINT = "# One run over 8 GPUs: add --processes 8, or write torchrun --nproc-per-node 8 -m before a command."
+
+
+class Session:
+    """One target, its runs below one folder, and what its measures read.
+
+    Args:
+        target: the table or figure.
+        out: `out/runs` has the runs, which all targets share, `out/TARGET` the results.
+        data_dir: where the data is.
+        seeds: runs for each row, numbered from 0; by default the target's own number.
+        changes: fields changed in every run, as --set takes them; they are written down with the result.
+        samples: images or sequences on which models are read.
+        device: cpu, cuda or auto.
+        console: where progress is shown.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        out: Path | str,
+        *,
+        data_dir: Path | str | None = None,
+        seeds: int | None = None,
+        changes: tuple[str, ...] = (),
+        samples: int = 1000,
+        device: str = "auto",
+        console: Console | None = None,
+    ) -> None:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise AcutanceError(
+                "reproduce is one process: start it once for each GPU (CUDA_VISIBLE_DEVICES=0, 1, …), and they will "
+                "share the runs; or train single runs under torchrun by the commands that --plan prints, and reproduce "
+                "will find them finished"
+            )
+        self.target, self.changes, self.samples = target, changes, samples
+        self.seeds = range(seeds or target.seeds)
+        self.folder = Path(out) / target.name
+        self.chosen_device, self.device = device, processes.device(device)
+        self.console = console or Console()
+        self.data_dir = None if data_dir is None else Path(data_dir)
+        self.planner = Planner(Path(out) / "runs", self.data_dir, changes)
+        trained = [row.training for row in target.rows if row.training is not None and row.state == "trained"]
+        self.plan = self.planner.plan(trained, self.seeds)
+
+    def run(self) -> Result:
+        """Train what is left and nobody else trains, then measure all that is finished."""
+        assert self.target.measure is not None, "there is something to run"
+        self._check_runs()
+        check_data(planned.config for planned in self.plan if planned.is_open)
+        while self._train():
+            pass  # again: another process may have finished what a run starts from
+        self._check_runs()
+        pending = self.pending()
+        sheets = self.target.measure(self)
+        record = {
+            "changes": list(self.changes),
+            "samples": self.samples,
+            "command": command_line(),
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": versions(),
+            "hardware": hardware(),
+            "git": git_state(),
+            "runs": {planned.label: planned.state for planned in self.plan},
+        }
+        return Result(self.target, len(self.seeds), tuple(sheets), pending, record)
+
+    def _check_runs(self) -> None:
+        """Runs that other processes train are read too, and must have the same settings."""
+        for planned in self.plan:
+            planned.check()
+
+    def _train(self) -> bool:
+        """Train all that can be trained now, in order. Returns whether there was any."""
+        some = False
+        for number, planned in enumerate(self.plan, 1):
+            if not planned.is_open:
+                continue
+            words = f"[{number}/{len(self.plan)}] {planned.label}"
+            with planned.taken() as other:
+                if other is not None:
+                    self._say(f"{words} is being trained by {other}")
+                elif planned.is_open and (planned.base is None or planned.base.state == "finished"):
+                    self._say(words)
+                    planned.train(self.chosen_device, self.console)
+                    some = True
+        return some
+
+    def _say(self, words: str) -> None:
+        self.console.print(escape(words), highlight=False, soft_wrap=True)
+
+    def pending(self) -> tuple[str, ...]:
+        """The runs that are not finished."""
+        return tuple(planned.label for planned in self.plan if planned.is_open)
+
+    def write(self, result: Result) -> list[Path]:
+        """The result as Markdown and as JSON; nothing if another process has finished the rest meanwhile."""
+        if result.pending and not self.pending():
+            return []
+        body = json.dumps(result.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
+        return [
+            atomic_write(self.folder / "result.md", result.to_markdown().encode()),
+            atomic_write(self.folder / "result.json", body.encode()),
+        ]
+
+    def script(self) -> str:
+        """The plan as a shell script: how each run could be trained by itself."""
+        lines = [HINT]
+        for planned in self.plan:
+            command = planned.command()
+            lines += [f"# {planned.label}: {planned.state}", *([] if command is None else [command])]
+        return "\n".join(lines)
+
+    def lines(self, *reads: Callable[[RowModel], Mapping[str, float]]) -> list[Line]:
+        """A line for each row: the numbers by name that `reads` find in its models, and notes on what is missing."""
+        return [self._line(row, reads) for row in self.target.rows]
+
+    def _line(self, row: Row, reads: Iterable[Callable[[RowModel], Mapping[str, float]]]) -> Line:
+        found: dict[str, dict[int, float]] = {}
+        notes: list[str] = []
+        config = None if row.training is None else self.planner.one(row.training, 0).config
+        inputs = cache(lambda split: samples_of(config, split, self.samples))  # type: ignore[arg-type] # a run's
+        for seed in self.seeds if row.model is None else [0]:
+            planned = None if row.training is None else self.planner.one(row.training, seed)
+            model = RowModel(self, row, seed, planned, inputs, notes)
+            if planned is not None and row.state == "trained" and planned.state != "finished":
+                notes.append(f"seed {seed} {planned.state}")
+                continue
+            for read in reads:
+                try:
+                    for name, value in read(model).items():
+                        found.setdefault(name, {})[seed] = value
+                except NonFiniteError:  # a finite loss on training data promises none on others
+                    notes.append(f"seed {seed} cannot be read: its tokens hold NaN or infinity")
+                except AcutanceError as error:
+                    if row.model is None:
+                        raise
+                    notes.append(str(error))  # a missing library, download or data set costs one line, not the table
+        return Line(row.label, found, row.published, ", ".join(dict.fromkeys(notes)))
+
+    def save_picture(self, figure: Figure, *words: str) -> list[Path]:
+        """Write a picture among the results, named by words."""
+        return save_picture(figure, self.folder / "-".join(re.sub(r"[^\w.]+", "-", word).strip("-") for word in words))
+
+
+@dataclass(frozen=True)
+class RowModel:
+    """One model of a row: its run at one seed, or a pretrained model."""
+
+    session: Session
+    row: Row
+    seed: int
+    planned: Planned | None  # None: pretrained
+    run_inputs: Callable[[str], Iterable[Any]]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def run(self) -> Planned:
+        """Its run."""
+        assert self.planned is not None, "a pretrained model has no run"
+        return self.planned
+
+    @cached_property
+    def _loaded(self) -> loading.LoadedModel:
+        return loading.load_model(str(self.row.model), device=self.session.device)
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """The model on the device, trained or as initialised."""
+        if self.planned is None:
+            return self._loaded.model
+        if self.row.state == "trained":
+            return load(self.planned.run.model_path).to(self.session.device)
+        task = task_of(self.planned.config, "cpu")
+        torch.manual_seed(mixed_seed(self.seed))
+        return task.build_model().to(self.session.device)
+
+    def inputs(self, split: str) -> Iterable[Any]:
+        """Samples of its run's data; for a pretrained model images of ImageNet's val/ or WikiText's test text."""
+        if self.planned is not None:
+            return self.run_inputs(split)
+        folder, limit = self.session.data_dir, self.session.samples
+        if folder is None:
+            raise AcutanceError("images and text are read from a folder: name it with --data-dir")
+        if self._loaded.tokenizer is None:
+            return self._loaded.image_batches(
+                (folder / "imagenet" if (folder / "imagenet").is_dir() else folder) / "val", limit=limit
+            )
+        for path in (folder / name for name in TEXTS):
+            if path.is_file():
+                return self._loaded.text_batches(path, limit=limit)
+        raise AcutanceError(f"text is read from {' or '.join(TEXTS)} in {folder}; neither is there")
+
+    def scores(self, split: str, settings: tuple[str, ...] = ()) -> Mapping[str, float]:
+        """The run's scores on a split; they are evaluated once and kept."""
+        folder, session = self.run.run.folder, self.session
+        found = read_evaluation(folder, split, settings=settings)
+        if found is None:
+            where = {"data_dir": session.data_dir, "device": session.chosen_device}
+            found = evaluate_run(folder, split=split, settings=settings, **where)  # type: ignore[arg-type]
+        return found.scores
+
+    def save_picture(self, figure: Figure, kind: str) -> None:
+        """Write a picture of this model and name its files in the row's note."""
+        self.notes.extend(path.name for path in self.session.save_picture(figure, kind, self.row.label))
+
+
+def reproduce(target: Target, out: Path | str, **options: Any) -> Result:
+    """`Session(target, out, **options).run()`, written down too."""
+    session = Session(target, out, **options)
+    result = session.run()
+    session.write(result)
+    return result

@@ -1,0 +1,265 @@
+"""Every table and figure is there, what it needs exists, and it runs from its trainings to its page."""
+
+import json
+import math
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import acutance as ac
+import standins
+from acutance.cli import app
+from acutance.errors import AcutanceError
+from acutance.io.loading import load_model
+from acutance.lab import recipes
+from acutance.lab.evaluate.evaluate import read_evaluation
+from acutance.lab.reproduce import TARGETS, Row, Target, Training, find, measure
+from acutance.lab.reproduce.measure import COSINE
+from acutance.lab.reproduce.neutreno import DIGITS, LEARNT, STRENGTHS, steered
+from acutance.lab.robustness import RobustnessTable
+from acutance.lab.train import Run, override
+
+EXPECTED = {
+    *(f"neutreno-table{i}" for i in range(1, 9)),
+    *(f"neutreno-fig{i}" for i in range(1, 7)),
+    *(f"oversmoothing-table{i}" for i in range(1, 4)),
+    *(f"oversmoothing-fig{i}" for i in range(1, 6)),
+    *("neutreno-robustness", "neutreno-robustness-imagenet", "oversmoothing-attacks"),
+}
+TRAININGS = {row.training.name: row.training for target in TARGETS.values() for row in target.rows if row.training}
+PICTURES = {"neutreno-fig4", "oversmoothing-fig4", "oversmoothing-fig5"}
+SECOND_SHEETS = {"lambda", "robustness", "table3"}  # of some rows only, or with rows as columns
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """Runs are shared, as a user's are: each is trained by the first target that needs it."""
+    return tmp_path_factory.mktemp("reproduce")
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    """Pretrained models are not loaded."""
+
+    def refuse(name, device):
+        raise AcutanceError(f"{name} is not here")
+
+    monkeypatch.setattr("acutance.io.loading.load_model", refuse)
+
+
+def written(session):
+    result = session.run()
+    session.write(result)
+    return result
+
+
+def test_no_table_and_no_figure_is_missing():
+    assert TARGETS.keys() >= EXPECTED
+    with pytest.raises(AcutanceError, match="nothing to run"):
+        find("neutreno-fig2")
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=list(TARGETS))
+def test_a_target_end_to_end(session, out, no_hub, target):
+    if target.measure is None:
+        assert target.notes
+        return
+    assert target.needs
+    made = session(target, out)
+    result = written(made)
+    assert not result.pending
+    body = json.loads((made.folder / "result.json").read_text())
+    assert {"versions", "hardware", "command", "runs"} <= body.keys()
+    assert "Not finished" not in (made.folder / "result.md").read_text()
+    assert bool(list(made.folder.glob("*.png"))) == (target.name in PICTURES)
+    for sheet in result.sheets:
+        assert sheet.columns or target.name in PICTURES
+        for line in sheet.lines:
+            assert line.note or line.measured.keys() >= set(sheet.columns) - {"memory"}
+            assert all(math.isfinite(value) for values in line.measured.values() for value in values.values())
+            assert set(line.published) <= set(sheet.columns)
+    if target.rows:
+        whole = any(word in target.name for word in SECOND_SHEETS)
+        for sheet in result.sheets[: 1 if whole else None]:
+            assert [line.label for line in sheet.lines] == [row.label for row in target.rows]
+            for row, line in zip(target.rows, sheet.lines, strict=True):
+                assert (row.training is None) == ("is not here" in line.note)
+
+
+@pytest.mark.usefixtures("full_scale")
+@pytest.mark.parametrize("training", TRAININGS.values(), ids=list(TRAININGS))
+def test_a_training_can_be_configured(training):
+    config = override(recipes.load(training.recipe), training.changes)
+    assert training.base is None or hasattr(config.task, training.start)
+
+
+def test_published_figures():
+    """Restated from the papers."""
+    rows = {row.label: row.published for row in find("neutreno-table1").rows}
+    assert rows["NeuTRENO DeiT + FeatScale"] == {"top-1": 73.23, "top-5": 91.73}
+    assert find("oversmoothing-table2").rows[-1].published == {"top-1": (33.99, 0.4)}
+    assert find("oversmoothing-table3").rows[2].published["5"] == (40.07, 0.2)
+    shares = [row.published["μ = 1 dominates"] for row in find("oversmoothing-table1").rows]
+    assert shares == [100.0, 70.27, 57.82, 98.92, 100.0, 0.0]
+
+
+def test_the_list_and_a_misspelt_name():
+    printed = CliRunner().invoke(app, ["reproduce", "--list"]).output
+    assert all(name in printed for name in TARGETS)
+    assert "93 s on an H200" in " ".join(printed.split())
+    error = CliRunner().invoke(app, ["reproduce", "neutreno-tabel1"]).exception
+    assert "did you mean neutreno-table1?" in str(error)
+
+
+def test_the_text_of_table_3_is_read_word_by_word(session, out):
+    """The column asks for a stride of its own, and its evaluation is kept under it."""
+    made = session("neutreno-table3", out)
+    made.run()
+    folder = made.plan[0].run.folder
+    every = read_evaluation(folder, "val", settings=("task.val_stride=1",)).scores["perplexity"]
+    assert written(made).sheets[0].lines[0].measured["valid perplexity"] == {0: every}
+    assert read_evaluation(folder, "val") is None
+
+
+def test_robustness_has_a_sheet_by_corruption_and_a_file_that_all_targets_share(session, out):
+    result = session("neutreno-robustness", out).run()
+    table, single = result.sheets
+    assert [line.label for line in single.lines] == ["gaussian_noise", "contrast"]
+    assert list(single.columns) == [row.label for row in result.target.rows]
+    cells = RobustnessTable.load(out / "runs" / "cifar100-neutreno-0.6-seed0" / "robustness.json")
+    assert single.lines[1].measured[table.lines[1].label] == {0: cells.mean(corruption="contrast")}
+    assert table.lines[1].measured["severity 4"] == {0: cells.mean(severity=4)}
+    before = (out / "runs" / "cifar100-seed0" / "robustness.json").read_bytes()
+    session("oversmoothing-attacks", out).run()
+    assert (out / "runs" / "cifar100-seed0" / "robustness.json").read_bytes() == before
+
+
+def test_runs_carry_what_their_training_says(session, out):
+    """The mitigation is in the trained model, and a start from another run was one."""
+    made = session("neutreno-table1", out)
+    made.run()
+    specs = {planned.label: ac.load(planned.run.model_path).config.mitigation for planned in made.plan}
+    assert specs == {
+        "deit-tiny-seed0": None,
+        "deit-tiny-neutreno-seed0": "neutreno:0.6",
+        "deit-tiny-adaptation-seed0": "neutreno:0.6",
+        "deit-tiny-featscale-seed0": "featscale",
+        "deit-tiny-neutreno-featscale-seed0": "neutreno:0.6+featscale",
+    }
+    adapted = Run(out / "runs" / "deit-tiny-adaptation-seed0").config()
+    assert adapted.task.weights == str(out / "runs" / "deit-tiny-seed0" / "model.safetensors")
+
+
+def test_one_scale_or_several(session, out):
+    made = session("neutreno-table2", out)
+    made.run()
+    folder = made.plan[1].run.folder
+    for option, setting, expected in (("--single-scale", "false", False), ("--multi-scale", "true", True)):
+        done = CliRunner().invoke(app, ["evaluate", str(folder), "--device", "cpu", option])
+        assert done.exit_code == 0, done.output
+        found = read_evaluation(folder, "test", settings=(f"task.multi_scale={setting}",))
+        assert ("miou_ms" in found.scores) == expected
+
+
+def test_seeds_have_a_mean_and_a_spread_and_changes_are_said(session, out, no_hub):
+    result = session("oversmoothing-fig2", out, seeds=2, changes=("loop.log_every=7",)).run()
+    line = result.sheets[0].lines[0]
+    mean, spread = line.mean_and_spread("layer 1")
+    first, second = line.measured["layer 1"].values()
+    assert first != second
+    assert mean == pytest.approx((first + second) / 2)
+    assert spread == pytest.approx(abs(first - second) / math.sqrt(2))
+    page = result.to_markdown()
+    assert f"{mean:.4f} ± {spread:.4f}" in page
+    assert "Changed in every run that has the field: loop.log_every=7." in page
+
+
+def pretrained(*models):
+    rows = tuple(Row(f"model {number}", model=str(model)) for number, model in enumerate(models))
+    return Target("neutreno-x", "Figure", measure.table(measure.by_layer("token_cosine")), rows)
+
+
+def test_pretrained_models_are_read_on_their_own_data(session, tmp_path):
+    """A model of ours stands for one of timm: named by its path, fed with the images in val/."""
+    model = ac.models.ViT(image_size=16, patch_size=8, dim=12, depth=2, heads=3, num_classes=3)
+    path = ac.save(model, tmp_path / "model.safetensors")
+    data_dir = standins.imagenet(tmp_path / "data").parent
+    result = session(pretrained(path, tmp_path / "missing"), data_dir=data_dir, samples=6).run()
+    found, missing = result.sheets[0].lines
+    images = load_model(str(path)).image_batches(data_dir / "imagenet" / "val", limit=6)
+    expected = ac.measure(model, images, metrics=["token_cosine"], progress=False)["token_cosine"]
+    assert [next(iter(values.values())) for values in found.measured.values()] == pytest.approx(expected.tolist())
+    assert "no checkpoint at" in missing.note
+    assert not missing.measured
+    assert "name it with --data-dir" in session(pretrained(path)).run().sheets[0].lines[0].note
+
+
+def test_pretrained_language_models_are_read_on_wikitext(session, tmp_path, monkeypatch):
+    asked = []
+
+    class Loaded:
+        tokenizer = object()
+        model = ac.models.LanguageModel(vocabulary=20, dim=6, depth=1, heads=1, hidden=8, cutoffs=())
+
+        def text_batches(self, path, *, limit):
+            asked.append((path, limit))
+            return [torch.arange(12).view(2, 6)]
+
+    monkeypatch.setattr("acutance.io.loading.load_model", lambda name, device: Loaded())
+    (tmp_path / "wikitext-2").mkdir()
+    text = tmp_path / "wikitext-2" / "wiki.test.tokens"
+    text.touch()
+    result = session(pretrained("hf:some"), data_dir=tmp_path, samples=5).run()
+    assert asked == [(text, 5)]
+    assert list(result.sheets[0].lines[0].measured) == ["layer 0", "layer 1"]
+
+
+PLAIN, HEAD = Row("λ̃ = 0", DIGITS), Row("learnt per head", steered(DIGITS, "head", "0.6,learn=head"))
+TOO_MUCH = Row("λ̃ = 1e39", Training("too-much", "digits", ("task.model.mitigation=neutreno:1e39",)))
+SWEEP = Target("neutreno-sweep", "Ablation", measure.ablation, (PLAIN, TOO_MUCH, HEAD))
+
+
+def test_a_sweep_outlives_a_run_that_truly_diverges_and_a_model_that_overflows(session):
+    """λ̃ = 1e39 overflows in the first step, in real training: nothing is put in place of it."""
+    sweep = session(SWEEP)
+    result = written(sweep)
+    assert not result.pending
+    (plain, diverged, learnt), (strengths,) = (sheet.lines for sheet in result.sheets)
+    assert diverged.note == "seed 0 diverged"
+    assert not any(diverged.measured.values())
+    assert "the loss became nan in step 1" in sweep.plan[1].divergence
+    beside = "top-1 beside λ̃ = 0"
+    for line in (plain, learnt):
+        assert not line.note
+        assert all(line.measured[column].keys() == {0} for column in ("top-1", "loss", COSINE, beside))
+    assert plain.measured[beside] == {0: 0.0}
+    assert learnt.measured[beside] == {0: learnt.measured["top-1"][0] - plain.measured["top-1"][0]}
+    model = ac.load(sweep.plan[2].run.model_path)
+    expected = float(model.blocks[1].attn.mitigation.learnt_strength.detach().mean())
+    assert (strengths.label, strengths.measured) == ("learnt per head", {"layer 2": {0: expected}})
+    assert json.loads((sweep.folder / "result.json").read_text())["runs"]["too-much-seed0"] == "diverged"
+    assert "| λ̃ = 1e39 | – | – | – | – | seed 0 diverged |" in (sweep.folder / "result.md").read_text()
+
+    path = sweep.plan[0].run.model_path
+    model = ac.load(path)
+    with torch.no_grad():
+        model.blocks[0].mlp.fc1.weight.mul_(1e20)
+        model.blocks[0].mlp.fc2.weight.mul_(1e20)
+    ac.save(model, path)
+    plain, _, learnt = written(session(SWEEP)).sheets[0].lines
+    assert plain.note == "seed 0 cannot be read: its tokens hold NaN or infinity"
+    assert COSINE not in plain.measured
+    assert learnt.measured[COSINE].keys() == {0}
+
+
+@pytest.mark.parametrize(("name", "recipe"), [("neutreno-lambda", "cifar100"), ("neutreno-lambda-digits", "digits")])
+def test_both_ablations_span_orders_of_magnitude_constant_and_learnt(name, recipe):
+    assert max(STRENGTHS) / min(STRENGTHS) >= 1e4
+    rows = find(name).rows
+    assert {row.training.recipe for row in rows} == {recipe}
+    assert [row.training.changes[1:] for row in rows] == [
+        (),
+        *((f"task.model.mitigation=neutreno:{strength:g}",) for strength in STRENGTHS),
+        *((f"task.model.mitigation=neutreno:0.6,learn={learn}",) for learn in LEARNT),
+    ]

@@ -1,0 +1,135 @@
+"""Stand-ins for data sets, and recipes shrunk to a few steps on them.
+
+Handwritten digits stand in for ImageNet's photographs and, placed on a canvas, for ADE20K's scenes; the package's own
+sources for WikiText-103. What a run is about stays: its mitigation, its kind of attention, its start from another run.
+"""
+
+import re
+from dataclasses import replace
+from importlib.resources import files
+
+import numpy as np
+
+from acutance.lab.data.augment import AugmentConfig
+from acutance.lab.data.decoding import pillow
+from acutance.lab.data.digits import digit_images
+from acutance.lab.tasks.windows import WindowConfig
+
+CLASSES = 3  # of the stand-in for ImageNet
+PER_CLASS = 20
+HELD_OUT_EVERY = 10
+SCENES = {"training": 20, "validation": 4}  # ADE20K's held-out slice is every twentieth
+SIDE = 20  # pixels of a scene
+WORDS = {"train": 2000, "valid": 100, "test": 100}
+BODY = {"dim": 12, "depth": 2, "heads": 3}
+STEPS = 4
+LENGTH = 8  # words of a sequence
+
+
+def imagenet(folder):
+    """Digits as colour images: train/<class>/ and val/<class>/."""
+    root = folder / "imagenet"
+    for part, train, count in (("train", True, PER_CLASS), ("val", False, 5)) if not root.exists() else ():
+        found = digit_images(train)
+        for label in range(CLASSES):
+            for number, image in enumerate(found.images[found.labels == label][:count, 0].numpy()):
+                _save(np.stack([image] * 3, -1), root / part / f"digit{label}" / f"{number:03d}.png")
+    return root
+
+
+def ade20k(folder):
+    """Scenes of one digit each, whose pixels have its class; the background is a class of its own."""
+    root, random = folder / "ADEChallengeData2016", np.random.default_rng(0)
+    for part, count in SCENES.items() if not root.exists() else ():
+        found = digit_images(part == "training")
+        for number in range(count):
+            image, label = _scene(found.images[number, 0].numpy(), int(found.labels[number]), random)
+            _save(image, root / "images" / part / f"{number:03d}.jpg")
+            _save(label, root / "annotations" / part / f"{number:03d}.png")
+    return folder
+
+
+def _scene(digit, label, random):
+    """A digit at a random place, and the classes of all pixels: 1 the background, digit d is d + 2; 0 is no class."""
+    image, classes = np.full((SIDE, SIDE, 3), 40, np.uint8), np.ones((SIDE, SIDE), np.uint8)
+    top, left = random.integers(0, SIDE - 8, 2)
+    window = (slice(top, top + 8), slice(left, left + 8))
+    image[window] = np.maximum(digit[..., None], 40)
+    classes[window][digit > 0] = label + 2
+    return image, classes
+
+
+def wikitext(folder):
+    """Words of the package's sources as wiki.train.tokens and the others."""
+    root, start = folder / "wikitext-103", 0
+    root.mkdir(parents=True, exist_ok=True)
+    sources = sorted((path for path in files("acutance.mitigations").iterdir() if path.name.endswith(".py")), key=str)
+    lines = [" ".join(re.findall(r"\w+", line)) for path in sources for line in path.read_text("utf-8").splitlines()]
+    words = " \n ".join(line for line in lines if line).split(" ")
+    for part, count in WORDS.items():
+        (root / f"wiki.{part}.tokens").write_text(" ".join(words[start : start + count]), encoding="utf-8")
+        start += count
+    return folder
+
+
+def _save(pixels, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pillow().fromarray(pixels).save(path)
+
+
+def shrink(config, folder):
+    """A run of a few steps on a CPU; `folder` is where the stand-ins are."""
+    kind, batch = config.task.kind, 8 if config.task.kind == "segmentation" else 16
+    sizes = {"classification": 1440, "imagenet": CLASSES * PER_CLASS, "segmentation": SCENES["training"]}
+    steps = (WORDS["train"] // batch - 1) // LENGTH if kind == "language" else sizes[kind] // batch
+    loop = replace(
+        config.loop,
+        epochs=STEPS / max(1, steps),
+        batch_size=batch,
+        accumulate=1,
+        precision="fp32",
+        compile=False,
+        checkpoint_every=1000,
+        evaluate_every=1000,
+        keep_last=1,
+        monitor_every=None,
+    )
+    task = replace(config.task, **SHRINKING[kind](config.task.model, folder))
+    return replace(config, task=task, loop=loop, schedule=replace(config.schedule, warmup=0.0))
+
+
+def _classification(model, _folder):
+    return {
+        "dataset": "digits",
+        "data_dir": None,
+        "model": replace(model, image_size=8, patch_size=2, in_chans=1, num_classes=10, drop_path=0.0, **BODY),
+        "augment": AugmentConfig(crop_pad=1, mixup=0.2, smoothing=0.1),
+        "compile_augment": False,
+        "xavier": True,  # so that a few steps move it
+    }
+
+
+def _imagenet(model, folder):
+    model = replace(model, image_size=16, patch_size=8, num_classes=CLASSES, **BODY)
+    where = {"data_dir": str(imagenet(folder)), "held_out_every": HELD_OUT_EVERY}
+    return {"model": model, **where, "repeats": 2, "workers": 0}
+
+
+def _segmentation(model, folder):
+    model = replace(model, image_size=16, patch_size=8, decoder_depth=1, decoder_heads=BODY["heads"], **BODY)
+    windows = WindowConfig(short_side=16, size=16, stride=12)
+    return {"model": model, "data_dir": str(ade20k(folder)), "windows": windows, "workers": 0}
+
+
+def _language(model, folder):
+    model = replace(model, hidden=24, cutoffs=(50,), dim=16, depth=BODY["depth"])
+    data_dir = str(wikitext(folder))
+    return {"model": model, "data_dir": data_dir, "length": LENGTH, "val_stride": LENGTH, "windows": 256}
+
+
+SHRINKING = {
+    "classification": _classification,
+    "imagenet": _imagenet,
+    "segmentation": _segmentation,
+    "language": _language,
+}
