@@ -29,7 +29,7 @@ import acutance as ac
 from acutance.lab.bench import results
 from acutance.lab.bench.results import Row
 from acutance.lab.bench.timing import Step, seconds_per_step, spread
-from acutance.measure.measure import DEFAULT_METRICS
+from acutance.measure import DEFAULT_METRICS
 from acutance.measure.monitor import CHEAP_METRICS, INTERVAL
 from acutance.models import ViT, deit_tiny
 

@@ -285,7 +285,7 @@ def pretrained() -> Figure:
     titles = {
         ("token_cosine", "block"): "Token cosine, stream",
         ("token_cosine", "attention"): "Token cosine, attention branch",
-        ("attention_entropy", "map"): "Attention entropy (nats)",
+        ("attention_entropy", "attention_matrix"): "Attention entropy (nats)",
     }
     figure, axes = plt.subplots(1, 3, figsize=(9.6, 3.0), layout="constrained")
     for axis, ((metric, tap), title) in zip(axes, titles.items(), strict=True):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import acutance as ac
 from acutance import distributed as processes
 from acutance.errors import AcutanceError
-from acutance.measure.reader import Running, by_key, take_in
+from acutance.measure.reader import MetricReader, Running, take_in
 
 
 def running(values) -> Running:
@@ -55,13 +55,13 @@ def test_streams_that_are_merged_together_keep_apart() -> None:
 def test_keys_that_not_all_batches_have_are_merged_by_themselves() -> None:
     a, b = ("block", 1, "token_cosine"), ("block", 2, "token_cosine")
     values = np.random.default_rng(2).normal(size=(2, 6))
-    statistics: dict = {}
-    take_in(statistics, (a, b), Running.of(values[:, :2]))
-    take_in(statistics, (b,), Running.of(values[1:, 2:]))
-    found = by_key(statistics)
-    assert (found[a].count, found[b].count) == (2, 6)
-    assert found[a].mean[0] == pytest.approx(values[0, :2].mean(), rel=1e-14)
-    assert found[b].std[0] == pytest.approx(values[1].std(ddof=1), rel=1e-12)
+    reader = MetricReader(["token_cosine"], ["block"])
+    take_in(reader.statistics, (a, b), Running.of(values[:, :2]))
+    take_in(reader.statistics, (b,), Running.of(values[1:, 2:]))
+    first, second = reader.readings()
+    assert (first.count, second.count) == (2, 6)
+    assert first.mean == pytest.approx(values[0, :2].mean(), rel=1e-14)
+    assert second.std == pytest.approx(values[1].std(ddof=1), rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", [list, iter])

@@ -11,8 +11,8 @@ from acutance.explain import Spectrum, explain, spectral_theory, steer, theory
 from acutance.explain.steer import fold
 from acutance.io.saving import load, save
 from acutance.lab import studies as laboratory
+from acutance.measure import measure
 from acutance.measure.maps import attention_maps
-from acutance.measure.measure import measure
 from acutance.measure.monitor import Monitor
 from acutance.measure.profile import Profile
 from acutance.mitigations import AttnScale, Eigen, FeatScale, Mitigation, NeuTRENO

@@ -89,7 +89,7 @@ def test_measure_prints_and_writes(checkpoint: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "ViT + neutreno:0.6" in done.stdout
     profile = Profile.load(tmp_path / "p.json")
-    assert profile.taps == ["block", "final", "map"]
+    assert profile.taps == ["block", "final", "attention_matrix"]
     assert profile.context["samples"] == 364
     assert (tmp_path / "p.html").stat().st_size > 500_000
 

@@ -11,7 +11,7 @@ import torch
 from acutance.attention import AttentionCall, products
 from acutance.attention.kernels import attention_sums, packed
 from acutance.attention.operator import AttentionOperator
-from acutance.measure.measure import measure
+from acutance.measure import measure
 from acutance.metrics import attention_entropy, nonlocal_energy
 from acutance.metrics.from_rows import FROM_ROWS, from_rows
 from acutance.models import ViT

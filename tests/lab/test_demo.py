@@ -27,7 +27,7 @@ from acutance.lab.demo import (
     train_epochs,
     warm_cosine,
 )
-from acutance.measure.profile import Profile, Reading
+from acutance.measure.profile import MetricValue, Profile
 from acutance.mitigations import spectra
 from acutance.models import from_checkpoint
 
@@ -172,7 +172,7 @@ def made_up(variant: str, accuracies: list[float], profile: Profile) -> list[Dem
     ],
 )
 def test_the_sentence_follows_the_numbers_and_their_spread(before, after, said) -> None:
-    profile = Profile((Reading("block", 12, "token_cosine", 0.5, 0.1, 3),))
+    profile = Profile((MetricValue("block", 12, "token_cosine", 0.5, 0.1, 3),))
     runs = {"plain": made_up("plain", before, profile), "NeuTRENO": made_up("NeuTRENO", after, profile)}
     sentence = conclude(runs)
     assert said in sentence

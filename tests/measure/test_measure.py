@@ -8,7 +8,7 @@ import torch
 
 import acutance as ac
 from acutance.errors import AcutanceError, NonFiniteError
-from acutance.measure.measure import available_metrics
+from acutance.measure.reader import available_metrics
 from acutance.models import ViT
 
 
@@ -107,7 +107,7 @@ def test_attention_metrics_read_the_operator(model: ViT, images: torch.Tensor) -
     dense = {layer: torch.tensor(np.stack([m[layer] for m in maps])).double() for layer in (1, 2, 3)}
     for layer, A in dense.items():
         entropy = -(A * A.log()).sum(-1).mean()
-        assert profile["attention_entropy", "map"][layer - 1] == pytest.approx(entropy.item(), abs=1e-5)
+        assert profile["attention_entropy", "attention_matrix"][layer - 1] == pytest.approx(entropy.item(), abs=1e-5)
     flat = {layer: A.flatten(2) for layer, A in dense.items()}
     successive = [torch.cosine_similarity(flat[n], flat[n + 1], dim=-1).mean().item() for n in (1, 2)]
     np.testing.assert_allclose(profile["attention_cosine"], successive, atol=1e-5)

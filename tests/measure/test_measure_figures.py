@@ -14,7 +14,7 @@ COLUMNS = [  # metric, tap, digits
     ("hfc_lfc_spectral", "block", 2),
     ("effective_rank", "block", 0),
     ("norm_spread", "block", 2),
-    ("attention_entropy", "map", 2),
+    ("attention_entropy", "attention_matrix", 2),
 ]
 
 

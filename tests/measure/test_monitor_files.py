@@ -14,7 +14,7 @@ from monitor_worlds import build, probe
 import acutance as ac
 from acutance.errors import AcutanceError, MissingExtraError
 from acutance.measure.monitor import History
-from acutance.measure.profile import Profile, Reading
+from acutance.measure.profile import MetricValue, Profile
 
 
 def recorded(path, steps, **options):
@@ -38,8 +38,8 @@ def test_every_line_stands_alone_and_is_there_at_once(tmp_path):
 def test_infinities_survive_the_file(tmp_path):
     path = tmp_path / "monitor.jsonl"
     monitor = recorded(path, [0])
-    profile = Profile((Reading("block", 0, "hfc_lfc_spectral", float("inf"), float("inf"), 4),))
-    monitor._writers[0].write(1, profile)
+    profile = Profile((MetricValue("block", 0, "hfc_lfc_spectral", float("inf"), float("inf"), 4),))
+    monitor._writers[0](1, profile)
     assert History.load(path)[1].readings == profile.readings
 
 
@@ -137,7 +137,7 @@ def test_tensorboard_gets_every_layer_and_one_chart_per_metric(tmp_path):
     assert tags == (
         {f"token_cosine block/layer {layer:02d}" for layer in (0, 1, 2)}
         | {f"token_cosine attention/layer {layer:02d}" for layer in (1, 2)}
-        | {f"attention_entropy map/layer {layer:02d}" for layer in (1, 2)}
+        | {f"attention_entropy attention_matrix/layer {layer:02d}" for layer in (1, 2)}
     )
     found = events.Scalars("token_cosine block/layer 02")
     assert [event.step for event in found] == [1, 2]
@@ -197,7 +197,7 @@ def test_picture_draws_every_layer_over_the_steps():
         with torch.no_grad():
             model.vit.blocks[0].mlp.fc2.bias += 1
     axes = {axis.get_title(): axis for axis in monitor.plot().axes}
-    assert {"token_cosine (block)", "token_cosine (attention)", "attention_entropy (map)"} < set(axes)
+    assert {"token_cosine (block)", "token_cosine (attention)", "attention_entropy (attention_matrix)"} < set(axes)
     lines = axes["token_cosine (block)"].get_lines()
     assert len(lines) == 4
     assert len({line.get_color() for line in lines}) == 4

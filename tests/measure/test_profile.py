@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from acutance.errors import AcutanceError
-from acutance.measure.profile import Profile, Reading, merge
+from acutance.measure.profile import MetricValue, Profile, merge
 
 
 def make(shift: float = 0.0, taps: tuple[str, ...] = ("block",)) -> Profile:
     readings = [
-        Reading(tap, layer, metric, mean=layer + shift, std=0.5, count=7)
+        MetricValue(tap, layer, metric, mean=layer + shift, std=0.5, count=7)
         for tap in taps
         for layer in (0, 1, 2)
         for metric in ("token_cosine", "rank_residual")
@@ -37,7 +37,7 @@ def test_indexing_needs_the_tap_when_there_are_several() -> None:
 
 
 def test_save_and_load_round_trip_with_infinities(tmp_path) -> None:
-    profile = Profile((Reading("block", 1, "hfc_lfc_spectral", math.inf, math.nan, 3),), {"model": "ViT"})
+    profile = Profile((MetricValue("block", 1, "hfc_lfc_spectral", math.inf, math.nan, 3),), {"model": "ViT"})
     path = profile.save(tmp_path / "new folder" / "p.json")
     json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"not JSON: {name}"))
     back = Profile.load(path)

@@ -10,11 +10,10 @@ import acutance as ac
 from acutance import metrics
 from acutance.errors import NonFiniteError
 from acutance.measure import reader as reading
-from acutance.measure.reader import Reader, Readout, Sent, values_of
+from acutance.measure.reader import MetricReader, PendingValues, values_of
 from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import feed
 from acutance.metrics.from_sums import FROM_SUMS
-from acutance.metrics.kernels.token_sums import FIELDS
 from acutance.metrics.tokens import finite_flags
 from acutance.models import ViT
 from acutance.sites.wrappers import evaluating
@@ -53,9 +52,10 @@ def images():
     return torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
-def values(sent):
+def values(out):
     """What was read, by its key."""
-    ((keys, rows),) = values_of([sent])
+    out.send()
+    keys, rows = values_of([out])
     return dict(zip(keys, rows, strict=True))
 
 
@@ -94,10 +94,10 @@ def test_the_host_waits_once_a_batch(model, images, monkeypatch, by_sums, prefix
     if by_sums:
         stand_in(monkeypatch)
     sent, received = [], []
-    send, receive = Readout.send, Sent.received
-    monkeypatch.setattr(Readout, "send", lambda self: sent.append(1) or send(self))
-    monkeypatch.setattr(Sent, "received", lambda self: received.append(len(sent)) or receive(self))
-    monkeypatch.setattr(reading, "TOGETHER", 2)
+    send, receive = PendingValues.send, PendingValues.received
+    monkeypatch.setattr(PendingValues, "send", lambda self: sent.append(1) or send(self))
+    monkeypatch.setattr(PendingValues, "received", lambda self: received.append(len(sent)) or receive(self))
+    monkeypatch.setattr(reading, "MAX_PENDING_BATCHES", 2)
     options = {"metrics": [*FROM_SUMS, *ATTENTION], "tap": ["block", "attention", "values", "final"], "prefix": prefix}
     seen = operations(lambda: ac.measure(model, images.split(1), progress=False, **options))
     assert seen.waits == 0
@@ -107,10 +107,10 @@ def test_the_host_waits_once_a_batch(model, images, monkeypatch, by_sums, prefix
 
 def test_batches_are_looked_at_at_once_where_the_device_is_behind(model, images, monkeypatch):
     sent, received = [], []
-    send, receive = Readout.send, Sent.received
-    monkeypatch.setattr(Readout, "send", lambda self: sent.append(1) or send(self))
-    monkeypatch.setattr(Sent, "received", lambda self: received.append(len(sent)) or receive(self))
-    monkeypatch.setattr(Sent, "is_there", lambda _: False)
+    send, receive = PendingValues.send, PendingValues.received
+    monkeypatch.setattr(PendingValues, "send", lambda self: sent.append(1) or send(self))
+    monkeypatch.setattr(PendingValues, "received", lambda self: received.append(len(sent)) or receive(self))
+    monkeypatch.setattr(PendingValues, "is_there", lambda _: False)
     ac.measure(model, images.split(2), metrics="token_cosine", progress=False)
     assert received == [2, 3, 3]
 
@@ -123,7 +123,7 @@ def test_batches_read_together_are_as_if_read_alone(model, images, monkeypatch, 
     options = {"metrics": [*FROM_SUMS, "effective_rank", *ATTENTION], "tap": ["block", "values"], "progress": False}
     batches = [images[:2], images[2:4], images[4:5], images[:2]]
     together = ac.measure(model, batches, **options)
-    monkeypatch.setattr(reading, "TOGETHER", 1)
+    monkeypatch.setattr(reading, "MAX_PENDING_BATCHES", 1)
     alone = ac.measure(model, batches, **options)
     for ours, theirs in zip(together.readings, alone.readings, strict=True):
         assert (ours.tap, ours.layer, ours.metric, ours.count) == (theirs.tap, theirs.layer, theirs.metric, 7)
@@ -151,55 +151,31 @@ def test_sums_give_what_the_formulas_give(batch, skip, monkeypatch):
     tokens = torch.randn(2, 2, 7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.3
 
     def read():
-        reader = Reader(list(metrics.TOKEN_METRICS), ["block"])
-        reader.samples = TokenLayout.of(batch, special_token_counts=skip)
+        reader = MetricReader(list(metrics.TOKEN_METRICS), ["block"])
+        reader.start(TokenLayout.of(batch, special_token_counts=skip))
         for layer, x in enumerate(tokens):
             reader.tokens("block", layer, x)
-        return values(reader.flush())
+        return values(reader.out)
 
     expected = read()
     asked = stand_in(monkeypatch)
     found = read()
     assert len(asked) == 2
-    assert list(found) == list(expected)
+    assert found.keys() == expected.keys()
     for key, wanted in expected.items():
         torch.testing.assert_close(torch.from_numpy(found[key]), torch.from_numpy(wanted), rtol=1e-9, atol=1e-12)
 
 
 def test_heads_and_windows_are_averaged():
-    out = Readout(size=2)
+    out = PendingValues(samples=2)
     value = torch.arange(12.0).reshape(4, 3)  # two windows of each sample, three heads
-    out.add(("map", 1, "attention_entropy"), value)
-    out.add(("map", 2, "attention_entropy"), value[:2, 0].double())
-    out.add(("map", 2, "nonlocal_energy"), value, 0.5)
-    found = values(out.send())
-    assert found["map", 1, "attention_entropy"].tolist() == [2.5, 8.5]
-    assert found["map", 2, "attention_entropy"].tolist() == [0.0, 3.0]
-    assert found["map", 2, "nonlocal_energy"].tolist() == [1.25, 4.25]
-
-
-@pytest.mark.parametrize(
-    ("expected", "samples", "placed", "joined"),
-    [
-        (3, (2, 2, 2), [True, True, True], 0),
-        (1, (2, 2, 2), [True, False, False], 1),
-        (4, (2, 2, 2), [True, True, True], 1),
-        (3, (2, 4, 2), [True, False, True], 1),
-    ],
-    ids=["as many as before", "more", "fewer", "of other samples"],
-)
-def test_sums_are_sent_as_they_stand_where_the_batch_is_like_the_one_before(expected, samples, placed, joined):
-    rows = [torch.rand(count, len(FIELDS), dtype=torch.float64) for count in samples]
-    out, cpu, found = Readout(expected=expected), torch.device("cpu"), []
-    for layer, sums in enumerate(rows):
-        place = out.place(len(sums), cpu)
-        found.append(place is not None)
-        out.add_sums(sums if place is None else place.copy_(sums), "token_cosine", layer)
-    sent = []
-    seen = operations(lambda: sent.append(out.send()))
-    assert found == placed
-    assert seen.counts["cat"] == joined
-    torch.testing.assert_close(torch.from_numpy(sent[0].received()[0]), torch.cat(rows), rtol=0, atol=0)
+    out.add(("attention_matrix", 1, "attention_entropy"), value)
+    out.add(("attention_matrix", 2, "attention_entropy"), value[:2, 0].double())
+    out.add(("attention_matrix", 2, "nonlocal_energy"), value, 0.5)
+    found = values(out)
+    assert found["attention_matrix", 1, "attention_entropy"].tolist() == [2.5, 8.5]
+    assert found["attention_matrix", 2, "attention_entropy"].tolist() == [0.0, 3.0]
+    assert found["attention_matrix", 2, "nonlocal_energy"].tolist() == [1.25, 4.25]
 
 
 @pytest.mark.parametrize("by_sums", [False, True], ids=["formulas", "sums"])

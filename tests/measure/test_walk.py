@@ -14,7 +14,7 @@ from acutance.explain.reader import LayerReader
 from acutance.explain.weights import layer_spectrum
 from acutance.lab.studies.assumptions import AssumptionReader, kernel_assumptions
 from acutance.measure.maps import MapReader
-from acutance.measure.reader import Reader
+from acutance.measure.reader import MetricReader
 from acutance.measure.walk import EVERY, Visitor, walk
 from acutance.models import ViT
 
@@ -106,7 +106,7 @@ def test_visitors_in_one_walk_give_what_they_give_alone(model, batches):
     assert len(runs) == 3 * len(batches)
     runs.clear()
     layers = [LayerReader(layer_spectrum(site), site.update, site.layer, "out") for site in sites.find(model)]
-    reader, affinities = Reader(NAMES, TAPS, "out"), AssumptionReader()
+    reader, affinities = MetricReader(NAMES, TAPS, "out"), AssumptionReader()
     walk(model, batches, reader, *layers, affinities)
     assert len(runs) == len(batches)
     assert reader.readings() == profile.readings
@@ -118,7 +118,7 @@ def test_visitors_in_one_walk_give_what_they_give_alone(model, batches):
 
 
 def test_maps_and_metrics_share_a_pass(model, batches):
-    sample, maps, reader = batches[0][:1], MapReader([1, 3]), Reader(NAMES, ["block"])
+    sample, maps, reader = batches[0][:1], MapReader([1, 3]), MetricReader(NAMES, ["block"])
     alone = ac.attention_maps(model, sample, layers=[1, 3])
     profile = ac.measure(model, [sample], metrics=NAMES, progress=False)
     runs = counted(model)
@@ -148,11 +148,11 @@ def test_packed_documents_that_see_each_other_are_refused_whoever_reads_attentio
     hidden = torch.zeros(1, 1, 6, 6).masked_fill(~apart, torch.finfo(torch.float32).min)
     across = torch.zeros(1, 1, 6, 6).masked_fill(~torch.ones(6, 6).tril().bool(), torch.finfo(torch.float32).min)
     for visitors in ([], [MapReader([2])]):
-        reader = Reader(["token_cosine"], ["block"])
+        reader = MetricReader(["token_cosine"], ["block"])
         walk(llama, [packed | {"attention_mask": hidden}], reader, *visitors)
         assert reader.readings()[0].count == 2
         with pytest.raises(AcutanceError, match="does not keep such documents apart"):
-            walk(llama, [packed | {"attention_mask": across}], Reader(["token_cosine"], ["block"]), *visitors)
+            walk(llama, [packed | {"attention_mask": across}], MetricReader(["token_cosine"], ["block"]), *visitors)
 
 
 def test_reading_the_stream_of_a_transformers_model_enters_few_files(llama, monkeypatch):

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from acutance.measure.profile import Profile, Reading
+from acutance.measure.profile import MetricValue, Profile
 from acutance.report import plot_attention, plot_curves, write_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -22,7 +22,7 @@ HOSTILE = "neutreno </script><script>document.title='owned'</script>"
 
 def make(slope: float) -> Profile:
     readings = [
-        Reading(tap, layer, metric, slope * layer, 0.1, 5)
+        MetricValue(tap, layer, metric, slope * layer, 0.1, 5)
         for tap in ("block", "attention")
         for layer in range(4)
         for metric in ("token_cosine", "rank_residual")
@@ -50,7 +50,7 @@ def test_page_asks_for_nothing_outside_itself(page) -> None:
 
 
 def test_infinite_readings_do_not_break_the_page(tmp_path) -> None:
-    profile = Profile((Reading("block", 1, "hfc_lfc_spectral", math.inf, math.nan, 1), *make(0.1).readings))
+    profile = Profile((MetricValue("block", 1, "hfc_lfc_spectral", math.inf, math.nan, 1), *make(0.1).readings))
     text = profile.to_html(tmp_path / "p.html").read_text()
     assert "Infinity" not in text.split("const charts = ")[1]
 

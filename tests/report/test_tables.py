@@ -7,8 +7,8 @@ import torch
 from rich.console import Console
 
 import acutance as ac
-from acutance.measure.measure import available_metrics
-from acutance.measure.profile import Profile, Reading
+from acutance.measure.profile import MetricValue, Profile
+from acutance.measure.reader import available_metrics
 from acutance.report.tables import FittedTable
 
 
@@ -20,7 +20,8 @@ def printed(what: object, width: int) -> str:
 
 
 def profile(mean: float) -> Profile:
-    readings = [Reading("block", layer, name, mean + layer, 0.5, 3) for name in available_metrics() for layer in (1, 2)]
+    names = available_metrics()
+    readings = [MetricValue("block", layer, name, mean + layer, 0.5, 3) for name in names for layer in (1, 2)]
     return Profile(tuple(readings), {"model": "ViT", "samples": 3})
 
 
@@ -38,10 +39,11 @@ def test_nothing_is_cut_off_or_broken_however_narrow(width: int) -> None:
 
 
 def test_a_table_has_the_rows_of_its_columns_only() -> None:
-    readings = (Reading("block", 1, "token_cosine", 0.1, 0, 1), Reading("map", 1, "attention_entropy", 0.2, 0, 1))
-    first, second = printed(Profile(readings, {}).table(), 40).split("attention_entropy")
-    assert ("block" in first, "map" in first) == (True, False)
-    assert ("block" in second, "map" in second) == (False, True)
+    places = (("block", 1, "token_cosine"), ("final", 1, "norm_spread"))
+    readings = tuple(MetricValue(*place, 0.1, 0, 1) for place in places)
+    first, second = printed(Profile(readings, {}).table(), 40).split("norm_spread")
+    assert ("block" in first, "final" in first) == (True, False)
+    assert ("block" in second, "final" in second) == (False, True)
 
 
 @pytest.mark.parametrize("width", [80, 110])

@@ -441,7 +441,7 @@ def test_attention_metrics_leave_detection_tokens_out_too():
     for layer, record in enumerate(records, 1):
         rows = record.A.dense()[:, :, 1:17]
         entropy = -(rows * rows.log()).sum(-1).mean().item()
-        assert table(tokens)["map", layer, "attention_entropy"] == pytest.approx(entropy)
+        assert table(tokens)["attention_matrix", layer, "attention_entropy"] == pytest.approx(entropy)
         branch = metrics.token_cosine(record.branch, content).mean().item()
         assert table(tokens)["attention", layer, "token_cosine"] == pytest.approx(branch)
 

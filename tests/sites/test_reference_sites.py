@@ -6,7 +6,7 @@ from torch import nn
 
 from acutance import sites
 from acutance.errors import AcutanceError
-from acutance.measure.measure import measure
+from acutance.measure import measure
 from acutance.models import ViT
 from acutance.sites import Library, structure
 from acutance.sites.base import AttentionSite

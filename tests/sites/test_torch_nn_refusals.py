@@ -16,7 +16,7 @@ from torch_nn_models import (
 
 from acutance import sites
 from acutance.errors import AcutanceError, ShapeError
-from acutance.measure.measure import measure
+from acutance.measure import measure
 from acutance.sites.mitigate import mitigate
 
 

@@ -24,7 +24,7 @@ from torch_nn_models import (
 from acutance import sites
 from acutance.errors import AcutanceError
 from acutance.explain import explain
-from acutance.measure.measure import measure
+from acutance.measure import measure
 from acutance.sites.mitigate import mitigate
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import acutance as ac
 from acutance.errors import AcutanceError, NoSitesError
-from acutance.measure.profile import MAP
+from acutance.measure.profile import MATRIX
 
 PREFIX = {"vit_tiny_patch16_224": 1, "vit_base_patch14_reg4_dinov2": 5, "deit_tiny_distilled_patch16_224": 2}
 PREFIX |= {"vit_wee_patch16_reg1_gap_256": 1, "vit_small_patch16_dinov3": 5, "beit_base_patch16_224": 1}
@@ -138,7 +138,7 @@ def test_measured_at_every_tap(name):
     profile = ac.measure(model, [images(), images(seed=3)], metrics=metrics, tap=taps, progress=False)
     depth = len(ac.sites.find(model))
     assert sorted({r.layer for r in profile.readings if r.tap == "block"}) == list(range(depth + 1))
-    for tap in ("attention", "values", *(() if name in MIXED_HEADS else [MAP])):
+    for tap in ("attention", "values", *(() if name in MIXED_HEADS else [MATRIX])):
         assert sorted({r.layer for r in profile.readings if r.tap == tap}) == list(range(1, depth + 1))
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from acutance.io.loading import DTYPES
-from acutance.measure.measure import DEFAULT_METRICS
+from acutance.measure import DEFAULT_METRICS
 
 MODEL_HELP = (
     "hf: and a model on the Hugging Face Hub, a folder or a GGUF file; timm: and a pretrained model or a folder; "

@@ -17,9 +17,9 @@ from acutance.explain.reader import LayerReader
 from acutance.explain.spectrum import Spectrum
 from acutance.explain.verdict import LayerSpectrum
 from acutance.explain.weights import Norm, layer_spectrum
-from acutance.measure.measure import check_prefix, describe
+from acutance.measure.reader import check_prefix
 from acutance.measure.samples import refuse_single
-from acutance.measure.walk import track, walk
+from acutance.measure.walk import describe, track, walk
 from acutance.mitigations.base import Chain, Mitigation
 from acutance.sites.wrappers import bare_module, refuse_sharded
 
@@ -64,8 +64,7 @@ def explain(
     with ExitStack() as stack:
         walked = track(found, "spectra of H" if progress and len(found) > 1 else None, stack)
         layers = [layer_spectrum(site, norm, whole) for site in walked]
-    where = {} if part is None else {"part": part}
-    context = describe(bare, target) | where | {"norm": _norm_context(layers), "outside H": _outside(found)}
+    context = describe(bare, part) | {"norm": _norm_context(layers), "outside H": _outside(found)}
     if batches is not None:
         layers = with_data(bare, found, layers, batches, part=part, with_prefix=prefix == "in", progress=progress)
         first = layers[0].dominance

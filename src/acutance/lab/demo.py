@@ -27,7 +27,7 @@ from acutance.lab.data import Split, digits
 from acutance.lab.tasks.classification import widen_start
 from acutance.lab.train.optim import parameter_groups
 from acutance.lab.train.schedule import warm_cosine
-from acutance.measure.measure import measure
+from acutance.measure import measure
 from acutance.measure.profile import Profile, merge
 from acutance.mitigations import parse
 from acutance.models import ViT, save_checkpoint, vit_digits

@@ -1,1 +1,67 @@
 """How smooth is a model, layer by layer? One walk through it, what reads it on the way, and the profile it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from acutance.measure.profile import Profile
+
+TAPS = ("block", "attention", "values", "final")
+DEFAULT_METRICS = ("token_cosine", "hfc_lfc_spectral", "rank_residual", "effective_rank", "norm_spread")
+
+
+def measure(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    metrics: str | Sequence[str] = DEFAULT_METRICS,
+    tap: str | Sequence[str] = "block",
+    prefix: Literal["in", "out"] = "in",
+    part: str | None = None,
+    progress: bool = True,
+    across_processes: bool = False,
+) -> Profile:
+    """Stream batches through a model and read smoothing metrics at every layer.
+
+    Memory is that of one forward pass: only running means are kept. The model is read in evaluation mode without
+    gradients and left as it was found.
+
+    Args:
+        model: any model `acutance.sites.find` knows; of others, token metrics at the `block` tap.
+        batches: tensors, (tensor, …) tuples of which the first entry is fed, or mappings of keyword arguments.
+            A mapping's attention mask tells padding, which is left out. Documents packed into a row, with
+            `position_ids` that restart, are separate samples; they are refused if the model lets them see each other.
+        metrics: names from `acutance.measure.reader.available_metrics()`, or "all".
+        tap: where token metrics are read, one or several of
+            `block` (the residual stream after each block; layer 0 is what enters the first),
+            `attention` (the branch's output before the residual, after the output projection),
+            `values` (v with heads side by side), `final` (after the final norm). Attention metrics read the operator.
+        prefix: class, distillation, register and detection tokens `in` or `out` of the metrics; in text, those that
+            `special_tokens_mask` marks in the batch.
+        part: path of the submodule to read, if a model has several stacks of layers, e.g. `model.encoder`.
+        progress: show a progress bar.
+        across_processes: inside a `torch.distributed` process group, every process is given all batches and reads its
+            share of them. All return the profile of the whole. The model may be in DDP or FSDP.
+
+    Returns:
+        Profile: mean and standard deviation over samples per tap, layer and metric.
+    """
+    from acutance import sites
+    from acutance.measure.profile import Profile
+    from acutance.measure.reader import metric_reader
+    from acutance.measure.walk import describe, walk
+    from acutance.sites.wrappers import bare_module
+
+    bare = bare_module(model)
+    with sites.cached_lookup():
+        reader = metric_reader(sites.part_of(bare, part), metrics, tap, prefix)
+        title = "measuring" if progress else None
+        walk(bare, batches, reader, part=part, progress=title, across_processes=across_processes)
+        # The device is still at work on the last batch.
+        context = describe(bare, part) | {"taps": reader.taps, "prefix": reader.describe_prefix(bare, part)}
+    readings = reader.readings(across_processes=across_processes)
+    return Profile(readings, context | {"samples": readings[0].count})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,23 +18,9 @@ from acutance.sites.wrappers import bare_module
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Array = NDArray[np.float32]
 
-
-class AttentionMaps(Mapping[int, Array]):
+class AttentionMaps(dict[int, NDArray[np.float32]]):
     """Layer number (1 is the first) to an array (heads, tokens, tokens) whose rows sum to one."""
-
-    def __init__(self, maps: Mapping[int, Array]) -> None:
-        self._maps = dict(maps)
-
-    def __getitem__(self, layer: int) -> Array:
-        return self._maps[layer]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._maps)
-
-    def __len__(self) -> int:
-        return len(self._maps)
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{layer}: {maps.shape}" for layer, maps in self.items())
@@ -61,14 +47,13 @@ def attention_maps(model: nn.Module, sample: Tensor | Mapping[str, Any], layers:
     found = {site.layer: number for site, number in sites.layers_of(bare)}
     if not layers:
         raise AcutanceError(f"name at least one layer, from {min(found)} to {max(found)}")
-    unknown = [layer for layer in layers if layer not in found]
-    if unknown:
+    if unknown := [layer for layer in layers if layer not in found]:
         raise AcutanceError(f"no layer {unknown[0]}: this model has layers {min(found)} to {max(found)}")
     if isinstance(sample, Tensor) and sample.ndim == 3:
         sample = sample[None]
     reader = MapReader([found[layer] for layer in layers])
     walk(bare, [sample], reader)
-    return AttentionMaps(reader.maps)
+    return reader.maps
 
 
 class MapReader(Visitor):
@@ -76,10 +61,9 @@ class MapReader(Visitor):
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.needs = {"attend": layers}
-        self.maps: dict[int, Array] = {}
+        self.maps = AttentionMaps()
 
     def attend(self, layer: int, call: AttentionCall) -> None:
-        """A as a matrix."""
         if call.A.shape[0] != 1:
             raise AcutanceError(f"attention_maps takes one sample, got a batch of {call.A.shape[0]}")
         self.maps[call.layer] = call.A.dense()[0].float().cpu().numpy()

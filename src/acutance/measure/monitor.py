@@ -6,20 +6,23 @@ import json
 import os
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from acutance import distributed
 from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError, NonFiniteError
 from acutance.files.atomic import read_bytes
-from acutance.measure.measure import check_readable, measure
+from acutance.measure import measure
 from acutance.measure.profile import FORMAT, Profile
+from acutance.measure.reader import check_readable
 from acutance.report.pictures import plot_steps
 from acutance.sites.wrappers import bare_module, shards_put_back
 
@@ -45,7 +48,7 @@ class Monitor:
     Args:
         model: the model being trained; wrappers such as DDP are removed.
         probe: one batch, in any form `measure` takes. It is copied, so later changes to it have no effect.
-        metrics: names from `acutance.measure.measure.available_metrics()`, or "all".
+        metrics: names from `acutance.measure.reader.available_metrics()`, or "all".
         tap: where token metrics are read, as in `measure`.
         prefix: class, distillation, register or special tokens `in` or `out`, as in `measure`.
         part: path of the submodule to read, if a model has several stacks of layers, as in `measure`.
@@ -80,18 +83,17 @@ class Monitor:
         self._probe = _copy_probe(probe)
         self._autocast = autocast
         self._step: int | None = None
-        self._writers: list[JsonLines | TensorBoard] = []
+        self._writers: list[Callable[[int, Profile], None]] = []
         if jsonl is not None:
-            self._writers.append(JsonLines(jsonl))
+            self._writers.append(partial(_append_line, Path(jsonl)))
         if tensorboard is not None:
-            self._writers.append(TensorBoard(tensorboard))
+            self._writers.append(TensorBoard(tensorboard).write)
 
     def step(self, step: int | None = None) -> None:
         """Count an optimiser step, and read the model if a reading is due.
 
-        Args:
-            step: how many optimiser steps were taken so far, for a run that does not start at 0. By default they are
-                counted here. A repeated number, as within gradient accumulation, does nothing.
+        A run that does not start at 0 passes the number of optimiser steps taken so far. A repeated number, as within
+        gradient accumulation, does nothing.
         """
         now = self._current() + 1 if step is None else step
         before = now - 1 if self._step is None or now < self._step else self._step
@@ -100,11 +102,7 @@ class Monitor:
             self.record()
 
     def record(self, step: int | None = None) -> None:
-        """Read the model now, whatever the interval: before training, say, or at its end.
-
-        Args:
-            step: how many optimiser steps were taken so far; by default as counted by `step()`.
-        """
+        """Read the model now, whatever the interval; `step` is by default as counted by `step()`."""
         self._step = self._current() if step is None else step
         try:
             profile = self._read(self._step)
@@ -112,9 +110,8 @@ class Monitor:
             warnings.warn(f"step {self._step} was not recorded: {error}", AcutanceWarning, stacklevel=2)
             return
         self.history.add(self._step, profile)
-        if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0:
-            for writer in self._writers:
-                writer.write(self._step, profile)
+        for write in self._writers if distributed.rank_and_world_size()[0] == 0 else ():
+            write(self._step, profile)
 
     def finish(self, step: int) -> None:
         """Record the last step, unless it is recorded already."""
@@ -198,28 +195,17 @@ class Monitor:
         return Profile(profile.readings, context)
 
 
-class History(Mapping[int, Profile]):
+class History(dict[int, Profile]):
     """Optimiser step to Profile, in order. `History.load(path)` reads a Monitor's file, also while it grows."""
-
-    def __init__(self) -> None:
-        self._profiles: dict[int, Profile] = {}
-
-    def __getitem__(self, step: int) -> Profile:
-        return self._profiles[step]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._profiles)
-
-    def __len__(self) -> int:
-        return len(self._profiles)
 
     def __repr__(self) -> str:
         return f"History(steps {', '.join(map(str, self))})" if self else "History(empty)"
 
     def add(self, step: int, profile: Profile) -> None:
         """Add a profile, and drop those of this step and later: a run resumed from an earlier step replaces them."""
-        kept = {earlier: value for earlier, value in self._profiles.items() if earlier < step}
-        self._profiles = {**kept, step: profile}
+        for later in [known for known in self if known >= step]:
+            del self[later]
+        self[step] = profile
 
     def to_frame(self) -> pd.DataFrame:
         """One row per step and reading, as a pandas DataFrame."""
@@ -240,16 +226,9 @@ class History(Mapping[int, Profile]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, missing_ok: bool = False) -> History:
-        """Read the lines a Monitor wrote, without a last line that a crash cut off.
-
-        Args:
-            path: the file.
-            missing_ok: whether a missing file is an empty history.
-        """
+        """Read the lines a Monitor wrote, without a last line that a crash cut off."""
         history = cls()
-        if missing_ok and not Path(path).exists():
-            return history
-        *lines, _unfinished = read_bytes(path).split(b"\n")
+        *lines, _unfinished = [b""] if missing_ok and not Path(path).exists() else read_bytes(path).split(b"\n")
         for number, line in enumerate(lines, 1):
             history.add(*_parse_line(line, f"{path}, line {number}"))
         return history
@@ -265,24 +244,14 @@ def _parse_line(line: bytes, where: str) -> tuple[int, Profile]:
         raise AcutanceError(f"{where} was not written by a Monitor: {error!r}; name another file") from error
 
 
-class JsonLines:
-    """Appends a line per reading: the profile's own JSON and the step. The file is open only while it is written."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._begun = False
-
-    def write(self, step: int, profile: Profile) -> None:
-        """Append one line; the first time, drop a line that a crash cut off."""
-        if not self._begun:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            content = self.path.read_bytes() if self.path.exists() else b""
-            if content and not content.endswith(b"\n"):
-                os.truncate(self.path, content.rfind(b"\n") + 1)
-            self._begun = True
-        line = json.dumps({"step": step, **profile.to_dict()}, allow_nan=False).encode() + b"\n"
-        with self.path.open("ab") as file:
-            file.write(line)
+def _append_line(path: Path, step: int, profile: Profile) -> None:
+    """Append a profile's own JSON and the step to a file, after dropping a line that a crash cut off."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = path.read_bytes() if path.exists() else b""
+    if content and not content.endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
+    with path.open("ab") as file:
+        file.write(json.dumps({"step": step, **profile.to_dict()}, allow_nan=False).encode() + b"\n")
 
 
 class TensorBoard:
@@ -297,21 +266,17 @@ class TensorBoard:
         self._writer: SummaryWriter | None = None
 
     def write(self, step: int, profile: Profile) -> None:
-        """Add the means and flush them to disk."""
-        writer = self._writer or self._open(profile)
+        """Add the means and flush them to disk. The first call opens the file: ranks that do not write leave none."""
+        if self._writer is None:
+            target = self._target
+            self._writer = self._kind(str(target)) if isinstance(target, (str, os.PathLike)) else target
+            layout: dict[str, dict[str, list[object]]] = {}
+            for r in profile.readings:
+                layout.setdefault(r.metric, {})[r.tap] = ["Multiline", [f"^{r.metric} {r.tap}/layer .*"]]
+            self._writer.add_custom_scalars(layout)
         for r in profile.readings:
-            writer.add_scalar(f"{r.metric} {r.tap}/layer {r.layer:02d}", r.mean, step)
-        writer.flush()
-
-    def _open(self, profile: Profile) -> SummaryWriter:
-        """Opened with the first reading, so that ranks that do not write leave no empty files."""
-        target = self._target
-        self._writer = writer = self._kind(str(target)) if isinstance(target, (str, os.PathLike)) else target
-        layout: dict[str, dict[str, list[object]]] = {}
-        for r in profile.readings:
-            layout.setdefault(r.metric, {})[r.tap] = ["Multiline", [f"^{r.metric} {r.tap}/layer .*"]]
-        writer.add_custom_scalars(layout)
-        return writer
+            self._writer.add_scalar(f"{r.metric} {r.tap}/layer {r.layer:02d}", r.mean, step)
+        self._writer.flush()
 
 
 def _copy_probe(probe: Any) -> Any:

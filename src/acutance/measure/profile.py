@@ -13,26 +13,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from acutance.errors import AcutanceError, MissingExtraError
-from acutance.files.atomic import atomic_write, read_json
+from acutance.errors import AcutanceError
+from acutance.files.atomic import read_json
 from acutance.report import Curves, plot_curves, write_page
-from acutance.report.tables import FittedTable
+from acutance.report.tables import FittedTable, Result
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.figure import Figure
 
 FORMAT = "acutance-profile/1"
-
-# Read from the attention operator itself rather than from tokens.
-MAP = "map"
+MATRIX = "attention_matrix"  # the tap of metrics that are read from the attention operator rather than from tokens
 
 
 @dataclass(frozen=True)
-class Reading:
+class MetricValue:
     """One metric at one layer, averaged over the samples."""
 
-    tap: str  # where the tokens were read: block, attention, values, final; map for the attention operator
+    tap: str  # where the tokens were read: block, attention, values, final; or attention_matrix
     layer: int  # 1 is the first block; 0 is what enters it
     metric: str
     mean: float
@@ -41,14 +38,14 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Profile:
-    """Readings per layer × metric, with the context that makes them reproducible.
+class Profile(Result):
+    """Metrics by layer, with the context that makes them reproducible.
 
     `profile["token_cosine"]` is the metric's mean by depth; `profile["token_cosine", "attention"]` names the tap,
     which is needed only if the metric was read at several.
     """
 
-    readings: tuple[Reading, ...]
+    readings: tuple[MetricValue, ...]
     context: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -61,7 +58,7 @@ class Profile:
         """The places that were read."""
         return list(dict.fromkeys(r.tap for r in self.readings))
 
-    def select(self, metric: str, tap: str | None = None) -> list[Reading]:
+    def select(self, metric: str, tap: str | None = None) -> list[MetricValue]:
         """The readings of one metric at one tap, by depth."""
         taps = list(dict.fromkeys(r.tap for r in self.readings if r.metric == metric))
         if not taps:
@@ -84,16 +81,7 @@ class Profile:
         return [r.layer for r in self.select(metric, tap)]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One mapping per reading."""
         return [asdict(r) for r in self.readings]
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per reading, as a pandas DataFrame."""
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise MissingExtraError("to_frame needs pandas: pip install 'acutance[report]'") from error
-        return pd.DataFrame(self.rows())
 
     def table(self) -> FittedTable:
         """For the terminal: one row per tap and layer, one column per metric; several tables where it is narrow."""
@@ -108,49 +96,32 @@ class Profile:
         return _table(f"{self.title} → {other.title}", cells, caption)
 
     @property
-    def title(self) -> str:
-        """What was measured, in one line."""
-        model = self.context.get("model", "model")
-        mitigation = self.context.get("mitigation")
-        return f"{model} + {mitigation}" if mitigation else str(model)
-
-    @property
     def caption(self) -> str:
         """Where and how it was read, in one line."""
         runs = self.context.get("runs")
         spread = f"over {runs} runs" if runs else "over samples"
         parts = [f"{self.context.get('samples', '?')} samples, mean ± standard deviation {spread}"]
-        for key in ("data", "prefix", "dtype", "device"):
-            if key in self.context:
-                parts.append(f"{key}: {self.context[key]}")
+        parts += [f"{key}: {self.context[key]}" for key in ("data", "prefix", "dtype", "device") if key in self.context]
         return "; ".join(parts)
-
-    def __str__(self) -> str:
-        return str(self.table())
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON can hold. Infinities and NaN become strings: JSON has no numbers for them."""
-        return {
-            "format": FORMAT,
-            "context": dict(self.context),
-            "readings": [{k: _to_json(v) for k, v in row.items()} for row in self.rows()],
-        }
+        numbers = [
+            {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+            for row in self.rows()
+        ]
+        return {"format": FORMAT, "context": dict(self.context), "readings": numbers}
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Profile:
         """The profile that `to_dict` took apart."""
-        return cls(tuple(map(_reading, body["readings"])), body["context"])
+        # Version 0.1 called this tap `map`.
+        rows = [row | {"tap": MATRIX if row["tap"] == "map" else row["tap"]} for row in body["readings"]]
+        values = [MetricValue(**row | {"mean": float(row["mean"]), "std": float(row["std"])}) for row in rows]
+        return cls(tuple(values), body["context"])
 
     def to_json(self) -> str:
-        """The profile as JSON text."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write JSON, atomically."""
-        return atomic_write(path, self.to_json().encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
@@ -179,11 +150,9 @@ def merge(profiles: Iterable[Profile]) -> Profile:
         raise AcutanceError("only profiles of the same taps, layers and metrics can be merged")
     means = np.array([[r.mean for r in p.readings] for p in runs])
     spread = means.std(axis=0, ddof=1) if len(runs) > 1 else np.zeros(means.shape[1])
-    readings = tuple(
-        Reading(tap, layer, metric, float(m), float(s), len(runs))
-        for (tap, layer, metric), m, s in zip(keys[0], means.mean(axis=0), spread, strict=True)
-    )
-    return Profile(readings, {**runs[0].context, "runs": len(runs)})
+    rows = zip(keys[0], means.mean(axis=0).tolist(), spread.tolist(), strict=True)
+    values = tuple(MetricValue(*key, mean, std, len(runs)) for key, mean, std in rows)
+    return Profile(values, {**runs[0].context, "runs": len(runs)})
 
 
 def _table(title: str, cells: Mapping[tuple[str, int, str], str], caption: str) -> FittedTable:
@@ -194,11 +163,3 @@ def _table(title: str, cells: Mapping[tuple[str, int, str], str], caption: str) 
         for tap, layer in dict.fromkeys((tap, layer) for tap, layer, _ in cells)
     ]
     return FittedTable(title, rows, caption, keys=("tap", "layer"), left=("tap",))
-
-
-def _reading(entry: Mapping[str, Any]) -> Reading:
-    return Reading(**{**entry, "mean": float(entry["mean"]), "std": float(entry["std"])})
-
-
-def _to_json(value: object) -> object:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

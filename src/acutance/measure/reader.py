@@ -1,44 +1,96 @@
-"""What `measure` reads of each batch, how it gets from the device, and what becomes of it over many batches.
+"""MetricReader: what `measure` reads of each batch, without waiting for the device.
 
-A batch's values are gathered by layer, sent in one transfer, and waited for at the end. Batches that were read alike
-are worked out together: for each by itself Python would take longer than a small model's forward pass leaves it.
+The numbers of a batch are copied to the host asynchronously, in one transfer. They are looked at up to eight batches
+later, so a NaN error may come that late. Batches that were read alike are worked out together, which saves time.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby
-from operator import attrgetter, is_
-from typing import NamedTuple
+from itertools import groupby
+from math import prod
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from acutance import distributed as processes
 from acutance import metrics as metric_room
+from acutance import sites
 from acutance.attention import AttentionCall
 from acutance.attention.operator import AttentionOperator
-from acutance.errors import AcutanceError, ShapeError
-from acutance.measure.profile import MAP, Reading
+from acutance.errors import AcutanceError, AcutanceWarning, ShapeError
+from acutance.measure import TAPS
+from acutance.measure.profile import MATRIX, MetricValue
 from acutance.measure.samples import TokenLayout
-from acutance.measure.walk import EVERY, Batch, Visitor
+from acutance.measure.walk import EVERY, Batch, Visitor, hooked
 from acutance.metrics.from_rows import FROM_ROWS, from_rows
 from acutance.metrics.from_sums import FROM_SUMS, Numbers
 from acutance.metrics.kernels import token_sums
-from acutance.metrics.kernels.token_sums import FIELDS, room
+from acutance.metrics.kernels.token_sums import FIELDS
 from acutance.metrics.tokens import FLAGS, complain, finite_flags
+from acutance.sites.patched import WINDOWS_MOVE, PatchedSite
 
-SUCCESSIVE = "attention_cosine"  # compares a layer's attention with the layer before (Fig. 5 of arXiv 2312.00751)
-TOGETHER = 8  # at most, batches whose values are worked out at a time
+ATTENTION_COSINE = "attention_cosine"  # of a layer's attention with the layer before (Fig. 5 of arXiv 2312.00751)
+MAX_PENDING_BATCHES = 8
 Key = tuple[str, int, str]  # tap, layer, metric
 BAD = FLAGS.index("bad")
+T = TypeVar("T")
 
 
-class Reader(Visitor):
+def available_metrics() -> list[str]:
+    """Every name that `measure(metrics=…)` knows."""
+    return [*metric_room.TOKEN_METRICS, *metric_room.ATTENTION_METRICS, ATTENTION_COSINE]
+
+
+def check_prefix(prefix: str) -> None:
+    """Refuse anything but in and out."""
+    if prefix not in ("in", "out"):
+        raise AcutanceError(f"prefix says whether class and register tokens count: 'in' or 'out', not {prefix!r}")
+
+
+def metric_reader(
+    target: nn.Module, metrics: str | Sequence[str], tap: str | Sequence[str], prefix: str
+) -> MetricReader:
+    """The visitor that reads these metrics; refuses unknown names and warns of blocks that it cannot see."""
+    check_prefix(prefix)
+    names = _chosen("metric", available_metrics() if metrics == "all" else metrics, [*available_metrics(), "all"])
+    taps = _chosen("tap", tap, TAPS)
+    if unread := sites.unread(target) if "block" in taps else []:
+        warnings.warn(
+            f"not read, and not counted as layers: {', '.join(unread)}, between the blocks with attention but unlike "
+            "them",
+            AcutanceWarning,
+            stacklevel=3,
+        )
+    layers = sites.layers_of(target) if ATTENTION_COSINE in names else []
+    moving = [n for site, n in layers if isinstance(site, PatchedSite) and site.refuse_first_values() == WINDOWS_MOVE]
+    return MetricReader(names, taps, prefix, moving)
+
+
+def check_readable(
+    model: nn.Module, *, metrics: str | Sequence[str], tap: str | Sequence[str], prefix: str, part: str | None
+) -> None:
+    """Raise what `measure` would raise before its first batch."""
+    target = sites.part_of(model, part)
+    with sites.reading(target), hooked(target, metric_reader(target, metrics, tap, prefix)):
+        pass
+
+
+def _chosen(what: str, choice: str | Sequence[str], known: Sequence[str]) -> list[str]:
+    names = [choice] if isinstance(choice, str) else list(choice)
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise AcutanceError(f"unknown {what} {', '.join(unknown) or '(none)'}; known: {', '.join(known)}")
+    return names
+
+
+class MetricReader(Visitor):
     """Reads metrics at every layer; holds running means, a few batches' values and at most one earlier layer's q and k.
 
     Args:
@@ -51,141 +103,145 @@ class Reader(Visitor):
     def __init__(
         self, names: Sequence[str], taps: Sequence[str], prefix: str = "in", moving: Container[int] = ()
     ) -> None:
+        self.names, self.taps, self.prefix, self.moving = names, taps, prefix, moving
         self.token_metrics = [n for n in names if n in metric_room.TOKEN_METRICS]
-        self.attention_metrics = [n for n in names if n in metric_room.ATTENTION_METRICS]
-        self.has_both_of_rows = set(FROM_ROWS) <= set(names)  # of which one alone has its own way
-        self.successive = SUCCESSIVE in names
-        self.taps, self.prefix, self.moving = taps, prefix, moving
-        reads_attention = {"attention", "values"} & set(taps) or self.attention_metrics or self.successive
+        self.attention_metrics = [n for n in names if n not in self.token_metrics]
+        reads_attention = {"attention", "values"} & set(taps) or self.attention_metrics
         wanted = {"leave": "block" in taps, "attend": reads_attention, "final": "final" in taps}
         self.needs = {"enter": (1,)} | {method: EVERY for method, is_wanted in wanted.items() if is_wanted}
         self.batches = 0  # that ran
-        self.waiting: list[Found] = []
-        self.statistics: Statistics = {}
-        self.counts, self.samples = True, TokenLayout()  # of the batch that runs now
-        self.filled: NDArray[np.bool_] | None = None
-        self.out = Readout()
-        self.count = 0  # tokens in a sample, as its first reading has them
-        self.ran: dict[str, list[int]] = {}  # by tap, the blocks that ran, and
-        self.depths: dict[str, int] = {}  # how deep the last one was
+        self.pending: list[PendingValues] = []
+        self.statistics: dict[tuple[Key, ...], Running] = {}  # by the keys that are read together
+        self.start(TokenLayout())
+
+    def start(self, samples: TokenLayout, *, counts: bool = True) -> None:
+        """Start a batch whose tokens fall into these samples."""
+        self.samples, self.counts = samples, counts
+        self.out = PendingValues(filled=samples.filled)
+        self.width = 0  # tokens in a sample at the first reading
+        self.ran: dict[str, dict[int, int]] = {}  # by tap, the depth of each block that ran
         self.previous: AttentionOperator | None = None
 
     def begin(self, batch: Batch) -> None:
-        """Which of its tokens count, and which samples have one; the device has nothing of this batch to do yet."""
-        self.counts, self.samples = batch.counts, batch.samples(self.prefix)
-        self.filled = self.samples.filled
+        self.start(batch.samples(self.prefix), counts=batch.counts)
 
     def depth(self, tap: str, layer: int) -> int:
-        """How deep a block is that runs now: its number, or one more than before where layers share a module."""
-        before = self.ran.setdefault(tap, [])
-        if layer in before and layer != before[-1]:
+        """How deep a block is that runs now: its number, or one more than before if layers share a module."""
+        ran = self.ran.setdefault(tap, {})
+        last = next(reversed(ran), 0)
+        if layer in ran and layer != last:
             raise AcutanceError(
-                f"layer {layer} ran again after layer {before[-1]} in one forward pass, so its readings cannot be told "
+                f"layer {layer} ran again after layer {last} in one forward pass, so its readings cannot be told "
                 "apart: feed what runs the layers once"
             )
-        before.append(layer)
-        self.depths[tap] = max(layer, self.depths.get(tap, 0) + 1)
-        return self.depths[tap]
+        ran[layer] = max(layer, ran.get(last, 0) + 1)
+        return ran[layer]
 
     def enter(self, layer: int, tokens: Tensor) -> None:
-        """The tokens (batch, …) enter the first block: attention alone would not tell samples from their windows."""
-        if self.out.size:  # layers that share a module enter it again
+        if self.out.samples:  # layers that share a module enter it again
             return
         special = sum(self.samples.special_token_counts)
         if special and tokens.ndim == 3 and tokens.shape[1] <= special:
             raise AcutanceError(f"all {tokens.shape[1]} tokens of a sample are special: read with prefix='in'")
-        self.out.size = self.samples.count(len(tokens))
+        self.out.samples = self.samples.count(len(tokens))  # attention has windows as rows, and could not tell
         if "block" in self.taps:
             self.tokens("block", 0, tokens)
 
     def leave(self, layer: int, tokens: Tensor) -> None:
-        """The residual stream after a block."""
         self.tokens("block", self.depth("block", layer), tokens)
 
     def final(self, layer: int, tokens: Tensor) -> None:
-        """After the final norm."""
         self.tokens("final", layer, tokens)
 
     def end(self) -> None:
-        """Work out batches before this one.
-
-        At once where the device has them still to do, as the host has time then; else the device waits for the host,
-        which takes less for several together.
-        """
+        """Send the batch's values off and work out earlier ones: at once if the device is behind, else together."""
         self.batches += 1
-        found = self.flush()
-        self.waiting += [(found, self.filled)] if self.counts else []
-        if len(self.waiting) > TOGETHER or (len(self.waiting) > 1 and not self.waiting[-2][0].is_there()):
-            settle(self.statistics, self.waiting[:-1])
-            self.waiting = self.waiting[-1:]
+        if not self.out.values and not any(part.derived for part, _ in self.out.sums):
+            raise AcutanceError(f"nothing was read: {self._why_nothing()}")
+        self.out.send()
+        self.pending += [self.out] if self.counts else []
+        if len(self.pending) > MAX_PENDING_BATCHES or (len(self.pending) > 1 and not self.pending[-2].is_there()):
+            self.settle(keep=1)
 
-    def readings(self, *, across_processes: bool = False) -> tuple[Reading, ...]:
+    def settle(self, keep: int = 0) -> None:
+        """Take in pending batches but the last few."""
+        ready = self.pending[: len(self.pending) - keep]
+        self.pending = self.pending[len(ready) :]
+        for _, alike in groupby(ready, key=lambda batch: (batch.samples, batch.parts)):
+            keys, values = values_of(list(alike))
+            if values.shape[1]:
+                take_in(self.statistics, keys, Running.of(values))
+
+    def readings(self, *, across_processes: bool = False) -> tuple[MetricValue, ...]:
         """Mean and standard deviation over samples, by tap as asked for and by depth; of all processes together."""
-        settle(self.statistics, self.waiting)
-        self.waiting = []
-        statistics: Statistics = {}
-        for own in processes.gather(self.statistics) if across_processes else [self.statistics]:  # in order of ranks
-            for keys, found in own.items():
-                take_in(statistics, keys, found)
-        if not statistics:
+        self.settle()
+        each: dict[Key, Running] = {}
+        for statistics in processes.gather(self.statistics) if across_processes else [self.statistics]:
+            for keys, found in statistics.items():
+                for place, key in enumerate(keys):
+                    take_in(each, key, Running(found.count, found.mean[place], found.squares[place]))
+        if not each:
             raise AcutanceError(
                 "no sample has a token that counts: masks and prefix='out' leave none"
                 if self.batches
                 else "measure got no batches: pass an iterable with at least one"
             )
-        order = {name: position for position, name in enumerate([*self.taps, MAP])}
-        every = sorted(by_key(statistics).items(), key=lambda item: (order[item[0][0]], item[0][1]))
-        return tuple(Reading(*key, mean=float(s.mean[0]), std=float(s.std[0]), count=s.count) for key, s in every)
+        taps = [*self.taps, MATRIX]
+        ordered = sorted(each, key=lambda key: (taps.index(key[0]), key[1], self.names.index(key[2])))
+        return tuple(MetricValue(*key, float(each[key].mean), float(each[key].std), each[key].count) for key in ordered)
+
+    def describe_prefix(self, model: nn.Module, part: str | None) -> str:
+        """Which special tokens were in or out of the metrics, told from the last batch."""
+        marked = self.samples.leaves_marked_out
+        try:
+            known = sites.special_tokens(model, part)
+        except sites.NoSitesError:
+            return f"{'special' if marked else 'prefix'} tokens {self.prefix}"
+        if marked:
+            return f"{f'{known} and ' if any(known) else ''}the tokeniser's special tokens {self.prefix}"
+        return f"{known} {self.prefix}"
 
     def tokens(self, tap: str, layer: int, tokens: Tensor) -> None:
         """Read the token metrics at one tap."""
         if tokens.ndim != 3:
             raise ShapeError(f"{tap} of layer {layer} is {tuple(tokens.shape)}, not (batch, tokens, channels)")
         self._refuse_added(layer, tokens)
-        self._measure_tokens(tap, layer, *self.samples.tokens(tokens))
+        self._read_tokens(tap, layer, *self.samples.tokens(tokens))
 
     def attend(self, layer: int, call: AttentionCall) -> None:
-        """Read what one layer's attention did."""
-        windows_move, layer = layer in self.moving, self.depth(MAP, layer)
+        windows_move, layer = layer in self.moving, self.depth(MATRIX, layer)
         self._refuse_added(layer, call.branch)
         _, mask = self.samples.tokens(call.branch)
         record = self.samples.record(call)
         if "attention" in self.taps:
-            self._measure_tokens("attention", layer, record.branch, mask)
+            self._read_tokens("attention", layer, record.branch, mask)
         if "values" in self.taps:
             merged = record.values.transpose(1, 2).flatten(2)
             # Pyramids have fewer keys than queries; their prefix and padding are none.
-            self._measure_tokens("values", layer, merged, mask if merged.shape[1] == record.branch.shape[1] else None)
-        # What spoils the branch spoils the residual stream after it.
-        is_watched = self.token_metrics and {"attention", "block"} & set(self.taps)
-        if (self.attention_metrics or self.successive) and not is_watched:
-            self._watch([*self.attention_metrics, SUCCESSIVE][0], layer, record.branch, mask)
-        rows = from_rows(record, mask) if self.has_both_of_rows else {}
+            self._read_tokens("values", layer, merged, mask if merged.shape[1] == record.branch.shape[1] else None)
+        if not self.attention_metrics:
+            return
+        # A branch that is not finite makes the residual stream after it so too.
+        if not (self.token_metrics and {"attention", "block"} & set(self.taps)):
+            self._read_sums(MATRIX, layer, self.attention_metrics, record.branch, mask)
+        # One reduction gives both of these metrics; one alone has a faster way.
+        rows = from_rows(record, mask) if set(FROM_ROWS) <= set(self.names) else {}
         for name in self.attention_metrics:
             if name in rows:
-                self.out.add((MAP, layer, name), *rows[name])
-            else:
-                self.out.add((MAP, layer, name), metric_room.ATTENTION_METRICS[name](record, mask))
-        if self.successive:
-            # Windows that move hold other tokens than in the layer before.
+                self.out.add((MATRIX, layer, name), *rows[name])
+            elif name != ATTENTION_COSINE:
+                self.out.add((MATRIX, layer, name), metric_room.ATTENTION_METRICS[name](record, mask))
+        if ATTENTION_COSINE in self.names:
             before, self.previous = self.previous, None if windows_move else record.A
             if before is not None and self.previous is not None and before.shape == self.previous.shape:  # one stage's
                 cosine = metric_room.attention_cosine(before, self.previous, mask)
-                self.out.add((MAP, layer, SUCCESSIVE), cosine)
-
-    def flush(self) -> Sent:
-        """Hand over the batch's values, on their way from the device in one transfer, and begin anew."""
-        if not self.out.sources:
-            raise AcutanceError(f"nothing was read: {self._why_nothing()}")
-        out, self.out = self.out, Readout(expected=max(1, len(self.out.sums)))
-        self.previous, self.count, self.ran, self.depths = None, 0, {}, {}
-        return out.send()
+                self.out.add((MATRIX, layer, ATTENTION_COSINE), cosine)
 
     def _why_nothing(self) -> str:
-        if MAP in self.ran:
+        if MATRIX in self.ran:
             return (
-                f"{SUCCESSIVE} compares successive layers and needs two of them, of the same tokens: windows that move "
-                "from layer to layer have none"
+                f"{ATTENTION_COSINE} compares successive layers and needs two of them, of the same tokens: windows "
+                "that move from layer to layer have none"
             )
         return (
             "no block of the model was called as a module in this forward pass. Some models, such as SqueezeBERT, run "
@@ -193,236 +249,148 @@ class Reader(Visitor):
         )
 
     def _refuse_added(self, layer: int, tokens: Tensor) -> None:
-        """Tokens that join on the way, such as EoMT's queries, move those at the ends away from there."""
-        self.count = self.count or tokens.shape[1]
-        if any(self.samples.special_token_counts) and tokens.shape[1] > self.count:
+        """Tokens that join on the way, such as EoMT's queries, move the special tokens away from the ends."""
+        self.width = self.width or tokens.shape[1]
+        if any(self.samples.special_token_counts) and tokens.shape[1] > self.width:
             raise AcutanceError(
-                f"layer {layer} has {tokens.shape[1]} tokens, the first reading had {self.count}: some were added on "
+                f"layer {layer} has {tokens.shape[1]} tokens, the first reading had {self.width}: some were added on "
                 "the way, so where the special tokens are is not known. Read with prefix='in'"
             )
 
-    def _measure_tokens(self, tap: str, layer: int, tokens: Tensor, mask: Tensor | None) -> None:
-        if not self.token_metrics:
-            return
-        sums = self._watch(f"{self.token_metrics[0]} at {tap}", layer, tokens, mask)
-        for name in self.token_metrics:
-            if sums is not None and name in FROM_SUMS:
-                self.out.follow((tap, layer, name), sums)
-            else:
+    def _read_tokens(self, tap: str, layer: int, tokens: Tensor, mask: Tensor | None) -> None:
+        if self.token_metrics:
+            derived = self._read_sums(tap, layer, self.token_metrics, tokens, mask)
+            for name in [name for name in self.token_metrics if name not in derived]:
                 self.out.add((tap, layer, name), metric_room.TOKEN_METRICS[name](tokens, mask))
 
-    def _watch(self, metric: str, layer: int, tokens: Tensor, mask: Tensor | None) -> int | None:
-        """Have tokens that are not finite complained about, by name of a metric; the place of their sums, if any."""
-        if token_sums.is_available(tokens, mask):
-            place = self.out.place(len(tokens), tokens.device)
-            return self.out.add_sums(token_sums.token_sums(tokens, mask, place), metric, layer)
-        flags = finite_flags(tokens, mask)
-        self.out.add_sums(F.pad(flags, (0, len(FIELDS) - len(FLAGS))), metric, layer)
-        return None
+    def _read_sums(
+        self, tap: str, layer: int, names: Sequence[str], tokens: Tensor, mask: Tensor | None
+    ) -> Sequence[str]:
+        """Sums over tokens that tell whether all are finite, and the metrics that follow from them."""
+        is_summed = token_sums.is_available(tokens, mask)
+        derived = tuple(name for name in names if name in FROM_SUMS and is_summed)
+        if is_summed:
+            sums = token_sums.token_sums(tokens, mask)
+        else:
+            sums = F.pad(finite_flags(tokens, mask), (0, len(FIELDS) - len(FLAGS)))
+        self.out.add_sums((tap, layer, names[0]), sums, derived)
+        return derived
 
 
-class Form(NamedTuple):
-    """What was read and where its numbers are; batches of one form differ in their numbers alone."""
+class Part(NamedTuple):
+    """The numbers of one reading: sums from which metrics follow, or the values of one metric."""
 
-    size: int  # samples in the batch
-    sums: tuple[int, ...]  # rows of each part of `Readout.sums`
-    found: tuple[int, ...]  # numbers in each part of `Readout.found`
-    factors: tuple[float, ...]
-    sources: tuple[tuple[Key, tuple[int, str | None]], ...]
+    key: Key
+    shape: tuple[int, ...]
+    factor: float = 1.0
+    derived: tuple[str, ...] | None = None  # the metrics that follow from sums; None for values
 
 
 @dataclass
-class Readout:
-    """What the hooks found in one batch, still on the device."""
+class PendingValues:
+    """What was read in one batch; after `send`, on its way from the device to the host."""
 
-    size: int = 0  # samples in the batch
-    expected: int = 1  # readings by sums, as many as the batch before had
-    sums: list[Tensor] = field(default_factory=list)  # (rows, FIELDS) each; beyond FLAGS zero if not summed up
-    watched: list[tuple[str, int]] = field(default_factory=list)  # metric and layer of each of them, for errors
-    found: list[Tensor] = field(default_factory=list)  # (rows, …) each
-    factors: list[float] = field(default_factory=list)  # what those are multiplied by
-    sources: dict[Key, tuple[int, str | None]] = field(default_factory=dict)  # in `found`, or the metric of `sums`
-    _room: Tensor | None = None
-    _places: tuple[Tensor, ...] = ()  # in the room
+    samples: int = 0
+    filled: NDArray[np.bool_] | None = None  # which samples have a token that counts; None if all have
+    parts: list[Part] = field(default_factory=list)  # sums, then values
+    sums: list[tuple[Part, Tensor]] = field(default_factory=list)
+    values: list[tuple[Part, Tensor]] = field(default_factory=list)
+    numbers: Tensor | None = None
+    done: torch.cuda.Event | None = None
 
-    def place(self, samples: int, device: torch.device) -> Tensor | None:
-        """Where the next reading's sums go, side by side with the others'; None where there is no such place."""
-        if not self.sums:
-            self._room = room(self.expected, samples, device)
-            self._places = self._room.unbind()
-        if len(self.sums) >= len(self._places):
-            return None
-        place = self._places[len(self.sums)]
-        return place if place.shape[0] == samples and place.device == device else None
+    def add(self, key: Key, values: Tensor, factor: float = 1.0) -> None:
+        """Add values by sample, and by head or window of it; they are averaged and multiplied by a factor."""
+        self.samples = self.samples or len(values)
+        self.values.append((Part(key, tuple(values.shape), factor), values))
 
-    def add_sums(self, sums: Tensor, metric: str, layer: int) -> int:
-        """Take in a reading's sums, which tell of tokens that are not finite too; returns their place."""
-        self.size = self.size or sums.shape[0]
-        self.watched.append((metric, layer))
-        self.sums.append(sums)
-        return len(self.sums) - 1
+    def add_sums(self, key: Key, sums: Tensor, derived: tuple[str, ...]) -> None:
+        """Add sums (rows, FIELDS) from which metrics follow; an error about them names the key."""
+        self.samples = self.samples or len(sums)
+        self.sums.append((Part(key, tuple(sums.shape), derived=derived), sums))
 
-    def add(self, key: Key, value: Tensor, factor: float = 1.0) -> None:
-        """Take in a metric's values by sample, and by head or window of it, and what they are to be multiplied by."""
-        self.size = self.size or len(value)
-        self.sources[key] = len(self.found), None
-        self.found.append(value)
-        self.factors.append(factor)
-
-    def follow(self, key: Key, place: int) -> None:
-        """A metric whose values follow from the sums in this place."""
-        self.sources[key] = place, key[2]
-
-    def send(self) -> Sent:
-        """Begin the one transfer; nothing waits for it here."""
-        # Joined before they are made float64 or flat: a launch for all, not for each.
-        parts = [self._joined_sums()] if self.sums else []
-        parts += [torch.cat([part.flatten() for part in self.found]).double()] if self.found else []
-        numbers = parts[0] if len(parts) == 1 else torch.cat(parts)
-        device, done = numbers.device, None
+    def send(self) -> None:
+        """Start the one transfer."""
+        self.parts = [part for part, _ in (*self.sums, *self.values)]
+        # Sums are float64, values mostly float32: tensors of one dtype are joined in one launch.
+        groups = [[tensor.flatten() for _, tensor in group] for group in (self.sums, self.values) if group]
+        numbers = torch.cat([torch.cat(group).double() for group in groups])
+        self.sums, self.values, self.numbers = [], [], numbers.to("cpu", non_blocking=True)
         if numbers.is_cuda:
-            numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
-            done = torch.cuda.current_stream(device).record_event()
-        rows, lengths = tuple([part.shape[0] for part in self.sums]), tuple([part.numel() for part in self.found])
-        form = Form(self.size, rows, lengths, tuple(self.factors), tuple(self.sources.items()))
-        return Sent(form, self.watched, numbers, done)
-
-    def _joined_sums(self) -> Tensor:
-        is_all = len(self.sums) == len(self._places) and all(map(is_, self.sums, self._places))
-        return (self._room if self._room is not None and is_all else torch.cat(self.sums)).flatten()
-
-
-class Sent(NamedTuple):
-    """What was found in one batch, on its way to the host: nothing of it is left on the device."""
-
-    form: Form
-    watched: Sequence[tuple[str, int]]
-    numbers: Tensor
-    done: torch.cuda.Event | None
+            self.done = torch.cuda.current_stream(numbers.device).record_event()
 
     def is_there(self) -> bool:
         """Whether the device is done with it."""
         return self.done is None or self.done.query()
 
-    def received(self) -> tuple[Numbers, Numbers]:
-        """The sums and what was found, as soon as they are there."""
+    def received(self) -> Numbers:
+        """The numbers of all parts, as soon as they are there."""
+        assert self.numbers is not None, "they were sent"
         if self.done is not None:
             self.done.synchronize()
         numbers: Numbers = self.numbers.numpy()
-        end = sum(self.form.sums) * len(FIELDS)
-        return numbers[:end].reshape(-1, len(FIELDS)), numbers[end:]
-
-    def refuse_bad(self, sums: Numbers) -> None:
-        """Complain about the first layer that holds NaN or infinity, which spoils those after it."""
-        for (metric, layer), rows in zip(self.watched, _spans(self.form.sums), strict=True):
-            if sums[rows, BAD].any():
-                complain(sums[rows, : len(FLAGS)], metric=metric, layer=layer)
+        return numbers
 
 
-def values_of(batches: Sequence[Sent]) -> list[tuple[tuple[Key, ...], Numbers]]:
-    """What was read and its values (keys, samples), of successive batches of one form together.
+def values_of(batches: Sequence[PendingValues]) -> tuple[tuple[Key, ...], Numbers]:
+    """What was read and its values (keys, samples), of batches with the same parts; samples without tokens left out.
 
     A value is the mean over a sample's heads or windows. Waits for the device; refuses NaN and infinity.
     """
-    return [_joined(form, list(alike)) for form, alike in groupby(batches, attrgetter("form"))]
+    numbers, start = np.stack([batch.received() for batch in batches]), 0
+    found: dict[Key, Numbers] = {}
+    for part in batches[0].parts:
+        stop = start + prod(part.shape)
+        own, start = numbers[:, start:stop].reshape(len(batches), *part.shape), stop
+        tap, layer, metric = part.key
+        if part.derived is None:
+            found[part.key] = part.factor * own
+            continue
+        for flags in own[own[..., BAD].any(1), :, : len(FLAGS)]:
+            complain(flags, metric=f"{metric} at {tap}", layer=layer)
+        for name in part.derived:
+            found[tap, layer, name] = FROM_SUMS[name](own)
+    samples = batches[0].samples
+    values = np.stack([value.reshape(len(batches) * samples, -1).mean(1) for value in found.values()])
+    filled = [np.ones(samples, bool) if batch.filled is None else batch.filled for batch in batches]
+    return tuple(found), values[:, np.concatenate(filled)]
 
 
-def _joined(form: Form, batches: Sequence[Sent]) -> tuple[tuple[Key, ...], Numbers]:
-    received = [batch.received() for batch in batches]
-    sums, found = (np.stack(parts) for parts in zip(*received, strict=True))  # (batches, …) each
-    if sums[..., BAD].any():
-        for batch, (own, _) in zip(batches, received, strict=True):
-            batch.refuse_bad(own)
-    rows, numbers = _spans(form.sums), _spans(form.found)
-    follows = {name: FROM_SUMS[name](sums) for name in {name for _, (_, name) in form.sources if name}}
-
-    def values(place: int, name: str | None) -> Numbers:
-        parts = follows[name][:, rows[place]] if name else form.factors[place] * found[:, numbers[place]]
-        if parts.shape[1] != form.size:
-            parts = parts.reshape(len(batches), form.size, -1).mean(2)
-        return parts.reshape(-1)
-
-    return tuple([key for key, _ in form.sources]), np.stack([values(*source) for _, source in form.sources])
-
-
-def _spans(lengths: Sequence[int]) -> list[slice]:
-    """Where each of several parts stands in all of them one after another."""
-    ends = list(accumulate(lengths))
-    return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-
-
-Found = tuple[Sent, NDArray[np.bool_] | None]  # of one batch, and which of its samples have a token that counts
-Statistics = dict[tuple[Key, ...], "Running"]  # by the keys that are read together
-
-
-def settle(statistics: Statistics, batches: Sequence[Found]) -> None:
-    """Take in what was read of some batches; samples without a token that counts have no values."""
-    read, filled = [found for found, _ in batches], None
-    if any(own is not None for _, own in batches):
-        every = [np.ones(found.form.size, bool) if own is None else own for found, own in batches]
-        filled = np.concatenate(every)
-    start = 0
-    for keys, values in values_of(read):
-        own = values if filled is None else values[:, filled[start : start + values.shape[1]]]
-        start += values.shape[1]
-        if own.shape[1]:
-            take_in(statistics, keys, Running.of(own))
-
-
-def take_in(statistics: Statistics, keys: tuple[Key, ...], found: Running) -> None:
-    """Add other samples' statistics of the same keys."""
-    if keys in statistics:
-        statistics[keys].merge(found)
+def take_in(statistics: dict[T, Running], key: T, found: Running) -> None:
+    """Add other samples' statistics of the same key."""
+    if key in statistics:
+        statistics[key].merge(found)
     else:
-        statistics[keys] = found
-
-
-def by_key(statistics: Statistics) -> dict[Key, Running]:
-    """The statistics of each key, also where not all batches have the same."""
-    each: Statistics = {}
-    for keys, found in statistics.items():
-        for place, key in enumerate(keys):
-            take_in(each, (key,), Running(found.count, found.mean[place, None], found.squares[place, None]))
-    return {key: found for (key,), found in each.items()}
+        statistics[key] = found
 
 
 @dataclass
 class Running:
-    """Means and standard deviations of several streams, merged batch by batch and process by process (Chan's update).
+    """Means and standard deviations, merged batch by batch and process by process (Chan's update).
 
-    An array operation for all streams, since one for each would keep the device waiting.
+    Some values are documented to be infinite, such as HFC/LFC of tokens whose mean is zero.
     """
 
-    count: int  # of samples in every stream
-    mean: Numbers
+    count: int  # of samples
+    mean: Numbers  # of each of several metrics, or of one
     squares: Numbers  # the sums of squared deviations from the mean
 
     @classmethod
     def of(cls, values: Numbers) -> Running:
-        """Of streams × samples; some are documented to be infinite, such as HFC/LFC of tokens whose mean is zero."""
-        finite = np.isfinite(values)
-        if finite.all():
-            mean = values.mean(1)
-            away = values - mean[:, None]
-            return cls(values.shape[1], mean, np.einsum("ij,ij->i", away, away))
-        whole = np.all(finite, axis=1)
-        known = cls.of(np.where(whole[:, None], values, 0))
+        """Of an array (metrics, samples)."""
         with np.errstate(invalid="ignore"):  # infinities of both signs make NaN
-            known.mean = np.where(whole, known.mean, np.where(finite, 0, values).sum(1))
-        return known
+            mean = values.mean(1)
+            return cls(values.shape[1], mean, np.square(values - mean[:, None]).sum(1))
 
     def merge(self, other: Running) -> None:
         """Take in the statistics of other samples."""
         total = self.count + other.count
         with np.errstate(invalid="ignore"):
-            both = self.mean + other.mean
-        finite = np.isfinite(both)  # once infinite, always infinite
-        delta = np.where(finite, other.mean, 0) - np.where(finite, self.mean, 0)
-        self.squares = np.where(finite, self.squares + other.squares + delta**2 * (self.count * other.count / total), 0)
-        self.mean = np.where(finite, self.mean + delta * (other.count / total), both)
+            between = np.square(other.mean - self.mean) * (self.count * other.count / total)
+            self.squares = self.squares + other.squares + between
+            self.mean = (self.count * self.mean + other.count * other.mean) / total
         self.count = total
 
     @property
     def std(self) -> Numbers:
-        """The standard deviations over samples; infinite where the mean is."""
+        """The standard deviations over samples; infinite if the mean is."""
         return np.where(np.isfinite(self.mean), np.sqrt(self.squares / max(self.count - 1, 1)), np.inf)

@@ -6,13 +6,16 @@ pass.
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import metadata
 from typing import Any
 
+import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
@@ -23,9 +26,9 @@ from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError
 from acutance.measure.samples import SPECIAL, BatchRows, TokenLayout, refuse_single
 from acutance.sites.wrappers import bare_module, evaluating, is_sharded
+from acutance.version import __version__
 
 EVERY = range(sys.maxsize)  # layer
-Calls = list[Callable[[int, Any], None]]  # methods of visitors
 AsTokens = Callable[[Tensor], Tensor]
 
 
@@ -36,7 +39,7 @@ class Batch:
     model: nn.Module  # the whole model
     part: str | None  # that is read
     fed: Any  # a tensor, a (tensor, …) tuple or a mapping of arguments
-    counts: bool = True  # False where this process only runs along on another's batch
+    counts: bool = True  # False if this process reruns another's batch, which FSDP may need
     _samples: dict[str, TokenLayout] = field(default_factory=dict, init=False)
 
     def samples(self, prefix: str) -> TokenLayout:
@@ -49,7 +52,7 @@ class Batch:
 
     @property
     def packed(self) -> TokenLayout | None:
-        """The samples, where a visitor has asked for them and they are documents packed into rows."""
+        """The samples, if a visitor has asked for them and they are documents packed into rows."""
         return next((samples for samples in self._samples.values() if samples.documents is not None), None)
 
 
@@ -98,8 +101,8 @@ def walk(
         model: any model that `acutance.sites` knows; of others, blocks told by structure.
         batches: tensors, (tensor, …) tuples of which the first entry is fed, or mappings of keyword arguments.
         visitors: what is done with what they see.
-        part: path of the submodule to read, where a model has several stacks of layers.
-        progress: what a progress bar says; None shows none.
+        part: path of the submodule to read, if a model has several stacks of layers.
+        progress: the title of a progress bar; None shows none.
         across_processes: every process of the process group runs its share of the batches.
     """
     refuse_single(batches)
@@ -119,10 +122,10 @@ def walk(
             for visitor in visitors:
                 visitor.begin(batch)
             with ExitStack() as around:
-                if is_first:  # what the blocks are given and give is looked at once: it takes a while
+                if is_first:  # once only: the check waits for the device
                     around.enter_context(sites.checking_blocks(target, *BatchRows.of(fed)))
                 if batch.packed is not None and not attends:
-                    with suppress(AcutanceError):  # attention that cannot be read cannot be asked
+                    with suppress(AcutanceError):  # attention that cannot be read cannot be checked
                         around.enter_context(sites.find(target)[0].observe(refuse_mixing))
                 feed(bare, fed)
             for visitor in visitors:
@@ -132,7 +135,7 @@ def walk(
 def _shared(
     batches: Iterable[Any], progress: str | None, stack: ExitStack, sharded: bool | None
 ) -> Iterable[tuple[Any, bool]]:
-    """The batches of this process and whether they count; `sharded` is None where the process has all of them."""
+    """The batches of this process and whether they count; `sharded` is None if the process has all of them."""
     if sharded is None:
         return ((batch, True) for batch in track(batches, progress, stack))
     processes.refuse_shares(batches)
@@ -145,51 +148,53 @@ def _shared(
 def hooked(
     model: nn.Module, *visitors: Visitor, check: Callable[[AttentionCall], None] = lambda call: None
 ) -> Iterator[None]:
-    """With the hooks that the visitors need, for the time of a with block; `check` sees attention before they do."""
+    """Set the hooks that the visitors need, for the time of a with block; `check` sees attention before they do."""
+
+    def checked(call: AttentionCall) -> AttentionCall:
+        check(call)
+        return call
+
+    def last_tokens(*args: Any) -> Tensor:
+        return _tokens_out(sites.find(model)[-1].tokens, *args)
+
     with ExitStack() as stack:
         blocks = sites.blocks(model)
         for layer, block, as_tokens in blocks:
-            if entering := _called(visitors, "enter", layer):
-                hook = partial(_entered, entering, layer, as_tokens)
-                stack.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            if leaving := _called(visitors, "leave", layer):
-                stack.callback(block.register_forward_hook(partial(_left, leaving, layer, as_tokens)).remove)
+            if enter := _hook(visitors, "enter", layer, partial(_tokens_in, as_tokens)):
+                stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            if leave := _hook(visitors, "leave", layer, partial(_tokens_out, as_tokens)):
+                stack.callback(block.register_forward_hook(leave).remove)
         if any("attend" in visitor.needs for visitor in visitors):
             for site, layer in sites.layers_of(model):
-                if attending := _called(visitors, "attend", layer):
-                    stack.callback(site.observe(partial(_attended, attending, layer, check)).remove)
-        last = blocks[-1][0]
-        if after := _called(visitors, "final", last):
-            norm, as_tokens = sites.final_norm(model), sites.find(model)[-1].tokens
-            stack.callback(norm.register_forward_hook(partial(_left, after, last, as_tokens)).remove)
+                if attend := _hook(visitors, "attend", layer, checked):
+                    stack.callback(site.observe(attend).remove)
+        if final := _hook(visitors, "final", blocks[-1][0], last_tokens):
+            stack.callback(sites.final_norm(model).register_forward_hook(final).remove)
         yield
 
 
-def _called(visitors: Sequence[Visitor], method: str, layer: int) -> Calls:
-    """The methods of the visitors that want to see this at this layer."""
-    return [getattr(visitor, method) for visitor in visitors if layer in visitor.needs.get(method, ())]
+def _hook(visitors: Sequence[Visitor], method: str, layer: int, read: Callable[..., Any]) -> Callable[..., None] | None:
+    """Calls this method of the visitors that need it at this layer, with what `read` makes of a hook's arguments."""
+    methods = [getattr(visitor, method) for visitor in visitors if layer in visitor.needs.get(method, ())]
+
+    def hook(*args: Any) -> None:
+        seen = read(*args)
+        for call in methods:
+            call(layer, seen)
+
+    return hook if methods else None
 
 
-def _entered(called: Calls, layer: int, as_tokens: AsTokens, _block: nn.Module, args: Any, kwargs: Any) -> None:
-    tokens = as_tokens(sites.tokens_in(args, kwargs))
-    for call in called:
-        call(layer, tokens)
+def _tokens_in(as_tokens: AsTokens, _block: nn.Module, args: Any, kwargs: Any) -> Tensor:
+    return as_tokens(sites.tokens_in(args, kwargs))
 
 
-def _left(called: Calls, layer: int, as_tokens: AsTokens, _block: nn.Module, _args: Any, output: Any) -> None:
-    tokens = as_tokens(sites.tokens_out(output))
-    for call in called:
-        call(layer, tokens)
-
-
-def _attended(called: Calls, layer: int, check: Callable[[AttentionCall], None], record: AttentionCall) -> None:
-    check(record)
-    for call in called:
-        call(layer, record)
+def _tokens_out(as_tokens: AsTokens, _block: nn.Module, _args: Any, output: Any) -> Tensor:
+    return as_tokens(sites.tokens_out(output))
 
 
 def track(batches: Iterable[Any], progress: str | None, stack: ExitStack) -> Iterable[Any]:
-    """The batches, with a progress bar that says this and closes with the stack; None shows none."""
+    """The batches, with a progress bar of this title that closes with the stack; None shows none."""
     if progress is None:
         return batches
     done, times = [BarColumn(), MofNCompleteColumn()], [TimeElapsedColumn(), TimeRemainingColumn()]
@@ -215,3 +220,23 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Mapping):
         return {name: _moved(inside, device) for name, inside in value.items()}
     return value.to(device) if isinstance(value, Tensor) else value
+
+
+def describe(model: nn.Module, part: str | None = None) -> dict[str, Any]:
+    """What was read and with what, so that somebody else can read it again."""
+    parameter = next(model.parameters())
+    versions = {"acutance": __version__, "torch": torch.__version__, "numpy": np.__version__}
+    # gguf does not know its own version.
+    libraries = {name: sys.modules[name] for name in ("transformers", "timm", "gguf") if name in sys.modules}
+    return {
+        "model": type(model).__name__,
+        "mitigation": sites.mitigation_spec(sites.part_of(model, part)),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(parameter.device) if parameter.is_cuda else str(parameter.device),
+        "seed": torch.initial_seed(),
+        "versions": versions
+        | {"python": platform.python_version()}
+        | {n: getattr(m, "__version__", None) or metadata.version(n) for n, m in libraries.items()},
+        **({} if part is None else {"part": part}),
+    }

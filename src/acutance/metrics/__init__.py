@@ -1,7 +1,7 @@
 """Metrics of over-smoothing: pure, batched functions, one definition each.
 
 Token metrics are formulas in the tokens of a layer, attention metrics in its attention operator. The two
-registries name what `acutance.measure.measure` can read.
+registries name what `acutance.measure` can read.
 """
 
 from collections.abc import Callable

@@ -24,7 +24,7 @@ TAP_NAMES = {
     "attention": "attention branch, before the residual",
     "values": "values",
     "final": "after the final norm",
-    "map": "attention operator",
+    "attention_matrix": "attention operator",
 }
 HINT = "Click a name in a legend to single it out; hover a point for its value. Bands are one standard deviation."
 CONTEXT = ("model", "mitigation", "parameters", "samples", "dtype", "device", "seed", "versions")

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
+
+from acutance.errors import MissingExtraError
+from acutance.files.atomic import atomic_write
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 WRAPPED = 40  # least width of a column of sentences, borders included
 PRINTED = 160  # width of `str(table)`
@@ -64,6 +73,48 @@ class FittedTable:
         table = self._table([column for column in columns if column != self.sentences])
         unwrapped = Measurement.get(console, options.update(max_width=10_000), table).maximum
         return unwrapped + (WRAPPED if self.sentences in columns else 0)
+
+
+class Result:
+    """What results have in common: they print as a table, turn into a data frame and save as JSON."""
+
+    context: Mapping[str, Any]
+
+    def table(self) -> FittedTable:
+        """For the terminal."""
+        raise NotImplementedError
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A mapping per row of the data frame."""
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """What `save` writes."""
+        raise NotImplementedError
+
+    @property
+    def title(self) -> str:
+        """The model and its mitigation, in one line."""
+        model, mitigation = self.context.get("model", "model"), self.context.get("mitigation")
+        return f"{model} + {mitigation}" if mitigation else str(model)
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def to_frame(self) -> pd.DataFrame:
+        """The rows as a pandas DataFrame."""
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise MissingExtraError("to_frame needs pandas: pip install 'acutance[report]'") from error
+        return pd.DataFrame(self.rows())
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write JSON, atomically."""
+        return atomic_write(path, self.to_json().encode())
 
 
 def html_table(rows: Rows) -> str:

@@ -8,12 +8,12 @@ from acutance.lab.bench import lengths
 from acutance.lab.bench.measuring import Subject
 from acutance.lab.bench.settings import Settings
 from acutance.lab.bench.timing import Candidate, Pace
-from acutance.measure.reader import SUCCESSIVE
+from acutance.measure.reader import ATTENTION_COSINE
 from acutance.metrics import ATTENTION_METRICS
 
 
 def test_every_attention_metric_is_timed() -> None:
-    assert {*ATTENTION_METRICS, SUCCESSIVE} <= lengths.OPERATIONS.keys()
+    assert {*ATTENTION_METRICS, ATTENTION_COSINE} <= lengths.OPERATIONS.keys()
 
 
 def test_what_fails_or_takes_long_is_left_out_at_more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from acutance.lab.bench.results import Row
 from acutance.lab.bench.settings import Settings, Table
 from acutance.lab.bench.steps import SHAPES, Shape, timm_model, toy
 from acutance.lab.bench.timing import Candidate, Step, compare, repeat
-from acutance.measure.measure import DEFAULT_METRICS, measure
+from acutance.measure import DEFAULT_METRICS, measure
 from acutance.measure.monitor import CHEAP_METRICS
 from acutance.measure.walk import feed
 from acutance.sites.wrappers import evaluating
@@ -116,7 +116,7 @@ def forward(subject: Subject, batches: int) -> None:
 
 
 def read_metrics(subject: Subject, names: Sequence[str], batches: int) -> None:
-    """By `acutance.measure.measure`."""
+    """By `acutance.measure`."""
     measure(subject.model, [subject.batch] * batches, metrics=names, progress=False)
 
 

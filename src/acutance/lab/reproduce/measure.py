@@ -21,8 +21,8 @@ from acutance.lab.robustness.images import images_of
 from acutance.lab.studies import norm_grid
 from acutance.lab.studies.pictures import repeat_picture
 from acutance.lab.tasks.classification import build_vit
+from acutance.measure import measure
 from acutance.measure.maps import attention_maps
-from acutance.measure.measure import measure
 from acutance.models import Segmenter
 
 Read = Callable[[RowModel], Mapping[str, float]]

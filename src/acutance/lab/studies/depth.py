@@ -20,7 +20,7 @@ from torch import nn
 from acutance.errors import AcutanceError, MissingExtraError
 from acutance.files.atomic import atomic_write
 from acutance.lab.data import digits
-from acutance.measure.measure import measure
+from acutance.measure import measure
 from acutance.measure.profile import Profile, merge
 from acutance.mitigations import parse
 from acutance.models import ViT, vit_digits

@@ -23,7 +23,7 @@ from acutance.files.atomic import atomic_write, finite
 from acutance.io.loading import LoadedModel
 from acutance.lab.data import digits
 from acutance.lab.studies.assumptions import MEASURES, KernelAssumptions, kernel_assumptions
-from acutance.measure.measure import describe
+from acutance.measure.walk import describe
 
 if TYPE_CHECKING:
     import pandas as pd
