@@ -78,6 +78,13 @@ def test_snippets_write_elsewhere(documentation: Sybil, read: Callable[[str], li
     assert "working_directory" in documentation.fixtures
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_screen_prints_what_it_says(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = re.findall(r"```(?:python|text)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)[:2]
+    exec(code, {})
+    assert capsys.readouterr().out == said
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_and_pictures_exist(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text())

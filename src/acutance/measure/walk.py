@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
@@ -195,10 +196,11 @@ def _tokens_out(as_tokens: AsTokens, _block: nn.Module, _args: Any, output: Any)
 
 def track(batches: Iterable[Any], progress: str | None, stack: ExitStack) -> Iterable[Any]:
     """The batches, with a progress bar of this title that closes with the stack; None shows none."""
-    if progress is None:
+    console = Console(stderr=True)  # what is printed may be piped
+    if progress is None or not console.is_terminal:
         return batches
     done, times = [BarColumn(), MofNCompleteColumn()], [TimeElapsedColumn(), TimeRemainingColumn()]
-    bar = stack.enter_context(Progress(TextColumn("{task.description}"), *done, *times, transient=True))
+    bar = stack.enter_context(Progress(TextColumn("{task.description}"), *done, *times, console=console, transient=True))
     return bar.track(batches, total=processes.length_of(batches), description=progress)
 
 
