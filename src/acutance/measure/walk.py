@@ -200,7 +200,8 @@ def track(batches: Iterable[Any], progress: str | None, stack: ExitStack) -> Ite
     if progress is None or not console.is_terminal:
         return batches
     done, times = [BarColumn(), MofNCompleteColumn()], [TimeElapsedColumn(), TimeRemainingColumn()]
-    bar = stack.enter_context(Progress(TextColumn("{task.description}"), *done, *times, console=console, transient=True))
+    columns = [TextColumn("{task.description}"), *done, *times]
+    bar = stack.enter_context(Progress(*columns, console=console, transient=True))
     return bar.track(batches, total=processes.length_of(batches), description=progress)
 
 
