@@ -16,7 +16,7 @@ from acutance.measure.walk import feed
 from acutance.metrics.from_sums import FROM_SUMS
 from acutance.metrics.tokens import finite_flags
 from acutance.models import ViT
-from acutance.sites.wrappers import evaluating
+from acutance.sites.structure import evaluating
 from token_fields import stand_in
 
 DEPTH = 3

@@ -145,7 +145,7 @@ def test_in_bfloat16_the_loss_is_summed_in_float32():
 def test_measured_explained_and_mitigated_through_its_sites():
     model = seeded()
     assert [site.name for site in ac.sites.find(model)] == [f"blocks.{i}.attn" for i in range(4)]
-    assert ac.sites.prefix_tokens(model) == 0
+    assert ac.sites.special_tokens(model).front == 0
     assert ac.sites.final_norm(model) is model.blocks[-1].norm2
     profile = ac.measure(model, [words()], metrics="all", tap=["block", "attention", "values", "final"], progress=False)
     assert {reading.layer for reading in profile.readings if reading.tap == "block"} == {0, 1, 2, 3, 4}

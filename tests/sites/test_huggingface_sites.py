@@ -55,7 +55,7 @@ def test_an_architecture(name):
     found = sites.find(part)
     assert [site.layer for site in found] == list(range(1, len(entry.heads) + 1))
     assert [(site.heads, site.kv_heads) for site in found] == list(entry.heads)
-    assert sites.prefix_tokens(part) == entry.prefix
+    assert sites.special_tokens(part).front == entry.prefix
     for implementation in ("sdpa", "eager") if model._supports_sdpa else ("eager",):
         model.set_attn_implementation(implementation)
         for padded in (True, False) if "attention_mask" in inputs else (True,):  # without padding there is no mask

@@ -263,7 +263,7 @@ def test_the_mask_of_a_decoder_is_told_by_its_path():
     assert batch["attention_mask"].shape != batch["decoder_input_ids"].shape
     assert table(measured(model, batch)) == table(measured(model, batch, part="decoder"))
     model.encoder_decoder = nn.ModuleDict({"encoder": hf_zoo.build("t5_encoder").encoder})
-    assert [sites.in_decoder(model, part) for part in ("decoder", "encoder_decoder.encoder")] == [True, False]
+    assert [sites.sides(model, part)["decoder"] for part in ("decoder", "encoder_decoder.encoder")] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["swin", "segformer"])

@@ -8,7 +8,7 @@ from acutance import sites
 from acutance.errors import AcutanceError
 from acutance.measure import measure
 from acutance.models import ViT
-from acutance.sites import Library, structure
+from acutance.sites import Library, lookup
 from acutance.sites.base import AttentionSite
 from acutance.sites.projection import Projection, Projections
 
@@ -43,8 +43,8 @@ def test_standing_models_are_looked_through_once_and_others_anew():
 
 
 def test_measuring_looks_for_the_layers_once(monkeypatch):
-    looked, look = [], structure._refuse_layers_elsewhere
-    monkeypatch.setattr(structure, "_refuse_layers_elsewhere", lambda *found: looked.append(found) or look(*found))
+    looked, look = [], lookup._refuse_layers_elsewhere
+    monkeypatch.setattr(lookup, "_refuse_layers_elsewhere", lambda *found: looked.append(found) or look(*found))
     metrics = ("token_cosine", "attention_entropy")
     measure(ViT(**TINY), [images()], metrics=metrics, tap=("block", "final"), progress=False)
     assert len(looked) == 1
@@ -147,7 +147,7 @@ def test_models_inside_wrappers_are_found():
     model = ViT(**TINY, registers=2)
     outer = Wrapper(inner=Wrapper(backbone=model))
     assert [site.name for site in sites.find(outer)] == [f"inner.backbone.blocks.{i}.attn" for i in range(3)]
-    assert sites.prefix_tokens(outer) == 3
+    assert sites.special_tokens(outer).front == 3
     assert sites.final_norm(outer) is model.norm
 
 
@@ -175,9 +175,9 @@ def test_another_library_is_one_entry(monkeypatch):
     model = nn.Linear(2, 2)
     borrowed = sites.find(ViT(**TINY))
     library = Library("toys", lambda m: borrowed if m is model else [], lambda _: 7, lambda _: model)
-    monkeypatch.setattr(structure, "LIBRARIES", [*sites.LIBRARIES, library])
+    monkeypatch.setattr(lookup, "LIBRARIES", [*sites.LIBRARIES, library])
     assert sites.find(model) == borrowed
-    assert sites.prefix_tokens(model) == 7
+    assert sites.special_tokens(model).front == 7
     assert sites.final_norm(model) is model
 
 

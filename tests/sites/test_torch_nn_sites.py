@@ -258,7 +258,7 @@ def test_padding_does_not_count(tap):
 
 def test_class_tokens_and_the_final_norm_of_somebodys_model():
     model = shaken(Model()).double()
-    assert sites.prefix_tokens(model) == 1
+    assert sites.special_tokens(model).front == 1
     assert sites.final_norm(model) is model.norm
     profile = profile_of(model, tokens(), tap=["final", *TAPS], prefix="out")
     assert ("final", DEPTH, "token_cosine") in profile

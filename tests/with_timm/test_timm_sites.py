@@ -122,11 +122,11 @@ def test_blocks_norms_and_gains_are_those_of_the_residual_branch(name):
 
 @pytest.mark.parametrize("name", PREFIX)
 def test_prefix_tokens(name):
-    assert ac.sites.prefix_tokens(create(name)) == PREFIX[name]
+    assert ac.sites.special_tokens(create(name)).front == PREFIX[name]
 
 
 def test_prefix_tokens_that_only_their_names_tell():
-    assert ac.sites.prefix_tokens(timm.create_model("pit_ti_distilled_224", num_classes=5)) == 2
+    assert ac.sites.special_tokens(timm.create_model("pit_ti_distilled_224", num_classes=5)).front == 2
 
 
 @pytest.mark.parametrize("name", MEASURED)

@@ -21,7 +21,7 @@ from acutance.measure.reader import check_prefix
 from acutance.measure.samples import refuse_single
 from acutance.measure.walk import describe, track, walk
 from acutance.mitigations.base import Chain, Mitigation
-from acutance.sites.wrappers import bare_module, refuse_sharded
+from acutance.sites.structure import bare_module, refuse_sharded
 
 
 @torch.no_grad()

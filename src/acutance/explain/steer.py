@@ -16,7 +16,7 @@ from acutance.explain.spectral_theory import furthest_beyond, layer_smooths, sha
 from acutance.explain.verdict import LayerSpectrum, format_complex
 from acutance.explain.weights import layer_spectrum
 from acutance.mitigations import Chain, Eigen, Mitigation, eigen_of
-from acutance.sites.wrappers import refuse_sharded
+from acutance.sites.structure import refuse_sharded
 
 __all__ = ["check_spectrum", "fold", "sharpening_bound"]
 

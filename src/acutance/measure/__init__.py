@@ -54,7 +54,7 @@ def measure(
     from acutance.measure.profile import Profile
     from acutance.measure.reader import metric_reader
     from acutance.measure.walk import describe, walk
-    from acutance.sites.wrappers import bare_module
+    from acutance.sites.structure import bare_module
 
     bare = bare_module(model)
     with sites.cached_lookup():

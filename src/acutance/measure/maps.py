@@ -13,7 +13,7 @@ from acutance import sites
 from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError
 from acutance.measure.walk import Visitor, walk
-from acutance.sites.wrappers import bare_module
+from acutance.sites.structure import bare_module
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -24,7 +24,7 @@ from acutance.measure import measure
 from acutance.measure.profile import FORMAT, Profile
 from acutance.measure.reader import check_readable
 from acutance.report.pictures import plot_steps
-from acutance.sites.wrappers import bare_module, shards_put_back
+from acutance.sites.structure import bare_module, shards_put_back
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -26,7 +26,7 @@ from acutance import sites
 from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError
 from acutance.measure.samples import SPECIAL, BatchRows, TokenLayout, refuse_single
-from acutance.sites.wrappers import bare_module, evaluating, is_sharded
+from acutance.sites.structure import bare_module, evaluating, is_sharded
 from acutance.version import __version__
 
 EVERY = range(sys.maxsize)  # layer

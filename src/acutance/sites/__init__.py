@@ -1,65 +1,30 @@
 """Where attention lives in a model: one file per library."""
 
-from __future__ import annotations
-
-from acutance.errors import NoSitesError
+from acutance.errors import NoSitesError as NoSitesError
 from acutance.sites import anybody, reference, timm, torch_nn, transformers
-from acutance.sites.base import AttentionSite, Library, Undo
-from acutance.sites.patched import PatchedSite, Stack
-from acutance.sites.structure import (
-    LIBRARIES,
-    SpecialTokens,
-    blocks,
-    cached_lookup,
-    checking_blocks,
-    everywhere,
-    final_norm,
-    find,
-    in_decoder,
-    layers_of,
-    mitigation_spec,
-    part_of,
-    prefix_tokens,
-    reading,
-    reads_images,
-    record,
-    remember,
-    sides,
-    special_tokens,
-    tokens_in,
-    tokens_out,
-    unread,
-)
-
-__all__ = [
-    "LIBRARIES",
-    "AttentionSite",
-    "Library",
-    "NoSitesError",
-    "PatchedSite",
-    "SpecialTokens",
-    "Stack",
-    "Undo",
-    "blocks",
-    "cached_lookup",
-    "checking_blocks",
-    "everywhere",
-    "final_norm",
-    "find",
-    "in_decoder",
-    "layers_of",
-    "mitigation_spec",
-    "part_of",
-    "prefix_tokens",
-    "reading",
-    "reads_images",
-    "record",
-    "remember",
-    "sides",
-    "special_tokens",
-    "tokens_in",
-    "tokens_out",
-    "unread",
-]
+from acutance.sites.base import AttentionSite as AttentionSite
+from acutance.sites.base import Library as Library
+from acutance.sites.base import Undo as Undo
+from acutance.sites.lookup import LIBRARIES as LIBRARIES
+from acutance.sites.lookup import blocks as blocks
+from acutance.sites.lookup import checking_blocks as checking_blocks
+from acutance.sites.lookup import everywhere as everywhere
+from acutance.sites.lookup import final_norm as final_norm
+from acutance.sites.lookup import find as find
+from acutance.sites.lookup import layers_of as layers_of
+from acutance.sites.lookup import mitigation_spec as mitigation_spec
+from acutance.sites.lookup import part_of as part_of
+from acutance.sites.lookup import reading as reading
+from acutance.sites.lookup import record as record
+from acutance.sites.lookup import remember as remember
+from acutance.sites.lookup import sides as sides
+from acutance.sites.lookup import special_tokens as special_tokens
+from acutance.sites.lookup import unread as unread
+from acutance.sites.patched import PatchedSite as PatchedSite
+from acutance.sites.patched import Stack as Stack
+from acutance.sites.structure import SpecialTokens as SpecialTokens
+from acutance.sites.structure import cached_lookup as cached_lookup
+from acutance.sites.structure import tokens_in as tokens_in
+from acutance.sites.structure import tokens_out as tokens_out
 
 LIBRARIES += [transformers.LIBRARY, reference.LIBRARY, timm.LIBRARY, torch_nn.LIBRARY, anybody.LIBRARY]

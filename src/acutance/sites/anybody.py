@@ -16,6 +16,7 @@ from acutance.sites.patched import Stack, caller_of, known_sites
 from acutance.sites.projection import JOINT, SEPARATE, Projections, Sizes, by_names
 from acutance.sites.structure import (
     PARAMETRIZATIONS,
+    evaluating,
     modules_of,
     norm_after,
     path_of,
@@ -24,7 +25,6 @@ from acutance.sites.structure import (
     tokens_out,
     unwrapped,
 )
-from acutance.sites.wrappers import evaluating
 
 ATTENTION = re.compile("attention|attn|mhsa", re.IGNORECASE)
 CROSS = re.compile("cross|enc.*attn|memory", re.IGNORECASE)
@@ -126,5 +126,4 @@ LIBRARY = Library(
     final_norm=_final_norm,
     suffix_tokens=lambda model: tokens_by_name(model.named_parameters()).back,
     is_watched=lambda model: True,
-    by_structure=True,
 )

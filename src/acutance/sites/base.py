@@ -177,5 +177,4 @@ class Library:
     suffix_tokens: Callable[[nn.Module], int] = lambda model: 0  # behind the content, such as YOLOS' detection tokens
     reading: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()  # around a reading
     is_watched: Callable[[nn.Module], bool] = lambda model: False  # whether its blocks may be no residual stream
-    by_structure: bool = False  # whether it takes anybody's blocks
     remember: Callable[[], None] = lambda: None  # see to it that the library saves what its models carry

@@ -13,7 +13,7 @@ from torch import nn
 from acutance import sites
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.mitigations import Mitigation, NeuTRENO, as_mitigation
-from acutance.sites.wrappers import check_model, is_sharded
+from acutance.sites.structure import check_model, is_sharded
 
 
 class Handle(sites.Undo):

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.mitigations import made
 from acutance.sites.base import TOKENS_REMAIN
-from acutance.sites.structure import path_of
-from acutance.sites.wrappers import evaluating
+from acutance.sites.structure import evaluating, path_of
 
 SEPARATE = {
     "query": ("q_proj", "query", "query_proj", "q_lin", "q", "to_q", "wq", "q_linear", "W_q", "Wq"),

@@ -47,10 +47,7 @@ def _sites(model: nn.Module) -> list[AttentionSite]:
 
 def _place(model: nn.Module, name: str) -> Place:
     """Where the attention stands; outside of any list of blocks its parent is the block."""
-    try:
-        return place_of(model, name)
-    except AcutanceError:
-        return Place(block=name.rpartition(".")[0], stage="", stack="")
+    return place_of(model, name) or Place(block=name.rpartition(".")[0], stage="", stack="")
 
 
 def _in_stacks(model: nn.Module, places: Mapping[str, Place]) -> dict[str, Place]:

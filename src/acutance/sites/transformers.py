@@ -21,9 +21,9 @@ from acutance.sites.patched import SITE, WINDOWS_APART, WINDOWS_MOVE, Stack, cal
 from acutance.sites.structure import (
     Layer,
     SpecialTokens,
+    cached,
     modules_of,
     norm_after,
-    once,
     places_of,
     tokens_by_name,
     unwrapped,
@@ -178,7 +178,7 @@ def _attends(module: nn.Module) -> bool:
     return named and any(parent.__module__.startswith("transformers.") for parent in cls.__mro__)
 
 
-@once
+@cached
 def _layers(model: nn.Module) -> list[Layer]:
     found = _attentions(model) if "transformers" in sys.modules else {}
     if not found:

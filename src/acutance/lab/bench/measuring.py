@@ -21,7 +21,7 @@ from acutance.lab.bench.timing import Candidate, Step, compare, repeat
 from acutance.measure import DEFAULT_METRICS, measure
 from acutance.measure.monitor import CHEAP_METRICS
 from acutance.measure.walk import feed
-from acutance.sites.wrappers import evaluating
+from acutance.sites.structure import evaluating
 
 WITH_ATTENTION = (*CHEAP_METRICS, "nonlocal_energy", "attention_entropy")
 SPECTRAL_BATCH = 32  # the eigenvalues of each image's tokens in every layer take long

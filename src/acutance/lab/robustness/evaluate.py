@@ -21,7 +21,7 @@ from acutance.lab.robustness.draws import Draws
 from acutance.lab.robustness.published import Published
 from acutance.lab.robustness.table import CLEAN, RobustnessTable, cell_name
 from acutance.measure.walk import track
-from acutance.sites.wrappers import evaluating
+from acutance.sites.structure import evaluating
 from acutance.version import __version__
 
 # The images in [0, 1] of part 0, 1, …, AT_ONCE of them each.

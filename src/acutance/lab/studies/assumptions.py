@@ -25,7 +25,7 @@ from acutance.explain.statistics import mean_known, rank_correlation
 from acutance.lab.studies.affinity import asymmetry, matrix_asymmetry, matrix_negative_share, negative_share, permuted
 from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import EVERY, Batch, Visitor, walk
-from acutance.sites.wrappers import bare_module, refuse_sharded
+from acutance.sites.structure import bare_module, refuse_sharded
 
 if TYPE_CHECKING:
     import pandas as pd

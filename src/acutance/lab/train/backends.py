@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from acutance.measure.monitor import own_randomness
-from acutance.sites.wrappers import shards_put_back
+from acutance.sites.structure import shards_put_back
 
 WORDS = {
     SDPBackend.MATH: "SDPA math (forms the matrix)",

@@ -29,7 +29,7 @@ from acutance.lab.train.schedule import learning_rate
 from acutance.lab.train.state import TrainState, persistent
 from acutance.lab.train.stepper import Parts, Stepper
 from acutance.measure.monitor import Monitor
-from acutance.sites.wrappers import shards_put_back
+from acutance.sites.structure import shards_put_back
 
 # Cheap enough to be read on the way; HFC/LFC during training is an open question of the field.
 MONITORED = ("token_cosine", "rank_residual", "norm_spread", "hfc_lfc_frobenius")
