@@ -228,7 +228,7 @@ def test_a_new_kernel_is_its_logarithm(monkeypatch):
     def log_cauchy(q, k, scale):
         return -torch.log1p(scale * torch.cdist(q, k).square())
 
-    monkeypatch.setitem(REGISTRY, "cauchy", Kernel("cauchy", log_cauchy))
+    monkeypatch.setitem(REGISTRY, "cauchy", Kernel(log_cauchy))
     c = make_case("softmax", "causal")
     A = AttentionOperator(c.q, c.k, causal=True, kernel="cauchy")
     distance = (c.q[:, :, :, None] - c.k[:, :, None]).square().sum(-1)

@@ -20,46 +20,34 @@ class Hooks(Protocol):
     """What `attend` asks of a mitigation."""
 
     @property
-    def changes_scores(self) -> bool:
-        """Whether `scores` does anything."""
-
-    def check(self, call: AttentionCall) -> None:
-        """Refuse what only a batch can tell."""
-
-    def program(self, so_far: Program, call: AttentionCall) -> Program | None:
-        """`values` and `output` as numbers, for a kernel."""
-
-    def scores(self, q: MaybeTensor, k: MaybeTensor, call: AttentionCall) -> tuple[MaybeTensor, ...]:
-        """Queries, keys and a bias on the logits."""
-
-    def values(self, v: Tensor, call: AttentionCall) -> Tensor:
-        """What attention averages."""
-
-    def output(self, u: Tensor, w: Tensor, call: AttentionCall) -> Tensor:
-        """What attention returns."""
-
-    def features(self, y: Tensor, call: AttentionCall) -> Tensor:
-        """What the branch returns."""
+    def changes_scores(self) -> bool: ...
+    def check(self, call: AttentionCall) -> None: ...
+    def program(self, so_far: Program, call: AttentionCall) -> Program | None: ...
+    def scores(self, q: MaybeTensor, k: MaybeTensor, call: AttentionCall) -> tuple[MaybeTensor, ...]: ...
+    def values(self, v: Tensor, call: AttentionCall) -> Tensor: ...
+    def output(self, u: Tensor, w: Tensor, call: AttentionCall) -> Tensor: ...
+    def features(self, y: Tensor, call: AttentionCall) -> Tensor: ...
 
 
 def attend(
     call: AttentionCall, mitigation: Hooks | None = None, observer: Observer | None = None
 ) -> tuple[Tensor, Tensor]:
-    """u, and the values that later layers get as v⁰.
-
-    u is laid out as the model's own product would have returned it.
-    """
+    """u, laid out as the model's own product would have returned it, and the values that later layers get as v⁰."""
     if mitigation is not None:
         mitigation.check(call)
-    if observer is None and call.packed is not None:
-        fused = _in_one_kernel(call, mitigation)
-        if fused is not None:
-            return fused
+    fused = _in_one_kernel(call, mitigation) if observer is None and call.packed is not None else None
+    if fused is not None:
+        return fused
     if mitigation is None:
         w, u = call.v, call.own(call.v)
     else:
         w = mitigation.values(call.v, call)
-        u = mitigation.output(_product(call, w, mitigation), w, call)
+        if mitigation.changes_scores:
+            q, k, bias = mitigation.scores(call.q, call.k, call)
+            u = call.own(w, None if q is call.q else q, None if k is call.k else k, bias)
+        else:
+            u = call.own(w)
+        u = mitigation.output(u, w, call)
     if observer is not None:
         call.values, call.output = w, u
     return u, call.v
@@ -73,13 +61,6 @@ def finish(y: Tensor, call: AttentionCall, mitigation: Hooks | None, observer: O
         call.branch = y
         observer(call)
     return y
-
-
-def _product(call: AttentionCall, w: Tensor, mitigation: Hooks) -> Tensor:
-    if not mitigation.changes_scores:
-        return call.own(w)
-    q, k, bias = mitigation.scores(call.q, call.k, call)
-    return call.own(w, None if q is call.q else q, None if k is call.k else k, bias)
 
 
 def _in_one_kernel(call: AttentionCall, mitigation: Hooks | None) -> tuple[Tensor, Tensor] | None:

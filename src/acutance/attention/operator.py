@@ -11,7 +11,7 @@ from torch import Tensor
 
 from acutance.attention import products, spectra
 from acutance.attention.kernels import attention_sums
-from acutance.attention.products import get_kernel, repeat_heads
+from acutance.attention.products import KERNELS, repeat_heads
 from acutance.errors import AcutanceError, ShapeError
 
 
@@ -48,12 +48,15 @@ class AttentionOperator:
     ) -> None:
         _check_queries_and_keys(q, k)
         _check_devices(q, k=k, mask=mask, sink=sink)
-        self.definition = get_kernel(kernel) if softcap is None else get_kernel(kernel).capped(softcap)
-        self.is_exponential = self.definition.is_exponential  # an exponential of logits: softmax, symmetric, rbf
-        self.kernel, self.mask, self.causal, self.sink = kernel, mask, causal, sink
+        if kernel not in KERNELS:
+            raise AcutanceError(f"unknown kernel {kernel!r}; the known ones are {', '.join(sorted(KERNELS))}")
+        self.is_exponential = KERNELS[kernel].channels is not None  # an exponential of logits: softmax, symmetric, rbf
+        if softcap is not None and not (self.is_exponential and softcap > 0):
+            raise AcutanceError(f"a softcap is positive and for exponential kernels; got {softcap} for {kernel!r}")
+        self.kernel, self.mask, self.causal, self.softcap, self.sink = kernel, mask, causal, softcap, sink
         self.scale = q.size(-1) ** -0.5 if scale is None else scale
         self.heads, self.key_heads = q.size(1), k.size(1)
-        if self.definition.queries_are_keys:
+        if KERNELS[kernel].queries_are_keys:
             if q.size(-2) != k.size(-2):
                 raise ShapeError(f"kernel {kernel!r} needs as many queries as keys; {_both(q, k)}")
             q = k = repeat_heads(k, self.heads)
@@ -85,7 +88,7 @@ class AttentionOperator:
 
     def __repr__(self) -> str:
         details = f"shape={self.shape}, kernel={self.kernel!r}, causal={self.causal}, scale={self.scale:.4g}"
-        details += "" if self.definition.softcap is None else f", softcap={self.definition.softcap:g}"
+        details += "" if self.softcap is None else f", softcap={self.softcap:g}"
         details += "" if self.sink is None else ", with a sink"
         mask = "None" if self.mask is None else f"{self.mask.dtype} {tuple(self.mask.shape)}"
         return f"AttentionOperator({details}, mask={mask}, dtype={self.dtype}, device={self.device})"
@@ -139,17 +142,13 @@ class AttentionOperator:
         if self.sink is not None:
             return self.without_sink().apply_transpose(self._scaled(y))
         A, y = self._promoted(y)
-        if products.can_associate(A):
-            return products.associative_transpose(A, y)
-        if products.can_fuse(A, y) and not products.needs_grad(A.q, A.k, A.mask, y):
-            return products.fused_transpose(A, y)
-        return products.tiled_transpose(A, y)
+        return (products.associative_transpose if products.can_associate(A) else products.tiled_transpose)(A, y)
 
     def logsumexp(self) -> Tensor:
         """log Σ_j kernel(i, j) over the keys of every row (batch, heads, queries); a sink is not one of them."""
         if attention_sums.is_available(self):
             return attention_sums.row_sums(self).log_sums
-        return products.associative_logsumexp(self) if products.can_associate(self) else products.tiled_logsumexp(self)
+        return products.tiled_logsumexp(self)
 
     @property
     def row_scale(self) -> Tensor:
@@ -238,8 +237,8 @@ class AttentionOperator:
 
     def replace(self, **changes: Any) -> AttentionOperator:
         """The operator with some of the constructor's arguments changed."""
-        softcap, tensors = self.definition.softcap, {"q": self.q, "k": self.k, "mask": self.mask, "sink": self.sink}
-        options = {"causal": self.causal, "scale": self.scale, "kernel": self.kernel, "softcap": softcap}
+        tensors = {"q": self.q, "k": self.k, "mask": self.mask, "sink": self.sink}
+        options = {"causal": self.causal, "scale": self.scale, "kernel": self.kernel, "softcap": self.softcap}
         made: dict[str, Any] = {**tensors, **options, **changes}
         other = AttentionOperator(**made)
         other.key_heads, other.has_keys = self.key_heads, self.has_keys

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,34 +29,12 @@ GPU_TILE = 2**22  # it keeps the device busy
 WIDEST = 256  # the largest head width of the flash back-ends
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """One attention kernel: log k(q, k), and the structure that makes products with it fast."""
 
-    name: str
     log_weights: Callable[[Tensor, Tensor, float], Tensor]  # (..., N, D), (..., M, D), scale -> (..., N, M)
-    channels: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # q, k -> q', k'
-    log_features: Callable[[Tensor], Tensor] | None = None  # x -> log φ(x)
+    channels: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # exponential kernels: q, k -> q', k'
     queries_are_keys: bool = False
-    softcap: float | None = None  # logits s become c·tanh(s/c)
-
-    @property
-    def is_exponential(self) -> bool:
-        """Whether the kernel is an exponential of logits, to which a bias can be added."""
-        return self.channels is not None or self.softcap is not None
-
-    def capped(self, softcap: float) -> Kernel:
-        """The kernel with its logits kept within ±softcap, as in Gemma 2; products then go by tiles."""
-        if not self.is_exponential:
-            raise AcutanceError(f"softcap is for kernels that are an exponential of logits, not for {self.name!r}")
-        if not softcap > 0:
-            raise AcutanceError(f"softcap must be positive, not {softcap}")
-        plain = self.log_weights
-
-        def log_weights(q: Tensor, k: Tensor, scale: float) -> Tensor:
-            return softcap * torch.tanh(plain(q, k, scale) / softcap)
-
-        return replace(self, log_weights=log_weights, channels=None, softcap=softcap)
 
 
 def _dot_product(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -124,21 +101,13 @@ def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
     return dtype
 
 
-_ALL = (
-    Kernel("softmax", _dot_product, channels=_unchanged),
-    Kernel("symmetric", _dot_product, channels=_unchanged, queries_are_keys=True),
-    Kernel("rbf", _squared_distance, channels=_distance_channels),
-    Kernel("linear", _log_feature_product, log_features=_log_elu_plus_one),
-    Kernel("polynomial", _log_square),
-)
-KERNELS = {kernel.name: kernel for kernel in _ALL}
-
-
-def get_kernel(name: str) -> Kernel:
-    """The kernel of that name."""
-    if name not in KERNELS:
-        raise AcutanceError(f"unknown kernel {name!r}; the known ones are {', '.join(sorted(KERNELS))}")
-    return KERNELS[name]
+KERNELS = {
+    "softmax": Kernel(_dot_product, channels=_unchanged),
+    "symmetric": Kernel(_dot_product, channels=_unchanged, queries_are_keys=True),
+    "rbf": Kernel(_squared_distance, channels=_distance_channels),
+    "linear": Kernel(_log_feature_product),
+    "polynomial": Kernel(_log_square),
+}
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -243,6 +212,13 @@ def _full_precision(A: AttentionOperator) -> torch.autocast:
     return torch.autocast(A.device.type, enabled=False)
 
 
+def log_kernel(A: AttentionOperator, q: Tensor, k: Tensor) -> Tensor:
+    """log k(q, k) of A's kernel, a softcap included."""
+    with _full_precision(A):
+        logs = KERNELS[A.kernel].log_weights(q, k, A.scale)
+        return logs if A.softcap is None else A.softcap * torch.tanh(logs / A.softcap)
+
+
 class Tiles:
     """The operator's entries, one block of query rows at a time, in float32 or better."""
 
@@ -254,27 +230,25 @@ class Tiles:
         self.q, self.k = A.q.to(dtype), repeat_heads(A.k, heads).to(dtype)
 
     def log_weights(self, rows: slice, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Log-weights of some rows against the keys they may see, unmasked, and their mask."""
+        """Log-weights of some rows and the keys they may see, and which rows are fully masked; those see everything."""
         A = self.operator
-        keys = k[..., : _seen_keys(A, rows), :]
-        with _full_precision(A):
-            return A.definition.log_weights(q[..., rows, :], keys, A.scale), _mask_rows(A, rows)
+        log_weights, mask = log_kernel(A, q[..., rows, :], k[..., : _seen_keys(A, rows), :]), _mask_rows(A, rows)
+        if mask is None:
+            return log_weights, None
+        mask, dead = without_dead_rows(mask)
+        return add_mask(log_weights, mask), dead
 
     def logsumexp(self, rows: slice, q: Tensor, k: Tensor) -> Tensor:
         """Log of the row sums of the kernel; −∞ where every key is masked."""
-        log_weights, mask = self.log_weights(rows, q, k)
-        if mask is None:
-            return log_weights.logsumexp(dim=-1)
-        mask, dead = without_dead_rows(mask)
-        return add_mask(log_weights, mask).logsumexp(dim=-1).masked_fill(dead.squeeze(-1), -torch.inf)
+        log_weights, dead = self.log_weights(rows, q, k)
+        sums = log_weights.logsumexp(dim=-1)
+        return sums if dead is None else sums.masked_fill(dead.squeeze(-1), -torch.inf)
 
     def weights(self, rows: slice, q: Tensor, k: Tensor) -> Tensor:
         """Entries of some rows and the keys they may see: a row sums to one, a fully masked one is zero."""
-        log_weights, mask = self.log_weights(rows, q, k)
-        if mask is None:
-            return log_weights.softmax(dim=-1)
-        mask, dead = without_dead_rows(mask)
-        return add_mask(log_weights, mask).softmax(dim=-1).masked_fill(dead, 0.0)
+        log_weights, dead = self.log_weights(rows, q, k)
+        weights = log_weights.softmax(dim=-1)
+        return weights if dead is None else weights.masked_fill(dead, 0.0)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         for rows in self.blocks:
@@ -320,9 +294,8 @@ def tiled_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
 def diagonal(A: AttentionOperator) -> Tensor:
     """The entries A_ii of a square operator, in float32 or better."""
     tiles = Tiles(A)
-    with _full_precision(A):  # every token is a problem of one query and one key
-        pairs = A.definition.log_weights(tiles.q.unsqueeze(-2), tiles.k.unsqueeze(-2), A.scale)
-    log_weights = pairs.flatten(-3)
+    # Every token is a problem of one query and one key.
+    log_weights = log_kernel(A, tiles.q.unsqueeze(-2), tiles.k.unsqueeze(-2)).flatten(-3)
     if A.mask4 is not None:
         own = A.mask4.expand(-1, -1, A.shape[-2], -1).diagonal(dim1=-2, dim2=-1)
         log_weights = add_mask(log_weights, own)
@@ -333,15 +306,21 @@ def diagonal(A: AttentionOperator) -> Tensor:
 
 def can_fuse(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> bool:
     """Whether a fused back-end would take this product; otherwise SDPA forms the whole matrix."""
-    if A.definition.channels is None:
+    if not A.is_exponential or A.softcap is not None:
         return False
     return dropout == 0.0 if A.device.type == "cpu" else x.dtype != torch.float64
 
 
+def channels(A: AttentionOperator) -> tuple[Tensor, Tensor]:
+    """q' and k' with k(q, k) = exp(scale · q'·k'), up to a factor of each row."""
+    made = KERNELS[A.kernel].channels
+    assert made is not None, "asked of exponential kernels"
+    return made(A.q, A.k)
+
+
 def fused_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor:
     """A x. Without a mask, and with values as wide as the keys, this is one plain SDPA call."""
-    assert A.definition.channels is not None
-    q, k = A.definition.channels(A.q, A.k)
+    q, k = channels(A)
     # The fused back-ends take contiguous rows, and queries, keys and values of one width.
     q, k, x = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, x))
     if q.size(-1) == x.size(-1) and (x.device.type == "cpu" or x.size(-1) % 8 == 0):
@@ -352,31 +331,14 @@ def fused_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor
     return torch.cat([_attend(A, q, k, piece, dropout) for piece in pieces], dim=-1)[..., : x.size(-1)]
 
 
-def fused_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
-    """Aᵀ y, outside autograd: the vector-Jacobian product of A with respect to its values."""
-    # Inference tensors cannot be differentiated; their copies made outside inference mode can.
-    with torch.inference_mode(False), torch.enable_grad():
-        A, y = A.map(_constant), _constant(y)
-        values = y.new_zeros(*A.shape[:2], A.shape[-1], y.size(-1)).requires_grad_()
-        (product,) = torch.autograd.grad(fused_apply(A, values), values, y)
-    return product
-
-
-def _constant(x: Tensor) -> Tensor:
-    return x.clone() if x.is_inference() else x.detach()
-
-
 def _attend(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float) -> Tensor:
     queries, keys = A.shape[-2:]
     if not A.causal or queries == 1:
         return _sdpa(q, k, x, A.mask4, A.scale, dropout)
     if A.mask4 is None and queries == keys:
         return _sdpa(q, k, x, None, A.scale, dropout, causal=True)
-    if A.mask4 is None and queries > keys:  # the first queries see nothing, the others form a square
-        square = _sdpa(q[..., queries - keys :, :], k, x, None, A.scale, dropout, causal=True)
-        return F.pad(square, (0, 0, queries - keys, 0))
-    # SDPA does not know causality with a mask or with a cache: one mask per block of rows. On CUDA without cuDNN, which
-    # plans for a while at each new shape.
+    # SDPA does not know causality with a mask or with other than as many keys as queries: one mask per block of rows.
+    # On CUDA without cuDNN, which plans for a while at each new shape.
     on_cuda = A.device.type == "cuda"
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -411,13 +373,13 @@ def _sdpa(
 
 def can_associate(A: AttentionOperator) -> bool:
     """Whether A is a product of features: no causality, and no mask beyond one of the keys."""
-    return A.definition.log_features is not None and not A.causal and A.masks_keys_only
+    return A.kernel == "linear" and not A.causal and A.masks_keys_only
 
 
 def associative_apply(A: AttentionOperator, x: Tensor) -> Tensor:
     """A x, in the dtype of x."""
     with _full_precision(A):
-        query_features, key_features, row_sums, _ = _factors(A)
+        query_features, key_features, row_sums = _factors(A)
         values = repeat_heads(x, A.heads).to(accumulation_dtype(query_features, x))
         return (query_features @ (key_features.mT @ values) / row_sums).to(x.dtype)
 
@@ -425,27 +387,17 @@ def associative_apply(A: AttentionOperator, x: Tensor) -> Tensor:
 def associative_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
     """Aᵀ y, in the dtype of y."""
     with _full_precision(A):
-        query_features, key_features, row_sums, _ = _factors(A)
+        query_features, key_features, row_sums = _factors(A)
         return (key_features @ (query_features.mT @ (y.to(row_sums.dtype) / row_sums))).to(y.dtype)
 
 
-def associative_logsumexp(A: AttentionOperator) -> Tensor:
-    """log Σ_j φ(q_i)·φ(k_j) of every row, in float32 or better."""
-    with _full_precision(A):
-        _, key_features, row_sums, row_scale = _factors(A)
-        dead = key_features.detach().sum(dim=(-2, -1)).unsqueeze(-1) == 0
-        return (row_sums.log() + row_scale).squeeze(-1).masked_fill(dead, -torch.inf)
-
-
-def _factors(A: AttentionOperator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scaled φ(q), φ(k), the row sums of their product, and the log factor taken out of each row."""
-    assert A.definition.log_features is not None
+def _factors(A: AttentionOperator) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled φ(q), φ(k) and the row sums of their product."""
     dtype = accumulation_dtype(A.q, A.k)
-    log_q = A.definition.log_features(A.q.to(dtype))
-    log_k = A.definition.log_features(repeat_heads(A.k, A.heads).to(dtype))
+    log_q, log_k = (_log_elu_plus_one(x.to(dtype)) for x in (A.q, repeat_heads(A.k, A.heads)))
     if A.mask4 is not None:
         log_k = log_k.masked_fill(~A.mask4.mT, -torch.inf)
-    query_features, key_features, row_scale = _scaled_features(log_q, log_k)
+    query_features, key_features, _ = _scaled_features(log_q, log_k)
     row_sums = query_features @ key_features.sum(dim=-2, keepdim=True).mT
     # With a key in sight the sum is at least one; without any it is zero and so are the products.
-    return query_features, key_features, row_sums.clamp(min=0.5), row_scale
+    return query_features, key_features, row_sums.clamp(min=0.5)

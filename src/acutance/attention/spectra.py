@@ -32,13 +32,12 @@ def eigenvalues(A: AttentionOperator, k: int | None) -> Tensor:
         raise AcutanceError(f"k = {k} eigenvalues of an operator on {tokens} tokens; give 1 <= k <= {tokens}")
     wanted = tokens if k is None else k
 
-    def largest(values: Tensor) -> Tensor:
-        return _by_magnitude(values)[..., :wanted]
+    def largest(values: Tensor) -> Tensor:  # of a conjugate pair the positive imaginary part comes first
+        by_phase = values.imag.argsort(dim=-1, descending=True)
+        by_size = values.abs().gather(-1, by_phase).argsort(dim=-1, descending=True, stable=True)
+        return by_phase.gather(-1, by_size)[..., :wanted]
 
-    values = _known_spectrum(A, wanted)
-    if values is None:
-        return _arnoldi(A, largest, wanted)
-    return values.gather(-1, largest(values))
+    return _selected(A, largest, wanted)
 
 
 def extreme_eigenvalues(A: AttentionOperator) -> tuple[Tensor, Tensor]:
@@ -47,89 +46,72 @@ def extreme_eigenvalues(A: AttentionOperator) -> tuple[Tensor, Tensor]:
     def extremes(values: Tensor) -> Tensor:
         return torch.stack([values.real.argmax(dim=-1), values.real.argmin(dim=-1)], dim=-1)
 
-    values = _known_spectrum(A, wanted=2)
-    found = _arnoldi(A, extremes, 2) if values is None else values.gather(-1, extremes(values))
-    return found[..., 0], found[..., 1]
+    highest, lowest = _selected(A, extremes, 2).unbind(-1)
+    return highest, lowest
 
 
-def _known_spectrum(A: AttentionOperator, wanted: int) -> Tensor | None:
-    """Every eigenvalue where that is affordable, else None: triangular or small operators."""
+def _selected(A: AttentionOperator, select: Select, count: int) -> Tensor:
+    """The selected eigenvalues: of the diagonal, of the matrix, or by Arnoldi iteration."""
     tokens = A.shape[-1]
-    if A.is_triangular:
-        return _as_complex(A.diagonal())
-    if tokens > DENSE_TOKENS and wanted <= MOST_VALUES:
-        return None
-    if tokens > LARGEST_DENSE_TOKENS:
+    if not A.is_triangular and tokens > DENSE_TOKENS and count <= MOST_VALUES:
+        return _by_arnoldi(A, select, count)
+    if not A.is_triangular and tokens > LARGEST_DENSE_TOKENS:
         raise AcutanceError(
-            f"{wanted} eigenvalues of {tokens} tokens would need the {tokens} × {tokens} matrix; pass "
+            f"{count} eigenvalues of {tokens} tokens would need the {tokens} × {tokens} matrix; pass "
             f"k <= {MOST_VALUES} for the k largest (all of them up to {LARGEST_DENSE_TOKENS} tokens)"
         )
-    entries = A.dense()
-    if not A.is_reversible:
-        spectrum: Tensor = torch.linalg.eigvals(entries)
-        return spectrum
-    # A = k_ij / d_i with k symmetric has the real spectrum of the symmetric k_ij / √(d_i d_j) = √(A_ij A_ji).
-    return _as_complex(torch.linalg.eigvalsh(entries.sqrt() * entries.mT.sqrt()))
+    if A.is_triangular:
+        values = A.diagonal()
+    elif A.is_reversible:
+        # A = k_ij / d_i with k symmetric has the real spectrum of the symmetric k_ij / √(d_i d_j) = √(A_ij A_ji).
+        entries = A.dense()
+        values = torch.linalg.eigvalsh(entries.sqrt() * entries.mT.sqrt())
+    else:
+        values = torch.linalg.eigvals(A.dense())
+    values = values if values.is_complex() else torch.complex(values, torch.zeros_like(values))
+    return values.gather(-1, select(values))
 
 
-def _arnoldi(A: AttentionOperator, select: Select, count: int) -> Tensor:
-    precise = A.to(accumulation_dtype(A.q, A.k))
-    start = precise.q.new_empty(*A.shape[:3], BLOCK)
-    multiply = products(precise)
-    return arnoldi_eigenvalues(multiply, _random_like(start), select, count)
-
-
-def products(A: AttentionOperator) -> Callable[[Tensor], Tensor]:
-    """x ↦ A x for many products with one A: a sink's row scale is computed once."""
-    if A.sink is None:
-        return A.apply
-    scale, plain = A.row_scale.to(A.dtype), A.without_sink()
-    return lambda x: scale * plain.apply(x)
-
-
-def _as_complex(values: Tensor) -> Tensor:
-    return torch.complex(values, torch.zeros_like(values))
-
-
-def _by_magnitude(values: Tensor) -> Tensor:
-    """Indices in decreasing magnitude; of a conjugate pair the positive imaginary part comes first."""
-    by_phase = values.imag.argsort(dim=-1, descending=True)
-    by_size = values.abs().gather(-1, by_phase).argsort(dim=-1, descending=True, stable=True)
-    return by_phase.gather(-1, by_size)
+def _by_arnoldi(A: AttentionOperator, select: Select, count: int) -> Tensor:
+    A = A.to(accumulation_dtype(A.q, A.k))
+    scale = None if A.sink is None else A.row_scale.to(A.dtype)  # once for all products
+    plain = A.without_sink()
+    start = _random_like(A.q.new_empty(*A.shape[:3], BLOCK))
+    tolerance = torch.finfo(A.dtype).eps ** (2 / 3)
+    found = arnoldi(
+        lambda x: plain.apply(x) if scale is None else scale * plain.apply(x), start, select, count, tolerance
+    )
+    if not found.residual <= tolerance:
+        warnings.warn(
+            f"eigenvalues not converged in a Krylov space of {found.size} vectors: the largest residual ‖Az − μz‖ "
+            f"is {found.residual:.1e}, wanted {tolerance:.1e}; the largest ones are good, ask for fewer",
+            AcutanceWarning,
+            stacklevel=3,
+        )
+    return found.values
 
 
 def stationary(A: AttentionOperator) -> Tensor:
     """The distribution π with πᵀA = πᵀ: where a long walk over the tokens ends up."""
-    if A.masks_keys_only and A.causal:
-        return _first_visible(A)
-    if A.is_reversible:
-        return _from_row_sums(A)
-    return _by_solving(A) if A.shape[-1] <= DENSE_TOKENS else _by_walking(A)
-
-
-def _first_visible(A: AttentionOperator) -> Tensor:
-    """Causal: the first token that can be seen sees itself alone, so every walk ends there."""
-    dtype = accumulation_dtype(A.q, A.k)
-    visible = torch.zeros(A.shape[-1], dtype=dtype, device=A.device).expand(*A.shape[:2], -1)
-    visible = add_mask(visible, None if A.mask4 is None else A.mask4.squeeze(-2)) > -torch.inf
+    causal = A.masks_keys_only and A.causal
+    if not causal and not A.is_reversible:
+        return _by_solving(A) if A.shape[-1] <= DENSE_TOKENS else _by_walking(A)
+    # Detailed balance of a symmetric kernel: π_i ∝ d_i = Σ_j k_ij (arxiv.org/abs/2312.00751, Lemma 2).
+    row_sums = torch.zeros(A.shape[:3], dtype=accumulation_dtype(A.q, A.k)).to(A.device) if causal else A.logsumexp()
+    log_mass = add_mask(row_sums, None if A.mask4 is None else A.mask4.squeeze(-2))
+    visible = log_mass > -torch.inf
     if not visible.any(dim=-1).all():
         raise AcutanceError("no stationary distribution: in some sequence every key is masked")
+    if not causal:
+        return log_mass.softmax(dim=-1)
+    # The first token that can be seen sees itself alone, so every causal walk ends there.
     first = visible.to(torch.uint8).argmax(dim=-1, keepdim=True)
-    return torch.zeros(A.shape[:3], dtype=dtype, device=A.device).scatter(-1, first, 1.0)
-
-
-def _from_row_sums(A: AttentionOperator) -> Tensor:
-    """Detailed balance of a symmetric kernel: π_i ∝ d_i = Σ_j k_ij (arxiv.org/abs/2312.00751, Lemma 2)."""
-    log_mass = add_mask(A.logsumexp(), None if A.mask4 is None else A.mask4.squeeze(-2))
-    if (log_mass == -torch.inf).all(dim=-1).any():
-        raise AcutanceError("no stationary distribution: in some sequence every key is masked")
-    return log_mass.softmax(dim=-1)
+    return torch.zeros_like(log_mass).scatter(-1, first, 1.0)
 
 
 def _by_solving(A: AttentionOperator) -> Tensor:
     """π solves (Aᵀ − I + 11ᵀ) π = 1, a regular system exactly when π is unique."""
-    entries = A.dense()
-    transposed = entries.double().mT
+    transposed = A.dense().double().mT
     identity = torch.eye(A.shape[-1], dtype=torch.float64, device=A.device)
     ones = torch.ones(*A.shape[:3], 1, dtype=torch.float64, device=A.device)
     # The second right-hand side is a probe: its solution explodes when the system is (nearly) singular.
@@ -142,7 +124,7 @@ def _by_solving(A: AttentionOperator) -> Tensor:
             f"no unique stationary distribution (residual ‖πᵀA − πᵀ‖ = {residual:.1e}): "
             "the mask cuts the tokens into parts that never see each other, or leaves a seen token no keys"
         )
-    return solution.squeeze(-1).clamp(min=0.0).to(entries.dtype)
+    return solution.squeeze(-1).clamp(min=0.0).to(accumulation_dtype(A.q, A.k))
 
 
 def _by_walking(A: AttentionOperator) -> Tensor:
@@ -186,20 +168,6 @@ class Ritz(NamedTuple):
     def residual(self) -> float:
         """The largest of the residuals."""
         return float(self.residuals.max())
-
-
-def arnoldi_eigenvalues(multiply: Callable[[Tensor], Tensor], start: Tensor, select: Select, count: int) -> Tensor:
-    """The `count` selected eigenvalues; a warning gives the residual where they have not converged."""
-    tolerance = torch.finfo(start.dtype).eps ** (2 / 3)
-    found = arnoldi(multiply, start, select, count, tolerance)
-    if not found.residual <= tolerance:
-        warnings.warn(
-            f"eigenvalues not converged in a Krylov space of {found.size} vectors: the largest residual ‖Az − μz‖ "
-            f"is {found.residual:.1e}, wanted {tolerance:.1e}; the largest ones are good, ask for fewer",
-            AcutanceWarning,
-            stacklevel=3,
-        )
-    return found.values
 
 
 def arnoldi(multiply: Callable[[Tensor], Tensor], start: Tensor, select: Select, count: int, tolerance: float) -> Ritz:

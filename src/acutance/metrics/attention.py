@@ -10,6 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from acutance.attention.kernels import attention_sums
 from acutance.attention.operator import AttentionOperator
+from acutance.attention.products import channels
 from acutance.errors import ShapeError
 from acutance.metrics._operators import product, query_rows, upcast_operator
 from acutance.metrics.tokens import masked_mean, ratio, safe_sqrt
@@ -84,13 +85,12 @@ def _entropy_with_sink(A: AttentionOperator, mask: Tensor | None) -> Tensor:
 def _row_entropies(A: AttentionOperator) -> tuple[Tensor, Tensor]:
     """The entropy of every row, and which rows see a key."""
     has_bias = A.mask is not None and A.mask.is_floating_point()
-    return _tiled_entropy(A) if has_bias or A.definition.channels is None else _exponential_entropy(A)
+    return _tiled_entropy(A) if has_bias or A.softcap is not None or not A.is_exponential else _exponential_entropy(A)
 
 
 def _exponential_entropy(A: AttentionOperator) -> tuple[Tensor, Tensor]:
     """H_i = logsumexp_i − s q_i·(A k)_i without any entry of A, and which rows see a key."""
-    assert A.definition.channels is not None
-    q, k = A.definition.channels(A.q, A.k)
+    q, k = channels(A)
     # Another origin for the keys shifts the logits of a row alike: same A, but smaller terms to subtract.
     k = k - k.mean(-2, keepdim=True)
     A = AttentionOperator(q, k, mask=A.mask, causal=A.causal, scale=A.scale)

@@ -54,7 +54,7 @@ def is_available(A: AttentionOperator, u: Tensor | None = None) -> bool:
         and packed.runs_on(A.q)
         and A.q.dtype in DTYPES
         and A.kernel in ("softmax", "symmetric")
-        and A.definition.softcap is None
+        and A.softcap is None
         and (A.sink is None or u is None)
         and (A.mask4 is None or A.mask4.dtype == torch.bool)
         and (not A.causal or A.shape[-2] == A.shape[-1])

@@ -165,7 +165,7 @@ def _measures(record: AttentionCall, samples: TokenLayout, generator: torch.Gene
     logits = q[..., tokens, :] @ k[..., tokens, :].mT * A.scale
     pairs = counts[:, tokens, None] & counts[:, None, tokens]
     shuffled = permuted(logits, pairs, generator)
-    kernel, random = (_kernel(x, pairs, A.definition.softcap) for x in (logits, shuffled))
+    kernel, random = (_kernel(x, pairs, A.softcap) for x in (logits, shuffled))
     return {
         "logits_asymmetry": asymmetry(q, k),
         "logits_negative": negative_share(q, k),
