@@ -13,7 +13,7 @@ from acutance.attention.kernels import attention_sums, packed
 from acutance.attention.operator import AttentionOperator
 from acutance.measure import measure
 from acutance.metrics import attention_entropy, nonlocal_energy
-from acutance.metrics.from_rows import FROM_ROWS, from_rows
+from acutance.metrics.sums import FROM_ROWS, from_rows
 from acutance.models import ViT
 
 CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)

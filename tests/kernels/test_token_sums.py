@@ -12,8 +12,8 @@ import acutance as ac
 from acutance.attention.kernels import packed
 from acutance.errors import AcutanceWarning, NonFiniteError
 from acutance.metrics import TOKEN_METRICS
-from acutance.metrics.from_sums import FROM_SUMS
 from acutance.metrics.kernels import token_sums
+from acutance.metrics.sums import FROM_SUMS
 from acutance.models import ViT
 from token_fields import fields
 

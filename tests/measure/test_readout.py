@@ -13,8 +13,7 @@ from acutance.measure import reader as reading
 from acutance.measure.reader import MetricReader, PendingValues, values_of
 from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import feed
-from acutance.metrics.from_sums import FROM_SUMS
-from acutance.metrics.tokens import finite_flags
+from acutance.metrics.sums import FROM_SUMS, finite_flags
 from acutance.models import ViT
 from acutance.sites.structure import evaluating
 from token_fields import stand_in

@@ -29,11 +29,9 @@ from acutance.measure import TAPS
 from acutance.measure.profile import MATRIX, MetricValue
 from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import EVERY, Batch, Visitor, hooked
-from acutance.metrics.from_rows import FROM_ROWS, from_rows
-from acutance.metrics.from_sums import FROM_SUMS, Numbers
 from acutance.metrics.kernels import token_sums
 from acutance.metrics.kernels.token_sums import FIELDS
-from acutance.metrics.tokens import FLAGS, complain, finite_flags
+from acutance.metrics.sums import FLAGS, FROM_ROWS, FROM_SUMS, Numbers, complain, finite_flags, from_rows
 from acutance.sites.patched import WINDOWS_MOVE, PatchedSite
 
 ATTENTION_COSINE = "attention_cosine"  # of a layer's attention with the layer before (Fig. 5 of arXiv 2312.00751)

@@ -12,26 +12,30 @@ from acutance.attention.kernels import attention_sums
 from acutance.attention.operator import AttentionOperator
 from acutance.attention.products import channels
 from acutance.errors import ShapeError
-from acutance.metrics._operators import product, query_rows, upcast_operator
-from acutance.metrics.tokens import masked_mean, ratio, safe_sqrt
+from acutance.metrics.sums import masked_mean, ratio, safe_sqrt, valid_positions, working_dtype
 
 
 def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
     """Mean entropy in nats of the rows of A (batch, heads).
 
-    0 when every row looks at one key, log M when it looks at all M alike. A fully masked row is left out. A sink is
-    one more place to look at: the entropy of the whole row, sink included.
+    0 when every row looks at one key, log M when it looks at all M alike. Fully masked rows are skipped. A sink is one
+    more place to look at: the entropy is that of the whole row, sink included.
     """
-    if A.sink is not None:
-        return _entropy_with_sink(upcast_operator(A), mask)
-    if attention_sums.is_available(A):
+    if A.sink is None and attention_sums.is_available(A):
         sums = attention_sums.row_sums(A)
-        if mask is None and A.mask is None:
-            return sums.entropies.mean(-1)
         return masked_mean(sums.entropies, query_rows(A, mask) & (sums.log_sums != -torch.inf))
     A = upcast_operator(A)
-    entropy, sees_keys = _row_entropies(A)
-    return masked_mean(entropy.clamp_min(0), query_rows(A, mask) & sees_keys)
+    plain = A.without_sink()
+    has_bias = A.mask is not None and A.mask.is_floating_point()
+    by_tiles = has_bias or A.softcap is not None or not A.is_exponential
+    entropy, sees_keys = _tiled_entropy(plain) if by_tiles else _exponential_entropy(plain)
+    entropy = entropy.clamp_min(0)
+    if A.sink is not None:
+        # h(r) + r H for a row that gives r to the keys, with entropy H among them, and 1 − r to the sink.
+        logit = A.logsumexp().masked_fill(~sees_keys, 0) - A.sink[:, None]
+        keys = logit.sigmoid()
+        entropy = keys * entropy - keys * logsigmoid(logit) - (1 - keys) * logsigmoid(-logit)
+    return masked_mean(entropy, query_rows(A, mask) & sees_keys)
 
 
 def attention_cosine(A: AttentionOperator, B: AttentionOperator, mask: Tensor | None = None) -> Tensor:
@@ -72,22 +76,6 @@ def head_cosine(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
     return cosines[..., pairs].mean(-1).clamp(0, 1)
 
 
-def _entropy_with_sink(A: AttentionOperator, mask: Tensor | None) -> Tensor:
-    """h(r) + r H for rows that give r to the keys, with entropy H among them, and 1 − r to the sink."""
-    assert A.sink is not None
-    entropy, sees_keys = _row_entropies(A.without_sink())
-    logit = A.logsumexp().masked_fill(~sees_keys, 0) - A.sink[:, None]
-    keys = logit.sigmoid()
-    choice = -(keys * logsigmoid(logit) + (1 - keys) * logsigmoid(-logit))
-    return masked_mean(choice + keys * entropy.clamp_min(0), query_rows(A, mask) & sees_keys)
-
-
-def _row_entropies(A: AttentionOperator) -> tuple[Tensor, Tensor]:
-    """The entropy of every row, and which rows see a key."""
-    has_bias = A.mask is not None and A.mask.is_floating_point()
-    return _tiled_entropy(A) if has_bias or A.softcap is not None or not A.is_exponential else _exponential_entropy(A)
-
-
 def _exponential_entropy(A: AttentionOperator) -> tuple[Tensor, Tensor]:
     """H_i = logsumexp_i − s q_i·(A k)_i without any entry of A, and which rows see a key."""
     q, k = channels(A)
@@ -108,3 +96,22 @@ def _tiled_entropy(A: AttentionOperator) -> tuple[Tensor, Tensor]:
         entropy.append(-(safe * safe.log()).sum(-1))
         sees_keys.append((weights != 0).any(-1))
     return torch.cat(entropy, -1), torch.cat(sees_keys, -1)
+
+
+def upcast_operator(A: AttentionOperator, dtype: torch.dtype | None = None) -> AttentionOperator:
+    """The operator in float32 or better, and in no less than `dtype`."""
+    dtype = working_dtype(torch.promote_types(A.dtype, dtype or A.dtype))
+    return A if A.dtype == A.k.dtype == dtype else A.to(dtype)
+
+
+def product(A: AttentionOperator, x: Tensor) -> Tensor:
+    """A x in the precision of A and x, whatever autocast would prefer."""
+    with torch.autocast(A.device.type, enabled=False):
+        rows = A @ x
+    # The flash kernel on CPU answers a NaN query with zeros, which would pass for a fully masked row.
+    return torch.where(torch.isfinite(A.q).all(-1, keepdim=True), rows, torch.nan)
+
+
+def query_rows(A: AttentionOperator, mask: Tensor | None) -> Tensor:
+    """Which query rows count (batch, heads, queries), from a mask (batch, queries)."""
+    return valid_positions(None if mask is None else mask.unsqueeze(-2), torch.Size(A.shape[:-1]), A.q)

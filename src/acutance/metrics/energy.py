@@ -15,26 +15,19 @@ from acutance.attention.kernels import attention_sums
 from acutance.attention.operator import AttentionOperator
 from acutance.attention.products import Tiles, each_block, repeat_heads
 from acutance.errors import ShapeError
-from acutance.metrics._operators import over_heads, product, query_rows, upcast_operator
-from acutance.metrics.tokens import (
-    masked_mean,
-    safe_logsumexp,
-    split_mean,
-    unit_vectors,
-    upcast,
-    valid_positions,
-)
+from acutance.metrics.attention import product, query_rows, upcast_operator
+from acutance.metrics.sums import masked_mean, safe_logsumexp, split_mean, unit_vectors, upcast, valid_positions
 
 
 def nonlocal_energy(A: AttentionOperator, u: Tensor, mask: Tensor | None = None) -> Tensor:
     """J(u) = ½ Σ_ij A_ij ‖u_i − u_j‖² with the rows of A summing to one; a fully masked row adds 0."""
     _check_fits(A, u)
-    valid = None if mask is None else query_rows(A, mask)
+    valid = query_rows(A, mask)
     if attention_sums.is_available(A, u):
         energies = attention_sums.row_sums(A, u, mask).energies
     else:
-        energies = _row_energies(*_matched(A, u), query_rows(A, mask))
-    return (energies if valid is None else energies.masked_fill(~valid, 0)).sum(-1) / 2
+        energies = _row_energies(*_matched(A, u), valid)
+    return (energies if mask is None else energies.masked_fill(~valid, 0)).sum(-1) / 2
 
 
 def log_nonlocal_energy_raw(A: AttentionOperator, u: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -53,13 +46,12 @@ def log_nonlocal_energy_raw(A: AttentionOperator, u: Tensor, mask: Tensor | None
 
 def fidelity(u: Tensor, f: Tensor, strength: float | Tensor, mask: Tensor | None = None) -> Tensor:
     """G(u, f) = λ/2 Σ_i ‖u_i − f_i‖², the pull NeuTRENO adds; λ is one number or one per head."""
-    u, f = upcast(u), upcast(f)
-    if u.ndim != 4 or f.ndim != 4 or u.shape[1] % f.shape[1]:
-        raise ShapeError(f"u and f must be (batch, heads, tokens, channels), got {tuple(u.shape)} and {tuple(f.shape)}")
-    f = repeat_heads(f, u.shape[1])
-    if u.shape != f.shape:
-        raise ShapeError(f"u and f must have the same shape, got {tuple(u.shape)} and {tuple(f.shape)}")
-    valid = valid_positions(over_heads(mask), u.shape[:-1], u)
+    u, f, shapes = upcast(u), upcast(f), f"{tuple(u.shape)} and {tuple(f.shape)}"
+    fits = u.ndim == f.ndim == 4 and u.shape[1] % f.shape[1] == 0
+    f = repeat_heads(f, u.shape[1]) if fits else f
+    if not fits or u.shape != f.shape:
+        raise ShapeError(f"u and f must have the same shape (batch, heads, tokens, channels), got {shapes}")
+    valid = valid_positions(None if mask is None else mask.unsqueeze(-2), u.shape[:-1], u)
     return strength * (u - f).masked_fill(~valid.unsqueeze(-1), 0).square().sum((-2, -1)) / 2
 
 
@@ -138,9 +130,7 @@ def _gradient_direction(A: AttentionOperator, v: Tensor, floor: Tensor) -> tuple
 
 def _rounding_level(mean: Tensor, deviation: Tensor) -> Tensor:
     """The length (batch, heads, 1, 1) below which a difference of values is rounding and has no direction."""
-    eps = torch.finfo(mean.dtype).eps
-    offset, spread = (
-        torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True).amax(-2, keepdim=True) for x in (mean, deviation)
-    )
+    eps, norm = torch.finfo(mean.dtype).eps, torch.linalg.vector_norm
+    offset, spread = (norm(x.detach(), dim=-1, keepdim=True).amax(-2, keepdim=True) for x in (mean, deviation))
     level: Tensor = 32 * eps * (spread + eps * offset)
     return level

@@ -1,0 +1,188 @@
+"""What metrics share: the numbers that follow from a few sums, and safe sums, masks, divisions and roots.
+
+A token metric or an attention metric needs few sums over tokens or rows. Kernels compute them in one pass, plain torch
+otherwise. The formulas that turn them into the metric are here, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from acutance.attention import AttentionCall
+from acutance.attention.kernels import attention_sums
+from acutance.errors import AcutanceError, NonFiniteError, ShapeError
+from acutance.metrics.kernels.token_sums import FIELDS
+
+Numbers = NDArray[np.float64]
+Array = Any  # a tensor, or an array of `Numbers`: sums of many layers come to the host together
+FLAGS = FIELDS[:3]  # how many tokens count and how many of them are bad, and which is the first
+FROM_ROWS = ("nonlocal_energy", "attention_entropy")
+
+
+def mean_cosine(pairs: Array, count: Array) -> Array:
+    """The mean over all pairs of different tokens, given the sum over them; 1 with fewer than two tokens."""
+    return ratio(pairs, count * (count - 1), at_zero=1.0).clip(-1, 1)
+
+
+def hfc_over_lfc(high: Array, low: Array) -> Array:
+    """‖HFC‖ / ‖LFC‖; infinite where the mean token alone is zero."""
+    return ratio(high, low, at_zero=_where(high)(high > 0, torch.inf, 0.0))
+
+
+def residual(high: Array, low: Array) -> Array:
+    """‖HFC‖ / ‖X‖, as HFC and LFC are orthogonal."""
+    return ratio(high, safe_sqrt(high**2 + low**2))
+
+
+def spread(mean: Array, variance: Array) -> Array:
+    """Standard deviation over mean."""
+    return ratio(safe_sqrt(variance), mean)
+
+
+def _from_sums(formula: Callable[..., Numbers], *fields: str) -> Callable[[Numbers], Numbers]:
+    """A metric of samples that hold no NaN, from the `FIELDS` (…, fields) of `kernels.token_sums`, on the host."""
+    return lambda sums: formula(*(sums[..., FIELDS.index(field)] for field in fields))
+
+
+FROM_SUMS: dict[str, Callable[[Numbers], Numbers]] = {
+    "token_cosine": _from_sums(mean_cosine, "pairs", "count"),
+    "hfc_lfc_frobenius": _from_sums(lambda high, low: hfc_over_lfc(high**0.5, low**0.5), "high", "low"),
+    "rank_residual": _from_sums(lambda high, low: residual(high**0.5, low**0.5), "high", "low"),
+    "norm_spread": _from_sums(spread, "norm_mean", "norm_variance"),
+}
+
+
+def from_rows(record: AttentionCall, mask: Tensor | None) -> dict[str, tuple[Tensor, float]]:
+    """`FROM_ROWS` by one reduction: numbers (batch, heads) and what the host multiplies them by.
+
+    None of them where some rows do not count.
+    """
+    A, u = record.A, record.output
+    fits = u.ndim == 4 and A.shape[2] == A.shape[3] == u.shape[2] and u.shape[1] in (A.heads, A.key_heads)
+    if mask is not None or A.mask is not None or not fits or not attention_sums.is_available(A, u):
+        return {}
+    _, entropies, energies = attention_sums.row_sums(A, u).sums.sum(-1).unbind()
+    return {"nonlocal_energy": (energies, 1 / 2), "attention_entropy": (entropies, 1 / A.shape[2])}
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype a metric computes in: float64 stays, everything else becomes float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def upcast(tensor: Tensor) -> Tensor:
+    """The tensor in float32 or better: half precision accumulates badly."""
+    return tensor.to(working_dtype(tensor.dtype))
+
+
+def valid_positions(mask: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
+    """The mask expanded to `shape` (..., tokens), all True where there is none."""
+    if mask is None:
+        return torch.ones(shape, dtype=torch.bool, device=like.device)
+    if mask.dtype != torch.bool:
+        raise AcutanceError(
+            f"a token mask must be bool (True = the token counts), got {mask.dtype}; "
+            "for a mask of zeros and ones pass mask.bool()"
+        )
+    try:
+        return mask.expand(shape)
+    except RuntimeError:
+        raise ShapeError(
+            f"a mask of shape {tuple(mask.shape)} does not fit tokens of shape {tuple(shape)}; "
+            "give one True or False per token, shaped like the tokens without their channels"
+        ) from None
+
+
+def split_mean(x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over the valid tokens (..., 1, channels), and every token less that mean.
+
+    The mean is taken twice: the first subtraction is nearly exact, so the second mean repairs the rounding of
+    the first. Tokens that differ by one part in a million keep their differences.
+    """
+    valid = valid.unsqueeze(-1)
+    count = valid.sum(-2, keepdim=True).clamp_min(1).to(x.dtype)
+    mean = x.masked_fill(~valid, 0).sum(-2, keepdim=True) / count
+    deviation = x - mean
+    remainder = deviation.masked_fill(~valid, 0).sum(-2, keepdim=True) / count
+    return mean + remainder, deviation - remainder
+
+
+def _where(x: Array) -> Callable[..., Array]:
+    return torch.where if isinstance(x, Tensor) else np.where
+
+
+def ratio(numerator: Array, denominator: Array, at_zero: Array = 0.0) -> Array:
+    """The quotient, with `at_zero` where the denominator is 0; gradients stay finite there."""
+    nonzero, where = denominator != 0, _where(denominator)
+    return where(nonzero, numerator / where(nonzero, denominator, 1), at_zero)
+
+
+def safe_sqrt(x: Array) -> Array:
+    """The square root with gradient 0, not infinity, at 0."""
+    zero, where = x <= 0, _where(x)
+    return where(zero, 0, where(zero, 1, x) ** 0.5)
+
+
+def safe_logsumexp(logs: Tensor) -> Tensor:
+    """The logsumexp over the last dimension with gradient 0, not NaN, where all of it is −inf."""
+    empty = (logs == -torch.inf).all(-1, keepdim=True)
+    return logs.masked_fill(empty, 0).logsumexp(-1).masked_fill(empty.squeeze(-1), -torch.inf)
+
+
+def unit_vectors(x: Tensor) -> Tensor:
+    """The vectors along the last dimension divided by their length; a zero vector stays zero."""
+    # Dividing by the largest entry first keeps the squares inside the range of float32.
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    x = x / torch.where(largest > 0, largest, 1)
+    return ratio(x, torch.linalg.vector_norm(x, dim=-1, keepdim=True))
+
+
+def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
+    """The mean over the valid entries of the last dimension; 0 where there are none."""
+    return x.masked_fill(~valid, 0).sum(-1) / valid.sum(-1).clamp_min(1)
+
+
+def check_finite(tensor: Tensor, *, metric: str, layer: int | str, mask: Tensor | None = None) -> None:
+    """Raise `NonFiniteError` when a token (the last dimension) that counts holds NaN or infinity."""
+    bad, valid = _bad_tokens(tensor, mask)
+    if not bad.any():
+        return
+    first = bad.nonzero()[0].tolist()
+    names = {1: ["token"], 2: ["sample", "token"], 3: ["sample", "head", "token"]}.get(bad.ndim)
+    where = ", ".join(f"{name} {i}" for name, i in zip(names, first, strict=True)) if names else f"index {first}"
+    raise _non_finite(metric, layer, int(bad.sum()), int(valid.sum()), where)
+
+
+def finite_flags(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """What `check_finite` would ask of tokens (samples, tokens, channels), left on the device: (samples, `FLAGS`)."""
+    bad, valid = _bad_tokens(tokens, mask)
+    return torch.stack([valid.sum(-1), bad.sum(-1), bad.int().argmax(-1)], -1).double()
+
+
+def complain(flags: Numbers, *, metric: str, layer: int | str) -> NoReturn:
+    """Raise what `check_finite` would, from flags of which some are bad."""
+    valid, bad, first = flags.T
+    sample = int(np.flatnonzero(bad)[0])
+    where = f"sample {sample}, token {int(first[sample])}"
+    raise _non_finite(metric, layer, int(bad.sum()), int(valid.sum()), where)
+
+
+def _bad_tokens(tensor: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Which tokens that count are not finite, and which count."""
+    bad = ~torch.isfinite(tensor).all(-1)
+    valid = valid_positions(mask, bad.shape, tensor)
+    return bad & valid, valid
+
+
+def _non_finite(metric: str, layer: int | str, bad: int, valid: int, where: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"layer {layer}: {metric}: {bad} of {valid} tokens hold NaN or infinity "
+        f"(first: {where}). Look at the model's output and at its precision (float16 overflows at 65504: try "
+        "bfloat16 or float32), and mask out padding that was never meant to be read."
+    )
