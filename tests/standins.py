@@ -12,7 +12,7 @@ import numpy as np
 
 from acutance.lab.data.augment import AugmentConfig
 from acutance.lab.data.decoding import pillow
-from acutance.lab.data.digits import digit_images
+from acutance.lab.data.images import load_images
 from acutance.lab.tasks.windows import WindowConfig
 
 CLASSES = 3  # of the stand-in for ImageNet
@@ -30,7 +30,7 @@ def imagenet(folder):
     """Digits as colour images: train/<class>/ and val/<class>/."""
     root = folder / "imagenet"
     for part, train, count in (("train", True, PER_CLASS), ("val", False, 5)) if not root.exists() else ():
-        found = digit_images(train)
+        found = load_images("digits", None, "all" if train else "test")
         for label in range(CLASSES):
             for number, image in enumerate(found.images[found.labels == label][:count, 0].numpy()):
                 _save(np.stack([image] * 3, -1), root / part / f"digit{label}" / f"{number:03d}.png")
@@ -41,7 +41,7 @@ def ade20k(folder):
     """Scenes of one digit each, whose pixels have its class; the background is a class of its own."""
     root, random = folder / "ADEChallengeData2016", np.random.default_rng(0)
     for part, count in SCENES.items() if not root.exists() else ():
-        found = digit_images(part == "training")
+        found = load_images("digits", None, "all" if part == "training" else "test")
         for number in range(count):
             image, label = _scene(found.images[number, 0].numpy(), int(found.labels[number]), random)
             _save(image, root / "images" / part / f"{number:03d}.jpg")

@@ -8,8 +8,7 @@ import timm.data.auto_augment as theirs
 import torch
 from PIL import Image
 
-from acutance.lab.data.augment import OPERATIONS, rand_augment
-from acutance.lab.data.augment.operations import NUMBER, RandDraws
+from acutance.lab.data.rand_augment import NUMBER, OPERATIONS, RandDraws, rand_augment
 
 FILL = (124, 116, 104)
 AFFINE = {"rotate", "shear_x", "shear_y", "translate_x", "translate_y"}

@@ -1,18 +1,20 @@
+"""Folders and shards of images, and the batches made of them."""
+
 import io
+import json
+import os
+import shutil
 import tarfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from tiny_data_sets import add_member, picture, write_imagenet, write_shards
-from torch import Tensor
 
 from acutance.errors import AcutanceError
 from acutance.io import loading
+from acutance.lab.data import shards as shards_module
 from acutance.lab.data.decoding import centre_crop, random_part, random_resized_crop
 from acutance.lab.data.folder import Crops, ImageFolder
 from acutance.lab.data.shards import SHARDS_AT_ONCE, WebShards, expand
@@ -21,53 +23,56 @@ from acutance.lab.data.stream import evaluation_batches, repeated, training_batc
 SEED = 5
 
 
-@pytest.fixture(params=["folder", "shards"])
-def images(request: pytest.FixtureRequest, tmp_path: Path) -> ImageFolder | WebShards:
-    if request.param == "folder":
-        return ImageFolder(write_imagenet(tmp_path), "all")
-    return WebShards(write_shards(tmp_path), "all")
+@pytest.fixture(scope="module", params=["folder", "shards"])
+def images(request, tmp_path_factory):
+    root = tmp_path_factory.mktemp(request.param)
+    return ImageFolder(write_imagenet(root), "all") if request.param == "folder" else WebShards(write_shards(root))
 
 
-def batches(images: Any, count: int, **options: Any) -> list[tuple[Tensor, Tensor]]:
+@pytest.fixture
+def parsed(monkeypatch):
+    """The tar files whose headers are read."""
+    names: list[str] = []
+    real = shards_module._read_headers
+    monkeypatch.setattr(shards_module, "_read_headers", lambda path: names.append(path.name) or real(path))
+    return names
+
+
+def batches(images, count, **options):
     stream = training_batches(
         Crops(images, 16), lambda epoch: images.order(SEED, epoch), batch_size=8, seed=SEED, **options
     )
     return [next(stream) for _ in range(count)]
 
 
-def assert_same(one: list[tuple[Tensor, Tensor]], other: list[tuple[Tensor, Tensor]]) -> None:
-    for (images, labels), (same, too) in zip(one, other, strict=True):
-        assert torch.equal(images, same)
-        assert torch.equal(labels, too)
+def assert_same(one, other):
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        assert all(map(torch.equal, a, b))
 
 
-def test_batches_start_at_any_step(images: Any) -> None:
-    assert_same(batches(images, 5)[3:], batches(images, 2, first_step=3))  # step 3 is in the second epoch
+def test_a_batch_is_a_function_of_seed_and_step_alone(images):
+    whole = batches(images, 5)
+    assert_same(whole[3:], batches(images, 2, first_step=3))  # step 3 is in the second epoch
+    assert_same(whole[:3], batches(images, 3, workers=2))
 
 
-def test_shares_are_rows_of_the_global_batch(images: Any) -> None:
+def test_processes_get_rows_of_the_global_batch(images):
     whole = batches(images, 2)
     for rows in (slice(0, 4), slice(4, 8)):
         assert_same([(x[rows], y[rows]) for x, y in whole], batches(images, 2, rows=rows))
 
 
-def test_worker_processes_change_nothing(images: Any) -> None:
-    assert_same(batches(images, 3), batches(images, 3, workers=2))
-
-
-def test_an_epoch_visits_everything_and_a_sample_differs_from_epoch_to_epoch(images: Any) -> None:
+def test_an_epoch_visits_everything_and_a_sample_differs_from_epoch_to_epoch(images):
     for epoch in range(2):
         assert images.order(SEED, epoch).sort().values.tolist() == list(range(len(images)))
     assert images.order(SEED, 0).tolist() != images.order(SEED, 1).tolist()
-    crops = Crops(images, 16)
-    one, other = (crops.sample(0, np.random.default_rng(seed))[0] for seed in (1, 2))
-    assert not np.array_equal(one, other)
-    stream = training_batches(crops, lambda epoch: torch.arange(8), batch_size=8, seed=SEED)
+    stream = training_batches(Crops(images, 16), lambda epoch: torch.arange(8), batch_size=8, seed=SEED)
     first, second = (next(stream)[0] for _ in range(2))  # the same samples in two epochs
     assert not any(map(torch.equal, first, second))
 
 
-def test_evaluation_sees_everything_in_order_once(images: Any) -> None:
+def test_evaluation_sees_everything_in_order_once(images):
     found = list(evaluation_batches(Crops(images, 16), batch_size=7))
     assert torch.equal(torch.cat([labels for _, labels in found]), images.labels)
     first = np.asarray(centre_crop(images.read(0), 16)).transpose(2, 0, 1)
@@ -76,12 +81,12 @@ def test_evaluation_sees_everything_in_order_once(images: Any) -> None:
     assert torch.equal(some[0][0], found[0][0][[2, 4]])
 
 
-def test_too_large_a_batch_is_refused(images: Any) -> None:
+def test_too_large_a_batch_is_refused(images):
     with pytest.raises(AcutanceError, match="fewer than a batch of 99"):
         next(training_batches(Crops(images), lambda epoch: images.order(0, epoch), batch_size=99, seed=0))
 
 
-def test_splits_of_a_folder(tmp_path: Path) -> None:
+def test_splits_of_a_folder(tmp_path):
     write_imagenet(tmp_path)
     train, val, both = (ImageFolder(tmp_path, split, every=3) for split in ("train", "val", "all"))
     assert [path.name for path in val.paths] == ["image_2.JPEG", "image_5.JPEG"] * 3
@@ -96,35 +101,34 @@ def test_splits_of_a_folder(tmp_path: Path) -> None:
         ImageFolder(tmp_path, "val")
 
 
-def test_splits_of_shards(tmp_path: Path) -> None:
+def test_splits_of_shards(tmp_path):
     pattern = write_shards(tmp_path)
     train, val, both = (WebShards(pattern, split, every=3) for split in ("train", "val", "all"))
     assert len(train) + len(val) == len(both) == 20
     assert val.labels.tolist() == [both.labels[i] for i in range(20) if (i // 3) % 3 == 2]
     assert np.array_equal(np.asarray(both.read(7)), np.asarray(picture(40, 30, 7)))
     assert both.labels[7] == 7 % 3
-    assert len(WebShards(str(tmp_path / "part-*.tar"))) == 20
+    assert len(WebShards(str(tmp_path / "*"))) == 20  # hidden indices are no shards
 
 
-def test_shards_are_read_group_by_group(tmp_path: Path) -> None:
+def test_shards_are_read_group_by_group(tmp_path):
     shards = WebShards(write_shards(tmp_path, shards=2 * SHARDS_AT_ONCE, per_shard=2))
-    group = (shards.order(0, 0) // 2).view(2, -1)  # which shard each image of each half is in
-    assert len(group[0].unique()) == len(group[1].unique()) == SHARDS_AT_ONCE
-    assert not set(group[0].tolist()) & set(group[1].tolist())
+    first, second = (shards.order(0, 0) // 2).view(2, -1).tolist()  # which shard each image of each half is in
+    assert len(set(first)) == len(set(second)) == SHARDS_AT_ONCE
+    assert not set(first) & set(second)
 
 
-def test_patterns_name_their_files(tmp_path: Path) -> None:
+def test_patterns_name_their_files(tmp_path):
     for number in range(8, 12):
         (tmp_path / f"a-{number:03d}.tar").touch()
     assert [path.name for path in expand(f"{tmp_path}/a-{{009..011}}.tar")] == ["a-009.tar", "a-010.tar", "a-011.tar"]
-    with pytest.raises(AcutanceError, match=r"looked for .*a-012\.tar"):
+    with pytest.raises(AcutanceError, match=r"looked for .*a-012\.tar.*expected .*webdataset"):
         list(expand(f"{tmp_path}/a-{{011..012}}.tar"))
 
 
-def test_repetitions_share_a_batch_but_no_pair() -> None:
+def test_repetitions_share_a_batch_but_no_pair():
     order = torch.randperm(48)
-    chosen = repeated(order, 12).view(4, 12)
-    for number, batch in enumerate(chosen):
+    for number, batch in enumerate(repeated(order, 12).view(4, 12)):
         assert sorted(batch.tolist()) == sorted(order[number * 4 : number * 4 + 4].tolist() * 3)
         assert (batch[::2] != batch[1::2]).all()
     odd = repeated(torch.arange(100), 16).view(-1, 16)  # 16 is no multiple of 3
@@ -133,13 +137,12 @@ def test_repetitions_share_a_batch_but_no_pair() -> None:
     assert odd.flatten().bincount().max() == 3
 
 
-def test_random_parts_lie_inside_with_the_stated_areas_and_shapes() -> None:
+def test_random_parts_lie_inside_with_the_stated_areas_and_shapes():
     parts = np.array([random_part(100, 80, np.random.default_rng(seed)) for seed in range(500)])
     left, top, width, height = parts.T
-    assert (left >= 0).all()
-    assert (top >= 0).all()
-    assert (left + width <= 100).all()
-    assert (top + height <= 80).all()
+    assert parts.min() >= 0
+    assert (left + width).max() <= 100
+    assert (top + height).max() <= 80
     area, aspect = width * height / 8000, width / height
     assert area.min() > 0.07
     assert area.max() > 0.8
@@ -148,7 +151,7 @@ def test_random_parts_lie_inside_with_the_stated_areas_and_shapes() -> None:
     assert random_part(1000, 2, np.random.default_rng(0)) == (498, 0, 3, 2)  # nothing fits: the middle
 
 
-def test_crops_are_pillows() -> None:
+def test_crops_are_pillows():
     image = picture(60, 40, 0)
     left, top, width, height = random_part(60, 40, np.random.default_rng(3))
     part = image.crop((left, top, left + width, top + height)).resize((16, 16), Image.Resampling.BICUBIC)
@@ -159,25 +162,25 @@ def test_crops_are_pillows() -> None:
 
 
 @pytest.mark.parametrize("size", [(60, 40), (41, 77)])
-def test_training_and_measuring_cut_the_same_middle(size: tuple[int, int]) -> None:
+def test_training_and_measuring_cut_the_same_middle(size):
     image = picture(*size, 0)
     measured = loading.images.centre_crop((224, 224), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), fraction=224 / 256)([image])
     assert np.array_equal(np.asarray(centre_crop(image, 224)).transpose(2, 0, 1), (255 * measured[0]).round().numpy())
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_missing_folders_say_where_what_and_how(split: Any, tmp_path: Path) -> None:
+def test_missing_folders_say_where_what_and_how(split, tmp_path):
     with pytest.raises(AcutanceError, match=r"looked for .*; expected .*https://image-net.org") as caught:
         ImageFolder(tmp_path, split)
     assert str(tmp_path) in str(caught.value)
-    (tmp_path / "train" / "n1").mkdir(parents=True)
-    (tmp_path / "val" / "n1").mkdir(parents=True)
+    for part in ("train", "val"):
+        (tmp_path / part / "n1").mkdir(parents=True)
     with pytest.raises(AcutanceError, match="looked for"):
         ImageFolder(tmp_path, split)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_damaged_image_is_one_clear_line_also_from_a_worker(workers: int, tmp_path: Path) -> None:
+def test_a_damaged_image_is_one_clear_line_also_from_a_worker(workers, tmp_path):
     folder = ImageFolder(write_imagenet(tmp_path), "all")
     path = folder.paths[4]
     path.write_bytes(path.read_bytes()[:200])
@@ -187,18 +190,119 @@ def test_a_damaged_image_is_one_clear_line_also_from_a_worker(workers: int, tmp_
     assert "\n" not in str(caught.value)
 
 
-def without_label(path: Path) -> None:
-    with tarfile.open(path, "w") as archive:
-        content = io.BytesIO()
-        picture(4, 4, 0).save(content, "PNG")
-        add_member(archive, "a.png", content.getvalue())
+@pytest.mark.parametrize(
+    ("removed", "added", "words"),
+    [
+        (["n00000000"], [], r"n00000000 is missing\)"),
+        ([], ["m"], "m is not in train/"),
+        (["n00000000", "n00000002"], ["z"], "n00000000 and 1 more are missing"),
+    ],
+)
+def test_val_has_the_classes_of_train_or_is_refused(removed, added, words, tmp_path):
+    """One folder more or less moves all labels after it."""
+    val = write_imagenet(tmp_path) / "val"
+    for name in added:
+        shutil.copytree(val / "n00000001", val / name)
+    for name in removed:
+        shutil.rmtree(val / name)
+    with pytest.raises(AcutanceError, match=words) as caught:
+        ImageFolder(tmp_path, "test")
+    assert str(val) in str(caught.value)
+    shutil.rmtree(tmp_path / "train")
+    assert len(ImageFolder(tmp_path, "test").classes) == 3 + len(added) - len(removed)  # nothing to compare with
 
 
-def with_label(label: bytes) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        without_label(path)
-        with tarfile.open(path, "a") as archive:
-            add_member(archive, "a.cls", label)
+@pytest.mark.parametrize("split", ["all", "test"])
+def test_hidden_folders_and_files_do_not_count(split, tmp_path):
+    write_imagenet(tmp_path)
+    plain = ImageFolder(tmp_path, split)
+    for part in ("train", "val"):
+        shutil.copytree(tmp_path / part / "n00000000", tmp_path / part / ".cache")
+        (tmp_path / part / "n00000001" / "._image_0.JPEG").write_bytes(b"no image")
+    again = ImageFolder(tmp_path, split)
+    assert (again.classes, again.paths) == (plain.classes, plain.paths)
+
+
+def rewrite(path, plus):
+    """The same shard with other labels, of the same length and with the same members in the same places."""
+    content = bytearray(path.read_bytes())
+    with tarfile.open(path) as archive:
+        for member in archive:
+            if member.name.endswith(".cls"):
+                content[member.offset_data] += plus
+    path.write_bytes(content)
+
+
+def test_labels_beyond_the_classes_are_refused(tmp_path):
+    pattern = write_shards(tmp_path, shards=2)  # labels 0, 1, 2
+    assert len(WebShards(pattern, classes=5).classes) == 5
+    with pytest.raises(AcutanceError, match="labels from 0 to 2 for 2 classes, which are numbered 0 to 1"):
+        WebShards(pattern, classes=2)
+    for path in list(expand(pattern)):
+        rewrite(path, plus=1)
+        os.utime(path, ns=(0, 0))
+    with pytest.raises(AcutanceError, match=r"labels from 1 to 3 for 3 classes.*count from 1") as caught:
+        WebShards(pattern, classes=3)
+    assert "\n" not in str(caught.value)
+
+
+def test_headers_are_read_once_and_anew_when_a_shard_changed(tmp_path, parsed):
+    pattern = write_shards(tmp_path)
+    first = WebShards(pattern)
+    assert sorted(parsed) == [f"part-{i:06d}.tar" for i in range(4)]
+    again = WebShards(pattern)
+    assert len(parsed) == 4
+    assert again.labels.equal(first.labels)
+    assert all(again.read(i).tobytes() == first.read(i).tobytes() for i in range(20))
+    path = tmp_path / "part-000002.tar"
+    status = path.stat()
+    rewrite(path, plus=3)
+    assert path.stat().st_size == status.st_size  # the time alone tells
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    after = WebShards(pattern)
+    assert parsed[4:] == ["part-000002.tar"]
+    assert (after.labels - first.labels).view(4, 5).tolist() == [[0] * 5, [0] * 5, [3] * 5, [0] * 5]
+
+
+@pytest.mark.parametrize("harm", ["", "{", "[]", '{"format": "acutance-shard/0"}', "short"])
+def test_a_damaged_index_is_made_anew(harm, tmp_path, parsed):
+    pattern = write_shards(tmp_path, shards=1)
+    before = WebShards(pattern)
+    index = tmp_path / ".part-000000.tar.index.json"
+    whole = json.loads(index.read_bytes())
+    short = {**whole, "index": [entry[1:] for entry in whole["index"]]}
+    index.write_text(json.dumps(short) if harm == "short" else harm)
+    assert WebShards(pattern).labels.equal(before.labels)
+    assert len(parsed) == 2
+    assert json.loads(index.read_bytes()) == whole
+
+
+def test_where_nothing_can_be_written_headers_are_read_each_time(tmp_path, parsed, monkeypatch):
+    def refuse(*_):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(shards_module, "atomic_write", refuse)
+    pattern = write_shards(tmp_path, shards=2)
+    assert WebShards(pattern).labels.equal(WebShards(pattern).labels)
+    assert len(parsed) == 4
+
+
+def test_processes_begin_at_different_shards(tmp_path, parsed, monkeypatch):
+    monkeypatch.setattr(shards_module, "READERS", 1)
+    pattern = write_shards(tmp_path)
+    monkeypatch.setattr(shards_module.processes, "rank_and_world_size", lambda: (1, 2))
+    WebShards(pattern)
+    assert parsed == [f"part-{i:06d}.tar" for i in (2, 3, 0, 1)]
+
+
+def one_member(*labels):
+    def write(path):
+        with tarfile.open(path, "w") as archive:
+            content = io.BytesIO()
+            picture(4, 4, 0).save(content, "PNG")
+            add_member(archive, "a.png", content.getvalue())
+            for label in labels:
+                add_member(archive, "a.cls", label)
 
     return write
 
@@ -206,17 +310,18 @@ def with_label(label: bytes) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     "harm",
     [
-        without_label,
-        with_label(b"cat"),
-        with_label(b"-1"),
+        one_member(),
+        one_member(b"cat"),
+        one_member(b"-1"),
         lambda path: path.write_bytes(path.read_bytes()[:1500]),
         lambda path: path.write_bytes(b"junk" * 300),
         lambda path: tarfile.open(path, "w").close(),
     ],
 )
-def test_damaged_shards_are_named(harm: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_damaged_shards_are_named(harm, tmp_path):
     pattern = write_shards(tmp_path)
     path = tmp_path / "part-000002.tar"
+    WebShards(pattern)  # the index must not hide what follows
     harm(path)
     with pytest.raises(AcutanceError, match="is damaged") as caught:
         WebShards(pattern)
@@ -224,6 +329,9 @@ def test_damaged_shards_are_named(harm: Callable[[Path], Any], tmp_path: Path) -
     assert "\n" not in str(caught.value)
 
 
-def test_missing_shards_say_where_what_and_how(tmp_path: Path) -> None:
-    with pytest.raises(AcutanceError, match=r"looked for .*part-000000.tar.*expected .*webdataset"):
-        WebShards(str(tmp_path / "part-{000000..000003}.tar"))
+def test_a_damaged_member_is_named(tmp_path):
+    found = WebShards(write_shards(tmp_path, shards=1))
+    path = tmp_path / "part-000000.tar"
+    path.write_bytes(path.read_bytes().replace(b"\x89PNG", b"junk"))
+    with pytest.raises(AcutanceError, match=r"part-000000\.tar:s0_3 is damaged"):
+        found.read(3)

@@ -5,104 +5,100 @@ import io
 import pickle
 import struct
 import tarfile
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-CIFAR10_FILES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 
-
-def random_bytes(*shape: int, seed: int = 0) -> np.ndarray:
+def random_bytes(*shape, seed=0):
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
-def write_cifar10(root: Path, *, per_file: int = 20, protocol: int = 2) -> Path:
+def write_cifar10(root):
     folder = root / "cifar-10-batches-py"
     folder.mkdir()
-    for seed, name in enumerate(CIFAR10_FILES):
-        content = {b"data": random_bytes(per_file, 3072, seed=seed), b"labels": [i % 10 for i in range(per_file)]}
-        (folder / name).write_bytes(pickle.dumps(content, protocol))
-    return folder
-
-
-def write_cifar100(root: Path, *, per_class: int = 20) -> Path:
-    folder = root / "cifar-100-python"
-    folder.mkdir()
-    (folder / "meta").write_bytes(pickle.dumps({b"fine_label_names": [b"apple", b"bear"]}, 2))
-    labels = [i % 2 for i in range(2 * per_class)]
-    for seed, name in enumerate(("train", "test")):
-        content = {b"data": random_bytes(len(labels), 3072, seed=seed), b"fine_labels": labels}
+    for seed, name in enumerate((*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")):
+        content = {b"data": random_bytes(20, 3072, seed=seed), b"labels": [i % 10 for i in range(20)]}
         (folder / name).write_bytes(pickle.dumps(content, 2))
     return folder
 
 
-def write_fashion_mnist(root: Path, *, compressed: bool = True, count: int = 100) -> Path:
-    folder = root / "fashion-mnist"
+def write_cifar100(root):
+    folder = root / "cifar-100-python"
     folder.mkdir()
-    for seed, part in enumerate(("train", "t10k")):
-        pixels, labels = random_bytes(count, 28, 28, seed=seed), np.arange(count, dtype=np.uint8) % 10
-        for kind, array in (("images-idx3", pixels), ("labels-idx1", labels)):
-            content = struct.pack(f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
-            name = f"{part}-{kind}-ubyte"
-            (folder / (name + ".gz" if compressed else name)).write_bytes(
-                gzip.compress(content) if compressed else content
-            )
+    (folder / "meta").write_bytes(pickle.dumps({b"fine_label_names": [b"apple", b"bear"]}, 2))
+    for seed, name in enumerate(("train", "test")):
+        content = {b"data": random_bytes(40, 3072, seed=seed), b"fine_labels": [0, 1] * 20}
+        (folder / name).write_bytes(pickle.dumps(content, 2))
     return folder
 
 
-def picture(width: int, height: int, seed: int) -> Image.Image:
+def write_fashion_mnist(root, *, compressed=True):
+    folder = root / "fashion-mnist"
+    folder.mkdir()
+    for seed, part in enumerate(("train", "t10k")):
+        pixels, labels = random_bytes(100, 28, 28, seed=seed), np.arange(100, dtype=np.uint8) % 10
+        for kind, array in (("images-idx3", pixels), ("labels-idx1", labels)):
+            content = struct.pack(f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
+            path = folder / f"{part}-{kind}-ubyte{'.gz' if compressed else ''}"
+            path.write_bytes(gzip.compress(content) if compressed else content)
+    return folder
+
+
+def picture(width, height, seed):
     return Image.fromarray(random_bytes(height, width, 3, seed=seed))
 
 
-def write_imagenet(root: Path, *, classes: int = 3, per_class: int = 6) -> Path:
+def write_imagenet(root):
+    """Three classes of six images."""
     for part in ("train", "val"):
-        for kind in range(classes):
+        for kind in range(3):
             folder = root / part / f"n{kind:08d}"
             folder.mkdir(parents=True)
-            for i in range(per_class):
+            for i in range(6):
                 seed = 100 * kind + i + (10_000 if part == "val" else 0)
                 picture(40 + 3 * i, 50 - 2 * i, seed).save(folder / f"image_{i}.JPEG", "JPEG")
     return root
 
 
-def write_shards(root: Path, *, shards: int = 4, per_shard: int = 5) -> str:
+def write_shards(root, *, shards=4, per_shard=5):
     root.mkdir(exist_ok=True)
     for shard in range(shards):
         with tarfile.open(root / f"part-{shard:06d}.tar", "w") as archive:
-            for i in range(per_shard):
+            for i in range(shard * per_shard, (shard + 1) * per_shard):
                 image = io.BytesIO()
-                picture(40, 30, shard * per_shard + i).save(image, "PNG")
-                label = str((shard * per_shard + i) % 3).encode()
-                for suffix, content in (("cls", label), ("png", image.getvalue())):
-                    add_member(archive, f"s{shard}_{i}.{suffix}", content)
+                picture(40, 30, i).save(image, "PNG")
+                add_member(archive, f"s{shard}_{i % per_shard}.cls", str(i % 3).encode())
+                add_member(archive, f"s{shard}_{i % per_shard}.png", image.getvalue())
     return str(root / f"part-{{000000..{shards - 1:06d}}}.tar")
 
 
-def add_member(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+def add_member(archive, name, content):
     info = tarfile.TarInfo(name)
     info.size = len(content)
     archive.addfile(info, io.BytesIO(content))
 
 
-def write_camvid(root: Path, *, count: int = 4) -> Path:
+def write_camvid(root):
+    """Four frames of each part."""
     folder = root / "CamVid"
     for seed, part in enumerate(("train", "val", "test")):
         (folder / part).mkdir(parents=True)
         (folder / f"{part}annot").mkdir()
-        for i in range(count):
+        for i in range(4):
             picture(24, 18, 10 * seed + i).save(folder / part / f"frame_{i}.png")
             label = random_bytes(18, 24, seed=10 * seed + i) % 12
             Image.fromarray(label).save(folder / f"{part}annot" / f"frame_{i}.png")
     return folder
 
 
-def write_ade20k(root: Path, *, count: int = 40, names: bool = True) -> Path:
+def write_ade20k(root, *, names=True):
+    """Forty images of each part."""
     folder = root / "ADEChallengeData2016"
     for part in ("training", "validation"):
-        (folder / "images" / part).mkdir(parents=True)
-        (folder / "annotations" / part).mkdir(parents=True)
-        for i in range(count):
+        for kind in ("images", "annotations"):
+            (folder / kind / part).mkdir(parents=True)
+        for i in range(40):
             name = f"ADE_{part[:5]}_{i:08d}"
             picture(20 + i % 3, 16, i).save(folder / "images" / part / f"{name}.jpg", "JPEG")
             label = random_bytes(16, 20 + i % 3, seed=i) % 151
@@ -113,18 +109,10 @@ def write_ade20k(root: Path, *, count: int = 40, names: bool = True) -> Path:
     return folder
 
 
-def write_wikitext2(root: Path) -> Path:
+def write_wikitext2(root):
     folder = root / "wikitext-2"
     folder.mkdir()
-    (folder / "wiki.train.tokens").write_text(" \n = A title = \n \n a b a <unk> \u2028 b\r a \n", encoding="utf-8")
-    (folder / "wiki.valid.tokens").write_text(" a b \n new \n", encoding="utf-8")
-    (folder / "wiki.test.tokens").write_text(" b \n", encoding="utf-8")
-    return folder
-
-
-def write_ptb(root: Path) -> Path:
-    folder = root / "ptb"
-    folder.mkdir()
-    for part, text in (("train", " the cat sat \n the N\n"), ("valid", " cat\n"), ("test", " the\n")):
-        (folder / f"ptb.{part}.txt").write_text(text)
+    train = " \n = A title = \n \n a b a <unk> \u2028 b\r a \n"
+    for part, text in {"train": train, "valid": " a b \n new \n", "test": " b \n"}.items():
+        (folder / f"wiki.{part}.tokens").write_text(text, encoding="utf-8")
     return folder

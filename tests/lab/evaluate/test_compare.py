@@ -62,14 +62,14 @@ def test_where_the_data_lies_makes_no_other_group(tmp_path):
         ({"scores": {"top1": 1.0}}, {}, "acutance evaluate .*second --split test"),
         ({"scores": {"top1": 1.0}}, {"scores": {"top1": 1.0}}, "seed 0 comes twice"),
         (
-            {"scores": {"perplexity": 1.0}, "recipe": "ptb"},
-            {"scores": {"perplexity": 1.0}, "recipe": "ptb", "settings": ("task.test_stride=4",)},
-            r"no scores .* in the same way .*first: last weights, task.corpus=ptb, task.length=128, "
-            r"task.test_stride=1, float32; .*second: last weights, task.corpus=ptb, task.length=128, "
+            {"scores": {"perplexity": 1.0}, "recipe": "wikitext2"},
+            {"scores": {"perplexity": 1.0}, "recipe": "wikitext2", "settings": ("task.test_stride=4",)},
+            r"no scores .* in the same way .*first: last weights, task.corpus=wikitext-2, task.length=128, "
+            r"task.test_stride=1, float32; .*second: last weights, task.corpus=wikitext-2, task.length=128, "
             r"task.test_stride=4, float32\): evaluate them with the same options",
         ),
         ({"scores": {"top1": 1.0}}, {"scores": {"top1": 1.0}, "weights": "best"}, "no scores .*second: best weights"),
-        ({"scores": {"top1": 1.0}}, {"scores": {"top1": 1.0}, "recipe": "ptb"}, "different tasks"),
+        ({"scores": {"top1": 1.0}}, {"scores": {"top1": 1.0}, "recipe": "wikitext2"}, "different tasks"),
         ({"scores": {"other": 1.0}}, {"scores": {"top1": 1.0}}, "has no 'top1'; it has other"),
     ],
 )
@@ -105,7 +105,7 @@ def test_of_several_ways_the_plain_one_is_taken_unless_another_is_asked_for(tmp_
     for name, offset in (("a", 0.0), ("b", 10.0)):
         seed = f"loop.seed={int(offset)}"
         for score, options in enumerate(({}, {"weights": "best"}, {"weights": "best", "settings": changed}), start=1):
-            record(tmp_path / name, seed, recipe="ptb", scores={"perplexity": score + offset}, **options)
+            record(tmp_path / name, seed, recipe="wikitext2", scores={"perplexity": score + offset}, **options)
     runs = [tmp_path / "a", tmp_path / "b"]
     assert len(list(runs[0].glob("evaluation-*.json"))) == 3
     assert compare(runs).groups[0].mean == 6.0
@@ -124,7 +124,7 @@ def strides(tmp_path, **runs):
     found = []
     for seed, (name, (own, changed)) in enumerate(runs.items()):
         settings = () if changed is None else (f"task.test_stride={changed}",)
-        words = {"scores": {"perplexity": 10.0 + seed}, "settings": settings, "recipe": "ptb"}
+        words = {"scores": {"perplexity": 10.0 + seed}, "settings": settings, "recipe": "wikitext2"}
         found.append(record(tmp_path / name, f"loop.seed={seed}", f"task.test_stride={own}", **words))
     return found
 
@@ -134,7 +134,7 @@ def test_what_was_read_alike_is_compared_however_that_came_about(tmp_path):
     runs = strides(tmp_path, a=(1, 64), b=(64, None))
     for settings in (None, ("task.test_stride=64",)):
         found = compare(runs, settings=settings)
-        assert found.way.settings == ("task.corpus=ptb", "task.length=128", "task.test_stride=64")
+        assert found.way.settings == ("task.corpus=wikitext-2", "task.length=128", "task.test_stride=64")
         assert [group.scores for group in found.groups] == [{0: 10.0, 1: 11.0}]  # which trained alike, and are one row
 
 
@@ -146,9 +146,9 @@ def test_what_was_read_in_different_ways_is_not_compared_though_nothing_was_chan
 
 def test_settings_that_go_only_together_with_those_of_another_split_are_read_again(tmp_path):
     """A window of 64 words needs strides of at most 64; that of the validation text is not the test's, nor named."""
-    words = {"scores": {"perplexity": 9.0}, "settings": ("task.length=64",), "recipe": "ptb"}
+    words = {"scores": {"perplexity": 9.0}, "settings": ("task.length=64",), "recipe": "wikitext2"}
     found = compare([record(tmp_path / "a", **words)])
-    assert found.way.settings == ("task.corpus=ptb", "task.length=64", "task.test_stride=1")
+    assert found.way.settings == ("task.corpus=wikitext-2", "task.length=64", "task.test_stride=1")
     assert compare([tmp_path / "a"], settings=("task.length=64", "task.val_stride=64")).way == found.way
 
 

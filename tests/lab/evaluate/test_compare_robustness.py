@@ -149,6 +149,6 @@ def test_evaluate_measures_robustness_too(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     context = {"name": "run", "split": "test", "which": "last"}
     assert asked == [(364, folder / "robustness.json", context)]
-    text = record(tmp_path / "text", recipe="ptb")
+    text = record(tmp_path / "text", recipe="wikitext2")
     refused = CliRunner().invoke(app, ["evaluate", str(text), "--robustness"])
     assert "a run of language is no classifier" in str(refused.exception)

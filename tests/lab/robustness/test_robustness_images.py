@@ -57,7 +57,7 @@ def test_data_that_moved_is_found(config, tmp_path):
 
 def test_what_is_no_classifier_or_no_split_is_refused(config):
     with pytest.raises(AcutanceError, match="a run of language is no classifier of images"):
-        images_of(recipes.load("ptb").task, "test")
+        images_of(recipes.load("wikitext2").task, "test")
     with pytest.raises(AcutanceError, match="no split 'both'; there are train, val, all, test"):
         images_of(config.task, "both")
 

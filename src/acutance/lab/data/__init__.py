@@ -1,22 +1,11 @@
 """Data in the layouts its users already have, and what is done to it before a model sees it."""
 
-from acutance.lab.data.digits import Split, digits
-from acutance.lab.data.images import IMAGE_SETS, Images, load_images
+from acutance.lab.data.images import IMAGE_SETS, Images, Split, digits, load_images
 from acutance.lab.data.segmentation import SegmentationSet, load_segmentation
 from acutance.lab.data.subsets import fraction, held_out
 from acutance.lab.data.tokens import CORPORA, Corpus, load_corpus
 
 __all__ = [
-    "CORPORA",
-    "IMAGE_SETS",
-    "Corpus",
-    "Images",
-    "SegmentationSet",
-    "Split",
-    "digits",
-    "fraction",
-    "held_out",
-    "load_corpus",
-    "load_images",
-    "load_segmentation",
-]
+    "CORPORA", "IMAGE_SETS", "Corpus", "Images", "SegmentationSet", "Split", "digits", "fraction", "held_out",
+    "load_corpus", "load_images", "load_segmentation",
+]  # fmt: skip

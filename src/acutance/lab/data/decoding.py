@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 AREA = (0.08, 1.0)  # of the image
 ASPECT = (3 / 4, 4 / 3)  # width over height
-ATTEMPTS = 10
 RESIZE_OVER_CROP = 256 / 224  # evaluation scales the short side to 256 and cuts out the middle 224
 
 
@@ -61,7 +60,7 @@ def random_resized_crop(image: Image, size: int, random: np.random.Generator) ->
 
 def random_part(width: int, height: int, random: np.random.Generator) -> tuple[int, int, int, int]:
     """Left, top, width and height of a part with a random area and aspect; if ten do not fit, one in the middle."""
-    for _ in range(ATTEMPTS):
+    for _ in range(10):
         area = random.uniform(*AREA) * width * height
         aspect = math.exp(random.uniform(math.log(ASPECT[0]), math.log(ASPECT[1])))
         wide, tall = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from acutance.errors import AcutanceError
 from acutance.lab.data.decoding import Bytes, centre_crop, channels_first, decode, random_resized_crop
 from acutance.lab.data.seeds import epoch_order
 from acutance.lab.data.source import Source
-from acutance.lab.data.subsets import held_out
+from acutance.lab.data.subsets import SplitName, held_out
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -28,7 +29,6 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm"}
 HELD_OUT_EVERY = 100  # one image in a hundred of each class: about 12,800 of ImageNet's
-FolderSplit = Literal["train", "val", "all", "test"]
 
 
 class ReadableImages(Protocol):
@@ -36,30 +36,27 @@ class ReadableImages(Protocol):
 
     labels: Tensor
 
-    def read(self, index: int) -> Image:
-        """The image at an index."""
+    def read(self, index: int) -> Image: ...
 
 
 class ImageFolder:
-    """Images in `root/train/<class>/` and `root/val/<class>/`; nothing is read before it is asked for.
+    """Images in `root/train/<class>/` and `root/val/<class>/`; nothing is decoded before it is asked for.
 
     Args:
         root: the folder.
-        split: "test" is the folder val/, whose labels no choice may rest on. "val" is a slice of train/ (one image in
-            `every` of each class, by file name), "train" the rest, "all" both. None takes `root` itself as a folder of
-            classes.
+        split: "test" is the folder val/; "val" is one image in `every` of each class of train/, by file name, "train"
+            the rest, "all" both. None takes `root` itself as a folder of classes.
         every: how thin the slice is.
 
-    A label is the place of a folder among the others, so val/ must have the very folders of train/. Hidden ones do not
-    count.
+    A label is the place of a folder among the others, so val/ must have the folders of train/. Hidden ones are skipped.
     """
 
-    def __init__(self, root: Path | str, split: FolderSplit | None, *, every: int = HELD_OUT_EVERY) -> None:
+    def __init__(self, root: Path | str, split: SplitName | None, *, every: int = HELD_OUT_EVERY) -> None:
         root = Path(root)
         folder = IMAGENET.folder(root if split is None else root / ("val" if split == "test" else "train"))
         folders = _class_folders(folder)
         self.classes = tuple(path.name for path in folders)
-        found = [(path, label) for label, kind in enumerate(folders) for path in _image_files(kind)]
+        found = [(path, label) for label, kind in enumerate(folders) for path in _visible(kind) if _is_image(path)]
         if not found:
             raise IMAGENET.missing(folder / "<class>" / "<image>")
         if split == "test" and (root / "train").is_dir():  # elsewhere the training images are in shards
@@ -101,7 +98,7 @@ class Crops:
         return channels_first(cut), int(self.images.labels[index])
 
 
-def choose(labels: Tensor, split: FolderSplit | None, every: int, place: Path | str) -> Tensor:
+def choose(labels: Tensor, split: SplitName | None, every: int, place: Path | str) -> Tensor:
     """The indices that belong to a split of a training set (all of them for None, "all" and "test")."""
     if split not in ("train", "val"):
         return torch.arange(len(labels))
@@ -111,35 +108,27 @@ def choose(labels: Tensor, split: FolderSplit | None, every: int, place: Path | 
 
 
 def refuse_empty_slice(held: Tensor, every: int, place: object) -> None:
-    """Without a held-out image there is nothing to score on the way."""
+    """Without a held-out image there is nothing to score during training."""
     if not bool(held.any()):
-        raise AcutanceError(
-            f"{place}: no class has {every} images, so that none are held out for val; lower task.held_out_every "
-            "(every=)"
-        )
+        raise AcutanceError(f"{place}: no class has {every} images to hold one out for val; lower task.held_out_every")
 
 
 def _class_folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not _hidden(path))
+    return [path for path in _visible(folder) if path.is_dir()]
 
 
-def _image_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and not _hidden(path))
+def _visible(folder: Path) -> Iterator[Path]:
+    """Not what systems and tools leave behind: .cache/, ._n01440764_18.JPEG."""
+    return (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
 
 
-def _hidden(path: Path) -> bool:
-    """What systems and tools leave behind: .cache/, ._n01440764_18.JPEG."""
-    return path.name.startswith(".")
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES
 
 
 def _refuse_other_classes(folder: Path, found: set[str], expected: set[str]) -> None:
     """One folder more or less would move the labels of all that follow it, and every score would be wrong."""
-    sides = {"missing": sorted(expected - found), "not in train/": sorted(found - expected)}
-    differences = [f"{_some(names)} {what}" for what, names in sides.items() if names]
-    if differences:
-        raise IMAGENET.damaged(folder, f"its class folders are not those of train/: {', '.join(differences)}")
-
-
-def _some(names: list[str]) -> str:
-    """`n01440764 is`, or `n01440764 and 998 more are`."""
-    return f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more are"
+    for names, what in ((sorted(expected - found), "missing"), (sorted(found - expected), "not in train/")):
+        if names:
+            which = f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more are"
+            raise IMAGENET.damaged(folder, f"its class folders are not those of train/: {which} {what}")

@@ -1,19 +1,45 @@
-"""Images that fit into memory: held as bytes on the device, augmented there in batches."""
+"""Images that fit into memory, held as bytes: scikit-learn's digits, CIFAR-10, CIFAR-100 and Fashion-MNIST."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gzip
+import pickle
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from acutance.errors import AcutanceError, ShapeError
-from acutance.lab.data.subsets import held_out
+from acutance.errors import MissingExtraError, ShapeError
+from acutance.lab.data.pickles import load_plain
+from acutance.lab.data.source import Source, data_folder
+from acutance.lab.data.subsets import SplitName, held_out
 
-ImageSplit = Literal["train", "val", "all", "test"]
+CIFAR10 = Source(
+    "CIFAR-10",
+    "cifar-10-batches-py/ with data_batch_1 to data_batch_5 and test_batch",
+    "Get https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz and unpack it there",
+)
+CIFAR100 = Source(
+    "CIFAR-100",
+    "cifar-100-python/ with train, test and meta",
+    "Get https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz and unpack it there",
+)
+FASHION_MNIST = Source(
+    "Fashion-MNIST",
+    "fashion-mnist/ with {train,t10k}-images-idx3-ubyte and {train,t10k}-labels-idx1-ubyte, with or without .gz",
+    "Get the four files from https://github.com/zalandoresearch/fashion-mnist (or Debian's dataset-fashion-mnist)",
+)
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+FASHION_CLASSES = (
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
+Part = tuple[Tensor, Tensor, tuple[str, ...]]  # images, labels and the names of the classes
 
 
 @dataclass(frozen=True)
@@ -38,17 +64,32 @@ class Images:
         return len(self.labels)
 
     def to(self, device: torch.device | str) -> Images:
-        """The same images on a device."""
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
     def subset(self, indices: Tensor) -> Images:
-        """The images at these indices, in their order; mean and std stay those of the whole training set."""
+        """The images at these indices; mean and std stay those of the whole training set."""
         indices = indices.to(self.images.device)
         return replace(self, images=self.images[indices], labels=self.labels[indices])
 
 
-def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel of (n, channels, height, width) bytes, in units of [0, 1]."""
+def load_images(name: str, data_dir: Path | str | None, split: SplitName) -> Images:
+    """One of `IMAGE_SETS` from the folder in which it has its usual layout; "digits" needs no folder.
+
+    "val" is every tenth image of each class of the training set.
+    """
+    folder = data_folder("image data set", name, IMAGE_SETS, "." if name == "digits" else data_dir, split)
+    read = IMAGE_SETS[name]
+    pixels, labels, classes = read(folder, split != "test")
+    known = read(folder, True)[0] if split == "test" else pixels  # a test set is normalised by the training set
+    images = Images(name, pixels, labels, classes, *_channel_statistics(known))
+    if split in ("all", "test"):
+        return images
+    held = held_out(labels)
+    return images.subset((held if split == "val" else ~held).nonzero()[:, 0])
+
+
+def _channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel of bytes, in units of [0, 1]."""
     channels = images.transpose(0, 1).flatten(1)
     values = torch.arange(256, dtype=torch.float64) / 255
     counts = torch.stack([torch.bincount(channel, minlength=256) for channel in channels])
@@ -58,57 +99,127 @@ def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, 
     return tuple(mean.tolist()), tuple(std.tolist())
 
 
-def load_images(name: str, data_dir: Path | str | None, split: ImageSplit) -> Images:
-    """A data set by its name; "digits" needs no folder.
+@dataclass(frozen=True)
+class Split:
+    """Images (n, 1, 8, 8), roughly zero mean and unit variance, and their labels."""
 
-    Args:
-        name: one of `IMAGE_SETS`.
-        data_dir: the folder in which the data set has its usual layout.
-        split: "train" is the training set without the held-out slice "val" (every tenth image of each class), "all" is
-            both, "test" the test set, which no choice may rest on.
-    """
-    if name not in IMAGE_SETS:
-        raise AcutanceError(f"no image data set {name!r}; there are {', '.join(sorted(IMAGE_SETS))}")
-    if split not in ("train", "val", "all", "test"):
-        raise AcutanceError(f"no split {split!r}; there are train, val, all (train and val) and test")
-    if data_dir is None and name != "digits":
-        raise AcutanceError(f"{name} is read from a folder: name it with --data-dir (data_dir=)")
-    read = IMAGE_SETS[name]
-    images = read(Path(data_dir or "."), split != "test")
-    if split in ("all", "test"):
-        return images
-    held = held_out(images.labels)
-    return images.subset((held if split == "val" else ~held).nonzero()[:, 0])
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """All of it in batches; shuffled if a generator is given."""
+        order = torch.arange(len(self)) if generator is None else torch.randperm(len(self), generator=generator)
+        for chunk in order.split(size):
+            yield self.images[chunk], self.labels[chunk]
 
 
-def _read_digits(data_dir: Path, train: bool) -> Images:
-    from acutance.lab.data.digits import digit_images
-
-    return digit_images(train)
-
-
-def _read_cifar10(data_dir: Path, train: bool) -> Images:
-    from acutance.lab.data.cifar import cifar10
-
-    return cifar10(data_dir, train)
+def digits() -> tuple[Split, Split]:
+    """The 1,797 digits of scikit-learn, normalised, for training and test (every fifth image of each class)."""
+    images, labels, test = _raw_digits()
+    images = (images - images[~test].mean()) / images[~test].std()
+    return Split(images[~test], labels[~test]), Split(images[test], labels[test])
 
 
-def _read_cifar100(data_dir: Path, train: bool) -> Images:
-    from acutance.lab.data.cifar import cifar100
-
-    return cifar100(data_dir, train)
-
-
-def _read_fashion_mnist(data_dir: Path, train: bool) -> Images:
-    from acutance.lab.data.idx import fashion_mnist
-
-    return fashion_mnist(data_dir, train)
+def _digits(data_dir: Path, train: bool) -> Part:
+    images, labels, test = _raw_digits()
+    wanted = ~test if train else test
+    # 17 levels of grey: 16 · 15 = 240 still fits a byte, and every level stays exact.
+    return (images[wanted] * 15).to(torch.uint8), labels[wanted], tuple("0123456789")
 
 
-# Read the training set (True) or the test set (False) from a folder.
-IMAGE_SETS: Mapping[str, Callable[[Path, bool], Images]] = {
-    "digits": _read_digits,
-    "cifar10": _read_cifar10,
-    "cifar100": _read_cifar100,
-    "fashion_mnist": _read_fashion_mnist,
+def _raw_digits() -> tuple[Tensor, Tensor, Tensor]:
+    """Images from 0 to 16, labels, and which of them are test images."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise MissingExtraError("the digits ship with scikit-learn: pip install 'acutance[train]'") from error
+    raw = load_digits()
+    test = np.zeros(len(raw.target), dtype=bool)
+    for label in range(10):
+        test[np.flatnonzero(raw.target == label)[::5]] = True
+    return torch.tensor(raw.images, dtype=torch.float32)[:, None], torch.tensor(raw.target), torch.from_numpy(test)
+
+
+def _cifar10(data_dir: Path, train: bool) -> Part:
+    folder = CIFAR10.folder(data_dir / "cifar-10-batches-py")
+    files = [f"data_batch_{i}" for i in range(1, 6)] if train else ["test_batch"]
+    return _cifar(CIFAR10, [folder / file for file in files], "labels", CIFAR10_CLASSES)
+
+
+def _cifar100(data_dir: Path, train: bool) -> Part:
+    folder = CIFAR100.folder(data_dir / "cifar-100-python")
+    (names,) = _fields(CIFAR100, folder / "meta", "fine_label_names")
+    classes = tuple(name.decode() if isinstance(name, bytes) else str(name) for name in names)
+    return _cifar(CIFAR100, [folder / ("train" if train else "test")], "fine_labels", classes)
+
+
+def _cifar(source: Source, paths: Sequence[Path], label_key: str, classes: tuple[str, ...]) -> Part:
+    """The pickles of https://www.cs.toronto.edu/~kriz/cifar.html, one after the other."""
+    parts = []
+    for path in paths:
+        pixels, numbers = _fields(source, path, "data", label_key)
+        labels = np.asarray(numbers)
+        if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (3 * 32 * 32,):
+            found = getattr(pixels, "shape", type(pixels).__name__)
+            raise source.damaged(path, f"its pixels are {found}, not bytes (n, {3 * 32 * 32})")
+        _check_labels(source, path, labels, len(pixels), len(classes))
+        parts.append((torch.from_numpy(pixels).view(-1, 3, 32, 32), torch.from_numpy(labels.astype(np.int64))))
+    images, numbers = zip(*parts, strict=True)
+    return torch.cat(images), torch.cat(numbers), classes
+
+
+def _fields(source: Source, path: Path, *names: str) -> list[Any]:
+    """Fields of a pickle, whose names were stored as bytes (Python 2) or as text."""
+    try:
+        content = load_plain(source.bytes(path))
+    except pickle.UnpicklingError as error:
+        raise source.damaged(path, error) from error
+    known = content if isinstance(content, dict) else {}
+    fields = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in known.items()}
+    if missing := [name for name in names if name not in fields]:
+        raise source.damaged(path, f"it has no {missing[0]!r}")
+    return [fields[name] for name in names]
+
+
+def _check_labels(source: Source, path: Path, labels: Any, images: int, classes: int) -> None:
+    if labels.shape != (images,) or labels.dtype.kind not in "iu":
+        raise source.damaged(path, f"{images} images, but labels of shape {labels.shape}")
+    if len(labels) and not (labels.min() >= 0 and labels.max() < classes):
+        raise source.damaged(path, f"labels from {labels.min()} to {labels.max()} for {classes} classes")
+
+
+def _fashion_mnist(data_dir: Path, train: bool) -> Part:
+    """28×28 in one channel (https://arxiv.org/abs/1708.07747)."""
+    folder = FASHION_MNIST.folder(data_dir / "fashion-mnist")
+    part = "train" if train else "t10k"
+    pixels, _ = _idx(folder / f"{part}-images-idx3-ubyte", 3)
+    labels, path = _idx(folder / f"{part}-labels-idx1-ubyte", 1)
+    _check_labels(FASHION_MNIST, path, labels, len(pixels), len(FASHION_CLASSES))
+    return torch.from_numpy(pixels)[:, None], torch.from_numpy(labels).long(), FASHION_CLASSES
+
+
+def _idx(path: Path, dimensions: int) -> tuple[Any, Path]:
+    """An idx file: two zeros, the type (8: bytes), the number of dimensions, their sizes (big-endian), the bytes."""
+    packed = path.with_name(path.name + ".gz")
+    path = packed if packed.exists() and not path.exists() else path
+    content = FASHION_MNIST.bytes(path)
+    try:
+        content = gzip.decompress(content) if path == packed else content
+        if content[:4] != bytes((0, 0, 8, dimensions)):
+            raise ValueError(f"no idx file of bytes in {dimensions} dimensions")
+        shape = struct.unpack_from(f">{dimensions}I", content, 4)
+        return np.frombuffer(content, np.uint8, offset=4 * (1 + dimensions)).reshape(shape).copy(), path
+    except (OSError, EOFError, zlib.error, struct.error, ValueError) as error:
+        raise FASHION_MNIST.damaged(path, error) from error
+
+
+# Each reads the training set (True) or the test set (False) from a folder.
+IMAGE_SETS: Mapping[str, Callable[[Path, bool], Part]] = {
+    "digits": _digits,
+    "cifar10": _cifar10,
+    "cifar100": _cifar100,
+    "fashion_mnist": _fashion_mnist,
 }

@@ -16,15 +16,13 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
-_ARRAY_BY_STATE = np.empty(0).__reduce__()[0]
-_ARRAY_BY_BUFFER = np.empty(1).__reduce_ex__(5)[0]
 # What the pickles of arrays call, under the names of NumPy 1 and 2; none of it runs anything but itself.
 ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
     ("_codecs", "encode"): _encode,
-    **{(f"numpy.{core}.multiarray", "_reconstruct"): _ARRAY_BY_STATE for core in ("core", "_core")},
-    **{(f"numpy.{core}.numeric", "_frombuffer"): _ARRAY_BY_BUFFER for core in ("core", "_core")},
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0] for core in ("core", "_core")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): np.empty(1).__reduce_ex__(5)[0] for core in ("core", "_core")},
 }
 
 
@@ -36,10 +34,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def load_plain(content: bytes) -> Any:
-    """What a pickle holds, bytes for the strings of Python 2; `pickle.UnpicklingError` if it asks for anything more.
-
-    Whatever else a damaged pickle raises becomes the same error.
-    """
+    """What a pickle holds, bytes for Python 2's strings; `pickle.UnpicklingError` if it is damaged or asks for code."""
     try:
         return _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
     except pickle.UnpicklingError:

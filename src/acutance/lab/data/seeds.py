@@ -8,7 +8,7 @@ import torch
 
 def mixed_seed(*numbers: int) -> int:
     """One 63-bit seed from several numbers; (1, 2), (2, 1) and (1, 2, 0) give unrelated ones."""
-    # SeedSequence takes no negative numbers, and does not tell trailing zeros apart: hence the sign and the length.
+    # SeedSequence takes no negative numbers and ignores trailing zeros: hence the sign and the length.
     words = [len(numbers), *(part for number in numbers for part in (int(number < 0), abs(int(number))))]
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))
 

@@ -5,7 +5,6 @@ It runs in worker processes, because the images of ADE20K differ in size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,18 +28,13 @@ MEAN_COLOUR = (124, 116, 104)  # ImageNet's
 class SegmentationCrops:
     """Random crops (3, crop, crop) with their classes (crop, crop), for `stream.training_batches`.
 
-    Args:
-        images: where from.
-        crop: the side.
-        scale: the longest and the shortest side to which a ratio of 1 scales an image, proportions kept; Segmenter's is
-            (2048, 512) for ADE20K.
-        fill: the colour around images smaller than a crop; the mean, which is 0 once normalised.
+    A ratio of 1 scales an image to the longest and the shortest side in `scale`, proportions kept; Segmenter's is
+    (2048, 512) for ADE20K. Images smaller than a crop are padded with the mean colour, which is 0 once normalised.
     """
 
     images: SegmentationSet
     crop: int
     scale: tuple[int, int] = (2048, 512)
-    fill: Sequence[int] = MEAN_COLOUR
 
     def __len__(self) -> int:
         return len(self.images)
@@ -55,15 +49,10 @@ class SegmentationCrops:
         image, label = random_crop(image, label, self.crop, random)
         if random.random() < 0.5:
             image, label = image[:, :, ::-1], label[:, ::-1]
-        return self._pad(photometric(image, random), label)
-
-    def _pad(self, image: Bytes, label: Labels) -> tuple[Bytes, Labels]:
-        height, width = label.shape
-        whole = np.empty((3, self.crop, self.crop), np.uint8)
-        whole[:] = np.asarray(self.fill, np.uint8)[:, None, None]
-        classes = np.full((self.crop, self.crop), IGNORED, np.int64)
-        whole[:, :height, :width], classes[:height, :width] = image, label
-        return whole, classes
+        missing = [(0, self.crop - side) for side in label.shape]
+        planes = zip(photometric(image, random), MEAN_COLOUR, strict=True)
+        padded = np.stack([np.pad(plane, missing, constant_values=colour) for plane, colour in planes])
+        return padded, np.pad(label, missing, constant_values=IGNORED)
 
 
 def rescale(image: Bytes, label: Labels, sides: tuple[float, float]) -> tuple[Bytes, Labels]:
@@ -131,15 +120,11 @@ def saturate(image: Floats, factor: float) -> Floats:
 def turn_hue(image: Floats, degrees: float) -> Floats:
     """The hue of HSV turned; value and saturation stay."""
     value, chroma = image.max(0), np.ptp(image, axis=0)
-    sixth = _hue(image, value, chroma) + degrees / 60
-    # The distance of each primary colour from its peak, in sixths of a turn.
-    k = (np.asarray([5.0, 3.0, 1.0], np.float32)[:, None, None] + sixth) % 6
-    return np.asarray(value - chroma * np.clip(np.minimum(k, 4 - k), 0, 1), np.float32)
-
-
-def _hue(image: Floats, value: Floats, chroma: Floats) -> Floats:
-    """In sixths of a turn from red; 0 for greys."""
     red, green, blue = image
     safe = np.where(chroma > 0, chroma, 1)
     by_peak = [(green - blue) / safe, 2 + (blue - red) / safe, 4 + (red - green) / safe]
-    return np.asarray(np.select([value == red, value == green], by_peak[:2], by_peak[2]), np.float32)
+    hue = np.select([value == red, value == green], by_peak[:2], by_peak[2])  # in sixths of a turn; 0 for greys
+    sixth = np.asarray(hue, np.float32) + degrees / 60
+    # The distance of each primary colour from its peak, in sixths of a turn.
+    k = (np.asarray([5.0, 3.0, 1.0], np.float32)[:, None, None] + sixth) % 6
+    return np.asarray(value - chroma * np.clip(np.minimum(k, 4 - k), 0, 1), np.float32)

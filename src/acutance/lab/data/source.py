@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from acutance.errors import AcutanceError
+from acutance.lab.data.subsets import SplitName
 
 
 @dataclass(frozen=True)
@@ -17,25 +20,34 @@ class Source:
     get: str  # how to get it
 
     def missing(self, path: Path | str) -> AcutanceError:
-        """The error for a file or folder that is not there."""
         return AcutanceError(f"{self.name}: looked for {path}, which is not there; expected {self.layout}. {self.get}")
 
     def damaged(self, path: Path | str, why: object) -> AcutanceError:
-        """The error for a file that is not what it should be; `why` is put on one line."""
-        reason = " ".join(str(why).split())
+        reason = " ".join(str(why).split())  # on one line
         return AcutanceError(f"{self.name}: {path} is damaged ({reason}); expected {self.layout}. {self.get}")
 
     def folder(self, path: Path) -> Path:
-        """The folder itself, if it is there."""
+        """The path itself, if it is a folder."""
         if not path.is_dir():
             raise self.missing(path)
         return path
 
     def bytes(self, path: Path) -> bytes:
-        """What a file holds, if it is there and can be read."""
+        """What a file holds."""
         try:
             return path.read_bytes()
         except (FileNotFoundError, NotADirectoryError) as error:
             raise self.missing(path) from error
         except OSError as error:
             raise self.damaged(path, error) from error
+
+
+def data_folder(kind: str, name: str, known: Iterable[str], data_dir: Path | str | None, split: str = "all") -> Path:
+    """The data folder, after refusing an unknown name or split, or no folder."""
+    if name not in known:
+        raise AcutanceError(f"no {kind} {name!r}; there are {', '.join(sorted(known))}")
+    if split not in get_args(SplitName):
+        raise AcutanceError(f"no split {split!r}; there are train, val, all (train and val) and test")
+    if data_dir is None:
+        raise AcutanceError(f"{name} is read from a folder: name it with --data-dir (data_dir=)")
+    return Path(data_dir)

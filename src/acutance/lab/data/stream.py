@@ -15,42 +15,16 @@ from acutance.errors import AcutanceError
 from acutance.lab.data.seeds import mixed_seed
 
 REPEATS = 3  # of repeated augmentation
+Ticket = tuple[int, int | None]  # a sample's index and the seed that makes it random
 
 
 class Samples(Protocol):
-    """What can give any of its samples, made random by a generator, or without one as evaluation wants it."""
+    """Inputs and targets by index, as arrays of one shape or numbers."""
 
     def __len__(self) -> int: ...
 
     def sample(self, index: int, random: np.random.Generator | None) -> tuple[Any, Any]:
-        """An input and its target, as arrays of one shape or numbers."""
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """One sample to be made: which, and with what randomness."""
-
-    index: int
-    seed: int | None
-
-
-@dataclass(frozen=True)
-class _Damage:
-    """An error on its way out of a worker process, where raising it would bury its line under a traceback."""
-
-    message: str
-
-
-@dataclass(frozen=True)
-class _Decoder(Dataset[Any]):
-    samples: Samples
-
-    def __getitem__(self, ticket: Ticket) -> Any:
-        try:
-            random = None if ticket.seed is None else np.random.default_rng(ticket.seed)
-            return self.samples.sample(ticket.index, random)
-        except AcutanceError as error:
-            return _Damage(str(error))
+        """Made random by a generator; without one as evaluation wants it."""
 
 
 def training_batches(
@@ -64,20 +38,35 @@ def training_batches(
     workers: int = 0,
     device: torch.device | str = "cpu",
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """These rows of global batch `first_step`, the next, and so on without end.
+    """These rows of global batch `first_step`, the next, and so on without end; nothing before it is read.
 
     Args:
         samples: the data.
         order: gives the samples of an epoch, in order; an incomplete last batch is left out.
         batch_size: of the global batch.
         seed: with the step and the row, decides what happens to a sample.
-        first_step: where to begin; nothing before it is read.
-        rows: this process's share of each batch.
+        first_step: where to begin.
+        rows: those of this process.
         workers: processes that decode; 0 decodes in this one. The batches are the same for any number.
         device: where the batches are wanted.
     """
-    tickets = _tickets(order, batch_size, seed, first_step, rows)
-    return _load(samples, tickets, workers, device)
+
+    def tickets() -> Iterator[list[Ticket]]:
+        steps = len(order(0)) // batch_size
+        if steps == 0:
+            raise AcutanceError(
+                f"an epoch has {len(order(0))} samples, fewer than a batch of {batch_size}: make it smaller"
+            )
+        epoch, first = divmod(first_step, steps)
+        while True:
+            whole = order(epoch)
+            for at in range(first, steps):
+                chosen = whole[at * batch_size : (at + 1) * batch_size].tolist()
+                seeds = [mixed_seed(seed, epoch * steps + at, row) for row in range(batch_size)[rows]]
+                yield list(zip(chosen[rows], seeds, strict=True))
+            epoch, first = epoch + 1, 0
+
+    return _load(samples, tickets(), workers, device)
 
 
 def evaluation_batches(
@@ -91,69 +80,46 @@ def evaluation_batches(
     """All samples (or those at some indices) once and in order, the last batch perhaps smaller."""
     wanted = range(len(samples)) if indices is None else indices
     starts = range(0, len(wanted), batch_size)
-    tickets = ([Ticket(index, None) for index in wanted[start : start + batch_size]] for start in starts)
+    tickets = ([(index, None) for index in wanted[start : start + batch_size]] for start in starts)
     return _load(samples, tickets, workers, device)
 
 
 def repeated(order: Tensor, batch_size: int, repeats: int = REPEATS) -> Tensor:
     """Repeated augmentation: an epoch of a third of the samples, three times each (https://arxiv.org/abs/1902.05509).
 
-    The repetitions share a batch, but stand a third of it apart: rows that are mixed in pairs are different images, and
-    processes get different ones, as in DeiT's code.
+    The repetitions share a batch, but stand a third of it apart, as in DeiT's code: rows that are mixed in pairs are
+    different images, and processes get different ones.
     """
     batches = order.repeat_interleave(repeats)[: len(order) // batch_size * batch_size].view(-1, batch_size)
     return torch.cat([batches[:, start::repeats] for start in range(repeats)], 1).flatten()
 
 
-def _tickets(
-    order: Callable[[int], Tensor], batch_size: int, seed: int, first_step: int, rows: slice
-) -> Iterator[list[Ticket]]:
-    steps = len(order(0)) // batch_size
-    if steps == 0:
-        raise AcutanceError(
-            f"an epoch has {len(order(0))} samples, fewer than a batch of {batch_size}: make it smaller"
-        )
-    epoch, step = divmod(first_step, steps)
-    while True:
-        whole = order(epoch)
-        for at in range(step, steps):
-            chosen = whole[at * batch_size : (at + 1) * batch_size].tolist()
-            seeds = [mixed_seed(seed, epoch * steps + at, row) for row in range(batch_size)[rows]]
-            yield [Ticket(index, number) for index, number in zip(chosen[rows], seeds, strict=True)]
-        epoch, step = epoch + 1, 0
+@dataclass(frozen=True)
+class _Decoder(Dataset[Any]):
+    samples: Samples
+
+    def __getitem__(self, ticket: Ticket) -> Any:
+        index, seed = ticket
+        try:
+            return self.samples.sample(index, None if seed is None else np.random.default_rng(seed))
+        except AcutanceError as error:
+            return error  # raised in a worker process, its line would be buried under a traceback
 
 
 def _load(
     samples: Samples, tickets: Iterable[list[Ticket]], workers: int, device: torch.device | str
 ) -> Iterator[tuple[Tensor, Tensor]]:
     place = torch.device(device)
-    loader: Iterable[Any] = DataLoader(
-        _Decoder(samples),
-        batch_sampler=_Once(tickets),
-        num_workers=workers,
-        collate_fn=_collate,
-        pin_memory=place.type == "cuda",
-    )
-    for batch in loader:
-        if isinstance(batch, _Damage):
-            raise AcutanceError(batch.message)
+    options: dict[str, Any] = {"num_workers": workers, "collate_fn": _collate, "pin_memory": place.type == "cuda"}
+    for batch in DataLoader(_Decoder(samples), batch_sampler=tickets, **options):
+        if isinstance(batch, AcutanceError):
+            raise batch
         inputs, targets = batch
         yield inputs.to(place, non_blocking=True), targets.to(place, non_blocking=True)
 
 
-@dataclass(frozen=True)
-class _Once:
-    """DataLoader asks its sampler for an iterator; this one has a single pass in it."""
-
-    tickets: Iterable[list[Ticket]]
-
-    def __iter__(self) -> Iterator[list[Ticket]]:
-        return iter(self.tickets)
-
-
 def _collate(made: list[Any]) -> Any:
-    for sample in made:
-        if isinstance(sample, _Damage):
-            return sample
+    if errors := [sample for sample in made if isinstance(sample, AcutanceError)]:
+        return errors[0]
     inputs, targets = zip(*made, strict=True)
     return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))

@@ -10,8 +10,9 @@ import torch
 
 from acutance.errors import AcutanceError
 from acutance.lab.data.folder import IMAGENET_MEAN, IMAGENET_STD, Crops
-from acutance.lab.data.images import Images, ImageSplit, load_images
+from acutance.lab.data.images import Images, load_images
 from acutance.lab.data.stream import evaluation_batches
+from acutance.lab.data.subsets import SplitName
 from acutance.lab.tasks.classification import ClassificationConfig
 from acutance.lab.tasks.imagenet import ImageNetConfig, load_imagenet
 
@@ -28,12 +29,12 @@ def images_of(task: Any, split: str, *, data_dir: Path | str | None = None, limi
         limit: how many at most: the first of a set in random order; ImageNet's are taken evenly over the classes.
     """
     refuse_others(task)
-    if split not in get_args(ImageSplit):
-        raise AcutanceError(f"no split {split!r}; there are {', '.join(get_args(ImageSplit))}")
+    if split not in get_args(SplitName):
+        raise AcutanceError(f"no split {split!r}; there are {', '.join(get_args(SplitName))}")
     chosen = task if data_dir is None else replace(task, data_dir=str(data_dir))
     if isinstance(chosen, ImageNetConfig):
-        return _imagenet(chosen, cast(ImageSplit, split), limit)
-    images = load_images(chosen.dataset, chosen.data_dir, cast(ImageSplit, split))
+        return _imagenet(chosen, cast(SplitName, split), limit)
+    images = load_images(chosen.dataset, chosen.data_dir, cast(SplitName, split))
     return images if limit is None else images.subset(torch.arange(min(limit, len(images))))
 
 
@@ -43,7 +44,7 @@ def refuse_others(task: Any) -> None:
         raise AcutanceError(f"a run of {task.kind} is no classifier of images: only those have corruptions and attacks")
 
 
-def _imagenet(task: ImageNetConfig, split: ImageSplit, limit: int | None) -> Images:
+def _imagenet(task: ImageNetConfig, split: SplitName, limit: int | None) -> Images:
     found = load_imagenet(task, split)
     count = len(found) if limit is None else min(limit, len(found))
     indices = torch.arange(count) * len(found) // count

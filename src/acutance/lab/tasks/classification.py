@@ -14,9 +14,9 @@ from acutance import distributed as processes
 from acutance import models
 from acutance.errors import AcutanceError
 from acutance.lab.data.augment import Augment, AugmentConfig
-from acutance.lab.data.images import Images, ImageSplit, load_images
+from acutance.lab.data.images import Images, load_images
 from acutance.lab.data.seeds import epoch_order, generator
-from acutance.lab.data.subsets import fraction
+from acutance.lab.data.subsets import SplitName, fraction
 from acutance.lab.studies.depth import draw_xavier
 from acutance.lab.tasks.base import Share, Task
 from acutance.mitigations import as_mitigation
@@ -150,7 +150,7 @@ class ClassificationTask(Task[ClassificationConfig]):
 
     def _split(self, split: str) -> Images:
         if split not in self._splits:
-            known: dict[str, ImageSplit] = {"train": "train", "val": "val", "test": "test"}
+            known: dict[str, SplitName] = {"train": "train", "val": "val", "test": "test"}
             if split not in known:
                 raise AcutanceError(f"no split {split!r}; there are {', '.join(known)}")
             found = load_images(self.config.dataset, self.config.data_dir, known[split])

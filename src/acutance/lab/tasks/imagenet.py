@@ -18,14 +18,13 @@ from acutance.lab.data.folder import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     Crops,
-    FolderSplit,
     ImageFolder,
     refuse_empty_slice,
 )
 from acutance.lab.data.seeds import generator
 from acutance.lab.data.shards import WebShards
 from acutance.lab.data.stream import REPEATS, evaluation_batches, repeated, training_batches
-from acutance.lab.data.subsets import held_out
+from acutance.lab.data.subsets import SplitName, held_out
 from acutance.lab.tasks.base import Share, Task
 from acutance.lab.tasks.classification import build_vit, counts, mean_scores, soft_cross_entropy
 from acutance.models.config import ViTConfig
@@ -158,7 +157,7 @@ class ImageNetTask(Task[ImageNetConfig]):
         )
 
     def _split(self, split: str) -> ImageFolder | WebShards:
-        splits: dict[str, FolderSplit] = {"train": "train", "val": "val", "test": "test"}
+        splits: dict[str, SplitName] = {"train": "train", "val": "val", "test": "test"}
         if split not in splits:
             raise AcutanceError(f"no split {split!r}; there are {', '.join(splits)}")
         if split not in self._splits:  # listing a million files takes a while
@@ -166,7 +165,7 @@ class ImageNetTask(Task[ImageNetConfig]):
         return self._splits[split]
 
 
-def load_imagenet(config: ImageNetConfig, split: FolderSplit) -> ImageFolder | WebShards:
+def load_imagenet(config: ImageNetConfig, split: SplitName) -> ImageFolder | WebShards:
     """A split from the tree of folders, or from shards where the configuration names them."""
     pattern = config.test_shards if split == "test" else config.shards
     if pattern is not None:

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from acutance import distributed as processes
 from acutance.errors import AcutanceError
 from acutance.lab.data.seeds import epoch_order
-from acutance.lab.data.segmentation import IGNORED, SegmentationSet, Split, load_segmentation
+from acutance.lab.data.segmentation import IGNORED, SegmentationSet, load_segmentation
 from acutance.lab.data.segmentation_augment import SegmentationCrops
 from acutance.lab.data.stream import training_batches
+from acutance.lab.data.subsets import SplitName
 from acutance.lab.tasks.base import Share, Task
 from acutance.lab.tasks.windows import LONGEST, MULTI, SINGLE, View, WindowConfig, confusion, scores, segmented
 from acutance.mitigations import as_mitigation
@@ -133,7 +134,7 @@ class SegmentationTask(Task[SegmentationConfig]):
 
     def evaluate(self, model: nn.Module, *, split: str = "val") -> dict[str, float]:
         """Mean IoU and accuracies over sliding windows; on "test" with several scales and flips too, as `miou_ms`."""
-        splits: dict[str, Split] = {"train": "train", "val": "val", "test": "test"}
+        splits: dict[str, SplitName] = {"train": "train", "val": "val", "test": "test"}
         if split not in splits:
             raise AcutanceError(f"no split {split!r}; there are {', '.join(splits)}")
         images = load_segmentation(self.config.dataset, self.config.data_dir, splits[split])

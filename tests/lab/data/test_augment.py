@@ -1,0 +1,238 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from acutance.errors import AcutanceError, ShapeError
+from acutance.lab.data.augment import DEIT, DEIT_SMALL_IMAGES, Augment, AugmentConfig, flip, normalise, random_crop
+from acutance.lab.data.mixing import erase_boxes, mix, mix_plan, normal_noise, random_erasing, soft_targets
+from acutance.lab.data.seeds import generator
+
+MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
+PARTNERS = [1, 0, 3, 2, 5, 4, 7, 6]
+
+
+def some(count=16, side=16):
+    random = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (count, 3, side, side), dtype=torch.uint8, generator=random)
+    return images, torch.randint(10, (count,), generator=random)
+
+
+def augment(config=DEIT_SMALL_IMAGES, device="cpu"):
+    return Augment(config, classes=10, mean=MEAN, std=STD, device=device)
+
+
+def test_nothing_is_done_unless_asked_for():
+    images, labels = some()
+    plain = augment(AugmentConfig())
+    values, targets = plain(images, labels, plain.draw(16, generator("cpu", 0)))
+    mean, std = (torch.tensor(part, dtype=torch.float64)[:, None, None] for part in (MEAN, STD))
+    torch.testing.assert_close(values.double(), (images.double() / 255 - mean) / std, atol=1e-6, rtol=1e-6)
+    assert torch.equal(targets, torch.nn.functional.one_hot(labels, 10).float())
+    assert torch.equal(values, plain.plain(images))
+    assert torch.equal(values, normalise(images.float(), torch.tensor(MEAN), torch.tensor(STD)))
+
+
+@pytest.mark.parametrize("config", [DEIT, DEIT_SMALL_IMAGES, replace(DEIT, mixup=0, erase=0.9)])
+def test_rows_get_what_the_whole_batch_would_give_them(config):
+    images, labels = some()
+    deit = augment(config)
+    draws = deit.draw(16, generator("cpu", 3, 4))
+    whole = deit(images, labels, draws)
+    for rows in (slice(0, 8), slice(8, 10), slice(10, 16)):
+        part = deit(images[rows], labels[rows], draws.rows(rows))
+        for one, other in zip(part, whole, strict=True):
+            assert torch.equal(one, other[rows])
+
+
+def test_draws_are_a_function_of_the_generator_alone():
+    one, same, other = (augment().draw(8, generator("cpu", 1, step)) for step in (5, 5, 6))
+    assert all(map(torch.equal, one, same))
+    assert not any(map(torch.equal, one, other))
+
+
+def test_a_batch_is_drawn_by_ten_launches_at_most():
+    """Beside a step of a few milliseconds the host has no time for more."""
+    names = []
+
+    class Launches(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.extend([] if function.is_view else [function._schema.name])  # views read and write no numbers
+            return function(*args, **(kwargs or {}))
+
+    deit, random = augment(), generator("cpu", 0)
+    with Launches():
+        deit.draw(16, random).rows(slice(4, 8))
+    assert 0 < len(names) <= 10, names
+
+
+def test_targets_stay_distributions():
+    images, labels = some()
+    for step in range(10):
+        _, targets = augment(DEIT)(images, labels, augment(DEIT).draw(16, generator("cpu", step)))
+        torch.testing.assert_close(targets.sum(1), torch.ones(16))
+        assert (targets > 0.009).all()  # smoothing spreads a tenth over ten classes
+    torch.testing.assert_close(soft_targets(torch.tensor([2]), 4, 0.1), torch.tensor([[0.025, 0.025, 0.925, 0.025]]))
+
+
+def test_the_pipeline_is_one_graph():
+    images, labels = some(4, 8)
+    deit = augment()
+    draws = deit.draw(4, generator("cpu", 0))
+    compiled = torch.compile(deit.__call__, fullgraph=True, backend="eager")(images, labels, draws)
+    for one, other in zip(compiled, deit(images, labels, draws), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_pipeline_never_waits_for_the_device_and_compiles():
+    images, labels = (part.cuda() for part in some())
+    deit = augment(device="cuda")
+    deit(images, labels, deit.draw(16, generator("cuda", 0)))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        draws = deit.draw(16, generator("cuda", 1))
+        plain = deit(images, labels, draws)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    compiled = torch.compile(deit.__call__, fullgraph=True)(images, labels, draws)
+    # A fused multiply-add may fall on the other side of a whole number: a level, 1 / 255 / std, for few pixels.
+    assert ((compiled[0] - plain[0]).abs() > 1e-4).float().mean() < 1e-2
+    torch.testing.assert_close(compiled[1], plain[1])
+
+
+def test_crops_are_windows_of_the_padded_image():
+    images = some(12, 11)[0][..., :9, :]
+    offsets = torch.randint(5, (len(images), 2), generator=torch.Generator().manual_seed(1))
+    padded = torch.nn.functional.pad(images, (2, 2, 2, 2))
+    for image, whole, (down, right) in zip(random_crop(images, 2, offsets), padded, offsets.tolist(), strict=True):
+        assert torch.equal(image, whole[:, down : down + 9, right : right + 11])
+
+
+def test_mirror_images_where_chosen():
+    images = some()[0]
+    flipped = flip(images, torch.arange(len(images)) % 2 == 0)
+    assert torch.equal(flipped[1::2], images[1::2])
+    assert torch.equal(flipped[::2], images[::2].flip(-1))
+
+
+def test_noise_is_normal_and_a_function_of_its_seed_alone():
+    like, seeds = torch.zeros(40, 3, 32, 32), torch.arange(40)
+    noise = normal_noise(seeds, like)
+    assert torch.equal(noise[7:9], normal_noise(seeds[7:9], like[:2]))
+    assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 0.01
+    correlation = torch.corrcoef(noise.flatten(1))[~torch.eye(40, dtype=torch.bool)]
+    assert correlation.abs().max() < 5 / 3072**0.5
+    neighbours = torch.corrcoef(torch.stack([noise[..., :-1].flatten(), noise[..., 1:].flatten()]))[0, 1]
+    assert neighbours.abs() < 0.01
+
+
+def test_noise_is_box_and_mullers_of_two_hashes():
+    def hashed(x):
+        """Wellons' mixing of 32 bits, in 64 unsigned ones."""
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            x = ((x ^ (x >> np.uint64(shift))) * np.uint64(factor)) & np.uint64(0xFFFFFFFF)
+        return x ^ (x >> np.uint64(16))
+
+    seeds = torch.tensor([0, 1, 2**31 - 1, 2**31, 2**32 - 2])
+    found = normal_noise(seeds, torch.zeros(5, 2, 40, 30, dtype=torch.float64)).flatten(1)
+    first = hashed(hashed(seeds.numpy().astype(np.uint64))[:, None] ^ np.arange(2400, dtype=np.uint64))
+    second = hashed(first ^ np.uint64(0x9E3779B9))
+    expected = np.sqrt(-2 * np.log((first + 1) / (2**32 + 1))) * np.cos(2 * np.pi * second / 2**32)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_erasing_fills_its_rectangle_and_nothing_else():
+    boxes = torch.tensor([[2, 6, 3, 8], [0, 0, 0, 0], [9, 10, 11, 12]])
+    erased = random_erasing(torch.full((3, 2, 10, 12), 9.0), boxes, torch.tensor([1, 2, 3]))
+    expected = torch.zeros(3, 10, 12, dtype=torch.bool)
+    expected[0, 2:6, 3:8] = True
+    expected[2, 9, 11] = True
+    assert torch.equal((erased != 9).all(1), expected)
+
+
+def test_rectangles_to_erase_fit_and_have_the_stated_areas():
+    drawn = erase_boxes(augment().draw(20_000, generator("cpu", 0)).erase, 0.25, 32, 40)
+    top, bottom, left, right = drawn.T
+    height, width = bottom - top, right - left
+    erased = height > 0
+    assert abs(erased.float().mean() - 0.25) < 0.01
+    assert (drawn >= 0).all()
+    assert bottom.max() <= 32
+    assert right.max() <= 40
+    area, aspect = (height * width)[erased] / 1280, (height / width)[erased]
+    assert area.min() > 0.015
+    assert 0.3 < area.max() < 0.36
+    assert aspect.min() > 0.2
+    assert aspect.max() < 4
+    assert abs(aspect.log().median()) < 0.1
+    assert (drawn[~erased] == 0).all()
+
+
+def mixing(mixup, cutmix, height, width, seed, count=2):
+    config = AugmentConfig(mixup=mixup, cutmix=cutmix)
+    drawn = augment(config).draw(count, generator("cpu", seed))
+    return mix_plan(drawn.mix, drawn.keep, config, height, width)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("cutmix", [0, 1.0])
+def test_neighbours_are_blended_or_cut_and_targets_by_the_true_area(seed, cutmix):
+    images, labels = some(8, 12)
+    values, targets = images.float(), soft_targets(labels, 10, 0.0)
+    kept, cut, boxes = mixing(0 if cutmix else 0.8, cutmix, 12, 12, seed, count=8)
+    mixed, soft = mix(values, targets, kept, cut, boxes)
+    keep = kept[0].item()
+    if cutmix:
+        top, bottom, left, right = boxes[0].tolist()
+        inside = torch.zeros(12, 12, dtype=torch.bool)
+        inside[top:bottom, left:right] = True
+        assert torch.equal(mixed, torch.where(inside, values[PARTNERS], values))
+        assert keep == pytest.approx(1 - inside.float().mean().item())
+    else:
+        assert 0 < keep < 1
+        torch.testing.assert_close(mixed, keep * values + (1 - keep) * values[PARTNERS])
+    torch.testing.assert_close(soft, keep * targets + (1 - keep) * targets[PARTNERS])
+
+
+def test_lambda_is_beta_and_the_switch_is_even():
+    drawn = [mixing(0.8, 1.0, 64, 64, step) for step in range(2000)]
+    cut = np.array([draws[1][0].item() for draws in drawn])
+    assert abs(cut.mean() - 0.5) < 0.04
+    keep = np.array([draws[0][0].item() for draws in drawn])[~cut]
+    assert stats.kstest(keep, "beta", args=(0.8, 0.8)).pvalue > 0.01
+
+
+def test_rectangles_of_cutmix_have_the_images_proportions_unless_cut_off():
+    boxes = torch.stack([mixing(0.0, 1.0, 64, 48, step)[2][0] for step in range(500)])
+    top, bottom, left, right = boxes.T
+    assert (boxes >= 0).all()
+    assert (bottom <= 64).all()
+    assert (right <= 48).all()
+    whole = (top > 0) & (bottom < 64) & (left > 0) & (right < 48)
+    height, width = (bottom - top)[whole], (right - left)[whole]
+    assert ((height / 64 - width / 48).abs() < 1 / 48).all()
+
+
+def test_odd_batches_cannot_be_mixed():
+    images, labels = some(3)
+    with pytest.raises(ShapeError, match="must be even; got 3"):
+        augment(DEIT)(images, labels, augment(DEIT).draw(3, generator("cpu", 0)))
+
+
+def test_one_channel_is_augmented_too():
+    images, labels = some()
+    grey = Augment(DEIT_SMALL_IMAGES, classes=10, mean=MEAN[:1], std=STD[:1])
+    values, _ = grey(images[:, :1], labels, grey.draw(16, generator("cpu", 0)))
+    assert values.shape == (16, 1, 16, 16)
+    assert values.isfinite().all()
+
+
+@pytest.mark.parametrize("change", [{"flip": 1.5}, {"erase": -0.1}, {"mixup": -1.0}, {"crop_pad": -1}])
+def test_impossible_settings_are_named(change):
+    with pytest.raises(AcutanceError, match=f"augment.{next(iter(change))}"):
+        replace(DEIT, **change)
