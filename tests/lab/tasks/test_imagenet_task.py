@@ -89,7 +89,7 @@ def test_two_processes_share_an_evaluation_exactly(config, monkeypatch):
     parts, forwards, nothing = [], [], dict.fromkeys(range(3), (0, 0, 0))
     model.register_forward_hook(lambda *_: forwards.append(1))
     for rank in range(2):
-        monkeypatch.setattr(imagenet.processes, "place", lambda rank=rank: (rank, 2))
+        monkeypatch.setattr(imagenet.processes, "rank_and_world_size", lambda rank=rank: (rank, 2))
         monkeypatch.setattr(imagenet.processes, "gather", lambda own: parts.append(own) or [nothing])
         made.evaluate(model, split="test")
     assert len(forwards) == 4  # as often in one as in the other

@@ -80,7 +80,9 @@ def evaluation_batches(
     """All samples (or those at some indices) once and in order, the last batch perhaps smaller."""
     wanted = range(len(samples)) if indices is None else indices
     starts = range(0, len(wanted), batch_size)
-    tickets = ([(index, None) for index in wanted[start : start + batch_size]] for start in starts)
+    tickets: Iterator[list[Ticket]] = (
+        [(index, None) for index in wanted[start : start + batch_size]] for start in starts
+    )
     return _load(samples, tickets, workers, device)
 
 
