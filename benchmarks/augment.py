@@ -12,12 +12,10 @@ Results go to benchmarks/results, one CSV per device, versions and --label; a fi
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +25,6 @@ from acutance.lab.bench.timing import seconds_per_step
 from acutance.lab.data.augment import DEIT_SMALL_IMAGES, Augment, AugmentConfig
 from acutance.lab.data.seeds import generator
 
-RESULTS = Path(__file__).parent / "results"
 CONFIGS = {
     "normalise alone": AugmentConfig(),
     "crop and flip": AugmentConfig(crop_pad=4, flip=0.5),
@@ -88,36 +85,19 @@ def row(variant: tuple[str, bool], speeds: dict[tuple[str, bool], list[float]]) 
     }
 
 
-def write(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> Path:
-    shared = {
-        "batch": arguments.batch,
-        "steps": arguments.steps,
-        **results.provenance(
-            arguments.device,
-            results.command("python benchmarks/augment.py", sys.argv[1:]),
-            toy=arguments.device == "cpu",
-        ),
-    }
-    name = results.file_name("augment", arguments.device, "uint8", arguments.label)
-    return results.write_rows(arguments.results / name, rows, shared)
-
-
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    parser = results.script_parser(__doc__)
     parser.add_argument("--batch", type=int, help="1024; 16 on the CPU")
     parser.add_argument("--images", type=int, help="50,000; 64 on the CPU")
     parser.add_argument("--steps", type=int, help="per timing: 100; 2 on the CPU")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="yes; no on the CPU")
     parser.add_argument("--label", default="")
-    parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    cuda = arguments.device == "cuda"
-    usual = {"batch": (1024, 16), "images": (50_000, 64), "steps": (100, 2), "compile": (True, False)}
-    for name, (large, small) in usual.items():
+    usual = {"batch": (16, 1024), "images": (64, 50_000), "steps": (2, 100), "compile": (False, True)}
+    for name, values in usual.items():
         if getattr(arguments, name) is None:
-            setattr(arguments, name, large if cuda else small)
+            setattr(arguments, name, values[arguments.device == "cuda"])
     return arguments
 
 
@@ -127,7 +107,9 @@ def main() -> None:
     rows = benchmark(arguments)
     for found in rows:
         print(" ".join(f"{key}={value}" for key, value in found.items()))
-    print(write(rows, arguments))
+    shared = {"batch": arguments.batch, "steps": arguments.steps}
+    where = arguments.results, arguments.device, "uint8", arguments.label
+    print(results.script_rows("augment", rows, *where, **shared))
 
 
 if __name__ == "__main__":

@@ -25,11 +25,10 @@ from torch import nn
 
 from acutance.lab.bench import results
 from acutance.lab.bench.results import Row
+from acutance.lab.bench.settings import training_step
 from acutance.lab.bench.timing import Candidate, Pace, Step, compare
-from acutance.lab.bench.work import training_step
 from acutance.models import ViT, vit_tiny_cifar
 
-RESULTS = Path(__file__).parent / "results"
 BASES = ("qr", "polar", "cayley", "householder", "inverse")
 VARIANTS = ["plain", *(f"eigen:negative,basis={basis}" for basis in BASES)]
 TOY = {"image_size": 8, "patch_size": 4, "dim": 48, "depth": 2, "heads": 3, "num_classes": 10}
@@ -73,21 +72,11 @@ def benchmark(arguments: argparse.Namespace) -> Iterator[list[Row]]:
 
 
 def write(rows: list[Row], arguments: argparse.Namespace) -> Path:
-    shared = {
-        "label": arguments.label,
-        "batch": arguments.batch,
-        "steps": arguments.steps,
-        "mode": arguments.mode if arguments.compile else "eager",
-        "compiled": arguments.compile,
-        **results.provenance(
-            arguments.device,
-            results.command("python benchmarks/eigen_step.py", sys.argv[1:]),
-            toy=arguments.device == "cpu",
-        ),
-    }
-    mode = "" if arguments.mode == "default" else arguments.mode
-    name = results.file_name("eigen_step", arguments.device, arguments.dtype, mode, arguments.label)
-    return results.write_rows(arguments.results / name, rows, shared)
+    compiled, mode = arguments.compile, "" if arguments.mode == "default" else arguments.mode
+    shared = {name: getattr(arguments, name) for name in ("label", "batch", "steps")}
+    shared |= {"mode": arguments.mode if compiled else "eager", "compiled": compiled}
+    where = arguments.results, arguments.device, arguments.dtype
+    return results.script_rows("eigen_step", rows, *where, mode, arguments.label, **shared)
 
 
 def show(rows: list[Row]) -> None:
@@ -98,9 +87,7 @@ def show(rows: list[Row]) -> None:
 
 
 def main() -> None:
-    cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
+    parser = results.script_parser(__doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of autocast; bfloat16 on CUDA")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, help="the first is what the others are divided by")
     parser.add_argument("--batch", type=int, help="images a step; 1024 on CUDA")
@@ -111,7 +98,6 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on CUDA only")
     parser.add_argument("--tf32", action="store_true", help="allow TF32 products: V is then orthogonal to 1e-3 only")
     parser.add_argument("--label", default="", help="put at the end of the file's name, to tell settings apart")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the CSV goes")
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"
     arguments.dtype = arguments.dtype or ("bfloat16" if on_gpu else "float32")
@@ -119,8 +105,6 @@ def main() -> None:
     arguments.compile = on_gpu if arguments.compile is None else arguments.compile
     torch._dynamo.config.recompile_limit = 64  # the variants share their code, and each is compiled for itself
     torch.set_float32_matmul_precision("high" if arguments.tf32 else "highest")
-    if not on_gpu:
-        print("no CUDA: a toy model on the CPU, to see that everything runs. The ratios mean nothing", file=sys.stderr)
     for rows in benchmark(arguments):
         path = write(rows, arguments)
     show(rows)

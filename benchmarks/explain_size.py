@@ -137,16 +137,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.kv_heads = arguments.kv_heads or arguments.heads
     row = benchmark(arguments)
-    shown = (
-        "layers",
-        "dim",
-        "whole",
-        "cpu_seconds",
-        "cpu_seconds_median",
-        "elapsed_seconds",
-        "peak_mib",
-        "verdicts",
-    )
+    shown = ("layers", "dim", "whole", "cpu_seconds", "cpu_seconds_median", "elapsed_seconds", "peak_mib", "verdicts")
     print(", ".join(f"{key} {row[key]}" for key in shown))
     print(f"written to {write(row, arguments)}", file=sys.stderr)
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import acutance as ac
 
 DIM, HEADS, DEPTH, TOKENS = 32, 4, 12, 8
-ROUNDS, CALLS = 25, 20
+CALLS = 20
 
 
 class Attention(nn.Module):
@@ -96,10 +96,10 @@ def seconds(model: nn.Module, batch: Tensor) -> float:
     return (time.perf_counter() - start) / CALLS
 
 
-def added(model: nn.Module, batch: Tensor, spec: str) -> list[float]:
+def added(model: nn.Module, batch: Tensor, spec: str, rounds: int) -> list[float]:
     """Microseconds a layer, round by round."""
     found = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         plain = seconds(model, batch)
         with ac.mitigate(model, spec):
             seconds(model, batch)
@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--spec", default="neutreno:0.6")
     parser.add_argument("--label", default="", help="what the rows are called, such as a version")
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -125,13 +126,13 @@ def main() -> None:
             continue
         model, batch = model.to(options.device).train(), batch.to(options.device)
         try:
-            found = added(model, batch, options.spec)
+            found = added(model, batch, options.spec, options.rounds)
         except ac.AcutanceError:  # a version that cannot
             continue
         low, _, high = statistics.quantiles(found, n=4)
         row = {"label": options.label, "model": name, "road": road, "spec": options.spec, "device": options.device}
         row |= {"added_us": round(statistics.median(found), 1), "q1": round(low, 1), "q3": round(high, 1)}
-        rows.append(row | {"torch": torch.__version__, "rounds": ROUNDS})
+        rows.append(row | {"torch": torch.__version__, "rounds": options.rounds})
         print(row)
     if options.csv is not None:
         new = not options.csv.exists()

@@ -13,14 +13,12 @@ Triton's interpreter (TRITON_INTERPRET=1), which shows that the script runs, not
 Results go to benchmarks/results, one CSV per device, dtype and versions.
 """
 
-import argparse
 import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +33,6 @@ from acutance.lab.bench import results
 from acutance.lab.bench.results import Row
 from acutance.lab.bench.timing import Step, seconds_per_step, spread
 
-RESULTS = Path(__file__).parent / "results"
 STRENGTH = 0.6
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -265,27 +262,21 @@ def show(part: str, shape: Shape, rows: list[Row]) -> None:
 
 def main() -> None:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.script_parser(__doc__, device=False)
     parser.add_argument("--only", choices=["forward", "backward"])
     parser.add_argument("--repetitions", type=int, default=5 if on_gpu else 1)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the CSV goes")
     arguments = parser.parse_args()
     device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
-    shared = results.script_provenance("long_kernels.py")
     rows: list[Row] = []
     for shape, tiles in CASES if on_gpu else TOY:
         inputs = Inputs.random(shape, device, getattr(torch, dtype))
-        parts = {
-            "forward": (forward_steps, shape.flops()),
-            "backward": (backward_steps, 2.5 * shape.flops()),
-        }
+        parts = {"forward": (forward_steps, shape.flops()), "backward": (backward_steps, 2.5 * shape.flops())}
         for part, (candidates, flops) in parts.items():
             if arguments.only in (None, part):
                 found = timed(candidates(inputs, tiles), flops, arguments.repetitions, device)
                 show(part, shape, found)
                 rows += [{"part": part, **shape._asdict(), **row} for row in found]
-                name = results.file_name("long_kernels", device, dtype)
-                path = results.write_rows(arguments.results / name, rows, shared)
+                path = results.script_rows("long_kernels", rows, arguments.results, device, dtype)
     print(f"written to {path}", file=sys.stderr)
 
 

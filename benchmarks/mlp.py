@@ -15,11 +15,9 @@ in Triton's interpreter (TRITON_INTERPRET=1), which shows that the script runs, 
 benchmarks/results, one CSV per device, dtype and versions.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +34,6 @@ from acutance.models.kernels import mlp
 from acutance.models.kernels.mlp import Tile
 from acutance.models.layers import Mlp
 
-RESULTS = Path(__file__).parent / "results"
 CALLS = 10
 PARTS = ("training", "inference", "forward", "backward")
 TILES = {
@@ -192,14 +189,12 @@ def show(rows: list[Row]) -> None:
 
 def main() -> None:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.script_parser(__doc__, device=False)
     parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--repetitions", type=int, default=5, help="on CUDA")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the CSV goes")
     arguments = parser.parse_args()
     device, name = ("cuda", "bfloat16") if on_gpu else ("cpu", "float16")
     dtype = getattr(torch, name)
-    shared = results.script_provenance("mlp.py")
     pace = Pace(arguments.repetitions, steps=5, warm_up=3, refresh=1, calls=CALLS) if on_gpu else Pace(1, 1, 1, 0)
     ceilings = measured_ceilings(Settings(device))
     rows: list[Row] = []
@@ -210,7 +205,7 @@ def main() -> None:
             found = rows_of(part, shape, inputs, pace, ceilings)
             show(found)
             rows += found
-            path = results.write_rows(arguments.results / results.file_name("mlp", device, name), rows, shared)
+            path = results.script_rows("mlp", rows, arguments.results, device, name)
     print(f"written to {path}", file=sys.stderr)
 
 

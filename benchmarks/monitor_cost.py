@@ -33,7 +33,6 @@ from acutance.measure import DEFAULT_METRICS
 from acutance.measure.monitor import CHEAP_METRICS, INTERVAL
 from acutance.models import ViT, deit_tiny
 
-RESULTS = Path(__file__).parent / "results"
 TOY = {"image_size": 8, "patch_size": 2, "dim": 48, "depth": 4, "heads": 3, "num_classes": 10}
 LIMIT = 0.02
 
@@ -143,22 +142,6 @@ def row(
     }
 
 
-def write(rows: list[Row], arguments: argparse.Namespace) -> Path:
-    shared = {
-        "batch": arguments.batch,
-        "every": arguments.every,
-        "repetitions": arguments.repetitions,
-        "compiled": arguments.compile,
-        **results.provenance(
-            arguments.device,
-            results.command("python benchmarks/monitor_cost.py", sys.argv[1:]),
-            toy=arguments.device == "cpu",
-        ),
-    }
-    name = results.file_name("monitor_cost", arguments.device, arguments.dtype)
-    return results.write_rows(arguments.results / name, rows, shared)
-
-
 def show(rows: list[Row]) -> None:
     print(f"{'variant':<14}{'probe':>6}{'reading':>12}{'in steps':>10}{'share':>9}{'ratio':>9}   over the repetitions")
     for result in rows:
@@ -170,9 +153,7 @@ def show(rows: list[Row]) -> None:
 
 
 def main() -> None:
-    cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
+    parser = results.script_parser(__doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of training's autocast; bfloat16 on CUDA")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument(
@@ -184,19 +165,19 @@ def main() -> None:
     parser.add_argument("--readings", type=int, default=3, help="timed one by one in a repetition")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on CUDA only")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the CSV goes")
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"
     arguments.dtype = arguments.dtype or ("bfloat16" if on_gpu else "float32")
     arguments.batch = arguments.batch or (256 if on_gpu else 16)
     arguments.probe = arguments.probe or (64 if on_gpu else 4)
     arguments.compile = on_gpu if arguments.compile is None else arguments.compile
-    if not on_gpu:
-        print("no CUDA: a toy model on the CPU, to see that everything runs. The ratios mean nothing", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         rows = benchmark(arguments, Path(folder))
     show(rows)
-    print(f"written to {write(rows, arguments)}", file=sys.stderr)
+    shared = {name: getattr(arguments, name) for name in ("batch", "every", "repetitions")}
+    where = arguments.results, arguments.device, arguments.dtype
+    path = results.script_rows("monitor_cost", rows, *where, **shared, compiled=arguments.compile)
+    print(f"written to {path}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ import torch
 from acutance.attention.operator import AttentionOperator
 from acutance.lab.bench import results
 
-RESULTS = Path(__file__).parent / "results"
 HEADS = {"cpu": 2, "cuda": 8}
 DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 WIDTH = 64
@@ -133,11 +132,6 @@ def number(value: float | None, style: str) -> str:
 
 
 def write(rows: list[Cell], arguments: argparse.Namespace) -> Path:
-    shared = {
-        "heads": HEADS[arguments.device],
-        "width": WIDTH,
-        **results.provenance(arguments.device, results.command("python benchmarks/operator_memory.py", sys.argv[1:])),
-    }
     table = [
         {
             "tokens": row["tokens"],
@@ -150,8 +144,9 @@ def write(rows: list[Cell], arguments: argparse.Namespace) -> Path:
         }
         for row in rows
     ]
-    name = results.file_name("operator_memory", arguments.device, arguments.dtype)
-    return results.write_rows(RESULTS / name, table, shared)
+    where = arguments.results, arguments.device, arguments.dtype
+    heads = HEADS[arguments.device]
+    return results.script_rows("operator_memory", table, *where, toy=False, heads=heads, width=WIDTH)
 
 
 def show(rows: list[Cell]) -> None:
@@ -167,8 +162,7 @@ def show(rows: list[Cell]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=sorted(HEADS), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = results.script_parser(__doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help=f"default: {DTYPE}")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--operations", nargs="+", choices=list(OPERATIONS), default=list(OPERATIONS))

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from acutance.lab.bench import results
 from acutance.lab.bench.results import Row
 from acutance.mitigations import orthogonal
 
-RESULTS = Path(__file__).parent / "results"
 CONDITIONS = (3, 30, 300)
 SMALL = 0.5  # a norm of S at which Cayley's fixed point is quick
 FIXED_POINT_STEPS = 24
@@ -434,23 +432,17 @@ def products(row: Row, direction: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.script_parser(__doc__, device=False)
     parser.add_argument("--dim", type=int, default=192)
     parser.add_argument("--batch", type=int, default=12)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--conditions", type=float, nargs="*", default=CONDITIONS)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the CSV goes")
     arguments = parser.parse_args()
     rows = benchmark(arguments)
     show(rows)
-    shared = {
-        "dim": arguments.dim,
-        "batch": arguments.batch,
-        "seeds": arguments.seeds,
-        **results.provenance("cpu", results.command("python benchmarks/orthogonal_precision.py", sys.argv[1:])),
-    }
-    name = results.file_name("orthogonal_precision", "cpu", "float32")
-    print(f"written to {results.write_rows(arguments.results / name, rows, shared)}", file=sys.stderr)
+    shared = {"dim": arguments.dim, "batch": arguments.batch, "seeds": arguments.seeds}
+    where = arguments.results, "cpu", "float32"
+    print(results.script_rows("orthogonal_precision", rows, *where, toy=False, **shared), file=sys.stderr)
 
 
 if __name__ == "__main__":

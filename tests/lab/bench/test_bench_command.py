@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from acutance import cli
 from acutance.cli.bench import bench
 from acutance.errors import AcutanceError
-from acutance.lab.bench import eigen, measuring, run, steps, throughput
+from acutance.lab.bench import measuring, run, steps, throughput
 from acutance.lab.bench.results import Row
 from acutance.lab.bench.settings import Settings, Table
 from acutance.lab.bench.timing import Pace
@@ -77,7 +77,7 @@ def test_without_timm_the_output_says_what_the_baseline_is(
 def test_on_a_gpu_every_mode_of_timm_is_a_baseline_at_the_sizes_of_the_papers() -> None:
     """Only what would be timed is looked at: nothing is built."""
     shape, settings = steps.SHAPES["steps-32"], Settings("cuda:0")
-    found = steps.candidates(shape, steps.training, settings, timm=True)
+    found = steps.candidates(shape, True, settings, timm=True)
     assert [(c.variant, c.mode, c.baseline, c.static) for c in found] == [
         ("timm's ViT", "default", True, False),
         ("timm's ViT", "reduce-overhead", True, True),
@@ -98,7 +98,7 @@ def test_on_a_gpu_every_mode_of_timm_is_a_baseline_at_the_sizes_of_the_papers() 
 
 def test_the_baseline_may_be_tuned_for_as_long_as_it_takes() -> None:
     settings = Settings("cuda:0", quick=True, max_autotune=True)
-    found = steps.candidates(steps.SHAPES["steps-224"], steps.training, settings, timm=True)
+    found = steps.candidates(steps.SHAPES["steps-224"], True, settings, timm=True)
     tuned = [(c.variant, c.static) for c in found if c.mode == "max-autotune"]
     assert tuned == [("timm's ViT", True)]
     assert settings.options == " --quick --max-autotune"
@@ -107,7 +107,7 @@ def test_the_baseline_may_be_tuned_for_as_long_as_it_takes() -> None:
 
 def test_on_a_gpu_every_spectrum_is_timed_in_the_mode_of_its_baseline() -> None:
     """And those that call a library come last."""
-    found = eigen.candidates(steps.SHAPES["steps-32"], Settings("cuda:0"))
+    found = steps.eigen_candidates(steps.SHAPES["steps-32"], Settings("cuda:0"))
     assert [(c.variant.rpartition("=")[2], c.mode, c.baseline) for c in found] == [
         ("plain ViT", "reduce-overhead", True),
         ("polar", "reduce-overhead", False),

@@ -7,9 +7,8 @@ from torch.nn import functional as F
 import acutance as ac
 from acutance.attention.kernels import packed
 from acutance.lab.bench import efficiency, floor, measuring
-from acutance.lab.bench.settings import Settings
+from acutance.lab.bench.settings import Settings, inference_step, training_step, unfused, without_fused_kernel
 from acutance.lab.bench.steps import TOY
-from acutance.lab.bench.work import inference_step, training_step, unfused, without_fused_kernel
 from acutance.models import ViT
 
 CPU = Settings("cpu")

@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from acutance.lab.bench.results import Row
-from acutance.lab.bench.settings import Settings, Table
+from acutance.lab.bench.settings import Settings, Table, inference_step, unfused, without_fused_kernel
 from acutance.lab.bench.steps import NEUTRENO, TOY
 from acutance.lab.bench.timing import Candidate, Step, compare
-from acutance.lab.bench.work import inference_step, unfused, without_fused_kernel
 from acutance.models import ViT, deit_tiny
 
 

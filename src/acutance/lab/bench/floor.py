@@ -1,8 +1,13 @@
-"""The fused attention by itself, beside its floor: the bytes and FLOPs it needs at what this machine can do."""
+"""The fused attention by itself, and floors: the bytes and FLOPs of a kernel at what this machine can do.
+
+A product of matrices, or an attention, is one kernel: it reads its operands once, writes its result once, and takes the
+longer of what its bytes and its FLOPs take. Norms, activations and residual sums cost nothing beside them. The
+optimiser reads and writes its numbers once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,14 +20,17 @@ from acutance.attention.kernels import packed
 from acutance.lab.bench.results import Row
 from acutance.lab.bench.settings import Settings, Table
 from acutance.lab.bench.timing import Candidate, Pace, Step, compare, repeat, seconds_per_step
+from acutance.models import ViT
 
 STRENGTH = 0.6
 CALLS = 10  # in one CUDA graph: the host's launches take longer than a kernel
+ADAMW_BYTES = 28  # a parameter: itself, its gradient and two moments are read, all but the gradient written, in float32
+Kernel = tuple[float, float]  # its bytes and FLOPs
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured in the same run."""
+    """What this machine can do, measured in the same run."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -31,12 +39,28 @@ class Ceilings:
         """Seconds: the slower of the two, as if the other were hidden behind it."""
         return max(bytes_moved / self.bytes_per_second, flops / self.flops_per_second)
 
-    def columns(self) -> Row:
-        """For a row of results."""
-        return {
-            "copy_tb_per_s": f"{self.bytes_per_second / 1e12:.3f}",
-            "matmul_tflop_per_s": f"{self.flops_per_second / 1e12:.1f}",
-        }
+    def columns(self, kernels: Sequence[Kernel] = ()) -> Row:
+        """For a row of results: all bytes and FLOPs of the kernels, and the ceilings."""
+        moved, flops = (sum(column) for column in zip((0, 0), *kernels, strict=True))
+        work = {"mbytes": f"{moved / 1e6:.1f}", "gflop": f"{flops / 1e9:.2f}"} if kernels else {}
+        copied, multiplied = f"{self.bytes_per_second / 1e12:.3f}", f"{self.flops_per_second / 1e12:.1f}"
+        return {**work, "copy_tb_per_s": copied, "matmul_tflop_per_s": multiplied}
+
+
+def measured_ceilings(settings: Settings) -> Ceilings:
+    """A copy of a large tensor, and a large product of matrices in the dtype of the attention."""
+    size, side = (2**29, 8192) if settings.on_gpu else (2**20, 128)
+    source = torch.empty(size, dtype=torch.uint8, device=settings.device)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(side, side, device=settings.device, dtype=settings.dtype) for _ in range(2))
+    copy = _fastest(lambda: target.copy_(source), settings.pace(), settings.device)
+    product = _fastest(lambda: a @ b, settings.pace(), settings.device)
+    return Ceilings(2 * size / copy, 2 * side**3 / product)
+
+
+def _fastest(step: Step, pace: Pace, device: str) -> float:
+    seconds_per_step(step, pace.warm_up, device)
+    return min(seconds_per_step(step, pace.steps, device) for _ in range(3))
 
 
 @dataclass(frozen=True)
@@ -66,25 +90,61 @@ class Problem:
         product = 2 * self.batch * self.heads * pairs * self.width
         return product * (2 + 5 * backward)
 
+    def kernels(self, itemsize: int, *, training: bool) -> list[Kernel]:
+        """Forward, and in training backward."""
+        forward, both = (
+            (self.bytes_moved(itemsize, term=False, backward=backward), self.flops(backward=backward))
+            for backward in (False, True)
+        )
+        return [forward, (both[0] - forward[0], both[1] - forward[1])] if training else [forward]
+
+
+def linear(rows: int, inputs: int, outputs: int, itemsize: int, passes: int = 1) -> list[Kernel]:
+    """(rows, inputs) · (inputs, outputs); three passes in training: gradients of weights and of inputs too."""
+    numbers = rows * inputs + inputs * outputs + rows * outputs
+    return [(numbers * itemsize, 2 * rows * inputs * outputs)] * passes
+
+
+def of_blocks(attention: Problem, hidden: int, depth: int, itemsize: int, *, training: bool) -> list[Kernel]:
+    """The linear layers and the attention of all blocks."""
+    rows, dim, passes = attention.batch * attention.tokens, attention.heads * attention.width, 3 if training else 1
+    shapes = ((dim, 3 * dim), (dim, dim), (dim, hidden), (hidden, dim))
+    products = [kernel for shape in shapes for kernel in linear(rows, *shape, itemsize, passes)]
+    return (products + attention.kernels(itemsize, training=training)) * depth
+
+
+def adamw(parameters: int) -> list[Kernel]:
+    """A step of the optimiser."""
+    return [(ADAMW_BYTES * parameters, 0)]
+
+
+def of_vit(model: ViT, batch: int, itemsize: int, *, training: bool) -> list[Kernel]:
+    """A ViT with a class token: patches, blocks, and a head that reads one token."""
+    config = model.config
+    patches, pixels = (config.image_size // config.patch_size) ** 2, config.in_chans * config.patch_size**2
+    attention = Problem(batch, patches + 1, config.heads, config.dim // config.heads)
+    return [
+        *linear(batch * patches, pixels, config.dim, itemsize, 2 if training else 1),  # images have no gradient
+        *of_blocks(attention, round(config.mlp_ratio * config.dim), config.depth, itemsize, training=training),
+        *linear(batch, config.dim, config.num_classes, itemsize, 3 if training else 1),
+        *(adamw(sum(p.numel() for p in model.parameters())) if training else []),
+    ]
+
+
+def with_floor(kernels: Sequence[Kernel], tables: Iterator[list[Row]], settings: Settings) -> Iterator[list[Row]]:
+    """Rows, each with how far it is from the floor of these kernels, and the floor as the last of them."""
+    ceilings = measured_ceilings(settings)
+    floor = 1e3 * sum(ceilings.floor(*kernel) for kernel in kernels)
+    for rows in tables:
+        plain = next((row["ms"] for row in rows if row.get("note", "").startswith("the baseline")), None)
+        ratio = f"{floor / float(plain):.4f}" if plain else ""
+        last = {"variant": "floor of the plain model", "mode": "", "ms": f"{floor:.4f}", "ratio": ratio}
+        found = [{**row, "times_floor": f"{float(row['ms']) / floor:.2f}"} if "ms" in row else row for row in rows]
+        yield [*found, {**last, **ceilings.columns(kernels)}]
+
 
 PROBLEMS = (Problem(1024, 64), Problem(1024, 65), Problem(512, 197))  # without and with a class token
 TOY = (Problem(2, 5, 2, 16),)
-
-
-def measured_ceilings(settings: Settings) -> Ceilings:
-    """A copy of a large tensor, and a large product of matrices in the dtype of the attention."""
-    size, side = (2**29, 8192) if settings.on_gpu else (2**20, 128)
-    source = torch.empty(size, dtype=torch.uint8, device=settings.device)
-    target = torch.empty_like(source)
-    a, b = (torch.randn(side, side, device=settings.device, dtype=settings.dtype) for _ in range(2))
-    copy = _fastest(lambda: target.copy_(source), settings.pace(), settings.device)
-    product = _fastest(lambda: a @ b, settings.pace(), settings.device)
-    return Ceilings(2 * size / copy, 2 * side**3 / product)
-
-
-def _fastest(step: Step, pace: Pace, device: str) -> float:
-    seconds_per_step(step, pace.warm_up, device)
-    return min(seconds_per_step(step, pace.steps, device) for _ in range(3))
 
 
 def tables(settings: Settings) -> list[Table]:
@@ -100,15 +160,33 @@ def tables(settings: Settings) -> list[Table]:
 
 
 def _rows(problem: Problem, backward: bool, settings: Settings) -> Iterator[list[Row]]:
+    """The fused attention and SDPA, plain and with the term, beside the floor of what each computes."""
     ceilings = measured_ceilings(settings)
-    inputs = _Inputs(problem, settings)
-    attentions: dict[str, Any] = {"SDPA": sdpa}
-    if packed.is_available(inputs.qkv, problem.heads):
-        attentions["fused kernel"] = packed.attention
+    draw = partial(torch.randn, problem.batch, problem.tokens, device=settings.device, dtype=settings.dtype)
+    dim = problem.heads * problem.width
+    qkv, first, grad = draw(3 * dim, requires_grad=True), draw(dim, requires_grad=True), draw(dim)
+
+    def step(attention: Any, term: bool) -> Step:
+        run = torch.compile(attention, dynamic=False) if settings.on_gpu else attention
+        call = partial(run, qkv, problem.heads, problem.width**-0.5, first if term else None, STRENGTH)
+
+        def once() -> None:
+            if backward:
+                torch.autograd.grad(call(), [qkv, first] if term else [qkv], grad)
+            else:
+                with torch.no_grad():
+                    call()
+
+        return graphed(once, CALLS) if settings.on_gpu else partial(repeat, once, CALLS)
+
+    attentions = {
+        "SDPA": sdpa,
+        **({"fused kernel": packed.attention} if packed.is_available(qkv, problem.heads) else {}),
+    }
     candidates = [
         Candidate(
             f"{name}, {'with the term' if term else 'plain'}",
-            partial(inputs.step, attention, term, backward),
+            partial(step, attention, term),
             baseline=name == "SDPA" and not term,
             static=settings.on_gpu,
         )
@@ -116,7 +194,15 @@ def _rows(problem: Problem, backward: bool, settings: Settings) -> Iterator[list
         for term in (False, True)
     ]
     for rows in compare(candidates, settings.pace(steps=10, calls=CALLS), settings.device):
-        yield [{**row, **_beside(row, problem, backward, ceilings, settings)} for row in rows]
+        for row in rows:
+            term = not row["variant"].endswith("plain")
+            moved = problem.bytes_moved(settings.dtype.itemsize, term=term, backward=backward)
+            kernel = moved, problem.flops(backward=backward)
+            floor = 1e3 * ceilings.floor(*kernel)
+            row["floor_ms"] = f"{floor:.4f}"
+            row["times_floor"] = f"{float(row['ms']) / floor:.2f}" if "ms" in row else ""
+            row |= ceilings.columns([kernel])
+        yield rows
 
 
 def sdpa(qkv: Tensor, heads: int, scale: float, first: Tensor | None = None, strength: float = 0.0) -> Tensor:
@@ -124,32 +210,6 @@ def sdpa(qkv: Tensor, heads: int, scale: float, first: Tensor | None = None, str
     q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     u = F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(2)
     return u if first is None else u + strength * (first - v.transpose(1, 2).flatten(2))
-
-
-class _Inputs:
-    def __init__(self, problem: Problem, settings: Settings) -> None:
-        self.problem, self.on_gpu = problem, settings.on_gpu
-        shape = (problem.batch, problem.tokens, problem.heads * problem.width)
-        draw = partial(torch.randn, device=settings.device, dtype=settings.dtype)
-        self.qkv = draw(*shape[:2], 3 * shape[2], requires_grad=True)
-        self.first = draw(*shape, requires_grad=True)
-        self.grad = draw(*shape)
-
-    def step(self, attention: Any, term: bool, backward: bool) -> Step:
-        """The attention `CALLS` times over, with gradients of all inputs or without."""
-        run = torch.compile(attention, dynamic=False) if self.on_gpu else attention
-        first, wanted = (self.first, [self.qkv, self.first]) if term else (None, [self.qkv])
-        call = partial(run, self.qkv, self.problem.heads, self.problem.width**-0.5, first, STRENGTH)
-
-        def forward() -> None:
-            with torch.no_grad():
-                call()
-
-        def both() -> None:
-            torch.autograd.grad(call(), wanted, self.grad)
-
-        once = both if backward else forward
-        return graphed(once, CALLS) if self.on_gpu else partial(repeat, once, CALLS)
 
 
 def graphed(step: Step, calls: int) -> Step:
@@ -163,18 +223,3 @@ def graphed(step: Step, calls: int) -> Step:
     with torch.cuda.graph(graph):
         repeat(step, calls)
     return graph.replay
-
-
-def _beside(row: Row, problem: Problem, backward: bool, ceilings: Ceilings, settings: Settings) -> Row:
-    """How far a variant is from the floor of what it computes."""
-    term = not row["variant"].endswith("plain")
-    moved = problem.bytes_moved(settings.dtype.itemsize, term=term, backward=backward)
-    flops = problem.flops(backward=backward)
-    floor = 1e3 * ceilings.floor(moved, flops)
-    return {
-        "floor_ms": f"{floor:.4f}",
-        "times_floor": f"{float(row['ms']) / floor:.2f}" if "ms" in row else "",
-        "mbytes": f"{moved / 1e6:.1f}",
-        "gflop": f"{flops / 1e9:.2f}",
-        **ceilings.columns(),
-    }

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from acutance.attention.kernels import packed
-from acutance.lab.bench.floor import Problem
+from acutance.lab.bench.floor import Kernel, Problem, adamw, linear, of_blocks, with_floor
 from acutance.lab.bench.results import Row
-from acutance.lab.bench.settings import Settings, Table
-from acutance.lab.bench.step_floor import Product, StepFloor, Work, of_blocks
+from acutance.lab.bench.settings import Settings, Table, training_step, unfused
 from acutance.lab.bench.timing import Candidate, Step, compare
-from acutance.lab.bench.work import training_step, unfused
 from acutance.models import LanguageModel
 
 NEUTRENO = "neutreno:0.4"
@@ -43,12 +41,18 @@ class Size:
         """Channels inside an MLP."""
         return 4 * self.dim
 
-    def work(self) -> Work:
-        """Blocks, and a softmax whose weights are the embedding's; norms and biases are left out."""
+    @property
+    def parameters(self) -> int:
+        """Norms and biases are left out."""
+        return self.dim * (self.vocabulary + self.depth * 2 * (2 * self.dim + self.hidden))
+
+    def kernels(self, itemsize: int, *, training: bool) -> list[Kernel]:
+        """Blocks, and a softmax whose weights are the embedding's."""
         attention = Problem(self.batch, self.tokens, self.heads, causal=True)
-        words = Product(self.batch * self.tokens, self.dim, self.vocabulary)
-        parameters = self.dim * (self.vocabulary + self.depth * 2 * (2 * self.dim + self.hidden))
-        return Work([*of_blocks(attention, self.hidden, self.depth), words], [attention] * self.depth, parameters)
+        blocks = of_blocks(attention, self.hidden, self.depth, itemsize, training=training)
+        rows, passes = self.batch * self.tokens, 3 if training else 1
+        words = linear(rows, self.dim, self.vocabulary, itemsize, passes)
+        return [*blocks, *words, *(adamw(self.parameters) if training else [])]
 
 
 SIZES = (Size(tokens=2048, batch=16), Size(tokens=8192, batch=4))
@@ -63,40 +67,30 @@ def tables(settings: Settings) -> list[Table]:
 
 
 def _rows(size: Size, settings: Settings) -> Iterator[list[Row]]:
-    floor = StepFloor(size.work(), settings, training=True)
-    for rows in compare(candidates(size, settings), settings.pace(), settings.device):
-        yield floor.beside(rows)
+    kernels = size.kernels(settings.dtype.itemsize, training=True)
+    found = compare(candidates(size, settings), settings.pace(), settings.device)
+    return with_floor(kernels, found, settings)
 
 
 def candidates(size: Size, settings: Settings) -> list[Candidate]:
-    """Plain with each back-end; plain and NeuTRENO by our kernel, or NeuTRENO by SDPA where it does not apply."""
+    """Plain with each back-end, flash the baseline; plain and NeuTRENO by our kernel, or by SDPA without it."""
     mode = settings.modes[0]  # these steps are long: the host's launches do not count
     probe = torch.empty(1, size.tokens, 3 * size.dim, device=settings.device, dtype=settings.dtype)
     fused = packed.is_available(probe, size.heads)
-
     plain, neutreno = (partial(_step, size, settings, mode, spec) for spec in (None, NEUTRENO))
-    baselines = [
-        Candidate(f"plain, {name}", partial(plain, backend), mode, baseline=True) for name, backend in BACKENDS.items()
-    ]
-    beside_flash = partial(Candidate, mode=mode, beside=baselines[0].name)  # whichever back-end is the faster
     return [
-        *baselines,
-        *([beside_flash("plain, fused kernel", plain)] if fused else []),
-        beside_flash("NeuTRENO, fused kernel" if fused else "NeuTRENO, SDPA", neutreno),
+        *(
+            Candidate(f"plain, {name}", partial(plain, backend), mode, baseline=name == "SDPA flash")
+            for name, backend in BACKENDS.items()
+        ),
+        *([Candidate("plain, fused kernel", plain, mode)] if fused else []),
+        Candidate("NeuTRENO, fused kernel" if fused else "NeuTRENO, SDPA", neutreno, mode),
     ]
 
 
 def _step(size: Size, settings: Settings, mode: str, spec: str | None, backend: SDPBackend | None = None) -> Step:
-    model = LanguageModel(
-        mitigation=spec,
-        vocabulary=size.vocabulary,
-        dim=size.dim,
-        depth=size.depth,
-        heads=size.heads,
-        hidden=size.hidden,
-        cutoffs=(),
-        dropout=0.0,
-    )
+    sizes = {"vocabulary": size.vocabulary, "dim": size.dim, "depth": size.depth, "hidden": size.hidden}
+    model = LanguageModel(**sizes, mitigation=spec, heads=size.heads, cutoffs=(), dropout=0.0)
     words = torch.randint(size.vocabulary, (size.batch, size.tokens + 1), device=settings.device)
     make = partial(training_step, inputs=[words[:, :-1], words[:, 1:]], loss_of=_mean, mode=mode, dtype=settings.dtype)
     return make(model) if backend is None else unfused(make(WithBackend(model, backend)))

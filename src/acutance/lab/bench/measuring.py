@@ -16,7 +16,7 @@ from acutance import sites
 from acutance.attention import AttentionCall
 from acutance.lab.bench.results import Row
 from acutance.lab.bench.settings import Settings, Table
-from acutance.lab.bench.steps import SHAPES, Shape, timm_model, toy
+from acutance.lab.bench.steps import SHAPES, Shape, shape_for, timm_model
 from acutance.lab.bench.timing import Candidate, Step, compare, repeat
 from acutance.measure import DEFAULT_METRICS, measure
 from acutance.measure.monitor import CHEAP_METRICS
@@ -125,7 +125,7 @@ def _ours(shape: Shape) -> nn.Module:
 
 
 def _vit(batch: int, settings: Settings, shape: str = DEIT, build: Callable[[Shape], nn.Module] = _ours) -> Subject:
-    chosen = SHAPES[shape] if settings.on_gpu else toy(SHAPES[shape])
+    chosen = shape_for(shape, settings)
     model = build(chosen).to(settings.device, settings.dtype)
     size, batch = chosen.image_size, batch if settings.on_gpu else chosen.batch
     images = torch.randn(batch, 3, size, size, device=settings.device, dtype=settings.dtype)

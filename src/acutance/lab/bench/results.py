@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 import platform
@@ -42,13 +43,23 @@ def provenance(device: str, command: str, *, toy: bool = False) -> Row:
     return {"device": hardware(device, toy=toy), "versions": versions(), "command": command}
 
 
-def script_provenance(script: str) -> Row:
-    """The same for a script in benchmarks/, which without CUDA runs a toy and says so."""
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu:
-        print("no CUDA: a toy size on the CPU, to see that everything runs. The ratios mean nothing", file=sys.stderr)
-    device = "cuda" if on_gpu else "cpu"
-    return provenance(device, command(f"python benchmarks/{script}", sys.argv[1:]), toy=not on_gpu)
+def script_parser(doc: str | None, *, device: bool = True) -> argparse.ArgumentParser:
+    """The options that the scripts in benchmarks/ share."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="where the CSV goes")
+    if device:
+        found = "cuda" if torch.cuda.is_available() else "cpu"
+        parser.add_argument("--device", choices=["cpu", "cuda"], default=found, help="on the CPU a toy size runs")
+    return parser
+
+
+def script_rows(
+    stem: str, rows: Sequence[Row], folder: Path, device: str, dtype: str, *labels: str, toy: bool = True, **shared: Any
+) -> Path:
+    """Write the CSV of a script in benchmarks/; on the CPU it says that the size is a toy's."""
+    how = command(f"python benchmarks/{stem}.py", sys.argv[1:])
+    shared |= provenance(device, how, toy=toy and device == "cpu")
+    return write_rows(folder / file_name(stem, device, dtype, *labels), rows, shared)
 
 
 def file_name(stem: str, device: str, dtype: str, *labels: str) -> str:

@@ -16,7 +16,7 @@ from rich.table import Table as Picture
 
 from acutance.cli.options import words
 from acutance.errors import AcutanceError, first_line
-from acutance.lab.bench import efficiency, eigen, floor, language, lengths, measuring, results, steps, throughput
+from acutance.lab.bench import efficiency, floor, language, lengths, measuring, results, steps, throughput
 from acutance.lab.bench.results import Row
 from acutance.lab.bench.settings import Settings, Table, free
 
@@ -28,8 +28,6 @@ HEADINGS = {
     "ms": "ms",
     "images_per_s": "images/s",
     "ratio": "÷ baseline (quartiles)",
-    "beside": "and beside",
-    "beside_ratio": "÷ that (quartiles)",
     "peak_mib": "peak MiB",
     "memory_ratio": "memory ÷ baseline",
     "flops_ratio": "FLOPs ÷ baseline",
@@ -38,13 +36,13 @@ HEADINGS = {
     "note": "",
 }
 COLUMNS = tuple(name for name in HEADINGS if name != "heading")
-WORDS = ("heading", "variant", "mode", "beside", "note")
+WORDS = ("heading", "variant", "mode", "note")
 # A group is a file; what it measures stands in its module.
 GROUPS: dict[str, Callable[[Settings], list[Table]]] = {
     "steps-32": partial(steps.tables, name="steps-32"),
     "steps-224": partial(steps.tables, name="steps-224"),
     **{f"end-to-end-{batch}": partial(throughput.tables, batch=batch) for batch in throughput.BATCHES},
-    "eigen": eigen.tables,
+    "eigen": steps.eigen_tables,
     "micro": floor.tables,
     "efficiency": efficiency.tables,
     "measure": measuring.tables,

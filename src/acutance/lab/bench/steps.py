@@ -1,4 +1,4 @@
-"""What NeuTRENO costs: the training step and inference against the best plain ViT of timm."""
+"""The cost of NeuTRENO and of a chosen spectrum: training steps and inference against plain ViTs."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
+from acutance.lab.bench.floor import of_vit, with_floor
 from acutance.lab.bench.results import Row
-from acutance.lab.bench.settings import Settings, Table
-from acutance.lab.bench.step_floor import StepFloor, of_vit
+from acutance.lab.bench.settings import Settings, Table, inference_step, training_step, unfused
 from acutance.lab.bench.timing import Candidate, Step, compare
-from acutance.lab.bench.work import inference_step, training_step, unfused
 from acutance.models import ViT, deit_tiny, vit_tiny_cifar
 
 NEUTRENO = "neutreno:0.6"
 TOY: dict[str, Any] = {"image_size": 8, "patch_size": 4, "dim": 48, "depth": 2, "heads": 3, "num_classes": 10}
+TOY_TIMM = {"img_size": 8, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 10}
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # modes that replay CUDA graphs
 NO_TIMM = "timm is not installed: the baseline is our own plain ViT"
-
-Build = Callable[[], nn.Module]
-Make = Callable[[nn.Module, "Shape", Settings, str], Step]
-Wrap = Callable[[Step], Step]
+# Bases of a spectrum. Those that call a library come last: a failed capture into a CUDA graph may break others.
+BASES = ("polar", "cayley", "householder", "qr")
 
 
 @dataclass(frozen=True)
@@ -41,73 +39,78 @@ class Shape:
     batch: int
 
 
+TIMM_32 = {"model_name": "vit_tiny_patch16_224", "img_size": 32, "patch_size": 4, "num_classes": 100}
 SHAPES = {
-    "steps-32": Shape(
-        "ViT-Ti/4, 32×32",
-        vit_tiny_cifar,
-        {"model_name": "vit_tiny_patch16_224", "img_size": 32, "patch_size": 4, "num_classes": 100},
-        image_size=32,
-        classes=100,
-        batch=1024,
-    ),
-    "steps-224": Shape(
-        "DeiT-Ti/16, 224×224",
-        deit_tiny,
-        {"model_name": "deit_tiny_patch16_224"},
-        image_size=224,
-        classes=1000,
-        batch=512,
-    ),
+    "steps-32": Shape("ViT-Ti/4, 32×32", vit_tiny_cifar, TIMM_32, 32, 100, batch=1024),
+    "steps-224": Shape("DeiT-Ti/16, 224×224", deit_tiny, {"model_name": "deit_tiny_patch16_224"}, 224, 1000, batch=512),
 }
-TOY_TIMM = {"img_size": 8, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 10}
+
+
+def shape_for(name: str, settings: Settings) -> Shape:
+    """A shape by name; on the CPU at toy size."""
+    shape = SHAPES[name]
+    if settings.on_gpu:
+        return shape
+    title, timm = f"{shape.title.split(',')[0]} at toy size", {"model_name": shape.timm["model_name"], **TOY_TIMM}
+    return Shape(title, partial(ViT, **TOY), timm, TOY["image_size"], TOY["num_classes"], batch=4)
 
 
 def tables(settings: Settings, name: str) -> list[Table]:
     """Training and inference at one size."""
-    shape = SHAPES[name] if settings.on_gpu else toy(SHAPES[name])
+    shape = shape_for(name, settings)
     return [
-        Table(f"{shape.title}, batch {shape.batch}, {what}", partial(_rows, shape, make, settings))
-        for what, make in (("training", training), ("inference", inference))
+        Table(f"{shape.title}, batch {shape.batch}, {what}", partial(_rows, shape, what == "training", settings))
+        for what in ("training", "inference")
     ]
 
 
-def toy(shape: Shape) -> Shape:
-    """So small that a CPU runs it in no time."""
-    return Shape(
-        f"{shape.title.split(',')[0]} at toy size",
-        partial(ViT, **TOY),
-        {"model_name": shape.timm["model_name"], **TOY_TIMM},
-        image_size=TOY["image_size"],
-        classes=TOY["num_classes"],
-        batch=4,
-    )
+def eigen_tables(settings: Settings) -> list[Table]:
+    """A training step of ViT-Ti⁻ against ViT-Ti; `benchmarks/eigen_step.py` times all bases without graphs too."""
+    shape = shape_for("steps-32", settings)
+    title = f"ViT-Ti⁻ against ViT-Ti: {shape.title}, batch {shape.batch}, training"
+    return [Table(title, lambda: compare(eigen_candidates(shape, settings), settings.pace(), settings.device))]
 
 
-def _rows(shape: Shape, make: Make, settings: Settings) -> Iterator[list[Row]]:
+def eigen_candidates(shape: Shape, settings: Settings) -> list[Candidate]:
+    """The plain model first; all in the mode with the least overhead."""
+    specs = (None, *(f"eigen:negative,basis={basis}" for basis in BASES))
+    return [
+        candidate
+        for spec in specs
+        for candidate in in_modes(
+            spec or "plain ViT",
+            partial(step_of, partial(shape.ours, mitigation=spec), shape, True, settings),
+            settings.modes[-1:],
+            baseline=spec is None,
+        )
+    ]
+
+
+def _rows(shape: Shape, training: bool, settings: Settings) -> Iterator[list[Row]]:
     has_timm = find_spec("timm") is not None
-    floor = StepFloor(of_vit(shape.ours(), shape.batch), settings, training=make is training)
-    for rows in compare(candidates(shape, make, settings, timm=has_timm), settings.pace(), settings.device):
+    kernels = of_vit(shape.ours(), shape.batch, settings.dtype.itemsize, training=training)
+    found = compare(candidates(shape, training, settings, timm=has_timm), settings.pace(), settings.device)
+    for rows in with_floor(kernels, found, settings):
         if not has_timm:
             rows[0]["note"] = "; ".join(filter(None, [rows[0].get("note"), NO_TIMM]))
-        yield floor.beside(rows)
+        yield rows
 
 
-def candidates(shape: Shape, make: Make, settings: Settings, *, timm: bool) -> list[Candidate]:
-    """The plain models first; what has one row only is timed in the mode with the least overhead."""
+def candidates(shape: Shape, training: bool, settings: Settings, *, timm: bool) -> list[Candidate]:
+    """The plain models first; a variant with one row is timed in the mode with the least overhead."""
     modes, least = settings.modes, settings.modes[-1:]
     neutreno = partial(shape.ours, mitigation=NEUTRENO)
+    plain = partial(timm_model, shape) if timm else shape.ours
 
-    def rows(
-        variant: str, build: Build, modes: Sequence[str], wrap: Wrap = _as_it_is, **options: bool
-    ) -> list[Candidate]:
-        return in_modes(variant, lambda mode: wrap(make(build(), shape, settings, mode)), modes, **options)
+    def made(build: Callable[[], nn.Module]) -> Callable[[str], Step]:
+        return partial(step_of, build, shape, training, settings)
 
     return [
-        *(rows("timm's ViT", partial(timm_model, shape), settings.baseline_modes, baseline=True) if timm else []),
-        *rows("plain ViT", shape.ours, least if timm else settings.baseline_modes, baseline=not timm),
-        *rows("NeuTRENO", neutreno, modes),
-        *rows("NeuTRENO, tokens in bfloat16 between blocks", partial(neutreno, stream="autocast"), least),
-        *rows("NeuTRENO, no fused kernel", neutreno, least, wrap=unfused),
+        *in_modes("timm's ViT" if timm else "plain ViT", made(plain), settings.baseline_modes, baseline=True),
+        *(in_modes("plain ViT", made(shape.ours), least) if timm else []),
+        *in_modes("NeuTRENO", made(neutreno), modes),
+        *in_modes("NeuTRENO, tokens in bfloat16 between blocks", made(partial(neutreno, stream="autocast")), least),
+        *in_modes("NeuTRENO, no fused kernel", lambda mode: unfused(made(neutreno)(mode)), least),
     ]
 
 
@@ -118,10 +121,6 @@ def in_modes(
     return [Candidate(variant, partial(made, mode), mode, baseline, static=mode in WITH_GRAPHS) for mode in modes]
 
 
-def _as_it_is(step: Step) -> Step:
-    return step
-
-
 def timm_model(shape: Shape) -> nn.Module:
     """The baseline."""
     import timm
@@ -130,21 +129,15 @@ def timm_model(shape: Shape) -> nn.Module:
     return model
 
 
-def _images(shape: Shape, settings: Settings) -> Tensor:
-    return torch.randn(shape.batch, 3, shape.image_size, shape.image_size, device=settings.device)
-
-
-def training(model: nn.Module, shape: Shape, settings: Settings, mode: str) -> Step:
-    """Of a classifier on random images."""
+def step_of(build: Callable[[], nn.Module], shape: Shape, training: bool, settings: Settings, mode: str) -> Step:
+    """Training or inference of a classifier on random images."""
+    images = torch.randn(shape.batch, 3, shape.image_size, shape.image_size, device=settings.device)
+    if not training:
+        return inference_step(build(), [images], mode=mode, dtype=settings.dtype)
     labels = torch.randint(shape.classes, (shape.batch,), device=settings.device)
     loss = partial(_cross_entropy, labels)
-    return training_step(model, [_images(shape, settings)], loss, mode=mode, dtype=settings.dtype)
+    return training_step(build(), [images], loss, mode=mode, dtype=settings.dtype)
 
 
-def _cross_entropy(labels: Tensor, scores: Tensor) -> Tensor:
+def _cross_entropy(labels: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(scores, labels)
-
-
-def inference(model: nn.Module, shape: Shape, settings: Settings, mode: str) -> Step:
-    """The same images, without gradients."""
-    return inference_step(model, [_images(shape, settings)], mode=mode, dtype=settings.dtype)

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,42 +26,24 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Pace:
-    """How often everything is done.
+    """How often everything is done."""
 
-    Attributes:
-        repetitions: of the whole round of pairs.
-        steps: timed together in one repetition.
-        warm_up: steps before anything is timed: compiling and capturing happens there.
-        refresh: untimed steps before each timing, which bring a variant's weights back into the caches.
-        calls: how often one step does the work; the figures are of one call.
-    """
-
-    repetitions: int
-    steps: int
-    warm_up: int = 4
-    refresh: int = 2
-    calls: int = 1
+    repetitions: int  # of the whole round of pairs
+    steps: int  # timed together in one repetition
+    warm_up: int = 4  # steps before anything is timed: compiling and capturing happen there
+    refresh: int = 2  # untimed steps before each timing, which bring a variant's weights back into the caches
+    calls: int = 1  # how often one step does the work; the figures are of one call
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One row of a comparison.
-
-    Attributes:
-        variant: what is timed.
-        make: builds the step; its warm-up is done by `compare`.
-        mode: how it is run, e.g. a mode of `torch.compile`.
-        baseline: the fastest of the baselines is what the others are divided by.
-        static: replayed from a CUDA graph, whose memory the allocator's peak does not see.
-        beside: the name of a second candidate that it is divided by too, in pairs and columns of their own.
-    """
+    """One row of a comparison."""
 
     variant: str
-    make: Callable[[], Step]
-    mode: str = ""
-    baseline: bool = False
-    static: bool = False
-    beside: str = ""
+    make: Callable[[], Step]  # builds the step; `compare` warms it up
+    mode: str = ""  # e.g. a mode of `torch.compile`
+    baseline: bool = False  # the others are divided by the fastest baseline
+    static: bool = False  # replayed from a CUDA graph, whose memory the allocator's peak does not see
 
     @property
     def name(self) -> str:
@@ -129,135 +111,108 @@ def timed(step: Step, pace: Pace, device: str) -> float:
 def compare(candidates: Sequence[Candidate], pace: Pace, device: str) -> Iterator[list[Row]]:
     """The rows there are so far, after every repetition.
 
-    The baselines are made ready first, and the fastest is chosen. Then one candidate after another is made ready and
-    timed beside it: what is done is known before the next is compiled. A candidate that cannot run is a row that says
-    why; without any baseline there is nothing to compare.
+    The fastest baseline is chosen first. Then one candidate after another is made ready and timed beside it, so results
+    are known before the next is compiled. A candidate that cannot run is a row that says why.
     """
-    found = _Found(candidates, pace, device)
-    for candidate in candidates:
-        if candidate.baseline:
-            found.prepare(candidate)
-    if not found.steps:
-        failures = (f"{name}: {why}" for name, why in found.failed.items())
+    entries = [_Entry(candidate, pace, device) for candidate in candidates]
+    baselines = [entry for entry in entries if entry.candidate.baseline]
+    for entry in baselines:
+        entry.prepare()
+    ready = [entry for entry in baselines if entry.step is not None]
+    if not ready:
+        failures = (f"{entry.candidate.name}: {entry.failed}" for entry in baselines)
         raise RuntimeError("; ".join(failures) or "there is no baseline to compare with")
-    found.choose_baseline()
-    for candidate in candidates:
-        if candidate.name != found.baseline:
-            found.prepare(candidate)
-            yield from found.grown(candidate.name)
-            yield from found.grown_beside(candidate)
-    if not any(found.pairs.values()):  # where the baseline is alone it is its own pair
-        yield from found.grown(found.baseline)
+    fastest = ready[0] if len(ready) == 1 else min(ready, key=lambda entry: timed(entry.ready, pace, device))
+
+    def rows() -> list[Row]:
+        plain_peak = next((entry.peak for entry in baselines if entry.peak is not None), None)
+        plain = [(seconds, seconds) for entry in entries for _, seconds in entry.pairs]
+        shown = [entry for entry in entries if entry.candidate.baseline or entry.pairs or entry.failed]
+        return [entry.row(plain if entry is fastest else None, plain_peak) for entry in shown]
+
+    for entry in entries:
+        if entry is not fastest:
+            yield from (rows() for _ in entry.timed_beside(fastest))
+    if not any(entry.pairs for entry in entries):  # alone, the baseline is its own pair
+        yield from (rows() for _ in fastest.timed_beside(fastest))
 
 
-class _Found:
-    """What a comparison has found so far, by the names of the candidates."""
+@dataclass
+class _Entry:
+    """A candidate, and what is known of it so far."""
 
-    def __init__(self, candidates: Sequence[Candidate], pace: Pace, device: str) -> None:
-        self.candidates, self.pace, self.device = candidates, pace, device
-        self.baseline = ""
-        self.steps: dict[str, Step] = {}
-        self.peaks: dict[str, float | None] = {}
-        self.pairs: dict[str, list[tuple[float, float]]] = {}
-        self.pairs_beside: dict[str, list[tuple[float, float]]] = {}
-        self.failed: dict[str, str] = {}  # not the errors, whose tracebacks keep memory alive
+    candidate: Candidate
+    pace: Pace
+    device: str
+    step: Step | None = None
+    peak: float | None = None
+    pairs: list[tuple[float, float]] = field(default_factory=list)
+    failed: str = ""  # not the error, whose traceback keeps memory alive
 
-    def prepare(self, candidate: Candidate) -> None:
+    @property
+    def ready(self) -> Step:
+        assert self.step is not None, "it was prepared"
+        return self.step
+
+    def prepare(self) -> None:
         """Build it, warm it up and read its memory, once."""
-        name, start = candidate.name, time.perf_counter()
-        if name in self.steps or name in self.failed:
+        if self.step is not None or self.failed:
             return
-        if self.failed:
-            gc.collect()  # what failed may still hold memory
-        with self._noting_failure(name):
-            step = candidate.make()
+        start = time.perf_counter()
+        gc.collect()  # what failed before may still hold memory
+        with self._noting_failure():
+            step = self.candidate.make()
             repeat(step, self.pace.warm_up)
             synchronise(self.device)
-            self.peaks[name] = None if candidate.static else peak_mib(step, self.device)
-            self.steps[name] = step
-            _say(f"{name}: ready after {time.perf_counter() - start:.0f} s")
+            self.peak = None if self.candidate.static else peak_mib(step, self.device)
+            self.step = step
+            _say(f"{self.candidate.name}: ready after {time.perf_counter() - start:.0f} s")
 
-    def choose_baseline(self) -> None:
-        """The fastest of those that are ready."""
-        names = list(self.steps)
-        single = len(names) == 1
-        self.baseline = names[0] if single else min(names, key=lambda n: timed(self.steps[n], self.pace, self.device))
+    def timed_beside(self, baseline: _Entry) -> Iterator[None]:
+        """Yields after every repetition, and once if it fails."""
+        self.prepare()
+        if self.step is not None:
+            with self._noting_failure():
+                for pair in paired(self.ready, baseline.ready, self.pace, self.device):
+                    self.pairs.append(pair)
+                    yield
+        if self.failed:
+            yield
 
-    def grown(self, name: str) -> Iterator[list[Row]]:
-        """All rows, after every repetition of this candidate."""
-        if name in self.steps:
-            self.pairs[name] = []
-            with self._noting_failure(name):
-                for pair in paired(self.steps[name], self.steps[self.baseline], self.pace, self.device):
-                    self.pairs[name].append(pair)
-                    yield self.rows()
-        if name in self.failed:
-            yield self.rows()
-
-    def grown_beside(self, candidate: Candidate) -> Iterator[list[Row]]:
-        """The same for the second one it is divided by; beside the baseline it was already."""
-        name, other = candidate.name, candidate.beside
-        if other == self.baseline:
-            self.pairs_beside[name] = self.pairs.get(name, [])
-            yield self.rows()
-        elif other in self.steps and name in self.steps and name not in self.failed:
-            found = self.pairs_beside[name] = []
-            with self._noting_failure(name):
-                for pair in paired(self.steps[name], self.steps[other], self.pace, self.device):
-                    found.append(pair)
-                    yield self.rows()
-            if name in self.failed:
-                yield self.rows()
-
-    def rows(self) -> list[Row]:
-        """Of the candidates so far, in the order in which they were given."""
-        return [self._row(c) for c in self.candidates if c.baseline or c.name in self.pairs or c.name in self.failed]
-
-    def _row(self, candidate: Candidate) -> Row:
-        name, row = candidate.name, Row(variant=candidate.variant, mode=candidate.mode)
-        if name == self.baseline:
-            beside = [(plain, plain) for pairs in self.pairs.values() for _, plain in pairs]
-            row |= {**figures(beside), "ratios": "", "note": "the baseline"} if beside else {}
-        elif pairs := self.pairs.get(name):
-            row |= figures(pairs)
-        if pairs := self.pairs_beside.get(name):
-            row |= {"beside": candidate.beside, **ratio_figures("beside_ratio", pairs)}
-        if name in self.failed:
-            row["note"] = f"left out: {self.failed[name]}"
-        elif (peak := self.peaks.get(name)) is not None:
-            row["peak_mib"] = f"{peak:.1f}"
-            row["memory_ratio"] = f"{peak / plain:.4f}" if (plain := self._plain_peak()) else ""
-        return row
-
-    def _plain_peak(self) -> float | None:
-        """Of the first baseline that shows any."""
-        peaks = (self.peaks.get(c.name) for c in self.candidates if c.baseline)
-        return next((peak for peak in peaks if peak is not None), None)
+    def row(self, plain: Sequence[tuple[float, float]] | None, plain_peak: float | None) -> Row:
+        """Plain: the baseline's own timings, None for all others."""
+        found = Row(variant=self.candidate.variant, mode=self.candidate.mode)
+        if plain:
+            found |= {**figures(plain), "ratios": "", "note": "the baseline"}
+        elif self.pairs:
+            found |= figures(self.pairs)
+        if self.failed:
+            found["note"] = f"left out: {self.failed}"
+        elif self.peak is not None:
+            found["peak_mib"] = f"{self.peak:.1f}"
+            found["memory_ratio"] = f"{self.peak / plain_peak:.4f}" if plain_peak else ""
+        return found
 
     @contextmanager
-    def _noting_failure(self, name: str) -> Iterator[None]:
-        """Whatever goes wrong inside concerns this candidate alone: the others are timed all the same."""
+    def _noting_failure(self) -> Iterator[None]:
+        """Whatever fails inside concerns this candidate alone; the others are still timed."""
         try:
             yield
         except Exception as error:
             traceback.print_exc()
-            self.failed[name] = first_line(error)
-            _say(f"{name}: left out: {first_line(error)}")
+            self.failed = first_line(error)
+            _say(f"{self.candidate.name}: left out: {self.failed}")
 
 
 def figures(pairs: Sequence[tuple[float, float]]) -> Row:
     """Milliseconds and ratios of (seconds, seconds of the baseline beside it), one pair per repetition."""
+    ratios = [mine / plain for mine, plain in pairs]
     return {
         **spread("ms", [1e3 * mine for mine, _ in pairs], ".4f"),
-        **ratio_figures("ratio", pairs),
+        **spread("ratio", ratios, ".4f"),
+        "ratios": " ".join(f"{ratio:.4f}" for ratio in ratios),
         "timings": len(pairs),
     }
-
-
-def ratio_figures(name: str, pairs: Sequence[tuple[float, float]]) -> Row:
-    """How the ratios are spread, and every single one."""
-    ratios = [mine / plain for mine, plain in pairs]
-    return {**spread(name, ratios, ".4f"), f"{name}s": " ".join(f"{ratio:.4f}" for ratio in ratios)}
 
 
 def spread(name: str, values: Sequence[float], spec: str) -> Row:

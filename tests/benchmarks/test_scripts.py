@@ -1,0 +1,163 @@
+"""Every script in benchmarks/ runs at toy size, and its files say how they came about."""
+
+import csv
+import json
+import runpy
+import sys
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import acutance as ac
+from acutance.errors import AcutanceError
+from acutance.lab import recipes
+from acutance.lab.evaluate import Evaluation
+from acutance.lab.train import Run, override
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+RESULTS = SCRIPTS / "results"
+CPU, TWICE = ["--device", "cpu"], ["--steps", "1", "--repetitions", "2"]
+# By script: its options at toy size, where {} is the folder it writes to, and the variants it must find.
+TOYS = {
+    "augment": ([*CPU, *TWICE, "--batch", "4", "--results", "{}"], 4),
+    "eigen_step": ([*CPU, *TWICE, "--warm-up", "1", "--variants", "plain", "eigen:negative", "--results", "{}"], 2),
+    "explain_size": (["--dim", "48", "--heads", "4", "--head-dim", "12", "--layers", "2", "--out", "{}"], 1),
+    "host_time": (["--rounds", "2", "--csv", "{}/host.csv"], 3),
+    "mlp": (["--results", "{}"], 8),
+    "monitor_cost": ([*CPU, "--every", "2", "--repetitions", "2", "--readings", "1", "--results", "{}"], 5),
+    "operator_memory": ([*CPU, "--tokens", "64", "128", "--operations", "A @ x", "--results", "{}"], 2),
+    "orthogonal_precision": (["--dim", "6", "--batch", "2", "--seeds", "1", "--conditions", "--results", "{}"], 18),
+    "over_training": (["--seeds", "1", "--epochs", "1", "--depth", "2", "--runs", "{}/runs", "--out", "{}"], 20),
+}
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path):
+    """Runs a script with these words; {} stands for a folder. Gives the rows of its one CSV file, if there is one."""
+
+    def run(name, *words):
+        path = SCRIPTS / f"{name}.py"
+        monkeypatch.setattr(sys, "argv", [str(path), *(str(word).replace("{}", str(tmp_path)) for word in words)])
+        runpy.run_path(str(path), run_name="__main__")
+        found = sorted(tmp_path.glob("*.csv"))
+        return list(csv.DictReader(found[0].open(newline=""))) if found else []
+
+    return run
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_a_script_runs_at_toy_size(script, name, tmp_path):
+    words, count = TOYS[name]
+    rows = script(name, *words)
+    assert len(rows) >= count
+    if name not in ("host_time", "over_training"):
+        assert f"python benchmarks/{name}.py" in rows[0]["command"]
+        assert "CPU" in rows[0]["device"]
+        assert torch.__version__ in rows[0]["versions"]
+    for row in rows if "ratio" in rows[0] else ():
+        assert float(row["ratio"] or 1) > 0, row
+
+
+def test_every_script_is_run_here_or_with_triton():
+    elsewhere = {"long_kernels"}  # in tests/kernels
+    own = {"dominance", "corruption_parity", "explain_summary", "plots", "time_to_accuracy"}
+    assert {path.stem for path in SCRIPTS.glob("*.py")} == TOYS.keys() | own | elsewhere
+
+
+def test_the_sign_of_a_spectrum_decides_which_family_dominates(script, tmp_path):
+    sizes = ["--seeds", "1", "--depth", "2", "--epochs", "1", "--samples", "32", "--mode-samples", "2"]
+    rows = script("dominance", "trained", *CPU, *sizes, "--out", "{}")
+    shares = {(row["model"], row["state"]): float(row["smoothing_percent"]) for row in rows}
+    assert all(shares["positive", state] == 100 and shares["negative", state] == 0 for state in ("random", "trained"))
+    body = json.loads((tmp_path / "dominance-trained.json").read_text())
+    assert [layer["layer"] for layer in body["runs"][0]["layers"]] == [1, 2]
+
+
+def test_a_random_vit_on_a_folder_of_images(script, tmp_path):
+    (tmp_path / "images").mkdir()
+    with pytest.raises(SystemExit, match="no images in"):
+        script("dominance", "random", *CPU, "--images", "{}/images")
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "images" / "one.png")
+    sizes = ["--seeds", "1", "--depth", "2", "--dim", "24", "--heads", "3"]
+    (row,) = script("dominance", "random", *CPU, *sizes, "--images", "{}/images", "--out", "{}")
+    assert (row["data"], row["samples"]) == ("1 images of a folder", "1")
+
+
+def test_figures_of_the_monitor_follow_from_the_times(script, monkeypatch):
+    """Time is made up: every call of the clock is a second later, so a reading takes as long as all steps together."""
+    now = iter(range(10**6))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(now)))
+    (row,) = script("monitor_cost", *TOYS["monitor_cost"][0], "--variants", "default")
+    assert (row["step_ms"], row["reading_ms"], row["ratio"]) == ("500.000", "1000.000", "1.0000")
+    assert (row["reading_in_steps"], row["share_percent"], row["every_for_2_percent"]) == ("2.000", "100.000", "100")
+
+
+def test_the_floor_of_an_mlp_counts_each_tensor_of_each_product_once():
+    shape = runpy.run_path(str(SCRIPTS / "mlp.py"))["Shape"](65536, 192, 768)
+    narrow, wide, weight, flops = 65536 * 192 * 2, 65536 * 768 * 2, 192 * 768 * 2, 2 * 65536 * 192 * 768
+    assert shape.passes("inference", 2) == [(2 * (narrow + weight), 2 * flops)]
+    moved, work = (sum(column) for column in zip(*shape.passes("training", 2), strict=True))
+    assert (moved, work) == (6 * (narrow + weight) + 7 * wide, 6 * flops)
+
+
+def test_corruptions_are_compared_with_another_packages_and_saved(script, monkeypatch, tmp_path, capsys):
+    package = types.ModuleType("imagecorruptions")
+    package.corrupt = lambda image, corruption_name, severity: image // severity
+    monkeypatch.setitem(sys.modules, "imagecorruptions", package)
+    words = ["--dataset", "digits", "--images", "6", "--corruptions", "contrast", "--save", "{}/saved"]
+    script("corruption_parity", *words)
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert [row["severity"] for row in rows] == ["1", "2", "3", "4", "5"]
+    assert rows[0]["change_theirs"] == "0.00"
+    assert np.load(tmp_path / "saved" / "contrast.npy").shape == (30, 8, 8, 1)
+
+
+def test_a_spectrum_is_summed_up_without_its_eigenvalues(script, tmp_path):
+    torch.manual_seed(0)
+    model = ac.models.ViT(image_size=8, patch_size=4, in_chans=1, dim=12, depth=2, heads=2, num_classes=4)
+    for block, diagonal in zip(model.blocks, ([-0.5] * 12, [0.3] * 9 + [-0.1] * 3), strict=True):
+        with torch.no_grad():
+            block.attn.qkv.weight[-12:] = torch.eye(12)
+            block.attn.proj.weight.copy_(torch.diag(torch.tensor(diagonal)))
+        torch.nn.init.constant_(block.norm1.weight, -1.0)  # which turns every sign round
+    ac.explain(model, [torch.randn(3, 1, 8, 8)], progress=False).save(tmp_path / "folded.json")
+    ac.explain(model, norm="ignore", progress=False).save(tmp_path / "ignored.json")
+    script("explain_summary", "{}/folded.json", "--ignored", "{}/ignored.json", "--out", "{}/summary.json")
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["signs_norm_ignored"]["negative_share"] == pytest.approx(15 / 24)
+    assert found["signs"]["negative_share"] == pytest.approx(9 / 24)
+    assert [layer["balance"] for layer in found["layers"]] == pytest.approx([1, -(2.7 - 0.3) / 3.0], abs=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "source"), [("steps", "steps-32"), ("tokens", "long-tokens"), ("overview", "")])
+def test_the_published_results_are_drawn(script, tmp_path, kind, source):
+    (path,) = RESULTS.glob(f"bench-{source}-*.csv") if source else [RESULTS]
+    script("plots", kind, path, "{}/new/picture.svg")
+    first = (tmp_path / "new" / "picture.svg").read_bytes()
+    script("plots", kind, path, "{}/new/picture.svg")
+    assert (tmp_path / "new" / "picture.svg").read_bytes() == first
+
+
+def test_the_first_evaluation_that_is_as_good_counts(script, tmp_path):
+    run = Run(tmp_path / "plain")
+    run.begin(override(recipes.load("digits"), ["loop.seed=3"]), "digits", 1)
+    run.write_result({"step": 40, "scores": {"top1": 71.0}, "headline": "top1", "best": None})
+    log = [{"step": at, "seconds": float(at), "images/s": 200.0, "val/top1": top1} for at, top1 in ((8, 60), (12, 72))]
+    (run.folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+    Evaluation(
+        split="test", weights="last", settings=(), scores={"top1": 70.5}, headline="top1", higher_is_better=True,
+        model="", precision="float32", command=(), evaluated="", versions={}, hardware={}, git=None,
+    ).save(run.folder)  # fmt: skip
+    (row,) = script("time_to_accuracy", "{}/plain", "--reach", 60, "--reach", 71.5, "--reach", 80, "--out", "{}/t.csv")
+    assert (row["seconds_to_60"], row["seconds_to_71.5"], row["seconds_to_80"]) == ("8.0", "12.0", "")
+    assert (row["seconds"], row["test_top1"], row["held_out_top1"], row["seed"]) == ("12.0", "70.50", "72.00", "3")
+    record = json.loads(run.record_path.read_text())
+    run.record_path.write_text(json.dumps({**record, "sessions": 2 * record["sessions"]}))
+    with pytest.raises(AcutanceError, match="interrupted"):
+        script("time_to_accuracy", "{}/plain")
