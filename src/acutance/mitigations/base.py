@@ -15,7 +15,7 @@ from acutance.errors import AcutanceError
 
 if TYPE_CHECKING:
     from acutance.attention.call import AttentionCall
-    from acutance.mitigations.made import Projection
+    from acutance.mitigations.projection import Projection
 
 NOTHING = Program()
 

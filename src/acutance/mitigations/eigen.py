@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
 from acutance.mitigations import spectra
 from acutance.mitigations.base import Chain, LayerShape, Mitigation, Weights, register
-from acutance.mitigations.made import Projection
 from acutance.mitigations.orthogonal import BASES
+from acutance.mitigations.projection import Projection
 
 BasisName = Literal["qr", "polar", "cayley", "householder", "inverse"]
 

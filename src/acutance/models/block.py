@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from acutance.attention import AttentionCall, attend, finish
 from acutance.attention.operator import AttentionOperator
 from acutance.mitigations import Mitigation, Weights
-from acutance.mitigations.made import Projection, weight_with
+from acutance.mitigations.projection import Projection, weight_with
 from acutance.models.config import AttentionKind, NormPlace
 from acutance.models.layers import Activation, DropPath, LayerScale, Mlp
 
