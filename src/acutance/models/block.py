@@ -102,7 +102,7 @@ class Attention(nn.Module):
         y = self.proj(merged) if weights is None else F.linear(merged, weights[1], self.proj.bias)
         y = finish(y, call, self.mitigation, self.observer)
         first = values if v0 is None else v0
-        return self.proj_drop(y), first, call if self.mitigation.changes_stream else None
+        return self.proj_drop(y), first, call if self.mitigation.overrides("stream") else None
 
     def _call(self, x: Tensor, v0: Tensor | None, projected: Tensor, residual: Tensor | None) -> AttentionCall:
         q, k, v = self._split(projected)
