@@ -371,9 +371,9 @@ def test_specs_round_trip(eigen, spec):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("eigen:minus", "sign must be 'negative', 'positive' or 'free', not 'minus'"),
-        ("eigen:free,basis=svd", "basis must be 'qr', 'polar', 'cayley', 'householder' or 'inverse', not 'svd'"),
-        ("eigen:free,spectrum=exp", "spectrum must be 'square', 'clipped' or 'bounded', not 'exp'"),
+        ("eigen:minus", "sign must be .*'free'.*, not 'minus'"),
+        ("eigen:free,basis=svd", "basis must be .*'cayley'.*, not 'svd'"),
+        ("eigen:free,spectrum=exp", "spectrum must be .*'clipped'.*, not 'exp'"),
     ],
 )
 def test_mistakes_say_what_is_known(spec, message):

@@ -33,10 +33,10 @@ def qr(theta: Tensor) -> Tensor:
 def polar(theta: Tensor) -> Tensor:
     """The orthogonal matrix closest to Θ, by Newton–Schulz: X ← ½ρ X (3 − ρ² XᵀX), matrix products only.
 
-    The scalings ρ are optimal on the interval that holds the singular values at each step (Chen and Chow 2014), and the
-    last step, with ρ = 1, removes the rounding of the others. In float32, V is exact to 10⁻⁵ and its gradient to 10⁻⁴ at
-    condition numbers of Θ up to 300. Far beyond, some singular values of V stay below 1: V Λ Vᵀ then still has the signs
-    of Λ and no larger eigenvalues.
+    The scalings ρ are optimal on the interval that holds the singular values at each step (Chen and Chow 2014), and
+    the last step, with ρ = 1, removes the rounding of the others. In float32, V is exact to 10⁻⁵ and its gradient to
+    10⁻⁴ at condition numbers of Θ up to 300. Far beyond, some singular values of V stay below 1: V Λ Vᵀ then still has
+    the signs of Λ and no larger eigenvalues.
     """
     x = theta / _spectral_bound(theta.detach())
     for scaling in _POLAR_SCALINGS[theta.dtype]:
@@ -119,9 +119,7 @@ def _scalings(low: float, dtype: torch.dtype, best: Number, image: Number) -> tu
 _DTYPES = (torch.float32, torch.float64)
 # Of the singular values of X in ½ρ X (3 − ρ² XᵀX).
 _POLAR_SCALINGS = {
-    dtype: _scalings(
-        SMALLEST_SINGULAR, dtype, lambda low: (3 / (1 + low + low**2)) ** 0.5, lambda x: x * (3 - x**2) / 2
-    )
+    dtype: _scalings(SMALLEST_SINGULAR, dtype, lambda x: (3 / (1 + x + x**2)) ** 0.5, lambda x: x * (3 - x**2) / 2)
     for dtype in _DTYPES
 }
 # Of the eigenvalues of AZ in ωZ (2 − ωAZ).
