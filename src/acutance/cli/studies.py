@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import shlex
 from collections.abc import Callable, Iterator
@@ -12,18 +11,16 @@ from itertools import count
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from acutance.errors import AcutanceError
-from acutance.version import __version__
 
 HARDWARE = f"{platform.machine()} CPU"  # nothing here needs more
 
 app = typer.Typer(
-    help="Experiments on over-smoothing: one layer repeated, deep random networks, the affinities of trained ones.",
+    help="Experiments on over-smoothing: deep random networks, the affinities of trained ones.",
     no_args_is_help=True,
 )
 console = Console(emoji=False)
@@ -60,49 +57,6 @@ def depth(
 
 
 @app.command()
-def repeat(
-    out: Annotated[Path, typer.Option(help="Where the table and the figure go.")] = Path("acutance-repeat"),
-    layers: Annotated[int, typer.Option(min=1, help="How often the layer is applied.")] = 60,
-    attention: Annotated[
-        str, typer.Option(help="fixed, drawn (anew per layer) or computed (from the tokens).")
-    ] = "fixed",
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens.")] = 16,
-    width: Annotated[int, typer.Option(min=2, help="Channels.")] = 16,
-    samples: Annotated[int, typer.Option(min=1, help="Random inputs.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of inputs, attention and eigenvectors.")] = 0,
-) -> None:
-    """Repeat one attention layer, X ← X + A X W, under every norm, for three spectra of H = Wᵀ.
-
-    Example: acutance lab repeat --layers 200 --attention computed
-    """
-    from acutance.files.atomic import atomic_write
-    from acutance.lab.studies.pictures import repeat_picture, save_picture
-    from acutance.lab.studies.settings import norm_grid
-
-    options = {"layers": layers, "tokens": tokens, "width": width, "samples": samples, "seed": seed}
-    given = {**options, "attention": attention}
-    grid = norm_grid(**options, attention=attention)
-    frames = {(norm, spectrum): t.to_frame() for norm, curves in grid.items() for spectrum, t in curves.items()}
-    import pandas as pd  # to_frame has said how to install it
-
-    table = pd.concat(frames, names=["norm", "spectrum"]).reset_index([0, 1])
-    record = {
-        **options,
-        "attention": attention,
-        "command": shlex.join(["acutance", "lab", "repeat", *(f"--{name}={value}" for name, value in given.items())]),
-        "hardware": HARDWARE,
-        "versions": {"acutance": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "converged": {norm: {s: t.converged() for s, t in curves.items()} for norm, curves in grid.items()},
-    }
-    written = [
-        atomic_write(out / "repeat.csv", table.to_csv(index=False, float_format="%.6g").encode()),
-        atomic_write(out / "repeat.json", json.dumps(record, indent=1, ensure_ascii=False).encode()),
-        *save_picture(repeat_picture(grid), out / "repeat"),
-    ]
-    console.print("wrote " + ", ".join(path.name for path in written) + f" into {out}")
-
-
-@app.command()
 def kernel(
     runs: Annotated[
         list[str], typer.Argument(metavar="RUN...", help="Checkpoints, folders of runs, or models such as hf:gpt2.")
@@ -127,7 +81,7 @@ def kernel(
     acutance lab kernel hf:gpt2 --text wiki.test.txt --tokens 128 --samples 16
     """
     from acutance.io.loading import load_model
-    from acutance.lab.studies.kernel_study import batch_count, kernel_study
+    from acutance.lab.studies.kernel import batch_count, kernel_study
 
     if text is None and tokens is not None:
         raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
