@@ -30,10 +30,10 @@ from acutance.lab.studies import norm_grid
 from acutance.lab.studies.pictures import (
     DEPTH_PANELS,
     FALLING,
-    curve,
     depth_picture,
     kernel_picture,
     repeat_picture,
+    spread_curve,
 )
 from acutance.metrics import hfc_lfc_frobenius
 from acutance.report.page import PALETTE as REPORT_PALETTE
@@ -249,7 +249,7 @@ def symmetry() -> Figure:
         left.plot(means, color=_between((layer - 1) / max(depth - 1, 1)), label=label)
     for variant, colour in zip(frame["variant"].unique(), cycle(REPORT_PALETTE), strict=False):
         mean = frame[frame["variant"] == variant].groupby(["epoch", "seed"])["symmetry"].mean()
-        curve(right, mean, "epoch", colour, "-", str(variant))
+        spread_curve(right, mean, "epoch", colour, "-", str(variant))
     titles = (f"{plain}, layer by layer (mean over seeds)", "mean over layers ± spread over seeds")
     for axis, title in zip(axes[0], titles, strict=True):
         axis.set(xlabel="epoch", ylabel="cosine between H and Hᵀ")

@@ -114,7 +114,7 @@ def kernel_picture(frame: pd.DataFrame) -> Figure:
             for data in sorted(frame["data"].unique()):  # test before train
                 chosen = frame[(frame["variant"] == variant) & (frame["data"] == data)].groupby(["layer", "run"])
                 label, style = f"{variant}, {DATA.get(data, data)}", "--" if data == "train" else "-"
-                curve(axis, chosen[column].mean(), "layer", colour, style, label)
+                spread_curve(axis, chosen[column].mean(), "layer", colour, style, label)
             if (chance := f"{column}_permuted") in frame:
                 axis.plot(chosen[chance].mean().groupby("layer").mean(), ":", color=colour, linewidth=1)
         axis.set(xlabel="layer")
@@ -125,7 +125,7 @@ def kernel_picture(frame: pd.DataFrame) -> Figure:
     return figure
 
 
-def curve(axis: Axes, values: pd.Series[float], over: str, colour: str, style: str, label: str) -> None:
+def spread_curve(axis: Axes, values: pd.Series[float], over: str, colour: str, style: str, label: str) -> None:
     """Mean and spread over runs of what is grouped by (over, run); a variant without numbers draws nothing."""
     by = values.groupby(over).agg(["mean", "std"])
     spread = by["std"].fillna(0)
