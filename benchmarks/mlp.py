@@ -30,9 +30,9 @@ from acutance.lab.bench.floor import Ceilings, graphed, measured_ceilings
 from acutance.lab.bench.results import Row
 from acutance.lab.bench.settings import Settings
 from acutance.lab.bench.timing import Candidate, Pace, Step, compare
+from acutance.models.block import Mlp
 from acutance.models.kernels import mlp
 from acutance.models.kernels.mlp import Tile
-from acutance.models.layers import Mlp
 
 CALLS = 10
 PARTS = ("training", "inference", "forward", "backward")

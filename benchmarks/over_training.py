@@ -32,9 +32,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from acutance.explain import symmetry_over
 from acutance.explain.weights import Norm
 from acutance.files.atomic import atomic_write
+from acutance.io.saving import load, save
 from acutance.lab.data import Split, digits
 from acutance.lab.demo import CHECKPOINT, DemoConfig, evaluate, new_model, train_epochs, versions
-from acutance.models import from_checkpoint, save_checkpoint
 from acutance.sites import find
 
 EVIDENCE = Path(__file__).parents[1] / "docs" / "evidence" / "symmetry"
@@ -55,11 +55,11 @@ Row = dict[str, Any]
 def train(place: Path, variant: str, seed: int, config: DemoConfig, data: tuple[Split, Split]) -> Iterator[None]:
     """Train one model, a checkpoint before the first and after every epoch; the record comes last."""
     model, start = new_model(config, seed, **VARIANTS[variant]), time.perf_counter()
-    save_checkpoint(model, place / epoch_name(0))
+    save(model, place / epoch_name(0))
     for epoch in train_epochs(model, data[0], config, torch.Generator().manual_seed(seed)):
-        save_checkpoint(model, place / epoch_name(epoch + 1))
+        save(model, place / epoch_name(epoch + 1))
         yield
-    save_checkpoint(model, place / CHECKPOINT)
+    save(model, place / CHECKPOINT)
     record = {
         **identity(variant, seed, config),
         "accuracy": evaluate(model, data[1]),
@@ -103,9 +103,7 @@ def symmetry_rows(place: Path, record: Row) -> list[Row]:
 @torch.no_grad()
 def moved(files: list[Path]) -> NDArray[np.float64]:
     """‖H − H₀‖/‖H₀‖ with H₀ that of the first checkpoint: (checkpoints, layers)."""
-    branches = [
-        torch.stack([s.projection_weight() @ s.value_weight() for s in find(from_checkpoint(f))]) for f in files
-    ]
+    branches = [torch.stack([s.projection_weight() @ s.value_weight() for s in find(load(f))]) for f in files]
     size = branches[0].norm(dim=(1, 2))
     return torch.stack([(H - branches[0]).norm(dim=(1, 2)) / size for H in branches]).double().numpy()
 

@@ -4,20 +4,28 @@ Three verbs: `measure` says how smooth a model is, layer by layer; `explain` say
 per layer; `mitigate` changes it, in place, and hands back what puts it back.
 """
 
-from acutance import metrics, models, sites
-from acutance.attention.operator import AttentionOperator
-from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.explain import Spectrum, explain, spectral_theory, steer, theory
-from acutance.explain.steer import fold
-from acutance.io.saving import load, save
-from acutance.lab import studies as laboratory
-from acutance.measure import measure
-from acutance.measure.maps import attention_maps
-from acutance.measure.monitor import Monitor
-from acutance.measure.profile import Profile
-from acutance.mitigations import AttnScale, Eigen, FeatScale, Mitigation, NeuTRENO
-from acutance.sites.mitigate import mitigate
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from acutance import moved
 from acutance.version import __version__
+
+if TYPE_CHECKING:
+    from acutance import io, metrics, models, sites
+    from acutance.attention.operator import AttentionOperator
+    from acutance.errors import AcutanceError, AcutanceWarning
+    from acutance.explain import Spectrum, explain, spectral_theory, steer, theory
+    from acutance.explain.steer import fold
+    from acutance.io import load, save
+    from acutance.lab import studies as laboratory
+    from acutance.measure import measure
+    from acutance.measure.maps import attention_maps
+    from acutance.measure.monitor import Monitor
+    from acutance.measure.profile import Profile
+    from acutance.mitigations import AttnScale, Eigen, FeatScale, Mitigation, NeuTRENO
+    from acutance.sites.mitigate import mitigate
 
 __all__ = [
     "AcutanceError",
@@ -35,6 +43,7 @@ __all__ = [
     "attention_maps",
     "explain",
     "fold",
+    "io",
     "laboratory",
     "load",
     "measure",
@@ -47,3 +56,42 @@ __all__ = [
     "steer",
     "theory",
 ]
+
+_HOMES = {  # torch is imported when one of these is first used, not before
+    "attention.operator": "AttentionOperator",
+    "errors": "AcutanceError AcutanceWarning",
+    "explain": "Spectrum explain",
+    "explain.steer": "fold",
+    "io": "load save",
+    "measure": "measure",
+    "measure.maps": "attention_maps",
+    "measure.monitor": "Monitor",
+    "measure.profile": "Profile",
+    "mitigations": "AttnScale Eigen FeatScale Mitigation NeuTRENO",
+    "sites.mitigate": "mitigate",
+}
+_MODULES = {name: name for name in ("io", "metrics", "models", "sites")} | {"laboratory": "lab.studies"}
+_MODULES |= {name: f"explain.{name}" for name in ("spectral_theory", "steer", "theory")}
+
+
+def __getattr__(name: str) -> Any:
+    home = next((home for home, names in _HOMES.items() if name in names.split()), None)
+    if home is not None:
+        value = getattr(importlib.import_module(f"acutance.{home}"), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"acutance.{_MODULES[name]}")
+    else:
+        raise AttributeError(moved.message(f"acutance.{name}") or f"module 'acutance' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+class _Package(ModuleType):
+    """Keeps `acutance.measure` and `acutance.explain` the functions when the rooms of these names are imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in ("measure", "explain") and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,10 +1,16 @@
 """`python -m acutance`: the command line, for instance under torchrun."""
 
-from acutance import distributed as processes
+import os
+import sys
+
 from acutance.cli import run
 
 if __name__ == "__main__":
     try:
         run()
     except SystemExit as left:  # with which a command always ends
-        processes.leave(left.code)
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            sys.exit(left.code)
+        from acutance.distributed import leave
+
+        leave(left.code)

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from acutance import cli
-from acutance.cli.options import words
+from acutance.cli.options import numbers, words
 from acutance.explain import Spectrum
+from acutance.io.saving import save
 from acutance.measure.profile import Profile
-from acutance.models import ViT, save_checkpoint
+from acutance.models import ViT
 from forked import run_forked
 
 ACUTANCE = str(Path(sys.executable).with_name("acutance"))
@@ -52,7 +53,7 @@ def checkpoint(tmp_path_factory) -> Path:
         num_classes=10,
         mitigation="neutreno:0.6",
     )
-    return save_checkpoint(model, tmp_path_factory.mktemp("run") / "model.safetensors")
+    return save(model, tmp_path_factory.mktemp("run") / "model.safetensors")
 
 
 def test_help_names_every_command() -> None:
@@ -167,7 +168,7 @@ def test_a_wrong_mitigation_is_said_before_anything_is_measured(here, tmp_path: 
 
 def test_measure_says_when_the_data_does_not_fit(tmp_path: Path) -> None:
     model = ViT(image_size=16, patch_size=4, dim=12, depth=1, heads=2, num_classes=2)
-    done = acutance("measure", save_checkpoint(model, tmp_path / "m.safetensors"))
+    done = acutance("measure", save(model, tmp_path / "m.safetensors"))
     assert done.returncode == 2
     assert "say what it shall read with --images DIR" in done.stderr
 
@@ -176,7 +177,7 @@ def test_measure_says_when_the_data_does_not_fit(tmp_path: Path) -> None:
 def plain(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     sizes = {"image_size": 8, "patch_size": 2, "in_chans": 1, "dim": 12, "depth": 3, "heads": 2, "num_classes": 10}
-    return save_checkpoint(ViT(**sizes), tmp_path_factory.mktemp("plain") / "model.safetensors")
+    return save(ViT(**sizes), tmp_path_factory.mktemp("plain") / "model.safetensors")
 
 
 def test_measure_says_what_it_read(plain: Path, tmp_path: Path) -> None:
@@ -248,7 +249,7 @@ def test_what_cannot_be_written_is_said_in_one_line(command: str, checkpoint: Pa
     plain = ViT(image_size=8, patch_size=2, in_chans=1, dim=12, depth=2, heads=2, num_classes=10)
     places = {"MODEL": checkpoint, "FOLDER": tmp_path}
     if "PLAIN" in UNWRITABLE[command]:
-        places["PLAIN"] = save_checkpoint(plain, tmp_path / "plain.safetensors")
+        places["PLAIN"] = save(plain, tmp_path / "plain.safetensors")
     typed = [str(places.get(word, word)) for word in UNWRITABLE[command]]
     status, _, complaint = here(*typed)
     assert status == 2
@@ -274,7 +275,7 @@ def test_blanks_after_commas_are_no_part_of_a_name(checkpoint: Path, tmp_path: P
     assert status == 0, complaint
     profile = Profile.load(tmp_path / "p.json")
     assert (profile.metrics, profile.taps) == (["token_cosine", "norm_spread"], ["block", "attention"])
-    assert cli._layer_numbers("1, 2") == [1, 2]
+    assert numbers("1, 2", "--layers") == [1, 2]
     assert words("fog, contrast") == ["fog", "contrast"]
 
 

@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 from acutance.cli import app
 from acutance.errors import AcutanceError
 from acutance.explain import Spectrum
-from acutance.models import save_checkpoint
+from acutance.io.saving import save
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    return save_checkpoint(small_vit(depth=2, num_classes=10), tmp_path_factory.mktemp("run") / "m.safetensors")
+    return save(small_vit(depth=2, num_classes=10), tmp_path_factory.mktemp("run") / "m.safetensors")
 
 
 def run(*arguments: object) -> None:
@@ -66,7 +66,7 @@ def test_the_picture_is_the_one_asked_for(options, drawn, checkpoint: Path, tmp_
     [
         (["--kind", "dominance", "--picture", "p.png"], "needs data"),
         (["--kind", "pie", "--picture", "p.png"], "histogram, plane, dominance"),
-        (["--picture", "p.xyz"], r"--picture p.xyz: its ending says the format, and is one of .png"),
+        (["--picture", "p.xyz"], r"--picture p.xyz: its ending says the format: one of .png"),
         (["--picture", "p"], r"--picture p: its ending says the format"),
         (["--kind", "plane"], "--kind says what --picture draws"),
         (["--norm", "maybe"], "'fold' or 'ignore'"),

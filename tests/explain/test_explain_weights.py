@@ -137,7 +137,7 @@ def test_symmetry_over_checkpoints(tmp_path) -> None:
     M = torch.randn(DIM, DIM)
     for step, share in enumerate([0.0, 0.5, 1.0]):
         set_branch(model, 2, M + share * M.mT)
-        files.append(ac.models.save_checkpoint(model, tmp_path / f"{step}.safetensors"))
+        files.append(ac.save(model, tmp_path / f"{step}.safetensors"))
     found = symmetry_over(files)
     assert found.shape == (3, 3)
     assert found[0, 1] < found[1, 1] < found[2, 1]

@@ -13,9 +13,10 @@ from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain import explain
 from acutance.explain.spectral_theory import layer_smooths, sharpening_bound
 from acutance.explain.steer import check_spectrum, fold
+from acutance.io.saving import load, save
 from acutance.metrics import hfc_lfc_frobenius
 from acutance.mitigations import parse, spectra
-from acutance.models import LanguageModel, Segmenter, ViT, from_checkpoint, save_checkpoint, vit_tiny_minus
+from acutance.models import LanguageModel, Segmenter, ViT, vit_tiny_minus
 from acutance.sites import find
 from acutance.sites.mitigate import mitigate
 
@@ -76,7 +77,7 @@ def test_other_mitigations_stay(tmp_path, mitigation, rest, layers):
     assert plain.config.mitigation == rest
     assert plain.config.mitigation_layers == layers
     assert plain.state_dict().keys() == make(rest, mitigation_layers=layers).state_dict().keys()
-    again = from_checkpoint(save_checkpoint(plain.float(), tmp_path / "plain.safetensors")).eval()
+    again = load(save(plain.float(), tmp_path / "plain.safetensors")).eval()
     assert torch.equal(again(images(torch.float32)), plain(images(torch.float32)))
 
 

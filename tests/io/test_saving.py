@@ -232,7 +232,7 @@ def test_towers_are_noted_once_and_come_back(tmp_path, how, tower):
     assert torch.equal(output(alone), expected)
     assert list(sites.record(whole)) == [f"{part}.encoder.layers.{i}.self_attn" for i in range(2)]
     assert not noted(whole.config)
-    with pytest.raises(AcutanceError, match=r"saved from a CLIPModel.*load the whole .* and take its part"):
+    with pytest.raises(AcutanceError, match=r"saved from a CLIPModel.*take its part"):
         ac.load(tmp_path / "whole", type(alone).from_pretrained(tmp_path / "whole"))
 
 

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from acutance.attention.kernels import packed
 from acutance.models import ViT
+from acutance.models.block import Mlp
 from acutance.models.kernels import mlp
-from acutance.models.layers import Mlp
 
 
 def model(dropout=0.0, activation="gelu", dim=64, hidden=128):

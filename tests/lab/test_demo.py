@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from acutance import sites
 from acutance.errors import AcutanceWarning
+from acutance.io.saving import load
 from acutance.lab import demo
 from acutance.lab.data import Split, digits
 from acutance.lab.demo import (
@@ -29,7 +30,6 @@ from acutance.lab.demo import (
 )
 from acutance.measure.profile import MetricValue, Profile
 from acutance.mitigations import spectra
-from acutance.models import from_checkpoint
 
 TOY = DemoConfig(depth=2, dim=12, heads=2, epochs=1, batch_size=256)
 
@@ -73,7 +73,7 @@ def test_writes_checkpoints_profiles_and_one_page(tmp_path) -> None:
     assert "±" in results["summary"][0]["accuracy %"]
     assert escape(results["verdict"]) in (tmp_path / "report.html").read_text()
     # The checkpoint is the model that was measured.
-    model = from_checkpoint(tmp_path / "neutreno-seed1" / "model.safetensors")
+    model = load(tmp_path / "neutreno-seed1" / "model.safetensors")
     assert model.config.mitigation == "neutreno:0.6"
     assert demo.evaluate(model, digits()[1]) == runs["NeuTRENO"][1].accuracy
     profile = Profile.load(tmp_path / "neutreno-seed1" / "profile.json")

@@ -148,7 +148,7 @@ def test_a_classifiers_weights_become_the_encoders():
     shape = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3}
     vit = ViT(**shape, num_classes=7).double()
     model = seeded()
-    ac.models.load_checkpoint(model.encoder, {"model": vit.state_dict()})
+    ac.io.load_checkpoint(model.encoder, {"model": vit.state_dict()})
     assert torch.equal(model.encoder.blocks[2].mlp.fc1.weight, vit.blocks[2].mlp.fc1.weight)
     expected = bilinear(vit.pos_embed[0, 1:].T.reshape(12, 2, 2), (3, 3)).flatten(1).T
     torch.testing.assert_close(model.encoder.pos_embed[0, 1:], expected)
@@ -159,11 +159,11 @@ def test_the_public_codes_weights_load_without_the_unused_head():
     source = seeded()
     state = source.state_dict() | {"encoder.head.weight": torch.zeros(1000, 12), "encoder.head.bias": torch.zeros(1000)}
     model = seeded(spread=0.0)
-    ac.models.load_checkpoint(model, {"model": state})
+    ac.io.load_checkpoint(model, {"model": state})
     assert torch.equal(model(images()), source(images()))
     del state["decoder.cls_emb"]
     with pytest.raises(AcutanceError, match=r"missing: decoder\.cls_emb"):
-        ac.models.load_checkpoint(model, {"model": state})
+        ac.io.load_checkpoint(model, {"model": state})
 
 
 @pytest.mark.parametrize(

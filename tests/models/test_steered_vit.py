@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from acutance.errors import AcutanceError
 from acutance.explain.steer import fold
+from acutance.io.saving import load, load_checkpoint, save
 from acutance.mitigations import Eigen, eigen
-from acutance.models import ViT, from_checkpoint, load_checkpoint, save_checkpoint
+from acutance.models import ViT
 from acutance.sites import find
 from acutance.sites.mitigate import mitigate
 from together import in_two_processes
@@ -151,7 +152,7 @@ def test_layers_of_different_kinds_are_computed_apart():
 @pytest.mark.parametrize("layers", [None, (2,)])
 def test_a_saved_model_comes_back_whole(tmp_path, mitigation, layers):
     model = seeded(mitigation, dtype=torch.float32, mitigation_layers=layers).eval()
-    found = from_checkpoint(save_checkpoint(model, tmp_path / "model.safetensors")).eval()
+    found = load(save(model, tmp_path / "model.safetensors")).eval()
     assert found.config == model.config
     assert torch.equal(found(images(torch.float32)), model(images(torch.float32)))
 
@@ -159,7 +160,7 @@ def test_a_saved_model_comes_back_whole(tmp_path, mitigation, layers):
 def test_a_patched_model_is_saved_as_it_is(tmp_path):
     model = seeded(None, dtype=torch.float32).eval()
     with mitigate(model, "eigen:negative,basis=polar"):
-        found = from_checkpoint(save_checkpoint(model, tmp_path / "model.safetensors")).eval()
+        found = load(save(model, tmp_path / "model.safetensors")).eval()
         assert torch.equal(found(images(torch.float32)), model(images(torch.float32)))
 
 

@@ -8,7 +8,7 @@ import torch
 from acutance.errors import AcutanceError, ShapeError
 from acutance.mitigations import NeuTRENO
 from acutance.models import ViT, ViTConfig, deit_base, deit_small, deit_tiny, vit_tiny_cifar
-from acutance.models.layers import DropPath
+from acutance.models.block import DropPath
 
 TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
 

@@ -14,8 +14,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from acutance.errors import AcutanceError
+from acutance.io.inputs import centre_crop
 from acutance.io.loading import load_model
-from acutance.io.loading.images import centre_crop
 
 
 def pictures() -> list[Image.Image]:

@@ -4,7 +4,8 @@ import pytest
 import timm
 import torch
 
-from acutance.models import ViT, deit_tiny, load_checkpoint, resize_position_embedding
+from acutance.io.saving import load_checkpoint
+from acutance.models import ViT, deit_tiny, resize_position_embedding
 
 THEIRS = {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 4, "num_heads": 3, "num_classes": 10}
 OURS = {"image_size": 32, "patch_size": 4, "dim": 48, "depth": 4, "heads": 3, "num_classes": 10}

@@ -1,4 +1,4 @@
-"""`acutance bench`: the figures of speed and memory, again and on your own device."""
+"""`acutance bench`."""
 
 from __future__ import annotations
 
@@ -6,26 +6,19 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from acutance import distributed as processes
-
-console = Console(emoji=False)
+from acutance.cli.options import Device, console, say, stoppable
 
 
 def bench(
-    only: Annotated[
-        str | None,
-        typer.Option(help="Some groups, with commas between; all by default."),
-    ] = None,
+    only: Annotated[str | None, typer.Option(help="Some groups, with commas between; all by default.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Four repetitions with half of the steps.")] = False,
     max_autotune: Annotated[
         bool,
         typer.Option("--max-autotune", help="In steps, try the baseline in this mode too; it compiles for minutes."),
     ] = False,
     out: Annotated[Path, typer.Option(help="Where the CSV files go.")] = Path("acutance-bench"),
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Time the library on your own GPU, and write CSV files named by GPU, dtype and versions.
 
@@ -46,23 +39,20 @@ def bench(
 
     long: language models, up to 131,072 tokens (parts: long-training, long-tokens, long-model).
 
-    Each part is made to take a few minutes on an H200. On a CPU toy sizes run, in less than a minute for all: to see
-    that everything works, not what it costs. Stop it when you like: what is done is in the files, and what fails does
-    not keep the others from their turn.
+    Each part takes a few minutes on an H200. On a CPU toy sizes run, in less than a minute for all: they show that
+    everything works, not what it costs. Stop it when you like: finished figures are in the files, and a part that
+    fails does not stop the others.
 
     Example: acutance bench --only micro,efficiency --quick
     """
+    from acutance.distributed import device as device_of
     from acutance.lab.bench.run import chosen_groups, run_groups
     from acutance.lab.bench.settings import Settings
 
     names = chosen_groups(only)
-    settings = Settings(processes.device(device), quick, max_autotune)
+    settings = Settings(device_of(device), quick, max_autotune)
     if not settings.on_gpu:
-        console.print("No GPU: toy sizes on the CPU, to see that everything runs. The ratios mean nothing.")
-    try:
-        written = run_groups(names, settings, out, console)
-    except KeyboardInterrupt:
-        console.print(f"\nStopped. What was done is in {escape(str(out))}.")
-        raise typer.Exit(130) from None
-    for path in written:
-        console.print(f"wrote {escape(str(path))}", soft_wrap=True)
+        say("No GPU: toy sizes on the CPU, to see that everything runs. The ratios mean nothing.")
+    with stoppable(f"Finished figures are in {out}."):
+        for path in run_groups(names, settings, out, console):
+            say(f"wrote {path}")

@@ -7,87 +7,58 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from acutance import distributed as processes
+from acutance.cli.options import JSON, Changes, DataDir, Device, Markdown, Split, Weights, console, say
 from acutance.errors import AcutanceError
-from acutance.files.atomic import atomic_write
-
-console = Console(emoji=False)
 
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
-    split: Annotated[str, typer.Option(help="test, or val or train of the training set.")] = "test",
-    data_dir: Annotated[Path | None, typer.Option(help="Where the data is now, if not where it was.")] = None,
-    weights: Annotated[str, typer.Option(help="last, which recipes report, or best on the held-out slice.")] = "last",
+    split: Split = "test",
+    data_dir: DataDir = None,
+    weights: Weights = "last",
     multi_scale: Annotated[
         bool | None, typer.Option("--multi-scale/--single-scale", help="Of segmentation: several scales and flips too.")
     ] = None,
-    assignments: Annotated[
-        list[str] | None, typer.Option("--set", help="Change how it is read, e.g. --set task.test_stride=64.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
-    robustness: Annotated[
-        bool, typer.Option("--robustness", help="Then also all corruptions and attacks, as `acutance robustness` does.")
-    ] = False,
+    assignments: Changes = None,
+    device: Device = "auto",
+    json_path: JSON = None,
 ) -> None:
     """Score a finished run on the test set; the result is kept in its folder, for `acutance compare`.
 
     Examples: acutance evaluate runs/cifar100-seed0 --data-dir /data
 
-    acutance evaluate runs/camvid-seed0 --single-scale
-
-    acutance evaluate runs/cifar100-seed0 --robustness
+    acutance evaluate runs/camvid-seed0 --single-scale --set task.test_stride=64
 
     Several processes share the work: torchrun --nproc-per-node 2 -m acutance evaluate …
     """
-    from acutance.lab.evaluate.evaluate import Weights, evaluate_run
-
-    if robustness:
-        from acutance.lab.robustness.images import refuse_others
-        from acutance.lab.train.run import Run
-
-        refuse_others(Run(run).config().task)  # before an evaluation that may take hours
-    scales = [] if multi_scale is None else [_scales(run, multi_scale)]
-    with processes.joined() as (rank, _):
-        found = evaluate_run(
-            run,
-            split=split,
-            weights=cast(Weights, weights),  # evaluate_run refuses anything else
-            data_dir=data_dir,
-            settings=[*scales, *(assignments or [])],
-            device=device,
-        )
-    if rank > 0:
-        return
-    path = found.path(run)
-    for name, value in found.scores.items():
-        console.print(f"{name} {value:.6g}", highlight=False)
-    if json_path is not None:
-        atomic_write(json_path, path.read_bytes())
-    console.print(f"wrote {escape(str(path))}", highlight=False, soft_wrap=True)
-    if robustness:
-        from acutance.cli.robustness import robustness as measure
-
-        measure(run, data_dir=data_dir, split=split, weights=weights, device=device)
-
-
-def _scales(run: Path, several: bool) -> str:
-    """The setting behind --multi-scale and --single-scale."""
+    from acutance.distributed import joined
+    from acutance.files.atomic import atomic_write
+    from acutance.lab.evaluate.evaluate import evaluate_run
     from acutance.lab.train.run import Run
 
-    if (kind := Run(run).config().task.kind) != "segmentation":
-        asked = "--multi-scale" if several else "--single-scale"
-        raise AcutanceError(f"{asked} is for runs of segmentation; {run} is one of {kind}: leave it out")
-    return f"task.multi_scale={str(several).lower()}"
+    settings = list(assignments or [])
+    if multi_scale is not None:
+        if (kind := Run(run).config().task.kind) != "segmentation":
+            asked = "--multi-scale" if multi_scale else "--single-scale"
+            raise AcutanceError(f"{asked} is for runs of segmentation; {run} is one of {kind}: leave it out")
+        settings.insert(0, f"task.multi_scale={str(multi_scale).lower()}")
+    chosen = cast(Any, weights)  # evaluate_run refuses unknown ones
+    with joined() as (rank, _):
+        found = evaluate_run(run, split=split, weights=chosen, data_dir=data_dir, settings=settings, device=device)
+    if rank > 0:
+        return
+    for name, value in found.scores.items():
+        say(f"{name} {value:.6g}")
+    if json_path is not None:
+        atomic_write(json_path, found.path(run).read_bytes())
+    say(f"wrote {found.path(run)}")
 
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; those of one group by seed.")],
-    split: Annotated[str, typer.Option(help="test (evaluated before), or val.")] = "test",
+    split: Split = "test",
     score: Annotated[str | None, typer.Option(help="Which score; by default the task's own.")] = None,
     weights: Annotated[str | None, typer.Option(help="Scores of the last or the best weights.")] = None,
     assignments: Annotated[
@@ -96,8 +67,8 @@ def compare(
     robustness: Annotated[
         bool, typer.Option("--robustness", help="What `acutance robustness` measured, a line for each corruption.")
     ] = False,
-    markdown_path: Annotated[Path | None, typer.Option("--markdown", help="Also write the table here.")] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write it here, with every score.")] = None,
+    markdown_path: Markdown = None,
+    json_path: JSON = None,
 ) -> None:
     """Compare runs: those that differ in their seed only are one row, with mean ± standard deviation.
 
@@ -109,22 +80,19 @@ def compare(
 
     acutance compare runs/plain-seed* runs/neutreno-seed* --robustness
     """
+    from acutance.files.atomic import atomic_write
     from acutance.lab.evaluate.compare import compare as compared
-    from acutance.lab.evaluate.evaluate import Weights
     from acutance.lab.evaluate.robust import compare_robustness
 
-    chosen = cast(Weights | None, weights)
-    body: Any
     if robustness and assignments:
-        raise AcutanceError(
-            "--robustness takes no --set: tables that came about in the same way are found by themselves"
-        )
+        raise AcutanceError("--robustness takes no --set: it finds the tables that were measured in the same way")
+    options: dict[str, Any] = {"split": split, "score": score}
     if robustness:
-        tables = compare_robustness(runs, split=split, score=score, weights=chosen or "last")
-        table, body = "\n".join(found.to_markdown() for found in tables), [found.to_dict() for found in tables]
+        tables = compare_robustness(runs, weights=cast(Any, weights or "last"), **options)
+        table, body = "\n".join(one.to_markdown() for one in tables), [one.to_dict() for one in tables]
     else:
-        one = compared(runs, split=split, score=score, weights=chosen, settings=assignments)
-        table, body = one.to_markdown(), one.to_dict()
+        found = compared(runs, weights=cast(Any, weights), settings=assignments, **options)
+        table, body = found.to_markdown(), cast(Any, found.to_dict())
     console.print(escape(table), highlight=False, soft_wrap=True, end="")
     if markdown_path is not None:
         atomic_write(markdown_path, table.encode())

@@ -1,28 +1,46 @@
-"""Options that several commands share, written once and spread over the command lines that take them."""
+"""Options that several commands share, and what commands print."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
-from acutance.io.loading import DTYPES
-from acutance.measure import DEFAULT_METRICS
+from acutance.errors import AcutanceError
 
-MODEL_HELP = (
-    "hf: and a model on the Hugging Face Hub, a folder or a GGUF file; timm: and a pretrained model or a folder; "
-    "a checkpoint written by Acutance (model.safetensors), or the folder of a run."
-)
+if TYPE_CHECKING:
+    from acutance.io.inputs import Batches, LoadedModel
 
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="hf: and a model on the Hugging Face Hub, a folder or a GGUF file; timm: and a pretrained model or a "
+        "folder; a checkpoint written by Acutance (model.safetensors), or the folder of a run."
+    ),
+]
+DataDir = Annotated[Path | None, typer.Option(help="Where the data is now, if not where it was.")]
+Split = Annotated[str, typer.Option(help="test, or val or train of the training set.")]
+Weights = Annotated[str, typer.Option(help="last, which recipes report, or best on the held-out slice.")]
+Changes = Annotated[
+    list[str] | None, typer.Option("--set", help="Change a field, e.g. --set optim.lr=1e-3; can be given again.")
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
+Part = Annotated[
+    str | None, typer.Option(help="Submodule to read, of a model with several stacks: encoder, model.decoder, …")
+]
+JSON = Annotated[Path | None, typer.Option("--json", help="Also write the result here.")]
+HTML = Annotated[Path | None, typer.Option("--html", help="Also write an offline page here.")]
+Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also write the table here.")]
 
-def words(text: str) -> list[str]:
-    """What stands between commas, with blanks after them or without."""
-    return [word.strip() for word in text.split(",")]
+console = Console(emoji=False)  # timm:tm: would become a trade mark
 
 
 @dataclass(frozen=True)
@@ -31,26 +49,30 @@ class DataOptions:
 
     text: Annotated[Path | None, typer.Option(help="Read this text file, or the .txt files of a folder.")] = None
     images: Annotated[Path | None, typer.Option(help="Read the images of this folder and its subfolders.")] = None
-    data_dir: Annotated[Path | None, typer.Option(help="Where a run's own data is now, if not where it was.")] = None
+    data_dir: DataDir = None
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Length of a window of text; by default the model's context, 512 at most.")
     ] = None
     batch: Annotated[int | None, typer.Option(min=1, help="Samples per batch.")] = None
     limit: Annotated[int | None, typer.Option(min=1, help="Stop after so many windows or images.")] = None
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto"
-    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; by default as stored.")] = None
+    device: Device = "auto"
+    dtype: Annotated[str | None, typer.Option(help="float32, float64, bfloat16 or float16; by default as stored.")] = (
+        None
+    )
 
+    def load(self, model: str, *, head: bool = False) -> LoadedModel:
+        """The model, on its device."""
+        from acutance.distributed import device
+        from acutance.io.loading import load_model
 
-@dataclass(frozen=True)
-class MeasureOptions(DataOptions):
-    """And what is measured where."""
+        return load_model(model, head=head, device=device(self.device), dtype=self.dtype)
 
-    metrics: Annotated[str, typer.Option(help="Comma-separated names, or all.")] = ",".join(DEFAULT_METRICS)
-    tap: Annotated[str, typer.Option(help="Comma-separated: block, attention, values, final.")] = "block"
-    prefix: Annotated[str, typer.Option(help="Class, register and special tokens in or out of the metrics.")] = "in"
-    part: Annotated[
-        str | None, typer.Option(help="Submodule to read, of a model with several stacks: encoder, model.decoder, …")
-    ] = None
+    def batches(self, loaded: LoadedModel, data: str | None = None) -> Batches:
+        """What the model reads."""
+        from acutance.io.inputs import batches_for
+
+        names = ("text", "images", "data_dir", "tokens", "batch", "limit")
+        return batches_for(loaded, data=data, **{name: getattr(self, name) for name in names})
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
@@ -67,13 +89,39 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     flat: list[inspect.Parameter] = []
     for parameter in taken:
         flat += _options(groups[parameter.name]) if parameter.name in groups else [parameter]
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in flat]
-    )
+    kind = inspect.Parameter.KEYWORD_ONLY
+    run.__signature__ = inspect.Signature([one.replace(kind=kind) for one in flat])  # type: ignore[attr-defined]
     return run
 
 
 def _options(group: Any) -> list[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    kind = inspect.Parameter.KEYWORD_ONLY
+    hints, kind = get_type_hints(group, include_extras=True), inspect.Parameter.KEYWORD_ONLY
     return [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in fields(group)]
+
+
+def words(text: str) -> list[str]:
+    """What stands between commas, with blanks after them or without."""
+    return [word.strip() for word in text.split(",")]
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """Whole numbers with commas between."""
+    try:
+        return [int(number) for number in words(text)]
+    except ValueError as error:
+        raise AcutanceError(f"{option} takes numbers with commas between, such as 1,6,12, not {text!r}") from error
+
+
+def say(text: str) -> None:
+    """Print a line as it is: no markup, no wrapping."""
+    console.print(escape(text), highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def stoppable(advice: str = "What is finished is kept; the same command goes on from there.") -> Iterator[None]:
+    """Ctrl-C ends the command with exit status 130, and says how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"\nStopped. {advice}")
+        raise typer.Exit(130) from None

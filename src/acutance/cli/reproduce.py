@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from acutance.cli.options import Changes, Device, console, say, stoppable
 from acutance.errors import AcutanceError
 
-if TYPE_CHECKING:
-    from acutance.lab.reproduce.target import Target
-
-console = Console(emoji=False)
 TIMES = (
     "A plain run of 5 million images of 32×32 took 93 s on an H200, with NeuTRENO 94 to 98 s; the first of all, which "
     "compiled everything, 141 s. Other trainings on GPUs have not been timed as a whole: divide their images by what "
@@ -33,11 +28,9 @@ def reproduce(
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Runs for each row.", show_default="the target's own")
     ] = None,
-    assignments: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a field of every run, e.g. --set loop.epochs=100.")
-    ] = None,
+    assignments: Changes = None,
     samples: Annotated[int, typer.Option(min=1, help="Images or sequences on which models are read.")] = 1000,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    device: Device = "auto",
     plan: Annotated[bool, typer.Option("--plan", help="Print the runs as commands, and stop.")] = False,
     show_list: Annotated[bool, typer.Option("--list", help="Name all tables and figures, needs and costs.")] = False,
 ) -> None:
@@ -54,15 +47,18 @@ def reproduce(
     from acutance.lab.reproduce import TARGETS, find
 
     if show_list:
-        console.print(_catalogue(TARGETS.values()))
-        console.print(f"\n{TIMES}", highlight=False)
+        table = Table(Column("target", no_wrap=True), "what", "needs", box=None)
+        for one in TARGETS.values():
+            table.add_row(one.name, escape(one.title), escape(one.needs or one.notes))
+        console.print(table)
+        say(f"\n{TIMES}")
         return
     if target is None:
         raise AcutanceError("name a table or figure; `acutance reproduce --list` has them all")
     chosen = find(target)
 
     from acutance.lab.reproduce.run import Session
-    from acutance.lab.train.interrupt import StoppedError
+    from acutance.lab.train import StoppedError
 
     session = Session(
         chosen,
@@ -77,21 +73,14 @@ def reproduce(
     if plan:
         typer.echo(session.script())
         return
-    try:
-        result = session.run()
-    except (StoppedError, KeyboardInterrupt):
-        console.print("\nStopped. What is finished is kept; the same command goes on from there.")
-        raise typer.Exit(130) from None
+    with stoppable():
+        try:
+            result = session.run()
+        except StoppedError:
+            raise KeyboardInterrupt from None
     console.print(escape(result.to_markdown()), highlight=False, soft_wrap=True, end="")
     written = session.write(result)
-    if not written:
-        console.print("Another process has finished the rest meanwhile, and writes the whole.")
     for path in written:
-        console.print(f"wrote {escape(str(path))}", highlight=False, soft_wrap=True)
-
-
-def _catalogue(targets: Iterable[Target]) -> Table:
-    table = Table(Column("target", no_wrap=True), "what", "needs", box=None)
-    for target in targets:
-        table.add_row(target.name, escape(target.title), escape(target.needs or target.notes))
-    return table
+        say(f"wrote {path}")
+    if not written:
+        say("Another process has finished the rest meanwhile, and writes the whole.")

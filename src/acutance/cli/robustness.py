@@ -1,23 +1,19 @@
-"""`acutance robustness`: what is left of a run's accuracy on corrupted and adversarial images."""
+"""`acutance robustness`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from acutance.cli.options import words
+from acutance.cli.options import DataDir, Device, Markdown, Weights, console, numbers, say, stoppable, words
 from acutance.errors import AcutanceError
-
-console = Console(emoji=False)
 
 
 def robustness(
     run: Annotated[Path, typer.Argument(help="The folder of a run that `acutance train` made, of a classifier.")],
-    data_dir: Annotated[Path | None, typer.Option(help="Where the data is now; by default as in training.")] = None,
+    data_dir: DataDir = None,
     corruptions: Annotated[str, typer.Option(help="Comma-separated names, all or none.")] = "all",
     severities: Annotated[str, typer.Option(help="Comma-separated, from 1 to 5.")] = "1,2,3,4,5",
     attacks: Annotated[
@@ -27,17 +23,17 @@ def robustness(
         Path | None, typer.Option(help="The folder of CIFAR-10-C or CIFAR-100-C, to be read instead of drawing.")
     ] = None,
     split: Annotated[str, typer.Option(help="test, or val to choose by.")] = "test",
-    weights: Annotated[str, typer.Option(help="last, or best on the held-out slice.")] = "last",
+    weights: Weights = "last",
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only so many images: the first, of ImageNet some of each class.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    device: Device = "auto",
     json_path: Annotated[
         Path | None,
         typer.Option("--json", help="The table; it goes on from there.", show_default="RUN/robustness….json"),
     ] = None,
-    markdown_path: Annotated[Path | None, typer.Option("--markdown", help="Also write the table here.")] = None,
+    markdown_path: Markdown = None,
 ) -> None:
     """Measure 19 corruptions at 5 severities, FGSM and PGD. Stopped, the same command goes on.
 
@@ -45,10 +41,10 @@ def robustness(
 
     Example: acutance robustness runs/digits-seed0 --corruptions fog,contrast --attacks fgsm:8,pgd:8:20
     """
-    from acutance import distributed as processes
+    from acutance.distributed import device as device_of
     from acutance.files.atomic import atomic_write
     from acutance.io.saving import load
-    from acutance.lab.evaluate.evaluate import Weights, refuse_seen, weights_path
+    from acutance.lab.evaluate.evaluate import refuse_seen, weights_path
     from acutance.lab.robustness import CORRUPTIONS, evaluate, table_name
     from acutance.lab.robustness.images import images_of
     from acutance.lab.train.run import Run
@@ -56,17 +52,16 @@ def robustness(
     config = Run(run).config()
     if weights not in ("last", "best"):
         raise AcutanceError(f"--weights are last or best, not {weights!r}")
-    refuse_seen(run, config, split, cast(Weights, weights))
+    chosen = cast(Any, weights)
+    refuse_seen(run, config, split, chosen)
     images = images_of(config.task, split, data_dir=data_dir, limit=limit)
-    model = load(weights_path(run, cast(Weights, weights))).to(processes.device(device))
     target = json_path or run / table_name(split, weights, corrupted_dir)
-    names = {"all": list(CORRUPTIONS), "none": []}.get(corruptions.strip(), words(corruptions))
-    try:
+    with stoppable():
         table = evaluate(
-            model,
+            load(weights_path(run, chosen)).to(device_of(device)),
             images,
-            corruptions=names,
-            severities=_numbers(severities),
+            corruptions={"all": list(CORRUPTIONS), "none": []}.get(corruptions.strip(), words(corruptions)),
+            severities=numbers(severities, "--severities"),
             attacks=[] if attacks.strip() == "none" else words(attacks),
             seed=seed,
             path=target,
@@ -74,21 +69,7 @@ def robustness(
             progress=True,
             context={"name": run.name, "split": split, "which": weights},
         )
-    except KeyboardInterrupt:
-        _say("\nStopped. What was measured is kept; the same command goes on from there.")
-        raise typer.Exit(130) from None
     console.print(table.table())
-    _say(f"wrote {target}")
+    say(f"wrote {target}")
     if markdown_path is not None:
-        _say(f"wrote {atomic_write(markdown_path, table.markdown().encode())}")
-
-
-def _say(words: str) -> None:
-    console.print(escape(words), highlight=False, soft_wrap=True)
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(number) for number in words(text)]
-    except ValueError as error:
-        raise AcutanceError(f"--severities takes numbers with commas between, such as 1,3,5, not {text!r}") from error
+        say(f"wrote {atomic_write(markdown_path, table.markdown().encode())}")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from acutance.cli.options import console, numbers, stoppable
 from acutance.errors import AcutanceError
 
 HARDWARE = f"{platform.machine()} CPU"  # nothing here needs more
@@ -23,7 +23,6 @@ app = typer.Typer(
     help="Experiments on over-smoothing: deep random networks, the affinities of trained ones.",
     no_args_is_help=True,
 )
-console = Console(emoji=False)
 
 
 @app.command()
@@ -42,14 +41,10 @@ def depth(
     """
     from acutance.lab.studies.depth import VARIANTS, DepthConfig, depth_study
 
-    config = DepthConfig(depths=_numbers(depths), dim=dim)
+    config = DepthConfig(depths=tuple(sorted(set(numbers(depths, "--depths")))), dim=dim)
     total = len(VARIANTS) * len(config.inits) * seeds
-    try:
-        with _progress(total) as advance:
-            study = depth_study(config, seeds=seeds, folder=out, advance=advance)
-    except KeyboardInterrupt:
-        console.print(f"\nStopped. Finished networks are kept in {out}; the same command goes on from there.")
-        raise typer.Exit(130) from None
+    with stoppable(), _progress(total) as advance:
+        study = depth_study(config, seeds=seeds, folder=out, advance=advance)
     command = f"acutance lab depth --depths {depths} --seeds {seeds} --dim {dim}"
     written = study.save(out, context={"command": command, "hardware": HARDWARE})
     console.print(study.table())
@@ -81,7 +76,7 @@ def kernel(
     acutance lab kernel hf:gpt2 --text wiki.test.txt --tokens 128 --samples 16
     """
     from acutance.io.loading import load_model
-    from acutance.lab.studies.kernel import batch_count, kernel_study
+    from acutance.lab.studies.kernel_study import batch_count, kernel_study
 
     if text is None and tokens is not None:
         raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
@@ -111,10 +106,3 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=console, transient=True) as progress:
         task, started = progress.add_task("", total=total), count()
         yield lambda what: progress.update(task, description=what, completed=next(started))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(sorted({int(part) for part in text.split(",")}))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r}: write numbers with commas, e.g. 12,48,96") from None

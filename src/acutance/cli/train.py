@@ -1,4 +1,4 @@
-"""`acutance train`: a recipe, changed field by field if wanted, trained into a folder."""
+"""`acutance train`."""
 
 from __future__ import annotations
 
@@ -8,22 +8,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from acutance.distributed import gather_by_torchrun, raise_on_all_ranks
+from acutance.cli.options import Changes, Device, console, say
 from acutance.errors import AcutanceError
-
-console = Console(emoji=False)
 
 
 def train(
     recipe: Annotated[str | None, typer.Argument(help="A recipe's name; --list shows them.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="The folder with the data, in its usual layout.")] = None,
-    assignments: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a field, e.g. --set optim.lr=1e-3; can be given again.")
-    ] = None,
+    assignments: Changes = None,
     out: Annotated[
         Path | None, typer.Option(help="The run's folder.", show_default="runs/RECIPE-CHANGES-seedSEED")
     ] = None,
@@ -34,7 +29,7 @@ def train(
     processes: Annotated[
         int | None, typer.Option(min=1, help="Processes to start here for ddp or fsdp; torchrun starts its own.")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    device: Device = "auto",
     show_list: Annotated[bool, typer.Option("--list", help="List the recipes.")] = False,
 ) -> None:
     """Train a model by a recipe, with checkpoints that a killed run goes on from to the same bits.
@@ -45,13 +40,17 @@ def train(
 
     Several machines: torchrun --nnodes 2 --nproc-per-node 8 … -m acutance train RECIPE --strategy fsdp
     """
+    from acutance.distributed import gather_by_torchrun, raise_on_all_ranks
     from acutance.lab import recipes
-    from acutance.lab.train.interrupt import StoppedError
+    from acutance.lab.train import StoppedError
     from acutance.lab.train.run import Run, default_folder
     from acutance.lab.train.start import train as start
 
     if show_list:
-        console.print(_table({name: recipes.summary(name) for name in recipes.names()}))
+        table = Table("recipe", "what it is", box=None)
+        for name in recipes.names():
+            table.add_row(name, escape(recipes.summary(name)))
+        console.print(table)
         return
     if resume and out is None:
         raise AcutanceError("--resume goes on with a run: name its folder with --out")
@@ -80,7 +79,7 @@ def train(
 def _say(words: str) -> None:
     """Once, however many processes there are."""
     if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0:
-        console.print(escape(words), highlight=False, soft_wrap=True)
+        say(words)
 
 
 def _refuse_rivals() -> None:
@@ -115,10 +114,3 @@ def _verdict(folder: Path, config: Any, result: dict[str, Any]) -> str:
         words += f", best {best['score']:.4g} after step {best['step']}"
     test = f"; acutance evaluate {folder} scores it on the test set" if seen else ""
     return f"{words}; models and logs are in {folder}{test}"
-
-
-def _table(summaries: dict[str, str]) -> Table:
-    table = Table("recipe", "what it is", box=None)
-    for name, words in summaries.items():
-        table.add_row(name, escape(words))
-    return table

@@ -130,7 +130,7 @@ def symmetry_over(
     """The symmetry of every layer's H over a training run: (checkpoints, layers).
 
     Args:
-        checkpoints: models, or files written by `models.save_checkpoint`, in the order of training; one is held
+        checkpoints: models, or files written by `ac.save`, in the order of training; one is held
             at a time if the iterable makes them one at a time.
         norm: whether the pre-norm's weight is folded into H.
     """
@@ -141,9 +141,9 @@ def symmetry_over(
 
 
 def _model(checkpoint: nn.Module | str | os.PathLike[str]) -> nn.Module:
-    from acutance.models import from_checkpoint
+    from acutance.io.saving import load
 
-    return checkpoint if isinstance(checkpoint, nn.Module) else from_checkpoint(checkpoint)
+    return checkpoint if isinstance(checkpoint, nn.Module) else load(checkpoint)
 
 
 def _whole_eigenvalues(projection: Tensor, value: Tensor) -> NDArray[np.complex128]:

@@ -1,10 +1,11 @@
-"""save and load: a model on disk together with the mitigation it carries."""
+"""Models on disk, together with the mitigations they carry. Nothing is ever unpickled but tensors."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import pickle
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -15,44 +16,51 @@ from safetensors.torch import load_file, load_model, save_model
 from torch import Tensor, nn
 
 from acutance import sites
-from acutance.errors import AcutanceError, MissingExtraError
+from acutance.errors import AcutanceError, MissingExtraError, first_line
 from acutance.files.atomic import atomic_write
-from acutance.models import LanguageModel, Segmenter, ViT
-from acutance.models.checkpoint import CONFIG_KEY, from_checkpoint, save_checkpoint, sort_metadata
+from acutance.models import BlockStack, LanguageModel, Segmenter, ViT
 from acutance.sites.huggingface_notes import NOTE, forget, is_pretrained, note_when_saving
 from acutance.sites.mitigate import reinstate
 
-RECORD_KEY = "acutance.mitigations"  # in the safetensors metadata; transformers' config.json has it too
+PathLike = str | os.PathLike[str]
+OWN: dict[str, type[ViT | LanguageModel | Segmenter]] = {
+    kind.__name__: kind for kind in (ViT, LanguageModel, Segmenter)
+}
+CONFIG_KEY = "acutance.config"  # in the safetensors metadata
+CLASS_KEY = "acutance.model"  # a ViT where it is missing, as in the first files
+RECORD_KEY = "acutance.mitigations"  # of other models; transformers' config.json has it too
 
 
-def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
-    """Write a model's weights, learnt parameters of its mitigation included, and what mitigation it carries.
+def save(model: nn.Module, path: PathLike) -> Path:
+    """Write a model's weights, the mitigation it carries and what that has learnt.
 
     Args:
-        model: any model; parameters that are shared are written once.
+        model: any model; shared parameters are written once.
         path: a folder for transformers' models, which are written by their `save_pretrained`; a file
             `….safetensors` for all others. Acutance's own models keep their configuration in it too.
     """
+    kind = type(model).__name__
     if is_pretrained(model):
         if Path(path).is_file():  # transformers would log that, and write nothing
-            raise AcutanceError(f"{path} is a file: a {type(model).__name__} is written as a folder, name another")
+            raise AcutanceError(f"{path} is a file: a {kind} is written as a folder, name another")
         note_when_saving()
         model.save_pretrained(path)  # type: ignore[operator]
         return Path(path)
     if Path(path).suffix != ".safetensors":
-        raise AcutanceError(f"{path}: a {type(model).__name__} is written as one file, name it ….safetensors")
-    if isinstance(model, (ViT, LanguageModel)) or (isinstance(model, Segmenter) and model.is_uniform):
-        return save_checkpoint(model, path)
-    metadata = {"format": "pt", RECORD_KEY: json.dumps(sites.record(model))}
+        raise AcutanceError(f"{path}: a {kind} is written as one file, name it ….safetensors")
+    if type(model) in OWN.values() and getattr(model, "is_uniform", True):
+        metadata = {CLASS_KEY: kind, CONFIG_KEY: json.dumps(cast(Any, model).config.to_dict())}
+    else:
+        metadata = {RECORD_KEY: json.dumps(sites.record(model))}
 
     def write(file: Path) -> None:
-        save_model(model, str(file), metadata)
-        sort_metadata(file)
+        save_model(model, str(file), {"format": "pt", **metadata})
+        _sort_metadata(file)
 
     return atomic_write(path, write)
 
 
-def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
+def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
     """Read what `save` wrote, or transformers' `save_pretrained` of a mitigated model.
 
     Args:
@@ -66,15 +74,117 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
     where = where / "model.safetensors" if where.is_dir() else where  # of a run, or of `acutance mitigate --out`
     metadata = _metadata(where)
     if model is None:
-        if CONFIG_KEY not in metadata:
-            raise AcutanceError(f"{where} does not say what model it is: build a plain one and pass it as model=")
-        return from_checkpoint(where)
-    reinstate(model, _checked(metadata.get(RECORD_KEY, "{}"), where))
+        own = _build(metadata, where)
+        load_checkpoint(own, where)
+        return own
+    reinstate(model, _specs(metadata.get(RECORD_KEY, "{}"), where))
     try:
         load_model(model, where)
     except (RuntimeError, SafetensorError) as error:
         raise AcutanceError(f"{where} does not fit this {type(model).__name__}: {error}") from error
     return model
+
+
+def load_checkpoint(model: BlockStack | Segmenter, source: PathLike | Mapping[str, Any]) -> None:
+    """Load published weights, all of them or none; a position embedding of another grid is resized.
+
+    Args:
+        model: one of ours, or the encoder of a `Segmenter`.
+        source: a safetensors file, a `.pth` file (a state dict, or DeiT's {"model": state dict}), or a
+            mapping laid out like one.
+    """
+    label = "the state dict" if isinstance(source, Mapping) else str(source)
+    state: Any = source if isinstance(source, Mapping) else _read(Path(source))
+    state = state["model"] if isinstance(state.get("model"), Mapping) else state
+    if other := [str(name) for name, value in state.items() if not isinstance(value, Tensor)]:
+        raise AcutanceError(f"{label} is not a state dict: {_listed(other)} are no tensors. Pass the state dict itself")
+    state = model.fit_state(state)
+    _check_match(model.state_dict(), state, label)
+    model.load_state_dict(state)
+
+
+def _sort_metadata(file: Path) -> None:
+    """Sort a safetensors file's metadata, which the library writes in random order: equal models are equal files."""
+    with file.open("rb+") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        assert len(text) <= size, "the same entries in another order, and spaces"
+        opened.seek(8)
+        opened.write(text.ljust(size))
+
+
+def _metadata(file: Path) -> Mapping[str, str]:
+    if not file.is_file():
+        raise AcutanceError(f"there is no file {file}")
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            return opened.metadata() or {}
+    except SafetensorError as error:
+        raise _unreadable(file, error) from error
+
+
+def _build(metadata: Mapping[str, str], path: Path) -> ViT | LanguageModel | Segmenter:
+    """The model that a file of ours describes, with new weights."""
+    if CONFIG_KEY not in metadata:
+        raise AcutanceError(
+            f"{path} does not say what model it is: build a plain one and pass it as model=, or for published weights "
+            "use acutance.io.load_checkpoint"
+        )
+    name = metadata.get(CLASS_KEY, "ViT")
+    if name not in OWN:
+        raise AcutanceError(f"{path} holds a {name}, which this version does not know; known: {', '.join(OWN)}")
+    try:
+        options = json.loads(metadata[CONFIG_KEY])
+    except ValueError as error:
+        raise _unreadable(path, error) from error
+    return OWN[name](**OWN[name].config_class.from_dict(options).to_dict())
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    if not file.is_file():
+        raise AcutanceError(f"there is no file {file}")
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a damaged or hostile file provokes
+        raise _unreadable(file, error) from error
+    if not isinstance(content, Mapping):
+        raise AcutanceError(f"{file} holds a {type(content).__name__}, not a state dict")
+    return content
+
+
+def _check_match(own: Mapping[str, Tensor], state: Mapping[str, Tensor], label: str) -> None:
+    """Compare before touching the model: load_state_dict copies what fits even when it then complains."""
+    sizes = [
+        f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}"
+        for name in sorted(own.keys() & state.keys())
+        if own[name].shape != state[name].shape
+    ]
+    missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    problems = {"missing": missing, "unexpected": unexpected, "of another size": sizes}
+    if not any(problems.values()):
+        return
+    found = "; ".join(f"{kind}: {_listed(names)}" for kind, names in problems.items() if names)
+    advice = "build the model with the options the weights were trained with"
+    if any(".mitigation." in name for name in missing):
+        advice = "load it into a plain model, then add the mitigation with mitigate(model, …)"
+    raise AcutanceError(f"{label} does not fit the model ({found}). To fix it, {advice}")
+
+
+def _listed(names: list[str], limit: int = 8) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _unreadable(path: Path, error: Exception) -> AcutanceError:
+    # torch's message about a pickle says how to load it all the same
+    reason = "" if isinstance(error, pickle.UnpicklingError) else f" ({first_line(error)})"
+    return AcutanceError(
+        f"{path} cannot be read as weights: it is damaged, or holds more than tensors, which is refused "
+        f"because unpickling could run code{reason}. Fetch it again, or save its state dict alone"
+    )
 
 
 def _load_folder(folder: Path, model: nn.Module | None) -> nn.Module:
@@ -84,14 +194,13 @@ def _load_folder(folder: Path, model: nn.Module | None) -> nn.Module:
         raise MissingExtraError(f"{folder} is a transformers folder: pip install 'acutance[hf]'") from error
     config = transformers.AutoConfig.from_pretrained(folder)
     if model is None:
-        names = config.architectures or []
-        found = getattr(transformers, names[0], None) if names else None
+        found = getattr(transformers, (config.architectures or [""])[0], None)
         if found is None:
             raise AcutanceError(f"{folder} does not say what class it is: build the model and pass it as model=")
         with _expecting_learnt(found):
             model = found.from_pretrained(folder)
-    state = _folder_state(folder)
     record = _whole_record(model, getattr(config, NOTE, {}), folder)
+    state = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
     learnt = {name: tensor for name, tensor in state.items() if ".mitigation." in name}
     if learnt and not record:
         raise AcutanceError(
@@ -100,15 +209,14 @@ def _load_folder(folder: Path, model: nn.Module | None) -> nn.Module:
         )
     reinstate(model, record)
     names = _names_on_disk(model, [name for name in model.state_dict() if ".mitigation." in name])
-    missing = [name for name, written in names.items() if written not in learnt]
-    if missing:
+    if missing := [name for name, written in names.items() if written not in learnt]:
         raise AcutanceError(f"{folder} lacks the mitigation's parameters {', '.join(missing[:3])}")
     model.load_state_dict({name: learnt[written] for name, written in names.items()}, strict=False)
     forget(model.config)  # the model itself tells now
     return model
 
 
-def _names_on_disk(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
+def _names_on_disk(model: nn.Module, names: list[str]) -> dict[str, str]:
     """Transformers 5 writes the modules of some models, such as ViT, under the names they used to have."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
@@ -121,7 +229,7 @@ def _names_on_disk(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
 
 @contextmanager
 def _expecting_learnt(kind: Any) -> Iterator[None]:
-    """What a mitigation learnt is read here, once its places are there; transformers would report it as unexpected."""
+    """Transformers would report a mitigation's parameters as unexpected; they are read here later."""
     name = "_keys_to_ignore_on_load_unexpected"
     own, inherited = name in vars(kind), getattr(kind, name, None)
     setattr(kind, name, [*(inherited or ()), r"\.mitigation\."])
@@ -135,43 +243,20 @@ def _expecting_learnt(kind: Any) -> Iterator[None]:
 
 
 def _whole_record(model: nn.Module, noted: Mapping[str, Mapping[str, str]], folder: Path) -> dict[str, str]:
-    """What was noted by class, with paths from the model: a part that was mitigated by itself has its own class."""
+    """The specs by path from this model. They were noted by class: a part mitigated by itself has its own class."""
     record: dict[str, str] = {}
     for kind, specs in noted.items():
         found = [path for path, module in model.named_modules() if type(module).__name__ == kind]
-        if not found:
-            raise AcutanceError(
-                f"{folder} was saved from a {kind}, with its mitigation, and this {type(model).__name__} does not hold "
-                "one: load the whole with acutance.load(folder) and take its part, or save that part by itself"
-            )
-        if len(found) > 1:
-            raise AcutanceError(
-                f"{folder} was saved from a {kind}, with its mitigation, of which this {type(model).__name__} holds "
-                f"{len(found)} ({', '.join(found)}): load into one of them"
-            )
+        if len(found) != 1:
+            here = f"this {type(model).__name__} holds {len(found) or 'none'}"
+            advice = f"load into one of {', '.join(found)}" if found else "load the whole and take its part"
+            raise AcutanceError(f"{folder} was saved from a {kind}, with its mitigation, and {here}: {advice}")
         prefix = f"{found[0]}." if found[0] else ""
-        record |= {prefix + name: spec for name, spec in _checked(json.dumps(specs), folder).items()}
+        record |= {prefix + name: spec for name, spec in _specs(json.dumps(specs), folder).items()}
     return record
 
 
-def _folder_state(folder: Path) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        state |= load_file(file)
-    return state
-
-
-def _metadata(file: Path) -> Mapping[str, str]:
-    if not file.is_file():
-        raise AcutanceError(f"there is no file {file}")
-    try:
-        with safe_open(str(file), framework="pt") as opened:
-            return opened.metadata() or {}
-    except SafetensorError as error:
-        raise AcutanceError(f"{file} is not a safetensors file, or it is damaged: {error}") from error
-
-
-def _checked(text: str, source: Path) -> dict[str, str]:
+def _specs(text: str, source: Path) -> dict[str, str]:
     try:
         record = json.loads(text)
     except ValueError as error:

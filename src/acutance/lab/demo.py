@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from acutance.errors import AcutanceError
 from acutance.explain.steer import check_spectrum
 from acutance.files.atomic import atomic_write
+from acutance.io.saving import save
 from acutance.lab.data import Split, digits
 from acutance.lab.tasks.classification import widen_start
 from acutance.lab.train.optim import parameter_groups
@@ -30,7 +31,7 @@ from acutance.lab.train.schedule import warm_cosine
 from acutance.measure import measure
 from acutance.measure.profile import Profile, merge
 from acutance.mitigations import parse
-from acutance.models import ViT, save_checkpoint, vit_digits
+from acutance.models import ViT, vit_digits
 from acutance.report import plot_curves, write_page
 from acutance.version import __version__
 
@@ -124,7 +125,7 @@ def _train_and_measure(
     accuracy = evaluate(model, test)
     batches = list(test.batches(config.batch_size))
     profile = measure(model, batches, metrics=METRICS, tap=TAPS, progress=False)
-    save_checkpoint(model, place / CHECKPOINT)
+    save(model, place / CHECKPOINT)
     profile.save(place / "profile.json")
     record = {
         "variant": variant,

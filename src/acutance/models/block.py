@@ -1,4 +1,4 @@
-"""Attention and the block around it, shared by all reference models; parameters have timm's names.
+"""Attention, MLP and the block around them, shared by all reference models; parameters have timm's names.
 
 The first layer's values travel in plain sight: every block is called `x, v0 = block(x, v0)`. Nothing is kept on the
 side, so checkpointing, compiling and sharding see all there is.
@@ -8,22 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from acutance.attention import AttentionCall, attend, finish
 from acutance.attention.operator import AttentionOperator
 from acutance.mitigations import Mitigation, Weights
-from acutance.mitigations.projection import Projection, weight_with
-from acutance.models.config import AttentionKind, NormPlace
-from acutance.models.layers import Activation, DropPath, LayerScale, Mlp
+from acutance.mitigations.made import Projection, weight_with
+from acutance.models.kernels import mlp
+
+AttentionKind = Literal["softmax", "symmetric", "rbf", "linear", "polynomial"]
+NormPlace = Literal["pre", "post"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """What one block is made of; the models' own configurations say it in the user's words."""
+    """What one block is made of."""
 
     dim: int
     heads: int
@@ -34,10 +37,39 @@ class BlockConfig:
     proj_bias: bool = True
     norm: NormPlace = "pre"
     norm_eps: float = 1e-6
-    activation: Activation = "gelu"
+    activation: Callable[[], nn.Module] = nn.GELU
     layer_scale: float | None = None
     dropout: float = 0.0
     attention_dropout: float = 0.0
+
+
+class Block(nn.Module):
+    """Attention and MLP, each in a residual branch, with its norm before the branch or after the sum."""
+
+    def __init__(self, config: BlockConfig, drop_path: float = 0.0) -> None:
+        super().__init__()
+        gain = config.layer_scale
+        self.post_norm = config.norm == "post"
+        self.norm1 = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.attn = Attention(config)
+        self.ls1 = nn.Identity() if gain is None else LayerScale(config.dim, gain)
+        self.drop_path1 = DropPath(drop_path)
+        self.norm2 = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.mlp = Mlp(config.dim, config.hidden, config.dropout, config.activation)
+        self.ls2 = nn.Identity() if gain is None else LayerScale(config.dim, gain)
+        self.drop_path2 = DropPath(drop_path)
+
+    def forward(self, x: Tensor, v0: Tensor | None, weights: Weights | None = None) -> tuple[Tensor, Tensor]:
+        """The next tokens, and the first layer's values passed on."""
+        residual = x
+        y, first, call = self.attn(x if self.post_norm else self.norm1(x), v0, weights, residual)
+        x = x + self.drop_path1(self.ls1(y))
+        if self.post_norm:
+            x = self.norm1(x)
+            x = self.norm2(x + self.drop_path2(self.ls2(self.mlp(x))))
+        else:
+            x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        return x if call is None else self.attn.mitigation.stream(residual, x, call), first
 
 
 class Attention(nn.Module):
@@ -102,28 +134,7 @@ class Attention(nn.Module):
         y = self.proj(merged) if weights is None else F.linear(merged, weights[1], self.proj.bias)
         y = finish(y, call, self.mitigation, self.observer)
         first = values if v0 is None else v0
-        return self.proj_drop(y), first, call if self.mitigation.overrides("stream") else None
-
-    def _call(self, x: Tensor, v0: Tensor | None, projected: Tensor, residual: Tensor | None) -> AttentionCall:
-        q, k, v = self._split(projected)
-        dropout = self.attention_dropout if self.training else 0.0
-
-        def own(
-            values: Tensor, other_q: Tensor | None = None, other_k: Tensor | None = None, bias: Any = None
-        ) -> Tensor:
-            A = AttentionOperator(
-                q if other_q is None else other_q,
-                k if other_k is None else other_k,
-                mask=bias,
-                kernel=self.kernel,
-                causal=self.causal,
-            )
-            return A.apply(values, dropout)
-
-        options: dict[str, Any] = {"causal": self.causal, "kernel": self.kernel, "dropout": dropout}
-        return AttentionCall(
-            layer=self.layer, x=x, residual=residual, q=q, k=k, v=v, first=v0, product=own, packed=projected, **options
-        )
+        return self.proj_drop(y), first, call if self.mitigation.changes_stream else None
 
     def _project(self, x: Tensor, weights: Weights | None) -> Tensor:
         """q, k and v side by side, (batch, tokens, 3 · dim)."""
@@ -133,40 +144,92 @@ class Attention(nn.Module):
         projected: Tensor = layer(x)
         return projected
 
-    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, each (batch, heads, tokens, head_dim)."""
+    def _call(self, x: Tensor, v0: Tensor | None, projected: Tensor, residual: Tensor | None) -> AttentionCall:
         by_head = projected.reshape(*projected.shape[:2], -1, self.heads, self.head_dim)
-        parts = by_head.permute(2, 0, 3, 1, 4).unbind(0)
-        return parts[0], parts[-2], parts[-1]  # symmetric: the one projection is both q and k
+        parts = by_head.permute(2, 0, 3, 1, 4).unbind(0)  # each (batch, heads, tokens, head_dim)
+        q, k, v = parts[0], parts[-2], parts[-1]  # symmetric: the one projection is both q and k
+        dropout = self.attention_dropout if self.training else 0.0
+        options: dict[str, Any] = {"causal": self.causal, "kernel": self.kernel}
+
+        def own(values: Tensor, new_q: Tensor | None = None, new_k: Tensor | None = None, bias: Any = None) -> Tensor:
+            queries, keys = q if new_q is None else new_q, k if new_k is None else new_k
+            return AttentionOperator(queries, keys, mask=bias, **options).apply(values, dropout)
+
+        tensors: dict[str, Any] = {"x": x, "residual": residual, "q": q, "k": k, "v": v, "first": v0}
+        return AttentionCall(layer=self.layer, **tensors, product=own, packed=projected, dropout=dropout, **options)
 
 
-class Block(nn.Module):
-    """Attention and MLP, each in a residual branch, with its norm before the branch or after the sum."""
+class Mlp(nn.Module):
+    """Two linear layers with a nonlinearity between."""
 
-    def __init__(self, config: BlockConfig, drop_path: float = 0.0) -> None:
+    def __init__(self, dim: int, hidden: int, dropout: float, activation: Callable[[], nn.Module] = nn.GELU) -> None:
         super().__init__()
-        self.post_norm = config.norm == "post"
-        self.norm1 = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        self.attn = Attention(config)
-        self.ls1 = _layer_scale(config)
-        self.drop_path1 = DropPath(drop_path)
-        self.norm2 = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        self.mlp = Mlp(config.dim, config.hidden, config.dropout, config.activation)
-        self.ls2 = _layer_scale(config)
-        self.drop_path2 = DropPath(drop_path)
+        self.fc1 = nn.Linear(dim, hidden)
+        self.act = activation()
+        self.fc2 = nn.Linear(hidden, dim)
+        self.drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, v0: Tensor | None, weights: Weights | None = None) -> tuple[Tensor, Tensor]:
-        """The next tokens, and the first layer's values passed on."""
-        residual = x
-        y, first, call = self.attn(x if self.post_norm else self.norm1(x), v0, weights, residual)
-        x = x + self.drop_path1(self.ls1(y))
-        if self.post_norm:
-            x = self.norm1(x)
-            x = self.norm2(x + self.drop_path2(self.ls2(self.mlp(x))))
-        else:
-            x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
-        return x if call is None else self.attn.mitigation.stream(residual, x, call), first
+    def forward(self, x: Tensor) -> Tensor:
+        if mlp.is_available(x, self.fc1, self.fc2) and self._can_fuse():
+            return mlp.mlp(x, self.fc1, self.fc2)
+        out: Tensor = self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+        return out
+
+    def _can_fuse(self) -> bool:
+        """Whether this is fc2(GELU(fc1(x))) and nothing else: no dropout, no hooks on the layers."""
+        plain = type(self.act) is nn.GELU and self.act.approximate == "none" and not (self.training and self.drop.p > 0)
+        return plain and all(map(_is_bare, (self.fc1, self.act, self.fc2, self.drop)))
 
 
-def _layer_scale(config: BlockConfig) -> nn.Module:
-    return nn.Identity() if config.layer_scale is None else LayerScale(config.dim, config.layer_scale)
+class PatchEmbed(nn.Module):
+    """Cuts images into patches and projects each to one token.
+
+    The patches are rows of one matrix product: a convolution would leave the channels apart in memory, and every norm
+    after it would have to gather them.
+    """
+
+    def __init__(self, in_chans: int, patch_size: int, dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(in_chans, dim, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) to (batch, patches, dim), row by row."""
+        side = self.proj.kernel_size[0]
+        cut = images.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (batch, channels, down, side, across, side)
+        patches = cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+
+
+class LayerScale(nn.Module):
+    """A learnt gain per channel on a residual branch (https://arxiv.org/abs/2103.17239)."""
+
+    def __init__(self, dim: int, start: float) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((dim,), start))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: training skips the branch for some samples, at random, and scales up the others."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rate == 0 or not self.training:
+            return x
+        keep = 1 - self.rate
+        kept = torch.empty((x.shape[0],) + (1,) * (x.ndim - 1), dtype=x.dtype, device=x.device).bernoulli_(keep)
+        return x * (kept / keep if keep > 0 else kept)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate:g}"
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether a module's work may be done without calling it: no hooks, no forward of its own, not compiled alone."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return not any(hooks) and "forward" not in module.__dict__ and module._compiled_call_impl is None

@@ -7,20 +7,46 @@ which is Transformer-XL's with absolute positions and no memory.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from acutance.errors import ShapeError
+from acutance.errors import AcutanceError, ShapeError
 from acutance.mitigations import Mitigation, as_mitigation
-from acutance.models.block import Block, BlockConfig
-from acutance.models.config import LanguageConfig
-from acutance.models.softmax import TiedSoftmax
-from acutance.models.stack import INIT_STD, BlockStack, make_blocks
+from acutance.models.block import BlockConfig
+from acutance.models.stack import INIT_STD, BlockStack, ModelConfig, make_blocks
 
-NORM_EPS = 1e-5
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageConfig(ModelConfig):
+    """The choices behind a `LanguageModel`; the defaults are NeuTRENO's WikiText-103 model."""
+
+    vocabulary: int = 267_735  # words, the most frequent first
+    dim: int = 128
+    depth: int = 16
+    heads: int = 8
+    hidden: int = 2048  # channels inside the MLP
+    cutoffs: tuple[int, ...] = (20_000, 40_000, 200_000)  # where the softmax changes to rarer words; () is a plain one
+    mitigation: str | None = None  # as a spec, e.g. "neutreno:0.4"
+    mitigation_layers: tuple[int, ...] | None = None  # 1 is the first; None is every layer
+    dropout: float = 0.1  # after the embedding, the projections, in the MLP and before the softmax
+    attention_dropout: float = 0.0  # on the attention weights; the public code has none
+
+    def __post_init__(self) -> None:
+        self.check("vocabulary", "hidden")
+        if self.dim % 2:
+            raise AcutanceError(f"dim {self.dim} must be even: positions are pairs of a sine and a cosine")
+        object.__setattr__(self, "cutoffs", tuple(self.cutoffs))  # a list when it comes from JSON
+        if any(low >= high for low, high in pairwise((0, *self.cutoffs, self.vocabulary))):
+            raise AcutanceError(
+                f"cutoffs {self.cutoffs} must grow and stay below the vocabulary of {self.vocabulary}: () is a plain "
+                "softmax"
+            )
 
 
 class LanguageModel(BlockStack):
@@ -31,32 +57,37 @@ class LanguageModel(BlockStack):
         **options: the fields of `LanguageConfig`.
     """
 
+    config_class = LanguageConfig
+    undecayed = ("embed.weight",)
+
     def __init__(self, *, mitigation: Mitigation | str | None = None, **options: Any) -> None:
         super().__init__()
         chosen = as_mitigation(mitigation)
         self._config = config = LanguageConfig(mitigation=None if mitigation is None else chosen.spec, **options)
         self.embed = nn.Embedding(config.vocabulary, config.dim)
         self.drop = nn.Dropout(config.dropout)
-        self.blocks = make_blocks(_block_config(config), config.depth)
+        block = BlockConfig(
+            dim=config.dim,
+            heads=config.heads,
+            hidden=config.hidden,
+            causal=True,
+            qkv_bias=False,
+            proj_bias=False,
+            norm="post",
+            norm_eps=1e-5,
+            activation=nn.ReLU,
+            dropout=config.dropout,
+            attention_dropout=config.attention_dropout,
+        )
+        self.blocks = make_blocks(block, config.depth)
         self.softmax = TiedSoftmax(config.vocabulary, config.dim, config.cutoffs)
         self.apply(_init)
         self.install(chosen, config.mitigation_layers)
 
     @property
-    def config(self) -> LanguageConfig:
-        """What rebuilds this model, with the mitigation it carries now."""
-        spec, layers = self.carried()
-        return replace(self._config, mitigation=spec, mitigation_layers=layers)
-
-    @property
     def final_norm(self) -> nn.Module:
         """The last block's second norm: after it there is no other."""
-        last = [module for module in self.blocks[-1].modules() if isinstance(module, Block)]
-        return last[0].norm2
-
-    def no_weight_decay(self) -> set[str]:
-        """Parameters that an optimiser should leave out of weight decay, beside biases and norms."""
-        return {n for n, _ in self.named_parameters() if n == "embed.weight" or ".mitigation." in n}
+        return self.named_blocks()[-1][1].norm2
 
     def forward_features(self, tokens: Tensor) -> Tensor:
         """What the softmax reads: (batch, tokens) words to (batch, tokens, dim)."""
@@ -102,22 +133,6 @@ def positions_from_the_end(length: int, like: Tensor) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=-1).to(like.dtype)
 
 
-def _block_config(config: LanguageConfig) -> BlockConfig:
-    return BlockConfig(
-        dim=config.dim,
-        heads=config.heads,
-        hidden=config.hidden,
-        causal=True,
-        qkv_bias=False,
-        proj_bias=False,
-        norm="post",
-        norm_eps=NORM_EPS,
-        activation="relu",
-        dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
-    )
-
-
 def _init(module: nn.Module) -> None:
     """Normal weights, norms about one, no bias: as the public code starts."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -128,3 +143,80 @@ def _init(module: nn.Module) -> None:
         nn.init.normal_(module.cluster_weight, std=INIT_STD)
     if isinstance(module, (nn.Linear, nn.LayerNorm)) and module.bias is not None:
         nn.init.zeros_(module.bias)
+
+
+class TiedSoftmax(nn.Module):
+    """The adaptive softmax (https://arxiv.org/abs/1609.04309) as Transformer-XL's public code ties it.
+
+    Every word's output vector is its embedding, of the same width in all clusters, with a bias of its own. The first
+    cluster is predicted together with one entry per rarer cluster, which have a vector and a bias of their own:
+    p(word) = p(cluster) p(word | cluster). Without cut-offs it is a plain softmax.
+    `torch.nn.AdaptiveLogSoftmaxWithLoss` has a further projection per cluster and no word biases there, so that it
+    cannot be tied.
+    """
+
+    def __init__(self, vocabulary: int, dim: int, cutoffs: tuple[int, ...]) -> None:
+        super().__init__()
+        if cutoffs:
+            _keep_uncompiled()
+        self.ends = (0, *cutoffs, vocabulary)
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+        self.cluster_weight = nn.Parameter(torch.empty(len(cutoffs), dim)) if cutoffs else None
+        self.cluster_bias = nn.Parameter(torch.zeros(len(cutoffs))) if cutoffs else None
+
+    def forward(self, hidden: Tensor, words: Tensor, embedding: Tensor) -> Tensor:
+        """−log p of each word, in float32 or better.
+
+        Args:
+            hidden: (…, dim).
+            words: (…) indices.
+            embedding: (vocabulary, dim).
+        """
+        if self.cluster_weight is None:
+            logits = _exact(F.linear(hidden, embedding, self.bias))
+            return F.cross_entropy(logits.flatten(0, -2), words.flatten(), reduction="none").view(words.shape)
+        losses: Tensor = self._adaptive(hidden.flatten(0, -2), words.flatten(), embedding)
+        return losses.view(words.shape)
+
+    def log_probabilities(self, hidden: Tensor, embedding: Tensor) -> Tensor:
+        """log p of all words, (…, vocabulary)."""
+        if self.cluster_weight is None:
+            return F.log_softmax(_exact(F.linear(hidden, embedding, self.bias)), dim=-1)
+        head = F.log_softmax(self._head(hidden, embedding), dim=-1)
+        common, clusters = head[..., : self.ends[1]], head[..., self.ends[1] :].unbind(-1)
+        rare = [
+            cluster[..., None] + F.log_softmax(self._logits(hidden, embedding, low, high), dim=-1)
+            for cluster, (low, high) in zip(clusters, pairwise(self.ends[1:]), strict=True)
+        ]
+        return torch.cat([common, *rare], dim=-1)
+
+    def _adaptive(self, hidden: Tensor, words: Tensor, embedding: Tensor) -> Tensor:
+        first = self.ends[1]
+        cluster = torch.bucketize(words, torch.tensor(self.ends[1:-1], device=words.device), right=True)
+        entry = torch.where(cluster == 0, words, first + cluster - 1)
+        loss = F.cross_entropy(self._head(hidden, embedding), entry, reduction="none")
+        for number, (low, high) in enumerate(pairwise(self.ends[1:]), 1):
+            rows = (cluster == number).nonzero().squeeze(1)
+            logits = self._logits(hidden[rows], embedding, low, high)
+            loss = loss.index_add(0, rows, F.cross_entropy(logits, words[rows] - low, reduction="none").to(loss.dtype))
+        return loss
+
+    def _head(self, hidden: Tensor, embedding: Tensor) -> Tensor:
+        assert self.cluster_weight is not None
+        assert self.cluster_bias is not None
+        first = self.ends[1]
+        weight = torch.cat([embedding[:first], self.cluster_weight])
+        return _exact(F.linear(hidden, weight, torch.cat([self.bias[:first], self.cluster_bias])))
+
+    def _logits(self, hidden: Tensor, embedding: Tensor, low: int, high: int) -> Tensor:
+        return _exact(F.linear(hidden, embedding[low:high], self.bias[low:high]))
+
+
+@cache
+def _keep_uncompiled() -> None:
+    """How many words a cluster has depends on the data. No decorator: it would import the compiler, for seconds."""
+    TiedSoftmax._adaptive = torch.compiler.disable(TiedSoftmax._adaptive)  # type: ignore[method-assign]
+
+
+def _exact(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

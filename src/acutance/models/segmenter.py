@@ -6,7 +6,7 @@ NeuTRENO stands in both, each with its own v⁰, as in its public code.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,17 +15,50 @@ from torch.nn import functional as F
 
 from acutance.errors import AcutanceError, ShapeError
 from acutance.mitigations import Mitigation, as_mitigation
-from acutance.models.block import BlockConfig
-from acutance.models.config import SegmenterConfig
-from acutance.models.layers import PatchEmbed
-from acutance.models.position import resize_position_embedding
-from acutance.models.stack import BlockStack, init_linear, learnt_tokens, make_blocks
+from acutance.models.block import AttentionKind, BlockConfig, PatchEmbed
+from acutance.models.stack import (
+    BlockStack,
+    ModelConfig,
+    init_linear,
+    learnt_tokens,
+    make_blocks,
+    resize_position_embedding,
+)
 
 NORM_EPS = 1e-5  # the public code's, unlike timm's 1e-6
 
 
+@dataclass(frozen=True, kw_only=True)
+class SegmenterConfig(ModelConfig):
+    """The choices behind a `Segmenter`; the defaults are the public code's, with DeiT-tiny as the encoder."""
+
+    num_classes: int
+    image_size: int = 512  # pixels a side that positions are learnt for; images may have any size
+    patch_size: int = 16
+    dim: int = 192
+    depth: int = 12
+    heads: int = 3
+    in_chans: int = 3
+    mlp_ratio: float = 4.0
+    attention: AttentionKind = "softmax"  # of encoder and decoder
+    mitigation: str | None = None  # of encoder and decoder, each with its own v⁰
+    dropout: float = 0.0  # of the encoder, attention weights included
+    drop_path: float = 0.1  # of the encoder's last block
+    decoder_depth: int = 2
+    decoder_heads: int = 3  # the public code has dim / 64
+    decoder_dropout: float = 0.1  # attention weights included
+    decoder_drop_path: float = 0.0  # the public code has none in the decoder
+
+    def __post_init__(self) -> None:
+        counts = ("num_classes", "image_size", "patch_size", "in_chans", "decoder_depth")
+        self.check(*counts, heads=("heads", "decoder_heads"))
+
+
 class Encoder(BlockStack):
     """A ViT without its head, for images of any size that is a multiple of the patch."""
+
+    prefix_tokens = 1
+    undecayed = ("pos_embed", "cls_token")
 
     def __init__(self, config: SegmenterConfig) -> None:
         super().__init__()
@@ -37,16 +70,6 @@ class Encoder(BlockStack):
         self.blocks = make_blocks(_block_config(config, config.heads, config.dropout), config.depth, config.drop_path)
         self.norm = nn.LayerNorm(config.dim, eps=NORM_EPS)
         self.apply(init_linear)
-
-    @property
-    def prefix_tokens(self) -> int:
-        """The class token."""
-        return 1
-
-    @property
-    def final_norm(self) -> nn.Module:
-        """The norm after the last block."""
-        return self.norm
 
     def fit_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A classifier's weights without its head, its position embedding resized, bilinear."""
@@ -67,11 +90,13 @@ class Encoder(BlockStack):
 class MaskTransformer(BlockStack):
     """The decoder: patches and one embedding per class attend to each other; a mask is the cosine between the two."""
 
+    undecayed = ("cls_emb",)
+
     def __init__(self, config: SegmenterConfig) -> None:
         super().__init__()
         blocks = _block_config(config, config.decoder_heads, config.decoder_dropout)
         scale = config.dim**-0.5
-        self.classes = config.num_classes
+        self.suffix_tokens = config.num_classes
         self.blocks = make_blocks(blocks, config.decoder_depth, config.decoder_drop_path)
         self.cls_emb = learnt_tokens(config.num_classes, config.dim)
         self.proj_dec = nn.Linear(config.dim, config.dim)
@@ -82,20 +107,14 @@ class MaskTransformer(BlockStack):
         self.apply(init_linear)
 
     @property
-    def suffix_tokens(self) -> int:
-        """The embeddings of the classes."""
-        return self.classes
-
-    @property
     def final_norm(self) -> nn.Module:
-        """The norm after the last block."""
         return self.decoder_norm
 
     def forward(self, patches: Tensor) -> Tensor:
         """Scores of every class for every patch: (batch, patches, dim) to (batch, patches, classes)."""
         x = torch.cat([self.proj_dec(patches), self.cls_emb.expand(len(patches), -1, -1)], dim=1)
         x = self.decoder_norm(self.run_blocks(x))
-        seen, classes = x[:, : -self.classes] @ self.proj_patch, x[:, -self.classes :] @ self.proj_classes
+        seen, classes = x[:, : -self.suffix_tokens] @ self.proj_patch, x[:, -self.suffix_tokens :] @ self.proj_classes
         cosines = F.normalize(seen, dim=-1) @ F.normalize(classes, dim=-1).transpose(1, 2)
         out: Tensor = self.mask_norm(cosines)
         return out
@@ -108,6 +127,8 @@ class Segmenter(nn.Module):
         mitigation: a `Mitigation`, its spec such as `neutreno:0.6`, or None; for encoder and decoder.
         **options: the fields of `SegmenterConfig`.
     """
+
+    config_class = SegmenterConfig
 
     def __init__(self, *, mitigation: Mitigation | str | None = None, **options: Any) -> None:
         super().__init__()
@@ -138,8 +159,8 @@ class Segmenter(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Parameters that an optimiser should leave out of weight decay, beside biases and norms."""
-        named = {"encoder.pos_embed", "encoder.cls_token", "decoder.cls_emb"}
-        return {n for n, _ in self.named_parameters() if n in named or ".mitigation." in n}
+        parts = {"encoder": self.encoder, "decoder": self.decoder}
+        return {f"{part}.{name}" for part, stack in parts.items() for name in stack.no_weight_decay()}
 
     def fit_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The public code's weights: without the encoder's head, positions resized."""

@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 
 from acutance.errors import AcutanceError
+from acutance.io.inputs import centre_crop
 from acutance.io.loading import image_batches
-from acutance.io.loading.images import centre_crop
 
 HALF = (0.5, 0.5, 0.5)
 
@@ -81,10 +81,10 @@ def test_grey_images_for_one_channel() -> None:
 
 def test_images_that_are_not_there_are_said_by_name(folder: Path, tmp_path: Path) -> None:
     prepare = centre_crop((8, 8), HALF, HALF)
-    with pytest.raises(AcutanceError, match=r"there is no folder of images .*nowhere"):
+    with pytest.raises(AcutanceError, match=r"there is no file or folder .*nowhere"):
         image_batches(tmp_path / "nowhere", prepare)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(AcutanceError, match=r"there is no image in .*empty or its subfolders; looked for \.bmp"):
+    with pytest.raises(AcutanceError, match=r"no file to read in .*empty or its subfolders; looked for \.bmp"):
         image_batches(tmp_path / "empty", prepare)
     (folder / "damaged.jpg").write_bytes((folder / "a.png").read_bytes()[:100])
     with pytest.raises(AcutanceError, match=r"damaged\.jpg cannot be read as an image"):

@@ -15,7 +15,8 @@ from tiny_folders import DECLARATION, save_bert, save_vit
 
 from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError
 from acutance.io.loading import batches_for, load_model
-from acutance.models import ViT, save_checkpoint
+from acutance.io.saving import save
+from acutance.models import ViT
 
 pytest.importorskip("transformers", reason="models of transformers are loaded")
 
@@ -83,7 +84,7 @@ def test_images_run_through_what_was_loaded(vit: Path, pictures: Path) -> None:
 
 def test_our_own_models_read_images_too(pictures: Path, tmp_path: Path) -> None:
     model = ViT(image_size=16, patch_size=4, dim=12, depth=1, heads=2, num_classes=2)
-    loaded = load_model(str(save_checkpoint(model, tmp_path / "model.safetensors")))
+    loaded = load_model(str(save(model, tmp_path / "model.safetensors")))
     (batch,) = batches_for(loaded, images=pictures)
     assert loaded.model(batch).shape == (3, 2)
     assert batch.std() > 0.5, "normalised"
@@ -91,7 +92,7 @@ def test_our_own_models_read_images_too(pictures: Path, tmp_path: Path) -> None:
 
 def test_digits_are_the_default_of_models_that_take_them(tmp_path: Path) -> None:
     sizes = {"image_size": 8, "patch_size": 4, "in_chans": 1, "dim": 12, "depth": 1, "heads": 2, "num_classes": 2}
-    loaded = load_model(str(save_checkpoint(ViT(**sizes), tmp_path / "model.safetensors")), dtype="float64")
+    loaded = load_model(str(save(ViT(**sizes), tmp_path / "model.safetensors")), dtype="float64")
     batches = batches_for(loaded, batch=50, limit=120)
     assert [len(batch) for batch in batches] == [50, 50, 20]
     assert loaded.model(batches[0]).dtype == torch.float64
@@ -105,7 +106,7 @@ def test_commands_say_which_data_is_missing(bert: Path, vit: Path) -> None:
         batches_for(text)
     with pytest.raises(AcutanceError, match="say what it shall read with --images DIR"):
         batches_for(images)
-    with pytest.raises(AcutanceError, match="choose one"):
+    with pytest.raises(AcutanceError, match="give one of them"):
         batches_for(text, text=DECLARATION, images=vit)
     with pytest.raises(AcutanceError, match="it needs --text"):
         batches_for(images, images=vit, tokens=3)
@@ -175,7 +176,7 @@ def test_a_decoder_is_fed_beside_its_encoder(tmp_path: Path) -> None:
         ("hf:{}", {"config.json": "{"}, "cannot be loaded"),
         ("hf:{}", {"config.json": '{"model_type": "marvel"}'}, "cannot be loaded: .*marvel"),
         ("hf:{}", {"config.json": '{"model_type": "bert"}'}, "cannot be loaded: .*no file named model.safetensors"),
-        ("hf:{}/model.safetensors", {"model.safetensors": ""}, "name the folder that holds config.json"),
+        ("hf:{}/model.safetensors", {"model.safetensors": ""}, "name the folder with config.json"),
         ("hf:{}", {"a.gguf": "", "b.gguf": ""}, r"holds several GGUF files \(a.gguf, b.gguf\)"),
         ("hf:{}/a.gguf", {"a.gguf": "not one"}, "a.gguf cannot be loaded"),
         ("{}/nowhere", None, "no checkpoint at"),
@@ -303,7 +304,7 @@ def answers(tmp_path_factory) -> dict[str, tuple[str, str, str]]:
     ("name", "message"),
     [
         ("hf:owner/gated", "hf:owner/gated is gated: accept its terms at {hub}/owner/gated, then log in"),
-        ("hf:owner/missing", "hf:owner/missing: there is no public model 'owner/missing' on the Hub"),
+        ("hf:owner/missing", "hf:owner/missing is not there: no public model 'owner/missing' on the Hub"),
         ("hf:owner/silent", f"hf:owner/silent cannot be downloaded: {SILENT} does not answer ("),
     ],
 )

@@ -10,8 +10,9 @@ import torch
 from real_weights import MINILM, packaged
 from tiny_folders import DECLARATION
 
+from acutance.io.saving import save
 from acutance.measure.profile import Profile
-from acutance.models import ViT, save_checkpoint
+from acutance.models import ViT
 from forked import run_as_torchrun, run_forked
 
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -21,7 +22,7 @@ def digits(folder: Path, limit: int) -> list[str]:
     """A model of our own on the embedded digits."""
     torch.manual_seed(0)
     sizes = {"image_size": 8, "patch_size": 2, "in_chans": 1, "dim": 12, "depth": 2, "heads": 2, "num_classes": 10}
-    checkpoint = save_checkpoint(ViT(**sizes), folder / "model.safetensors")
+    checkpoint = save(ViT(**sizes), folder / "model.safetensors")
     return [str(checkpoint), "--metrics", "all", "--batch", "32", "--limit", str(limit)]
 
 

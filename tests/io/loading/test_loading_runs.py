@@ -7,12 +7,12 @@ import torch
 
 from acutance.errors import AcutanceError
 from acutance.io.loading import batches_for, load_model
+from acutance.io.saving import save
 from acutance.lab import recipes
 from acutance.lab.data import load_images
 from acutance.lab.data.augment import normalise
 from acutance.lab.tasks import task_class
 from acutance.lab.train import Run, override
-from acutance.models import save_checkpoint
 
 SMALL = ("task.model.dim=12", "task.model.depth=1", "task.model.heads=2")
 
@@ -22,7 +22,7 @@ def begun(folder: Path, recipe: str, *changes: str) -> str:
     config = override(recipes.load(recipe), [*SMALL, *changes])
     made = task_class(config.task.kind)(config.task, seed=0, device=torch.device("cpu"))
     Run(folder).begin(config, recipe, 1)
-    save_checkpoint(made.build_model(), Run(folder).model_path)
+    save(made.build_model(), Run(folder).model_path)
     return str(folder)
 
 

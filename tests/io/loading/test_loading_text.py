@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_folders import DECLARATION, tiny_tokenizer
 
-import acutance.io.loading.text as text_room
+import acutance.io.inputs as text_room
 from acutance.errors import AcutanceError
 from acutance.io.loading import text_batches
 
@@ -97,11 +97,11 @@ def test_a_decoder_reads_the_same_text_shifted(tokenizer) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("nowhere", None, "there is no text file or folder .*nowhere"),
+        ("nowhere", None, "there is no file or folder .*nowhere"),
         ("empty.txt", b"", "empty.txt holds no text"),
         ("blank.txt", b" \n\n", "blank.txt holds no text"),
         ("image.txt", b"\x89PNG\xff", "image.txt cannot be read as UTF-8 text"),
-        (".", None, "there is no .txt file in"),
+        (".", None, r"no file to read in .*looked for \.txt"),
     ],
 )
 def test_text_that_is_not_there_is_said_by_name(name, content, message, tokenizer, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from real_weights import MINILM, SMOLLM2, packaged
 from tiny_folders import DECLARATION
 
 import acutance as ac
-from acutance.io.loading import LoadedModel, TextBatches, load_model
+from acutance.io.loading import Batches, LoadedModel, load_model
 from acutance.measure.profile import Profile
 
 pytest.importorskip("transformers", reason="the weights are loaded by transformers")
@@ -56,7 +56,7 @@ def entropy(weights: np.ndarray) -> float:
     return float(-(weights * logarithm).sum(-1).mean())
 
 
-def expected(model, batches: TextBatches, *, last_is_normed: bool, content_only: bool = False) -> dict:
+def expected(model, batches: Batches, *, last_is_normed: bool, content_only: bool = False) -> dict:
     """The same figures from what the model returns, sample by sample without padding, by eager attention."""
     read: dict[tuple[str, int], list[float]] = {}
     before = model.config._attn_implementation

@@ -13,7 +13,7 @@ from PIL import Image
 from tiny_data_sets import add_member, picture, write_imagenet, write_shards
 
 from acutance.errors import AcutanceError
-from acutance.io import loading
+from acutance.io import inputs
 from acutance.lab.data import shards as shards_module
 from acutance.lab.data.decoding import centre_crop, random_part, random_resized_crop
 from acutance.lab.data.folder import Crops, ImageFolder
@@ -164,7 +164,7 @@ def test_crops_are_pillows():
 @pytest.mark.parametrize("size", [(60, 40), (41, 77)])
 def test_training_and_measuring_cut_the_same_middle(size):
     image = picture(*size, 0)
-    measured = loading.images.centre_crop((224, 224), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), fraction=224 / 256)([image])
+    measured = inputs.centre_crop((224, 224), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), fraction=224 / 256)([image])
     assert np.array_equal(np.asarray(centre_crop(image, 224)).transpose(2, 0, 1), (255 * measured[0]).round().numpy())
 
 

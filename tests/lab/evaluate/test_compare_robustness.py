@@ -125,30 +125,3 @@ def test_the_command_prints_and_writes(six, tmp_path):
     assert body["comparisons"]["fog:1"]["groups"][1]["scores"] == {"0": 81.0, "1": 83.0, "2": 85.0}
     refused = CliRunner().invoke(app, ["compare", *map(str, six), "--robustness", "--set", "task.fraction=0.1"])
     assert "takes no --set" in str(refused.exception)
-
-
-def test_evaluate_measures_robustness_too(tmp_path, monkeypatch):
-    asked = []
-
-    class Found:
-        def __init__(self):
-            self.scores = {"top1": 1.0}
-
-        def path(self, folder):
-            return folder / "evaluation.json"
-
-    def measure(model, images, **options):
-        asked.append((len(images), options["path"], options["context"]))
-        return RobustnessTable({"clean": 1.0})
-
-    monkeypatch.setattr("acutance.lab.evaluate.evaluate.evaluate_run", lambda *_, **__: Found())
-    monkeypatch.setattr("acutance.lab.robustness.evaluate", measure)
-    folder = record(tmp_path / "run")
-    save(models.vit_digits(), folder / "model.safetensors")
-    done = CliRunner().invoke(app, ["evaluate", str(folder), "--robustness", "--device", "cpu"])
-    assert done.exit_code == 0, done.output
-    context = {"name": "run", "split": "test", "which": "last"}
-    assert asked == [(364, folder / "robustness.json", context)]
-    text = record(tmp_path / "text", recipe="wikitext2")
-    refused = CliRunner().invoke(app, ["evaluate", str(text), "--robustness"])
-    assert "a run of language is no classifier" in str(refused.exception)

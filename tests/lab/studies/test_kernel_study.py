@@ -13,10 +13,12 @@ from typer.testing import CliRunner
 from acutance.cli.studies import app
 from acutance.errors import AcutanceError
 from acutance.io.loading import load_model
+from acutance.io.saving import load, save
 from acutance.lab.data import digits
 from acutance.lab.studies import kernel_assumptions, kernel_study
-from acutance.lab.studies.kernel import PAPER, batch_count, variant_of
-from acutance.models import ViT, from_checkpoint, save_checkpoint
+from acutance.lab.studies.kernel_study import PAPER, batch_count, variant_of
+from acutance.lab.studies.pictures import symmetry_picture
+from acutance.models import ViT
 
 OPTIONS = {"image_size": 8, "patch_size": 4, "in_chans": 1, "dim": 12, "depth": 2, "heads": 3, "num_classes": 10}
 
@@ -32,8 +34,8 @@ def model(seed: int, **options) -> ViT:
 @pytest.fixture
 def runs(tmp_path):
     for seed in (0, 1):
-        save_checkpoint(model(seed), tmp_path / f"plain-seed{seed}" / "model.safetensors")
-        save_checkpoint(model(seed, attention="symmetric"), tmp_path / f"even-seed{seed}" / "model.safetensors")
+        save(model(seed), tmp_path / f"plain-seed{seed}" / "model.safetensors")
+        save(model(seed, attention="symmetric"), tmp_path / f"even-seed{seed}" / "model.safetensors")
     return tmp_path
 
 
@@ -52,9 +54,7 @@ def test_the_command_writes_what_a_direct_reading_gives(runs) -> None:
     for data, split in (("train", train), ("test", test)):
         images = split.images[torch.linspace(0, len(split) - 1, 9).round().long()]
         for seed in (0, 1):
-            direct[data, seed] = kernel_assumptions(
-                from_checkpoint(runs / f"plain-seed{seed}/model.safetensors"), [images]
-            )
+            direct[data, seed] = kernel_assumptions(load(runs / f"plain-seed{seed}/model.safetensors"), [images])
     chosen = table.query("run == 'plain-seed1' and data == 'train'").set_index(["layer", "head"])
     for row in direct["train", 1].rows():
         for name, value in row.items():
@@ -152,3 +152,17 @@ def test_runs_of_one_name_are_refused(runs) -> None:
     twice = [str(runs / "even-seed0"), str(runs / "even-seed0" / "model.safetensors")]
     with pytest.raises(AcutanceError, match="one name: even-seed0, even-seed0"):
         CliRunner().invoke(app, ["kernel", *twice], catch_exceptions=False)
+
+
+def test_the_symmetry_picture_shows_means() -> None:
+    rows = [
+        {"variant": v, "seed": s, "epoch": e, "layer": n, "symmetry": 0.1 * s + 0.01 * e + 0.2 * n + (v == "plus")}
+        for v in ("softmax", "plus")
+        for s in (0, 1)
+        for e in (0, 1, 2)
+        for n in (1, 2, 3)
+    ]
+    left, right = symmetry_picture(pd.DataFrame(rows), "softmax").axes
+    assert len(left.lines) == 3
+    np.testing.assert_allclose(left.lines[1].get_ydata(), [0.45, 0.46, 0.47])
+    np.testing.assert_allclose(right.lines[1].get_ydata(), [1.45, 1.46, 1.47])

@@ -6,11 +6,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from acutance.errors import AcutanceError
+from acutance.io.saving import save
 from acutance.lab.data.augment import AugmentConfig
 from acutance.lab.data.images import load_images
 from acutance.lab.tasks import Share, config_class, task_class
 from acutance.lab.tasks.classification import ClassificationConfig, ClassificationTask
-from acutance.models import ViT, ViTConfig, save_checkpoint
+from acutance.models import ViT, ViTConfig
 
 MODEL = ViTConfig(image_size=8, patch_size=4, in_chans=1, dim=8, depth=1, heads=2, num_classes=10)
 CPU = torch.device("cpu")
@@ -129,7 +130,7 @@ def test_all_and_fractions_of_the_images():
 
 def test_weights_to_start_from_and_a_mitigation_put_in_afterwards(tmp_path):
     trained = ViT(**MODEL.to_dict())
-    save_checkpoint(trained, tmp_path / "weights.safetensors")
+    save(trained, tmp_path / "weights.safetensors")
     options = {**MODEL.to_dict(), "mitigation": "neutreno:0.6,learn=layer"}
     config = ClassificationConfig("digits", ViTConfig(**options), weights=str(tmp_path / "weights.safetensors"))
     model = ClassificationTask(config, seed=0, device=CPU).build_model()

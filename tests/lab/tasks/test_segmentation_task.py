@@ -8,11 +8,12 @@ import torch
 from torch.nn import functional as F
 
 from acutance.errors import AcutanceError
+from acutance.io.saving import save
 from acutance.lab.tasks import Share, config_class, task_class
 from acutance.lab.tasks.segmentation import ADE20K, CAMVID, SegmentationConfig, SegmentationTask, normalised
 from acutance.lab.tasks.windows import MULTI, WindowConfig, confusion, probabilities, scores
 from acutance.lab.train.config import Config
-from acutance.models import SegmenterConfig, ViT, save_checkpoint
+from acutance.models import SegmenterConfig, ViT
 
 Image = pytest.importorskip("PIL.Image")
 MODEL = SegmenterConfig(
@@ -136,7 +137,7 @@ def test_a_perfect_model_scores_100(task):
 def test_a_mitigation_is_installed_in_both_parts_after_the_encoders_weights(task, tmp_path):
     torch.manual_seed(3)
     vit = ViT(image_size=8, patch_size=4, dim=12, depth=2, heads=3, num_classes=7)
-    path = save_checkpoint(vit, tmp_path / "vit.safetensors")
+    path = save(vit, tmp_path / "vit.safetensors")
     model_config = SegmenterConfig(**{**MODEL.to_dict(), "mitigation": "neutreno:0.6,learn=head"})
     model = task_on(tmp_path, model=model_config, encoder_weights=str(path)).build_model()
     assert model.config == model_config

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Picture
 
-from acutance.cli.options import words
 from acutance.errors import AcutanceError, first_line
 from acutance.lab.bench import efficiency, floor, language, lengths, measuring, results, steps, throughput
 from acutance.lab.bench.results import Row
@@ -57,7 +56,7 @@ def chosen_groups(only: str | None) -> list[str]:
     if only is None:
         return list(GROUPS)
     found: list[str] = []
-    for word in words(only):
+    for word in map(str.strip, only.split(",")):
         matching = [name for name in GROUPS if name == word or name.startswith(f"{word}-")]
         if not matching:
             known = ", ".join([*GROUPS, "steps", "end-to-end", "long"])

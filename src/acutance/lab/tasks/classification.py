@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from acutance import distributed as processes
 from acutance import models
 from acutance.errors import AcutanceError
+from acutance.io.saving import load_checkpoint
 from acutance.lab.data.augment import Augment, AugmentConfig
 from acutance.lab.data.images import Images, load_images
 from acutance.lab.data.seeds import epoch_order, generator
@@ -20,8 +21,7 @@ from acutance.lab.data.subsets import SplitName, fraction
 from acutance.lab.studies.depth import draw_xavier
 from acutance.lab.tasks.base import Share, Task
 from acutance.mitigations import as_mitigation
-from acutance.models import ViT
-from acutance.models.config import ViTConfig
+from acutance.models import ViT, ViTConfig
 
 EVALUATED_AT_ONCE = 1000  # images in a forward pass of `evaluate`
 PROBE_IMAGES = 64
@@ -40,7 +40,7 @@ class ClassificationConfig:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     compile_augment: bool = False
     repeats: int = 1  # times an image comes in a batch, augmented anew (DeiT's repeated augmentation: 3)
-    weights: str | None = None  # start from these, e.g. to fine-tune; a file that models.load_checkpoint reads
+    weights: str | None = None  # start from these, e.g. to fine-tune; a file that acutance.io.load_checkpoint reads
     xavier: bool = False  # start wider than DeiT's σ = 0.02, which is too narrow for few channels
 
     def __post_init__(self) -> None:
@@ -49,10 +49,10 @@ class ClassificationConfig:
 
 
 def preset(name: str, **options: Any) -> ViTConfig:
-    """The configuration of a model in `acutance.models.presets`, such as vit_tiny_cifar, with these options changed."""
-    build = getattr(models.presets, name, None)
-    if name.startswith("_") or build is None:
-        raise AcutanceError(f"there is no model {name!r} in acutance.models.presets")
+    """The configuration of a model in `acutance.models`, such as vit_tiny_cifar, with these options changed."""
+    build = getattr(models, name, None)
+    if not name.startswith(("deit_", "vit_")) or build is None:
+        raise AcutanceError(f"there is no model {name!r} in acutance.models")
     with torch.device("meta"):  # only its configuration is wanted
         config: ViTConfig = build(**options).config
     return config
@@ -164,7 +164,7 @@ def build_vit(chosen: ViTConfig, *, weights: str | None, xavier: bool = False) -
     if xavier:
         widen_start(model)
     if weights is not None:
-        models.load_checkpoint(model, weights)
+        load_checkpoint(model, weights)
     if chosen.mitigation is not None:
         model.install(as_mitigation(chosen.mitigation), chosen.mitigation_layers)
     return model

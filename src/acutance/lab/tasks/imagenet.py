@@ -27,7 +27,7 @@ from acutance.lab.data.stream import REPEATS, evaluation_batches, repeated, trai
 from acutance.lab.data.subsets import SplitName, held_out
 from acutance.lab.tasks.base import Share, Task
 from acutance.lab.tasks.classification import build_vit, counts, mean_scores, soft_cross_entropy
-from acutance.models.config import ViTConfig
+from acutance.models import ViTConfig
 
 EVALUATED_AT_ONCE = 256  # images in a forward pass of `evaluate`
 PROBE_IMAGES = 64
@@ -47,7 +47,7 @@ class ImageNetConfig:
     augment: AugmentConfig = DEIT
     compile_augment: bool = False
     repeats: int = REPEATS  # times an image comes in a batch; an epoch then sees that much fewer of them
-    weights: str | None = None  # start from these, e.g. to fine-tune; a file that models.load_checkpoint reads
+    weights: str | None = None  # start from these, e.g. to fine-tune; a file that acutance.io.load_checkpoint reads
     workers: int = 8  # processes that decode, for each process that trains
 
     def __post_init__(self) -> None:

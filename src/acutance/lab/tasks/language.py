@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from acutance import distributed as processes
 from acutance.errors import AcutanceError
+from acutance.io.saving import load_checkpoint
 from acutance.lab.data.tokens import Corpus, load_corpus
 from acutance.lab.tasks.base import Share, Task
 from acutance.mitigations import as_mitigation
-from acutance.models.checkpoint import load_checkpoint
-from acutance.models.config import LanguageConfig
+from acutance.models import LanguageConfig
 from acutance.models.language import LanguageModel
 
 PROBE_SEQUENCES = 16
@@ -38,7 +38,7 @@ class LanguageTaskConfig:
     val_stride: int = 256  # words an evaluation's window moves on during training: quick, and a higher perplexity
     test_stride: int = 1  # on the test set, as the paper counts it
     windows: int = 64  # evaluated at once
-    weights: str | None = None  # start from these, e.g. to fine-tune; a file that models.load_checkpoint reads
+    weights: str | None = None  # start from these, e.g. to fine-tune; a file that acutance.io.load_checkpoint reads
 
     def __post_init__(self) -> None:
         for name in ("length", "val_stride", "test_stride", "windows"):

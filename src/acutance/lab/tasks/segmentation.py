@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from acutance import distributed as processes
 from acutance.errors import AcutanceError
+from acutance.io.saving import load_checkpoint
 from acutance.lab.data.seeds import epoch_order
 from acutance.lab.data.segmentation import IGNORED, SegmentationSet, load_segmentation
 from acutance.lab.data.segmentation_augment import SegmentationCrops
@@ -21,8 +22,7 @@ from acutance.lab.data.subsets import SplitName
 from acutance.lab.tasks.base import Share, Task
 from acutance.lab.tasks.windows import LONGEST, MULTI, SINGLE, View, WindowConfig, confusion, scores, segmented
 from acutance.mitigations import as_mitigation
-from acutance.models.checkpoint import load_checkpoint
-from acutance.models.config import SegmenterConfig
+from acutance.models import SegmenterConfig
 from acutance.models.segmenter import Segmenter
 
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's, of 255, as DeiT's weights expect
@@ -43,7 +43,7 @@ class SegmentationConfig:
     train_on: Literal["train", "all"] = "train"  # all includes the slice "val": for a last run, when nothing is chosen
     windows: WindowConfig = field(default_factory=WindowConfig)
     multi_scale: bool = True  # on the test set, score several scales and flips too, which takes many times as long
-    encoder_weights: str | None = None  # of a classifier, e.g. DeiT's; a file that models.load_checkpoint reads
+    encoder_weights: str | None = None  # of a classifier, e.g. DeiT's; a file that acutance.io.load_checkpoint reads
     workers: int = 0  # processes that decode and crop; 0 does it in this one
 
 

@@ -12,10 +12,10 @@ from safetensors import SafetensorError, safe_open
 
 from acutance.errors import AcutanceError
 from acutance.files.atomic import digest
+from acutance.io.saving import CLASS_KEY, CONFIG_KEY
 from acutance.lab.tasks import task_class
 from acutance.lab.tasks.base import STARTS
 from acutance.lab.train.run import INCIDENTAL, Run
-from acutance.models.checkpoint import CLASS_KEY, CONFIG_KEY
 
 # With these the same tensors are another model, which nothing would notice: shapes stay as they are.
 NEVER_MEANT = ("heads", "norm", "cutoffs")

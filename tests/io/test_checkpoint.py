@@ -10,15 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from acutance.errors import AcutanceError, ShapeError
-from acutance.io.saving import save
-from acutance.models import (
-    ViT,
-    from_checkpoint,
-    load_checkpoint,
-    resize_position_embedding,
-    save_checkpoint,
-)
-from acutance.models.checkpoint import sort_metadata
+from acutance.io import saving
+from acutance.io.saving import load, load_checkpoint, save
+from acutance.models import ViT, resize_position_embedding
 from acutance.sites.mitigate import mitigate
 
 TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 2, "heads": 3, "num_classes": 5}
@@ -52,8 +46,8 @@ def test_a_saved_model_comes_back_whole(tmp_path, options):
     model = make(**options)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    path = save_checkpoint(model, tmp_path / "run" / "model.safetensors")
-    assert_same_model(from_checkpoint(path), model)
+    path = save(model, tmp_path / "run" / "model.safetensors")
+    assert_same_model(load(path), model)
     assert list(path.parent.iterdir()) == [path]  # nothing temporary stays
 
 
@@ -61,13 +55,13 @@ def test_a_saved_model_comes_back_whole(tmp_path, options):
 def test_a_mitigation_patched_in_is_saved_with_the_model(tmp_path, mitigation, layers):
     model = make()
     with mitigate(model, mitigation, layers=layers):
-        path = save_checkpoint(model, tmp_path / "model.safetensors")
-        assert_same_model(from_checkpoint(path), model)
+        path = save(model, tmp_path / "model.safetensors")
+        assert_same_model(load(path), model)
     assert model.config.mitigation is None
 
 
 def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
-    path = save_checkpoint(make(), tmp_path / "model.safetensors")
+    path = save(make(), tmp_path / "model.safetensors")
     before = path.read_bytes()
 
     def fail(*_):
@@ -75,7 +69,7 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
-        save_checkpoint(make(seed=1), path)
+        save(make(seed=1), path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
@@ -120,7 +114,7 @@ def test_damaged_files_are_named(tmp_path, name, damage):
     if name.endswith("pth"):
         torch.save(model.state_dict(), path)
     else:
-        save_checkpoint(model, path)
+        save(model, path)
     whole = path.read_bytes()
     noise = np.random.default_rng(0).bytes(len(whole))
     content = {
@@ -135,26 +129,26 @@ def test_damaged_files_are_named(tmp_path, name, damage):
         load_checkpoint(model, path)
     if name.endswith("safetensors"):
         with pytest.raises(AcutanceError, match=rf"{name} cannot be read as weights"):
-            from_checkpoint(path)
+            load(path)
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
 def test_files_without_a_usable_configuration_are_named(tmp_path):
     path = tmp_path / "weights.safetensors"
     save_file(make().state_dict(), path)
-    with pytest.raises(AcutanceError, match=r"no model configuration.*acutance\.load\(.*models\.load_checkpoint"):
-        from_checkpoint(path)
+    with pytest.raises(AcutanceError, match=r"pass it as model=.*acutance\.io\.load_checkpoint"):
+        load(path)
     save_file(make().state_dict(), path, metadata={"acutance.config": "{"})
     with pytest.raises(AcutanceError, match="cannot be read"):
-        from_checkpoint(path)
+        load(path)
     save_file(make().state_dict(), path, metadata={"acutance.config": "[1]"})
     with pytest.raises(AcutanceError, match="configuration"):
-        from_checkpoint(path)
+        load(path)
     save_file(make().state_dict(), path, metadata={"acutance.config": '{"wings": 2}'})
     with pytest.raises(AcutanceError, match="unknown model options wings"):
-        from_checkpoint(path)
+        load(path)
     with pytest.raises(AcutanceError, match="there is no file"):
-        from_checkpoint(tmp_path / "nowhere.safetensors")
+        load(tmp_path / "nowhere.safetensors")
 
 
 def test_every_misfit_is_listed_and_nothing_is_loaded():
@@ -185,7 +179,7 @@ def test_contents_that_are_no_state_dict_are_refused(tmp_path):
 
 
 def test_another_image_size_resizes_the_positions(tmp_path):
-    path = save_checkpoint(make(), tmp_path / "small.safetensors")
+    path = save(make(), tmp_path / "small.safetensors")
     larger = make(seed=1, image_size=16)
     load_checkpoint(larger, path)
     stored = load_file(path)["pos_embed"]
@@ -228,7 +222,7 @@ def test_a_grid_that_is_not_square_is_refused(shape, prefix):
 def test_equal_models_are_equal_files(tmp_path):
     """The library writes metadata in the order of a hash table, another one each time."""
     models = [make(mitigation="neutreno:0.6") for _ in range(5)]
-    assert len({save_checkpoint(model, tmp_path / "one.safetensors").read_bytes() for model in models}) == 1
+    assert len({save(model, tmp_path / "one.safetensors").read_bytes() for model in models}) == 1
     other = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
     mitigate(other, "neutreno:0.6")
     assert len({save(other, tmp_path / "two.safetensors").read_bytes() for _ in range(5)}) == 1
@@ -238,7 +232,7 @@ def test_sorting_metadata_changes_nothing_else(tmp_path):
     tensors = {"b": torch.arange(6.0), "a": torch.ones(2, 3, dtype=torch.bfloat16)}
     metadata = {"λ": 'quotes "…" \\ and\nlines \x01\x7f/', "b": "", "a": "1"}
     save_file(tensors, file := tmp_path / "file.safetensors", metadata)
-    sort_metadata(file)
+    saving._sort_metadata(file)
     with safe_open(file, framework="pt") as opened:
         assert opened.metadata() == metadata
     found = load_file(file)

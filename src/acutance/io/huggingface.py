@@ -7,75 +7,76 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError
-from acutance.io.loading.base import LoadedModel
-from acutance.io.loading.hub import loading
+from acutance.io.hub import loading
+from acutance.io.inputs import LoadedModel
+from acutance.io.saving import load as load_saved
+from acutance.sites.huggingface_notes import NOTE
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Where a model lies."""
 
     place: str  # a folder, or a name on the Hub
-    options: Mapping[str, str]  # what the library's from_pretrained must be told beside it
-    repository: str | None  # the name on the Hub; None for local files
-
-
-@dataclass(frozen=True)
-class Processor:
-    """An image processor of the library, as a function from images to a batch."""
-
-    processor: Any
-
-    def __call__(self, images: Sequence[Any]) -> dict[str, Any]:
-        """What the model takes."""
-        return dict(self.processor(images=list(images), return_tensors="pt"))
-
-    def save_pretrained(self, folder: Path) -> None:
-        """Write it beside a model."""
-        self.processor.save_pretrained(folder)
+    options: Mapping[str, str] = {}  # what the library's from_pretrained must be told beside it
+    repository: str | None = None  # the name on the Hub; None for local files
 
 
 def load(name: str, *, head: bool) -> LoadedModel:
     """The model behind `hf:…`: its backbone, or with `head` the class its checkpoint was saved from."""
-    transformers = _library()
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError("hf: models need transformers: pip install 'acutance[hf]'") from error
     source = _source(name)
     with loading(name, source.repository), _quiet(transformers, source.repository is None):
         config = transformers.AutoConfig.from_pretrained(source.place, **source.options)
-        if getattr(config, "acutance", None):
+        if getattr(config, NOTE, None):  # it was saved with its mitigation, whose record names layers of the whole
             model = _mitigated(source)
         else:
             kind = _class(transformers, config, source) if head else transformers.AutoModel
             options = {"config": config, "output_loading_info": True, **source.options}
             model, report = kind.from_pretrained(source.place, **options)
             _warn_of_random_weights(name, report["missing_keys"])
+
+    @cache
+    def tokenizer() -> Any:
+        with loading(f"the tokenizer of {name}", source.repository), _quiet(transformers, True):
+            found = transformers.AutoTokenizer.from_pretrained(source.place, config=config, **source.options)
+        if len(found) <= len(found.all_special_tokens):  # the library makes an empty one where there is none
+            raise AcutanceError(f"{name} comes without a tokenizer's vocabulary, such as tokenizer.json: put it there")
+        return found
+
+    @cache
+    def processor() -> Any:
+        with loading(f"the image processor of {name}", source.repository), _quiet(transformers, True):
+            # The PIL back-end gives the same pictures with and without torchvision.
+            found: Any = transformers.AutoImageProcessor
+            return found.from_pretrained(source.place, backend="pil")
+
     inputs = signature(model.forward).parameters
     return LoadedModel(
         name,
         model,
-        tokenizer=cache(partial(_tokenizer, name, source, config)) if "input_ids" in inputs else None,
-        preprocess=cache(partial(_processor, name, source)) if "pixel_values" in inputs else None,
+        tokenizer=tokenizer if "input_ids" in inputs else None,
+        preprocess=(lambda: partial(_prepare, processor())) if "pixel_values" in inputs else None,
+        save_inputs=lambda folder, text: (tokenizer if text else processor)().save_pretrained(folder),
         context=_context(model, config),
         decoder_start=_decoder_start(model, config),
     )
 
 
-def _library() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtraError("hf: models need transformers: pip install 'acutance[hf]'") from error
-    return transformers
+def _prepare(processor: Any, images: Sequence[Any]) -> dict[str, Any]:
+    return dict(processor(images=list(images), return_tensors="pt"))
 
 
 def _source(name: str) -> Source:
@@ -84,27 +85,23 @@ def _source(name: str) -> Source:
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
         if (path / "config.json").is_file() or not found:
-            return Source(str(path), {}, None)
+            return Source(str(path))
         if len(found) > 1:
             files = ", ".join(file.name for file in found)
             raise AcutanceError(f"{name} holds several GGUF files ({files}): name one of them")
         path = found[0]
     if path.is_file():
-        return _gguf(name, path)
+        if path.suffix != ".gguf":
+            raise AcutanceError(
+                f"{name} is a file, but no .gguf file: name the folder with config.json and the weights"
+            )
+        missing = [library for library in ("gguf", "accelerate") if importlib.util.find_spec(library) is None]
+        if missing:
+            raise MissingExtraError(f"a GGUF file needs {' and '.join(missing)}: pip install 'acutance[hf]'")
+        return Source(str(path.parent), {"gguf_file": path.name})
     if path.suffix == ".gguf" or not HUB_NAME.fullmatch(place):
         raise AcutanceError(f"{name}: there is no file or folder {path}, and a name on the Hub looks like owner/model")
-    return Source(place, {}, place)
-
-
-def _gguf(name: str, file: Path) -> Source:
-    if file.suffix != ".gguf":
-        raise AcutanceError(
-            f"{name} is a file, but no .gguf file: name the folder that holds config.json and the weights"
-        )
-    missing = [library for library in ("gguf", "accelerate") if importlib.util.find_spec(library) is None]
-    if missing:
-        raise MissingExtraError(f"a GGUF file needs {' and '.join(missing)}: pip install 'acutance[hf]'")
-    return Source(str(file.parent), {"gguf_file": file.name}, None)
+    return Source(place, repository=place)
 
 
 def _class(transformers: Any, config: Any, source: Source) -> Any:
@@ -116,9 +113,6 @@ def _class(transformers: Any, config: Any, source: Source) -> Any:
 
 
 def _mitigated(source: Source) -> Any:
-    """A model that was saved with its mitigation is loaded with it, always whole: the record names its layers."""
-    from acutance.io.saving import load as load_saved
-
     if source.repository is None:
         return load_saved(source.place)
     from huggingface_hub import snapshot_download
@@ -132,22 +126,6 @@ def _warn_of_random_weights(name: str, missing: set[str]) -> None:
     if random:
         shown = ", ".join(random[:4]) + (f" and {len(random) - 4} more" if len(random) > 4 else "")
         warnings.warn(f"{name} holds no {shown}: random there, as in an untrained model", AcutanceWarning, stacklevel=4)
-
-
-def _tokenizer(name: str, source: Source, config: Any) -> Any:
-    transformers = _library()
-    with loading(f"the tokenizer of {name}", source.repository), _quiet(transformers, True):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source.place, config=config, **source.options)
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # the library makes an empty one where there is none
-        raise AcutanceError(f"{name} comes without a tokenizer's vocabulary, such as tokenizer.json: put it there")
-    return tokenizer
-
-
-def _processor(name: str, source: Source) -> Processor:
-    transformers = _library()
-    with loading(f"the image processor of {name}", source.repository), _quiet(transformers, True):
-        # The PIL back-end gives the same pictures with and without torchvision.
-        return Processor(transformers.AutoImageProcessor.from_pretrained(source.place, backend="pil"))
 
 
 def _context(model: nn.Module, config: Any) -> int | None:

@@ -10,37 +10,28 @@ from typing import Any
 from torch import nn
 
 from acutance.errors import AcutanceError, MissingExtraError
-from acutance.io.loading.base import LoadedModel, Preprocess
-from acutance.io.loading.hub import loading
-from acutance.io.loading.images import centre_crop
+from acutance.io.hub import loading
+from acutance.io.inputs import LoadedModel, Preprocess, centre_crop
 
 
 def load(name: str) -> LoadedModel:
     """The pretrained model behind `timm:…`."""
-    timm = _library()
-    wanted = name.removeprefix("timm:")
-    folder = Path(wanted).expanduser()
-    if folder.is_dir():
-        wanted, repository = f"local-dir:{folder}", None
-    else:
-        repository = _repository(timm, name, wanted)
-    with loading(name, repository):
-        model = timm.create_model(wanted, pretrained=True)
-    return LoadedModel(name, model, preprocess=cache(lambda: _preprocess(timm, name, model)))
-
-
-def _library() -> Any:
     try:
         import timm
     except ImportError as error:
         raise MissingExtraError("timm: models need timm: pip install 'acutance[timm]'") from error
     except RuntimeError as error:  # how torchvision says that it was built for another torch
         raise AcutanceError(f"timm cannot be imported beside this torchvision and torch: {error}") from error
-    return timm
+    wanted = name.removeprefix("timm:")
+    folder = Path(wanted).expanduser()
+    is_local = folder.is_dir()
+    with loading(name, None if is_local else _repository(timm, name, wanted)):
+        model = timm.create_model(f"local-dir:{folder}" if is_local else wanted, pretrained=True)
+    return LoadedModel(name, model, preprocess=cache(lambda: _preprocess(timm, name, model)))
 
 
 def _repository(timm: Any, name: str, wanted: str) -> str | None:
-    """Where the weights lie on the Hub; None where they come from elsewhere."""
+    """The weights' repository on the Hub; None where they come from elsewhere."""
     if wanted.startswith("hf-hub:"):
         return wanted.removeprefix("hf-hub:")
     if not timm.is_model(wanted.split(".")[0]):
@@ -56,23 +47,13 @@ def _repository(timm: Any, name: str, wanted: str) -> str | None:
 def _preprocess(timm: Any, name: str, model: nn.Module) -> Preprocess:
     """Evaluation's preprocessing from the model's own data configuration, by hand: its transforms need torchvision."""
     config = timm.data.resolve_model_data_config(model)
-    if config["crop_mode"] not in ("center", "squash"):
+    mode, fraction, interpolation = config["crop_mode"], config["crop_pct"], config["interpolation"]
+    if mode not in ("center", "squash"):
         raise AcutanceError(
-            f"{name} crops by {config['crop_mode']!r}, which is not known here. From Python, "
-            "ac.measure(model, batches) takes any data"
+            f"{name} crops by {mode!r}, which is not known here. From Python, ac.measure(model, batches) takes any data"
         )
-    return centre_crop(
-        _size(model) or tuple(config["input_size"][1:]),
-        config["mean"],
-        config["std"],
-        fraction=config["crop_pct"],
-        interpolation=config["interpolation"],
-        mode=config["crop_mode"],
-    )
-
-
-def _size(model: nn.Module) -> tuple[int, int] | None:
-    """The one size of images that the model takes; its configuration may have that of the weights it was made from."""
     embedding = getattr(model, "patch_embed", None)
-    size: tuple[int, int] | None = getattr(embedding, "img_size", None)
-    return size if getattr(embedding, "strict_img_size", False) else None
+    # The configuration may have the size of the weights that the model was made from.
+    only = getattr(embedding, "img_size", None) if getattr(embedding, "strict_img_size", False) else None
+    size = only or tuple(config["input_size"][1:])
+    return centre_crop(size, config["mean"], config["std"], fraction=fraction, interpolation=interpolation, mode=mode)

@@ -1,0 +1,73 @@
+"""`acutance explain`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, cast, get_args
+
+import typer
+
+from acutance.cli.options import HTML, JSON, DataOptions, Model, Part, console, say, spread
+from acutance.errors import AcutanceError
+
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps")
+
+
+@spread
+def explain(
+    model: Model,
+    options: DataOptions,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Read attention too, on: digits (the embedded test images), or own (a run's test data)."),
+    ] = None,
+    prefix: Annotated[str, typer.Option(help="Class and register tokens in or out of HFC/LFC.")] = "in",
+    part: Part = None,
+    norm: Annotated[str, typer.Option(help="fold the pre-norm's weight into H, or ignore it.")] = "fold",
+    whole: Annotated[
+        bool | None,
+        typer.Option(help="All eigenvalues of the whole H, or none; by default all up to rank 1024, then the largest."),
+    ] = None,
+    json_path: JSON = None,
+    html_path: HTML = None,
+    picture_path: Annotated[
+        Path | None, typer.Option("--picture", help="Also draw it here: .png, .svg, .pdf, ….")
+    ] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(help="Draw a histogram, plane or, with data, dominance; by default the first, or the last."),
+    ] = None,
+) -> None:
+    """Print, per layer, whether the spectra of H = W_projᵀW_Vᵀ and A smooth or sharpen, and why.
+
+    Without data the weights decide alone; text, images or the digits are read for the attention too.
+
+    Examples: acutance explain acutance-demo/plain-seed0 --data digits --html spectrum.html
+
+    acutance explain hf:gpt2 --text wiki.test.txt --tokens 128 --limit 16
+    """
+    import acutance as ac
+    from acutance.explain.spectrum import Picture
+    from acutance.files.atomic import atomic_write
+
+    with_data = (data, options.text, options.images) != (None, None, None)
+    if not with_data and (options.tokens, options.batch, options.limit) != (None, None, None):
+        raise AcutanceError("--tokens, --batch and --limit are about data: give --text, --images or --data too")
+    if kind is not None and picture_path is None:
+        raise AcutanceError(f"--kind says what --picture draws: give --picture FILE with --kind {kind}")
+    if kind not in (None, *get_args(Picture)):
+        raise AcutanceError(f"unknown picture {kind!r}; known: {', '.join(get_args(Picture))}")
+    if picture_path is not None and picture_path.suffix.lower() not in PICTURES:
+        raise AcutanceError(f"--picture {picture_path}: its ending says the format: one of {', '.join(PICTURES)}")
+    loaded = options.load(model)
+    batches = options.batches(loaded, data) if with_data else None
+    choices: dict[str, Any] = {"norm": norm, "prefix": prefix}  # explain refuses unknown ones
+    spectrum = ac.explain(loaded.model, batches, whole=whole, part=part, **choices)
+    console.print(spectrum.table())
+    for path, write in ((json_path, spectrum.save), (html_path, spectrum.to_html)):
+        if path is not None:
+            say(f"wrote {write(path)}")
+    if picture_path is not None:
+        default = "dominance" if spectrum.has_data else "histogram"
+        figure = spectrum.picture(cast(Any, kind or default))
+        say(f"wrote {atomic_write(picture_path, lambda path: figure.savefig(path, dpi=150))}")

@@ -1,0 +1,324 @@
+"""A loaded model, and the batches of text and images that it is fed with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.utils.rnn import pad_sequence
+
+from acutance.errors import AcutanceError, MissingExtraError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+DEFAULT_TOKENS = 512  # a window of text, where the model's context would allow more
+SHORTEST = 2  # tokens of text in a window; a single one has nothing to be compared with
+PIECE = 1 << 20  # characters tokenised at once, to the end of the line: large files do not fill the memory
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+Preprocess = Callable[[Sequence["Image.Image"]], Any]  # images to a batch that the model takes
+Window = NDArray[np.int64]
+
+
+class Batches(Sequence[Any]):
+    """Samples in batches: counted beforehand, made one at a time, always the same."""
+
+    def __init__(self, samples: Sequence[Any], batch: int, description: str, make: Callable[[Any], Any]) -> None:
+        self.samples, self.batch, self.make = samples, batch, make
+        self.description = description  # what a profile says it was read on
+
+    def __len__(self) -> int:
+        return -(-len(self.samples) // self.batch)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        start = range(len(self))[index] * self.batch
+        return self.make(self.samples[start : start + self.batch])
+
+
+class OwnData(NamedTuple):
+    """Test data of a run, or the digits: its name, and `read(limit, data_dir)`, which gives samples as one tensor."""
+
+    name: str
+    read: Callable[[int | None, Path | None], Tensor]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with what is needed to feed it; tokenizer and preprocessing are read when they are first asked for."""
+
+    name: str  # as the user wrote it
+    model: Module
+    tokenizer: Callable[[], Any] | None = None  # None: it does not read text
+    preprocess: Callable[[], Preprocess] | None = None  # None: it does not read images
+    save_inputs: Callable[[Path, bool], None] | None = None  # writes the tokenizer, or the image processor, to a folder
+    context: int | None = None  # the most tokens it takes; None: not limited
+    decoder_start: int | None = None  # the token a decoder starts from, in models with an encoder and a decoder
+    own: OwnData | None = None  # of a run: the test data of what it was trained on
+    digits: OwnData | None = None  # the embedded digits, if it takes them
+
+    def text_batches(
+        self, path: str | Path, *, tokens: int | None = None, batch: int = 8, limit: int | None = None
+    ) -> Batches:
+        """`text_batches` of a file or folder. Windows have the model's context by default, 512 tokens at most."""
+        if self.tokenizer is None:
+            raise AcutanceError(f"{self.name} does not read text: give it images (--images DIR)")
+        if tokens is not None and self.context is not None and tokens > self.context:
+            raise AcutanceError(f"windows of {tokens} tokens are longer than {self.name} takes: {self.context} at most")
+        tokenizer = self.tokenizer()
+        if tokens is None:
+            tokens = min(DEFAULT_TOKENS, self.context or DEFAULT_TOKENS, tokenizer.model_max_length)
+        return text_batches(path, tokenizer, tokens=tokens, batch=batch, limit=limit, decoder_start=self.decoder_start)
+
+    def image_batches(self, folder: str | Path, *, batch: int = 32, limit: int | None = None) -> Batches:
+        """`image_batches` of a folder, prepared as the model was trained to see them."""
+        if self.preprocess is None:
+            raise AcutanceError(f"{self.name} does not read images: give it text (--text FILE)")
+        dtype = next(self.model.parameters()).dtype
+        return image_batches(folder, self.preprocess(), batch=batch, limit=limit, dtype=dtype)
+
+
+def batches_for(
+    loaded: LoadedModel,
+    *,
+    data: str | None = None,
+    text: Path | None = None,
+    images: Path | None = None,
+    tokens: int | None = None,
+    batch: int | None = None,
+    limit: int | None = None,
+    data_dir: Path | None = None,
+) -> Batches:
+    """The batches that a command's options ask for; by default a run's own test data, or else the embedded digits.
+
+    Args:
+        loaded: the model that is going to be fed.
+        data: `own` or `digits`.
+        text: a text file or a folder of them.
+        images: a folder of images.
+        tokens: the length of a window of text.
+        batch: samples per batch; each kind of data has its own default.
+        limit: the most samples.
+        data_dir: where a run's own data lies, if not where it was.
+    """
+    size = {} if batch is None else {"batch": batch}
+    if sum(given is not None for given in (data, text, images)) > 1:
+        raise AcutanceError("--data, --text and --images each say what to read: give one of them")
+    if data not in (None, "digits", "own"):
+        raise AcutanceError(f"--data takes digits or own, not {data!r}; other data come by --text or --images")
+    if data == "own" and loaded.own is None:
+        raise AcutanceError(
+            f"--data own is what a run of `acutance train` was tested on, and {loaded.name} is no such run"
+        )
+    own = loaded.digits if data == "digits" or loaded.own is None else loaded.own
+    if data_dir is not None and (own is not loaded.own or (text, images) != (None, None)):
+        raise AcutanceError(f"--data-dir says where a run's own data lies, which {loaded.name} is not to read")
+    if text is not None:
+        return loaded.text_batches(text, tokens=tokens, limit=limit, **size)
+    if tokens is not None:
+        raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
+    if images is not None:
+        return loaded.image_batches(images, limit=limit, **size)
+    if own is not None:
+        samples = own.read(limit, data_dir)
+        if samples.is_floating_point():
+            samples = samples.to(next(loaded.model.parameters()).dtype)
+        return Batches(samples.unbind(), batch or 64, f"{len(samples)} {own.name}", torch.stack)
+    options = {"--text FILE": loaded.tokenizer, "--images DIR": loaded.preprocess}
+    wanted = " or ".join(option for option, reads in options.items() if reads is not None)
+    raise AcutanceError(
+        f"{loaded.name} does not take the embedded digits: say what it shall read with {wanted or 'Python'}. "
+        "From Python, ac.measure(model, batches) takes any data"
+    )
+
+
+def text_batches(
+    path: str | Path,
+    tokenizer: Any,
+    *,
+    tokens: int,
+    batch: int = 8,
+    limit: int | None = None,
+    decoder_start: int | None = None,
+) -> Batches:
+    """Cut text into windows of `tokens` tokens, special tokens included, and batch them.
+
+    Windows do not cross files. A file's last window may be shorter; shorter ones are padded on the right and masked.
+
+    Args:
+        path: a UTF-8 text file, or a folder searched for `.txt` files, which are taken in the order of their paths.
+        tokenizer: of transformers.
+        tokens: the length of a window.
+        batch: windows per batch.
+        limit: stop after this many windows.
+        decoder_start: the token that a decoder starts from; then `decoder_input_ids` are made too.
+    """
+    before, after = _special_tokens(tokenizer)
+    room = tokens - len(before) - len(after)
+    if room < SHORTEST:
+        added = tokens - room
+        raise AcutanceError(
+            f"windows of {tokens} tokens hold {max(room, 0)} of text beside {added} special tokens, and {SHORTEST} are "
+            f"the fewest that can be compared: take --tokens {SHORTEST + added} or more"
+        )
+    files = _files(Path(path), (".txt",))
+    windows = list(islice((window for file in files for window in _windows(file, tokenizer, room)), limit))
+    if not windows:
+        raise AcutanceError(f"{path} holds no text to read")
+
+    def make(samples: Sequence[Window]) -> dict[str, Tensor]:
+        ids = _padded([np.r_[before, text, after] for text in samples], tokenizer.pad_token_id or 0)
+        mask = _padded([np.ones(len(before) + len(text) + len(after), dtype=np.int64) for text in samples], 0)
+        special = [np.r_[np.ones_like(before), np.zeros_like(text), np.ones_like(after)] for text in samples]
+        made = {"input_ids": ids, "attention_mask": mask, "special_tokens_mask": _padded(special, 1)}
+        if decoder_start is not None:  # the decoder reads the same text, shifted by one, as in training
+            first = torch.full_like(ids[:, :1], decoder_start)
+            made["decoder_input_ids"] = torch.cat([first, ids[:, :-1]], dim=1)
+            made["decoder_attention_mask"] = mask
+        return made
+
+    return Batches(windows, batch, f"{len(windows)} windows of {tokens} tokens from {Path(path).resolve().name}", make)
+
+
+def image_batches(
+    folder: str | Path,
+    preprocess: Preprocess,
+    *,
+    batch: int = 32,
+    limit: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Batches:
+    """The images of a folder and its subfolders in batches, in the order of their paths.
+
+    Args:
+        folder: where to look.
+        preprocess: makes what the model takes from a list of RGB images, e.g. `centre_crop(…)`.
+        batch: images per batch.
+        limit: stop after this many images.
+        dtype: what floating-point tensors are turned into.
+    """
+    pillow()
+    found = _files(Path(folder), SUFFIXES)[:limit]
+
+    def cast(made: Any) -> Any:
+        if isinstance(made, Mapping):
+            return {name: cast(value) for name, value in made.items()}
+        return made.to(dtype) if isinstance(made, Tensor) and made.is_floating_point() else made
+
+    description = f"{len(found)} images from {Path(folder).resolve().name}"
+    return Batches(found, batch, description, lambda files: cast(preprocess([_decoded(file) for file in files])))
+
+
+def centre_crop(
+    size: tuple[int, int],
+    mean: Sequence[float],
+    std: Sequence[float],
+    *,
+    fraction: float = 1.0,
+    interpolation: str = "bicubic",
+    mode: Literal["center", "squash"] = "center",
+) -> Callable[[Sequence[Image.Image]], Tensor]:
+    """Evaluation's preprocessing without torchvision: resize, crop the middle, normalise per channel.
+
+    Args:
+        size: height and width of what the model sees.
+        mean: per channel; one channel makes grey images.
+        std: per channel.
+        fraction: of the resized image's side that the crop keeps, e.g. 224/256.
+        interpolation: bilinear, bicubic or another of PIL's resampling names.
+        mode: `center` keeps the proportions when resizing, `squash` does not.
+    """
+    resampling = pillow().Resampling[interpolation.upper()]
+    scaled = [math.floor(side / fraction) for side in size]
+    whole = int if scaled[0] == scaled[1] else round  # torchvision rounds down, timm's own resizing does not
+    shift, scale = (torch.tensor(list(numbers)).view(-1, 1, 1) for numbers in (mean, std))
+
+    def prepare(image: Image.Image) -> Tensor:
+        image = image.convert("RGB" if len(mean) == 3 else "L")
+        height, width = scaled
+        if mode == "center":  # the smallest size of the image's proportions that holds `scaled`
+            wide, high = image.size
+            if wide / high < width / height:
+                height = whole(width * high / wide)
+            else:
+                width = whole(height * wide / high)
+        image = image.resize((width, height), resampling)
+        top, left = round((height - size[0]) / 2), round((width - size[1]) / 2)
+        image = image.crop((left, top, left + size[1], top + size[0]))
+        pixels = torch.from_numpy(np.array(image, dtype=np.float32) / 255).reshape(*size, len(mean))
+        return (pixels.permute(2, 0, 1) - shift) / scale
+
+    return lambda images: torch.stack([prepare(image) for image in images])
+
+
+def pillow() -> Any:
+    """Pillow's `Image` module, or how to get it."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError("images are read by Pillow: pip install pillow") from error
+    return Image
+
+
+def _files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """The file itself, or the files of a folder and its subfolders, in the order of their paths."""
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise AcutanceError(f"there is no file or folder {root}")
+    found = sorted(file for file in root.rglob("*") if file.suffix.lower() in suffixes and file.is_file())
+    if not found:
+        raise AcutanceError(f"there is no file to read in {root} or its subfolders; looked for {', '.join(suffixes)}")
+    return found
+
+
+def _decoded(file: Path) -> Image.Image:
+    library = pillow()
+    try:
+        with library.open(file) as image:
+            rgb: Image.Image = image.convert("RGB")
+            return rgb
+    except (OSError, ValueError, SyntaxError, library.DecompressionBombError) as error:
+        raise AcutanceError(f"{file} cannot be read as an image: {error}") from error
+
+
+def _windows(file: Path, tokenizer: Any, room: int) -> Iterator[Window]:
+    rest = np.empty(0, dtype=np.int64)
+    try:
+        with file.open(encoding="utf-8") as text:
+            while lines := text.readlines(PIECE):
+                piece = tokenizer("".join(lines), add_special_tokens=False, verbose=False)["input_ids"]
+                ids = np.concatenate([rest, np.asarray(piece, dtype=np.int64)])
+                whole = len(ids) // room * room
+                yield from ids[:whole].reshape(-1, room)
+                rest = ids[whole:]
+    except (OSError, UnicodeDecodeError) as error:
+        raise AcutanceError(f"{file} cannot be read as UTF-8 text: {error}") from error
+    if len(rest) >= SHORTEST:
+        yield rest
+
+
+def _padded(rows: Sequence[Window], value: int) -> Tensor:
+    return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=value)
+
+
+def _special_tokens(tokenizer: Any) -> tuple[Window, Window]:
+    """The tokens that the tokenizer puts before and after a text."""
+    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    full = list(tokenizer("a")["input_ids"])
+    for start in range(len(full) - len(plain) + 1):
+        if full[start : start + len(plain)] == plain:
+            before, after = full[:start], full[start + len(plain) :]
+            return np.array(before, dtype=np.int64), np.array(after, dtype=np.int64)
+    raise AcutanceError(f"{type(tokenizer).__name__} changes the text when it adds its special tokens")

@@ -1,0 +1,40 @@
+"""What io asks about runs and the embedded digits, found by the entry point `acutance.loaders`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from acutance.errors import AcutanceError
+from acutance.io.inputs import OwnData
+from acutance.lab.train.run import Run
+
+SAMPLES = 1000  # of a run's test data, chosen at random, unless more or fewer are asked for
+
+
+def refuse_unfinished(checkpoint: Path) -> None:
+    """Raise if this would be the model of a run that is not finished."""
+    run = Run(checkpoint.parent)
+    named = checkpoint in (run.model_path, run.best_path)
+    if named and run.exists() and run.names_format() and run.result() is None:
+        raise AcutanceError(f"there is no {checkpoint}: the run is not finished. {run.how_to_go_on()}")
+
+
+def test_data(folder: Path) -> OwnData | None:
+    """The test data of a run's task; None if the folder holds no run."""
+    from acutance.lab.tasks.samples import name_of, tested_on
+
+    run = Run(folder)
+    if not run.exists() or not run.names_format():
+        return None
+    config = run.config()
+    return OwnData(
+        f"test samples of {name_of(config)}, as the run has them",
+        lambda limit, data_dir: tested_on(config, limit or SAMPLES, data_dir),
+    )
+
+
+def digits() -> OwnData:
+    """The embedded digits' test images."""
+    from acutance.lab.data import digits
+
+    return OwnData("test images of the embedded digits", lambda limit, _: digits()[1].images[:limit])

@@ -1,0 +1,54 @@
+"""Where the modules of 0.1 are now. Importing an old name raises an error that gives the new one."""
+
+import sys
+
+MOVED = {
+    "bench": "lab.bench",
+    "data": "lab.data",
+    "demo": "lab.demo",
+    "kernels": "attention.kernels",
+    "loading": "io",
+    "locks": "files.locks",
+    "maps": "measure.maps",
+    "monitor": "measure.monitor",
+    "operator": "attention.operator",
+    "options": "cli.options",
+    "processes": "distributed",
+    "profile": "measure.profile",
+    "reader": "measure.reader",
+    "recipes": "lab.recipes",
+    "reproduce": "lab.reproduce",
+    "robustness": "lab.robustness",
+    "runs": "lab.evaluate",
+    "samples": "measure.samples",
+    "saving": "io",
+    "statistics": "explain.statistics",
+    "tasks": "lab.tasks",
+    "terminal": "report.terminal",
+    "train": "lab.train",
+    "walk": "measure.walk",
+    "wrappers": "sites.wrappers",
+    "models.checkpoint": "io",
+    "models.from_checkpoint": "load",
+    "models.load_checkpoint": "io.load_checkpoint",
+    "models.save_checkpoint": "save",
+}
+
+
+def message(name: str) -> str | None:
+    """What to say of an old name such as `acutance.walk`; None if it is not one."""
+    new = MOVED.get(name.removeprefix("acutance."))
+    return None if new is None else f"{name} moved in 0.2: it is acutance.{new} now"
+
+
+class _Finder:
+    """The last finder: it is asked for modules that nobody has found."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name.startswith("acutance.") and (words := message(name)) is not None:
+            raise ModuleNotFoundError(words)
+        return None
+
+
+sys.meta_path.append(_Finder)  # type: ignore[arg-type]

@@ -1,0 +1,79 @@
+"""The rules of the house: who may import whom, and what an import costs."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import acutance as ac
+
+ROOT = Path(ac.__file__).parent
+PURE = {"attention", "metrics", "mitigations"}
+ABOVE = {"sites", "models", "measure", "explain", "diagnose", "report", "io", "cli", "lab"}
+
+
+def room_imports() -> dict[str, set[str]]:
+    """The rooms that each room imports, inside functions and for typing too."""
+    found: dict[str, set[str]] = {}
+    for file in ROOT.rglob("*.py"):
+        room = file.relative_to(ROOT).with_suffix("").parts[0]
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{file} has a relative import"
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            rooms = {name.split(".")[1] for name in names if name.startswith("acutance.")}
+            found.setdefault(room, set()).update(rooms - {room})
+    return {room: others for room, others in found.items() if room not in ("__init__", "__main__")}
+
+
+def test_rooms_import_only_what_is_below_them():
+    found = room_imports()
+    list(TopologicalSorter(found).static_order())  # raises at a cycle
+    assert {room for room, others in found.items() if "lab" in others} <= {"cli"}
+    assert not {room: others & ABOVE for room, others in found.items() if room in PURE and others & ABOVE}
+    assert not found["report"] & (ABOVE | PURE)
+
+
+def imported(program: str, *arguments: str) -> set[str]:
+    """The modules that a program imports."""
+    program += "\nimport sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_help_and_import_do_not_import_torch():
+    command = "try:\n    from acutance.cli import run; run()\nexcept SystemExit: pass"
+    for found in (imported("import acutance"), imported(command, "--help"), imported(command, "mesure")):
+        assert "acutance" in found
+        assert not found & {"torch", "numpy", "acutance.lab"}
+
+
+def test_measure_and_explain_stay_functions_when_their_rooms_are_imported():
+    program = "import acutance.measure.walk, acutance.explain.spectrum\nimport acutance as ac\n"
+    imported(program + "assert ac.measure.__name__ == 'measure' and ac.explain.__name__ == 'explain'")
+
+
+def test_public_names_are_there():
+    assert all(hasattr(ac, name) for name in ac.__all__)
+
+
+@pytest.mark.parametrize(
+    ("statement", "new"),
+    [
+        ("ac.walk", "acutance.measure.walk"),
+        ("import acutance.saving", "acutance.io"),
+        ("from acutance import train", "acutance.lab.train"),
+        ("from acutance.operator import AttentionOperator", "acutance.attention.operator"),
+        ("from acutance.models import save_checkpoint", "acutance.save"),
+    ],
+)
+def test_old_names_say_the_new_ones(statement, new):
+    with pytest.raises((AttributeError, ImportError), match=f"it is {new} now"):
+        exec(statement, {"ac": ac})
