@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import matplotlib as mpl
@@ -32,9 +33,11 @@ from acutance.lab.studies.pictures import (
     depth_picture,
     kernel_picture,
     repeat_picture,
-    symmetry_picture,
+    spread_curve,
 )
 from acutance.metrics import hfc_lfc_frobenius
+from acutance.report.page import PALETTE as REPORT_PALETTE
+from acutance.report.pictures import blank_figure
 
 ASSETS = Path(__file__).parent / "assets"
 EVIDENCE = Path(__file__).parent / "evidence"
@@ -234,8 +237,31 @@ def kernel() -> Figure:
 
 
 def symmetry() -> Figure:
-    """Over training, as it stands in evidence/."""
-    return symmetry_picture(pd.read_csv(EVIDENCE / "symmetry" / "symmetry.csv"), plain="softmax-small")
+    """How symmetric H is over training: every layer of the plain variant, and the mean over layers of each variant."""
+    frame, plain = pd.read_csv(EVIDENCE / "symmetry" / "symmetry.csv"), "softmax-small"
+    figure, axes = blank_figure(1, 2, width=4.2, height=3.0)
+    left, right = axes[0]
+    own = frame[frame["variant"] == plain]
+    depth = int(own["layer"].max())
+    for layer in range(1, depth + 1):
+        means = own[own["layer"] == layer].groupby("epoch")["symmetry"].mean()
+        label = f"layer {layer}" if layer in (1, depth) else None
+        left.plot(means, color=_between((layer - 1) / max(depth - 1, 1)), label=label)
+    for variant, colour in zip(frame["variant"].unique(), cycle(REPORT_PALETTE), strict=False):
+        mean = frame[frame["variant"] == variant].groupby(["epoch", "seed"])["symmetry"].mean()
+        spread_curve(right, mean, "epoch", colour, "-", str(variant))
+    titles = (f"{plain}, layer by layer (mean over seeds)", "mean over layers ± spread over seeds")
+    for axis, title in zip(axes[0], titles, strict=True):
+        axis.set(xlabel="epoch", ylabel="cosine between H and Hᵀ")
+        axis.set_title(title, fontsize=9)
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _between(share: float) -> tuple[float, float, float]:
+    """From a light to a dark blue: the deeper, the darker."""
+    return (0.65 - 0.6 * share, 0.8 - 0.55 * share, 0.95 - 0.5 * share)
 
 
 def watched_digits() -> Figure:

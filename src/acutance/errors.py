@@ -1,5 +1,10 @@
 """The errors and warnings Acutance raises on purpose; each message says what to do."""
 
+TOKENS_REMAIN = (  # where attention cannot be read
+    'Token metrics can still be measured: measure(model, batches, tap="block") with metrics that need no attention, '
+    "such as the default ones"
+)
+
 
 class AcutanceError(Exception):
     """Something was asked for that cannot be answered truthfully."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from acutance.attention import AttentionCall
+from acutance.mitigations.projection import Projection, Projections
 from acutance.models import ViT
 from acutance.sites import AttentionSite, Undo, find
-from acutance.sites.projection import Projection, Projections
 
 DIM = 12
 

@@ -12,7 +12,7 @@ from acutance import sites
 from acutance.errors import AcutanceError
 from acutance.explain.reader import LayerReader
 from acutance.explain.weights import layer_spectrum
-from acutance.lab.studies.assumptions import AssumptionReader, kernel_assumptions
+from acutance.lab.studies.kernel import AssumptionReader, kernel_assumptions
 from acutance.measure.maps import MapReader
 from acutance.measure.reader import MetricReader
 from acutance.measure.walk import EVERY, Visitor, walk

@@ -221,7 +221,7 @@ def test_gradients_are_right(options):
 
 def test_the_registries_name_their_functions():
     assert list(TOKEN_METRICS) == [metric.__name__ for metric in TOKEN_METRICS.values()]
-    expected = "nonlocal_energy log_nonlocal_energy_raw gradient_alignment attention_entropy head_cosine"
+    expected = "attention_entropy head_cosine nonlocal_energy log_nonlocal_energy_raw gradient_alignment"
     assert list(ATTENTION_METRICS) == expected.split()
 
 

@@ -8,7 +8,7 @@ import torch
 
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
 from acutance.explain.steer import fold
-from acutance.mitigations import AttnScale, Chain, Eigen, FeatScale, LayerShape, NeuTRENO, parse, spectra
+from acutance.mitigations import AttnScale, Combined, Eigen, FeatScale, LayerShape, NeuTRENO, parse, spectra
 from acutance.models import ViT, vit_tiny_cifar, vit_tiny_minus, vit_tiny_plus
 from acutance.sites import find
 from acutance.sites.mitigate import mitigate
@@ -371,9 +371,9 @@ def test_specs_round_trip(eigen, spec):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("eigen:minus", "sign must be 'negative', 'positive' or 'free', not 'minus'"),
-        ("eigen:free,basis=svd", "basis must be 'qr', 'polar', 'cayley', 'householder' or 'inverse', not 'svd'"),
-        ("eigen:free,spectrum=exp", "spectrum must be 'square', 'clipped' or 'bounded', not 'exp'"),
+        ("eigen:minus", "sign must be .*'free'.*, not 'minus'"),
+        ("eigen:free,basis=svd", "basis must be .*'cayley'.*, not 'svd'"),
+        ("eigen:free,spectrum=exp", "spectrum must be .*'clipped'.*, not 'exp'"),
     ],
 )
 def test_mistakes_say_what_is_known(spec, message):
@@ -391,7 +391,7 @@ def test_two_of_them_are_refused_and_leave_nothing_behind():
     model = make()
     output = model(images())
     with pytest.raises(AcutanceError, match="another mitigation makes W_V and W_proj already"):
-        mitigate(model, Chain([FeatScale(), Eigen(), AttnScale(), Eigen("positive")]))
+        mitigate(model, Combined([FeatScale(), Eigen(), AttnScale(), Eigen("positive")]))
     assert torch.equal(model(images()), output)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from acutance.errors import AcutanceError
 from acutance.mitigations import (
     AttnScale,
-    Chain,
+    Combined,
     FeatScale,
     Mitigation,
     NeuTRENO,
@@ -88,7 +88,7 @@ def test_mistakes_say_what_is_known(spec, message):
 def test_a_combination_is_flat():
     chain = (NeuTRENO() + FeatScale()) + (AttnScale() + FeatScale(doubled=True))
     assert [type(part) for part in chain.parts] == [NeuTRENO, FeatScale, AttnScale, FeatScale]
-    assert not any(isinstance(part, Chain) for part in chain.parts)
+    assert not any(isinstance(part, Combined) for part in chain.parts)
 
 
 def test_as_mitigation_accepts_all_three_forms():

@@ -12,8 +12,8 @@ import acutance as ac
 from acutance import sites
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.lab.studies import kernel_assumptions
+from acutance.mitigations.projection import Projection
 from acutance.models import ViT
-from acutance.sites.projection import matrix_of, shape_of
 
 PROJECTIONS = (
     "q_proj",
@@ -127,8 +127,8 @@ def test_adapters_count(name, kind):
 def test_the_matrix_is_that_of_evaluation_and_training_is_left_on():
     layer = Lora(nn.Linear(6, 4).double()).train()
     expected = layer.merged().weight
-    torch.testing.assert_close(matrix_of(layer), expected, rtol=0, atol=1e-12)
-    assert shape_of(layer) == (4, 6)
+    torch.testing.assert_close(Projection(layer).matrix(), expected, rtol=0, atol=1e-12)
+    assert Projection(layer).shape() == (4, 6)
     assert all(module.training for module in layer.modules())
 
 
@@ -136,7 +136,7 @@ def test_a_method_replaced_in_place_is_noticed():
     layer, added = nn.Linear(6, 4).double(), torch.randn(4, 6, dtype=torch.float64)
     plain = layer.forward
     layer.forward = lambda x: plain(x) + x @ added.T
-    torch.testing.assert_close(matrix_of(layer), layer.weight + added, rtol=0, atol=1e-12)
+    torch.testing.assert_close(Projection(layer).matrix(), layer.weight + added, rtol=0, atol=1e-12)
 
 
 def test_what_has_no_matrix_is_refused():
@@ -144,6 +144,6 @@ def test_what_has_no_matrix_is_refused():
     with pytest.raises(AcutanceError, match=r"is a Gated, and what it does to tokens is not linear.*merge"):
         ac.explain(model, progress=False)
     with pytest.raises(NoSitesError, match="no linear layer is inside it"):
-        matrix_of(nn.ReLU())
-    with pytest.raises(NoSitesError, match=r"does not take tokens of shape \(1, 6\)"):
-        matrix_of(nn.Sequential(nn.Linear(6, 4), nn.Linear(6, 4)))
+        Projection(nn.ReLU()).matrix()
+    with pytest.raises(NoSitesError, match=r"does not take tokens of shape \(11, 6\)"):
+        Projection(nn.Sequential(nn.Linear(6, 4), nn.Linear(6, 4))).matrix()

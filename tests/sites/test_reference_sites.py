@@ -7,10 +7,10 @@ from torch import nn
 from acutance import sites
 from acutance.errors import AcutanceError
 from acutance.measure import measure
+from acutance.mitigations.projection import Projection, Projections
 from acutance.models import ViT
 from acutance.sites import Library, lookup
 from acutance.sites.base import AttentionSite
-from acutance.sites.projection import Projection, Projections
 
 TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
 

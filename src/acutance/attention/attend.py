@@ -19,8 +19,7 @@ MaybeTensor = Tensor | None
 class Hooks(Protocol):
     """What `attend` asks of a mitigation."""
 
-    @property
-    def changes_scores(self) -> bool: ...
+    def overrides(self, hook: str) -> bool: ...
     def check(self, call: AttentionCall) -> None: ...
     def program(self, so_far: Program, call: AttentionCall) -> Program | None: ...
     def scores(self, q: MaybeTensor, k: MaybeTensor, call: AttentionCall) -> tuple[MaybeTensor, ...]: ...
@@ -42,7 +41,7 @@ def attend(
         w, u = call.v, call.own(call.v)
     else:
         w = mitigation.values(call.v, call)
-        if mitigation.changes_scores:
+        if mitigation.overrides("scores"):
             q, k, bias = mitigation.scores(call.q, call.k, call)
             u = call.own(w, None if q is call.q else q, None if k is call.k else k, bias)
         else:

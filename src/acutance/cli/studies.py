@@ -76,7 +76,7 @@ def kernel(
     acutance lab kernel hf:gpt2 --text wiki.test.txt --tokens 128 --samples 16
     """
     from acutance.io.loading import load_model
-    from acutance.lab.studies.kernel_study import batch_count, kernel_study
+    from acutance.lab.studies.kernel import batch_count, kernel_study
 
     if text is None and tokens is not None:
         raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")

@@ -20,7 +20,7 @@ from acutance.explain.weights import Norm, layer_spectrum
 from acutance.measure.reader import check_prefix
 from acutance.measure.samples import refuse_single
 from acutance.measure.walk import describe, track, walk
-from acutance.mitigations.base import Chain, Mitigation
+from acutance.mitigations.base import Combined, Mitigation
 from acutance.sites.structure import bare_module, refuse_sharded
 
 
@@ -115,7 +115,7 @@ def _outside(found: Sequence[sites.AttentionSite]) -> str | None:
 
 
 def _acts_beside(mitigation: Mitigation) -> bool:
-    if isinstance(mitigation, Chain):
+    if isinstance(mitigation, Combined):
         return any(_acts_beside(part) for part in mitigation.parts if isinstance(part, Mitigation))
     hooks = ("scores", "values", "output", "affine", "features", "stream")
     return any(mitigation.overrides(hook) for hook in hooks)

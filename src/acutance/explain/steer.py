@@ -15,7 +15,7 @@ from acutance.explain.run import with_data
 from acutance.explain.spectral_theory import furthest_beyond, layer_smooths, sharpening_bound
 from acutance.explain.verdict import LayerSpectrum, format_complex
 from acutance.explain.weights import layer_spectrum
-from acutance.mitigations import Chain, Eigen, Mitigation, eigen_of
+from acutance.mitigations import Combined, Eigen, Mitigation, eigen_of
 from acutance.sites.structure import refuse_sharded
 
 __all__ = ["check_spectrum", "fold", "sharpening_bound"]
@@ -100,6 +100,6 @@ def _whole(layer: LayerSpectrum) -> Tensor:
 
 
 def _without(mitigation: Mitigation | None, eigen: Eigen) -> Mitigation | None:
-    parts = list(mitigation.parts) if isinstance(mitigation, Chain) else [mitigation]
+    parts = list(mitigation.parts) if isinstance(mitigation, Combined) else [mitigation]
     rest = [part for part in parts if part is not eigen and isinstance(part, Mitigation)]
-    return rest[0] if len(rest) == 1 else Chain(rest) if rest else None
+    return rest[0] if len(rest) == 1 else Combined(rest) if rest else None

@@ -4,6 +4,8 @@ A is an `AttentionOperator`; `mask` (batch, queries) drops query rows. Entries, 
 exist one block of rows at a time: memory stays linear in the number of tokens.
 """
 
+from math import inf
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -12,9 +14,11 @@ from acutance.attention.kernels import attention_sums
 from acutance.attention.operator import AttentionOperator
 from acutance.attention.products import channels
 from acutance.errors import ShapeError
+from acutance.metrics.registry import metric
 from acutance.metrics.sums import masked_mean, ratio, safe_sqrt, valid_positions, working_dtype
 
 
+@metric("A", "smoother", (0, inf), "How many tokens a row of attention spreads over, in nats.")
 def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
     """Mean entropy in nats of the rows of A (batch, heads).
 
@@ -38,6 +42,7 @@ def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tenso
     return masked_mean(entropy, query_rows(A, mask) & sees_keys)
 
 
+@metric("", "neither", (0, 1), "How alike two layers attend: 1 when the second repeats the first.")
 def attention_cosine(A: AttentionOperator, B: AttentionOperator, mask: Tensor | None = None) -> Tensor:
     """⟨A, B⟩_F / (‖A‖_F ‖B‖_F) per head (batch, heads).
 
@@ -56,6 +61,7 @@ def attention_cosine(A: AttentionOperator, B: AttentionOperator, mask: Tensor | 
     return ratio(inner, safe_sqrt(norm_a) * safe_sqrt(norm_b)).clamp(0, 1)
 
 
+@metric("A", "neither", (0, 1), "How alike the heads attend: 1 when all do the same.")
 def head_cosine(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
     """The mean Frobenius cosine over all pairs of heads (batch,): 1 when every head does the same.
 

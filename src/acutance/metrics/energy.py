@@ -7,6 +7,7 @@ rows; which keys a row may see is the operator's own mask. No function here form
 
 import math
 from functools import partial
+from math import inf
 
 import torch
 from torch import Tensor
@@ -16,9 +17,11 @@ from acutance.attention.operator import AttentionOperator
 from acutance.attention.products import Tiles, each_block, repeat_heads
 from acutance.errors import ShapeError
 from acutance.metrics.attention import product, query_rows, upcast_operator
+from acutance.metrics.registry import metric
 from acutance.metrics.sums import masked_mean, safe_logsumexp, split_mean, unit_vectors, upcast, valid_positions
 
 
+@metric("A output", "sharper", (0, inf), "How much tokens differ from those they attend to.")
 def nonlocal_energy(A: AttentionOperator, u: Tensor, mask: Tensor | None = None) -> Tensor:
     """J(u) = ½ Σ_ij A_ij ‖u_i − u_j‖² with the rows of A summing to one; a fully masked row adds 0."""
     _check_fits(A, u)
@@ -30,6 +33,7 @@ def nonlocal_energy(A: AttentionOperator, u: Tensor, mask: Tensor | None = None)
     return (energies if mask is None else energies.masked_fill(~valid, 0)).sum(-1) / 2
 
 
+@metric("A output", "sharper", (-inf, inf), "The same with the raw kernel, as a logarithm.")
 def log_nonlocal_energy_raw(A: AttentionOperator, u: Tensor, mask: Tensor | None = None) -> Tensor:
     """log of ½ Σ_ij k_ij ‖u_i − u_j‖² with the raw kernel k, e.g. exp(s q_i·k_j); −inf when that is 0.
 
@@ -60,6 +64,7 @@ def energy(A: AttentionOperator, u: Tensor, f: Tensor, strength: float | Tensor,
     return nonlocal_energy(A, u, mask) + fidelity(u, f, strength, mask)
 
 
+@metric("A values", "neither", (-1, 1), "Whether attention descends the energy of its symmetric kernel.")
 def gradient_alignment(A: AttentionOperator, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Mean cosine between ∇J by the symmetric kernel k(k_i, k_j) and by A's own k(q_i, k_j) (Table 4).
 

@@ -5,15 +5,19 @@ token counts, and returns one number per leading index. All are unchanged by a r
 the order of the tokens and by a common factor. Tokens that are masked out may hold anything, NaN included.
 """
 
+from math import inf
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from acutance.errors import ShapeError
 from acutance.metrics import sums
+from acutance.metrics.registry import metric
 from acutance.metrics.sums import masked_mean, ratio, safe_sqrt, split_mean, unit_vectors, upcast, valid_positions
 
 
+@metric("tokens", "smoother", (-1, 1), "Mean cosine over pairs of tokens: 1 when all point the same way.")
 def token_cosine(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """The mean cosine over all pairs of different tokens (arXiv 2312.00751, E.3).
 
@@ -38,30 +42,35 @@ def high_frequency(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     return split_mean(x, valid)[1].masked_fill(~valid.unsqueeze(-1), 0)
 
 
+@metric("tokens", "sharper", (0, inf), "Largest deviation from the mean token, relative to the mean.")
 def hfc_lfc_spectral(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """‖HFC[X]‖₂ / ‖LFC[X]‖₂ in the spectral norm (arXiv 2401.04301)."""
     high, low_norm = _scaled_frequencies(tokens, mask)
     return sums.hfc_over_lfc(_singular_values(high)[..., 0].to(high.dtype), low_norm)
 
 
+@metric("tokens", "sharper", (0, inf), "All deviations from the mean token, relative to the mean.")
 def hfc_lfc_frobenius(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """‖HFC[X]‖_F / ‖LFC[X]‖_F in the Frobenius norm (arXiv 2401.04301)."""
     high, low_norm = _scaled_frequencies(tokens, mask)
     return sums.hfc_over_lfc(_frobenius(high), low_norm)
 
 
+@metric("tokens", "sharper", (0, 1), "The share of the tokens that is not their mean.")
 def rank_residual(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """‖X − 1x̄ᵀ‖_F / ‖X‖_F: the share of X that is not the mean token; 0 for a zero matrix."""
     high, low_norm = _scaled_frequencies(tokens, mask)
     return sums.residual(_frobenius(high), low_norm)
 
 
+@metric("tokens", "sharper", (0, 1), "Second over first singular value: 0 when tokens span one line.")
 def singular_ratio(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """σ₂/σ₁ of X: 0 when the tokens span one line (rank collapse), or are all zero."""
     sigma = pad(_relative_spectrum(tokens, mask), (0, 1))  # a single σ has a second of 0
     return ratio(sigma[..., 1], sigma[..., 0])
 
 
+@metric("tokens", "sharper", (0, inf), "How many directions the tokens use, by the entropy of σ.")
 def effective_rank(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """exp of the entropy of σ/Σσ: how many directions the tokens really use; 0 for a zero matrix."""
     sigma = _relative_spectrum(tokens, mask)
@@ -71,12 +80,14 @@ def effective_rank(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     return torch.where(sigma[..., 0] == 0, 0, rank)
 
 
+@metric("tokens", "sharper", (0, inf), "How many directions the tokens use, by their energy.")
 def stable_rank(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """‖X‖_F² / σ₁²: the rank as seen by energy; 0 for a zero matrix."""
     sigma = _relative_spectrum(tokens, mask)
     return ratio(sigma.square().sum(-1), sigma[..., 0].square())
 
 
+@metric("tokens", "neither", (0, inf), "How much the tokens' norms differ, relative to their mean.")
 def norm_spread(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """Standard deviation over mean of the tokens' norms (population form); 0 when all tokens are zero."""
     x, valid = _select(tokens, mask)

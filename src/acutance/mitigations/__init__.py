@@ -1,7 +1,7 @@
 """Mitigations of over-smoothing: one paper, one file, one class."""
 
 from acutance.mitigations.attnscale import AttnScale
-from acutance.mitigations.base import REGISTRY, Chain, LayerShape, Mitigation, UnknownShape, Weights, register
+from acutance.mitigations.base import REGISTRY, Combined, LayerShape, Mitigation, UnknownShape, Weights, register
 from acutance.mitigations.eigen import Eigen, eigen_of, weights_together
 from acutance.mitigations.featscale import FeatScale
 from acutance.mitigations.neutreno import NeuTRENO
@@ -10,7 +10,7 @@ from acutance.mitigations.spec import as_mitigation, parse
 __all__ = [
     "REGISTRY",
     "AttnScale",
-    "Chain",
+    "Combined",
     "Eigen",
     "FeatScale",
     "LayerShape",

@@ -18,17 +18,14 @@ if TYPE_CHECKING:
 class AttnScale(Mitigation):
     """Ã = U + (1 + ω)(A − U), U = (1/N)11ᵀ, ω learnt per head from 0 (https://arxiv.org/abs/2203.05962).
 
-    Computed as Ã v = (1 + ω) A v − ω U v, so no attention matrix is needed: U v is the mean of the values
-    over tokens. Under a mask or causality U is uniform over the keys each query may see, so that the rows
-    of Ã still sum to one and nothing hidden leaks in. Attention dropout touches A v, not the mean.
+    Computed as Ã v = (1 + ω) A v − ω U v, where U v is the mean of the values over tokens. Under a mask or causality U
+    is uniform over the keys each query may see, so rows still sum to one. Attention dropout does not touch the mean.
     """
 
     gain: nn.Parameter
 
     def build(self, shape: LayerShape) -> None:
-        """One ω per head."""
         self.gain = nn.Parameter(torch.zeros(shape.heads))
 
     def affine(self, so_far: Program, call: AttentionCall) -> Program | None:
-        """(1 + ω) u − ω U v."""
         return so_far.sharpened(self.gain)

@@ -15,13 +15,14 @@ from acutance.errors import AcutanceError
 
 if TYPE_CHECKING:
     from acutance.attention.call import AttentionCall
-    from acutance.mitigations.made import Projection
+    from acutance.mitigations.projection import Projection
 
 NOTHING = Program()
 
 REGISTRY: dict[str, type[Mitigation]] = {}
 
 Weights = tuple[Tensor, Tensor]  # W_V as (kv_heads · head_dim, dim) and W_proj as (dim, heads · head_dim)
+MaybeTensor = Tensor | None
 
 _MitigationClass = TypeVar("_MitigationClass", bound="type[Mitigation]")
 
@@ -39,21 +40,15 @@ class LayerShape:
 
 
 class UnknownShape(LayerShape):
-    """Of an attention whose weights nobody finds: what asks for a size is refused, with the reason."""
+    """The shape of an attention whose weights were not found: reading a size raises the reason."""
 
     def __init__(self, layer: int, pretrained: bool, reason: str) -> None:
-        object.__setattr__(self, "layer", layer)
-        object.__setattr__(self, "pretrained", pretrained)
-        object.__setattr__(self, "reason", reason)
+        self.__dict__.update(layer=layer, pretrained=pretrained, reason=reason)
 
     def __getattr__(self, name: str) -> int:
         if name in ("dim", "heads", "head_dim", "kv_heads"):
             raise AcutanceError(f"layer {self.layer}: {name} is not known. {self.reason}")
-        raise AttributeError(name)  # as whoever copies or pickles it expects
-
-
-def _path(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+        raise AttributeError(name)  # as copying and pickling expect
 
 
 def register(name: str) -> Callable[[_MitigationClass], _MitigationClass]:
@@ -61,7 +56,7 @@ def register(name: str) -> Callable[[_MitigationClass], _MitigationClass]:
 
     def decorate(cls: _MitigationClass) -> _MitigationClass:
         holder = REGISTRY.get(name, cls)
-        if _path(holder) != _path(cls):  # by path: a notebook cell may be run again
+        if (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):  # a cell may be run again
             raise AcutanceError(f"the mitigation name {name!r} is taken by {holder.__name__}: choose another")
         REGISTRY[name] = cls
         cls.name = name
@@ -74,18 +69,16 @@ def register(name: str) -> Callable[[_MitigationClass], _MitigationClass]:
 class Mitigation(nn.Module):
     """The identity, and the base of every mitigation.
 
-    A subclass overrides the hooks its paper needs. Its constructor takes options only and keeps each under
-    its own name (that is what `spec` reads); parameters of a layer are made in `build`. Shapes: u, v and v⁰
-    are (batch, heads, tokens, head_dim), v and v⁰ possibly of fewer heads; x and y are (batch, tokens, dim).
-    A formula that `Program` can say is written once, in `affine`: by default `values` and `output` apply it, and
-    kernels fuse it.
+    A subclass overrides the hooks its paper needs. Its constructor takes options only and keeps each under its own
+    name, which is what `spec` reads; parameters of a layer are made in `build`. Shapes: u, v and v⁰ are (batch, heads,
+    tokens, head_dim), v and v⁰ possibly of fewer heads; x and y are (batch, tokens, dim). A formula that `Program` can
+    express is written once, in `affine`: by default `values` and `output` apply it, and kernels fuse it.
     """
 
     name: ClassVar[str] = ""
     positional: ClassVar[str | None] = None  # the option that stands without its key right after the colon
     # What it needs: first_values (call.v0), all_visible (no mask hides a token), all_tokens (after W_proj, a sample's
-    # tokens together), nothing_between (u goes to W_proj as it is). Sites check it when it is installed, and when it
-    # is called.
+    # tokens together), nothing_between (u goes to W_proj as it is). Checked when it is installed and when it is called.
     requires: tuple[str, ...] = ()
     shape: LayerShape | None = None  # set once built for a layer
     distance: float | None = None  # ‖H − H₀‖/‖H₀‖ (‖H‖ if H₀ = 0) where it replaced the H₀ of a trained layer
@@ -117,8 +110,8 @@ class Mitigation(nn.Module):
         """It has run, or failed."""
 
     def scores(
-        self, q: Tensor | None, k: Tensor | None, call: AttentionCall
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        self, q: MaybeTensor, k: MaybeTensor, call: AttentionCall
+    ) -> tuple[MaybeTensor, MaybeTensor, MaybeTensor]:
         """Queries, keys and a bias on the logits, before the softmax."""
         return q, k, None
 
@@ -141,7 +134,7 @@ class Mitigation(nn.Module):
         return x_out
 
     def affine(self, so_far: Program, call: AttentionCall) -> Program | None:
-        """`so_far` with all that `values` and `output` do; None where a `Program` cannot say it."""
+        """`so_far` with all that `values` and `output` do; None where a `Program` cannot express it."""
         return so_far
 
     def program(self, so_far: Program, call: AttentionCall) -> Program | None:
@@ -150,7 +143,7 @@ class Mitigation(nn.Module):
         return None if own else self.affine(so_far, call)
 
     def overrides(self, hook: str) -> bool:
-        """Whether this is more than the base class in that hook."""
+        """Whether that hook does anything here."""
         return getattr(type(self), hook) is not getattr(Mitigation, hook)
 
     def check(self, call: AttentionCall) -> None:
@@ -159,36 +152,25 @@ class Mitigation(nn.Module):
             call.refuse_hidden(self.spec)
 
     @property
-    def changes_scores(self) -> bool:
-        """Whether there is anything to do before the softmax."""
-        return self.overrides("scores")
-
-    @property
-    def changes_features(self) -> bool:
-        """Whether there is anything to do after the output projection."""
-        return self.overrides("features")
-
-    @property
-    def changes_stream(self) -> bool:
-        """Whether there is anything to do after the block."""
-        return self.overrides("stream")
-
-    @property
     def spec(self) -> str:
         """The mitigation in one line; `parse` turns it back into an equal one."""
         name = self.name if type(self) is REGISTRY.get(self.name) else type(self).__name__.lower()
-        options = [_written(key, getattr(self, key), default, self.positional) for key, default in options_of(self)]
-        return ":".join(filter(None, [name, ",".join(filter(None, options))]))
+        options = []
+        for key, default in options_of(self):
+            value = getattr(self, key)
+            text = (str(value).lower() if isinstance(value, bool) else str(value)).replace("e+", "e")  # + joins specs
+            if key == self.positional or value != default:
+                options.append(text if key == self.positional else f"{key}={text}")
+        return ":".join(filter(None, [name, ",".join(options)]))
 
-    def __add__(self, other: Mitigation) -> Chain:
-        return Chain([*_parts(self), *_parts(other)])
+    def __add__(self, other: Mitigation) -> Combined:
+        return Combined([*parts_of(self), *parts_of(other)])
 
     def extra_repr(self) -> str:
-        """Show the options in the model's printed form."""
         return ", ".join(f"{key}={getattr(self, key)!r}" for key, _ in options_of(self))
 
 
-class Chain(Mitigation):
+class Combined(Mitigation):
     """Several mitigations, applied hook by hook in the order written."""
 
     def __init__(self, parts: Iterable[Mitigation]) -> None:
@@ -196,8 +178,7 @@ class Chain(Mitigation):
         self.parts = nn.ModuleList(parts)
 
     def build(self, shape: LayerShape) -> None:
-        """Build every part for the layer."""
-        for part in _parts(self):
+        for part in parts_of(self):
             part.shape = shape
             part.build(shape)
 
@@ -205,7 +186,7 @@ class Chain(Mitigation):
         """First to last, all or none."""
         done: list[Mitigation] = []
         try:
-            for part in _parts(self):
+            for part in parts_of(self):
                 part.parametrise(value, output)
                 done.append(part)
         except BaseException:
@@ -214,91 +195,75 @@ class Chain(Mitigation):
             raise
 
     def unparametrise(self, value: Projection, output: Projection) -> None:
-        """Last to first, as undoing must go."""
-        for part in reversed(_parts(self)):
+        for part in reversed(parts_of(self)):
             part.unparametrise(value, output)
 
     def enter(self) -> None:
-        """Every part."""
-        for part in _parts(self):
+        for part in parts_of(self):
             part.enter()
 
     def leave(self) -> None:
-        """Every part."""
-        for part in _parts(self):
+        for part in parts_of(self):
             part.leave()
 
     def weights(self) -> Weights | None:
         """Those of the part that makes them; no two can."""
-        for part in _parts(self):
-            weights = part.weights()
-            if weights is not None:
-                return weights
-        return None
+        return next((weights for part in parts_of(self) if (weights := part.weights()) is not None), None)
 
     def scores(
-        self, q: Tensor | None, k: Tensor | None, call: AttentionCall
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        self, q: MaybeTensor, k: MaybeTensor, call: AttentionCall
+    ) -> tuple[MaybeTensor, MaybeTensor, MaybeTensor]:
         """First to last; biases add up."""
         total: Tensor | None = None
-        for part in _parts(self):
+        for part in parts_of(self):
             q, k, bias = part.scores(q, k, call)
             total = bias if total is None else total if bias is None else total + bias
         return q, k, total
 
     def values(self, v: Tensor, call: AttentionCall) -> Tensor:
-        """First to last."""
-        for part in _parts(self):
+        for part in parts_of(self):
             v = part.values(v, call)
         return v
 
     def output(self, u: Tensor, w: Tensor, call: AttentionCall) -> Tensor:
-        """First to last: a later part sees the earlier one's u."""
-        for part in _parts(self):
+        for part in parts_of(self):
             u = part.output(u, w, call)
         return u
 
     def features(self, y: Tensor, call: AttentionCall) -> Tensor:
-        """First to last."""
-        for part in _parts(self):
+        for part in parts_of(self):
             y = part.features(y, call)
         return y
 
     def stream(self, x_in: Tensor, x_out: Tensor, call: AttentionCall) -> Tensor:
-        """First to last."""
-        for part in _parts(self):
+        for part in parts_of(self):
             x_out = part.stream(x_in, x_out, call)
         return x_out
 
     def program(self, so_far: Program, call: AttentionCall) -> Program | None:
-        """First to last; None where one part can not be said."""
         found: Program | None = so_far
-        for part in _parts(self):
+        for part in parts_of(self):
             found = None if found is None else part.program(found, call)
         return found
 
     def overrides(self, hook: str) -> bool:
-        """Whether a part does."""
-        return any(part.overrides(hook) for part in _parts(self))
+        return any(part.overrides(hook) for part in parts_of(self))
 
     def check(self, call: AttentionCall) -> None:
-        """Every part by its own name."""
-        for part in _parts(self):
+        for part in parts_of(self):
             part.check(call)
 
     @property
     def requires(self) -> tuple[str, ...]:  # type: ignore[override]
         """All that the parts need."""
-        return tuple(dict.fromkeys(need for part in _parts(self) for need in part.requires))
+        return tuple(dict.fromkeys(need for part in parts_of(self) for need in part.requires))
 
     @property
     def spec(self) -> str:
-        """The parts' specs joined by `+`."""
-        return "+".join(part.spec for part in _parts(self))
+        return "+".join(part.spec for part in parts_of(self))
 
     def extra_repr(self) -> str:
-        """Nothing: the parts print themselves."""
-        return ""
+        return ""  # the parts print themselves
 
 
 def options_of(mitigation: Mitigation | type[Mitigation]) -> list[tuple[str, Any]]:
@@ -309,13 +274,6 @@ def options_of(mitigation: Mitigation | type[Mitigation]) -> list[tuple[str, Any
     return [(p.name, p.default) for p in list(inspect.signature(cls.__init__).parameters.values())[1:]]
 
 
-def _parts(mitigation: Mitigation) -> list[Mitigation]:
-    return list(mitigation.parts) if isinstance(mitigation, Chain) else [mitigation]  # type: ignore[arg-type]
-
-
-def _written(key: str, value: Any, default: Any, positional: str | None) -> str:
-    """One option of a spec; empty where leaving it out means the same."""
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    if key == positional:
-        return text.replace("e+", "e")  # 1e+16 would read as a combination
-    return "" if value == default else f"{key}={text.replace('e+', 'e')}"
+def parts_of(mitigation: Mitigation) -> list[Mitigation]:
+    """The parts of a combination, or the mitigation itself."""
+    return list(mitigation.parts) if isinstance(mitigation, Combined) else [mitigation]  # type: ignore[arg-type]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
 from acutance.mitigations import spectra
-from acutance.mitigations.base import Chain, LayerShape, Mitigation, Weights, register
-from acutance.mitigations.made import Projection
+from acutance.mitigations.base import LayerShape, Mitigation, Weights, parts_of, register
 from acutance.mitigations.orthogonal import BASES
+from acutance.mitigations.projection import Projection
 
 BasisName = Literal["qr", "polar", "cayley", "householder", "inverse"]
 
@@ -33,15 +33,14 @@ _RUNNING = _Running()
 class Eigen(Mitigation):
     """H = V Λ Vᵀ with the signs of Λ decided in advance: ViT⁻ and ViT⁺ (https://arxiv.org/abs/2401.04301).
 
-    In the paper's letters W_V = V and W_proj = Λ Vᵀ, made from Θ and ψ at every forward, in any model whose
-    attention has as many value heads as query heads; the biases stay, but see below. Columns of V are shared out among
-    the heads in order, so the H of a head has its own part of Λ as its eigenvalues, and the heads' terms add up to H.
+    In the paper's letters W_V = V and W_proj = Λ Vᵀ, made from Θ and ψ at every forward, in any model whose attention
+    has as many value heads as query heads. Columns of V are shared out among the heads in order, so the H of a head has
+    its own part of Λ as its eigenvalues, and the heads' terms add up to H.
 
-    The one mitigation that does not start at the identity: a trained layer starts from the *closest* admissible H
-    (the symmetric part of its H, eigenvalues clipped), and `distance` tells how far that is. The
-    constant W_proj b_V that the values' bias adds to every token stays: the projection's bias makes up for the new
-    W_proj. A new layer starts from the eigenvectors of the symmetric part of the H it was initialised with, the
-    eigenvalues given the sign asked for and scaled to the Frobenius norm of that H; no random number is drawn.
+    It does not start at the identity. A trained layer starts from the *closest* admissible H (the symmetric part of its
+    H, eigenvalues clipped), and `distance` tells how far that is. The constant W_proj b_V that the values' bias adds to
+    every token stays: the projection's bias makes up for the new W_proj. A new layer starts from the eigenvectors of
+    the symmetric part of its initial H, with eigenvalues of the sign asked for and scaled to the norm of that H.
 
     Args:
         sign: of the eigenvalues. Negative sharpens (ViT⁻), positive smooths (ViT⁺), free is both.
@@ -66,17 +65,13 @@ class Eigen(Mitigation):
         self.sign, self.basis, self.spectrum = sign, basis, spectrum
         for name, known in (("sign", spectra.Sign), ("basis", BasisName), ("spectrum", spectra.Spectrum)):
             if getattr(self, name) not in get_args(known):
-                raise AcutanceError(f"eigen: {name} must be {_either(get_args(known))}, not {getattr(self, name)!r}")
+                raise AcutanceError(f"eigen: {name} must be one of {get_args(known)}, not {getattr(self, name)!r}")
         self._biases: tuple[Tensor, Tensor] | None = None  # of its projection, before and after parametrise
 
     def build(self, shape: LayerShape) -> None:
         """Θ and ψ of one layer, which `parametrise` fills from the layer's own weights."""
         if shape.kv_heads != shape.heads or shape.heads * shape.head_dim != shape.dim:
-            raise ShapeError(
-                f"eigen: layer {shape.layer} has {shape.heads} query and {shape.kv_heads} value heads of "
-                f"{shape.head_dim} channels for {shape.dim}: V Λ Vᵀ needs heads · head_dim = dim and a value head "
-                "for every query head. Leave such layers out with mitigate(..., layers=[...])"
-            )
+            raise self._wrong_sizes(shape, f"{shape.heads} query and {shape.kv_heads} value heads of {shape.head_dim}")
         self.theta = nn.Parameter(torch.eye(shape.dim))
         self.psi = nn.Parameter(torch.ones(shape.dim))
 
@@ -85,7 +80,8 @@ class Eigen(Mitigation):
         for projection in (value, output):
             projection.refuse_parametrisation()
         before = value.matrix(), output.matrix()
-        self._refuse_sizes(*before)
+        if not before[0].shape == before[1].shape == (self._layer.dim,) * 2:
+            raise self._wrong_sizes(self._layer, f"W_V {tuple(before[0].shape)} and W_proj {tuple(before[1].shape)}")
         if not before[0].is_meta:
             self._start(*before)
         if self._layer.pretrained:
@@ -95,14 +91,14 @@ class Eigen(Mitigation):
 
     def unparametrise(self, value: Projection, output: Projection) -> None:
         """Give a trained layer back what it had, a new one what it has now."""
-        output.unparametrise(keep=not self._layer.pretrained)
-        value.unparametrise(keep=not self._layer.pretrained)
+        for projection in (output, value):
+            projection.unparametrise(keep=not self._layer.pretrained)
         self._restore_bias(output)
 
     def fold(self, value: Projection, output: Projection) -> None:
         """Leave W_V and W_proj as they are now, as plain weights."""
-        output.unparametrise(keep=True)
-        value.unparametrise(keep=True)
+        for projection in (output, value):
+            projection.unparametrise(keep=True)
 
     def enter(self) -> None:
         """Until `leave`, V is made once for W_V and W_proj; a graph has it before the attention, which is watched."""
@@ -144,8 +140,7 @@ class Eigen(Mitigation):
         with torch._C.DisableTorchFunction():
             return self.weights()
 
-    def weights(self) -> Weights:
-        """W_V and W_proj in torch's layout: Vᵀ and V Λ."""
+    def weights(self) -> Weights:  # in torch's layout: Vᵀ and V Λ
         return _weights_of([self])[0]
 
     def eigenvalues(self) -> Tensor:
@@ -154,7 +149,6 @@ class Eigen(Mitigation):
         return flat.reshape(self._layer.heads, self._layer.head_dim)
 
     def extra_repr(self) -> str:
-        """The options, and the distance where there is one."""
         moved = "" if self.distance is None else f", distance={self.distance:.3g}"
         return super().extra_repr() + moved
 
@@ -163,13 +157,11 @@ class Eigen(Mitigation):
         assert self.shape is not None, "built by for_layer"
         return self.shape
 
-    def _refuse_sizes(self, value: Tensor, projection: Tensor) -> None:
-        dim = self._layer.dim
-        if value.shape != (dim, dim) or projection.shape != (dim, dim):
-            raise ShapeError(
-                f"eigen: layer {self._layer.layer} has W_V {tuple(value.shape)} and W_proj {tuple(projection.shape)}: "
-                f"both must be {dim} by {dim}, as V Λ Vᵀ is. Leave such layers out with mitigate(..., layers=[...])"
-            )
+    def _wrong_sizes(self, shape: LayerShape, sizes: str) -> ShapeError:
+        return ShapeError(
+            f"eigen: layer {shape.layer} has {sizes} for {shape.dim} channels: V Λ Vᵀ needs heads · head_dim = dim and "
+            "a value head for every query head. Leave such layers out with mitigate(..., layers=[...])"
+        )
 
     @torch.no_grad()
     def _start(self, value: Tensor, projection: Tensor) -> None:
@@ -180,7 +172,9 @@ class Eigen(Mitigation):
         order = _share_out(wanted, v, _double(value), _double(projection), self._layer.heads)
         wanted, v = wanted[order], v[:, order]
         if not self._layer.pretrained:
-            wanted = self._signed(wanted * (before.norm() / wanted.norm()).nan_to_num())
+            wanted = wanted * (before.norm() / wanted.norm()).nan_to_num()
+            signs = {"free": wanted, "positive": wanted.abs(), "negative": -wanted.abs()}
+            wanted = signs[self.sign]
         self.theta.copy_(v if self.basis == "inverse" else BASES[self.basis].preimage(v))
         self.psi.copy_(spectra.psi_for(wanted, self.sign, self.spectrum))
         if self._layer.pretrained:
@@ -210,11 +204,6 @@ class Eigen(Mitigation):
         bias.copy_(before if torch.equal(bias, after) else bias + (before - after))
         self._biases = None
 
-    def _signed(self, eigenvalues: Tensor) -> Tensor:
-        if self.sign == "free":
-            return eigenvalues
-        return -eigenvalues.abs() if self.sign == "negative" else eigenvalues.abs()
-
 
 def weights_together(mitigations: Sequence[Mitigation]) -> list[Weights | None]:
     """`weights()` of every layer; the bases of an Eigen in many layers are computed in one batch.
@@ -231,11 +220,8 @@ def weights_together(mitigations: Sequence[Mitigation]) -> list[Weights | None]:
 
 def eigen_of(mitigation: Mitigation | None) -> Eigen | None:
     """The Eigen that a mitigation is, or has as a part."""
-    parts = mitigation.parts if isinstance(mitigation, Chain) else [mitigation]
-    for part in parts:
-        if isinstance(part, Eigen):
-            return part
-    return None
+    parts = [] if mitigation is None else parts_of(mitigation)
+    return next((part for part in parts if isinstance(part, Eigen)), None)
 
 
 def _kind(eigen: Eigen) -> tuple[object, ...]:
@@ -281,7 +267,3 @@ def _is_recomputing() -> bool:
 
 def _double(weight: Tensor) -> Tensor:
     return weight.detach().to("cpu", torch.float64)
-
-
-def _either(options: Sequence[str]) -> str:
-    return ", ".join(map(repr, options[:-1])) + f" or {options[-1]!r}"

@@ -36,12 +36,9 @@ class FeatScale(Mitigation):
         self.doubled = doubled
 
     def build(self, shape: LayerShape) -> None:
-        """One gain for the low and one for the high frequencies of every channel."""
-        self.low = nn.Parameter(torch.zeros(shape.dim))
-        self.high = nn.Parameter(torch.zeros(shape.dim))
+        self.low, self.high = (nn.Parameter(torch.zeros(shape.dim)) for _ in range(2))
 
     def features(self, y: Tensor, call: AttentionCall) -> Tensor:
-        """Rescale the mean over tokens and what is left of it separately."""
         mean = y.mean(dim=-2, keepdim=True)
         correction = self.low.to(y.dtype) * mean + self.high.to(y.dtype) * (y - mean)
         return y + 2 * correction if self.doubled else y + correction

@@ -63,12 +63,8 @@ class NeuTRENO(Mitigation):
         self.learnt_strength = nn.Parameter(torch.full((count,), start))
 
     def affine(self, so_far: Program, call: AttentionCall) -> Program | None:
-        """λ̃ (v⁰ − v), outside attention dropout."""
-        if call.v0 is None:
-            return so_far
-        return so_far.corrected(
-            self.strength if self.learnt_strength is None else self.learnt_strength, detach=self.detach
-        )
+        strength = self.strength if self.learnt_strength is None else self.learnt_strength
+        return so_far if call.v0 is None else so_far.corrected(strength, detach=self.detach)
 
 
 def _number(name: str, value: object) -> float:

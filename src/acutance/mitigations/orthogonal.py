@@ -1,15 +1,14 @@
 """Orthogonal matrices from free ones: four smooth maps Θ ↦ V with VᵀV = I, batched over leading dimensions.
 
 Each map comes with a preimage: a Θ that it sends to a given orthogonal V, up to the signs of V's columns (which
-V Λ Vᵀ does not see). How exact the maps are in float32 is said of 192×192 matrices, as relative Frobenius norms against
-float64; benchmarks/orthogonal_precision.py measures it.
+V Λ Vᵀ does not see). Errors in float32 are relative Frobenius norms for 192×192 matrices, measured by
+benchmarks/orthogonal_precision.py. Where TF32 products are allowed, rounding means 10 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ Number = Callable[[float], float]
 
 
 def qr(theta: Tensor) -> Tensor:
-    """The Q of Θ = QR with R's diagonal made positive, without which Q jumps where a diagonal entry changes sign.
+    """The Q of Θ = QR, with R's diagonal made positive so that Q does not jump where an entry changes sign.
 
     In float32, V is exact to 5·10⁻⁶ and its gradient to 2·10⁻⁵ at condition numbers of Θ up to 300.
     """
@@ -35,11 +34,9 @@ def polar(theta: Tensor) -> Tensor:
     """The orthogonal matrix closest to Θ, by Newton–Schulz: X ← ½ρ X (3 − ρ² XᵀX), matrix products only.
 
     The scalings ρ are optimal on the interval that holds the singular values at each step (Chen and Chow 2014), and
-    the last step, with ρ = 1, takes away the rounding of the others. V is orthogonal to rounding for condition
-    numbers of Θ up to a few hundred. Beyond that, some singular values of V stay below 1: V Λ Vᵀ then still has the
-    signs of Λ and no larger eigenvalues. Where TF32 products are allowed, rounding means 10 bits.
-    In float32, V is exact to 10⁻⁵ and its gradient to 10⁻⁴ at condition numbers up to 300, the latter worst where
-    Θ is nearly orthogonal: scalings that serve the small singular values make those near 1 small first.
+    the last step, with ρ = 1, removes the rounding of the others. In float32, V is exact to 10⁻⁵ and its gradient to
+    10⁻⁴ at condition numbers of Θ up to 300. Far beyond, some singular values of V stay below 1: V Λ Vᵀ then still has
+    the signs of Λ and no larger eigenvalues.
     """
     x = theta / _spectral_bound(theta.detach())
     for scaling in _POLAR_SCALINGS[theta.dtype]:
@@ -51,10 +48,8 @@ def polar(theta: Tensor) -> Tensor:
 def cayley(theta: Tensor) -> Tensor:
     """(I − S)(I + S)⁻¹ of the skew part S of Θ, which is 2(I + S)⁻¹ − I; matrix products only.
 
-    In float32, V is exact to 3·10⁻⁶ and its gradient to 10⁻⁵ for ‖S‖ up to 300; a new layer has about 20 to 45. The
-    steps suffice up to about 500. Far beyond, directions that S hardly turns come out as if turned by half a circle,
-    and as in `polar` singular values of V may stay below 1 but never exceed it. Where TF32 products are allowed,
-    rounding means 10 bits.
+    In float32, V is exact to 3·10⁻⁶ and its gradient to 10⁻⁵ for ‖S‖ up to 300; a new layer has about 20 to 45. Far
+    beyond, as in `polar`, singular values of V may stay below 1 but never exceed it.
     """
     identity = torch.eye(theta.shape[-1], dtype=theta.dtype, device=theta.device)
     inverse: Tensor = _Inverse.apply(identity + (theta - theta.mT) / 2)  # type: ignore[no-untyped-call]
@@ -64,9 +59,8 @@ def cayley(theta: Tensor) -> Tensor:
 class _Inverse(torch.autograd.Function):
     """A⁻¹ of A = I + S by Newton–Schulz, Z ← ωZ (2 − ωAZ); its gradient −A⁻ᵀ G A⁻ᵀ takes two products more.
 
-    From Z = Aᵀ/b², b a bound of A's singular values, the eigenvalues of AZ are real, at most 1 and, as no singular
-    value of I + S is below 1, at least 1/b²; the scalings ω are optimal on the interval that holds them at each step.
-    Every step starts from A again and so takes away the rounding of those before.
+    From Z = Aᵀ/b², b a bound of A's singular values, the eigenvalues of AZ are real and in [1/b², 1], as no singular
+    value of I + S is below 1; the scalings ω are optimal on the interval that holds them at each step.
     """
 
     generate_vmap_rule = True
@@ -110,37 +104,28 @@ def _spectral_bound(theta: Tensor) -> Tensor:
     return norm.pow(0.25)
 
 
-def _scalings(low: float, precision: float, best: Number, image: Number) -> tuple[float, ...]:
-    """A scaling for every step x ↦ image(scaling · x), until all of [low, 1] is 1 to the given precision.
+def _scalings(low: float, dtype: torch.dtype, best: Number, image: Number) -> tuple[float, ...]:
+    """A scaling for every step x ↦ image(scaling · x), until all of [low, 1] is 1 to the dtype's precision.
 
     The `best` one for an interval [low, 1] makes its image the narrowest, which again ends at 1.
     """
-    scalings = []
-    while 1 - low > precision:
+    scalings: list[float] = []
+    while 1 - low > torch.finfo(dtype).eps:
         scalings.append(best(low))
         low = image(scalings[-1] * low)
     return (*scalings, 1.0)
 
 
-def _polar_scalings(precision: float) -> tuple[float, ...]:
-    """Of the singular values of X in ½ρ X (3 − ρ² XᵀX)."""
-    return _scalings(
-        SMALLEST_SINGULAR, precision, lambda low: (3 / (1 + low + low**2)) ** 0.5, lambda x: 0.5 * x * (3 - x**2)
-    )
-
-
-def _inverse_scalings(precision: float) -> tuple[float, ...]:
-    """Of the eigenvalues of AZ in ωZ (2 − ωAZ)."""
-    return _scalings(SMALLEST_SINGULAR**2, precision, lambda low: 2 / (1 + low), lambda x: x * (2 - x))
-
-
-_PRECISIONS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
-_POLAR_SCALINGS = {dtype: _polar_scalings(precision) for dtype, precision in _PRECISIONS.items()}
-_INVERSE_SCALINGS = {dtype: _inverse_scalings(precision) for dtype, precision in _PRECISIONS.items()}
-
-
-def _itself(v: Tensor) -> Tensor:
-    return v
+_DTYPES = (torch.float32, torch.float64)
+# Of the singular values of X in ½ρ X (3 − ρ² XᵀX).
+_POLAR_SCALINGS = {
+    dtype: _scalings(SMALLEST_SINGULAR, dtype, lambda x: (3 / (1 + x + x**2)) ** 0.5, lambda x: x * (3 - x**2) / 2)
+    for dtype in _DTYPES
+}
+# Of the eigenvalues of AZ in ωZ (2 − ωAZ).
+_INVERSE_SCALINGS = {
+    dtype: _scalings(SMALLEST_SINGULAR**2, dtype, lambda low: 2 / (1 + low), lambda x: x * (2 - x)) for dtype in _DTYPES
+}
 
 
 def _cayley_preimage(v: Tensor) -> Tensor:
@@ -164,17 +149,16 @@ def _householder_preimage(v: Tensor) -> Tensor:
     return torch.geqrf(v)[0].tril(-1)
 
 
-@dataclass(frozen=True)
-class Basis:
+class Basis(NamedTuple):
     """A map from free to orthogonal matrices, and a way back for one matrix."""
 
     map: Callable[[Tensor], Tensor]
-    preimage: Callable[[Tensor], Tensor]
+    preimage: Callable[[Tensor], Tensor] = lambda v: v
 
 
 BASES = {
-    "qr": Basis(qr, _itself),
-    "polar": Basis(polar, _itself),
+    "qr": Basis(qr),
+    "polar": Basis(polar),
     "cayley": Basis(cayley, _cayley_preimage),
     "householder": Basis(householder, _householder_preimage),
 }

@@ -52,14 +52,12 @@ class _Clip(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, psi: Tensor, low: float, high: float) -> Tensor:
-        """Clip."""
         ctx.save_for_backward(psi)
         ctx.range = low, high
         return psi.clamp(low, high)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Descent moves ψ against the gradient."""
         ((psi,), (low, high), (gradient,)) = ctx.saved_tensors, ctx.range, gradients
         passes = ((psi >= low) | (gradient < 0)) & ((psi <= high) | (gradient > 0))
         return gradient * passes, None, None

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from acutance.attention import AttentionCall, attend, finish
 from acutance.attention.operator import AttentionOperator
 from acutance.mitigations import Mitigation, Weights
-from acutance.mitigations.made import Projection, weight_with
+from acutance.mitigations.projection import Projection, weight_with
 from acutance.models.kernels import mlp
 
 AttentionKind = Literal["softmax", "symmetric", "rbf", "linear", "polynomial"]
@@ -134,7 +134,7 @@ class Attention(nn.Module):
         y = self.proj(merged) if weights is None else F.linear(merged, weights[1], self.proj.bias)
         y = finish(y, call, self.mitigation, self.observer)
         first = values if v0 is None else v0
-        return self.proj_drop(y), first, call if self.mitigation.changes_stream else None
+        return self.proj_drop(y), first, call if self.mitigation.overrides("stream") else None
 
     def _project(self, x: Tensor, weights: Weights | None) -> Tensor:
         """q, k and v side by side, (batch, tokens, 3 · dim)."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from acutance.errors import NoSitesError
+from acutance.mitigations.projection import Projections
 from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Library
 from acutance.sites.intercept import Intercept, Product
-from acutance.sites.named import NamedSite
+from acutance.sites.named import JOINT, SEPARATE, NamedSite, Sizes, by_names
 from acutance.sites.patched import Stack, caller_of, known_sites
-from acutance.sites.projection import JOINT, SEPARATE, Projections, Sizes, by_names
 from acutance.sites.structure import (
     PARAMETRIZATIONS,
     evaluating,

@@ -11,18 +11,13 @@ from typing import TYPE_CHECKING, Self
 from torch import Tensor, nn
 
 from acutance.attention import AttentionCall
+from acutance.errors import TOKENS_REMAIN as TOKENS_REMAIN
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.mitigations import LayerShape, Mitigation, UnknownShape
 
 if TYPE_CHECKING:
-    from acutance.mitigations.made import Projection
-    from acutance.sites.projection import Projections
+    from acutance.mitigations.projection import Projection, Projections
     from acutance.sites.structure import Layer
-
-TOKENS_REMAIN = (  # where attention cannot be read
-    'Token metrics can still be measured: measure(model, batches, tap="block") with metrics that need no attention, '
-    "such as the default ones"
-)
 
 
 class AttentionSite(ABC):

@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, NoSitesError
+from acutance.mitigations.projection import Projection, Projections
+from acutance.sites.base import TOKENS_REMAIN
 from acutance.sites.discovery import Surroundings, changes_output, discover, is_norm
 from acutance.sites.patched import PatchedSite
-from acutance.sites.projection import Projections, Sizes, by_names, output_of, shape_of
+from acutance.sites.structure import outwards, path_of
+
+SEPARATE = {
+    "query": ("q_proj", "query", "query_proj", "q_lin", "q", "to_q", "wq", "q_linear", "W_q", "Wq"),
+    "key": ("k_proj", "key", "key_proj", "k_lin", "k", "to_k", "wk", "k_linear", "W_k", "Wk"),
+    "value": ("v_proj", "value", "value_proj", "v_lin", "v", "to_v", "wv", "v_linear", "W_v", "Wv"),
+}
+# One projection for all three, or for keys and values: its rows stand query by key by value, or so head by head.
+JOINT = ("c_attn", "qkv_proj", "Wqkv", "qkv", "to_qkv", "in_proj")
+JOINT_BY_HEAD = ("query_key_value",)
+KEYS_AND_VALUES = ("kv", "to_kv")
+OUTPUT = (
+    *("o_proj", "out_proj", "out_lin", "o", "c_proj", "Wo", "dense", "proj", "projection"),
+    *("to_out.0", "to_out", "wo", "W_o", "out", "output_proj", "out_linear"),
+)
+OUTPUT_BESIDE = ("output.dense", "output", "dense")  # in the module around the attention, as BERT has it
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "nheads")
+
+
+class Sizes(NamedTuple):
+    """Heads and channels of one attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dim: int
 
 
 class NamedSite(PatchedSite):
@@ -20,29 +49,14 @@ class NamedSite(PatchedSite):
     def _found(self) -> tuple[Projections, Sizes]:
         return by_names(self.name, self.block, self.attention)
 
+    heads: Any = property(lambda self: self._found[1].heads)
+    kv_heads: Any = property(lambda self: self._found[1].kv_heads)
+    head_dim: Any = property(lambda self: self._found[1].head_dim)
+    dim: Any = property(lambda self: self._found[1].dim)
+
     def projections(self) -> Projections:
         """By their names."""
         return self._found[0]
-
-    @property
-    def heads(self) -> int:  # type: ignore[override]
-        """Query heads."""
-        return self._found[1].heads
-
-    @property
-    def kv_heads(self) -> int:  # type: ignore[override]
-        """Heads of keys and values."""
-        return self._found[1].kv_heads
-
-    @property
-    def head_dim(self) -> int:  # type: ignore[override]
-        """Channels of one head's values."""
-        return self._found[1].head_dim
-
-    @property
-    def dim(self) -> int:  # type: ignore[override]
-        """Channels of the residual stream."""
-        return self._found[1].dim
 
     def output_projection(self) -> nn.Module | None:
         """W_proj, which BERT and others keep beside the attention; None under an unknown name."""
@@ -51,10 +65,10 @@ class NamedSite(PatchedSite):
     @cached_property
     def surroundings(self) -> Surroundings:
         """What the block does around its attention."""
-        projection = self.projections().output.module
-        inside = self.attention is not self.block and projection in set(self.attention.modules())
-        width = self.dim if inside else shape_of(projection)[1]
-        return discover(self.block, self.attention, None if inside else projection, self.dim, width)
+        output = self.projections().output
+        inside = self.attention is not self.block and output.module in set(self.attention.modules())
+        width = self.dim if inside else output.shape()[1]
+        return discover(self.block, self.attention, None if inside else output.module, self.dim, width)
 
     def pre_norm(self) -> nn.Module | None:
         """The norm before the attention; None in Post-LN models such as BERT."""
@@ -100,11 +114,71 @@ class NamedSite(PatchedSite):
         return self.surroundings
 
     def _unknown(self, what: str) -> AcutanceError:
-        kind = type(self.block).__name__
         return AcutanceError(
-            f"{self.name}: {kind} does not run on random tokens, so {what} is not known: describe the model in a "
-            "Library of its own"
+            f"{self.name}: {type(self.block).__name__} does not run on random tokens, so {what} is not known: describe "
+            "the model in a Library of its own"
         )
+
+
+def by_names(name: str, block: nn.Module, attention: nn.Module) -> tuple[Projections, Sizes]:
+    """Look the usual names up; what is missing is an error that says so."""
+    output, heads = output_of(block, attention), _heads_of(attention)
+    query, key, value = (_whole(_child(attention, names)) for names in SEPARATE.values())
+    together = (*JOINT, *JOINT_BY_HEAD, *KEYS_AND_VALUES)
+    joint = next((path for path in together if _child(attention, (path,)) is not None), None)
+    if output is None or (value is None and joint is None):
+        missing = "W_proj" if output is None else "W_V"
+        raise NoSitesError(
+            f"{name} ({type(attention).__name__}) keeps {missing} under a name that is not known here, or has none. "
+            f"{TOKENS_REMAIN}"
+        )
+    if heads is None:
+        raise NoSitesError(f"{name} ({type(attention).__name__}) does not say how many heads it has. {TOKENS_REMAIN}")
+    dim, width = Projection(output).shape()
+    head_dim = width // heads
+    if value is not None:
+        kv_heads = value.shape()[0] // head_dim
+        return Projections(query, key, value, Projection(output)), Sizes(heads, kv_heads, head_dim, dim)
+    assert joint is not None
+    module, query_heads = attention.get_submodule(joint), 0 if joint in KEYS_AND_VALUES else heads
+    kv_heads = (Projection(module).shape()[0] // head_dim - query_heads) // 2
+    ends = accumulate((query_heads, kv_heads, kv_heads), initial=0)
+    rows: list[slice | Tensor] = [slice(start * head_dim, end * head_dim) for start, end in pairwise(ends)]
+    if joint in JOINT_BY_HEAD or getattr(attention, "multi_query", None) is False:  # GPT-BigCode has them either way
+        rows = list(torch.arange(heads * 3 * head_dim).reshape(heads, 3, head_dim).transpose(0, 1).flatten(1))
+    q, k, v = (Projection(module, each) for each in rows)
+    found = Projections(q if query_heads else query, k, v, Projection(output))
+    return found, Sizes(heads, kv_heads, head_dim, dim)
+
+
+def output_of(block: nn.Module, attention: nn.Module) -> nn.Module | None:
+    """The module of W_proj, in the attention or in what is around it."""
+    found = _child(attention, OUTPUT)
+    for path in [] if block is attention else list(outwards(path_of(block, attention)))[1:-1]:
+        found = found or _child(block.get_submodule(path), OUTPUT_BESIDE)
+    return found
+
+
+def _heads_of(attention: nn.Module) -> int | None:
+    """How many heads the queries have, as the module or its configuration says."""
+    config = getattr(attention, "config", None)
+    said = (*(getattr(attention, key, None) for key in HEADS), getattr(config, "num_attention_heads", None))
+    return next((heads for heads in said if isinstance(heads, int)), None)
+
+
+def _whole(module: nn.Module | None) -> Projection | None:
+    return None if module is None else Projection(module)
+
+
+def _child(module: nn.Module, paths: tuple[str, ...]) -> nn.Module | None:
+    for path in paths:
+        try:
+            found = module.get_submodule(path)
+        except AttributeError:
+            continue
+        if path not in ("output", "to_out") or isinstance(getattr(found, "weight", None), Tensor):
+            return found  # elsewhere what holds output.dense
+    return None
 
 
 def _adds_one(norm: nn.Module) -> bool:

@@ -272,7 +272,7 @@ class PatchedSite(AttentionSite):
         """The branch's output, given what came out of W_proj."""
         call, now.call = now.call, None
         mitigation = self.mitigation
-        changes = mitigation is not None and mitigation.changes_features
+        changes = mitigation is not None and mitigation.overrides("features")
         if call is None or not (changes or self.observer is not None):
             return y
         if mitigation is not None and changes:
@@ -339,7 +339,7 @@ class PatchedSite(AttentionSite):
 
     def _leave_block(self, _block: nn.Module, _args: Any, output: Any) -> Any:
         now, mitigation = self.stack.passes.current(), self.mitigation
-        changes = mitigation is not None and mitigation.changes_stream and output is not None
+        changes = mitigation is not None and mitigation.overrides("stream") and output is not None
         if changes and mitigation is not None and now is not None and now.attention is not None:
             assert now.x is not None, "kept as the block was entered"
             x = mitigation.stream(now.x, tokens_out(output), now.attention)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError, SeveralStacksError
 from acutance.mitigations import Mitigation
+from acutance.mitigations.projection import Projections
 from acutance.models.block import Attention, Block, LayerScale
 from acutance.models.stack import BlockStack
 from acutance.sites.base import AttentionSite, Library, Undo
-from acutance.sites.projection import Projection, Projections
 from acutance.sites.structure import modules_of
 
 
@@ -36,11 +36,8 @@ class BlockSite(AttentionSite):
         return None if type(installed) is Mitigation else installed
 
     def projections(self) -> Projections:
-        """Rows of the joint projection; in symmetric attention keys and queries share theirs.
-
-        The block's own reading knows no adapters; ours does.
-        """
-        return Projections(*(Projection(each.module, each.rows) for each in self.attention.projections()))
+        """Rows of the joint projection; in symmetric attention keys and queries share theirs."""
+        return Projections(*self.attention.projections())
 
     def pre_norm(self) -> nn.Module | None:
         """norm1, unless it stands after the residual sum."""

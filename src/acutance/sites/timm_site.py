@@ -9,11 +9,11 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError
+from acutance.mitigations.projection import Projection, Projections
 from acutance.sites.base import TOKENS_REMAIN
 from acutance.sites.intercept import Product, sdpa_product
 from acutance.sites.named import NamedSite
 from acutance.sites.patched import WINDOWS_APART, WINDOWS_MOVE
-from acutance.sites.projection import Projections, is_plain
 
 PARTS = {"qkv", "q_norm", "k_norm", "attn_drop", "norm", "proj", "proj_drop", "mitigation"}
 POST_NORM = {"ResPostBlock", "ResPostRelPosBlock", "EvaBlockPostNorm"}  # norm1 stands after their attention
@@ -47,7 +47,8 @@ class TimmSite(NamedSite):
     def _refuse_idle_adapter(self) -> None:
         """BEiT and EVA take the weight of their joint projection, past whatever was put around it."""
         joint, beside = getattr(self.attention, "qkv", None), getattr(self.attention, "q_bias", None)
-        if beside is not None and joint is not None and not (is_plain(joint) or self.attention.qkv_bias_separate):
+        adapted = beside is not None and joint is not None and Projection(joint).is_adapted
+        if adapted and not self.attention.qkv_bias_separate:
             raise NoSitesError(
                 f"{self.name} multiplies by the weight of its qkv itself, so the {type(joint).__name__} around it does "
                 f"nothing there: merge it into the layer, or put it around proj alone. {TOKENS_REMAIN}"

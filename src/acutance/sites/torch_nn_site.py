@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError
+from acutance.mitigations.projection import Projection, Projections
 from acutance.sites.base import TOKENS_REMAIN
 from acutance.sites.discovery import Surroundings, discover, is_norm
 from acutance.sites.patched import PatchedSite, Stack
-from acutance.sites.projection import Projection, Projections
 from acutance.sites.structure import name_one, tokens_in
 from acutance.sites.torch_nn_forward import forward
 

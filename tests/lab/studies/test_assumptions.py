@@ -12,14 +12,17 @@ from acutance import metrics, sites
 from acutance.errors import AcutanceError
 from acutance.explain.statistics import rank_correlation
 from acutance.lab.studies import kernel_assumptions
-from acutance.lab.studies.affinity import (
+from acutance.lab.studies.kernel import (
+    MEASURES,
+    PERMUTED,
+    KernelAssumptions,
+    _of_weights,
     asymmetry,
     matrix_asymmetry,
     matrix_negative_share,
     negative_share,
     permuted,
-)
-from acutance.lab.studies.assumptions import MEASURES, PERMUTED, KernelAssumptions, _of_weights
+)  # fmt: skip
 from acutance.mitigations import parse
 from acutance.models import ViT
 
@@ -162,7 +165,6 @@ def test_tables_hold_means_over_samples_and_the_model_is_left_alone() -> None:
     assert frame["kernel_negative"][4] == pytest.approx(found.samples["kernel_negative"][1, :, 1].mean())
     expected = spearmanr(found.samples["kernel_asymmetry"].ravel(), found.alignment.ravel()).statistic
     assert found.correlations()["kernel_asymmetry"] == pytest.approx(expected)
-    assert f"{expected:+.2f}" in found.table().caption
 
 
 def test_rank_correlation_shares_ties() -> None:
@@ -290,7 +292,6 @@ def test_the_baselines_are_those_of_the_permuted_logits() -> None:
             for measure, value in expected.items():
                 read = found.samples[f"{name}_{measure}_permuted"][0, sample, head]
                 assert read == pytest.approx(value, abs=1e-7)
-    assert "(" in next(iter(found.table().columns[2].cells))
 
 
 def test_a_bias_between_tokens_is_refused() -> None:

@@ -16,8 +16,7 @@ from acutance.io.loading import load_model
 from acutance.io.saving import load, save
 from acutance.lab.data import digits
 from acutance.lab.studies import kernel_assumptions, kernel_study
-from acutance.lab.studies.kernel_study import PAPER, batch_count, variant_of
-from acutance.lab.studies.pictures import symmetry_picture
+from acutance.lab.studies.kernel import PAPER, batch_count, variant_of
 from acutance.models import ViT
 
 OPTIONS = {"image_size": 8, "patch_size": 4, "in_chans": 1, "dim": 12, "depth": 2, "heads": 3, "num_classes": 10}
@@ -152,17 +151,3 @@ def test_runs_of_one_name_are_refused(runs) -> None:
     twice = [str(runs / "even-seed0"), str(runs / "even-seed0" / "model.safetensors")]
     with pytest.raises(AcutanceError, match="one name: even-seed0, even-seed0"):
         CliRunner().invoke(app, ["kernel", *twice], catch_exceptions=False)
-
-
-def test_the_symmetry_picture_shows_means() -> None:
-    rows = [
-        {"variant": v, "seed": s, "epoch": e, "layer": n, "symmetry": 0.1 * s + 0.01 * e + 0.2 * n + (v == "plus")}
-        for v in ("softmax", "plus")
-        for s in (0, 1)
-        for e in (0, 1, 2)
-        for n in (1, 2, 3)
-    ]
-    left, right = symmetry_picture(pd.DataFrame(rows), "softmax").axes
-    assert len(left.lines) == 3
-    np.testing.assert_allclose(left.lines[1].get_ydata(), [0.45, 0.46, 0.47])
-    np.testing.assert_allclose(right.lines[1].get_ydata(), [1.45, 1.46, 1.47])

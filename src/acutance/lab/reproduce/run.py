@@ -27,7 +27,7 @@ from acutance.lab.evaluate.evaluate import evaluate_run, read_evaluation, task_o
 from acutance.lab.reproduce.page import Line, Result
 from acutance.lab.reproduce.plan import Planned, Planner, check_data
 from acutance.lab.reproduce.target import Row, Target
-from acutance.lab.studies.pictures import save_picture
+from acutance.lab.studies.saving import save_picture
 from acutance.lab.tasks.samples import samples as samples_of
 from acutance.lab.train.run import command_line, git_state, hardware, versions
 

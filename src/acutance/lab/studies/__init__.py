@@ -1,37 +1,20 @@
 """Experiments behind the statements: layers repeated, kernels inspected, networks made very deep."""
 
-from acutance.lab.studies.assumptions import KernelAssumptions, kernel_assumptions
 from acutance.lab.studies.depth import DepthConfig, DepthStudy, depth_study
-from acutance.lab.studies.kernel_study import KernelStudy, kernel_study
+from acutance.lab.studies.kernel import KernelAssumptions, KernelStudy, kernel_assumptions, kernel_study
 from acutance.lab.studies.norms import PostNorm, centred_spectrum, groups_rate, post_norm, ratio_at_equal_size
 from acutance.lab.studies.repeat import (
     Trajectory,
     attention_from,
     branch_with_spectrum,
     drawn_attention,
+    norm_grid,
     random_attention,
     repeat,
-)
-from acutance.lab.studies.settings import norm_grid
+)  # fmt: skip
 
 __all__ = [
-    "DepthConfig",
-    "DepthStudy",
-    "KernelAssumptions",
-    "KernelStudy",
-    "PostNorm",
-    "Trajectory",
-    "attention_from",
-    "branch_with_spectrum",
-    "centred_spectrum",
-    "depth_study",
-    "drawn_attention",
-    "groups_rate",
-    "kernel_assumptions",
-    "kernel_study",
-    "norm_grid",
-    "post_norm",
-    "random_attention",
-    "ratio_at_equal_size",
-    "repeat",
-]
+    "DepthConfig", "DepthStudy", "KernelAssumptions", "KernelStudy", "PostNorm", "Trajectory", "attention_from",
+    "branch_with_spectrum", "centred_spectrum", "depth_study", "drawn_attention", "groups_rate", "kernel_assumptions",
+    "kernel_study", "norm_grid", "post_norm", "random_attention", "ratio_at_equal_size", "repeat",
+]  # fmt: skip

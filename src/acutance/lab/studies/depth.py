@@ -6,9 +6,9 @@ Nothing in a block depends on how many follow it, so a network of 12 layers at i
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -17,9 +17,10 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from acutance.errors import AcutanceError, MissingExtraError
-from acutance.files.atomic import atomic_write
+from acutance.errors import AcutanceError
 from acutance.lab.data import digits
+from acutance.lab.studies.pictures import depth_picture
+from acutance.lab.studies.saving import data_frame, save_study
 from acutance.measure import measure
 from acutance.measure.profile import Profile, merge
 from acutance.mitigations import parse
@@ -74,18 +75,13 @@ class DepthStudy:
 
     def to_frame(self) -> pd.DataFrame:
         """One row per init, variant, seed and layer (0 is the input), a column per metric: its mean over samples."""
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise MissingExtraError("to_frame needs pandas: pip install 'acutance[report]'") from error
-        rows = [
+        return data_frame(
             {"init": init, "variant": variant, "seed": seed, "layer": layer}
             | {name: float(profile[name][layer]) for name in METRICS}
             for (init, variant), profiles in self.runs.items()
             for seed, profile in enumerate(profiles)
             for layer in profile.layers(METRICS[0])
-        ]
-        return pd.DataFrame(rows)
+        )
 
     def summary(self) -> list[dict[str, Any]]:
         """One row per init, variant and depth (0 is the input): mean and spread over seeds of every metric."""
@@ -115,30 +111,20 @@ class DepthStudy:
         return table
 
     def picture(self) -> Figure:
-        """A row per initialisation, a column per definition, a curve per variant."""
-        from acutance.lab.studies.pictures import depth_picture
-
         return depth_picture(self.to_frame(), self.config.depths)
 
     def save(self, folder: str | os.PathLike[str], *, context: Mapping[str, Any] | None = None) -> list[Path]:
         """Write depth.csv, depth.json, depth.png and depth.svg."""
-        place = Path(folder)
-        seeds = [profile.context.get("lab", {}).get("seed") for profile in next(iter(self.runs.values()))]
+        profiles = next(iter(self.runs.values()))
         body = {
             "config": asdict(self.config),
-            "seeds": seeds,
+            "seeds": [profile.context.get("lab", {}).get("seed") for profile in profiles],
             "variants": {name: {**options, "mitigation": spec} for name, (options, spec) in VARIANTS.items()},
-            "versions": next(iter(self.runs.values()))[0].context.get("versions"),
+            "versions": profiles[0].context.get("versions"),
             **(context or {}),
             "summary": self.summary(),
         }
-        from acutance.lab.studies.pictures import save_picture
-
-        return [
-            atomic_write(place / "depth.csv", self.to_frame().to_csv(index=False, float_format="%.5g").encode()),
-            atomic_write(place / "depth.json", json.dumps(body, indent=1, ensure_ascii=False).encode()),
-            *save_picture(self.picture(), place / "depth"),
-        ]
+        return save_study(folder, "depth", self.to_frame(), body, self.picture())
 
 
 def depth_study(
@@ -165,10 +151,18 @@ def depth_study(
     for (init, variant), profiles in runs.items():
         for seed in range(seeds):
             advance(f"{variant}, {init}, seed {seed}")
-            wanted = {"init": init, "variant": variant, "seed": seed, **_identity(config, variant)}
-            path = None if folder is None else Path(folder) / "profiles" / f"{_slug(variant)}-{init}-seed{seed}.json"
-            profile = _finished(path, wanted)
-            if profile is None:
+            # What a kept measurement must have been made with; of the depths only the largest matters.
+            options, spec = VARIANTS[variant]
+            size = {k: v for k, v in asdict(config).items() if k not in ("depths", "inits")}
+            wanted = {"init": init, "variant": variant, "seed": seed, **size, "depth": max(config.depths), **options}
+            wanted |= {"mitigation": spec, "torch": torch.__version__}
+            name = variant.replace("⁻", " minus").replace("⁺", " plus").replace(" ", "-").lower()
+            path = None if folder is None else Path(folder) / "profiles" / f"{name}-{init}-seed{seed}.json"
+            profile = None
+            if path is not None and path.is_file():
+                with suppress(AcutanceError):  # a damaged file is measured again
+                    profile = Profile.load(path)
+            if profile is None or profile.context.get("lab") != wanted:
                 model = random_network(config, variant, init, seed)
                 measured = measure(model, [images], metrics=METRICS, progress=False)
                 profile = Profile(measured.readings, {**measured.context, "lab": wanted})
@@ -196,25 +190,3 @@ def draw_xavier(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
-
-
-def _identity(config: DepthConfig, variant: str) -> dict[str, Any]:
-    """What a kept measurement must have been made with; only the largest depth matters to the network."""
-    size = {k: v for k, v in asdict(config).items() if k not in ("depths", "inits")}
-    options, spec = VARIANTS[variant]
-    return {**size, "depth": max(config.depths), **options, "mitigation": spec, "torch": torch.__version__}
-
-
-def _finished(path: Path | None, wanted: Mapping[str, Any]) -> Profile | None:
-    if path is None or not path.is_file():
-        return None
-    try:
-        profile = Profile.load(path)
-    except AcutanceError:
-        return None
-    return profile if profile.context.get("lab") == wanted else None
-
-
-def _slug(variant: str) -> str:
-    plain = variant.replace("⁻", "-minus").replace("⁺", "-plus").lower()
-    return "-".join(plain.replace("(", "").replace(")", "").split())

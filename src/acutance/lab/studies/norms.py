@@ -53,10 +53,7 @@ def post_norm(H: Tensor, mu: Tensor, weight: Tensor | float = 1.0) -> PostNorm:
     out of the numerator, so Post-LN smooths at least as fast as no norm with the same λ, and can smooth with all λ in
     [−1, 0], where a layer without a norm cannot.
 
-    Args:
-        H: Wᵀ (d, d).
-        mu: the eigenvalues of A, (N,), real or complex, μ = 1 among them.
-        weight: γ, one number or (d,).
+    H is Wᵀ (d, d), mu the eigenvalues of A, (N,), real or complex, μ = 1 among them; weight is γ, one number or (d,).
     """
     basis = _centred_basis(H)
 
@@ -88,15 +85,9 @@ def groups_rate(A: Tensor, along: float, others: Tensor, signs: Tensor) -> float
     *every* choice of signs. A small deviation along another eigenvector is multiplied by D⁻¹(I + λ_j A), D the sizes of
     those factors.
 
-    Args:
-        A: attention (N, N).
-        along: λ_v.
-        others: the other eigenvalues of `centred_spectrum(H)`.
-        signs: s, (N,) of ±1; all +1 are equal tokens.
-
-    Returns:
-        The factor per layer of the slowest deviation: below 1 the groups attract what is near them. Infinite if they
-        do not stay. As they may attract whether or not equal tokens do, the spectra alone do not decide the limit.
+    `along` is λ_v, `others` the other eigenvalues of `centred_spectrum(H)`, `signs` is s; all +1 are equal tokens.
+    Returns the factor per layer of the slowest deviation: below 1 the groups attract what is near them. Infinite if
+    they do not stay. As they may attract whether or not equal tokens do, the spectra alone do not decide the limit.
     """
     factors = 1 + along * signs * (A @ signs)
     if not ((factors > 0).all() or (factors < 0).all()):

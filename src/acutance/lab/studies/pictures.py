@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import cycle
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from acutance.files.atomic import atomic_write
 from acutance.lab.studies.repeat import Trajectory
 from acutance.report.page import PALETTE
 from acutance.report.pictures import blank_figure
@@ -78,13 +75,7 @@ def repeat_picture(
 def depth_picture(
     frame: pd.DataFrame, depths: Sequence[int], definitions: Sequence[str] = tuple(DEPTH_PANELS)
 ) -> Figure:
-    """A row per initialisation, a column per definition, a curve per variant with its spread over seeds.
-
-    Args:
-        frame: as `DepthStudy.to_frame` makes it, or its CSV read back.
-        depths: where to put the ticks.
-        definitions: which panels, by title.
-    """
+    """Of `DepthStudy.to_frame`: a row per initialisation, a column per definition, a curve per variant."""
     inits, variants = frame["init"].unique(), frame["variant"].unique()
     shape = len(inits), len(definitions)
     figure, axes = blank_figure(*(shape if shape[1] > 1 else shape[::-1]), width=3.4, height=2.6)
@@ -112,10 +103,9 @@ def depth_picture(
 
 
 def kernel_picture(frame: pd.DataFrame) -> Figure:
-    """A panel per measure by layer, a curve per variant (training images dashed, permuted entries dotted).
+    """Of `KernelStudy.to_frame`: a panel per measure by layer, a curve per variant.
 
-    Args:
-        frame: as `KernelStudy.to_frame` makes it, or its CSV read back.
+    Training images are dashed, permuted entries dotted.
     """
     figure, axes = blank_figure(1, len(KERNEL_PANELS), width=3.0, height=2.8)
     variants = frame["variant"].unique()
@@ -124,7 +114,7 @@ def kernel_picture(frame: pd.DataFrame) -> Figure:
             for data in sorted(frame["data"].unique()):  # test before train
                 chosen = frame[(frame["variant"] == variant) & (frame["data"] == data)].groupby(["layer", "run"])
                 label, style = f"{variant}, {DATA.get(data, data)}", "--" if data == "train" else "-"
-                _curve(axis, chosen[column].mean(), "layer", colour, style, label)
+                spread_curve(axis, chosen[column].mean(), "layer", colour, style, label)
             if (chance := f"{column}_permuted") in frame:
                 axis.plot(chosen[chance].mean().groupby("layer").mean(), ":", color=colour, linewidth=1)
         axis.set(xlabel="layer")
@@ -135,34 +125,7 @@ def kernel_picture(frame: pd.DataFrame) -> Figure:
     return figure
 
 
-def symmetry_picture(frame: pd.DataFrame, plain: str) -> Figure:
-    """How symmetric H is over training: every layer of the plain variant, and the mean over layers of each variant.
-
-    Args:
-        frame: variant, seed, epoch, layer, symmetry: as benchmarks/over_training.py writes it.
-        plain: which variant is shown layer by layer.
-    """
-    figure, axes = blank_figure(1, 2, width=4.2, height=3.0)
-    left, right = axes[0]
-    own = frame[frame["variant"] == plain]
-    depth = int(own["layer"].max())
-    for layer in range(1, depth + 1):
-        curve = own[own["layer"] == layer].groupby("epoch")["symmetry"].mean()
-        label = f"layer {layer}" if layer in (1, depth) else None
-        left.plot(curve, color=_between((layer - 1) / max(depth - 1, 1)), label=label)
-    for variant, colour in zip(frame["variant"].unique(), cycle(PALETTE), strict=False):
-        mean = frame[frame["variant"] == variant].groupby(["epoch", "seed"])["symmetry"].mean()
-        _curve(right, mean, "epoch", colour, "-", str(variant))
-    titles = (f"{plain}, layer by layer (mean over seeds)", "mean over layers ± spread over seeds")
-    for axis, title in zip(axes[0], titles, strict=True):
-        axis.set(xlabel="epoch", ylabel="cosine between H and Hᵀ")
-        axis.set_title(title, fontsize=9)
-        axis.grid(alpha=0.3)
-        axis.legend(frameon=False, fontsize=8)
-    return figure
-
-
-def _curve(axis: Axes, values: pd.Series[float], over: str, colour: str, style: str, label: str) -> None:
+def spread_curve(axis: Axes, values: pd.Series[float], over: str, colour: str, style: str, label: str) -> None:
     """Mean and spread over runs of what is grouped by (over, run); a variant without numbers draws nothing."""
     by = values.groupby(over).agg(["mean", "std"])
     spread = by["std"].fillna(0)
@@ -170,21 +133,6 @@ def _curve(axis: Axes, values: pd.Series[float], over: str, colour: str, style: 
     axis.fill_between(by.index, by["mean"] - spread, by["mean"] + spread, color=colour, alpha=0.15, linewidth=0)
 
 
-def _between(share: float) -> tuple[float, float, float]:
-    """From a light to a dark blue: the deeper, the darker."""
-    return (0.65 - 0.6 * share, 0.8 - 0.55 * share, 0.95 - 0.5 * share)
-
-
 def _legend(figure: Figure, axis: Axes, columns: int) -> None:
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=8)
-
-
-def save_picture(figure: Figure, stem: Path) -> list[Path]:
-    """stem.png and stem.svg, the latter without a date, so that the same numbers give the same file."""
-    import matplotlib as mpl
-
-    with mpl.rc_context({"svg.hashsalt": "acutance"}):
-        png = atomic_write(stem.with_suffix(".png"), partial(figure.savefig, dpi=150, facecolor="white"))
-        writer = partial(figure.savefig, facecolor="white", metadata={"Date": None})
-        return [png, atomic_write(stem.with_suffix(".svg"), writer)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from acutance import metrics
-from acutance.errors import AcutanceError, MissingExtraError, ShapeError
+from acutance.errors import AcutanceError, ShapeError
+from acutance.lab.studies.saving import data_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,7 +45,6 @@ class Trajectory:
 
     @property
     def layers(self) -> int:
-        """How often the layer was applied."""
         return int(self.hfc_lfc.shape[1]) - 1
 
     def converged(self, tolerance: float = 1e-3) -> dict[str, bool]:
@@ -57,13 +57,9 @@ class Trajectory:
 
     def to_frame(self) -> pd.DataFrame:
         """One row per sample and layer."""
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise MissingExtraError("to_frame needs pandas: pip install 'acutance[report]'") from error
         samples, layers = np.indices(self.hfc_lfc.shape)
         columns = {name: getattr(self, name).ravel() for name in DEFINITIONS}
-        return pd.DataFrame({"sample": samples.ravel(), "layer": layers.ravel(), **columns})
+        return data_frame({"sample": samples.ravel(), "layer": layers.ravel(), **columns})
 
     def picture(self) -> Figure:
         """The three definitions side by side; all fall to 0 where they are met."""
@@ -97,7 +93,12 @@ def repeat(
         norm: none, pre or post.
         norm_weight: the norm's weights, one number or (d,). The norm has no bias.
     """
-    _check(x, W, norm, layers)
+    if x.ndim < 2 or W.shape != (x.shape[-1], x.shape[-1]):
+        raise ShapeError(f"x {tuple(x.shape)} and W {tuple(W.shape)} do not fit: expected (..., N, d) and (d, d)")
+    if norm not in get_args(Norm):
+        raise AcutanceError(f"unknown norm {norm!r}; known: {', '.join(get_args(Norm))}")
+    if layers < 1:
+        raise AcutanceError(f"repeat needs at least one layer, got {layers}")
     weight = torch.as_tensor(norm_weight, dtype=x.dtype, device=x.device).expand(x.shape[-1])
     size = x.norm(dim=(-2, -1), keepdim=True)
     readings, waiting = [], [x]
@@ -167,10 +168,46 @@ def _read(x: Tensor) -> Tensor:
     return torch.stack([metrics.hfc_lfc_spectral(x), metrics.token_cosine(x), smallest, metrics.singular_ratio(x)])
 
 
-def _check(x: Tensor, W: Tensor, norm: str, layers: int) -> None:
-    if x.ndim < 2 or W.shape != (x.shape[-1], x.shape[-1]):
-        raise ShapeError(f"x {tuple(x.shape)} and W {tuple(W.shape)} do not fit: expected (..., N, d) and (d, d)")
-    if norm not in get_args(Norm):
-        raise AcutanceError(f"unknown norm {norm!r}; known: {', '.join(get_args(Norm))}")
-    if layers < 1:
-        raise AcutanceError(f"repeat needs at least one layer, got {layers}")
+# Name, where the norm stands, and its weights: all of one sign.
+NORMS: Mapping[str, tuple[Norm, float]] = {
+    "no norm": ("none", 1.0),
+    "Pre-LN, weights +1": ("pre", 1.0),
+    "Pre-LN, weights −1": ("pre", -1.0),
+    "Post-LN, weights +1": ("post", 1.0),
+    "Post-LN, weights −1": ("post", -1.0),
+}
+# The interval that the eigenvalues of H fill evenly. The last one lies below −2/(1 + μ_min) for every μ_min > −0.3.
+SPECTRA: Mapping[str, tuple[float, float]] = {
+    "λ in (0, 1]": (0.1, 1.0),
+    "λ in [−1, 0)": (-1.0, -0.1),
+    "λ in [−4, −3]": (-4.0, -3.0),
+}
+
+
+def norm_grid(
+    *, layers: int = 60, tokens: int = 16, width: int = 16, samples: int = 5, attention: str = "fixed", seed: int = 0
+) -> dict[str, dict[str, Trajectory]]:
+    """Fig. 4 as data: trajectories of random inputs by norm and by spectrum; the layer is the same for all inputs.
+
+    Attention is fixed (one random A), drawn (a new one for every layer) or computed (from X, with fixed W_Q and W_K).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, tokens, width, dtype=torch.float64, generator=generator)
+    w_q, w_k = torch.randn(2, width, width, dtype=torch.float64, generator=generator) / width**0.5
+    choices: dict[str, Attention] = {
+        "fixed": random_attention(tokens, seed=seed),
+        "drawn": drawn_attention(tokens, seed=seed),
+        "computed": attention_from(w_q, w_k),
+    }
+    if attention not in choices:
+        raise AcutanceError(f"unknown attention {attention!r}; known: {', '.join(choices)}")
+    branches = {
+        name: branch_with_spectrum(torch.linspace(low, high, width), seed=seed) for name, (low, high) in SPECTRA.items()
+    }
+    return {
+        name: {
+            spectrum: repeat(x, H.mT, choices[attention], layers=layers, norm=norm, norm_weight=weight)
+            for spectrum, H in branches.items()
+        }
+        for name, (norm, weight) in NORMS.items()
+    }

@@ -1,0 +1,421 @@
+"""Are learnt affinities a symmetric positive definite kernel, as NeuTRENO (https://arxiv.org/abs/2312.00751) assumes?
+
+Theorem 1 needs the affinity k(x, y) only through k + kᵀ, and takes exp(k_i·k_j/√d) for it, a symmetric positive
+definite kernel. A learnt exp(q_i·k_j/√d) is neither by construction. Table 4's alignment says how much that matters.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.table import Table
+from torch import Tensor, nn
+
+from acutance import metrics, sites
+from acutance.attention import AttentionCall
+from acutance.attention.operator import AttentionOperator
+from acutance.attention.products import repeat_heads
+from acutance.errors import AcutanceError
+from acutance.explain.statistics import mean_known, rank_correlation
+from acutance.io.loading import LoadedModel
+from acutance.lab.data import digits
+from acutance.lab.studies.pictures import kernel_picture
+from acutance.lab.studies.saving import data_frame, save_study
+from acutance.measure.samples import TokenLayout
+from acutance.measure.walk import EVERY, Batch, Visitor, describe, walk
+from acutance.sites.structure import bare_module, refuse_sharded
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+MEASURES = ("logits_asymmetry", "logits_negative", "kernel_asymmetry", "kernel_negative")
+PERMUTED = tuple(f"{name}_permuted" for name in MEASURES)
+# exp(q·k) and permuted entries have no low rank: they need the matrix, of at most so many evenly spaced tokens.
+MOST_TOKENS = 512
+# What varies less than this is constant up to rounding in float32 (an exactly symmetric kernel), and has no ranks.
+ROUNDING = 1e-4
+# Table 4's alignment by the model's attention, on training and on test images of ImageNet.
+PAPER: Mapping[str, Mapping[str, float]] = {
+    "softmax": {"train": 0.973, "test": 0.964},
+    "symmetric": {"train": 0.982, "test": 0.976},
+}
+BATCH, TEXT_BATCH = 64, 4
+SHOWN = ("kernel_asymmetry", "kernel_negative")
+WEIGHTS = ("weights_asymmetry", "weights_negative")
+# The rows of the table: where a row of `KernelStudy.summary` has them.
+FIGURES = {
+    "alignment": ("alignment",),
+    "asymmetry of exp(q·k/√d)": ("kernel_asymmetry",),
+    "… with its entries permuted": ("kernel_asymmetry_permuted",),
+    "negative share of exp(q·k/√d)": ("kernel_negative",),
+    "… with them permuted": ("kernel_negative_permuted",),
+    "asymmetry of W_QᵀW_K": ("weights_asymmetry",),
+    "negative share of W_QᵀW_K": ("weights_negative",),
+    "ρ asymmetry, pooled": ("pooled", "kernel_asymmetry"),
+    "ρ asymmetry, within a layer": ("within", "kernel_asymmetry"),
+    "ρ negative share, pooled": ("pooled", "kernel_negative"),
+    "ρ negative share, within a layer": ("within", "kernel_negative"),
+}
+
+
+def asymmetry(left: Tensor, right: Tensor) -> Tensor:
+    """‖S − Sᵀ‖_F / ‖S + Sᵀ‖_F of S = left @ rightᵀ (..., N, D), in O(N D²): S is never formed.
+
+    ‖S ± Sᵀ‖² = 2‖S‖² ± 2 tr(S S), with ‖S‖² = tr(LᵀL RᵀR) and tr(S S) = tr(RᵀL RᵀL).
+    """
+    left, right = left.double(), right.double()
+    size = ((left.mT @ left) * (right.mT @ right)).sum((-2, -1))
+    mixed = right.mT @ left
+    turned = (mixed * mixed.mT).sum((-2, -1))
+    return ((size - turned).clamp_min(0) / (size + turned).clamp_min(0)).sqrt()
+
+
+def negative_share(left: Tensor, right: Tensor) -> Tensor:
+    """The negative eigenvalues' share in Σ|eigenvalues| of S + Sᵀ, S = left @ rightᵀ (..., N, D), in O(N D²).
+
+    S + Sᵀ = F M Fᵀ with F = [left right] and M swapping the halves; its eigenvalues other than 0 are those of
+    G^½ M G^½ with the Gram matrix G = FᵀF, 2D × 2D.
+    """
+    both = torch.cat([left, right], dim=-1).double()
+    values, vectors = torch.linalg.eigh(both.mT @ both)
+    root = (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
+    swapped = root.roll(left.shape[-1], dims=-2)
+    return _negative(torch.linalg.eigvalsh(root @ swapped))
+
+
+def matrix_asymmetry(S: Tensor) -> Tensor:
+    """`asymmetry` of a matrix that is there, (..., N, N)."""
+    found: Tensor = torch.linalg.matrix_norm(S - S.mT) / torch.linalg.matrix_norm(S + S.mT)
+    return found
+
+
+def matrix_negative_share(S: Tensor) -> Tensor:
+    """`negative_share` of a matrix that is there, (..., N, N)."""
+    return _negative(torch.linalg.eigvalsh(S + S.mT))
+
+
+def permuted(S: Tensor, pairs: Tensor, generator: torch.Generator) -> Tensor:
+    """S (samples, heads, N, N) with its entries in random order: what is left of a measure then is chance.
+
+    The entries marked in `pairs` (samples, N, N) change places among themselves; the others, which must all be the
+    same, stay. Heads of a sample share their order. The generator is on the CPU.
+    """
+    inside, entries = pairs.flatten(-2), S.flatten(-2)
+    noise = torch.rand(inside.shape, generator=generator).to(S.device)
+    drawn = (noise + ~inside).argsort(-1)  # the entries inside come first, in random order
+    places = (~inside).byte().argsort(dim=-1, stable=True)  # the same in their own order
+    drawn, places = (index.unsqueeze(1).expand_as(entries) for index in (drawn, places))
+    return torch.empty_like(entries).scatter(-1, places, entries.gather(-1, drawn)).view_as(S)
+
+
+def _negative(eigenvalues: Tensor) -> Tensor:
+    size = eigenvalues.abs()
+    # What rounding makes of zeros is no negative mass.
+    negative = (eigenvalues < -1e-12 * size.amax(-1, keepdim=True)) * size
+    return negative.sum(-1) / size.sum(-1)
+
+
+@dataclass(frozen=True)
+class KernelAssumptions:
+    """Per sample, layer and head, how far the affinities are from what Theorem 1 assumes.
+
+    Asymmetry is ‖S − Sᵀ‖_F / ‖S + Sᵀ‖_F: 0 for a symmetric matrix, about 1 for one without any symmetry. Negative is
+    the negative eigenvalues' share in Σ|eigenvalues| of S + Sᵀ: 0 if positive definite, ½ if there is no preference.
+    `logits` is S = q kᵀ, `kernel` is exp(S/√d), `weights` is the form W_QᵀW_K by itself (biases, and rotations by
+    position, left out). `permuted` is the same entries in random order: what a matrix without any structure gives.
+
+    All are about the affinities as they are before a mask: causality and windows decide which of them a model uses,
+    not what they are. Of a causal model no pair of tokens is used both ways; the half that is never used was never
+    trained either. The alignment is of the gradients over the pairs that are used.
+    """
+
+    samples: dict[str, NDArray[np.float64]]  # MEASURES, PERMUTED and alignment, each (layers, samples, heads)
+    weights_asymmetry: NDArray[np.float64]  # (layers, heads); NaN where W_Q and W_K cannot be read
+    weights_negative: NDArray[np.float64]
+
+    @property
+    def alignment(self) -> NDArray[np.float64]:
+        """Table 4's cosine between the two gradients, (layers, samples, heads)."""
+        return self.samples["alignment"]
+
+    def correlations(self) -> dict[str, float]:
+        """Spearman's rank correlation of every measure with the alignment, over layers × samples × heads.
+
+        Negative: the further from the assumption, the worse the alignment. NaN if one of the two does not vary.
+        Pooled like this it mixes in how both change with depth; `layer_correlations` does not.
+        """
+        return {name: _correlation(self.samples[name], self.alignment) for name in MEASURES}
+
+    def layer_correlations(self) -> dict[str, NDArray[np.float64]]:
+        """The same within each layer, over samples × heads: (layers,)."""
+        return {
+            name: np.array([_correlation(*layer) for layer in zip(self.samples[name], self.alignment, strict=True)])
+            for name in MEASURES
+        }
+
+    def rows(self) -> Iterator[dict[str, float]]:
+        """One row per layer and head, means over samples; layers and heads are numbered from 1."""
+        means = {name: values.mean(1) for name, values in self.samples.items()}
+        means |= {"weights_asymmetry": self.weights_asymmetry, "weights_negative": self.weights_negative}
+        for layer, head in np.ndindex(self.weights_asymmetry.shape):
+            yield {"layer": layer + 1, "head": head + 1, **{k: float(v[layer, head]) for k, v in means.items()}}
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per layer and head, as a pandas DataFrame."""
+        return data_frame(self.rows())
+
+
+@torch.no_grad()
+def kernel_assumptions(model: nn.Module, batches: Iterable[Any]) -> KernelAssumptions:
+    """How far a model's learnt affinities are from symmetric and from positive definite, per layer and head.
+
+    The order of the permuted entries is random with a fixed seed: the same call gives the same figures.
+
+    The model is any that `acutance.sites.find` knows, with softmax self-attention, causal or not; batches are as for
+    `measure`. Padding does not count, and packed documents are samples of their own, refused where the model lets them
+    see each other.
+    """
+    bare = bare_module(model)
+    refuse_sharded(bare, "kernel_assumptions")
+    reader = AssumptionReader()
+    walk(bare, batches, reader)
+    if not reader.layers:
+        raise AcutanceError("kernel_assumptions got no batches: pass an iterable with at least one")
+    layers = [reader.layers[layer] for layer in sorted(reader.layers)]
+    samples = {
+        name: np.stack([torch.cat(layer[name]).double().cpu().numpy() for layer in layers]) for name in layers[0]
+    }
+    weights = np.stack([_of_weights(site) for site in sites.find(bare)])
+    return KernelAssumptions(samples, weights[:, 0], weights[:, 1])
+
+
+class AssumptionReader(Visitor):
+    """Reads the measures per sample and head at every layer."""
+
+    def __init__(self) -> None:
+        self.needs = {"attend": EVERY}
+        self.samples = TokenLayout()  # of the batch that runs now
+        self.generator = torch.Generator().manual_seed(0)
+        self.layers: dict[int, dict[str, list[Tensor]]] = {}
+
+    def begin(self, batch: Batch) -> None:
+        """Which tokens count."""
+        self.samples = batch.samples("in")
+
+    def attend(self, layer: int, call: AttentionCall) -> None:
+        """The affinities of one layer."""
+        into = self.layers.setdefault(layer, {})
+        for name, values in _measures(call, self.samples, self.generator).items():
+            into.setdefault(name, []).append(values)
+
+
+def _measures(record: AttentionCall, samples: TokenLayout, generator: torch.Generator) -> dict[str, Tensor]:
+    _, counts = samples.tokens(record.branch)
+    record = samples.record(record)
+    A = record.A
+    _check(A, record.layer)
+    if counts is None:
+        counts = torch.ones(1, 1, dtype=torch.bool, device=A.device)
+    counts = counts.expand(A.shape[0], A.shape[2])
+    # A token of zeros has logits of zero, which no measure of the logits sees.
+    q, k = (x.double() * counts[:, None, :, None] for x in (A.q, repeat_heads(A.k, A.heads)))
+    tokens = torch.linspace(0, A.shape[2] - 1, min(A.shape[2], MOST_TOKENS), device=A.device).long()
+    logits = q[..., tokens, :] @ k[..., tokens, :].mT * A.scale
+    pairs = counts[:, tokens, None] & counts[:, None, tokens]
+    shuffled = permuted(logits, pairs, generator)
+    kernel, random = (_kernel(x, pairs, A.softcap) for x in (logits, shuffled))
+    found = {"logits_asymmetry": asymmetry(q, k), "logits_negative": negative_share(q, k)}
+    for of, ending, S in (("kernel", "", kernel), ("logits", "_permuted", shuffled), ("kernel", "_permuted", random)):
+        found |= {f"{of}_asymmetry{ending}": matrix_asymmetry(S), f"{of}_negative{ending}": matrix_negative_share(S)}
+    return found | {"alignment": metrics.gradient_alignment(A, record.values, counts)}
+
+
+def _kernel(logits: Tensor, pairs: Tensor, softcap: float | None) -> Tensor:
+    """exp(logits), divided by its largest entry, which no measure sees; 0, which none sees either, at other pairs."""
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~pairs.unsqueeze(1), -torch.inf)
+    return (logits - logits.amax((-2, -1), keepdim=True)).exp()
+
+
+def _of_weights(site: sites.AttentionSite) -> NDArray[np.float64]:
+    """Asymmetry and negative share (2, heads) of W_QᵀW_K, exact; NaN for a library that keeps them elsewhere."""
+    try:
+        query, key = site.query_weight().detach(), site.key_weight().detach()
+    except AcutanceError:
+        return np.full((2, site.heads), np.nan)
+    query = query.unflatten(0, (site.heads, site.head_dim))
+    key = repeat_heads(key.unflatten(0, (site.kv_heads, site.head_dim))[None], site.heads)[0]  # grouped queries share
+    return torch.stack([asymmetry(query.mT, key.mT), negative_share(query.mT, key.mT)]).cpu().numpy()
+
+
+def _correlation(measure: NDArray[np.float64], alignment: NDArray[np.float64]) -> float:
+    if min(np.ptp(measure), np.ptp(alignment)) < ROUNDING:
+        return float("nan")
+    return rank_correlation(measure.ravel(), alignment.ravel())
+
+
+def _check(A: AttentionOperator, layer: int) -> None:
+    if A.kernel not in ("softmax", "symmetric") or A.shape[2] != A.shape[3]:
+        raise AcutanceError(f"layer {layer}: {A!r}: the assumptions are about softmax self-attention")
+    if A.mask is not None and A.mask.is_floating_point():
+        adds = (A.mask != 0) & (A.mask > torch.finfo(A.mask.dtype).min / 2)  # eager masks are 0 and the lowest number
+        if adds.any():
+            raise AcutanceError(
+                f"layer {layer}: {A!r}: a bias is added to q·k, and the affinities q·k alone are not this layer's"
+            )
+
+
+@dataclass(frozen=True)
+class KernelStudy:
+    """What `kernel_assumptions` found, by run and by data (train and test images, or the name of a text).
+
+    Runs named alike but for `-seed0`, `-seed1`, … at the end are one variant: its figures are means over the runs with
+    their spread (standard deviation).
+    """
+
+    runs: Mapping[tuple[str, str], KernelAssumptions]
+    samples: Mapping[str, int]  # images or windows of text read, by data
+    versions: Mapping[str, str]
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per run, data, layer and head: the measures and the alignment, means over samples."""
+        rows = []
+        for (run, data), found in self.runs.items():
+            by_layer = found.layer_correlations()
+            for row in found.rows():
+                within = {f"correlation_{name}": float(by_layer[name][int(row["layer"]) - 1]) for name in SHOWN}
+                rows.append({"variant": variant_of(run), "run": run, "data": data, **row, **within})
+        return data_frame(rows)
+
+    def summary(self) -> list[dict[str, Any]]:
+        """One row per variant and data: every figure as mean and spread over runs.
+
+        `pooled` is the rank correlation with the alignment over layers × samples × heads, `within` the mean over layers
+        of the one over samples × heads.
+        """
+        groups: dict[tuple[str, str], list[KernelAssumptions]] = {}
+        for (run, data), found in self.runs.items():
+            groups.setdefault((variant_of(run), data), []).append(found)
+        return [
+            {"variant": variant, "data": data, "runs": len(group)}
+            | {name: _spread([float(f.samples[name].mean()) for f in group]) for name in group[0].samples}
+            | {name: _spread([mean_known(getattr(f, name)) for f in group]) for name in WEIGHTS}
+            | {
+                "pooled": {name: _spread([f.correlations()[name] for f in group]) for name in MEASURES},
+                "within": {name: _spread([mean_known(f.layer_correlations()[name]) for f in group]) for name in SHOWN},
+            }
+            for (variant, data), group in groups.items()
+        ]
+
+    def table(self) -> Table:
+        """A column per variant: alignment, how far exp(q·k/√d) is from the assumptions, how the two go together."""
+        paper = "; ".join(f"{name} {row['train']} train, {row['test']} test" for name, row in PAPER.items())
+        table = Table(
+            title="kernel assumptions of trained models",
+            caption=f"mean ± spread over runs; ρ: rank correlation with alignment. Table 4 (DeiT, ImageNet): {paper}",
+            title_justify="left",
+            caption_justify="left",
+        )
+        rows = self.summary()
+        table.add_column("data")
+        table.add_column("")
+        for row in rows:
+            if row["data"] == rows[0]["data"]:
+                table.add_column(f"{row['variant']}, {row['runs']} run{'s' * (row['runs'] > 1)}", no_wrap=True)
+        for data in self.samples:
+            for name, path in FIGURES.items():
+                figures = (_shown(row, path) for row in rows if row["data"] == data)
+                table.add_row(data, name, *figures, end_section=name == list(FIGURES)[-1])
+        return table
+
+    def picture(self) -> Figure:
+        return kernel_picture(self.to_frame())
+
+    def save(self, folder: str | os.PathLike[str], *, context: Mapping[str, Any] | None = None) -> list[Path]:
+        """Write kernel.csv, kernel.json, kernel.png and kernel.svg."""
+        found = {"versions": self.versions, "samples": self.samples, "paper": PAPER, "summary": self.summary()}
+        return save_study(folder, "kernel", self.to_frame(), {**(context or {}), **found}, self.picture())
+
+
+def kernel_study(
+    models: Mapping[str, Callable[[], nn.Module | LoadedModel]],
+    *,
+    samples: int = 1000,
+    text: str | os.PathLike[str] | None = None,
+    tokens: int | None = None,
+    advance: Callable[[str], None] = lambda _doing: None,
+) -> KernelStudy:
+    """Read every model on evenly spaced training and test images of the embedded digits, or on a text.
+
+    Args:
+        models: by the name of the run; each is loaded when its turn comes, so that one is held at a time. Text needs
+            what `acutance.io.loading.load_model` returns.
+        samples: images of each split, or all of it if it has fewer (Table 4 has 1000); or windows of text.
+        text: a text file or a folder of them, in place of the digits.
+        tokens: the length of a window of text.
+        advance: called with a description before each batch.
+    """
+    if not models:
+        raise AcutanceError("kernel_study got no models: name at least one run")
+    runs, versions, counts = {}, {}, {}
+    for run, load in models.items():
+        loaded = load()
+        model = loaded.model if isinstance(loaded, LoadedModel) else loaded
+        versions = describe(model)["versions"]
+        if text is None:
+            data: Mapping[str, Sequence[Any]] = _digit_batches(samples)
+        elif isinstance(loaded, LoadedModel):
+            windows = loaded.text_batches(Path(text), tokens=tokens, batch=TEXT_BATCH, limit=samples)
+            data = {Path(text).name: windows}
+        else:
+            raise AcutanceError(
+                f"kernel_study(..., text=...) got a bare {type(loaded).__name__}, without the tokenizer that reads "
+                'text: give lambda: load_model("hf:…") of acutance.io.loading'
+            )
+        for name, batches in data.items():
+            announced = (advance(f"{run}, {name}") or batches[index] for index in range(len(batches)))
+            runs[run, name] = kernel_assumptions(model, announced)
+            counts[name] = runs[run, name].alignment.shape[1]
+    return KernelStudy(runs, counts, versions)
+
+
+def batch_count(samples: int, *, text: bool = False) -> int:
+    """How often `kernel_study` calls `advance` for one model."""
+    return -(-samples // TEXT_BATCH) if text else sum(map(len, _digit_batches(samples).values()))
+
+
+def variant_of(run: str) -> str:
+    """The run's name without its seed."""
+    return re.sub(r"-seed\d+$", "", run)
+
+
+def _digit_batches(samples: int) -> dict[str, Sequence[Tensor]]:
+    chosen = {}
+    for name, split in zip(("train", "test"), digits(), strict=True):
+        spaced = torch.linspace(0, len(split) - 1, min(samples, len(split))).round().long()
+        chosen[name] = split.images[spaced].split(BATCH)
+    return chosen
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"mean": float(np.mean(values)), "spread": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0}
+
+
+def _shown(row: Mapping[str, Any], path: Sequence[str]) -> str:
+    figure: Any = row
+    for name in path:
+        figure = figure[name]
+    if math.isnan(figure["mean"]):
+        return "–"
+    return f"{figure['mean']:.3f}" + (f" ± {figure['spread']:.3f}" if row["runs"] > 1 else "")

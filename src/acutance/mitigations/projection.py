@@ -1,0 +1,292 @@
+"""W_Q, W_K, W_V and W_proj: rows of a module's weight, which are read, or made by a mitigation.
+
+Rows are made by `torch.nn.utils.parametrize`: the module keeps its name for the weight, and rows that are not made stay
+a parameter, `parametrizations.weight.original0`. A state dict has the whole weight under its usual name, as plain
+numbers, so that files load without the mitigation; loading takes from it the rows that are parameters. Of a sharded
+model it has the parameters as they are, since nobody can make a weight from parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from acutance.errors import TOKENS_REMAIN, AcutanceError, NoSitesError
+
+Rows = slice | Tensor | None  # None: all
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Rows of the matrix that a module multiplies tokens by: a Linear, a Conv1D, or an adapter around one.
+
+    The weight is read at every call, because training replaces what is stored.
+    """
+
+    module: nn.Module
+    rows: Rows = None
+    weight: str = "weight"
+    bias: str = "bias"
+    bias_rows: Rows = None  # where they differ from the weight's
+    bias_module: nn.Module | None = None  # where the bias is kept in another module
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether the module does more than multiply by its weight and add a bias, as LoRA's layers do."""
+        is_plain = type(self.module).forward is nn.Linear.forward or _is_conv1d(self.module)
+        return self.weight == "weight" and ("forward" in vars(self.module) or not is_plain)
+
+    def matrix(self) -> Tensor:
+        """The matrix that tokens are multiplied by, (rows, in)."""
+        whole = _adapted(self.module) if self.is_adapted else _stored(self.module, self.weight)
+        return whole if self.rows is None else whole[self.rows]
+
+    def shape(self) -> tuple[int, int]:
+        """The shape (out, in) of all rows, without making an adapter's matrix."""
+        if self.is_adapted:
+            zero = _zero_for(self.module)
+            return _through(self.module, zero).shape[1], zero.shape[1]
+        rows, columns = _stored(self.module, self.weight).shape
+        return rows, columns
+
+    def offset(self) -> Tensor | None:
+        """The bias, (rows,); None where there is none."""
+        bias = getattr(self.bias_module or self.module, self.bias, None)
+        rows = self.rows if self.bias_rows is None else self.bias_rows
+        return None if not isinstance(bias, Tensor) else bias if rows is None else bias[rows]
+
+    def refuse_parametrisation(self) -> None:
+        """Raise where these rows are made by something else already."""
+        kind = type(self.module).__name__
+        if self._made() is not None:
+            raise AcutanceError("another mitigation makes W_V and W_proj already: choose one of the two")
+        if self.is_adapted:
+            raise AcutanceError(
+                f"a projection of the attention is a {kind}, which does more than multiply by its weight, so nothing "
+                "else can make that weight: merge an adapter into the layer first (with peft, merge_and_unload())"
+            )
+        if not isinstance(self.module._parameters.get(self.weight), nn.Parameter):
+            raise AcutanceError(
+                f"{self.weight} of a {kind} is not a parameter: remove the parametrization or weight norm that makes "
+                "it first"
+            )
+
+    def parametrise(self, owner: nn.Module, make: Callable[[], Tensor]) -> None:
+        """Compute these rows by `make`, from the owner's parameters; the module's other rows stay parameters."""
+        made = MadeRows(self, owner, make)
+        # unsafe: not made to be checked
+        parametrize.register_parametrization(self.module, self.weight, made, unsafe=True)
+        saving = self.module.register_state_dict_post_hook(partial(made.write))  # torch marks the hook
+        made.hooks = [saving, self.module.register_load_state_dict_pre_hook(made.read)]
+
+    def unparametrise(self, *, keep: bool) -> None:
+        """Make the rows a parameter again: with their present values if `keep`, else with those from before."""
+        module, name, made = self.module, self.weight, self._made()
+        if made is None:  # done before something else was in the way
+            return
+        others = list(_parametrizations(module)[name])[1:]
+        if others:
+            raise AcutanceError(
+                f"{name} of a {type(module).__name__} was parametrised once more by {type(others[0]).__name__}: take "
+                "that off first"
+            )
+        if made.is_sharded(module):
+            raise AcutanceError(
+                f"{name} of a {type(module).__name__} is made from parameters of which FSDP leaves each process a "
+                "part: take the mitigation out of a model that is not sharded, with the full state dict in it"
+            )
+        (parameter,) = made.before
+        with torch.no_grad():
+            if keep:
+                parameter.data = getattr(module, name).detach().clone(memory_format=torch.contiguous_format)
+            else:
+                parameter.data = parameter.data.to(made.like)
+                for kept in made.originals(module):  # they have what they have learnt since
+                    parameter.data.index_copy_(made.dim, made.kept.to(kept.device), kept.detach())
+        for hook in made.hooks:
+            hook.remove()
+        _leave_class(module, name)
+        module._parameters[name] = parameter
+        places = [place for place in made.places if place in module._parameters]
+        module._parameters.update({place: module._parameters.pop(place) for place in places})
+
+    def _made(self) -> MadeRows | None:
+        if not parametrize.is_parametrized(self.module, self.weight):
+            return None
+        found = _parametrizations(self.module)[self.weight][0]
+        return found if isinstance(found, MadeRows) else None
+
+
+class Projections(NamedTuple):
+    """The four of one attention; None where one is not known."""
+
+    query: Projection | None
+    key: Projection | None
+    value: Projection
+    output: Projection
+
+
+class MadeRows(nn.Module):
+    """The parametrization: rows made by `make` beside those that stay."""
+
+    like: Tensor
+    hooks: list[Any]  # around the module's state dict
+
+    def __init__(self, projection: Projection, owner: nn.Module, make: Callable[[], Tensor]) -> None:
+        super().__init__()
+        module, self.name, rows = projection.module, projection.weight, projection.rows
+        weight: Any = module._parameters[self.name]
+        self.make, self.dim = make, int(_is_conv1d(module))  # make is a bound method: a copied model gets its own
+        self.owner = (owner,)  # whose parameters it is made from; in a tuple, since they are not this module's
+        self.before = (weight,)  # the model's own parameter, which `unparametrise` gives back
+        self.places = list(module._parameters)
+        every = torch.arange(weight.shape[self.dim], device="cpu")
+        made = every if rows is None else every[rows.cpu() if isinstance(rows, Tensor) else rows]
+        self.kept = every[~torch.isin(every, made)]
+        order = torch.cat([self.kept, made]).argsort()
+        self.order = None if order.equal(every) else order  # no buffer: `to_empty` would empty it
+        self.register_buffer("like", weight.detach().new_empty(0), persistent=False)  # where the model is, its dtype
+        self._follow()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._follow()
+        return self
+
+    def _follow(self) -> None:
+        if self.order is not None and not self.like.is_meta:
+            self.order = self.order.to(self.like.device)
+
+    def forward(self, *kept: Tensor) -> Tensor:
+        """The whole weight, as the module stores it."""
+        return self.whole(self.make(), *kept)
+
+    def whole(self, made: Tensor, *kept: Tensor) -> Tensor:
+        """The same with rows that are made already."""
+        made = made.mT if self.dim == 1 else made
+        if not kept:
+            return made
+        joint = torch.cat([*kept, made], self.dim)
+        return joint if self.order is None else joint.index_select(self.dim, self.order.to(joint.device))
+
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """The rows that stay parameters."""
+        return (weight.index_select(self.dim, self.kept.to(weight.device)),) if len(self.kept) else ()
+
+    def originals(self, module: nn.Module) -> list[nn.Parameter]:
+        """The rows that stay, as one parameter or none."""
+        return list(_parametrizations(module)[self.name].parameters(recurse=False))
+
+    def is_sharded(self, module: nn.Module) -> bool:
+        """Whether FSDP has split what the weight is made from."""
+        return any(hasattr(source, "full_tensor") for source in self._sources(module))
+
+    def _sources(self, module: nn.Module) -> list[nn.Parameter]:
+        return [*self.owner[0].parameters(), *self.originals(module)]
+
+    @torch.no_grad()
+    def write(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        """Put the whole weight into a state dict."""
+        if self.is_sharded(module):
+            return
+        for key in [key for key in state if key.startswith(f"{prefix}parametrizations.{self.name}.")]:
+            del state[key]
+        is_meta = any(source.is_meta for source in self._sources(module))
+        whole = torch.empty_like(self.before[0], device="meta") if is_meta else getattr(module, self.name)
+        state[prefix + self.name] = whole.detach().clone(memory_format=torch.contiguous_format)
+
+    def read(
+        self, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, *lists: list[str]
+    ) -> None:
+        """Take the rows that stay from a state dict; the others follow from the mitigation's own parameters."""
+        whole, shape = state.pop(prefix + self.name, None), self.before[0].shape
+        if whole is not None and whole.shape != shape:
+            lists[-1].append(f"size mismatch for {prefix}{self.name}: {tuple(whole.shape)} for {tuple(shape)}")
+        elif whole is not None and len(self.kept):
+            kept = whole.index_select(self.dim, self.kept.to(whole.device))
+            state[f"{prefix}parametrizations.{self.name}.original0"] = kept
+
+
+def weight_with(module: nn.Module, rows: Tensor) -> Tensor:
+    """The module's whole weight, given the rows that a mitigation would make."""
+    made = _parametrizations(module)["weight"][0]
+    whole: Tensor = made.whole(rows, *made.originals(module))
+    return whole
+
+
+def _parametrizations(module: Any) -> Any:
+    return module.parametrizations
+
+
+def _leave_class(module: nn.Module, name: str) -> None:
+    """Back from the class that parametrize made; copies of the module have it too, so it is left as it is."""
+    cls: Any = type(module)
+    listed = _parametrizations(module)
+    del listed[name]
+    if len(listed) == 0:
+        del module.parametrizations
+        module.__class__ = cls.__bases__[0]
+    else:
+        module.__class__ = type(cls.__name__, cls.__bases__, {k: v for k, v in vars(cls).items() if k != name})
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """GPT-2's linear layers store their weight the other way round; asked without importing transformers."""
+    return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
+
+
+def _stored(module: nn.Module, name: str = "weight") -> Tensor:
+    weight: Tensor = getattr(module, name)
+    return weight.T if _is_conv1d(module) else weight
+
+
+def _adapted(module: nn.Module) -> Tensor:
+    """What comes out for the unit vectors, less what comes out for zero; the `weight` is often the layer's alone."""
+    zero = _zero_for(module)
+    width = zero.shape[1]
+    random = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(zero)
+    offset, rows, found = _through(module, torch.cat([zero, torch.eye(width).to(zero), random])).split([1, width, 4])
+    expected = random @ (rows - offset) + offset
+    off = torch.linalg.vector_norm(found - expected)
+    if not off <= torch.finfo(random.dtype).eps ** 0.5 * torch.linalg.vector_norm(expected):
+        raise _refusal(module, "what it does to tokens is not linear")
+    return (rows - offset).T
+
+
+def _zero_for(module: nn.Module) -> Tensor:
+    """A token of zeros: the layer that is wrapped, or the adapter's first, takes what the whole takes."""
+    layer = next((inside for inside in module.modules() if isinstance(inside, nn.Linear) or _is_conv1d(inside)), None)
+    if layer is None:
+        raise _refusal(module, "no linear layer is inside it")
+    return _stored(layer).detach().new_zeros(1, _stored(layer).shape[1])
+
+
+def _through(module: nn.Module, x: Tensor) -> Tensor:
+    """In evaluation mode, by its forward alone: hooks, such as our own, may change what comes out."""
+    training = [part for part in module.modules() if part.training]
+    try:
+        for part in training:
+            part.training = False
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            y = module.forward(x)
+    except Exception as error:  # whatever somebody's module raises for what it does not take
+        raise _refusal(module, f"it does not take tokens of shape {tuple(x.shape)} ({error})") from error
+    finally:
+        for part in training:
+            part.training = True
+    if not isinstance(y, Tensor) or y.shape[:-1] != x.shape[:-1]:
+        raise _refusal(module, "it does not give one vector a token")
+    return y
+
+
+def _refusal(module: nn.Module, reason: str) -> NoSitesError:
+    return NoSitesError(
+        f"a projection of the attention is a {type(module).__name__}, and {reason}, so it has no matrix to read: merge "
+        f"an adapter into the layer it is around (with peft, merge_and_unload()). {TOKENS_REMAIN}"
+    )
