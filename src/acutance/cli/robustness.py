@@ -45,8 +45,7 @@ def robustness(
     from acutance.files.atomic import atomic_write
     from acutance.io.saving import load
     from acutance.lab.evaluate.evaluate import refuse_seen, weights_path
-    from acutance.lab.robustness import CORRUPTIONS, evaluate, table_name
-    from acutance.lab.robustness.images import images_of
+    from acutance.lab.robustness import CORRUPTIONS, evaluate, images_of, table_name
     from acutance.lab.train.run import Run
 
     config = Run(run).config()

@@ -1,8 +1,9 @@
-"""The table: its numbers against plain loops, going on after a stop, and the published files."""
+"""The table: its numbers against plain loops, going on after a stop, the published files, and the command."""
 
 import json
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,208 +12,184 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+import standins
 from acutance.cli import app
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
-from acutance.lab.data import Images
-from acutance.lab.robustness import FGSM, PGD, RobustnessTable, corrupt, evaluate
+from acutance.lab import recipes
+from acutance.lab.data import Images, load_images
+from acutance.lab.data.decoding import centre_crop
+from acutance.lab.data.folder import IMAGENET_MEAN, ImageFolder
+from acutance.lab.evaluate.evaluate import evaluate_run
+from acutance.lab.robustness import FGSM, PGD, RobustnessTable, corrupt, evaluate, images_of
 from acutance.lab.robustness.corruptions import AT_ONCE
+from acutance.lab.train import override, train
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
 module = sys.modules["acutance.lab.robustness.evaluate"]  # the function hides it
 
 
-class Classifier(nn.Module):
+def classifier():
     """Dropout, so that a forgotten evaluation mode shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(3 * 64, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(3 * 64, 4))
 
 
-def _data(count: int = AT_ONCE + 20) -> Images:
+def data(count=AT_ONCE + 20, model=None):
+    """Images labelled at random, or most of them as a model would."""
     source = torch.Generator().manual_seed(3)
     images = torch.randint(0, 256, (count, 3, 8, 8), generator=source).byte()
-    return Images("squares", images, torch.randint(4, (count,), generator=source), tuple("abcd"), MEAN, STD)
+    labels = torch.randint(4, (count,), generator=source)
+    if model is not None:
+        with torch.no_grad():
+            found = model.eval()(normalised(images)).argmax(-1)
+        labels = torch.where(torch.arange(count) % 5 == 0, labels, found)
+    return Images("squares", images, labels, tuple("abcd"), MEAN, STD)
 
 
-def _labelled_by(model: nn.Module, data: Images) -> Images:
-    """The same images with the labels that the model gives most of them."""
-    with torch.no_grad():
-        found = model.eval()(_normalised(data.images)).argmax(-1)
-    found[::5] = data.labels[::5]
-    return Images(data.name, data.images, found, data.classes, data.mean, data.std)
-
-
-def _normalised(images: torch.Tensor) -> torch.Tensor:
+def normalised(images):
     mean, std = (torch.tensor(x)[:, None, None] for x in (MEAN, STD))
     return (images / 255 - mean) / std
 
 
-def _accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
+def accuracy(model, images, labels):
     with torch.no_grad():
-        return 100 * float((model.eval()(_normalised(images)).argmax(-1) == labels).double().mean())
+        return pytest.approx(100 * float((model.eval()(normalised(images)).argmax(-1) == labels).double().mean()))
 
 
 def test_every_cell_is_the_accuracy_on_those_images():
-    model = Classifier()
-    data = _labelled_by(model, _data())
+    model, names = classifier(), ["contrast", "gaussian_noise"]
+    images = data(model=model)
     model.train()
-    names = ["contrast", "gaussian_noise"]
-    table = evaluate(model, data, corruptions=names, severities=[1, 4], attacks=["fgsm:2"], seed=5)
-    assert model.training
-    assert model.layers[1].training
+    settings = {"corruptions": names, "severities": [1, 4], "attacks": ["fgsm:2"], "seed": 5}
+    table = evaluate(model, images, **settings, context={"name": "mine"})
+    assert model[1].training
     assert list(table.cells) == ["clean", "contrast:1", "contrast:4", "gaussian_noise:1", "gaussian_noise:4", "fgsm:2"]
-    assert table["clean"] == pytest.approx(_accuracy(model, data.images, data.labels))
+    assert table["clean"] == accuracy(model, images.images, images.labels)
     for name in names:
         for severity in (1, 4):
-            expected = _accuracy(model, corrupt(data.images, name, severity, seed=5), data.labels)
-            assert table[f"{name}:{severity}"] == pytest.approx(expected)
+            changed = corrupt(images.images, name, severity, seed=5)
+            assert table[f"{name}:{severity}"] == accuracy(model, changed, images.labels)
     assert table["gaussian_noise:4"] < table["gaussian_noise:1"] < table["clean"]
+    context = {key: table.context[key] for key in ("data", "seed", "corruptions", "name")}
+    drawn = "drawn, at ImageNet-C's severities"
+    assert context == {"data": "squares", "seed": 5, "corruptions": drawn, "name": "mine"}
+    assert table.context["versions"]["torch"] == torch.__version__
 
 
 def test_the_attack_sees_the_model_with_its_normalisation():
-    model = Classifier().eval()
-    data = _labelled_by(model, _data(60))
-    table = evaluate(model, data, corruptions=[], attacks=[FGSM(4)])
-    weight = model.layers[2].weight.detach()
-    images = data.images.float() / 255
-    scores = model(_normalised(data.images)).softmax(-1) - nn.functional.one_hot(data.labels, 4)
-    gradient = (scores @ weight).view_as(images) / torch.tensor(STD)[:, None, None]
-    changed = (images + 4 / 255 * gradient.sign()).clamp(0, 1)
-    assert table["fgsm:4"] == pytest.approx(_accuracy(model, 255 * changed, data.labels))
+    model = classifier()
+    images = data(60, model)
+    table = evaluate(model, images, corruptions=[], attacks=[FGSM(4)])
+    levels = images.images.float() / 255
+    scores = model.eval()(normalised(images.images)).softmax(-1) - nn.functional.one_hot(images.labels, 4)
+    gradient = (scores @ model[2].weight.detach()).view_as(levels) / torch.tensor(STD)[:, None, None]
+    changed = (levels + 4 / 255 * gradient.sign()).clamp(0, 1)
+    assert table["fgsm:4"] == accuracy(model, 255 * changed, images.labels)
     assert table["fgsm:4"] < table["clean"]
 
 
 def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    model, data, path = Classifier(), _data(40), tmp_path / "table.json"
+    model, images, path = classifier(), data(40), tmp_path / "table.json"
     settings = {"corruptions": ["fog", "contrast"], "severities": [1, 2], "attacks": [PGD(2, 2)], "seed": 1}
-    whole = evaluate(model, data, **settings)
-    measured: list[int] = []
-    real = module._accuracy
+    whole = evaluate(model, images, **settings)
+    measured, limit, real = [], [3], module._accuracy
 
-    def stopping(*arguments):
-        if len(measured) == 3:
+    def counted(*arguments):
+        if len(measured) == limit[0]:
             raise KeyboardInterrupt
         measured.append(1)
         return real(*arguments)
 
-    monkeypatch.setattr(module, "_accuracy", stopping)
+    monkeypatch.setattr(module, "_accuracy", counted)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(model, data, **settings, path=path)
+        evaluate(model, images, **settings, path=path)
     assert list(RobustnessTable.load(path).cells) == ["clean", "fog:1", "fog:2"]
-    monkeypatch.setattr(module, "_accuracy", lambda *arguments: measured.append(1) or real(*arguments))
-    resumed = evaluate(model, data, **settings, path=path)
+    limit[0] = 7
+    resumed = evaluate(model, images, **settings, path=path)
     assert len(measured) == len(whole.cells) == 6
     assert resumed == whole == RobustnessTable.load(path)
     assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
-    more = evaluate(model, data, **{**settings, "attacks": ["fgsm:1"]}, path=path)
+    more = evaluate(model, images, **{**settings, "attacks": ["fgsm:1"]}, path=path)
     assert set(more.cells) == {*whole.cells, "fgsm:1"}
 
 
 def test_a_table_of_something_else_is_not_gone_on_with(tmp_path):
-    model, data, path = Classifier(), _data(10), tmp_path / "table.json"
-    settings = {"corruptions": [], "attacks": [], "path": path}
-    evaluate(model, data, **settings)
+    model, images = classifier(), data(10)
+    settings = {"corruptions": [], "attacks": [], "path": tmp_path / "table.json"}
+    evaluate(model, images, **settings)
     with pytest.raises(AcutanceError, match="seed: there 0, here 1"):
-        evaluate(model, data, **settings, seed=1)
+        evaluate(model, images, **settings, seed=1)
     with pytest.raises(AcutanceError, match="images: there 10, here 5"):
-        evaluate(model, data.subset(torch.arange(5)), **settings)
+        evaluate(model, images.subset(torch.arange(5)), **settings)
     with torch.no_grad():
-        model.layers[2].bias[0] += 1
+        model[2].bias[0] += 1
     with pytest.raises(AcutanceError, match="weights: there"):
-        evaluate(model, data, **settings)
-    path.write_text("{")
+        evaluate(model, images, **settings)
+    settings["path"].write_text("{")
     with pytest.raises(AcutanceError, match="not a file of the format"):
-        evaluate(model, data, **settings)
-
-
-def test_what_the_numbers_depend_on_is_kept():
-    context = evaluate(Classifier(), _data(10), corruptions=[], attacks=[], context={"name": "mine"}).context
-    assert context["data"] == "squares"
-    assert context["seed"] == 0
-    assert context["versions"]["torch"] == torch.__version__
-    assert context["corruptions"] == "drawn, at ImageNet-C's severities"
-    assert context["name"] == "mine"
+        evaluate(model, images, **settings)
 
 
 def test_models_that_cannot_be_judged_are_refused():
     class Constant(nn.Module):
-        def __init__(self, scores: torch.Tensor) -> None:
+        def __init__(self, scores):
             super().__init__()
             self.scores = scores
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.scores.expand(len(x), -1)
 
     with pytest.raises(ShapeError, match=r"\(10, 3\) for 10 images of 4 classes"):
-        evaluate(Constant(torch.zeros(3)), _data(10))
+        evaluate(Constant(torch.zeros(3)), data(10))
     with pytest.raises(NonFiniteError, match="not finite"):
-        evaluate(Constant(torch.full((4,), torch.nan)), _data(10))
-    with pytest.raises(AcutanceError, match="no corruption smoke"):
-        evaluate(Classifier(), _data(10), corruptions=["smoke"])
+        evaluate(Constant(torch.full((4,), torch.nan)), data(10))
 
 
-def _publish(folder, data, names=("fog",), labels=None):
+def publish(folder, images):
     folder.mkdir()
-    rows = data.images.permute(0, 2, 3, 1).numpy()
-    for name in names:
-        np.save(folder / f"{name}.npy", np.concatenate([rows // severity for severity in range(1, 6)]))
-    np.save(folder / "labels.npy", np.tile(data.labels.numpy() if labels is None else labels, 5))
-    return folder
+    rows = images.images.permute(0, 2, 3, 1).numpy()
+    np.save(folder / "fog.npy", np.concatenate([rows // severity for severity in range(1, 6)]))
+    np.save(folder / "labels.npy", np.tile(images.labels.numpy(), 5))
+    return {"attacks": [], "corrupted_dir": folder}
 
 
 def test_published_files_are_read_severity_by_severity(tmp_path):
-    model = Classifier()
-    data = _labelled_by(model, _data())
-    folder = _publish(tmp_path / "CIFAR-9-C", data)
-    settings = {"corruptions": ["fog"], "attacks": [], "corrupted_dir": folder}
-    table = evaluate(model, data, **settings)
-    for severity in range(1, 6):
-        assert table[f"fog:{severity}"] == pytest.approx(_accuracy(model, data.images // severity, data.labels))
+    model = classifier()
+    images = data(model=model)
+    settings = publish(tmp_path / "CIFAR-9-C", images)
+    for some in (images, images.subset(torch.arange(AT_ONCE + 3))):
+        table = evaluate(model, some, corruptions=["fog"], **settings)
+        for severity in range(1, 6):
+            assert table[f"fog:{severity}"] == accuracy(model, some.images // severity, some.labels)
     assert table.context["corruptions"] == "the files in CIFAR-9-C"
-    first = data.subset(torch.arange(AT_ONCE + 3))
-    part = evaluate(model, first, **settings)
-    assert part["fog:3"] == pytest.approx(_accuracy(model, first.images // 3, first.labels))
 
 
 def test_published_files_that_do_not_fit_are_refused(tmp_path):
-    data = _data(20)
-    folder = _publish(tmp_path / "c", data)
-    settings = {"attacks": [], "corrupted_dir": folder}
-    with pytest.raises(AcutanceError, match=r"no .*snow\.npy; expected is an unpacked CIFAR-10-C"):
-        evaluate(Classifier(), data, corruptions=["snow"], **settings)
-    with pytest.raises(AcutanceError, match="does not begin with the labels of squares"):
-        evaluate(Classifier(), data.subset(torch.arange(19, -1, -1)), corruptions=["fog"], **settings)
-    np.save(folder / "snow.npy", np.zeros((5 * 20, 3, 8, 8), np.uint8))
-    with pytest.raises(AcutanceError, match=r"images of \(8, 3, 8\), squares of \(3, 8, 8\)"):
-        evaluate(Classifier(), data, corruptions=["snow"], **settings)
-    np.save(folder / "frost.npy", np.zeros((5 * 19, 8, 8, 3), np.uint8))
-    with pytest.raises(AcutanceError, match="n at least 20"):
-        evaluate(Classifier(), data, corruptions=["frost"], **settings)
-    np.save(folder / "contrast.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    with pytest.raises(AcutanceError, match="damaged or no plain array"):
-        evaluate(Classifier(), data, corruptions=["contrast"], **settings)
-    whole = (folder / "fog.npy").read_bytes()
-    (folder / "fog.npy").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(AcutanceError, match="damaged"):
-        evaluate(Classifier(), data, corruptions=["fog"], **settings)
-
-
-def test_a_pickle_in_place_of_an_array_is_refused_and_not_run(tmp_path):
     class Payload:
         def __reduce__(self):
             return Path.touch, (tmp_path / "run",)
 
-    data = _data(20)
-    folder = _publish(tmp_path / "c", data)
-    (folder / "snow.npy").write_bytes(pickle.dumps(Payload()))
-    with pytest.raises(AcutanceError, match="damaged or no plain array"):
-        evaluate(Classifier(), data, corruptions=["snow"], attacks=[], corrupted_dir=folder)
+    images, folder = data(20), tmp_path / "c"
+    settings = publish(folder, images)
+
+    def refused(name, words, images=images):
+        with pytest.raises(AcutanceError, match=words):
+            evaluate(classifier(), images, corruptions=[name], **settings)
+
+    refused("snow", r"no .*snow\.npy; expected is an unpacked CIFAR-10-C")
+    refused("fog", "does not begin with the labels of squares", images.subset(torch.arange(19, -1, -1)))
+    np.save(folder / "snow.npy", np.zeros((5 * 20, 3, 8, 8), np.uint8))
+    refused("snow", r"images of \(8, 3, 8\), squares of \(3, 8, 8\)")
+    np.save(folder / "frost.npy", np.zeros((5 * 19, 8, 8, 3), np.uint8))
+    refused("frost", "n at least 20")
+    np.save(folder / "contrast.npy", np.array([Payload()], dtype=object), allow_pickle=True)
+    refused("contrast", "damaged or no plain array")
+    (folder / "contrast.npy").write_bytes(pickle.dumps(Payload()))
+    refused("contrast", "damaged or no plain array")
     assert not (tmp_path / "run").exists()
+    whole = (folder / "fog.npy").read_bytes()
+    (folder / "fog.npy").write_bytes(whole[: len(whole) // 2])
+    refused("fog", "damaged")
 
 
 def test_means_are_plain_and_only_of_what_is_complete():
@@ -233,31 +210,27 @@ def test_tables_are_saved_and_shown(tmp_path):
     table = RobustnessTable({"clean": 90.123, "fog:1": 80.0, "pgd:1:20:0.125": 5.0}, {"name": "mine", "seed": 4})
     assert RobustnessTable.load(table.save(tmp_path / "t.json")) == table
     assert json.loads((tmp_path / "t.json").read_text())["format"] == "acutance-robustness/1"
-    assert table.markdown().splitlines() == [
-        "**mine**",
-        "",
+    title, _, *lines = table.markdown().splitlines()
+    assert title == "**mine**"
+    assert lines[:6] == [
         "| accuracy in %, by severity | 1 | mean |",
         "| --- | ---: | ---: |",
         "| clean |  | 90.12 |",
         "| pgd:1:20:0.125 |  | 5.00 |",
         "| fog | 80.00 | 80.00 |",
         "| mean of corruptions | 80.00 | 80.00 |",
-        "",
-        "top-1 accuracy; attacks are L∞, ε in levels of 255; seed: 4",
     ]
+    assert lines[-1].endswith("; seed: 4")
     assert "mean of corruptions" in str(table)
     assert RobustnessTable({"clean": 1.0}).rows() == [["accuracy in %, by severity", "all"], ["clean", "1.00"]]
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(app, ["robustness", *map(str, arguments)])
+    return CliRunner().invoke(app, ["robustness", *map(str, arguments), "--device", "cpu"])
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    from acutance.lab import recipes
-    from acutance.lab.train import override, train
-
     folder = tmp_path_factory.mktemp("runs") / "short"
     settings = ["loop.epochs=1", "task.model.depth=1", "loop.monitor_every=none", "task.model.mitigation=neutreno:0.6"]
     train(override(recipes.load("digits"), settings), folder, device="cpu")
@@ -265,7 +238,7 @@ def run(tmp_path_factory):
 
 
 def test_the_command_measures_a_run_and_goes_on(run, tmp_path):
-    options, page = ["--limit", 60, "--device", "cpu", "--severities", "1,5"], tmp_path / "t.md"
+    options, page = ["--limit", 60, "--severities", "1,5"], tmp_path / "t.md"
     done = invoke(run, "--corruptions", "fog,saturate", "--attacks", "fgsm:8", *options, "--markdown", page)
     assert done.exit_code == 0, done.output
     table = RobustnessTable.load(run / "robustness.json")
@@ -278,15 +251,6 @@ def test_the_command_measures_a_run_and_goes_on(run, tmp_path):
     assert RobustnessTable.load(run / "robustness.json") == table
 
 
-def test_the_commands_clean_accuracy_is_evaluates(run, tmp_path):
-    from acutance.lab.evaluate.evaluate import evaluate_run
-
-    done = invoke(run, "--corruptions", "none", "--attacks", "none", "--device", "cpu", "--json", tmp_path / "t.json")
-    assert done.exit_code == 0, done.output
-    expected = evaluate_run(run, device="cpu").scores["top1"]
-    assert RobustnessTable.load(tmp_path / "t.json")["clean"] == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -297,11 +261,50 @@ def test_the_commands_clean_accuracy_is_evaluates(run, tmp_path):
     ],
 )
 def test_wrong_options_are_named(run, tmp_path, options, words):
-    done = invoke(run, "--device", "cpu", "--json", tmp_path / "t.json", *options)
-    assert isinstance(done.exception, AcutanceError)
-    assert words in str(done.exception)
+    assert words in str(invoke(run, "--json", tmp_path / "t.json", *options).exception)
     assert not (tmp_path / "t.json").exists()
-
-
-def test_a_folder_that_is_no_run_is_named(tmp_path):
     assert "is no run" in str(invoke(tmp_path).exception)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return standins.shrink(recipes.load("deit_tiny"), tmp_path_factory.mktemp("stand-ins"))
+
+
+def test_images_of_imagenet_are_what_evaluation_cuts_out(config):
+    found, folder = images_of(config.task, "test"), ImageFolder(config.task.data_dir, "test")
+    assert found.labels.equal(folder.labels)
+    for index in (0, 7, 14):
+        expected = np.asarray(centre_crop(folder.read(index), 16)).transpose(2, 0, 1)
+        assert np.array_equal(found.images[index].numpy(), expected)
+    assert found.mean == IMAGENET_MEAN
+    assert found.classes == folder.classes
+    moved = replace(config.task, data_dir="/nowhere")
+    assert torch.equal(images_of(moved, "test", data_dir=config.task.data_dir).images, found.images)
+
+
+def test_some_of_imagenet_are_some_of_each_class_and_of_others_the_first(config):
+    whole, some = images_of(config.task, "test"), images_of(config.task, "test", limit=6)
+    assert some.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert some.images.equal(whole.images[[0, 2, 5, 7, 10, 12]])
+    assert len(images_of(config.task, "test", limit=99)) == len(whole) == standins.CLASSES * 5
+    digits = images_of(recipes.load("digits").task, "test", limit=9)
+    assert digits.images.equal(load_images("digits", None, "test").images[:9])
+
+
+def test_what_is_no_classifier_or_no_split_is_refused(config):
+    with pytest.raises(AcutanceError, match="a run of language is no classifier of images"):
+        images_of(recipes.load("wikitext2").task, "test")
+    with pytest.raises(AcutanceError, match="no split 'both'"):
+        images_of(config.task, "both")
+
+
+def test_the_command_takes_a_run_on_imagenet_and_scores_it_as_evaluate_does(config, tmp_path):
+    train(override(config, ["task.train_on=all"]), tmp_path / "run", device="cpu")
+    options = ["--corruptions", "contrast", "--severities", "5", "--attacks", "fgsm:8"]
+    done = invoke(tmp_path / "run", *options)
+    assert done.exit_code == 0, done.output
+    table = RobustnessTable.load(tmp_path / "run" / "robustness.json")
+    assert list(table.cells) == ["clean", "contrast:5", "fgsm:8"]
+    assert table["clean"] == pytest.approx(evaluate_run(tmp_path / "run", device="cpu").scores["top1"])
+    assert "would flatter it" in str(invoke(tmp_path / "run", *options, "--split", "val").exception)

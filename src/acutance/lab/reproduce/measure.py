@@ -16,8 +16,7 @@ from acutance.lab.bench.efficiency import count_flops
 from acutance.lab.bench.timing import MIB, peak_mib, seconds_per_step
 from acutance.lab.reproduce.page import Line, Sheet
 from acutance.lab.reproduce.run import RowModel, Session
-from acutance.lab.robustness import CORRUPTIONS, FGSM, PGD, evaluate, table_name
-from acutance.lab.robustness.images import images_of
+from acutance.lab.robustness import CORRUPTIONS, FGSM, PGD, evaluate, images_of, table_name
 from acutance.lab.studies import norm_grid
 from acutance.lab.studies.pictures import repeat_picture
 from acutance.lab.tasks.classification import build_vit

@@ -2,9 +2,10 @@
 
 from acutance.lab.robustness.attacks import FGSM, PGD, as_attack
 from acutance.lab.robustness.corruptions import CORRUPTIONS, SEVERITIES, corrupt
-from acutance.lab.robustness.evaluate import evaluate
+from acutance.lab.robustness.evaluate import evaluate, images_of
 from acutance.lab.robustness.table import RobustnessTable, table_name
 
 __all__ = [
-    "CORRUPTIONS", "FGSM", "PGD", "SEVERITIES", "RobustnessTable", "as_attack", "corrupt", "evaluate", "table_name",
+    "CORRUPTIONS", "FGSM", "PGD", "SEVERITIES", "RobustnessTable", "as_attack", "corrupt", "evaluate", "images_of",
+    "table_name",
 ]  # fmt: skip

@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from acutance.errors import AcutanceError, NonFiniteError
-from acutance.lab.robustness.draws import Draws
+from acutance.lab.robustness.filters import Draws
+
+Model = Callable[[Tensor], Tensor]  # class scores of images in [0, 1]
 
 
 @dataclass(frozen=True)
@@ -24,18 +27,16 @@ class FGSM:
     epsilon: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_epsilon(self.epsilon)
+        _check("ε", self.epsilon)
 
     @property
     def name(self) -> str:
         """As it is written on the command line."""
         return f"fgsm:{self.epsilon:g}"
 
-    def __call__(self, model: nn.Module, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
+    def __call__(self, model: Model, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         """The changed images; nothing is drawn."""
-        low, high = _box(images, self.epsilon)
-        step = self.epsilon / 255 * loss_gradient(model, images, labels).sign()
-        return (images + step).clamp(low, high)
+        return _step(model, images, labels, self.epsilon, *_box(images, self.epsilon))
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,10 @@ class PGD:
     step_size: float | None = None
 
     def __post_init__(self) -> None:
-        _check_epsilon(self.epsilon)
+        _check("ε", self.epsilon)
         if self.steps < 1:
             raise AcutanceError(f"PGD takes 1 step or more, not {self.steps}")
-        if not (isfinite(self.size) and self.size >= 0):
-            raise AcutanceError(f"a step's size is a number from 0 on, in levels of 255, not {self.size}")
+        _check("a step's size", self.size)
 
     @property
     def size(self) -> float:
@@ -66,23 +66,19 @@ class PGD:
         """As it is written on the command line."""
         return f"pgd:{self.epsilon:g}:{self.steps}:{self.size:g}"
 
-    def __call__(self, model: nn.Module, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
+    def __call__(self, model: Model, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         """The images after the last step."""
         low, high = _box(images, self.epsilon)
         start = draws.uniform(*images.shape, low=-1, high=1).to(images.dtype)
         changed = (images + self.epsilon / 255 * start).clamp(low, high)
         for _ in range(self.steps):
-            changed = changed + self.size / 255 * loss_gradient(model, changed, labels).sign()
-            changed = changed.clamp(low, high)
+            changed = _step(model, changed, labels, self.size, low, high)
         return changed
 
 
 Attack = FGSM | PGD
 # How each is made, and what reads its numbers.
-KINDS: Mapping[str, tuple[Callable[..., Attack], tuple[Callable[[str], float], ...]]] = {
-    "fgsm": (FGSM, (float,)),
-    "pgd": (PGD, (float, int, float)),
-}
+KINDS: Mapping[str, Sequence[Callable[..., Any]]] = {"fgsm": (FGSM, float), "pgd": (PGD, float, int, float)}
 
 
 def as_attack(spec: str | Attack) -> Attack:
@@ -90,16 +86,16 @@ def as_attack(spec: str | Attack) -> Attack:
     if not isinstance(spec, str):
         return spec
     name, *given = spec.split(":")
-    if name in KINDS and len(given) <= len(KINDS[name][1]):
-        build, types = KINDS[name]
-        try:
-            return build(*(read(text) for read, text in zip(types, given, strict=False)))
-        except ValueError:
-            pass  # said below
-    raise AcutanceError(f"no attack {spec!r}; write fgsm:8, pgd:8, pgd:8:20 (steps) or pgd:8:20:1 (and their size)")
+    try:
+        build, *readers = KINDS[name]
+        attack: Attack = build(*(readers[place](text) for place, text in enumerate(given)))
+        return attack
+    except (LookupError, ValueError) as error:
+        advice = "write fgsm:8, pgd:8, pgd:8:20 (steps) or pgd:8:20:1 (and their size)"
+        raise AcutanceError(f"no attack {spec!r}; {advice}") from error
 
 
-def loss_gradient(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+def loss_gradient(model: Model, images: Tensor, labels: Tensor) -> Tensor:
     """Of the summed cross-entropy by the images, each of which has its own part in the sum; parameters get none."""
     with torch.enable_grad():
         variable = images.detach().requires_grad_()
@@ -110,11 +106,15 @@ def loss_gradient(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return gradient
 
 
+def _step(model: Model, images: Tensor, labels: Tensor, size: float, low: Tensor, high: Tensor) -> Tensor:
+    return (images + size / 255 * loss_gradient(model, images, labels).sign()).clamp(low, high)
+
+
 def _box(images: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """What is within ε and within [0, 1]."""
     return (images - epsilon / 255).clamp_min(0), (images + epsilon / 255).clamp_max(1)
 
 
-def _check_epsilon(epsilon: float) -> None:
-    if not (isfinite(epsilon) and epsilon >= 0):
-        raise AcutanceError(f"ε is a number from 0 on, in levels of 255, not {epsilon}")
+def _check(what: str, levels: float) -> None:
+    if not (isfinite(levels) and levels >= 0):
+        raise AcutanceError(f"{what} is a number from 0 on, in levels of 255, not {levels}")

@@ -4,67 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
-from acutance.lab.data.images import Images
+from acutance.lab.data.folder import IMAGENET_MEAN, IMAGENET_STD, Crops
+from acutance.lab.data.images import Images, load_images
+from acutance.lab.data.stream import evaluation_batches
+from acutance.lab.data.subsets import SplitName
 from acutance.lab.robustness.attacks import FGSM, PGD, Attack, as_attack
 from acutance.lab.robustness.corruptions import AT_ONCE, CORRUPTIONS, SEVERITIES, check_names, corrupt_part
-from acutance.lab.robustness.draws import Draws
-from acutance.lab.robustness.published import Published
+from acutance.lab.robustness.filters import Draws
 from acutance.lab.robustness.table import CLEAN, RobustnessTable, cell_name
+from acutance.lab.tasks.classification import ClassificationConfig
+from acutance.lab.tasks.imagenet import ImageNetConfig, load_imagenet
 from acutance.measure.walk import track
 from acutance.sites.structure import evaluating
 from acutance.version import __version__
 
-# The images in [0, 1] of part 0, 1, …, AT_ONCE of them each.
-Part = Callable[[int], Tensor]
-
-
-class Source(Protocol):
-    """Where corrupted images come from."""
-
-    @property
-    def description(self) -> str:
-        """What goes into the table."""
-
-    def part(self, name: str, severity: int, part: int) -> Tensor:
-        """Images `part` · AT_ONCE and following."""
-
-
-class Drawn:
-    """Corruptions made here."""
-
-    description = "drawn, at ImageNet-C's severities"
-
-    def __init__(self, images: Images, seed: int) -> None:
-        self._images, self._seed = images.images, seed
-
-    def part(self, name: str, severity: int, part: int) -> Tensor:
-        """Images `part` · AT_ONCE and following."""
-        return corrupt_part(_part(self._images, part), name, severity, self._seed, part)
-
-
-class Normalised(nn.Module):
-    """The model for images in [0, 1]: the data set's mean and deviation are taken out first."""
-
-    def __init__(self, model: nn.Module, images: Images, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.model, self._dtype = model, dtype
-        device = images.images.device
-        self._mean, self._std = (torch.tensor(x, device=device)[:, None, None] for x in (images.mean, images.std))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Class scores."""
-        scores: Tensor = self.model(((images - self._mean) / self._std).to(self._dtype))
-        return scores
+DECODED_AT_ONCE = 256
 
 
 def evaluate(
@@ -82,87 +49,109 @@ def evaluate(
 ) -> RobustnessTable:
     """Top-1 accuracy on clean, corrupted and adversarial images.
 
-    Args:
-        model: gives class scores (n, classes) of images (n, channels, height, width) normalised by the data set's mean
-            and deviation. It is used on its own device, in evaluation mode.
-        images: what is corrupted and attacked, usually a test set.
-        corruptions: names from `CORRUPTIONS`; none of them, `()`, is allowed.
-        severities: from 1 to 5.
-        attacks: `FGSM`, `PGD` or how they are written, such as "pgd:8:20".
-        seed: of everything that is drawn.
-        path: written after each cell; what it already holds of the same model, images and settings is not done again.
-        corrupted_dir: read CIFAR-10-C's or CIFAR-100-C's files from here rather than drawing corruptions.
-        progress: show a bar.
-        context: more to be kept with the table.
+    `model` gives class scores (n, classes) of images (n, channels, height, width) normalised by the data set's mean and
+    deviation; it is used on its own device, in evaluation mode. `attacks` may be written, such as "pgd:8:20". The table
+    is written to `path` after each cell; what is there already of the same model, images and settings is not measured
+    again. `corrupted_dir` has CIFAR-10-C's or CIFAR-100-C's files, read instead of drawing corruptions.
     """
     check_names(list(corruptions), list(severities))
     images = images.to(next((weight.device for weight in model.parameters()), torch.device("cpu")))
-    source: Source = Drawn(images, seed) if corrupted_dir is None else Published(Path(corrupted_dir), images)
+    source, description = _drawn(images, seed), "drawn, at ImageNet-C's severities"
+    if corrupted_dir is not None:
+        source, description = _published(Path(corrupted_dir), images), f"the files in {Path(corrupted_dir).name}"
     dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
-    known = {**_context(model, images, source.description, seed, dtype), **(context or {})}
+    known = {**_context(model, images, description, seed, dtype), **(context or {})}
     table = _begun(path, known)
-    wrapped = Normalised(model, images, dtype)
-    cells = _cells(wrapped, images, source, corruptions, severities, [as_attack(attack) for attack in attacks], seed)
+    device = images.images.device
+    mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (images.mean, images.std))
+
+    def scores(shown: Tensor) -> Any:
+        return model(((shown - mean) / std).to(dtype))
+
+    def attacked(attack: Attack, part: int) -> Tensor:
+        clean, labels = _part(images.images, part).float() / 255, _part(images.labels, part)
+        return attack(scores, clean, labels, Draws(device, seed, part))
+
+    # By the cell's name, what gives the images `part` · AT_ONCE and following: bytes, or attacked in [0, 1].
+    cells: dict[str, Callable[[int], Tensor]] = {CLEAN: partial(_part, images.images)}
+    cells |= {cell_name(name, level): partial(source, name, level) for name in corruptions for level in severities}
+    cells |= {attack.name: partial(attacked, attack) for attack in map(as_attack, attacks)}
     missing = [name for name in cells if name not in table.cells]
     with ExitStack() as stack, evaluating(model):
         for name in track(missing, "robustness" if progress else None, stack):
-            table = RobustnessTable({**table.cells, name: _accuracy(wrapped, images, cells[name])}, known)
+            table = RobustnessTable({**table.cells, name: _accuracy(scores, images, cells[name])}, known)
             if path is not None:
                 table.save(path)
     return table
 
 
-def _cells(
-    model: nn.Module,
-    images: Images,
-    source: Source,
-    corruptions: Sequence[str],
-    severities: Sequence[int],
-    attacks: Sequence[Attack],
-    seed: int,
-) -> dict[str, Part]:
-    """By the cell's name, the images in [0, 1] on which it is measured."""
-
-    def clean(part: int) -> Tensor:
-        return _part(images.images, part).float() / 255
-
-    def corrupted(name: str, severity: int) -> Part:
-        return lambda part: source.part(name, severity, part).float() / 255
-
-    def attacked(attack: Attack) -> Part:
-        def part_of(part: int) -> Tensor:
-            return attack(model, clean(part), _part(images.labels, part), Draws(images.images.device, seed, part))
-
-        return part_of
-
-    cells: dict[str, Part] = {CLEAN: clean}
-    cells |= {cell_name(name, level): corrupted(name, level) for name in corruptions for level in severities}
-    return cells | {attack.name: attacked(attack) for attack in attacks}
-
-
-def _accuracy(model: nn.Module, images: Images, part_of: Part) -> float:
-    right = 0
-    for part in range(-(-len(images) // AT_ONCE)):
-        labels = _part(images.labels, part)
-        right += int((_scores(model, part_of(part), len(images.classes)).argmax(-1) == labels).sum())
-    return 100 * right / len(images)
-
-
-def _scores(model: nn.Module, images: Tensor, classes: int) -> Tensor:
-    scores: Any = model(images)
-    if not isinstance(scores, Tensor) or scores.shape != (len(images), classes):
-        found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-        raise ShapeError(
-            f"the model gave {found} for {len(images)} images of {classes} classes: wrap it so that it gives scores "
-            "(images, classes)"
-        )
-    if not bool(scores.isfinite().all()):
-        raise NonFiniteError("the model's scores are not finite: accuracy would mean nothing")
-    return scores
-
-
 def _part(rows: Tensor, part: int) -> Tensor:
     return rows[part * AT_ONCE : (part + 1) * AT_ONCE]
+
+
+def _drawn(images: Images, seed: int) -> Callable[[str, int, int], Tensor]:
+    return lambda name, severity, part: corrupt_part(_part(images.images, part), name, severity, seed, part)
+
+
+def _published(folder: Path, images: Images) -> Callable[[str, int, int], Tensor]:
+    """From `<corruption>.npy` (5 · n, height, width, channels), severity after severity, and `labels.npy`.
+
+    The files are mapped, not read into memory, and nothing is unpickled. `images` are the clean test set in its own
+    order, or the first of it.
+    """
+    if not np.array_equal(_mapped(folder / "labels.npy")[: len(images)], images.labels.cpu().numpy()):
+        raise AcutanceError(
+            f"{folder}/labels.npy does not begin with the labels of {images.name}: these are corruptions of other "
+            "images, or of the test set in another order"
+        )
+
+    def read(name: str, severity: int, part: int) -> Tensor:
+        array, shape = _mapped(folder / f"{name}.npy"), tuple(images.images.shape[1:])
+        count = len(array) // len(SEVERITIES)
+        if array.dtype != np.uint8 or array.ndim != 4 or len(array) % len(SEVERITIES) or count < len(images):
+            raise AcutanceError(
+                f"{folder}/{name}.npy holds {array.shape} {array.dtype}; expected are bytes (5 · n, height, width, "
+                f"channels) with n at least {len(images)}"
+            )
+        first = (severity - 1) * count
+        rows = slice(first + part * AT_ONCE, first + min((part + 1) * AT_ONCE, len(images)))
+        chosen = torch.from_numpy(np.array(array[rows])).permute(0, 3, 1, 2)
+        if chosen.shape[1:] != shape:
+            found = tuple(chosen.shape[1:])
+            raise AcutanceError(f"{folder}/{name}.npy has images of {found}, {images.name} of {shape}")
+        return chosen.to(images.images.device)
+
+    return read
+
+
+def _mapped(path: Path) -> NDArray[Any]:
+    if not path.is_file():
+        raise AcutanceError(
+            f"there is no {path}; expected is an unpacked CIFAR-10-C (https://zenodo.org/records/2535967) or "
+            "CIFAR-100-C (https://zenodo.org/records/3555552)"
+        )
+    try:
+        array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise AcutanceError(f"{path} is damaged or no plain array: {error}") from error
+    return array
+
+
+def _accuracy(model: Callable[[Tensor], Any], images: Images, part_of: Callable[[int], Tensor]) -> float:
+    right, classes = 0, len(images.classes)
+    for part in range(-(-len(images) // AT_ONCE)):
+        shown, labels = part_of(part), _part(images.labels, part)
+        scores = model(shown if shown.is_floating_point() else shown.float() / 255)
+        if not isinstance(scores, Tensor) or scores.shape != (len(labels), classes):
+            found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise ShapeError(
+                f"the model gave {found} for {len(labels)} images of {classes} classes: wrap it so that it gives "
+                "scores (images, classes)"
+            )
+        if not bool(scores.isfinite().all()):
+            raise NonFiniteError("the model's scores are not finite: accuracy would mean nothing")
+        right += int((scores.argmax(-1) == labels).sum())
+    return 100 * right / len(images)
 
 
 def _begun(path: str | os.PathLike[str] | None, context: Mapping[str, Any]) -> RobustnessTable:
@@ -180,7 +169,6 @@ def _begun(path: str | os.PathLike[str] | None, context: Mapping[str, Any]) -> R
 def _context(model: nn.Module, images: Images, corruptions: str, seed: int, dtype: torch.dtype) -> dict[str, Any]:
     """All that the numbers depend on."""
     device = images.images.device
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         "model": type(model).__name__,
         "weights": weights_digest(model),
@@ -189,7 +177,7 @@ def _context(model: nn.Module, images: Images, corruptions: str, seed: int, dtyp
         "pixels": _digest([images.images, images.labels]),
         "corruptions": corruptions,
         "seed": seed,
-        "device": gpu,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "dtype": str(dtype).removeprefix("torch."),
         "versions": {"acutance": __version__, "torch": torch.__version__, "numpy": np.__version__},
     }
@@ -197,17 +185,43 @@ def _context(model: nn.Module, images: Images, corruptions: str, seed: int, dtyp
 
 def weights_digest(model: nn.Module) -> str:
     """By which a table knows the weights it was measured with."""
-    return _digest(model.state_dict().values())
+    return _digest(value for value in model.state_dict().values() if isinstance(value, Tensor))
 
 
-def _digest(tensors: Any) -> str:
+def _digest(tensors: Iterable[Tensor]) -> str:
     """The first letters of a SHA-256 over the bytes."""
     digest = hashlib.sha256()
-    for tensor in _tensors(tensors):
+    for tensor in tensors:
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    return (value for value in values if isinstance(value, Tensor))
+def images_of(task: Any, split: str, *, data_dir: Path | str | None = None, limit: int | None = None) -> Images:
+    """A split of a task's images; of ImageNet's, what evaluation cuts out of them (7.5 GB at 224×224).
+
+    `limit` takes the first of a set in random order, and ImageNet's evenly over the classes.
+    """
+    if not isinstance(task, ClassificationConfig | ImageNetConfig):
+        raise AcutanceError(f"a run of {task.kind} is no classifier of images: only those have corruptions and attacks")
+    if split not in get_args(SplitName):
+        raise AcutanceError(f"no split {split!r}; there are {', '.join(get_args(SplitName))}")
+    chosen = task if data_dir is None else replace(task, data_dir=str(data_dir))
+    if isinstance(chosen, ImageNetConfig):
+        return _imagenet(chosen, cast(SplitName, split), limit)
+    images = load_images(chosen.dataset, chosen.data_dir, cast(SplitName, split))
+    return images if limit is None else images.subset(torch.arange(min(limit, len(images))))
+
+
+def _imagenet(task: ImageNetConfig, split: SplitName, limit: int | None) -> Images:
+    found = load_imagenet(task, split)
+    count = len(found) if limit is None else min(limit, len(found))
+    indices = torch.arange(count) * len(found) // count
+    size = task.model.image_size
+    pixels = torch.empty(count, 3, size, size, dtype=torch.uint8)  # filled in place: it may be half of the memory
+    batches = evaluation_batches(
+        Crops(found, size), batch_size=DECODED_AT_ONCE, indices=indices.tolist(), workers=task.workers
+    )
+    for part, (images, _) in zip(pixels.split(DECODED_AT_ONCE), batches, strict=True):
+        part.copy_(images)
+    return Images("imagenet", pixels, found.labels[indices], found.classes, IMAGENET_MEAN, IMAGENET_STD)

@@ -1,4 +1,4 @@
-"""What several corruptions are made of: filters, shifts and zooms of (n, channels, height, width), batch-wise."""
+"""What corruptions and attacks are made of: random numbers, and filters and zooms of (n, channels, height, width)."""
 
 from __future__ import annotations
 
@@ -9,32 +9,50 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from acutance.lab.data.seeds import generator
+
 # Beyond the border: the last pixel again; the mirror image with that pixel, or without it.
 Border = Literal["edge", "symmetric", "mirror"]
 
 
-def extend(x: Tensor, pad: int, border: Border) -> Tensor:
-    """`pad` more pixels on each side; a border may be wider than the image, as torch's own padding may not."""
-    return x[..., _beyond(x.size(-2), pad, border, x.device), :][..., _beyond(x.size(-1), pad, border, x.device)]
+class Draws:
+    """Random numbers that are a function of `numbers` alone: drawn on the CPU, so that every device sees the same."""
+
+    def __init__(self, device: torch.device | str, *numbers: int) -> None:
+        self.device, self._generator = torch.device(device), generator("cpu", *numbers)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator).to(self.device)
+
+    def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
+        return (low + (high - low) * torch.rand(shape, generator=self._generator)).to(self.device)
+
+    def integers(self, *shape: int, low: int, high: int) -> Tensor:
+        """From `low` to `high` − 1."""
+        return torch.randint(low, high, shape, generator=self._generator).to(self.device)
+
+    def poisson(self, rate: Tensor) -> Tensor:
+        return torch.poisson(rate.cpu(), generator=self._generator).to(self.device)
 
 
-def _beyond(size: int, pad: int, border: Border, device: torch.device) -> Tensor:
+def convolve(x: Tensor, kernel: Tensor, border: Border) -> Tensor:
+    """Every channel with the same kernel of odd height and width, which is not turned round (a correlation).
+
+    The border may be wider than the image, as torch's own padding may not.
+    """
+    rows, columns = (_places(x.size(axis), kernel.size(axis) // 2, border, x.device) for axis in (-2, -1))
+    wide = x[..., rows, :][..., columns]
+    return F.conv2d(wide.flatten(0, 1)[:, None], kernel.to(x)[None, None]).view_as(x)
+
+
+def _places(size: int, pad: int, border: Border, device: torch.device) -> Tensor:
+    """Which pixels stand at −pad … size + pad − 1."""
     places = torch.arange(-pad, size + pad, device=device)
     if border == "edge" or size == 1:
         return places.clamp(0, size - 1)
     period = 2 * size if border == "symmetric" else 2 * size - 2
     places = places.remainder(period)
     return torch.minimum(places, period - (1 if border == "symmetric" else 0) - places)
-
-
-def convolve(x: Tensor, kernel: Tensor, border: Border) -> Tensor:
-    """Every channel with the same kernel of odd height and width, which is not turned round (a correlation)."""
-    pad = max(kernel.shape) // 2
-    rows, columns = (pad - side // 2 for side in kernel.shape)
-    wide = extend(x, pad, border)[..., rows : rows + x.size(-2) + kernel.size(0) - 1, :]
-    wide = wide[..., columns : columns + x.size(-1) + kernel.size(1) - 1]
-    filtered = F.conv2d(wide.flatten(0, 1)[:, None], kernel.to(x)[None, None])
-    return filtered.view_as(x)
 
 
 def gaussian(x: Tensor, sigma: tuple[float, float], border: Border = "edge", truncate: float = 4.0) -> Tensor:
@@ -59,23 +77,17 @@ def disk(radius: int, soften: float) -> Tensor:
     return convolve(convolve(plane, bell[:, None], "mirror"), bell[None, :], "mirror")[0, 0]
 
 
-def shifted(x: Tensor, down: Tensor, right: Tensor) -> Tensor:
-    """Each image by its own whole number of pixels; the edge is repeated."""
-    height, width = x.shape[-2:]
-    rows = (torch.arange(height, device=x.device) - down[:, None]).clamp(0, height - 1)
-    columns = (torch.arange(width, device=x.device) - right[:, None]).clamp(0, width - 1)
-    places = (rows[:, :, None] * width + columns[:, None, :]).flatten(1)
-    return x.flatten(2).gather(2, places[:, None].expand(-1, x.size(1), -1)).view_as(x)
-
-
 def streak(x: Tensor, radius: int, sigma: float, degrees: Tensor) -> Tensor:
     """Motion blur: half a Gaussian along a line, at an angle of its own for each image."""
     weights = torch.exp(-(torch.arange(2 * radius + 1, dtype=torch.float64) ** 2) / (2 * sigma**2))
     weights /= weights.sum()
-    angle, blurred = degrees.double().deg2rad(), torch.zeros_like(x)
-    for i, weight in enumerate(weights.tolist()):
-        down, right = (-torch.ceil(i * part - 0.5).long() for part in (angle.sin(), angle.cos()))
-        blurred += weight * shifted(x, down, right)
+    angle, blurred, (height, width) = degrees.double().deg2rad(), torch.zeros_like(x), x.shape[-2:]
+    for i, weight in enumerate(weights.tolist()):  # shifted by whole pixels; the edge is repeated
+        down, right = (torch.ceil(i * part - 0.5).long()[:, None] for part in (angle.sin(), angle.cos()))
+        rows = (torch.arange(height, device=x.device) + down).clamp(0, height - 1)
+        columns = (torch.arange(width, device=x.device) + right).clamp(0, width - 1)
+        places = (rows[:, :, None] * width + columns[:, None, :]).flatten(1)[:, None]
+        blurred += weight * x.flatten(2).gather(2, places.expand(-1, x.size(1), -1)).view_as(x)
     return blurred
 
 

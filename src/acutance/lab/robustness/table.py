@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +18,6 @@ from acutance.lab.robustness.corruptions import CORRUPTIONS, SEVERITIES
 
 FORMAT = "acutance-robustness/1"
 CLEAN = "clean"
-MISSING = "–"
 
 
 def cell_name(corruption: str, severity: int) -> str:
@@ -97,26 +96,23 @@ class RobustnessTable:
     def rows(self) -> list[list[str]]:
         """A header; clean and attacked accuracy, which have no severity; the corruptions; their mean."""
         levels = self.severities
-        blank = [""] * len(levels)
-        rows = [["accuracy in %, by severity", *map(str, levels), "mean" if levels else "all"]]
+        rows: list[list[Any]] = [["accuracy in %, by severity", *map(str, levels), "mean" if levels else "all"]]
         single = {CLEAN: self.cells[CLEAN]} if CLEAN in self.cells else {}
-        rows += [[name, *blank, _shown(value)] for name, value in {**single, **self.attacks}.items()]
+        rows += [[name, *[""] * len(levels), value] for name, value in {**single, **self.attacks}.items()]
         for name in self.corruptions:
-            values = [self.cells.get(cell_name(name, level)) for level in levels]
-            rows.append([name, *_all_shown([*values, self.mean(corruption=name)])])
+            cells = [self.cells.get(cell_name(name, level)) for level in levels]
+            rows.append([name, *cells, self.mean(corruption=name)])
         if self.corruptions:
-            means = [self.mean(severity=level) for level in levels]
-            rows.append(["mean of corruptions", *_all_shown([*means, self.mean()])])
-        return rows
+            rows.append(["mean of corruptions", *(self.mean(severity=level) for level in levels), self.mean()])
+        return [[cell if isinstance(cell, str) else "–" if cell is None else f"{cell:.2f}" for cell in r] for r in rows]
 
     @property
     def title(self) -> str:
-        """What was measured."""
         return str(self.context.get("name", self.context.get("model", "model")))
 
     @property
     def caption(self) -> str:
-        """On what, in one line."""
+        """What was measured, and on what, in one line."""
         wanted = ("data", "images", "corruptions", "seed", "device", "dtype")
         parts = [f"{key}: {self.context[key]}" for key in wanted if key in self.context]
         return "; ".join(["top-1 accuracy; attacks are L∞, ε in levels of 255", *parts])
@@ -135,16 +131,6 @@ class RobustnessTable:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RobustnessTable:
         """Read a table that `save` wrote."""
-        return read_json(path, FORMAT, _from_body)
-
-
-def _from_body(body: Mapping[str, Any]) -> RobustnessTable:
-    return RobustnessTable({str(cell): float(value) for cell, value in body["cells"].items()}, dict(body["context"]))
-
-
-def _shown(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.2f}"
-
-
-def _all_shown(values: Iterable[float | None]) -> list[str]:
-    return [_shown(value) for value in values]
+        return read_json(
+            path, FORMAT, lambda body: cls({str(k): float(v) for k, v in body["cells"].items()}, dict(body["context"]))
+        )
