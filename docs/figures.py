@@ -1,0 +1,442 @@
+"""Writes the tables of the pages from the files in benchmarks/results, and finds sentences that say something else.
+
+    python docs/figures.py
+
+A row that says what its file says is left as it is. Sentences are not written: those that are missing are named.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+from result_files import (
+    ATTENTION,
+    DEIT,
+    LLAMA,
+    MANY,
+    MATRICES,
+    OURS,
+    RESULTS,
+    ROOT,
+    SMALL,
+    STEPS,
+    TOKENS,
+    Row,
+    line,
+    measured,
+    missing,
+    one,
+    read,
+    rounded,
+    rows_of,
+    step,
+    trained,
+    updated,
+    with_quartiles,
+)  # fmt: skip
+
+# bench.md
+
+
+def beside(row: Row) -> str:
+    """The ratio as a table has it: 1 where it is the baseline, without quartiles where it has none."""
+    if row["note"] == "the baseline":
+        return "1"
+    return with_quartiles(row) if row["ratio_q1"] else rounded(row["ratio"], 3)
+
+
+def step_table(part: str) -> Iterator[str]:
+    rows = rows_of(f"bench-{part}")
+    for row in (row for row in rows if row["table"].endswith("training") and row["mode"] != "default"):
+        again = one(rows, table="inference", variant=row["variant"], mode=row["mode"])
+        yield line(row["variant"], *(cell for r in (row, again) for cell in (rounded(r["ms"], 2), beside(r))))
+
+
+def end_to_end_table() -> Iterator[str]:
+    ways = {"recorded": ["recorded as a CUDA graph", "recorded"], "launched": ["launched kernel by kernel", "launched"]}
+    for row in rows_of("bench-end-to-end-1024"):
+        how = ways[row["mode"]][row["variant"] == "NeuTRENO"]
+        yield line(f"{row['variant']}, {how}", rounded(row["images_per_s"], 0), rounded(row["ms"], 2), beside(row))
+
+
+def micro_table() -> Iterator[str]:
+    rows = rows_of("bench-micro")
+    names = {
+        ("forward", "SDPA, plain"): "SDPA without the term",
+        ("forward", "fused kernel, with the term"): "ours with the term",
+        ("forward and backward", "SDPA, plain"): "SDPA without the term",
+        ("forward and backward", "SDPA, with the term"): "SDPA and the term",
+        ("forward and backward", "fused kernel, plain"): "ours without",
+        ("forward and backward", "fused kernel, with the term"): "ours with the term",
+    }
+    for (what, variant), name in names.items():
+        cells = []
+        for size in ("1024, 64", "1024, 65", "512, 197"):
+            row = one(rows, table=f"batch {size} tokens, 3 heads of width 64, {what}", variant=variant)
+            cells.append(f"{rounded(1e3 * float(row['ms']), 0)} ({rounded(row['times_floor'], 1)})")
+        yield line(f"{what}, {name}", *cells)
+
+
+def efficiency_table() -> Iterator[str]:
+    rows = rows_of("bench-efficiency")
+    for mode in ("fused kernel", "SDPA"):
+        row = one(rows, variant="NeuTRENO", mode=mode)
+        yield line(mode, *(rounded(row[name], 4) for name in ("flops_ratio", "memory_ratio")), with_quartiles(row, 4))
+
+
+def eigen_table() -> Iterator[str]:
+    for basis in ("polar", "cayley", "householder", "qr"):
+        row = one(rows_of("bench-eigen"), variant=f"eigen:negative,basis={basis}")
+        yield line(f"`{basis}`", rounded(row["ms"], 2), with_quartiles(row))
+
+
+def long_training_table() -> Iterator[str]:
+    short, long = (
+        [row for row in rows_of("bench-long-training") if f" {tokens} tokens" in row["table"]]
+        for tokens in (2048, 8192)
+    )
+    for pair in zip(short, long, strict=True):
+        name = pair[0]["variant"].replace("fused kernel", "our kernel")
+        yield line(name, *(cell for row in pair for cell in (rounded(row["ms"], 2), beside(row))))
+
+
+def measure_table() -> Iterator[str]:
+    rows = rows_of("bench-measure")
+    names = {
+        "Llama, 1.2 billion parameters, 4 × 2048 tokens": LLAMA,
+        "timm's DeiT-Ti, 256 images": DEIT,
+        "timm's DeiT-Ti, 1024 images": MANY,
+        "our DeiT-Ti, 256 images": OURS,
+    }
+    for name, model in names.items():
+        plain, tokens, attention, matrices = (
+            one(rows, table=f"measuring {model}", variant=variant)
+            for variant in ("plain forward pass", TOKENS, ATTENTION, MATRICES)
+        )
+        yield line(
+            name, rounded(plain["ms"], 1),
+            with_quartiles(tokens), rounded(tokens["memory_ratio"], 3), with_quartiles(attention),
+            rounded(matrices["ratio"], 2), rounded(matrices["memory_ratio"], 1),
+        )  # fmt: skip
+
+
+def busy_host_table() -> Iterator[str]:
+    machines = {
+        "first, 76428e4": "-busy-host",
+        "second, 891d997": "-busy-host-2",
+        "third, c15db5d": "-busy-host-3",
+        "third, 891d997 right after, `--quick`": "-891d997",
+        "fourth, 98527e9": "-busy-host-4",
+        "fifth, 8860a61": "-busy-host-5",
+    }
+    for machine, ending in machines.items():
+        rows = rows_of("bench-measure", ending)
+        pairs = [
+            one(rows, table=f"measuring {model}", variant=variant)
+            for model in (DEIT, MANY, LLAMA)
+            for variant in (TOKENS, ATTENTION)
+        ]
+        smallest = "" if "quick" in machine else f", smallest {rounded(pairs[0]['ratio_min'], 3)}"
+        others = [rounded(row["ratio"], 3) for row in pairs[1:]]
+        yield line(machine, with_quartiles(pairs[0]) + smallest, *others)
+
+
+def long_model_table() -> Iterator[str]:
+    rows = rows_of("bench-long-model")
+    for tokens in dict.fromkeys(row["tokens"] for row in rows):
+        plain, read, matrices = (
+            one(rows, tokens=tokens, variant=variant)
+            for variant in ("plain forward pass", "measure", "by whole matrices")
+        )
+        ms = rounded(plain["ms"], 1 if float(plain["ms"]) < 100 else 0)
+        if matrices["ms"]:
+            last = [f"{float(matrices['ratio']):#.3g}", rounded(matrices["memory_ratio"], 0)]
+        else:
+            last = ["out of memory" if "out of memory" in matrices["note"] else "", ""]
+        count = tokens if len(tokens) < 5 else f"{int(tokens):,}"
+        yield line(count, ms, rounded(read["ratio"], 2), rounded(read["memory_ratio"], 3), *last)
+
+
+def said_of_steps() -> Iterator[str]:
+    for part in STEPS:
+        timm, ours = (step(part, "training", variant, "default") for variant in ("timm's ViT", "NeuTRENO"))
+        peaks = (rounded(ours["peak_mib"], 0), rounded(ours["memory_ratio"], 3), rounded(timm["peak_mib"], 0))
+        yield "peak memory in a training step is {} MiB, {} of timm's {}".format(*peaks)
+        plain, held = (step(part, "inference", variant, "default") for variant in ("timm's ViT", "NeuTRENO"))
+        ratio = rounded(held["memory_ratio"], 2)
+        where = " in mode `default`" if part == "steps-32" else ""
+        yield f"At inference it is {held['peak_mib']} against {plain['peak_mib']} MiB{where}, {ratio} of it"
+        ms = [rounded(row["ms"], 1) for row in (timm, ours)]
+        told = "timm's step takes {} ms, NeuTRENO's {}," if part == "steps-32" else "{1} ms, timm's {0}."
+        yield told.format(*ms)
+    times = (rounded(step("steps-32", "training", name)["times_floor"], 1) for name in ("NeuTRENO", "timm's ViT"))
+    yield "The step takes {} times its floor, timm's {} times.".format(*times)
+    slowest = [
+        float(row["ms_max"]) / float(row["ms_min"])
+        for row in (step("steps-32", "training", name, "default") for name in ("timm's ViT", "NeuTRENO"))
+    ]
+    assert {rounded(ratio, 1) for ratio in slowest} == {"1.3"}
+    yield "one repetition may take 1.3 times as long as another"
+    values = 1024 * 65 * 192 * 2 / 2**20  # of one layer, in bfloat16
+    yield f"v⁰ takes {rounded(values, 1)}, but"
+    yield f"q and k stay through all layers: {rounded(3 * values, 1)} MiB"
+    baseline = step("steps-224", "inference", "timm's ViT", "default")
+    assert baseline["note"] == "the baseline"
+    yield f"in mode `default`, {rounded(baseline['ms'], 2)} ms too"
+
+
+def said_of_other_tables() -> Iterator[str]:
+    plain, ours = (one(rows_of("bench-efficiency"), variant=v, mode="fused kernel") for v in ("plain", "NeuTRENO"))
+    yield f"the first takes {rounded(float(ours['ms']) / float(plain['ms']), 4)}, as a quotient"
+    yield f"batch 1024, {rounded(one(rows_of('bench-eigen'), variant='plain ViT')['ms'], 2)} ms), both in CUDA graphs"
+    rows = rows_of("bench-long-training")
+    pairs = []
+    for size in ("2048 tokens, batch 16", "8192 tokens, batch 4"):
+        where = f"causal LM, {size}, 6 layers of 768 channels, training"
+        ours = one(rows, table=where, variant="NeuTRENO, fused kernel")
+        assert ours["beside"].startswith("plain, SDPA flash")
+        pairs.append(with_quartiles(ours, of="beside_ratio"))
+        assert float(ours["memory_ratio"]) <= 1.0002
+    yield "NeuTRENO takes {} and {} of the plain model's time".format(*pairs)
+    tuned = one(rows_of("bench-max-autotune-steps-32"), table="training", variant="timm's ViT", mode="max-autotune")
+    yield f"timm's training step took {with_quartiles(tuned)} of that in `reduce-overhead`"
+    again = one(rows_of("bench-max-autotune-steps-32"), table="training", variant="NeuTRENO", mode="reduce-overhead")
+    yield f"NeuTRENO's {with_quartiles(again)} beside it"
+    memory = (rounded(measured(model, ATTENTION)["memory_ratio"], 2) for model in (DEIT, OURS, LLAMA))
+    yield "Energy and entropy take {} of timm's memory, {} of ours and {} of the Llama's".format(*memory)
+    spectral = f"{OURS.replace('256', '32')}, spectral metrics"
+    forward, read = (measured(spectral, name) for name in ("plain forward pass", "default token metrics"))
+    yield f"{rounded(float(read['ms']) / 1e3, 1)} s for 32 images"
+    yield f"whose forward pass takes {rounded(forward['ms'], 1)} ms"
+    waiting = {
+        "-busy-host-3": "{} with token metrics and {} with energy",
+        "-891d997": "{} and {} at 891d997",
+        "-busy-host-4": "{} and {} at 98527e9 on the fourth",
+        "-busy-host-5": "{} and {} at 8860a61 on the fifth",
+    }
+    for ending, told in waiting.items():
+        yield told.format(*(with_quartiles(measured(SMALL, variant, ending)) for variant in (TOKENS, ATTENTION)))
+
+
+def said_of_many_tokens() -> Iterator[str]:
+    names = ("nonlocal_energy", "attention_entropy", "extreme_eigenvalues", "log_nonlocal_energy_raw")
+    energy, entropy, extreme, raw = (one(rows_of("bench-long-tokens"), tokens="32768", variant=name) for name in names)
+    ratios = rounded(energy["ratio"], 1), rounded(entropy["ratio"], 2)
+    yield "energy takes {} times as long as A v, entropy {} times".format(*ratios)
+    yield f"the extreme eigenvalues {rounded(float(extreme['ms']) / 1e3, 1)} s and"
+    yield f"pair by pair, {rounded(float(raw['ms']) / 1e3, 0)} s."
+
+
+def said_of_trainings_in_the_bench() -> Iterator[str]:
+    (steered, faster), (plain, fastest) = (trained("cifar100-batch1024", label) for label in ("neutreno", "plain"))
+    yield f"see {fastest:,} and, with NeuTRENO, {faster:,} images/s"
+    yield f"they take {min(steered + plain)} to {sorted(steered + plain)[-2]} s once compiled"
+
+
+# operator.md
+
+
+def operator_memory_table() -> Iterator[str]:
+    rows = read(RESULTS / "operator_memory-cuda-bfloat16-torch2.11.0.csv")
+    names = {"logsumexp": "A.logsumexp()", "eigenvalues(k=4)": "A.eigenvalues(k=4)", "stationary": "A.stationary()"}
+    for operation in ("A @ x", "A.T @ y", *names):
+        cells = []
+        for row in (one(rows, tokens=tokens, op=operation) for tokens in ("2048", "8192", "32768")):
+            share = 100 * float(row["peak_to_matrix"])
+            cells.append(f"{rounded(row['peak_mib'], 0)} ({rounded(share, 1 if share < 10 else 0)} %)")
+        yield line(f"`{names.get(operation, operation)}`", *cells)
+
+
+# kernels.md
+
+LONG_HEADS = {"width": "64", "kv_heads": "16"}
+LONG_CASES = (
+    [{"tokens": n, **LONG_HEADS} for n in ("2048", "8192")],
+    [{"width": width} for width in ("16", "32", "128")],
+)
+
+
+def long_kernel(part: str, name: str, **case: str) -> str:
+    """Milliseconds; of ours those of the tiles in use, which the script names first."""
+    rows = [row for row in rows_of("long_kernels") if row["part"] == part and all(row[k] == v for k, v in case.items())]
+    row = next(row for row in rows if row["variant"].startswith("ours")) if name == "ours" else one(rows, variant=name)
+    return rounded(row["ms"], 3)
+
+
+def long_kernel_table(cases: list[Row]) -> Iterator[str]:
+    names = {f"SDPA {name}{term}": "" for name in ("flash", "cudnn") for term in ("", " + correction")}
+    for name, ending in {**names, "ours": ", correction included"}.items():
+        found = (long_kernel(part, name, **case) for case in cases for part in ("forward", "backward"))
+        yield line(name.replace("cudnn", "cuDNN") + ending, *found)
+
+
+def mlp_table() -> Iterator[str]:
+    rows = rows_of("mlp-one-kernel")
+    for part, name in (("training", "training pass"), ("inference", "inference")):
+        for tokens in ("65536", "100352"):
+            plain, ours = (one(rows, part=part, tokens=tokens, variant=variant) for variant in ("PyTorch", "ours"))
+            ms = (rounded(row["ms"], 3) for row in (plain, ours))
+            yield line(f"{name}, {int(tokens):,} tokens", *ms, with_quartiles(ours))
+
+
+def mlp_tile_table() -> Iterator[str]:
+    rows = [row for row in rows_of("mlp-tiles") if row["tokens"] == "65536"]
+    names = {
+        "y and h, not compiled": ("whole", "ours, (128, 64, 8, 3, 1000000, None)"),
+        "dh and the gradient of b₁, GELU(h) not made again, not compiled": (
+            "backward", "ours, (64, 128, 4, 1, 396, 168)",
+        ),
+        "y alone, compiled, with two stages instead of three": ("inference", "both products in one"),
+    }  # fmt: skip
+    for name, (part, variant) in names.items():
+        plain, ours = one(rows, part=part, variant="PyTorch"), one(rows, part=part, variant=variant)
+        yield line(name, plain["ms"], ours["ms"], rounded(ours["ratio"], 3))
+
+
+def said_of_mlp_tiles() -> Iterator[str]:
+    def tile(name: str, part: str, *sizes: int | None) -> str:
+        return rounded(one(rows_of(name), part=part, tokens="65536", variant=f"ours, {sizes}")["ratio"], 3)
+
+    forward = sorted(row["ratio"] for row in rows_of("mlp-one-kernel") if row["part"] == "forward")
+    chosen = tile("mlp-one-kernel", "forward", 128, 64, 8, 3, 0, None)
+    assert chosen == rounded(forward[0], 3)
+    yield f"forwards is the fastest ({chosen} of PyTorch's time, the next {rounded(forward[1], 3)})"
+    other, own = (64, 64, 4, 1, 528, 128), (64, 128, 4, 1, 396, 168)
+    now, before = (
+        [tile(name, "backward", *sizes) for sizes in (other, own)] for name in ("mlp-one-kernel", "mlp-tiles")
+    )
+    yield "took {} and the one in use {}".format(*now)
+    yield "it was {} against {}".format(*before)
+
+
+def said_of_shared_keys() -> Iterator[str]:
+    parts, names = ("forward", "backward"), ("ours", "SDPA cudnn + correction")
+    pairs = (long_kernel(part, name, kv_heads="4") for part in parts for name in names)
+    yield "ours took {} ms forwards and cuDNN's with the correction {}, backwards {} and {}".format(*pairs)
+
+
+def said_of_the_mlps_memory() -> Iterator[str]:
+    memory = rounded(step("steps-224", "training", "NeuTRENO", "default")["memory_ratio"], 2)
+    yield f"[{memory}](bench.md#deit-ti16-at-224224) of the memory of a training step"
+
+
+def said_of_the_order() -> Iterator[str]:
+    """Two tiles forwards, each once the first of ours and once not."""
+    own, other = ("ours 64 64 4 3 128", "ours 128 64 8 3 128")
+
+    def ms(ending: str, variant: str) -> list[str]:
+        rows = rows_of("long_kernels", ending)
+        found = (one(rows, part="forward", tokens=n, **LONG_HEADS, variant=variant) for n in ("2048", "8192"))
+        return [rounded(row["ms"], 3) for row in found]
+
+    yield "had {} and {} ms forwards for the same tile".format(*ms("-other-order", own))
+    yield "for the one that came first there {} and {}".format(*ms("-other-order", other))
+    yield "this run has {} and {} for it".format(*ms("", other))
+
+
+# steer.md
+
+
+def exactness() -> list[Row]:
+    return read(RESULTS / "orthogonal_precision-cpu-float32-torch2.13.0.csv")
+
+
+def power(value: float) -> str:
+    """As 1.5e-6: the files have more digits and a zero in the exponent; what is not small as 0.13."""
+    return f"{value:.2g}" if value > 0.1 else f"{value:.1e}".replace("e-0", "e-")
+
+
+def exactness_table() -> Iterator[str]:
+    states = {
+        "qr": ["start", "condition 30", "condition 300"],
+        "polar": ["start", "condition 3", "condition 30", "condition 300"],
+        "cayley": ["start", "norm 30", "norm 300"],
+        "householder": ["start", "condition 300"],
+    }
+    for basis, names in states.items():
+        for name in names:
+            row = one(exactness(), variant=basis, state=name)
+            shown = "start (condition 37)" if basis == "householder" and name == "start" else name
+            if name.startswith("norm"):
+                shown = rf"$\Vert S\Vert = {name.removeprefix('norm ')}$"
+            errors = (power(float(row[f"{what}_worst"])) for what in ("value", "orthogonality", "gradient"))
+            yield line(f"`{basis}`" if name == "start" else "", shown, *errors)
+
+
+def other_ways_table() -> Iterator[str]:
+    """Products and, over all Θ or those it was made for, the worst errors."""
+    names = {
+        "`polar` as it is": "polar",
+        r"$X^\top X$ with a gradient of its own": "polar, XᵀX with its own gradient",
+        "gradient by a Sylvester equation, conjugate gradients": "polar, Sylvester by CG",
+        "the same equation by Newton–Schulz": "polar, Sylvester by Newton–Schulz",
+        "the scaled steps in bfloat16, 3 in float32": "polar, bfloat16 scaled + 3 float32",
+        "unscaled steps in bfloat16, 2 in float32": "polar, bfloat16 unscaled + 2 float32",
+        "the same, gradient by conjugate gradients": "polar, bfloat16 + 2, Sylvester by CG",
+        "`cayley` as it is": "cayley",
+        "an LU inverse": "cayley, LU inverse",
+        r"$V \leftarrow I - S - VS$": "cayley, fixed point",
+        "scalings for each matrix in bfloat16, 4 steps in float32": "cayley, bfloat16 + 4 float32",
+    }
+
+    def products(rows: list[Row], direction: str) -> str:
+        narrow, library = (rows[0][f"{kind}_{direction}"] for kind in ("bfloat16", "library"))
+        if library != "0":
+            return f"{library} library call"
+        wide = ", ".join(dict.fromkeys(row[f"products_{direction}"] for row in rows))
+        return wide if narrow == "0" else f"{narrow} bfloat16 + {wide}"
+
+    for name, variant in names.items():
+        rows = [row for row in exactness() if row["variant"] == variant]
+        if variant.startswith("cayley, bfloat16"):
+            rows = [row for row in rows if row["state"] != "norm 300"]
+        worst = (max(float(row[f"{what}_worst"]) for row in rows) for what in ("value", "gradient"))
+        errors = ("diverges" if error == float("inf") else power(error) for error in worst)
+        yield line(name, products(rows, "forward"), products(rows, "backward"), *errors)
+
+
+def said_of_costs() -> Iterator[str]:
+    told = ("`polar` {}", "`cayley`, now by products, {}", "`householder` {}", "`qr` {}")
+    for basis, words in zip(("polar", "cayley", "householder", "qr"), told, strict=True):
+        yield words.format(with_quartiles(one(rows_of("bench-eigen"), variant=f"eigen:negative,basis={basis}")))
+
+
+# A page, a heading, which of the tables below it, and what writes its rows.
+TABLES: list[tuple[str, str, int, Callable[[], Iterable[str]]]] = [
+    *(("docs/bench.md", heading, 0, partial(step_table, part)) for part, heading in STEPS.items()),
+    ("docs/bench.md", "End to end", 0, end_to_end_table),
+    ("docs/bench.md", "The attention by itself", 0, micro_table),
+    ("docs/bench.md", "Efficiency as in the paper", 0, efficiency_table),
+    ("docs/bench.md", "`Eigen`", 0, eigen_table),
+    ("docs/bench.md", "Long sequences", 0, long_training_table),
+    ("docs/bench.md", "Measuring", 0, measure_table),
+    ("docs/bench.md", "Measuring", 1, busy_host_table),
+    ("docs/bench.md", "Many tokens", 0, long_model_table),
+    ("docs/operator.md", "Memory", 0, operator_memory_table),
+    *(
+        ("docs/kernels.md", "Long sequences", n, partial(long_kernel_table, cases))
+        for n, cases in enumerate(LONG_CASES)
+    ),
+    ("docs/kernels.md", "The MLP in one kernel", 0, mlp_table),
+    ("docs/kernels.md", "The MLP in one kernel", 1, mlp_tile_table),
+    ("docs/steer.md", "How exact it is", 0, exactness_table),
+    ("docs/steer.md", "How exact it is", 1, other_ways_table),
+]
+SENTENCES: list[tuple[str, Callable[[], Iterable[str]]]] = [
+    *(("docs/bench.md", told) for told in (said_of_steps, said_of_other_tables, said_of_many_tokens)),
+    ("docs/bench.md", said_of_trainings_in_the_bench),
+    *(("docs/kernels.md", told) for told in (said_of_mlp_tiles, said_of_shared_keys, said_of_the_order)),
+    ("docs/kernels.md", said_of_the_mlps_memory),
+    ("docs/steer.md", said_of_costs),
+]
+
+
+def main() -> None:
+    for page, heading, place, expected in TABLES:
+        (ROOT / page).write_text(updated(page, heading, place, expected()), encoding="utf-8")
+    left = [f"{page}: {sentence}" for page, told in SENTENCES for sentence in missing(page, told())]
+    sys.exit("\n".join(["these pages should say:", *left]) if left else 0)
+
+
+if __name__ == "__main__":
+    main()
