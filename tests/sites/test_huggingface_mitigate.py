@@ -387,7 +387,7 @@ def test_windows_and_pyramids(name):
 def test_first_values_stay_within_a_stage():
     model, inputs = build("segformer", hidden_sizes=[32, 32]), batch("segformer")
     before, left = output(model, inputs), traces(model)
-    with pytest.raises(AcutanceError, match=r"between its stages.*part="):  # though the widths would fit
+    with pytest.raises(AcutanceError, match=r"stages.*part="):  # though the widths would fit
         ac.mitigate(model, "neutreno:0.6", layers=[2, 3])
     with pytest.raises(AcutanceError, match="before making keys and values"):
         ac.mitigate(model, "neutreno:0.6", part="stages.0")

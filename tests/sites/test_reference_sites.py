@@ -10,7 +10,7 @@ from acutance.measure import measure
 from acutance.mitigations.projection import Projection, Projections
 from acutance.models import ViT
 from acutance.sites import Library, lookup
-from acutance.sites.base import AttentionSite
+from acutance.sites.site import AttentionSite
 
 TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
 
@@ -174,7 +174,14 @@ def test_a_model_without_sites_is_named_with_what_is_supported():
 def test_another_library_is_one_entry(monkeypatch):
     model = nn.Linear(2, 2)
     borrowed = sites.find(ViT(**TINY))
-    library = Library("toys", lambda m: borrowed if m is model else [], lambda _: 7, lambda _: model)
+    layers = [sites.Layer(site.layer, site.name, site.block, site.attention) for site in borrowed]
+    library = Library(
+        name="toys",
+        layers=lambda m: layers if m is model else [],
+        site=lambda _stack, layer: borrowed[layer.layer - 1],
+        final_norm=lambda _: model,
+        special_tokens=lambda _: sites.SpecialTokens(7),
+    )
     monkeypatch.setattr(lookup, "LIBRARIES", [*sites.LIBRARIES, library])
     assert sites.find(model) == borrowed
     assert sites.special_tokens(model).front == 7

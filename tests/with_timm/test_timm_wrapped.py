@@ -50,7 +50,7 @@ def test_it_is_mitigated_as_timms_own():
 def test_it_is_saved_with_its_mitigation(tmp_path, part):
     model = wrapped()
     ac.mitigate(model.get_submodule(part), "neutreno:0.6")
-    model.save_pretrained(tmp_path)
+    ac.save(model, tmp_path)
     noted = json.loads((tmp_path / "config.json").read_text())["acutance"]
     assert noted == {"TimmWrapperModel": {f"timm_model.blocks.{i}.attn": "neutreno:0.6" for i in range(3)}}
     loaded = ac.load(tmp_path).double().eval()

@@ -17,6 +17,7 @@ from acutance.explain.verdict import LayerSpectrum, format_complex
 from acutance.explain.weights import layer_spectrum
 from acutance.mitigations import Combined, Eigen, Mitigation, eigen_of
 from acutance.sites.structure import refuse_sharded
+from acutance.sites.transformers import note
 
 __all__ = ["check_spectrum", "fold", "sharpening_bound"]
 
@@ -37,6 +38,7 @@ def fold(model: Model) -> Model:
         rest, projections = _without(site.mitigation, eigen), site.projections()
         eigen.fold(projections.value, projections.output)
         site.replace(rest)
+    note(plain)
     return plain
 
 

@@ -18,7 +18,7 @@ from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError
 from acutance.io.hub import loading
 from acutance.io.inputs import LoadedModel
 from acutance.io.saving import load as load_saved
-from acutance.sites.huggingface_notes import NOTE
+from acutance.sites.transformers import NOTE
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 

@@ -19,8 +19,8 @@ from acutance import sites
 from acutance.errors import AcutanceError, MissingExtraError, first_line
 from acutance.files.atomic import atomic_write
 from acutance.models import BlockStack, LanguageModel, Segmenter, ViT
-from acutance.sites.huggingface_notes import NOTE, forget, is_pretrained, note_when_saving
 from acutance.sites.mitigate import reinstate
+from acutance.sites.transformers import is_pretrained, note, notes_of
 
 PathLike = str | os.PathLike[str]
 OWN: dict[str, type[ViT | LanguageModel | Segmenter]] = {
@@ -43,8 +43,11 @@ def save(model: nn.Module, path: PathLike) -> Path:
     if is_pretrained(model):
         if Path(path).is_file():  # transformers would log that, and write nothing
             raise AcutanceError(f"{path} is a file: a {kind} is written as a folder, name another")
-        note_when_saving()
-        model.save_pretrained(path)  # type: ignore[operator]
+        forget = note(model)  # of the whole: a part that was mitigated by itself did not know it
+        try:
+            model.save_pretrained(path)  # type: ignore[operator]
+        finally:
+            forget()
         return Path(path)
     if Path(path).suffix != ".safetensors":
         raise AcutanceError(f"{path}: a {kind} is written as one file, name it ….safetensors")
@@ -199,7 +202,7 @@ def _load_folder(folder: Path, model: nn.Module | None) -> nn.Module:
             raise AcutanceError(f"{folder} does not say what class it is: build the model and pass it as model=")
         with _expecting_learnt(found):
             model = found.from_pretrained(folder)
-    record = _whole_record(model, getattr(config, NOTE, {}), folder)
+    record = _whole_record(model, notes_of(config), folder)
     state = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
     learnt = {name: tensor for name, tensor in state.items() if ".mitigation." in name}
     if learnt and not record:
@@ -212,7 +215,6 @@ def _load_folder(folder: Path, model: nn.Module | None) -> nn.Module:
     if missing := [name for name, written in names.items() if written not in learnt]:
         raise AcutanceError(f"{folder} lacks the mitigation's parameters {', '.join(missing[:3])}")
     model.load_state_dict({name: learnt[written] for name, written in names.items()}, strict=False)
-    forget(model.config)  # the model itself tells now
     return model
 
 
@@ -247,6 +249,9 @@ def _whole_record(model: nn.Module, noted: Mapping[str, Mapping[str, str]], fold
     record: dict[str, str] = {}
     for kind, specs in noted.items():
         found = [path for path, module in model.named_modules() if type(module).__name__ == kind]
+        body = f"{getattr(model, 'base_model_prefix', '')}."  # of a model with a head, whose configuration it shares
+        if not found and all(name.startswith(body) for name in specs):
+            found, specs = [""], {name.removeprefix(body): spec for name, spec in specs.items()}
         if len(found) != 1:
             here = f"this {type(model).__name__} holds {len(found) or 'none'}"
             advice = f"load into one of {', '.join(found)}" if found else "load the whole and take its part"

@@ -32,7 +32,7 @@ from acutance.measure.walk import EVERY, Batch, Visitor, hooked
 from acutance.metrics.kernels import token_sums
 from acutance.metrics.kernels.token_sums import FIELDS
 from acutance.metrics.sums import FLAGS, FROM_ROWS, FROM_SUMS, Numbers, complain, finite_flags, from_rows
-from acutance.sites.patched import WINDOWS_MOVE, PatchedSite
+from acutance.sites.patched import has_windows
 
 ATTENTION_COSINE = "attention_cosine"  # of a layer's attention with the layer before (Fig. 5 of arXiv 2312.00751)
 MAX_PENDING_BATCHES = 8
@@ -67,7 +67,7 @@ def metric_reader(
             stacklevel=3,
         )
     layers = sites.layers_of(target) if ATTENTION_COSINE in names else []
-    moving = [n for site, n in layers if isinstance(site, PatchedSite) and site.refuse_first_values() == WINDOWS_MOVE]
+    moving = [n for site, n in layers if has_windows(site.attention)]
     return MetricReader(names, taps, prefix, moving)
 
 

@@ -1,10 +1,7 @@
 """Where attention lives in a model: one file per library."""
 
 from acutance.errors import NoSitesError as NoSitesError
-from acutance.sites import anybody, reference, timm, torch_nn, transformers
-from acutance.sites.base import AttentionSite as AttentionSite
-from acutance.sites.base import Library as Library
-from acutance.sites.base import Undo as Undo
+from acutance.sites import anybody, own, timm, torch_nn, transformers
 from acutance.sites.lookup import LIBRARIES as LIBRARIES
 from acutance.sites.lookup import blocks as blocks
 from acutance.sites.lookup import checking_blocks as checking_blocks
@@ -16,15 +13,18 @@ from acutance.sites.lookup import mitigation_spec as mitigation_spec
 from acutance.sites.lookup import part_of as part_of
 from acutance.sites.lookup import reading as reading
 from acutance.sites.lookup import record as record
-from acutance.sites.lookup import remember as remember
 from acutance.sites.lookup import sides as sides
 from acutance.sites.lookup import special_tokens as special_tokens
 from acutance.sites.lookup import unread as unread
 from acutance.sites.patched import PatchedSite as PatchedSite
 from acutance.sites.patched import Stack as Stack
+from acutance.sites.site import AttentionSite as AttentionSite
+from acutance.sites.site import Library as Library
+from acutance.sites.site import Undo as Undo
+from acutance.sites.structure import Layer as Layer
 from acutance.sites.structure import SpecialTokens as SpecialTokens
 from acutance.sites.structure import cached_lookup as cached_lookup
 from acutance.sites.structure import tokens_in as tokens_in
 from acutance.sites.structure import tokens_out as tokens_out
 
-LIBRARIES += [transformers.LIBRARY, reference.LIBRARY, timm.LIBRARY, torch_nn.LIBRARY, anybody.LIBRARY]
+LIBRARIES += [transformers.LIBRARY, own.LIBRARY, timm.LIBRARY, torch_nn.LIBRARY, anybody.LIBRARY]

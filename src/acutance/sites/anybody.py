@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from acutance.errors import NoSitesError
 from acutance.mitigations.projection import Projections
-from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Library
 from acutance.sites.intercept import Intercept, Product
 from acutance.sites.named import JOINT, SEPARATE, NamedSite, Sizes, by_names
-from acutance.sites.patched import Stack, caller_of, known_sites
+from acutance.sites.site import TOKENS_REMAIN, Library
 from acutance.sites.structure import (
     PARAMETRIZATIONS,
+    Layer,
     evaluating,
     modules_of,
     norm_after,
@@ -36,6 +36,9 @@ class AnybodySite(NamedSite):
     def output_projection(self) -> nn.Module | None:
         """Asked for only where the attention is written into its block."""
         return super().output_projection() if self.block is self.attention else None
+
+    def refuse_first_values(self) -> str | None:
+        return None  # told by the shapes of a forward pass
 
     @cached_property
     def _found(self) -> tuple[Projections, Sizes]:
@@ -76,19 +79,14 @@ class AnybodySite(NamedSite):
                 )
 
 
-def _sites(model: nn.Module) -> list[AttentionSite]:
-    blocks = repeated_blocks(model)
-    pairs = [(path, unwrapped(block)) for path, block in blocks]
-    found = [attention for path, block in pairs if (attention := _attention_of(path, block)) is not None]
-    if not found or len(found) < len(pairs):  # blocks without attention need a library of their own
-        return []
-    known = known_sites(found)
-    if known is not None:
-        return list(known)
-    stack = Stack(caller_of(model, [path for path, _ in pairs]))
-    for layer, ((_, block), attention) in enumerate(zip(pairs, found, strict=True), 1):
-        AnybodySite(stack, layer, path_of(model, attention), block, attention)
-    return list(stack.sites)
+def _layers(model: nn.Module) -> list[Layer]:
+    blocks = [(path, unwrapped(block)) for path, block in repeated_blocks(model)]
+    found = [_attention_of(path, block) for path, block in blocks]
+    return [
+        Layer(layer, path_of(model, attention), block, attention, path.rpartition(".")[0])
+        for layer, ((path, block), attention) in enumerate(zip(blocks, found, strict=True), 1)
+        if attention is not None and None not in found  # blocks without attention need a library of their own
+    ]
 
 
 def _attention_of(path: str, block: nn.Module) -> nn.Module | None:
@@ -115,15 +113,11 @@ def _is_called_so(name: str, module: nn.Module) -> bool:
     return ATTENTION.search(type(module).__name__) is not None or ATTENTION.search(name.rpartition(".")[2]) is not None
 
 
-def _final_norm(model: nn.Module) -> nn.Module:
-    return norm_after(model, _sites(model)[-1].attention)
-
-
 LIBRARY = Library(
     name="any model whose blocks are a list",
-    sites=_sites,
-    prefix_tokens=lambda model: tokens_by_name(model.named_parameters()).front,
-    final_norm=_final_norm,
-    suffix_tokens=lambda model: tokens_by_name(model.named_parameters()).back,
+    layers=_layers,
+    site=AnybodySite,
+    final_norm=lambda model: norm_after(model, _layers(model)[-1].attention),
+    special_tokens=lambda model: tokens_by_name(model.named_parameters()),
     is_watched=lambda model: True,
 )

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError, SeveralStacksError
 from acutance.mitigations import Mitigation
-from acutance.sites.base import AttentionSite, Library
+from acutance.sites.patched import make_sites
+from acutance.sites.site import AttentionSite, Library
 from acutance.sites.stream import StreamCheck
 from acutance.sites.structure import (
     CONTAINERS,
     Layer,
     SpecialTokens,
     cached,
-    cached_lookup,
     grid_as_tokens,
     join,
     modules_of,
@@ -49,8 +49,13 @@ def part_of(model: nn.Module, path: str | None) -> nn.Module:
 
 def find(model: nn.Module) -> list[AttentionSite]:
     """The model's attention sites in depth order."""
-    with cached_lookup():
-        return list(cached(_library(model).sites)(model))
+    return list(_sites(model))
+
+
+@cached
+def _sites(model: nn.Module) -> list[AttentionSite]:
+    library = _library(model)
+    return make_sites(library, model, _layers_by(library, model))
 
 
 @cached
@@ -73,11 +78,11 @@ def _library(model: nn.Module) -> Library:
     )
 
 
-def _layers_by(library: Library, model: nn.Module) -> Sequence[Layer | AttentionSite]:
-    return cached(library.layers or library.sites)(model)
+def _layers_by(library: Library, model: nn.Module) -> list[Layer]:
+    return cached(library.layers)(model)
 
 
-def _refuse_layers_elsewhere(model: nn.Module, found: Sequence[Layer | AttentionSite]) -> None:
+def _refuse_layers_elsewhere(model: nn.Module, found: Sequence[Layer]) -> None:
     """Layers of another library, or of none, must not be left out silently."""
     parts = _layers_beside(model, "", {site.attention for site in found}, {site.block for site in found})
     if parts:
@@ -118,12 +123,14 @@ def blocks(model: nn.Module) -> list[tuple[int, nn.Module, Callable[[Tensor], Te
     are the model's largest list of equal modules.
     """
     try:
-        found = _layers_by(_library(model), model)
+        library = _library(model)
     except NoSitesError:
         repeated = repeated_blocks(model)
         if not repeated:
             raise
         return [(layer, block, partial(grid_as_tokens, block)) for layer, (_, block) in enumerate(repeated, 1)]
+    by_grid = getattr(library.site, "tokens", None) is AttentionSite.tokens  # others ask the site
+    found: Sequence[Any] = _layers_by(library, model) if by_grid else find(model)
     as_tokens = {layer.block: getattr(layer, "tokens", partial(grid_as_tokens, layer.block)) for layer in found}
     kinds = {kind for block in as_tokens for kind in type(block).__mro__} - NO_KIND
     members = [unwrapped(member) for listed in _lists_of(model, as_tokens) for _, member in listed]
@@ -171,7 +178,7 @@ def special_tokens(model: nn.Module, part: str | None = None) -> SpecialTokens:
             library = _library(around)
         except SeveralStacksError:
             break
-        found = SpecialTokens(library.prefix_tokens(around), library.suffix_tokens(around))
+        found = library.special_tokens(around)
         if any(found):
             break
     return found
@@ -219,12 +226,6 @@ def record(model: nn.Module) -> dict[str, str]:
     """What the model carries: the spec of every mitigated attention by its path."""
     installed = {path: module._modules.get("mitigation") for path, module in modules_of(model).items()}
     return {p: m.spec for p, m in installed.items() if isinstance(m, Mitigation) and type(m) is not Mitigation}
-
-
-def remember() -> None:
-    """From now on libraries note what a model carries wherever they save it."""
-    for library in LIBRARIES:
-        library.remember()
 
 
 def mitigation_spec(model: nn.Module) -> str | None:

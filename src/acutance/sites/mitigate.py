@@ -14,24 +14,24 @@ from acutance import sites
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.mitigations import Mitigation, NeuTRENO, as_mitigation
 from acutance.sites.structure import check_model, is_sharded
+from acutance.sites.transformers import note
 
 
 class Handle(sites.Undo):
-    """A mitigation sitting in a model; `remove()`, or leaving a with block, restores the model exactly."""
+    """A mitigation sitting in a model; `remove()`, or leaving a with block, restores the model exactly.
 
-    def __init__(
-        self,
-        spec: str,
-        layers: Sequence[int],
-        undo: Callable[[], None],
-        distances: Sequence[float] = (),
-        parameters: Sequence[nn.Parameter] = (),
-    ) -> None:
+    Attributes:
+        spec: what was put in.
+        layers: where.
+        distances: per layer, of mitigations that replace the weights: ‖H − H₀‖/‖H₀‖.
+    """
+
+    def __init__(self, spec: str, layers: Sequence[int], undo: Callable[[], None], installed: Sequence[Mitigation]):
         super().__init__(undo)
-        self._parameters = tuple(parameters)
-        self.spec = spec
-        self.layers = tuple(layers)
-        self.distances = tuple(distances)  # per layer, of mitigations that replace the weights: ‖H − H₀‖/‖H₀‖
+        self.spec, self.layers = spec, tuple(layers)
+        self._parameters = [parameter for built in installed for parameter in built.parameters()]
+        parts = [part for built in installed for part in built.modules() if isinstance(part, Mitigation)]
+        self.distances = tuple(part.distance for part in parts if part.distance is not None)
 
     def parameter_groups(self, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
         """What an optimiser that was made before takes: `optimiser.add_param_group(group)` for each of them.
@@ -77,28 +77,28 @@ def mitigate(
         while undos:
             undos[-1]()
             undos.pop()  # not before: what is in the way can be taken away, and this tried again
+        note(model)
 
-    distances: list[float] = []
     try:
         for site in found:
             if site.layer in wanted:
                 undos.append(_install(site, chosen))
-                distances += _distances(site)
     except BaseException:  # never leave a model half patched
         undo()
         raise
-    sites.remember()
-    if len(found) > 1 and wanted == [1]:
-        _warn_of_nothing(chosen)
-    added = [p for site in found if site.mitigation is not None for p in site.mitigation.parameters()]
-    if added and _has_optimiser(model):
-        warnings.warn(
-            f"an optimiser of this model was made before, and does not know the {len(added)} new parameters of "
-            f"{chosen.spec}: give it handle.parameter_groups(lr), or make it after mitigate",
-            AcutanceWarning,
-            stacklevel=2,
+    note(model)
+    handle = Handle(chosen.spec, wanted, undo, [site.mitigation for site in found if site.mitigation is not None])
+    if wanted == [1] != list(range(1, len(found) + 1)) and any(isinstance(p, NeuTRENO) for p in chosen.modules()):
+        _warn(
+            f"{chosen.spec} in layer 1 alone: NeuTRENO adds v⁰ − v, and v⁰ is that layer's own v, so it changes "
+            "nothing there. Name later layers"
         )
-    return Handle(chosen.spec, wanted, undo, distances, added)
+    if handle._parameters and _has_optimiser(model):
+        _warn(
+            f"an optimiser of this model was made before, and does not know the {len(handle._parameters)} new "
+            f"parameters of {chosen.spec}: give it handle.parameter_groups(lr), or make it after mitigate"
+        )
+    return handle
 
 
 def reinstate(model: nn.Module, record: Mapping[str, str]) -> None:
@@ -113,7 +113,11 @@ def reinstate(model: nn.Module, record: Mapping[str, str]) -> None:
     _refuse_second(list(found.values()))
     for name, spec in record.items():
         _install(found[name], as_mitigation(spec), pretrained=False)  # its parameters and the weights come from a file
-    sites.remember()
+    note(model)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, AcutanceWarning, stacklevel=3)
 
 
 def _install(site: sites.AttentionSite, mitigation: Mitigation, *, pretrained: bool = True) -> Callable[[], None]:
@@ -157,43 +161,26 @@ def _refuse_shared(model: nn.Module, found: Sequence[sites.AttentionSite]) -> No
                 )
 
 
-def _distances(site: sites.AttentionSite) -> list[float]:
-    installed = [] if site.mitigation is None else site.mitigation.modules()
-    return [part.distance for part in installed if isinstance(part, Mitigation) and part.distance is not None]
-
-
 def _wanted(layers: Sequence[int] | None, depth: int) -> list[int]:
     if layers is None:
         return list(range(1, depth + 1))
     if isinstance(layers, (int, float, str)):
         raise AcutanceError(f"layers are a list of numbers, not {layers!r}: write layers=[{layers}]")
-    odd = [layer for layer in layers if isinstance(layer, bool) or not isinstance(layer, int)]
+    odd = [layer for layer in layers if type(layer) is not int]
     if odd:
         raise AcutanceError(f"layers are whole numbers from 1 to {depth}, not {odd[0]!r}")
-    unknown = [layer for layer in layers if not 1 <= layer <= depth]
-    if unknown or not layers:
+    if not layers or not set(layers) <= set(range(1, depth + 1)):
         raise AcutanceError(f"layers {list(layers)}: name at least one of this model's layers, 1 to {depth}")
     return sorted(set(layers))
-
-
-def _warn_of_nothing(mitigation: Mitigation) -> None:
-    """Of what it does in the first layer alone."""
-    if any(isinstance(part, NeuTRENO) for part in mitigation.modules()):
-        warnings.warn(
-            f"{mitigation.spec} in layer 1 alone: NeuTRENO adds v⁰ − v, and v⁰ is that layer's own v, so it changes "
-            "nothing there. Name later layers",
-            AcutanceWarning,
-            stacklevel=3,
-        )
 
 
 def _refuse_second(found: Sequence[sites.AttentionSite]) -> None:
     carried = next((site.mitigation for site in found if site.mitigation is not None), None)
     if carried is None:
         return
-    patched = carried.shape is not None and carried.shape.pretrained
-    advice = "call remove() on its handle first" if patched else "build the model without it first"
-    origin = "mitigated" if patched else "constructed"
+    origin, advice = "constructed", "build the model without it first"
+    if carried.shape is not None and carried.shape.pretrained:
+        origin, advice = "mitigated", "call remove() on its handle first"
     raise AcutanceError(
         f"the model was {origin} with {carried.spec!r} already: {advice}, or combine the two as 'one+other'"
     )

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.mitigations.projection import Projection, Projections
-from acutance.sites.base import TOKENS_REMAIN
 from acutance.sites.discovery import Surroundings, changes_output, discover, is_norm
 from acutance.sites.patched import PatchedSite
+from acutance.sites.site import TOKENS_REMAIN
 from acutance.sites.structure import outwards, path_of
 
 SEPARATE = {

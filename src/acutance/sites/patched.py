@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,15 +13,12 @@ from acutance.attention import AttentionCall, attend, finish
 from acutance.attention.call import MISSING
 from acutance.errors import AcutanceError, ShapeError
 from acutance.mitigations import Mitigation
-from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Undo
 from acutance.sites.forward_pass import ForwardPass, Passes, first_values
 from acutance.sites.intercept import Intercept, Product
-from acutance.sites.structure import tokens_in, tokens_out
+from acutance.sites.site import TOKENS_REMAIN, AttentionSite, Library, Observer, Undo
+from acutance.sites.structure import Layer, tokens_in, tokens_out
 
 SITE = "_acutance_site"  # where an attention module keeps its site while it is routed
-# Why windows refuse what compares or averages tokens.
-WINDOWS_MOVE = "its windows are shifted from layer to layer, so v⁰ and v do not belong to the same tokens"
-WINDOWS_APART = "its W_proj sees one window at a time, so the mean would not run over the image's tokens"
 
 
 class Stack:
@@ -31,40 +28,35 @@ class Stack:
         self.root = root
         self.sites: list[PatchedSite] = []
         self.passes = Passes()
-        self._users = 0
-        self._undos: list[Callable[[], None]] = []  # bound methods and objects: a copied model gets its own
+        self.hooks: list[Any] = []  # while it is routed
 
-    def route(self) -> None:
-        """Lead every layer's attention through its site; `restore` as often as this."""
-        if self._users == 0:
+    def settle(self) -> None:
+        """Lead every layer's attention through its site while one is mitigated or observed, and only then."""
+        needed = any(site.mitigation is not None or site.observer is not None for site in self.sites)
+        if needed and not self.hooks:
+            self._refuse_another_stack()
             try:
                 self._route()
             except BaseException:  # never leave a model half patched
-                self._undo()
+                self._unroute()
                 raise
-        self._users += 1
-
-    def restore(self) -> None:
-        """Give the model its own attention back once nobody needs ours."""
-        self._users -= 1
-        if self._users == 0:
-            self._undo()
+        elif not needed:
+            self._unroute()
 
     def _route(self) -> None:
-        self._refuse_another_stack()
-        add = self._undos.append
-        add(self.root.register_forward_pre_hook(self._begin).remove)
-        add(self.root.register_forward_hook(self._end, always_call=True).remove)
+        self.hooks.append(self.root.register_forward_pre_hook(self._begin))
+        self.hooks.append(self.root.register_forward_hook(self._end, always_call=True))
         for site in self.sites:
-            site.attention.__dict__[SITE] = site
-            add(_Forget(site.attention))
-            add(site.route())
-            add(site.block.register_forward_pre_hook(site._enter_block, with_kwargs=True).remove)
-            add(site.block.register_forward_hook(site._leave_block, always_call=True).remove)
+            site.route()
+            self.hooks.append(site.block.register_forward_pre_hook(site._enter_block, with_kwargs=True))
+            self.hooks.append(site.block.register_forward_hook(site._leave_block, always_call=True))
 
-    def _undo(self) -> None:
-        while self._undos:
-            self._undos.pop()()
+    def _unroute(self) -> None:
+        while self.hooks:
+            self.hooks.pop().remove()
+        for site in reversed(self.sites):
+            if site.attention.__dict__.get(SITE) is site:
+                site.unroute()
 
     def _refuse_another_stack(self) -> None:
         """An attention module has one site at a time: that of a part found by itself has other neighbours."""
@@ -98,32 +90,33 @@ class Stack:
 class PatchedSite(AttentionSite):
     """One layer's attention in a library we did not write. By default it is intercepted as it runs."""
 
-    def __init__(self, stack: Stack, layer: int, name: str, block: nn.Module, attention: nn.Module) -> None:
-        self.stack, self.layer, self.name, self.block, self.attention = stack, layer, name, block, attention
-        self.observer: Callable[[AttentionCall], None] | None = None
+    def __init__(self, stack: Stack, layer: Layer) -> None:
+        self.stack = stack
+        self.layer, self.name, self.block, self.attention, self.stage, self.interface = layer
+        self.observer: Observer | None = None
         self._forward: Callable[..., Any] | None = None  # another one's patch of the attention's forward
         self._finishes_there = False  # whether a hook on W_proj ends the branch
         stack.sites.append(self)
         self.number = len(stack.sites)  # in the stack, from 1
 
-    def route(self) -> Callable[[], None]:
-        """Make the attention run through `attend`, and `finish` after W_proj; the returned function undoes it."""
+    def route(self) -> None:
+        """Make the attention run through `attend`, and `finish` after W_proj."""
         attention = self.attention
         self._forward = vars(attention).get("forward")
+        attention.__dict__[SITE] = self
         attention.forward = partial(_forward, self)  # a bound method's object Dynamo of torch 2.6 does not trace
         projection = self.output_projection()
         self._finishes_there = projection is not None
-        hook = None if projection is None else projection.register_forward_hook(self._finish_projection)
-        return partial(self._unroute, hook)
+        if projection is not None:
+            self.stack.hooks.append(projection.register_forward_hook(self._finish_projection))
 
-    def _unroute(self, hook: Any) -> None:
+    def unroute(self) -> None:
         """Give the attention its own forward back."""
-        vars(self.attention).pop("forward", None)
+        for name in (SITE, "forward"):
+            vars(self.attention).pop(name, None)
         if self._forward is not None:
             self.attention.forward = self._forward
         self._forward = None
-        if hook is not None:
-            hook.remove()
 
     def output_projection(self) -> nn.Module | None:
         """The module of W_proj, where it is one; None takes what the attention returns for the branch's output."""
@@ -131,58 +124,43 @@ class PatchedSite(AttentionSite):
 
     @property
     def mitigation(self) -> Mitigation | None:
-        """What is installed here now."""
         installed = self.attention._modules.get("mitigation")
         return installed if isinstance(installed, Mitigation) else None
 
-    def install(self, mitigation: Mitigation) -> Callable[[], None]:
-        """As a submodule of the attention, so that its parameters are the model's."""
-        if self.mitigation is not None:
-            raise AcutanceError(f"{self.name} carries {self.mitigation.spec!r} already: take it out first")
-        if hasattr(self.attention, "mitigation"):
-            raise AcutanceError(f"{self.name} has something else called 'mitigation': rename it")
-        self._refuse(mitigation)
-        self.stack.route()
-        try:
-            unparametrise = self.parametrise(mitigation)
-        except BaseException:
-            self.stack.restore()
-            raise
-        self.attention.mitigation = mitigation
-
-        def undo() -> None:
-            unparametrise()
-            del self.attention.mitigation
-            self.stack.restore()
-
-        return undo
-
     def replace(self, mitigation: Mitigation | None) -> None:
-        """Without one the attention is no longer led through us for it."""
+        """As a submodule of the attention, so that its parameters are the model's."""
+        if self.mitigation is None and hasattr(self.attention, "mitigation"):
+            raise AcutanceError(f"{self.name} has something else called 'mitigation': rename it")
         if mitigation is not None:
             self.attention.mitigation = mitigation
-            return
-        del self.attention.mitigation
-        self.stack.restore()
+        else:
+            del self.attention.mitigation
+        try:
+            self.stack.settle()
+        except BaseException:
+            del self.attention.mitigation
+            raise
 
-    def observe(self, fn: Callable[[AttentionCall], None]) -> Undo:
-        """One observer at a time."""
+    def observe(self, fn: Observer) -> Undo:
         if self.observer is not None:
             raise AcutanceError(f"{self.name} is being observed already: remove the other observer first")
-        self.stack.route()
-        self.observer = fn
 
         def undo() -> None:
             self.observer = None
-            self.stack.restore()
+            self.stack.settle()
 
+        self.observer = fn
+        try:
+            self.stack.settle()
+        except BaseException:
+            self.observer = None
+            raise
         return Undo(undo)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the attention's own forward: that one, watched."""
         x = tokens_in(args, kwargs)
-        passes = self.stack.passes
-        again = passes.recompute_attention(x)
+        again = self.stack.passes.recompute_attention(x)
         if again and self.mitigation is not None:
             self.mitigation.enter()
         done = False
@@ -209,9 +187,8 @@ class PatchedSite(AttentionSite):
         else:
             with Intercept(self.attend, x, self.name):
                 output = own(*args, **kwargs)
-        return output if self._finishes_there else self._finish_output(output, now)
-
-    def _finish_output(self, output: Any, now: ForwardPass) -> Any:
+        if self._finishes_there:
+            return output
         y = self.finish(tokens_out(output), now)
         return y if isinstance(output, Tensor) else (y, *output[1:])
 
@@ -224,6 +201,9 @@ class PatchedSite(AttentionSite):
         """Whether the library itself hands us its attention, so that nobody need look at every operation."""
         return False
 
+    def refuse_arguments(self, kwargs: Mapping[str, Any]) -> None:
+        """Refuse what would be silently wrong, as told by the arguments of the attention."""
+
     def now(self, x: Tensor) -> ForwardPass:
         """The forward pass that this attention, given x, is part of."""
         passes = self.stack.passes
@@ -234,9 +214,6 @@ class PatchedSite(AttentionSite):
         if is_new and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             passes.remember(x, now)
         return now
-
-    def refuse_arguments(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuse what would be silently wrong, as told by the arguments of the attention."""
 
     def attend(self, product: Product) -> Tensor:
         """u of this layer, mitigated and observed."""
@@ -249,17 +226,8 @@ class PatchedSite(AttentionSite):
         v0: Any = None
         if not is_first:
             v0 = first_values(now, self.name) if needs_first else MISSING if now.v0 is None else now.v0
-        call = AttentionCall(
-            layer=self.layer,
-            v=product.v,
-            first=v0,
-            product=product.own,
-            name=self.name,
-            x=now.entering,
-            residual=now.x,
-            previous=now.previous,
-            **product.about,
-        )
+        known = {"name": self.name, "x": now.entering, "residual": now.x, "previous": now.previous}
+        call = AttentionCall(layer=self.layer, v=product.v, first=v0, product=product.own, **known, **product.about)
         u, values = attend(call, mitigation, self.observer)
         if is_first:
             now.v0, now.with_grad = values, torch.is_grad_enabled()
@@ -286,22 +254,51 @@ class PatchedSite(AttentionSite):
         now = self.stack.passes.current()
         return y if now is None else self.finish(y, now)
 
+    def _enter_block(self, _block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.stack.passes.enter(self.number, tokens_in(args, kwargs))
+        if self.mitigation is not None:
+            self.mitigation.enter()
+
+    def _leave_block(self, _block: nn.Module, _args: Any, output: Any) -> Any:
+        now, mitigation = self.stack.passes.current(), self.mitigation
+        changes = mitigation is not None and mitigation.overrides("stream") and output is not None
+        if changes and mitigation is not None and now is not None and now.attention is not None:
+            assert now.x is not None, "kept as the block was entered"
+            x = mitigation.stream(now.x, tokens_out(output), now.attention)
+            output = x if isinstance(output, Tensor) else (x, *output[1:])
+        self._leave()
+        return output
+
+    def _leave(self) -> None:
+        if self.mitigation is not None:
+            self.mitigation.leave()
+        if not torch.compiler.is_compiling():
+            self.stack.passes.leave()
+
     def refuse_first_values(self) -> str | None:
-        """Why v⁰ cannot be used here, if it cannot: windows that move, tokens that are merged."""
+        """Why v⁰ cannot be used here, if it cannot."""
+        if has_windows(self.attention):
+            return "its windows are shifted from layer to layer, so v⁰ and v do not belong to the same tokens"
+        if any(hasattr(self.attention, name) for name in ("sr", "sequence_reduction")):  # PVT v2 and SegFormer
+            return "it merges tokens before making keys and values, so v⁰, v and u do not match"
+        stages = list(dict.fromkeys(site.stage for site in self.stack.sites))
+        if len(stages) > 1:
+            return (
+                f"its layers are in several stages ({', '.join(stages)}), between which tokens may be merged: name one "
+                f"with part={stages[0]!r}"
+            )
         return None
 
-    def refuse_average(self) -> str | None:
-        """Why a mean over tokens cannot be taken after W_proj, if it cannot: it sees windows, or must not see all."""
-        return None
-
-    def _refuse(self, mitigation: Mitigation) -> None:
-        reasons = [
-            self.refuse_first_values() if "first_values" in mitigation.requires else None,
-            self.refuse_average() if "all_tokens" in mitigation.requires else None,
-        ]
-        for reason in reasons:
-            if reason is not None:
-                raise AcutanceError(f"{mitigation.spec} cannot be used in {self.name}: {reason}")
+    def refuse(self, mitigation: Mitigation) -> None:
+        super().refuse(mitigation)
+        reason = self.refuse_first_values() if "first_values" in mitigation.requires else None
+        if reason is None and "all_tokens" in mitigation.requires:
+            if has_windows(self.attention):
+                reason = "its W_proj sees one window at a time, so the mean would not run over the image's tokens"
+            elif getattr(self.attention, "is_causal", False):
+                reason = "its attention is causal, and the mean over tokens would show them the future"
+        if reason is not None:
+            raise AcutanceError(f"{mitigation.spec} cannot be used in {self.name}: {reason}")
 
     def _refuse_windows(self, mitigation: Mitigation, y: Tensor, now: ForwardPass) -> None:
         """A batch of another size than the block's is one of windows."""
@@ -332,58 +329,32 @@ class PatchedSite(AttentionSite):
                 "Library of its own for this model"
             )
 
-    def _enter_block(self, _block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.stack.passes.enter(self.number, tokens_in(args, kwargs))
-        if self.mitigation is not None:
-            self.mitigation.enter()
-
-    def _leave_block(self, _block: nn.Module, _args: Any, output: Any) -> Any:
-        now, mitigation = self.stack.passes.current(), self.mitigation
-        changes = mitigation is not None and mitigation.overrides("stream") and output is not None
-        if changes and mitigation is not None and now is not None and now.attention is not None:
-            assert now.x is not None, "kept as the block was entered"
-            x = mitigation.stream(now.x, tokens_out(output), now.attention)
-            output = x if isinstance(output, Tensor) else (x, *output[1:])
-        self._leave()
-        return output
-
-    def _leave(self) -> None:
-        if self.mitigation is not None:
-            self.mitigation.leave()
-        if not torch.compiler.is_compiling():
-            self.stack.passes.leave()
-
 
 def _forward(site: PatchedSite, *args: Any, **kwargs: Any) -> Any:
     return site.forward(*args, **kwargs)
 
 
-class _Forget:
-    """Takes the site off its attention module; an object, so that a copied model gets its own."""
-
-    def __init__(self, attention: nn.Module) -> None:
-        self.attention = attention
-
-    def __call__(self) -> None:
-        self.attention.__dict__.pop(SITE, None)
+def has_windows(attention: nn.Module) -> bool:
+    """Whether it attends within windows that are shifted from layer to layer."""
+    return type(attention).__name__.startswith(("WindowAttention", "Swin", "ClapAudio"))
 
 
-def known_sites(attentions: Iterable[nn.Module]) -> list[PatchedSite] | None:
-    """The sites of a stack that is diverted already."""
-    found = [attention.__dict__.get(SITE) for attention in attentions]
-    return None if not found or any(site is None for site in found) else found  # type: ignore[return-value]
+def make_sites(library: Library, model: nn.Module, layers: Sequence[Layer]) -> list[AttentionSite]:
+    """The sites of a model's layers; those that are there already while it is routed."""
+    known = [layer.attention.__dict__.get(SITE) for layer in layers]
+    if all(site is not None for site in known):
+        return known  # type: ignore[return-value]
+    stack = Stack(_caller_of(model, [layer.stage.split(".") for layer in layers]))
+    return [library.site(stack, layer) for layer in layers]
 
 
-def caller_of(model: nn.Module, paths: Sequence[str]) -> nn.Module:
-    """The innermost module around all these paths that has a forward of its own to run them."""
-    common = paths[0].split(".")[:-1]
-    for path in paths:
-        parts = path.split(".")
-        while common != parts[: len(common)]:
-            common.pop()
-    while common:
-        module = model.get_submodule(".".join(common))
-        if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            return module
+def _caller_of(model: nn.Module, stages: Sequence[Sequence[str]]) -> nn.Module:
+    """The innermost module around all stages that has a forward of its own to run them."""
+    common = list(stages[0])
+    while any(common != list(stage[: len(common)]) for stage in stages):
         common.pop()
-    return model
+    while isinstance(caller := model.get_submodule(".".join(common)), (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        if not common:
+            break
+        common.pop()
+    return caller

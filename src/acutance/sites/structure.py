@@ -63,7 +63,8 @@ class Layer(NamedTuple):
     name: str  # path of the attention
     block: nn.Module
     attention: nn.Module
-    stage: str  # path of the container that holds the block
+    stage: str = ""  # path of the container that holds the block
+    interface: bool = False  # whether the model promises to call its attention through its library's interface
 
 
 class Place(NamedTuple):

@@ -3,66 +3,132 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
-from acutance.errors import NoSitesError
-from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Library
-from acutance.sites.patched import Stack, caller_of, known_sites
-from acutance.sites.structure import CONTAINERS, modules_of, norm_after, places_of, repeated_blocks, tokens_by_name
-from acutance.sites.timm_site import TimmSite
+from acutance.errors import AcutanceError, NoSitesError
+from acutance.mitigations.projection import Projection, Projections
+from acutance.sites.intercept import sdpa_product
+from acutance.sites.lookup import find
+from acutance.sites.named import NamedSite
+from acutance.sites.site import TOKENS_REMAIN, Library
+from acutance.sites.structure import (
+    CONTAINERS,
+    Layer,
+    SpecialTokens,
+    modules_of,
+    norm_after,
+    places_of,
+    repeated_blocks,
+    tokens_by_name,
+)
 
 # Attentions whose layers are numbered and whose weights are read here, by the class that wrote their forward.
+PLAIN = "timm.layers.attention.Attention"
 KNOWN = {
-    *("timm.layers.attention.Attention", "timm.layers.attention.AttentionRope", "timm.models.eva.EvaAttention"),
+    *(PLAIN, "timm.layers.attention.AttentionRope", "timm.models.eva.EvaAttention"),
     *("timm.models.beit.Attention", "timm.models.vision_transformer_relpos.RelPosAttention"),
     *("timm.models.swin_transformer.WindowAttention", "timm.models.pvt_v2.Attention"),
     "timm.models.cait.TalkingHeadAttn",
 }
+PARTS = {"qkv", "q_norm", "k_norm", "attn_drop", "norm", "proj", "proj_drop", "mitigation"}  # of the plain one
+POST_NORM = {"ResPostBlock", "ResPostRelPosBlock", "EvaBlockPostNorm"}  # norm1 stands after their attention
+
+
+class TimmSite(NamedSite):
+    """The attention of one block."""
+
+    block: Any
+    attention: Any
+
+    is_plain = False  # whether its forward is written out below
+
+    def route(self) -> None:
+        self.is_plain = _author(type(self.attention)) == PLAIN and PARTS.issuperset(self.attention._modules)
+        super().route()
+
+    def _run(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """timm's `Attention`, operation for operation: faster than looking at each of them."""
+        attention = self.attention
+        if not (self.is_plain and self.is_active and attention.fused_attn):
+            return super()._run(x, args, kwargs)
+        now = self.now(x)
+        now.entering = x
+        u = self.attend(self._product(*args, **kwargs))
+        y: Tensor = attention.proj(attention.norm(u.transpose(1, 2).reshape(*x.shape[:2], -1)))
+        return attention.proj_drop(y)
+
+    def _product(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Any:
+        attention = self.attention
+        q, k, v = attention.qkv(x).reshape(*x.shape[:2], 3, attention.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        dropout = attention.attn_drop.p if attention.training else 0.0
+        return sdpa_product(x, attention.q_norm(q), attention.k_norm(k), v, attn_mask, dropout, is_causal)
+
+    def between(self) -> str | None:
+        """A norm or a gate, which are functions of the tokens; heads that are mixed."""
+        norm, gate = getattr(self.attention, "norm", None), getattr(self.attention, "gate", None)
+        if hasattr(self.attention, "proj_w"):
+            return "the mixing of heads"  # after which rows do not sum to one
+        has_norm = norm is not None and not isinstance(norm, nn.Identity) and not hasattr(self.attention, "sr")
+        parts = [f"a {type(norm).__name__}"] if has_norm else []
+        parts += [] if gate is None else ["a gate"]
+        return f"{' and '.join(parts)} before W_proj" if parts else None
+
+    def projections(self) -> Projections:
+        """By their names; BEiT and EVA keep the biases of q and v beside the projection."""
+        joint, beside = getattr(self.attention, "qkv", None), getattr(self.attention, "q_bias", None)
+        adapted = beside is not None and joint is not None and Projection(joint).is_adapted
+        if adapted and not self.attention.qkv_bias_separate:
+            raise NoSitesError(
+                f"{self.name} multiplies by the weight of its qkv itself, so the {type(joint).__name__} around it does "
+                f"nothing there: merge it into the layer, or put it around proj alone. {TOKENS_REMAIN}"
+            )
+        found = super().projections()
+        if getattr(self.attention, "v_bias", None) is None:
+            return found
+        value = replace(found.value, bias="v_bias", bias_rows=slice(None), bias_module=self.attention)
+        return found._replace(value=value)
+
+    def pre_norm(self) -> nn.Module | None:
+        """norm1, unless it stands after the attention."""
+        kind = type(self.block)
+        if not kind.__module__.startswith("timm."):
+            raise AcutanceError(f"{self.name}: which norm {kind.__name__} applies before its attention is not known")
+        return None if kind.__name__ in POST_NORM else self.block.norm1
 
 
 @cache
-def _is_known(attention: Any) -> bool:
-    """A subclass with a forward of its own is unknown."""
+def _author(attention: Any) -> str:
+    """The class that wrote the forward: a subclass with a forward of its own is another."""
     cls = next(cls for cls in attention.__mro__ if "forward" in vars(cls))
-    return f"{cls.__module__}.{cls.__qualname__}" in KNOWN
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _sites(model: nn.Module) -> list[AttentionSite]:
+def _layers(model: nn.Module) -> list[Layer]:
     if "timm" not in sys.modules:
         return []
     modules = modules_of(model)
-    classes: dict[str, Any] = {name: type(module) for name, module in modules.items()}
-    found = [name for name, cls in classes.items() if _is_known(cls)]
+    found = [name for name, module in modules.items() if _author(type(module)) in KNOWN]
     if not found:
         _refuse_unknown(model)
         return []
-    attentions = {name: modules[name] for name in found}
-    known = known_sites(attentions.values())
-    if known is not None:
-        return list(known)
     if any(type(module).__name__ == "CrossVit" for module in modules.values()):
         raise NoSitesError("the layers of CrossVit run in branches side by side, so they have no one order")
-    blocks = {name: _block(model, name) for name in found}
-    places = places_of(model, found)
-    stack = Stack(caller_of(model, [place.stage for place in places.values()]))
-    for layer, name in enumerate(found, 1):
-        TimmSite(stack, layer, name, blocks[name], attentions[name]).stage = places[name].stage
-    return list(stack.sites)
-
-
-def _block(model: nn.Module, name: str) -> nn.Module:
-    block = model.get_submodule(name.rpartition(".")[0])
-    if isinstance(block, CONTAINERS):
-        raise NoSitesError(f"{name} stands beside others in one layer, which mitigations and measures are not made for")
-    return block
+    blocks = {name: modules[name.rpartition(".")[0]] for name in found}
+    beside = next((name for name, block in blocks.items() if isinstance(block, CONTAINERS)), None)
+    if beside is not None:
+        raise NoSitesError(f"{beside} stands beside others in one layer: mitigations and measures are not made for it")
+    stages = {name: place.stage for name, place in places_of(model, found).items()}
+    return [Layer(layer, name, blocks[name], modules[name], stages[name]) for layer, name in enumerate(found, 1)]
 
 
 def _refuse_unknown(model: nn.Module) -> None:
     """Name what a model of timm is made of, if none of it is known here."""
-    if not _is_from_timm(model):
+    if not any(cls.__module__.startswith("timm.") for cls in type(model).__mro__):
         return
     attentions = {type(module) for module in model.modules() if "Att" in type(module).__name__}
     parts = attentions or {type(block) for _, block in repeated_blocks(model)}
@@ -73,27 +139,20 @@ def _refuse_unknown(model: nn.Module) -> None:
     )
 
 
-def _root(model: nn.Module) -> Any:
-    return cast(TimmSite, _sites(model)[0]).stack.root
-
-
-def _prefix_tokens(model: nn.Module) -> int:
+def _special_tokens(model: nn.Module) -> SpecialTokens:
     """As the model says, or else by the names that timm gives such tokens."""
-    root: Any = model if hasattr(model, "num_prefix_tokens") else _root(model)
+    root: Any = model if hasattr(model, "num_prefix_tokens") else cast(TimmSite, find(model)[0]).stack.root
     if hasattr(root, "num_prefix_tokens"):
-        return int(root.num_prefix_tokens)
+        return SpecialTokens(int(root.num_prefix_tokens))
     if type(root).__name__ == "Cait":  # its class token joins the others after these layers
-        return 0
-    return tokens_by_name(root.named_parameters(recurse=False)).front
+        return SpecialTokens()
+    return tokens_by_name(root.named_parameters(recurse=False))
 
 
-def _final_norm(model: nn.Module) -> nn.Module:
-    """Of the model, or of its last stage."""
-    return norm_after(model, _sites(model)[-1].attention)
-
-
-def _is_from_timm(model: nn.Module) -> bool:
-    return any(cls.__module__.startswith("timm.") for cls in type(model).__mro__)
-
-
-LIBRARY = Library(name="timm", sites=_sites, prefix_tokens=_prefix_tokens, final_norm=_final_norm)
+LIBRARY = Library(
+    name="timm",
+    layers=_layers,
+    site=TimmSite,
+    final_norm=lambda model: norm_after(model, _layers(model)[-1].attention),
+    special_tokens=_special_tokens,
+)

@@ -2,47 +2,252 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from functools import cached_property
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from acutance.errors import AcutanceError, NoSitesError
-from acutance.sites.base import AttentionSite, Library
+from acutance.mitigations.projection import Projection, Projections
 from acutance.sites.discovery import is_norm
-from acutance.sites.patched import Stack, caller_of, known_sites
+from acutance.sites.intercept import Product
+from acutance.sites.lookup import find
+from acutance.sites.named import NamedSite, Sizes
+from acutance.sites.site import TOKENS_REMAIN, Library
 from acutance.sites.structure import (
+    Layer,
     Place,
     modules_of,
     norm_after,
     place_of,
     refuse_several_stacks,
     tokens_by_name,
+    tokens_in,
     unwrapped,
 )
-from acutance.sites.torch_nn_site import MultiheadSite
 
+F: Any = functional  # some of what torch itself composes its forward of has no public name
 CROSS = re.compile("cross|multihead_attn|enc.*attn|memory", re.IGNORECASE)  # beside a self-attention in one block
 TORCH_STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
+TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
-def _sites(model: nn.Module) -> list[AttentionSite]:
+class MultiheadSite(NamedSite):
+    """One `nn.MultiheadAttention`, used as self-attention."""
+
+    attention: nn.MultiheadAttention
+    _encoders: Sequence[Any] = ()
+
+    @cached_property
+    def _found(self) -> tuple[Projections, Sizes]:
+        """Thirds of a joint weight, or three of their own; their biases are joint either way."""
+        mha, dim = self.attention, self.attention.embed_dim
+        parts = []
+        for place, letter in enumerate("qkv"):
+            rows = slice(place * dim, (place + 1) * dim)
+            where = (rows, "in_proj_weight") if mha._qkv_same_embed_dim else (None, f"{letter}_proj_weight")
+            parts.append(Projection(mha, *where, bias="in_proj_bias", bias_rows=rows))
+        return Projections(*parts, Projection(mha.out_proj)), Sizes(mha.num_heads, mha.num_heads, mha.head_dim, dim)
+
+    def value_weight(self) -> Tensor:
+        """W_V, which may read other channels than the residual stream's."""
+        weight = super().value_weight()
+        if weight.shape[1] != self.dim:
+            shape = tuple(weight.shape)
+            raise AcutanceError(f"{self.name}.v_proj_weight {shape} does not read the {self.dim} channels")
+        return weight
+
+    def output_projection(self) -> nn.Module | None:
+        return None  # it is applied in our forward
+
+    def between(self) -> str | None:
+        return None
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """What goes through the block as (batch, tokens, dim), also where it is (tokens, batch, dim) or one sample."""
+        if x.ndim == 2:
+            return x[None]
+        return x.transpose(0, 1) if x.ndim == 3 and not self.block_is_batch_first() else super().tokens(x)
+
+    def block_is_batch_first(self) -> bool:
+        """Whether the block is given (batch, tokens, dim), whatever its attention takes."""
+        batch_first: bool = self.attention.batch_first
+        if isinstance(self.block, TORCH_LAYERS):
+            return batch_first
+        swaps = self.surroundings.is_swapped
+        if swaps is None and not batch_first:
+            raise AcutanceError(
+                f"{self.name} takes (tokens, batch, dim), but whether {type(self.block).__name__} does cannot be told "
+                "from its forward: use batch_first=True, or describe the model in a Library of its own"
+            )
+        return batch_first != bool(swaps)
+
+    def route(self) -> None:
+        """A forward of our own, where no mode can look; hooks on the block alone switch off torch's fast path."""
+        attention = self.attention
+        if type(attention).forward is not nn.MultiheadAttention.forward or "forward" in vars(attention):
+            raise AcutanceError(f"{self.name} ({type(attention).__name__}) has a forward of its own, unknown to us")
+        if attention.bias_k is not None or attention.add_zero_attn:
+            raise AcutanceError(
+                f"{self.name} attends to a key that is no token (add_bias_kv or add_zero_attn), so its A is not "
+                f"square. {TOKENS_REMAIN}"
+            )
+        super().route()
+        # An encoder would turn padded batches into nested tensors.
+        self._encoders = [m for m in self.stack.root.modules() if getattr(m, "use_nested_tensor", False)]
+        for encoder in self._encoders:
+            encoder.use_nested_tensor = False
+
+    def unroute(self) -> None:
+        super().unroute()
+        for encoder in self._encoders:
+            encoder.use_nested_tensor = True
+
+    def _enter_block(self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if tokens_in(args, kwargs).is_nested:
+            raise AcutanceError(f"the block of {self.name} was given a nested tensor: pass a padded one and a mask")
+        super()._enter_block(block, args, kwargs)
+
+    def _run(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self._self_attention(*args, **kwargs)
+
+    def _self_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`nn.MultiheadAttention.forward` without its fast path, operation for operation, with our hooks in it."""
+        if is_causal and attn_mask is None:
+            raise AcutanceError(f"{self.name}: is_causal is a hint about attn_mask, which has to be passed too")
+        if not _is_same(query, key):
+            flags = need_weights, attn_mask, average_attn_weights, is_causal
+            return self._cross_attention(query, key, value, key_padding_mask, *flags)
+        mha, now = self.attention, self.now(query)
+        is_batched = F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, mha.num_heads)
+        projected = _project(mha, query, key, value)
+        tokens, batch, dim = projected[0].shape
+        by_head = (batch, mha.num_heads, tokens, mha.head_dim)
+        q, k, v = (x.view(tokens, batch, mha.num_heads, -1).permute(1, 2, 0, 3) for x in projected)
+        causal = is_causal and key_padding_mask is None and not need_weights  # the hint is taken only then
+        mask = None if causal else _mask(key_padding_mask, attn_mask, q)
+        dropout = mha.dropout if mha.training else 0.0
+        weights = _weights(q, k, mask, dropout) if need_weights else None
+
+        def own(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
+            asked, keys = q if other_q is None else other_q, k if other_k is None else other_k
+            given = mask if bias is None else bias if mask is None else mask + bias
+            if weights is not None:
+                changed = other_q is not None or other_k is not None or bias is not None
+                A = _weights(asked, keys, given, dropout) if changed else weights
+                return torch.bmm(A, values.flatten(0, 1)).view(by_head)
+            if bias is not None and causal:
+                raise AcutanceError(f"{self.name}: a bias on the logits beside is_causal: pass the mask without it")
+            u: Tensor = F.scaled_dot_product_attention(asked, keys, values, given, dropout, causal)
+            return u
+
+        about = {"q": q, "k": k, "mask": mask, "causal": causal, "dropout": 0.0 if need_weights else dropout}
+        now.entering = query if mha.batch_first or query.ndim == 2 else query.transpose(0, 1)
+        u = self.attend(Product(v, own, lambda u: u, about))
+        merged = u.permute(2, 0, 1, 3).reshape(tokens * batch, dim)
+        y = F.linear(merged, mha.out_proj.weight, mha.out_proj.bias).view(tokens, batch, dim)
+        y = self.finish(y.transpose(0, 1), now)
+        if weights is not None:
+            weights = weights.view(batch, mha.num_heads, tokens, tokens)
+            weights = weights.mean(dim=1) if average_attn_weights else weights
+        if not is_batched:
+            return y.squeeze(0), None if weights is None else weights.squeeze(0)
+        return y if mha.batch_first else y.transpose(0, 1), weights
+
+    def _cross_attention(self, query: Tensor, key: Tensor, *rest: Any) -> Any:
+        """In this forward pass: nothing of ours."""
+        if self.mitigation is not None:
+            raise AcutanceError(
+                f"{self.name} is called as cross-attention (query {tuple(query.shape)} and key {tuple(key.shape)} are "
+                f"not the same tensor), which {self.mitigation.spec} is not made for: leave layer {self.layer} out, or "
+                "pass one tensor as both if it is self-attention"
+            )
+        self.now(query).attended += 1
+        return nn.MultiheadAttention.forward(self.attention, query, key, *rest)
+
+
+def _is_same(query: Tensor, key: Tensor) -> bool:
+    """Whether the tokens attend to themselves; tensors of one content count, but cannot be compared when compiling."""
+    if query is key:
+        return True
+    return query.shape == key.shape and not torch.compiler.is_compiling() and torch.equal(query, key)
+
+
+def _project(mha: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+    """Queries, keys and values as (tokens, batch, dim). What is one tensor stays one: torch looks at that."""
+
+    def turned(x: Tensor) -> Tensor:
+        return x.unsqueeze(1) if x.ndim == 2 else x.transpose(0, 1) if mha.batch_first else x
+
+    q = turned(query)
+    k = q if key is query else turned(key)
+    v = k if value is key else turned(value)
+    joint = mha.in_proj_weight  # asked for once: a mitigation may make it
+    projected: Sequence[Tensor]
+    if joint is not None:
+        projected = F._in_projection_packed(q, k, v, joint, mha.in_proj_bias)
+    else:
+        weights = mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight
+        biases = (None, None, None) if mha.in_proj_bias is None else mha.in_proj_bias.chunk(3)
+        projected = F._in_projection(q, k, v, *weights, *biases)
+    return projected
+
+
+def _mask(padding: Tensor | None, mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """Both masks as one that is added to the logits (batch, heads, queries, keys); a bool one is True where hidden."""
+    bias: Tensor | None = _added("attn_mask", mask, None, q)
+    if bias is not None:
+        bias = bias[None, None] if bias.ndim == 2 else bias.view(*q.shape[:2], *bias.shape[1:])
+    if padding is not None:
+        hidden = _added("key_padding_mask", padding, mask, q).view(len(q), 1, 1, -1)
+        return hidden.expand(-1, q.shape[1], -1, -1) if bias is None else bias + hidden
+    return bias
+
+
+def _added(name: str, mask: Tensor | None, other: Tensor | None, q: Tensor) -> Any:
+    other_type = None if other is None else other.dtype
+    names = {"mask_name": name, "other_name": "attn_mask"}
+    return F._canonical_mask(mask=mask, other_type=other_type, target_type=q.dtype, **names)
+
+
+def _weights(q: Tensor, k: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    """A as torch makes it where it is asked for, (batch · heads, queries, keys)."""
+    scaled = q.flatten(0, 1) * math.sqrt(1.0 / q.shape[-1])
+    keys = k.flatten(0, 1).transpose(-2, -1)
+    if mask is None:
+        logits = torch.bmm(scaled, keys)
+    else:
+        logits = torch.baddbmm(mask.expand(*q.shape[:2], -1, -1).flatten(0, 1), scaled, keys)
+    weights = logits.softmax(dim=-1)
+    return F.dropout(weights, dropout) if dropout > 0.0 else weights
+
+
+def _layers(model: nn.Module) -> list[Layer]:
     found = {name: m for name, m in modules_of(model).items() if isinstance(m, nn.MultiheadAttention)}
     if not found:
         return []
     places = _self_attentions(_in_stacks(model, {name: _place(model, name) for name in found}), found)
     refuse_several_stacks(model, places.values())
-    known = known_sites(found[name] for name in places)
-    if known is not None:
-        return list(known)
-    stack = Stack(caller_of(model, [place.block for place in places.values()]))
-    for layer, (name, place) in enumerate(places.items(), 1):
-        block, encoder = _block(model, place.block), _encoder_around(model, name)
-        MultiheadSite(stack, layer, name, block, found[name], stage=place.stage, encoder=encoder)
-    return list(stack.sites)
+    return [
+        Layer(layer, name, _block(model, place.block), found[name], place.stage)
+        for layer, (name, place) in enumerate(places.items(), 1)
+    ]
 
 
 def _place(model: nn.Module, name: str) -> Place:
@@ -89,22 +294,9 @@ def _block(model: nn.Module, path: str) -> nn.Module:
     return block
 
 
-def _encoder_around(model: nn.Module, path: str) -> nn.TransformerEncoder | None:
-    while path:
-        path = path.rpartition(".")[0]
-        module = model.get_submodule(path)
-        if isinstance(module, nn.TransformerEncoder):
-            return module
-    return None
-
-
-def _prefix_tokens(model: nn.Module) -> int:
-    return tokens_by_name(model.named_parameters()).front
-
-
 def _final_norm(model: nn.Module) -> nn.Module:
     """By the order of definition: anybody's names say nothing."""
-    last = cast(MultiheadSite, _sites(model)[-1])
+    last = cast(MultiheadSite, find(model)[-1])
 
     def choose(holder: nn.Module, blocks: str) -> nn.Module | None:
         if not last.block_is_batch_first() and not isinstance(holder, TORCH_STACKS):
@@ -129,8 +321,9 @@ def _without_fast_path(_model: nn.Module) -> Iterator[None]:
 
 LIBRARY = Library(
     name="torch.nn",
-    sites=_sites,
-    prefix_tokens=_prefix_tokens,
+    layers=_layers,
+    site=MultiheadSite,
     final_norm=_final_norm,
+    special_tokens=lambda model: tokens_by_name(model.named_parameters()),
     reading=_without_fast_path,
 )

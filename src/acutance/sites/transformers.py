@@ -7,17 +7,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError
-from acutance.sites.base import TOKENS_REMAIN, AttentionSite, Library
-from acutance.sites.huggingface_notes import is_pretrained, remember
 from acutance.sites.intercept import SINKS, Product
+from acutance.sites.lookup import record
 from acutance.sites.named import NamedSite
-from acutance.sites.patched import SITE, WINDOWS_APART, WINDOWS_MOVE, Stack, caller_of, known_sites
+from acutance.sites.patched import SITE
+from acutance.sites.site import TOKENS_REMAIN, Library
 from acutance.sites.structure import (
     Layer,
     SpecialTokens,
@@ -29,41 +29,24 @@ from acutance.sites.structure import (
     unwrapped,
 )
 
+NOTE = "acutance"  # where a configuration says what its model carries
 CROSS = re.compile("cross|encoder_attn|encdec", re.IGNORECASE)
 
 
 class HuggingFaceSite(NamedSite):
     """The attention of one layer of a transformers model."""
 
-    stage: str  # path of the container that holds the block
-    interface: bool  # whether the model promises to call its attention through transformers' interface
-
     def refuse_first_values(self) -> str | None:
-        """Layers that share a module, windows that move, stages that merge tokens."""
         if type(self.attention).__name__.startswith("Albert"):
             return "all its layers are one module, so there is no first layer to tell from the others"
-        if _has_windows(self.attention):
-            return WINDOWS_MOVE
-        if any((site.dim, cast(HuggingFaceSite, site).stage) != (self.dim, self.stage) for site in self.stack.sites):
-            return "the model merges tokens between its stages, so v⁰ does not fit: name one stage with part="
-        if hasattr(self.attention, "sequence_reduction"):  # SegFormer's, where its ratio is over one
-            return "it merges tokens before making keys and values, so v⁰, v and u do not match"
-        return None
+        return super().refuse_first_values()
 
-    def refuse_average(self) -> str | None:
-        """Windows, and the future."""
-        if _has_windows(self.attention):
-            return WINDOWS_APART
-        if getattr(self.attention, "is_causal", False):
-            return "its attention is causal, and the mean over tokens would show them the future"
-        return None
-
-    def route(self) -> Callable[[], None]:
+    def route(self) -> None:
         """Through the attention interface, or intercepted, where the model's function lets anybody look."""
         self._refuse_implementation()
         if self.interface:
             take_over_sdpa()
-        return super().route()
+        super().route()
 
     def is_called(self) -> bool:
         """By the attention interface, unless the model was told to write its softmax out."""
@@ -156,10 +139,6 @@ def _same(u: Tensor) -> Tensor:
     return u
 
 
-def _has_windows(attention: nn.Module) -> bool:
-    return type(attention).__name__.startswith(("Swin", "ClapAudio"))
-
-
 def _attentions(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
@@ -200,23 +179,11 @@ def _layers(model: nn.Module) -> list[Layer]:
     if twice is not None:
         names = ", ".join(name for name, place in places.items() if place.block == twice)
         raise AcutanceError(f"the block {twice} holds several self-attentions ({names}): which is meant is not clear")
+    interface = all(getattr(module, "_supports_attention_backend", True) for module in modules_of(model).values())
     return [
-        Layer(layer, name, unwrapped(model.get_submodule(place.block)), found[name], place.stage)
+        Layer(layer, name, unwrapped(model.get_submodule(place.block)), found[name], place.stage, interface)
         for layer, (name, place) in enumerate(places.items(), 1)
     ]
-
-
-def _sites(model: nn.Module) -> list[AttentionSite]:
-    layers = _layers(model)
-    known = known_sites([layer.attention for layer in layers])
-    if known is not None:
-        return list(known)
-    stack = Stack(caller_of(model, [layer.stage for layer in layers]))
-    interface = all(getattr(module, "_supports_attention_backend", True) for module in modules_of(model).values())
-    for layer, name, block, attention, stage in layers:
-        site = HuggingFaceSite(stack, layer, name, block, attention)
-        site.stage, site.interface = stage, interface
-    return list(stack.sites)
 
 
 def _is_watched(model: nn.Module) -> bool:
@@ -230,8 +197,45 @@ def _special_tokens(model: nn.Module) -> SpecialTokens:
     return tokens_by_name((path, p) for path, p in model.named_parameters() if "embeddings" in path.split("."))
 
 
-def _final_norm(model: nn.Module) -> nn.Module:
-    return norm_after(model, list(_attentions(model).values())[-1])
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether this is a transformers model; asked without importing the library."""
+    cls = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    return cls is not None and isinstance(module, cls)
+
+
+def note(model: nn.Module) -> Callable[[], None]:
+    """Write what the model carries into its configurations, which `save_pretrained` saves; the result undoes that.
+
+    By class, with paths from there: a part that was mitigated by itself does not know the model around it.
+    """
+    found = {path: module for path, module in model.named_modules() if hasattr(_config(module), "model_type")}
+    kinds = {type(module).__name__ for module in found.values()}
+    carried, before = record(model) if found else {}, {}
+    for path, module in found.items():  # outer ones first, which may share their configuration with inner ones
+        config, prefix = _config(module), f"{path}." if path else ""
+        if id(config) in before:
+            continue
+        before[id(config)] = (config, vars(config).get(NOTE, {}))
+        own = {name.removeprefix(prefix): spec for name, spec in carried.items() if name.startswith(prefix)}
+        others = {kind: specs for kind, specs in vars(config).get(NOTE, {}).items() if kind not in kinds}
+        _write(config, others | ({type(module).__name__: own} if own else {}))
+    return lambda: [_write(*pair) for pair in before.values()]  # type: ignore[return-value]
+
+
+def _write(config: Any, notes: dict[str, dict[str, str]]) -> None:
+    vars(config).pop(NOTE, None)
+    if notes:
+        setattr(config, NOTE, notes)
+
+
+def notes_of(config: Any) -> dict[str, dict[str, str]]:
+    """What a configuration and those inside it, such as CLIP's of its towers, say of mitigations."""
+    inside = [notes_of(part) for part in vars(config).values() if hasattr(part, "model_type")]
+    return {kind: specs for notes in (*inside, vars(config).get(NOTE, {})) for kind, specs in notes.items()}
+
+
+def _config(module: nn.Module) -> Any:
+    return vars(module).get("config")
 
 
 @contextmanager
@@ -250,12 +254,10 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
 
 LIBRARY = Library(
     name="transformers",
-    sites=_sites,
-    prefix_tokens=lambda model: _special_tokens(model).front,
-    final_norm=_final_norm,
     layers=_layers,
-    suffix_tokens=lambda model: _special_tokens(model).back,
+    site=HuggingFaceSite,
+    final_norm=lambda model: norm_after(model, list(_attentions(model).values())[-1]),
+    special_tokens=_special_tokens,
     reading=_without_cache,
     is_watched=_is_watched,
-    remember=remember,
 )

@@ -1,4 +1,4 @@
-"""An attention layer of some library's model, seen the same way for all of them."""
+"""An attention layer of any library's model, seen the same way for all of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
@@ -14,17 +14,19 @@ from acutance.attention import AttentionCall
 from acutance.errors import TOKENS_REMAIN as TOKENS_REMAIN
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.mitigations import LayerShape, Mitigation, UnknownShape
+from acutance.sites.structure import Layer, SpecialTokens
 
 if TYPE_CHECKING:
     from acutance.mitigations.projection import Projection, Projections
-    from acutance.sites.structure import Layer
+
+Observer = Callable[[AttentionCall], None]
 
 
 class AttentionSite(ABC):
     """Where one layer's attention lives: the only thing that knows a library's internals."""
 
-    layer: int  # depth; 1 is the first, as in the papers
-    name: str  # path of the attention module inside the model
+    layer: int
+    name: str
     block: nn.Module
     attention: nn.Module
     dim: int
@@ -44,6 +46,14 @@ class AttentionSite(ABC):
     def projections(self) -> Projections:
         """Where W_Q, W_K, W_V and W_proj are; asked for by `explain` and by mitigations of the weights alone."""
 
+    @abstractmethod
+    def observe(self, fn: Observer) -> Undo:
+        """Call `fn` with every `AttentionCall` of this layer, until the returned handle is removed."""
+
+    @abstractmethod
+    def replace(self, mitigation: Mitigation | None) -> None:
+        """Exchange the installed mitigation for another one that leaves the weights alone, or for none."""
+
     def value_weight(self) -> Tensor:
         """W_V as (kv_heads · head_dim, dim)."""
         return self.projections().value.matrix()
@@ -60,42 +70,42 @@ class AttentionSite(ABC):
         """W_K as (kv_heads · head_dim, dim)."""
         return self._known("W_K", self.projections().key).matrix()
 
-    def value_bias(self) -> Tensor | None:
-        """What is added to the values, (kv_heads · head_dim,); None where nothing is."""
-        return self.projections().value.offset()
-
-    def projection_bias(self) -> Tensor | None:
-        """What is added after W_proj, (dim,), to be changed in place; None where nothing is."""
-        return self.projections().output.offset()
-
     def _known(self, what: str, projection: Projection | None) -> Projection:
         if projection is None:
             raise AcutanceError(f"{self.name}: {type(self.attention).__name__} keeps {what} under an unknown name")
         return projection
 
+    def value_bias(self) -> Tensor | None:
+        """What is added to the values, (kv_heads · head_dim,)."""
+        return self.projections().value.offset()
+
+    def projection_bias(self) -> Tensor | None:
+        """What is added after W_proj, (dim,), to be changed in place."""
+        return self.projections().output.offset()
+
     def pre_norm(self) -> nn.Module | None:
-        """The norm between the residual stream and the attention; None where there is none."""
+        """The norm between the residual stream and the attention."""
         return None
 
     def pre_norm_gain(self) -> Tensor | None:
-        """What the pre-norm multiplies each channel (dim,) by; None without a pre-norm, or where it has no gain."""
+        """What the pre-norm multiplies each channel (dim,) by."""
         gain = getattr(self.pre_norm(), "weight", None)
         return gain if isinstance(gain, Tensor) else None
 
     def between(self) -> str | None:
-        """What the attention's output goes through before W_proj, such as a norm or a gate, which no H has."""
+        """What stands between attention and W_proj, such as a norm or a gate, which no H has."""
         return None
 
     def post_norm(self) -> nn.Module | None:
-        """A norm between the output projection and the residual sum, as in Gemma 2; None where there is none."""
+        """A norm between the output projection and the residual sum, as in Gemma 2."""
         return None
 
     def branch_gain(self) -> Tensor | None:
-        """The gain per channel (dim,) between projection and residual, such as LayerScale's; None without one."""
+        """The gain per channel (dim,) between projection and residual sum, such as LayerScale's."""
         return None
 
     def update(self, branch: Tensor) -> Tensor:
-        """What is added to the residual stream where the branch puts out this."""
+        """What is added to the residual stream, given the branch's output."""
         gain, norm = self.branch_gain(), self.post_norm()
         branch = branch if norm is None else norm(branch)
         return branch if gain is None else gain * branch
@@ -104,34 +114,38 @@ class AttentionSite(ABC):
         """What goes through the block, as (batch, tokens, dim); a grid of tokens is read row by row."""
         if x.ndim == 4 and x.shape[-1] == self.dim:
             return x.flatten(1, 2)
-        if x.ndim == 4 and x.shape[1] == self.dim:
-            return x.flatten(2).transpose(1, 2)
-        return x
+        return x.flatten(2).transpose(1, 2) if x.ndim == 4 and x.shape[1] == self.dim else x
 
-    @abstractmethod
-    def observe(self, fn: Callable[[AttentionCall], None]) -> Undo:
-        """Call `fn` with every record this attention makes, until the returned handle is removed."""
-
-    @abstractmethod
-    def install(self, mitigation: Mitigation) -> Callable[[], None]:
-        """Put in a mitigation built for this layer; the returned function takes it out again."""
-
-    @abstractmethod
-    def replace(self, mitigation: Mitigation | None) -> None:
-        """Exchange the installed mitigation for another one that leaves the weights alone, or for none."""
-
-    def parametrise(self, mitigation: Mitigation) -> Callable[[], None]:
-        """Let it make W_V and W_proj, if it does; the returned function undoes that."""
-        if not mitigation.overrides("parametrise"):
-            return lambda: None
-        if "nothing_between" in mitigation.requires and (between := self.between()) is not None:
+    def refuse(self, mitigation: Mitigation) -> None:
+        """Raise where this layer does not have what the mitigation requires."""
+        reason = self.between() if "nothing_between" in mitigation.requires else None
+        if reason is not None:
             raise AcutanceError(
-                f"{mitigation.spec} cannot be used in {self.name}: {between} stands between attention and W_proj, so "
+                f"{mitigation.spec} cannot be used in {self.name}: {reason} stands between attention and W_proj, so "
                 "the two are no one matrix H"
             )
-        projections = self.projections()
-        mitigation.parametrise(projections.value, projections.output)
-        return lambda: mitigation.unparametrise(projections.value, projections.output)
+
+    def install(self, mitigation: Mitigation) -> Callable[[], None]:
+        """Put in a mitigation built for this layer; the returned function takes it out again."""
+        if self.mitigation is not None:
+            raise AcutanceError(f"{self.name} carries {self.mitigation.spec!r} already: take it out first")
+        self.refuse(mitigation)
+        makes_weights = mitigation.overrides("parametrise")
+        self.replace(mitigation)
+        try:
+            projections = self.projections() if makes_weights else None
+            if projections is not None:
+                mitigation.parametrise(projections.value, projections.output)
+        except BaseException:
+            self.replace(None)
+            raise
+
+        def undo() -> None:
+            if projections is not None:
+                mitigation.unparametrise(projections.value, projections.output)
+            self.replace(None)
+
+        return undo
 
     def shape(self, *, pretrained: bool = False) -> LayerShape:
         """What a mitigation is told about this layer."""
@@ -148,7 +162,7 @@ class Undo:
         self._undo: Callable[[], None] | None = undo
 
     def remove(self) -> None:
-        """Take the change back; once that is done, a second call does nothing."""
+        """Take the change back; a second call does nothing."""
         if self._undo is not None:
             self._undo()
         self._undo = None
@@ -165,11 +179,9 @@ class Library:
     """One family of models; supporting another is one file that makes one of these."""
 
     name: str  # as error messages list it
-    sites: Callable[[nn.Module], list[AttentionSite]]  # in depth order; empty for another library's model
-    prefix_tokens: Callable[[nn.Module], int]
+    layers: Callable[[nn.Module], list[Layer]]  # in depth order, by modules alone; empty for another library's model
+    site: Callable[[Any, Layer], AttentionSite]  # made with the `Stack` of the layers
     final_norm: Callable[[nn.Module], nn.Module]
-    layers: Callable[[nn.Module], list[Layer]] | None = None  # the same as `sites`, told by modules alone
-    suffix_tokens: Callable[[nn.Module], int] = lambda model: 0  # behind the content, such as YOLOS' detection tokens
+    special_tokens: Callable[[nn.Module], SpecialTokens] = lambda model: SpecialTokens()  # before and after the content
     reading: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()  # around a reading
     is_watched: Callable[[nn.Module], bool] = lambda model: False  # whether its blocks may be no residual stream
-    remember: Callable[[], None] = lambda: None  # see to it that the library saves what its models carry
