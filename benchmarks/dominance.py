@@ -20,13 +20,15 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
 from hashlib import sha256
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import Tensor
 
 import acutance as ac
@@ -36,8 +38,11 @@ from acutance.explain.corners import corners
 from acutance.explain.spectral_theory import families
 from acutance.explain.weights import layer_spectrum
 from acutance.files.atomic import finite
-from acutance.lab.data import Split, digits
-from acutance.lab.demo import DemoConfig, evaluate, new_model, train_epochs
+from acutance.io.saving import load
+from acutance.lab.data.seeds import mixed_seed
+from acutance.lab.demo import demo_config
+from acutance.lab.tasks.classification import ClassificationTask
+from acutance.lab.train import train
 from acutance.models import ViT
 
 EVIDENCE = Path(__file__).parents[1] / "docs" / "evidence"
@@ -90,26 +95,27 @@ def prepare(path: Path) -> Tensor:
 
 
 def trained_rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, Spectrum]]:
-    train, test = (Split(s.images.to(arguments.device), s.labels.to(arguments.device)) for s in digits())
-    config = demo_config(arguments)
-    images = [batch for batch, _ in test.batches(arguments.batch)]
-    images = images[: max(1, arguments.samples // arguments.batch)]
     for seed in range(arguments.seeds):
         for name, spec in arguments.variants.items():
-            model = new_model(config, seed, spec).to(arguments.device)
+            config = demo_config(*changed(arguments), f"loop.seed={seed}", f"task.model.mitigation={spec}")
+            task = ClassificationTask(config.task, seed=seed, device=torch.device(arguments.device))
+            images = task.inputs("test", range(min(task.size("test"), arguments.samples))).split(arguments.batch)
+            torch.manual_seed(mixed_seed(seed))  # as the loop does
+            model = task.build_model().to(arguments.device)
             about = {"model": name, "mitigation": spec, "seed": seed, "data": "digits, test images"}
             few = images[0][: arguments.mode_samples]
             yield explained(model, images, {**about, "state": "random", **mode_check(model, few)})
             start = time.perf_counter()
-            for _ in train_epochs(model, train, config, torch.Generator().manual_seed(seed)):
-                pass
-            trained = {"state": "trained", "epochs": config.epochs, "train_seconds": time.perf_counter() - start}
-            about |= trained | {"accuracy": evaluate(model, test)}
+            with TemporaryDirectory() as folder:
+                train(config, folder, device=arguments.device, console=Console(file=StringIO()))
+                model = load(f"{folder}/model.safetensors").to(arguments.device)
+            trained = {"state": "trained", "epochs": arguments.epochs, "train_seconds": time.perf_counter() - start}
+            about |= trained | {"accuracy": task.evaluate(model, split="test")["top1"]}
             yield explained(model, images, {**about, **mode_check(model, few)})
 
 
-def demo_config(arguments: argparse.Namespace) -> DemoConfig:
-    return replace(DemoConfig(), depth=arguments.depth, epochs=arguments.epochs)
+def changed(arguments: argparse.Namespace) -> list[str]:
+    return [f"task.model.depth={arguments.depth}", f"loop.epochs={arguments.epochs}"]
 
 
 def explained(model: ViT, batches: Sequence[Tensor], about: Row) -> tuple[Row, Spectrum]:
@@ -213,7 +219,7 @@ def write(rows: list[Row], layers: list[list[Row]], arguments: argparse.Namespac
         "threads": torch.get_num_threads(),
         "images": arguments.hashes,
         "versions": {"acutance": ac.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "demo": asdict(demo_config(arguments)) if arguments.which == "trained" else None,
+        "demo": demo_config(*changed(arguments)).to_dict() if arguments.which == "trained" else None,
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"dominance-{arguments.which}"
@@ -243,7 +249,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--dim", type=int, default=768, help="random only")
     parser.add_argument("--heads", type=int, default=12, help="random only")
-    parser.add_argument("--epochs", type=int, default=DemoConfig().epochs, help="trained only")
+    parser.add_argument("--epochs", type=int, default=12, help="trained only")
     parser.add_argument("--variants", type=variants, default=VARIANTS, help=variants.__doc__)
     parser.add_argument("--out", type=Path, default=EVIDENCE)
     parser.set_defaults(hashes=None)

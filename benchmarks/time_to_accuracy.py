@@ -20,7 +20,7 @@ from acutance.files.atomic import read_json
 from acutance.lab.bench.results import Row, command, write_rows
 from acutance.lab.evaluate.evaluate import read_evaluations
 from acutance.lab.tasks import task_class
-from acutance.lab.train.logs import read_log
+from acutance.lab.train.log import read_log
 from acutance.lab.train.run import FORMAT, Run
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -20,12 +21,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 from torch import Tensor
 
-from acutance import Monitor, Profile
+from acutance import Profile
 from acutance.attention.operator import AttentionOperator
 from acutance.explain import theory
 from acutance.explain.steer import sharpening_bound
-from acutance.lab.data import digits
-from acutance.lab.demo import DemoConfig, new_model, train_epochs
+from acutance.lab.demo import demo_config
 from acutance.lab.studies import norm_grid
 from acutance.lab.studies.pictures import (
     DEPTH_PANELS,
@@ -35,6 +35,8 @@ from acutance.lab.studies.pictures import (
     repeat_picture,
     spread_curve,
 )
+from acutance.lab.train import train
+from acutance.measure.monitor import History
 from acutance.metrics import hfc_lfc_frobenius
 from acutance.report.page import PALETTE as REPORT_PALETTE
 from acutance.report.pictures import blank_figure
@@ -265,15 +267,14 @@ def _between(share: float) -> tuple[float, float, float]:
 
 
 def watched_digits() -> Figure:
-    """The demo's plain ViT, seed 0, read before its training and after every epoch."""
-    config, (train, test) = DemoConfig(), digits()
-    model = new_model(config, seed=0)
-    probe = next(iter(test.batches(64)))
-    monitor = Monitor(model, probe, metrics="token_cosine", tap=["block", "attention"])
-    monitor.record(0)
-    for epoch in train_epochs(model, train, config, torch.Generator().manual_seed(0)):
-        monitor.record((epoch + 1) * -(-len(train) // config.batch_size))
-    return monitor.plot()
+    """The demo's plain ViT, seed 0, measured before its training and after every epoch of 22 steps."""
+    with TemporaryDirectory() as folder:
+        train(demo_config("loop.monitor_every=22"), folder, device="cpu")
+        history = History.load(Path(folder) / "monitor.jsonl")
+    for step, profile in history.items():
+        kept = [r for r in profile.readings if r.metric == "token_cosine"]
+        history[step] = Profile(tuple(kept), profile.context)
+    return history.plot()
 
 
 def watched_cifar100() -> Figure:

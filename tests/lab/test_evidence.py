@@ -3,11 +3,11 @@
 import csv
 import json
 import statistics
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from acutance.lab.recipes import RECIPES
 from acutance.lab.robustness import CORRUPTIONS, SEVERITIES, RobustnessTable
 from acutance.measure.profile import Profile
 
@@ -24,7 +24,7 @@ def words(*path: str) -> str:
 
 
 def docstring(recipe: str) -> str:
-    return " ".join((import_module(f"acutance.lab.recipes.{recipe}").__doc__ or "").split())
+    return " ".join((RECIPES[recipe].__doc__ or "").split())
 
 
 def groups(name: str) -> list[dict]:

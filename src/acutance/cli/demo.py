@@ -17,11 +17,14 @@ def demo(
 ) -> None:
     """Train three small ViTs on real digits, measure each by layer, and compare them on one HTML page.
 
-    Needs no network and about a minute and a half on two CPU cores. Finished runs are reused, so it can be stopped
-    and started again; nothing half-written is ever left behind.
+    Needs no network and about a minute and a half on two CPU cores. Finished runs are reused and interrupted ones go
+    on, so it can be stopped and started again; nothing half-written is ever left behind.
     """
-    from acutance.lab.demo import DemoConfig, run_demo
+    from acutance.lab.demo import run_demo
+    from acutance.lab.train import StoppedError
 
-    config = DemoConfig() if epochs is None else DemoConfig(epochs=epochs)
     with stoppable():
-        run_demo(out, seeds=seeds, config=config, console=console)
+        try:
+            run_demo(out, seeds=seeds, changes=[] if epochs is None else [f"loop.epochs={epochs}"], console=console)
+        except StoppedError:
+            raise KeyboardInterrupt from None

@@ -94,7 +94,7 @@ def _refuse_rivals() -> None:
 
 def _changed(config: Any, assignments: list[str], data_dir: Path | None, strategy: str | None) -> Any:
     """Named options are short for fields; what --set says comes last."""
-    from acutance.lab.train.overrides import override
+    from acutance.lab.train.config import override
 
     if data_dir is not None:
         if "data_dir" not in {field.name for field in fields(config.task)}:

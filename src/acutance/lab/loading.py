@@ -15,7 +15,7 @@ def refuse_unfinished(checkpoint: Path) -> None:
     """Raise if this would be the model of a run that is not finished."""
     run = Run(checkpoint.parent)
     named = checkpoint in (run.model_path, run.best_path)
-    if named and run.exists() and run.names_format() and run.result() is None:
+    if named and run.exists() and run.result() is None:
         raise AcutanceError(f"there is no {checkpoint}: the run is not finished. {run.how_to_go_on()}")
 
 
@@ -24,7 +24,7 @@ def test_data(folder: Path) -> OwnData | None:
     from acutance.lab.tasks.samples import name_of, tested_on
 
     run = Run(folder)
-    if not run.exists() or not run.names_format():
+    if not run.exists():
         return None
     config = run.config()
     return OwnData(

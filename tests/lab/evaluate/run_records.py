@@ -3,7 +3,7 @@
 from acutance.lab import recipes
 from acutance.lab.evaluate import Evaluation
 from acutance.lab.train import Run, override
-from acutance.lab.train.origin import origin_of
+from acutance.lab.train.initial_weights import initial_weights
 
 
 def record(
@@ -20,7 +20,7 @@ def record(
     run = Run(folder)
     if not run.exists():
         config = override(recipes.load(recipe), [*changes, *([] if start is None else [f"task.weights={start}"])])
-        run.begin(config, recipe, 1, None if start is None else origin_of(config.task).to_dict())
+        run.begin(config, recipe, 1, None if start is None else initial_weights(config.task).to_dict())
         run.write_result({"step": 1, "scores": trained or {}, "headline": "top1", "best": None})
     if scores is not None:
         Evaluation(

@@ -8,7 +8,7 @@ import torch
 import standins
 from acutance.lab import recipes
 from acutance.lab.evaluate.evaluate import DATA, ELSEWHERE, task_of
-from acutance.lab.train.overrides import override
+from acutance.lab.train.config import override
 
 
 class Watched:

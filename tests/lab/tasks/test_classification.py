@@ -9,7 +9,7 @@ from acutance.errors import AcutanceError
 from acutance.io.saving import save
 from acutance.lab.data.augment import AugmentConfig
 from acutance.lab.data.images import load_images
-from acutance.lab.tasks import Share, config_class, task_class
+from acutance.lab.tasks import BatchSlice, config_class, task_class
 from acutance.lab.tasks.classification import ClassificationConfig, ClassificationTask
 from acutance.models import ViT, ViTConfig
 
@@ -23,7 +23,7 @@ def task(seed=0, **options):
 
 
 def batch(made, step=0, share=None, size=16):
-    return next(made.batches(size, step, share or Share()))
+    return next(made.batches(size, step, share or BatchSlice()))
 
 
 def test_the_kind_leads_to_its_classes():
@@ -36,13 +36,13 @@ def test_the_kind_leads_to_its_classes():
 def test_shares_put_together_are_the_global_batch(count, repeats):
     made = task(augment=AUGMENT, repeats=repeats)
     whole = batch(made, step=5)
-    parts = [batch(made, 5, Share(index, count)) for index in range(count)]
+    parts = [batch(made, 5, BatchSlice(index, count)) for index in range(count)]
     for index in range(2):
         assert torch.equal(torch.cat([part[index] for part in parts]), whole[index])
 
 
 def test_batches_are_a_function_of_seed_and_step():
-    running = task(augment=AUGMENT).batches(16, 0, Share())
+    running = task(augment=AUGMENT).batches(16, 0, BatchSlice())
     sequence = [next(running) for _ in range(90)]  # beyond the first epoch
     for step in (0, 1, 88):
         assert torch.equal(batch(task(augment=AUGMENT), step)[0], sequence[step][0])
@@ -54,7 +54,7 @@ def test_an_epoch_visits_every_image_at_most_once_and_each_epoch_in_another_orde
     steps = made.steps_per_epoch(16)
     images = load_images("digits", None, "train")
     assert steps == len(images) // 16
-    running = made.batches(16, 0, Share())
+    running = made.batches(16, 0, BatchSlice())
     first = torch.cat([next(running)[0] for _ in range(steps)])
     second = next(running)[0]
     assert len(first.flatten(1).unique(dim=0)) > 0.99 * len(first)  # a few digits are drawn alike
@@ -93,7 +93,7 @@ def test_scores_are_those_of_the_plain_formula(split):
 
 def test_the_last_incomplete_chunk_is_counted(monkeypatch):
     whole = task().evaluate(Told())
-    monkeypatch.setattr("acutance.lab.tasks.classification.EVALUATED_AT_ONCE", 7)
+    monkeypatch.setattr(ClassificationTask, "evaluated_at_once", 7)
     assert task().evaluate(Told()) == pytest.approx(whole, rel=1e-6)
 
 
@@ -108,7 +108,7 @@ class Read(TorchDispatchMode):
 
 
 def test_scores_are_read_at_the_end_only(monkeypatch):
-    monkeypatch.setattr("acutance.lab.tasks.classification.EVALUATED_AT_ONCE", 7)
+    monkeypatch.setattr(ClassificationTask, "evaluated_at_once", 7)
     with Read() as read:
         task().evaluate(Told())
     assert read.count == 0
@@ -163,7 +163,7 @@ def test_no_batch_waits_for_the_device_nor_the_first_of_an_epoch():
     config = ClassificationConfig("digits", MODEL, augment=AUGMENT)
     made = ClassificationTask(config, seed=0, device=torch.device("cuda"))
     steps = made.steps_per_epoch(16)
-    batches = made.batches(16, steps - 2, Share())
+    batches = made.batches(16, steps - 2, BatchSlice())
     next(batches)
     torch.cuda.set_sync_debug_mode("error")
     try:

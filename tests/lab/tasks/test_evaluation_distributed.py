@@ -42,7 +42,7 @@ def losses(model):
 
 
 def pixels(model):
-    found = segmented(model, images(), MULTI, WINDOWS)
+    found = segmented(model, images().__getitem__, len(SIZES), MULTI, WINDOWS)
     return {str(index): classes.flatten().bincount(minlength=4).tolist() for index, classes in found}
 
 

@@ -12,7 +12,7 @@ import torch
 import standins
 from acutance.errors import AcutanceError
 from acutance.lab.data.augment import AugmentConfig
-from acutance.lab.tasks import Share, imagenet
+from acutance.lab.tasks import BatchSlice, classification
 from acutance.lab.tasks.imagenet import ImageNetConfig, ImageNetTask
 from acutance.models import ViTConfig
 
@@ -37,23 +37,23 @@ def task(config, seed=0):
 
 
 def test_a_batch_is_a_function_of_seed_and_step(config):
-    straight = list(islice(task(config).batches(12, 0, Share()), 6))
-    images, targets = next(iter(task(config).batches(12, 5, Share())))
+    straight = list(islice(task(config).batches(12, 0, BatchSlice()), 6))
+    images, targets = next(iter(task(config).batches(12, 5, BatchSlice())))
     assert torch.equal(images, straight[5][0])
     assert torch.equal(targets, straight[5][1])
-    assert not torch.equal(next(iter(task(config, seed=1).batches(12, 5, Share())))[0], images)
+    assert not torch.equal(next(iter(task(config, seed=1).batches(12, 5, BatchSlice())))[0], images)
 
 
 def test_shares_are_the_rows_of_the_whole(config):
-    whole = next(iter(task(config).batches(12, 3, Share())))
-    halves = [next(iter(task(config).batches(12, 3, Share(i, 2)))) for i in range(2)]
+    whole = next(iter(task(config).batches(12, 3, BatchSlice())))
+    halves = [next(iter(task(config).batches(12, 3, BatchSlice(i, 2)))) for i in range(2)]
     for part in range(2):
         assert torch.equal(torch.cat([half[part] for half in halves]), whole[part])
 
 
 def test_repeated_augmentation_shows_an_image_thrice_a_batch_and_each_time_anew(config):
     plain = replace(config, augment=AugmentConfig(), model=replace(MODEL))
-    images, targets = next(iter(task(plain).batches(12, 0, Share())))
+    images, targets = next(iter(task(plain).batches(12, 0, BatchSlice())))
     assert torch.equal(targets[:4], targets[4:8])
     assert torch.equal(targets[:4], targets[8:])
     assert not torch.equal(images[:4], images[4:8])
@@ -69,7 +69,7 @@ def test_scores_are_a_plain_count(config):
     made = task(config)
     torch.manual_seed(0)
     model = made.build_model().eval()
-    images = torch.cat(list(made.inputs("test", list(range(made.size("test"))))))
+    images = made.inputs("test", range(made.size("test")))
     labels = torch.arange(standins.CLASSES).repeat_interleave(5)
     with torch.no_grad():
         scores = model(images)
@@ -81,7 +81,7 @@ def test_scores_are_a_plain_count(config):
 
 def test_two_processes_share_an_evaluation_exactly(config, monkeypatch):
     """Each is asked for its part by itself; together, the last chunk once, they are the whole."""
-    monkeypatch.setattr(imagenet, "EVALUATED_AT_ONCE", 6)  # 15 images: chunks of 6, 6 and 3
+    monkeypatch.setattr(ImageNetTask, "evaluated_at_once", 6)  # 15 images: chunks of 6, 6 and 3
     torch.manual_seed(0)
     made = task(config)
     model = made.build_model()
@@ -89,11 +89,11 @@ def test_two_processes_share_an_evaluation_exactly(config, monkeypatch):
     parts, forwards, nothing = [], [], dict.fromkeys(range(3), (0, 0, 0))
     model.register_forward_hook(lambda *_: forwards.append(1))
     for rank in range(2):
-        monkeypatch.setattr(imagenet.processes, "rank_and_world_size", lambda rank=rank: (rank, 2))
-        monkeypatch.setattr(imagenet.processes, "gather", lambda own: parts.append(own) or [nothing])
+        monkeypatch.setattr(classification, "rank_and_world_size", lambda rank=rank: (rank, 2))
+        monkeypatch.setattr(classification, "gather", lambda own: parts.append(own) or [nothing])
         made.evaluate(model, split="test")
     assert len(forwards) == 4  # as often in one as in the other
-    monkeypatch.setattr(imagenet.processes, "gather", lambda own: parts)
+    monkeypatch.setattr(classification, "gather", lambda own: parts)
     assert made.evaluate(model, split="test") == pytest.approx(whole)
 
 

@@ -9,9 +9,8 @@ from torch import nn
 
 import acutance as ac
 from acutance.errors import AcutanceError
-from acutance.lab.tasks import Share, config_class, task_class
+from acutance.lab.tasks import BatchSlice, config_class, task_class
 from acutance.lab.tasks.language import (
-    PTB,
     WIKITEXT_2,
     WIKITEXT_103,
     LanguageTask,
@@ -56,7 +55,7 @@ def spread(model):
 def test_it_is_registered_and_its_configuration_survives_json():
     assert task_class("language") is LanguageTask
     assert config_class("language") is LanguageTaskConfig
-    for task in (WIKITEXT_103, WIKITEXT_2, PTB):
+    for task in (WIKITEXT_103, WIKITEXT_2):
         config = Config(task=task)
         assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
@@ -87,7 +86,7 @@ def test_batches_read_columns_of_the_text_from_top_to_bottom(task):
     height = len(text) // columns
     steps = task.steps_per_epoch(columns)
     assert steps == (height - 1) // 7
-    made = task.batches(columns, 0, Share())
+    made = task.batches(columns, 0, BatchSlice())
     seen = [next(made) for _ in range(steps)]
     for column in range(columns):
         read = torch.cat([tokens[column] for tokens, _ in seen])
@@ -99,18 +98,18 @@ def test_batches_read_columns_of_the_text_from_top_to_bottom(task):
 
 
 def test_a_batch_depends_on_its_step_alone_and_shares_make_up_the_whole(task):
-    made = task.batches(4, 0, Share())
+    made = task.batches(4, 0, BatchSlice())
     first = [next(made) for _ in range(9)]
     for step in (0, 3, 8):
         for entry in (0, 1):
-            assert torch.equal(next(task.batches(4, step, Share()))[entry], first[step][entry])
-            parts = [next(task.batches(4, step, Share(i, 2)))[entry] for i in range(2)]
+            assert torch.equal(next(task.batches(4, step, BatchSlice()))[entry], first[step][entry])
+            parts = [next(task.batches(4, step, BatchSlice(i, 2)))[entry] for i in range(2)]
             assert torch.equal(torch.cat(parts), first[step][entry])
 
 
 def test_the_loss_is_the_mean_over_words(task):
     model = task.build_model().eval()
-    tokens, targets = next(task.batches(4, 1, Share()))
+    tokens, targets = next(task.batches(4, 1, BatchSlice()))
     expected = -model.log_probabilities(tokens).gather(-1, targets[..., None]).mean()
     torch.testing.assert_close(task.loss(model, (tokens, targets)), expected)
     assert task.units(4) == 28
@@ -203,7 +202,7 @@ def test_a_few_steps_lower_the_loss(task):
     optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
     before = task.evaluate(model)["perplexity"]
     model.train()
-    batches = task.batches(4, 0, Share())
+    batches = task.batches(4, 0, BatchSlice())
     for _ in range(30):
         optimiser.zero_grad()
         task.loss(model, next(batches)).backward()

@@ -82,7 +82,7 @@ def test_a_flipped_image_has_the_flipped_answer_under_all_views():
 
 def test_images_come_with_their_index_and_without_a_graph():
     pictures = [image(16, 16, 1), image(20, 33, 2)]
-    found = dict(segmented(Score(), pictures, SINGLE, WINDOWS))
+    found = dict(segmented(Score(), pictures.__getitem__, len(pictures), SINGLE, WINDOWS))
     for index, picture in enumerate(pictures):
         assert torch.equal(found[index], probabilities(Score(), picture, SINGLE, WINDOWS).argmax(0))
     assert not any(classes.requires_grad for classes in found.values())

@@ -8,10 +8,10 @@ import pytest
 import torch
 from train_worlds import assert_same_bits, bits, tiny
 
-from acutance.lab.tasks import Share
+from acutance.lab.tasks import BatchSlice
 from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train import train
-from acutance.lab.train.ahead import _side, ahead
+from acutance.lab.train.step import _side_stream, prefetch
 
 STEPS = 12
 
@@ -54,7 +54,7 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self.on)
-        _side.cache_clear()
+        _side_stream.cache_clear()
 
     def new_stream(self, device):
         assert self.side is None
@@ -95,12 +95,12 @@ class Batch:
 @pytest.fixture
 def gpu(monkeypatch):
     yield Gpu(monkeypatch)
-    _side.cache_clear()
+    _side_stream.cache_clear()
 
 
 def enqueue_all(gpu):
     """Everything is asked for before anything is done: the host is as far ahead as it can be."""
-    for batch in islice(ahead(gpu.batches(), torch.device("cuda")), STEPS):
+    for batch in islice(prefetch(gpu.batches(), torch.device("cuda")), STEPS):
         gpu.step(batch)
 
 
@@ -162,5 +162,5 @@ def test_batches_made_ahead_are_the_same_while_the_gpu_is_busy():
             found.append(torch.stack([images.double().sum(), targets.double().square().sum()]))
         return torch.stack(found)
 
-    plain = sums(task.batches(128, 0, Share()))
-    assert torch.equal(sums(ahead(task.batches(128, 0, Share()), torch.device("cuda"))), plain)
+    plain = sums(task.batches(128, 0, BatchSlice()))
+    assert torch.equal(sums(prefetch(task.batches(128, 0, BatchSlice()), torch.device("cuda"))), plain)

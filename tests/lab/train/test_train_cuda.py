@@ -7,8 +7,8 @@ from train_worlds import assert_same_bits, bits, tiny
 from acutance.errors import AcutanceError
 from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train import train
+from acutance.lab.train.diverged import DivergedError
 from acutance.lab.train.loop import Loop
-from acutance.lab.train.nonfinite import DivergedError
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = ("loop.precision=bf16", "loop.deterministic=true", "task.augment.crop_pad=1", "task.augment.mixup=0.8")

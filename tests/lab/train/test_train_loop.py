@@ -14,12 +14,11 @@ from train_worlds import STEPS_PER_EPOCH, assert_same_bits, bits, fit, tiny
 import acutance as ac
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.lab.data.seeds import mixed_seed
-from acutance.lab.tasks import Share, Task
+from acutance.lab.tasks import BatchSlice, Task
 from acutance.lab.tasks.classification import ClassificationTask
-from acutance.lab.train import DivergedError, Run, checkpoint, keeper, logs
-from acutance.lab.train.backends import OWN, attention_backend
-from acutance.lab.train.logs import read_log
-from acutance.lab.train.nonfinite import locate
+from acutance.lab.train import DivergedError, Run, checkpointer, log
+from acutance.lab.train.diverged import locate
+from acutance.lab.train.log import NO_SDPA, attention_backend, read_log
 from acutance.measure.monitor import History
 
 
@@ -64,7 +63,7 @@ def test_the_record_says_what_the_run_is_made_of(finished):
 
 def test_it_says_what_it_runs_on_and_with_which_attention(finished):
     assert "ViT of 1,490 parameters on CPU" in finished[2]
-    assert "single, 1 × 1 shares of a batch of 16, fp32, deterministic" in finished[2]
+    assert "single, 1 × 1 parts of a batch of 16, fp32, deterministic" in finished[2]
     assert "attention: SDPA flash for 2 × (16, 2, 17, 4) float32" in finished[2]
 
 
@@ -111,7 +110,7 @@ def test_the_step_is_that_of_the_plain_formula(tmp_path):
         {"params": [p for n, p in model.named_parameters() if p.ndim < 2 or n in spared], "weight_decay": 0.0},
     ]
     optimiser = torch.optim.AdamW(groups, lr=1e-2)
-    for step, (images, targets) in zip(range(4), task.batches(16, 0, Share()), strict=False):
+    for step, (images, targets) in zip(range(4), task.batches(16, 0, BatchSlice()), strict=False):
         for group in optimiser.param_groups:
             group["lr"] = 1e-2 * step / 4  # half an epoch of warm-up
         torch.manual_seed(mixed_seed(0, step, 0))  # dropout is a function of seed, step and share
@@ -180,7 +179,7 @@ def test_an_update_that_overflows_is_not_saved_as_good(tmp_path, monkeypatch):
         fit(tiny("loop.checkpoint_every=1", "optim.clip=null", "schedule.warmup=0"), tmp_path / "run")
     assert len(list((tmp_path / "run/checkpoints").iterdir())) == 1
     for path in (tmp_path / "run/checkpoints").iterdir():
-        weights = checkpoint.read_folder(path).tensors["model.safetensors"]
+        weights = checkpointer.read_checkpoint(path)[0]["model.safetensors"]
         assert all(value.isfinite().all() for value in weights.values())
 
 
@@ -191,7 +190,7 @@ def test_locate_says_when_only_the_loss_is_wrong_and_when_nothing_is():
 
 
 def test_a_full_disk_stops_the_run_and_names_what_is_left(tmp_path, monkeypatch):
-    real = checkpoint._write_through
+    real = checkpointer._write_through
 
     def full(path, body):
         if "step-000000010" in str(path):
@@ -199,7 +198,7 @@ def test_a_full_disk_stops_the_run_and_names_what_is_left(tmp_path, monkeypatch)
         real(path, body)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_write_through", full)
+        patch.setattr(checkpointer, "_write_through", full)
         with pytest.raises(AcutanceError, match=r"No space left.*last good checkpoint is .*step-000000005.*--resume"):
             fit(tiny(), tmp_path / "run")
     fit(tiny(), tmp_path / "whole")
@@ -209,7 +208,7 @@ def test_a_full_disk_stops_the_run_and_names_what_is_left(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(
     ("where", "name", "what"),
-    [(logs.Logs, "write", "the log"), (keeper, "save", r"best\.safetensors"), (Run, "write_result", "the result")],
+    [(log.Log, "write", "the log"), (checkpointer, "save", r"best\.safetensors"), (Run, "write_result", "the result")],
 )
 def test_a_disk_without_room_for_the_rest_is_told_as_such(tmp_path, monkeypatch, where, name, what):
     def full(*given, **named):
@@ -224,12 +223,14 @@ def test_a_disk_without_room_for_the_rest_is_told_as_such(tmp_path, monkeypatch,
 
 
 def test_a_run_without_room_for_its_first_checkpoint_stops_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_write_through", lambda path, body: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr(checkpointer, "_write_through", lambda path, body: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(AcutanceError, match="checkpoint of step 0 could not be written"):
         fit(tiny(), tmp_path / "run")
 
 
-@pytest.mark.parametrize(("kernel", "expected"), [("softmax", "SDPA flash"), ("linear", OWN), ("polynomial", OWN)])
+@pytest.mark.parametrize(
+    ("kernel", "expected"), [("softmax", "SDPA flash"), ("linear", NO_SDPA), ("polynomial", NO_SDPA)]
+)
 def test_the_back_end_is_that_of_the_models_own_shapes(kernel, expected):
     options = {"image_size": 8, "patch_size": 4, "in_chans": 1, "dim": 8, "depth": 1, "heads": 2, "num_classes": 2}
     model = ac.models.ViT(attention=kernel, **options)
@@ -245,7 +246,7 @@ def test_clipping_bounds_the_gradient(tmp_path):
     config = type(config)(task=config.task, optim=config.optim, loop=config.loop)  # no warm-up
     fit(config, tmp_path / "run")
     before, after = (
-        checkpoint.read_folder(tmp_path / f"run/checkpoints/step-00000000{step}").tensors["model.safetensors"]
+        checkpointer.read_checkpoint(tmp_path / f"run/checkpoints/step-00000000{step}")[0]["model.safetensors"]
         for step in (0, 1)
     )
     length = torch.stack([(after[name] - before[name]).double().norm() for name in before]).norm()
@@ -296,7 +297,8 @@ def test_bf16_casts_and_keeps_float32_weights(tmp_path):
         patch.setattr(ac.models.ViT, "forward_features", noted)
         fit(tiny("loop.precision=bf16", "loop.epochs=0.25"), tmp_path / "run")
     assert set(seen) == {torch.bfloat16}
-    weights = checkpoint.Store(tmp_path / "run/checkpoints", 1).newest_good()[0].tensors["model.safetensors"]
+    newest = checkpointer.checkpoint_paths(tmp_path / "run/checkpoints")[0]
+    weights = checkpointer.read_checkpoint(newest)[0]["model.safetensors"]
     assert {value.dtype for value in weights.values()} == {torch.float32}
 
 
@@ -318,7 +320,7 @@ def test_a_run_whose_spectrum_crosses_the_bound_is_warned_of_at_its_end(tmp_path
 
     monkeypatch.setattr(ClassificationTask, "build_model", steered)
     if probe == "no probe":
-        monkeypatch.setattr(ClassificationTask, "probe", Task.probe)
+        monkeypatch.setattr(ClassificationTask, "inputs", Task.inputs)
     config = tiny("loop.epochs=0.25", "optim.lr=1e-6", "task.model.mitigation=eigen:negative")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

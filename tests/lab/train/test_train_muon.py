@@ -9,8 +9,7 @@ from train_worlds import assert_same_bits, bits, die_in, fit, tiny
 
 from acutance.errors import AcutanceError
 from acutance.lab.train.config import OptimConfig
-from acutance.lab.train.muon import orthogonal
-from acutance.lab.train.optim import build_optimiser
+from acutance.lab.train.optim import build_optimiser, orthogonal
 from acutance.models import ViT
 
 SMALL = {"image_size": 8, "patch_size": 4, "in_chans": 1, "dim": 16, "depth": 2, "heads": 2, "num_classes": 3}
@@ -59,7 +58,7 @@ def test_matrices_of_one_shape_go_together_and_those_of_its_transpose(monkeypatc
         shapes.append(tuple(matrices.shape))
         return orthogonal(matrices)
 
-    monkeypatch.setattr("acutance.lab.train.muon.orthogonal", watched)
+    monkeypatch.setattr("acutance.lab.train.optim.orthogonal", watched)
     model = ViT(**SMALL)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

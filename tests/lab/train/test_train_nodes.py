@@ -87,7 +87,7 @@ def test_two_machines_of_which_one_dies_go_on_and_equal_one_process(trained_alon
     (status, printed), (dead, _) = by_torchruns(folder, [*TRAIN, "--out", str(folder)], second_dies_in=7)
     assert status != 0
     assert dead == -9
-    assert "ddp, 2 × 1 shares of a batch of 16" in printed
+    assert "ddp, 2 × 1 parts of a batch of 16" in printed
     assert (folder / "checkpoints/step-000000005").is_dir()
     assert not (folder / "result.json").exists()
 
@@ -96,7 +96,7 @@ def test_two_machines_of_which_one_dies_go_on_and_equal_one_process(trained_alon
     assert [done.returncode for done in both] == [0, 0], both
     first, second = (done.stdout for done in both)
     assert "going on after step 5" in first
-    assert "fsdp, 2 × 1 shares of a batch of 16" in first
+    assert "fsdp, 2 × 1 parts of a batch of 16" in first
     assert "process 0 wrote" in first
     assert "process 1 wrote" not in second
     assert [session["processes"] for session in json.loads((folder / "run.json").read_bytes())["sessions"]] == [2, 2]

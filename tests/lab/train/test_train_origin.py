@@ -13,7 +13,7 @@ from acutance.errors import AcutanceError
 from acutance.lab.tasks.language import LanguageTaskConfig
 from acutance.lab.tasks.segmentation import SegmentationConfig
 from acutance.lab.train import Run
-from acutance.lab.train.origin import origin_of
+from acutance.lab.train.initial_weights import initial_weights
 from acutance.models import LanguageConfig, LanguageModel, SegmenterConfig, ViT
 
 
@@ -46,14 +46,16 @@ def test_a_run_that_starts_from_scratch_says_so(tmp_path):
 
 def test_the_recipe_of_a_run_is_named(tmp_path):
     Run(tmp_path).begin(tiny(), "digits", 1)
-    assert str(origin_of(starting_from(saved(tmp_path)).task)).endswith("a ViT of the recipe digits: the same model")
+    assert str(initial_weights(starting_from(saved(tmp_path)).task)).endswith(
+        "a ViT of the recipe digits: the same model"
+    )
 
 
 def test_published_weights_say_nothing(tmp_path):
     torch.save({"model": {}}, tmp_path / "published.pth")
     save_file({"w": torch.ones(1)}, tmp_path / "other.safetensors")
     for name in ("published.pth", "other.safetensors"):
-        assert "does not say what it was trained with" in str(origin_of(starting_from(tmp_path / name).task))
+        assert "does not say what it was trained with" in str(initial_weights(starting_from(tmp_path / name).task))
 
 
 def test_an_encoder_is_compared_with_the_classifier_it_is_from(tmp_path):
@@ -61,12 +63,12 @@ def test_an_encoder_is_compared_with_the_classifier_it_is_from(tmp_path):
     sizes = {"image_size": 16, "patch_size": 2, "in_chans": 1, "dim": 8, "depth": 2, "heads": 2, "mlp_ratio": 2.0}
     model = SegmenterConfig(num_classes=11, drop_path=0.0, decoder_heads=2, **sizes)
     task = SegmentationConfig(dataset="camvid", model=model, encoder_weights=str(saved(tmp_path)))
-    assert origin_of(task).differs == {"image_size": [8, 16], "dropout": [0.1, 0.0]}
+    assert initial_weights(task).differs == {"image_size": [8, 16], "dropout": [0.1, 0.0]}
     with pytest.raises(AcutanceError, match="trained with heads 2, and a model with heads 4"):
-        origin_of(replace(task, model=replace(model, heads=4)))
+        initial_weights(replace(task, model=replace(model, heads=4)))
     saved(tmp_path, norm="post")  # the same tensors, for what a Segmenter has no choice of
     with pytest.raises(AcutanceError, match=r"norm post, and a model with norm pre .* else: start from other weights$"):
-        origin_of(task)
+        initial_weights(task)
 
 
 def language_task(path, **changes):
@@ -79,9 +81,9 @@ def test_a_language_model_is_compared_as_its_text_makes_it(tmp_path):
     """Vocabulary and cut-offs come from the text, so what the configuration says of them is no difference."""
     sizes = {"vocabulary": 30, "dim": 8, "depth": 1, "heads": 2, "hidden": 12, "cutoffs": (5, 9)}
     path = ac.save(LanguageModel(**sizes), tmp_path / "start.safetensors")
-    assert origin_of(language_task(path)).differs == {}
+    assert initial_weights(language_task(path)).differs == {}
     with pytest.raises(AcutanceError, match=r"trained with cutoffs \[5, 9\], and a model with cutoffs \[5, 12\]"):
-        origin_of(language_task(path, cutoffs=(5, 12)))
+        initial_weights(language_task(path, cutoffs=(5, 12)))
 
 
 @pytest.mark.parametrize(
@@ -108,9 +110,9 @@ def test_weights_of_another_kind_of_model_are_refused(tmp_path):
     model = LanguageModel(vocabulary=20, dim=8, depth=1, heads=2, hidden=12, cutoffs=())
     path = ac.save(model, tmp_path / "start.safetensors")
     with pytest.raises(AcutanceError, match="holds a LanguageModel, and this run starts from a ViT"):
-        origin_of(starting_from(path).task)
+        initial_weights(starting_from(path).task)
     with pytest.raises(AcutanceError, match="holds a ViT, and this run starts from a LanguageModel"):
-        origin_of(language_task(saved(tmp_path)))
+        initial_weights(language_task(saved(tmp_path)))
 
 
 def test_what_is_not_there_leaves_no_run_behind(tmp_path):

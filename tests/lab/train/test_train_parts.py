@@ -8,9 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from acutance.lab.train.config import OptimConfig, ScheduleConfig
-from acutance.lab.train.ema import Ema
-from acutance.lab.train.optim import build_optimiser, parameter_groups, set_learning_rate
-from acutance.lab.train.schedule import learning_rate
+from acutance.lab.train.optim import Ema, build_optimiser, learning_rate, parameter_groups, set_learning_rate
 from acutance.models import ViT
 
 PER_EPOCH, TOTAL = 10, 100

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from acutance.errors import AcutanceError
-from acutance.lab.train.recorded import WARM_UP, Recorded
+from acutance.lab.train.step import WARM_UP, CUDAGraphStep
 
 
 class Gpu:
@@ -59,7 +59,7 @@ def gpu(monkeypatch):
 
 
 def test_waiting_is_refused_in_the_last_call_before_the_recording(gpu):
-    recorded = Recorded(gpu.step)
+    recorded = CUDAGraphStep(gpu.step)
     for _ in range(WARM_UP + 3):
         recorded(torch.ones(2))
     assert gpu.modes == [0] * (WARM_UP - 1) + ["error"] + [0]  # the last one is recorded
@@ -67,7 +67,7 @@ def test_waiting_is_refused_in_the_last_call_before_the_recording(gpu):
 
 
 def test_a_step_that_waits_is_never_recorded(gpu):
-    gpu.work, recorded = gpu.wait, Recorded(gpu.step)
+    gpu.work, recorded = gpu.wait, CUDAGraphStep(gpu.step)
     for _ in range(WARM_UP - 1):
         recorded(torch.ones(2))
     with pytest.raises(AcutanceError, match=r"synchronizing.*loop\.graph=false trains without$"):
@@ -80,7 +80,7 @@ def test_a_recording_that_fails_after_all_asks_for_a_new_process(gpu):
         if gpu.recordings:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    gpu.work, recorded = work, Recorded(gpu.step)
+    gpu.work, recorded = work, CUDAGraphStep(gpu.step)
     for _ in range(WARM_UP):
         recorded(torch.ones(2))
     with pytest.raises(AcutanceError, match=r"not permitted.*in a new process$"):
@@ -88,7 +88,7 @@ def test_a_recording_that_fails_after_all_asks_for_a_new_process(gpu):
 
 
 def test_batches_have_one_shape(gpu):
-    recorded = Recorded(gpu.step)
+    recorded = CUDAGraphStep(gpu.step)
     recorded(torch.ones(2))
     with pytest.raises(AcutanceError, match=r"\(3,\).*\(2,\)"):
         recorded(torch.ones(3))

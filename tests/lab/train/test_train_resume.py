@@ -12,8 +12,7 @@ from train_worlds import STEPS_PER_EPOCH, assert_same_bits, bits, die_in, fit, t
 
 from acutance.errors import AcutanceError
 from acutance.lab.train import StoppedError
-from acutance.lab.train.interrupt import Interrupt
-from acutance.lab.train.logs import read_log
+from acutance.lab.train.log import Interrupt, read_log
 from acutance.lab.train.loop import Loop
 from forked import FORKS
 

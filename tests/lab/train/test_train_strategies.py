@@ -11,7 +11,7 @@ from test_train_processes import assert_close, like_torchrun, use_float64
 from torch._dynamo.utils import counters
 from train_worlds import bits, fit, tiny
 
-from acutance.lab.tasks import Share, segmentation
+from acutance.lab.tasks import BatchSlice, segmentation
 from acutance.lab.tasks.language import LanguageTask, LanguageTaskConfig
 from acutance.lab.tasks.segmentation import SegmentationConfig
 from acutance.lab.tasks.windows import WindowConfig
@@ -158,7 +158,7 @@ def test_one_process_has_no_word_of_some_clusters_and_no_process_any_of_the_last
     steps = task.steps_per_epoch(BATCH)
 
     def clusters(index):
-        batches = islice(task.batches(BATCH, 0, Share(index, 2)), steps)
+        batches = islice(task.batches(BATCH, 0, BatchSlice(index, 2)), steps)
         return {bisect_right(CUTOFFS, int(word)) for _, targets in batches for word in targets.unique()}
 
     assert clusters(0) == {0}

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from acutance.lab.tasks.classification import ClassificationConfig
 from acutance.lab.train import Config, LoopConfig, OptimConfig, ScheduleConfig, override, train
-from acutance.lab.train.checkpoint import Store, read_folder
+from acutance.lab.train.checkpointer import checkpoint_paths, read_checkpoint
 from acutance.lab.train.loop import Loop
 from acutance.models import ViTConfig
 
@@ -40,8 +40,8 @@ def fit(config, folder, **options):
 
 def bits(folder):
     """Everything the newest checkpoint holds, and the exported models."""
-    newest = read_folder(Store(folder / "checkpoints", 1).newest())
-    found = {f"{file}:{name}": value for file, part in newest.tensors.items() for name, value in part.items()}
+    tensors, _ = read_checkpoint(checkpoint_paths(folder / "checkpoints")[0])
+    found = {f"{file}:{name}": value for file, part in tensors.items() for name, value in part.items()}
     for file in ("model.safetensors", "best.safetensors"):
         found |= {f"exported {file}:{name}": value for name, value in load_file(folder / file).items()}
     return found

@@ -9,16 +9,16 @@ from itertools import count
 
 import torch
 
+from acutance.lab import recipes
 from acutance.lab.bench.results import Row
 from acutance.lab.bench.settings import Settings, Table
 from acutance.lab.bench.steps import NEUTRENO
 from acutance.lab.bench.timing import Candidate, Step, compare
 from acutance.lab.data.images import Images
-from acutance.lab.recipes import cifar100
 from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train.config import Config
 from acutance.lab.train.engine import Engine
-from acutance.lab.train.stepper import Stepper
+from acutance.lab.train.step import TrainStep
 
 BATCHES = (256, 512, 1024, 2048)
 LAUNCHED = 1024  # at this size without recording too, to see what that gives
@@ -60,7 +60,7 @@ def _per_second(row: Row, batch: int) -> Row:
 
 def configuration(batch: int, spec: str | None, *, recorded: bool, settings: Settings) -> Config:
     """The recipe's, at another batch size."""
-    recipe = cifar100.config()
+    recipe = recipes.load("cifar100")
     model = replace(recipe.task.model, mitigation=spec, **({} if settings.on_gpu else TOY))
     loop = replace(recipe.loop, batch_size=batch, graph=recorded)
     task = replace(recipe.task, model=model)
@@ -73,7 +73,7 @@ def end_to_end(config: Config, settings: Settings) -> Step:
     """A step of training on random images; what they show makes no difference to the time."""
     engine = Engine(replace(config.loop, strategy="single"), device=torch.device(settings.device).type)
     task = ClassificationTask(config.task, seed=0, device=engine.device, images=random_images(settings))
-    stepper = Stepper(config, engine, task)
+    stepper = TrainStep(config, engine, task)
     batches, numbers = stepper.batches(0), count()
 
     def step() -> None:

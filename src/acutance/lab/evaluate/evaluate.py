@@ -20,8 +20,7 @@ from acutance.errors import AcutanceError
 from acutance.files.atomic import atomic_write, digest, read_json
 from acutance.io.saving import load
 from acutance.lab.tasks import Task, task_class
-from acutance.lab.train.config import Config
-from acutance.lab.train.overrides import override
+from acutance.lab.train.config import Config, override
 from acutance.lab.train.run import Run, changes, command_line, git_state, hardware, in_a_name, versions
 
 FORMAT = "acutance-evaluation/1"

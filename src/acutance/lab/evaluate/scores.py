@@ -11,7 +11,7 @@ from acutance.errors import AcutanceError
 from acutance.files.atomic import digest
 from acutance.lab.evaluate.evaluate import SPLITS, Weights, read_evaluations, read_with, resolved_settings, weights_file
 from acutance.lab.train.config import Config
-from acutance.lab.train.origin import essence
+from acutance.lab.train.initial_weights import config_without_incidentals
 from acutance.lab.train.run import Run
 
 
@@ -54,7 +54,9 @@ class ReadRun:
         config = run.config()
         plain = Way("last", read_with(config, split), "float32")
         scored = _scored(run, config, split, plain)
-        return cls(folder, run.recipe(), config.task.kind, config.loop.seed, essence(run), plain, scored)
+        return cls(
+            folder, run.recipe(), config.task.kind, config.loop.seed, config_without_incidentals(run), plain, scored
+        )
 
     def refuse_outdated(self, way: Way) -> None:
         """A run that went on has other weights than those that were scored."""

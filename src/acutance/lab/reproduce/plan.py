@@ -22,15 +22,11 @@ from acutance.lab.evaluate.evaluate import with_data_dir
 from acutance.lab.reproduce.target import Training
 from acutance.lab.tasks.base import STARTS
 from acutance.lab.tasks.imagenet import load_imagenet
-from acutance.lab.train.config import Config
-from acutance.lab.train.nonfinite import DivergedError
-from acutance.lab.train.overrides import override
-from acutance.lab.train.plain import field_types
-from acutance.lab.train.run import INCIDENTAL, Run, changes
+from acutance.lab.train.config import Config, incidental_fields, override
+from acutance.lab.train.diverged import DivergedError
+from acutance.lab.train.run import Run, changes
 from acutance.lab.train.start import train
 
-# Paths and how the work is done may change between two calls. The seed may not: a folder has one.
-MAY_CHANGE = INCIDENTAL - {"loop.seed"} | {f"task.{name}" for name in STARTS}
 # What is read to see that a task's data is there. For "val" of ImageNet all of train/ is listed.
 LOADERS = {
     "classification": lambda t: (load_images(t.dataset, t.data_dir, "all"), load_images(t.dataset, t.data_dir, "test")),
@@ -106,7 +102,8 @@ class Planned:
         if not self.run.exists():
             return
         found = changes(self.run.config().to_dict(), self.config.to_dict())
-        differing = {name: pair for name, pair in found.items() if name not in MAY_CHANGE}
+        free = incidental_fields(self.config) | {f"task.{name}" for name in STARTS}
+        differing = {name: pair for name, pair in found.items() if name not in free}
         if differing:
             words = ", ".join(f"{name} {old!r} instead of {new!r}" for name, (old, new) in differing.items())
             raise AcutanceError(
@@ -181,7 +178,7 @@ def check_data(configs: Iterable[Config]) -> None:
 def _concerns(config: Config, change: str) -> bool:
     """Whether a run has the field: task.shards is ImageNet's, and other tasks ignore it."""
     room, *inside = (part.strip() for part in change.partition("=")[0].split("."))
-    return room != "task" or not inside or inside[0] in field_types(type(config.task))
+    return room != "task" or not inside or hasattr(config.task, inside[0])
 
 
 def _text(value: object) -> str:

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any, get_args
 
 from acutance.errors import AcutanceError
-from acutance.lab.tasks.base import Share, Task
+from acutance.lab.tasks.base import BatchSlice, Task
 
 # Imported when asked for: a task brings its data set's and its model's modules along.
 TASKS = {
@@ -16,7 +16,7 @@ TASKS = {
     "language": "acutance.lab.tasks.language:LanguageTask",
 }
 
-__all__ = ["TASKS", "Share", "Task", "config_class", "task_class"]
+__all__ = ["TASKS", "BatchSlice", "Task", "config_class", "task_class"]
 
 
 def task_class(kind: str) -> type[Task[Any]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -13,14 +13,19 @@ from torch import Tensor, nn
 from acutance.errors import AcutanceError
 
 ConfigT = TypeVar("ConfigT")
-STARTS = ("weights", "encoder_weights")  # fields of a task's configuration that name what it starts from
+STARTS = ("weights", "encoder_weights")  # fields of a task's configuration that name initial weights
+
+
+def incidental(default: Any) -> Any:
+    """A field that says where, how fast or how often, but not what is trained: runs that differ in it are the same."""
+    return field(default=default, metadata={"incidental": True})
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchSlice:
     """Which rows of every global batch are wanted: part `index` of `count` equal ones.
 
-    A process and its accumulated parts are shares alike, so that one process, several, and accumulation see the same
+    Processes and accumulated parts are slices alike, so that one process, several, and accumulation see the same
     batches.
     """
 
@@ -38,13 +43,14 @@ class Share:
 class Task(ABC, Generic[ConfigT]):
     """One task on one data set. Everything random is a function of (seed, step), never of what ran before.
 
-    That is what makes a resumed run equal to one that was never stopped: nothing about the data has to be saved.
+    So a resumed run equals one that was never stopped, and nothing about the data has to be saved.
     """
 
     headline: ClassVar[str]  # the score by which the best checkpoint is kept
-    higher_is_better: ClassVar[bool]
+    higher_is_better: ClassVar[bool] = True
     unit: ClassVar[str] = "images"  # what throughput counts
     made_on_device: ClassVar[bool] = False  # batches, without the host's help: a GPU makes the next during a step
+    probe_samples: ClassVar[int] = 64
     monitored_part: ClassVar[str | None] = None  # of the model, where it has several stacks of layers
 
     def __init__(self, config: ConfigT, *, seed: int, device: torch.device) -> None:
@@ -55,7 +61,7 @@ class Task(ABC, Generic[ConfigT]):
         """A new model, initialised under whatever random state is current, on the CPU."""
 
     def bare_model(self) -> nn.Module:
-        """The same for weights that were trained since: what the run started from may be gone, and is not read."""
+        """The same without initial weights, whose file may be gone: trained ones are put in afterwards."""
         configured, none = self.config, {name: None for name in STARTS if hasattr(self.config, name)}
         self.config = replace(configured, **none)  # type: ignore[type-var]
         try:
@@ -67,17 +73,25 @@ class Task(ABC, Generic[ConfigT]):
         """How many of `unit` a global batch holds."""
         return batch_size
 
-    def probe(self) -> Any:
-        """A few samples in the form the model takes, on which `Monitor` reads it during training."""
-        raise AcutanceError(f"a {type(self).__name__} has no probe: leave loop.monitor_every unset")
+    def size(self, split: str) -> int:
+        """How many samples "train", "val" or "test" has."""
+        raise AcutanceError(f"a {type(self).__name__} has no samples to measure: leave loop.monitor_every unset")
+
+    def inputs(self, split: str, indices: Sequence[int]) -> Tensor:
+        """Samples of a split in the form the model takes, as for evaluation."""
+        raise NotImplementedError
+
+    def probe(self) -> Tensor:
+        """A few samples of "val", on which `Monitor` measures the model during training."""
+        return self.inputs("val", range(min(self.probe_samples, self.size("val"))))
 
     @abstractmethod
     def steps_per_epoch(self, batch_size: int) -> int:
         """Global batches in an epoch; an incomplete last one is left out."""
 
     @abstractmethod
-    def batches(self, batch_size: int, first_step: int, share: Share) -> Iterator[Any]:
-        """This share of global batch `first_step`, the next, and so on without end, on the device."""
+    def batches(self, batch_size: int, first_step: int, part: BatchSlice) -> Iterator[Any]:
+        """This slice of global batch `first_step`, the next, and so on without end, on the device."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -91,3 +105,18 @@ class Task(ABC, Generic[ConfigT]):
     @abstractmethod
     def evaluate(self, model: nn.Module, *, split: str = "val") -> dict[str, float]:
         """The scores on a split, `headline` among them; the same in every process."""
+
+
+def epoch_steps(name: str, images: int, batch_size: int) -> int:
+    """Global batches in an epoch over so many images."""
+    if images < batch_size:
+        raise AcutanceError(
+            f"{name} has {images} images to train on, fewer than a batch of {batch_size}: lower loop.batch_size"
+        )
+    return images // batch_size
+
+
+def refuse_other_classes(name: str, classes: int, model: int) -> None:
+    """Refuse a model with another number of classes before training, not by a shape error in it."""
+    if classes != model:
+        raise AcutanceError(f"{name} has {classes} classes, the model {model}: set task.model.num_classes")

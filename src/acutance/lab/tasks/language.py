@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from acutance import distributed as processes
+from acutance.distributed import gather, rank_and_world_size
 from acutance.errors import AcutanceError
 from acutance.io.saving import load_checkpoint
 from acutance.lab.data.tokens import Corpus, load_corpus
-from acutance.lab.tasks.base import Share, Task
+from acutance.lab.tasks.base import BatchSlice, Task, incidental
 from acutance.mitigations import as_mitigation
 from acutance.models import LanguageConfig
 from acutance.models.language import LanguageModel
 
-PROBE_SEQUENCES = 16
 LARGEST_LOSS = 700.0  # of which the exponential is still a number
 
 
@@ -32,12 +31,12 @@ class LanguageTaskConfig:
 
     kind: ClassVar[str] = "language"
     corpus: str = "wikitext-103"
-    data_dir: str | None = None
+    data_dir: str | None = incidental(None)
     model: LanguageConfig = field(default_factory=LanguageConfig)
     length: int = 256  # words of a training sequence, and of an evaluation's window
     val_stride: int = 256  # words an evaluation's window moves on during training: quick, and a higher perplexity
     test_stride: int = 1  # on the test set, as the paper counts it
-    windows: int = 64  # evaluated at once
+    windows: int = incidental(64)  # evaluated at once
     weights: str | None = None  # start from these, e.g. to fine-tune; a file that acutance.io.load_checkpoint reads
 
     def __post_init__(self) -> None:
@@ -55,7 +54,6 @@ class LanguageTaskConfig:
 SMALL = LanguageConfig(dim=256, depth=6, heads=8, hidden=1024, cutoffs=(), dropout=0.3)
 WIKITEXT_103 = LanguageTaskConfig()
 WIKITEXT_2 = LanguageTaskConfig(corpus="wikitext-2", model=SMALL, length=128, val_stride=128)
-PTB = LanguageTaskConfig(corpus="ptb", model=SMALL, length=128, val_stride=128)
 
 
 class LanguageTask(Task[LanguageTaskConfig]):
@@ -64,11 +62,18 @@ class LanguageTask(Task[LanguageTaskConfig]):
     headline: ClassVar[str] = "perplexity"
     higher_is_better: ClassVar[bool] = False
     unit: ClassVar[str] = "words"
+    probe_samples: ClassVar[int] = 16
 
     def __init__(self, config: LanguageTaskConfig, *, seed: int, device: torch.device) -> None:
         super().__init__(config, seed=seed, device=device)
         self._corpus: Corpus = load_corpus(config.corpus, config.data_dir)
         self._text = self._corpus.train.to(device)
+
+    def _words(self, split: str) -> Tensor:
+        texts = {"train": self._corpus.train, "val": self._corpus.valid, "test": self._corpus.test}
+        if split not in texts:
+            raise AcutanceError(f"no split {split!r}; there are {', '.join(texts)}")
+        return texts[split].to(self.device)
 
     def build_model(self) -> nn.Module:
         """The model of the configuration, for this text's words."""
@@ -86,11 +91,19 @@ class LanguageTask(Task[LanguageTaskConfig]):
         """Words in a global batch."""
         return batch_size * self.config.length
 
+    def size(self, split: str) -> int:
+        """Places where a sequence can begin."""
+        return len(self._words(split)) - self.config.length
+
+    def inputs(self, split: str, indices: Sequence[int]) -> Tensor:
+        """Sequences that begin there."""
+        places = torch.tensor(indices)[:, None] + torch.arange(self.config.length)
+        return self._words(split)[places.to(self.device)]
+
     def probe(self) -> Tensor:
         """The first sequences of the validation text."""
         length = self.config.length
-        text = self._corpus.valid[: PROBE_SEQUENCES * length]
-        return text[: len(text) // length * length].view(-1, length).to(self.device)
+        return self.inputs("val", range(0, min(self.probe_samples * length, self.size("val") + 1), length))
 
     def steps_per_epoch(self, batch_size: int) -> int:
         """Sequences in each of `batch_size` equal columns of the text; an incomplete last one is left out."""
@@ -102,7 +115,7 @@ class LanguageTask(Task[LanguageTaskConfig]):
             )
         return steps
 
-    def batches(self, batch_size: int, first_step: int, share: Share) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, batch_size: int, first_step: int, part: BatchSlice) -> Iterator[tuple[Tensor, Tensor]]:
         """Words and the words that follow, (columns, length).
 
         The text is cut into `batch_size` columns of which each is read from top to bottom, in every epoch alike, as in
@@ -110,7 +123,7 @@ class LanguageTask(Task[LanguageTaskConfig]):
         """
         steps, length, step = self.steps_per_epoch(batch_size), self.config.length, first_step
         height = len(self._text) // batch_size
-        columns = self._text[: height * batch_size].view(batch_size, height)[share.rows(batch_size)]
+        columns = self._text[: height * batch_size].view(batch_size, height)[part.rows(batch_size)]
         while True:
             start = step % steps * length
             yield columns[:, start : start + length], columns[:, start + 1 : start + 1 + length]
@@ -124,7 +137,6 @@ class LanguageTask(Task[LanguageTaskConfig]):
 
     @classmethod
     def evaluated_by(cls, split: str) -> tuple[str, ...]:
-        """The text, and how the window moves over it."""
         return "corpus", "length", "test_stride" if split == "test" else "val_stride"
 
     def evaluate(self, model: nn.Module, *, split: str = "val") -> dict[str, float]:
@@ -132,12 +144,9 @@ class LanguageTask(Task[LanguageTaskConfig]):
 
         "val" is the corpus's own validation text, read with `val_stride`; "test" is read with `test_stride`.
         """
-        texts = {"train": self._corpus.train, "val": self._corpus.valid, "test": self._corpus.test}
-        if split not in texts:
-            raise AcutanceError(f"no split {split!r}; there are {', '.join(texts)}")
+        text = self._words(split)
         stride = self.config.test_stride if split == "test" else self.config.val_stride
         model.eval()
-        text = texts[split].to(self.device)
         loss = sliding_loss(model, text, window=self.config.length, stride=stride, batch_size=self.config.windows)
         perplexity = math.exp(loss) if loss < LARGEST_LOSS else math.inf
         return {"perplexity": perplexity, "loss": loss, "stride": float(stride)}
@@ -148,8 +157,8 @@ def sliding_loss(model: nn.Module, text: Tensor, *, window: int = 256, stride: i
     """The mean of −log p over all words of a text but the first; e to the power of it is the perplexity.
 
     A window moves over the text; of the first one all words count, then the last `stride`, which no window counted
-    before. This gives what `sliding_loss_one_by_one` gives, many windows at a time, and of all but the first window
-    the softmax of the words that count only. Under a process group each process takes its part of every batch.
+    before. This gives what `sliding_loss_one_by_one` gives, many windows at a time, with the softmax of the words that
+    count only. Under a process group each process takes its part of every batch.
 
     Args:
         model: called as `model(tokens, targets)` in evaluation mode, for −log p of the targets.
@@ -160,7 +169,7 @@ def sliding_loss(model: nn.Module, text: Tensor, *, window: int = 256, stride: i
     """
     ends = _window_ends(len(text), window, stride)
     window = int(ends[0])
-    rank, world = processes.rank_and_world_size()
+    rank, world = rank_and_world_size()
     first = _window_sum(model, text, ends[:1], window, window)  # by all: a sharded model needs every process each time
     total = first if rank == 0 else 0.0
     counts = ends.diff()
@@ -170,7 +179,7 @@ def sliding_loss(model: nn.Module, text: Tensor, *, window: int = 256, stride: i
         size = int(counts[chosen].max())
         weight = (torch.arange(size, 0, -1) <= counts[chosen][:, None]) & once[:, None]
         total += _window_sum(model, text, ends[chosen + 1], window, size, weight)
-    return sum(processes.gather(total)) / (len(text) - 1)
+    return sum(gather(total)) / (len(text) - 1)
 
 
 @torch.no_grad()

@@ -5,28 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from acutance import distributed as processes
-from acutance.errors import AcutanceError
+from acutance.distributed import gather
 from acutance.io.saving import load_checkpoint
 from acutance.lab.data.seeds import epoch_order
 from acutance.lab.data.segmentation import IGNORED, SegmentationSet, load_segmentation
 from acutance.lab.data.segmentation_augment import SegmentationCrops
 from acutance.lab.data.stream import training_batches
-from acutance.lab.data.subsets import SplitName
-from acutance.lab.tasks.base import Share, Task
+from acutance.lab.tasks.base import BatchSlice, Task, epoch_steps, incidental, refuse_other_classes
 from acutance.lab.tasks.windows import LONGEST, MULTI, SINGLE, View, WindowConfig, confusion, scores, segmented
 from acutance.mitigations import as_mitigation
 from acutance.models import SegmenterConfig
 from acutance.models.segmenter import Segmenter
 
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's, of 255, as DeiT's weights expect
-PROBE_IMAGES = 4
 
 
 @dataclass(frozen=True)
@@ -39,12 +36,12 @@ class SegmentationConfig:
     kind: ClassVar[str] = "segmentation"
     dataset: str
     model: SegmenterConfig
-    data_dir: str | None = None
+    data_dir: str | None = incidental(None)
     train_on: Literal["train", "all"] = "train"  # all includes the slice "val": for a last run, when nothing is chosen
     windows: WindowConfig = field(default_factory=WindowConfig)
     multi_scale: bool = True  # on the test set, score several scales and flips too, which takes many times as long
     encoder_weights: str | None = None  # of a classifier, e.g. DeiT's; a file that acutance.io.load_checkpoint reads
-    workers: int = 0  # processes that decode and crop; 0 does it in this one
+    workers: int = incidental(0)  # processes that decode and crop; 0 does it in this one
 
 
 ADE20K = SegmentationConfig(dataset="ade20k", model=SegmenterConfig(num_classes=150))
@@ -59,17 +56,16 @@ class SegmentationTask(Task[SegmentationConfig]):
     """Cross-entropy over the pixels that count; mean IoU in percent."""
 
     headline: ClassVar[str] = "miou"
-    higher_is_better: ClassVar[bool] = True
     monitored_part: ClassVar[str | None] = "encoder"
+    probe_samples: ClassVar[int] = 4
 
     def __init__(self, config: SegmentationConfig, *, seed: int, device: torch.device) -> None:
         super().__init__(config, seed=seed, device=device)
-        self._train = load_segmentation(config.dataset, config.data_dir, config.train_on)
-        if len(self._train.classes) != config.model.num_classes:
-            raise AcutanceError(
-                f"{config.dataset} has {len(self._train.classes)} classes, the model {config.model.num_classes}: set "
-                "task.model.num_classes"
-            )
+        self._train = self._images(config.train_on)
+        refuse_other_classes(config.dataset, len(self._train.classes), config.model.num_classes)
+
+    def _images(self, split: str) -> SegmentationSet:
+        return load_segmentation(self.config.dataset, self.config.data_dir, cast(Any, split))
 
     def build_model(self) -> nn.Module:
         """The Segmenter of the configuration; a mitigation is put in last."""
@@ -83,16 +79,9 @@ class SegmentationTask(Task[SegmentationConfig]):
         return model
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Global batches in an epoch."""
-        steps = len(self._train) // batch_size
-        if not steps:
-            raise AcutanceError(
-                f"{self.config.dataset} has {len(self._train)} images to train on, fewer than a batch of {batch_size}: "
-                "lower loop.batch_size"
-            )
-        return steps
+        return epoch_steps(self.config.dataset, len(self._train), batch_size)
 
-    def batches(self, batch_size: int, first_step: int, share: Share) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, batch_size: int, first_step: int, part: BatchSlice) -> Iterator[tuple[Tensor, Tensor]]:
         """Crops (rows, 3, size, size), normalised, and their classes (rows, size, size)."""
         short = self.config.windows.short_side
         crops = SegmentationCrops(self._train, self.config.model.image_size, scale=(LONGEST * short, short))
@@ -102,7 +91,7 @@ class SegmentationTask(Task[SegmentationConfig]):
             batch_size=batch_size,
             seed=self.seed,
             first_step=first_step,
-            rows=share.rows(batch_size),
+            rows=part.rows(batch_size),
             workers=self.config.workers,
             device=self.device,
         )
@@ -110,17 +99,20 @@ class SegmentationTask(Task[SegmentationConfig]):
             yield normalised(images), labels
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The mean over the pixels of this share that count, as the public code has it in every process."""
+        """The mean over the pixels of this slice that count, as the public code has it in every process."""
         images, labels = batch
         total = F.cross_entropy(model(images), labels, ignore_index=IGNORED, reduction="sum")
         mean: Tensor = total / (labels != IGNORED).sum().clamp(min=1)
         return mean
 
-    def probe(self) -> Tensor:
-        """The middle of the first images of the slice "val"."""
-        images, size = load_segmentation(self.config.dataset, self.config.data_dir, "val"), self.config.model.image_size
-        middles = []
-        for image, _ in images[:PROBE_IMAGES]:
+    def size(self, split: str) -> int:
+        return len(self._images(split))
+
+    def inputs(self, split: str, indices: Sequence[int]) -> Tensor:
+        """The middle of each image, as large as a training crop."""
+        images, size, middles = self._images(split), self.config.model.image_size, []
+        for index in indices:
+            image = images[index][0]
             top, left = (max(extent - size, 0) // 2 for extent in image.shape[1:])
             middle = normalised(image[:, top : top + size, left : left + size])
             middles.append(F.pad(middle, (0, size - middle.shape[2], 0, size - middle.shape[1])))
@@ -128,16 +120,12 @@ class SegmentationTask(Task[SegmentationConfig]):
 
     @classmethod
     def evaluated_by(cls, split: str) -> tuple[str, ...]:
-        """The data, and how whole images are read."""
         everywhere = "dataset", "windows.short_side", "windows.size", "windows.stride"
         return (*everywhere, "multi_scale") if split == "test" else everywhere
 
     def evaluate(self, model: nn.Module, *, split: str = "val") -> dict[str, float]:
         """Mean IoU and accuracies over sliding windows; on "test" with several scales and flips too, as `miou_ms`."""
-        splits: dict[str, SplitName] = {"train": "train", "val": "val", "test": "test"}
-        if split not in splits:
-            raise AcutanceError(f"no split {split!r}; there are {', '.join(splits)}")
-        images = load_segmentation(self.config.dataset, self.config.data_dir, splits[split])
+        images = self._images(split)
         model.eval()
         found = self._scores(model, images, SINGLE)
         if split == "test" and self.config.multi_scale:
@@ -147,22 +135,13 @@ class SegmentationTask(Task[SegmentationConfig]):
     def _scores(self, model: nn.Module, images: SegmentationSet, views: Sequence[View]) -> dict[str, float]:
         classes = self.config.model.num_classes
         total = torch.zeros(classes, classes, dtype=torch.int64)
-        for index, predicted in segmented(model, _Inputs(images, self.device), views, self.config.windows):
+
+        def read(index: int) -> Tensor:
+            return normalised(images[index][0].to(self.device))
+
+        for index, predicted in segmented(model, read, len(images), views, self.config.windows):
             total += confusion(predicted.cpu(), images[index][1], classes)
-        return scores(torch.stack(processes.gather(total)).sum(0))
-
-
-class _Inputs(Sequence[Tensor]):
-    """The images of a data set alone, normalised and on the device, each when asked for."""
-
-    def __init__(self, images: SegmentationSet, device: torch.device) -> None:
-        self._images, self._device = images, device
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def __getitem__(self, index: Any) -> Any:
-        return normalised(self._images[index][0].to(self._device))
+        return scores(torch.stack(gather(total)).sum(0))
 
 
 def normalised(images: Tensor) -> Tensor:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from acutance import distributed as processes
+from acutance.distributed import gather, rank_and_world_size
 from acutance.errors import AcutanceError
 from acutance.lab.data.segmentation import IGNORED
+from acutance.lab.tasks.base import incidental
 
 View = tuple[float, bool]  # a scale, and whether the image is flipped
 SINGLE: tuple[View, ...] = ((1.0, False),)
@@ -26,7 +27,7 @@ class WindowConfig:
     short_side: int = 512  # pixels that images are resized to have there at scale 1
     size: int = 512  # pixels a side of a window
     stride: int = 480
-    at_once: int = 4  # windows in a forward pass
+    at_once: int = incidental(4)  # windows in a forward pass
 
     def __post_init__(self) -> None:
         if min(self.short_side, self.size, self.stride, self.at_once) < 1 or self.stride > self.size:
@@ -66,27 +67,19 @@ def forward_passes(size: tuple[int, int], views: Sequence[View], config: WindowC
 
 
 def probabilities(model: nn.Module, image: Tensor, views: Sequence[View], config: WindowConfig) -> Tensor:
-    """Every pixel's class probabilities (classes, height, width), the mean over views of an image.
+    """Every pixel's class probabilities (classes, height, width), the mean over views of a normalised image.
 
     In each view, scores of overlapping windows are averaged and brought to the image's size before the softmax.
-
-    Args:
-        model: takes (batch, channels, size, size), in evaluation mode.
-        image: (channels, height, width), normalised, on the model's device.
-        views: the scales, each with or without a flip.
-        config: the windows.
     """
     size = (image.shape[1], image.shape[2])
-    total: Tensor | None = None
+    total = image.new_zeros(())
     for scale, flip in views:
         view = image
         for step in view_sizes(size, scale, config):
             view = _resized(view, step)
         scores = _merged(model, view.flip(-1) if flip else view, config)
         scores = _resized(scores.flip(-1) if flip else scores, size)
-        found = scores.softmax(0)
-        total = found if total is None else total + found
-    assert total is not None, "at least one view"
+        total = total + scores.softmax(0)
     return total / len(views)
 
 
@@ -111,19 +104,19 @@ def scores(matrix: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def segmented(
-    model: nn.Module, images: Sequence[Tensor], views: Sequence[View], config: WindowConfig
+    model: nn.Module, read: Callable[[int], Tensor], count: int, views: Sequence[View], config: WindowConfig
 ) -> Iterator[tuple[int, Tensor]]:
-    """This process's images by index, each with its predicted classes (height, width).
+    """This process's images of `read(0)` … `read(count - 1)` by index, each with its predicted classes.
 
-    A sharded model needs every process in every forward pass, and images differ in how many they take: a process that
-    is done with its image runs along on zeros until the others are.
+    A sharded model needs every process in every forward pass, and images differ in how many they take. A process that
+    is done with its image therefore runs the model on zeros until the others are done.
     """
-    rank, world = processes.rank_and_world_size()
-    for first in range(0, len(images), world):
-        mine = first + rank < len(images)
-        image = images[min(first + rank, len(images) - 1)]
+    rank, world = rank_and_world_size()
+    for first in range(0, count, world):
+        mine = first + rank < count
+        image = read(min(first + rank, count - 1))
         passes = forward_passes((image.shape[1], image.shape[2]), views, config) if mine else 0
-        most = max(processes.gather(passes))
+        most = max(gather(passes))
         found = probabilities(model, image, views, config).argmax(0) if mine else None
         for _ in range(most - passes):
             model(image.new_zeros(config.at_once, image.shape[0], config.size, config.size))

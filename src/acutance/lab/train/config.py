@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from acutance.errors import AcutanceError
-from acutance.lab.train.plain import field_types, from_plain, to_plain, unknown_field
+from acutance.lab.tasks import config_class
+from acutance.lab.tasks.base import incidental
 
-OptimiserName = Literal["adamw", "adam", "sgd", "muon"]
-ScheduleName = Literal["cosine", "poly", "constant"]
-Precision = Literal["fp32", "bf16"]
-Strategy = Literal["auto", "single", "ddp", "fsdp"]
+RANGES = {
+    "more than 0": lambda value: value > 0,
+    "1 or more": lambda value: value >= 1,
+    "0 or more": lambda value: value >= 0,
+    "at least 0 and less than 1": lambda value: 0 <= value < 1,
+}
 
-# How the range of a field is said, how it is asked, and which fields have it.
-RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("more than 0", lambda value: value > 0, "loop.epochs loop.evaluate_every optim.clip"),
-    (
-        "1 or more",
-        lambda value: value >= 1,
-        "loop.batch_size loop.accumulate loop.checkpoint_every loop.keep_last loop.log_every loop.monitor_every",
-    ),
-    (
-        "0 or more",
-        lambda value: value >= 0,
-        "optim.lr optim.weight_decay optim.eps schedule.warmup schedule.start schedule.final",
-    ),
-    ("at least 0 and less than 1", lambda value: 0 <= value < 1, "optim.betas optim.momentum loop.ema"),
-)
+
+def _check_ranges(part: str, config: Any, ranges: Mapping[str, str]) -> None:
+    for words, names in ranges.items():
+        for name in names.split():
+            value = getattr(config, name)
+            if value is not None and not all(map(RANGES[words], value if isinstance(value, tuple) else (value,))):
+                raise AcutanceError(f"{part}.{name} must be {words}, not {value}")
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     """The optimiser. Biases, norms, embeddings of position and class, and mitigations get no weight decay."""
 
-    name: OptimiserName = "adamw"
+    name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
     lr: float = 1e-3  # the peak, for the whole batch; recipes state how it was scaled
     weight_decay: float = 0.05
     betas: tuple[float, float] = (0.9, 0.999)
@@ -43,18 +41,25 @@ class OptimConfig:
     momentum: float = 0.9  # of sgd, which is Nesterov's
     clip: float | None = None  # the largest gradient norm; None never clips
 
+    def __post_init__(self) -> None:
+        names = {"0 or more": "lr weight_decay eps", "at least 0 and less than 1": "betas momentum"}
+        _check_ranges("optim", self, names | {"more than 0": "clip"})
+
 
 @dataclass(frozen=True)
 class ScheduleConfig:
     """How the learning rate moves: a linear warm-up, then a curve that ends at `final`."""
 
-    name: ScheduleName = "cosine"
+    name: Literal["cosine", "poly", "constant"] = "cosine"
     warmup: float = 0.0  # in epochs
     start: float = 0.0  # the learning rate at which the warm-up begins
     final: float = 0.0
     power: float = 0.9  # of poly
     per: Literal["step", "epoch"] = "step"  # how often it moves; DeiT moves once an epoch
     warmup_inside: bool = False  # the curve runs from step 0, hidden by the warm-up (DeiT), instead of following it
+
+    def __post_init__(self) -> None:
+        _check_ranges("schedule", self, {"0 or more": "warmup start final"})
 
 
 @dataclass(frozen=True)
@@ -63,19 +68,29 @@ class LoopConfig:
 
     epochs: float = 10
     batch_size: int = 128  # over all processes and accumulated parts
-    accumulate: int = 1  # parts of a batch whose gradients are added before a step
+    accumulate: int = incidental(1)  # parts of a batch whose gradients are added before a step
     seed: int = 0
-    precision: Precision = "fp32"
-    compile: bool = False
-    graph: bool = False  # the step becomes one CUDA graph, for one process and undivided batches; else it does nothing
-    deterministic: bool = False
-    strategy: Strategy = "auto"  # auto: ddp under torchrun, else single
+    precision: Literal["fp32", "bf16"] = "fp32"
+    compile: bool = incidental(False)
+    graph: bool = incidental(False)  # the step becomes one CUDA graph, for one process and undivided batches
+    deterministic: bool = incidental(False)
+    strategy: Literal["auto", "single", "ddp", "fsdp"] = incidental("auto")  # auto: ddp under torchrun, else single
     ema: float | None = None  # decay of the running mean of the weights; None keeps none
-    checkpoint_every: int = 500  # steps
-    keep_last: int = 2
-    evaluate_every: float = 1  # epochs; the last one is always evaluated
-    log_every: int = 50  # steps
-    monitor_every: int | None = None  # steps between readings of smoothness; None reads none
+    checkpoint_every: int = incidental(500)  # steps
+    keep_last: int = incidental(2)
+    evaluate_every: float = incidental(1)  # epochs; the last one is always evaluated
+    log_every: int = incidental(50)  # steps
+    monitor_every: int | None = incidental(None)  # steps between measurements of smoothness; None measures none
+
+    def __post_init__(self) -> None:
+        counts = "batch_size accumulate checkpoint_every keep_last log_every monitor_every"
+        names = {"more than 0": "epochs evaluate_every", "1 or more": counts, "at least 0 and less than 1": "ema"}
+        _check_ranges("loop", self, names)
+        if self.batch_size % self.accumulate:
+            raise AcutanceError(
+                f"a batch of {self.batch_size} cannot be cut into {self.accumulate} equal parts: choose "
+                "loop.accumulate so that it divides loop.batch_size"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,36 +102,158 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
 
-    def __post_init__(self) -> None:
-        for words, holds, names in RANGES:
-            for name in names.split():
-                part, _, key = name.partition(".")
-                value = getattr(getattr(self, part), key)
-                if value is not None and not all(map(holds, value if isinstance(value, tuple) else (value,))):
-                    raise AcutanceError(f"{name} must be {words}, not {value}")
-        if self.loop.batch_size % self.loop.accumulate:
-            raise AcutanceError(
-                f"a batch of {self.loop.batch_size} cannot be cut into {self.loop.accumulate} equal parts: "
-                "choose loop.accumulate so that it divides loop.batch_size"
-            )
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON; the task says its kind."""
-        return {**to_plain(self), "task": {"kind": self.task.kind, **to_plain(self.task)}}
+        plain: dict[str, Any] = to_dict(self)
+        return {**plain, "task": {"kind": self.task.kind, **plain["task"]}}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Config:
         """The inverse of `to_dict`; what is unknown, missing or of another type is named."""
-        from acutance.lab.tasks import config_class  # tasks build on this module
-
         if not isinstance(data, Mapping) or not isinstance(data.get("task"), Mapping):
             raise AcutanceError("a configuration is a mapping with a task in it")
-        types = field_types(cls)
-        parts: dict[str, Any] = {}
-        for name, part in data.items():
-            if name not in types:
-                raise unknown_field("", name, list(types))
-            if name != "task":
-                parts[name] = from_plain(types[name], part, name)
         task = {name: value for name, value in data["task"].items() if name != "kind"}
-        return cls(task=from_plain(config_class(str(data["task"].get("kind"))), task, "task"), **parts)
+        built = from_dict(config_class(str(data["task"].get("kind"))), task, "task")
+        return from_dict(cls, {**data, "task": built})
+
+
+def override(config: Config, assignments: Iterable[str]) -> Config:
+    """The configuration with these fields replaced, all at once; of a field that comes twice, the last counts.
+
+    Args:
+        config: of a run.
+        assignments: `name.of.field=value`, the value as in JSON; a text needs no quotes.
+    """
+    data = config.to_dict()
+    for assignment in assignments:
+        name, equals, text = (part.strip() for part in assignment.partition("="))
+        if not equals:
+            raise AcutanceError(f"--set takes name=value, such as optim.lr=1e-3, not {assignment!r}")
+        *parents, last = (part.strip() for part in name.split("."))
+        if not parents and last not in data and (elsewhere := list(_paths_to(last, data))):
+            raise _unknown_field("", last, list(data), elsewhere)
+        inside, done = data, ""
+        for parent in parents:
+            inside, done = inside.setdefault(parent, {}), f"{done}.{parent}".lstrip(".")
+            if not isinstance(inside, dict):
+                raise AcutanceError(f"{done} has no fields of its own, so there is no {name}")
+        inside[last] = json.loads(text) if text.startswith("{") else _Text(text)
+    if isinstance(data["task"], dict):
+        data["task"].setdefault("kind", config.task.kind)
+    return Config.from_dict(data)
+
+
+def incidental_fields(config: Any, prefix: str = "") -> set[str]:
+    """Dotted names of the fields that say where, how fast or how often, but not what is trained."""
+    found: set[str] = set()
+    for one in fields(config):
+        value = getattr(config, one.name)
+        if one.metadata.get("incidental"):
+            found.add(prefix + one.name)
+        elif is_dataclass(value):
+            found |= incidental_fields(value, f"{prefix}{one.name}.")
+    return found
+
+
+class _Text(str):
+    """A value as it was typed: its field's type says how it is meant."""
+
+    def parsed(self) -> Any:
+        try:
+            return json.loads(self)
+        except ValueError:
+            return {"none": None, "true": True, "false": False}.get(self.lower(), str(self))
+
+
+def _paths_to(name: str, data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in data.items():
+        if key == name:
+            yield prefix + key
+        if isinstance(value, Mapping):
+            yield from _paths_to(name, value, f"{prefix}{key}.")
+
+
+def to_dict(value: Any) -> Any:
+    """Dataclasses as dictionaries, tuples as lists: what `json.dumps` takes."""
+    if is_dataclass(value):
+        return {one.name: to_dict(getattr(value, one.name)) for one in fields(value)}
+    return [to_dict(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def from_dict(kind: Any, value: Any, where: str = "") -> Any:
+    """A value of this annotated type, made from plain data; what does not fit is refused by its dotted name."""
+    if isinstance(value, _Text):
+        value = str(value) if kind is str else value.parsed()
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any or (value is None and NoneType in arguments):
+        return value
+    if is_dataclass(kind):
+        return _dataclass_from(kind, value, where)
+    if origin in (Union, UnionType):
+        (inner,) = (choice for choice in arguments if choice is not NoneType)
+        if is_dataclass(inner):
+            return from_dict(inner, value, where)  # which names the very field
+        try:
+            return from_dict(inner, value, where)
+        except AcutanceError:
+            raise _misfit(kind, value, where) from None
+    if origin is tuple and isinstance(value, (list, tuple)):
+        kinds = (arguments[0],) * len(value) if arguments[-1] is Ellipsis else arguments
+        if len(kinds) == len(value):
+            entries = enumerate(zip(kinds, value, strict=True))
+            return tuple(from_dict(one, entry, f"{where}[{index}]") for index, (one, entry) in entries)
+    if origin is Literal and value in arguments:
+        return value
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    if kind in (int, bool, str) and type(value) is kind:
+        return value
+    raise _misfit(kind, value, where)
+
+
+def _dataclass_from(kind: Any, value: Any, where: str) -> Any:
+    if isinstance(value, kind):
+        return value
+    types = get_type_hints(kind)
+    names = [one.name for one in fields(kind)]
+    if not isinstance(value, Mapping):
+        raise AcutanceError(f"{where} has fields of its own ({', '.join(names)}): set these, not {where}")
+    for name in value:
+        if name not in names:
+            raise _unknown_field(where, name, names)
+    required = [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
+    if missing := [name for name in required if name not in value]:
+        raise AcutanceError(f"{where or kind.__name__} lacks {', '.join(missing)}")
+    dotted = f"{where}." if where else ""
+    return kind(**{name: from_dict(types[name], entry, dotted + name) for name, entry in value.items()})
+
+
+def _unknown_field(where: str, name: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> AcutanceError:
+    place = f"{where} has no field" if where else "there is no field"
+    hint = f", did you mean {' or '.join(elsewhere)}?" if elsewhere else _hint(name, known)
+    return AcutanceError(f"{place} {name!r}{hint}; known: {', '.join(known)}")
+
+
+def _misfit(kind: Any, value: Any, where: str) -> AcutanceError:
+    hint = _hint(value, get_args(kind)) if get_origin(kind) is Literal else ""
+    shown = json.dumps(value, ensure_ascii=False, default=str)
+    return AcutanceError(f"{where} is {_described(kind)}, not {shown}{hint}")
+
+
+def _described(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "null"}
+    examples = {int: "1", float: "0.9", str: '"text"', bool: "true", Ellipsis: "…"}
+    arguments, origin = get_args(kind), get_origin(kind)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin in (Union, UnionType):
+        return " or ".join(map(_described, arguments))
+    if origin is tuple:
+        count = "" if arguments[-1] is Ellipsis else f" of {len(arguments)},"
+        return f"a list{count} such as [{', '.join(examples.get(one, '…') for one in arguments)}]"
+    return names.get(kind, f"a {getattr(kind, '__name__', kind)}")
+
+
+def _hint(name: object, known: Iterable[object]) -> str:
+    close = get_close_matches(str(name), [str(one) for one in known], n=1)
+    return f", did you mean {close[0]}?" if close else ""

@@ -1,7 +1,7 @@
 """Where and over how many processes a run trains: Lightning Fabric, and torch's own FSDP2 and tensors beneath it.
 
-Fabric starts or finds the processes (its own or torchrun's), chooses devices, wraps for DDP and casts to
-bfloat16. Its checkpoints are pickles, so ours are written by `checkpoint` from tensors gathered here.
+Fabric starts or finds the processes (its own or torchrun's), chooses devices, wraps for DDP and casts to bfloat16. Its
+checkpoints are pickles, so ours are written by `checkpointer`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from acutance import distributed
 from acutance.errors import AcutanceError, MissingExtraError
-from acutance.lab.train.config import LoopConfig, Strategy
+from acutance.lab.train.config import LoopConfig
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
-# What torch warns of and our models do not do: they work on no output in place. The strides cost nothing.
+# What torch warns of and our models do not do: they change no output in place. The strides cost nothing.
 HARMLESS = ("FSDP2-wrapped module .* returned a view tensor", "Grad strides do not match bucket view strides")
-PLACES = {"LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # which Fabric sets
+SET_BY_FABRIC = {"LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 STACKS = ("blocks", "layers")  # the lists whose entries are sharded one by one
-# The group that was left last. Where a model in DDP lets go of its group last, it waits for the group's threads while
-# they wait for Python's lock, now and then for ever (https://github.com/pytorch/pytorch/issues/56297): Python is last.
+# The group that was left last. Where a model in DDP drops its group last, it waits for the group's threads while they
+# wait for Python's lock, now and then for ever (https://github.com/pytorch/pytorch/issues/56297).
 LEFT: list[Any] = []
 
 
@@ -44,7 +45,12 @@ class Engine:
     """
 
     def __init__(self, loop: LoopConfig, *, device: str = "auto", processes: int | None = None) -> None:
-        self.strategy = _resolved(loop.strategy, processes)
+        several = int(os.environ.get("WORLD_SIZE", "1")) > 1 or (processes or 1) > 1
+        if loop.strategy == "single" and several:
+            raise AcutanceError("several processes need --strategy ddp or fsdp; single is one process")
+        self.strategy: str = loop.strategy
+        if loop.strategy == "auto":
+            self.strategy = "ddp" if several else "single"
         self._compile = loop.compile
         self._owns_group = not (dist.is_available() and dist.is_initialized())
         self._environment = dict(os.environ)
@@ -55,7 +61,7 @@ class Engine:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and speaks."""
+        """Whether this process writes files and prints."""
         return self.rank == 0
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -71,7 +77,7 @@ class Engine:
         """Add to the gradients."""
         self._fabric.backward(loss)
 
-    def waiting(self, wrapped: nn.Module, *, enabled: bool) -> AbstractContextManager[Any]:
+    def no_sync(self, wrapped: nn.Module, *, enabled: bool) -> AbstractContextManager[Any]:
         """Inside, gradients are added up without being exchanged."""
         return self._fabric.no_backward_sync(wrapped, enabled=enabled and self.world > 1)  # type: ignore[arg-type]
 
@@ -87,7 +93,7 @@ class Engine:
         return values
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """What the main process gets from it; what goes wrong there goes wrong everywhere, so that none waits."""
+        """What the main process gets from it. An error there is raised everywhere, so that no process waits."""
         value: Any = None
         error: Exception | None = None
         if self.is_main:
@@ -102,70 +108,37 @@ class Engine:
         return result
 
     def close(self) -> None:
-        """Leave the other processes, and no trace of them in the environment, which others take for torchrun's."""
+        """Leave the process group, and remove from the environment what others would take for torchrun's."""
         if self._owns_group and dist.is_available() and dist.is_initialized():
             LEFT[:] = [dist.group.WORLD]
             dist.destroy_process_group()
-        for name in os.environ.keys() - self._environment.keys():
-            if name in PLACES:
-                del os.environ[name]
+        for name in SET_BY_FABRIC & (os.environ.keys() - self._environment.keys()):
+            del os.environ[name]
 
 
-def _resolved(strategy: Strategy, processes: int | None) -> Strategy:
-    """Auto is DDP where several processes were started or asked for."""
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 or (processes or 1) > 1
-    if strategy == "auto":
-        return "ddp" if several else "single"
-    if strategy == "single" and several:
-        raise AcutanceError("several processes need --strategy ddp or fsdp; single is one process")
-    return strategy
-
-
-def _fabric(strategy: Strategy, precision: str, device: str, processes: int | None) -> Fabric:
+def _fabric(strategy: str, precision: str, device: str, processes: int | None) -> Fabric:
     try:
         from lightning.fabric import Fabric
+        from lightning.fabric.strategies.ddp import DDPStrategy
+        from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
     except ImportError as error:
         raise MissingExtraError("training runs on Lightning Fabric: pip install 'acutance[train]'") from error
     for name in ("lightning.fabric", "lightning.fabric.utilities.rank_zero", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)  # it announces precision and every process
-    accelerator = _accelerator(device)
-    local, nodes = _counts(accelerator, strategy, processes)
-    return Fabric(
-        accelerator=accelerator,
-        devices=local,
-        num_nodes=nodes,
-        strategy=_fabric_strategy(strategy, local * nodes),
-        precision="bf16-mixed" if precision == "bf16" else "32-true",
-    )
-
-
-def _accelerator(device: str) -> str:
-    if device not in ("cpu", "cuda", "auto"):
-        raise AcutanceError(f"a device is cpu, cuda or auto, not {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise AcutanceError("there is no CUDA device here: use --device cpu")
-    return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-
-
-def _counts(accelerator: str, strategy: Strategy, processes: int | None) -> tuple[int, int]:
-    """Processes on this machine, and machines: torchrun says both."""
-    if "LOCAL_WORLD_SIZE" in os.environ:
+    accelerator = distributed.device(device).partition(":")[0]
+    local, nodes = processes or 1, 1
+    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun says how many on this machine, and on all
         local = int(os.environ["LOCAL_WORLD_SIZE"])
-        return local, int(os.environ["WORLD_SIZE"]) // local
-    if processes is not None:
-        return processes, 1
-    return (torch.cuda.device_count() if accelerator == "cuda" and strategy != "single" else 1), 1
-
-
-def _fabric_strategy(strategy: Strategy, world: int) -> Any:
-    from lightning.fabric.strategies.ddp import DDPStrategy
-    from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
-
+        nodes = int(os.environ["WORLD_SIZE"]) // local
+    elif processes is None and accelerator == "cuda" and strategy != "single":
+        local = torch.cuda.device_count()
+    chosen: Any = "auto"
     if strategy == "ddp":
-        return DDPStrategy()
-    if strategy == "fsdp":  # Fabric's own FSDPStrategy is FSDP1
-        return ModelParallelStrategy(_shard, data_parallel_size=world, tensor_parallel_size=1)
-    return "auto"
+        chosen = DDPStrategy()
+    elif strategy == "fsdp":  # Fabric's own FSDPStrategy is FSDP1
+        chosen = ModelParallelStrategy(_shard, data_parallel_size=local * nodes, tensor_parallel_size=1)
+    cast: Any = "bf16-mixed" if precision == "bf16" else "32-true"
+    return Fabric(accelerator=accelerator, devices=local, num_nodes=nodes, strategy=chosen, precision=cast)
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

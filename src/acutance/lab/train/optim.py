@@ -1,17 +1,42 @@
-"""The optimiser of a configuration, and which parameters it decays."""
+"""Learning rate, optimiser, weight decay, and the running mean of the weights."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from acutance.errors import AcutanceError
-from acutance.lab.train.config import OptimConfig
-from acutance.lab.train.muon import Muon, pieces_of
+from acutance.lab.train.config import OptimConfig, ScheduleConfig
+
+MUON_MOMENTUM = 0.95
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # lift small singular values fast; the result's lie around 1, not at 1
+ITERATIONS = 5
+# The root mean square of a direction's entries, which is AdamW's: one rate for both (https://arxiv.org/abs/2502.16982).
+AS_ADAMW = 0.2
+
+
+def learning_rate(config: ScheduleConfig, peak: float, step: int, steps_per_epoch: int, total_steps: int) -> float:
+    """The learning rate of a step, the first being 0: nothing to save, nothing to resume."""
+    if config.per == "epoch":
+        step -= step % steps_per_epoch
+    warm = config.warmup * steps_per_epoch
+    if step < warm:
+        return config.start + (peak - config.start) * step / warm
+    begin = 0.0 if config.warmup_inside else warm
+    progress = min(1.0, (step - begin) / max(1.0, total_steps - begin))
+    curve = 1.0
+    if config.name == "cosine":
+        curve = 0.5 * (1 + math.cos(math.pi * progress))
+    elif config.name == "poly":
+        curve = (1 - progress) ** config.power
+    return config.final + (peak - config.final) * curve
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -19,7 +44,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
     The group that is not decayed comes last. Frozen parameters are in neither.
     """
-    spared = undecayed_names(model)
+    spared: set[str] = set()
+    for prefix, module in model.named_modules():
+        if callable(tell := getattr(module, "no_weight_decay", None)):
+            spared |= {f"{prefix}.{name}".lstrip(".") for name in tell()}
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -28,36 +56,37 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
-def undecayed_names(model: nn.Module) -> set[str]:
-    """Full names of what the model or a part of it wants to be spared from weight decay."""
-    names: set[str] = set()
-    for prefix, module in model.named_modules():
-        tell = getattr(module, "no_weight_decay", None)
-        if callable(tell):
-            names |= {f"{prefix}.{name}" if prefix else name for name in tell()}
-    return names
-
-
-def build_optimiser(model: nn.Module, config: OptimConfig, *, recorded: bool = False) -> Optimizer:
+def build_optimiser(model: nn.Module, config: OptimConfig, *, graph: bool = False) -> Optimizer:
     """An optimiser over all parameters that are trained; on CUDA one kernel does the whole step.
 
-    For a step that is recorded as a CUDA graph the learning rate is on the device, where it can be changed.
+    For a step in a CUDA graph the learning rate is on the device, where it can be changed.
     """
     groups = [group for group in parameter_groups(model, config.weight_decay) if group["params"]]
     if config.name == "muon":
-        groups = _by_muon(model, groups)
+        groups = _muon_groups(model, groups)
     fused = all(parameter.is_cuda for group in groups for parameter in group["params"])
-    rate: Any = torch.tensor(config.lr, device=groups[0]["params"][0].device) if recorded else config.lr
+    rate: Any = torch.tensor(config.lr, device=groups[0]["params"][0].device) if graph else config.lr
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=config.momentum, nesterov=config.momentum > 0, fused=fused)
-    kinds: dict[str, type[torch.optim.Adam]] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "muon": Muon}
+    kinds: dict[str, type[torch.optim.Adam]] = {"adamw": AdamW, "adam": torch.optim.Adam, "muon": Muon}
     kind = kinds[config.name]
-    return kind(groups, lr=rate, betas=config.betas, eps=config.eps, fused=fused, capturable=recorded)
+    return kind(groups, lr=rate, betas=config.betas, eps=config.eps, fused=fused, capturable=graph)
 
 
-def _by_muon(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def set_learning_rate(optimiser: Optimizer, rate: float) -> None:
+    """The same rate for every group; on the device one fill, since the groups share one tensor."""
+    filled: set[int] = set()
+    for group in optimiser.param_groups:
+        if not isinstance(group["lr"], Tensor):
+            group["lr"] = rate
+        elif id(group["lr"]) not in filled:
+            group["lr"].fill_(rate)
+            filled.add(id(group["lr"]))
+
+
+def _muon_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The groups with the matrices that Muon moves in groups of their own."""
-    pieces = {parameter: pieces_of(name, parameter) for name, parameter in model.named_parameters()}
+    pieces = {parameter: _muon_pieces(name, parameter) for name, parameter in model.named_parameters()}
     if any(isinstance(parameter, DTensor) for parameter in pieces):
         raise AcutanceError(
             "optim.name=muon needs whole matrices, which loop.strategy=fsdp shards: choose ddp, or optim.name=adamw"
@@ -70,11 +99,136 @@ def _by_muon(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, A
     ]
 
 
-def set_learning_rate(optimiser: Optimizer, rate: float) -> None:
-    """The same rate for every group; on the device one fill, since the groups share one tensor."""
-    shared = {id(group["lr"]): group["lr"] for group in optimiser.param_groups if isinstance(group["lr"], Tensor)}
-    for tensor in shared.values():
-        tensor.fill_(rate)
-    for group in optimiser.param_groups:
-        if not isinstance(group["lr"], Tensor):
-            group["lr"] = rate
+def _muon_pieces(name: str, parameter: nn.Parameter) -> int:
+    """How many projections a matrix that Muon moves holds; 0 for all else.
+
+    Muon moves the matrices inside the blocks, not embeddings, heads or what a mitigation learns.
+    """
+    inside = any(part in name for part in ("blocks.", "layers.")) and ".mitigation." not in name
+    if parameter.ndim != 2 or not inside:
+        return 0
+    module, made, _ = name.partition(".parametrizations.")  # where a mitigation makes W_V, the others alone
+    pieces = {"qkv": 3, "kv": 2}.get(module.split(".")[-1 if made else -2], 1)
+    return pieces - 1 if made else pieces
+
+
+class Muon(AdamW):
+    """Muon (https://kellerjordan.github.io/posts/muon/) for groups with `pieces`, AdamW for everything else.
+
+    A matrix moves by its momentum made nearly orthogonal, so that all directions move alike. `pieces` says how many
+    projections a matrix holds one below the other, as a joint one of queries, keys and values does: each is moved by
+    itself. `torch.optim.Muon` takes one matrix after another; here the matrices of one shape, upright or lying, go
+    together.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Move the matrices, then all the others."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        matrices = [group for group in self.param_groups if group.get("pieces")]
+        for pairs in self._by_shape(matrices):
+            self._move(pairs)
+        for group in matrices:
+            for parameter in group["params"]:
+                parameter.grad = None  # AdamW skips parameters without a gradient
+        super().step()
+        return loss
+
+    def _by_shape(self, groups: list[dict[str, Any]]) -> list[list[tuple[Tensor, Tensor]]]:
+        """Weights, decayed, and what they are moved by; those of one shape or its transpose together."""
+        found: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+        for group in groups:
+            moved = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not moved:
+                continue
+            grads = [parameter.grad for parameter in moved]
+            momenta = [self._momentum(parameter) for parameter in moved]
+            torch._foreach_lerp_(momenta, grads, 1 - MUON_MOMENTUM)
+            torch._foreach_lerp_(grads, momenta, MUON_MOMENTUM)  # Nesterov's look ahead
+            torch._foreach_mul_(moved, _scalar(1 - self._rate() * group["weight_decay"]))
+            for parameter, grad in zip(moved, grads, strict=True):
+                for pair in zip(parameter.chunk(group["pieces"]), grad.chunk(group["pieces"]), strict=True):
+                    found.setdefault(tuple(sorted(pair[0].shape)), []).append(pair)
+        return list(found.values())
+
+    def _move(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        lying = [(weight, grad) for weight, grad in pairs if weight.shape[0] <= weight.shape[1]]
+        upright = [(weight, grad) for weight, grad in pairs if weight.shape[0] > weight.shape[1]]
+        directions = orthogonal(torch.stack([grad for _, grad in lying] + [grad.mT for _, grad in upright]))
+        directions = directions * _scalar(self._rate() * (AS_ADAMW * directions.shape[-1] ** 0.5))
+        ours, turned = directions.split([len(lying), len(upright)])
+        # In the weights' layout, or each would be moved by a launch of its own.
+        moves = [*ours.unbind(), *turned.mT.contiguous().unbind()]
+        torch._foreach_sub_([weight for weight, _ in lying + upright], moves)
+
+    def _rate(self) -> Tensor:
+        """In float32 on the device and on the host: a CUDA graph gives the same bits."""
+        rate = self.param_groups[0]["lr"]
+        return rate if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float32)
+
+    def _momentum(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if not state:
+            state["momentum"] = torch.zeros_like(parameter)
+            state["step"] = torch.zeros(())  # AdamW looks for a counter wherever there is a state
+        found: Tensor = state["momentum"]
+        return found
+
+
+def _scalar(value: Tensor) -> Any:
+    """A number of the host as one, so that it goes to any device; one on the device stays there."""
+    return value if value.is_cuda else value.item()
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """(count, rows, columns), at most as many rows as columns, with all singular values near 1, by products alone."""
+    a, b, c = COEFFICIENTS
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.to(matrices.dtype)
+
+
+def persistent(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, shared ones once, and the buffers that belong to the weights."""
+    saved = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return dict(model.named_parameters()) | buffers
+
+
+class Ema:
+    """mean ← decay · mean + (1 − decay) · weights after every step, for parameters and floating buffers.
+
+    Made after sharding, so that sharded weights have a sharded mean.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self._weights = {name: value for name, value in persistent(model).items() if value.is_floating_point()}
+        self.mean = {name: value.detach().clone() for name, value in self._weights.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Count the weights as they are now."""
+        torch._foreach_lerp_(list(self.mean.values()), list(self._weights.values()), 1 - self.decay)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Inside, the model has the mean; afterwards its own weights again, bit for bit."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for mean, weight in zip(self.mean.values(), self._weights.values(), strict=True):
+            own = weight.clone()
+            weight.copy_(mean)
+            mean.copy_(own)

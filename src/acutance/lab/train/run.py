@@ -11,72 +11,42 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 
 from acutance.errors import AcutanceError
 from acutance.files.atomic import atomic_write, read_json
 from acutance.lab.tasks.base import STARTS
-from acutance.lab.train.config import Config
+from acutance.lab.train.config import Config, incidental_fields
 from acutance.version import __version__
 
 FORMAT = "acutance-run/1"
 RESULT_FORMAT = "acutance-result/1"
-# Fields that say where, how fast or how often, but not what comes out.
-INCIDENTAL = frozenset({
-    "loop.seed", "loop.strategy", "loop.graph", "loop.checkpoint_every", "loop.keep_last", "loop.log_every",
-    "loop.monitor_every", "task.data_dir", "task.workers", "task.compile_augment",
-})  # fmt: skip
 LONGEST_NAME = 80  # of what a folder's or a file's name says of changed fields
 PACKAGES = ("lightning", "numpy", "safetensors", "tensorboard", "pillow", "scikit-learn", "triton")
 
 
+def _inside(name: str) -> Any:
+    return property(lambda run: run.folder / name)
+
+
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run.
-
-    `run.json` says what it is made of, `log.jsonl` and `tensorboard/` how it went, `checkpoints/` hold what it goes on
-    from, `best.safetensors` is its best model, `model.safetensors` its last one; `result.json` says how good both are.
-    """
+    """The folder of a run."""
 
     folder: Path
 
-    @property
-    def record_path(self) -> Path:
-        """What the run is made of."""
-        return self.folder / "run.json"
-
-    @property
-    def result_path(self) -> Path:
-        """Written when it is finished."""
-        return self.folder / "result.json"
-
-    @property
-    def model_path(self) -> Path:
-        """The last model, for `acutance.load`."""
-        return self.folder / "model.safetensors"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.folder / "checkpoints"
-
-    @property
-    def lock_path(self) -> Path:
-        """Held by the command that trains here."""
-        return self.folder / ".lock"
-
-    @property
-    def best_path(self) -> Path:
-        """The best model so far, for `acutance.load`."""
-        return self.folder / "best.safetensors"
+    record_path = _inside("run.json")  # what it is made of
+    checkpoints = _inside("checkpoints")  # what it goes on from
+    best_path = _inside("best.safetensors")  # the best model so far, for `acutance.load`
+    model_path = _inside("model.safetensors")  # the last model
+    result_path = _inside("result.json")  # how good both are; written when the run is finished
+    lock_path = _inside(".lock")  # held by the command that trains here
 
     def how_to_go_on(self) -> str:
         """The command that does."""
@@ -84,47 +54,19 @@ class Run:
 
     def exists(self) -> bool:
         """Whether something was begun here."""
-        return self.record_path.exists()
-
-    def names_format(self) -> bool:
-        """Whether the record names its format; one that cannot be read at all is for `config` to refuse."""
-        try:
-            return "format" in json.loads(self.record_path.read_text(encoding="utf-8"))
-        except ValueError:
-            return True
-
-    def leave_mark(self) -> str:
-        """Put a file there by which other processes know the folder; gives its name, which was never used before."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        name = f".seen-{uuid4().hex}"
-        (self.folder / name).touch()
-        return name
-
-    def find_mark(self, name: str) -> None:
-        """Refuse a folder without it, which is another one of the same name."""
-        if not (self.folder / name).exists():
-            raise AcutanceError(
-                f"{self.folder.absolute()} is not the folder that the first process writes to: all machines need the "
-                "same one, on a file system that they share. Name it with --out"
-            )
-
-    def remove_mark(self, name: str) -> None:
-        """Leave the folder as it was, or none if it is empty."""
-        (self.folder / name).unlink()
-        with suppress(OSError):
-            self.folder.rmdir()
+        return bool(self.record_path.exists())
 
     def begin(self, config: Config, recipe: str | None, processes: int, start: Mapping[str, Any] | None = None) -> None:
-        """Write down what the run is made of, and which weights it starts from, if any."""
+        """Record what the run is made of, and which weights it starts from, if any."""
         body = {"format": FORMAT, "recipe": recipe, "config": config.to_dict(), "start": start}
-        atomic_write(self.record_path, _json({**body, "sessions": [session(processes)]}))
+        _write_json(self.record_path, {**body, "sessions": [_session(processes)]})
 
     def go_on(self, config: Config, processes: int) -> None:
         """Add a session to the record, and the configuration in case it was changed."""
-        body = read_json(self.record_path, FORMAT, dict)
-        added = {**session(processes), "changed": changes(body["config"], config.to_dict())}
+        body = self._record()
+        added = {**_session(processes), "changed": changes(body["config"], config.to_dict())}
         body["sessions"] = [*body["sessions"], added]
-        atomic_write(self.record_path, _json({**body, "config": config.to_dict()}))
+        _write_json(self.record_path, {**body, "config": config.to_dict()})
 
     def config(self) -> Config:
         """What the run is made of."""
@@ -134,17 +76,17 @@ class Run:
 
     def recipe(self) -> str | None:
         """The recipe it was started with."""
-        name: str | None = read_json(self.record_path, FORMAT, lambda body: body["recipe"])
+        name: str | None = self._record()["recipe"]
         return name
 
     def start(self) -> dict[str, Any] | None:
         """What is recorded of the weights it started from, if it did."""
-        found: dict[str, Any] | None = read_json(self.record_path, FORMAT, lambda body: body.get("start"))
+        found: dict[str, Any] | None = self._record().get("start")
         return found
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write how good it became: the sign that it is finished."""
-        atomic_write(self.result_path, _json({"format": RESULT_FORMAT, **result}))
+        _write_json(self.result_path, {"format": RESULT_FORMAT, **result})
 
     def result(self) -> dict[str, Any] | None:
         """How good it became, or None if it is not finished."""
@@ -152,17 +94,15 @@ class Run:
             return None
         return read_json(self.result_path, RESULT_FORMAT, lambda body: {k: v for k, v in body.items() if k != "format"})
 
+    def _record(self) -> dict[str, Any]:
+        return read_json(self.record_path, FORMAT, dict)
+
 
 def default_folder(recipe: str, plain: Config, config: Config) -> Path:
-    """`runs/cifar100-neutreno-0.6-seed0`: the recipe, every field in which the run differs from it, and the seed.
-
-    Args:
-        recipe: its name.
-        plain: its configuration.
-        config: the run's.
-    """
+    """`runs/cifar100-neutreno-0.6-seed0`: the recipe, every field in which the run differs from it, and the seed."""
+    hidden = incidental_fields(config) | {"loop.seed"}
     differing = changes(plain.to_dict(), config.to_dict())
-    words = ",".join(_word(name, new) for name, (_, new) in differing.items() if name not in INCIDENTAL)
+    words = ",".join(_word(name, new) for name, (_, new) in differing.items() if name not in hidden)
     return Path("runs") / "-".join(filter(None, [recipe, in_a_name(words), f"seed{config.loop.seed}"]))
 
 
@@ -182,7 +122,7 @@ def _word(name: str, value: Any) -> str:
     return f"{field}={','.join(map(str, value)) if isinstance(value, list) else value}"
 
 
-def session(processes: int) -> dict[str, Any]:
+def _session(processes: int) -> dict[str, Any]:
     """When, with what and on what a run was started or went on."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -202,20 +142,24 @@ def command_line() -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that has a hand in the numbers."""
-    own = {"acutance": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    return own | {name: found for name in PACKAGES if (found := _version_of(name))}
+    """Of everything that influences the numbers."""
+    found = {"acutance": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def hardware() -> dict[str, Any]:
     """What it ran on, without naming the machine."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "machine": platform.machine(),
         "system": platform.system(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
     }
 
@@ -224,9 +168,14 @@ def git_state() -> dict[str, Any] | None:
     """The commit of the sources and whether they were changed since; None for an installed package."""
     here = Path(__file__).parent
     root = _git(here, "rev-parse", "--show-toplevel") if shutil.which("git") else None
-    if root is None or Path(root) / "src" / "acutance" != here.parent:
+    if root is None or Path(root) / "src" / "acutance" not in here.parents:
         return None  # a package installed below some other repository is not of it
     return {"commit": _git(here, "rev-parse", "HEAD"), "changed": bool(_git(here, "status", "--porcelain"))}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
@@ -241,17 +190,5 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "
     return found
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _json(body: Any) -> bytes:
-    return json.dumps(body, indent=1, ensure_ascii=False).encode()
+def _write_json(path: Path, body: Any) -> None:
+    atomic_write(path, json.dumps(body, indent=1, ensure_ascii=False).encode())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from rich.console import Console
@@ -14,18 +16,18 @@ from rich.markup import escape
 
 from acutance.distributed import raise_on_all_ranks
 from acutance.errors import AcutanceError
+from acutance.files.atomic import digest
 from acutance.files.locks import held, holder
-from acutance.lab.train.config import Config
+from acutance.lab.tasks.base import STARTS
+from acutance.lab.train.checkpointer import checkpoint_paths
+from acutance.lab.train.config import Config, incidental_fields
 from acutance.lab.train.engine import Engine
-from acutance.lab.train.origin import Origin, origin_of
-from acutance.lab.train.resuming import (
-    changed_fields,
-    has_checkpoints,
-    refuse_another_run,
-    refuse_without_checkpoints,
-    refuse_without_effect,
-)
-from acutance.lab.train.run import Run
+from acutance.lab.train.initial_weights import InitialWeights, initial_weights, shown
+from acutance.lab.train.loop import Loop
+from acutance.lab.train.run import Run, changes
+
+# How far a run goes and how fast it learns: a resumed run may change these for the steps that are left.
+COURSE = re.compile(r"loop\.epochs|schedule\..*|optim\.(?!name$).*")
 
 
 def train(
@@ -49,42 +51,106 @@ def train(
         processes: how many to start on this machine, for ddp and fsdp without torchrun.
         console: where progress is shown.
     """
-    from acutance.lab.train.loop import Loop  # brings the tasks along
+    run, console = Run(Path(folder)), console or Console()
 
-    run, shown = Run(Path(folder)), console or Console()
+    def say(words: str) -> None:
+        console.print(escape(words), highlight=False, soft_wrap=True)
+
     with deterministic(config.loop.deterministic):
         engine = Engine(config.loop, device=device, processes=processes)
         try:
-            done, start = engine.on_main(lambda: _look(run, config, resume))
+            done, weights = engine.on_main(lambda: _check(run, config, resume))
             if done is not None:
                 return done
-            loop = Loop(config, run, engine, shown)  # what cannot be built leaves nothing behind
-            _refuse_own_folders(run, engine)
+            loop = Loop(config, run, engine, console)  # a run that cannot be built leaves nothing behind
+            _refuse_unshared_folder(run, engine)
             with ExitStack() as alone:
-                engine.on_main(lambda: _take(run, alone))
+                engine.on_main(lambda: _lock(run, alone))
                 if resume:
-                    step = loop.take_over()  # what does not fit is refused before anything is written
-                    engine.on_main(lambda: _go_on(run, config, (step, loop.total), engine.world, shown))
+                    step = loop.restore()  # what does not fit is refused before anything is written
+                    engine.on_main(lambda: _record_resumed(run, config, step, loop.total, engine.world, say))
                 else:
-                    engine.on_main(lambda: _begin(run, config, recipe, start, engine.world, shown))
-                    loop.take_over()
+                    engine.on_main(lambda: _record_new(run, config, recipe, weights, engine.world, say))
+                    loop.restore()
                 return loop.fit()
         finally:
             engine.close()
 
 
-def _refuse_own_folders(run: Run, engine: Engine) -> None:
-    """One process writes and all read, so a machine that has another folder by this name could never go on."""
+def _check(run: Run, config: Config, resume: bool) -> tuple[dict[str, Any] | None, InitialWeights | None]:
+    """The result of a run that has nothing left to do, and what a new one starts from."""
+    if not resume:
+        _refuse_existing(run)
+        return None, initial_weights(config.task)
+    changed = changes(run.config().to_dict(), config.to_dict())
+    if not changed and (done := run.result()) is not None:
+        return done, None
+    _refuse_another_run(run, config, changed)
+    if (run.result_path.exists() or run.model_path.exists()) and not checkpoint_paths(run.checkpoints):
+        raise AcutanceError(
+            f"{run.folder} is finished, and {run.checkpoints} holds no checkpoint to go on from: start anew with "
+            "another --out"
+        )
+    return None, None
+
+
+def _refuse_existing(run: Run) -> None:
+    if run.exists():
+        raise AcutanceError(f"{run.folder} holds a run already: --resume goes on with it, --out names another folder")
+
+
+def _refuse_another_run(run: Run, config: Config, changed: Mapping[str, list[Any]]) -> None:
+    if "optim.name" in changed:
+        old, new = changed["optim.name"]
+        raise AcutanceError(
+            f"{run.folder} is trained by {old}, whose moments {new} cannot go on from: leave optim.name as it is, or "
+            f"start anew from its weights (--set task.weights={run.model_path})"
+        )
+    free, weights = incidental_fields(config), run.start() or {}
+
+    def moved(name: str, new: str | None) -> bool:
+        """Whether initial weights have another path, but the same content."""
+        same = name in {f"task.{field}" for field in STARTS} and new is not None and Path(new).is_file()
+        return same and digest(Path(str(new))) == weights.get("sha256")
+
+    others = [name for name in changed if name not in free and not COURSE.fullmatch(name)]
+    if others := [name for name in others if not moved(name, changed[name][1])]:
+        raise AcutanceError(
+            f"{run.folder} cannot go on with {_listed(changed, others)}, which would make it another run: leave that "
+            "as it was, or begin one with another --out"
+        )
+
+
+def _refuse_unshared_folder(run: Run, engine: Engine) -> None:
+    """The main process writes and all read, so all machines must see the same folder."""
     if engine.world == 1:
         return
-    mark = engine.on_main(run.leave_mark)
+    mark = run.folder / engine.on_main(lambda: f".seen-{uuid4().hex}")
+
+    def write() -> None:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+
+    def find() -> None:
+        if not mark.exists():
+            raise AcutanceError(
+                f"{run.folder.absolute()} is not the folder that the first process writes to: all machines need the "
+                "same one, on a file system that they share. Name it with --out"
+            )
+
+    def remove() -> None:
+        mark.unlink()
+        with suppress(OSError):
+            run.folder.rmdir()
+
+    engine.on_main(write)
     try:
-        raise_on_all_ranks(lambda: run.find_mark(mark))
+        raise_on_all_ranks(find)
     finally:
-        engine.on_main(lambda: run.remove_mark(mark))
+        engine.on_main(remove)
 
 
-def _take(run: Run, alone: ExitStack) -> None:
+def _lock(run: Run, alone: ExitStack) -> None:
     """Two commands at once would write each other's checkpoints."""
     if not alone.enter_context(held(run.lock_path)):
         raise AcutanceError(
@@ -93,43 +159,29 @@ def _take(run: Run, alone: ExitStack) -> None:
         )
 
 
-def _look(run: Run, config: Config, resume: bool) -> tuple[dict[str, Any] | None, Origin | None]:
-    """The result of a run that has nothing left to do, and what a new one starts from."""
-    if not resume:
-        _refuse_second(run)
-        return None, origin_of(config.task)
-    changed = changed_fields(run, config)
-    if not changed and (done := run.result()) is not None:
-        return done, None
-    refuse_another_run(run, changed)
-    refuse_without_checkpoints(run)
-    return None, None
+def _record_new(run: Run, config: Config, recipe: str | None, weights: InitialWeights | None, world: int, say: Any):
+    _refuse_existing(run)  # begun by another command since it was checked
+    if weights is not None:
+        say(str(weights))
+    run.begin(config, recipe, world, None if weights is None else weights.to_dict())
 
 
-def _go_on(run: Run, config: Config, stands: tuple[int, int], processes: int, console: Console) -> None:
-    refuse_without_effect(run, changed_fields(run, config), *stands)
-    if not has_checkpoints(run):
-        console.print(
-            escape(f"{run.checkpoints} holds no checkpoint: starting over from step 0"),
-            highlight=False,
-            soft_wrap=True,
+def _record_resumed(run: Run, config: Config, step: int, total: int, world: int, say: Any) -> None:
+    changed = changes(run.config().to_dict(), config.to_dict())
+    allowed = set() if run.result_path.exists() else incidental_fields(config) | {"loop.epochs"}
+    if step >= total and (idle := [name for name in changed if name not in allowed]):
+        raise AcutanceError(
+            f"nothing is left to train: {run.folder} is at step {step} of {total}, so {_listed(changed, idle)} would "
+            "change its record alone. Leave that as it was, or set more epochs (--set loop.epochs=…)"
         )
+    if not checkpoint_paths(run.checkpoints):
+        say(f"{run.checkpoints} holds no checkpoint: starting over from step 0")
     run.result_path.unlink(missing_ok=True)  # a finished run that is made longer is unfinished again
-    run.go_on(config, processes)
+    run.go_on(config, world)
 
 
-def _begin(
-    run: Run, config: Config, recipe: str | None, start: Origin | None, processes: int, console: Console
-) -> None:
-    _refuse_second(run)  # begun by another command since it was looked at
-    if start is not None:
-        console.print(escape(str(start)), highlight=False, soft_wrap=True)
-    run.begin(config, recipe, processes, None if start is None else start.to_dict())
-
-
-def _refuse_second(run: Run) -> None:
-    if run.exists():
-        raise AcutanceError(f"{run.folder} holds a run already: --resume goes on with it, --out names another folder")
+def _listed(changed: Mapping[str, list[Any]], names: Iterable[str]) -> str:
+    return ", ".join(f"{name} {shown(changed[name][1])} instead of {shown(changed[name][0])}" for name in names)
 
 
 @contextmanager

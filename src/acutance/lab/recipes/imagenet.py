@@ -1,0 +1,104 @@
+"""DeiT on ImageNet (https://arxiv.org/abs/2012.12877)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from acutance.lab.tasks.imagenet import ImageNetConfig
+from acutance.lab.train.config import Config, LoopConfig, OptimConfig, ScheduleConfig
+from acutance.models import ViTConfig
+
+EPOCHS = 300
+BATCH = 1024
+TRAINED = "runs/deit_tiny-seed0/model.safetensors"  # where `acutance train deit_tiny` leaves its model
+
+
+def deit_tiny() -> Config:
+    """DeiT-tiny/16 on ImageNet, 224×224, 300 epochs: the baseline of NeuTRENO's Table 1.
+
+    Published (https://arxiv.org/abs/2312.00751): 72.17 % top-1, 91.02 % top-5; with NeuTRENO 73.01 / 91.56, with
+    FeatScale 72.35 / 91.22, with both 73.23 / 91.73. Not measured here yet.
+
+    Differences to DeiT's public code: bfloat16 in place of float16 with loss scaling; the rate moves at the start of
+    each epoch, without that code's quirk of running the first two at the warm-up's start. All training images are used,
+    the held-out slice too, since nothing is chosen; the score to report is that of the last weights on the test set.
+
+    Needs ImageNet (train/ and val/, a folder per class, or shards) and GPUs: 384 million images go forward and back.
+
+    Time: not measured. Divide the images by the images/s of your GPU (`acutance bench --only steps-224`, batch over
+    time of a step), and by the number of GPUs; decoding may be slower, and `acutance train` shows the time left.
+
+        acutance train deit_tiny --data-dir /data/imagenet
+        acutance train deit_tiny --data-dir /data/imagenet --set task.model.mitigation=neutreno:0.6
+        torchrun --nproc-per-node 4 -m acutance train deit_tiny --data-dir /data/imagenet
+        acutance evaluate runs/deit_tiny-seed0
+    """
+    model = ViTConfig(image_size=224, patch_size=16, num_classes=1000, dim=192, depth=12, heads=3, drop_path=0.1)
+    return Config(
+        task=ImageNetConfig(
+            model=model, train_on="all"
+        ),  # with DeiT's augmentation, every image three times in a batch
+        optim=OptimConfig(name="adamw", lr=5e-4 * BATCH / 512, weight_decay=0.05),
+        schedule=ScheduleConfig(name="cosine", warmup=5, start=1e-6, final=1e-5, per="epoch", warmup_inside=True),
+        loop=LoopConfig(
+            epochs=EPOCHS, batch_size=BATCH, precision="bf16", compile=True, checkpoint_every=1000, evaluate_every=10
+        ),
+    )
+
+
+def deit_small() -> Config:
+    """DeiT-small/16 on ImageNet, 224×224, 300 epochs: the baseline of NeuTRENO's Table 7.
+
+    Published (https://arxiv.org/abs/2312.00751): 79.97 % top-1, 95.05 % top-5; with NeuTRENO 80.68 / 95.30, with
+    FeatScale 79.96 / 95.06. Not measured here yet.
+
+    Needs what `deit_tiny` needs, for some four times the parameters.
+
+    Time: not measured, and no bench has this size; `acutance train` shows images/s and the time left.
+
+        acutance train deit_small --data-dir /data/imagenet
+        acutance train deit_small --data-dir /data/imagenet --set task.model.mitigation=neutreno:0.6
+    """
+    tiny = deit_tiny()
+    return replace(tiny, task=replace(tiny.task, model=replace(tiny.task.model, dim=384, heads=6)))
+
+
+def deit_tiny_symmetric() -> Config:
+    """DeiT-tiny with symmetric attention (queries are keys) on ImageNet, 300 epochs: NeuTRENO's Table 5.
+
+    Published (https://arxiv.org/abs/2312.00751): 71.14 % top-1, 90.54 % top-5; with NeuTRENO 72.07 / 91.22. Not
+    measured here yet.
+
+    Needs what `deit_tiny` needs.
+
+    Time: not measured, and no bench has this attention; `acutance train` shows images/s and the time left.
+
+        acutance train deit_tiny_symmetric --data-dir /data/imagenet
+        acutance train deit_tiny_symmetric --data-dir /data/imagenet --set task.model.mitigation=neutreno:0.6
+    """
+    tiny = deit_tiny()
+    return replace(tiny, task=replace(tiny.task, model=replace(tiny.task.model, attention="symmetric")))
+
+
+def deit_tiny_adapt() -> Config:
+    """NeuTRENO put into a trained DeiT-tiny, which is trained on for a third of the epochs: NeuTRENO's Table 1.
+
+    Published (https://arxiv.org/abs/2312.00751): 72.63 % top-1, 91.38 % top-5, from a baseline of 72.17 / 91.02. Not
+    measured here yet. The paper says "one-third number of epochs" and no more; the rate is our choice, a tenth of that
+    of training from scratch, with the same warm-up and augmentation.
+
+    Needs ImageNet, GPUs and the weights of a DeiT-tiny: by default those of `acutance train deit_tiny`, or the
+    published .pth file. 128 million images go forward and back.
+
+    Time: not measured; a third of what `deit_tiny` takes with NeuTRENO.
+
+        acutance train deit_tiny_adapt --data-dir /data/imagenet
+        acutance train deit_tiny_adapt --data-dir /data/imagenet --set task.weights=deit_tiny_patch16_224-a1311bcf.pth
+    """
+    tiny = deit_tiny()
+    return replace(
+        tiny,
+        task=replace(tiny.task, model=replace(tiny.task.model, mitigation="neutreno:0.6"), weights=TRAINED),
+        optim=replace(tiny.optim, lr=tiny.optim.lr / 10),
+        loop=replace(tiny.loop, epochs=EPOCHS / 3),
+    )

@@ -1,0 +1,126 @@
+"""Image classification from scratch on small images: digits, Fashion-MNIST, CIFAR."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from acutance.lab.data.augment import DEIT_SMALL_IMAGES, AugmentConfig
+from acutance.lab.tasks.classification import ClassificationConfig
+from acutance.lab.train.config import Config, LoopConfig, OptimConfig, ScheduleConfig
+from acutance.models import ViTConfig
+
+VIT_TINY: dict[str, Any] = {"patch_size": 4, "dim": 192, "depth": 12, "heads": 3, "class_token": False}
+
+
+def digits() -> Config:
+    """A 6-layer ViT on the embedded handwritten digits: the smallest real run.
+
+    Expect 93.3 ± 3.2 % top-1 on the held-out slice of the training set (139 images; seeds 0, 1, 2: 96.4, 93.5, 89.9).
+    It shows every part of the loop and claims nothing.
+
+    Needs nothing but a CPU core. Time: about 40 s of one x86-64 core (torch 2.13.0), of which 8 s are the start.
+
+        acutance train digits
+        acutance train digits --set loop.seed=1 --set task.model.mitigation=neutreno:0.6
+    """
+    model = ViTConfig(image_size=8, patch_size=2, in_chans=1, num_classes=10, dim=48, depth=6, heads=3, mlp_ratio=2.0)
+    augment = AugmentConfig(crop_pad=1, smoothing=0.1)
+    return Config(
+        task=ClassificationConfig(dataset="digits", model=model, augment=augment, xavier=True),
+        optim=OptimConfig(lr=2e-3, weight_decay=0.05, clip=1.0),
+        schedule=ScheduleConfig(warmup=2.0),
+        loop=LoopConfig(epochs=20, batch_size=64, ema=0.98, monitor_every=100, checkpoint_every=100, evaluate_every=4),
+    )
+
+
+def cifar100() -> Config:
+    """ViT-Ti/4 on CIFAR-100 at 32×32, from scratch, with a strong recipe: 100 epochs of DeiT's augmentation.
+
+    Expect 74.49 ± 0.23 % top-1 on the test set and with NeuTRENO (λ̃ = 0.6) 75.29 ± 0.15 %, trained on all images (mean
+    and standard deviation of seeds 0, 1, 2; docs/evidence/cifar100). Published by others
+    (https://arxiv.org/abs/2401.04301, poster): ViT-Ti 66.78 ± 0.1 %, ViT-Ti⁺ 64.34 ± 0.3 %, ViT-Ti⁻ 66.62 ± 0.3 %, with
+    an image size and a patch that are unstated; the spectra (eigen) have not been measured here yet.
+
+    Choices are made on the held-out slice; for a result, `--set task.train_on=all` and the test set.
+
+    Needs `cifar-100-python/` and one GPU; 5 million images go forward and back, which are held and augmented there.
+
+    Time: 93 s of the loop on one H200 (torch 2.11.0) at 71,224 images/s, with NeuTRENO 94 to 98 s at 68,655 images/s,
+    about 20 s of them before step 50; the first run of all, which compiled everything, took 141 s. Spectra (eigen) have
+    not been timed, nor tried with `loop.graph`; `acutance bench --only eigen` times polar, householder and qr.
+
+        acutance train cifar100 --data-dir /data --set task.train_on=all
+        acutance train cifar100 --data-dir /data --set task.train_on=all --set task.model.mitigation=neutreno:0.6
+        acutance train cifar100 --data-dir /data --set task.model.mitigation=eigen:negative --set loop.graph=false
+        acutance evaluate runs/cifar100-train_on=all-seed0
+    """
+    model = ViTConfig(image_size=32, num_classes=100, drop_path=0.1, stream="autocast", **VIT_TINY)
+    return Config(
+        task=ClassificationConfig(dataset="cifar100", model=model, augment=DEIT_SMALL_IMAGES, compile_augment=True),
+        optim=OptimConfig(name="muon", lr=2e-3, weight_decay=0.05, clip=1.0),
+        schedule=ScheduleConfig(name="cosine", warmup=5, start=1e-6, final=1e-5),
+        loop=LoopConfig(
+            epochs=100, batch_size=512, precision="bf16", compile=True, graph=True, checkpoint_every=1000,
+            evaluate_every=10,
+        ),
+    )  # fmt: skip
+
+
+def cifar10() -> Config:
+    """ViT-Ti/4 on CIFAR-10 at 32×32, from scratch, with the recipe of `cifar100`.
+
+    No figure of either paper belongs to it (their CIFAR-10 is `cifar10_kernel`). Not measured here yet.
+
+    Needs `cifar-10-batches-py/` and one GPU; 5 million images go forward and back.
+
+    Time: not measured; model, images and steps are those of `cifar100`.
+
+        acutance train cifar10 --data-dir /data --set task.train_on=all
+        acutance train cifar10 --data-dir /data --set task.train_on=all --set task.model.mitigation=neutreno:0.6
+    """
+    strong = cifar100()
+    model = replace(strong.task.model, num_classes=10)
+    return replace(strong, task=replace(strong.task, dataset="cifar10", model=model))
+
+
+def cifar10_kernel() -> Config:
+    """A 12-layer Transformer with kernel attention on CIFAR-10: NeuTRENO's Table 8.
+
+    Published (https://arxiv.org/abs/2312.00751): 75.89 %, with NeuTRENO 76.75 %. Not measured here yet. The paper says
+    neither which kernel nor which training; chosen here are the RBF kernel and the recipe of `cifar10`, so expect more
+    than 75.89 %. The other kernels are one field away: softmax, linear, polynomial.
+
+    Needs `cifar-10-batches-py/` and one GPU; 5 million images go forward and back.
+
+    Time: not measured, and no bench has this kernel; `acutance train` shows images/s and the time left.
+
+        acutance train cifar10_kernel --data-dir /data --set task.train_on=all
+        acutance train cifar10_kernel --data-dir /data --set task.train_on=all --set task.model.mitigation=neutreno:0.6
+        acutance train cifar10_kernel --data-dir /data --set task.model.attention=linear
+    """
+    softmax = cifar10()
+    return replace(softmax, task=replace(softmax.task, model=replace(softmax.task.model, attention="rbf")))
+
+
+def fashion_mnist() -> Config:
+    """ViT-Ti/4 on Fashion-MNIST at 28×28: a quick real run where CIFAR is not at hand.
+
+    No figure of either paper belongs to it. Not measured here yet. Augmentation is milder than CIFAR's, since colour
+    and most turns mean nothing here.
+
+    Needs `fashion-mnist/` (the four idx files) and one GPU; 3 million images go forward and back.
+
+    Time: not measured; `acutance train` shows images/s and the time left.
+
+        acutance train fashion_mnist --data-dir /data --set task.train_on=all
+    """
+    strong = cifar10()
+    model = replace(strong.task.model, image_size=28, in_chans=1)
+    mild = AugmentConfig(crop_pad=2, flip=0.5, erase=0.25, mixup=0.2, smoothing=0.1)
+    return replace(
+        strong,
+        task=replace(strong.task, dataset="fashion_mnist", model=model, augment=mild),
+        schedule=replace(strong.schedule, warmup=5),
+        loop=replace(strong.loop, epochs=50),
+    )

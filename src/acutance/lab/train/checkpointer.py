@@ -1,0 +1,345 @@
+"""What a run keeps: checkpoints to go on from, the best model, the last one, and how good they are.
+
+A checkpoint is whole or not there. It is checked when written and when read, and never unpickled.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as tensor_bytes
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from acutance import sites
+from acutance.distributed import raise_on_all_ranks
+from acutance.errors import AcutanceError
+from acutance.explain.steer import check_spectrum
+from acutance.files.atomic import finite
+from acutance.io.saving import save
+from acutance.lab.tasks import Task
+from acutance.lab.train.diverged import DivergedError, nonfinite_names
+from acutance.lab.train.engine import Engine
+from acutance.lab.train.optim import persistent
+from acutance.lab.train.run import Run
+from acutance.lab.train.step import TrainStep
+from acutance.measure.monitor import own_randomness
+from acutance.mitigations import eigen_of
+from acutance.models import BlockStack
+
+FORMAT = "acutance-checkpoint/1"
+MANIFEST = "checkpoint.json"
+MODEL, OPTIMISER, EMA = "model.safetensors", "optimiser.safetensors", "ema.safetensors"
+NAME = re.compile(r"step-(\d{9})")
+
+Tensors = Mapping[str, Mapping[str, Tensor]]  # by file, then by name
+
+
+class DamagedError(AcutanceError):
+    """A checkpoint is not what was written."""
+
+
+def checkpoint_paths(folder: Path) -> list[Path]:
+    """A run's checkpoints, newest first, unchecked."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in found if NAME.fullmatch(path.name)), reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """After how many steps a checkpoint was written."""
+    return int(path.name.removeprefix("step-"))
+
+
+def write_checkpoint(folder: Path, step: int, tensors: Tensors, notes: Mapping[str, Any], keep_last: int) -> None:
+    """Add a checkpoint to a run's. Older ones go only once it has been read back; the newest `keep_last` stay."""
+    path = folder / f"step-{step:09d}"
+    if not path.exists():
+        _write(path, tensors, notes)
+    for old in checkpoint_paths(folder)[keep_last:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(folder: Path, tensors: Tensors, notes: Mapping[str, Any]) -> None:
+    """Write beside the place, flush to disk, move there, read back.
+
+    Whatever goes wrong before the rename (a full disk, Ctrl-C, a crash) leaves nothing at `folder`.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".writing-{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+    try:
+        temporary.mkdir()
+        files = {}
+        for name, content in tensors.items():
+            body = tensor_bytes({key: value.contiguous() for key, value in content.items()})
+            files[name] = {"sha256": hashlib.sha256(body).hexdigest(), "bytes": len(body)}
+            _write_through(temporary / name, body)
+        manifest = {"format": FORMAT, "files": files, "notes": notes}
+        _write_through(temporary / MANIFEST, json.dumps(manifest, indent=1, allow_nan=False).encode())
+        _flush_folder(temporary)
+        temporary.rename(folder)
+        _flush_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    try:
+        _checked_manifest(folder)
+    except DamagedError as error:  # a disk that says it wrote and did not
+        shutil.rmtree(folder, ignore_errors=True)
+        raise OSError(errno.EIO, f"what was written reads back wrong ({error})", str(folder)) from error
+
+
+def read_checkpoint(folder: Path) -> tuple[Tensors, dict[str, Any]]:
+    """Tensors and notes; raises `DamagedError` if anything is missing, cut off, changed or no tensor file."""
+    manifest = _checked_manifest(folder)
+    try:
+        return {name: load_file(folder / name) for name in manifest["files"]}, manifest["notes"]
+    except (OSError, SafetensorError, ValueError) as error:
+        raise DamagedError(f"{folder}: not a safetensors file, and nothing else is ever read: {error}") from error
+
+
+def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that is whole, and what was wrong with newer ones, which are renamed to `damaged-…`.
+
+    Where none is whole, all stay where they are: without them the run would look as if it had never had any.
+    """
+    damaged: dict[Path, DamagedError] = {}
+    for path in checkpoint_paths(folder):
+        try:
+            read_checkpoint(path)
+        except DamagedError as error:
+            damaged[path] = error
+            continue
+        complaints = []
+        for bad, error in damaged.items():
+            aside = bad.with_name(f"damaged-{bad.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            bad.rename(aside)
+            complaints.append(f"{error}; put aside as {aside.name}")
+        return path, complaints
+    return None, [str(error) for error in damaged.values()]
+
+
+def _checked_manifest(folder: Path) -> Any:
+    """The manifest, if all files are what it says. What may not be read, or only by another version, is not damaged."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        if manifest["format"] != FORMAT:
+            raise AcutanceError(
+                f"{folder} has the format {manifest['format']!r} and this version of Acutance reads {FORMAT!r}: go on "
+                "with the version that wrote it"
+            )
+        for name, expected in manifest["files"].items():
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise DamagedError(f"{folder}: {name!r} is no name of a tensor file")
+            with (folder / name).open("rb") as file:
+                digest, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
+            if size != expected["bytes"]:
+                raise DamagedError(f"{folder}: {name} has {size} bytes of {expected['bytes']}")
+            if digest != expected["sha256"]:
+                raise DamagedError(f"{folder}: {name} was changed after it was written (its checksum differs)")
+        if not isinstance(manifest["notes"], dict):
+            raise DamagedError(f"{folder}: its notes are no table")
+    except PermissionError as error:
+        raise AcutanceError(f"{folder} may not be read by this user: {error}") from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{folder}: unreadable: {error!r}") from error
+    return manifest
+
+
+def _write_through(path: Path, body: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(body)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    """So that the names in it survive a power cut too."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class Checkpointer:
+    """Every process calls every method, since sharded tensors need all of them. The main one writes.
+
+    Tensors are saved whole, so that a run can go on with another number of processes or another strategy.
+    """
+
+    def __init__(self, engine: Engine, run: Run, task: Task[Any], train_step: TrainStep, keep_last: int) -> None:
+        self._engine, self._run, self._task, self._train_step = engine, run, task, train_step
+        self._keep_last = keep_last
+        self.best: dict[str, Any] | None = None  # step and score
+        self.scores: dict[str, float] = {}  # of the last evaluation
+
+    def newest(self) -> Path | None:
+        """Where the newest checkpoint lies, unchecked."""
+        return self._engine.on_main(lambda: next(iter(checkpoint_paths(self._run.checkpoints)), None))
+
+    def restore(self, say: Callable[[str], None] = lambda words: None) -> int:
+        """Restore the newest checkpoint that is whole, saying what was wrong with newer ones; gives its step."""
+        path, complaints = self._engine.on_main(lambda: newest_whole(self._run.checkpoints))
+        for complaint in complaints:
+            say(f"damaged checkpoint {complaint}")
+        if path is None:
+            raise AcutanceError(
+                f"none of the checkpoints in {self._run.checkpoints} is whole: start anew in another folder, "
+                "without --resume"
+            )
+        tensors, notes = raise_on_all_ranks(lambda: read_checkpoint(path))
+        restore_state(self._train_step, tensors)
+        self.best = notes["best"]
+        self.scores = {name: math.nan if score is None else score for name, score in notes["scores"].items()}
+        return step_of(path)
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint, unless the weights hold a NaN or an infinity: then the last good one stays the last."""
+        tensors, folder, last = gather_state(self._train_step), self._run.checkpoints, self.newest()
+        notes = {"step": step, "best": self.best, "scores": finite(self.scores), "processes": self._engine.world}
+
+        def write() -> list[str]:
+            bad = nonfinite_names(tensors[MODEL])
+            if not bad:
+                write_checkpoint(folder, step, tensors, notes, self._keep_last)
+            return bad
+
+        with self.writing(f"the checkpoint of step {step}"):
+            bad = self._engine.on_main(write)
+        if bad:
+            raise DivergedError(
+                f"after step {step}, whose loss was finite, {', '.join(bad[:3])} hold no numbers any more: the "
+                f"gradient overflowed. The last good checkpoint is {last}. Lower optim.lr or set optim.clip"
+            )
+
+    @contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """Inside, a disk that is full or gone is reported, with what is left to go on from."""
+        try:
+            yield
+        except OSError as error:
+            last = next(iter(checkpoint_paths(self._run.checkpoints)), None)
+            left = "No checkpoint was saved yet" if last is None else f"The last good checkpoint is {last}, untouched"
+            raise AcutanceError(
+                f"{what} could not be written: {error}. {left}. Make room first. {self._run.how_to_go_on()}"
+            ) from error
+
+    def save_if_best(self, step: int, scores: dict[str, float]) -> None:
+        """Export the model if it is the best so far."""
+        self.scores = scores
+        score, sign = scores[self._task.headline], 1 if self._task.higher_is_better else -1
+        if math.isfinite(score) and (self.best is None or sign * score > sign * self.best["score"]):
+            self.best = {"step": step, "score": score}
+            self._export(self._run.best_path)
+
+    def finish(self, step: int, scores: dict[str, float]) -> dict[str, Any]:
+        """Export the last model and write the result."""
+        self._export(self._run.model_path, last=True)
+        result = {"step": step, "scores": finite(scores), "headline": self._task.headline, "best": self.best}
+        with self.writing("the result"):
+            self._engine.on_main(lambda: self._run.write_result(result))
+        return result
+
+    def _export(self, path: Path, *, last: bool = False) -> None:
+        """As a model that `acutance.load` reads; the mean of the weights where there is one."""
+        tensors = gather_state(self._train_step)
+
+        def write() -> None:
+            with own_randomness():
+                model: nn.Module = self._task.bare_model()
+            _copy(persistent(model), {**tensors[MODEL], **tensors.get(EMA, {})})
+            save(model, path)
+            if last:
+                self._check_spectra(model)
+
+        with self.writing(str(path)):
+            self._engine.on_main(write)
+
+    def _check_spectra(self, model: nn.Module) -> None:
+        """Warn of steered layers whose spectrum has crossed the bound, at the μ_min attention has on the probe."""
+        for part, module in model.named_modules():
+            if isinstance(module, BlockStack) and any(eigen_of(site.mitigation) for site in sites.find(module)):
+                without = type(self._task).inputs is Task.inputs  # then μ_min is taken as 0
+                check_spectrum(model, batch=None if without else self._task.probe(), part=part)
+
+
+def gather_state(train_step: TrainStep) -> dict[str, dict[str, Tensor]]:
+    """Weights, moments and running mean on the CPU, whole, by file and name."""
+    moments = {
+        f"{name}/{key}": value
+        for name, parameter in _optimised(train_step)
+        for key, value in train_step.optimiser.state.get(parameter, {}).items()
+    }
+    parts = {MODEL: persistent(train_step.model), OPTIMISER: moments}
+    if train_step.ema is not None:
+        parts[EMA] = train_step.ema.mean
+    return {file: {name: _whole(value.detach()).cpu() for name, value in part.items()} for file, part in parts.items()}
+
+
+def restore_state(train_step: TrainStep, tensors: Tensors) -> None:
+    """The inverse of `gather_state`."""
+    _copy(persistent(train_step.model), tensors[MODEL])
+    found: dict[str, dict[str, Tensor]] = {}
+    for full_name, value in tensors[OPTIMISER].items():
+        name, _, key = full_name.rpartition("/")
+        found.setdefault(name, {})[key] = value
+    state = {
+        index: {key: _like(value, parameter) for key, value in found[name].items()}
+        for index, (name, parameter) in enumerate(_optimised(train_step))
+        if name in found
+    }
+    groups = train_step.optimiser.state_dict()["param_groups"]
+    train_step.optimiser.load_state_dict({"state": state, "param_groups": groups})  # which places each counter
+    if train_step.ema is not None:
+        if EMA not in tensors:
+            raise AcutanceError("the checkpoint has no running mean of the weights: leave loop.ema unset, as it was")
+        _copy(train_step.ema.mean, tensors[EMA])
+
+
+def _optimised(train_step: TrainStep) -> Iterator[tuple[str, Tensor]]:
+    """Names and parameters in the optimiser's order."""
+    names = {parameter: name for name, parameter in train_step.model.named_parameters()}
+    for group in train_step.optimiser.param_groups:
+        yield from ((names[parameter], parameter) for parameter in group["params"])
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@torch.no_grad()
+def _copy(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    if own.keys() != tensors.keys():
+        other = sorted(own.keys() ^ tensors.keys())
+        raise AcutanceError(
+            f"the checkpoint is of another model: {', '.join(other[:4])}{' …' if len(other) > 4 else ''} are in one of "
+            "them only. Go on with the configuration it was trained with, or start anew in another folder"
+        )
+    for name, value in own.items():
+        if value.shape != tensors[name].shape:
+            raise AcutanceError(f"{name} is {tuple(tensors[name].shape)} in the checkpoint, {tuple(value.shape)} here")
+        value.copy_(_like(tensors[name], value))
+
+
+def _like(value: Tensor, other: Tensor) -> Tensor:
+    """Where the other is, and sharded like it if it has the same shape; a counter stays as it is."""
+    if value.shape != other.shape:
+        return value
+    if not isinstance(other, DTensor):
+        return value.to(other.device)
+    return distribute_tensor(value.to(other.device), other.device_mesh, other.placements)

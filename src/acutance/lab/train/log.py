@@ -1,0 +1,182 @@
+"""What a run tells: lines of JSON, TensorBoard, a progress bar, the attention back-end; and the wish to stop it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
+
+from acutance.errors import AcutanceError, MissingExtraError
+from acutance.files.atomic import atomic_write, finite
+from acutance.measure.monitor import own_randomness
+from acutance.sites.structure import shards_put_back
+
+SECONDS_BETWEEN_LINES = 60
+BACKENDS = {
+    SDPBackend.MATH: "SDPA math (forms the matrix)",
+    SDPBackend.FLASH_ATTENTION: "SDPA flash",
+    SDPBackend.EFFICIENT_ATTENTION: "SDPA memory-efficient",
+    SDPBackend.CUDNN_ATTENTION: "SDPA cuDNN",
+}
+NO_SDPA = "no SDPA: tiles and sums of our own"
+
+
+class Log:
+    """Appends to `log.jsonl` and to TensorBoard; what an earlier, interrupted run wrote after `step` is dropped."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            raise MissingExtraError("TensorBoard is not installed: pip install 'acutance[train]'") from error
+        self.path = folder / "log.jsonl"
+        if self.path.exists():
+            kept = [json.dumps(line) + "\n" for line in read_log(folder) if line["step"] <= step]
+            atomic_write(self.path, "".join(kept).encode())
+        self._board: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self.close = self._board.close
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One line, and one point for each of them."""
+        with self.path.open("ab") as file:
+            file.write(json.dumps({"step": step, **finite(values)}).encode() + b"\n")
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+        self._board.flush()
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log; one that a crash cut off is left out."""
+    path = folder / "log.jsonl"
+    if not path.is_file():
+        raise AcutanceError(f"there is no {path}: {folder} is no run, or it has not logged yet")
+    *lines, _unfinished = path.read_bytes().split(b"\n")
+    return [json.loads(line) for line in lines]
+
+
+class Bar:
+    """Progress with the loss, throughput and the time left; in processes other than the main one, nothing.
+
+    Where there is no terminal, as in a batch job, it is a line every minute.
+    """
+
+    def __init__(self, console: Console, *, first: int, total: int, unit: str, shown: bool) -> None:
+        speed, left = TextColumn("{task.fields[speed]}"), TextColumn("left")
+        columns = BarColumn(), MofNCompleteColumn(), speed, TimeElapsedColumn(), left, TimeRemainingColumn()
+        self._progress = Progress(TextColumn("{task.description}"), *columns, console=console, disable=not shown)
+        self._unit, self._units, self._since = unit, 0, time.perf_counter()
+        self._lines = console if shown and not (console.is_terminal or console.is_jupyter) else None
+        self._told = time.monotonic()
+        self._task = self._progress.add_task("training", total=total, completed=first, speed="")
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def advance(self, units: int) -> None:
+        """One step further, with so many units more handed to the device."""
+        self._units += units
+        self._progress.advance(self._task)
+
+    def speed(self) -> float:
+        """Units a second since it was last asked; to be asked when the device has finished."""
+        now = time.perf_counter()
+        speed = self._units / max(now - self._since, 1e-9)
+        self._units, self._since = 0, now
+        return speed
+
+    def skip(self, since: float) -> None:
+        """Do not count the time since then: an evaluation, a checkpoint."""
+        self._since += time.perf_counter() - since
+
+    def tell(self, epoch: float, loss: float, speed: float) -> None:
+        """What is known since the last log point."""
+        words = f"{speed:,.0f} {self._unit}/s"
+        self._progress.update(self._task, description=f"epoch {epoch:.2f}  loss {loss:.4f}", speed=words)
+        if self._lines is not None and time.monotonic() - self._told >= SECONDS_BETWEEN_LINES:
+            self._told = time.monotonic()
+            task = self._progress.tasks[self._task]
+            left = "" if task.time_remaining is None else f"  {timedelta(seconds=int(task.time_remaining))} left"
+            line = f"step {task.completed:.0f} of {task.total:.0f}  {task.description}  {words}{left}"
+            self._lines.print(line, highlight=False, soft_wrap=True)
+
+
+class StoppedError(AcutanceError):
+    """Training was stopped on request; the message says how to go on."""
+
+
+class Interrupt:
+    """Inside, the first SIGINT or SIGTERM sets `wanted`; a second SIGINT is an ordinary KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        # torchrun passes a Ctrl-C on as SIGTERM, after the terminal sent SIGINT: only a second SIGINT is impatience.
+        if self.wanted and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.wanted = True
+
+
+def attention_backend(model: nn.Module, forward: Callable[[], object]) -> str:
+    """Which SDPA back-end an uncompiled model uses, in words.
+
+    `forward` calls the model on a training batch. It runs once without gradients and leaves no trace in the model.
+    """
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    seen = _BackendCounter()
+    with own_randomness(), shards_put_back(model), torch.no_grad(), seen:
+        forward()
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)
+    return ", ".join(f"{words} for {count} × {shape}" for (words, shape), count in seen.calls.items()) or NO_SDPA
+
+
+class _BackendCounter(TorchFunctionMode):
+    """Counts what scaled_dot_product_attention chooses at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[tuple[str, str]] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self._count(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> None:
+        """As in training: cast by autocast, and with a gradient, which some back-ends cannot give."""
+        if torch.is_autocast_enabled(q.device.type):
+            q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        choice = torch._fused_sdp_choice(q, k, v, *args, **kwargs)
+        shape = f"{tuple(q.shape)} {str(q.dtype).removeprefix('torch.')}"
+        self.calls[BACKENDS.get(SDPBackend(choice), str(choice)), shape] += 1

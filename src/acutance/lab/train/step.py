@@ -1,0 +1,229 @@
+"""One optimiser step, from a global batch to new weights. What is random in it is a function of (seed, step)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from acutance.distributed import raise_on_all_ranks
+from acutance.errors import AcutanceError, first_line
+from acutance.lab.data.seeds import mixed_seed
+from acutance.lab.tasks import BatchSlice, Task
+from acutance.lab.train.config import Config
+from acutance.lab.train.engine import Engine
+from acutance.lab.train.optim import Ema, build_optimiser, set_learning_rate
+
+T = TypeVar("T")
+Parts = tuple[Any, ...]  # this process's slices of a global batch, whose gradients are added up
+# Steps in which kernels are compiled and chosen and the optimiser makes its moments. In the last one waiting is refused
+# before it is too late: after a capture that failed, torch 2.11 draws no random numbers in this process any more.
+WARM_UP = 3
+
+
+class TrainStep:
+    """The model of a task, what trains it, and the step itself.
+
+    Args:
+        config: of the run.
+        engine: the processes.
+        task: what is learnt.
+        bare: the weights are restored afterwards, so the run's initial weights are not read.
+
+    Attributes:
+        model: as it was built, on its device, sharded in place.
+        wrapped: what is called in training.
+        slices: of every global batch, this process's.
+        graph: whether the step is replayed from a CUDA graph.
+    """
+
+    def __init__(self, config: Config, engine: Engine, task: Task[Any], *, bare: bool = False) -> None:
+        loop, count = config.loop, engine.world * config.loop.accumulate
+        self.config, self.engine, self.task = config, engine, task
+        if loop.batch_size % count:
+            raise AcutanceError(
+                f"a batch of {loop.batch_size} cannot be cut into {engine.world} processes × {loop.accumulate} parts: "
+                f"choose a loop.batch_size that {count} divides"
+            )
+        # In the order in which one process would take them all.
+        self.slices = [BatchSlice(engine.rank * loop.accumulate + part, count) for part in range(loop.accumulate)]
+        torch.manual_seed(mixed_seed(loop.seed))
+        self.model: nn.Module = raise_on_all_ranks(task.bare_model if bare else task.build_model).train()
+        self.wrapped = engine.wrap(self.model)
+        alone = engine.strategy == "single" and len(self.slices) == 1
+        self.graph = loop.graph and engine.device.type == "cuda" and alone
+        # After sharding, which replaces the parameters.
+        self.optimiser = build_optimiser(self.model, config.optim, graph=self.graph)
+        self.ema = None if loop.ema is None else Ema(self.model, loop.ema)
+        self._graphed: CUDAGraphStep | None = None
+
+    def __call__(self, step: int, parts: Parts, rate: float) -> Tensor:
+        """One step at this learning rate; the loss stays on the device, until the next step."""
+        set_learning_rate(self.optimiser, rate)
+        if not self.graph:
+            return self._update(parts, step)
+        if self._graphed is None:
+            self._graphed = CUDAGraphStep(self._update)
+        self._seed(step, self.slices[0])
+        return self._graphed(parts)
+
+    def batches(self, first_step: int) -> Iterator[Parts]:
+        """This process's slices of global batch `first_step`, the next, and so on without end."""
+        size, device = self.config.loop.batch_size, self.engine.device
+        parts = zip(*(self.task.batches(size, first_step, part) for part in self.slices), strict=True)
+        return prefetch(parts, device) if self.task.made_on_device and device.type == "cuda" else parts
+
+    def drop_graph(self) -> None:
+        """Weights or moments were replaced, which a CUDA graph would not notice."""
+        self._graphed = None
+
+    def losses(self, step: int, parts: Parts) -> Tensor:
+        """Of the slices, by the bare model, as they are in this step of training."""
+        found = []
+        for part, batch in zip(self.slices, parts, strict=True):
+            self._seed(step, part)
+            with self.engine.precision():
+                found.append(self.task.loss(self.model, batch))
+        return torch.stack(found)
+
+    def _update(self, parts: Parts, step: int | None = None) -> Tensor:
+        """Without a step the random state is left as it is: a CUDA graph cannot set it."""
+        total = torch.zeros((), device=self.engine.device)
+        for part, batch in zip(self.slices, parts, strict=True):
+            if step is not None:
+                self._seed(step, part)
+            with self.engine.no_sync(self.wrapped, enabled=part is not self.slices[-1]):
+                loss = self.task.loss(self.wrapped, batch) / len(parts)
+                self.engine.backward(loss)
+            total += loss.detach()
+        if self.config.optim.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        if self.ema is not None:
+            self.ema.update()
+        return total
+
+    def _seed(self, step: int, part: BatchSlice) -> None:
+        """Dropout and stochastic depth of a slice are the same in whichever process it is."""
+        torch.manual_seed(mixed_seed(self.config.loop.seed, step, part.index))
+
+
+class CUDAGraphStep:
+    """A function of a batch on a GPU that is captured on its fourth call and replayed from then on.
+
+    The host launches one graph instead of a thousand kernels. The function may change weights and draw random numbers,
+    which follow from `torch.manual_seed` as they do without a graph. It must not wait for the device, and batches must
+    have one shape.
+    """
+
+    def __init__(self, function: Callable[[Any], Tensor]) -> None:
+        self._function = function
+        self._stream = torch.cuda.Stream()  # a capture may not be made on the default stream, nor warmed up there
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._batch: Any = None
+        self._loss: Tensor
+
+    def __call__(self, batch: Any) -> Tensor:
+        """The loss; it is overwritten by the next call."""
+        self._copy_in(batch)
+        self._calls += 1
+        if self._calls < WARM_UP:
+            return self._aside()
+        if self._calls == WARM_UP:
+            with _explained("--set loop.graph=false trains without"), _waiting_refused():
+                return self._aside()
+        if self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            # Threads that load data may use the device meanwhile.
+            capture = torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local")
+            with _explained("--set loop.graph=false trains without, in a new process"), capture:
+                self._loss = self._function(self._batch)
+        self._graph.replay()
+        return self._loss
+
+    def _copy_in(self, batch: Any) -> None:
+        """Into the memory that the graph reads from; compiled code sees it from the first call on."""
+        if self._batch is None:
+            self._batch = tree_map(lambda new: new.clone(memory_format=torch.contiguous_format), batch)
+            return
+        own, new = tree_leaves(self._batch), tree_leaves(batch)
+        before, after = ([tuple(tensor.shape) for tensor in tensors] for tensors in (own, new))
+        if before != after:
+            raise AcutanceError(
+                f"a batch of shapes {after} after batches of {before}: a CUDA graph takes one shape only. "
+                "Leave an incomplete batch out, or --set loop.graph=false"
+            )
+        torch._foreach_copy_(own, new)
+
+    def _aside(self) -> Tensor:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            loss = self._function(self._batch)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return loss
+
+
+@contextmanager
+def _explained(advice: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise AcutanceError(
+            "the step cannot be recorded as a CUDA graph: something in it waits for the device or depends on "
+            f"numbers there ({first_line(error)}). {advice}"
+        ) from error
+
+
+@contextmanager
+def _waiting_refused() -> Iterator[None]:
+    """Inside, what would make the host wait for the device raises instead."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that not all of it is found, once
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def prefetch(batches: Iterator[T], device: torch.device) -> Iterator[T]:
+    """The same batches, to the bit; a GPU makes each on a stream of its own beside the step before it.
+
+    - The stream that trains waits for a batch before it reads it.
+    - The side stream waits, before each batch, for all that was asked of the other one so far. So it is never more than
+      a batch ahead, and memory that a used batch left to it is not written to while a step still reads it: the
+      allocator gives memory of a stream to that stream alone. `record_stream` would keep memory until the host sees an
+      event, and the host is many steps ahead.
+    - A CUDA graph copies the batch into memory of its own, from a pool of its own.
+    """
+    side = _side_stream(device)
+
+    def made() -> tuple[T, torch.cuda.Event]:
+        side.wait_stream(torch.cuda.current_stream(side.device))
+        with torch.cuda.stream(side):
+            return next(batches), side.record_event()
+
+    try:
+        upcoming = made()
+        while True:
+            batch, ready = upcoming
+            upcoming = made()
+            torch.cuda.current_stream(device).wait_event(ready)
+            yield batch
+    finally:  # the last one is of no use, but still reads the data, which may now be freed
+        torch.cuda.current_stream(device).wait_stream(side)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all: what a task keeps between batches is then always in order."""
+    return torch.cuda.Stream(device)
