@@ -58,7 +58,7 @@ def train_together(rank, folder):
     fit(shared("ddp"), folder / "ddp")
     fit(shared("ddp"), folder / "ddp cut", resume=True)
     _, printed = fit(shared("fsdp"), folder / "fsdp")
-    assert ("fsdp, 2 × 1 shares" in printed) == (rank == 0)
+    assert ("fsdp, 2 × 1 parts" in printed) == (rank == 0)
     fit(shared("fsdp"), folder / "one then fsdp", resume=True)  # begun by one process
     die_in(12, shared("fsdp"), folder / "fsdp then one")
     for change, words in (("loop.seed=5", "loop.seed 5 instead of 0"), ("optim.lr=1", "nothing is left to train")):
