@@ -29,6 +29,10 @@ def set_branch(model: ViT, layer: int, H: Tensor) -> None:
         attention.proj.weight.copy_(H)
 
 
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
 class BareSite(AttentionSite):
     """Weights alone, of any shape: grouped queries, inner widths other than dim, with or without a norm."""
 
@@ -63,6 +67,15 @@ def _linear(weight: Tensor) -> Projection:
     return Projection(layer)
 
 
+def random_layer(shape: tuple[int, int, int, int], shift: float) -> BareSite:
+    """A random layer with its spectrum shifted, as far as its rank allows."""
+    site = BareSite(*shape)
+    inverse = torch.linalg.pinv(site.value).unflatten(1, (site.kv_heads, site.head_dim))
+    group = site.heads // site.kv_heads
+    site.projection = 0.4 * site.projection + shift / group * inverse.repeat_interleave(group, dim=1).flatten(1)
+    return site
+
+
 def head_matrices(site: AttentionSite) -> list[np.ndarray]:
     """H_h, each dim × dim, by the plain definition."""
     value, projection, size = site.value_weight().numpy(), site.projection_weight().numpy(), site.head_dim
@@ -73,9 +86,11 @@ def head_matrices(site: AttentionSite) -> list[np.ndarray]:
     ]
 
 
-def ordered(values: np.ndarray) -> np.ndarray:
-    """Eigenvalues in an order that rounding does not change: by real part, to nine digits, then imaginary."""
-    return np.array(sorted(values.ravel(), key=lambda z: (round(z.real, 9), round(z.imag, 9))))
+def assert_same_eigenvalues(found: np.ndarray, H: np.ndarray, atol: float = 1e-7) -> None:
+    """Zeros of a rank-deficient H come out as rounding noise of either sign; the order must not depend on it."""
+    values = [np.where(np.abs(z) < atol, 0, z) for z in (found.ravel(), np.linalg.eigvals(H))]
+    found, wanted = (np.array(sorted(z, key=lambda z: (round(z.real, 8), round(z.imag, 8)))) for z in values)
+    np.testing.assert_allclose(found, wanted, atol=atol)
 
 
 def watch(model: ViT, images: torch.Tensor) -> tuple[dict, dict]:

@@ -69,5 +69,5 @@ def explain(
             say(f"wrote {write(path)}")
     if picture_path is not None:
         default = "dominance" if spectrum.has_data else "histogram"
-        figure = spectrum.picture(cast(Any, kind or default))
+        figure = spectrum.plot(cast(Any, kind or default))
         say(f"wrote {atomic_write(picture_path, lambda path: figure.savefig(path, dpi=150))}")

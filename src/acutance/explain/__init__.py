@@ -5,21 +5,9 @@ H = W_projᵀ W_Vᵀ, whose spectrum is {1 + λ_j μ_i}. If the largest of these
 towards one another; if it belongs to another μ, they do not.
 """
 
-from acutance.explain.dominance import Dominance, Outcome, Share
-from acutance.explain.modes import LayerMode, layer_mode
-from acutance.explain.run import explain
+from acutance.explain.read import explain
 from acutance.explain.spectrum import Spectrum
-from acutance.explain.verdict import LayerSpectrum
+from acutance.explain.verdict import Dominance, LayerSpectrum, Outcome, Share
 from acutance.explain.weights import symmetry_over
 
-__all__ = [
-    "Dominance",
-    "LayerMode",
-    "LayerSpectrum",
-    "Outcome",
-    "Share",
-    "Spectrum",
-    "explain",
-    "layer_mode",
-    "symmetry_over",
-]
+__all__ = ["Dominance", "LayerSpectrum", "Outcome", "Share", "Spectrum", "explain", "symmetry_over"]

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
 from acutance.errors import AcutanceError
-from acutance.explain.cells import percent, signed, table_row
-from acutance.explain.dominance import Dominance, Outcome, Share
-from acutance.explain.statistics import rank_correlation
-from acutance.explain.verdict import LayerSpectrum, Verdict
-from acutance.files.atomic import atomic_write, read_json
+from acutance.explain.verdict import Dominance, LayerSpectrum, Outcome, Share, Verdict, rank_correlation
+from acutance.files.atomic import read_json
 from acutance.report.spectra import FELL, LayerRow, plot_spectrum, write_spectrum_page
-from acutance.report.tables import FittedTable
+from acutance.report.tables import FittedTable, Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +27,7 @@ Scope = Literal["whole", "heads"]
 
 
 @dataclass(frozen=True, eq=False)
-class Spectrum:
+class Spectrum(Result):
     """Spectra and a verdict per layer, with the context that makes them reproducible.
 
     Without data the smallest eigenvalue of A is unknown; 0 is assumed, which is about where softmax attention over
@@ -51,26 +48,19 @@ class Spectrum:
         """Whether attention was read too, not the weights alone."""
         return all(layer.dominance is not None for layer in self.layers)
 
-    @property
-    def title(self) -> str:
-        """What was explained, in one line."""
-        model, mitigation = self.context.get("model", "model"), self.context.get("mitigation")
-        return f"{model} + {mitigation}" if mitigation else str(model)
-
     def share(self, scope: Scope | None = None) -> Share:
         """Table 1: in which share of samples, layers and heads each family dominates.
 
         Args:
             scope: "whole" pairs each head's attention with the layer's whole H, "heads" with the head's own part
-                of it; by default whole, where it is known.
+                of it; by default whole, if it is known.
         """
         found = self._dominances()
         if scope is None:
             scope = "heads" if any(d.whole is None for d in found) else "whole"
         if scope == "whole" and any(d.whole is None for d in found):
             raise AcutanceError("the eigenvalues of the whole H were left out: explain(…, whole=True) finds them")
-        cells = [share for d in found for share in (d.heads if scope == "heads" else d.whole or ())]
-        return Share(*(float(np.mean([getattr(c, k) for c in cells])) for k in ("smoothing", "sharpening")))
+        return _mean([share for d in found for share in (d.heads if scope == "heads" else d.whole or ())])
 
     def outcome(self, place: Literal["branch", "block"] = "branch") -> Outcome:
         """Prediction against measurement, over all layers and samples.
@@ -80,10 +70,11 @@ class Spectrum:
         layers = self._dominances()
         found: list[Outcome] = [getattr(d, place) for d in layers]
         predicted = [Share(math.nan, math.nan) if d.predicted is None else d.predicted for d in layers]
+        fell, agreement, change = np.mean([(o.fell, o.agreement, o.change) for o in found], axis=0).tolist()
         return Outcome(
-            fell=float(np.mean([o.fell for o in found])),
-            agreement=float(np.mean([o.agreement for o in found])),
-            change=float(np.mean([o.change for o in found])),
+            fell=fell,
+            agreement=agreement,
+            change=change,
             fell_if_smoothing=_pooled([o.fell_if_smoothing for o in found], [p.smoothing for p in predicted]),
             rose_if_sharpening=_pooled([o.rose_if_sharpening for o in found], [p.sharpening for p in predicted]),
             correlation=rank_correlation(
@@ -91,9 +82,21 @@ class Spectrum:
             ),
         )
 
-    def rows(self) -> list[dict[str, str]]:
+    def cells(self) -> list[dict[str, str]]:
         """The table's cells, a mapping per layer."""
-        return [table_row(layer) for layer in self.layers]
+        return [_cells(layer) for layer in self.layers]
+
+    def rows(self) -> list[dict[str, Any]]:
+        found = []
+        for layer in self.layers:
+            low, _, half, _, high = layer.quantiles
+            row = {"layer": layer.layer, "verdict": layer.verdict, "negative_share": layer.negative_share}
+            row |= {"lowest": low, "median": half, "highest": high, "smoothing_gain": layer.smoothing_gain}
+            row |= {"symmetry": _symmetry(layer), "reason": layer.reason}
+            if layer.dominance is not None:
+                row |= {"mu_min": layer.mu_min} | _percent(layer.dominance)
+            found.append(row)
+        return found
 
     def summary(self) -> str:
         """The model in a sentence or three."""
@@ -113,14 +116,14 @@ class Spectrum:
             f"{text} The prediction agrees with HFC/LFC across the attention branch "
             f"in {branch.agreement:.1%} (base rate {branch.base_rate:.1%}), across the block in "
             f"{block.agreement:.1%} (base rate {block.base_rate:.1%}). Across the branch it fell in "
-            f"{percent(branch.fell_if_smoothing)} of the cases predicted to smooth and rose in "
-            f"{percent(branch.rose_if_sharpening)} of those predicted to sharpen; rank correlation of predicted and "
-            f"measured change over layers {signed(branch.correlation)}."
+            f"{_known(branch.fell_if_smoothing)} of the cases predicted to smooth and rose in "
+            f"{_known(branch.rose_if_sharpening)} of those predicted to sharpen; rank correlation of predicted and "
+            f"measured change over layers {_known(branch.correlation, '+.2f')}."
         )
 
     def table(self) -> FittedTable:
         """For the terminal: the verdict and its reason per layer; several tables where it is narrow."""
-        rows = self.rows()
+        rows = self.cells()
         columns = [name for name in rows[0] if name != "reason"]
         columns.insert(columns.index("symmetry") + 1, "reason")  # before the columns that are read from data
         return FittedTable(
@@ -131,27 +134,17 @@ class Spectrum:
             sentences="reason",
         )
 
-    def __str__(self) -> str:
-        return str(self.table())
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write JSON, atomically."""
-        return atomic_write(path, self.to_json().encode())
-
     def to_json(self) -> str:
-        """The spectrum as JSON text."""
-        layers = [_to_dict(layer) for layer in self.layers]
+        # The verdict and its reason are for readers of the file; they are computed again when it is loaded.
+        layers = [_to_plain(layer) | {"verdict": layer.verdict, "reason": layer.reason} for layer in self.layers]
         return json.dumps({"format": FORMAT, "context": dict(self.context), "layers": layers}, allow_nan=False)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Spectrum:
         """Read a spectrum that `save` wrote."""
-        return read_json(path, FORMAT, lambda body: cls(tuple(map(_from_dict, body["layers"])), body["context"]))
+        return read_json(path, FORMAT, lambda body: cls(tuple(map(_layer, body["layers"])), body["context"]))
 
-    def picture(self, kind: Picture = "histogram") -> Figure:
+    def plot(self, kind: Picture = "histogram") -> Figure:
         """A matplotlib figure: eigenvalues by layer as a `histogram` or in the complex `plane`, or `dominance` bars."""
         if kind == "dominance":
             self._dominances()
@@ -159,14 +152,8 @@ class Spectrum:
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one offline page with the table and the charts."""
-        return write_spectrum_page(
-            path,
-            self._layer_rows(),
-            title=self.title,
-            verdict=self.summary(),
-            summary=self.rows(),
-            context=self.context,
-        )
+        about = {"title": self.title, "verdict": self.summary(), "summary": self.cells(), "context": self.context}
+        return write_spectrum_page(path, self._layer_rows(), **about)
 
     def _layer_rows(self) -> list[LayerRow]:
         """The layers as the report takes them."""
@@ -190,12 +177,58 @@ class Spectrum:
         return "; ".join(notes)
 
 
+def _cells(layer: LayerSpectrum) -> dict[str, str]:
+    low, _, half, _, high = layer.quantiles
+    row = {
+        "layer": str(layer.layer),
+        "verdict": layer.verdict,
+        "λ < 0": f"{layer.negative_share:.0%}",
+        "Re λ min / median / max": f"{low:.3f} / {half:.3f} / {high:.3f}",
+        "symmetry": f"{_symmetry(layer):.2f}",
+    }
+    if (found := layer.dominance) is not None:
+        branch = found.branch
+        row |= {
+            "μ_min": _spread(found.mu_min_by_sample),
+            "max|μ|": _spread(found.mu_largest_by_sample),
+            "H⊗A %": "–" if found.whole is None else str(_mean(found.whole)),
+            "by head %": str(_mean(found.heads)),
+            "HFC/LFC fell": f"{branch.fell:.0%}",
+            "fell|smooth / rose|sharp": f"{_known(branch.fell_if_smoothing)} / {_known(branch.rose_if_sharpening)}",
+            "rank": _known(branch.correlation, "+.2f"),
+            "agrees (base)": _agreement(branch),
+            "block (base)": _agreement(found.block),
+        }
+    return row | {"reason": layer.reason}
+
+
+def _symmetry(layer: LayerSpectrum) -> float:
+    return float(layer.head_symmetry.mean()) if layer.symmetry is None else layer.symmetry
+
+
+def _agreement(found: Outcome) -> str:
+    return "–" if math.isnan(found.agreement) else f"{found.agreement:.0%} ({found.base_rate:.0%})"
+
+
+def _spread(per_sample: np.ndarray[Any, Any]) -> str:
+    """Mean, lowest and highest over samples and heads."""
+    return f"{per_sample.mean():.2f} ({per_sample.min():.2f} to {per_sample.max():.2f})"
+
+
+def _known(value: float, form: str = ".0%") -> str:
+    return "–" if math.isnan(value) else format(value, form)
+
+
+def _mean(shares: Sequence[Share]) -> Share:
+    return Share(*np.mean([(share.smoothing, share.sharpening) for share in shares], axis=0).tolist())
+
+
 def _percent(found: Dominance) -> dict[str, float]:
     """What dominates, and how often the tokens did as predicted, in percent of samples and heads."""
-    shares, branch, block = found.whole or found.heads, found.branch, found.block
-    share = {
-        "smoothing": float(np.mean([s.smoothing for s in shares])),
-        "sharpening": float(np.mean([s.sharpening for s in shares])),
+    share, branch, block = _mean(found.whole or found.heads), found.branch, found.block
+    shares = {
+        "smoothing": share.smoothing,
+        "sharpening": share.sharpening,
         FELL: branch.fell,
         "fell where predicted to": branch.fell_if_smoothing,
         "rose where predicted to": branch.rose_if_sharpening,
@@ -204,7 +237,7 @@ def _percent(found: Dominance) -> dict[str, float]:
         "agreement across the block": block.agreement,
         "base rate of the block": block.base_rate,
     }
-    return {name: 100 * value for name, value in share.items()}
+    return {name: 100 * value for name, value in shares.items()}
 
 
 def _pooled(shares: list[float], weights: list[float]) -> float:
@@ -214,39 +247,37 @@ def _pooled(shares: list[float], weights: list[float]) -> float:
     return sum(share * weight for share, weight in pairs) / total if total else math.nan
 
 
-def _to_dict(layer: LayerSpectrum) -> dict[str, Any]:
-    return {
-        "layer": layer.layer,
-        "verdict": layer.verdict,  # for readers of the file; computed again when loaded
-        "reason": layer.reason,
-        "heads": _complex_to_dict(layer.heads),
-        "head_symmetry": layer.head_symmetry.tolist(),
-        "eigenvalues": None if layer.eigenvalues is None else _complex_to_dict(layer.eigenvalues),
-        "outer": None if layer.outer is None else _complex_to_dict(layer.outer),
-        "error": layer.error,
-        "symmetry": layer.symmetry,
-        "norm": layer.norm,
-        "dominance": None if layer.dominance is None else layer.dominance.to_dict(),
-    }
+def _to_plain(value: Any) -> Any:
+    """What JSON can hold; float() reads the names of infinity and NaN."""
+    if is_dataclass(value):
+        return {f.name: _to_plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, np.ndarray):
+        is_complex = np.iscomplexobj(value)
+        return {"real": value.real.tolist(), "imag": value.imag.tolist()} if is_complex else value.tolist()
+    if isinstance(value, tuple):
+        return [_to_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _from_dict(data: Mapping[str, Any]) -> LayerSpectrum:
-    return LayerSpectrum(
-        layer=data["layer"],
-        heads=_complex_from_dict(data["heads"]),
-        head_symmetry=np.array(data["head_symmetry"], dtype=np.float64),
-        eigenvalues=None if data["eigenvalues"] is None else _complex_from_dict(data["eigenvalues"]),
-        outer=None if data["outer"] is None else _complex_from_dict(data["outer"]),
-        error=data["error"],
-        symmetry=data["symmetry"],
-        norm=data["norm"],
-        dominance=None if data["dominance"] is None else Dominance.from_dict(data["dominance"]),
-    )
+def _layer(data: Mapping[str, Any]) -> LayerSpectrum:
+    known = {f.name: data[f.name] for f in fields(LayerSpectrum)}
+    for name in ("heads", "eigenvalues", "outer"):
+        if (values := known[name]) is not None:
+            known[name] = np.array(values["real"], np.float64) + 1j * np.array(values["imag"], np.float64)
+    known["head_symmetry"] = np.array(known["head_symmetry"], np.float64)
+    known["dominance"] = None if known["dominance"] is None else _dominance(known["dominance"])
+    return LayerSpectrum(**known)
 
 
-def _complex_to_dict(values: np.ndarray[Any, Any]) -> dict[str, list[Any]]:
-    return {"real": values.real.tolist(), "imag": values.imag.tolist()}
-
-
-def _complex_from_dict(data: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.complex128]]:
-    return np.array(data["real"], dtype=np.float64) + 1j * np.array(data["imag"], dtype=np.float64)
+def _dominance(data: Mapping[str, Any]) -> Dominance:
+    known = dict(data)
+    for name in ("mu_min_by_sample", "mu_largest_by_sample"):
+        known[name] = np.array(data[name], np.float64)
+    for name in ("mu_error", "undecided", "predicted_change"):
+        known[name] = float(data[name])
+    for name in ("branch", "block"):
+        known[name] = Outcome(**{key: float(value) for key, value in data[name].items()})
+    for name in ("heads", "whole"):
+        known[name] = None if data[name] is None else tuple(Share(**share) for share in data[name])
+    known["predicted"] = None if data["predicted"] is None else Share(**data["predicted"])
+    return Dominance(**known)

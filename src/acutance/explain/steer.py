@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from acutance import sites
 from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.explain.run import with_data
+from acutance.explain.read import with_data
 from acutance.explain.spectral_theory import furthest_beyond, layer_smooths, sharpening_bound
 from acutance.explain.verdict import LayerSpectrum, format_complex
 from acutance.explain.weights import layer_spectrum

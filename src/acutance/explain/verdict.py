@@ -1,4 +1,4 @@
-"""One layer's spectrum, and what it says in a word and in a sentence."""
+"""One layer's spectrum, which family of eigenvalues dominates it, and what that says in a word and in a sentence."""
 
 from __future__ import annotations
 
@@ -10,11 +10,66 @@ import torch
 from numpy.typing import NDArray
 
 from acutance.attention.spectra import DENSE_TOKENS
-from acutance.explain.dominance import Dominance, Share
 from acutance.explain.spectral_theory import TIE, families, furthest_beyond, sharpening_bound
 
 Verdict = Literal["smoothing", "sharpening", "neutral", "unknown"]
 EXACT_MU = f"Read at most {DENSE_TOKENS} tokens a sample: there all eigenvalues of A are found"
+
+
+@dataclass(frozen=True)
+class Share:
+    """In which share of cases each family dominates; what is missing to one is ties."""
+
+    smoothing: float  # μ = 1
+    sharpening: float  # any other μ
+
+    def __str__(self) -> str:
+        return f"{100 * self.smoothing:.4g}/{100 * self.sharpening:.4g}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What HFC/LFC (spectral norm) did from one place to the next, against the prediction; NaN without one."""
+
+    fell: float  # share of samples in which it fell: smoothed
+    agreement: float  # share of samples in which it did what the dominating family says
+    change: float  # mean of log(after / before); negative is smoothing
+    fell_if_smoothing: float  # P(fell | predicted smoothing); NaN if that never was
+    rose_if_sharpening: float  # P(rose | predicted sharpening)
+    correlation: float  # Spearman's, of the predicted with the measured change; NaN if one of them does not vary
+
+    @property
+    def base_rate(self) -> float:
+        """What always guessing the commoner outcome would score: an agreement means little unless it is above."""
+        return max(self.fell, 1 - self.fell)
+
+
+@dataclass(frozen=True, eq=False)
+class Dominance:
+    """Which family dominates one layer's I + H⊗A over samples, per head, and what the tokens did."""
+
+    samples: int
+    mu_min_by_sample: NDArray[np.float64]  # (samples, heads): the smallest real part of A's spectrum
+    mu_largest_by_sample: NDArray[np.float64]  # (samples, heads): the largest |μ| but that of the constant mode
+    mu_error: float  # the largest residual ‖Az − μz‖; 0 if all eigenvalues of A were found
+    heads: tuple[Share, ...]  # I + H_h⊗A_h, each head with its own part of H
+    whole: tuple[Share, ...] | None  # I + H⊗A_h, each head's attention with the layer's whole H
+    predicted: Share | None  # for the layer, once per sample; None for several heads without the whole H
+    undecided: float  # share of samples in which the errors of λ and μ leave the prediction open; NaN likewise
+    predicted_change: float  # log of the long-run factor of HFC/LFC per layer, mean over samples; NaN likewise
+    branch: Outcome  # X → X + attention branch
+    block: Outcome  # X → the block's output
+
+    @property
+    def mu_min(self) -> NDArray[np.float64]:
+        """(heads,): the smallest real part of A's spectrum, mean over samples."""
+        mean: NDArray[np.float64] = self.mu_min_by_sample.mean(0)
+        return mean
+
+    @property
+    def mu_min_highest(self) -> float:
+        """The largest μ_min of any sample and head: the strictest for a negative λ."""
+        return float(self.mu_min_by_sample.max())
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +88,10 @@ class LayerSpectrum:
 
     @property
     def spectrum(self) -> NDArray[np.complex128]:
-        """Every eigenvalue of the whole H where known, else of all heads; less the zeros of an H of lower rank.
+        """Every eigenvalue of the whole H if known, else of all heads; less the zeros of an H of lower rank.
 
-        Where values have fewer channels than tokens (grouped queries), dim − rank eigenvalues are 0 whatever was
-        learnt: they would only dilute what is said of the others.
+        If values have fewer channels than tokens (grouped queries), dim − rank eigenvalues are 0 whatever was learnt:
+        they would only dilute what is said of the others.
         """
         known = self.heads.ravel() if self.eigenvalues is None else self.eigenvalues
         learnt = known[known != 0]
@@ -100,11 +155,27 @@ class LayerSpectrum:
         return self.crossing is not None
 
     @property
+    def crossing_words(self) -> str:
+        """Where the `crossing` λ lies; empty if there is none."""
+        if self.crossing is None:
+            return ""
+        bound = f"−2/(1+μ_min) = {self.bound:.3g}"
+        is_beyond = self.crossing.real < self.bound
+        return f"λ = {format_complex(self.crossing)} lies " + (
+            f"beyond {bound}" if is_beyond else f"outside the disc over {bound} to 0"
+        )
+
+    @property
     def verdict(self) -> Verdict:
         """The family that dominates I + H⊗A: in most samples, or without data if A's smallest eigenvalue is 0."""
         if self.deciding is None:
             return "unknown"
-        smoothing, sharpening, undecided = self._shares()
+        if self.dominance is not None and (share := self.dominance.predicted) is not None:
+            smoothing, sharpening, undecided = share.smoothing, share.sharpening, self.dominance.undecided
+        else:
+            found = families(torch.from_numpy(self.deciding), torch.zeros(1, dtype=torch.float64), self.error)
+            lean = float(found.leaning)
+            smoothing, sharpening, undecided = float(lean > 0), float(lean < 0), float(found.undecided)
         if max(smoothing, sharpening) <= 0.5:
             return "unknown" if max(smoothing, sharpening) + undecided > 0.5 else "neutral"
         return "smoothing" if smoothing > sharpening else "sharpening"
@@ -114,62 +185,42 @@ class LayerSpectrum:
         """The verdict in words."""
         if self.deciding is None:
             return "the spectra of the heads do not decide for their sum: explain(…, whole=True) finds that of H"
-        if self.verdict == "unknown":
-            return self._from_error()
-        share = None if self.dominance is None else self.dominance.predicted
-        return self._from_weights() if share is None else self._from_data(share)
-
-    def _shares(self) -> tuple[float, float, float]:
-        if self.dominance is not None and (share := self.dominance.predicted) is not None:
-            return share.smoothing, share.sharpening, self.dominance.undecided
-        assert self.deciding is not None
-        lam, mu = torch.from_numpy(self.deciding), torch.zeros(1, dtype=torch.float64)
-        found = families(lam, mu, self.error)
-        lean = float(found.leaning)
-        return float(lean > 0), float(lean < 0), float(found.undecided)
-
-    def _gain(self) -> str:
-        return f"max|1+λ| = {self.smoothing_gain:.3f} (λ = {format_complex(self.strongest)})"
-
-    def _from_error(self) -> str:
-        """Whichever of λ and μ is known the worse is what to look at."""
-        seen = self.dominance
-        if seen is None or seen.mu_error * abs(self.strongest) <= self.error:
-            return f"{self._gain()} is known to {self.error:.1g} only: explain(…, whole=True) finds it exactly"
-        return (
-            f"in {seen.undecided:.0%} of samples the families differ by less than their error: μ of A is known to "
-            f"{seen.mu_error:.1g} only. {EXACT_MU}"
-        )
-
-    def _from_weights(self) -> str:
+        gain = f"max|1+λ| = {self.smoothing_gain:.3f} (λ = {format_complex(self.strongest)})"
+        seen, verdict = self.dominance, self.verdict
+        if verdict == "unknown":  # because λ or μ, whichever is the worse, is not known well enough
+            if seen is None or seen.mu_error * abs(self.strongest) <= self.error:
+                return f"{gain} is known to {self.error:.1g} only: explain(…, whole=True) finds it exactly"
+            return (
+                f"in {seen.undecided:.0%} of samples the families differ by less than their error: μ of A is known to "
+                f"{seen.mu_error:.1g} only. {EXACT_MU}"
+            )
+        crossing = f"; {self.crossing_words}" if self.crossing_words else ""
+        if seen is not None and seen.predicted is not None:
+            constant, varying = f"μ = 1 in {seen.predicted.smoothing:.0%}", f"μ ≠ 1 in {seen.predicted.sharpening:.0%}"
+            shares = {"smoothing": constant, "sharpening": varying, "neutral": f"{constant}, {varying}"}
+            return f"{shares[verdict]}: {gain}{crossing}"
         words = {
             "smoothing": "is above 1: the constant component grows fastest",
             "sharpening": "is below 1: every constant component shrinks against the rest",
             "neutral": "is 1: neither family dominates",
         }
-        return f"{self._gain()} {words[self.verdict]}{self._crossing()}"
-
-    def _from_data(self, share: Share) -> str:
-        families = {
-            "smoothing": f"μ = 1 in {share.smoothing:.0%}",
-            "sharpening": f"μ ≠ 1 in {share.sharpening:.0%}",
-            "neutral": f"μ = 1 in {share.smoothing:.0%}, μ ≠ 1 in {share.sharpening:.0%}",
-        }
-        return f"{families[self.verdict]}: {self._gain()}{self._crossing()}"
-
-    def _crossing(self) -> str:
-        return "" if self.crossing is None else f"; {self.crossing_words}"
-
-    @property
-    def crossing_words(self) -> str:
-        """Where the `crossing` λ lies."""
-        assert self.crossing is not None
-        where = f"−2/(1+μ_min) = {self.bound:.3g}"
-        if self.crossing.real < self.bound:
-            return f"λ = {format_complex(self.crossing)} lies beyond {where}"
-        return f"λ = {format_complex(self.crossing)} lies outside the disc over {where} to 0"
+        return f"{gain} {words[verdict]}{crossing}"
 
 
 def format_complex(z: complex) -> str:
-    """Short, and real where it is; a real H has the conjugate of every other too."""
+    """Short, and real if it is; a real H has the conjugate of every other too."""
     return f"{z.real:.3g}" if abs(z.imag) < 5e-3 * abs(z) else f"{z.real:.3g}±{abs(z.imag):.3g}i"
+
+
+def rank_correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    """Spearman's: Pearson's correlation of the ranks, ties sharing their mean rank; NaN if either does not vary."""
+    first, second = _ranks(a), _ranks(b)
+    if first.std() == 0 or second.std() == 0:
+        return float("nan")
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
+    mean: NDArray[np.float64] = (np.cumsum(counts) - (counts - 1) / 2)[where]
+    return mean

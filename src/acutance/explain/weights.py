@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from acutance import sites
 from acutance.attention.products import repeat_heads
 from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.explain.outer import outer_eigenvalues
+from acutance.explain.eigenvalues import arnoldi_hull
 from acutance.explain.verdict import LayerSpectrum
 
 Norm = Literal["fold", "ignore"]
@@ -73,10 +73,9 @@ def branch(site: sites.AttentionSite, norm: Norm = "fold") -> Branch:
             AcutanceWarning,
             stacklevel=2,
         )
-    state = "none"
-    if weight is not None:
-        state = {"fold": "folded", "ignore": "left out"}[norm]
-        value = value * weight.detach().double() if norm == "fold" else value
+    if weight is not None and norm == "fold":
+        value = value * weight.detach().double()
+    state = "none" if weight is None else "folded" if norm == "fold" else "left out"
     return Branch(value, projection.transpose(0, 1), state)
 
 
@@ -100,11 +99,8 @@ def layer_spectrum(site: sites.AttentionSite, norm: Norm = "fold", whole: bool |
     # Reading the weights is what takes the time: no more of their digits than there were.
     dtype = torch.promote_types(site.value_weight().dtype, torch.float32)
     projection, wide = (factor.to(dtype) for factor in merged)
-    found = replace(found, symmetry=float(symmetry(projection, wide)))
-    if whole is None:
-        outer, error = outer_eigenvalues(projection, wide, layer=site.layer)
-        return replace(found, outer=outer, error=error)
-    return found
+    outer, error = (None, 0.0) if whole is False else arnoldi_hull(projection, wide, layer=site.layer)
+    return replace(found, symmetry=float(symmetry(projection, wide)), outer=outer, error=error)
 
 
 def symmetry(projection: Tensor, value: Tensor) -> Tensor:
@@ -134,16 +130,13 @@ def symmetry_over(
             at a time if the iterable makes them one at a time.
         norm: whether the pre-norm's weight is folded into H.
     """
-    rows = [[float(symmetry(*branch(site, norm).merged)) for site in sites.find(_model(c))] for c in checkpoints]
+    from acutance.io.saving import load
+
+    models = (model if isinstance(model, nn.Module) else load(model) for model in checkpoints)
+    rows = [[float(symmetry(*branch(site, norm).merged)) for site in sites.find(model)] for model in models]
     if not rows or any(len(row) != len(rows[0]) for row in rows):
         raise AcutanceError(f"checkpoints of one model are needed; theirs have {[len(row) for row in rows]} layers")
     return np.array(rows)
-
-
-def _model(checkpoint: nn.Module | str | os.PathLike[str]) -> nn.Module:
-    from acutance.io.saving import load
-
-    return checkpoint if isinstance(checkpoint, nn.Module) else load(checkpoint)
 
 
 def _whole_eigenvalues(projection: Tensor, value: Tensor) -> NDArray[np.complex128]:

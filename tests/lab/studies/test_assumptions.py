@@ -10,7 +10,7 @@ from torch import Tensor
 
 from acutance import metrics, sites
 from acutance.errors import AcutanceError
-from acutance.explain.statistics import rank_correlation
+from acutance.explain.verdict import rank_correlation
 from acutance.lab.studies import kernel_assumptions
 from acutance.lab.studies.kernel import (
     MEASURES,

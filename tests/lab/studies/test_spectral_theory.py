@@ -12,7 +12,7 @@ from torch import Tensor
 from acutance import metrics
 from acutance.errors import AcutanceError
 from acutance.explain import spectral_theory as theory
-from acutance.explain.statistics import rank_correlation
+from acutance.explain.verdict import rank_correlation
 from acutance.lab.studies import branch_with_spectrum, drawn_attention, random_attention, repeat
 
 TOKENS, WIDTH = 7, 5

@@ -108,7 +108,7 @@ def dominance(model: RowModel) -> dict[str, float]:
 def spectra(model: RowModel) -> dict[str, float]:
     """The eigenvalues of H: the share with a negative real part, the median, and a histogram of the last seed."""
     found = explain(model.module, progress=False)
-    model.save_picture(found.picture("histogram"), "spectrum")
+    model.save_picture(found.plot("histogram"), "spectrum")
     negative = fmean(layer.negative_share for layer in found.layers)
     middle = fmean(layer.quantiles[2] for layer in found.layers)
     return {"negative real part, %": 100 * negative, "median of the real parts": middle}

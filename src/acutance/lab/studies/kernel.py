@@ -25,7 +25,7 @@ from acutance.attention import AttentionCall
 from acutance.attention.operator import AttentionOperator
 from acutance.attention.products import repeat_heads
 from acutance.errors import AcutanceError
-from acutance.explain.statistics import mean_known, rank_correlation
+from acutance.explain.verdict import rank_correlation
 from acutance.io.loading import LoadedModel
 from acutance.lab.data import digits
 from acutance.lab.studies.pictures import kernel_picture
@@ -419,3 +419,9 @@ def _shown(row: Mapping[str, Any], path: Sequence[str]) -> str:
     if math.isnan(figure["mean"]):
         return "–"
     return f"{figure['mean']:.3f}" + (f" ± {figure['spread']:.3f}" if row["runs"] > 1 else "")
+
+
+def mean_known(values: NDArray[np.float64]) -> float:
+    """The mean of the entries that are not NaN; NaN if there are none."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if known.size else float("nan")

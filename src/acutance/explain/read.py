@@ -1,0 +1,271 @@
+"""explain: the spectra of a model's weights, and with data what attention and tokens did in every layer."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from acutance import sites
+from acutance.attention import AttentionCall
+from acutance.attention.operator import AttentionOperator
+from acutance.errors import AcutanceError, AcutanceWarning
+from acutance.explain.eigenvalues import convex_hull, other_eigenvalues_of, visible_keys
+from acutance.explain.spectral_theory import TIE, families
+from acutance.explain.spectrum import Spectrum
+from acutance.explain.verdict import EXACT_MU, Dominance, LayerSpectrum, Outcome, Share, rank_correlation
+from acutance.explain.weights import Norm, layer_spectrum
+from acutance.measure.reader import check_prefix
+from acutance.measure.samples import TokenLayout, refuse_single
+from acutance.measure.walk import Batch, Visitor, describe, track, walk
+from acutance.metrics import check_finite, hfc_lfc_spectral
+from acutance.sites.structure import bare_module, refuse_sharded
+
+NORM_STATES = {
+    "folded": "pre-norm weight γ folded into H",
+    "left out": "pre-norm weight γ left out of H",
+    "none": "no pre-norm weight",
+}
+HOOKS_BESIDE_H = ("scores", "values", "output", "affine", "features", "stream")
+Series = NDArray[np.float64]  # a number per sample
+
+
+@torch.no_grad()
+def explain(
+    model: nn.Module,
+    batches: Iterable[Any] | None = None,
+    *,
+    norm: Norm = "fold",
+    whole: bool | None = None,
+    prefix: Literal["in", "out"] = "in",
+    part: str | None = None,
+    progress: bool = True,
+) -> Spectrum:
+    """Say of every layer whether its attention branch smooths or sharpens, and why.
+
+    From the weights alone: the eigenvalues of every layer's and head's H. With data also: the eigenvalues of A, which
+    family dominates I + H⊗A in how many samples, and whether HFC/LFC did what that predicts. Padding is left out of
+    both, as `measure` knows it from the batch, or else tokens that no token sees. Memory is that of one forward pass,
+    one batch of attention spectra and a few numbers a sample; the model is left as it was found.
+
+    Args:
+        model: any model `acutance.sites.find` knows.
+        batches: as `measure` takes them; None reads the weights only.
+        norm: "fold" the pre-norm's weight γ into H (H_eff = W_proj W_V diag(γ)), or "ignore" it.
+        whole: True finds all eigenvalues of the whole H, False only those of the heads, without which a layer of
+            several heads has no verdict. By default all up to rank 1024, where that takes seconds a layer, and
+            above it those that can decide: the corners of their convex hull, found from products with the weights.
+        prefix: class, distillation and register tokens `in` or `out` of HFC/LFC; A is read with them.
+        part: path of the submodule to read, if a model has several stacks of layers, e.g. `model.encoder`.
+        progress: show progress bars.
+    """
+    if norm not in ("fold", "ignore"):
+        raise AcutanceError(f"norm is 'fold' or 'ignore', not {norm!r}")
+    check_prefix(prefix)
+    refuse_single(batches)
+    bare = bare_module(model)
+    refuse_sharded(bare, "explain")
+    found = sites.find(sites.part_of(bare, part))
+    with ExitStack() as stack:
+        walked = track(found, "spectra of H" if progress and len(found) > 1 else None, stack)
+        layers = [layer_spectrum(site, norm, whole) for site in walked]
+    states = "; ".join(dict.fromkeys(NORM_STATES[layer.norm] for layer in layers))
+    context = describe(bare, part) | {"norm": states, "outside H": _outside(found)}
+    if batches is not None:
+        layers = with_data(bare, found, layers, batches, part=part, prefix=prefix, progress=progress)
+        assert layers[0].dominance is not None
+        special = f"{sites.special_tokens(bare, part)} {prefix}"
+        read = f"HFC/LFC in the spectral norm, {special}, no padding; A in evaluation mode"
+        context |= {"samples": layers[0].dominance.samples, "prefix": special, "read": read}
+    for layer in layers:
+        warn_beyond_bound(layer)
+    return Spectrum(tuple(layers), context)
+
+
+def with_data(
+    model: nn.Module,
+    found: Sequence[sites.AttentionSite],
+    layers: Sequence[LayerSpectrum],
+    batches: Iterable[Any],
+    *,
+    part: str | None = None,
+    prefix: str = "in",
+    progress: bool = False,
+) -> list[LayerSpectrum]:
+    """The layers of these sites, with what attention and tokens did in them; `part` is where in the model they are."""
+    numbers = {site.attention: number for site, number in sites.layers_of(sites.part_of(model, part))}
+    pairs = zip(layers, found, strict=True)
+    readers = [LayerReader(layer, site.update, numbers[site.attention], prefix) for layer, site in pairs]
+    walk(model, batches, *readers, part=part, progress="explaining" if progress else None)
+    if not readers[0].kept:
+        raise AcutanceError("explain got no batches: pass an iterable with at least one, or None for the weights only")
+    return [replace(layer, dominance=reader.result()) for layer, reader in zip(layers, readers, strict=True)]
+
+
+def _outside(found: Sequence[sites.AttentionSite]) -> str | None:
+    """What the layers do that H⊗A does not say: mitigations beside the weights, a norm before W_proj."""
+    carried = [site.mitigation for site in found if site.mitigation is not None]
+    specs = [m.spec for m in carried if any(m.overrides(hook) for hook in HOOKS_BESIDE_H)]
+    between = [part for site in found if (part := site.between()) is not None]
+    return ", ".join(dict.fromkeys([*specs, *between])) or None
+
+
+def warn_beyond_bound(layer: LayerSpectrum) -> None:
+    """Warn if a negative spectrum has left the disc in which μ_min beats μ = 1."""
+    if layer.crossing is not None:
+        outcome = "and the layer smooths" if layer.verdict == "smoothing" else "though the layer does not smooth by it"
+        warnings.warn(
+            f"layer {layer.layer}: the negative spectrum of H crosses the bound, {layer.crossing_words}: for that "
+            f"eigenvalue μ = 1 beats μ_min, {outcome}. Bound it, e.g. with a bounded Eigen spectrum",
+            AcutanceWarning,
+            stacklevel=3,
+        )
+
+
+class LayerReader(Visitor):
+    """Tallies one layer over batches; holds the layer's input tokens while the layer runs, and a few numbers a sample.
+
+    Args:
+        layer: the spectra of H.
+        update: what the branch's output goes through before it is added to the residual stream: LayerScale, a norm.
+        number: of the layer among all blocks, also those without attention.
+        prefix: special tokens `in` or `out` of HFC/LFC.
+    """
+
+    def __init__(
+        self,
+        layer: LayerSpectrum,
+        update: Callable[[Tensor], Tensor] = lambda branch: branch,
+        number: int = 1,
+        prefix: str = "in",
+    ) -> None:
+        self.needs, self.prefix = dict.fromkeys(("enter", "attend", "leave"), (number,)), prefix
+        self.points, self.error = {"heads": convex_hull(layer.heads)}, {"heads": 0.0, "whole": layer.error}
+        if layer.whole is not None:
+            self.points["whole"] = convex_hull(layer.whole[None])
+        # The spectra of several heads say nothing certain of their sum, so they make no prediction.
+        self.deciding = None if layer.deciding is None else "heads" if layer.whole is None else "whole"
+        self.layer, self.update = layer.layer, update
+        self.counted = self.present = TokenLayout()
+        self.tokens = self.before = torch.empty(0)
+        self.valid: Tensor | None = None  # (samples, tokens), False where there is padding
+        self.mu_error = self.tolerance = 0.0
+        self.kept: dict[str, list[Tensor]] = {}  # per sample: the prediction, and what happened
+
+    def begin(self, batch: Batch) -> None:
+        self.counted, self.present = batch.samples(self.prefix), batch.samples("in")
+        if self.counted.filled is not None:
+            empty = int(self.counted.filled.argmin()) + 1
+            raise AcutanceError(f"sample {empty} of a batch has no token that counts: leave it out of the batch")
+
+    def enter(self, layer: int, tokens: Tensor) -> None:
+        self.tokens = tokens
+
+    def attend(self, layer: int, call: AttentionCall) -> None:
+        check_finite(call.branch, metric="the attention branch", layer=self.layer)
+        self._check(call.A)
+        A = self.present.record(call).A
+        _, told = self.present.tokens(self.tokens)
+        self.valid = visible_keys(A) if told is None else told
+        self.before = self._ratio(self.tokens)
+        points = {scope: lam.to(A.device) for scope, lam in self.points.items()}
+        others = other_eigenvalues_of(A, list(points.values()), self.valid)
+        self.mu_error = max(self.mu_error, float(others.residuals.max()))
+        self.tolerance = max(self.tolerance, others.tolerance)
+        for scope, lam in points.items():
+            self._keep(scope, families(lam, others.values, self.error[scope], others.residuals).leaning)
+        if self.deciding is not None:
+            # All heads share the constant vector: on constant tokens the layer is exactly I + H. On the others it is
+            # I + Σ H_h⊗A_h, and the largest |1 + λμ| over the heads' A_h stands in for its largest eigenvalue.
+            mu, off = others.values.flatten(1), others.residuals.flatten(1)
+            found = families(points[self.deciding], mu, self.error[self.deciding], off)
+            self._keep("lean", found.leaning)
+            self._keep("undecided", found.undecided)
+            self._keep("predicted", found.log_rate)
+        self._keep("mu_min", others.values.real.amin(-1))
+        self._keep("mu_largest", others.values.abs().amax(-1))
+        self._compare("branch", self.tokens + self.update(call.branch))
+
+    def leave(self, layer: int, tokens: Tensor) -> None:
+        self._compare("block", tokens)
+        self.tokens = self.before = torch.empty(0)
+
+    def result(self) -> Dominance:
+        """What was found so far; warns of eigenvalues of A that have not converged."""
+        if self.mu_error > self.tolerance:
+            warnings.warn(
+                f"layer {self.layer}: eigenvalues of A have not converged in a Krylov space, the largest residual is "
+                f"{self.mu_error:.1e}, wanted {self.tolerance:.1e}. It is counted as an error of the prediction, and a "
+                f"verdict within it is unknown. {EXACT_MU}",
+                AcutanceWarning,
+                stacklevel=2,
+            )
+        series = {name: torch.cat(parts).cpu().numpy() for name, parts in self.kept.items()}
+        lean, predicted, undecided = (series.get(name) for name in ("lean", "predicted", "undecided"))
+        return Dominance(
+            samples=len(series["block"]),
+            mu_min_by_sample=series["mu_min"],
+            mu_largest_by_sample=series["mu_largest"],
+            mu_error=self.mu_error,
+            heads=tuple(map(_share, series["heads"].T)),
+            whole=tuple(map(_share, series["whole"].T)) if "whole" in series else None,
+            predicted=None if lean is None else _share(lean),
+            undecided=math.nan if undecided is None else float(undecided.mean()),
+            predicted_change=math.nan if predicted is None else float(predicted.mean()),
+            branch=compare(series["branch"], lean, predicted),
+            block=compare(series["block"], lean, predicted),
+        )
+
+    def _ratio(self, tokens: Tensor) -> Tensor:
+        tokens, mask = self.counted.tokens(tokens)
+        if self.valid is not None:
+            mask = self.valid if mask is None else mask & self.valid
+        return hfc_lfc_spectral(tokens, mask)
+
+    def _check(self, A: AttentionOperator) -> None:
+        if A.shape[0] != len(self.tokens) or A.shape[-2:] != (self.tokens.shape[1],) * 2:
+            raise AcutanceError(
+                f"layer {self.layer}: attention {A.shape} (batch, heads, queries, keys) is not among all tokens of a "
+                f"sample, which are {tuple(self.tokens.shape[:2])} (batch, tokens): over windows or merged tokens "
+                "I + H⊗A says nothing of them. The weights alone can be explained: explain(model)"
+            )
+
+    def _compare(self, place: str, tokens: Tensor) -> None:
+        after = self._ratio(tokens)
+        change = torch.log(after / self.before)
+        self._keep(place, torch.where(after == self.before, 0.0, change))  # 0/0 and ∞/∞ included: nothing changed
+
+    def _keep(self, name: str, per_sample: Tensor) -> None:
+        self.kept.setdefault(name, []).append(per_sample.double())
+
+
+def _share(lean: Series) -> Share:
+    return Share(float((lean > 0).mean()), float((lean < 0).mean()))
+
+
+def compare(change: Series, lean: Series | None, predicted: Series | None) -> Outcome:
+    """The measured log change of HFC/LFC per sample against the leaning (1 smoothing) and the predicted log change."""
+    moved = np.where(np.abs(change) <= TIE, 0, -np.sign(change))  # 1 where it fell
+    fell, mean = float((moved > 0).mean()), float(change.mean())
+    if lean is None or predicted is None:
+        return Outcome(fell, math.nan, mean, math.nan, math.nan, math.nan)
+
+    def share(event: NDArray[np.bool_], given: NDArray[np.bool_]) -> float:
+        return float(event[given].mean()) if given.any() else math.nan
+
+    return Outcome(
+        fell=fell,
+        agreement=float((moved == lean).mean()),
+        change=mean,
+        fell_if_smoothing=share(moved > 0, lean > 0),
+        rose_if_sharpening=share(moved < 0, lean < 0),
+        correlation=rank_correlation(predicted, change),
+    )

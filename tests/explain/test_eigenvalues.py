@@ -1,0 +1,289 @@
+"""The eigenvalues that decide, against brute force on explicit matrices and against layers that are really repeated."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from spectrum_worlds import BareSite, head_matrices, normal, random_layer
+from torch import Tensor, nn
+
+import acutance as ac
+from acutance.attention import spectra
+from acutance.attention.operator import AttentionOperator
+from acutance.errors import AcutanceWarning
+from acutance.explain import weights
+from acutance.explain.eigenvalues import arnoldi_hull, convex_hull, other_eigenvalues_of, visible_keys
+from acutance.explain.spectral_theory import Families, families, growth, other_eigenvalues
+from acutance.explain.weights import layer_spectrum
+from layer_modes import layer_modes
+
+KERNELS = [("softmax", False), ("symmetric", False), ("softmax", True), ("rbf", False)]
+MUS = (1.0, 0.3, -0.3, -1.0, 0.2 + 0.4j, -0.9j)
+SHIFTS = (-2.5, -1.5, -0.5, 0.5)
+
+
+def operator(kernel="softmax", causal=False, *, tokens=5, heads=2, batch=3, sharp=2.0, equal=False):
+    q, k = sharp * normal(2, batch, 1 if equal else heads, tokens, 3, seed=tokens).expand(-1, -1, heads, -1, -1)
+    return AttentionOperator(q, k, kernel=kernel, causal=causal)
+
+
+def dominating(A: AttentionOperator, lam: np.ndarray) -> Families:
+    points = convex_hull(lam[None])
+    return families(points, other_eigenvalues_of(A, [points]).values)
+
+
+@pytest.mark.parametrize("shift", [-1.5, -0.7, 0.0, 0.7])
+@pytest.mark.parametrize(("kernel", "causal"), KERNELS)
+def test_dominating_eigenvalue_is_brute_forces(kernel: str, causal: bool, shift: float) -> None:
+    A, H = operator(kernel, causal), (normal(4, 4) / 2 + shift * torch.eye(4)).numpy()
+    found = dominating(A, np.linalg.eigvals(H))
+    largest = (1 + torch.maximum(found.constant, found.varying)).sqrt()
+    layers = np.eye(20) + np.array([[np.kron(H, head) for head in sample] for sample in A.dense().numpy()])
+    np.testing.assert_allclose(largest, np.abs(np.linalg.eigvals(layers)).max(-1), rtol=1e-9)
+    # The constant family: I + H⊗A on constant tokens is I + H.
+    np.testing.assert_allclose((1 + found.constant).sqrt(), np.abs(1 + np.linalg.eigvals(H)).max(), rtol=1e-9)
+
+
+def test_corners_lose_nothing() -> None:
+    values = np.linalg.eigvals(normal(60, 60, seed=3).numpy())
+    rows = np.stack([values, values.real + 0j])
+    kept = convex_hull(rows)
+    assert kept.shape[1] < 30
+    for mu in MUS:
+        np.testing.assert_allclose(growth(kept * mu).amax(-1), growth(rows * mu).max(-1), rtol=1e-12)
+
+
+def test_growth_keeps_small_differences() -> None:
+    z = torch.tensor([1e-20 + 0j, -1e-20 + 0j], dtype=torch.complex128)
+    assert growth(z).tolist() == [2e-20, -2e-20]
+    assert families(z[:1], z[1:] / z[0]).leaning == 1
+
+
+@pytest.mark.parametrize(("shift", "family"), [(0.6, 1), (-0.6, -1), (-2.6, 1)])
+def test_dominating_family_decides_the_repeated_layer(shift: float, family: int) -> None:
+    """X ← X + A X Hᵀ: HFC/LFC goes to 0 exactly when μ = 1 dominates, beyond the bound too."""
+    A, H = operator("symmetric", heads=1, sharp=0.8), 0.1 * normal(4, 4, seed=2) + shift * torch.eye(4)
+    assert dominating(A, np.linalg.eigvals(H.numpy())).leaning.unique().tolist() == [family]
+    X = start = normal(3, 5, 4)
+    for _ in range(400):
+        X = X + A.dense()[:, 0] @ X @ H.mT
+        X = X / X.norm(dim=(-2, -1), keepdim=True)
+    before, after = ac.metrics.hfc_lfc_frobenius(start), ac.metrics.hfc_lfc_frobenius(X)
+    assert bool((after < 1e-3 * before).all()) if family == 1 else bool((after > before).all())
+
+
+@pytest.mark.parametrize(("kernel", "sharp"), [("symmetric", 1.0), ("softmax", 1.0), ("softmax", 4.0)])
+def test_many_tokens_need_no_matrix(kernel: str, sharp: float, monkeypatch) -> None:
+    """Above 512 tokens only products with A are made, and the answer is the dense one's, complex μ included."""
+    A = operator(kernel, tokens=520, batch=1, sharp=sharp)
+    exact = other_eigenvalues(torch.linalg.eigvals(A.dense()[0]))
+    lam = [torch.tensor([[-0.8 + 0j], [0.5 + 0.5j]]), torch.tensor([[-1.5 + 0.4j, -1.5 - 0.4j, 0.2]])]
+    monkeypatch.setattr(AttentionOperator, "dense", lambda self: pytest.fail("the matrix was formed"))
+    found = other_eigenvalues_of(A, lam)
+    assert found.values.shape == found.residuals.shape == (1, 2, 4)
+    assert found.residuals.max() <= found.tolerance < 1e-9
+    np.testing.assert_allclose(found.values[0].real.amin(-1), exact.real.amin(-1), atol=1e-8)
+    np.testing.assert_allclose(found.values[0].abs().amax(-1), exact.abs().amax(-1), atol=1e-8)
+    if kernel == "softmax":
+        best = growth(lam[1][..., :, None] * exact[..., None, :]).amax(-2).argmax(-1)
+        assert exact.gather(-1, best[:, None]).imag.abs().max() > 1e-3, "a complex μ is meant to compete"
+    for points in lam:
+        wanted, got = families(points, exact[None]), families(points, found.values, 0.0, found.residuals)
+        np.testing.assert_allclose(got.varying, wanted.varying, rtol=0, atol=1e-8)
+        assert got.leaning.tolist() == wanted.leaning.tolist()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("where", ["left", "right"])
+@pytest.mark.parametrize("tokens", [9, 530])
+def test_padding_is_no_competitor(causal: bool, where: str, tokens: int) -> None:
+    """The eigenvalues are those of each sample by itself, without the zeros that masked tokens add."""
+    lengths = [tokens, tokens - 3, 1] if tokens < 100 else [tokens - 5]
+    q, k = normal(2, len(lengths), 2, tokens, 3)
+    position = torch.arange(tokens)
+    valid = torch.stack([position < n if where == "right" else position >= tokens - n for n in lengths])
+    A = AttentionOperator(2 * q, k, mask=valid, causal=causal)
+    assert torch.equal(visible_keys(A), valid)
+    lam = torch.tensor([[-0.7 + 0.2j, 0.4]])
+    found = other_eigenvalues_of(A, [lam], visible_keys(A)).values
+    for b, keep in enumerate(valid):
+        alone = AttentionOperator(2 * q[b : b + 1, :, keep], k[b : b + 1, :, keep], causal=causal)
+        others = other_eigenvalues(torch.linalg.eigvals(alone.dense())[0])
+        np.testing.assert_allclose(families(lam, found[b]).varying, families(lam, others).varying, rtol=1e-7)
+        np.testing.assert_allclose(found[b].real.amin(-1), others.real.amin(-1), atol=1e-7)
+
+
+@pytest.mark.parametrize("triangular", [0, 1])
+def test_a_sample_with_a_triangular_mask_is_read_exactly_beside_others(triangular: int) -> None:
+    q, k = normal(2, 2, 1, 530, 4).float()
+    mask = torch.ones(2, 1, 530, 530, dtype=torch.bool)
+    mask[triangular].tril_()
+    A = AttentionOperator(q, k, mask=mask)
+    found = other_eigenvalues_of(A, [torch.tensor([[0.5 + 0j]])])
+    lowest, entries = found.values.real.amin(-1)[:, 0], A.dense()[:, 0]
+    assert float(lowest[triangular]) == pytest.approx(float(entries[triangular].diagonal().min()), abs=1e-6)
+    exact = np.linalg.eigvals(entries[1 - triangular].double().numpy()).real.min()
+    assert float(lowest[1 - triangular]) == pytest.approx(exact, abs=1e-3)
+    assert (found.residuals.flatten(1).amax(1) > 0).tolist() == [triangular == 1, triangular == 0]
+
+
+def test_one_token_is_a_tie() -> None:
+    A = AttentionOperator(torch.zeros(2, 1, 1, 3), torch.zeros(2, 1, 1, 3))
+    assert dominating(A, np.array([0.5 + 0j])).leaning.tolist() == [[0.0], [0.0]]
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1.0, 1e8])
+def test_ties_are_measured_against_the_heads_own_size(scale: float) -> None:
+    """A head of tiny weights beside one of large ones is no tie."""
+    lam = torch.tensor([[1e-8 + 0j], [scale + 0j]], dtype=torch.complex128)
+    others = torch.full((1, 2, 1), 0.5, dtype=torch.complex128)
+    assert families(lam, others).leaning.tolist() == [[1.0, 1.0]]
+    assert families(lam, torch.ones_like(others)).leaning.tolist() == [[0.0, 0.0]]
+
+
+def counted(site: BareSite, A: AttentionOperator) -> list[float]:
+    """As explain counts."""
+    points = convex_hull(layer_spectrum(site).deciding[None])
+    return families(points, other_eigenvalues_of(A, [points]).values.flatten(1)).leaning.tolist()
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("kernel", ["softmax", "symmetric"])
+@pytest.mark.parametrize(("heads", "equal"), [(1, False), (3, True)])
+def test_counting_is_exact_for_one_head_and_for_equal_attention(heads, equal, kernel, shift) -> None:
+    site, A = random_layer((6, heads, heads, 6 // heads), shift), operator(kernel, tokens=6, heads=heads, equal=equal)
+    constant, varying = layer_modes(site, A)
+    assert counted(site, A) == np.sign(abs(constant) - np.abs(varying)).tolist()
+    assert np.abs(abs(constant) - np.abs(varying)).min() > 1e-4, "near ties are not what this is about"
+
+
+def test_counting_can_be_wrong_for_heads_that_differ() -> None:
+    """Why it is a heuristic: it pairs head 1's λ = −1.4 with head 2's μ = −½, which never meet.
+
+    Head 1 attends uniformly (μ = 0): 1 + 0 is left of its differences. Head 2 has λ = 0.2: 1 − 0.1. So 1 + 0.2 on
+    constant tokens dominates, but the count finds |1 + 1.4 · ½| = 1.7.
+    """
+    site = BareSite(2, 2, 2, 1)
+    site.value, site.projection = torch.eye(2).double(), torch.diag(torch.tensor([-1.4, 0.2]).double())
+    q = torch.zeros(1, 2, 2, 2, dtype=torch.float64)
+    q[0, 1] = math.log(3) * torch.eye(2).flip(0)  # head 2 gives ¾ to the other token
+    A = AttentionOperator(q, torch.eye(2).double().expand(1, 2, 2, 2), scale=1.0)
+    constant, varying = layer_modes(site, A)
+    assert (constant, varying[0]) == (pytest.approx(1.2), pytest.approx(1.0))
+    assert counted(site, A) == [-1]
+
+
+@pytest.mark.parametrize("shape", [(6, 3, 3, 2), (8, 4, 2, 4)])
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_the_oracle_finds_the_same_with_and_without_the_matrix(shape, shift: float, monkeypatch) -> None:
+    site, A = random_layer(shape, shift), operator(heads=shape[1])
+    dense = layer_modes(site, A)
+    monkeypatch.setattr("layer_modes.DENSE", 12)
+    for found, wanted in zip(layer_modes(site, A), dense, strict=True):
+        np.testing.assert_allclose(np.abs(found), np.abs(wanted), rtol=1e-6)
+    constant = np.linalg.eigvals(sum(head_matrices(site)))
+    assert abs(dense[0]) == pytest.approx(np.abs(1 + constant).max())
+
+
+def shifted(dim: int, scale: float, shift: float) -> Tensor:
+    M = normal(dim, dim) / (4 * dim) ** 0.5
+    return scale * (M + M.mT) + shift * torch.eye(dim)
+
+
+def turning(dim: int) -> Tensor:
+    """A conjugate pair 0.3 ± 2i stands out: it has the largest |1 + λ|."""
+    M = 0.3 * normal(dim, dim, seed=3) / dim**0.5
+    M[:2, :2] += torch.tensor([[0.3, -2.0], [2.0, 0.3]])
+    return M
+
+
+CASES = {
+    "symmetric": lambda dim: (shifted(dim, 1.0, 0.0), torch.eye(dim).double()),
+    "negative": lambda dim: (shifted(dim, 0.2, -0.5), torch.eye(dim).double()),
+    "one eigenvalue, which exhausts the Krylov space": lambda dim: (shifted(dim, 0.0, -0.7), torch.eye(dim).double()),
+    "general": lambda dim: (normal(dim, dim, seed=1) / dim**0.5, normal(dim, dim, seed=2) / dim**0.5),
+    "turning": lambda dim: (turning(dim), torch.eye(dim).double()),
+    "low rank": lambda dim: (normal(dim, 7, seed=4) / dim**0.5, normal(7, dim, seed=5) / dim**0.5),
+    "low rank, so that 0 is a corner": lambda dim: (-normal(3, dim).mT / dim**0.5, normal(3, dim) / dim**0.5),
+}
+
+
+@pytest.mark.parametrize("dim", [6, 65, 300])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_outermost_are_those_of_the_matrix(case, dim: int) -> None:
+    """Every maximum that explain takes over the spectrum comes out the same, and every value is an eigenvalue."""
+    projection, value = case(dim)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found, error = arnoldi_hull(projection, value, layer=1)
+    every = np.linalg.eigvals((projection @ value).numpy())
+    for mu in MUS:
+        np.testing.assert_allclose(np.abs(1 + found * mu).max(), np.abs(1 + every * mu).max(), rtol=1e-7)
+    ends = (every.real.min(), every.real.max())
+    assert (found.real.min(), found.real.max()) == pytest.approx(ends, abs=1e-7)
+    assert np.abs(found[:, None] - every[None]).min(1).max() < 1e-7
+    assert error < 1e-9
+
+
+def test_a_zero_branch_has_a_zero_spectrum() -> None:
+    found, error = arnoldi_hull(torch.zeros(9, 4).double(), normal(4, 9), layer=1)
+    assert (found.tolist(), error) == ([0], 0)
+
+
+def test_float32_weights_are_read_as_such_and_the_error_says_so() -> None:
+    projection, value = CASES["general"](200)
+    found, error = arnoldi_hull(projection.float(), value.float(), layer=1)
+    every = np.linalg.eigvals((projection @ value).numpy())
+    assert np.abs(found[:, None] - every[None]).min(1).max() < 10 * error < 1e-3
+
+
+def test_what_has_not_converged_warns_and_gives_its_residual(monkeypatch) -> None:
+    """Eigenvalues all around a circle are never told apart by few products."""
+    turn = torch.linalg.qr(normal(200, 200)).Q
+    monkeypatch.setattr(spectra, "LARGEST_SPACE", 40)
+    with pytest.warns(AcutanceWarning, match=r"layer 3: .* not all converged .* 40 vectors"):
+        found, error = arnoldi_hull(turn, torch.eye(200).double(), layer=3)
+    every = np.linalg.eigvals(turn.numpy())
+    # H is normal, so an eigenvalue is within each residual: here they are no more than that off.
+    for reach in (lambda z: np.abs(1 + z).max(), lambda z: z.real.max(), lambda z: -z.real.min()):
+        assert 0 <= reach(every) - reach(found) < error
+    assert error > 1e-3
+
+
+SHAPES = {"plain": (48, 4, 4, 12), "grouped queries": (48, 8, 2, 6), "narrow": (48, 2, 2, 5), "wide": (20, 4, 4, 9)}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_wide_layers_get_the_verdict_of_the_whole(shape, monkeypatch) -> None:
+    """With grouped queries and a pre-norm; no eigenvalues of the whole H are asked for."""
+    norm = nn.LayerNorm(shape[0]).double()
+    norm.weight.data[::3] *= -2
+    site = BareSite(*shape, norm=norm)
+    exact = layer_spectrum(site, whole=True)
+    monkeypatch.setattr(weights, "WHOLE_UP_TO", 2)
+    monkeypatch.setattr(weights, "_whole_eigenvalues", lambda *_: pytest.fail("all eigenvalues were found"))
+    wide = layer_spectrum(site)
+    every = np.linalg.eigvals(sum(head_matrices(site)) * norm.weight.detach().numpy())
+    for found in (exact, wide):
+        for mu in MUS:
+            np.testing.assert_allclose(np.abs(1 + found.deciding * mu).max(), np.abs(1 + every * mu).max(), rtol=1e-7)
+        assert found.deciding.real.min() == pytest.approx(every.real.min(), abs=1e-7)
+    assert (wide.verdict, wide.crossing is None, wide.reason) == (exact.verdict, exact.crossing is None, exact.reason)
+    assert wide.eigenvalues is None
+    assert wide.symmetry == pytest.approx(exact.symmetry, rel=1e-9)
+
+
+def test_a_verdict_within_the_error_is_unknown(monkeypatch) -> None:
+    """max|1 + λ| of the layer is 1 + 1e-4; known to 1e-2 it might be below 1."""
+    site = BareSite(30, 2, 2, 15)
+    site.value, site.projection = torch.eye(30).double(), torch.linalg.qr(normal(30, 30)).Q
+    site.projection = site.projection @ torch.diag(torch.linspace(-1.5, 1e-4, 30).double()) @ site.projection.mT
+    monkeypatch.setattr(weights, "WHOLE_UP_TO", 2)
+    sure = layer_spectrum(site)
+    assert sure.verdict == "smoothing"
+    monkeypatch.setattr(weights, "arnoldi_hull", lambda *_, layer: (sure.outer, 1e-2))
+    blurred = layer_spectrum(site)
+    assert blurred.verdict == "unknown"
+    assert "known to 0.01 only" in blurred.reason

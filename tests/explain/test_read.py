@@ -1,0 +1,336 @@
+"""What explain reads while a model runs: counted by hand, with prefix and padding in and out."""
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from spectrum_worlds import DIM, normal, set_branch, small_vit, watch
+
+import acutance as ac
+from acutance.attention import AttentionCall, spectra
+from acutance.attention.operator import AttentionOperator
+from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError
+from acutance.explain import LayerSpectrum, Share, weights
+from acutance.explain.read import LayerReader, compare
+from acutance.measure.samples import TokenLayout
+
+MARGIN = 1e-4  # closer than this, eigenvalues of sharp attention are rounding: such cases may count either way
+ratio = ac.metrics.hfc_lfc_spectral
+
+
+def mixed_vit():
+    """Like a trained one: large weights, both families occur."""
+    model = small_vit(depth=4).double()
+    with torch.no_grad():
+        for layer, shift in enumerate([-1.2, -0.4, 0.3, -0.9], 1):
+            set_branch(model, layer, 0.5 * normal(DIM, DIM, seed=layer) / DIM**0.5 + shift * torch.eye(DIM))
+            model.blocks[layer - 1].attn.qkv.weight[: 2 * DIM].mul_(60)
+    return model
+
+
+def between(share: float, leads: np.ndarray) -> bool:
+    """Whether a share of cases above 0 agrees with their leads, up to those within the margin."""
+    count = share * len(leads)
+    return (leads > MARGIN).sum() - 1e-9 <= count <= (leads > -MARGIN).sum() + 1e-9
+
+
+def lead(H: np.ndarray, A: np.ndarray) -> float:
+    """By how much max_j |1 + λ_j| is ahead of |1 + λ_j μ| for every other μ."""
+    lam, mu = np.linalg.eigvals(H), np.linalg.eigvals(A)
+    gains = np.abs(1 + lam[:, None] * mu[None])
+    one = np.abs(mu - 1).argmin()
+    return float(gains[:, one].max() - np.delete(gains, one, axis=1).max())
+
+
+def mean(events: np.ndarray) -> float:
+    return events.mean() if events.size else np.nan
+
+
+def test_explain_counts_what_brute_force_counts() -> None:
+    """Recount every sample, head and layer by hand."""
+    model, images = mixed_vit(), normal(6, 1, 8, 8)
+    spectrum = ac.explain(model, [images], progress=False)
+    records, stream = watch(model, images)
+    close = cases = 0
+    for site in ac.sites.find(model):
+        found, entries = spectrum[site.layer].dominance, records[site.layer].A.dense().numpy()
+        size = site.head_dim
+        W, V = site.projection_weight().detach().numpy(), site.value_weight().detach().numpy()
+        per_head = [V[h * size : (h + 1) * size] @ W[:, h * size : (h + 1) * size] for h in range(2)]
+        for name, matrices in (("heads", per_head), ("whole", [W @ V] * 2)):
+            for h, H in enumerate(matrices):
+                leads = np.array([lead(H, entries[b, h]) for b in range(6)])
+                close, cases = close + (np.abs(leads) <= MARGIN).sum(), cases + 6
+                assert between(getattr(found, name)[h].smoothing, leads)
+                assert between(getattr(found, name)[h].sharpening, -leads)
+        leads = np.array([min(lead(W @ V, entries[b, h]) for h in range(2)) for b in range(6)])
+        before, after = stream[site.layer]
+        for outcome, tokens in ((found.branch, before + records[site.layer].branch), (found.block, after)):
+            change = (ratio(tokens) / ratio(before)).log().numpy()
+            assert np.abs(change).min() > MARGIN
+            assert (outcome.fell, outcome.change) == pytest.approx((np.mean(change < 0), change.mean()))
+            sure = np.abs(leads) > MARGIN
+            agree = ((leads > 0) == (change < 0))[sure].sum()
+            assert agree / 6 - 1e-9 <= outcome.agreement <= (agree + (~sure).sum()) / 6 + 1e-9
+            if sure.all():
+                smooth = leads > 0
+                assert outcome.fell_if_smoothing == pytest.approx(mean(change[smooth] < 0), nan_ok=True)
+                assert outcome.rose_if_sharpening == pytest.approx(mean(change[~smooth] > 0), nan_ok=True)
+        mu = np.linalg.eigvals(entries)
+        lowest, largest = mu.real.min(-1), np.sort(np.abs(mu))[..., -2]  # the largest of all is μ = 1
+        np.testing.assert_allclose(found.mu_min_by_sample, lowest, atol=1e-9)
+        np.testing.assert_allclose(found.mu_largest_by_sample, largest, atol=1e-9)
+        np.testing.assert_allclose(found.mu_min, lowest.mean(0), atol=1e-9)
+        assert found.mu_min_highest == pytest.approx(lowest.max(), abs=1e-9)
+        assert (found.mu_error, found.undecided) == (0, 0)
+    assert 0 < spectrum.share().smoothing < 1, "the case must be a mixed one"
+    assert close < 0.1 * cases, "nearly all must be decided"
+
+
+def test_explain_predicts_from_the_outermost_as_from_all(monkeypatch) -> None:
+    """The same counts, predictions and agreement, sample by sample."""
+    model, batches = mixed_vit(), [normal(6, 1, 8, 8)]
+    exact = ac.explain(model, batches, progress=False)
+    monkeypatch.setattr(weights, "WHOLE_UP_TO", 2)
+    wide = ac.explain(model, batches, progress=False)
+    assert [layer.eigenvalues for layer in wide.layers] == [None] * 4
+    for a, b in zip(exact.layers, wide.layers, strict=True):
+        assert (a.dominance.whole, a.dominance.predicted) == (b.dominance.whole, b.dominance.predicted)
+        assert (a.dominance.branch.agreement, a.verdict) == (b.dominance.branch.agreement, b.verdict)
+        assert a.dominance.predicted_change == pytest.approx(b.dominance.predicted_change, rel=1e-6)
+
+
+def test_outcomes_by_prediction() -> None:
+    """P(fell | smoothing), P(rose | sharpening) and the rank correlation, on numbers that can be counted by eye."""
+    lean = np.array([1, 1, 1, -1, -1, 0.0])
+    change = np.array([-0.3, -0.2, 0.1, 0.2, -0.1, 0.0])
+    predicted = np.array([-0.9, -0.5, -0.1, 0.4, 0.2, 0.0])
+    found = compare(change, lean, predicted)
+    assert (found.fell, found.agreement) == pytest.approx((3 / 6, 4 / 6))
+    assert (found.fell_if_smoothing, found.rose_if_sharpening) == pytest.approx((2 / 3, 1 / 2))
+    ranks = np.array([[0, 1, 4, 5, 2, 3], [0, 1, 2, 5, 4, 3]])  # of change and of predicted
+    assert found.correlation == pytest.approx(np.corrcoef(ranks)[0, 1])
+    never = compare(change, np.ones(6), np.full(6, -0.1))
+    assert np.isnan([never.rose_if_sharpening, never.correlation, compare(change, None, None).agreement]).all()
+
+
+def test_predicted_change_is_the_long_run_rate() -> None:
+    """A layer repeated: log HFC/LFC changes by `predicted_change` a layer."""
+    model = small_vit(heads=1, depth=1).double()
+    H = 0.3 * normal(DIM, DIM, seed=2) / DIM**0.5 + 0.5 * torch.eye(DIM)
+    set_branch(model, 1, H)
+    images = normal(1, 1, 8, 8)
+    found = ac.explain(model, [images], progress=False)[1].dominance
+    A = watch(model, images)[0][1].A.dense()[0, 0]
+    X = normal(5, DIM, seed=1)
+    high, low, steps, rate = X - X.mean(0), X.mean(0), 2000, 0.0
+    for _ in range(steps):  # differences go their own way under X + A X Hᵀ; constant tokens under I + H
+        high = high + A @ high @ H.mT
+        high, low = high - high.mean(0), low + low @ H.mT
+        rate += float(high.norm().log() - low.norm().log()) / steps
+        high, low = high / high.norm(), low / low.norm()
+    assert found.predicted_change == pytest.approx(rate, rel=0.01)
+
+
+def test_random_initialisation_smooths_everywhere() -> None:
+    """Table 1 of arXiv 2401.04301, first column, in small: 100/0."""
+    spectrum = ac.explain(small_vit(dim=24, heads=3, depth=6), [torch.randn(8, 1, 8, 8)], progress=False)
+    assert str(spectrum.share("whole")) == str(spectrum.share("heads")) == "100/0"
+    assert {layer.verdict for layer in spectrum.layers} == {"smoothing"}
+
+
+def test_batches_add_up_to_one() -> None:
+    model, images = small_vit(), torch.randn(7, 1, 8, 8)
+    streamed, at_once = (ac.explain(model, b, progress=False) for b in (iter(images.split(3)), [images]))
+    for a, b in zip(streamed.layers, at_once.layers, strict=True):
+        assert a.dominance.samples == b.dominance.samples == 7
+        assert (a.dominance.heads, a.dominance.whole) == (b.dominance.heads, b.dominance.whole)
+        assert a.dominance.branch.agreement == b.dominance.branch.agreement
+        assert b.dominance.mu_min_by_sample.shape == (7, 2)
+        for name in ("mu_min_by_sample", "mu_largest_by_sample"):
+            np.testing.assert_allclose(getattr(a.dominance, name), getattr(b.dominance, name), rtol=1e-4, atol=1e-6)
+        assert a.dominance.block.change == pytest.approx(b.dominance.block.change, abs=1e-6)
+
+
+def one_head(lam: complex = 0.5, layer: int = 1) -> LayerSpectrum:
+    return LayerSpectrum(layer, heads=np.array([[lam + 0j]]), head_symmetry=np.ones(1))
+
+
+def run(reader: LayerReader, A: AttentionOperator, tokens, branch, output) -> None:
+    """A block runs on the tokens."""
+    heads = branch[:, None].expand(-1, A.heads, -1, -1)
+    reader.enter(1, tokens)
+    reader.attend(1, AttentionCall(operator=A, v=heads, values=heads, output=heads, branch=branch))
+    reader.leave(1, output)
+
+
+def assert_same_result(one: LayerReader, other: LayerReader) -> None:
+    a, b = one.result(), other.result()
+    assert (a.samples, a.predicted) == (b.samples, b.predicted)
+    assert a.predicted_change == pytest.approx(b.predicted_change)
+    for place in ("branch", "block"):
+        assert vars(getattr(a, place)) == pytest.approx(vars(getattr(b, place)), nan_ok=True)
+    np.testing.assert_allclose(a.mu_min_by_sample, b.mu_min_by_sample, atol=1e-12)
+    np.testing.assert_allclose(a.mu_largest_by_sample, b.mu_largest_by_sample, atol=1e-12)
+
+
+def test_one_token_changes_nothing() -> None:
+    """HFC is 0 before and after: neither fell nor rose, as predicted, and no NaN."""
+    reader, ones = LayerReader(one_head()), torch.ones(2, 1, 3)
+    run(reader, AttentionOperator(torch.zeros(2, 1, 1, 3), torch.zeros(2, 1, 1, 3)), ones, ones, 3 * ones)
+    found = reader.result()
+    assert (found.predicted, found.predicted_change) == (Share(0.0, 0.0), 0)
+    assert (found.branch.fell, found.branch.agreement, found.branch.change) == (0, 1, 0)
+
+
+def test_prefix_is_left_out_of_the_measurement() -> None:
+    model, images = small_vit(), torch.randn(3, 1, 8, 8)
+    out = ac.explain(model, [images], prefix="out", progress=False)
+    assert out.context["prefix"] == "1 prefix tokens out"
+    before, after = watch(model, images)[1][2]
+    want = (ratio(after[:, 1:]) / ratio(before[:, 1:])).log().mean()
+    assert out[2].dominance.block.change == pytest.approx(float(want), abs=1e-6)
+    inside = ac.explain(model, [images], progress=False)[2].dominance.block.change
+    assert out[2].dominance.block.change != pytest.approx(inside, abs=1e-4)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_padded_batches_read_as_their_samples_alone(told: bool) -> None:
+    """Whether a batch tells its padding by `attention_mask` or attention shows it."""
+    layer = LayerSpectrum(
+        1, heads=np.array([[0.5 + 0j], [-0.9 + 0.1j]]), head_symmetry=np.ones(2), eigenvalues=np.array([-0.9, 0.3 + 0j])
+    )
+    (q, k), stream, lengths = normal(2, 2, 2, 6, 3), normal(3, 2, 6, 4, seed=1), [6, 4]
+    valid = torch.arange(6) < torch.tensor(lengths)[:, None]
+    together, apart = LayerReader(layer), LayerReader(layer)
+    if told:
+        together.counted = together.present = TokenLayout.of({"attention_mask": valid.long()})
+    run(together, AttentionOperator(q, k, mask=valid), *stream)
+    for b, n in enumerate(lengths):
+        one = slice(b, b + 1)
+        run(apart, AttentionOperator(q[one, :, :n], k[one, :, :n]), *stream[:, one, :n])
+    assert_same_result(together, apart)
+
+
+def test_packed_documents_are_samples_of_their_own() -> None:
+    """Two documents in one row, told by positions that start anew: as if each came alone."""
+    (q, k), stream = normal(2, 1, 1, 7, 3), normal(3, 1, 7, 4, seed=2)
+    document = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    packed, apart = LayerReader(one_head()), LayerReader(one_head())
+    packed.counted = packed.present = TokenLayout.of({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])})
+    run(packed, AttentionOperator(q, k, mask=(document[:, None] == document)[None, None], causal=True), *stream)
+    for own in (document == 0, document == 1):
+        run(apart, AttentionOperator(q[:, :, own], k[:, :, own], causal=True), *stream[:, :, own])
+    assert_same_result(packed, apart)
+
+
+def test_attention_over_windows_is_refused() -> None:
+    windows = AttentionOperator(torch.zeros(8, 1, 4, 3), torch.zeros(8, 1, 4, 3))
+    with pytest.raises(AcutanceError, match=r"layer 3: attention .* \(2, 16\) .* explain\(model\)"):
+        run(LayerReader(one_head(layer=3)), windows, *torch.randn(3, 2, 16, 4))
+
+
+def test_layer_scale_is_part_of_the_branch() -> None:
+    model, tokens, outputs = small_vit(layer_scale=1e-3), [], []
+    model.blocks[0].register_forward_pre_hook(lambda _, args: tokens.append(args[0]))
+    model.blocks[0].ls1.register_forward_hook(lambda _, args, out: outputs.append(out))
+    spectrum = ac.explain(model, [torch.randn(2, 1, 8, 8)], progress=False)
+    want = float((ratio(tokens[0] + outputs[0]) / ratio(tokens[0])).log().mean())
+    assert spectrum[1].dominance.branch.change == pytest.approx(want, abs=1e-6)
+
+
+def test_negative_spectrum_beyond_the_bound_warns_and_smooths() -> None:
+    """λ > −2/(1+μ_min) is exact, sample by sample: beyond the bounds of so many samples, so many smooth."""
+    model, images = small_vit(attention="symmetric", depth=1).double(), normal(4, 1, 8, 8)
+    torch.nn.init.eye_(model.blocks[0].attn.kv.weight[-DIM:])
+    with torch.no_grad():
+        model.blocks[0].attn.kv.weight[:DIM].mul_(20)  # sharp enough that μ_min is well above 0
+    # Of both heads the smaller μ_min is the harder to beat.
+    lowest = torch.linalg.eigvals(watch(model, images)[0][1].A.dense()).real.amin((1, 2))
+    bounds = (-2 / (1 + lowest)).sort(descending=True).values
+    assert -2 < bounds[-1] < bounds[0] < -1
+    assert bounds.diff().abs().min() > 1e-3, "the samples must have bounds of their own"
+    edges = [0.99 * bounds[0], *(bounds[:-1] + bounds[1:]) / 2, 1.01 * bounds[-1]]
+    for smoothing, lam in enumerate(edges):
+        with torch.no_grad():
+            model.blocks[0].attn.proj.weight.copy_(lam * torch.eye(DIM))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = ac.explain(model, [images], progress=False)[1]
+        assert found.dominance.predicted == Share(smoothing / 4, 1 - smoothing / 4)
+        # The bound shown is the strictest: that of the largest μ_min, over heads too.
+        assert found.bound == pytest.approx(-2 / (1 + found.dominance.mu_min_by_sample.max()))
+        assert found.crosses_bound == (lam < found.bound) == ("lies beyond" in found.reason)
+        assert any("layer 1: the negative spectrum" in str(w.message) for w in caught) == found.crosses_bound
+    assert found.crosses_bound
+    assert found.verdict == "smoothing"
+
+
+def test_eigenvalues_of_attention_that_have_not_converged_make_the_verdict_unknown(monkeypatch) -> None:
+    """λ = −1.99 against a μ_min of 0, 520 tokens: decided by the converged μ, open within the error of a rough one."""
+    q, stream = normal(1, 1, 520, 4), normal(3, 1, 520, 4, seed=1)
+
+    def found(lam: float) -> LayerSpectrum:
+        layer = one_head(lam, layer=7)
+        reader = LayerReader(layer)
+        run(reader, AttentionOperator(q, q, kernel="symmetric"), *stream)
+        return replace(layer, dominance=reader.result())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sure = [found(lam) for lam in (-1.99, 0.5)]
+    assert [layer.verdict for layer in sure] == ["sharpening", "smoothing"]
+    assert [layer.dominance.undecided for layer in sure] == [0, 0]
+    assert 0 < sure[0].dominance.mu_error < 1e-9
+
+    monkeypatch.setattr(spectra, "LARGEST_SPACE", 32)
+    with pytest.warns(AcutanceWarning, match=r"layer 7: .*residual is .*wanted .*at most 512 tokens a sample"):
+        rough = found(-1.99)
+    assert rough.dominance.mu_error > 1e-3
+    assert (rough.dominance.undecided, rough.dominance.predicted) == (1, Share(0.0, 0.0))
+    assert rough.verdict == "unknown"
+    for words in ("in 100% of samples", "μ of A is known to", "at most 512 tokens"):
+        assert words in rough.reason
+    with pytest.warns(AcutanceWarning, match="layer 7"):
+        clear = found(0.5)  # the lead of μ = 1 is far larger than the error
+    assert (clear.verdict, clear.dominance.undecided) == ("smoothing", 0)
+
+
+def test_a_short_batch_after_a_long_one_keeps_its_tolerance() -> None:
+    """600 tokens by products, whose residuals are not 0 but as wanted, then 20 tokens from the matrix."""
+    reader = LayerReader(one_head())
+    for tokens in (600, 20):
+        q, k = normal(2, 1, 1, tokens, 4).float()
+        run(reader, AttentionOperator(q, k), *normal(3, 1, tokens, 4, seed=1).float())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reader.result().mu_error > 0
+
+
+def test_model_is_left_as_it_was_found() -> None:
+    model = small_vit(dropout=0.1).train()
+    ac.explain(model, [torch.randn(2, 1, 8, 8)], progress=False)
+    assert model.training
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert all(site.attention.observer is None for site in ac.sites.find(model))
+
+
+@pytest.mark.parametrize(
+    ("batches", "options", "error", "message"),
+    [
+        ([], {}, AcutanceError, "no batches"),
+        (None, {"norm": "maybe"}, AcutanceError, "'fold' or 'ignore'"),
+        (None, {"prefix": "both"}, AcutanceError, "'in' or 'out'"),
+        ([torch.full((1, 1, 8, 8), torch.nan)], {}, NonFiniteError, "layer 1"),
+    ],
+)
+def test_errors(batches, options, error, message) -> None:
+    with pytest.raises(error, match=message):
+        ac.explain(small_vit(), batches, progress=False, **options)
+
+
+def test_mitigations_beside_the_weights_are_named() -> None:
+    for mitigation, named in (("neutreno:0.6", "neutreno:0.6"), ("eigen:negative", None), (None, None)):
+        assert ac.explain(small_vit(mitigation=mitigation), progress=False).context["outside H"] == named
