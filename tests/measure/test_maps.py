@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from embedding import embedded
 
 import acutance as ac
 from acutance.errors import AcutanceError
@@ -19,7 +20,7 @@ def test_maps_are_the_softmax_matrices(model: ViT) -> None:
     assert list(maps) == [1, 6, 12]
     with torch.no_grad():
         block = model.blocks[0]
-        q, k, _ = block.attn.qkv(block.norm1(model._embed(sample[None])))[0].view(17, 3, 3, 8).permute(1, 2, 0, 3)
+        q, k, _ = block.attn.qkv(block.norm1(embedded(model, sample[None])))[0].view(17, 3, 3, 8).permute(1, 2, 0, 3)
         want = (q @ k.mT / 8**0.5).softmax(-1)
     np.testing.assert_allclose(maps[1], want, atol=1e-6)
     np.testing.assert_allclose(maps[12].sum(-1), 1, atol=1e-6)

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from embedding import embedded
 
 import acutance as ac
 from acutance.errors import AcutanceError, NonFiniteError
@@ -39,8 +40,8 @@ def batches(images: torch.Tensor, size: int) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def residual_stream(model: ViT, images: torch.Tensor) -> list[torch.Tensor]:
-    """Written out, without hooks."""
-    x, v0 = model._embed(images), None
+    """Written out, block by block."""
+    x, v0 = embedded(model, images), None
     stream = [x]
     for block in model.blocks:
         x, v0 = block(x, v0)
@@ -78,7 +79,7 @@ def test_other_taps_read_the_branch_the_values_and_the_final_norm(model: ViT, im
     model.eval()
     with torch.no_grad():
         block = model.blocks[0]
-        normed = block.norm1(model._embed(images))
+        normed = block.norm1(embedded(model, images))
         branch = block.attn(normed, None)[0]
         values = block.attn.qkv(normed)[..., -24:]
         expected = {"attention": branch, "values": values, "final": model.forward_features(images)}
