@@ -1,66 +1,50 @@
-"""What the operator tests share: a NumPy float64 oracle written from the formulas, and the sweep's cases."""
+"""What the operator tests share: the formulas written out in float64, and the sweep's cases."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from acutance.attention.operator import AttentionOperator
 
 KERNELS = ("softmax", "symmetric", "rbf", "linear", "polynomial")
-EXPONENTIAL = KERNELS[:3]
 MASKINGS = ("none", "keys", "full", "causal", "causal+keys")
 
 
-def oracle(
-    q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, kernel: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """The matrix and its log row sums, row by row: loops over batch, heads and queries, nothing shared."""
-    q_, k_ = q.detach().double().numpy(), k.detach().double().numpy()
-    batch, heads, queries, _ = q_.shape
-    keys = k_.shape[-2]
-    weights, sums = np.zeros((batch, heads, queries, keys)), np.zeros((batch, heads, queries))
-    seen = np.ones((batch, heads, queries, keys), dtype=bool)
-    bias = np.zeros((batch, heads, queries, keys))
-    if mask is not None and mask.dtype == torch.bool:
-        array = mask.numpy()
-        seen &= np.broadcast_to(array[:, None, None, :] if array.shape == (batch, keys) else array, seen.shape)
-    elif mask is not None:
-        bias = bias + mask.double().numpy()
-    for b, h, i in np.ndindex(batch, heads, queries):
-        keys_of_head = k_[b, h // (heads // k_.shape[1])]
-        query = keys_of_head[i] if kernel == "symmetric" else q_[b, h, i]
-        row = seen[b, h, i].copy()
-        if causal:
-            row &= np.arange(keys) <= i + keys - queries
-        value = kernel_oracle(query, keys_of_head, scale, kernel) * np.exp(bias[b, h, i]) * row
-        sums[b, h, i] = value.sum()
-        if value.sum() > 0:
-            weights[b, h, i] = value / value.sum()
-    with np.errstate(divide="ignore"):
-        return weights, np.log(sums)
-
-
-def kernel_oracle(query: np.ndarray, keys: np.ndarray, scale: float, kernel: str) -> np.ndarray:
+def formula(
+    q: Tensor, k: Tensor, mask: Tensor | None = None, causal: bool = False, kernel: str = "softmax", scale: float = 0
+) -> tuple[Tensor, Tensor]:
+    """The matrix and its log row sums, in plain autograd and float64: masks are factors; no log, softmax or tile."""
+    q, k, scale = q.double(), with_heads(k.double(), q.size(1)), scale or q.size(-1) ** -0.5
+    q = k if kernel == "symmetric" else q
     if kernel in ("softmax", "symmetric"):
-        return np.exp(scale * keys @ query)
-    if kernel == "rbf":
-        return np.exp(-scale * ((keys - query) ** 2).sum(-1) / 2)
-    if kernel == "linear":
-        return elu_plus_one(keys) @ elu_plus_one(query)
-    assert kernel == "polynomial"
-    return (1 + scale * keys @ query) ** 2
+        values = (scale * q @ k.mT).exp()
+    elif kernel == "rbf":
+        values = (-scale * (q[:, :, :, None] - k[:, :, None]).square().sum(-1) / 2).exp()
+    elif kernel == "linear":
+        values = (F.elu(q) + 1) @ (F.elu(k) + 1).mT
+    else:
+        values = (1 + scale * q @ k.mT) ** 2
+    if mask is not None:
+        is_of_keys = mask.dtype == torch.bool and mask.shape == (k.size(0), k.size(-2))
+        mask = mask[:, None, None, :] if is_of_keys else mask
+        values = values * (mask if mask.dtype == torch.bool else mask.double().exp())
+    values = values.tril(k.size(-2) - q.size(-2)) if causal else values
+    sums = values.sum(-1)
+    nothing = sums == 0
+    sums = sums.masked_fill(nothing, 1)
+    return values / sums[..., None], sums.log().masked_fill(nothing, -torch.inf)
 
 
-def elu_plus_one(x: np.ndarray) -> np.ndarray:
-    return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+def with_heads(x: Tensor, heads: int) -> Tensor:
+    return torch.stack([x[:, h // (heads // x.size(1))] for h in range(heads)], dim=1)
 
 
 @dataclass
@@ -81,9 +65,14 @@ class Case:
     def operator(self) -> AttentionOperator:
         return AttentionOperator(self.q, self.k, **self.options)
 
-    def with_heads(self, x: Tensor) -> Tensor:
-        heads = self.q.size(1)
-        return torch.stack([x[:, h // (heads // x.size(1))] for h in range(heads)], dim=1)
+    @property
+    def expected(self) -> tuple[Tensor, Tensor]:
+        return formula(self.q, self.k, **self.options)
+
+    @property
+    def values(self) -> Tensor:
+        """x in float64, with the heads of the queries."""
+        return with_heads(self.x.double(), self.q.size(1))
 
 
 def make_case(
@@ -123,27 +112,21 @@ def make_case(
     )
 
 
-sweep = pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param((kernel, masking, grouped), id=f"{kernel}-{masking}-{'grouped' if grouped else 'equal'}")
-        for kernel in KERNELS
-        for masking in MASKINGS
-        for grouped in (False, True)
-    ],
-)
-"""Parametrises `case` over kernels × masks × grouped heads, as arguments of `make_case`."""
+# Parametrises `case` over kernels × masks × grouped heads, as arguments of `make_case`.
+SWEEP = [(kernel, masking, grouped) for kernel in KERNELS for masking in MASKINGS for grouped in (False, True)]
+sweep = pytest.mark.parametrize("case", SWEEP, ids=["-".join(map(str, case)) for case in SWEEP])
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the number of elements of the largest tensor any operation returns."""
+    """Records the number of elements of the largest tensor any operation returns, and all operations."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.elements, self.operation = 0, "none"
+        self.elements, self.operation, self.names = 0, "none", []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
+        self.names.append(str(function))
         for leaf in tree_leaves(out):
             # What is expanded without a copy occupies nothing.
             if isinstance(leaf, Tensor) and 0 not in leaf.stride() and leaf.numel() > self.elements:
@@ -158,6 +141,20 @@ def assert_tensors_below(elements: int) -> Iterator[None]:
     assert 0 < record.elements < elements, f"{record.operation} made {record.elements} elements"
 
 
-def assert_close(actual: Tensor, expected: Tensor | np.ndarray, tolerance: float = 1e-11) -> None:
+def assert_close(actual: Tensor, expected: Any, tolerance: float = 1e-11) -> None:
     expected = torch.as_tensor(expected).to(actual.device)
     torch.testing.assert_close(actual.to(expected.dtype), expected, atol=tolerance, rtol=tolerance)
+
+
+def assert_same_gradients(mine: Tensor, theirs: Tensor, inputs: list[Tensor], tolerance: float = 1e-10) -> None:
+    """Equal values, and equal gradients along a random direction."""
+    direction = torch.randn(mine.shape, dtype=mine.dtype, generator=torch.Generator().manual_seed(1))
+    assert_close(mine, theirs.detach(), tolerance / 10)
+    own, other = (
+        torch.autograd.grad(result, inputs, direction, allow_unused=True, retain_graph=True)
+        for result in (mine, theirs)
+    )
+    for a, b in zip(own, other, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_close(a, b, tolerance)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from operator_cases import KERNELS, MASKINGS, assert_close, make_case, oracle
+from operator_cases import KERNELS, MASKINGS, assert_close, formula, make_case
 
 from acutance.attention.operator import AttentionOperator
 
@@ -14,11 +14,10 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 @pytest.mark.parametrize("masking", MASKINGS)
 def test_products_are_as_good_as_their_dtype(dtype, kernel, masking):
     c = make_case(kernel, masking, grouped=True, dtype=dtype)
-    weights, sums = (torch.from_numpy(array) for array in oracle(c.q, c.k, c.mask, c.causal, 6**-0.5, kernel))
-    A, x, y = c.operator, c.with_heads(c.x).double(), c.y.double()
+    A, (weights, sums) = c.operator, c.expected
     assert (A @ c.x).dtype == (A.T @ c.y).dtype == dtype
-    assert_close(A @ c.x, weights @ x, TOLERANCE[dtype])
-    assert_close(A.T @ c.y, weights.mT @ y, 2 * TOLERANCE[dtype])
+    assert_close(A @ c.x, weights @ c.values, TOLERANCE[dtype])
+    assert_close(A.T @ c.y, weights.mT @ c.y.double(), 2 * TOLERANCE[dtype])
     # What is read rather than passed on is float32, however coarse the inputs.
     assert A.logsumexp().dtype == A.dense().dtype == A.diagonal().dtype == torch.float32
     assert_close(A.logsumexp(), sums, 1e-5)
@@ -31,44 +30,39 @@ def test_half_precision_distances_keep_their_digits(dtype):
     # Keys far from the origin: ‖k‖²/2 in one bfloat16 channel would be wrong by several units.
     c = make_case("rbf", dtype=dtype, sharpness=1.0)
     k, q = c.k + 8, c.q + 8
-    A = AttentionOperator(q, k, kernel="rbf")
-    assert_close(A @ c.x, torch.from_numpy(oracle(q, k, None, False, 6**-0.5, "rbf")[0]) @ c.x.double(), 0.1)
+    assert_close(AttentionOperator(q, k, kernel="rbf") @ c.x, formula(q, k, kernel="rbf")[0] @ c.values, 0.1)
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "linear", "polynomial"])
 def test_products_take_the_wider_dtype(kernel):
     c = make_case(kernel, dtype=torch.bfloat16)
-    weights = torch.from_numpy(oracle(c.q, c.k, None, False, 6**-0.5, kernel)[0])
-    x = torch.randn(2, 4, 11, 6)
-    out = c.operator @ x
-    assert out.dtype == torch.float32
-    assert_close(out, weights @ x.double(), 1e-5)
+    weights, x = c.expected[0], torch.randn(2, 4, 11, 6)
+    assert (c.operator @ x).dtype == torch.float32
+    assert_close(c.operator @ x, weights @ x.double(), 1e-5)
     assert (c.operator.T @ x.double()).dtype == torch.float64
     wide = c.operator.to(torch.float64)
     assert wide.dtype == (wide @ c.x).dtype == torch.float64
-    assert_close(wide @ c.x, weights @ c.x.double())
-
-
-@pytest.mark.parametrize("kernel", ["softmax", "symmetric", "rbf", "linear", "polynomial"])
-@pytest.mark.parametrize("masking", ["none", "causal+keys"])
-def test_autocast_does_not_coarsen_row_sums(kernel, masking):
-    c = make_case(kernel, masking, dtype=torch.float32)
-    weights, sums = oracle(c.q, c.k, c.mask, c.causal, 6**-0.5, kernel)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, row_sums = c.operator @ c.x, c.operator.logsumexp()
-        mixed = c.operator @ c.x.bfloat16()
-        diagonal = c.operator.diagonal()
-    assert_close(row_sums, sums, 1e-5)
-    assert_close(diagonal, c.operator.diagonal(), 1e-6)
-    for product in (out, mixed):
-        assert_close(product, torch.from_numpy(weights) @ c.x.double(), 6e-2)
+    assert_close(wide @ c.x, weights @ c.values)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("masking", MASKINGS)
+@pytest.mark.parametrize("masking", ["none", "causal+keys"])
+def test_autocast_does_not_coarsen_row_sums(kernel, masking):
+    c = make_case(kernel, masking, dtype=torch.float32)
+    weights, sums = c.expected
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, row_sums, diagonal = c.operator @ c.x, c.operator.logsumexp(), c.operator.diagonal()
+        mixed = c.operator @ c.x.bfloat16()
+    assert_close(row_sums, sums, 1e-5)
+    assert_close(diagonal, c.operator.diagonal(), 1e-6)
+    for product in (out, mixed):
+        assert_close(product, weights @ c.values, 6e-2)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_every_grad_mode_gives_the_same(kernel, masking, context):
-    c = make_case(kernel, masking, grouped=True)
+def test_every_grad_mode_gives_the_same(kernel, context):
+    c = make_case(kernel, "causal+keys", grouped=True)
     transposed, product, row_sums = c.operator.T @ c.y, c.operator @ c.x, c.operator.logsumexp()
     with context():
         q, k, y = c.q.clone().requires_grad_(context is torch.enable_grad), c.k.clone(), c.y.clone()
@@ -80,15 +74,10 @@ def test_every_grad_mode_gives_the_same(kernel, masking, context):
         assert not A.eigenvalues(2).requires_grad
 
 
-def test_inference_tensors_may_be_used_outside():
+def test_inference_tensors_may_be_used_outside_and_long_ones_inside():
     with torch.inference_mode():
         c = make_case("softmax", "causal+keys")
+        long = make_case("softmax", tokens=600, dtype=torch.float32).operator
+        assert_close(long.eigenvalues(2)[..., 0], torch.ones(2, 4).to(torch.complex64), 1e-4)
+        assert_close(long.stationary().sum(-1), torch.ones(2, 4), 1e-5)
     assert_close(c.operator.T @ c.y, c.operator.dense().mT @ c.y)
-
-
-def test_long_sequences_in_inference_mode():
-    with torch.inference_mode():
-        c = make_case("softmax", tokens=600, dtype=torch.float32)
-        values, distribution = c.operator.eigenvalues(2), c.operator.stationary()
-    assert_close(values[..., 0], torch.ones(2, 4).to(torch.complex64), 1e-4)
-    assert_close(distribution.sum(-1), torch.ones(2, 4), 1e-5)

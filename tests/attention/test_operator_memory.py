@@ -6,7 +6,6 @@ from operator_cases import KERNELS, MASKINGS, LargestTensor, assert_tensors_belo
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from acutance.attention import products
 from acutance.attention.operator import AttentionOperator
@@ -32,11 +31,10 @@ def _no_matrix(monkeypatch):
 def test_products_never_form_the_matrix(kernel, masking):
     q, k, options = long_case(masking)
     A = AttentionOperator(q, k, kernel=kernel, **options)
-    for channels in (3, 9):
-        with assert_tensors_below(TOKENS**2 // 3):
+    with assert_tensors_below(TOKENS**2 // 3):
+        for channels in (3, 9):
             A @ torch.randn(1, 1, TOKENS, channels)
             A.T @ torch.randn(1, 2, TOKENS, channels)
-    with assert_tensors_below(TOKENS**2 // 3):
         A.logsumexp()
         A.diagonal()
         for _ in A.tiles():
@@ -52,8 +50,6 @@ def test_training_never_forms_the_matrix(kernel, masking):
     with assert_tensors_below(TOKENS**2 // 3):
         A = AttentionOperator(q, k, kernel=kernel, **options)
         (A @ x).sum().backward()
-    with assert_tensors_below(TOKENS**2 // 3):
-        A = AttentionOperator(q, k, kernel=kernel, **options)
         (A.T @ q + A.logsumexp()[..., None]).sum().backward()
 
 
@@ -72,9 +68,7 @@ def test_values_of_any_layout_stay_on_the_fused_path():
     q, k, _ = long_case("none", key_heads=2)
     A = AttentionOperator(q, k)
     with assert_tensors_below(TOKENS**2 // 3):
-        strided = torch.randn(1, 2, 8, TOKENS).mT
-        A @ strided
-        A.T @ strided
+        A @ torch.randn(1, 2, 8, TOKENS).mT
         A @ torch.randn(1, 2, TOKENS, 1).expand(-1, -1, -1, 8)
 
 
@@ -98,26 +92,16 @@ def test_a_block_on_a_device_is_large_but_no_larger_than_queries_and_keys(batch,
     assert batch * heads * tokens * rows[0] <= max(products.GPU_TILE, 2 * q.numel())
 
 
-class Operations(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_plain_attention_is_one_call(causal, key_heads):
     # No mask, values as wide as the keys: exactly the operations of a bare SDPA, no copies but of grouped heads.
     q, k, _ = long_case("none", key_heads=key_heads, width=16)
     q, k, v = q[..., :64, :].requires_grad_(), k[..., :64, :].requires_grad_(), k[..., 64:128, :]
-    with Operations() as bare:
+    with LargestTensor() as bare:
         repeated = [x if key_heads == 2 else x.repeat_interleave(2, dim=1) for x in (k, v)]
         expected = scaled_dot_product_attention(q, *repeated, is_causal=causal)
-    with Operations() as ours:
+    with LargestTensor() as ours:
         out = AttentionOperator(q, k, causal=causal).apply(v)
     assert torch.equal(out, expected)
     assert ours.names == bare.names

@@ -1,58 +1,53 @@
-"""A sink, one logit per head without a value, against a softmax over [logits, sink] whose last column is dropped."""
+"""Sinks (one logit per head without a value, as in gpt-oss) and softcaps (c·tanh(s/c), as in Gemma 2), written out."""
 
 import pytest
 import torch
-from operator_cases import assert_close, make_case
+from operator_cases import assert_close, assert_same_gradients, make_case, with_heads
 
 from acutance import metrics
 from acutance.attention import AttentionCall
 from acutance.attention.operator import AttentionOperator
-from acutance.errors import AcutanceError, ShapeError
+from acutance.errors import AcutanceError
 
 MASKINGS = ("none", "keys", "full", "causal+keys")
+CAP = 1.5
 
 
-def written_out(c, q, k, sink):
-    """The matrix as gpt-oss computes it, and the whole distribution with the sink's column."""
-    logits = 6**-0.5 * q @ c.with_heads(k).mT
+def written_out(c, q, k, sink=None, cap=None):
+    """The matrix as the models compute it, and the whole distribution with the sink's column."""
+    logits = 6**-0.5 * q @ with_heads(k, 4).mT
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
     if c.mask is not None:
         logits = logits.masked_fill(~(c.mask if c.mask.ndim == 4 else c.mask[:, None, None, :]), -torch.inf)
     if c.causal:
         logits = logits.masked_fill(torch.ones(11, 11).triu(1).bool(), -torch.inf)
+    sink = q.new_full((4,), -1e4) if sink is None else sink
     whole = torch.cat([logits, sink[:, None, None].expand(2, 4, 11, 1)], -1).softmax(-1)
     return whole[..., :-1], whole
 
 
 @pytest.mark.parametrize("masking", MASKINGS)
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("tiles", ["one", "several"])
-def test_values_and_gradients_are_those_of_the_softmax_written_out(masking, grouped, tiles, request):
-    if tiles == "several":
-        request.getfixturevalue("small_tiles")
-    c = make_case("softmax", masking, grouped)
-    q, k, x, y = (t.clone().requires_grad_() for t in (c.q, c.k, c.x, c.y))
-    sink = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    A = AttentionOperator(q, k, **c.options, sink=sink)
-    expected, whole = written_out(c, q, k, sink)
-    entropy, sees = torch.special.entr(whole.detach()).sum(-1), (expected > 0).any(-1)
+@pytest.mark.parametrize(("grouped", "cap", "has_sink"), [(False, None, True), (True, None, True), (True, CAP, False)])
+@pytest.mark.usefixtures("tiles")
+def test_values_and_gradients_are_those_of_the_softmax_written_out(masking, grouped, cap, has_sink):
+    c = make_case("softmax", masking, grouped, sharpness=4)
+    inputs = [t.clone().requires_grad_() for t in (c.q, c.k, c.x, c.y)]
+    q, k, x, y = inputs
+    sink = torch.randn(4, dtype=torch.float64, requires_grad=True) if has_sink else None
+    inputs += [sink] if has_sink else []
+    A = AttentionOperator(q, k, **c.options, sink=sink, softcap=cap)
+    expected, whole = written_out(c, q, k, sink, cap)
+    sees = (A.logsumexp() > -torch.inf).detach()
+    expected = expected.masked_fill(~sees[..., None], 0)
+    entropy = torch.special.entr(whole.detach()).sum(-1)
     assert_close(metrics.attention_entropy(A), (entropy * sees).sum(-1) / sees.sum(-1))
-    assert_close(A.logsumexp(), AttentionOperator(q, k, **c.options).logsumexp())
-    for ours, theirs in (
-        (A.apply(x), expected @ c.with_heads(x)),
-        (A.T @ y, expected.mT @ y),
-        (A.dense(), expected),
-        (A.diagonal(), expected.diagonal(dim1=-2, dim2=-1)),
-        (A.row_scale, expected.sum(-1, keepdim=True)),
-    ):
-        assert_close(ours, theirs.detach())
-        weight = torch.randn_like(theirs)
-        inputs = (q, k, x, y, sink)
-        found = torch.autograd.grad(ours, inputs, weight, retain_graph=True, allow_unused=True)
-        wanted = torch.autograd.grad(theirs, inputs, weight, retain_graph=True, allow_unused=True)
-        for own, other in zip(found, wanted, strict=True):
-            assert (own is None) == (other is None)
-            if own is not None:
-                assert_close(own, other, 1e-10)
+    assert_close(A.logsumexp(), AttentionOperator(q, k, **c.options, softcap=cap).logsumexp())
+    assert_same_gradients(A.apply(x), expected @ with_heads(x, 4), inputs)
+    assert_same_gradients(A.T @ y, expected.mT @ y, inputs)
+    assert_same_gradients(A.dense(), expected, inputs)
+    assert_same_gradients(A.diagonal(), expected.diagonal(dim1=-2, dim2=-1), inputs)
+    if has_sink:
+        assert_same_gradients(A.row_scale, expected.sum(-1, keepdim=True), inputs)
 
 
 @pytest.mark.parametrize("largest", [None, 3])
@@ -85,11 +80,9 @@ def test_what_needs_rows_that_sum_to_one_is_refused():
     with pytest.raises(AcutanceError, match="sink"):
         A.stationary()
     assert_close(A.without_sink().stationary(), c.operator.stationary())
-    with pytest.raises(ShapeError, match="per head"):
-        AttentionOperator(c.q, c.k, sink=torch.zeros(3).double())
 
 
-def test_an_operator_and_its_copies_keep_the_sink():
+def test_an_operator_and_its_copies_keep_sink_and_cap():
     c = make_case("softmax", dtype=torch.float32)
     sink = torch.randn(4)
     call = AttentionCall(v=c.x, q=c.q, k=c.k, sink=sink)
@@ -101,3 +94,7 @@ def test_an_operator_and_its_copies_keep_the_sink():
     assert (call.A @ c.x.double()).dtype == torch.float64
     none = AttentionOperator(c.q, c.k, sink=torch.full((4,), -torch.inf))
     assert_close(none.dense(), c.operator.dense(), 1e-6)
+    capped = AttentionOperator(c.q, c.k, softcap=CAP)
+    assert f"softcap={CAP}" in repr(capped)
+    for copy in (capped.to(torch.float64), capped.map(torch.clone)):
+        assert_close(copy.dense(), written_out(c, c.q, c.k, cap=CAP)[0], 1e-6)
