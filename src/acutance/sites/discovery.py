@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from acutance.sites.intercept import Intercept, Product
-from acutance.sites.structure import evaluating
+from acutance.sites.structure import evaluating, tokens_in
 
 BATCH, TOKENS, GRID = 3, 4, (2, 2)  # of the random tokens: batch and tokens differ, so that a swap shows
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
@@ -35,10 +35,6 @@ class Surroundings:
     post_norm: nn.Module | None = None  # between the output projection and the residual sum
     gain: Tensor | float | None = None  # what the branch is multiplied by, such as LayerScale's gain
     is_complete: bool = False  # whether the branch was followed to the residual sum
-
-
-class _DoneError(Exception):
-    """The residual sum is reached."""
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -58,23 +54,25 @@ def discover(
         dim: channels of the residual stream.
         width: channels that the attention returns.
     """
-    best = Surroundings()
     if attention is block and projection is None:
         return Surroundings(source=block, is_swapped=False, is_complete=True)
-    extras, layouts = (None, GRID), _layouts(block, dim)
-    for returned, shape, extra in product(RETURNS, layouts, extras):
-        tokens = _random(block, *shape)
-        follower = _Follower(block, attention, tokens)
-        with _untouched(block), torch.random.fork_rng(), evaluating(block):
-            follower.watch(projection, width, returned)
-            try:
-                with follower:
-                    output = block.forward(tokens, *(extra for _ in _required(block)), **_image_size(block))
-                follower.leave(output)
-            except _DoneError:
-                return follower.found
-            except Exception:  # whatever someone's forward raises for arguments it cannot take
-                continue
+    # Any number of tokens, a grid of them, or as many as the block has positions for.
+    positions = {p.shape[-2] for p in block.parameters() if p.ndim > 1 and p.shape[-1] == dim}
+    grid: Any = getattr(block, "input_resolution", GRID)
+    layouts = [(TOKENS,), tuple(grid), *((n,) for n in sorted(positions))]
+    # BEiT's layers need an image size to make a position bias, which the stub ignores.
+    size = {"resolution": (64, 64)} if "resolution" in inspect.signature(block.forward).parameters else {}
+    best = Surroundings()
+    for returned, shape, extra in product(RETURNS, layouts, (None, GRID)):
+        tokens = _random(block, BATCH, *shape, dim)
+        follower = _Follower(block, tokens)
+        with _trial(block):
+            follower.watch(attention, projection, width, returned)
+            with follower:
+                output = block.forward(tokens, *_filled(block, extra), **size)
+            output = output[0] if isinstance(output, (tuple, list)) else output
+            if follower.branch is not None and output is follower.branch:  # it returns the branch itself
+                follower.found.is_complete = True
         if follower.found.is_complete:
             return follower.found
         best = follower.found if best.source is None else best
@@ -84,21 +82,22 @@ def discover(
 class _Follower(TorchFunctionMode):
     """Follows the tokens into the attention, and its output to the residual sum."""
 
-    def __init__(self, block: nn.Module, attention: nn.Module, tokens: Tensor) -> None:
+    def __init__(self, block: nn.Module, tokens: Tensor) -> None:
         super().__init__()
-        self.block, self.attention = block, attention
-        self.found = Surroundings()
+        self.block, self.found = block, Surroundings()
         self.sources = [(block, tokens)]  # the block's input, and the outputs of norms
         self.branch: Tensor | None = None  # the branch's output so far
-        self.norm: nn.Module | None = None  # the norm that is running
+        self.in_norm = False
 
-    def watch(self, projection: nn.Module | None, width: int, returned: Callable[[Tensor], Any]) -> None:
-        """Put the stub and the hooks in place; `_untouched` removes them."""
+    def watch(
+        self, attention: nn.Module, projection: nn.Module | None, width: int, returned: Callable[[Tensor], Any]
+    ) -> None:
+        """Put the stub and the hooks in place; `_trial` removes them."""
         for module in filter(is_norm, self.block.modules()):
-            module.register_forward_pre_hook(self._enter_norm)
+            module.register_forward_pre_hook(lambda *_: setattr(self, "in_norm", True))
             module.register_forward_hook(self._leave_norm)
         if projection is not None:
-            projection.register_forward_hook(self._project)
+            projection.register_forward_hook(lambda _module, _args, y: setattr(self, "branch", y))
 
         def stub(*args: Any, **kwargs: Any) -> Any:
             entering = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -108,58 +107,41 @@ class _Follower(TorchFunctionMode):
             self.branch = y if projection is None else self.branch
             return returned(y)
 
-        if self.attention is not self.block:
-            self.attention.forward = stub
-
-    def leave(self, output: Any) -> None:
-        """The block returned without a residual sum; it may return the branch itself."""
-        output = output[0] if isinstance(output, (tuple, list)) else output
-        self.found.is_complete = self.branch is not None and output is self.branch
+        if attention is not self.block:
+            attention.forward = stub
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at the operations on the branch's output."""
-        out = func(*args, **kwargs or {})
-        branch = self.branch
-        if branch is None or self.norm is not None or not isinstance(out, Tensor):
+        """Look at the operations on the branch's output, up to the residual sum."""
+        out, branch, found = func(*args, **kwargs or {}), self.branch, self.found
+        if branch is None or self.in_norm or found.is_complete or not any(x is branch for x in args):
             return out
-        if any(x is branch for x in args):
-            self._follow(func.__name__.strip("_"), [x for x in args if x is not branch], branch, out)
-        return out
-
-    def _follow(self, name: str, others: Sequence[Any], branch: Tensor, out: Tensor) -> None:
+        name, others = func.__name__.strip("_"), [x for x in args if x is not branch]
         if name in ("add", "radd", "iadd"):
-            self.found.is_complete = True
-            raise _DoneError
-        if name in ("mul", "rmul", "imul") and len(others) == 1:
+            found.is_complete = True
+        elif name in ("mul", "rmul", "imul") and len(others) == 1:
             factor = others[0]
             if isinstance(factor, (int, float)) or factor.numel() in (1, branch.shape[-1]):
-                self.found.gain = factor if self.found.gain is None else self.found.gain * factor
+                found.gain = factor if found.gain is None else found.gain * factor
                 self.branch = out
-        elif _same_values(out, branch):  # a view, a transpose, windows put back, dropout in evaluation mode
+        elif isinstance(out, Tensor) and _same_values(out, branch):  # a view, windows put back, dropout in evaluation
             self.branch = out
+        return out
 
     def _enter_attention(self, entering: Sequence[Tensor]) -> None:
         for (source, known), x in product(reversed(self.sources), reversed(entering)):
             if _same_values(known, x):
                 self.found.source = source
-                if known.shape == x.shape:
-                    self.found.is_swapped = False if torch.equal(known, x) else None
-                elif known.ndim == 3 and known.transpose(0, 1).shape == x.shape:
-                    self.found.is_swapped = True if torch.equal(known.transpose(0, 1), x) else None
+                for swaps, seen in ((False, known), (True, known.transpose(0, 1))):
+                    if seen.shape == x.shape and torch.equal(seen, x):
+                        self.found.is_swapped = swaps
                 return
 
-    def _enter_norm(self, module: nn.Module, _args: Any) -> None:
-        self.norm = module
-
     def _leave_norm(self, module: nn.Module, args: Any, out: Any) -> None:
-        self.norm = None
-        if self.branch is not None and args and args[0] is self.branch:
+        self.in_norm = False
+        if self.branch is not None and args and args[0] is self.branch and not self.found.is_complete:
             self.found.post_norm, self.branch = module, out
         elif isinstance(out, Tensor):
             self.sources.append((module, out))
-
-    def _project(self, _module: nn.Module, _args: Any, y: Any) -> None:
-        self.branch = y
 
 
 def changes_output(
@@ -176,72 +158,53 @@ def changes_output(
         return seen[0]
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        with Intercept(attend, next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), ""):
+        with Intercept(attend, tokens_in(args, kwargs), ""):
             return type(attention).forward(attention, *args, **kwargs)
 
-    def project(_module: nn.Module, args: Any) -> None:
-        if seen:
-            seen.append(args[0])
-            raise _DoneError
-
-    names = inspect.signature(root.forward).parameters
     tokens = _random(attention, BATCH, TOKENS, dim)
-    embedded = {"inputs_embeds": tokens} if "inputs_embeds" in names else {next(iter(names)): tokens}
-    alone = [(module, extra) for module in (attention, block) for extra in (None, GRID)]
-    for module, extra in (*alone, (root, None)):
+    embeds = "inputs_embeds" in inspect.signature(root.forward).parameters
+    runs: list[tuple[nn.Module, Sequence[Any], dict[str, Any]]] = [
+        (module, (tokens, *_filled(module, extra)), {}) for module in (attention, block) for extra in (None, GRID)
+    ]
+    runs.append((root, () if embeds else (tokens,), {"inputs_embeds": tokens} if embeds else {}))
+    for module, args, kwargs in runs:
         seen.clear()
-        with _untouched(root), torch.random.fork_rng(), evaluating(root):
-            projection.register_forward_pre_hook(project)
+        with _trial(root):
+            projection.register_forward_pre_hook(lambda _module, given: seen.extend(given[:1] if seen else ()))
             attention.forward = watched
-            try:
-                if module is root:
-                    root.forward(**embedded)
-                else:
-                    module.forward(tokens, *(extra for _ in _required(module)))
-            except Exception:  # `_DoneError`, or whatever someone's forward raises for arguments it cannot take
-                pass
-        if len(seen) == 2:
-            return not _same_values(*seen)
+            module.forward(*args, **kwargs)
+        if len(seen) > 1:
+            return not _same_values(*seen[:2])
     return None
 
 
 @contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
-    """Without hooks; afterwards every attribute of every submodule is what it was."""
+def _trial(module: nn.Module) -> Iterator[None]:
+    """Without hooks and in evaluation mode; afterwards every attribute of every submodule is what it was."""
     kept = [
         (part, dict(vars(part)), {name: b.clone() for name, b in part._buffers.items() if b is not None})
         for part in module.modules()
     ]
     try:
         for part, _, _ in kept:
-            for name in HOOKS:
-                part.__dict__[name] = OrderedDict()
-        yield
+            vars(part).update({name: OrderedDict() for name in HOOKS})
+        with torch.random.fork_rng(), evaluating(module):
+            yield
+    except Exception:  # whatever someone's forward raises for arguments it cannot take
+        pass
     finally:
         for part, attributes, buffers in kept:
-            part.__dict__.clear()
-            part.__dict__.update(attributes)
+            vars(part).clear()
+            vars(part).update(attributes)
             for name, values in buffers.items():
                 part.get_buffer(name).copy_(values)
 
 
-def _layouts(block: nn.Module, dim: int) -> list[tuple[int, ...]]:
-    """Shapes of tokens to try: any number, as many as the block has positions for, a grid of them."""
-    positions = {p.shape[-2] for p in block.parameters() if p.ndim > 1 and p.shape[-1] == dim}
-    grid: Any = getattr(block, "input_resolution", GRID)
-    return [(BATCH, TOKENS, dim), (BATCH, *grid, dim), *((BATCH, n, dim) for n in sorted(positions))]
-
-
-def _required(module: nn.Module) -> list[str]:
-    """The arguments of the module's forward that have no default, but for the tokens."""
-    parameters: Mapping[str, inspect.Parameter] = inspect.signature(type(module).forward).parameters
+def _filled(module: nn.Module, extra: Any) -> list[Any]:
+    """Something for each argument of the module's forward that has no default, but for the tokens."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [name for name, p in parameters.items() if p.kind in kinds and p.default is p.empty][2:]
-
-
-def _image_size(block: nn.Module) -> dict[str, tuple[int, int]]:
-    """BEiT's layers ask for it to make a position bias, which the stub ignores."""
-    return {"resolution": (64, 64)} if "resolution" in inspect.signature(block.forward).parameters else {}
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    return [extra for p in parameters if p.kind in kinds and p.default is p.empty][2:]
 
 
 def _random(module: nn.Module, *shape: int, seed: int = 0) -> Tensor:
