@@ -15,20 +15,7 @@ from acutance.lab.studies import kernel_assumptions
 from acutance.mitigations.projection import Projection
 from acutance.models import ViT
 
-PROJECTIONS = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "out_proj",
-    "c_attn",
-    "c_proj",
-    "query",
-    "key",
-    "value",
-    "qkv",
-    "proj",
-)
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "c_attn", "c_proj", "query", "key", "value", "qkv", "proj")
 
 
 class Lora(nn.Module):
@@ -68,24 +55,18 @@ class Gated(Lora):
         return self.base_layer(x) + self.lora_B(self.lora_A(x).relu())
 
 
-def replaced(model, change, names):
-    for path, module in list(model.named_modules()):
-        if (
-            path.endswith(names)
-            and not isinstance(module, nn.Conv2d)
-            and hasattr(module, "weight" if change is not Lora.merged else "merged")
-        ):
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, change(module))
-    return model
-
-
 def adapted(model, kind, names=PROJECTIONS):
     """The model with adapters, and the same with them merged."""
     torch.manual_seed(1)
-    model = replaced(model, kind, tuple(f".{name}" for name in names))
-    assert any(isinstance(module, Lora) for module in model.modules())
-    return model, replaced(copy.deepcopy(model), Lora.merged, tuple(f".{name}" for name in names))
+    found = [path for path, m in model.named_modules() if path.endswith(names) and not isinstance(m, nn.Conv2d)]
+    found = [path for path in found if hasattr(model.get_submodule(path), "weight")]
+    assert found
+    for path in found:
+        model.set_submodule(path, kind(model.get_submodule(path)))
+    merged = copy.deepcopy(model)
+    for path in found:
+        merged.set_submodule(path, merged.get_submodule(path).merged())
+    return model, merged
 
 
 def vit():
@@ -93,41 +74,38 @@ def vit():
     return ViT(image_size=8, patch_size=4, dim=12, depth=2, heads=3, num_classes=5).double().eval()
 
 
-MODELS = {
-    "own": (vit, lambda: torch.ones(2, 3, 8, 8, dtype=torch.float64)),
-    **{
-        name: (lambda name=name: hf_zoo.build(name), lambda name=name: hf_zoo.batch(name, padded=False))
-        for name in ("llama", "gpt2", "vit")
-    },
-    "bert": (lambda: hf_zoo.build("bert"), lambda: hf_zoo.batch("bert", padded=False)),
-}
 NAMES = {"bert": ("self.query", "self.key", "self.value", "attention.output.dense")}
 
 
-@pytest.mark.parametrize("kind", [Lora, PeftLike])
-@pytest.mark.parametrize("name", MODELS)
+def spectrum_of(layer):
+    return np.sort(np.abs(layer.heads))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("own", Lora), ("llama", Lora), ("gpt2", Lora), ("bert", Lora), ("own", PeftLike), ("vit", PeftLike)],
+)
 def test_adapters_count(name, kind):
-    build, batch = MODELS[name]
-    plain = build()
+    def build():
+        return vit() if name == "own" else hf_zoo.build(name)
+
+    batch = torch.ones(2, 3, 8, 8, dtype=torch.float64) if name == "own" else hf_zoo.batch(name, padded=False)
     model, merged = adapted(build(), kind, NAMES.get(name, PROJECTIONS))
-    spectra = [ac.explain(one, [batch()], progress=False) for one in (model, merged, plain)]
-    for ours, theirs in zip(spectra[0].layers, spectra[1].layers, strict=True):
-        np.testing.assert_allclose(np.sort(np.abs(ours.heads)), np.sort(np.abs(theirs.heads)), rtol=1e-6, atol=1e-9)
-    assert not np.allclose(np.sort(np.abs(spectra[0].layers[0].heads)), np.sort(np.abs(spectra[2].layers[0].heads)))
-    ours, theirs = (kernel_assumptions(one, [batch()]).weights_asymmetry for one in (model, merged))
+    ours, theirs, plain = (ac.explain(one, [batch], progress=False).layers for one in (model, merged, build()))
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(spectrum_of(one), spectrum_of(other), rtol=1e-6, atol=1e-9)
+    assert not np.allclose(spectrum_of(ours[0]), spectrum_of(plain[0]))
+    ours, theirs = (kernel_assumptions(one, [batch]).weights_asymmetry for one in (model, merged))
     np.testing.assert_allclose(ours, theirs, atol=1e-6)
-    metrics = ["token_cosine", "nonlocal_energy"]
-    ours, theirs = (
-        ac.measure(one, [batch()], metrics=metrics, tap="attention", progress=False) for one in (model, merged)
-    )
+    read = {"metrics": ["token_cosine", "nonlocal_energy"], "tap": "attention", "progress": False}
+    ours, theirs = (ac.measure(one, [batch], **read) for one in (model, merged))
     assert [r.mean for r in ours.readings] == pytest.approx([r.mean for r in theirs.readings], rel=1e-5)
     assert [site.shape() for site in sites.find(model)] == [site.shape() for site in sites.find(merged)]
 
 
 def test_the_matrix_is_that_of_evaluation_and_training_is_left_on():
     layer = Lora(nn.Linear(6, 4).double()).train()
-    expected = layer.merged().weight
-    torch.testing.assert_close(Projection(layer).matrix(), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(Projection(layer).matrix(), layer.merged().weight, rtol=0, atol=1e-12)
     assert Projection(layer).shape() == (4, 6)
     assert all(module.training for module in layer.modules())
 
@@ -143,7 +121,9 @@ def test_what_has_no_matrix_is_refused():
     model, _ = adapted(hf_zoo.build("llama"), Gated, ("v_proj",))
     with pytest.raises(AcutanceError, match=r"is a Gated, and what it does to tokens is not linear.*merge"):
         ac.explain(model, progress=False)
-    with pytest.raises(NoSitesError, match="no linear layer is inside it"):
-        Projection(nn.ReLU()).matrix()
-    with pytest.raises(NoSitesError, match=r"does not take tokens of shape \(11, 6\)"):
-        Projection(nn.Sequential(nn.Linear(6, 4), nn.Linear(6, 4))).matrix()
+    for module, match in (
+        (nn.ReLU(), "no linear layer is inside it"),
+        (nn.Sequential(nn.Linear(6, 4), nn.Linear(6, 4)), "does not take tokens of shape"),
+    ):
+        with pytest.raises(NoSitesError, match=match):
+            Projection(module).matrix()
