@@ -1,0 +1,308 @@
+"""What is found in a model: sites, blocks, special tokens, the final norm, inside whatever is wrapped around them."""
+
+import hf_zoo
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+import acutance as ac
+from acutance import metrics, sites
+from acutance.errors import AcutanceError, AcutanceWarning
+from acutance.mitigations.projection import Projection, Projections
+from acutance.models import ViT
+from acutance.sites import AttentionSite, Library, lookup
+from acutance.sites.structure import SpecialTokens, modules_of, tokens_by_name
+
+TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
+IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_sites_stand_in_depth_order_with_their_shapes():
+    model = ViT(**TINY)
+    assert list(modules_of(model).items()) == list(model.named_modules())
+    for layer, (site, block) in enumerate(zip(sites.find(model), model.blocks, strict=True), 1):
+        assert (site.layer, site.dim, site.heads, site.kv_heads, site.head_dim) == (layer, 12, 3, 3, 4)
+        assert site.block is block
+        assert model.get_submodule(site.name) is site.attention is block.attn
+        assert repr(site) == f"<BlockSite of layer {layer}: blocks.{layer - 1}.attn, 3 heads of 4>"
+
+
+def test_inside_a_cached_lookup_a_model_is_looked_through_once(monkeypatch):
+    model, walked, named_modules = ViT(**TINY), [], nn.Module.named_modules
+
+    def counted(self, *args, **options):
+        walked.extend([self] if self is model and not options.get("prefix") and len(args) < 2 else [])
+        return named_modules(self, *args, **options)
+
+    monkeypatch.setattr(nn.Module, "named_modules", counted)
+    with sites.cached_lookup():
+        first = sites.find(model)
+        first.pop()  # is the caller's own
+        with sites.cached_lookup():
+            assert len(sites.find(model)) == 3
+        sites.special_tokens(model)
+        assert len(walked) == 1
+        del model.blocks[2]
+        assert len(sites.find(model)) == 3
+        assert len(sites.find(ViT(**TINY | {"depth": 1}))) == 1
+    assert len(sites.find(model)) == 2
+    assert len(walked) == 2
+
+
+def test_measuring_looks_for_the_layers_once(monkeypatch):
+    looked, look = [], lookup._refuse_layers_elsewhere
+    monkeypatch.setattr(lookup, "_refuse_layers_elsewhere", lambda *found: looked.append(found) or look(*found))
+    names = ("token_cosine", "attention_entropy")
+    ac.measure(ViT(**TINY), [IMAGES], metrics=names, tap=("block", "final"), progress=False)
+    assert len(looked) == 1
+
+
+@pytest.mark.parametrize("mitigation", [None, "eigen:negative"])
+@pytest.mark.parametrize("attention", ["softmax", "symmetric"])
+def test_the_weights_are_those_the_tokens_go_through(attention, mitigation):
+    model = ViT(**TINY, attention=attention, mitigation=mitigation)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    for site in sites.find(model):
+        records, inputs = [], []
+        hook = site.attention.register_forward_pre_hook(lambda _, args, kept=inputs: kept.append(args[0]))
+        with site.observe(records.append):
+            model(IMAGES)
+        hook.remove()
+        (record,), (x,), bias = records, inputs, site.attention.value_projection.bias
+        shift = 0 if attention == "symmetric" else 12
+        for weight, rows, found in (
+            (site.query_weight(), bias[:12], record.A.q),
+            (site.key_weight(), bias[shift:][:12], record.A.k),
+            (site.value_weight(), bias[-12:], record.values),
+        ):
+            assert weight.shape == (12, 12)
+            torch.testing.assert_close(x @ weight.T + rows, found.transpose(1, 2).flatten(2))
+        merged = record.output.transpose(1, 2).flatten(2)
+        torch.testing.assert_close(merged @ site.projection_weight().T + site.attention.proj.bias, record.branch)
+
+
+def test_value_weight_is_the_parameter_itself():
+    site = sites.find(ViT(**TINY))[0]
+    with torch.no_grad():
+        site.value_weight().zero_()
+    assert not site.attention.qkv.weight[-12:].any()
+    assert site.attention.qkv.weight[:-12].any()
+
+
+def test_sites_that_do_not_know_their_queries_and_keys_say_so():
+    class Other(AttentionSite):
+        name, attention = "encoder.3.attention", nn.Identity()
+        mitigation = observe = install = replace = None
+
+        def projections(self):
+            return Projections(None, None, Projection(nn.Linear(2, 2)), Projection(nn.Linear(2, 2)))
+
+    for ask, which in ((Other().query_weight, "W_Q"), (Other().key_weight, "W_K")):
+        with pytest.raises(AcutanceError, match=rf"encoder\.3\.attention: Identity keeps {which} under an unknown"):
+            ask()
+
+
+def test_records_hold_what_attention_did():
+    model, records = ViT(**TINY, mitigation="neutreno:0.6"), []
+    handles = [site.observe(records.append) for site in sites.find(model)]
+    with pytest.raises(AcutanceError, match=r"blocks\.0\.attn is being observed already"):
+        sites.find(model)[0].observe(print)
+    model(IMAGES)
+    assert records[0].v0 is None
+    for record in records[1:]:
+        assert torch.equal(record.v0, records[0].values)
+        expected = record.A.dense() @ record.values + 0.6 * (record.v0 - record.values)
+        torch.testing.assert_close(record.output, expected)
+    for handle in handles:
+        handle.remove()
+    model(IMAGES)
+    assert len(records) == 3
+
+
+class Wrapper(nn.Module):
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+def test_models_and_blocks_inside_wrappers_are_found():
+    model = ViT(**TINY, registers=2)
+    model.blocks[1] = Wrapper(wrapped=model.blocks[1])
+    outer = Wrapper(inner=Wrapper(backbone=model))
+    assert [site.name for site in sites.find(outer)] == [
+        f"inner.backbone.blocks.{path}.attn" for path in ("0", "1.wrapped", "2")
+    ]
+    assert sites.special_tokens(outer).front == 3
+    assert sites.final_norm(outer) is model.norm
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaModel
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaModel(LlamaConfig(hidden_size=16, num_hidden_layers=3, intermediate_size=24, vocab_size=20, **heads))
+    return model, model.layers, lambda: model(torch.arange(10).reshape(2, 5), use_cache=False).last_hidden_state
+
+
+def torch_encoder():
+    layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, norm_first=True, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    x = torch.linspace(-1, 1, 160).reshape(2, 5, 16).sin().double()
+    return model, model.layers, lambda: model(x)
+
+
+def gradients(make, wrapped_layers):
+    """Of a mitigated model, some of whose blocks were wrapped first, by the parameters' plain names."""
+    torch.manual_seed(0)
+    model, blocks, run = make()
+    model.double().train()
+    inside = list(blocks)
+    for layer in wrapped_layers:
+        blocks[layer - 1] = checkpoint_wrapper(blocks[layer - 1], CheckpointImpl.NO_REENTRANT)
+    ac.mitigate(model, "neutreno:0.6")
+    assert [(site.layer, site.block) for site in ac.sites.find(model)] == list(enumerate(inside, 1))
+    run().square().mean().backward()
+    return {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("make", [llama, torch_encoder])
+def test_checkpoints_around_blocks_may_be_there_before_the_mitigation(make):
+    expected = gradients(make, ())
+    for layers in ((1, 2, 3), (1,), (2, 3)):
+        torch.testing.assert_close(gradients(make, layers), expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (Wrapper(student=ViT(**TINY), teacher=ViT(**TINY)), r"several ViTs \(student, teacher\): pass one of them"),
+        (nn.Linear(2, 2), r"no attention found in torch\.nn\..*Linear; .*today: .*acutance\.models"),
+    ],
+)
+def test_models_without_one_stack_are_refused(model, match):
+    with pytest.raises(AcutanceError, match=match):
+        sites.find(model)
+
+
+def test_another_library_is_one_entry(monkeypatch):
+    model, borrowed = nn.Linear(2, 2), sites.find(ViT(**TINY))
+    layers = [sites.Layer(site.layer, site.name, site.block, site.attention) for site in borrowed]
+    library = Library(
+        name="toys",
+        layers=lambda m: layers if m is model else [],
+        site=lambda _stack, layer: borrowed[layer.layer - 1],
+        final_norm=lambda _: model,
+        special_tokens=lambda _: sites.SpecialTokens(7),
+    )
+    monkeypatch.setattr(lookup, "LIBRARIES", [*sites.LIBRARIES, library])
+    assert sites.find(model) == borrowed
+    assert sites.special_tokens(model).front == 7
+    assert sites.final_norm(model) is model
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, None),
+        ({"mitigation": "neutreno:0.6+featscale"}, "neutreno:0.6+featscale"),
+        ({"mitigation": "attnscale", "mitigation_layers": (1, 3)}, "attnscale in layers 1, 3"),
+    ],
+)
+def test_mitigation_spec_says_what_the_model_carries(options, expected):
+    assert sites.mitigation_spec(ViT(**TINY, **options)) == expected
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ({"mask_token": (1, 1, 8), "position_embeddings": (1, 17, 8)}, (0, 0)),
+        ({"class_embedding": (8,)}, (1, 0)),
+        ({"cls_token": (1, 1, 8), "register_tokens": (1, 4, 8)}, (5, 0)),
+        ({"cls_register_token": (10, 8)}, (10, 0)),
+        ({"cls_token": (1, 1, 8), "detection_tokens": (1, 100, 8)}, (1, 100)),
+    ],
+)
+def test_special_tokens_are_told_by_the_names_of_their_parameters(shapes, expected):
+    assert tokens_by_name((f"embeddings.{name}", torch.zeros(shape)) for name, shape in shapes.items()) == expected
+    assert str(SpecialTokens(1, 100)) == "1 prefix and 100 trailing tokens"
+    assert str(SpecialTokens(1)) == "1 prefix tokens"
+
+
+NORMS = {
+    "vit": "layernorm",
+    "llama": "norm",
+    "gpt2": "ln_f",
+    "opt": "decoder.final_layer_norm",  # defined before the blocks
+    "t5_encoder": "encoder.final_layer_norm",
+    "modernbert": "final_norm",
+    "segformer": "stages.1.layer_norm",  # of the last stage
+    "bert": None,
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_the_final_norm_of_transformers(name):
+    model = hf_zoo.build(name)
+    if NORMS[name] is None:
+        with pytest.raises(AcutanceError, match=r"BertModel has no norm after its last block.*read tap='block'"):
+            sites.final_norm(model)
+    else:
+        assert sites.final_norm(model) is model.get_submodule(NORMS[name])
+
+
+def test_the_final_norm_is_found_around_a_part_that_is_patched_already():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.Sequential()
+    model.body, model.norm = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.LayerNorm(8)
+    x = torch.randn(2, 5, 8)
+    with ac.mitigate(model.eval().body, "neutreno:0.6"):  # its sites are named from there
+        assert sites.final_norm(model) is model.norm
+        profile = ac.measure(model, [x], metrics="token_cosine", tap="final", progress=False)
+        assert profile["token_cosine"].tolist() == pytest.approx([metrics.token_cosine(model(x)).mean().item()])
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"intermediate_size": 48, "vocab_size": 60, "pad_token_id": 0}
+JAMBA = {"attn_layer_period": 4, "attn_layer_offset": 3, "use_mamba_kernels": False, "num_experts": 2}
+HYBRID = {  # the options, and the layers that attend
+    "Jamba": (JAMBA, [4]),
+    "Lfm2": ({"layer_types": ["conv", "full_attention"] * 2}, [2, 4]),
+}
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_blocks_without_attention_are_layers_too(name):
+    import transformers
+
+    options, attending = HYBRID[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**SIZES, **options)).eval()
+    ids, read = torch.randint(3, 60, (2, 9)), ["token_cosine", "attention_entropy"]
+    profile = ac.measure(model, [ids], metrics=read, tap=["block", "attention"], progress=False)
+    assert profile.layers("token_cosine", "block") == [0, 1, 2, 3, 4]
+    assert profile.layers("token_cosine", "attention") == profile.layers("attention_entropy") == attending
+    stream = model(ids, output_hidden_states=True).hidden_states[:-1]  # the last has gone through the final norm
+    expected = [metrics.token_cosine(x).mean().item() for x in stream]
+    assert profile["token_cosine", "block"][:-1] == pytest.approx(expected)
+    with ac.mitigate(model, "attnscale") as handle:  # counts the layers that attend
+        numbers = tuple(range(1, len(attending) + 1))
+        assert handle.layers == tuple(site.layer for site in sites.find(model)) == numbers
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x):
+        return x + self.attention(x, x, x)[0]
+
+
+def test_what_stands_between_the_blocks_and_is_unlike_them_is_named():
+    model = nn.Sequential(Attending(), nn.Linear(16, 16), nn.LayerNorm(16), Attending(), nn.Linear(16, 3))
+    with pytest.warns(AcutanceWarning, match=r"not read.*: 1, between"):
+        profile = ac.measure(model, [torch.randn(2, 5, 16)], metrics="token_cosine", progress=False)
+    assert profile.layers("token_cosine") == [0, 1, 2]
