@@ -2,10 +2,11 @@
 
 import copy
 import warnings
-from contextlib import ExitStack
+from itertools import product
 
 import pytest
 import torch
+from spectrum_worlds import normal, watch
 from torch import nn
 
 from acutance.attention.operator import AttentionOperator
@@ -20,6 +21,7 @@ from acutance.models import LanguageModel, Segmenter, ViT, vit_tiny_minus
 from acutance.sites import find
 from acutance.sites.mitigate import mitigate
 
+BASES = ["qr", "polar", "cayley", "householder", "inverse"]
 TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
 
 
@@ -36,7 +38,7 @@ def images(dtype=torch.float64):
 
 
 @pytest.mark.parametrize("spectrum", ["square", "clipped", "bounded"])
-@pytest.mark.parametrize("basis", ["qr", "polar", "cayley", "householder", "inverse"])
+@pytest.mark.parametrize("basis", BASES)
 def test_folding_keeps_the_outputs(basis, spectrum):
     model = make(f"eigen:negative,basis={basis},spectrum={spectrum}")
     plain = fold(model)
@@ -47,14 +49,13 @@ def test_folding_keeps_the_outputs(basis, spectrum):
     assert plain.config == make().config
 
 
-@pytest.mark.parametrize("basis", ["qr", "polar", "cayley", "householder", "inverse"])
+@pytest.mark.parametrize("basis", BASES)
 def test_folding_keeps_the_outputs_at_the_papers_size(basis):
     """ViT-Ti⁻ on 32×32: 12 layers, 192 channels, weights as large as trained ones."""
     torch.manual_seed(0)
-    model = vit_tiny_minus(mitigation=f"eigen:negative,basis={basis}").double().eval()
+    model, pictures = vit_tiny_minus(mitigation=f"eigen:negative,basis={basis}").double().eval(), normal(2, 3, 32, 32)
     for site in find(model):
         site.mitigation.psi.data.uniform_(0.3, 1.3)
-    pictures = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     with torch.no_grad():
         expected = model(pictures)
         assert expected.abs().max() > 0.1
@@ -113,13 +114,13 @@ def test_without_an_eigen_there_is_nothing_to_fold():
 
 def attention():
     """A 12-token head; symmetric, so its eigenvalues are real."""
-    k = torch.randn(1, 1, 12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    k = normal(1, 1, 12, 4)
     return AttentionOperator(k, k, kernel="symmetric").dense()[0, 0]
 
 
 def ratio_after(A, W, steps=400):
     """HFC/LFC of X ← X + A X W, the size of X taken out at every step; 0 in the limit, or that of an eigenvector."""
-    X = torch.randn(12, len(W), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    X = normal(12, len(W), seed=1)
     for _ in range(steps):
         X = X + A @ X @ W
         X = X / X.norm()
@@ -133,13 +134,13 @@ def one_layer(psi, sign="negative", spectrum="square"):
     return (site.projection_weight() @ site.value_weight()).detach().T
 
 
-def test_beyond_the_bound_a_negative_square_smooths_and_within_it_sharpens():
+def test_the_sign_decides_and_beyond_the_bound_a_negative_square_smooths():
     A = attention()
-    mu_min = torch.linalg.eigvals(A).real.min().item()
-    bound = sharpening_bound(mu_min)
+    bound = sharpening_bound(torch.linalg.eigvals(A).real.min().item())
     assert -2 <= bound < -1
     assert ratio_after(A, one_layer((-1.1 * bound) ** 0.5)) < 1e-8
     assert ratio_after(A, one_layer((-0.9 * bound) ** 0.5)) > 1
+    assert ratio_after(A, one_layer(0.5, "positive")) < 1e-8
 
 
 @pytest.mark.parametrize(("factor", "smooths"), [(0.9, False), (1.1, False), (1.5, True), (2.0, True)])
@@ -161,24 +162,27 @@ def test_bounded_and_clipped_spectra_never_smooth(spectrum, size):
     assert ratio_after(attention(), one_layer(psi, spectrum=spectrum)) > 1
 
 
-def test_a_positive_spectrum_smooths():
-    assert ratio_after(attention(), one_layer(0.5, "positive")) < 1e-8
-
-
-@pytest.mark.parametrize("mu_min", [-0.99, -0.3, 0.0, 0.4, 0.999])
-def test_no_attention_has_a_bound_inside_the_bounded_spectrum(mu_min):
+def test_no_attention_has_a_bound_inside_the_bounded_spectrum():
     psi = torch.linspace(-50, 50, 101, dtype=torch.float64)
-    for spectrum in ("bounded", "clipped"):
+    for spectrum, mu_min in product(("bounded", "clipped"), (-0.99, -0.3, 0.0, 0.4, 0.999)):
         lam = spectra.eigenvalues(psi, "negative", spectrum)
         assert lam.min() >= -1 > sharpening_bound(mu_min)
         assert ((1 + lam * mu_min).abs() >= (1 + lam).abs()).all()
 
 
-def test_a_spectrum_beyond_the_bound_is_warned_of():
-    model = make("eigen:negative")
+def steered(psi, mitigation="eigen:negative", **options):
+    """Every ψ the same, and nothing else in H."""
+    model = make(mitigation, **options)
     for site in find(model):
-        site.mitigation.psi.data.fill_(1.0)
+        site.mitigation.psi.data.fill_(psi)
         site.pre_norm().weight.data.fill_(1.0)
+        if site.branch_gain() is not None:
+            site.branch_gain().data.fill_(1.0)
+    return model
+
+
+def test_a_spectrum_beyond_the_bound_is_warned_of():
+    model = steered(1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert check_spectrum(model) == {}
@@ -198,11 +202,7 @@ def test_a_spectrum_beyond_the_bound_is_warned_of():
 @pytest.mark.parametrize("where", ["norm", "layer scale"])
 def test_the_effective_spectrum_is_the_one_that_is_checked(where):
     """A bounded Λ under a LayerNorm or LayerScale that multiplies it by 2.5, as explain sees it."""
-    model = make("eigen:negative,spectrum=bounded", layer_scale=1.0)
-    for site in find(model):
-        site.mitigation.psi.data.fill_(3.0)
-        site.pre_norm().weight.data.fill_(1.0)
-        site.branch_gain().data.fill_(1.0)
+    model = steered(3.0, "eigen:negative,spectrum=bounded", layer_scale=1.0)
     assert check_spectrum(model) == {}
     site = find(model)[2]
     (site.pre_norm().weight if where == "norm" else site.branch_gain()).data.fill_(2.5)
@@ -214,18 +214,11 @@ def test_the_effective_spectrum_is_the_one_that_is_checked(where):
 
 def test_the_bound_is_read_on_a_batch_where_there_is_one():
     """Sharp attention in layer 2: its μ_min is well above 0, which leaves less room than the assumed 0."""
-    model = make("eigen:negative,basis=polar", attention="symmetric")
-    for site in find(model):
-        site.mitigation.psi.data.fill_(1.3)
-        site.pre_norm().weight.data.fill_(1.0)
+    model = steered(1.3, "eigen:negative,basis=polar", attention="symmetric")
     model.blocks[1].attn.kv.parametrizations.weight.original0.data = 1.2 * torch.eye(12, dtype=torch.float64)
-    operators = {}
-    with ExitStack() as stack:
-        for site in find(model):
-            stack.enter_context(site.observe(lambda record, n=site.layer: operators.__setitem__(n, record.A)))
-        model(images())
+    records = watch(model, images())[0]
     model.train()
-    highest = {n: torch.linalg.eigvals(A.dense()).real.amin(-1).max().item() for n, A in operators.items()}
+    highest = {n: torch.linalg.eigvals(call.A.dense()).real.amin(-1).max().item() for n, call in records.items()}
     assert sharpening_bound(highest[2]) > -1.69, "layer 2 is meant to cross it"
     assert check_spectrum(model) == {}
     assert all(sharpening_bound(highest[n]) < -1.69 for n in (1, 3))
@@ -237,10 +230,7 @@ def test_the_bound_is_read_on_a_batch_where_there_is_one():
 @pytest.mark.parametrize("psi", [1.3, 1.6])
 def test_whether_a_layer_smooths_is_what_explain_says(psi):
     """One sharp head of three crosses the bound; the others decide whether the layer smooths, and explain has them."""
-    model = make("eigen:negative,basis=polar", attention="symmetric", depth=1)
-    (site,) = find(model)
-    site.mitigation.psi.data.fill_(psi)
-    site.pre_norm().weight.data.fill_(1.0)
+    model = steered(psi, "eigen:negative,basis=polar", attention="symmetric", depth=1)
     keys = model.blocks[0].attn.kv.parametrizations.weight.original0
     keys.data[:4] = 1.2 * torch.eye(4, 12, dtype=torch.float64)  # of the first head
     with pytest.warns(AcutanceWarning, match="crosses the bound"):
