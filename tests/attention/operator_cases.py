@@ -101,6 +101,9 @@ def make_case(
     if masking == "full":
         mask = torch.rand(batch, heads, tokens, tokens, generator=generator) > 0.3
         mask[0, 1, 2] = False
+    if masking == "bias":
+        mask = draw(batch, heads, tokens, tokens)
+        mask[..., 1, 3] = mask[..., 4, :] = -torch.inf
     return Case(
         kernel,
         q=sharpness * draw(batch, heads, tokens, width),

@@ -1,71 +1,189 @@
-"""Entropy and cosines of attention matrices against dense formulas; registries; memory linear in tokens."""
+"""Metrics of attention, energies included, against dense formulas in float64; laws, edge cases, precision, memory."""
 
 import math
 from itertools import combinations
 
-import metric_oracles as oracles
-import numpy as np
 import pytest
 import torch
-from metric_worlds import COMBINATIONS, world
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from acutance.attention import AttentionCall, products
 from acutance.attention.operator import AttentionOperator
 from acutance.errors import ShapeError
 from acutance.metrics import (
     ATTENTION_METRICS,
+    MEANINGS,
     TOKEN_METRICS,
     attention_cosine,
     attention_entropy,
+    energy,
+    fidelity,
     gradient_alignment,
     head_cosine,
     log_nonlocal_energy_raw,
     nonlocal_energy,
 )
+from attention.operator_cases import KERNELS, MASKINGS, LargestTensor, formula, make_case, with_heads
 
-EVERYWHERE = pytest.mark.parametrize(("kernel", "mask", "key_heads"), COMBINATIONS)
+laws = settings(max_examples=20, deadline=None, derandomize=True)
+seeds = st.integers(0, 2**32 - 1)
+ENERGIES = {m.__name__: m for m in (nonlocal_energy, log_nonlocal_energy_raw, gradient_alignment)}
+METRICS = {  # as functions of one operator, tokens and query rows
+    **ENERGIES,
+    "attention_entropy": lambda A, u, rows=None: attention_entropy(A, rows),
+    "attention_cosine": lambda A, u, rows=None: attention_cosine(A, A.symmetrised(), rows),
+    "head_cosine": lambda A, u, rows=None: head_cosine(A, rows),
+}
+ALL = pytest.mark.parametrize("name", METRICS)
+COMBINATIONS = [(kernel, masking) for kernel in KERNELS for masking in MASKINGS]
+COMBINATIONS += [(kernel, "bias") for kernel in ("softmax", "symmetric", "rbf")]
 
 
 def random(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-@EVERYWHERE
-def test_entropy_is_that_of_the_rows(kernel, mask, key_heads, tile_rows):
-    w = world(kernel, mask, key_heads)
-    for rows in (torch.ones_like(w.rows), w.rows):
-        expected = w.per_head(
-            lambda b, h, rows=rows: oracles.attention_entropy(w.weights[b, h], np.flatnonzero(rows[b]))
-        )
-        torch.testing.assert_close(attention_entropy(w.A, rows), expected, rtol=1e-9, atol=1e-9)
+def random_operator(tokens=7, seed=0, **options):
+    return AttentionOperator(*random(2, 2, 3, tokens, 4, seed=seed), **options)
 
 
-@EVERYWHERE
-def test_attention_cosine_is_that_of_the_dense_matrices(kernel, mask, key_heads, tile_rows):
-    w, other = world(kernel, mask, key_heads), world("softmax", "causal", 4)
-    for rows in (torch.ones_like(w.rows), w.rows):
-        kept = rows.numpy()[:, None, :, None]
-        a, b = w.weights * kept, other.weights * kept
-        expected = w.per_head(lambda i, h, a=a, b=b: oracles.frobenius_cosine(a[i, h], b[i, h]))
-        torch.testing.assert_close(attention_cosine(w.A, other.A, rows), expected)
-        torch.testing.assert_close(attention_cosine(other.A, w.A, rows), expected)
+def frobenius_cosine(a, b):
+    norms = a.square().sum((-2, -1)).sqrt() * b.square().sum((-2, -1)).sqrt()
+    return (a * b).sum((-2, -1)) / torch.where(norms > 0, norms, 1)
 
 
-@EVERYWHERE
-def test_head_cosine_is_the_mean_over_pairs_of_heads(kernel, mask, key_heads, tile_rows):
-    w = world(kernel, mask, key_heads)
-    for rows in (torch.ones_like(w.rows), w.rows):
-        a = w.weights * rows.numpy()[:, None, :, None]
-        pairs = [[oracles.frobenius_cosine(a[b, g], a[b, h]) for g, h in combinations(range(4), 2)] for b in range(2)]
-        torch.testing.assert_close(head_cosine(w.A, rows), torch.tensor(pairs).double().mean(1))
+def written_out(c, rows):
+    """Every metric of a case by dense sums over the rows that count."""
+    (weights, sums), rows = c.expected, rows[:, None, :, None]
+    symmetric, symmetric_sums = formula(with_heads(c.k, 4), c.k, **c.options)
+    sees, u, v = (sums > -torch.inf)[..., None], c.y, c.values
+    squares = (u[..., :, None, :] - u[..., None, :, :]).square().sum(-1)
+    kernel, other = weights * sums.exp()[..., None], symmetric * symmetric_sums.exp()[..., None]
+    one, two = (k.sum(-1, keepdim=True) * v - k @ v for k in (kernel, other))
+    counted = (rows & sees).squeeze(-1)
+    count = counted.sum(-1).clamp_min(1)
+    fixed = (weights * rows, symmetric * rows)
+    pairs = [frobenius_cosine(fixed[0][:, g], fixed[0][:, h]) for g, h in combinations(range(4), 2)]
+    return {
+        "nonlocal_energy": (rows * weights * squares).sum((-2, -1)) / 2,
+        "log_nonlocal_energy_raw": ((rows * kernel * squares).sum((-2, -1)) / 2).log(),
+        "gradient_alignment": (torch.cosine_similarity(one, two, dim=-1, eps=1e-30) * counted).sum(-1) / count,
+        "attention_entropy": (torch.special.entr(weights).sum(-1) * counted).sum(-1) / count,
+        "attention_cosine": frobenius_cosine(*fixed),
+        "head_cosine": torch.stack(pairs).mean(0),
+    }
+
+
+@pytest.mark.parametrize(("kernel", "masking"), COMBINATIONS)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_every_metric_is_the_sum_written_out(kernel, masking, grouped, tile_rows):
+    c = make_case(kernel, masking, grouped)
+    half = torch.rand(2, 11, generator=torch.Generator().manual_seed(3)) > 0.4
+    for rows in (torch.ones_like(half), half):
+        for name, expected in written_out(c, rows).items():
+            value = METRICS[name](c.operator, c.x if name == "gradient_alignment" else c.y, rows)
+            torch.testing.assert_close(value, expected, rtol=1e-8, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+            lowest, highest = MEANINGS[name].range
+            assert ((lowest <= value) & (value <= highest)).all()
+    assert {**METRICS, **TOKEN_METRICS}.keys() == MEANINGS.keys()
+
+
+@pytest.mark.parametrize("name", ENERGIES)
+def test_grouped_values_count_once_per_query_head(name):
+    c = make_case("softmax", grouped=True)
+    assert torch.equal(METRICS[name](c.operator, c.x), METRICS[name](c.operator, c.values))
+
+
+def test_a_query_mask_leaves_the_keys_alone():
+    # Dropping row 0 of a two-token problem leaves half of the double sum, not nothing.
+    A = AttentionOperator(torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2, 3))
+    u = torch.tensor([[[[0.0], [2.0]]]])
+    assert nonlocal_energy(A, u).item() == pytest.approx(2)
+    assert nonlocal_energy(A, u, torch.tensor([[False, True]])).item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("strength", [0.6, torch.tensor([0.1, 0.2, 0.3, 0.4])], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_energy_adds_the_weighted_sum_of_squares(strength, masked):
+    c = make_case("softmax", "causal", grouped=True)
+    rows = torch.rand(2, 11, generator=torch.Generator().manual_seed(3)) > 0.4 if masked else None
+    kept = torch.ones(2, 11) if rows is None else rows
+    expected = strength / 2 * ((c.y - c.values).square().sum(-1) * kept[:, None]).sum(-1)
+    torch.testing.assert_close(fidelity(c.y, c.x, strength, rows), expected)
+    if masked:
+        spoilt = c.y.masked_fill(~rows[:, None, :, None], math.nan)
+        torch.testing.assert_close(fidelity(spoilt, c.x, strength, rows), expected)
+    torch.testing.assert_close(
+        energy(c.operator, c.y, c.x, strength, rows), nonlocal_energy(c.operator, c.y, rows) + expected
+    )
 
 
 # --- laws and exact values -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", ["softmax", "symmetric", "rbf", "linear", "polynomial"])
+@laws
+@given(seed=seeds, factor=st.floats(0.01, 100))
+def test_energies_do_not_see_offset_rotation_or_order_and_know_their_scale(seed, factor):
+    A, u = random_operator(seed=seed), random(2, 3, 7, 5, seed=seed + 1)
+    Q, offset = torch.linalg.qr(random(5, 5, seed=seed + 2)).Q, random(1, 1, 1, 5, seed=seed + 3)
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(seed))
+    shuffled = AttentionOperator(A.q[..., order, :], A.k[..., order, :])
+    for name, metric in ENERGIES.items():
+        value = metric(A, u)
+        torch.testing.assert_close(metric(A, u @ Q + offset), value)
+        torch.testing.assert_close(metric(shuffled, u[..., order, :]), value)
+        scaled = {"nonlocal_energy": factor**2 * value, "log_nonlocal_energy_raw": value + 2 * math.log(factor)}
+        torch.testing.assert_close(metric(A, factor * u), scaled.get(name, value))
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "rbf", "linear", "polynomial"])
+def test_gradient_alignment_is_one_when_queries_are_keys(kernel):
+    k = random(2, 3, 7, 4)
+    A = AttentionOperator(k, k, kernel=kernel)
+    torch.testing.assert_close(gradient_alignment(A, random(2, 3, 7, 5, seed=1)), torch.ones(2, 3).double())
+
+
+def test_gradient_alignment_is_about_the_gradient_of_the_energy():
+    # With q := k, ∇_u ½ΣΣ k_ij‖u_i − u_j‖² = 2 Σ_j k_ij (u_i − u_j): the sums compared by Table 4.
+    A, u = random_operator(kernel="symmetric"), random(2, 3, 7, 5, seed=1).requires_grad_()
+    log_nonlocal_energy_raw(A, u).exp().sum().backward()
+    kernel = A.dense() * A.logsumexp().exp()[..., None]
+    torch.testing.assert_close(u.grad, 2 * (kernel.sum(-1, keepdim=True) * u - kernel @ u).detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_energy_is_zero_exactly_for_tokens_constant_on_what_is_connected(dtype):
+    q, k = random(2, 1, 2, 8, 4, dtype=dtype)
+    first = torch.arange(8) < 3
+    A, connected = AttentionOperator(q, k, mask=first[:, None] == first), AttentionOperator(q, k)
+    u = torch.where(first[:, None], random(1, 2, 1, 4, seed=1), random(1, 2, 1, 4, seed=2)).to(dtype)
+    assert (nonlocal_energy(A, u) <= 100 * torch.finfo(dtype).eps * u.square().sum((-2, -1))).all()
+    assert (log_nonlocal_energy_raw(A, u) == -math.inf).all()
+    moved = u.clone()
+    moved[..., 0, :] += 1
+    for other, tokens in ((connected, u), (A, moved)):
+        assert (nonlocal_energy(other, tokens) > 0.01).all()
+        assert (log_nonlocal_energy_raw(other, tokens) > -5).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rounding_pushes_no_value_out_of_its_range(seed):
+    # Eight groups of tokens far apart, constant inside: what is left of ‖u_i‖² − … is rounding of either sign.
+    group = torch.arange(24) % 8
+    q, k = random(2, 1, 8, 24, 4, seed=seed, dtype=torch.float32)
+    u = 100 * random(1, 8, 8, 5, seed=seed + 100, dtype=torch.float32)[:, :, group]
+    A = AttentionOperator(q, k, mask=(group[:, None] == group)[None, None])
+    assert (nonlocal_energy(A, u) >= 0).all()
+    assert (gradient_alignment(A, u) == 0).all()
+    assert (attention_cosine(A, A) <= 1).all()
+    twice = AttentionOperator(*(x[:, :1].expand(1, 2, -1, -1) for x in (q, k)))
+    assert head_cosine(twice) <= 1
+    sharp = AttentionOperator(20 * random(1, 64, 1, 16, seed=seed).float(), 20 * random(1, 64, 40, 16).float())
+    assert (attention_entropy(sharp) >= 0).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_entropy_between_one_key_and_all(kernel):
     alike = torch.zeros(1, 2, 5, 3, dtype=torch.float64)
     uniform = attention_entropy(AttentionOperator(alike, alike, kernel=kernel))
@@ -73,190 +191,186 @@ def test_entropy_between_one_key_and_all(kernel):
     itself = torch.eye(5, dtype=torch.bool)[None, None]
     alone = attention_entropy(AttentionOperator(alike, alike, mask=itself, kernel=kernel))
     torch.testing.assert_close(alone, torch.zeros(1, 2).double(), atol=1e-12, rtol=0)
-    q, k = random(2, 1, 2, 5, 3)
-    mixed = attention_entropy(AttentionOperator(q, k, kernel=kernel))
-    assert ((mixed > 0) & (mixed < math.log(5))).all()
+    causal = attention_entropy(AttentionOperator(alike, alike, causal=True, kernel=kernel))
+    torch.testing.assert_close(causal, torch.full((1, 2), math.log(math.factorial(5)) / 5).double())
 
 
-def test_entropy_of_causal_uniform_attention():
-    zeros = torch.zeros(1, 1, 4, 2, dtype=torch.float64)
-    value = attention_entropy(AttentionOperator(zeros, zeros, causal=True))
-    assert value.item() == pytest.approx(math.log(math.factorial(4)) / 4)
-
-
-def test_entropy_does_not_see_where_the_keys_start_but_sees_their_scale():
-    q, k = random(2, 2, 3, 7, 4)
+def test_entropy_does_not_see_where_the_keys_start():
+    q, k = random(2, 2, 3, 30, 8)
     value = attention_entropy(AttentionOperator(q, k))
-    torch.testing.assert_close(attention_entropy(AttentionOperator(q, k + 5 * random(1, 1, 1, 4, seed=1))), value)
-    assert (attention_entropy(AttentionOperator(q, 3 * k)) < value).all()
-
-
-def test_a_bias_of_nothing_changes_nothing():
-    # Without a bias the entropy comes from an identity, with one from the entries.
-    q, k = random(2, 2, 3, 7, 4)
-    zero = torch.zeros(1, 1, 7, 7, dtype=torch.float64)
-    torch.testing.assert_close(
-        attention_entropy(AttentionOperator(q, k, mask=zero)), attention_entropy(AttentionOperator(q, k))
-    )
+    torch.testing.assert_close(attention_entropy(AttentionOperator(q, k + 5 * random(8, seed=1))), value)
+    # With a bias the entropy comes from the entries, without one from an identity.
+    zero = torch.zeros(1, 1, 30, 30, dtype=torch.float64)
+    torch.testing.assert_close(attention_entropy(AttentionOperator(q, k, mask=zero)), value)
+    # The same offset in every key adds up to 10⁵ to the logits of a row and nothing to its entropy.
+    q, far = q.float(), k.float() + 2**16
+    exact = attention_entropy(AttentionOperator(q.double(), far.double()))
+    torch.testing.assert_close(attention_entropy(AttentionOperator(q, far)).double(), exact, rtol=1e-5, atol=0)
 
 
 def test_cosines_of_equal_and_disjoint_attention():
-    q, k = random(2, 2, 3, 6, 4)
-    A = AttentionOperator(q, k)
+    q, k, p, m = random(4, 2, 3, 6, 4)
+    A, B, itself = AttentionOperator(q, k), AttentionOperator(p, m), torch.eye(6, dtype=torch.bool)
     torch.testing.assert_close(attention_cosine(A, A), torch.ones(2, 3).double())
-    itself = torch.eye(6, dtype=torch.bool)[None, None]
     apart = AttentionOperator(q, k, mask=itself), AttentionOperator(q, k, mask=~itself)
     torch.testing.assert_close(attention_cosine(*apart), torch.zeros(2, 3).double())
     same_heads = AttentionOperator(q[:, :1].expand(-1, 3, -1, -1), k[:, :1].expand(-1, 3, -1, -1))
     torch.testing.assert_close(head_cosine(same_heads), torch.ones(2).double())
-    different_heads = torch.stack([itself[0, 0], ~itself[0, 0]])[None]
-    disjoint = AttentionOperator(q[:, :2], k[:, :2], mask=different_heads)
+    disjoint = AttentionOperator(q[:, :2], k[:, :2], mask=torch.stack([itself, ~itself])[None])
     torch.testing.assert_close(head_cosine(disjoint), torch.zeros(2).double())
-
-
-def test_rounding_does_not_push_a_value_out_of_its_range():
-    for seed in range(30):
-        q, k = random(2, 1, 1, 9, 4, seed=seed, dtype=torch.float32)
-        A = AttentionOperator(q, k)
-        twice = AttentionOperator(q.expand(1, 2, -1, -1), k.expand(1, 2, -1, -1))
-        assert attention_cosine(A, A) <= 1
-        assert head_cosine(twice) <= 1
-    one_query, many_keys = random(1, 64, 1, 16, dtype=torch.float32), random(1, 64, 40, 16, dtype=torch.float32)
-    assert (attention_entropy(AttentionOperator(20 * one_query, 20 * many_keys)) >= 0).all()
-
-
-def test_cosines_do_not_see_the_order_of_tokens_or_heads():
-    q, k, p, m = random(4, 2, 3, 6, 4)
     order, heads = torch.tensor([3, 1, 5, 0, 2, 4]), torch.tensor([2, 0, 1])
-    A, B = AttentionOperator(q, k), AttentionOperator(p, m)
-    shuffled = [AttentionOperator(x[:, :, order], y[:, :, order]) for x, y in ((q, k), (p, m))]
-    torch.testing.assert_close(attention_cosine(*shuffled), attention_cosine(A, B))
+    shuffled = [AttentionOperator(x[:, heads][:, :, order], y[:, heads][:, :, order]) for x, y in ((q, k), (p, m))]
+    torch.testing.assert_close(attention_cosine(*shuffled), attention_cosine(A, B)[:, heads])
     torch.testing.assert_close(head_cosine(shuffled[0]), head_cosine(A))
-    torch.testing.assert_close(head_cosine(AttentionOperator(q[:, heads], k[:, heads])), head_cosine(A))
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        value = head_cosine(AttentionOperator(q[:, :1].to(dtype), k[:, :1].to(dtype)))  # one head is like itself
+        assert value.tolist() == [1.0, 1.0]
+        assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_one_head_is_like_itself(dtype):
-    q, k = random(2, 3, 1, 6, 4, dtype=dtype)
-    value = head_cosine(AttentionOperator(q, k))
-    assert value.tolist() == [1.0, 1.0, 1.0]
-    assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+# --- edge cases ------------------------------------------------------------------------------------
 
 
-def test_attention_that_sees_nothing():
-    q, k = random(2, 1, 2, 5, 3)
-    nothing = AttentionOperator(q, k, mask=torch.zeros(1, 5, dtype=torch.bool))
-    everything, no_rows = AttentionOperator(q, k), torch.zeros(1, 5, dtype=torch.bool)
-    for A, rows in ((nothing, None), (everything, no_rows)):
-        assert (attention_entropy(A, rows) == 0).all()
-        assert (attention_cosine(A, everything, rows) == 0).all()
-        assert (head_cosine(A, rows) == 0).all()
+@pytest.mark.parametrize("case", ["constant", "one token", "all rows dropped", "all keys masked"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_edge_cases(case, dtype):
+    n = 1 if case == "one token" else 6
+    q, k, u = random(3, 1, 2, n, 4, dtype=dtype)
+    u = (u[..., :1, :].expand_as(u) if case == "constant" else u).clone().requires_grad_()
+    nothing = torch.zeros(1, n, dtype=torch.bool)
+    A = AttentionOperator(q, k, mask=nothing if case == "all keys masked" else None)
+    rows = nothing if case == "all rows dropped" else None
+    values = {name: metric(A, u, rows) for name, metric in METRICS.items()}
+    torch.testing.assert_close(values["nonlocal_energy"], torch.zeros(1, 2, dtype=dtype), atol=1e-10, rtol=0)
+    assert (values["gradient_alignment"] == 0).all()
+    assert (values["log_nonlocal_energy_raw"] == -math.inf).all()
+    if case.startswith("all"):
+        assert all((values[name] == 0).all() for name in ("attention_entropy", "attention_cosine", "head_cosine"))
+    (values["nonlocal_energy"] + values["gradient_alignment"]).sum().backward()
+    assert torch.isfinite(u.grad).all()
+
+
+def test_a_row_that_sees_only_itself_has_no_gradient():
+    # Causal: the first of n rows. It counts, with cosine 0, so q := k gives (n − 1)/n.
+    k, v = random(2, 1, 2, 5, 4, dtype=torch.float32)
+    value = gradient_alignment(AttentionOperator(k, k, causal=True), v)
+    torch.testing.assert_close(value, torch.full((1, 2), 0.8))
 
 
 def test_more_keys_than_queries():
     q, k = random(1, 2, 3, 4), random(1, 2, 7, 4, seed=1)
     A = AttentionOperator(q, k, causal=True)
-    dense = A.dense()
-    torch.testing.assert_close(attention_entropy(A), -(torch.special.xlogy(dense, dense)).sum(-1).mean(-1))
+    torch.testing.assert_close(attention_entropy(A), torch.special.entr(A.dense()).sum(-1).mean(-1))
     torch.testing.assert_close(attention_cosine(A, A), torch.ones(1, 2).double())
 
 
-def test_operators_of_different_shapes_are_refused():
-    q, k = random(2, 1, 2, 5, 3)
+@ALL
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_nan_is_not_hidden(name, biased):
+    A, u = random_operator(mask=torch.zeros(7, 7).double() if biased else None), random(2, 3, 7, 5, seed=1)
+    A.q[1, 2, 3, 0] = math.nan
+    assert METRICS[name](A, u).isnan().nonzero().tolist() == ([[1]] if name == "head_cosine" else [[1, 2]])
+    if name in ENERGIES:
+        u[0, 1, 3, 0] = math.nan
+        assert METRICS[name](A, u).isnan().nonzero().tolist() == [[0, 1], [1, 2]]
+
+
+def test_what_does_not_fit_is_refused():
+    q, k = random(1, 2, 3, 4), random(1, 2, 5, 4)
+    A = AttentionOperator(k, k)
+    for metric in ENERGIES.values():
+        with pytest.raises(ShapeError, match="3 queries and 5 keys"):
+            metric(AttentionOperator(q, k), k)
+        with pytest.raises(ShapeError, match=r"\(1, 2, 6, 4\) do not fit.*\(1, 2, 5, any\)"):
+            metric(A, random(1, 2, 6, 4))
+        with pytest.raises(ShapeError, match=r"mask of shape"):
+            metric(A, k, torch.ones(1, 4, dtype=torch.bool))
+    for f in (q, k[0]):
+        with pytest.raises(ShapeError, match=r"same shape \(batch, heads, tokens, channels\)"):
+            fidelity(k, f, 0.6)
     with pytest.raises(ShapeError, match=r"\(1, 2, 5, 5\) and \(1, 1, 5, 5\)"):
-        attention_cosine(AttentionOperator(q, k), AttentionOperator(q[:, :1], k[:, :1]))
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_nan_is_not_hidden(bias):
-    q, k = random(2, 2, 3, 6, 4)
-    q[1, 2, 3, 0] = math.nan
-    A = AttentionOperator(q, k, mask=torch.zeros(1, 1, 6, 6).double() if bias else None)
-    assert attention_entropy(A).isnan().nonzero().tolist() == [[1, 2]]
-    assert attention_cosine(A, A).isnan().nonzero().tolist() == [[1, 2]]
-    assert head_cosine(A).isnan().tolist() == [False, True]
+        attention_cosine(A, AttentionOperator(k[:, :1], k[:, :1]))
 
 
 # --- precision and gradients -----------------------------------------------------------------------
 
 
+@ALL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["attention_entropy", "attention_cosine", "head_cosine"])
 def test_low_precision_input_costs_only_its_own_rounding(name, dtype):
-    metric = {"attention_entropy": attention_entropy, "head_cosine": head_cosine}.get(
-        name, lambda A: attention_cosine(A, A.symmetrised())
-    )
-    q, k = random(2, 2, 2, 48, 8, dtype=dtype)
-    value = metric(AttentionOperator(q, k))
+    q, k, u = random(3, 2, 2, 48, 8, dtype=dtype)
+    value = METRICS[name](AttentionOperator(q, k), u)
     assert value.dtype == torch.float32
-    exact = metric(AttentionOperator(q.double(), k.double()))
+    exact = METRICS[name](AttentionOperator(q.double(), k.double()), u.double())
     torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-5)
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(metric(AttentionOperator(q, k)), value)
+        torch.testing.assert_close(METRICS[name](AttentionOperator(q, k), u), value)
 
 
-def test_entropy_of_keys_far_from_the_origin():
-    # The same offset in every key adds up to 10⁵ to the logits of a row and nothing to its entropy.
-    q, k = random(2, 1, 2, 30, 8, dtype=torch.float32)
-    far = k + 2**16 * torch.ones(8)
-    exact = attention_entropy(AttentionOperator(q.double(), far.double()))
-    assert exact.min() > 0.1
-    torch.testing.assert_close(attention_entropy(AttentionOperator(q, far)).double(), exact, rtol=1e-5, atol=0)
+@pytest.mark.parametrize("name", ENERGIES)
+def test_nearly_constant_tokens_keep_their_energy(name):
+    q, k = random(2, 1, 2, 50, 8, dtype=torch.float32)
+    u = (1e3 + 1e-3 * random(1, 2, 50, 8, seed=1)).float()
+    exact = METRICS[name](AttentionOperator(q.double(), k.double()), u.double())
+    torch.testing.assert_close(METRICS[name](AttentionOperator(q, k), u).double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"kernel": "rbf"}, {"kernel": "polynomial"}], ids=str)
-def test_gradients_are_right(options):
-    q, k, p = (x.requires_grad_() for x in random(3, 1, 2, 5, 3))
+@pytest.mark.parametrize("kernel", ["softmax", "symmetric", "rbf"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_huge_logits_stay_finite(kernel, dtype):
+    q, k, u = random(3, 1, 3, 12, 4)
+    q, k = (100 * x for x in (q, k))  # logits of ±10⁴ and more: exp overflows and underflows everywhere
+    one = k if kernel == "symmetric" else q
+    logs = -0.25 * torch.cdist(one, k).square() if kernel == "rbf" else 0.5 * one @ k.mT
+    assert logs.abs().max() > 1e4
+    expected = (logs + (torch.cdist(u, u).square() / 2).log()).flatten(2).logsumexp(-1)
+    A = AttentionOperator(q.to(dtype), k.to(dtype), kernel=kernel)
+    value = log_nonlocal_energy_raw(A, u.to(dtype))
+    torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.isfinite(nonlocal_energy(A, u.to(dtype))).all()
+    assert torch.isfinite(gradient_alignment(A, u.to(dtype))).all()
+
+
+@ALL
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"kernel": "linear"}, {"kernel": "rbf"}], ids=str)
+def test_gradients_are_right(name, options, tile_rows):
+    q, k, u = (x.requires_grad_() for x in random(3, 1, 2, 5, 3))
     rows = torch.tensor([[True, True, False, True, True]])
 
-    def metrics(q, k, p):
-        A, B = AttentionOperator(q, k, **options), AttentionOperator(p, k, **options)
-        return attention_entropy(A, rows), attention_cosine(A, B, rows), head_cosine(A, rows)
+    def value(q, k, u):
+        return METRICS[name](AttentionOperator(q, k, **options), u, rows)
 
-    assert torch.autograd.gradcheck(metrics, (q, k, p))
-
-
-# --- the registries --------------------------------------------------------------------------------
+    assert torch.autograd.gradcheck(value, (q, k, u))
 
 
-def test_the_registries_name_their_functions():
-    assert list(TOKEN_METRICS) == [metric.__name__ for metric in TOKEN_METRICS.values()]
-    expected = "attention_entropy head_cosine nonlocal_energy log_nonlocal_energy_raw gradient_alignment"
-    assert list(ATTENTION_METRICS) == expected.split()
+def test_gradients_of_the_fidelity_and_past_rows_that_see_nothing():
+    q, k, u = (x.requires_grad_() for x in random(3, 1, 2, 5, 3))
+    strength = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(fidelity, (u, q, strength))
+    A = AttentionOperator(q, k, mask=torch.ones(1, 1, 5, 5, dtype=torch.bool).tril(-1))  # row 0 sees no key
+    sum(metric(A, u) for metric in ENERGIES.values()).sum().backward()
+    assert all(torch.isfinite(x.grad).all() for x in (q, k, u))
+
+
+# --- the registries, and memory --------------------------------------------------------------------
+
+
+def record_of(A, v, u):
+    return AttentionCall(operator=A, v=v, values=v, output=u, branch=u)
 
 
 def test_attention_metrics_read_the_right_part_of_a_record():
-    w = world("softmax", "keys", 2)
-    record = AttentionCall(operator=w.A, v=w.v, values=w.v, output=w.u, branch=w.u)
-    expected = {
-        "nonlocal_energy": nonlocal_energy(w.A, w.u, w.rows),
-        "log_nonlocal_energy_raw": log_nonlocal_energy_raw(w.A, w.u, w.rows),
-        "gradient_alignment": gradient_alignment(w.A, w.v, w.rows),
-        "attention_entropy": attention_entropy(w.A, w.rows),
-        "head_cosine": head_cosine(w.A, w.rows),
-    }
+    assert list(TOKEN_METRICS) == [metric.__name__ for metric in TOKEN_METRICS.values()]
+    c, rows = make_case("softmax", "keys", grouped=True), torch.arange(11).expand(2, -1) > 3
+    record = record_of(c.operator, c.x, c.y)
+    assert {*ATTENTION_METRICS, "attention_cosine"} == {*METRICS}
     for name, metric in ATTENTION_METRICS.items():
-        assert torch.equal(metric(record, w.rows), expected[name])
+        tokens = c.x if name == "gradient_alignment" else c.y
+        assert torch.equal(metric(record, rows), METRICS[name](c.operator, tokens, rows))
         assert metric(record, None).shape in {(2,), (2, 4)}
 
 
-# --- memory ----------------------------------------------------------------------------------------
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements any operation's result had."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self.elements = max([self.elements, *sizes])
-        return result
-
-
-N = 2048
-MEMORY = {
+READ = {
     **{name: lambda record, metric=metric: metric(record, None) for name, metric in ATTENTION_METRICS.items()},
     "attention_cosine": lambda record: attention_cosine(record.A, record.A),
     **{name: lambda record, metric=metric: metric(record.output, None) for name, metric in TOKEN_METRICS.items()},
@@ -264,37 +378,22 @@ MEMORY = {
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "polynomial"])
-@pytest.mark.parametrize("name", MEMORY)
+@pytest.mark.parametrize("name", READ)
 def test_nothing_as_large_as_the_attention_matrix_is_made(name, kernel, monkeypatch):
-    monkeypatch.setattr(products, "CPU_TILE", N * 128)
-    q, k, u = random(3, 1, 2, N, 4, dtype=torch.float32)
-    A = AttentionOperator(q, k, kernel=kernel)
-    record = AttentionCall(operator=A, v=u, values=u, output=u, branch=u)
+    n = 2048
+    monkeypatch.setattr(products, "CPU_TILE", n * 128)
+    q, k, u = random(3, 1, 2, n, 4, dtype=torch.float32)
     with torch.no_grad(), LargestTensor() as largest:
-        MEMORY[name](record)
-    assert 0 < largest.elements <= N * 128
-
-
-def test_the_memory_test_would_notice():
-    A = AttentionOperator(*random(2, 1, 2, 64, 4))
-    with LargestTensor() as largest:
-        A.dense()
-    assert largest.elements >= 2 * 64 * 64
+        READ[name](record_of(AttentionOperator(q, k, kernel=kernel), u, u))
+    assert 0 < largest.elements <= n * 128
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("name", MEMORY)
+@pytest.mark.parametrize("name", READ)
 def test_cuda_agrees_with_float64_on_the_cpu(name):
-    q, k, u = random(3, 2, 2, 197, 64, dtype=torch.float32)
-
     def value(device, dtype):
-        moved = [x.to(device, dtype) for x in (q, k, u)]
-        A = AttentionOperator(*moved[:2])
-        return (
-            MEMORY[name](AttentionCall(operator=A, v=moved[2], values=moved[2], output=moved[2], branch=moved[2]))
-            .double()
-            .cpu()
-        )
+        q, k, u = random(3, 2, 2, 197, 64, dtype=torch.float32).to(device, dtype)
+        return READ[name](record_of(AttentionOperator(q, k), u, u)).double().cpu()
 
     torch.testing.assert_close(value("cuda", torch.float32), value("cpu", torch.float64), rtol=1e-4, atol=1e-5)

@@ -1,22 +1,60 @@
-"""Token metrics against their float64 oracles; masks, precision, edge cases and gradients."""
+"""Token metrics against NumPy in float64, from their definitions; laws, masks, precision, edge cases and gradients."""
 
 import math
 
-import metric_oracles as oracles
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from acutance.errors import AcutanceError, ShapeError
-from acutance.metrics import TOKEN_METRICS, high_frequency, low_frequency
+from acutance.metrics import MEANINGS, TOKEN_METRICS, high_frequency, low_frequency, singular_ratio, token_cosine
 
 ALL = pytest.mark.parametrize("name", TOKEN_METRICS)
 SHAPES = pytest.mark.parametrize("shape", [(9, 4), (4, 9), (3, 6, 6), (2, 3, 5, 4), (2, 1), (1, 7, 1)], ids=str)
+laws = settings(max_examples=25, deadline=None, derandomize=True)
+seeds = st.integers(0, 2**32 - 1)
+sizes = st.tuples(st.integers(2, 12), st.integers(2, 12))
+
+
+def cosine(x):
+    directions = [token / np.linalg.norm(token) for token in x if token.any()]
+    pairs = sum(a @ b for i, a in enumerate(directions) for j, b in enumerate(directions) if i != j)
+    return pairs / (len(x) * (len(x) - 1)) if len(x) > 1 else 1.0
+
+
+def hfc_lfc(x, order):
+    low = np.full((len(x), len(x)), 1 / len(x)) @ x
+    return np.linalg.norm(x - low, order) / np.linalg.norm(low, order)
+
+
+def entropy_rank(x):
+    sigma = np.linalg.svd(x, compute_uv=False)
+    shares = [s / sum(sigma) for s in sigma if s > 1e-12 * sigma[0]]
+    return math.exp(-sum(p * math.log(p) for p in shares))
+
+
+def spread(x):
+    norms = np.array([math.sqrt(token @ token) for token in x])
+    return math.sqrt(((norms - norms.mean()) ** 2).mean()) / norms.mean()
+
+
+ORACLES = {
+    "token_cosine": cosine,
+    "hfc_lfc_spectral": lambda x: hfc_lfc(x, 2),
+    "hfc_lfc_frobenius": lambda x: hfc_lfc(x, "fro"),
+    "rank_residual": lambda x: math.sqrt(((x - x.mean(0)) ** 2).sum() / (x**2).sum()),
+    "singular_ratio": lambda x: (lambda s: s[1] / s[0] if len(s) > 1 else 0)(np.linalg.svd(x, compute_uv=False)),
+    "effective_rank": entropy_rank,
+    "stable_rank": lambda x: (x**2).sum() / np.linalg.svd(x, compute_uv=False)[0] ** 2,
+    "norm_spread": spread,
+}
 
 
 def random_tokens(*shape, seed=0, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) + 0.3
+    return (torch.randn(*shape, generator=generator, dtype=torch.float64) + 0.3).to(dtype)
 
 
 def random_mask(*shape, seed=1):
@@ -30,39 +68,28 @@ def by_oracle(name, tokens, mask=None):
     """The oracle on every sample, given only the tokens that count."""
     x = tokens.double().numpy()
     kept = np.ones(x.shape[:-1], dtype=bool) if mask is None else mask.expand(tokens.shape[:-1]).numpy()
-    values = np.array([getattr(oracles, name)(x[i][kept[i]]) for i in np.ndindex(x.shape[:-2])])
+    values = np.array([ORACLES[name](x[i][kept[i]]) for i in np.ndindex(x.shape[:-2])], dtype=float)
     return torch.from_numpy(values).reshape(tokens.shape[:-2])
 
 
 @ALL
 @SHAPES
-def test_equals_the_oracle(name, shape):
-    tokens = random_tokens(*shape)
-    torch.testing.assert_close(TOKEN_METRICS[name](tokens, None), by_oracle(name, tokens), rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize("masked", [False, True])
+def test_equals_the_oracle_on_the_tokens_that_count(name, shape, masked):
+    tokens, mask = random_tokens(*shape), random_mask(*shape[:-1]) if masked else None
+    value = TOKEN_METRICS[name](tokens, mask)
+    torch.testing.assert_close(value, by_oracle(name, tokens, mask), rtol=1e-9, atol=1e-12)
+    lowest, highest = MEANINGS[name].range
+    assert (value >= lowest - 1e-12).all()
+    assert (value <= highest + 1e-12).all()
 
 
 @ALL
-@SHAPES
-def test_a_masked_result_is_the_result_on_the_tokens_that_count(name, shape):
-    tokens, mask = random_tokens(*shape), random_mask(*shape[:-1])
-    expected = by_oracle(name, tokens, mask)
-    torch.testing.assert_close(TOKEN_METRICS[name](tokens, mask), expected, rtol=1e-9, atol=1e-12)
-
-
-@ALL
-@pytest.mark.parametrize("rubbish", [math.nan, math.inf, 1e30])
-def test_masked_tokens_may_hold_anything(name, rubbish):
-    tokens, mask = random_tokens(3, 8, 5), random_mask(3, 8)
-    spoilt = tokens.masked_fill(~mask[..., None], rubbish)
-    assert torch.equal(TOKEN_METRICS[name](spoilt, mask), TOKEN_METRICS[name](tokens, mask))
-
-
-@ALL
-def test_one_mask_serves_every_sample(name):
+def test_masked_tokens_may_hold_anything_and_one_mask_serves_every_sample(name):
     tokens, mask = random_tokens(3, 8, 5), random_mask(8)
-    torch.testing.assert_close(
-        TOKEN_METRICS[name](tokens, mask), TOKEN_METRICS[name](tokens, mask.expand(3, 8)), rtol=0, atol=0
-    )
+    value = TOKEN_METRICS[name](tokens, mask.expand(3, 8))
+    for rubbish in (math.nan, math.inf, 1e30):
+        assert torch.equal(TOKEN_METRICS[name](tokens.masked_fill(~mask[:, None], rubbish), mask), value)
 
 
 @ALL
@@ -77,101 +104,56 @@ def test_low_precision_input_costs_only_its_own_rounding(name, dtype):
 @ALL
 def test_a_nan_stays_in_its_own_sample(name):
     tokens = random_tokens(3, 6, 4)
-    spoilt = tokens.clone()
-    spoilt[1, 2, 0] = math.nan
-    value = TOKEN_METRICS[name](spoilt, None)
-    assert value.isnan().tolist() == [False, True, False]
-    torch.testing.assert_close(value[[0, 2]], TOKEN_METRICS[name](tokens, None)[[0, 2]])
+    value = TOKEN_METRICS[name](tokens, None)
+    tokens[1, 2, 0] = math.nan
+    spoilt = TOKEN_METRICS[name](tokens, None)
+    assert spoilt.isnan().tolist() == [False, True, False]
+    torch.testing.assert_close(spoilt[[0, 2]], value[[0, 2]])
 
 
-CONSTANT = torch.full((6, 4), 0.1)
-ORTHOGONAL = 3 * torch.eye(5)
 OPPOSITE = torch.tensor([[1.0, 2.0], [-1.0, -2.0]])
-ZERO = torch.zeros(5, 3)
-ONE_TOKEN = torch.tensor([[3.0, -4.0]])
-SOME_ZEROS = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]])
-ONE_LINE = torch.tensor([[1.0, 1.0], [-2.0, -2.0], [5.0, 5.0]])
-VALUES = {
-    "token_cosine": {
-        "constant": 1,
-        "orthogonal": 0,
-        "opposite": -1,
-        "zero": 0,
-        "one": 1,
-        "none": 1,
-        "zeros": 1 / 3,
-    },
-    "hfc_lfc_spectral": {
-        "constant": 0,
-        "orthogonal": 1,
-        "opposite": math.inf,
-        "zero": 0,
-        "one": 0,
-        "none": 0,
-    },
-    "hfc_lfc_frobenius": {
-        "constant": 0,
-        "orthogonal": 2,
-        "opposite": math.inf,
-        "zero": 0,
-        "one": 0,
-        "none": 0,
-    },
-    "rank_residual": {
-        "constant": 0,
-        "orthogonal": math.sqrt(0.8),
-        "opposite": 1,
-        "zero": 0,
-        "one": 0,
-        "none": 0,
-    },
-    "singular_ratio": {
-        "constant": 0,
-        "orthogonal": 1,
-        "opposite": 0,
-        "zero": 0,
-        "one": 0,
-        "none": 0,
-        "line": 0,
-    },
-    "effective_rank": {
-        "constant": 1,
-        "orthogonal": 5,
-        "opposite": 1,
-        "zero": 0,
-        "one": 1,
-        "none": 0,
-        "line": 1,
-    },
-    "stable_rank": {"constant": 1, "orthogonal": 5, "opposite": 1, "zero": 0, "one": 1, "none": 0, "line": 1},
-    "norm_spread": {"constant": 0, "orthogonal": 0, "opposite": 0, "zero": 0, "one": 0, "none": 0},
-}
 CASES = {
-    "constant": (CONSTANT, None),
-    "orthogonal": (ORTHOGONAL, None),
+    "constant": (torch.full((6, 4), 0.1), None),
+    "orthogonal": (3 * torch.eye(5), None),
     "opposite": (OPPOSITE, None),
-    "zero": (ZERO, None),
-    "one": (torch.cat([ONE_TOKEN, OPPOSITE]), torch.tensor([True, False, False])),
+    "zero": (torch.zeros(5, 3), None),
+    "one": (torch.cat([torch.tensor([[3.0, -4.0]]), OPPOSITE]), torch.tensor([True, False, False])),
     "none": (OPPOSITE, torch.tensor([False, False])),
-    "zeros": (SOME_ZEROS, None),
-    "line": (ONE_LINE, None),
+    "zeros": (torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]]), None),
+    "line": (torch.tensor([[1.0, 1.0], [-2.0, -2.0], [5.0, 5.0]]), None),
+}
+VALUES = {  # of the cases in their order
+    "token_cosine": (1, 0, -1, 0, 1, 1, 1 / 3, None),
+    "hfc_lfc_spectral": (0, 1, math.inf, 0, 0, 0, None, None),
+    "hfc_lfc_frobenius": (0, 2, math.inf, 0, 0, 0, None, None),
+    "rank_residual": (0, math.sqrt(0.8), 1, 0, 0, 0, None, None),
+    "singular_ratio": (0, 1, 0, 0, 0, 0, None, 0),
+    "effective_rank": (1, 5, 1, 0, 1, 0, None, 1),
+    "stable_rank": (1, 5, 1, 0, 1, 0, None, 1),
+    "norm_spread": (0, 0, 0, 0, 0, 0, None, None),
 }
 
 
-@pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in VALUES.items() for case in cases])
+@ALL
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_exact_values_and_edge_cases(name, case, dtype):
+def test_exact_values_and_finite_gradients_at_the_edges(name, case, dtype):
     tokens, mask = CASES[case]
-    value = TOKEN_METRICS[name](tokens.to(dtype), mask)
+    x = tokens.to(dtype, copy=True).requires_grad_()
+    value, expected = TOKEN_METRICS[name](x, mask), VALUES[name][list(CASES).index(case)]
     assert value.shape == ()
-    assert value.item() == pytest.approx(VALUES[name][case], rel=1e-6, abs=1e-7)
+    assert expected is None or value.item() == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    if expected != math.inf:
+        value.backward()
+        assert torch.isfinite(x.grad).all()
+        assert mask is None or (x.grad[~mask] == 0).all()
 
 
 def test_rounding_does_not_push_a_cosine_out_of_its_range():
     for n in range(2, 60):
         token = random_tokens(1, 7, seed=n, dtype=torch.float32)
-        assert TOKEN_METRICS["token_cosine"](token.expand(n, 7), None) <= 1
-        assert TOKEN_METRICS["token_cosine"](torch.cat([token, -token]), None) >= -1
+        assert token_cosine(token.expand(n, 7)) <= 1
+        assert token_cosine(torch.cat([token, -token])) >= -1
 
 
 @ALL
@@ -179,20 +161,6 @@ def test_gradients_are_right(name):
     # Tokens away from the places where a maximum changes hands.
     tokens, mask = random_tokens(2, 5, 4, seed=3).requires_grad_(), random_mask(2, 5)
     assert torch.autograd.gradcheck(lambda x: TOKEN_METRICS[name](x, mask), tokens)
-
-
-@ALL
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_are_finite_at_the_edges(name, case):
-    tokens, mask = CASES[case]
-    if name.startswith("hfc") and case == "opposite":
-        pytest.skip("the value itself is infinite")
-    x = tokens.clone().requires_grad_()
-    TOKEN_METRICS[name](x, mask).backward()
-    assert x.grad is not None
-    assert torch.isfinite(x.grad).all()
-    if mask is not None:
-        assert (x.grad[~mask] == 0).all()
 
 
 @pytest.mark.parametrize("name", ["hfc_lfc_spectral", "hfc_lfc_frobenius", "rank_residual"])
@@ -203,10 +171,8 @@ def test_nearly_constant_tokens_keep_their_differences(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("masked", [False, True])
-def test_low_and_high_frequencies_add_up_and_are_orthogonal(dtype, masked):
-    tokens = random_tokens(2, 3, 11, 5, dtype=dtype)
-    mask = random_mask(2, 3, 11) if masked else torch.ones(2, 3, 11, dtype=torch.bool)
+def test_low_and_high_frequencies_add_up_and_are_orthogonal(dtype):
+    tokens, mask = random_tokens(2, 3, 11, 5, dtype=dtype), random_mask(2, 3, 11)
     low, high = low_frequency(tokens, mask), high_frequency(tokens, mask)
     assert low.dtype == high.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close((low + high)[mask], tokens[mask].to(low.dtype))
@@ -216,14 +182,85 @@ def test_low_and_high_frequencies_add_up_and_are_orthogonal(dtype, masked):
     torch.testing.assert_close(high.sum(-2), torch.zeros_like(high.sum(-2)), atol=1e-5, rtol=0)
 
 
+def test_what_does_not_fit_is_refused_by_name():
+    for metric in TOKEN_METRICS.values():
+        with pytest.raises(ShapeError, match=r"\(7,\)"):
+            metric(torch.ones(7), None)
+        with pytest.raises(ShapeError, match=r"not empty.*\(2, 0, 4\)"):
+            metric(torch.ones(2, 0, 4), None)
+        with pytest.raises(ShapeError, match=r"\(2, 4\) does not fit tokens of shape \(2, 5\)"):
+            metric(torch.ones(2, 5, 3), torch.ones(2, 4, dtype=torch.bool))
+        with pytest.raises(AcutanceError, match=r"must be bool.*mask\.bool\(\)"):
+            metric(torch.ones(2, 5, 3), torch.ones(2, 5))
+
+
+# --- laws ------------------------------------------------------------------------------------------
+
+
+def tokens_of(size, seed, dtype=torch.float64):
+    """Random tokens around a random offset, so that every metric is away from its special values."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*size, generator=generator, dtype=torch.float64)
+    return (x + torch.randn(size[1], generator=generator, dtype=torch.float64)).to(dtype)
+
+
 @ALL
-def test_what_does_not_fit_is_refused_by_name(name):
-    metric = TOKEN_METRICS[name]
-    with pytest.raises(ShapeError, match=r"\(7,\)"):
-        metric(torch.ones(7), None)
-    with pytest.raises(ShapeError, match=r"not empty.*\(2, 0, 4\)"):
-        metric(torch.ones(2, 0, 4), None)
-    with pytest.raises(ShapeError, match=r"\(2, 4\) does not fit tokens of shape \(2, 5\)"):
-        metric(torch.ones(2, 5, 3), torch.ones(2, 4, dtype=torch.bool))
-    with pytest.raises(AcutanceError, match=r"must be bool.*mask\.bool\(\)"):
-        metric(torch.ones(2, 5, 3), torch.ones(2, 5))
+@laws
+@given(size=sizes, seed=seeds, exponent=st.integers(-30, 30), sign=st.sampled_from([-1, 1]))
+def test_rotation_order_and_a_common_factor_change_nothing(name, size, seed, exponent, sign):
+    x, metric, generator = tokens_of(size, seed), TOKEN_METRICS[name], torch.Generator().manual_seed(seed + 1)
+    rotation = torch.linalg.qr(torch.randn(size[1], size[1], generator=generator, dtype=torch.float64)).Q
+    order = torch.randperm(size[0], generator=generator)
+    torch.testing.assert_close(metric(x @ rotation, None), metric(x, None), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(metric(x[order], None), metric(x, None), rtol=1e-6, atol=1e-7)
+    x = x.float()
+    torch.testing.assert_close(metric(sign * x * 10.0**exponent, None), metric(x, None), rtol=1e-4, atol=1e-5)
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_factor_at_the_end_of_the_range_changes_nothing(name, dtype):
+    x, metric = tokens_of((6, 4), 0, dtype), TOKEN_METRICS[name]
+    for factor in (torch.finfo(dtype).max / 16, torch.finfo(dtype).tiny * 2**10):
+        torch.testing.assert_close(metric(x * factor, None), metric(x, None), rtol=1e-4, atol=1e-5)
+
+
+@ALL
+def test_lengths_offsets_and_stretched_channels_are_seen(name):
+    x, metric = tokens_of((6, 4), 0), TOKEN_METRICS[name]
+    lengths = torch.linspace(1, 9, 6, dtype=x.dtype)[:, None]
+    changed = [x + 10, torch.tensor([10.0, 1, 1, 1]).double() * x, *([] if name == "token_cosine" else [lengths * x])]
+    assert all(abs(metric(other, None) - metric(x, None)) > 1e-2 for other in changed)
+    torch.testing.assert_close(token_cosine(lengths * x), token_cosine(x))
+
+
+@laws
+@given(size=sizes, seed=seeds)
+def test_every_metric_keeps_its_bounds(size, seed):
+    x = tokens_of(size, seed)
+    value = {name: metric(x, None).item() for name, metric in TOKEN_METRICS.items()}
+    n, smaller, slack = size[0], min(size), 1e-9
+    assert -1 / (n - 1) - slack <= value["token_cosine"] <= 1
+    assert 0 <= value["hfc_lfc_spectral"] <= (r := value["hfc_lfc_frobenius"]) + slack
+    assert value["rank_residual"] == pytest.approx(r / math.sqrt(1 + r**2))  # X splits orthogonally
+    assert 0 <= value["singular_ratio"] <= 1
+    assert 1 - slack <= value["effective_rank"] <= smaller + slack
+    assert 1 - slack <= value["stable_rank"] <= torch.linalg.matrix_rank(x).item() + slack
+    assert 0 <= value["norm_spread"] <= (n - 1) ** 0.5 + slack
+
+
+@laws
+@given(n=st.integers(2, 40), d=st.integers(2, 40), seed=seeds, dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_rank_one_tokens_have_no_second_singular_value(n, d, seed, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    column, row = (torch.randn(shape, generator=generator, dtype=dtype) for shape in ((n, 1), (1, d)))
+    assert singular_ratio(column * row) == 0
+
+
+@pytest.mark.parametrize("name", ["token_cosine", "hfc_lfc_spectral", "hfc_lfc_frobenius", "rank_residual"])
+def test_averaging_tokens_with_one_another_smooths(name):
+    x = tokens_of((10, 6), 2)
+    steps = [(1 - t) * x + t * x.mean(0) for t in (0.0, 0.3, 0.6, 0.9, 1.0)]
+    values = [TOKEN_METRICS[name](step, None).item() for step in steps]
+    assert values == sorted(values, reverse=MEANINGS[name].higher == "sharper")
+    assert values[-1] == pytest.approx(1 if name == "token_cosine" else 0, abs=1e-12)
