@@ -9,62 +9,26 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-TEXT = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "vocab_size": 60,
-    "max_position_embeddings": 64,
-}
-DECODER = TEXT | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MARKS = {"bos_token_id": 1, "eos_token_id": 2}
+TEXT = SIZES | {"vocab_size": 60, "max_position_embeddings": 64}
+DECODER = TEXT | ENDS | {"num_key_value_heads": 2}
 EXPERTS = {"num_experts_per_tok": 1, "experts_implementation": "eager"}  # the others know no float64
-VISION = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "image_size": 16,
-    "patch_size": 4,
-    "num_channels": 3,
-}
-T5 = {
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 3,
-    "num_heads": 4,
-    "vocab_size": 60,
-    "decoder_start_token_id": 0,
-}
-BART = {
-    "d_model": 32,
-    "encoder_layers": 3,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "vocab_size": 60,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "forced_eos_token_id": None,
-    "decoder_start_token_id": 1,
-}
+VISION = SIZES | {"image_size": 16, "patch_size": 4, "num_channels": 3}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "vocab_size": 60}
+T5 |= {"decoder_start_token_id": 0}
+BART = {"d_model": 32, "vocab_size": 60, "max_position_embeddings": 64, **ENDS}
+BART |= {"forced_eos_token_id": None, "decoder_start_token_id": 1}
+for side in ("encoder", "decoder"):
+    BART |= {f"{side}_layers": 3, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
 WHISPER = BART | {"num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 32}
-GPT = {
-    "n_embd": 32,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_inner": 48,
-    "vocab_size": 60,
-    "n_positions": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+GPT = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 48, "vocab_size": 60, "n_positions": 64, **ENDS}
+SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+SEGFORMER = {"num_encoder_blocks": 2, "depths": [1, 2], "sr_ratios": [2, 1], "hidden_sizes": [16, 32]}
+SEGFORMER |= {"patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [2, 4], "mlp_ratios": [2, 2]}
+DISTILBERT = {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "vocab_size": 60}
+TOWERS = {"text_config": TEXT | MARKS, "vision_config": VISION}
 
 
 @dataclass(frozen=True)
@@ -114,55 +78,12 @@ ZOO: dict[str, Entry] = {
     "aimv2": _image("Aimv2Vision"),
     "clip_vision": _image("CLIPVision", prefix=1),
     "siglip_vision": _image("SiglipVision"),
-    "swin": _image(
-        "Swin",
-        options={
-            "image_size": 32,
-            "patch_size": 4,
-            "embed_dim": 16,
-            "depths": [2, 2],
-            "num_heads": [2, 4],
-            "window_size": 4,
-        },
-        heads=((2, 2), (2, 2), (4, 4), (4, 4)),
-        first_values=False,
-    ),
-    "segformer": _image(
-        "Segformer",
-        options={
-            "num_encoder_blocks": 2,
-            "depths": [1, 2],
-            "sr_ratios": [2, 1],
-            "hidden_sizes": [16, 32],
-            "patch_sizes": [7, 3],
-            "strides": [4, 2],
-            "num_attention_heads": [2, 4],
-            "mlp_ratios": [2, 2],
-        },
-        heads=((2, 2), (4, 4), (4, 4)),
-        first_values=False,
-    ),
-    "clip": Entry(
-        "CLIPConfig",
-        "CLIPModel",
-        {
-            "text_config": TEXT | {"bos_token_id": 1, "eos_token_id": 2},
-            "vision_config": VISION,
-            "projection_dim": 16,
-        },
-        kind="both",
-        part="vision_model",
-        prefix=1,
-    ),
-    "siglip": Entry(
-        "SiglipConfig",
-        "SiglipModel",
-        {"text_config": TEXT | {"bos_token_id": 1, "eos_token_id": 2}, "vision_config": VISION},
-        kind="both",
-        part="text_model",
-    ),
-    "clip_text": _text("CLIPText", options=TEXT | {"bos_token_id": 1, "eos_token_id": 2}, causal=True),
-    "siglip_text": _text("SiglipText", options=TEXT | {"bos_token_id": 1, "eos_token_id": 2}),
+    "swin": _image("Swin", options=SWIN, heads=((2, 2),) * 2 + ((4, 4),) * 2, first_values=False),
+    "segformer": _image("Segformer", options=SEGFORMER, heads=((2, 2), (4, 4), (4, 4)), first_values=False),
+    "clip": Entry("CLIPConfig", "CLIPModel", TOWERS | {"projection_dim": 16}, "both", "vision_model", prefix=1),
+    "siglip": Entry("SiglipConfig", "SiglipModel", TOWERS, "both", "text_model"),
+    "clip_text": _text("CLIPText", options=TEXT | MARKS, causal=True),
+    "siglip_text": _text("SiglipText", options=TEXT | MARKS),
     "bert": _text("Bert", pre_norm=False),
     "bert_decoder": _text("Bert", options=TEXT | {"is_decoder": True}, pre_norm=False, causal=True),
     "roberta": _text("Roberta", options=TEXT | {"pad_token_id": 0}, pre_norm=False),
@@ -172,11 +93,7 @@ ZOO: dict[str, Entry] = {
     "electra": _text("Electra", options=TEXT | {"embedding_size": 32}, pre_norm=False),
     "ernie": _text("Ernie", pre_norm=False),
     "esm": _text("Esm", options=TEXT | {"pad_token_id": 0, "mask_token_id": 3, "position_embedding_type": "rotary"}),
-    "distilbert": _text(
-        "DistilBert",
-        options={"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "vocab_size": 60},
-        pre_norm=False,
-    ),
+    "distilbert": _text("DistilBert", options=DISTILBERT, pre_norm=False),
     "modernbert": _text(
         "ModernBert",
         options=DECODER | {"cls_token_id": 1, "sep_token_id": 2, "global_attn_every_n_layers": 2, "local_attention": 8},
@@ -195,7 +112,7 @@ ZOO: dict[str, Entry] = {
     "gpt2": _causal("GPT2", GPT, kv_heads=4),
     "gpt_bigcode": _causal("GPTBigCode", GPT, kv_heads=1),
     "gpt_bigcode_many_keys": _causal("GPTBigCode", GPT | {"multi_query": False}, kv_heads=4),
-    "gpt_neox": _causal("GPTNeoX", TEXT | {"bos_token_id": 1, "eos_token_id": 2}, kv_heads=4),
+    "gpt_neox": _causal("GPTNeoX", TEXT | MARKS, kv_heads=4),
     "biogpt": _causal("BioGpt", TEXT, kv_heads=4),
     "opt": _causal("OPT", TEXT | {"ffn_dim": 48, "word_embed_proj_dim": 32}, kv_heads=4),
     "opt_350m": _causal(
