@@ -3,7 +3,7 @@
 import hf_zoo
 import pytest
 import torch
-from hf_zoo import ZOO
+from hf_zoo import SIZES, TEXT, ZOO
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -13,33 +13,41 @@ from acutance import metrics, sites
 from acutance.errors import AcutanceError, SeveralStacksError
 from acutance.lab.studies import kernel_assumptions
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 TAPS = ["block", "attention", "values"]
 METRICS = ["token_cosine", "hfc_lfc_frobenius", "attention_entropy", "nonlocal_energy"]
 
 
-def measured(model, batch, **options):
-    return ac.measure(model, [batch], metrics=METRICS, tap=TAPS, progress=False, **options)
+def measured(model, *batches, **options):
+    return ac.measure(model, batches, **{"metrics": METRICS, "tap": TAPS, "progress": False, **options})
 
 
 def table(profile):
     return {(r.tap, r.layer, r.metric): r.mean for r in profile.readings}
 
 
-def rows(batch, index, length):
-    return {name: value[index : index + 1, :length] for name, value in batch.items()}
+def cosines(hidden, content=slice(None)):
+    return pytest.approx([metrics.token_cosine(h[:, content]).mean().item() for h in hidden])
+
+
+def tiny(model, config, **options):
+    torch.manual_seed(0)
+    return getattr(transformers, model)(getattr(transformers, config)(**options)).eval()
+
+
+def assert_mean(together, apart, rel=1e-9):
+    """The readings of samples together are the means of those of each by itself."""
+    apart = [table(profile) for profile in apart]
+    for key, value in table(together).items():
+        assert value == pytest.approx(sum(one[key] for one in apart) / len(apart), rel=rel), key
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "gpt2", "t5_encoder", "gemma2", "modernbert"])
 def test_padding_changes_no_reading(name):
     model, batch = hf_zoo.build(name), hf_zoo.batch(name)
-    lengths = batch["attention_mask"].sum(1).tolist()
-    together = table(measured(model, batch))
-    apart = [table(measured(model, rows(batch, i, n))) for i, n in enumerate(lengths)]
-    assert lengths == [12, 9]
-    for key, value in together.items():
-        alone = (apart[0][key] + apart[1][key]) / 2
-        assert value == pytest.approx(alone, rel=1e-6), key  # Gemma 2 takes its softmax in float32
+    alone = [{key: x[i : i + 1, :n] for key, x in batch.items()} for i, n in enumerate((12, 9))]
+    # Gemma 2 takes its softmax in float32.
+    assert_mean(measured(model, batch), [measured(model, one) for one in alone], rel=1e-6)
 
 
 def test_left_padding_changes_no_reading():
@@ -47,41 +55,33 @@ def test_left_padding_changes_no_reading():
     short = {name: value[1:, :9] for name, value in batch.items()}
     padded = {name: torch.cat([torch.zeros(1, 3, dtype=value.dtype), value], 1) for name, value in short.items()}
     padded["position_ids"] = torch.tensor([[0, 0, 0, *range(9)]])
-    alone = table(measured(model, short))
-    for key, value in table(measured(model, padded)).items():
-        assert value == pytest.approx(alone[key], rel=1e-9), key
+    assert_mean(measured(model, padded), [measured(model, short)])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_packed_documents_are_samples_of_their_own(name):
-    model, ids = hf_zoo.build(name), hf_zoo.batch(name, padded=False)["input_ids"][:1]
-    packed = {"input_ids": ids, "position_ids": torch.tensor([[*range(5), *range(4), *range(3)]])}
-    together = measured(model, packed)
-    assert {r.count for r in together.readings} == {3}
-    apart = [table(measured(model, {"input_ids": part})) for part in ids.split([5, 4, 3], 1)]
-    for key, value in table(together).items():
-        assert value == pytest.approx(sum(one[key] for one in apart) / 3, rel=1e-9), key
-
-
-def test_one_row_of_positions_packs_every_row():
-    model, ids = hf_zoo.build("llama"), hf_zoo.batch("llama", padded=False)["input_ids"]
-    one = torch.tensor([[*range(7), *range(5)]])
-    each = measured(model, {"input_ids": ids, "position_ids": one.expand(2, -1)})
-    broadcast = measured(model, {"input_ids": ids, "position_ids": one})
-    assert {r.count for r in broadcast.readings} == {4}
-    assert table(broadcast) == table(each)
+    model, ids = hf_zoo.build(name), hf_zoo.batch(name, padded=False)["input_ids"]
+    positions = torch.tensor([[*range(5), *range(4), *range(3)]])
+    packed = measured(model, {"input_ids": ids[:1], "position_ids": positions})
+    assert {r.count for r in packed.readings} == {3}
+    assert_mean(packed, [measured(model, {"input_ids": part}) for part in ids[:1].split([5, 4, 3], 1)])
+    every, one = (measured(model, {"input_ids": ids, "position_ids": p}) for p in (positions.expand(2, -1), positions))
+    assert {r.count for r in one.readings} == {6}  # one row of positions packs every row
+    assert table(one) == table(every)
 
 
 READINGS = {
-    "tokens": lambda model, batch: ac.measure(model, [batch], metrics="token_cosine", progress=False),
-    "attention": lambda model, batch: ac.measure(model, [batch], metrics="attention_entropy", progress=False),
+    "tokens": lambda model, batch: measured(model, batch, metrics="token_cosine", tap="block"),
+    "attention": lambda model, batch: measured(model, batch, metrics="attention_entropy"),
     "spectra": lambda model, batch: ac.explain(model, [batch], progress=False),
     "affinities": lambda model, batch: kernel_assumptions(model, [batch]),
 }
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "opt"])
-@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize(
+    ("name", "reading"),
+    [("bert", "tokens"), ("roberta", "attention"), ("modernbert", "spectra"), ("opt", "affinities"), ("opt", "tokens")],
+)
 def test_documents_that_see_each_other_are_refused(name, reading):
     model, ids = hf_zoo.build(name), hf_zoo.batch(name, padded=False)["input_ids"][:1]
     batch = {"input_ids": ids, "position_ids": torch.tensor([[*range(7), *range(5)]])}
@@ -90,68 +90,34 @@ def test_documents_that_see_each_other_are_refused(name, reading):
     assert all(not module._forward_hooks for module in model.modules())
 
 
-def speech(kind):
-    """A model of sound, a batch of which the second sample is padded, and a part that hears it."""
-    import transformers
-
-    torch.manual_seed(0)
-    depths = {"encoder_layers": 2, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    tokens = {"vocab_size": 60, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    if kind == "whisper":
-        lengths = {"num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 12}
-        config = transformers.WhisperConfig(d_model=16, **depths, **heads, **tokens, **lengths)
-        batch = {"input_features": torch.randn(2, 8, 24), "decoder_input_ids": torch.ones(2, 3, dtype=torch.long)}
-        mask = torch.ones(2, 24, dtype=torch.long)
-        model, part = transformers.WhisperModel(config), "encoder"
-    else:
-        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-        stem = {"conv_dim": (8, 8), "conv_kernel": (8, 4), "conv_stride": (4, 4)}
-        config = transformers.Wav2Vec2Config(
-            **sizes, **stem, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, feat_extract_norm="layer"
-        )
-        batch, mask = {"input_values": torch.randn(2, 400)}, torch.ones(2, 400, dtype=torch.long)
-        model, part = transformers.Wav2Vec2Model(config), None
-    mask[1, mask.shape[1] // 2 :] = 0
-    return model.eval(), batch | {"attention_mask": mask}, part
+def refused_sound(model, batch, length, **options):
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, length // 2 :] = 0
+    match = rf"mask is \(2, {length}\).*one by one.*Whisper, are fed without this mask"
+    with pytest.raises(AcutanceError, match=match):
+        measured(model, batch | {"attention_mask": mask}, metrics="token_cosine", **options)
 
 
-@pytest.mark.parametrize("kind", ["wav2vec2", "whisper"])
-def test_padded_sound_is_refused_with_advice_that_works(kind):
-    model, batch, part = speech(kind)
-    length = batch["attention_mask"].shape[1]
-
-    def read(*batches):
-        return ac.measure(model, batches, metrics="token_cosine", tap=TAPS, part=part, progress=False)
-
-    with pytest.raises(
-        AcutanceError, match=rf"mask is \(2, {length}\).*one by one.*Whisper, are fed without this mask"
-    ):
-        read(batch)
-    whole = {name: value for name, value in batch.items() if name != "attention_mask"}
-    if kind == "whisper":
-        assert {r.count for r in read(whole).readings} == {2}
-    else:
-        long, short = ({"input_values": batch["input_values"][i : i + 1, :n]} for i, n in enumerate((400, 200)))
-        alone = [table(read(one)) for one in (long, short)]
-        for key, value in table(read(long, short)).items():
-            assert value == pytest.approx((alone[0][key] + alone[1][key]) / 2), key
+def test_padded_sound_is_refused_with_advice_that_works():
+    model, batch = hf_zoo.build("whisper_encoder"), hf_zoo.batch("whisper_encoder")
+    refused_sound(model, batch, 24, part="encoder")
+    assert {r.count for r in measured(model, batch, part="encoder").readings} == {2}
+    stem = {"conv_dim": (8, 8), "conv_kernel": (8, 4), "conv_stride": (4, 4), "feat_extract_norm": "layer"}
+    places = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    model, waves = tiny("Wav2Vec2Model", "Wav2Vec2Config", **SIZES, **stem, **places), torch.randn(2, 400)
+    refused_sound(model, {"input_values": waves}, 400)
+    long, short = {"input_values": waves[:1]}, {"input_values": waves[1:, :200]}
+    one_by_one = measured(model, long, short, metrics="token_cosine")
+    assert_mean(one_by_one, [measured(model, each, metrics="token_cosine") for each in (long, short)])
 
 
 def test_towers_with_attention_between_them_are_read_by_part():
-    from transformers import Kosmos2Config, Kosmos2Model
-
-    sizes = {"ffn_dim": 24, "layers": 2, "attention_heads": 2, "vocab_size": 60, "max_position_embeddings": 32}
-    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Kosmos2Config(
-        text_config={"embed_dim": 16, **sizes},
-        vision_config={"image_size": 16, "patch_size": 8, **vision},
-        latent_query_num=3,
-    )
-    model = Kosmos2Model(config).eval()
-    image = torch.tensor([[0, 1, 1, 1, 0, 0]], dtype=torch.bool)
+    sizes = {"embed_dim": 16, "ffn_dim": 24, "layers": 2, "attention_heads": 2, "vocab_size": 60}
+    vision = SIZES | {"num_hidden_layers": 2, "image_size": 16, "patch_size": 8}
+    text = sizes | {"max_position_embeddings": 32}
+    model = tiny("Kosmos2Model", "Kosmos2Config", text_config=text, vision_config=vision, latent_query_num=3)
     batch = {"pixel_values": torch.randn(1, 3, 16, 16), "input_ids": torch.arange(4, 10)[None]}
-    batch["image_embeds_position_mask"] = image
+    batch["image_embeds_position_mask"] = torch.tensor([[0, 1, 1, 1, 0, 0]], dtype=torch.bool)
     with pytest.raises(SeveralStacksError, match=r"image_to_text_projection\.x_attn: name one with part=") as refused:
         measured(model, batch)
     with pytest.raises(SeveralStacksError, match="name one with part="):
@@ -161,21 +127,16 @@ def test_towers_with_attention_between_them_are_read_by_part():
 
 
 def test_padded_images_are_read_without_their_padding():
-    from transformers import Siglip2VisionConfig, Siglip2VisionModel
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = Siglip2VisionModel(Siglip2VisionConfig(**sizes, num_patches=16, patch_size=2)).double().eval()
+    model = tiny("Siglip2VisionModel", "Siglip2VisionConfig", **SIZES, num_patches=16, patch_size=2).double()
     pixels, valid = torch.randn(2, 16, 12, dtype=torch.float64), torch.ones(2, 16, dtype=torch.long)
     valid[1, 8:] = 0
     batch = {"pixel_values": pixels, "pixel_attention_mask": valid, "spatial_shapes": torch.tensor([[4, 4], [2, 4]])}
     hidden = model(**batch, output_hidden_states=True).hidden_states
     junk = batch | {"pixel_values": pixels.masked_fill(valid[..., None] == 0, 5.0)}
-    profile, other = (measured(model, given) for given in (batch, junk))
+    profile = measured(model, batch)
     expected = [(metrics.token_cosine(h[:1]) + metrics.token_cosine(h[1:, :8])).item() / 2 for h in hidden]
     assert profile["token_cosine", "block"].tolist() == pytest.approx(expected)
-    for key, value in table(other).items():
-        assert value == pytest.approx(table(profile)[key], rel=1e-6), key
+    assert_mean(measured(model, junk), [profile], rel=1e-6)
 
 
 def test_special_tokens_are_left_out_with_the_prefix():
@@ -184,8 +145,7 @@ def test_special_tokens_are_left_out_with_the_prefix():
     special[:, [0, -1]] = 1
     hidden = model(**batch, output_hidden_states=True).hidden_states
     profile = ac.measure(model, [batch | {"special_tokens_mask": special}], prefix="out", progress=False)
-    expected = [metrics.token_cosine(h[:, 1:-1]).mean().item() for h in hidden]
-    assert profile["token_cosine"].tolist() == pytest.approx(expected)
+    assert profile["token_cosine"].tolist() == cosines(hidden, slice(1, -1))
     assert profile.context["prefix"] == "the tokeniser's special tokens out"
     assert ac.measure(model, [batch], prefix="out", progress=False).context["prefix"] == "0 prefix tokens out"
 
@@ -196,9 +156,8 @@ def test_blocks_are_the_library_own_hidden_states(name):
     out = model(**batch, output_hidden_states=True)
     hidden = out.encoder_hidden_states if entry.kind == "seq2seq" else out.hidden_states
     profile = ac.measure(model, [batch], part=entry.part, prefix="out", progress=False)
-    inner = hidden[: len(hidden) - 1]  # the last one has gone through the final norm in some models
-    expected = [metrics.token_cosine(h[:, entry.prefix :]).mean().item() for h in inner]
-    assert profile["token_cosine"][: len(inner)].tolist() == pytest.approx(expected)
+    # The last one has gone through the final norm in some models.
+    assert profile["token_cosine"][:-1].tolist() == cosines(hidden[:-1], slice(entry.prefix, None))
 
 
 def test_a_model_of_two_stacks_is_read_by_part():
@@ -207,33 +166,28 @@ def test_a_model_of_two_stacks_is_read_by_part():
         measured(model, batch)
     with pytest.raises(AcutanceError, match=r"no part 'middle'.*encoder"):
         measured(model, batch, part="middle")
-    encoder, decoder = (measured(model, batch, part=part) for part in ("encoder", "decoder"))
-    assert encoder.context["part"] == "encoder"
-    for profile, stack in ((encoder, model.encoder), (decoder, model.decoder)):
-        assert len(profile["token_cosine", "block"]) == len(stack.layers) + 1
+    for part in ("encoder", "decoder"):
+        profile = measured(model, batch, part=part)
+        assert profile.context["part"] == part
+        assert len(profile["token_cosine", "block"]) == len(model.get_submodule(part).layers) + 1
 
 
-def git(transformers, head="GitModel"):
-    return getattr(transformers, head)(transformers.GitConfig(vision_config=hf_zoo.VISION, **hf_zoo.TEXT))
-
-
-def longt5(transformers):
-    return transformers.LongT5Model(transformers.LongT5Config(**hf_zoo.T5, local_radius=3))
+GIT = {"vision_config": hf_zoo.VISION, **TEXT}
 
 
 @pytest.mark.parametrize(
     ("build", "parts"),
     [
-        (git, ["image_encoder.vision_model.encoder", "encoder"]),
+        (lambda: tiny("GitModel", "GitConfig", **GIT), ["image_encoder.vision_model.encoder", "encoder"]),
         (
-            lambda library: git(library, "GitForCausalLM"),
+            lambda: tiny("GitForCausalLM", "GitConfig", **GIT),
             ["git.image_encoder.vision_model.encoder", "git.encoder"],
         ),
-        (longt5, ["encoder", "decoder"]),
+        (lambda: tiny("LongT5Model", "LongT5Config", **hf_zoo.T5, local_radius=3), ["encoder", "decoder"]),
     ],
 )
 def test_a_stack_beside_another_is_named(build, parts):
-    model = build(pytest.importorskip("transformers")).eval()
+    model = build()
     with pytest.raises(SeveralStacksError, match=rf"part='{parts[0]}'") as refused:
         sites.find(model)
     assert refused.value.parts == parts
@@ -251,11 +205,8 @@ class AroundADecoder(nn.Module):
         self.decoder = hf_zoo.build("t5_decoder").decoder
 
     def forward(self, input_ids, attention_mask, decoder_input_ids):
-        return self.decoder(
-            input_ids=decoder_input_ids,
-            encoder_hidden_states=self.read(input_ids),
-            encoder_attention_mask=attention_mask,
-        )
+        read = {"encoder_hidden_states": self.read(input_ids), "encoder_attention_mask": attention_mask}
+        return self.decoder(input_ids=decoder_input_ids, **read)
 
 
 def test_the_mask_of_a_decoder_is_told_by_its_path():
@@ -263,66 +214,46 @@ def test_the_mask_of_a_decoder_is_told_by_its_path():
     assert batch["attention_mask"].shape != batch["decoder_input_ids"].shape
     assert table(measured(model, batch)) == table(measured(model, batch, part="decoder"))
     model.encoder_decoder = nn.ModuleDict({"encoder": hf_zoo.build("t5_encoder").encoder})
-    assert [sites.sides(model, part)["decoder"] for part in ("decoder", "encoder_decoder.encoder")] == [True, False]
+    parts = ("decoder", "encoder_decoder.encoder")
+    assert [sites.sides(model, part)["decoder"] for part in parts] == [True, False]
+    model, batch = hf_zoo.build("opt"), hf_zoo.batch("opt")  # a decoder without an encoder has the usual mask
+    assert table(measured(model, batch, part="decoder")) == table(measured(model, batch))
 
 
 @pytest.mark.parametrize("name", ["swin", "segformer"])
 def test_pyramids_are_measured(name):
     model, batch = hf_zoo.build(name), hf_zoo.batch(name)
-    profile = ac.measure(model, [batch], metrics=["token_cosine", "attention_entropy"], tap=TAPS, progress=False)
+    profile = measured(model, batch, metrics=["token_cosine", "attention_entropy"])
     depth = len(sites.find(model))
     assert [r.layer for r in profile.select("token_cosine", "block")] == list(range(depth + 1))
     assert [r.layer for r in profile.select("attention_entropy")] == list(range(1, depth + 1))
-    assert {r.count for r in profile.readings} == {2}
-
-
-@pytest.mark.parametrize("tap", ["block", "attention"])
-def test_windows_are_not_taken_for_samples(tap):
-    model, batch = hf_zoo.build("swin"), hf_zoo.batch("swin")
-    alone = ac.measure(model, [batch], metrics="attention_entropy", tap=tap, progress=False)
-    beside = ac.measure(model, [batch], metrics=["token_cosine", "attention_entropy"], progress=False)
-    assert alone.readings == tuple(r for r in beside.readings if r.metric == "attention_entropy")
-    assert {r.count for r in alone.readings} == {2}
-    if tap == "attention":
-        branch = ac.measure(model, [batch], metrics="token_cosine", tap=tap, progress=False)
-        assert {r.count for r in branch.readings} == {2}
+    assert {r.count for r in profile.readings} == {2}  # windows are no samples
+    for tap in ("block", "attention"):
+        alone = measured(model, batch, metrics="attention_entropy", tap=tap)
+        assert list(alone.readings) == profile.select("attention_entropy")
 
 
 def test_windows_that_move_are_not_compared():
     model, batch = hf_zoo.build("swin"), hf_zoo.batch("swin")
-    profile = ac.measure(model, [batch], metrics=["attention_entropy", "attention_cosine"], progress=False)
+    profile = measured(model, batch, metrics=["attention_entropy", "attention_cosine"])
     assert {r.metric for r in profile.readings} == {"attention_entropy"}
     with pytest.raises(AcutanceError, match="windows that move"):
-        ac.measure(model, [batch], metrics="attention_cosine", progress=False)
+        measured(model, batch, metrics="attention_cosine")
 
 
 def test_a_model_past_the_interface_is_read():
-    from transformers import BloomConfig, BloomModel
-
-    torch.manual_seed(0)
-    model = BloomModel(BloomConfig(hidden_size=32, n_layer=3, n_head=4, vocab_size=60)).eval()
+    model = tiny("BloomModel", "BloomConfig", hidden_size=32, n_layer=3, n_head=4, vocab_size=60)
     ids = torch.randint(3, 60, (2, 8))
-    assert len(ac.measure(model, [ids], metrics="attention_entropy", progress=False).readings) == 3
-    profile = ac.measure(model, [ids], progress=False)
+    assert len(measured(model, ids, metrics="attention_entropy").readings) == 3
     hidden = model(ids, output_hidden_states=True).hidden_states
-    expected = [metrics.token_cosine(h).mean().item() for h in hidden[:-1]]
-    assert profile["token_cosine"][:3].tolist() == pytest.approx(expected)
-    assert len(profile["token_cosine"]) == 4
-
-
-def albert():
-    from transformers import AlbertConfig, AlbertModel
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 60}
-    return AlbertModel(AlbertConfig(num_hidden_layers=4, **sizes)).double().eval()
+    assert measured(model, ids, tap="block")["token_cosine"][:3].tolist() == cosines(hidden[:-1])
 
 
 def test_layers_that_share_a_module_are_read_one_by_one():
-    model, ids = albert(), torch.randint(3, 60, (2, 8))
-    profile = ac.measure(model, [ids, ids], metrics=["token_cosine", "attention_entropy"], progress=False)
-    hidden = model(ids, output_hidden_states=True).hidden_states
-    assert profile["token_cosine"].tolist() == pytest.approx([metrics.token_cosine(h).mean().item() for h in hidden])
+    model = tiny("AlbertModel", "AlbertConfig", **TEXT | {"num_hidden_layers": 4}).double()
+    ids = torch.randint(3, 60, (2, 8))
+    profile = measured(model, ids, ids, metrics=["token_cosine", "attention_entropy"], tap="block")
+    assert profile["token_cosine"].tolist() == cosines(model(ids, output_hidden_states=True).hidden_states)
     model.set_attn_implementation("eager")
     weights = model(ids, output_attentions=True).attentions
     entropy = [-(A * A.clamp_min(1e-300).log()).sum(-1).mean().item() for A in weights]
@@ -332,13 +263,13 @@ def test_layers_that_share_a_module_are_read_one_by_one():
 
 
 def test_layers_that_run_twice_are_an_error():
-    class Twice(torch.nn.Module):
+    class Twice(nn.Module):
         def __init__(self):
             super().__init__()
-            self.body = hf_zoo.build("bert")
+            self.cross_encoder = hf_zoo.build("bert")  # whose own name says nothing of its attention
 
         def forward(self, ids):
-            return self.body(ids).last_hidden_state + self.body(ids.flip(1)).last_hidden_state
+            return sum(self.cross_encoder(x).last_hidden_state for x in (ids, ids.flip(1)))
 
     with pytest.raises(AcutanceError, match="layer 1 ran again after layer 3"):
         ac.measure(Twice(), [torch.randint(3, 60, (2, 8))], progress=False)
@@ -346,19 +277,17 @@ def test_layers_that_run_twice_are_an_error():
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_grids_of_unknown_models_are_read_as_tokens(channels_last):
-    class Block(torch.nn.Module):
+    class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm = torch.nn.LayerNorm(6)
+            self.norm = nn.LayerNorm(6)
 
         def forward(self, x):
             return self.norm(x) if channels_last else self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
-    model = torch.nn.Sequential(Block(), Block()).double()
-    x = torch.randn(2, 4, 5, 6, dtype=torch.float64)
-    grid = x if channels_last else x.permute(0, 3, 1, 2)
-    expected = [metrics.token_cosine(y.flatten(1, 2)).mean().item() for y in (x, model[0].norm(x))]
-    assert ac.measure(model, [grid], progress=False)["token_cosine"][:2].tolist() == pytest.approx(expected)
+    model, x = nn.Sequential(Block(), Block()).double(), torch.randn(2, 4, 5, 6, dtype=torch.float64)
+    profile = ac.measure(model, [x if channels_last else x.permute(0, 3, 1, 2)], progress=False)
+    assert profile["token_cosine"][:2].tolist() == cosines([y.flatten(1, 2) for y in (x, model[0].norm(x))])
 
 
 def test_measuring_leaves_no_trace():
@@ -370,32 +299,17 @@ def test_measuring_leaves_no_trace():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
         assert "_acutance_site" not in module.__dict__
-    attention = model.layers[0].self_attn
-    assert attention.config is model.config
+    assert model.layers[0].self_attn.config is model.config
 
 
 @pytest.mark.parametrize("part", ["vision_model", "vision_model.encoder"])
 def test_prefix_tokens_of_a_part_are_found_around_it(part):
-    from transformers import CLIPConfig, CLIPModel
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    text = sizes | {"vocab_size": 60, "max_position_embeddings": 32, "eos_token_id": 2}
-    torch.manual_seed(0)
-    model = CLIPModel(CLIPConfig(text_config=text, vision_config=sizes | {"image_size": 16, "patch_size": 4})).eval()
-    batch = {
-        "input_ids": torch.randint(3, 60, (2, 9)),
-        "attention_mask": torch.tensor([[1] * 9, [1] * 6 + [0] * 3]),  # the text's: it says nothing of the image
-        "pixel_values": torch.randn(2, 3, 16, 16),
-    }
+    model, batch = hf_zoo.build("clip"), hf_zoo.batch("clip")  # the text's mask says nothing of the image
     hidden = model.vision_model(batch["pixel_values"], output_hidden_states=True).hidden_states
-    profile = ac.measure(model, [batch], part=part, prefix="out", progress=False)
-    assert profile["token_cosine"].tolist() == pytest.approx(
-        [metrics.token_cosine(h[:, 1:]).mean().item() for h in hidden]
-    )
-    text_part = part.replace("vision", "text")
-    assert (
-        "0 prefix tokens" in ac.measure(model, [batch], part=text_part, prefix="out", progress=False).context["prefix"]
-    )
+    read = {"prefix": "out", "progress": False}
+    assert ac.measure(model, [batch], part=part, **read)["token_cosine"].tolist() == cosines(hidden, slice(1, None))
+    text = ac.measure(model, [batch], part=part.replace("vision", "text"), **read)
+    assert "0 prefix tokens" in text.context["prefix"]
 
 
 @pytest.mark.parametrize("part", [None, "encoder"])
@@ -403,61 +317,34 @@ def test_detection_tokens_behind_the_image_are_left_out_with_the_prefix(part):
     model, batch = hf_zoo.build("yolos"), hf_zoo.batch("yolos")
     hidden = model(**batch, output_hidden_states=True).hidden_states
     assert hidden[0].shape[1] == 1 + 4 * 4 + 3
-    profiles = {
-        prefix: ac.measure(model, [batch], prefix=prefix, part=part, progress=False) for prefix in ("in", "out")
-    }
     for prefix, content in (("in", slice(None)), ("out", slice(1, -3))):
-        assert profiles[prefix].context["prefix"] == f"1 prefix and 3 trailing tokens {prefix}"
-        # the library's own last state has gone through the final norm
-        assert profiles[prefix]["token_cosine"][:-1].tolist() == pytest.approx(
-            [metrics.token_cosine(h[:, content]).mean().item() for h in hidden[:-1]]
-        )
+        profile = ac.measure(model, [batch], prefix=prefix, part=part, progress=False)
+        assert profile.context["prefix"] == f"1 prefix and 3 trailing tokens {prefix}"
+        # The library's own last state has gone through the final norm.
+        assert profile["token_cosine"][:-1].tolist() == cosines(hidden[:-1], content)
+
+
+@torch.no_grad()
+def test_attention_metrics_leave_detection_tokens_out_too():
+    model, batch = hf_zoo.build("yolos"), hf_zoo.batch("yolos")
+    found = table(measured(model, batch, prefix="out"))
+    _, records = hf_zoo.records(model, batch, sites.find(model))
+    for layer, record in enumerate(records, 1):
+        rows = record.A.dense()[:, :, 1:17]
+        entropy = [value for (_, n, metric), value in found.items() if (n, metric) == (layer, "attention_entropy")]
+        assert entropy == pytest.approx([-(rows * rows.log()).sum(-1).mean().item()])
+        branch = metrics.token_cosine(record.branch[:, 1:17]).mean().item()
+        assert found["attention", layer, "token_cosine"] == pytest.approx(branch)
 
 
 @pytest.mark.parametrize("tap", ["block", "attention"])
 def test_tokens_that_join_on_the_way_are_not_taken_for_content(tap):
-    from transformers import EomtConfig, EomtForUniversalSegmentation
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": 32, "patch_size": 8}
-    model = EomtForUniversalSegmentation(EomtConfig(**sizes, num_blocks=1, num_queries=5, num_register_tokens=2))
-    batch, options = {"pixel_values": torch.randn(2, 3, 32, 32)}, {"tap": tap, "progress": False}
+    queries = {"num_blocks": 1, "num_queries": 5, "num_register_tokens": 2}
+    model = tiny("EomtForUniversalSegmentation", "EomtConfig", **hf_zoo.VISION | queries)
+    batch, options = {"pixel_values": torch.randn(2, 3, 16, 16)}, {"tap": tap, "progress": False}
     assert len(ac.measure(model, [batch, batch], **options)["token_cosine"]) >= 3
     with pytest.raises(AcutanceError, match=r"layer 3 has 24 tokens, the first reading had 19.*prefix='in'"):
         ac.measure(model, [batch], prefix="out", **options)
-
-
-def test_attention_metrics_leave_detection_tokens_out_too():
-    model, batch = hf_zoo.build("yolos"), hf_zoo.batch("yolos")
-    tokens = measured(model, batch, prefix="out")
-    with torch.no_grad():
-        records = []
-        handles = [site.observe(records.append) for site in sites.find(model)]
-        model(**batch)
-        for handle in handles:
-            handle.remove()
-    content = torch.zeros(2, 20, dtype=torch.bool)
-    content[:, 1:17] = True
-    for layer, record in enumerate(records, 1):
-        rows = record.A.dense()[:, :, 1:17]
-        entropy = -(rows * rows.log()).sum(-1).mean().item()
-        assert table(tokens)["attention_matrix", layer, "attention_entropy"] == pytest.approx(entropy)
-        branch = metrics.token_cosine(record.branch, content).mean().item()
-        assert table(tokens)["attention", layer, "token_cosine"] == pytest.approx(branch)
-
-
-def test_a_decoder_without_an_encoder_has_the_usual_mask():
-    model, batch = hf_zoo.build("opt"), hf_zoo.batch("opt")
-    assert table(measured(model, batch, part="decoder")) == table(measured(model, batch))
-
-
-def test_a_model_may_be_called_cross_something():
-    class Ranker(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cross_encoder = hf_zoo.build("bert")
-
-    assert len(sites.find(Ranker())) == 3
 
 
 def test_windows_are_noticed_where_nobody_knew_of_them(monkeypatch):
@@ -473,14 +360,10 @@ def test_no_attention_matrix_is_formed():
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **kwargs or {})
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, torch.Tensor):
-                    self.size = max(self.size, tensor.numel())
+            self.size = max([self.size, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
             return out
 
-    tokens = 1500
     model = hf_zoo.build("llama", max_position_embeddings=2048).float()
-    ids = torch.randint(3, 60, (1, tokens))
     with Largest() as largest:
-        ac.measure(model, [ids], metrics=["attention_entropy", "nonlocal_energy"], tap=TAPS, progress=False)
-    assert 0 < largest.size < tokens**2  # not even one head's
+        measured(model, torch.randint(3, 60, (1, 1500)), metrics=["attention_entropy", "nonlocal_energy"])
+    assert 0 < largest.size < 1500**2  # not even one head's

@@ -104,18 +104,15 @@ def test_weights_are_those_the_tokens_go_through(options):
             model(x)
             hook.remove()
         (record,), (entered,) = records, inputs
-        entered = site.tokens(entered)
-        shift = site.value_bias() if "bias" not in options else 0.0
-        heads_aside = record.values.transpose(1, 2).flatten(2)
-        torch.testing.assert_close(entered @ site.value_weight().T + shift, heads_aside, rtol=1e-12, atol=1e-12)
-        shift = site.projection_bias() if "bias" not in options else 0.0
-        merged = record.output.transpose(1, 2).flatten(2)
-        torch.testing.assert_close(merged @ site.projection_weight().T + shift, record.branch, rtol=1e-12, atol=1e-12)
-        if "bias" in options:
-            q = entered @ site.query_weight().T
-            torch.testing.assert_close(q, record.A.q.transpose(1, 2).flatten(2), rtol=1e-12, atol=1e-12)
-            k = entered @ site.key_weight().T
-            torch.testing.assert_close(k, record.A.k.transpose(1, 2).flatten(2), rtol=1e-12, atol=1e-12)
+        entered, merged = site.tokens(entered), record.output.transpose(1, 2).flatten(2)
+        biases = {"value": site.value_bias(), "projection": site.projection_bias()} if "bias" not in options else {}
+        pairs = {"value": (entered, record.values), "projection": (merged, record.branch)}
+        if not biases:
+            pairs |= {"query": (entered, record.A.q), "key": (entered, record.A.k)}
+        for which, (given, made) in pairs.items():
+            wanted = given @ getattr(site, f"{which}_weight")().T + biases.get(which, 0.0)
+            made = made.transpose(1, 2).flatten(2) if made.ndim == 4 else made
+            torch.testing.assert_close(wanted, made, rtol=1e-12, atol=1e-12)
         assert site.pre_norm() is (site.block.norm1 if options.get("norm_first") else None)
 
 
@@ -125,13 +122,9 @@ def test_weights_are_the_parameters_themselves():
         site.value_weight().zero_()
     assert not site.attention.in_proj_weight[2 * DIM :].any()
     assert site.attention.in_proj_weight[: 2 * DIM].any()
-
-
-def test_weights_of_their_own():
     mha = nn.MultiheadAttention(DIM, HEADS, vdim=7)
     (site,) = sites.find(mha)
-    assert site.query_weight() is mha.q_proj_weight
-    assert site.key_weight() is mha.k_proj_weight
+    assert (site.query_weight(), site.key_weight()) == (mha.q_proj_weight, mha.k_proj_weight)
     with pytest.raises(AcutanceError, match=r"v_proj_weight \(12, 7\) does not read the 12 channels"):
         site.value_weight()
 
@@ -162,10 +155,8 @@ def test_records_hold_the_attention_that_torch_reports(batch_first, masks, need_
 
 
 def test_records_hold_what_a_mitigation_made_of_the_attention():
-    layer = nn.TransformerEncoderLayer(DIM, HEADS, 2 * DIM, dropout=0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, num_layers=3).double()
+    model, records = encoder(), []
     mitigate(model, "neutreno:0.6")
-    records = []
     for site in sites.find(model):
         site.observe(records.append)
     model(tokens())
@@ -175,40 +166,38 @@ def test_records_hold_what_a_mitigation_made_of_the_attention():
 
 
 def test_a_causal_hint_needs_no_mask_in_the_record():
-    mha, causal = (
-        nn.MultiheadAttention(DIM, HEADS, batch_first=True),
-        nn.Transformer.generate_square_subsequent_mask(TOKENS),
-    )
-    x, records = tokens(dtype=torch.float32), []
+    mha, x, records = nn.MultiheadAttention(DIM, HEADS, batch_first=True), tokens(dtype=torch.float32), []
+    causal = nn.Transformer.generate_square_subsequent_mask(TOKENS)
     with sites.find(mha)[0].observe(records.append):
         mha(x, x, x, attn_mask=causal, is_causal=True, need_weights=False)
     assert records[0].A.causal
     assert records[0].A.mask is None
 
 
+@torch.no_grad()
 def test_an_observed_encoder_computes_as_torch_does_without_its_fast_path():
-    model = encoder(nested=True, dtype=torch.float32).eval()
-    x = tokens(dtype=torch.float32)
-    was = torch.backends.mha.get_fastpath_enabled()
-    with torch.no_grad():
-        fast = model(x, src_key_padding_mask=padding())
-        torch.backends.mha.set_fastpath_enabled(False)
-        slow = model(x, src_key_padding_mask=padding())
-        torch.backends.mha.set_fastpath_enabled(was)
-        records = []
-        handles = [site.observe(records.append) for site in sites.find(model)]
-        assert torch.equal(model(x, src_key_padding_mask=padding()), slow)
-        assert len(records) == DEPTH
-        for handle in handles:
-            handle.remove()
-        assert torch.equal(model(x, src_key_padding_mask=padding()), fast)
+    model, records = encoder(nested=True, dtype=torch.float32).eval(), []
+
+    def run():
+        return model(tokens(dtype=torch.float32), src_key_padding_mask=padding())
+
+    was, fast = torch.backends.mha.get_fastpath_enabled(), run()
+    torch.backends.mha.set_fastpath_enabled(False)
+    slow = run()
+    torch.backends.mha.set_fastpath_enabled(was)
+    handles = [site.observe(records.append) for site in sites.find(model)]
+    assert torch.equal(run(), slow)
+    assert len(records) == DEPTH
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(run(), fast)
 
 
 TAPS = ["block", "attention", "values"]
 
 
 def profile_of(model, batch, **options):
-    readings = measure(model, [batch], metrics="all", progress=False, **{"tap": TAPS, **options}).readings
+    readings = measure(model, [batch], progress=False, **{"metrics": "all", "tap": TAPS, **options}).readings
     return {(r.tap, r.layer, r.metric): r.mean for r in readings}
 
 
@@ -219,52 +208,36 @@ def assert_same_profile(one, other):
 
 
 def test_measured_alike_whichever_axis_comes_first():
-    batch, turned = encoder(norm=True), encoder(norm=True, batch_first=False)
-    assert_same_profile(
-        profile_of(batch, tokens(), tap=[*TAPS, "final"]),
-        profile_of(turned, tokens().transpose(0, 1), tap=[*TAPS, "final"]),
-    )
+    usual, turned = encoder(norm=True), encoder(norm=True, batch_first=False)
+    taps = [*TAPS, "final"]
+    assert_same_profile(profile_of(usual, tokens(), tap=taps), profile_of(turned, tokens().transpose(0, 1), tap=taps))
+    one = tokens(batch=1)  # one sample may come without a batch axis
+    assert_same_profile(profile_of(usual, one), profile_of(usual, one[0]))
 
 
 @pytest.mark.parametrize(("turn", "batch_first"), [(True, False), (True, True), (False, False)])
 def test_somebodys_blocks_are_measured_alike_whichever_axis_comes_first(turn, batch_first):
-    usual, other = (
-        shaken(nn.Sequential(*(Block(*options) for _ in range(2)))).double()
-        for options in [(False, True), (turn, batch_first)]
-    )
+    kinds = [(False, True), (turn, batch_first)]
+    usual, other = (shaken(nn.Sequential(*(Block(*kind) for _ in range(2)))).double() for kind in kinds)
     x = tokens() if turn != batch_first else tokens().transpose(0, 1)
     assert_same_profile(profile_of(usual, tokens()), profile_of(other, x))
 
 
-def test_one_sample_without_a_batch_axis_is_measured():
-    model = encoder()
-    assert_same_profile(profile_of(model, tokens(batch=1)), profile_of(model, tokens(batch=1)[0]))
-
-
 @pytest.mark.parametrize("tap", ["block", TAPS])
 def test_padding_does_not_count(tap):
-    model = encoder(nested=True)
-    whole = {"src": tokens(), "src_key_padding_mask": padding()}
-    short = {"src": tokens()[1:2, :3]}
-    only = {name: value[1:2] for name, value in whole.items()}
-    metrics = ["token_cosine", "effective_rank"]
-    one = measure(model, [only], metrics=metrics, tap=tap, progress=False)
-    other = measure(model, [short], metrics=metrics, tap=tap, progress=False)
-    for a, b in zip(one.readings, other.readings, strict=True):
-        assert (a.tap, a.layer, a.metric) == (b.tap, b.layer, b.metric)
-        assert a.mean == pytest.approx(b.mean, rel=1e-9)
+    model, padded = encoder(nested=True), {"src": tokens()[1:2], "src_key_padding_mask": padding()[1:2]}
+    names = ["token_cosine", "effective_rank"]
+    one, other = (profile_of(model, x, metrics=names, tap=tap) for x in (padded, {"src": tokens()[1:2, :3]}))
+    assert_same_profile(one, other)
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_class_tokens_and_the_final_norm_of_somebodys_model():
+def test_class_tokens_and_final_norms():
     model = shaken(Model()).double()
     assert sites.special_tokens(model).front == 1
     assert sites.final_norm(model) is model.norm
     profile = profile_of(model, tokens(), tap=["final", *TAPS], prefix="out")
     assert ("final", DEPTH, "token_cosine") in profile
-
-
-def test_the_final_norm_of_torchs_stacks():
     model = encoder(norm=True)
     assert sites.final_norm(model) is model.norm
     for missing in (encoder(), nn.Sequential(nn.Sequential(Block(batch_first=False)), nn.LayerNorm(DIM))):
@@ -274,13 +247,11 @@ def test_the_final_norm_of_torchs_stacks():
 
 def test_explained_from_the_weights():
     model = shaken(Model()).double()
-    sites_found = sites.find(model)
-    assert [site.pre_norm() for site in sites_found] == [block.norm1 for block in model.blocks]
-    assert [site.branch_gain() for site in sites_found] == [block.gain for block in model.blocks]
-    layer = explain(model).layers[0]
-    mha, block = model.blocks[0].attention.mha, model.blocks[0]
+    found, block, mha = sites.find(model), model.blocks[0], model.blocks[0].attention.mha
+    assert [(site.pre_norm(), site.branch_gain()) for site in found] == [(b.norm1, b.gain) for b in model.blocks]
     h = block.gain[:, None] * mha.out_proj.weight @ mha.in_proj_weight[2 * DIM :] * block.norm1.weight
     expected = torch.linalg.eigvals(h.detach())
+    layer = explain(model).layers[0]
     assert sorted(layer.eigenvalues.real) == pytest.approx(sorted(expected.real.tolist()), abs=1e-9)
 
 
@@ -290,19 +261,11 @@ class Untraceable(PostNorm):
 
 
 def test_what_stands_around_the_attention_is_found_by_a_run():
-    assert sites.find(nn.Sequential(PostNorm()))[0].pre_norm() is None
     block = WithPositions()
-    assert sites.find(nn.Sequential(block))[0].pre_norm() is block.norm
+    assert [sites.find(nn.Sequential(one))[0].pre_norm() for one in (PostNorm(), block)] == [None, block.norm]
     assert sites.find(nn.Sequential(block))[0].branch_gain() is None
     with pytest.raises(AcutanceError, match="Untraceable does not run"):
         sites.find(nn.Sequential(Untraceable()))[0].pre_norm()
-
-
-def test_queries_with_positions_are_self_attention():
-    model = nn.Sequential(WithPositions(), WithPositions()).double()
-    before = model(tokens())
-    with mitigate(model, "neutreno:0.6"):
-        assert not torch.equal(model(tokens()), before)
 
 
 class Refreshed(nn.Module):
@@ -316,8 +279,9 @@ class Refreshed(nn.Module):
         return x + self.attn(self.norm(x), self.norm(x), self.norm(x))[0]
 
 
-def test_equal_tensors_are_self_attention():
-    model = nn.Sequential(Refreshed(), Refreshed()).double()
+@pytest.mark.parametrize("block", [WithPositions, Refreshed])
+def test_equal_tensors_and_queries_with_positions_are_self_attention(block):
+    model = nn.Sequential(block(), block()).double()
     before = model(tokens())
     with mitigate(model, "neutreno:0.0"):
         assert torch.equal(model(tokens()), before)
