@@ -134,7 +134,7 @@ def test_what_was_read_alike_is_compared_however_that_came_about(tmp_path):
     runs = strides(tmp_path, a=(1, 64), b=(64, None))
     for settings in (None, ("task.test_stride=64",)):
         found = compare(runs, settings=settings)
-        assert found.way.settings == ("task.corpus=wikitext-2", "task.length=128", "task.test_stride=64")
+        assert found.settings.fields == ("task.corpus=wikitext-2", "task.length=128", "task.test_stride=64")
         assert [group.scores for group in found.groups] == [{0: 10.0, 1: 11.0}]  # which trained alike, and are one row
 
 
@@ -148,8 +148,8 @@ def test_settings_that_go_only_together_with_those_of_another_split_are_read_aga
     """A window of 64 words needs strides of at most 64; that of the validation text is not the test's, nor named."""
     words = {"scores": {"perplexity": 9.0}, "settings": ("task.length=64",), "recipe": "wikitext2"}
     found = compare([record(tmp_path / "a", **words)])
-    assert found.way.settings == ("task.corpus=wikitext-2", "task.length=64", "task.test_stride=1")
-    assert compare([tmp_path / "a"], settings=("task.length=64", "task.val_stride=64")).way == found.way
+    assert found.settings.fields == ("task.corpus=wikitext-2", "task.length=64", "task.test_stride=1")
+    assert compare([tmp_path / "a"], settings=("task.length=64", "task.val_stride=64")).settings == found.settings
 
 
 def test_settings_without_effect_choose_nothing(tmp_path):
@@ -168,7 +168,7 @@ def test_an_evaluation_of_an_earlier_version_is_not_passed_over_in_silence(tmp_p
 def test_scores_of_one_way_only_are_taken_whichever_it_is(tmp_path):
     record(tmp_path / "a", scores={"top1": 1.0}, weights="best")
     found = compare([tmp_path / "a"])
-    assert (found.way.weights, found.groups[0].mean) == ("best", 1.0)
+    assert (found.settings.weights, found.groups[0].mean) == ("best", 1.0)
     assert "| best, running mean 0.98 |" in found.to_markdown()
 
 

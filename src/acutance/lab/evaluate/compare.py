@@ -3,22 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from acutance.errors import AcutanceError
-from acutance.lab.evaluate.evaluate import Weights, refuse_seen
+from acutance.files.atomic import digest, finite
+from acutance.lab.evaluate import evaluate as evaluation
+from acutance.lab.evaluate.evaluate import SPLITS, Weights, changed_settings, refuse_seen, weights_file
 from acutance.lab.evaluate.paired import Paired, paired
-from acutance.lab.evaluate.scores import ReadRun, Way, common_way, refuse_unknown_split
 from acutance.lab.tasks import task_class
 from acutance.lab.tasks.base import STARTS
+from acutance.lab.train.initial_weights import config_without_incidentals
 from acutance.lab.train.run import Run, changes
 
 FORMAT = "acutance-comparison/1"
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """How scores came about. Scores with different settings are never put side by side."""
+
+    weights: Weights
+    fields: tuple[str, ...]  # all that the scores depend on, changed for the evaluation or the run's own
+    precision: str
+
+    def __str__(self) -> str:
+        return ", ".join([f"{self.weights} weights", *self.fields, self.precision])
+
+
+@dataclass(frozen=True)
+class ScoredRun:
+    """A run with all its scores on a split, by settings."""
+
+    folder: Path
+    recipe: str | None
+    kind: str
+    seed: int
+    config: dict[str, Any]  # without what is incidental
+    plain: EvaluationSettings  # of an evaluation in which nothing is changed
+    scores: Mapping[EvaluationSettings, Mapping[str, float]]
+    models: Mapping[EvaluationSettings, str]  # checksums of the weights; none where training itself scored them
+
+    @classmethod
+    def read(cls, folder: Path, split: str) -> ScoredRun:
+        """Read its record and its evaluations; on the held-out slice also what training itself found."""
+        run = Run(folder)
+        config = run.config()
+        plain = EvaluationSettings("last", evaluation.evaluated_with(config, split), "float32")
+        found = {
+            EvaluationSettings(e.weights, _overlaid(plain.fields, e.settings), e.precision): e
+            for e in evaluation.read_evaluations(folder, split)
+        }
+        scores = {settings: e.scores for settings, e in found.items()}
+        if split == "val" and (result := run.result()) is not None:
+            scores[replace(plain, precision=f"{config.loop.precision} in training")] = result["scores"]
+        models = {settings: e.model for settings, e in found.items()}
+        named, own = (folder, run.recipe(), config.task.kind, config.loop.seed), config_without_incidentals(run)
+        return cls(*named, own, plain, scores, models)
 
 
 @dataclass(frozen=True)
@@ -50,7 +95,7 @@ class Comparison:
     score: str
     split: str
     higher_is_better: bool
-    way: Way
+    settings: EvaluationSettings
     groups: tuple[Group, ...]
 
     def against_first(self, group: Group) -> Paired | None:
@@ -61,49 +106,37 @@ class Comparison:
             return None
         return paired([first.scores[s] for s in seeds], [group.scores[s] for s in seeds])
 
+    def cells(self, group: Group) -> list[str]:
+        """`72.17 ± 0.10`, beside the first `+0.84 ± 0.10`, and p."""
+        score, test = with_spread(group.mean, group.spread), self.against_first(group)
+        if test is None:
+            return [score, "", ""]
+        note = " (the least so few pairs can give)" if np.isclose(test.p, test.smallest_p) else ""
+        return [score, ("+" if test.mean >= 0 else "") + with_spread(test.mean, test.spread), f"{test.p:.3g}{note}"]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
-        return {
-            "format": FORMAT,
-            "score": self.score,
-            "split": self.split,
-            "higher_is_better": self.higher_is_better,
-            "weights": self.way.weights,
-            "settings": list(self.way.settings),
-            "precision": self.way.precision,
-            "test": "paired sign-flip permutation over shared seeds, exact, two-sided, against the first group",
-            "groups": [self._group_dict(group) for group in self.groups],
-        }
+        about: dict[str, Any] = {"score": self.score, "split": self.split, "higher_is_better": self.higher_is_better}
+        how = self.settings
+        about |= {"weights": how.weights, "settings": list(how.fields), "precision": how.precision}
+        test = "paired sign-flip permutation over shared seeds, exact, two-sided, against the first group"
+        groups = []
+        for group in self.groups:
+            against = self.against_first(group)
+            numbers = {"mean": group.mean, "spread": group.spread, "against_first": against and asdict(against)}
+            groups.append({**asdict(group), **numbers})
+        body: dict[str, Any] = finite({"format": FORMAT, **about, "test": test, "groups": groups})
+        return body
 
     def to_markdown(self) -> str:
         """A table, and how its scores came about."""
         better = "higher is better" if self.higher_is_better else "lower is better"
-        lines = [
-            f"| configuration | weights | seeds | {self.score}, {self.split} ({better}) | beside the first | p |",
-            "| --- | --- | --- | --- | --- | --- |",
-        ]
+        score = f"{self.score}, {self.split} ({better})"
+        rows = [["configuration", "weights", "seeds", score, "beside the first", "p"], ["---"] * 6]
         for group in self.groups:
-            test = self.against_first(group)
-            cells = ("", "") if test is None else (signed(test), p_value(test))
-            score = with_spread(group.mean, group.spread)
-            weights = self.way.weights + ("" if group.ema is None else f", running mean {group.ema:g}")
-            lines.append(f"| {group.label} | {weights} | {len(group.scores)} | {score} | {cells[0]} | {cells[1]} |")
-        return "\n".join([*lines, "", f"Scores on {self.split}: {self.way}."]) + "\n"
-
-    def _group_dict(self, group: Group) -> dict[str, Any]:
-        test = self.against_first(group)
-        return {
-            "label": group.label,
-            "recipe": group.recipe,
-            "ema": group.ema,
-            "runs": {str(seed): folder for seed, folder in group.runs.items()},
-            "scores": {str(seed): score for seed, score in group.scores.items()},
-            "mean": group.mean,
-            "spread": finite(group.spread),
-            "against_first": None
-            if test is None
-            else {"mean": test.mean, "spread": finite(test.spread), "p": test.p, "pairs": test.pairs},
-        }
+            weights = self.settings.weights + ("" if group.ema is None else f", running mean {group.ema:g}")
+            rows.append([group.label, weights, str(len(group.scores)), *self.cells(group)])
+        return f"{markdown(rows)}\nScores on {self.split}: {self.settings}.\n"
 
 
 def compare(
@@ -116,70 +149,109 @@ def compare(
 ) -> Comparison:
     """Group runs by configuration and compare the groups, in the order in which they are named.
 
-    Args:
-        folders: the runs; those evaluated on "test" by `evaluate_run`, of "val" the finished ones have scores.
-        split: where the scores are from.
-        score: which; by default the task's headline, such as top1.
-        weights: last or best.
-        settings: fields that were changed for the evaluation of the first run; the others' must have been read with
-            the same values, changed or their own. Where weights and settings are left open, all runs must have been
-            evaluated in one common way; of several, the last weights with nothing changed are taken.
+    Scores on "test" come from `evaluate_run`; on "val" finished runs have them. `score` is the task's headline unless
+    named. `settings` are fields that were changed for the evaluation of the first run; the others must have been read
+    with the same values, changed or their own. Where weights and settings are left open, all runs must have been
+    evaluated in one common way; of several, the last weights with nothing changed are taken.
     """
-    if not folders:
-        raise AcutanceError("name the runs to compare")
-    if weights not in (None, "last", "best"):
-        raise AcutanceError(f"weights are last or best, not {weights!r}")
-    refuse_unknown_split(split)
-    found = [ReadRun.of(Path(folder), split) for folder in folders]
-    kinds = {read.kind for read in found}
+    check_request(folders, split, weights)
+    runs = [ScoredRun.read(Path(folder), split) for folder in folders]
+    kinds = {run.kind for run in runs}
     if len(kinds) > 1:
         raise AcutanceError(f"runs of different tasks cannot be compared: {', '.join(sorted(kinds))}")
-    way = common_way(found, split, weights, settings)
-    for read in found:
-        refuse_seen(read.folder, Run(read.folder).config(), split, way.weights)
-        read.refuse_outdated(way)
-    task = task_class(found[0].kind)
+    shared = shared_settings(runs, split, weights, settings)
+    for run in runs:
+        refuse_seen(run.folder, Run(run.folder).config(), split, shared.weights)
+        expected, file = run.models.get(shared), weights_file(run.folder, shared.weights)
+        if expected is not None and file.is_file() and digest(file) != expected:
+            raise AcutanceError(f"{run.folder} went on after it was evaluated: evaluate it again")
+    task = task_class(runs[0].kind)
     name = score or task.headline
     higher = task.higher_is_better if name == task.headline else name != "loss"
-    return Comparison(name, split, higher, way, groups_of(found, name, way))
+    return Comparison(name, split, higher, shared, groups_of(runs, name, shared))
 
 
-def groups_of(found: Sequence[ReadRun], score: str, way: Way) -> tuple[Group, ...]:
-    """Runs that differ in their seed only are one group, called by what makes it different from the others."""
-    grouped: dict[str, list[ReadRun]] = {}
-    for read in found:
-        grouped.setdefault(repr(read.essence), []).append(read)
-    members = list(grouped.values())
-    labels = _labels([reads[0] for reads in members])
-    return tuple(_group(label, reads, score, way) for label, reads in zip(labels, members, strict=True))
+def check_request(folders: Sequence[Path | str], split: str, weights: Weights | None) -> None:
+    """Refuse what no run could ever have scores of."""
+    if not folders:
+        raise AcutanceError("name the runs to compare")
+    if split not in SPLITS:
+        raise AcutanceError(f"no split {split!r}; there are {', '.join(SPLITS)}")
+    if weights is not None:
+        evaluation.check_weights(weights)
 
 
-def _group(label: str, reads: Sequence[ReadRun], score: str, way: Way) -> Group:
-    for read in reads:
-        if score not in (known := read.scored[way].scores):
-            raise AcutanceError(f"{read.folder} has no {score!r}; it has {', '.join(known)}")
-    seeds = [read.seed for read in reads]
-    if doubled := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
-        same = ", ".join(str(read.folder) for read in reads if read.seed in doubled)
-        raise AcutanceError(f"seed {doubled[0]} comes twice with one configuration: {same}. Leave one of them out")
-    ordered = sorted(reads, key=lambda read: read.seed)
-    return Group(
-        label,
-        reads[0].recipe,
-        reads[0].essence["loop"]["ema"],
-        {read.seed: str(read.folder) for read in ordered},
-        {read.seed: float(read.scored[way].scores[score]) for read in ordered},
+def shared_settings(
+    runs: Sequence[ScoredRun], split: str, weights: Weights | None, settings: Sequence[str] | None
+) -> EvaluationSettings:
+    """Those with which all runs were scored."""
+    for run in runs:
+        if not run.scores:
+            raise AcutanceError(f"{run.folder} has no scores on {split!r}: {_how_to_get_them(Run(run.folder), split)}")
+    first, wanted = runs[0], None
+    if settings is not None:
+        wanted = _overlaid(first.plain.fields, changed_settings(first.folder, split, settings))
+    shared = [
+        found
+        for found in first.scores
+        if all(found in run.scores for run in runs)
+        and weights in (None, found.weights)
+        and wanted in (None, found.fields)
+    ]
+    if len(shared) == 1:
+        return shared[0]
+    if first.plain in shared and all(run.plain == first.plain for run in runs):
+        return first.plain
+    listed = "; ".join(f"{run.folder}: {' / '.join(map(str, run.scores))}" for run in runs)
+    advice = "choose one with --weights and --set" if shared else "evaluate them with the same options"
+    raise AcutanceError(
+        f"{'several sets of' if shared else 'no'} scores on {split!r} came about in the same way in all of these runs "
+        f"({listed}): {advice}"
     )
 
 
-def _labels(reads: Sequence[ReadRun]) -> list[str]:
+def _overlaid(own: Sequence[str], settings: Sequence[str]) -> tuple[str, ...]:
+    """A run's own `name=value` for all that its scores depend on, with what was changed in its place."""
+    changed = {word.partition("=")[0]: word for word in settings}
+    return tuple(changed.get(word.partition("=")[0], word) for word in own)
+
+
+def _how_to_get_them(run: Run, split: str) -> str:
+    if run.result() is None:
+        return f"it is not finished. {run.how_to_go_on()}"
+    older = run.folder / f"evaluation-{split}.json"
+    why = f"{older.name} was written by an earlier version, evaluate again with " if older.is_file() else ""
+    return f"{why}acutance evaluate {run.folder} --split {split}"
+
+
+def groups_of(runs: Sequence[ScoredRun], score: str, settings: EvaluationSettings) -> tuple[Group, ...]:
+    """Runs that differ in their seed only are one group, called by what makes it different from the others."""
+    grouped: dict[str, list[ScoredRun]] = {}
+    for run in runs:
+        if score not in (known := run.scores[settings]):
+            raise AcutanceError(f"{run.folder} has no {score!r}; it has {', '.join(known)}")
+        grouped.setdefault(repr(run.config), []).append(run)
+    groups = []
+    for label, members in zip(_labels([members[0] for members in grouped.values()]), grouped.values(), strict=True):
+        ordered = sorted(members, key=lambda run: run.seed)
+        for one, other in pairwise(ordered):
+            if one.seed == other.seed:
+                same = f"{one.folder}, {other.folder}"
+                raise AcutanceError(f"seed {one.seed} comes twice with one configuration: {same}. Leave one out")
+        folders = {run.seed: str(run.folder) for run in ordered}
+        scores = {run.seed: float(run.scores[settings][score]) for run in ordered}
+        groups.append(Group(label, members[0].recipe, members[0].config["loop"]["ema"], folders, scores))
+    return tuple(groups)
+
+
+def _labels(runs: Sequence[ScoredRun]) -> list[str]:
     """What makes each group different from the others, and nothing else."""
     differing: dict[str, None] = {}
-    for one, other in combinations(reads, 2):
-        differing |= dict.fromkeys(changes(one.essence, other.essence))
+    for one, other in combinations(runs, 2):
+        differing |= dict.fromkeys(changes(one.config, other.config))
     if not differing:
-        return [read.recipe or read.folder.name for read in reads]
-    return [", ".join(f"{_field(name)} {_value(read.essence, name)}" for name in differing) for read in reads]
+        return [run.recipe or run.folder.name for run in runs]
+    return [", ".join(f"{_field(name)} {_value(run.config, name)}" for name in differing) for run in runs]
 
 
 def _field(name: str) -> str:
@@ -188,30 +260,19 @@ def _field(name: str) -> str:
     return "".join(f"{parent}' " for parent in parents if parent in STARTS) + last
 
 
-def _value(essence: Any, name: str) -> str:
+def _value(value: Any, name: str) -> str:
     for part in name.split("."):
-        essence = essence.get(part) if isinstance(essence, Mapping) else None
-    if isinstance(essence, Mapping):  # of a run that is started from: which of its files
-        return str(essence["file"])
-    return "none" if essence is None else str(essence)
+        value = value.get(part) if isinstance(value, Mapping) else None
+    if isinstance(value, Mapping):  # of a run that is started from: which of its files
+        return str(value["file"])
+    return "none" if value is None else str(value)
 
 
-def finite(value: float) -> float | None:
-    """None in place of NaN, which JSON does not have."""
-    return value if np.isfinite(value) else None
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table, a line for each row."""
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
 def with_spread(mean: float, spread: float, digits: int = 2) -> str:
     """`72.17 ± 0.10`, or the mean alone where there is one seed."""
     return f"{mean:.{digits}f}" + (f" ± {spread:.{digits}f}" if np.isfinite(spread) else "")
-
-
-def signed(test: Paired) -> str:
-    """`+0.84 ± 0.10`."""
-    return f"{test.mean:+.2f}" + (f" ± {test.spread:.2f}" if np.isfinite(test.spread) else "")
-
-
-def p_value(test: Paired) -> str:
-    """To three digits, with a word where no smaller one was possible."""
-    note = " (the least so few pairs can give)" if np.isclose(test.p, test.smallest_p) else ""
-    return f"{test.p:.3g}{note}"

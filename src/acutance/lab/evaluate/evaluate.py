@@ -28,7 +28,7 @@ Weights = Literal["last", "best"]
 SPLITS = ("train", "val", "test")
 # Where the data is, who reads it, and how much of it at once: no other evaluation.
 ELSEWHERE = frozenset({"task.data_dir", "task.workers", "task.windows", "task.windows.at_once"})
-# What a run is for and never changed: other data has other classes or words, and other images held out were seen.
+# Never changed: other data has other classes or words, and other images held out were seen in training.
 DATA = frozenset({"task.dataset", "task.corpus", "task.held_out_every"})
 
 
@@ -58,12 +58,7 @@ class Evaluation:
 
     def save(self, folder: Path) -> Path:
         """Write it into the run's folder."""
-        body = {"format": FORMAT, **asdict(self)}
-        return atomic_write(self.path(folder), json.dumps(body, indent=1).encode())
-
-    def is_of(self, file: Path) -> bool:
-        """Whether these very weights were evaluated: a run may have gone on since."""
-        return self.model == digest(file)
+        return atomic_write(self.path(folder), json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode())
 
 
 def weights_file(folder: Path, weights: Weights) -> Path:
@@ -81,7 +76,7 @@ def weights_path(folder: Path, weights: Weights) -> Path:
 
 
 def refuse_seen(folder: Path, config: Config, split: str, weights: Weights = "last") -> None:
-    """Where a run was trained on all of the training set, its held-out slice is no test of it, nor a choice by it."""
+    """A run that was trained on all of the training set is not tested on its held-out slice, nor chosen by it."""
     if getattr(config.task, "train_on", None) == "all" and (split == "val" or weights == "best"):
         what = "the split val" if split == "val" else "weights chosen on it"
         raise AcutanceError(
@@ -100,29 +95,17 @@ def read_evaluation(
     folder: Path, split: str, weights: Weights = "last", settings: Sequence[str] = ()
 ) -> Evaluation | None:
     """What was evaluated before in this way, if it was and the weights are still the same."""
-    wanted = weights, resolved_settings(folder, split, settings)
+    wanted = weights, changed_settings(folder, split, settings)
     for found in read_evaluations(folder, split):
         if (found.weights, found.settings) == wanted:
-            return found if found.is_of(weights_path(folder, weights)) else None
+            return found if found.model == digest(weights_path(folder, weights)) else None
     return None
 
 
-def resolved_settings(folder: Path, split: str, settings: Sequence[str]) -> tuple[str, ...]:
-    """The fields that these settings really change, in order: what is the run's own anyway is left out."""
+def changed_settings(folder: Path, split: str, settings: Sequence[str]) -> tuple[str, ...]:
+    """The fields that these settings really change, in order; those without effect on an evaluation are refused."""
     own = Run(folder).config()
     changed = override(own, settings)
-    _refuse_without_effect(own, changed)
-    return tuple(word for word in read_with(changed, split) if word not in read_with(own, split))
-
-
-def read_with(config: Config, split: str) -> tuple[str, ...]:
-    """All fields that scores on a split depend on, beside the model, with their values, as --set takes them."""
-    names = sorted(task_class(config.task.kind).evaluated_by(split))
-    return tuple(f"task.{name}={_text(reduce(getattr, name.split('.'), config.task))}" for name in names)
-
-
-def _refuse_without_effect(own: Config, changed: Config) -> None:
-    """A score must not be called by a change that was never made."""
     task = task_class(own.task.kind)
     taken = {f"task.{name}" for split in SPLITS for name in task.evaluated_by(split)} - DATA
     if others := changes(own.to_dict(), changed.to_dict()).keys() - taken - ELSEWHERE:
@@ -131,6 +114,17 @@ def _refuse_without_effect(own: Config, changed: Config) -> None:
             "data it is for. A model is changed by training or by acutance mitigate; here, --set takes "
             f"{', '.join(sorted({*taken, 'task.data_dir'}))}"
         )
+    return tuple(word for word in evaluated_with(changed, split) if word not in evaluated_with(own, split))
+
+
+def evaluated_with(config: Config, split: str) -> tuple[str, ...]:
+    """All fields that scores on a split depend on, beside the model, with their values, as --set takes them."""
+    values = {
+        name: reduce(getattr, name.split("."), config.task)
+        for name in sorted(task_class(config.task.kind).evaluated_by(split))
+    }
+    texts = {name: v if isinstance(v, str) else "none" if v is None else json.dumps(v) for name, v in values.items()}
+    return tuple(f"task.{name}={text}" for name, text in texts.items())
 
 
 def evaluate_run(
@@ -144,31 +138,23 @@ def evaluate_run(
 ) -> Evaluation:
     """Score a run's model in float32 and write the result into its folder, as `evaluation-SPLIT-WEIGHTS.json`.
 
-    Args:
-        folder: the run's.
-        split: "test", or "val" or "train" of the training set.
-        weights: the last ones, which recipes report, or the best on the held-out slice.
-        data_dir: where the data is now, if it moved.
-        settings: fields to change, e.g. `task.multi_scale=false`, of those that the evaluation reads; those that the
-            scores depend on are part of the file's name.
-        device: cpu, cuda or auto. Under torchrun the processes share the work.
+    The last weights are those that recipes report; the best ones are so on the held-out slice. `settings` are fields to
+    change, e.g. `task.multi_scale=false`, of those that the evaluation reads; those that the scores depend on are part
+    of the file's name. Under torchrun the processes share the work.
     """
-    if weights not in ("last", "best"):
-        raise AcutanceError(f"weights are last or best, not {weights!r}")
+    check_weights(weights)
     where = Path(folder)
     path = weights_path(where, weights)
-    changed = resolved_settings(where, split, settings)
+    changed = changed_settings(where, split, settings)
     config = override(with_data_dir(Run(where).config(), data_dir), settings)
-    refuse_seen(where, Run(where).config(), split, weights)
+    refuse_seen(where, config, split, weights)
     with processes.joined() as (rank, world):
         task = task_of(config, processes.device(device))
-        model = load(path).to(task.device)
-        scores = task.evaluate(model, split=split)
         found = Evaluation(
             split=split,
             weights=weights,
             settings=changed,
-            scores=scores,
+            scores=task.evaluate(load(path).to(task.device), split=split),
             headline=task.headline,
             higher_is_better=task.higher_is_better,
             model=digest(path),
@@ -185,11 +171,15 @@ def evaluate_run(
     return found
 
 
+def check_weights(weights: str | None) -> None:
+    """Refuse unknown ones."""
+    if weights not in ("last", "best"):
+        raise AcutanceError(f"weights are last or best, not {weights!r}")
+
+
 def with_data_dir(config: Config, data_dir: Path | str | None) -> Config:
     """The same configuration with its data in another place."""
-    if data_dir is None:
-        return config
-    return replace(config, task=replace(config.task, data_dir=str(data_dir)))
+    return config if data_dir is None else replace(config, task=replace(config.task, data_dir=str(data_dir)))
 
 
 def task_of(config: Config, device: str | torch.device) -> Task[Any]:
@@ -198,10 +188,5 @@ def task_of(config: Config, device: str | torch.device) -> Task[Any]:
 
 
 def _from_body(body: Mapping[str, Any]) -> Evaluation:
-    known = {field.name for field in fields(Evaluation)}
-    parts = {name: value for name, value in body.items() if name in known}
+    parts = {field.name: body[field.name] for field in fields(Evaluation) if field.name in body}
     return Evaluation(**{**parts, "settings": tuple(parts["settings"]), "command": tuple(parts["command"])})
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "none" if value is None else json.dumps(value)

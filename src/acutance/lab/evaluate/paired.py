@@ -1,4 +1,4 @@
-"""An exact paired test over seeds: what would the mean difference be if every sign were a coin's?"""
+"""An exact paired test over seeds: how often would random signs give a mean difference as large?"""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ def sign_flip_p(differences: Sequence[float] | NDArray[np.float64]) -> float:
     at_least = len(right) - np.searchsorted(right, bound - left, side="left")
     at_most = np.searchsorted(right, -bound - left, side="right")
     far = int(at_least.sum() + at_most.sum())
-    total = len(left) * len(right)
-    return min(1.0, far / total)  # a bound of 0 counts a sum of 0 twice
+    return min(1.0, far / (len(left) * len(right)))  # a bound of 0 counts a sum of 0 twice
 
 
 def _signed_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:

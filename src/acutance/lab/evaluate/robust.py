@@ -9,16 +9,15 @@ from typing import Any
 
 from acutance.errors import AcutanceError
 from acutance.io.saving import load
-from acutance.lab.evaluate.compare import Comparison, groups_of, p_value, signed, with_spread
+from acutance.lab.evaluate.compare import Comparison, EvaluationSettings, ScoredRun, check_request, groups_of, markdown
 from acutance.lab.evaluate.evaluate import Weights, refuse_seen, weights_file
-from acutance.lab.evaluate.scores import ReadRun, Scored, Way, refuse_unknown_split
 from acutance.lab.robustness import RobustnessTable
 from acutance.lab.robustness.evaluate import weights_digest
 from acutance.lab.train.run import Run
 
 FORMAT = "acutance-robustness-comparison/1"
-# What numbers of a table depend on, beside the weights and the precision: what it holds of the images and the draws.
-WAY = ("data", "images", "pixels", "corruptions", "seed")
+# What a table's numbers depend on, beside the weights and the precision.
+FIELDS = ("data", "images", "pixels", "corruptions", "seed")
 
 
 @dataclass(frozen=True)
@@ -31,28 +30,19 @@ class RobustnessComparison:
     def to_markdown(self) -> str:
         """A line for each attack, corruption and severity; single cells are in the JSON."""
         first = self.comparisons[self.shown[0]]
-        header = ["top-1, %", *(f"{group.label}, seeds: {len(group.scores)}" for group in first.groups[:1])]
-        for group in first.groups[1:]:
-            header += [f"{group.label}, seeds: {len(group.scores)}", "beside the first", "p"]
-        rows = [[name, *self._cells(self.comparisons[name])] for name in self.shown]
-        lines = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
-        return "\n".join([*lines, "", f"On {first.split}: {first.way}. Attacks are L∞, ε in levels of 255."]) + "\n"
+        header, *others = ([f"{group.label}, seeds: {len(group.scores)}"] for group in first.groups)
+        header = ["top-1, %", *header, *(cell for other in others for cell in (*other, "beside the first", "p"))]
+        rows = []
+        for name in self.shown:
+            found = self.comparisons[name]
+            alone, *beside = (found.cells(group) for group in found.groups)
+            rows.append([name, alone[0], *(cell for cells in beside for cell in cells)])
+        about = f"On {first.split}: {first.settings}. Attacks are L∞, ε in levels of 255."
+        return f"{markdown([header, ['---'] * len(header), *rows])}\n{about}\n"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON, with every cell and every seed."""
-        return {
-            "format": FORMAT,
-            "comparisons": {name: comparison.to_dict() for name, comparison in self.comparisons.items()},
-        }
-
-    def _cells(self, comparison: Comparison) -> list[str]:
-        cells: list[str] = []
-        for group in comparison.groups:
-            cells.append(with_spread(group.mean, group.spread))
-            if group is not comparison.groups[0]:
-                test = comparison.against_first(group)
-                cells += ["", ""] if test is None else [signed(test), p_value(test)]
-        return cells
+        return {"format": FORMAT, "comparisons": {name: found.to_dict() for name, found in self.comparisons.items()}}
 
 
 def compare_robustness(
@@ -60,37 +50,28 @@ def compare_robustness(
 ) -> list[RobustnessComparison]:
     """Group runs by configuration and compare what `acutance robustness` measured of them.
 
-    Args:
-        folders: the runs.
-        split: on which they were measured.
-        score: one cell or mean alone, such as `fog:3`, `fog` or `severity 3`.
-        weights: the last or the best.
-
-    Returns:
-        One comparison for each way in which all runs were measured: with drawn corruptions, with published files.
+    There is one comparison for each way in which all runs were measured: with drawn corruptions, with published files.
+    `score` is one cell or mean alone, such as `fog:3`, `fog` or `severity 3`.
     """
-    if not folders:
-        raise AcutanceError("name the runs to compare")
-    refuse_unknown_split(split)
+    check_request(folders, split, weights)
     tables = {Path(folder): _tables(Path(folder), split, weights) for folder in folders}
     first = next(iter(tables.values()))
-    common = [way for way in first if all(way in found for found in tables.values())]
-    if not common:
+    shared = [settings for settings in first if all(settings in found for found in tables.values())]
+    if not shared:
         listed = "; ".join(f"{folder}: {' / '.join(map(str, found))}" for folder, found in tables.items())
         raise AcutanceError(f"these runs were not measured in one common way ({listed}): use the same options for all")
-    return [_compared({folder: found[way] for folder, found in tables.items()}, way, split, score) for way in common]
+    return [_compared({folder: found[s] for folder, found in tables.items()}, s, split, score) for s in shared]
 
 
-def _tables(folder: Path, split: str, weights: Weights) -> dict[Way, RobustnessTable]:
-    """A run's tables, by the way in which they came about."""
+def _tables(folder: Path, split: str, weights: Weights) -> dict[EvaluationSettings, RobustnessTable]:
     refuse_seen(folder, Run(folder).config(), split, weights)
-    found: dict[Way, RobustnessTable] = {}
+    found: dict[EvaluationSettings, RobustnessTable] = {}
     for path in sorted(folder.glob("robustness*.json")):
         table = RobustnessTable.load(path)
         context = table.context
         if (context.get("split"), context.get("which")) == (split, weights):
-            way = Way(weights, tuple(f"{key}={context[key]}" for key in WAY), str(context["dtype"]))
-            found[way] = table
+            fields = tuple(f"{key}={context[key]}" for key in FIELDS)
+            found[EvaluationSettings(weights, fields, str(context["dtype"]))] = table
     if not found:
         raise AcutanceError(
             f"{folder} has no robustness on {split!r} with the {weights} weights: acutance robustness {folder}"
@@ -101,16 +82,19 @@ def _tables(folder: Path, split: str, weights: Weights) -> dict[Way, RobustnessT
     return found
 
 
-def _compared(tables: Mapping[Path, RobustnessTable], way: Way, split: str, score: str | None) -> RobustnessComparison:
+def _compared(
+    tables: Mapping[Path, RobustnessTable], settings: EvaluationSettings, split: str, score: str | None
+) -> RobustnessComparison:
     (folder, first), *others = tables.items()
     for other, table in others:  # or a mean would be over other cells
         if differing := sorted(first.cells.keys() ^ table.cells.keys()):
             lacking = other if differing[0] in first.cells else folder
             raise AcutanceError(f"{lacking} lacks {', '.join(differing)}: measure all runs with the same options")
-    reads = [
-        replace(ReadRun.of(place, split), scored={way: Scored({**table.cells, **table.summary()})})
+    runs = [
+        replace(ScoredRun.read(place, split), scores={settings: {**table.cells, **table.summary()}})
         for place, table in tables.items()
     ]
-    names = [score] if score is not None else [*first.summary(), *first.cells]
-    comparisons = {name: Comparison(name, split, True, way, groups_of(reads, name, way)) for name in names}
-    return RobustnessComparison(comparisons, (score,) if score is not None else tuple(first.summary()))
+    shown = tuple(first.summary()) if score is None else (score,)
+    names = [*shown, *first.cells] if score is None else shown
+    comparisons = {name: Comparison(name, split, True, settings, groups_of(runs, name, settings)) for name in names}
+    return RobustnessComparison(comparisons, shown)

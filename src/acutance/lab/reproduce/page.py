@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from acutance.lab.evaluate.compare import finite, with_spread
+from acutance.files.atomic import finite
+from acutance.lab.evaluate.compare import with_spread
 from acutance.lab.reproduce.target import Published, Target
 
 FORMAT = "acutance-reproduction/1"
