@@ -18,7 +18,7 @@ from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError
 from acutance.io.hub import loading
 from acutance.io.inputs import LoadedModel
 from acutance.io.saving import load as load_saved
-from acutance.sites.transformers import NOTE
+from acutance.sites.transformers import notes_of
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -40,7 +40,7 @@ def load(name: str, *, head: bool) -> LoadedModel:
     source = _source(name)
     with loading(name, source.repository), _quiet(transformers, source.repository is None):
         config = transformers.AutoConfig.from_pretrained(source.place, **source.options)
-        if getattr(config, NOTE, None):  # it was saved with its mitigation, whose record names layers of the whole
+        if notes_of(config):  # it was saved with its mitigation, whose record names layers of the whole
             model = _mitigated(source)
         else:
             kind = _class(transformers, config, source) if head else transformers.AutoModel

@@ -29,26 +29,8 @@ CHECKPOINT_ADVICE = (
 class ForwardPass:
     """One forward pass of the layers that share a v⁰, or the part of one that checkpointing runs again."""
 
-    __slots__ = (
-        *(
-            "again",
-            "attended",
-            "attention",
-            "call",
-            "entered",
-            "entering",
-            "graph",
-            "is_whole",
-            "last",
-            "lost",
-            "outer",
-            "previous",
-        ),
-        *("shape", "v0", "with_grad", "x"),
-    )
-
-    def __init__(self, graph: int, outer: ForwardPass | None, v0: Tensor | None = None, again: bool = False) -> None:
-        self.v0 = v0
+    def __init__(self, graph: int, outer: ForwardPass | None, again: bool = False) -> None:
+        self.v0: Tensor | None = None
         self.graph = graph  # the backward pass it runs in, −1 for none
         self.outer = outer  # what was under way before
         self.again = again  # whether it is a recomputation
@@ -88,11 +70,8 @@ class Passes:
         # By the memory of an input: its pass; None where it was the input in several, as a frozen embedding may be.
         self._by_input: dict[int, tuple[StorageWeakRef, ForwardPass | None]] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
-        return Passes()  # a copied model has no forward pass under way
-
     def __reduce__(self) -> tuple[type[Passes], tuple[()]]:
-        return Passes, ()
+        return Passes, ()  # a copied model has no forward pass under way
 
     def current(self) -> ForwardPass | None:
         """The one under way in this thread."""
@@ -106,7 +85,8 @@ class Passes:
         _LOCAL.passes[self.key] = started
         _LOCAL.recomputed.pop(self.key, None)
         if not torch.compiler.is_compiling() and self._by_input:
-            self._forget_finished()
+            with self._lock:  # the weak reference keeps an address from being used twice before it is dropped here
+                self._by_input = {key: entry for key, entry in self._by_input.items() if not entry[0].expired()}
         return started
 
     def end(self) -> ForwardPass | None:
@@ -147,10 +127,9 @@ class Passes:
     def recompute_attention(self, x: Tensor) -> bool:
         """Whether attention alone is run again on x; then its pass is the current one until `leave`."""
         now = self.current()
-        if torch.compiler.is_compiling() or _graph() == -1 or (now is not None and now.graph == _graph()):
+        if _graph() == -1 or (now is not None and now.graph == _graph()):
             return False
-        found = self._pass_of(x)
-        self._again(found)
+        self._again(self._pass_of(x))
         return True
 
     def remember(self, x: Tensor, now: ForwardPass) -> None:
@@ -165,27 +144,19 @@ class Passes:
 
     def _recompute(self, block: int, x: Tensor) -> ForwardPass:
         """The first block makes v⁰ anew; the second of a checkpointed segment goes on with what the one before had."""
-        if block == 1:
-            return self._again(None)
-        found, before = self._pass_of(x), _LOCAL.recomputed.get(self.key)
-        if found is None and before is not None and before.graph == _graph() and before.last == block - 1:
-            found = before
-        return self._again(found)
+        found, before = self._pass_of(x) if block > 1 else None, _LOCAL.recomputed.get(self.key)
+        follows = before is not None and before.graph == _graph() and before.last == block - 1
+        return self._again(before if found is None and block > 1 and follows else found)
 
     def _again(self, found: ForwardPass | None) -> ForwardPass:
-        again = ForwardPass(_graph(), self.current(), None if found is None else found.v0, again=True)
-        again.lost = found is not None and found.lost
-        again.last = 0 if found is None else found.last
+        again = ForwardPass(_graph(), self.current(), again=True)
+        if found is not None:
+            again.v0, again.lost, again.last = found.v0, found.lost, found.last
         _LOCAL.passes[self.key] = again
         return again
 
     def _pass_of(self, x: Tensor) -> ForwardPass | None:
         return self._by_input.get(x.untyped_storage()._cdata, (None, None))[1]
-
-    def _forget_finished(self) -> None:
-        """Drop passes whose inputs are gone; the weak reference keeps an address from being used twice before."""
-        with self._lock:
-            self._by_input = {key: entry for key, entry in self._by_input.items() if not entry[0].expired()}
 
 
 def first_values(now: ForwardPass, name: str) -> Tensor:

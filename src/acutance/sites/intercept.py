@@ -117,7 +117,7 @@ class Intercept(TorchFunctionMode):
         if func is Tensor.unflatten:  # a method in Python, whose super() Dynamo does not trace here
             func = torch.unflatten
         if func is F.scaled_dot_product_attention:
-            return self._attend(self._grouped(sdpa_product(self.x, *args, **kwargs)))
+            return self._attend(sdpa_product(self.x, *args, **kwargs))
         if self.maps:
             found = self._of_maps(func, args, kwargs)
             if found is not None:
@@ -153,32 +153,21 @@ class Intercept(TorchFunctionMode):
                 return source
         return x
 
-    def _grouped(self, product: Product) -> Product:
-        """With the heads of keys and values as they were before they were repeated for the queries."""
-        if not self.repeated:
-            return product
-        v, about = self._source(product.v), dict(product.about)
-        if "k" in about:
-            about["k"] = self._source(about["k"])
-        heads, whole, own = product.v.shape[1], product.v, product.own
-
-        def repeat(values: Tensor, *changed: Any) -> Tensor:
-            return own(whole if values is v else repeat_heads(values, heads), *changed)
-
-        return product if v is whole else Product(v, repeat, product.back, about)
-
     def _of_maps(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What becomes of a softmax; None where the operation has none."""
+        operands = args
         if func is torch.einsum:
-            return self._einsum(args)
-        known = self._known(args[0]) if args else None
-        is_left = known is not None
-        if known is None and len(args) > 1:
-            known = self._known(args[1])
+            operands = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
+        known, place = self._known(operands[0]) if operands else None, 0
+        if known is None and len(operands) > 1:
+            known, place = self._known(operands[1]), 1
         if known is None:
             return None
-        if is_left and func in PRODUCT and args[1].ndim > 2 and args[1].shape[-2] == known.weights.shape[-1]:
-            return self._attend(self._grouped(_matmul(self.x, known, func, args[1])))
+        if func is torch.einsum and len(operands) == 2 and (labels := _labels(args[0])) is not None:
+            if _contracts(labels, place):
+                return self._einsum(known, labels, place, operands[1 - place])
+        elif place == 0 and func in PRODUCT and args[1].ndim > 2 and args[1].shape[-2] == known.weights.shape[-1]:
+            return self._attend(_written(self.x, known, func, args[1]))
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and out.numel() >= known.weights.numel() // 2:
             drops = func is F.dropout and kwargs.get("training", args[2] if len(args) > 2 else True)
@@ -186,20 +175,13 @@ class Intercept(TorchFunctionMode):
             self.maps.append(_Map(out, known.logits, known.is_mixed or func not in CARRY, rate, known.scores))
         return out
 
-    def _einsum(self, args: Any) -> Any:
-        equation, *operands = args
-        operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
-        for place, operand in enumerate(operands):
-            known = self._known(operand) if len(operands) == 2 else None
-            if known is None:
-                continue
-            labels = _labels(equation)
-            if labels is not None and _contracts(labels, place):
-                return self._attend(_einsum(known, labels, place, operands[1 - place]))
-            out = torch.einsum(equation, *operands)
-            self.maps.append(_Map(out, known.logits, True, known.dropout, None))
-            return out
-        return None
+    def _einsum(self, known: _Map, labels: tuple[str, str, str], place: int, value: Tensor) -> Tensor:
+        """As a product of (…, rows, keys) and (…, keys, width): the equation says which axis is which."""
+        mine, other, out = labels[place], labels[1 - place], labels[2]
+        width = next(label for label in other if label not in mine)
+        v = value.permute([other.index(label) for label in mine[:-2] + mine[-1] + width])
+        u = self._attend(_written(self.x, known, torch.matmul, v))
+        return u.permute([(mine[:-1] + width).index(label) for label in out])
 
     def _known(self, tensor: Any) -> _Map | None:
         for known in self.maps:
@@ -214,9 +196,22 @@ class Intercept(TorchFunctionMode):
                 f"{self.name} runs several attention products in one forward pass (in chunks, or to other tokens too), "
                 "so which is its self-attention is not clear"
             )
+        product = self._grouped(product) if self.repeated else product
         self.maps, self.repeated, self.scores = [], [], None  # nothing is held longer than the model does
         self.watched = (F.scaled_dot_product_attention, Tensor.unflatten)
         return product.back(self.attend(product))
+
+    def _grouped(self, product: Product) -> Product:
+        """With the heads of keys and values as they were before they were repeated for the queries."""
+        whole, own, about = product.v, product.own, dict(product.about)
+        v = self._source(whole)
+        if "k" in about:
+            about["k"] = self._source(about["k"])
+
+        def repeat(values: Tensor, *changed: Any) -> Tensor:
+            return own(whole if values is v else repeat_heads(values, whole.shape[1]), *changed)
+
+        return product if v is whole else Product(v, repeat, product.back, about)
 
 
 def _filled(mask: Tensor | None, hidden: Tensor, number: Any, like: Tensor) -> Tensor:
@@ -226,8 +221,7 @@ def _filled(mask: Tensor | None, hidden: Tensor, number: Any, like: Tensor) -> T
 
 
 def _over_last_axis(out: Tensor, _x: Any, dim: Any = None, *_rest: Any, **options: Any) -> bool:
-    dim = options.get("dim", dim)
-    return out.ndim > 2 and dim in (-1, out.ndim - 1)
+    return out.ndim > 2 and options.get("dim", dim) in (-1, out.ndim - 1)
 
 
 def sdpa_product(
@@ -245,24 +239,25 @@ def sdpa_product(
     options: dict[str, Any] = {} if scale is None else {"scale": scale}
     if enable_gqa:
         options["enable_gqa"] = True
-    q, split, join = _four_axes(query, x)
-    k, v = split(key), split(value)
-    mask = attn_mask
+    split, join = _four_axes(query, x)
+    q, k, v = split(query), split(key), split(value)
 
     def own(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
-        given = mask if bias is None else _with_bias(mask, bias, q, k, is_causal)
+        mask, causal = attn_mask, is_causal and bias is None
+        if bias is not None:
+            if is_causal:
+                mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+            mask = bias if mask is None else with_bias(mask, bias)
         asked = query if other_q is None else join(other_q)
         keys = key if other_k is None else join(other_k)
-        causal = is_causal and bias is None
-        u = F.scaled_dot_product_attention(asked, keys, join(values), given, dropout_p, causal, **options)
-        return split(u)
+        return split(F.scaled_dot_product_attention(asked, keys, join(values), mask, dropout_p, causal, **options))
 
     about: dict[str, Any] = {"q": q, "k": k, "scale": scale, "dropout": dropout_p}
     if is_causal and q.shape[-2] != k.shape[-2]:  # torch counts from the first key, the operator from the last
         rows, keys = (torch.arange(tokens.shape[-2], device=q.device) for tokens in (q, k))
         about["mask"] = (keys <= rows[:, None])[None, None]
     else:
-        about["causal"], about["mask"] = is_causal, None if mask is None else _mask(mask, query, split)
+        about["causal"], about["mask"] = is_causal, None if attn_mask is None else _mask(attn_mask, query, split)
     return Product(v, own, join, about)
 
 
@@ -273,116 +268,59 @@ def _mask(mask: Tensor, query: Tensor, split: Callable[[Tensor], Tensor]) -> Ten
     return split(mask) if mask.shape[0] == query.shape[0] else mask[:, None]
 
 
-def _with_bias(mask: Tensor | None, bias: Tensor, q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    if causal:
-        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-    if mask is None:
-        return bias
-    if mask.dtype == torch.bool:
-        return torch.where(mask, bias, -torch.inf)
-    return mask + bias
+def with_bias(mask: Tensor, bias: Tensor) -> Tensor:
+    """A mask with numbers added to what it shows."""
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias
 
 
-def _matmul(x: Tensor, known: _Map, func: Any, value: Tensor) -> Product:
-    weights = known.weights
-    A, split, join = _four_axes(weights, x)
+def _written(x: Tensor, known: _Map, func: Any, value: Tensor) -> Product:
+    """The product of a softmax that was written out with values."""
+    split, join = _four_axes(known.weights, x)
 
     def own(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
-        return split(func(_reweighted(known, split, join, other_q, other_k, bias), join(values)))
+        if other_q is not None or other_k is not None:
+            raise AcutanceError("this model wrote its softmax out, so q and k cannot be changed: only its logits can")
+        weights = known.weights
+        if bias is not None:
+            if known.is_mixed or known.dropout > 0 or known.logits.shape != weights.shape:
+                raise AcutanceError("a bias on logits needs a softmax that is used as it is, without dropout or sinks")
+            weights = join((split(known.logits) + bias).softmax(-1).to(weights.dtype))
+        return split(func(weights, join(values)))
 
-    return Product(split(value), own, join, _about(known, A, split))
-
-
-def _einsum(known: _Map, labels: tuple[str, str, str], place: int, value: Tensor) -> Product:
-    """Whatever the layout: the equation says which axis is which."""
-    mine, other, out = labels[place], labels[1 - place], labels[2]
-    batch, rows, keys = mine[:-2], mine[-2], mine[-1]
-    (width,) = set(other) - set(mine)
-    canonical = "".join(batch) + keys + width
-    back = "".join(batch) + rows + width
-
-    def split(values: Tensor) -> Tensor:
-        return _padded(values.permute([other.index(label) for label in canonical]))
-
-    def join(u: Tensor) -> Tensor:
-        return u.reshape(u.shape[4 - len(back) :]).permute([back.index(label) for label in out])
-
-    def four(weights: Tensor) -> Tensor:
-        return _padded(weights)
-
-    def own(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
-        weights = _reweighted(known, four, lambda w: w.reshape(known.weights.shape), other_q, other_k, bias)
-        values = values.reshape(values.shape[4 - len(canonical) :])
-        u = torch.einsum(f"{mine},{canonical}->{back}", weights, values)
-        return _padded(u)
-
-    return Product(split(value), own, join, _about(known, four(known.weights), four))
+    return Product(split(value), own, join, _about(known, split))
 
 
-def _about(known: _Map, A: Tensor, split: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    refusal = MIXED if known.is_mixed else SINKS if known.logits.shape[-1] != known.weights.shape[-1] else None
-    logits = known.logits if refusal is not SINKS else None
-    if logits is not None and logits.shape != known.weights.shape:
-        logits = logits.reshape(known.weights.shape)
-    about: dict[str, Any] = {"weights": A, "dropout": known.dropout, "refusal": refusal}
-    scores = known.scores
-    if (
-        refusal is None
-        and logits is not None
-        and scores is not None
-        and scores.softcap != 0.0
-        and scores.q.shape[:-2] == logits.shape[:-2]
-    ):
+def _about(known: _Map, split: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    weights, logits, scores = known.weights, known.logits, known.scores
+    about: dict[str, Any] = {"weights": split(weights), "dropout": known.dropout, "logits": None}
+    if logits.shape[-1] != weights.shape[-1]:
+        about["refusal"] = MIXED if known.is_mixed else SINKS
+        return about
+    logits = logits if logits.shape == weights.shape else logits.reshape(weights.shape)
+    about["logits"] = split(logits)
+    if known.is_mixed:
+        about["refusal"] = MIXED
+    elif scores is not None and scores.softcap != 0.0 and scores.q.shape[:-2] == logits.shape[:-2]:
         about["q"], about["k"] = split(scores.q), split(scores.k)
         about["scale"], about["softcap"] = scores.scale, scores.softcap
         about["mask"] = None if scores.mask is None else _mask(scores.mask, logits, split)
-    about["logits"] = None if logits is None else split(logits)
     return about
 
 
-def _reweighted(
-    known: _Map,
-    split: Callable[[Tensor], Tensor],
-    join: Callable[[Tensor], Tensor],
-    q: Any,
-    k: Any,
-    bias: Tensor | None,
-) -> Tensor:
-    if q is not None or k is not None:
-        raise AcutanceError(
-            "this model wrote its softmax out, and only its logits are known: q and k cannot be changed"
-        )
-    if bias is None:
-        return known.weights
-    if known.is_mixed or known.dropout > 0 or known.logits.shape != known.weights.shape:
-        raise AcutanceError("a bias on logits needs a softmax whose output is used as it is, without dropout or sinks")
-    return join((split(known.logits) + bias).softmax(-1).to(known.weights.dtype))
-
-
-def _four_axes(like: Tensor, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """A tensor (…, tokens, any) with four axes, how to bring others like it to them, and how to bring them back.
+def _four_axes(like: Tensor, x: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """How to bring a tensor like this, (…, tokens, any), to four axes, and how to bring it back.
 
     Heads that were folded into the batch stand sample by sample, as everybody writes it.
     """
     if like.ndim == 4:
-        return like, _same, _same
+        return _same, _same
     if like.ndim > 4:
         lead = like.shape[:-3]
-        return like.flatten(0, -4), lambda t: t.flatten(0, -4), lambda t: t.unflatten(0, lead)
-    batch = _batch_of(x, like.shape[-2])
-    if batch is None or like.shape[0] % batch:
-        batch = like.shape[0]
-    return like.unflatten(0, (batch, -1)), lambda t: t.unflatten(0, (batch, -1)), lambda t: t.flatten(0, 1)
-
-
-def _batch_of(x: Tensor, queries: int) -> int | None:
-    if x.ndim == 3 and x.shape[1] != queries and x.shape[0] == queries:  # tokens first
-        return x.shape[1]
-    return x.shape[0] if x.ndim > 2 else None
-
-
-def _padded(t: Tensor) -> Tensor:
-    return t[(None,) * (4 - t.ndim)] if t.ndim < 4 else t
+        return lambda t: t.flatten(0, -4), lambda t: t.unflatten(0, lead)
+    tokens_first = x.ndim == 3 and x.shape[1] != like.shape[-2] and x.shape[0] == like.shape[-2]
+    batch = x.shape[1] if tokens_first else x.shape[0] if x.ndim > 2 else like.shape[0]
+    batch = like.shape[0] if like.shape[0] % batch else batch
+    return lambda t: t.unflatten(0, (batch, -1)), lambda t: t.flatten(0, 1)
 
 
 def _same(t: Tensor) -> Tensor:
@@ -416,16 +354,6 @@ def _labels(equation: Any) -> tuple[str, str, str] | None:
 def _contracts(labels: tuple[str, str, str], place: int) -> bool:
     """Whether the keys of the map at that place are summed over, and every other axis of it stays."""
     mine, other, out = labels[place], labels[1 - place], labels[2]
-    batch, rows, keys = mine[:-2], mine[-2], mine[-1]
     new = set(other) - set(mine)
-    return (
-        keys in other
-        and keys not in out
-        and rows in out
-        and rows not in other
-        and len(new) == 1
-        and new <= set(out)
-        and set(batch) <= set(other)
-        and set(batch) <= set(out)
-        and len(mine) <= 4
-    )
+    is_product = set(other) == {*mine[:-2], mine[-1], *new} and set(out) == {*mine[:-1], *new}
+    return is_product and len(new) == 1 and len(mine) <= 4

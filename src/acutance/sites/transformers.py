@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError
-from acutance.sites.intercept import SINKS, Product
+from acutance.sites.intercept import SINKS, Product, with_bias
 from acutance.sites.lookup import record
 from acutance.sites.named import NamedSite
 from acutance.sites.patched import SITE
@@ -107,7 +106,7 @@ def _product(
     options: dict[str, Any],
 ) -> Product:
     def attention(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
-        given = mask if bias is None else bias if mask is None else _added(mask, bias)
+        given = mask if bias is None else bias if mask is None else with_bias(mask, bias)
         asked, keys = q if other_q is None else other_q, k if other_k is None else other_k
         out: Tensor = own(module, asked, keys, values, given, **options)[0]
         return out.transpose(1, 2)
@@ -120,7 +119,7 @@ def _product(
     about: dict[str, Any] = {
         "q": q,
         "k": k,
-        "mask": mask if position is None else position if mask is None else _added(mask, position),
+        "mask": mask if position is None else position if mask is None else with_bias(mask, position),
         # Causal by itself where no mask says it.
         "causal": bool(causal) and mask is None and q.shape[2] > 1,
         "scale": options.get("scaling"),
@@ -128,15 +127,7 @@ def _product(
         "dropout": options.get("dropout", 0.0),
         "refusal": None if options.get("s_aux") is None else SINKS,
     }
-    return Product(v, attention, _same, about)
-
-
-def _added(mask: Tensor, bias: Tensor) -> Tensor:
-    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias
-
-
-def _same(u: Tensor) -> Tensor:
-    return u
+    return Product(v, attention, lambda u: u, about)
 
 
 def _attentions(model: nn.Module) -> dict[str, nn.Module]:
