@@ -15,7 +15,8 @@ from acutance.lab.studies import kernel_assumptions
 from acutance.mitigations.projection import Projection
 from acutance.models import ViT
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "c_attn", "c_proj", "query", "key", "value", "qkv", "proj")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "c_attn", "c_proj", "query", "key", "value", "qkv")
+PROJECTIONS += ("proj",)
 
 
 class Lora(nn.Module):

@@ -12,13 +12,7 @@ from acutance.models import ViT
 from acutance.sites.mitigate import mitigate
 
 TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
-ALL = [
-    "neutreno:0.6",
-    "neutreno:0.6,learn=head,start=0.3",
-    "featscale",
-    "attnscale",
-    "neutreno:0.6+featscale",
-]
+ALL = ["neutreno:0.6", "neutreno:0.6,learn=head,start=0.3", "featscale", "attnscale", "neutreno:0.6+featscale"]
 
 
 def make(**options):
@@ -50,18 +44,16 @@ def test_removing_restores_outputs_and_keys_exactly(spec):
     assert torch.equal(model(images()), output)
 
 
-@pytest.mark.parametrize(
-    "spec", ["neutreno:0.6,learn=layer", "neutreno:0.6,learn=head", "featscale:doubled=true", "attnscale"]
-)
+@pytest.mark.parametrize("spec", ["neutreno:0.6,learn=head", "featscale:doubled=true", "attnscale"])
 def test_learnt_mitigations_change_nothing_at_step_zero(spec):
     model = make()
     output = model(images())
     with mitigate(model, spec):
         assert torch.equal(model(images()), output)
         model(images()).square().sum().backward()
-        added = {n: p.grad for n, p in model.named_parameters() if ".mitigation." in n}
+        added = [p.grad for n, p in model.named_parameters() if ".mitigation." in n]
         assert added
-        assert all(gradient.any() for gradient in added.values())  # but they can learn
+        assert all(gradient.any() for gradient in added)  # but they can learn
 
 
 def test_a_patched_model_equals_one_built_with_the_mitigation():
@@ -121,19 +113,6 @@ def test_a_second_mitigation_is_refused():
 def test_a_model_constructed_with_one_is_refused():
     with pytest.raises(AcutanceError, match="constructed with 'featscale' already: build the model without it"):
         mitigate(make(mitigation="featscale"), "neutreno:0.6")
-
-
-@pytest.mark.parametrize("layers", [[4], [0], [1, 7], []])
-def test_unknown_layers_are_refused(layers):
-    model = make()
-    with pytest.raises(AcutanceError, match="name at least one of this model's layers, 1 to 3"):
-        mitigate(model, "neutreno:0.6", layers=layers)
-    mitigate(model, "neutreno:0.6")  # and nothing was left behind
-
-
-def test_a_layer_is_named_in_a_list():
-    with pytest.raises(AcutanceError, match=r"write layers=\[2\]"):
-        mitigate(make(), "neutreno:0.6", layers=2)
 
 
 def test_models_already_wrapped_for_parallel_training_are_refused(tmp_path):

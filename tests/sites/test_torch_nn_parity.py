@@ -7,7 +7,6 @@ import pytest
 import torch
 from plain_torch_nn import plain_layers
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch_nn_models import (
     BATCH,
     DEPTH,
@@ -27,12 +26,7 @@ from acutance.errors import AcutanceError
 from acutance.sites.mitigate import mitigate
 
 SPECS = ["neutreno:0.6", "neutreno:0.6,learn=head", "featscale", "attnscale", "attnscale+neutreno:0.4+featscale"]
-LAYERS = [
-    {},
-    {"norm_first": True},
-    {"batch_first": False},
-    {"batch_first": False, "norm_first": True, "bias": False},
-]
+LAYERS = [{}, {"norm_first": True}, {"batch_first": False}, {"batch_first": False, "norm_first": True, "bias": False}]
 HIDDEN = torch.triu(torch.ones(TOKENS, TOKENS, dtype=torch.bool), 1)
 CAUSAL = torch.zeros(TOKENS, TOKENS, dtype=torch.float64).masked_fill(HIDDEN, -torch.inf)
 GENERATOR = torch.Generator().manual_seed(5)
@@ -131,11 +125,7 @@ def test_a_decoders_self_attention(norm_first):
 
 
 def renamed(name):
-    for old, new in {
-        "attention.mha": "self_attn",
-        "mlp.0": "linear1",
-        "mlp.2": "linear2",
-    }.items():
+    for old, new in {"attention.mha": "self_attn", "mlp.0": "linear1", "mlp.2": "linear2"}.items():
         name = name.replace(old, new)
     return f"layers.{name}"
 
@@ -289,23 +279,6 @@ def test_non_reentrant_checkpointing_with_two_forward_passes_under_way():
         torch.testing.assert_close(parameter.grad, one[name] + two[name], rtol=1e-10, atol=1e-10)
 
 
-def test_wrapped_in_torchs_checkpoint_wrapper():
-    model = encoder()
-    model.layers = nn.ModuleList(checkpoint_wrapper(layer) for layer in model.layers)
-    mitigated(model, "neutreno:0.6")
-    prefix = "_checkpoint_wrapped_module."
-    expected = plain(model, tokens(), rename=lambda name: name.replace(prefix, ""), bias=None, strength=0.6)
-    assert_equals_plain(model, model(tokens()), expected)
-
-
-def test_reentrant_checkpointing_is_refused():
-    model = Checkpointed(encoder().layers, reentrant=True)
-    mitigated(model, "neutreno:0.6")
-    output = model(tokens().requires_grad_())
-    with pytest.raises(AcutanceError, match="use_reentrant=False"):
-        output.sum().backward()
-
-
 class MaskFirst(nn.TransformerEncoderLayer):
     def forward(self, mask, x):
         return super().forward(x, src_mask=mask)
@@ -337,17 +310,3 @@ def test_compiled(spec, mask):
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert_equals_plain(model, compiled(tokens(), **arguments), expected)
-
-
-def test_autocast_changes_nothing_without_effect():
-    model = encoder(dtype=torch.float32, dropout=0.1)
-    x = tokens(dtype=torch.float32)
-
-    def run():
-        torch.manual_seed(3)
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(x, src_key_padding_mask=padding())
-
-    before = run()
-    with mitigate(model, "attnscale+neutreno:0.0"):
-        assert torch.equal(run(), before)

@@ -3,16 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch_nn_models import (
-    DIM,
-    HEADS,
-    PostNorm,
-    SelfAttention,
-    WithPositions,
-    encoder,
-    shaken,
-    tokens,
-)
+from torch_nn_models import DIM, HEADS, PostNorm, SelfAttention, WithPositions, encoder, shaken, tokens
 
 from acutance import sites
 from acutance.errors import AcutanceError, ShapeError

@@ -3,12 +3,10 @@
 import copy
 
 import pytest
-import timm
 import torch
 from plain_timm import plain_formulas
 from timm_zoo import FLAT, FUSED, MERGED, MIXED_HEADS, SHIFTED, assert_same, create, gradients, images
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 import acutance as ac
 from acutance.errors import AcutanceError
@@ -169,36 +167,6 @@ def test_timms_own_checkpointing(name):
     assert_same(gradients(model, losses[0] + losses[1]), both)
 
 
-# BEiT and EVA give their blocks keyword arguments, which torch's re-entrant kind refuses itself.
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "cait_xxs24_224"])
-def test_reentrant_checkpointing_is_refused(name):
-    model = create(name)
-    model.set_grad_checkpointing()
-    mitigated(model, "neutreno:0.6")
-    timm.layers.set_reentrant_ckpt(True)
-    try:
-        with pytest.raises(AcutanceError, match="non-reentrant"):
-            loss_of(model(images())).backward()
-    finally:
-        timm.layers.set_reentrant_ckpt(False)
-
-
-def test_checkpoint_wrappers_around_the_blocks():
-    model = create("vit_tiny_patch16_224")
-    mitigated(model, WITHOUT_OPERATOR)
-    wanted, wanted_gradients = plain(model, WITHOUT_OPERATOR)
-    wrapped = create("vit_tiny_patch16_224")
-    wrapped.blocks = nn.Sequential(
-        *(checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT) for block in wrapped.blocks)
-    )
-    mitigated(wrapped, WITHOUT_OPERATOR)
-    assert [site.layer for site in ac.sites.find(wrapped)] == [1, 2, 3]
-    output = wrapped(images())
-    torch.testing.assert_close(output.detach(), wanted, rtol=1e-10, atol=1e-10)
-    found = gradients(wrapped, loss_of(output))
-    assert_same({n.replace("_checkpoint_wrapped_module.", ""): g for n, g in found.items()}, wanted_gradients)
-
-
 def test_blocks_of_timm_in_a_model_of_ones_own():
     class Mine(nn.Module):
         def __init__(self):
@@ -226,39 +194,3 @@ def test_removal_leaves_nothing_behind(name, fused):
     assert torch.equal(model(images()), before)
     assert {path: set(vars(module)) for path, module in model.named_modules()} == attributes
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def test_learnt_parameters_are_saved_and_loaded():
-    model = create("vit_tiny_patch16_224")
-    mitigated(model, "neutreno:0.6,learn=head+featscale")
-    names = [name for name in model.state_dict() if ".mitigation." in name]
-    assert names
-    assert all(name.startswith("blocks.") and ".attn.mitigation.parts." in name for name in names)
-    fresh = create("vit_tiny_patch16_224")
-    ac.mitigate(fresh, "neutreno:0.6,learn=head+featscale")
-    fresh.load_state_dict(model.state_dict())
-    assert torch.equal(fresh(images()), model(images()))
-
-
-def test_a_copy_is_independent():
-    model = create("eva02_tiny_patch14_224")
-    plain_output = model(images())
-    handle = mitigated(model, ALL_THREE)
-    twin = copy.deepcopy(model)
-    output = model(images())
-    handle.remove()
-    assert torch.equal(model(images()), plain_output)
-    assert torch.equal(twin(images()), output)
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    assert torch.equal(twin(images()), output)
-    assert [site.mitigation is not None for site in ac.sites.find(twin)] == [True] * 3
-
-
-def test_bfloat16_autocast_stays_close():
-    model = create("vit_tiny_patch16_224").float()
-    ac.mitigate(model, "neutreno:0.6")
-    exact = model(images().float())
-    with torch.autocast("cpu", torch.bfloat16):
-        rounded = model(images().float())
-    torch.testing.assert_close(rounded.float(), exact, rtol=0.05, atol=0.05 * exact.abs().max().item())

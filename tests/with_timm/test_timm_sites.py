@@ -164,9 +164,7 @@ def test_what_no_h_has_is_said(name):
     assert ("acts beside H⊗A and is not in the spectra" in " ".join(str(spectrum).split())) == bool(BETWEEN[name])
 
 
-UNKNOWN = {
-    "crossvit_tiny_240": "CrossVit run in branches",
-}
+UNKNOWN = {"crossvit_tiny_240": "CrossVit run in branches"}
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

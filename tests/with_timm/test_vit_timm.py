@@ -24,10 +24,7 @@ PAIRS = {
     "no class token": lambda: small({"class_token": False}, class_token=False, global_pool="avg", fc_norm=False),
     "distilled": lambda: small({"distilled": True}, distilled=True),
     "deit_tiny": lambda: (timm.create_model("deit_tiny_patch16_224"), deit_tiny()),
-    "deit_tiny distilled": lambda: (
-        timm.create_model("deit_tiny_distilled_patch16_224"),
-        deit_tiny(distilled=True),
-    ),
+    "deit_tiny distilled": lambda: (timm.create_model("deit_tiny_distilled_patch16_224"), deit_tiny(distilled=True)),
 }
 
 

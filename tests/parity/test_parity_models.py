@@ -1,5 +1,0 @@
-from parity_matrix import MatrixChecks
-
-
-class TestModels(MatrixChecks):
-    library = "acutance.models"

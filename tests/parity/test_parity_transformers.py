@@ -1,5 +1,0 @@
-from parity_matrix import MatrixChecks
-
-
-class TestTransformers(MatrixChecks):
-    library = "transformers"

@@ -1,5 +1,0 @@
-from parity_matrix import MatrixChecks
-
-
-class TestWritten(MatrixChecks):
-    library = "hand-written"
