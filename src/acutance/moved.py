@@ -3,36 +3,26 @@
 import sys
 
 MOVED = {
-    "bench": "lab.bench",
-    "data": "lab.data",
-    "demo": "lab.demo",
     "kernels": "attention.kernels",
     "loading": "io",
     "locks": "files.locks",
-    "maps": "measure.maps",
-    "monitor": "measure.monitor",
-    "operator": "attention.operator",
-    "options": "cli.options",
-    "processes": "distributed",
-    "profile": "measure.profile",
-    "reader": "measure.reader",
-    "recipes": "lab.recipes",
-    "reproduce": "lab.reproduce",
-    "robustness": "lab.robustness",
-    "runs": "lab.evaluate",
-    "samples": "measure.samples",
-    "saving": "io",
-    "statistics": "explain.verdict",
-    "tasks": "lab.tasks",
-    "terminal": "report.tables",
-    "train": "lab.train",
-    "walk": "measure.walk",
-    "wrappers": "sites.structure",
     "models.checkpoint": "io",
     "models.from_checkpoint": "load",
     "models.load_checkpoint": "io.load_checkpoint",
     "models.save_checkpoint": "save",
+    "operator": "attention.operator",
+    "options": "cli.options",
+    "processes": "distributed",
+    "runs": "lab.evaluate",
+    "saving": "io",
+    "statistics": "explain.verdict",
+    "terminal": "report.tables",
+    "wrappers": "sites.structure",
 }
+MOVED |= {
+    name: f"lab.{name}" for name in ["bench", "data", "demo", "recipes", "reproduce", "robustness", "tasks", "train"]
+}
+MOVED |= {name: f"measure.{name}" for name in ["maps", "monitor", "profile", "reader", "samples", "walk"]}
 
 
 def message(name: str) -> str | None:
@@ -48,7 +38,6 @@ class _Finder:
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         if name.startswith("acutance.") and (words := message(name)) is not None:
             raise ModuleNotFoundError(words)
-        return None
 
 
 sys.meta_path.append(_Finder)  # type: ignore[arg-type]

@@ -101,7 +101,7 @@ def test_without_a_network_there_is_one_line_and_no_waiting(tmp_path: Path) -> N
         f"import sys; sys.path.append({str(Path(__file__).parent)!r})\n"
         "import torchvision_without_operators\n"
         "from acutance.errors import AcutanceError\n"
-        "from acutance.io.loading import load_model\n"
+        "from acutance.io import load_model\n"
         "try: load_model('timm:vit_tiny_patch16_224')\n"
         "except AcutanceError as error: print(error)\n"
     )

@@ -22,12 +22,7 @@ class MissingFileError(AcutanceError, FileNotFoundError):
 
 
 def atomic_write(path: str | os.PathLike[str], content: bytes | Callable[[Path], object]) -> Path:
-    """Write to a temporary neighbour, flush it to disk, then rename it into place.
-
-    Args:
-        path: where the file shall stand; missing folders are made.
-        content: the bytes, or a function that writes the file it is given.
-    """
+    """Write bytes, or call a function that writes the file it is given, next to `path`; then rename it into place."""
     target = Path(path)
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
@@ -55,7 +50,7 @@ def atomic_write(path: str | os.PathLike[str], content: bytes | Callable[[Path],
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """What a file holds; one that cannot be read is an error of ours, as damaged ones are."""
+    """The content of a file, or an AcutanceError."""
     try:
         return Path(path).read_bytes()
     except FileNotFoundError as error:
@@ -65,13 +60,7 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 def read_json(path: str | os.PathLike[str], form: str, build: Callable[[Any], T]) -> T:
-    """What `build` makes of a JSON file of ours; anything else is refused by name.
-
-    Args:
-        path: the file.
-        form: what its "format" must say, for example "acutance-profile/1".
-        build: makes the object from the parsed body.
-    """
+    """What `build` makes of a JSON file whose "format" is `form`, such as "acutance-profile/1"."""
     try:
         body = json.loads(read_bytes(path))
         if not isinstance(body, dict) or "format" not in body:
@@ -90,7 +79,7 @@ def digest(path: str | os.PathLike[str]) -> str:
 
 
 def finite(value: Any) -> Any:
-    """The same for JSON, in which NaN and infinity have no place: null."""
+    """The same with null for NaN and infinity, which JSON does not have."""
     if isinstance(value, Mapping):
         return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, list):

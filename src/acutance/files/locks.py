@@ -1,4 +1,4 @@
-"""Locks that a process holds as long as it lives: however it ends, the system lets go of them."""
+"""Locks that a process holds as long as it lives: however it ends, the system releases them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from acutance.errors import AcutanceWarning
 
 @contextmanager
 def held(path: Path) -> Iterator[bool]:
-    """Inside, whether this process holds the lock; if not, another one does, of this or of another machine.
+    """Yields True if this process holds the lock, False if another process does, on this or another machine.
 
-    The file stays, with the name of its last holder: who removes it could remove another's lock. File systems that
-    machines share have such locks (NFS from version 4, Lustre where it is mounted with flock). Where there are none, a
-    warning says so, and the lock counts as held.
+    The file is never removed: that could remove another's lock. NFS from version 4 has such locks, and Lustre if it is
+    mounted with flock. Without them a warning says so, and the lock counts as held.
     """
     try:
         import fcntl
@@ -33,12 +32,8 @@ def held(path: Path) -> Iterator[bool]:
             yield False
             return
         except OSError as error:
-            warnings.warn(
-                f"{path.parent} is on a file system without locks ({error.strerror}): nothing keeps two processes from "
-                "the same work",
-                AcutanceWarning,
-                stacklevel=3,
-            )
+            why = f"{path.parent} is on a file system without locks ({error.strerror})"
+            warnings.warn(f"{why}: nothing keeps two processes from the same work", AcutanceWarning, stacklevel=3)
             yield True
             return
         file.truncate(0)

@@ -100,27 +100,14 @@ def batches_for(
     limit: int | None = None,
     data_dir: Path | None = None,
 ) -> Batches:
-    """The batches that a command's options ask for; by default a run's own test data, or else the embedded digits.
-
-    Args:
-        loaded: the model that is going to be fed.
-        data: `own` or `digits`.
-        text: a text file or a folder of them.
-        images: a folder of images.
-        tokens: the length of a window of text.
-        batch: samples per batch; each kind of data has its own default.
-        limit: the most samples.
-        data_dir: where a run's own data lies, if not where it was.
-    """
+    """The batches that a command's options ask for; by default a run's own test data, or else the embedded digits."""
     size = {} if batch is None else {"batch": batch}
     if sum(given is not None for given in (data, text, images)) > 1:
         raise AcutanceError("--data, --text and --images each say what to read: give one of them")
     if data not in (None, "digits", "own"):
         raise AcutanceError(f"--data takes digits or own, not {data!r}; other data come by --text or --images")
     if data == "own" and loaded.own is None:
-        raise AcutanceError(
-            f"--data own is what a run of `acutance train` was tested on, and {loaded.name} is no such run"
-        )
+        raise AcutanceError(f"--data own is what a run of `acutance train` was tested on; {loaded.name} is no such run")
     own = loaded.digits if data == "digits" or loaded.own is None else loaded.own
     if data_dir is not None and (own is not loaded.own or (text, images) != (None, None)):
         raise AcutanceError(f"--data-dir says where a run's own data lies, which {loaded.name} is not to read")
@@ -155,14 +142,8 @@ def text_batches(
     """Cut text into windows of `tokens` tokens, special tokens included, and batch them.
 
     Windows do not cross files. A file's last window may be shorter; shorter ones are padded on the right and masked.
-
-    Args:
-        path: a UTF-8 text file, or a folder searched for `.txt` files, which are taken in the order of their paths.
-        tokenizer: of transformers.
-        tokens: the length of a window.
-        batch: windows per batch.
-        limit: stop after this many windows.
-        decoder_start: the token that a decoder starts from; then `decoder_input_ids` are made too.
+    The path is a UTF-8 file, or a folder searched for `.txt` files, which are read in the order of their paths. With
+    `decoder_start`, the token that a decoder starts from, `decoder_input_ids` are made too.
     """
     before, after = _special_tokens(tokenizer)
     room = tokens - len(before) - len(after)
@@ -201,12 +182,7 @@ def image_batches(
 ) -> Batches:
     """The images of a folder and its subfolders in batches, in the order of their paths.
 
-    Args:
-        folder: where to look.
-        preprocess: makes what the model takes from a list of RGB images, e.g. `centre_crop(…)`.
-        batch: images per batch.
-        limit: stop after this many images.
-        dtype: what floating-point tensors are turned into.
+    `preprocess` makes what the model takes from a list of RGB images, e.g. `centre_crop(…)`.
     """
     pillow()
     found = _files(Path(folder), SUFFIXES)[:limit]
@@ -229,15 +205,10 @@ def centre_crop(
     interpolation: str = "bicubic",
     mode: Literal["center", "squash"] = "center",
 ) -> Callable[[Sequence[Image.Image]], Tensor]:
-    """Evaluation's preprocessing without torchvision: resize, crop the middle, normalise per channel.
+    """Evaluation's preprocessing without torchvision: resize, crop the middle to `size`, normalise per channel.
 
-    Args:
-        size: height and width of what the model sees.
-        mean: per channel; one channel makes grey images.
-        std: per channel.
-        fraction: of the resized image's side that the crop keeps, e.g. 224/256.
-        interpolation: bilinear, bicubic or another of PIL's resampling names.
-        mode: `center` keeps the proportions when resizing, `squash` does not.
+    The crop keeps `fraction` of the resized image's side. A mean of one channel makes grey images. `center` keeps the
+    proportions when resizing, `squash` does not. `interpolation` is one of PIL's resampling names.
     """
     resampling = pillow().Resampling[interpolation.upper()]
     scaled = [math.floor(side / fraction) for side in size]

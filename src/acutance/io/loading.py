@@ -11,20 +11,9 @@ import torch
 
 from acutance.errors import AcutanceError
 from acutance.io import huggingface, timm
-from acutance.io.inputs import (
-    Batches,
-    LoadedModel,
-    OwnData,
-    Preprocess,
-    batches_for,
-    centre_crop,
-    image_batches,
-    text_batches,
-)
+from acutance.io.inputs import LoadedModel, Preprocess, centre_crop
 from acutance.io.saving import load
 from acutance.models import LanguageModel, ViT
-
-__all__ = ["Batches", "LoadedModel", "OwnData", "batches_for", "image_batches", "load_model", "text_batches"]
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as DeiT's

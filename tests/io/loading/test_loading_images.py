@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 
 from acutance.errors import AcutanceError
+from acutance.io import image_batches
 from acutance.io.inputs import centre_crop
-from acutance.io.loading import image_batches
 
 HALF = (0.5, 0.5, 0.5)
 

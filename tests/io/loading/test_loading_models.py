@@ -14,7 +14,7 @@ from PIL import Image
 from tiny_folders import DECLARATION, save_bert, save_vit
 
 from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError
-from acutance.io.loading import batches_for, load_model
+from acutance.io import batches_for, load_model
 from acutance.io.saving import save
 from acutance.models import ViT
 

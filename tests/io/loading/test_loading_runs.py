@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from acutance.errors import AcutanceError
-from acutance.io.loading import batches_for, load_model
+from acutance.io import batches_for, load_model
 from acutance.io.saving import save
 from acutance.lab import recipes
 from acutance.lab.data import load_images

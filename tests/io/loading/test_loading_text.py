@@ -8,7 +8,7 @@ from tiny_folders import DECLARATION, tiny_tokenizer
 
 import acutance.io.inputs as text_room
 from acutance.errors import AcutanceError
-from acutance.io.loading import text_batches
+from acutance.io import text_batches
 
 pytest.importorskip("transformers", reason="text is cut by a tokenizer of transformers")
 

@@ -10,7 +10,7 @@ from real_weights import MINILM, SMOLLM2, packaged
 from tiny_folders import DECLARATION
 
 import acutance as ac
-from acutance.io.loading import Batches, LoadedModel, load_model
+from acutance.io import Batches, LoadedModel, load_model
 from acutance.measure.profile import Profile
 
 pytest.importorskip("transformers", reason="the weights are loaded by transformers")

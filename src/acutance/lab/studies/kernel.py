@@ -26,7 +26,7 @@ from acutance.attention.operator import AttentionOperator
 from acutance.attention.products import repeat_heads
 from acutance.errors import AcutanceError
 from acutance.explain.verdict import rank_correlation
-from acutance.io.loading import LoadedModel
+from acutance.io import LoadedModel
 from acutance.lab.data import digits
 from acutance.lab.studies.pictures import kernel_picture
 from acutance.lab.studies.saving import data_frame, save_study
