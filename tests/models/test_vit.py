@@ -1,29 +1,16 @@
 """What the reference ViT is: counts, names, shapes, options."""
 
-import json
-
 import pytest
 import torch
+from small_models import VIT, images, seeded
 
-from acutance.errors import AcutanceError, ShapeError
-from acutance.mitigations import NeuTRENO
 from acutance.models import ViT, ViTConfig, deit_base, deit_small, deit_tiny, vit_tiny_cifar
 from acutance.models.block import DropPath
 
-TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
 
-
-def images(batch=2, seed=0):
-    return torch.randn(batch, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
-
-
-def seeded(**options):
+def initial(mitigation=None, **options):
     torch.manual_seed(0)
-    return ViT(**{**TINY, **options})
-
-
-def count(model):
-    return sum(p.numel() for p in model.parameters())
+    return ViT(**{**VIT, **options}, mitigation=mitigation)
 
 
 @pytest.mark.parametrize("mitigation", [None, "neutreno:0.6"])
@@ -32,7 +19,7 @@ def count(model):
 )
 def test_parameters_of_deit(make, expected, mitigation):
     with torch.device("meta"):
-        assert count(make(mitigation=mitigation)) == expected
+        assert sum(p.numel() for p in make(mitigation=mitigation).parameters()) == expected
 
 
 def test_presets_take_overrides():
@@ -86,52 +73,29 @@ def test_symmetric_attention_projects_keys_and_values_only():
 
 
 def test_initial_weights():
-    model = seeded(dim=96, layer_scale=0.1)
+    model = initial(dim=96, layer_scale=0.1)
     assert model.blocks[0].mlp.fc1.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert model.pos_embed.std().item() == pytest.approx(0.02, rel=0.1)
     assert not model.blocks[1].attn.qkv.bias.any()
     assert (model.blocks[2].ls1.gamma == 0.1).all()
     assert {m.eps for m in model.modules() if isinstance(m, torch.nn.LayerNorm)} == {1e-6}
+    baseline = initial().state_dict()
+    for mitigation in ("neutreno:0.6", "neutreno:0.6,learn=head", "featscale+attnscale"):
+        treated = initial(mitigation).state_dict()
+        assert all(torch.equal(treated[name], baseline[name]) for name in baseline), mitigation
 
 
-@pytest.mark.parametrize("mitigation", ["neutreno:0.6", "neutreno:0.6,learn=head", "featscale+attnscale"])
-def test_a_mitigation_leaves_the_initial_weights_as_they_are(mitigation):
-    baseline, treated = seeded().state_dict(), seeded(mitigation=mitigation).state_dict()
-    assert all(torch.equal(treated[name], baseline[name]) for name in baseline)
-
-
-def test_strength_zero_is_the_baseline_bit_for_bit():
-    baseline, treated = seeded(), seeded(mitigation=NeuTRENO(0.0))
-    outputs = [model(images()) for model in (baseline, treated)]
-    assert torch.equal(*outputs)
-    for output in outputs:
-        output.square().sum().backward()
-    for (name, a), (other, b) in zip(baseline.named_parameters(), treated.named_parameters(), strict=True):
-        assert name == other
-        assert torch.equal(a.grad, b.grad), name
-
-
-def test_plain_neutreno_adds_no_state_and_changes_the_output():
-    baseline, treated = seeded(), seeded(mitigation="neutreno:0.6")
-    assert list(baseline.state_dict()) == list(treated.state_dict())
-    assert not torch.equal(baseline(images()), treated(images()))
-
-
-def test_learnt_strength_is_absent_from_the_first_layer():
-    state = seeded(mitigation="neutreno:0.6,learn=head").state_dict()
-    assert {n: tuple(t.shape) for n, t in state.items() if "mitigation" in n} == {
-        "blocks.1.attn.mitigation.learnt_strength": (3,),
-        "blocks.2.attn.mitigation.learnt_strength": (3,),
-    }
-
-
-def test_mitigation_layers_restrict_it():
-    model = seeded(mitigation="featscale", mitigation_layers=[3])
-    assert {n for n in model.state_dict() if "mitigation" in n} == {
-        "blocks.2.attn.mitigation.low",
-        "blocks.2.attn.mitigation.high",
-    }
-    assert model.config.mitigation_layers == (3,)
+@pytest.mark.parametrize(
+    ("mitigation", "layers", "expected"),
+    [
+        ("neutreno:0.6,learn=head", None, {f"blocks.{i}.attn.mitigation.learnt_strength": (3,) for i in (1, 2)}),
+        ("featscale", [3], {f"blocks.2.attn.mitigation.{name}": (12,) for name in ("low", "high")}),
+    ],
+)
+def test_a_mitigation_has_parameters_in_its_layers_alone(mitigation, layers, expected):
+    model = seeded(mitigation=mitigation, mitigation_layers=layers)
+    assert {n: tuple(t.shape) for n, t in model.state_dict().items() if "mitigation" in n} == expected
+    assert model.config.mitigation_layers == (None if layers is None else (3,))
 
 
 def gradient_of_first_values(mitigation):
@@ -146,26 +110,15 @@ def test_later_layers_send_gradient_into_the_first_layers_values():
     assert gradient_of_first_values("neutreno:0.6").abs().max() > 1e-9
     assert not gradient_of_first_values(None).any()
     assert not gradient_of_first_values("neutreno:0.6,detach=true").any()
-
-
-def test_detach_changes_gradients_but_not_the_output():
     flowing, detached = seeded(mitigation="neutreno:0.6"), seeded(mitigation="neutreno:0.6,detach=true")
     assert torch.equal(flowing(images()), detached(images()))
 
 
 def test_blocks_pass_the_first_values_on():
     model = seeded()
-    x = torch.randn(2, 5, 12)
-    x, first = model.blocks[0](x, None)
+    x, first = model.blocks[0](torch.randn(2, 5, 12, dtype=torch.float64), None)
     assert first.shape == (2, 3, 5, 4)
-    _, passed_on = model.blocks[1](x, first)
-    assert passed_on is first
-
-
-def test_drop_path_drops_the_term_with_its_branch():
-    weak, strong = (seeded(depth=2, drop_path=1.0, mitigation=f"neutreno:{s}") for s in (0.1, 9.0))
-    assert torch.equal(weak(images()), strong(images()))  # the last block is skipped in training
-    assert not torch.equal(weak.eval()(images()), strong.eval()(images()))
+    assert model.blocks[1](x, first)[1] is first
 
 
 def test_drop_path_grows_linearly_and_keeps_the_mean():
@@ -176,14 +129,16 @@ def test_drop_path_grows_linearly_and_keeps_the_mean():
     assert dropped.unique().tolist() == pytest.approx([0, 4 / 3])
     assert (dropped == dropped[:, :1, :1]).all()  # whole samples
     assert dropped.mean().item() == pytest.approx(1, abs=0.05)
+    weak, strong = (seeded(depth=2, drop_path=1.0, mitigation=f"neutreno:{s}") for s in (0.1, 9.0))
+    assert torch.equal(weak(images()), strong(images()))  # the last block is skipped in training, term and all
+    assert not torch.equal(weak.eval()(images()), strong.eval()(images()))
 
 
-def test_dropouts_are_random_in_training_and_off_in_evaluation():
-    for option in ("dropout", "attention_dropout"):
-        model = seeded(**{option: 0.5})
-        assert not torch.equal(model(images()), model(images())), option
-        model.eval()
-        assert torch.equal(model(images()), seeded().eval()(images())), option
+@pytest.mark.parametrize("option", ["dropout", "attention_dropout"])
+def test_dropouts_are_random_in_training_and_off_in_evaluation(option):
+    model = seeded(**{option: 0.5})
+    assert not torch.equal(model(images()), model(images()))
+    assert torch.equal(model.eval()(images()), seeded().eval()(images()))
 
 
 def test_distilled_heads_are_a_pair_in_training_and_a_mean_in_evaluation():
@@ -191,14 +146,12 @@ def test_distilled_heads_are_a_pair_in_training_and_a_mean_in_evaluation():
     head, head_dist = model(images())
     assert not torch.equal(head, head_dist)
     assert torch.equal(model.eval()(images()), (head + head_dist) / 2)
-    tokens = model.forward_features(images())
-    assert torch.equal(model.head_dist(tokens[:, 1]), head_dist)
+    assert torch.equal(model.head_dist(model.forward_features(images())[:, 1]), head_dist)
 
 
 @pytest.mark.parametrize(
     ("options", "prefix"),
     [
-        ({}, 1),
         ({"distilled": True, "registers": 3}, 5),
         ({"class_token": False}, 0),
         ({"class_token": False, "registers": 2}, 2),
@@ -208,59 +161,13 @@ def test_prefix_tokens_stand_before_the_patches(options, prefix):
     model = seeded(**options)
     assert model.prefix_tokens == prefix
     tokens = model.forward_features(images())
-    assert tokens.shape == (2, prefix + 4, 12)
+    assert tokens.shape == (4, prefix + 4, 12)
     if not options.get("class_token", True):
         torch.testing.assert_close(model(images()), model.head(tokens[:, prefix:].mean(1)))
 
 
 def test_no_weight_decay_names_existing_parameters():
     model = seeded(distilled=True, registers=1, mitigation="neutreno:0.6,learn=layer+featscale", depth=2)
-    names = model.no_weight_decay()
-    assert names == {
-        "pos_embed",
-        "cls_token",
-        "dist_token",
-        "reg_token",
-        "blocks.1.attn.mitigation.parts.0.learnt_strength",
-        "blocks.0.attn.mitigation.parts.1.low",
-        "blocks.0.attn.mitigation.parts.1.high",
-        "blocks.1.attn.mitigation.parts.1.low",
-        "blocks.1.attn.mitigation.parts.1.high",
-    }
-
-
-def test_config_survives_json():
-    model = seeded(mitigation=NeuTRENO(0.5, learn="head"), mitigation_layers=(2, 3), registers=1, layer_scale=0.1)
-    config = ViTConfig.from_dict(json.loads(json.dumps(model.config.to_dict())))
-    assert config == model.config
-    assert ViT(**config.to_dict()).config == config
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"image_size": 9}, "image_size 9 is no multiple of patch_size 4"),
-        ({"dim": 13}, "dim 13 cannot be shared out among 3 heads"),
-        ({"depth": 0}, "depth must be at least 1"),
-        ({"attention": "cosine"}, "unknown attention 'cosine'; known: softmax, symmetric"),
-        ({"distilled": True, "class_token": False}, "set class_token=True"),
-        ({"mitigation": "neutreno", "mitigation_layers": [4]}, "the layers are numbered 1 to 3"),
-        ({"mitigation": "neutron"}, "unknown mitigation 'neutron'"),
-    ],
-)
-def test_impossible_options_say_what_to_do(options, message):
-    with pytest.raises(AcutanceError, match=message):
-        ViT(**{**TINY, **options})
-
-
-def test_unknown_and_missing_options_are_named():
-    with pytest.raises(AcutanceError, match="unknown model options head;"):
-        ViTConfig.from_dict({**TINY, "head": 3})
-    with pytest.raises(AcutanceError, match="heads"):
-        ViTConfig.from_dict({k: v for k, v in TINY.items() if k != "heads"})
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 8, 12), (2, 1, 8, 8), (3, 8, 8)])
-def test_images_of_another_shape_are_refused(shape):
-    with pytest.raises(ShapeError, match=r"takes \(batch, 3, 8, 8\)"):
-        seeded()(torch.zeros(shape))
+    scales = {f"blocks.{i}.attn.mitigation.parts.1.{name}" for i in (0, 1) for name in ("low", "high")}
+    learnt = {"blocks.1.attn.mitigation.parts.0.learnt_strength"}
+    assert model.no_weight_decay() == {"pos_embed", "cls_token", "dist_token", "reg_token"} | learnt | scales

@@ -1,0 +1,139 @@
+"""The reference models written a second time, from the formulas, on plain dictionaries of float64 tensors.
+
+They share no code with the package: patches are cut by hand, every attention matrix is formed, head by head, as is
+every word's probability, and bilinear interpolation is a sum over neighbours. NeuTRENO's λ̃ is a number, or learnt.
+"""
+
+import math
+
+import torch
+
+
+def plain_vit(state, images, *, heads=3, **options):
+    tokens = _patches(state, images)
+    if "cls_token" in state:
+        tokens = torch.cat([torch.cat([state["cls_token"]] * len(images)), tokens], 1)
+    x = _norm(_blocks(state, tokens + state["pos_embed"], heads, **options), state, "norm", 1e-6)
+    return _linear(x[:, 0] if "cls_token" in state else x.mean(1), state, "head")
+
+
+def plain_segmenter(state, images, *, grid=(3, 3), heads=3, decoder_heads=2, **options):
+    encoder, decoder = _part(state, "encoder."), _part(state, "decoder.")
+    side = encoder["patch_embed.proj.weight"].shape[-1]
+    height, width = images.shape[2:]
+    rows, columns = math.ceil(height / side), math.ceil(width / side)
+    padded = images.new_zeros(*images.shape[:2], rows * side, columns * side)
+    padded[..., :height, :width] = images
+    positions = bilinear(encoder["pos_embed"][0, 1:].T.reshape(-1, *grid), (rows, columns)).flatten(1).T
+    front = torch.cat([encoder["cls_token"] + encoder["pos_embed"][:, :1]] * len(images))
+    x = torch.cat([front, _patches(encoder, padded) + positions], 1)
+    x = _norm(_blocks(encoder, x, heads, eps=1e-5, **options), encoder, "norm", 1e-5)
+    classes = decoder["cls_emb"].shape[1]
+    x = torch.cat([_linear(x[:, 1:], decoder, "proj_dec"), torch.cat([decoder["cls_emb"]] * len(images))], dim=1)
+    x = _norm(_blocks(decoder, x, decoder_heads, eps=1e-5, **options), decoder, "decoder_norm", 1e-5)
+    seen, wanted = x[:, :-classes] @ decoder["proj_patch"], x[:, -classes:] @ decoder["proj_classes"]
+    lengths = torch.sqrt((seen**2).sum(-1)[:, :, None] * (wanted**2).sum(-1)[:, None, :])
+    masks = _norm((seen @ wanted.transpose(1, 2)) / lengths, decoder, "mask_norm", 1e-5)
+    maps = [bilinear(mask.T.reshape(classes, rows, columns), (rows * side, columns * side)) for mask in masks]
+    return torch.stack(maps)[..., :height, :width]
+
+
+def plain_language(state, tokens, *, heads=3, cutoffs=(5, 9, 16), **options):
+    """log p of every word after every token."""
+    length, dim = tokens.shape[1], state["embed.weight"].shape[1]
+    angles = [[back / 10_000 ** (2 * i / dim) for i in range(dim // 2)] for back in reversed(range(length))]
+    positions = [[math.sin(a) for a in row] + [math.cos(a) for a in row] for row in angles]
+    x = state["embed.weight"][tokens] * math.sqrt(dim) + torch.tensor(positions, dtype=torch.float64)
+    x = _blocks(state, x, heads, eps=1e-5, post=True, causal=True, **options)
+    scores = torch.exp(x @ state["embed.weight"].T + state["softmax.bias"])
+    if not cutoffs:
+        return torch.log(scores / scores.sum(-1, keepdim=True))
+    clusters = torch.exp(x @ state["softmax.cluster_weight"].T + state["softmax.cluster_bias"])
+    total = scores[..., : cutoffs[0]].sum(-1) + clusters.sum(-1)
+    parts, ends = [scores[..., : cutoffs[0]] / total[..., None]], [*cutoffs, scores.shape[-1]]
+    for i in range(len(cutoffs)):  # words of a cluster share out its probability by their scores
+        inside = scores[..., ends[i] : ends[i + 1]]
+        parts.append(inside * (clusters[..., i] / total / inside.sum(-1))[..., None])
+    return torch.log(torch.cat(parts, -1))
+
+
+def bilinear(image, size):
+    """(channels, height, width) resized; the centres of the corner pixels keep their distance to the border."""
+    for axis, wanted in ((1, size[0]), (2, size[1])):
+        old, rows = image.shape[axis], []
+        for i in range(wanted):
+            place = max((i + 0.5) * old / wanted - 0.5, 0)
+            low = min(int(place), old - 1)
+            high, share = min(low + 1, old - 1), place - low
+            rows.append((1 - share) * image.select(axis, low) + share * image.select(axis, high))
+        image = torch.stack(rows, dim=axis)
+    return image
+
+
+def _part(state, prefix):
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+def _linear(x, state, name):
+    return x @ state[f"{name}.weight"].T + state.get(f"{name}.bias", 0)
+
+
+def _norm(x, state, name, eps):
+    centred = x - x.mean(-1, keepdim=True)
+    variance = (centred**2).mean(-1, keepdim=True)
+    return centred / torch.sqrt(variance + eps) * state[f"{name}.weight"] + state[f"{name}.bias"]
+
+
+def _patches(state, images):
+    weight, bias = state["patch_embed.proj.weight"], state["patch_embed.proj.bias"]
+    side, (height, width) = weight.shape[-1], images.shape[2:]
+    places = [(top, left) for top in range(0, height, side) for left in range(0, width, side)]
+    cut = [[(weight * i[:, t : t + side, c : c + side]).sum((1, 2, 3)) + bias for t, c in places] for i in images]
+    return torch.stack([torch.stack(tokens) for tokens in cut])
+
+
+def _blocks(state, x, heads, *, eps=1e-6, post=False, causal=False, kernel="softmax", strength=0.0):
+    first = None
+    for layer in range(1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))):
+        block = _part(state, f"blocks.{layer}.")
+        normed = x if post else _norm(x, block, "norm1", eps)
+        y, values = _attention(block, normed, first, heads, kernel, strength, causal)
+        first = values if first is None else first
+        x = x + y * block.get("ls1.gamma", 1.0)
+        x = _norm(x, block, "norm1", eps) if post else x
+        hidden = _linear(x if post else _norm(x, block, "norm2", eps), block, "mlp.fc1")
+        hidden = hidden.clamp(min=0) if post else hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
+        x = x + _linear(hidden, block, "mlp.fc2") * block.get("ls2.gamma", 1.0)
+        x = _norm(x, block, "norm2", eps) if post else x
+    return x
+
+
+def _attention(block, x, first, heads, kernel, strength, causal):
+    width, symmetric = x.shape[-1] // heads, kernel == "symmetric"
+    parts = _linear(x, block, "attn.kv" if symmetric else "attn.qkv").chunk(2 if symmetric else 3, dim=-1)
+    q, k, v = parts[0], parts[-2], parts[-1]
+    learnt = block.get("attn.mitigation.learnt_strength")
+    outputs = []
+    for head in range(heads):
+        part = slice(head * width, (head + 1) * width)
+        weights = _kernel_matrix(kernel, q[..., part], k[..., part])
+        weights = weights.tril() if causal else weights
+        u = weights / weights.sum(-1, keepdim=True) @ v[..., part]
+        if first is not None:
+            pull = strength if learnt is None else learnt[head % len(learnt)]
+            u = u + pull * (first[..., part] - v[..., part])
+        outputs.append(u)
+    return _linear(torch.cat(outputs, -1), block, "attn.proj"), v
+
+
+def _kernel_matrix(kernel, q, k):
+    scale = 1 / math.sqrt(q.shape[-1])
+    products = torch.einsum("bid,bjd->bij", q, k)
+    if kernel in ("softmax", "symmetric"):
+        return torch.exp(scale * products)
+    if kernel == "rbf":
+        return torch.exp(-scale * ((q[:, :, None] - k[:, None]) ** 2).sum(-1) / 2)
+    if kernel == "polynomial":
+        return (1 + scale * products) ** 2
+    positive = [torch.where(t > 0, t + 1, torch.exp(t)) for t in (q, k)]
+    return torch.einsum("bid,bjd->bij", *positive)

@@ -1,0 +1,169 @@
+"""What holds for every reference model: a second, plain implementation, checkpointing, files, refusals."""
+
+import json
+
+import pytest
+import torch
+from plain_models import plain_language, plain_segmenter, plain_vit
+from small_models import KINDS, assert_same, gradients, images, inputs, seeded, words
+
+import acutance as ac
+from acutance.errors import AcutanceError, ShapeError
+
+NEUTRENO = {"mitigation": "neutreno:0.6"}
+
+
+def assert_equals_plain(model, found, plain, tolerance):
+    """Outputs and the gradient of every parameter; `plain` is called with the model's state."""
+    state = {name: tensor.detach().clone().requires_grad_() for name, tensor in model.state_dict().items()}
+    expected = plain(state)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    direction = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    (found * direction).sum().backward()
+    (expected * direction).sum().backward()
+    for name, parameter in model.named_parameters():
+        wanted = state[name].grad
+        assert torch.count_nonzero(wanted), f"{name}: the comparison would prove nothing"
+        close = {"rtol": 10 * tolerance, "atol": 10 * tolerance}
+        torch.testing.assert_close(parameter.grad, wanted, **close, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("options", "plain"),
+    [
+        ({}, {}),
+        *(({"mitigation": f"neutreno:{s}"}, {"strength": s}) for s in (0.6, -0.3)),
+        *(({"mitigation": f"neutreno:0.6,learn={learn}"}, {}) for learn in ("layer", "head")),
+        *(
+            ({**NEUTRENO, "attention": kernel}, {"strength": 0.6, "kernel": kernel})
+            for kernel in ("symmetric", "rbf", "linear", "polynomial")
+        ),
+        ({"class_token": False}, {}),
+        ({"layer_scale": 0.1}, {}),
+    ],
+    ids=str,
+)
+def test_vit_equals_the_plain_model(options, plain):
+    model = seeded(depth=5, **options)
+    assert_equals_plain(model, model(images()), lambda state: plain_vit(state, images(), **plain), 1e-9)
+
+
+@pytest.mark.parametrize("cutoffs", [(5, 9, 16), (22,), ()])
+@pytest.mark.parametrize(
+    ("mitigation", "strength"),
+    [(None, 0.0), ("neutreno:0.4", 0.4), ("neutreno:0.4,learn=layer", 0.0), ("neutreno:0.4,learn=head", 0.0)],
+)
+def test_language_equals_the_plain_model(mitigation, strength, cutoffs):
+    model, text = seeded("language", mitigation, cutoffs=cutoffs).eval(), words(length=8)
+    tokens, targets = text[:, :-1], text[:, 1:, None]
+
+    def plain(state):
+        logs = plain_language(state, tokens, cutoffs=cutoffs, strength=strength)
+        torch.testing.assert_close(model.log_probabilities(tokens), logs, rtol=1e-10, atol=1e-10)
+        return -logs.gather(-1, targets).squeeze(-1)
+
+    assert_equals_plain(model, model(tokens, targets.squeeze(-1)), plain, 1e-10)
+
+
+@pytest.mark.parametrize("size", [(12, 12), (10, 17), (4, 24)])
+@pytest.mark.parametrize(
+    ("options", "plain"),
+    [
+        (NEUTRENO, {"strength": 0.6}),
+        ({"mitigation": "neutreno:0.6,learn=layer"}, {}),
+        ({**NEUTRENO, "attention": "symmetric"}, {"strength": 0.6, "kernel": "symmetric"}),
+    ],
+)
+def test_segmenter_equals_the_plain_model(options, plain, size):
+    model, batch = seeded("segmenter", **options).eval(), images(*size, batch=2)
+    assert model(batch).shape == (2, 5, *size)
+    assert_equals_plain(model, model(batch), lambda state: plain_segmenter(state, batch, **plain), 1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zero_strength_is_the_plain_model_bit_for_bit(kind):
+    plain, treated = seeded(kind).eval(), seeded(kind, "neutreno:0").eval()
+    assert list(plain.state_dict()) == list(treated.state_dict())
+    assert_same(gradients(treated, kind), gradients(plain, kind), 0)
+
+
+DROPOUTS = {
+    "vit": {"dropout": 0.2, "drop_path": 0.3, "attention_dropout": 0.1},
+    "language": {"dropout": 0.3},
+    "segmenter": {"dropout": 0.2, "drop_path": 0.3, "decoder_dropout": 0.3, "decoder_drop_path": 0.5},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mitigation", [None, "neutreno:0.6,learn=head", "attnscale"])
+def test_gradient_checkpointing_changes_nothing(kind, mitigation):
+    model = seeded(kind, mitigation, **DROPOUTS[kind])
+    results = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        torch.manual_seed(5)
+        results.append(gradients(model, kind))
+    assert_same(*results)
+    assert not torch.equal(model(*inputs(kind)), model(*inputs(kind))), "dropout draws"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_comes_back_from_its_file_and_its_configuration(kind, tmp_path):
+    layers = {} if kind == "segmenter" else {"mitigation_layers": (2, 3)}
+    model = seeded(kind, "neutreno:0.4,learn=head", dtype=torch.float32, **layers).eval()
+    again = ac.load(ac.save(model, tmp_path / "model.safetensors")).eval()
+    assert again.config == model.config
+    assert torch.equal(again(*inputs(kind, torch.float32)), model(*inputs(kind, torch.float32)))
+    config = type(model.config).from_dict(json.loads(json.dumps(model.config.to_dict())))
+    assert config == model.config == KINDS[kind][0](**config.to_dict()).config
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("vit", {"image_size": 9}, "image_size 9 is no multiple of patch_size 4"),
+        ("vit", {"dim": 13}, "dim 13 cannot be shared out among 3 heads"),
+        ("vit", {"depth": 0}, "depth must be at least 1"),
+        ("vit", {"attention": "cosine"}, "unknown attention 'cosine'; known: softmax, symmetric"),
+        ("vit", {"distilled": True, "class_token": False}, "set class_token=True"),
+        ("vit", {"mitigation": "neutreno", "mitigation_layers": [4]}, "the layers are numbered 1 to 3"),
+        ("vit", {"mitigation": "neutron"}, "unknown mitigation 'neutron'"),
+        ("vit", {"stream": "autocast", "norm": "post"}, "give float32 tokens"),
+        ("vit", {"stream": "autocast", "layer_scale": 0.1}, "give float32 tokens"),
+        ("language", {"cutoffs": (20_000, 40_000)}, r"stay below the vocabulary of 23: \(\) is a plain"),
+        ("language", {"cutoffs": (9, 5)}, "must grow"),
+        ("language", {"heads": 5}, "cannot be shared out among 5 heads"),
+        ("language", {"dim": 9}, "dim 9 must be even"),
+        ("language", {"hidden": 0}, "hidden must be at least 1"),
+        ("segmenter", {"decoder_heads": 5}, "cannot be shared out among 5 heads"),
+    ],
+)
+def test_impossible_options_say_what_to_do(kind, options, message):
+    build, sizes = KINDS[kind]
+    with pytest.raises(AcutanceError, match=message):
+        build(**{**sizes, **options})
+
+
+def test_unknown_and_missing_options_are_named():
+    build, sizes = KINDS["vit"]
+    with pytest.raises(AcutanceError, match="unknown model options head;"):
+        build.config_class.from_dict({**sizes, "head": 3})
+    with pytest.raises(AcutanceError, match="heads"):
+        build.config_class.from_dict({name: value for name, value in sizes.items() if name != "heads"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        *(
+            ("vit", (torch.zeros(shape),), r"takes \(batch, 3, 8, 8\)")
+            for shape in [(2, 3, 8, 12), (2, 1, 8, 8), (3, 8, 8)]
+        ),
+        ("segmenter", (torch.zeros(2, 1, 12, 12),), r"images \(2, 1, 12, 12\): this model takes \(batch, 3, height"),
+        ("language", (words()[0],), r"tokens \(7,\)"),
+        ("language", (words(), words(length=8)), r"targets \(3, 8\) are not the words after tokens \(3, 7\)"),
+    ],
+)
+def test_wrong_shapes_are_named(kind, given, message):
+    with pytest.raises(ShapeError, match=message):
+        seeded(kind)(*given)
