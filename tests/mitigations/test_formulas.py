@@ -57,18 +57,18 @@ def test_neutreno_with_a_cache_uses_the_rows_of_its_own_queries():
     assert torch.equal(step, whole[:, :, -2:])
 
 
-def test_values_that_cannot_be_matched_are_named():
+@pytest.mark.parametrize(
+    ("values", "first", "message"),
+    [
+        ((B, 3, N, D), (B, 3, N, D), r"values \(2, 3, 6, 5\).*output \(2, 4, 6, 5\)"),
+        ((B, H, N, D), (B, H, N + 2, D), "not of the same tokens"),
+    ],
+)
+def test_values_that_cannot_be_matched_are_named(values, first, message):
     built = NeuTRENO(0.6).for_layer(layer_shape())
-    u, v = draw(B, H, N, D), draw(B, 3, N, D)
-    with pytest.raises(ShapeError, match=r"values \(2, 3, 6, 5\).*output \(2, 4, 6, 5\)"):
-        built.output(u, v, call_of(attention(), v, v))
-
-
-def test_first_values_of_other_tokens_are_refused():
-    built = NeuTRENO(0.6).for_layer(layer_shape())
-    u, v, longer = draw(B, H, N, D), draw(B, H, N, D), draw(B, H, N + 2, D)
-    with pytest.raises(ShapeError, match="not of the same tokens"):
-        built.output(u, v, call_of(attention(), v, longer))
+    v = draw(*values)
+    with pytest.raises(ShapeError, match=message):
+        built.output(draw(B, H, N, D), v, call_of(attention(), v, draw(*first)))
 
 
 def test_learnt_strength_per_head_reaches_its_own_head():
@@ -112,6 +112,9 @@ def test_featscale_scales_low_and_high_frequencies(doubled):
     torch.testing.assert_close(built.features(y, call_of(attention())), expected, rtol=1e-12, atol=1e-12)
 
 
+KERNELS = ("symmetric", "rbf", "linear", "polynomial")
+
+
 def masks():
     causal_bias = torch.zeros(N, N, dtype=torch.float64).masked_fill(torch.ones(N, N).triu(1).bool(), -torch.inf)
     keys = torch.ones(B, N, dtype=torch.bool)
@@ -123,6 +126,7 @@ def masks():
     lowest = torch.finfo(torch.float64).min
     return {
         "none": ({}, torch.ones(B, H, N, N).bool()),
+        **{kernel: ({"kernel": kernel}, torch.ones(B, H, N, N).bool()) for kernel in KERNELS},
         "causal": ({"causal": True}, lower.expand(B, H, N, N)),
         "keys": ({"mask": keys}, keys[:, None, None].expand(B, H, N, N)),
         "keys and causal": ({"mask": keys, "causal": True}, keys[:, None, None] & lower.expand(B, H, N, N)),
@@ -144,17 +148,6 @@ def test_attnscale_equals_the_rescaled_matrix(mask, kv_heads):
     rescaled = uniform + (1 + built.gain[:, None, None]) * (A.dense() - uniform)
     expected = rescaled @ v.repeat_interleave(H // kv_heads, dim=1)
     torch.testing.assert_close(built.output(A @ v, v, call_of(A, v)), expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("kernel", ["symmetric", "rbf", "linear", "polynomial"])
-def test_attnscale_on_other_kernels(kernel):
-    A = attention(kernel=kernel)
-    built = AttnScale().for_layer(layer_shape()).double()
-    built.gain.data = draw(H, seed=3)
-    v = draw(B, H, N, D, seed=4)
-    uniform = torch.full((N, N), 1 / N, dtype=torch.float64)
-    expected = (uniform + (1 + built.gain[:, None, None]) * (A.dense() - uniform)) @ v
-    torch.testing.assert_close(built.output(A @ v, v, call_of(A, v)), expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(
