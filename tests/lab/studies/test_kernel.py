@@ -1,0 +1,326 @@
+"""Distances from a symmetric positive definite kernel against matrices written out, and the study of several runs."""
+
+import json
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy.stats import spearmanr
+from typer.testing import CliRunner
+
+import acutance as ac
+from acutance import metrics, sites
+from acutance.cli.studies import app
+from acutance.errors import AcutanceError
+from acutance.explain.verdict import rank_correlation
+from acutance.io.loading import load_model
+from acutance.lab.data import digits
+from acutance.lab.studies import kernel, kernel_assumptions, kernel_study
+from acutance.lab.studies.kernel import MEASURES, asymmetry, negative_share, permuted
+from acutance.models import ViT
+
+OPTIONS = {"image_size": 8, "patch_size": 2, "in_chans": 1, "dim": 12, "depth": 2, "heads": 3, "num_classes": 10}
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def vit(seed=0, **options):
+    torch.manual_seed(seed)
+    model = ViT(**OPTIONS, **options)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def llama(**options):
+    from transformers import LlamaConfig, LlamaModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 50}
+    torch.manual_seed(0)
+    model = LlamaModel(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, **options)).double().eval()
+    for layer in model.layers:  # from the start, all attention is nearly uniform
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            torch.nn.init.normal_(projection.weight, std=0.5)
+    return model
+
+
+def gemma(**options):
+    """Its logits are capped."""
+    from transformers import Gemma2Config, Gemma2Model
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 50, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "attn_logit_softcapping": 0.5}
+    model = Gemma2Model(Gemma2Config(**sizes, **heads, attn_implementation="eager")).double().eval()
+    torch.nn.init.normal_(model.layers[1].self_attn.q_proj.weight)
+    return model
+
+
+def oracle(S):
+    """Asymmetry and negative share."""
+    values = np.linalg.eigvalsh(S + S.T)
+    negative = np.abs(values[values < 0]).sum() / np.abs(values).sum()
+    return np.linalg.norm(S - S.T) / np.linalg.norm(S + S.T), negative
+
+
+@pytest.mark.parametrize("tokens", [3, 9, 40])
+def test_grams_give_what_the_matrix_gives(tokens):
+    q, k = normal(2, tokens, 4), normal(2, tokens, 4, seed=1)
+    for sample in range(2):
+        expected = oracle((q[sample] @ k[sample].mT).numpy())
+        assert (asymmetry(q, k)[sample].item(), negative_share(q, k)[sample].item()) == pytest.approx(
+            expected, abs=1e-7
+        )
+
+
+def test_known_values():
+    x = normal(9, 4)
+    assert asymmetry(x, x).item() == pytest.approx(0, abs=1e-7)
+    assert negative_share(x, x).item() == pytest.approx(0, abs=1e-7)
+    assert negative_share(x, -x).item() == pytest.approx(1, abs=1e-7)
+    turn = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
+    assert asymmetry(normal(9, 2), normal(9, 2) @ (turn + 1e-3 * torch.eye(2))).item() > 100
+
+
+IDS = torch.arange(14).reshape(2, 7)
+MODELS = {
+    "vit": (lambda: vit().double(), normal(3, 1, 8, 8)),
+    "causal, grouped, rotated": (llama, {"input_ids": IDS}),
+    "causal, eager": (partial(llama, attn_implementation="eager"), {"input_ids": IDS}),
+    "capped": (gemma, {"input_ids": IDS}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_readings_are_those_of_each_layer_and_head_before_any_mask(name):
+    """Both halves of exp(q·k/√d), also the one that a causal model never uses."""
+    make, batch = MODELS[name]
+    model, records = make(), []
+    found = kernel_assumptions(model, [batch])
+    with torch.no_grad(), sites.find(model)[1].observe(records.append):
+        model(**batch) if isinstance(batch, dict) else model(batch)
+    A = records[0].A
+    group = A.q.shape[1] // A.k.shape[1]
+    for head in range(A.q.shape[1]):
+        logits = (A.q[1, head] @ A.k[1, head // group].mT).double().numpy() * A.scale
+        affinity = np.exp(logits if A.softcap is None else A.softcap * np.tanh(logits / A.softcap))
+        read = [found.samples[measure][1, 1, head] for measure in MEASURES]
+        assert read == pytest.approx([*oracle(logits), *oracle(affinity)], abs=1e-7)
+    used = metrics.gradient_alignment(A, records[0].values)
+    np.testing.assert_allclose(found.alignment[1], used, atol=1e-7)
+    assert np.isfinite(found.weights_asymmetry).all()
+
+
+def test_the_baselines_are_those_of_the_permuted_logits():
+    model, images, records = vit().double(), normal(3, 1, 8, 8), []
+    found = kernel_assumptions(model, [images])
+    with torch.no_grad(), sites.find(model)[0].observe(records.append):
+        model(images)
+    A = records[0].A
+    everywhere = torch.ones(3, A.shape[2], A.shape[2], dtype=torch.bool)
+    mixed = permuted(A.q @ A.k.mT * A.scale, everywhere, torch.Generator().manual_seed(0))  # layer 1 draws first
+    for sample, head in np.ndindex(3, 3):
+        expected = [*oracle(mixed[sample, head].numpy()), *oracle(mixed[sample, head].exp().numpy())]
+        assert [found.samples[name][0, sample, head] for name in kernel.PERMUTED] == pytest.approx(expected, abs=1e-7)
+
+
+def test_symmetric_attention_meets_every_assumption():
+    found = kernel_assumptions(vit(attention="symmetric").double(), [normal(3, 1, 8, 8)])
+    for row in found.rows():
+        assert row["alignment"] == pytest.approx(1, abs=1e-6)
+        deviations = [row[name] for name in (*MEASURES, "weights_asymmetry", "weights_negative")]
+        np.testing.assert_allclose(deviations, 0, atol=1e-6)
+
+
+def test_the_form_of_the_weights_with_grouped_queries_or_unknown():
+    """Four query heads, two key heads: the first two belong to the first. A site that knows no weights leaves NaN."""
+    query, key = normal(12, 8), normal(6, 8, seed=1)
+    site = SimpleNamespace(heads=4, kv_heads=2, head_dim=3, query_weight=lambda: query, key_weight=lambda: key)
+    found = kernel._of_weights(site)
+    for head in range(4):
+        first = 3 * (head // 2)
+        form = (query[3 * head : 3 * head + 3].mT @ key[first : first + 3]).numpy()
+        assert found[:, head] == pytest.approx(oracle(form), abs=1e-7)
+
+    def refuse():
+        raise AcutanceError("does not know where W_Q is")
+
+    assert np.isnan(kernel._of_weights(SimpleNamespace(heads=4, query_weight=refuse))).all()
+
+
+def test_correlations_within_a_layer_do_not_see_the_depth():
+    """In each layer the measure falls with the alignment; layers are shifted so that pooled it seems to rise."""
+    alignment = np.linspace(0, 0.1, 6).reshape(1, 3, 2) + np.array([0.0, 0.5]).reshape(2, 1, 1)
+    measure = -np.linspace(0, 0.1, 6).reshape(1, 3, 2) + np.array([0.3, 0.9]).reshape(2, 1, 1)
+    weights = np.zeros((2, 2))
+    found = kernel.KernelAssumptions({**dict.fromkeys(MEASURES, measure), "alignment": alignment}, weights, weights)
+    expected = spearmanr(measure.ravel(), alignment.ravel()).statistic
+    assert found.correlations()["kernel_asymmetry"] == pytest.approx(expected)
+    assert expected > 0.4
+    np.testing.assert_allclose(found.layer_correlations()["kernel_asymmetry"], [-1, -1])
+    rounding = {**dict.fromkeys(MEASURES, 1e-8 * measure), "alignment": 1 + 1e-7 * alignment}
+    assert np.isnan(list(kernel.KernelAssumptions(rounding, weights, weights).correlations().values())).all()
+
+
+def test_rank_correlation_shares_ties():
+    a, b = np.array([1.0, 2.0, 2.0, 5.0, 0.0]), np.array([3.0, 3.0, 1.0, 9.0, 2.0])
+    assert rank_correlation(a, b) == pytest.approx(spearmanr(a, b).statistic)
+    assert np.isnan(rank_correlation(a, np.ones(5)))
+
+
+def test_padding_and_packed_documents_change_nothing():
+    model, ids = llama(), torch.arange(12).reshape(2, 6)
+    alone = [kernel_assumptions(model, [{"input_ids": row}]) for row in (ids[:1], ids[1:, :4])]
+    padding = torch.ones_like(ids)
+    padding[1, 4:] = 0
+    packed = torch.cat([ids[0], ids[1, :4]])[None], torch.tensor([[*range(6), *range(4)]])
+    for batch in (
+        {"input_ids": ids, "attention_mask": padding},
+        {"input_ids": packed[0], "position_ids": packed[1]},
+    ):
+        found = kernel_assumptions(model, [batch])
+        for name in (*MEASURES, "alignment"):
+            for sample in (0, 1):
+                np.testing.assert_allclose(found.samples[name][:, sample], alone[sample].samples[name][:, 0], atol=1e-7)
+
+
+def test_permuting_keeps_the_entries_inside_and_leaves_the_rest_alone():
+    S, counts = normal(2, 3, 5, 5), torch.tensor([[True] * 5, [True, True, False, True, False]])
+    pairs = counts[:, :, None] & counts[:, None, :]
+    S = S * pairs[:, None]
+    mixed = permuted(S, pairs, torch.Generator().manual_seed(0))
+    assert not torch.equal(mixed, S)
+    for sample, head in np.ndindex(2, 3):
+        before, after, inside = S[sample, head], mixed[sample, head], pairs[sample]
+        assert (after[~inside] == 0).all()
+        assert torch.equal(after[inside].sort().values, before[inside].sort().values)
+    assert torch.equal(mixed, permuted(S, pairs, torch.Generator().manual_seed(0)))
+
+
+def test_permuted_entries_of_a_symmetric_kernel_are_what_chance_gives():
+    """A Gram matrix is symmetric and positive definite by its arrangement, not by its entries."""
+    x = normal(1, 1, 60, 60)
+    S = x @ x.mT
+    S = S - S.mean()  # without a mean: asymmetry 1, share ½ but for the diagonal's chance
+    mixed = permuted(S, torch.ones(1, 60, 60, dtype=torch.bool), torch.Generator().manual_seed(0))
+    assert kernel.matrix_asymmetry(S).item() == pytest.approx(0, abs=1e-9)
+    assert kernel.matrix_asymmetry(mixed).item() == pytest.approx(1, abs=0.1)
+    assert kernel.matrix_negative_share(mixed).item() == pytest.approx(0.5, abs=0.05)
+
+
+def test_what_cannot_be_compared_is_refused():
+    from transformers import T5Config, T5EncoderModel
+
+    sizes = {"d_model": 16, "d_ff": 16, "d_kv": 4, "num_layers": 1, "num_heads": 4, "vocab_size": 50}
+    with pytest.raises(AcutanceError, match="bias is added"):
+        kernel_assumptions(T5EncoderModel(T5Config(**sizes)), [{"input_ids": torch.arange(6)[None]}])
+    with pytest.raises(AcutanceError, match="softmax self-attention"):
+        kernel_assumptions(vit(attention="linear"), [torch.randn(2, 1, 8, 8)])
+    with pytest.raises(AcutanceError, match="no batches"):
+        kernel_assumptions(vit(), [])
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for seed in (0, 1):
+        ac.save(vit(seed), tmp_path / f"plain-seed{seed}" / "model.safetensors")
+        ac.save(vit(seed, attention="symmetric"), tmp_path / f"even-seed{seed}" / "model.safetensors")
+    return tmp_path
+
+
+def command(*words):
+    done = CliRunner().invoke(app, ["kernel", *map(str, words)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_command_writes_what_a_direct_reading_gives(runs):
+    names = [runs / "plain-seed0", runs / "plain-seed1" / "model.safetensors", runs / "even-seed0", runs / "even-seed1"]
+    out = runs / "kernel"
+    assert "plain, 2 runs" in command(*names, "--samples", "9", "--out", out)
+    table = pd.read_csv(out / "kernel.csv")
+    assert len(table) == 4 * 2 * 2 * 3  # runs, data, layers, heads
+    direct = {}
+    for data, split in zip(("train", "test"), digits(), strict=True):
+        images = split.images[torch.linspace(0, len(split) - 1, 9).round().long()]
+        for seed in (0, 1):
+            model = ac.load(runs / f"plain-seed{seed}/model.safetensors")
+            direct[data, seed] = kernel_assumptions(model, [images])
+    chosen = table.query("run == 'plain-seed1' and data == 'train'").set_index(["layer", "head"])
+    for row in direct["train", 1].to_frame().set_index(["layer", "head"]).itertuples():
+        for name in row._fields[1:]:
+            assert chosen.loc[row.Index, name] == pytest.approx(getattr(row, name), rel=1e-3, abs=1e-6)
+    found = direct["train", 1].layer_correlations()["kernel_asymmetry"]
+    assert chosen.loc[(2, 3), "correlation_kernel_asymmetry"] == pytest.approx(found[1], rel=1e-3)
+    body = json.loads((out / "kernel.json").read_text())
+    assert (body["paper"], body["samples"]) == (kernel.PAPER, {"train": 9, "test": 9})
+    assert body["command"].startswith("acutance lab kernel ")
+    summary = {(row["variant"], row["data"]): row for row in body["summary"]}
+    means = [direct["test", seed].alignment.mean() for seed in (0, 1)]
+    assert summary["plain", "test"]["alignment"]["mean"] == pytest.approx(np.mean(means))
+    assert summary["plain", "test"]["alignment"]["spread"] == pytest.approx(np.std(means, ddof=1))
+    for kind, read in (("pooled", "correlations"), ("within", "layer_correlations")):
+        values = [np.mean(getattr(direct["test", seed], read)()["kernel_negative"]) for seed in (0, 1)]
+        assert summary["plain", "test"][kind]["kernel_negative"]["mean"] == pytest.approx(np.mean(values))
+    assert summary["even", "test"]["pooled"]["kernel_negative"]["mean"] is None  # nothing varies
+    assert (out / "kernel.png").stat().st_size > 10_000
+    assert "</svg>" in (out / "kernel.svg").read_text()
+
+
+def test_one_model_is_held_at_a_time_and_every_batch_announced():
+    heard, loaded = [], []
+
+    def load(seed):
+        loaded.append(len(heard))
+        return vit(seed)
+
+    study = kernel_study({f"a-seed{n}": partial(load, n) for n in (0, 1)}, samples=70, advance=heard.append)
+    assert loaded == [0, 4]
+    assert heard == [f"a-seed{n}, {data}" for n in (0, 1) for data in ("train", "train", "test", "test")]
+    assert len(heard) == 2 * kernel.batch_count(70)
+    assert study.runs["a-seed1", "test"].alignment.shape == (2, 70, 3)
+    assert [kernel.variant_of(run) for run in ("neutreno-featscale-seed12", "seed3-a")] == [
+        "neutreno-featscale",
+        "seed3-a",
+    ]
+
+
+def test_a_causal_model_is_read_on_text(tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: n for n, word in enumerate(["[PAD]", "[UNK]", *"abcdefgh"])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    folder, out, text = tmp_path / "causal-seed0", tmp_path / "out", tmp_path / "text.txt"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(folder)
+    llama().float().save_pretrained(folder)
+    text.write_text("a b c d e f g h " * 9)
+    command(f"hf:{folder}", "--text", text, "--tokens", 6, "--samples", 5, "--out", out)
+    body = json.loads((out / "kernel.json").read_text())
+    assert body["samples"] == {"text.txt": 5}
+    assert f"--samples 5 --text {text} --tokens 6" in body["command"]
+    loaded = load_model(f"hf:{folder}")
+    direct = kernel_assumptions(loaded.model, loaded.text_batches(text, tokens=6, limit=5))
+    (row,) = body["summary"]
+    assert row["kernel_negative"]["mean"] == pytest.approx(direct.samples["kernel_negative"].mean(), rel=1e-5)
+    assert row["weights_asymmetry"]["mean"] == pytest.approx(direct.weights_asymmetry.mean(), rel=1e-5)
+
+
+def test_wrong_options_are_named(runs):
+    even = runs / "even-seed0"
+    with pytest.raises(AcutanceError, match="no models"):
+        kernel_study({})
+    with pytest.raises(AcutanceError, match="bare ViT, without the tokenizer"):
+        kernel_study({"a": vit}, text="a.txt")
+    with pytest.raises(AcutanceError, match="needs --text"):
+        command(even, "--tokens", 8)
+    with pytest.raises(AcutanceError, match="one name: even-seed0, even-seed0"):
+        command(even, even / "model.safetensors")
