@@ -140,23 +140,23 @@ def reference(basis: str, theta: Tensor, cotangent: Tensor) -> tuple[Tensor, Ten
 # --- Polar, other ways
 
 
-def newton_schulz(x: Tensor, scalings: Sequence[float], gram_of: Map = lambda x: x.mT @ x) -> Tensor:
-    for scaling in scalings:
+def newton_schulz(x: Tensor, factors: Sequence[float], gram_of: Map = lambda x: x.mT @ x) -> Tensor:
+    for scaling in factors:
         x = 1.5 * scaling * x - (0.5 * scaling**3) * (x @ gram_of(x))
     return x
 
 
-def unscaled(low: float, precision: float) -> list[float]:
-    """The scalings 1: more steps, but none of them sends a singular value near 1 to a small one."""
-    steps = 0
+def scalings(low: float, precision: float, *, scaled: bool) -> list[float]:
+    """Until all of [low, 1] is 1 to this precision. Unscaled takes more steps, but sends nothing near 1 to a small one."""
+    found = []
     while 1 - low > precision:
-        low, steps = 0.5 * low * (3 - low**2), steps + 1
-    return [1.0] * steps
+        found.append((3 / (1 + low + low**2)) ** 0.5 if scaled else 1.0)
+        low = 0.5 * found[-1] * low * (3 - (found[-1] * low) ** 2)
+    return found
 
 
 BFLOAT16_EPS = torch.finfo(torch.bfloat16).eps
-SCALED = orthogonal._polar_scalings(BFLOAT16_EPS)[:-1]
-UNSCALED = unscaled(orthogonal.SMALLEST_SINGULAR, BFLOAT16_EPS)
+SCALED, UNSCALED = (scalings(orthogonal.SMALLEST_SINGULAR, BFLOAT16_EPS, scaled=each) for each in (True, False))
 
 
 def polar_in_bfloat16(theta: Tensor, *, scalings: Sequence[float], finish: int) -> Tensor:

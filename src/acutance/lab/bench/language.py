@@ -33,12 +33,10 @@ class Size:
 
     @property
     def dim(self) -> int:
-        """Channels."""
         return 64 * self.heads
 
     @property
     def hidden(self) -> int:
-        """Channels inside an MLP."""
         return 4 * self.dim
 
     @property
@@ -108,7 +106,6 @@ class WithBackend(nn.Module):
         self.model, self.backend = model, backend
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """The model's."""
         with sdpa_kernel(self.backend):
             out: Tensor = self.model(*inputs)
         return out

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from acutance import metrics
 from acutance.attention.operator import AttentionOperator
-from acutance.lab.bench.measuring import WITH_ATTENTION, Subject, forward, llama_subject, read_metrics
+from acutance.lab.bench.measuring import WITH_ATTENTION, forward, llama_subject, read_metrics
 from acutance.lab.bench.results import Row
 from acutance.lab.bench.settings import Settings, Table, free
 from acutance.lab.bench.timing import Candidate, Pace, Step, compare
@@ -37,7 +37,7 @@ Work = Callable[[int, Settings], tuple[list[Candidate], Pace]]  # at so many tok
 def operator_tables(settings: Settings) -> list[Table]:
     """Every attention metric by itself, of one layer."""
     lengths = (2048, 4096, 8192, 16_384, 32_768) if settings.on_gpu else (16, 32)
-    title = f"cost against tokens, {_heads(settings)} heads of width {WIDTH}"
+    title = f"cost against tokens, {8 if settings.on_gpu else 2} heads of width {WIDTH}"
     return [Table(title, partial(in_turn, lengths, _operations, settings))]
 
 
@@ -48,10 +48,6 @@ def model_tables(settings: Settings) -> list[Table]:
     lengths = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072) if settings.on_gpu else (16,)
     title = "one text in a Llama, cheap token metrics, energy and entropy in every layer"
     return [Table(title, partial(in_turn, lengths, _readings, settings))]
-
-
-def _heads(settings: Settings) -> int:
-    return 8 if settings.on_gpu else 2
 
 
 def in_turn(lengths: tuple[int, ...], work: Work, settings: Settings) -> Iterator[list[Row]]:
@@ -82,7 +78,9 @@ def _reason_to_stop(row: Row) -> str:
 def _operations(tokens: int, settings: Settings) -> tuple[list[Candidate], Pace]:
     draw = torch.Generator(settings.device).manual_seed(0)
     q, k, v = (
-        torch.randn(1, _heads(settings), tokens, WIDTH, generator=draw, device=settings.device).to(settings.dtype)
+        torch.randn(1, (8 if settings.on_gpu else 2), tokens, WIDTH, generator=draw, device=settings.device).to(
+            settings.dtype
+        )
         for _ in range(3)
     )
 
@@ -101,7 +99,9 @@ def _operations(tokens: int, settings: Settings) -> tuple[list[Candidate], Pace]
 
 def _readings(tokens: int, settings: Settings) -> tuple[list[Candidate], Pace]:
     subject = llama_subject(1, tokens, settings)
-    make_ready(subject)
+    # A few of the tokens first: the memory that the first product takes for good is no part of any reading.
+    words: Tensor = subject.batch["input_ids"]
+    forward(replace(subject, batch={**subject.batch, "input_ids": words[:, :FEW]}), 1)
     candidates = [
         Candidate("plain forward pass", lambda: partial(forward, subject, 1), baseline=True),
         Candidate("measure", lambda: partial(read_metrics, subject, WITH_ATTENTION, 1)),
@@ -110,9 +110,3 @@ def _readings(tokens: int, settings: Settings) -> tuple[list[Candidate], Pace]:
     # A call takes seconds in the end; reading its memory is warm-up enough.
     pace = settings.pace(steps=1, refresh=0, repetitions=3 if tokens <= 8192 else 1)
     return candidates, replace(pace, warm_up=0)
-
-
-def make_ready(subject: Subject) -> None:
-    """A few of the tokens: the memory that the first product of all takes for good is no part of any reading."""
-    words: Tensor = subject.batch["input_ids"]
-    forward(replace(subject, batch={**subject.batch, "input_ids": words[:, :FEW]}), 1)

@@ -30,24 +30,14 @@ IMAGES, TEXT_BATCHES = 4096, 4
 IMAGE_BATCH = 256
 DEIT, SMALL = "steps-224", "steps-32"  # the small one waits for the host
 LARGE_BATCH = 1024  # meant to keep a GPU busy for longer than the host needs to ask for it
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+HEADS = ("num_attention_heads", "num_key_value_heads")
 # As the smallest Llama 3.2 has it: 1.2 billion parameters.
 LLAMA = {
-    "vocab_size": 128_256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
+    **dict(zip((*SIZES, *HEADS), (128_256, 2048, 8192, 16, 32, 8), strict=True)),
     "max_position_embeddings": 131_072,
 }
-TOY_LLAMA = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
+TOY_LLAMA = dict(zip((*SIZES, *HEADS), (100, 32, 64, 2, 2, 1), strict=True))
 
 
 @dataclass(frozen=True)
@@ -61,34 +51,27 @@ class Subject:
 
 def tables(settings: Settings) -> list[Table]:
     """Our DeiT-Ti; with timm also timm's, and a smaller ViT that waits for the host; with transformers also a Llama."""
-    found = [_image_table(IMAGE_BATCH, settings)]
-    if find_spec("timm") is not None:
-        shapes = [(DEIT, IMAGE_BATCH), (DEIT, LARGE_BATCH), (SMALL, IMAGE_BATCH)]
-        shapes = shapes if settings.on_gpu else shapes[:1]
-        found[:0] = [_image_table(batch, settings, shape, timm=True) for shape, batch in shapes]
+    shapes = [(DEIT, IMAGE_BATCH), (DEIT, LARGE_BATCH), (SMALL, IMAGE_BATCH)][: None if settings.on_gpu else 1]
+    subjects = [("timm's ", timm_model, *each) for each in shapes] if find_spec("timm") is not None else []
+    found = []
+    for whose, build, shape, batch in [*subjects, ("", _ours, DEIT, IMAGE_BATCH)]:
+        make = partial(_vit, batch, settings, shape, build)
+        title = f"measuring {whose}{_vit_title(shape, batch, settings)}"
+        found.append(Table(title, partial(_rows, make, IMAGES // batch, settings)))
     if find_spec("transformers") is not None:
         llama = "Llama of 1.2 billion parameters, 4 texts of 2048 tokens" if settings.on_gpu else "Llama at toy size"
-        texts, tokens = (4, 2048) if settings.on_gpu else (2, 16)
-        found.append(
-            Table(f"measuring {llama}", partial(_rows, partial(llama_subject, texts, tokens), TEXT_BATCHES, settings))
-        )
+        make = partial(llama_subject, *((4, 2048) if settings.on_gpu else (2, 16)), settings)
+        found.append(Table(f"measuring {llama}", partial(_rows, make, TEXT_BATCHES, settings)))
     few = _vit_title(DEIT, SPECTRAL_BATCH, settings)
     return [*found, Table(f"measuring {few}, spectral metrics", partial(_spectral_rows, settings))]
-
-
-def _image_table(batch: int, settings: Settings, shape: str = DEIT, *, timm: bool = False) -> Table:
-    whose, build = ("timm's ", timm_model) if timm else ("", _ours)
-    make = partial(_vit, batch, shape=shape, build=build)
-    title = f"measuring {whose}{_vit_title(shape, batch, settings)}"
-    return Table(title, partial(_rows, make, IMAGES // batch, settings))
 
 
 def _vit_title(shape: str, batch: int, settings: Settings) -> str:
     return f"{SHAPES[shape].title}, batch {batch}" if settings.on_gpu else "DeiT-Ti at toy size"
 
 
-def _rows(make: Callable[[Settings], Subject], batches: int, settings: Settings) -> Iterator[list[Row]]:
-    subject = make(settings)
+def _rows(make: Callable[[], Subject], batches: int, settings: Settings) -> Iterator[list[Row]]:
+    subject = make()
     candidates = [
         Candidate("plain forward pass", lambda: partial(forward, subject, batches), baseline=True),
         Candidate("token metrics", lambda: partial(read_metrics, subject, CHEAP_METRICS, batches)),
@@ -144,15 +127,11 @@ def _vit_obvious(model: nn.Module, images: Tensor) -> list[list[float]]:
     try:
         with evaluating(model):
             feed(model, images)
-            return read_obvious(tokens, [(_matrix(r), r.output) for r in records])
+            matrices = [(r.A.q @ r.A.k.mT * r.A.scale).softmax(-1) for r in records]
+            return read_obvious(tokens, [(A, r.output) for A, r in zip(matrices, records, strict=True)])
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _matrix(record: AttentionCall) -> Tensor:
-    q, k = record.A.q, record.A.k
-    return (q @ k.transpose(-2, -1) * record.A.scale).softmax(-1)
 
 
 def llama_subject(texts: int, tokens: int, settings: Settings) -> Subject:

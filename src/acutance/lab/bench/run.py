@@ -66,73 +66,54 @@ def chosen_groups(only: str | None) -> list[str]:
 
 
 def run_groups(names: Sequence[str], settings: Settings, out: Path, console: Console) -> list[Path]:
-    """Every group's CSV, rewritten after each repetition; a summary of all at the end."""
+    """Write every group's CSV, again after each repetition, and print its tables; a summary of all comes last."""
     written: list[Path] = []
-    rows: list[Row] = []
+    everything: list[Row] = []
     # The variants share their code, and each is compiled for itself.
     with torch._dynamo.config.patch(recompile_limit=64):
         for name in names:
-            path, found = _run_group(name, settings, out, console)
-            written += [path] if found else []
-            rows += found
-    console.print(headlines(rows))
+            command = f"acutance bench --only {name}{settings.options}"
+            shared = results.provenance(settings.device, command, toy=not settings.on_gpu)
+            path = out / results.file_name(f"bench-{name}", settings.device, settings.dtype_name)
+            done: list[Row] = []
+            for table in GROUPS[name](settings):
+                rows: list[Row] = []
+                for rows in _grown(table):
+                    results.write_rows(path, [*done, *rows], shared)
+                done += rows
+                console.print(picture(table.title, rows))
+                free()
+            written += [path] if done else []
+            everything += done
+    console.print(headlines(everything))
     return written
 
 
-def _run_group(name: str, settings: Settings, out: Path, console: Console) -> tuple[Path, list[Row]]:
-    shared = results.provenance(
-        settings.device, f"acutance bench --only {name}{settings.options}", toy=not settings.on_gpu
-    )
-    path = out / results.file_name(f"bench-{name}", settings.device, settings.dtype_name)
-    done: list[Row] = []
-    for table in GROUPS[name](settings):
-        rows: list[Row] = []
-        for rows in _grown(table):
-            results.write_rows(path, [*done, *rows], shared)
-        done += rows
-        console.print(picture(table.title, rows))
-        free()
-    return path, done
-
-
 def _grown(table: Table) -> Iterator[list[Row]]:
-    """The table's rows so far; where it cannot go on, they stay and a line says why."""
+    """The table's rows so far; if it fails they stay, and a line says why."""
     start = time.perf_counter()
     print(f"{table.title} …", file=sys.stderr, flush=True)
     rows: list[Row] = []
-    failure = ""
     try:
         for found in table.rows():
             rows = [{"table": table.title, **row} for row in found]
             yield rows
     except Exception as error:  # whatever it is, the other tables get their turn
         traceback.print_exc()
-        failure = first_line(error)
-    if failure:
-        yield [*rows, {"table": table.title, "variant": "", "note": f"stopped: {failure}"}]
+        yield [*rows, {"table": table.title, "variant": "", "note": f"stopped: {first_line(error)}"}]
     print(f"{table.title}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
 
 
 def headlines(rows: Sequence[Row]) -> Picture:
     """One line per variant of a table: its fastest mode, at its most tokens."""
-    best: dict[tuple[str, str], Row] = {}
-    for row in rows:
-        key = (row["table"], row["variant"])
-        if "ms" in row and (key not in best or _better(row, best[key])):
-            best[key] = row
-    shown: list[Row] = []
-    for row in best.values():
-        first_of_its_table = not any(other["table"] == row["table"] for other in shown)
-        shown.append({**row, "heading": row["table"] if first_of_its_table else ""})
-    return picture(
-        "Summary", shown, ("heading", "tokens", "variant", "mode", "ms", "images_per_s", "ratio", "memory_ratio")
-    )
-
-
-def _better(row: Row, other: Row) -> bool:
-    if row.get("tokens") != other.get("tokens"):
-        return bool(row["tokens"] > other["tokens"])
-    return float(row["ms"]) < float(other["ms"])
+    timed = sorted((row for row in rows if "ms" in row), key=lambda row: (row.get("tokens", 0), -float(row["ms"])))
+    best = {(row["table"], row["variant"]): row for row in timed}  # the last one stays
+    shown, title = [], ""
+    for key in dict.fromkeys((row["table"], row["variant"]) for row in rows if "ms" in row):
+        shown.append({**best[key], "heading": key[0] if key[0] != title else ""})
+        title = key[0]
+    columns = ("heading", "tokens", "variant", "mode", "ms", "images_per_s", "ratio", "memory_ratio")
+    return picture("Summary", shown, columns)
 
 
 def picture(title: str, rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> Picture:
@@ -142,12 +123,8 @@ def picture(title: str, rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -
     for name in shown:
         drawn.add_column(HEADINGS[name], justify="left" if name in WORDS else "right")
     for row in rows:
-        drawn.add_row(*(escape(_cell(row, name)) for name in shown))
+        cells = {name: str(row.get(name, "")) for name in shown}
+        if row.get("ratios") and "ratio" in cells:
+            cells["ratio"] += f" ({row['ratio_q1']} to {row['ratio_q3']})"
+        drawn.add_row(*map(escape, cells.values()))
     return drawn
-
-
-def _cell(row: Row, name: str) -> str:
-    text = str(row.get(name, ""))
-    if name.endswith("ratio") and row.get(f"{name}s"):
-        return f"{text} ({row[f'{name}_q1']} to {row[f'{name}_q3']})"
-    return text

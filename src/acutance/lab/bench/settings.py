@@ -27,22 +27,18 @@ class Settings:
 
     @property
     def options(self) -> str:
-        """As given on the command line."""
         return " --quick" * self.quick + " --max-autotune" * self.max_autotune
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the figures mean something."""
         return torch.device(self.device).type == "cuda"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of autocast, and of what is made in one dtype."""
         return torch.bfloat16 if self.on_gpu else torch.float32
 
     @property
     def dtype_name(self) -> str:
-        """As in a file's name."""
         return str(self.dtype).removeprefix("torch.")
 
     @property

@@ -16,7 +16,6 @@ from acutance.lab.bench.steps import NEUTRENO
 from acutance.lab.bench.timing import Candidate, Step, compare
 from acutance.lab.data.images import Images
 from acutance.lab.tasks.classification import ClassificationTask
-from acutance.lab.train.config import Config
 from acutance.lab.train.engine import Engine
 from acutance.lab.train.step import TrainStep
 
@@ -35,7 +34,9 @@ def tables(settings: Settings, batch: int) -> list[Table]:
 
 def _rows(batch: int, settings: Settings) -> Iterator[list[Row]]:
     for rows in compare(candidates(batch, settings), settings.pace(steps=20), settings.device):
-        yield [{**row, **_per_second(row, batch)} for row in rows]
+        for row in (row for row in rows if "ms" in row):
+            row["images_per_s"] = f"{batch / float(row['ms']) * 1e3:.0f}"
+        yield rows
 
 
 def candidates(batch: int, settings: Settings) -> list[Candidate]:
@@ -44,7 +45,7 @@ def candidates(batch: int, settings: Settings) -> list[Candidate]:
     return [
         Candidate(
             variant,
-            partial(end_to_end, configuration(batch, spec, recorded=recorded, settings=settings), settings),
+            partial(end_to_end, batch, spec, recorded, settings),
             "recorded" if recorded else "launched",
             baseline=spec is None,
             static=recorded,
@@ -54,43 +55,20 @@ def candidates(batch: int, settings: Settings) -> list[Candidate]:
     ]
 
 
-def _per_second(row: Row, batch: int) -> Row:
-    return {"images_per_s": f"{batch / float(row['ms']) * 1e3:.0f}"} if "ms" in row else {}
-
-
-def configuration(batch: int, spec: str | None, *, recorded: bool, settings: Settings) -> Config:
-    """The recipe's, at another batch size."""
+def end_to_end(batch: int, spec: str | None, recorded: bool, settings: Settings) -> Step:
+    """A step of the recipe's training at this batch size, on random images of CIFAR-100's number and size."""
     recipe = recipes.load("cifar100")
     model = replace(recipe.task.model, mitigation=spec, **({} if settings.on_gpu else TOY))
-    loop = replace(recipe.loop, batch_size=batch, graph=recorded)
+    loop = replace(recipe.loop, batch_size=batch, graph=recorded, strategy="single")
     task = replace(recipe.task, model=model)
     if not settings.on_gpu:
         loop, task = replace(loop, compile=False, precision="fp32"), replace(task, compile_augment=False)
-    return replace(recipe, task=task, loop=loop)
-
-
-def end_to_end(config: Config, settings: Settings) -> Step:
-    """A step of training on random images; what they show makes no difference to the time."""
-    engine = Engine(replace(config.loop, strategy="single"), device=torch.device(settings.device).type)
-    task = ClassificationTask(config.task, seed=0, device=engine.device, images=random_images(settings))
-    stepper = TrainStep(config, engine, task)
+    config = replace(recipe, task=task, loop=loop)
+    engine = Engine(loop, device=torch.device(settings.device).type)
+    generator, number = torch.Generator().manual_seed(0), IMAGES if settings.on_gpu else 64
+    pixels = torch.randint(256, (number, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(100, (number,), generator=generator)
+    images = Images("random images", pixels, labels, tuple(map(str, range(100))), mean=(0.5,) * 3, std=(0.25,) * 3)
+    stepper = TrainStep(config, engine, ClassificationTask(task, seed=0, device=engine.device, images=images))
     batches, numbers = stepper.batches(0), count()
-
-    def step() -> None:
-        stepper(next(numbers), next(batches), RATE)
-
-    return step
-
-
-def random_images(settings: Settings) -> Images:
-    """As many as CIFAR-100 has, of its size and classes."""
-    images = IMAGES if settings.on_gpu else 64
-    generator = torch.Generator().manual_seed(0)
-    return Images(
-        "random images",
-        torch.randint(256, (images, 3, 32, 32), dtype=torch.uint8, generator=generator),
-        torch.randint(100, (images,), generator=generator),
-        tuple(map(str, range(100))),
-        mean=(0.5,) * 3,
-        std=(0.25,) * 3,
-    )
+    return lambda: stepper(next(numbers), next(batches), RATE)
