@@ -5,9 +5,8 @@
 
 `random`: ViT-B/16 as initialised (the paper: 100/0), on the images of a folder (see `prepare`; the first by name, their
 hashes recorded) or, without one, on normal noise. `trained`: the demo's 12-layer ViT on the embedded digits, plain,
-ViT⁺ and ViT⁻, each explained on the test images before and after training; on the first few images the count is also
-checked against the true dominating eigenvalue of I + Σ_h H_h⊗A_h. Both write a CSV, and a JSON with the figures per
-layer and head, the hardware, the versions and the command, in docs/evidence, over the files of an earlier call.
+ViT⁺ and ViT⁻, each explained on the test images before and after training. Both write a CSV, and a JSON with the
+figures per layer and head, the hardware, the versions and the command, in docs/evidence, over those of an earlier call.
 """
 
 import argparse
@@ -19,7 +18,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from hashlib import sha256
 from io import StringIO
 from pathlib import Path
@@ -33,9 +31,6 @@ from torch import Tensor
 
 import acutance as ac
 from acutance.explain import Outcome, Spectrum
-from acutance.explain.eigenvalues import convex_hull, other_eigenvalues_of
-from acutance.explain.spectral_theory import families
-from acutance.explain.weights import layer_spectrum
 from acutance.files.atomic import finite
 from acutance.io.saving import load
 from acutance.lab.data.seeds import mixed_seed
@@ -46,10 +41,6 @@ from acutance.models import ViT
 
 EVIDENCE = Path(__file__).parents[1] / "docs" / "evidence"
 VARIANTS = {"plain": None, "positive": "eigen:positive", "negative": "eigen:negative"}
-
-MODES = tuple(
-    f"mode_{n}" for n in ("samples", "agreement", "smoothing", "gap_mean", "gap_lowest", "agreement_by_layer")
-)
 
 Row = dict[str, Any]
 
@@ -102,15 +93,14 @@ def trained_rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, Spectrum]
             torch.manual_seed(mixed_seed(seed))  # as the loop does
             model = task.build_model().to(arguments.device)
             about = {"model": name, "mitigation": spec, "seed": seed, "data": "digits, test images"}
-            few = images[0][: arguments.mode_samples]
-            yield explained(model, images, {**about, "state": "random", **mode_check(model, few)})
+            yield explained(model, images, {**about, "state": "random"})
             start = time.perf_counter()
             with TemporaryDirectory() as folder:
                 train(config, folder, device=arguments.device, console=Console(file=StringIO()))
                 model = load(f"{folder}/model.safetensors").to(arguments.device)
             trained = {"state": "trained", "epochs": arguments.epochs, "train_seconds": time.perf_counter() - start}
             about |= trained | {"accuracy": task.evaluate(model, split="test")["top1"]}
-            yield explained(model, images, {**about, **mode_check(model, few)})
+            yield explained(model, images, about)
 
 
 def changed(arguments: argparse.Namespace) -> list[str]:
@@ -146,48 +136,17 @@ def explained(model: ViT, batches: Sequence[Tensor], about: Row) -> tuple[Row, S
         "explain_seconds": time.perf_counter() - start,
         "warnings": "; ".join(str(warning.message) for warning in caught),
     }
-    empty = dict.fromkeys(("mitigation", "epochs", "train_seconds", "accuracy", *MODES))
+    empty = dict.fromkeys(("mitigation", "epochs", "train_seconds", "accuracy"))
     return {**empty, **about, **figures}, spectrum
-
-
-@torch.no_grad()
-def mode_check(model: ViT, images: Tensor) -> Row:
-    """How often the count by |1 + λμ| names the family of the true dominating eigenvalue, over layers and samples."""
-    sys.path.append(str(Path(__file__).parents[1] / "tests"))
-    from layer_modes import layer_modes
-
-    operators: dict[int, ac.AttentionOperator] = {}
-    with ExitStack() as stack:
-        for site in ac.sites.find(model):
-            stack.enter_context(site.observe(lambda record, n=site.layer: operators.__setitem__(n, record.A)))
-        model.eval()(images)
-    right, smoothing, gaps = [], [], []
-    for site in ac.sites.find(model):
-        A = operators[site.layer]
-        lam = convex_hull(layer_spectrum(site).deciding[None]).to(A.device)
-        counted = families(lam, other_eigenvalues_of(A, [lam]).values.flatten(1))
-        constant, varying = layer_modes(site, A)
-        lead = abs(constant) - torch.from_numpy(varying).abs()
-        right.append((counted.leaning.cpu() == lead.sign()).double())
-        smoothing.append((lead > 0).double())
-        # By how much the count is off in the largest |1 + ν| among tokens that differ, against the lead itself.
-        gaps.append(((1 + counted.varying).sqrt().cpu() - torch.from_numpy(varying).abs()).double())
-    return {
-        "mode_samples": len(images),
-        "mode_agreement": float(torch.cat(right).mean()),
-        "mode_smoothing": float(torch.cat(smoothing).mean()),
-        "mode_gap_mean": float(torch.cat(gaps).mean()),
-        "mode_gap_lowest": float(torch.cat(gaps).min()),
-        "mode_agreement_by_layer": " ".join(f"{float(r.mean()):.3g}" for r in right),
-    }
 
 
 def by_layer(spectrum: Spectrum) -> list[Row]:
     """Verdict, dominance and outcome of every layer, without the eigenvalues."""
+    plain = json.loads(spectrum.to_json())["layers"]
     return [
         {"layer": s.layer, "verdict": s.verdict, "quantiles": s.quantiles, "symmetry": s.symmetry}
-        | ({} if s.dominance is None else {"dominance": s.dominance.to_dict()})
-        for s in spectrum.layers
+        | ({"dominance": found["dominance"]} if found.get("dominance") else {})
+        for s, found in zip(spectrum.layers, plain, strict=True)
     ]
 
 
@@ -197,7 +156,6 @@ def show(row: Row) -> None:
         f"{row['sharpening_percent']:.2f} % (by head {row['smoothing_percent_by_head']:.2f}/"
         f"{row['sharpening_percent_by_head']:.2f}), agreement across the branch {row['agreement_branch']:.1%} "
         f"(base {row['base_rate_branch']:.1%}), {row['explain_seconds']:.0f} s"
-        + ("" if row["mode_agreement"] is None else f", count right {row['mode_agreement']:.1%}")
         + ("" if row["accuracy"] is None else f", accuracy {row['accuracy']:.2f} %")
     )
 
@@ -248,7 +206,6 @@ def main() -> None:
     parser.add_argument("--samples", type=int, help="images read; default: 64 random, all 364 test images trained")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--images", type=Path, help="random: a folder of images, searched through, in place of noise")
-    parser.add_argument("--mode-samples", type=int, default=16, help="trained: images the count is checked on")
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--dim", type=int, default=768, help="random only")
     parser.add_argument("--heads", type=int, default=12, help="random only")

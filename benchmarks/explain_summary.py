@@ -34,10 +34,9 @@ def signs(spectrum: Spectrum) -> dict[str, float]:
     }
 
 
-def row(layer: LayerSpectrum) -> dict[str, Any]:
+def row(layer: LayerSpectrum, plain: dict[str, Any]) -> dict[str, Any]:
     found = layer.dominance
     assert found is not None, "explain was run without data"
-    outcomes = found.to_dict()
     return {
         "layer": layer.layer,
         "verdict": layer.verdict,
@@ -55,8 +54,8 @@ def row(layer: LayerSpectrum) -> dict[str, Any]:
             name: {"mean": values.mean(), "lowest": values.min(), "highest": values.max()}
             for name, values in (("mu_min", found.mu_min_by_sample), ("mu_largest", found.mu_largest_by_sample))
         },
-        "branch": outcomes["branch"],
-        "block": outcomes["block"],
+        "branch": plain["dominance"]["branch"],
+        "block": plain["dominance"]["block"],
     }
 
 
@@ -70,7 +69,7 @@ def summarise(spectrum: Spectrum, ignored: Spectrum | None) -> dict[str, Any]:
         "heads": str(spectrum.share("heads")),
         "signs": signs(spectrum),
         "signs_norm_ignored": None if ignored is None else signs(ignored),
-        "layers": [row(layer) for layer in spectrum.layers],
+        "layers": [row(*pair) for pair in zip(spectrum.layers, json.loads(spectrum.to_json())["layers"], strict=True)],
     }
 
 

@@ -147,7 +147,7 @@ def newton_schulz(x: Tensor, factors: Sequence[float], gram_of: Map = lambda x: 
 
 
 def scalings(low: float, precision: float, *, scaled: bool) -> list[float]:
-    """Until all of [low, 1] is 1 to this precision. Unscaled takes more steps, but sends nothing near 1 to a small one."""
+    """Until all of [low, 1] is 1 to this precision. Unscaled needs more steps, but sends nothing near 1 far away."""
     found = []
     while 1 - low > precision:
         found.append((3 / (1 + low + low**2)) ** 0.5 if scaled else 1.0)

@@ -70,7 +70,7 @@ def test_every_script_is_run_here_or_with_triton():
 
 
 def test_the_sign_of_a_spectrum_decides_which_family_dominates(script, tmp_path):
-    sizes = ["--seeds", "1", "--depth", "2", "--epochs", "1", "--samples", "32", "--mode-samples", "2"]
+    sizes = ["--seeds", "1", "--depth", "2", "--epochs", "1", "--samples", "32"]
     rows = script("dominance", "trained", *CPU, *sizes, "--out", "{}")
     shares = {(row["model"], row["state"]): float(row["smoothing_percent"]) for row in rows}
     assert all(shares["positive", state] == 100 and shares["negative", state] == 0 for state in ("random", "trained"))
