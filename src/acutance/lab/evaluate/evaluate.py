@@ -63,7 +63,8 @@ class Evaluation:
 
 def weights_file(folder: Path, weights: Weights) -> Path:
     """Where the last or the best model lies, or would."""
-    return Run(folder).model_path if weights == "last" else Run(folder).best_path
+    path: Path = Run(folder).model_path if weights == "last" else Run(folder).best_path
+    return path
 
 
 def weights_path(folder: Path, weights: Weights) -> Path:
