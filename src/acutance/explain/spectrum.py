@@ -87,16 +87,13 @@ class Spectrum(Result):
         return [_cells(layer) for layer in self.layers]
 
     def rows(self) -> list[dict[str, Any]]:
-        found = []
-        for layer in self.layers:
-            low, _, half, _, high = layer.quantiles
-            row = {"layer": layer.layer, "verdict": layer.verdict, "negative_share": layer.negative_share}
-            row |= {"lowest": low, "median": half, "highest": high, "smoothing_gain": layer.smoothing_gain}
-            row |= {"symmetry": _symmetry(layer), "reason": layer.reason}
-            if layer.dominance is not None:
-                row |= {"mu_min": layer.mu_min} | _percent(layer.dominance)
-            found.append(row)
-        return found
+        names = ("layer", "verdict", "negative_share", "smoothing_gain", "mean_symmetry", "mu_min", "bound", "reason")
+        return [
+            {name: getattr(layer, name) for name in names}
+            | dict(zip(("lowest", "median", "highest"), layer.quantiles[::2], strict=True))
+            | ({} if layer.dominance is None else _percent(layer.dominance))
+            for layer in self.layers
+        ]
 
     def summary(self) -> str:
         """The model in a sentence or three."""
@@ -152,8 +149,7 @@ class Spectrum(Result):
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one offline page with the table and the charts."""
-        about = {"title": self.title, "verdict": self.summary(), "summary": self.cells(), "context": self.context}
-        return write_spectrum_page(path, self._layer_rows(), **about)
+        return write_spectrum_page(path, self._layer_rows(), self.title, self.summary(), self.cells(), self.context)
 
     def _layer_rows(self) -> list[LayerRow]:
         """The layers as the report takes them."""
@@ -178,13 +174,13 @@ class Spectrum(Result):
 
 
 def _cells(layer: LayerSpectrum) -> dict[str, str]:
-    low, _, half, _, high = layer.quantiles
-    row = {
+    low, half, high = layer.quantiles[::2]
+    row: dict[str, str] = {
         "layer": str(layer.layer),
         "verdict": layer.verdict,
         "λ < 0": f"{layer.negative_share:.0%}",
         "Re λ min / median / max": f"{low:.3f} / {half:.3f} / {high:.3f}",
-        "symmetry": f"{_symmetry(layer):.2f}",
+        "symmetry": f"{layer.mean_symmetry:.2f}",
     }
     if (found := layer.dominance) is not None:
         branch = found.branch
@@ -200,10 +196,6 @@ def _cells(layer: LayerSpectrum) -> dict[str, str]:
             "block (base)": _agreement(found.block),
         }
     return row | {"reason": layer.reason}
-
-
-def _symmetry(layer: LayerSpectrum) -> float:
-    return float(layer.head_symmetry.mean()) if layer.symmetry is None else layer.symmetry
 
 
 def _agreement(found: Outcome) -> str:
@@ -248,7 +240,7 @@ def _pooled(shares: list[float], weights: list[float]) -> float:
 
 
 def _to_plain(value: Any) -> Any:
-    """What JSON can hold; float() reads the names of infinity and NaN."""
+    """What JSON can hold: infinity and NaN by name, complex arrays by their parts."""
     if is_dataclass(value):
         return {f.name: _to_plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, np.ndarray):
@@ -259,25 +251,24 @@ def _to_plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() == {"real", "imag"}:
+        return np.array(value["real"], np.float64) + 1j * np.array(value["imag"], np.float64)
+    if isinstance(value, dict):
+        return {name: _from_plain(item) for name, item in value.items()}
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
 def _layer(data: Mapping[str, Any]) -> LayerSpectrum:
-    known = {f.name: data[f.name] for f in fields(LayerSpectrum)}
-    for name in ("heads", "eigenvalues", "outer"):
-        if (values := known[name]) is not None:
-            known[name] = np.array(values["real"], np.float64) + 1j * np.array(values["imag"], np.float64)
+    known = _from_plain({f.name: data[f.name] for f in fields(LayerSpectrum)})
     known["head_symmetry"] = np.array(known["head_symmetry"], np.float64)
-    known["dominance"] = None if known["dominance"] is None else _dominance(known["dominance"])
+    if (found := known["dominance"]) is not None:
+        for name in ("mu_min_by_sample", "mu_largest_by_sample"):
+            found[name] = np.array(found[name], np.float64)
+        for name in ("branch", "block"):
+            found[name] = Outcome(**found[name])
+        for name in ("heads", "whole"):
+            found[name] = None if found[name] is None else tuple(Share(**share) for share in found[name])
+        found["predicted"] = None if found["predicted"] is None else Share(**found["predicted"])
+        known["dominance"] = Dominance(**found)
     return LayerSpectrum(**known)
-
-
-def _dominance(data: Mapping[str, Any]) -> Dominance:
-    known = dict(data)
-    for name in ("mu_min_by_sample", "mu_largest_by_sample"):
-        known[name] = np.array(data[name], np.float64)
-    for name in ("mu_error", "undecided", "predicted_change"):
-        known[name] = float(data[name])
-    for name in ("branch", "block"):
-        known[name] = Outcome(**{key: float(value) for key, value in data[name].items()})
-    for name in ("heads", "whole"):
-        known[name] = None if data[name] is None else tuple(Share(**share) for share in data[name])
-    known["predicted"] = None if data["predicted"] is None else Share(**data["predicted"])
-    return Dominance(**known)

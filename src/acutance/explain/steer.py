@@ -7,15 +7,15 @@ import warnings
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from acutance import sites
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain.read import with_data
 from acutance.explain.spectral_theory import furthest_beyond, layer_smooths, sharpening_bound
-from acutance.explain.verdict import LayerSpectrum, format_complex
+from acutance.explain.verdict import format_complex
 from acutance.explain.weights import layer_spectrum
-from acutance.mitigations import Combined, Eigen, Mitigation, eigen_of
+from acutance.mitigations import Combined, Mitigation, eigen_of
 from acutance.sites.structure import refuse_sharded
 from acutance.sites.transformers import note
 
@@ -35,9 +35,11 @@ def fold(model: Model) -> Model:
     if not steered:
         raise AcutanceError(f"this {type(model).__name__} carries no eigen: there is nothing to fold")
     for site, eigen in steered:
-        rest, projections = _without(site.mitigation, eigen), site.projections()
+        parts = list(site.mitigation.parts) if isinstance(site.mitigation, Combined) else [site.mitigation]
+        rest = [part for part in parts if part is not eigen and isinstance(part, Mitigation)]
+        projections = site.projections()
         eigen.fold(projections.value, projections.output)
-        site.replace(rest)
+        site.replace(rest[0] if len(rest) == 1 else Combined(rest) if rest else None)
     note(plain)
     return plain
 
@@ -48,17 +50,15 @@ def check_spectrum(
     """Warn of layers with an `Eigen` that have eigenvalues beyond the bound, where μ = 1 beats μ_min.
 
     For real λ that is λ < `sharpening_bound(mu_min)`, for complex ones see `spectral_theory.beyond_bound`. The warning
-    says whether the layer smooths by that. The spectrum is that of the effective H, as `explain` has it: the
-    pre-norm's weight and LayerScale are folded in.
+    says whether the layer smooths by that. The spectrum is that of the effective H, as in `explain`.
 
     Args:
-        model: any model `acutance.sites.find` knows; layers without `Eigen` are not looked at.
-        mu_min: the smallest eigenvalue of attention, in every layer; 0 is assumed, about where softmax over many
-            tokens has it. Sharp attention over few tokens has it higher, which leaves less room.
-        batch: data for the model, as `measure` takes them. Then attention is read there as `explain` reads it: the
-            bound is that of the largest μ_min of any sample and head, which is the strictest, and a layer smooths if
-            `explain` says so, where every μ of every head counts.
-        part: path of the submodule to look at, where a model has several stacks of layers.
+        model: any model `acutance.sites.find` knows; layers without `Eigen` are skipped.
+        mu_min: the smallest eigenvalue of attention, in every layer; about 0 for softmax over many tokens. Sharp
+            attention over few tokens has it higher, which leaves less room.
+        batch: a batch, as `measure` takes it, on which attention is read as in `explain`. The bound is then that of
+            the largest μ_min of any sample and head, and a layer smooths if `explain` says so.
+        part: path of the submodule to look at, if a model has several stacks of layers.
 
     Returns:
         The eigenvalue furthest beyond the bound of each layer that crosses it, by layer.
@@ -70,12 +70,16 @@ def check_spectrum(
     crossing: dict[int, complex] = {}
     listed, smoothing = [], []
     for layer in layers:
-        mu = mu_min if layer.dominance is None else layer.mu_min
-        lam = furthest_beyond(_whole(layer), mu)
-        if lam is not None:
-            crossing[layer.layer] = lam
-            listed.append(f"{layer.layer} (λ = {format_complex(lam)}, bound {sharpening_bound(mu):.3g})")
-            smoothing += _if_smoothing(layer, mu)
+        assert layer.eigenvalues is not None, "all of them were asked for"
+        every, mu = torch.from_numpy(layer.eigenvalues), mu_min if layer.dominance is None else layer.mu_min
+        lam = furthest_beyond(every, mu)
+        if lam is None:
+            continue
+        crossing[layer.layer] = lam
+        listed.append(f"{layer.layer} (λ = {format_complex(lam)}, bound {sharpening_bound(mu):.3g})")
+        verdict = layer.verdict if layer.dominance is not None else "smoothing" if layer_smooths(every, mu) else ""
+        words = {"smoothing": f"{layer.layer}", "unknown": f"{layer.layer} (unknown)"}
+        smoothing += [words[verdict]] if verdict in words else []
     if crossing:
         warnings.warn(
             f"layers {', '.join(listed)} cross the bound −2/(1 + μ_min), "
@@ -86,22 +90,3 @@ def check_spectrum(
             stacklevel=2,
         )
     return crossing
-
-
-def _if_smoothing(layer: LayerSpectrum, mu_min: float) -> list[str]:
-    """The layer's number if it smooths; with data as `explain` says, which may leave it open."""
-    if layer.dominance is None:
-        return [str(layer.layer)] if layer_smooths(_whole(layer), mu_min) else []
-    words = {"smoothing": str(layer.layer), "unknown": f"{layer.layer} (unknown)"}
-    return [words[layer.verdict]] if layer.verdict in words else []
-
-
-def _whole(layer: LayerSpectrum) -> Tensor:
-    assert layer.eigenvalues is not None, "all of them were asked for"
-    return torch.from_numpy(layer.eigenvalues)
-
-
-def _without(mitigation: Mitigation | None, eigen: Eigen) -> Mitigation | None:
-    parts = list(mitigation.parts) if isinstance(mitigation, Combined) else [mitigation]
-    rest = [part for part in parts if part is not eigen and isinstance(part, Mitigation)]
-    return rest[0] if len(rest) == 1 else Combined(rest) if rest else None

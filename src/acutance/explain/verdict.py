@@ -130,6 +130,11 @@ class LayerSpectrum:
         return low, five, half, most, high
 
     @property
+    def mean_symmetry(self) -> float:
+        """That of the whole H if known, else the mean over heads."""
+        return float(self.head_symmetry.mean()) if self.symmetry is None else self.symmetry
+
+    @property
     def mu_min(self) -> float:
         """The largest μ_min seen, which is the strictest for a negative spectrum; 0 is assumed without data."""
         return 0.0 if self.dominance is None else self.dominance.mu_min_highest
@@ -160,10 +165,8 @@ class LayerSpectrum:
         if self.crossing is None:
             return ""
         bound = f"−2/(1+μ_min) = {self.bound:.3g}"
-        is_beyond = self.crossing.real < self.bound
-        return f"λ = {format_complex(self.crossing)} lies " + (
-            f"beyond {bound}" if is_beyond else f"outside the disc over {bound} to 0"
-        )
+        where = f"beyond {bound}" if self.crossing.real < self.bound else f"outside the disc over {bound} to 0"
+        return f"λ = {format_complex(self.crossing)} lies {where}"
 
     @property
     def verdict(self) -> Verdict:

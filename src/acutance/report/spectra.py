@@ -97,7 +97,6 @@ def _plot_dominance(layers: Sequence[LayerRow], title: str) -> Figure:
 def write_spectrum_page(
     path: str | os.PathLike[str],
     layers: Sequence[LayerRow],
-    *,
     title: str,
     verdict: str,
     summary: Rows,
