@@ -1,11 +1,13 @@
 """One walk through a model: what visitors see, that they share a forward pass, and how few files it takes."""
 
 import sys
+from functools import partialmethod
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from small_models import hooks_of, small_images, small_vit
 
 import acutance as ac
 from acutance import sites
@@ -16,7 +18,6 @@ from acutance.lab.studies.kernel import AssumptionReader, kernel_assumptions
 from acutance.measure.maps import MapReader
 from acutance.measure.reader import MetricReader
 from acutance.measure.walk import EVERY, Visitor, walk
-from acutance.models import ViT
 
 DEPTH = 3
 NAMES = ["token_cosine", "effective_rank", "attention_entropy", "attention_cosine"]
@@ -25,13 +26,12 @@ TAPS = ["block", "attention", "values", "final"]
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    return ViT(image_size=8, patch_size=2, in_chans=1, dim=24, depth=DEPTH, heads=2, num_classes=4)
+    return small_vit(DEPTH)
 
 
 @pytest.fixture
 def batches():
-    return list(torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(1)).split(2))
+    return list(small_images(5).split(2))
 
 
 def counted(model):
@@ -50,17 +50,13 @@ class Seen(Visitor):
     def begin(self, batch):
         self.events.append(("begin", tuple(batch.fed.shape)))
 
-    def enter(self, layer, tokens):
-        self.events.append(("enter", layer, tuple(tokens.shape)))
+    def saw(self, name, layer, tokens):
+        self.events.append((name, layer, tuple(tokens.shape)))
+
+    enter, leave, final = partialmethod(saw, "enter"), partialmethod(saw, "leave"), partialmethod(saw, "final")
 
     def attend(self, layer, call):
-        self.events.append(("attend", layer, tuple(call.branch.shape)))
-
-    def leave(self, layer, tokens):
-        self.events.append(("leave", layer, tuple(tokens.shape)))
-
-    def final(self, layer, tokens):
-        self.events.append(("final", layer, tuple(tokens.shape)))
+        self.saw("attend", layer, call.branch)
 
     def end(self):
         self.events.append(("end",))
@@ -95,7 +91,7 @@ def test_only_the_hooks_that_are_needed_are_set(model, batches):
     other = Seen(enter=[1], leave=[2], attend=[3])
     walk(model, batches[:1], Looks(), other)
     assert hooks == [(1, 0, False), (0, 1, False), (0, 0, True)]
-    assert not any(block._forward_hooks or block._forward_pre_hooks or block.attn.observer for block in model.blocks)
+    assert not hooks_of(model)
 
 
 def test_visitors_in_one_walk_give_what_they_give_alone(model, batches):

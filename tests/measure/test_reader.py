@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+from small_models import small_images, small_vit
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import acutance as ac
@@ -14,7 +15,6 @@ from acutance.measure.reader import MetricReader, PendingValues, values_of
 from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import feed
 from acutance.metrics.sums import FROM_SUMS, finite_flags
-from acutance.models import ViT
 from acutance.sites.structure import evaluating
 from token_fields import stand_in
 
@@ -42,13 +42,28 @@ class Operations(TorchDispatchMode):
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    return ViT(image_size=8, patch_size=2, in_chans=1, dim=24, depth=DEPTH, heads=2, num_classes=4)
+    return small_vit(DEPTH)
 
 
 @pytest.fixture
 def images():
-    return torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    return small_images(6)
+
+
+@pytest.fixture(params=[False, True], ids=["formulas", "sums"])
+def by_sums(request, monkeypatch):
+    if request.param:
+        stand_in(monkeypatch)
+
+
+@pytest.fixture
+def transfers(monkeypatch):
+    """How many batches had been sent off when each was received."""
+    sent, received = [], []
+    send, receive = PendingValues.send, PendingValues.received
+    monkeypatch.setattr(PendingValues, "send", lambda self: sent.append(1) or send(self))
+    monkeypatch.setattr(PendingValues, "received", lambda self: received.append(len(sent)) or receive(self))
+    return received
 
 
 def values(out):
@@ -87,38 +102,26 @@ def test_tokens_are_not_summed_up_again_for_attention(model, images, monkeypatch
     assert len(asked) == DEPTH, "with nothing else read, the branches are watched"
 
 
-@pytest.mark.parametrize("by_sums", [False, True], ids=["formulas", "sums"])
+@pytest.mark.usefixtures("by_sums")
 @pytest.mark.parametrize("prefix", ["in", "out"])
-def test_the_host_waits_once_a_batch(model, images, monkeypatch, by_sums, prefix):
-    if by_sums:
-        stand_in(monkeypatch)
-    sent, received = [], []
-    send, receive = PendingValues.send, PendingValues.received
-    monkeypatch.setattr(PendingValues, "send", lambda self: sent.append(1) or send(self))
-    monkeypatch.setattr(PendingValues, "received", lambda self: received.append(len(sent)) or receive(self))
+def test_the_host_waits_once_a_batch(model, images, monkeypatch, transfers, prefix):
     monkeypatch.setattr(reading, "MAX_PENDING_BATCHES", 2)
     options = {"metrics": [*FROM_SUMS, *ATTENTION], "tap": ["block", "attention", "values", "final"], "prefix": prefix}
     seen = operations(lambda: ac.measure(model, images.split(1), progress=False, **options))
     assert seen.waits == 0
     # Batches are looked at, two at a time here, when the next one has been sent off.
-    assert (len(sent), received) == (6, [3, 3, 5, 5, 6, 6])
+    assert transfers == [3, 3, 5, 5, 6, 6]
 
 
-def test_batches_are_looked_at_at_once_where_the_device_is_behind(model, images, monkeypatch):
-    sent, received = [], []
-    send, receive = PendingValues.send, PendingValues.received
-    monkeypatch.setattr(PendingValues, "send", lambda self: sent.append(1) or send(self))
-    monkeypatch.setattr(PendingValues, "received", lambda self: received.append(len(sent)) or receive(self))
+def test_batches_are_looked_at_at_once_where_the_device_is_behind(model, images, monkeypatch, transfers):
     monkeypatch.setattr(PendingValues, "is_there", lambda _: False)
     ac.measure(model, images.split(2), metrics="token_cosine", progress=False)
-    assert received == [2, 3, 3]
+    assert transfers == [2, 3, 3]
 
 
-@pytest.mark.parametrize("by_sums", [False, True], ids=["formulas", "sums"])
-def test_batches_read_together_are_as_if_read_alone(model, images, monkeypatch, by_sums):
+@pytest.mark.usefixtures("by_sums")
+def test_batches_read_together_are_as_if_read_alone(model, images, monkeypatch):
     """Also where a batch of another size comes between."""
-    if by_sums:
-        stand_in(monkeypatch)
     options = {"metrics": [*FROM_SUMS, "effective_rank", *ATTENTION], "tap": ["block", "values"], "progress": False}
     batches = [images[:2], images[2:4], images[4:5], images[:2]]
     together = ac.measure(model, batches, **options)
@@ -129,23 +132,12 @@ def test_batches_read_together_are_as_if_read_alone(model, images, monkeypatch, 
         assert (ours.mean, ours.std) == pytest.approx((theirs.mean, theirs.std), rel=1e-12, abs=1e-15)
 
 
-def documents():
-    """Three documents in two rows."""
-    return {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6]])}
+PADDING = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]])}
+DOCUMENTS = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6]])}  # three in two rows
 
 
-@pytest.mark.parametrize(
-    ("batch", "skip"),
-    [
-        (None, (0, 0)),
-        (None, (1, 2)),
-        ({"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]])}, (0, 0)),
-        ({"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]])}, (1, 1)),
-        (documents(), (0, 0)),
-        (documents(), (1, 0)),
-    ],
-    ids=["all", "prefix", "padding", "padding and prefix", "documents", "documents and prefix"],
-)
+@pytest.mark.parametrize("batch", [None, PADDING, DOCUMENTS], ids=["all", "padding", "documents"])
+@pytest.mark.parametrize("skip", [(0, 0), (1, 1)])
 def test_sums_give_what_the_formulas_give(batch, skip, monkeypatch):
     tokens = torch.randn(2, 2, 7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.3
 
@@ -177,10 +169,8 @@ def test_heads_and_windows_are_averaged():
     assert found["attention_matrix", 2, "nonlocal_energy"].tolist() == [1.25, 4.25]
 
 
-@pytest.mark.parametrize("by_sums", [False, True], ids=["formulas", "sums"])
-def test_the_first_layer_that_is_spoilt_is_named(model, images, monkeypatch, by_sums):
-    if by_sums:
-        stand_in(monkeypatch)
+@pytest.mark.usefixtures("by_sums")
+def test_the_first_layer_that_is_spoilt_is_named(model, images):
     model.blocks[1].register_forward_hook(
         lambda _m, _i, out: (out[0].index_fill(1, torch.tensor([4]), torch.nan), out[1])
     )
