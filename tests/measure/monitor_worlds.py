@@ -19,17 +19,8 @@ class Net(nn.Module):
     def __init__(self, depth=2):
         super().__init__()
         self.bn = nn.BatchNorm2d(1)
-        self.vit = ViT(
-            image_size=8,
-            patch_size=4,
-            in_chans=1,
-            dim=12,
-            depth=depth,
-            heads=3,
-            num_classes=CLASSES,
-            dropout=0.2,
-            drop_path=0.2,
-        )
+        sizes = {"image_size": 8, "patch_size": 4, "in_chans": 1, "dim": 12, "heads": 3, "num_classes": CLASSES}
+        self.vit = ViT(depth=depth, **sizes, dropout=0.2, drop_path=0.2)
 
     def forward(self, images, labels=None):
         logits = self.vit(self.bn(images))

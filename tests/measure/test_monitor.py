@@ -46,33 +46,20 @@ def test_a_recording_equals_a_measurement():
     assert context["seed"] == torch.initial_seed() == expected.context["seed"] == 11
 
 
-def test_autocast_around_the_call_does_not_change_the_reading():
-    model = build()
-    monitor = ac.Monitor(model, probe())
-    monitor.record(0)
-    with torch.autocast("cpu", torch.bfloat16):
-        monitor.record(1)
-    assert monitor.history[1].readings == monitor.history[0].readings
-
-
-def test_asked_for_precision_is_used_and_stated():
+def test_precision_is_the_one_asked_for_and_the_one_stated():
     model = build()
     low, full = ac.Monitor(model, probe(), autocast=torch.bfloat16), ac.Monitor(model, probe())
     low.record()
-    full.record()
-    with torch.autocast("cpu", torch.bfloat16):
+    full.record(0)
+    with torch.autocast("cpu", torch.bfloat16):  # around the call it changes nothing
+        full.record(1)
         expected = ac.measure(model, [probe()], metrics="token_cosine", progress=False)
     np.testing.assert_array_equal(low.history[0]["token_cosine"], expected["token_cosine"])
     assert (low.history[0]["token_cosine"] != full.history[0]["token_cosine"]).any()
-
-
-def test_precision_is_the_one_seen_where_the_model_chooses_its_own():
-    """As Accelerate does to a model it prepares for mixed precision."""
-    model = build()
-    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
-    monitor = ac.Monitor(model, probe())
-    monitor.record()
-    assert monitor.history[0].context["autocast"] == "bfloat16"
+    assert full.history[1].readings == full.history[0].readings
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)  # as Accelerate does to a model
+    full.record(2)
+    assert full.history[2].context["autocast"] == "bfloat16"
 
 
 class Drawing(nn.Module):
@@ -111,23 +98,15 @@ def test_modules_that_act_on_a_change_of_mode_are_not_told():
     assert model[0].training
 
 
-def test_the_probe_is_a_copy():
-    images = probe()
-    monitor = ac.Monitor(build(), images)
-    monitor.record(0)
-    images.zero_()
-    monitor.record(1)
-    assert monitor.history[0].readings == monitor.history[1].readings
-
-
 @pytest.mark.parametrize(
     "form",
     [lambda x: x, lambda x: (x, torch.zeros(4)), lambda x: {"images": x}, lambda x: x.double()],
     ids=["tensor", "tuple", "mapping", "another dtype"],
 )
-def test_probes_of_every_form_give_the_same(form):
-    model = build()
-    one, other = ac.Monitor(model, probe()), ac.Monitor(model, form(probe()))
+def test_probes_of_every_form_give_the_same_and_are_copied(form):
+    model, images = build(), probe()
+    one, other = ac.Monitor(model, probe()), ac.Monitor(model, form(images))
+    images.zero_()
     one.record()
     other.record()
     assert one.history[0].readings == other.history[0].readings
@@ -158,19 +137,16 @@ def test_a_compiled_model_trains_the_same_and_is_not_compiled_again(in_place):
     assert monitor.history[6].readings == ac.measure(monitor.model, [probe()], progress=False, **EVERYTHING).readings
 
 
-def test_optimiser_steps_are_counted_not_calls():
-    """A number that repeats, as within gradient accumulation, counts once; a multiple that is jumped over counts."""
-    monitor = ac.Monitor(build(), probe(), every=3)
-    for step in (1, 1, 2, 3, 3, 3, 4, 7, 7, 8, 14):
+@pytest.mark.parametrize(
+    ("every", "steps", "read"),
+    [(3, (1, 1, 2, 3, 3, 3, 4, 7, 7, 8, 14), [3, 7, 14]), (10, range(104, 121), [110, 120])],
+    ids=["numbers that repeat, and jump over a multiple", "a late start"],
+)
+def test_optimiser_steps_are_counted_not_calls(every, steps, read):
+    monitor = ac.Monitor(build(), probe(), every=every)
+    for step in steps:
         monitor.step(step)
-    assert list(monitor.history) == [3, 7, 14]
-
-
-def test_a_run_that_starts_late_is_read_when_due():
-    monitor = ac.Monitor(build(), probe(), every=10)
-    for step in range(104, 121):
-        monitor.step(step)
-    assert list(monitor.history) == [110, 120]
+    assert list(monitor.history) == read
 
 
 def test_an_interruption_in_the_middle_of_a_reading_leaves_the_model_as_it_was():
@@ -214,13 +190,9 @@ def test_no_probe_is_refused_at_once(nothing):
         ({"tap": "logits"}, "unknown tap logits"),
         ({"prefix": "none"}, "'in' or 'out'"),
         ({"every": 0}, "1 or more, not 0"),
+        ({"model": nn.Linear(2, 2)}, "no attention"),
     ],
 )
 def test_wrong_choices_are_refused_at_once(wrong, message):
     with pytest.raises(AcutanceError, match=message):
-        ac.Monitor(build(), probe(), **wrong)
-
-
-def test_a_model_without_attention_is_refused_at_once():
-    with pytest.raises(AcutanceError, match="no attention"):
-        ac.Monitor(nn.Linear(2, 2), probe())
+        ac.Monitor(**{"model": build(), "probe": probe(), **wrong})
