@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from small_models import embedded, hooks_of, small_images, small_vit
+from measured_vit import embedded, hooks_of, small_images, small_vit
 
 import acutance as ac
 from acutance import sites

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from small_models import small_images, small_vit
+from measured_vit import small_images, small_vit
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import acutance as ac

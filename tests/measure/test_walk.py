@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_models import hooks_of, small_images, small_vit
+from measured_vit import hooks_of, small_images, small_vit
 
 import acutance as ac
 from acutance import sites

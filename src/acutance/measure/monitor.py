@@ -23,6 +23,7 @@ from acutance.files.atomic import read_bytes
 from acutance.measure import measure
 from acutance.measure.profile import FORMAT, Profile
 from acutance.measure.reader import check_readable
+from acutance.measure.walk import map_tensors
 from acutance.report.pictures import plot_steps
 from acutance.sites.structure import bare_module, shards_put_back
 
@@ -184,8 +185,8 @@ class Monitor:
     def _read(self, step: int) -> Profile:
         seed = torch.initial_seed()
         weights = next(self.model.parameters())
-        kind = weights.device.type
-        probe = _fit_probe(self._probe, weights)
+        kind, dtype = weights.device.type, weights.dtype if weights.is_floating_point() else None
+        probe = map_tensors(self._probe, lambda x: x.to(weights.device, dtype if x.is_floating_point() else None))
         # Uncached: older versions of torch would go on to train with weights that were cast here, without gradients
         # (https://github.com/pytorch/pytorch/issues/112583).
         autocast = torch.autocast(kind, self._autocast, enabled=self._autocast is not None, cache_enabled=False)
@@ -280,26 +281,14 @@ class TensorBoard:
 
 
 def _copy_probe(probe: Any) -> Any:
-    if isinstance(probe, (tuple, list)) and probe:
-        return _copy_probe(probe[0])
-    if isinstance(probe, Mapping) and any(isinstance(value, Tensor) for value in probe.values()):
-        return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in probe.items()}
-    if isinstance(probe, Tensor) and probe.numel():
-        return probe.detach().clone()
-    raise AcutanceError(
-        "the monitor needs a probe, one batch to read the model on: a tensor, a (tensor, …) tuple or a mapping of "
-        f"arguments such as next(iter(loader)), not {type(probe).__name__}"
-    )
-
-
-def _fit_probe(probe: Any, weights: Tensor) -> Any:
-    """The probe on the weights' device; floating-point tensors in the weights' dtype."""
-    if isinstance(probe, Mapping):
-        return {name: _fit_probe(value, weights) for name, value in probe.items()}
-    if not isinstance(probe, Tensor):
-        return probe
-    both = probe.is_floating_point() and weights.is_floating_point()
-    return probe.to(weights.device, weights.dtype if both else None)
+    batch = probe[0] if isinstance(probe, (tuple, list)) and probe else probe
+    given = batch.values() if isinstance(batch, Mapping) else [batch]
+    if not any(isinstance(value, Tensor) and value.numel() for value in given):
+        raise AcutanceError(
+            "the monitor needs a probe, one batch to read the model on: a tensor, a (tensor, …) tuple or a mapping of "
+            f"arguments such as next(iter(loader)), not {type(probe).__name__}"
+        )
+    return map_tensors(batch, lambda tensor: tensor.detach().clone())
 
 
 @contextmanager

@@ -91,11 +91,7 @@ def _chosen(what: str, choice: str | Sequence[str], known: Sequence[str]) -> lis
 class MetricReader(Visitor):
     """Reads metrics at every layer; holds running means, a few batches' values and at most one earlier layer's q and k.
 
-    Args:
-        names: of the metrics.
-        taps: where token metrics are read.
-        prefix: special tokens `in` or `out`.
-        moving: layers whose windows hold other tokens than those of the layer before.
+    Special tokens are `in` or `out` by `prefix`; `moving` are the layers whose windows hold other tokens than before.
     """
 
     def __init__(

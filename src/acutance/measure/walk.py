@@ -209,7 +209,8 @@ def feed(model: nn.Module, batch: Any) -> Any:
     """Run one batch of any accepted form through the model, on the model's device."""
     device = next(model.parameters()).device
     if isinstance(batch, Mapping):
-        return model(**_moved({name: value for name, value in batch.items() if name != SPECIAL}, device))
+        inputs = {name: value for name, value in batch.items() if name != SPECIAL}
+        return model(**map_tensors(inputs, lambda tensor: tensor.to(device)))
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     if not isinstance(inputs, Tensor):
         raise AcutanceError(
@@ -218,11 +219,11 @@ def feed(model: nn.Module, batch: Any) -> Any:
     return model(inputs.to(device))
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    """Tensors, also those inside a mapping, on the device."""
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same with every tensor changed, also inside mappings."""
     if isinstance(value, Mapping):
-        return {name: _moved(inside, device) for name, inside in value.items()}
-    return value.to(device) if isinstance(value, Tensor) else value
+        return {name: map_tensors(inside, change) for name, inside in value.items()}
+    return change(value) if isinstance(value, Tensor) else value
 
 
 def describe(model: nn.Module, part: str | None = None) -> dict[str, Any]:
