@@ -1,25 +1,34 @@
-"""On a GPU: the host never waits within a step, and a run resumes."""
+"""On a GPU: the host never waits within a step, a run resumes, graphs and prefetched batches change no bit."""
+
+from itertools import islice
 
 import pytest
 import torch
-from train_worlds import assert_same_bits, bits, tiny
+from tiny_runs import assert_same_bits, bits, die_in, fit, tiny
 
 from acutance.errors import AcutanceError
+from acutance.lab.tasks import BatchSlice
 from acutance.lab.tasks.classification import ClassificationTask
-from acutance.lab.train import train
-from acutance.lab.train.diverged import DivergedError
+from acutance.lab.train import DivergedError
 from acutance.lab.train.loop import Loop
+from acutance.lab.train.step import prefetch
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-GPU = ("loop.precision=bf16", "loop.deterministic=true", "task.augment.crop_pad=1", "task.augment.mixup=0.8")
+AUGMENT = ("task.augment.crop_pad=1", "task.augment.rand_layers=2", "task.augment.erase=0.5", "task.augment.mixup=0.8")
+GPU = ("loop.precision=bf16", "loop.deterministic=true", "task.model.drop_path=0.2", *AUGMENT)
+GRAPH = "loop.graph=true"
 
 
-@pytest.mark.parametrize("recorded", ["false", "true"])
-def test_no_step_waits_for_the_device(tmp_path, monkeypatch, recorded):
+def train(folder, *changes, **options):
+    return fit(tiny(*GPU, *changes), folder, device="cuda", **options)[0]
+
+
+@pytest.mark.parametrize("graph", ["false", "true"])
+def test_no_step_waits_for_the_device(tmp_path, monkeypatch, graph):
     real = Loop._step
 
     def watched(self, step, parts):
-        if step < 5:  # the first steps may load kernels, and one makes the recording
+        if step < 5:  # the first steps may load kernels, and one is captured
             return real(self, step, parts)
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
@@ -29,63 +38,31 @@ def test_no_step_waits_for_the_device(tmp_path, monkeypatch, recorded):
             torch.cuda.set_sync_debug_mode(before)
 
     monkeypatch.setattr(Loop, "_step", watched)
-    train(tiny(*GPU, f"loop.graph={recorded}"), tmp_path / "run", device="cuda")
+    train(tmp_path / "run", f"loop.graph={graph}")
 
 
-def cut_and_resume(config, folder, monkeypatch):
-    train(config, folder / "whole", device="cuda")
-    real = Loop._step
-
-    def dying(self, step, parts):
-        if step == 12:
-            raise RuntimeError("died")
-        return real(self, step, parts)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Loop, "_step", dying)
-        with pytest.raises(RuntimeError, match="died"):
-            train(config, folder / "cut", device="cuda")
-    train(config, folder / "cut", device="cuda", resume=True)
-    assert_same_bits(bits(folder / "cut"), bits(folder / "whole"))
-
-
-def test_a_run_that_is_cut_resumes_to_the_same_bits(tmp_path, monkeypatch):
-    cut_and_resume(tiny(*GPU), tmp_path, monkeypatch)
+@pytest.mark.parametrize("how", [(), (GRAPH,), (GRAPH, "loop.compile=true")])
+def test_a_run_that_is_cut_resumes_to_the_same_bits(tmp_path, how):
+    train(tmp_path / "whole", *how)
+    die_in(12, tiny(*GPU, *how), tmp_path / "cut", device="cuda")
+    train(tmp_path / "cut", *how, resume=True)
+    assert_same_bits(bits(tmp_path / "cut"), bits(tmp_path / "whole"))
 
 
 def test_compiled(tmp_path):
-    result = train(tiny(*GPU, "loop.compile=true"), tmp_path / "run", device="cuda")
-    assert result["step"] == 16
+    assert train(tmp_path / "run", "loop.compile=true")["step"] == 16
 
 
-RANDOM = ("task.model.drop_path=0.2",)  # beside dropout
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "muon"])
+def test_a_graph_gives_the_bits_of_a_step_that_is_none(tmp_path, name):
+    train(tmp_path / "plain", f"optim.name={name}")
+    train(tmp_path / "graph", f"optim.name={name}", GRAPH)
+    assert_same_bits(bits(tmp_path / "graph"), bits(tmp_path / "plain"))
 
 
-def test_a_recorded_step_gives_the_bits_of_one_that_is_not(tmp_path):
-    train(tiny(*GPU, *RANDOM), tmp_path / "plain", device="cuda")
-    train(tiny(*GPU, *RANDOM, "loop.graph=true"), tmp_path / "recorded", device="cuda")
-    assert_same_bits(bits(tmp_path / "recorded"), bits(tmp_path / "plain"))
-
-
-@pytest.mark.parametrize("name", ["adam", "sgd", "muon"])
-def test_every_optimiser_can_be_recorded(tmp_path, name):
-    chosen = (*GPU, f"optim.name={name}")
-    train(tiny(*chosen), tmp_path / "plain", device="cuda")
-    train(tiny(*chosen, "loop.graph=true"), tmp_path / "recorded", device="cuda")
-    assert_same_bits(bits(tmp_path / "recorded"), bits(tmp_path / "plain"))
-
-
-def test_a_recorded_run_that_is_cut_resumes_to_the_same_bits(tmp_path, monkeypatch):
-    cut_and_resume(tiny(*GPU, *RANDOM, "loop.graph=true"), tmp_path, monkeypatch)
-
-
-def test_a_recorded_and_compiled_run_that_is_cut_resumes_to_the_same_bits(tmp_path, monkeypatch):
-    cut_and_resume(tiny(*GPU, *RANDOM, "loop.graph=true", "loop.compile=true"), tmp_path, monkeypatch)
-
-
-def test_a_step_that_cannot_be_recorded_says_what_to_do_and_leaves_nothing_behind(tmp_path, monkeypatch):
-    """Torch 2.11 does not recover from a recording that fails, so none is begun."""
-    real, config = ClassificationTask.loss, tiny(*GPU, *RANDOM, "loop.graph=true")
+def test_a_step_that_cannot_be_captured_says_what_to_do_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    """Torch 2.11 does not recover from a capture that fails, so none is begun."""
+    real = ClassificationTask.loss
 
     def waiting(self, model, batch):
         loss = real(self, model, batch)
@@ -95,11 +72,34 @@ def test_a_step_that_cannot_be_recorded_says_what_to_do_and_leaves_nothing_behin
     with monkeypatch.context() as patch:
         patch.setattr(ClassificationTask, "loss", waiting)
         with pytest.raises(AcutanceError, match=r"cannot be recorded as a CUDA graph.*loop\.graph=false"):
-            train(config, tmp_path / "run", device="cuda")
-    assert train(config, tmp_path / "again", device="cuda")["step"] == 16
+            train(tmp_path / "run", GRAPH)
+    assert train(tmp_path / "again", GRAPH)["step"] == 16
 
 
-def test_a_recorded_run_that_diverges_says_where(tmp_path):
-    config = tiny(*GPU, "loop.graph=true", "optim.lr=1e30", "optim.name=sgd", "loop.epochs=8")
+def test_a_run_in_graphs_that_diverges_says_where(tmp_path):
     with pytest.raises(DivergedError, match="first in"):
-        train(config, tmp_path / "run", device="cuda")
+        train(tmp_path / "run", GRAPH, "optim.lr=1e30", "optim.name=sgd", "loop.epochs=8")
+
+
+@pytest.mark.parametrize("how", [(), (GRAPH,), (GRAPH, "task.compile_augment=true"), ("loop.accumulate=2",)])
+def test_prefetched_batches_give_the_bits_of_batches_made_between_steps(tmp_path, monkeypatch, how):
+    train(tmp_path / "prefetched", *how)
+    monkeypatch.setattr(ClassificationTask, "made_on_device", False)
+    train(tmp_path / "between", *how)
+    assert_same_bits(bits(tmp_path / "prefetched"), bits(tmp_path / "between"))
+
+
+def test_prefetched_batches_are_the_same_while_the_gpu_is_busy():
+    """Large ones, beside steps that take longer than a batch, with memory that is used again."""
+    task = ClassificationTask(tiny(*AUGMENT).task, seed=0, device=torch.device("cuda"))
+    heavy = torch.randn(2048, 2048, device="cuda")
+
+    def sums(batches):
+        found = []
+        for images, targets in islice(batches, 30):
+            torch.linalg.matrix_power(heavy, 3)
+            found.append(torch.stack([images.double().sum(), targets.double().square().sum()]))
+        return torch.stack(found)
+
+    plain = sums(task.batches(128, 0, BatchSlice()))
+    assert torch.equal(sums(prefetch(task.batches(128, 0, BatchSlice()), torch.device("cuda"))), plain)

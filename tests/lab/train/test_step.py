@@ -1,17 +1,14 @@
-"""Batches made ahead: on the CPU with streams that are played, in whatever order a GPU may take them."""
+"""CUDA graphs and prefetched batches on the CPU, with a GPU that is played, in whatever order it may work."""
 
 import random
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import count, islice
 
 import pytest
 import torch
-from train_worlds import assert_same_bits, bits, tiny
 
-from acutance.lab.tasks import BatchSlice
-from acutance.lab.tasks.classification import ClassificationTask
-from acutance.lab.train import train
-from acutance.lab.train.step import _side_stream, prefetch
+from acutance.errors import AcutanceError
+from acutance.lab.train.step import WARM_UP, CUDAGraphStep, _side_stream, prefetch
 
 STEPS = 12
 
@@ -44,19 +41,26 @@ class Stream:
 
 
 class Gpu:
-    """Two streams, and memory that goes back, when a batch is dropped, to the stream it came from."""
+    """Two streams, memory that goes back to the stream it came from when a batch is dropped, and graphs."""
 
     def __init__(self, monkeypatch):
         self.main = self.current = Stream()
         self.side = None
-        self.memory, self.free = {}, []
-        self.read, self.order = [], []
-        monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
-        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        self.memory, self.free, self.read, self.order = {}, [], [], []
+        self.mode, self.modes, self.captures, self.replays = 0, [], 0, 0
+        for name, fake in {
+            "Stream": self.new_stream,
+            "current_stream": lambda device=None: self.current,
+            "stream": self.on,
+            "CUDAGraph": lambda: self,
+            "graph": self.capturing,
+            "get_sync_debug_mode": lambda: self.mode,
+            "set_sync_debug_mode": lambda mode: setattr(self, "mode", mode),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
         _side_stream.cache_clear()
 
-    def new_stream(self, device):
+    def new_stream(self, device=None):
         assert self.side is None
         self.side = Stream(device)
         return self.side
@@ -67,12 +71,24 @@ class Gpu:
         yield
         self.current = before
 
+    def capturing(self, *args, **options):
+        self.captures += 1
+        return nullcontext()
+
+    def replay(self):
+        self.replays += 1
+
     def batches(self):
         for number in count():
             yield Batch(self, number)
 
-    def step(self, batch):
-        place, number = batch.place, batch.number
+    def enqueue_all(self):
+        """Everything is asked for before anything is done: the host is as far ahead as it can be."""
+        for batch in islice(prefetch(self.batches(), torch.device("cuda")), STEPS):
+            self.step(batch.place, batch.number)
+            del batch
+
+    def step(self, place, number):
         self.current.enqueue(lambda: (self.order.append(("step", number)), self.read.append(self.memory.get(place))))
 
     def play(self, choose):
@@ -98,15 +114,9 @@ def gpu(monkeypatch):
     _side_stream.cache_clear()
 
 
-def enqueue_all(gpu):
-    """Everything is asked for before anything is done: the host is as far ahead as it can be."""
-    for batch in islice(prefetch(gpu.batches(), torch.device("cuda")), STEPS):
-        gpu.step(batch)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_every_step_reads_its_own_batch_in_whatever_order_the_streams_are_served(gpu, seed):
-    enqueue_all(gpu)
+    gpu.enqueue_all()
     gpu.play(random.Random(seed).choice)
     assert gpu.read == list(range(STEPS))
     assert len(gpu.memory) <= 3  # memory of batches that were used is used again, however far the host is
@@ -114,7 +124,7 @@ def test_every_step_reads_its_own_batch_in_whatever_order_the_streams_are_served
 
 @pytest.mark.parametrize("first", ["main", "side"])
 def test_a_batch_is_made_beside_the_step_before_it_and_not_earlier(gpu, first):
-    enqueue_all(gpu)
+    gpu.enqueue_all()
     gpu.play(lambda ready: next((stream for stream in ready if stream is getattr(gpu, first)), ready[0]))
     at = {what: position for position, what in enumerate(gpu.order)}
     for number in range(1, STEPS - 1):
@@ -123,44 +133,57 @@ def test_a_batch_is_made_beside_the_step_before_it_and_not_earlier(gpu, first):
 
 
 def test_the_data_outlive_the_last_batch_which_nobody_wants(gpu):
-    enqueue_all(gpu)
+    gpu.enqueue_all()
     gpu.main.enqueue(lambda: gpu.order.append("data freed"))
     gpu.play(lambda ready: ready[0])
     assert gpu.order[-1] == "data freed"
     assert ("batch", STEPS) in gpu.order
 
 
-GPU = ("loop.precision=bf16", "loop.deterministic=true", "task.model.drop_path=0.2")
-AUGMENT = ("task.augment.crop_pad=1", "task.augment.rand_layers=2", "task.augment.erase=0.5", "task.augment.mixup=0.8")
+def graphed(gpu, work=lambda: None):
+    def step(batch):
+        gpu.modes.append(gpu.mode)
+        work()
+        return batch.sum()
+
+    return CUDAGraphStep(step)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(
-    "how", [(), ("loop.graph=true",), ("loop.graph=true", "task.compile_augment=true"), ("loop.accumulate=2",)]
-)
-def test_training_has_the_bits_of_training_with_batches_made_between_steps(tmp_path, monkeypatch, how):
-    config = tiny(*GPU, *AUGMENT, *how)
-    train(config, tmp_path / "ahead", device="cuda")
-    monkeypatch.setattr(ClassificationTask, "made_on_device", False)
-    train(config, tmp_path / "between", device="cuda")
-    assert_same_bits(bits(tmp_path / "ahead"), bits(tmp_path / "between"))
+def test_waiting_is_refused_in_the_last_call_before_the_capture(gpu):
+    step = graphed(gpu)
+    for _ in range(WARM_UP + 3):
+        step(torch.ones(2))
+    assert gpu.modes == [0] * (WARM_UP - 1) + ["error"] + [0]  # the last one is captured
+    assert (gpu.captures, gpu.replays) == (1, 3)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_batches_made_ahead_are_the_same_while_the_gpu_is_busy():
-    """Large ones, beside steps that take longer than a batch, with memory that is used again."""
-    config = tiny(*AUGMENT).task
-    task = ClassificationTask(config, seed=0, device=torch.device("cuda"))
-    heavy = torch.randn(2048, 2048, device="cuda")
+def test_a_step_that_waits_is_never_captured(gpu):
+    def wait():
+        if gpu.mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
 
-    def sums(batches):
-        found = []
-        for images, targets in islice(batches, 30):
-            torch.linalg.matrix_power(heavy, 3)
-            found.append(torch.stack([images.double().sum(), targets.double().square().sum()]))
-        return torch.stack(found)
+    step = graphed(gpu, wait)
+    for _ in range(WARM_UP - 1):
+        step(torch.ones(2))
+    with pytest.raises(AcutanceError, match=r"synchronizing.*loop\.graph=false trains without$"):
+        step(torch.ones(2))
+    assert (gpu.captures, gpu.mode) == (0, 0)
 
-    plain = sums(task.batches(128, 0, BatchSlice()))
-    assert torch.equal(sums(prefetch(task.batches(128, 0, BatchSlice()), torch.device("cuda"))), plain)
+
+def test_a_capture_that_fails_after_all_asks_for_a_new_process(gpu):
+    def work():
+        if gpu.captures:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    step = graphed(gpu, work)
+    for _ in range(WARM_UP):
+        step(torch.ones(2))
+    with pytest.raises(AcutanceError, match=r"not permitted.*in a new process$"):
+        step(torch.ones(2))
+
+
+def test_batches_have_one_shape(gpu):
+    step = graphed(gpu)
+    step(torch.ones(2))
+    with pytest.raises(AcutanceError, match=r"\(3,\).*\(2,\)"):
+        step(torch.ones(3))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import save_file
-from train_worlds import MODEL, assert_same_bits, bits, die_in, fit, tiny
+from tiny_runs import MODEL, assert_same_bits, bits, die_in, fit, tiny
 
 import acutance as ac
 from acutance.errors import AcutanceError
@@ -15,6 +15,8 @@ from acutance.lab.tasks.segmentation import SegmentationConfig
 from acutance.lab.train import Run
 from acutance.lab.train.initial_weights import initial_weights
 from acutance.models import LanguageConfig, LanguageModel, SegmenterConfig, ViT
+
+WORDS = {"vocabulary": 30, "dim": 8, "depth": 1, "heads": 2, "hidden": 12, "cutoffs": (5, 9)}
 
 
 def saved(folder, **changes):
@@ -39,19 +41,10 @@ def test_what_differs_is_said_and_recorded(tmp_path):
     assert torch.equal(after.blocks[1].attn.qkv.weight, before.blocks[1].attn.qkv.weight)
 
 
-def test_a_run_that_starts_from_scratch_says_so(tmp_path):
-    fit(tiny("loop.epochs=0.25"), tmp_path / "run")
-    assert json.loads((tmp_path / "run/run.json").read_text())["start"] is None
-
-
-def test_the_recipe_of_a_run_is_named(tmp_path):
+def test_the_recipe_of_a_run_is_named_and_published_weights_say_nothing(tmp_path):
     Run(tmp_path).begin(tiny(), "digits", 1)
-    assert str(initial_weights(starting_from(saved(tmp_path)).task)).endswith(
-        "a ViT of the recipe digits: the same model"
-    )
-
-
-def test_published_weights_say_nothing(tmp_path):
+    found = initial_weights(starting_from(saved(tmp_path)).task)
+    assert str(found).endswith("a ViT of the recipe digits: the same model")
     torch.save({"model": {}}, tmp_path / "published.pth")
     save_file({"w": torch.ones(1)}, tmp_path / "other.safetensors")
     for name in ("published.pth", "other.safetensors"):
@@ -71,19 +64,19 @@ def test_an_encoder_is_compared_with_the_classifier_it_is_from(tmp_path):
         initial_weights(task)
 
 
-def language_task(path, **changes):
-    options = {"vocabulary": 267_735, "dim": 8, "depth": 1, "heads": 2, "hidden": 12, "cutoffs": (5, 9, 20_000)}
-    model = LanguageConfig(**{**options, **changes})
-    return LanguageTaskConfig(corpus="wikitext-2", model=model, weights=str(path))
-
-
 def test_a_language_model_is_compared_as_its_text_makes_it(tmp_path):
     """Vocabulary and cut-offs come from the text, so what the configuration says of them is no difference."""
-    sizes = {"vocabulary": 30, "dim": 8, "depth": 1, "heads": 2, "hidden": 12, "cutoffs": (5, 9)}
-    path = ac.save(LanguageModel(**sizes), tmp_path / "start.safetensors")
-    assert initial_weights(language_task(path)).differs == {}
+    path = ac.save(LanguageModel(**WORDS), tmp_path / "start.safetensors")
+    model = LanguageConfig(**WORDS | {"vocabulary": 267_735, "cutoffs": (5, 9, 20_000)})
+    task = LanguageTaskConfig(corpus="wikitext-2", model=model, weights=str(path))
+    assert initial_weights(task).differs == {}
     with pytest.raises(AcutanceError, match=r"trained with cutoffs \[5, 9\], and a model with cutoffs \[5, 12\]"):
-        initial_weights(language_task(path, cutoffs=(5, 12)))
+        initial_weights(replace(task, model=replace(model, cutoffs=(5, 12))))
+    with pytest.raises(AcutanceError, match="holds a LanguageModel, and this run starts from a ViT"):
+        initial_weights(starting_from(path).task)
+    saved(tmp_path)
+    with pytest.raises(AcutanceError, match="holds a ViT, and this run starts from a LanguageModel"):
+        initial_weights(task)
 
 
 @pytest.mark.parametrize(
@@ -91,11 +84,7 @@ def test_a_language_model_is_compared_as_its_text_makes_it(tmp_path):
     [
         ({"heads": 4}, "task.model.heads=2", "heads 4, and a model with heads 2 .*: --set task.model.heads=4"),
         ({"norm": "post"}, "task.model.norm=pre", "norm post, and a model with norm pre"),
-        (
-            {"mitigation": "neutreno:0.6,learn=head"},
-            "optim.lr=1",
-            "trained with neutreno:0.6,learn=head and holds what",
-        ),
+        ({"mitigation": "neutreno:0.6,learn=head"}, "optim.lr=1", "with neutreno:0.6,learn=head and holds what"),
         ({"mitigation": "eigen:negative"}, "optim.lr=1", "An eigen is put into them by acutance.fold"),
         ({"dim": 16}, "optim.lr=1", "does not fit the model .*of another size"),
     ],
@@ -106,26 +95,20 @@ def test_what_cannot_be_meant_is_refused(tmp_path, trained, change, message):
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_of_another_kind_of_model_are_refused(tmp_path):
-    model = LanguageModel(vocabulary=20, dim=8, depth=1, heads=2, hidden=12, cutoffs=())
-    path = ac.save(model, tmp_path / "start.safetensors")
-    with pytest.raises(AcutanceError, match="holds a LanguageModel, and this run starts from a ViT"):
-        initial_weights(starting_from(path).task)
-    with pytest.raises(AcutanceError, match="holds a ViT, and this run starts from a LanguageModel"):
-        initial_weights(language_task(saved(tmp_path)))
-
-
-def test_what_is_not_there_leaves_no_run_behind(tmp_path):
-    (tmp_path / "start.safetensors").write_bytes(b"no tensors")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere.safetensors", "there is no .*nowhere.safetensors to start from .*task.weights.*: train it first"),
+        ("begun", "is a folder: name the file, --set task.weights=.*begun/model.safetensors"),
+        ("begun/model.safetensors", "its run is not finished. To go on"),
+        ("damaged.safetensors", "is not a safetensors file, or it is damaged"),
+    ],
+)
+def test_what_is_not_there_leaves_no_run_behind(tmp_path, name, message):
+    (tmp_path / "damaged.safetensors").write_bytes(b"no tensors")
     Run(tmp_path / "begun").begin(tiny(), "digits", 1)
-    for name, message in {
-        "nowhere.safetensors": "there is no .*nowhere.safetensors to start from .*task.weights.*: train it first",
-        "begun": "is a folder: name the file, --set task.weights=.*begun/model.safetensors",
-        "begun/model.safetensors": "its run is not finished. To go on",
-        "start.safetensors": "is not a safetensors file, or it is damaged",
-    }.items():
-        with pytest.raises(AcutanceError, match=message):
-            fit(starting_from(tmp_path / name), tmp_path / "run")
+    with pytest.raises(AcutanceError, match=message):
+        fit(starting_from(tmp_path / name), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -1,27 +1,27 @@
-"""Training over two machines, each with a torchrun of its own: as one process trains, in a folder that they share."""
+"""Training over two machines, each with a torchrun of its own: as one process trains, in a folder that they share.
 
-import gc
+As a program, this is what torchrun starts: the command line, in float64, that loses its machine in a step. Arguments:
+the folder whose changes are told, the step (or none), and those of acutance.
+"""
+
 import json
 import os
+import signal
 import subprocess
 import sys
-import weakref
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from node_commands import prepare
-from test_train_processes import assert_close, use_float64
-from train_worlds import bits, fit
+from tiny_runs import assert_close, bits, fit, stepping, use_float64
 
+from acutance import cli
 from acutance.lab import recipes
-from acutance.lab.train import LoopConfig, override
-from acutance.lab.train.engine import Engine
+from acutance.lab.train import override
 from forked import free_port, run_as_torchrun
 
-PROGRAM = Path(__file__).with_name("node_commands.py")
+WRITES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
 PATIENCE = 300  # seconds: a hang fails
 CHANGES = [
     "task.fraction=0.1", "task.model.dim=8", "task.model.depth=2", "task.model.heads=2", "task.model.dropout=0.1",
@@ -31,25 +31,37 @@ CHANGES = [
 TRAIN = ["train", "digits", "--device", "cpu", *(word for change in CHANGES for word in ("--set", change))]
 
 
-def by_torchruns(told_of, command, second_dies_in):
+def prepare(folder):
+    """Before a command, in a process of its own: float64, and every change in the folder is printed."""
+    torch.set_num_threads(1)
+    use_float64(pytest.MonkeyPatch())
+
+    def hook(event, arguments):
+        writes = event in WRITES or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        if writes and str(arguments[0]).startswith(str(folder)):
+            print(f"process {os.environ['RANK']} wrote: {event} {Path(arguments[0]).name}", flush=True)
+
+    sys.addaudithook(hook)
+
+
+def lose_machine():
+    """As when it burns: the agent of torchrun and the process it started, at once."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def by_torchruns(folder, command, second_dies_in):
     """Run a command on both machines by a torchrun each; gives exit status and output of each."""
-    port = free_port()
-    path = [str(PROGRAM.parent), str(PROGRAM.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    here = Path(__file__)
+    path = [str(here.parent), str(here.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
+    meeting = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", free_port()]
     agents = []
-    for node, step in enumerate(("none", str(second_dies_in))):
-        where = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"]
-        meeting = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-        words = [*where, *meeting, str(PROGRAM), str(told_of), step, *command]
-        agents.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *words],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+    for node, step in enumerate(("none", second_dies_in)):
+        words = [*meeting, "--node-rank", node, here, folder, step, *command]
+        command_line = [sys.executable, "-m", "torch.distributed.run", *map(str, words)]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        agents.append(subprocess.Popen(command_line, env=environment, **streams))
     try:
         printed = [agent.communicate(timeout=PATIENCE)[0] for agent in agents]
     finally:
@@ -58,33 +70,11 @@ def by_torchruns(told_of, command, second_dies_in):
     return [(agent.returncode, words) for agent, words in zip(agents, printed, strict=True)]
 
 
-def test_a_model_never_lets_go_of_its_group_last():
-    """It would wait for the group's threads with Python's lock in hand, which now and then they wait for too."""
-    engine = Engine(LoopConfig(strategy="ddp"), device="cpu", processes=1)
-    group, wrapped = weakref.ref(dist.group.WORLD), engine.wrap(torch.nn.Linear(2, 2))
-    engine.close()
-    del engine, wrapped
-    gc.collect()
-    assert group() is not None
-
-
-@pytest.fixture(scope="module")
-def trained_alone(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("alone") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        use_float64(patch)
-        try:
-            fit(override(recipes.load("digits"), [*CHANGES, "loop.accumulate=2"]), folder)
-        finally:
-            torch.set_default_dtype(torch.float32)
-    return bits(folder)
-
-
 @pytest.mark.slow
-def test_two_machines_of_which_one_dies_go_on_and_equal_one_process(trained_alone, tmp_path):
+def test_two_machines_of_which_one_dies_go_on_and_equal_one_process(tmp_path):
     """Begun in DDP by two torchruns, resumed in FSDP2; in float64, so that what is left is the order of summation."""
     folder = tmp_path / "run"
-    (status, printed), (dead, _) = by_torchruns(folder, [*TRAIN, "--out", str(folder)], second_dies_in=7)
+    (status, printed), (dead, _) = by_torchruns(folder, [*TRAIN, "--out", folder], second_dies_in=7)
     assert status != 0
     assert dead == -9
     assert "ddp, 2 × 1 parts of a batch of 16" in printed
@@ -100,7 +90,13 @@ def test_two_machines_of_which_one_dies_go_on_and_equal_one_process(trained_alon
     assert "process 0 wrote" in first
     assert "process 1 wrote" not in second
     assert [session["processes"] for session in json.loads((folder / "run.json").read_bytes())["sessions"]] == [2, 2]
-    assert_close(bits(folder), trained_alone)
+    with pytest.MonkeyPatch.context() as patch:
+        use_float64(patch)
+        try:
+            fit(override(recipes.load("digits"), [*CHANGES, "loop.accumulate=2"]), tmp_path / "alone")
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert_close(bits(folder), bits(tmp_path / "alone"))
 
 
 @pytest.mark.slow
@@ -121,3 +117,11 @@ def test_machines_that_share_no_folder_are_refused_and_none_waits(tmp_path):
             assert "process 1 wrote" not in done.stdout
     assert [path.name for path in folders[0].iterdir()] == ["begun"]  # no trace of what was refused
     assert (folders[0] / "begun/run.json").read_bytes() == before
+
+
+if __name__ == "__main__":
+    _, folder, step, *command = sys.argv
+    prepare(folder)
+    sys.argv = ["acutance", *command]
+    with stepping(None if step == "none" else int(step), lose_machine):
+        cli.run()

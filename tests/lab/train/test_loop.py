@@ -1,0 +1,347 @@
+"""What the loop does on the way: logs, records, measurements, where it stops, what it says."""
+
+import io
+import json
+import math
+import os
+import re
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_runs import STEPS_PER_EPOCH, assert_same_bits, bits, fit, tiny, weights_at
+from torch import nn
+
+import acutance as ac
+from acutance.errors import AcutanceError, AcutanceWarning
+from acutance.lab.data.seeds import mixed_seed
+from acutance.lab.tasks import BatchSlice, Task
+from acutance.lab.tasks.classification import ClassificationTask
+from acutance.lab.train import DivergedError, Run, checkpointer, log
+from acutance.lab.train.diverged import locate
+from acutance.lab.train.log import NO_SDPA, Bar, Log, attention_backend, read_log
+from acutance.measure.monitor import History
+
+LINE = r"^step \d+ of 16  epoch \d\.\d\d  loss \d\.\d{4}  [\d,]+ images/s  \d:\d\d:\d\d left$"
+WATCHED = ("loop.monitor_every=6", "loop.deterministic=true")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run that is watched and logged at every chance."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log, "SECONDS_BETWEEN_LINES", 0)
+        return folder, *fit(tiny(*WATCHED), folder, recipe="tiny")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    return folder, *fit(tiny(), folder)
+
+
+def test_the_log_has_the_loss_the_rate_the_speed_and_the_scores(finished):
+    folder, result, _ = finished
+    lines = read_log(folder)
+    assert [line["step"] for line in lines] == [3, 5, 8, 10, 13, 15, 16]  # every 3, where it is saved or evaluated
+    assert all(line["images/s"] > 0 for line in lines)
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert lines[0]["lr"] == pytest.approx(1e-2 * 2 / 4)  # the third step of a warm-up of half an epoch
+    evaluated = {line["step"]: line["val/top1"] for line in lines if "val/top1" in line}
+    assert list(evaluated) == [8, 16]
+    assert result["step"] == 2 * STEPS_PER_EPOCH
+    assert result["scores"]["top1"] == evaluated[16]
+    assert result["best"]["score"] == max(evaluated.values())
+    event = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = event.EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    losses = {point.step: point.value for point in found.Scalars("loss")}
+    assert losses == pytest.approx({line["step"]: line["loss"] for line in lines})
+
+
+def test_the_record_says_what_the_run_is_made_of(finished):
+    record = json.loads((finished[0] / "run.json").read_text())
+    assert (record["recipe"], record["start"]) == ("tiny", None)
+    session = record["sessions"][0]
+    assert session["versions"]["torch"] == torch.__version__
+    assert session["hardware"]["cores"] > 0
+    assert len(session["git"]["commit"]) == 40
+    assert Run(finished[0]).config() == tiny(*WATCHED)
+
+
+def test_it_says_what_it_runs_on_with_which_attention_and_how_it_goes(finished, plain):
+    printed = finished[2]
+    assert "ViT of 1,490 parameters on CPU: single, 1 × 1 parts of a batch of 16, fp32, deterministic" in printed
+    assert "attention: SDPA flash for 2 × (16, 2, 17, 4) float32" in printed
+    assert len(re.findall(LINE, printed, re.MULTILINE)) >= 4  # without a terminal, a line now and then
+    assert not re.findall(LINE, plain[2], re.MULTILINE)
+
+
+def test_smoothness_is_measured_on_the_way_and_training_does_not_notice(finished, plain):
+    history = History.load(finished[0] / "monitor.jsonl")
+    assert list(history) == [0, 6, 12, 16]
+    assert ("hfc_lfc_frobenius", "block") in {(r.metric, r.tap) for r in history[16].readings}
+    assert_same_bits(bits(plain[0]), bits(finished[0]))
+
+
+def test_exported_models_load_and_score_what_was_recorded(finished):
+    folder, result, _ = finished
+    task = ClassificationTask(tiny().task, seed=0, device=torch.device("cpu"))
+    assert task.evaluate(ac.load(folder / "model.safetensors")) == result["scores"]
+    assert task.evaluate(ac.load(folder / "best.safetensors"))["top1"] == result["best"]["score"]
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_bar_shows_how_far_how_fast_and_how_long_in_one_process(shown):
+    output = io.StringIO()
+    bar = Bar(Console(file=output, force_terminal=True, width=160), first=2, total=8, unit="images", shown=shown)
+    with bar:
+        for _ in range(3):
+            bar.advance(16)
+        bar.tell(epoch=1.25, loss=0.5, speed=12345.6)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.getvalue())
+    found = re.search(r"epoch 1\.25  loss 0\.5000 .*5/8 12,346 images/s 0:00:00 left [\d:-]+", text)
+    assert found if shown else text.strip() == ""
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_no_number_is_null_in_the_log(tmp_path, value):
+    written = Log(tmp_path, 0)
+    written.write(1, {"loss": 0.5, "val/perplexity": value})
+    written.close()
+    assert read_log(tmp_path) == [{"step": 1, "loss": 0.5, "val/perplexity": None}]
+    assert json.loads((tmp_path / "log.jsonl").read_text(), parse_constant=pytest.fail)["loss"] == 0.5
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_steps_are_deterministic_if_asked_and_it_is_put_back(tmp_path, monkeypatch, wanted):
+    seen, loss = set(), ClassificationTask.loss
+
+    def watched(*given):
+        seen.add((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+        return loss(*given)
+
+    monkeypatch.setattr(ClassificationTask, "loss", watched)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    fit(tiny("loop.epochs=0.5", f"loop.deterministic={json.dumps(wanted)}"), tmp_path / "run")
+    assert seen == {(wanted, ":4096:8" if wanted else None)}
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_step_is_that_of_the_plain_formula(tmp_path):
+    """A loop written out by hand, without any of the machinery."""
+    config = tiny("loop.ema=null", "loop.epochs=0.5")
+    fit(config, tmp_path / "run")
+    task = ClassificationTask(config.task, seed=0, device=torch.device("cpu"))
+    torch.manual_seed(mixed_seed(0))
+    model = task.build_model()
+    spared = model.no_weight_decay()
+    groups = [
+        {"params": [p for n, p in model.named_parameters() if p.ndim > 1 and n not in spared], "weight_decay": 0.05},
+        {"params": [p for n, p in model.named_parameters() if p.ndim < 2 or n in spared], "weight_decay": 0.0},
+    ]
+    optimiser = torch.optim.AdamW(groups, lr=1e-2)
+    for step, (images, targets) in zip(range(4), task.batches(16, 0, BatchSlice()), strict=False):
+        for group in optimiser.param_groups:
+            group["lr"] = 1e-2 * step / 4  # half an epoch of warm-up
+        torch.manual_seed(mixed_seed(0, step, 0))  # dropout is a function of seed, step and slice
+        loss = -(targets * model(images).log_softmax(-1)).sum(-1).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+    trained = ac.load(tmp_path / "run/model.safetensors")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(trained.state_dict()[name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_clipping_bounds_the_gradient(tmp_path):
+    """With SGD without momentum a step is as long as its rate times the clipped norm."""
+    sgd = ("optim.name=sgd", "optim.momentum=0", "optim.weight_decay=0", "optim.clip=1e-3", "schedule.warmup=0")
+    fit(tiny(*sgd, "loop.epochs=0.125"), tmp_path / "run")
+    before, after = (weights_at(tmp_path / "run", step) for step in (0, 1))
+    length = torch.stack([(after[name] - before[name]).double().norm() for name in before]).norm()
+    assert float(length) == pytest.approx(1e-2 * 1e-3, rel=1e-2)
+
+
+def trained_twice(tmp_path, change, *common):
+    """Weights of a run and of one with a change."""
+    for name, changes in (("one", common), ("other", (change, *common))):
+        fit(tiny(*changes, "task.model.dropout=0", "loop.epochs=0.5"), tmp_path / name)
+    return [ac.load(tmp_path / name / "model.safetensors").state_dict() for name in ("one", "other")]
+
+
+def test_accumulated_parts_are_one_batch(tmp_path):
+    one, four = trained_twice(tmp_path, "loop.accumulate=4", "optim.name=sgd", "loop.ema=null")
+    for name, value in one.items():
+        torch.testing.assert_close(four[name], value, rtol=1e-4, atol=1e-6)
+    losses = [[line["loss"] for line in read_log(tmp_path / name)] for name in ("one", "other")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_compiled_training_follows_the_plain_one(tmp_path, monkeypatch):
+    calls = []
+    quick = partial(torch.compile, backend="aot_eager")  # what the loop does is the same, and inductor takes a minute
+    monkeypatch.setattr(torch, "compile", lambda model, **_: calls.append(model) or quick(model))
+    one, other = trained_twice(tmp_path, "loop.compile=true")
+    assert calls
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_without_a_gpu_there_is_no_graph_and_nothing_changes(tmp_path, plain):
+    _, said = fit(tiny("loop.graph=true"), tmp_path / "asked")
+    assert "CUDA graph" not in said
+    assert_same_bits(bits(tmp_path / "asked"), bits(plain[0]))
+
+
+def test_bf16_casts_and_keeps_float32_weights(tmp_path, monkeypatch):
+    seen, real = set(), ac.models.ViT.forward_features
+
+    def noted(self, images):
+        seen.add(self.blocks[0].mlp.fc1(images.new_zeros(1, 8)).dtype)
+        return real(self, images)
+
+    monkeypatch.setattr(ac.models.ViT, "forward_features", noted)
+    fit(tiny("loop.precision=bf16", "loop.epochs=0.25"), tmp_path / "run")
+    assert seen == {torch.bfloat16}
+    assert {value.dtype for value in weights_at(tmp_path / "run", 2).values()} == {torch.float32}
+
+
+def test_a_nan_in_the_data_stops_with_step_place_and_last_checkpoint(tmp_path, monkeypatch):
+    real = ClassificationTask.batches
+
+    def poisoned(self, batch_size, first_step, part):
+        for now, (images, targets) in enumerate(real(self, batch_size, first_step, part), first_step):
+            yield (images.clone().fill_(math.nan) if now >= 6 else images), targets
+
+    monkeypatch.setattr(ClassificationTask, "batches", poisoned)
+    message = r"became nan in step 7, first in the batch, before any module.*step-000000005 \(step 5\)"
+    with pytest.raises(DivergedError, match=message):
+        fit(tiny(), tmp_path / "run")
+    assert not (tmp_path / "run/checkpoints/step-000000010").exists()
+
+
+class OverflowsInStepSeven(nn.Module):
+    """Knows the step by the seed the loop sets for it."""
+
+    def forward(self, x):
+        return x * math.inf if torch.initial_seed() == mixed_seed(0, 6, 0) else x
+
+
+def built_with(monkeypatch, change):
+    real = ClassificationTask.build_model
+
+    def build(self):
+        model = real(self)
+        change(model)
+        return model
+
+    monkeypatch.setattr(ClassificationTask, "build_model", build)
+
+
+def test_a_nan_in_a_layer_is_traced_to_that_layer(tmp_path, monkeypatch):
+    built_with(monkeypatch, lambda model: setattr(model.blocks[1].mlp, "act", OverflowsInStepSeven()))
+    place = r"first in the output of layer 2 \(blocks.1.mlp.act, OverflowsInStepSeven\)"
+    with pytest.raises(DivergedError, match=rf"became nan in step 7, {place}.*step-000000005"):
+        fit(tiny(), tmp_path / "run")
+
+
+def test_an_update_that_overflows_is_not_saved_as_good(tmp_path, monkeypatch):
+    """The loss of the step is finite, the weights after it are not."""
+    built_with(monkeypatch, lambda model: model.blocks[0].attn.qkv.bias.register_hook(lambda g: g * math.inf))
+    message = r"after step 1, whose loss was finite, blocks.0.attn.qkv.bias hold.*checkpoint is .*step-000000000\."
+    with pytest.raises(DivergedError, match=message):
+        fit(tiny("loop.checkpoint_every=1", "optim.clip=null", "schedule.warmup=0"), tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-000000000"]
+    assert all(value.isfinite().all() for value in weights_at(tmp_path / "run", 0).values())
+
+
+def test_locate_says_when_only_the_loss_is_wrong_and_when_nothing_is():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert "in the loss itself" in locate(model, lambda: model(torch.ones(1, 2)).sum() * math.nan)
+    assert locate(model, lambda: model(torch.ones(1, 2)).sum()).startswith("nowhere")
+
+
+def full(*given, **named):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("step", [0, 10])
+def test_a_full_disk_stops_the_run_and_names_what_is_left(tmp_path, monkeypatch, plain, step):
+    real = checkpointer._write_through
+    with monkeypatch.context() as patch:
+        write = lambda path, body: (full if f"step-{step:09d}" in str(path) else real)(path, body)  # noqa: E731
+        patch.setattr(checkpointer, "_write_through", write)
+        left = r"last good checkpoint is .*step-000000005.*--resume" if step else "No checkpoint was saved yet"
+        with pytest.raises(AcutanceError, match=rf"checkpoint of step {step} could not be written.*No space.*{left}"):
+            fit(tiny(), tmp_path / "run")
+    fit(tiny(), tmp_path / "run", resume=True)
+    assert_same_bits(bits(tmp_path / "run"), bits(plain[0]))
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "what"),
+    [(Log, "write", "the log"), (checkpointer, "save", r"best\.safetensors"), (Run, "write_result", "the result")],
+)
+def test_a_disk_without_room_for_the_rest_is_told_as_such(tmp_path, monkeypatch, where, name, what):
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, full)
+        with pytest.raises(AcutanceError, match=rf"{what} could not be written: .*No space left.* --resume"):
+            fit(tiny(), tmp_path / "run")
+    fit(tiny(), tmp_path / "run", resume=True)
+    assert (tmp_path / "run/result.json").exists()
+
+
+@pytest.mark.parametrize(("kernel", "expected"), [("softmax", "SDPA flash"), ("linear", NO_SDPA)])
+def test_the_back_end_is_that_of_the_models_own_shapes(kernel, expected):
+    options = {"image_size": 8, "patch_size": 4, "in_chans": 1, "dim": 8, "depth": 1, "heads": 2, "num_classes": 2}
+    model = ac.models.ViT(attention=kernel, **options)
+    state = torch.get_rng_state()
+    assert attention_backend(model, lambda: model(torch.randn(3, 1, 8, 8))).startswith(expected)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("psi", "crosses"), [(1.6, True), (1.0, False)])
+@pytest.mark.parametrize("probe", [True, False])
+def test_a_run_whose_spectrum_crosses_the_bound_is_warned_of_at_its_end(tmp_path, monkeypatch, psi, crosses, probe):
+    """−ψ² beyond −2/(1 + μ_min), with μ_min as attention has it on the task's probe, or 0 where it has none."""
+    built_with(monkeypatch, lambda model: [site.mitigation.psi.data.fill_(psi) for site in ac.sites.find(model)])
+    if not probe:
+        monkeypatch.setattr(ClassificationTask, "inputs", Task.inputs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(tiny("loop.epochs=0.25", "optim.lr=1e-6", "task.model.mitigation=eigen:negative"), tmp_path / "run")
+    said = [str(w.message) for w in caught if issubclass(w.category, AcutanceWarning)]
+    assert len(said) == crosses
+    if crosses:
+        assert "layers 1 (λ = -2.56, bound -" in said[0]
+        assert ("μ_min as read on the batch" if probe else "μ_min taken as 0") in said[0]
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def scoring(monkeypatch, *scores):
+    evaluate, found = ClassificationTask.evaluate, iter(scores)
+    told = lambda self, model, **options: {**evaluate(self, model, **options), "top1": next(found)}  # noqa: E731
+    monkeypatch.setattr(ClassificationTask, "evaluate", told)
+
+
+def test_a_score_that_is_no_number_is_kept_as_none_and_never_the_best(tmp_path, monkeypatch):
+    scoring(monkeypatch, math.nan, math.inf, 12.5)
+    result, _ = fit(tiny(), tmp_path / "run")
+    assert result["scores"]["top1"] is None  # the second of two evaluations
+    assert result["best"] is None
+    assert (tmp_path / "run/model.safetensors").is_file()
+    result, _ = fit(tiny("loop.epochs=3"), tmp_path / "run", resume=True)
+    assert result["best"] == {"step": 3 * STEPS_PER_EPOCH, "score": 12.5}
+
+
+@pytest.mark.parametrize(("higher", "step", "score"), [(True, 2, 12.5), (False, 3, 2.5)])
+def test_the_best_is_the_highest_or_the_lowest_as_the_task_says(tmp_path, monkeypatch, higher, step, score):
+    scoring(monkeypatch, 7.5, 12.5, 2.5)
+    monkeypatch.setattr(ClassificationTask, "higher_is_better", higher)
+    result, _ = fit(tiny("loop.epochs=3"), tmp_path / "run")
+    assert result["best"] == {"step": step * STEPS_PER_EPOCH, "score": score}

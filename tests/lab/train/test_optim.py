@@ -1,0 +1,226 @@
+"""Schedules, parameter groups, optimisers, Muon, the mean of the weights."""
+
+import math
+import os
+
+import pytest
+import torch
+from tiny_runs import fit, tiny
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from acutance.errors import AcutanceError
+from acutance.lab.train import OptimConfig, ScheduleConfig, optim
+from acutance.lab.train.optim import (
+    Ema,
+    build_optimiser,
+    learning_rate,
+    orthogonal,
+    parameter_groups,
+    set_learning_rate,
+)
+from acutance.models import ViT
+
+PER_EPOCH, TOTAL = 10, 100
+SMALL = {"image_size": 8, "patch_size": 4, "in_chans": 1, "dim": 16, "depth": 2, "heads": 2, "num_classes": 3}
+MUON = OptimConfig(name="muon", lr=1e-2, weight_decay=0.1)
+LEARNT = "neutreno:0.6,learn=head"
+
+
+def rates(**options):
+    config = ScheduleConfig(**options)
+    return [learning_rate(config, 1.0, step, PER_EPOCH, TOTAL) for step in range(TOTAL + 1)]
+
+
+@pytest.mark.parametrize("name", ["cosine", "poly", "constant"])
+def test_the_warm_up_is_a_line_from_start_to_the_peak(name):
+    found = rates(name=name, warmup=2, start=0.1)
+    assert (found[0], found[20]) == pytest.approx((0.1, 1.0))
+    assert torch.tensor(found[:21]).diff().tolist() == pytest.approx([0.045] * 20, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["cosine", "poly"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_curves_fall_to_their_end(name, inside):
+    found = rates(name=name, warmup=1, final=0.01, warmup_inside=inside)
+    assert found[-1] == pytest.approx(0.01)
+    assert max(found) == pytest.approx(1.0, abs=0.2 if inside else 1e-6)
+    assert (torch.tensor(found[10:]).diff() < 0).all()
+
+
+def test_the_formulas():
+    assert rates(final=0.2)[30] == pytest.approx(0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * 0.3)))
+    assert rates(name="poly", power=0.9)[30] == pytest.approx(0.7**0.9)
+    assert rates(name="constant")[99] == 1.0
+    # DeiT's: the cosine of the whole training, whose beginning the warm-up hides.
+    assert rates(warmup=2, warmup_inside=True)[50] == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.5)))
+    assert rates(warmup=2)[60] == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.5)))
+
+
+def test_per_epoch_it_stays_within_an_epoch():
+    smooth, stairs = rates(warmup=2), rates(warmup=2, per="epoch")
+    assert stairs == [smooth[step - step % PER_EPOCH] for step in range(TOTAL + 1)]
+
+
+@pytest.fixture
+def outer():
+    return nn.ModuleDict({"encoder": ViT(mitigation=LEARNT, **SMALL), "head": nn.Linear(3, 4)})
+
+
+def test_matrices_are_decayed_and_what_parts_name_is_not(outer):
+    names = {parameter: name for name, parameter in outer.named_parameters()}
+    decayed, spared = ({names[p] for p in group["params"]} for group in parameter_groups(outer, 0.3))
+    assert decayed | spared == set(names.values())
+    assert not decayed & spared
+    assert {"head.weight", "encoder.blocks.0.mlp.fc1.weight", "encoder.patch_embed.proj.weight"} <= decayed
+    assert {"head.bias", "encoder.pos_embed", "encoder.cls_token", "encoder.norm.weight"} <= spared
+    assert all(name in spared for name in names.values() if "mitigation" in name)
+
+
+def test_frozen_parameters_are_left_out(outer):
+    outer["encoder"].requires_grad_(False)
+    assert sum(len(group["params"]) for group in build_optimiser(outer, OptimConfig()).param_groups) == 2
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
+def test_optimisers_are_what_they_say(name):
+    config = OptimConfig(name=name, lr=0.1, weight_decay=0.01, betas=(0.8, 0.9), momentum=0.7, eps=1e-3)
+    ours, plain = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
+    plain.load_state_dict(ours.state_dict())
+    own = {"momentum": 0.7, "nesterov": True} if name == "sgd" else {"betas": (0.8, 0.9), "eps": 1e-3}
+    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[name]
+    theirs = kind(plain.parameters(), lr=0.1, weight_decay=0.01, **own)
+    for model, optimiser in ((ours, build_optimiser(ours, config)), (plain, theirs)):
+        for step in range(3):
+            model(torch.arange(3.0) + step).square().sum().backward()
+            optimiser.step()
+            optimiser.zero_grad()
+    assert torch.equal(ours.weight, plain.weight)
+
+
+class Fills(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function._schema.name == "aten::fill_"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("restored", [False, True])
+@pytest.mark.parametrize(("rate", "count"), [(torch.tensor(0.1), 1), (0.1, 0)])
+def test_the_rate_is_set_for_all_groups_on_the_device_by_one_fill(restored, rate, count):
+    optimiser = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(2))]} for _ in range(3)], lr=rate)
+    if restored:
+        optimiser.load_state_dict(optimiser.state_dict())
+    with Fills() as fills:
+        set_learning_rate(optimiser, 0.5)
+    assert [float(group["lr"]) for group in optimiser.param_groups] == [0.5] * 3
+    assert fills.count == count
+
+
+def test_the_mean_follows_its_formula_and_swapping_leaves_no_trace():
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    ema, expected = Ema(model, 0.75), model[0].weight.detach().double()
+    for step in range(4):
+        with torch.no_grad():
+            model[0].weight.add_(step + 1)
+            model[1].running_mean.add_(1)
+        ema.update()
+        expected = 0.75 * expected + 0.25 * model[0].weight.detach().double()
+    torch.testing.assert_close(ema.mean["0.weight"].double(), expected, rtol=1e-6, atol=1e-6)
+    assert ema.mean["1.running_mean"].mean() < model[1].running_mean.mean()
+    assert "1.num_batches_tracked" not in ema.mean
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    mean = {name: value.clone() for name, value in ema.mean.items()}
+    with ema.swapped():
+        assert torch.equal(model[0].weight, mean["0.weight"])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, mean[name]) for name, value in ema.mean.items())
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 8, 24)])
+def test_directions_have_singular_values_around_one_and_the_singular_vectors_of_the_momentum(shape):
+    matrices = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = orthogonal(matrices)
+    values = torch.linalg.svdvals(found)
+    assert values.min() > 0.3  # where a singular value is tiny, five iterations do not lift it all the way
+    assert values.max() < 1.3
+    product = matrices.mT @ found  # V S Uᵀ U S′ Vᵀ: symmetric and positive
+    torch.testing.assert_close(product, product.mT, atol=1e-10, rtol=0)
+    assert torch.linalg.eigvalsh(product).min() > -1e-10
+
+
+def two_alike(**options):
+    torch.manual_seed(0)
+    one, other = ViT(**SMALL, **options), ViT(**SMALL, **options)
+    other.load_state_dict(one.state_dict())
+    return one, other
+
+
+def two_steps(model, optimiser):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimiser.step()
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon to compare with")
+@pytest.mark.parametrize(("part", "longer"), [("mlp.fc1", 64), ("mlp.fc2", 64), ("attn.proj", 16)])
+def test_it_moves_matrices_as_torch_does(part, longer):
+    ours, torchs = two_alike()
+    two_steps(ours, build_optimiser(ours, MUON))
+    matrix = torchs.blocks[1].get_submodule(part).weight
+    two_steps(torchs, torch.optim.Muon([matrix], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
+    moved = ours.blocks[1].get_submodule(part).weight
+    # Torch's iteration is in bfloat16.
+    assert (moved - matrix).abs().max() < 0.02 * 1e-2 * 0.2 * longer**0.5 * 2
+
+
+def test_everything_else_moves_by_adamw():
+    ours, plain = two_alike(mitigation=LEARNT)
+    two_steps(ours, build_optimiser(ours, MUON))
+    two_steps(plain, build_optimiser(plain, OptimConfig(name="adamw", lr=1e-2, weight_decay=0.1)))
+    expected = dict(plain.named_parameters())
+    differing = {name for name, value in ours.named_parameters() if not torch.equal(value, expected[name])}
+    linear = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    assert differing == {f"blocks.{block}.{part}.weight" for block in range(2) for part in linear}
+
+
+def test_matrices_of_one_shape_go_together_and_those_of_its_transpose_and_a_closure_is_asked_first(monkeypatch):
+    shapes = []
+    monkeypatch.setattr(optim, "orthogonal", lambda x: (shapes.append(tuple(x.shape)), orthogonal(x))[1])
+    model = ViT(**SMALL)
+    optimiser = build_optimiser(model, MUON)
+
+    def closure():
+        loss = model(torch.ones(2, 1, 8, 8)).square().sum()
+        loss.backward()
+        return loss
+
+    assert optimiser.step(closure) > 0
+    assert sorted(shapes) == [(4, 16, 64), (8, 16, 16)]  # of 2 blocks: fc1ᵀ and fc2; queries, keys, values and proj
+
+
+@pytest.mark.parametrize(("name", "pieces"), [("qkv", 3), ("kv", 2), ("fc1", 1)])
+def test_a_joint_projection_moves_as_several_and_an_mlp_as_one(name, pieces):
+    torch.manual_seed(0)
+    joint = nn.ModuleDict({"blocks": nn.ModuleDict({name: nn.Linear(4, 12, bias=False)})})
+    apart = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 12 // pieces, bias=False) for _ in range(pieces))})
+    weight, grad = joint["blocks"][name].weight, torch.randn(12, 4)
+    for part, own, piece in zip(apart["blocks"], weight.chunk(pieces), grad.chunk(pieces), strict=True):
+        part.weight.data.copy_(own)
+        part.weight.grad = piece.clone()
+    weight.grad = grad.clone()
+    build_optimiser(joint, MUON).step()
+    build_optimiser(apart, MUON).step()
+    moved = torch.cat([part.weight for part in apart["blocks"]])
+    torch.testing.assert_close(weight, moved, atol=1e-7, rtol=1e-6)
+
+
+def test_sharded_matrices_are_refused_before_a_run_is_begun(tmp_path):
+    config, before = tiny("optim.name=muon", "loop.strategy=fsdp"), dict(os.environ)
+    with pytest.raises(AcutanceError, match=r"needs whole matrices, which loop\.strategy=fsdp shards"):
+        fit(config, tmp_path / "run", processes=1)
+    assert not (tmp_path / "run").exists()
+    assert {name for name in os.environ.keys() - before.keys() if "RANK" in name or "MASTER" in name} == set()

@@ -1,0 +1,105 @@
+"""Tiny runs on real digits, how they are cut, and what is compared of them."""
+
+import io
+from contextlib import contextmanager
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from acutance.lab.data.augment import Augment
+from acutance.lab.tasks import segmentation
+from acutance.lab.tasks.classification import ClassificationConfig
+from acutance.lab.train import Config, LoopConfig, OptimConfig, ScheduleConfig, override, train
+from acutance.lab.train.checkpointer import checkpoint_paths, read_checkpoint
+from acutance.lab.train.loop import Loop
+from acutance.models import ViTConfig
+
+MODEL = ViTConfig(
+    image_size=8, patch_size=2, in_chans=1, dim=8, depth=2, heads=2, num_classes=10, mlp_ratio=2.0, dropout=0.1
+)
+STEPS_PER_EPOCH = 8  # 129 images (a tenth of each class), in batches of 16
+# In float64 what is left is the order of summation. AdamW divides by the size of the gradient, so rounding grows where
+# a gradient is about zero: the bound is on weights of about 0.1 to 1 after 16 steps.
+CLOSE = 1e-9
+
+
+def tiny(*changes, **task):
+    """Two epochs with all that has a state: AdamW, a mean of the weights, dropout, a learning rate that moves."""
+    config = Config(
+        task=ClassificationConfig(dataset="digits", model=MODEL, fraction=0.1, **task),
+        optim=OptimConfig(lr=1e-2, clip=1.0),
+        schedule=ScheduleConfig(warmup=0.5),
+        loop=LoopConfig(epochs=2, batch_size=16, ema=0.9, checkpoint_every=5, log_every=3, evaluate_every=1),
+    )
+    return override(config, changes)
+
+
+def fit(config, folder, *, device="cpu", **options):
+    """Train quietly in this process; gives the result and all that was printed."""
+    output = io.StringIO()
+    result = train(config, folder, device=device, console=Console(file=output, width=200), **options)
+    return result, output.getvalue()
+
+
+@contextmanager
+def stepping(step, act):
+    """Inside, `act()` happens before this step."""
+    real = Loop._step
+
+    def acting(self, now, parts):
+        if now == step:
+            act()
+        return real(self, now, parts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "_step", acting)
+        yield
+
+
+class DiedError(Exception):
+    """As good as a crash: nothing runs afterwards that could save anything."""
+
+
+def _die():
+    raise DiedError
+
+
+def die_in(step, config, folder, **options):
+    """Train until death in the middle of a step, when nothing of it has reached the weights."""
+    with stepping(step, _die), pytest.raises(DiedError):
+        fit(config, folder, **options)
+
+
+def weights_at(folder, step):
+    return read_checkpoint(folder / f"checkpoints/step-{step:09d}")[0]["model.safetensors"]
+
+
+def bits(folder):
+    """Everything the newest checkpoint holds, and the exported models."""
+    tensors, _ = read_checkpoint(checkpoint_paths(folder / "checkpoints")[0])
+    found = {f"{file}:{name}": value for file, part in tensors.items() for name, value in part.items()}
+    for file in ("model.safetensors", "best.safetensors"):
+        found |= {f"exported {file}:{name}": value for name, value in load_file(folder / file).items()}
+    return found
+
+
+def assert_same_bits(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def assert_close(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=0, atol=CLOSE, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def use_float64(patch):
+    torch.set_default_dtype(torch.float64)
+    call, plain, normalised = Augment.__call__, Augment.plain, segmentation.normalised
+    patch.setattr(Augment, "__call__", lambda *given: tuple(x.double() for x in call(*given)))
+    patch.setattr(Augment, "plain", lambda *given: plain(*given).double())
+    patch.setattr(segmentation, "normalised", lambda images: normalised(images).double())
