@@ -256,8 +256,8 @@ def _padding(batch: Mapping[str, Any], names: Mapping[str, bool], *, is_packed: 
         if marks_content and mask.ndim > 2:
             return _padding_of_pairs(name, mask, _rows(batch), is_packed=is_packed)
         if mask.ndim == 2 or (mask.ndim == 1 and not marks_content):  # one axis: a sample by itself
-            mask = torch.atleast_2d(mask).bool()
-            return mask if marks_content else ~mask
+            content: Tensor = torch.atleast_2d(mask).bool()
+            return content if marks_content else ~content
     return None
 
 

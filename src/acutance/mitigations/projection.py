@@ -252,11 +252,12 @@ def _adapted(module: nn.Module) -> Tensor:
     width = zero.shape[1]
     random = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(zero)
     offset, rows, found = _through(module, torch.cat([zero, torch.eye(width).to(zero), random])).split([1, width, 4])
-    expected = random @ (rows - offset) + offset
+    matrix: Tensor = rows - offset
+    expected = random @ matrix + offset
     off = torch.linalg.vector_norm(found - expected)
     if not off <= torch.finfo(random.dtype).eps ** 0.5 * torch.linalg.vector_norm(expected):
         raise _refusal(module, "what it does to tokens is not linear")
-    return (rows - offset).T
+    return matrix.T
 
 
 def _zero_for(module: nn.Module) -> Tensor:

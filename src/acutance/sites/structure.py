@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, wraps
+from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
@@ -277,15 +277,14 @@ def bare_module(model: nn.Module) -> nn.Module:
         model = inner
 
 
-@cache
-def _is_kind(cls: type[nn.Module], *names: str) -> bool:
-    """By names: where torch comes without distributed there are no such classes to import."""
-    return any(parent.__name__ in names for parent in cls.__mro__)
+def _is_a(module: nn.Module, *names: str) -> bool:
+    """By the names of its classes: where torch comes without distributed there are none to import."""
+    return any(parent.__name__ in names for parent in type(module).__mro__)
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP gathers the model's weights from all processes, so that none can run it without the others."""
-    return any(_is_kind(type(module), "FSDPModule", "FullyShardedDataParallel") for module in model.modules())
+    return any(_is_a(module, "FSDPModule", "FullyShardedDataParallel") for module in model.modules())
 
 
 def refuse_sharded(model: nn.Module, reader: str) -> None:
@@ -304,7 +303,7 @@ def shards_put_back(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module in model.modules():
-            if _is_kind(type(module), "FSDPModule"):
+            if _is_a(module, "FSDPModule"):
                 cast(Any, module).reshard()
 
 
