@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch_nn_models import encoder, shaken, tokens
 
 import acutance as ac
 from acutance import metrics, sites
@@ -15,7 +16,7 @@ from acutance.sites import AttentionSite, Library, lookup
 from acutance.sites.structure import SpecialTokens, modules_of, tokens_by_name
 
 TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
-IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def test_sites_stand_in_depth_order_with_their_shapes():
@@ -54,41 +55,44 @@ def test_measuring_looks_for_the_layers_once(monkeypatch):
     looked, look = [], lookup._refuse_layers_elsewhere
     monkeypatch.setattr(lookup, "_refuse_layers_elsewhere", lambda *found: looked.append(found) or look(*found))
     names = ("token_cosine", "attention_entropy")
-    ac.measure(ViT(**TINY), [IMAGES], metrics=names, tap=("block", "final"), progress=False)
+    ac.measure(ViT(**TINY).double(), [IMAGES], metrics=names, tap=("block", "final"), progress=False)
     assert len(looked) == 1
 
 
-@pytest.mark.parametrize("mitigation", [None, "eigen:negative"])
-@pytest.mark.parametrize("attention", ["softmax", "symmetric"])
-def test_the_weights_are_those_the_tokens_go_through(attention, mitigation):
-    model = ViT(**TINY, attention=attention, mitigation=mitigation)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
+ATTENTIVE = {
+    "own": lambda: (ViT(**TINY).double(), IMAGES),
+    "symmetric": lambda: (ViT(**TINY, attention="symmetric").double(), IMAGES),
+    "eigen": lambda: (ViT(**TINY, mitigation="eigen:negative").double(), IMAGES),
+    "torch": lambda: (encoder(), tokens()),
+    "tokens first": lambda: (encoder(batch_first=False), tokens().transpose(0, 1)),
+    "no bias": lambda: (encoder(bias=False), tokens()),
+    "pre-norm": lambda: (encoder(norm_first=True), tokens()),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTIVE)
+def test_the_weights_are_those_the_tokens_go_through(name):
+    model, x = ATTENTIVE[name]()
+    memory = {parameter.untyped_storage().data_ptr() for parameter in shaken(model).parameters()}
     for site in sites.find(model):
         records, inputs = [], []
         hook = site.attention.register_forward_pre_hook(lambda _, args, kept=inputs: kept.append(args[0]))
         with site.observe(records.append):
-            model(IMAGES)
+            model(x)
         hook.remove()
-        (record,), (x,), bias = records, inputs, site.attention.value_projection.bias
-        shift = 0 if attention == "symmetric" else 12
-        for weight, rows, found in (
-            (site.query_weight(), bias[:12], record.A.q),
-            (site.key_weight(), bias[shift:][:12], record.A.k),
-            (site.value_weight(), bias[-12:], record.values),
+        (record,), entered = records, site.tokens(inputs[0])
+        for which, given, made in (
+            ("value", entered, record.values),
+            ("projection", record.output.transpose(1, 2).flatten(2), record.branch),
+            ("query", entered[1:] - entered[:1], record.A.q[1:] - record.A.q[:1]),  # without their biases
+            ("key", entered[1:] - entered[:1], record.A.k[1:] - record.A.k[:1]),
         ):
-            assert weight.shape == (12, 12)
-            torch.testing.assert_close(x @ weight.T + rows, found.transpose(1, 2).flatten(2))
-        merged = record.output.transpose(1, 2).flatten(2)
-        torch.testing.assert_close(merged @ site.projection_weight().T + site.attention.proj.bias, record.branch)
-
-
-def test_value_weight_is_the_parameter_itself():
-    site = sites.find(ViT(**TINY))[0]
-    with torch.no_grad():
-        site.value_weight().zero_()
-    assert not site.attention.qkv.weight[-12:].any()
-    assert site.attention.qkv.weight[:-12].any()
+            weight, bias = getattr(site, f"{which}_weight")(), getattr(site, f"{which}_bias", lambda: None)()
+            made = made.transpose(1, 2).flatten(2) if made.ndim == 4 else made
+            found = given @ weight.T + (0 if bias is None else bias)
+            torch.testing.assert_close(found, made, rtol=1e-10, atol=1e-10)
+            assert name == "eigen" or weight.untyped_storage().data_ptr() in memory  # the parameter itself
+        assert (site.pre_norm() is None) == (name in ("torch", "tokens first", "no bias"))
 
 
 def test_sites_that_do_not_know_their_queries_and_keys_say_so():
@@ -104,12 +108,14 @@ def test_sites_that_do_not_know_their_queries_and_keys_say_so():
             ask()
 
 
-def test_records_hold_what_attention_did():
-    model, records = ViT(**TINY, mitigation="neutreno:0.6"), []
+@pytest.mark.parametrize("name", ["own", "torch"])
+def test_records_hold_what_attention_did(name):
+    (model, x), records = ATTENTIVE[name](), []
+    ac.mitigate(model, "neutreno:0.6")
     handles = [site.observe(records.append) for site in sites.find(model)]
-    with pytest.raises(AcutanceError, match=r"blocks\.0\.attn is being observed already"):
+    with pytest.raises(AcutanceError, match="is being observed already"):
         sites.find(model)[0].observe(print)
-    model(IMAGES)
+    model(x)
     assert records[0].v0 is None
     for record in records[1:]:
         assert torch.equal(record.v0, records[0].values)
@@ -117,7 +123,7 @@ def test_records_hold_what_attention_did():
         torch.testing.assert_close(record.output, expected)
     for handle in handles:
         handle.remove()
-    model(IMAGES)
+    model(x)
     assert len(records) == 3
 
 
