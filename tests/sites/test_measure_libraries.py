@@ -150,14 +150,29 @@ def test_special_tokens_are_left_out_with_the_prefix():
     assert ac.measure(model, [batch], prefix="out", progress=False).context["prefix"] == "0 prefix tokens out"
 
 
-@pytest.mark.parametrize("name", ["vit", "dinov2_registers", "llama", "gpt2", "bart_encoder"])
-def test_blocks_are_the_library_own_hidden_states(name):
-    model, batch, entry = hf_zoo.build(name), hf_zoo.batch(name, padded=False), ZOO[name]
-    out = model(**batch, output_hidden_states=True)
-    hidden = out.encoder_hidden_states if entry.kind == "seq2seq" else out.hidden_states
-    profile = ac.measure(model, [batch], part=entry.part, prefix="out", progress=False)
-    # The last one has gone through the final norm in some models.
-    assert profile["token_cosine"][:-1].tolist() == cosines(hidden[:-1], slice(entry.prefix, None))
+@pytest.mark.parametrize(
+    ("name", "part", "special"),
+    [
+        *(("vit", None, (1,)), ("dinov2_registers", None, (4,)), ("llama", None, ()), ("gpt2", None, ())),
+        *(("bart_encoder", "encoder", ()), ("clip", "text_model", ())),
+        *(("clip", "vision_model", (1,)), ("clip", "vision_model.encoder", (1,))),  # the class token is around the part
+        *(("yolos", None, (1, 3)), ("yolos", "encoder", (1, 3))),  # detection tokens stand behind the image
+    ],
+)
+def test_blocks_are_the_library_own_hidden_states(name, part, special):
+    padded = part is not None and "vision" in part  # a text's mask says nothing of the image beside it
+    model, batch, special = hf_zoo.build(name), hf_zoo.batch(name, padded=padded), sites.SpecialTokens(*special)
+    tower, inputs = model, batch
+    if name == "clip":
+        taken = "input_ids" if "text" in part else "pixel_values"
+        tower, inputs = model.get_submodule(part.split(".")[0]), {taken: batch[taken]}
+    out = tower(**inputs, output_hidden_states=True)
+    hidden = out.encoder_hidden_states if ZOO[name].kind == "seq2seq" else out.hidden_states
+    for prefix, content in (("in", slice(None)), ("out", slice(special.front, hidden[0].shape[1] - special.back))):
+        profile = ac.measure(model, [batch], part=part, prefix=prefix, progress=False)
+        assert profile.context["prefix"] == f"{special} {prefix}"
+        # The last one has gone through the final norm in some models.
+        assert profile["token_cosine"][:-1].tolist() == cosines(hidden[:-1], content)
 
 
 def test_a_model_of_two_stacks_is_read_by_part():
@@ -300,28 +315,6 @@ def test_measuring_leaves_no_trace():
         assert not module._forward_pre_hooks
         assert "_acutance_site" not in module.__dict__
     assert model.layers[0].self_attn.config is model.config
-
-
-@pytest.mark.parametrize("part", ["vision_model", "vision_model.encoder"])
-def test_prefix_tokens_of_a_part_are_found_around_it(part):
-    model, batch = hf_zoo.build("clip"), hf_zoo.batch("clip")  # the text's mask says nothing of the image
-    hidden = model.vision_model(batch["pixel_values"], output_hidden_states=True).hidden_states
-    read = {"prefix": "out", "progress": False}
-    assert ac.measure(model, [batch], part=part, **read)["token_cosine"].tolist() == cosines(hidden, slice(1, None))
-    text = ac.measure(model, [batch], part=part.replace("vision", "text"), **read)
-    assert "0 prefix tokens" in text.context["prefix"]
-
-
-@pytest.mark.parametrize("part", [None, "encoder"])
-def test_detection_tokens_behind_the_image_are_left_out_with_the_prefix(part):
-    model, batch = hf_zoo.build("yolos"), hf_zoo.batch("yolos")
-    hidden = model(**batch, output_hidden_states=True).hidden_states
-    assert hidden[0].shape[1] == 1 + 4 * 4 + 3
-    for prefix, content in (("in", slice(None)), ("out", slice(1, -3))):
-        profile = ac.measure(model, [batch], prefix=prefix, part=part, progress=False)
-        assert profile.context["prefix"] == f"1 prefix and 3 trailing tokens {prefix}"
-        # The library's own last state has gone through the final norm.
-        assert profile["token_cosine"][:-1].tolist() == cosines(hidden[:-1], content)
 
 
 @torch.no_grad()
