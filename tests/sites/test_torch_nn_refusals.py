@@ -97,7 +97,7 @@ def test_lists_in_place_of_blocks_are_refused():
 def test_first_values_of_another_stage_are_refused():
     model = nn.ModuleList([encoder(2), encoder(2)])
     assert len(sites.find(model)) == 4
-    with pytest.raises(AcutanceError, match=r"several stages \(0\.layers, 1\.layers\).*part='0\.layers'"):
+    with pytest.raises(AcutanceError, match=r"stages \(0\.layers, 1\.layers\).*part='0\.layers'"):
         mitigate(model, "neutreno:0.6")
     mitigate(model, "attnscale").remove()
     mitigate(model[1], "neutreno:0.6").remove()

@@ -137,7 +137,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 
 def _has_optimiser(model: nn.Module) -> bool:
-    """Whether some optimiser trains a parameter of the model: told by the garbage collector, nobody else knows."""
+    """Whether some optimiser trains a parameter of the model; only the garbage collector knows."""
     own = {id(parameter) for parameter in model.parameters()}
     made = (found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer))
     return any(id(p) in own for one in made for group in one.param_groups for p in group["params"])

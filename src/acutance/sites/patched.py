@@ -30,26 +30,26 @@ class Stack:
         self.passes = Passes()
         self.hooks: list[Any] = []  # while it is routed
 
-    def settle(self) -> None:
-        """Lead every layer's attention through its site while one is mitigated or observed, and only then."""
-        needed = any(site.mitigation is not None or site.observer is not None for site in self.sites)
-        if needed and not self.hooks:
-            self._refuse_another_stack()
-            try:
-                self._route()
-            except BaseException:  # never leave a model half patched
-                self._unroute()
-                raise
-        elif not needed:
+    def route(self) -> None:
+        """Lead every layer's attention through its site."""
+        if self.hooks:
+            return
+        self._refuse_another_stack()
+        try:
+            self.hooks.append(self.root.register_forward_pre_hook(self._begin))
+            self.hooks.append(self.root.register_forward_hook(self._end, always_call=True))
+            for site in self.sites:
+                site.route()
+                self.hooks.append(site.block.register_forward_pre_hook(site._enter_block, with_kwargs=True))
+                self.hooks.append(site.block.register_forward_hook(site._leave_block, always_call=True))
+        except BaseException:  # never leave a model half patched
             self._unroute()
+            raise
 
-    def _route(self) -> None:
-        self.hooks.append(self.root.register_forward_pre_hook(self._begin))
-        self.hooks.append(self.root.register_forward_hook(self._end, always_call=True))
-        for site in self.sites:
-            site.route()
-            self.hooks.append(site.block.register_forward_pre_hook(site._enter_block, with_kwargs=True))
-            self.hooks.append(site.block.register_forward_hook(site._leave_block, always_call=True))
+    def settle(self) -> None:
+        """Give the model its own attention back once none is mitigated or observed."""
+        if all(site.mitigation is None and site.observer is None for site in self.sites):
+            self._unroute()
 
     def _unroute(self) -> None:
         while self.hooks:
@@ -80,10 +80,9 @@ class Stack:
             return
         if ended.attended < ended.entered:
             raise AcutanceError(
-                f"{ended.entered - ended.attended} of {ended.entered} blocks ran and did not call their attention "
-                f"through us in this forward pass, so neither mitigations nor attention metrics would see it: "
-                f"{type(self.sites[0].attention).__name__} uses neither scaled_dot_product_attention nor a softmax and "
-                f"a product. {TOKENS_REMAIN}"
+                f"{ended.entered - ended.attended} of {ended.entered} blocks ran and no mitigation or metric saw their "
+                f"attention: {type(self.sites[0].attention).__name__} uses neither scaled_dot_product_attention nor a "
+                f"softmax and a product. {TOKENS_REMAIN}"
             )
 
 
@@ -132,30 +131,22 @@ class PatchedSite(AttentionSite):
         if self.mitigation is None and hasattr(self.attention, "mitigation"):
             raise AcutanceError(f"{self.name} has something else called 'mitigation': rename it")
         if mitigation is not None:
+            self.stack.route()
             self.attention.mitigation = mitigation
         else:
             del self.attention.mitigation
-        try:
             self.stack.settle()
-        except BaseException:
-            del self.attention.mitigation
-            raise
 
     def observe(self, fn: Observer) -> Undo:
         if self.observer is not None:
             raise AcutanceError(f"{self.name} is being observed already: remove the other observer first")
-
-        def undo() -> None:
-            self.observer = None
-            self.stack.settle()
-
+        self.stack.route()
         self.observer = fn
-        try:
-            self.stack.settle()
-        except BaseException:
-            self.observer = None
-            raise
-        return Undo(undo)
+        return Undo(self._unobserve)
+
+    def _unobserve(self) -> None:
+        self.observer = None
+        self.stack.settle()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the attention's own forward: that one, watched."""
@@ -283,10 +274,7 @@ class PatchedSite(AttentionSite):
             return "it merges tokens before making keys and values, so v⁰, v and u do not match"
         stages = list(dict.fromkeys(site.stage for site in self.stack.sites))
         if len(stages) > 1:
-            return (
-                f"its layers are in several stages ({', '.join(stages)}), between which tokens may be merged: name one "
-                f"with part={stages[0]!r}"
-            )
+            return f"tokens may be merged between its stages ({', '.join(stages)}): name one with part={stages[0]!r}"
         return None
 
     def refuse(self, mitigation: Mitigation) -> None:
@@ -319,12 +307,10 @@ class PatchedSite(AttentionSite):
                 "from the others: it cannot be used where layers share a module. With activation checkpointing, put "
                 "torch.compile around it, not inside"
             )
-        shape = now.shape
-        if shape is None or len(shape) < 3:
-            return
-        if v.shape[0] not in shape[: 2 if len(shape) == 3 else 1]:
+        shape = () if now.shape is None else tuple(now.shape)
+        if len(shape) > 2 and v.shape[0] not in shape[: 2 if len(shape) == 3 else 1]:
             raise ShapeError(
-                f"{self.name}: the block was given {tuple(shape)} and rearranges it for its attention into a batch of "
+                f"{self.name}: the block was given {shape} and rearranges it for its attention into a batch of "
                 f"{v.shape[0]}, perhaps windows, so v⁰ or a mean may be of other tokens: {mitigation.spec} needs a "
                 "Library of its own for this model"
             )

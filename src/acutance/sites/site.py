@@ -64,23 +64,22 @@ class AttentionSite(ABC):
 
     def query_weight(self) -> Tensor:
         """W_Q as (heads · head_dim, dim)."""
-        return self._known("W_Q", self.projections().query).matrix()
+        return self._matrix("W_Q", self.projections().query)
 
     def key_weight(self) -> Tensor:
         """W_K as (kv_heads · head_dim, dim)."""
-        return self._known("W_K", self.projections().key).matrix()
+        return self._matrix("W_K", self.projections().key)
 
-    def _known(self, what: str, projection: Projection | None) -> Projection:
+    def _matrix(self, what: str, projection: Projection | None) -> Tensor:
         if projection is None:
             raise AcutanceError(f"{self.name}: {type(self.attention).__name__} keeps {what} under an unknown name")
-        return projection
+        return projection.matrix()
 
     def value_bias(self) -> Tensor | None:
-        """What is added to the values, (kv_heads · head_dim,)."""
         return self.projections().value.offset()
 
     def projection_bias(self) -> Tensor | None:
-        """What is added after W_proj, (dim,), to be changed in place."""
+        """To be changed in place."""
         return self.projections().output.offset()
 
     def pre_norm(self) -> nn.Module | None:
@@ -130,19 +129,18 @@ class AttentionSite(ABC):
         if self.mitigation is not None:
             raise AcutanceError(f"{self.name} carries {self.mitigation.spec!r} already: take it out first")
         self.refuse(mitigation)
-        makes_weights = mitigation.overrides("parametrise")
+        weights = self.projections()[2:] if mitigation.overrides("parametrise") else None
         self.replace(mitigation)
         try:
-            projections = self.projections() if makes_weights else None
-            if projections is not None:
-                mitigation.parametrise(projections.value, projections.output)
+            if weights is not None:
+                mitigation.parametrise(*weights)
         except BaseException:
             self.replace(None)
             raise
 
         def undo() -> None:
-            if projections is not None:
-                mitigation.unparametrise(projections.value, projections.output)
+            if weights is not None:
+                mitigation.unparametrise(*weights)
             self.replace(None)
 
         return undo
