@@ -1,22 +1,19 @@
-"""All cells of one library, those of two processes together; what is documented of them; and the tests of both."""
+"""All cells of one library, those of two processes together, and the tests of them."""
 
 import json
 import os
 import tempfile
 from dataclasses import asdict, astuple
-from importlib.metadata import PackageNotFoundError, version
 from itertools import combinations, product
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from parity_cells import (
     BUCKET,
     DEPTH,
     EXACTLY,
     PRECISIONS,
-    PROCESSES,
     RUNS,
     TOLERANCE,
     Cell,
@@ -32,12 +29,8 @@ from parity_subjects import SUBJECTS, subject_of
 
 from together import in_two_processes
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = DOCS / "parity.md"
-HEADS = ("multi-head", "grouped-query")
-COLUMNS = (("one process", EXACTLY), *product(PROCESSES, PRECISIONS))
 MARGIN = {EXACTLY: 1e6, "float32": 1e4, "bfloat16": 5}  # by how much the smallest mistake is to exceed the tolerance
-WRITE = "WRITE_MATRIX"  # set in the environment, it makes the run write what it would otherwise check
+ALL = "ALL_CELLS"  # set in the environment, it runs all cells of two processes too
 
 
 class Matrix:
@@ -55,24 +48,11 @@ class Matrix:
             self.found |= _in_two_processes(self.library)
         return self.found[cell]
 
-    def record(self) -> dict:
-        """For the documentation."""
-        found = [asdict(cell) | _written(self.outcome(cell)) for cell in cells(self.library)]
-        return {
-            "library": self.library,
-            "versions": _versions(self.library),
-            "smallest cut": {precision: _rounded(smallest_cut(self.library, precision)) for precision in MARGIN},
-            "plain rounding": {
-                precision: _rounded(plain_rounding(self.library, precision)) for precision in PRECISIONS
-            },
-            "cells": found,
-        }
-
 
 def tested(library: str) -> list[Cell]:
     """All cells of one process, and of those of two, which are slow, so many that every pair of settings occurs."""
     alone = [cell for cell in cells(library) if cell.processes == "one process"]
-    if WRITE in os.environ:
+    if ALL in os.environ:
         return cells(library)
     rest = {cell: set(combinations(enumerate(astuple(cell)), 2)) for cell in cells(library) if cell not in alone}
     chosen, wanted = [], set().union(*rest.values())
@@ -151,67 +131,3 @@ class MatrixChecks:
     @pytest.mark.parametrize("precision", PRECISIONS)
     def test_the_tolerance_is_no_wider_than_rounding_asks_for(self, precision):
         assert TOLERANCE[precision] / 256 < plain_rounding(self.library, precision) < TOLERANCE[precision]
-
-    @pytest.mark.slow
-    def test_the_documentation_shows_what_was_found(self, matrix):
-        recorded = DOCS / "evidence" / "parity" / f"{self.library}.json"
-        if WRITE in os.environ:
-            recorded.parent.mkdir(exist_ok=True)
-            recorded.write_text(json.dumps(matrix.record(), indent=1) + "\n")
-            PAGE.write_text(_with_table(PAGE.read_text(), json.loads(recorded.read_text())))
-        record = json.loads(recorded.read_text())
-        assert PAGE.read_text() == _with_table(PAGE.read_text(), record), f"{PAGE} does not show {recorded}"
-        if _minor(record["versions"]["torch"]) != _minor(torch.__version__):
-            pytest.skip(f"recorded with torch {record['versions']['torch']}")
-        documented = {Cell(*list(cell.values())[:5]): cell["result"] for cell in record["cells"]}
-        found = {cell: matrix.outcome(cell).result for cell in tested(self.library)}
-        differing = [
-            f"{cell}: {found[cell]}, not {documented.get(cell)}"
-            for cell in found
-            if found[cell] != documented.get(cell)
-        ]
-        assert not differing, f"run with {WRITE}=1 if this is meant: {differing}"
-
-
-def _with_table(page: str, record: dict) -> str:
-    """The page with the library's table between its markers."""
-    start, end = f"<!-- parity: {record['library']} -->\n", "\n<!-- end -->"
-    assert page.count(start) == 1, f"{PAGE} must have one {start.strip()}, and {end.strip()} after it"
-    before, after = page.split(start)
-    return before + start + _table(record) + end + after.partition(end)[2]
-
-
-def _table(record: dict) -> str:
-    """A row for every way to run the model, a column for every way to distribute and round it."""
-    rows: dict[tuple, dict] = {}
-    for cell in record["cells"]:
-        row = (cell["run"], cell["checkpointing"], cell["heads"])
-        rows.setdefault(row, {})[cell["processes"], cell["precision"]] = cell["result"]
-    heading = ["run", "checkpointing", "heads", *(f"{processes}, {precision}" for processes, precision in COLUMNS)]
-    lines = [heading, ["---"] * len(heading)]
-    lines += [[*row, *(results.get(column, "–") for column in COLUMNS)] for row, results in rows.items()]
-    for heads in HEADS:
-        if not any(row[2] == heads for row in rows):
-            lines.append(["any", "any", heads, *["does not exist in the library"] * len(COLUMNS)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _written(outcome: Outcome) -> dict:
-    error = None if outcome.error is None else _rounded(outcome.error)
-    return {"result": outcome.result, "error": error, "message": outcome.message}
-
-
-def _rounded(error: float) -> float:
-    return float(f"{error:.1e}")
-
-
-def _versions(library: str) -> dict[str, str]:
-    versions = {"torch": torch.__version__.partition("+")[0]}
-    try:
-        return versions | {library: version(library)}
-    except PackageNotFoundError:  # ours, and a part of torch
-        return versions
-
-
-def _minor(release: str) -> list[str]:
-    return release.split(".")[:2]

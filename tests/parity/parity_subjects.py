@@ -134,22 +134,27 @@ class Timm(Reference):
         """Of Eva the library's model with an attention that is written out and keeps v⁰ in a dictionary."""
         if heads == "multi-head":
             return super().plain_output(heads, state, inputs, cut)
-        model = self.library_model(heads).to(next(iter(state.values())))
-        first = {}
+        return written_out(self.library_model(heads), "proj", state, inputs, cut)
 
-        def attention(layer, module, x, rope, **_):
-            name = f"blocks.{layer - 1}.attn"
-            parts = module.q_proj, module.k_proj, module.v_proj
-            q, k, v = (part(x).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for part in parts)
-            first.setdefault("v", v)
-            strength = learnt(state, name, STRENGTH)
-            u = attend(rotate(q, rope), rotate(k, rope), v, first["v"], strength, cut=layer == cut)
-            return rescale(module.proj(u.transpose(1, 2).flatten(2)), *(learnt(state, name, x) for x in (LOW, HIGH)))
 
-        for layer, block in enumerate(model.blocks, 1):
-            block.attn.forward = partial(attention, layer, block.attn)
-        own = {name: value for name, value in state.items() if "mitigation" not in name}
-        return torch.func.functional_call(model, own, args=tuple(inputs.values()))
+def written_out(model, projection, state, inputs, cut):
+    """The model with an attention that keeps v⁰ in a dictionary: its W_proj is called so, rotation comes by `rope`."""
+    model, first = model.to(next(iter(state.values()))), {}
+
+    def attention(layer, module, x, rope=None, **_):
+        name = f"blocks.{layer - 1}.attn"
+        parts = module.q_proj, module.k_proj, module.v_proj
+        q, k, v = (part(x).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for part in parts)
+        first.setdefault("v", v)
+        q, k = (q, k) if rope is None else (rotate(q, rope), rotate(k, rope))
+        u = attend(q, k, v, first["v"], learnt(state, name, STRENGTH), cut=layer == cut)
+        y = module.get_submodule(projection)(u.transpose(1, 2).flatten(2))
+        return rescale(y, learnt(state, name, LOW), learnt(state, name, HIGH))
+
+    for layer, block in enumerate(model.blocks, 1):
+        block.attn.forward = partial(attention, layer, block.attn)
+    own = {name: value for name, value in state.items() if "mitigation" not in name}
+    return torch.func.functional_call(model, own, args=tuple(inputs.values()))
 
 
 class TorchTransformer(nn.Module):
@@ -312,22 +317,7 @@ class Written(Subject):
         return {"x": torch.randn(BATCH, 7, 5, generator=generator)}
 
     def plain_output(self, heads, state, inputs, cut):
-        """The same model with v⁰ in a dictionary."""
-        model, first = self.library_model(heads).to(next(iter(state.values()))), {}
-
-        def attention(layer, module, x):
-            name = f"blocks.{layer - 1}.attn"
-            parts = module.q_proj, module.k_proj, module.v_proj
-            q, k, v = (part(x).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for part in parts)
-            first.setdefault("v", v)
-            u = attend(q, k, v, first["v"], learnt(state, name, STRENGTH), cut=layer == cut)
-            y = module.out_proj(u.transpose(1, 2).flatten(2))
-            return rescale(y, learnt(state, name, LOW), learnt(state, name, HIGH))
-
-        for layer, block in enumerate(model.blocks, 1):
-            block.attn.forward = partial(attention, layer, block.attn)
-        own = {name: value for name, value in state.items() if "mitigation" not in name}
-        return torch.func.functional_call(model, own, args=tuple(inputs.values()))
+        return written_out(self.library_model(heads), "out_proj", state, inputs, cut)
 
 
 SUBJECTS: dict[str, type[Subject]] = {cls.name: cls for cls in (Reference, Transformers, Torch, Timm, Written)}
