@@ -1,7 +1,6 @@
 """Paired timing with a made-up clock: what a row says follows from what the steps took."""
 
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,178 +15,136 @@ class OutOfResources(Exception):  # noqa: N818
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def clock(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return now
 
 
-def takes(clock, seconds: float | Callable[[], float]) -> Callable[[], None]:
+def takes(clock, seconds):
     def step():
         clock[0] += seconds() if callable(seconds) else seconds
 
     return step
 
 
-def candidate(clock, name: str, seconds: float, **options: object) -> Candidate:
-    return Candidate(name, lambda: takes(clock, seconds), **options)  # type: ignore[arg-type]
+@pytest.fixture
+def rows_of(clock):
+    """The last rows of a comparison; candidates are (name, seconds or what making them raises, options)."""
+
+    def candidate(name, seconds, **options):
+        def make():
+            if isinstance(seconds, BaseException):
+                raise seconds
+            return takes(clock, seconds)
+
+        return Candidate(name, make, **options)
+
+    def last(*candidates, **pace):
+        made = [candidate(name, seconds, **dict(*options)) for name, seconds, *options in candidates]
+        *_, rows = compare(made, Pace(**{"repetitions": 2, "steps": 1, **pace}), "cpu")
+        return rows
+
+    return last
 
 
-def refused(name: str, **options: object) -> Candidate:
-    def make() -> Callable[[], None]:
-        raise RuntimeError("out of memory\nand a long story")
-
-    return Candidate(name, make, **options)  # type: ignore[arg-type]
+PLAIN, BASELINE = ("plain", 1.0, {"baseline": True}), {"baseline": True}
+MEMORY = RuntimeError("out of memory\nand a long story")
 
 
 def test_ratios_are_taken_within_pairs_and_a_drift_reaches_both(clock):
     """A clock that runs slower and slower: the medians drift, the ratio of a step of three to one of two does not."""
-    seen: list[str] = []
+    seen = []
 
-    def step(name: str, cost: float) -> Callable[[], None]:
-        def seconds() -> float:
+    def step(name, cost):
+        def seconds():
             seen.append(name)
             return cost * 1.5 ** ((len(seen) - 1) // 2)  # both of a pair alike
 
         return takes(clock, seconds)
 
-    pace = Pace(repetitions=5, steps=1, refresh=0)
-    pairs = list(paired(step("slow", 3.0), step("plain", 2.0), pace, "cpu"))
+    pairs = list(paired(step("slow", 3.0), step("plain", 2.0), Pace(repetitions=5, steps=1, refresh=0), "cpu"))
     assert seen[:4] == ["plain", "slow", "slow", "plain"]
     assert [mine / plain for mine, plain in pairs] == pytest.approx([1.5] * 5)
     assert pairs[-1][0] > 5 * pairs[0][0]
 
 
-def test_the_fastest_baseline_divides_all_others(clock):
-    candidates = [
-        candidate(clock, "plain", 4.0, mode="default", baseline=True),
-        candidate(clock, "plain", 2.0, mode="graphs", baseline=True),
-        candidate(clock, "ours", 3.0),
+def test_the_fastest_baseline_divides_all_others(rows_of):
+    slow, fast = ("plain", 4.0, {"mode": "default", **BASELINE}), ("plain", 2.0, {"mode": "graphs", **BASELINE})
+    rows = rows_of(slow, fast, ("ours", 3.0), repetitions=3, steps=2)
+    assert [(row["variant"], row["mode"], row["ratio"], row.get("note")) for row in rows] == [
+        ("plain", "default", "2.0000", None),
+        ("plain", "graphs", "1.0000", "the baseline"),
+        ("ours", "", "1.5000", None),
     ]
-    *_, rows = compare(candidates, Pace(repetitions=3, steps=2), "cpu")
-    assert [(row["variant"], row["mode"], row["ratio"]) for row in rows] == [
-        ("plain", "default", "2.0000"),
-        ("plain", "graphs", "1.0000"),
-        ("ours", "", "1.5000"),
-    ]
-    assert [row.get("note") for row in rows] == [None, "the baseline", None]
-    assert rows[2]["ms"] == "3000.0000"
-    assert rows[2]["ratios"] == "1.5000 1.5000 1.5000"
+    assert (rows[2]["ms"], rows[2]["ratios"], rows[2]["timings"]) == ("3000.0000", "1.5000 1.5000 1.5000", 3)
 
 
-def test_figures_are_of_one_call(clock):
-    candidates = [candidate(clock, "plain", 4.0, baseline=True)]
-    *_, rows = compare(candidates, Pace(repetitions=2, steps=3, calls=8), "cpu")
-    assert rows[0]["ms"] == "500.0000"
+def test_figures_are_of_one_call(rows_of):
+    assert rows_of(("plain", 4.0, BASELINE), steps=3, calls=8)[0]["ms"] == "500.0000"
 
 
-def test_rows_come_after_every_repetition(clock):
-    candidates = [candidate(clock, "plain", 1.0, baseline=True), candidate(clock, "ours", 1.0)]
-    grown = [rows[1]["timings"] for rows in compare(candidates, Pace(repetitions=4, steps=1), "cpu")]
-    assert grown == [1, 2, 3, 4]
-
-
-def test_a_candidate_is_timed_before_the_next_is_made(clock):
+def test_a_candidate_is_timed_before_the_next_is_made_and_rows_come_after_every_repetition(clock):
     """Or else all would be lost where time runs out while the last is compiled."""
-    made: list[str] = []
+    made, grown = [], []
 
-    def noted(name: str, **options: object) -> Candidate:
-        def make() -> Callable[[], None]:
+    def noted(name, **options):
+        def make():
             made.append(name)
             return takes(clock, 1.0)
 
-        return Candidate(name, make, **options)  # type: ignore[arg-type]
+        return Candidate(name, make, **options)
 
     candidates = [noted("first"), noted("plain", baseline=True), noted("last")]
-    grown = []
-    for rows in compare(candidates, Pace(repetitions=1, steps=1), "cpu"):
-        grown.append(([*made], [row["variant"] for row in rows]))
-    assert grown == [(["plain", "first"], ["first", "plain"]), (["plain", "first", "last"], ["first", "plain", "last"])]
+    for rows in compare(candidates, Pace(repetitions=2, steps=1), "cpu"):
+        grown.append(([*made], {row["variant"]: row["timings"] for row in rows}))
+    early, late = ["plain", "first"], ["plain", "first", "last"]
+    assert [names for names, _ in grown] == [early, early, late, late]
+    assert [timings for _, timings in grown[:2]] == [{"first": 1, "plain": 1}, {"first": 2, "plain": 2}]
+    assert list(grown[-1][1]) == ["first", "plain", "last"]
 
 
-@pytest.mark.parametrize("error", [AcutanceError("no recording"), KeyError("x"), OutOfResources("shared memory")])
-def test_any_error_leaves_the_others_their_turn_and_is_told_in_full(
-    error: Exception, clock, capsys: pytest.CaptureFixture[str]
-):
-    def broken() -> Callable[[], None]:
-        raise error
-
-    candidates = [
-        candidate(clock, "plain", 1.0, baseline=True),
-        Candidate("broken", broken),
-        candidate(clock, "third", 2.0),
-    ]
-    *_, rows = compare(candidates, Pace(repetitions=2, steps=1), "cpu")
-    assert [row["variant"] for row in rows] == ["plain", "broken", "third"]
-    assert rows[1]["note"] == f"left out: {error}"
-    assert rows[2]["ratio"] == "2.0000"
+@pytest.mark.parametrize("error", [AcutanceError("no recording"), KeyError("x"), OutOfResources("memory"), MEMORY])
+def test_any_error_leaves_the_others_their_turn_and_is_told_in_full(rows_of, error, capsys):
+    plain, broken, third = rows_of(PLAIN, ("broken", error), ("third", 2.0))
+    assert broken == {"variant": "broken", "mode": "", "note": f"left out: {str(error).splitlines()[0]}"}
+    assert (plain["ratio"], third["ratio"]) == ("1.0000", "2.0000")
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_what_fails_on_the_way_keeps_what_it_has(clock):
+def test_what_fails_on_the_way_keeps_what_it_has(rows_of):
     calls = iter(range(100))
 
-    def step():
+    def seconds():
         if next(calls) == 2:
             raise RuntimeError("illegal memory access")
-        clock[0] += 3.0
+        return 3.0
 
-    candidates = [candidate(clock, "plain", 1.0, baseline=True), Candidate("ours", lambda: step)]
-    *_, rows = compare(candidates, Pace(repetitions=4, steps=1, warm_up=1, refresh=0), "cpu")
-    assert (rows[1]["timings"], rows[1]["ratio"]) == (1, "3.0000")
-    assert rows[1]["note"] == "left out: illegal memory access"
+    _, ours = rows_of(PLAIN, ("ours", seconds), repetitions=4, warm_up=1, refresh=0)
+    assert (ours["timings"], ours["ratio"], ours["note"]) == (1, "3.0000", "left out: illegal memory access")
 
 
-def test_an_interruption_is_no_failure_of_a_candidate(clock):
-    def stopped() -> Callable[[], None]:
-        raise KeyboardInterrupt
-
+def test_an_interruption_is_no_failure_of_a_candidate(rows_of):
     with pytest.raises(KeyboardInterrupt):
-        list(compare([Candidate("plain", stopped, baseline=True)], Pace(repetitions=1, steps=1), "cpu"))
+        rows_of(("plain", KeyboardInterrupt(), BASELINE))
 
 
-def test_the_baseline_is_timed_by_itself_where_all_others_fail(clock):
-    *_, rows = compare([candidate(clock, "plain", 2.0, baseline=True), refused("ours")], Pace(2, 1), "cpu")
-    assert (rows[0]["ms"], rows[0]["timings"], rows[0]["note"]) == ("2000.0000", 2, "the baseline")
+def test_one_baseline_is_enough_and_is_timed_by_itself_where_all_others_fail(rows_of):
+    broken = ("plain", MEMORY, {"mode": "graphs", **BASELINE})
+    assert rows_of(broken, PLAIN, ("ours", 3.0))[2]["ratio"] == "3.0000"
+    alone, _ = rows_of(("plain", 2.0, BASELINE), ("ours", MEMORY))
+    assert (alone["ms"], alone["timings"], alone["note"]) == ("2000.0000", 2, "the baseline")
+    with pytest.raises(RuntimeError, match="plain, graphs: out of memory"):
+        rows_of(broken, ("ours", 3.0))
 
 
-def test_memory_is_divided_by_the_first_baseline_that_shows_any(clock, monkeypatch):
+def test_memory_is_divided_by_the_first_baseline_that_shows_any(rows_of, monkeypatch):
     peaks = iter([100.0, 150.0])
     monkeypatch.setattr(timing, "peak_mib", lambda _step, _device: next(peaks))
-    candidates = [
-        candidate(clock, "plain", 1.0, mode="graphs", baseline=True, static=True),
-        candidate(clock, "plain", 2.0, baseline=True),
-        candidate(clock, "ours", 3.0),
-    ]
-    *_, rows = compare(candidates, Pace(repetitions=1, steps=1), "cpu")
-    assert [(row.get("peak_mib"), row.get("memory_ratio")) for row in rows] == [
-        (None, None),
-        ("100.0", "1.0000"),
-        ("150.0", "1.5000"),
-    ]
-    assert rows[2]["ratio"] == "3.0000"
-
-
-def test_what_runs_out_of_memory_late_is_left_out_too(clock, monkeypatch):
-    def peak(step: Callable[[], None], _device: str) -> float:
-        before = clock[0]
-        step()
-        if clock[0] - before > 1.5:
-            raise RuntimeError("out of memory")
-        return 1.0
-
-    monkeypatch.setattr(timing, "peak_mib", peak)
-    candidates = [candidate(clock, "plain", 1.0, baseline=True), candidate(clock, "ours", 2.0)]
-    *_, rows = compare(candidates, Pace(repetitions=1, steps=1), "cpu")
-    assert rows[1]["note"] == "left out: out of memory"
-
-
-def test_one_baseline_is_enough_and_without_any_nothing_is_compared(clock):
-    first, second = refused("plain", mode="graphs", baseline=True), candidate(clock, "plain", 1.0, baseline=True)
-    *_, rows = compare([first, second, candidate(clock, "ours", 3.0)], Pace(repetitions=1, steps=1), "cpu")
-    assert rows[2]["ratio"] == "3.0000"
-    with pytest.raises(RuntimeError, match="plain, graphs: out of memory"):
-        list(compare([first, candidate(clock, "ours", 3.0)], Pace(repetitions=1, steps=1), "cpu"))
+    graphs = ("plain", 1.0, {"mode": "graphs", "static": True, **BASELINE})
+    rows = rows_of(graphs, ("plain", 2.0, BASELINE), ("ours", 3.0))
+    found = [(row.get("peak_mib"), row.get("memory_ratio")) for row in rows]
+    assert found == [(None, None), ("100.0", "1.0000"), ("150.0", "1.5000")]
 
 
 def test_quartiles_are_those_of_numpy():

@@ -1,4 +1,4 @@
-"""The floor of a step counts what there is: compared with PyTorch's own counter and with sums by hand."""
+"""Floors count what there is: compared with PyTorch's own counter and with sums by hand."""
 
 import pytest
 import torch
@@ -6,15 +6,15 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from acutance.lab.bench import floor
-from acutance.lab.bench.floor import Ceilings, Kernel, Problem, adamw, linear, of_vit, with_floor
+from acutance.lab.bench import efficiency, floor
+from acutance.lab.bench.floor import Ceilings, Problem, adamw, linear, of_vit, with_floor
 from acutance.lab.bench.language import Size
 from acutance.lab.bench.settings import Settings
 from acutance.lab.bench.steps import TOY
 from acutance.models import LanguageModel, ViT
 
 
-def flops(kernels: list[Kernel]) -> float:
+def flops(kernels):
     return sum(count for _, count in kernels)
 
 
@@ -41,13 +41,26 @@ def test_flops_and_parameters_of_a_language_model_are_those_of_the_model():
     assert size.parameters == sum(p.numel() for p in model.parameters() if p.ndim == 2)
 
 
-def test_bytes_counted_by_hand():
-    values, sums = 2 * 3 * 8, 2 * 3
-    attention = Problem(batch=2, tokens=3, heads=1, width=8)
+def test_the_term_costs_three_operations_a_value_in_every_layer_but_the_first():
+    images = torch.randn(1, 3, 8, 8)
+    products, pointwise = efficiency.count_flops(ViT(**TOY), images)
+    with_term = efficiency.count_flops(ViT(**TOY, mitigation="neutreno:0.6"), images)
+    assert with_term == (products, pointwise + 3 * 5 * TOY["dim"] * (TOY["depth"] - 1))
+    assert products == flops(of_vit(ViT(**TOY), 1, 2, training=False))
+
+
+def test_bytes_and_flops_counted_by_hand():
+    problem = Problem(batch=2, tokens=3, heads=5, width=7)
+    values, sums = 2 * 3 * 5 * 7 * 2, 2 * 3 * 5 * 4  # bytes of one activation in bfloat16, and of the log-sums
+    assert problem.bytes_moved(2, term=False, backward=False) == 4 * values + sums  # q, k, v, u
+    assert problem.bytes_moved(2, term=True, backward=False) == 5 * values + sums  # and v⁰
+    assert problem.bytes_moved(2, term=True, backward=True) == 14 * values + 2 * sums
+    product = 2 * 2 * 5 * 3 * 3 * 7  # a multiplication and an addition
+    assert (problem.flops(backward=False), problem.flops(backward=True)) == (2 * product, 7 * product)
+    forward, backward = problem.kernels(2, training=True)
+    assert problem.kernels(2, training=False) == [forward] == [(4 * values + sums, 2 * product)]
+    assert backward == (8 * values + sums, 5 * product)  # q, k, v, u and its gradient to three gradients
     assert linear(6, 8, 4, itemsize=2, passes=2) == [(2 * (6 * 8 + 8 * 4 + 6 * 4), 2 * 6 * 8 * 4)] * 2
-    forward, backward = (moved for moved, _ in attention.kernels(2, training=True))
-    assert forward == attention.kernels(2, training=False)[0][0] == 2 * 4 * values + 4 * sums
-    assert backward == 2 * 8 * values + 4 * sums  # q, k, v, u and its gradient to three gradients
     assert adamw(10) == [(280, 0)]
 
 
@@ -55,12 +68,18 @@ def test_the_floor_is_the_sum_of_what_each_kernel_takes_at_least(monkeypatch):
     monkeypatch.setattr(floor, "measured_ceilings", lambda _settings: Ceilings(1e3, 1e6))
     kernels = [*linear(10, 10, 10, itemsize=4), *linear(1, 1000, 1, itemsize=4)]
     ms = 1e3 * (max(4 * 300 / 1e3, 2000 / 1e6) + max(4 * 2001 / 1e3, 2000 / 1e6))
-    rows = [
-        {"variant": "plain", "ms": f"{2 * ms}", "note": "the baseline"},
-        {"variant": "left out", "note": "left out: out of memory"},
-    ]
-    ((plain, failed, last),) = with_floor(kernels, iter([rows]), Settings("cpu"))
-    assert plain["times_floor"] == "2.00"
-    assert failed == rows[1]
+    failed = {"variant": "left out", "note": "left out: out of memory"}
+    rows = [{"variant": "plain", "ms": f"{2 * ms}", "note": "the baseline"}, failed]
+    ((plain, kept, last),) = with_floor(kernels, iter([rows]), Settings("cpu"))
+    assert (plain["times_floor"], kept) == ("2.00", failed)
     assert (last["ms"], last["ratio"], last["gflop"]) == (f"{ms:.4f}", "0.5000", "0.00")
     assert (last["copy_tb_per_s"], last["mbytes"]) == ("0.000", "0.0")
+
+
+def test_attention_in_plain_pytorch_is_the_formula():
+    qkv, first = torch.randn(2, 5, 3 * 8, dtype=torch.float64), torch.randn(2, 5, 8, dtype=torch.float64)
+    found = floor.sdpa(qkv, 2, 0.3, first, 0.6)
+    for columns in (slice(0, 4), slice(4, 8)):
+        q, k, v = (part[..., columns] for part in qkv.split(8, dim=-1))
+        u = (q @ k.mT * 0.3).softmax(-1) @ v + 0.6 * (first[..., columns] - v)
+        torch.testing.assert_close(found[..., columns], u)

@@ -1,0 +1,308 @@
+"""`acutance bench` at toy size: every group runs, its file says what it holds, and what is timed is what a row says."""
+
+import csv
+import io
+
+import pytest
+import torch
+import typer
+from functorch.compile import make_boxed_func
+from rich.console import Console
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
+from typer.testing import CliRunner
+
+import acutance as ac
+from acutance import cli
+from acutance.attention.kernels import packed
+from acutance.cli.bench import bench
+from acutance.errors import AcutanceError
+from acutance.lab.bench import language, lengths, measuring, results, run, steps, throughput
+from acutance.lab.bench.language import WithBackend
+from acutance.lab.bench.settings import Settings, Table, inference_step, training_step, unfused
+from acutance.lab.bench.steps import TOY
+from acutance.lab.bench.timing import Candidate, Pace
+from acutance.metrics import ATTENTION_METRICS
+from acutance.models import LanguageModel, ViT
+
+CPU, GPU = Settings("cpu"), Settings("cuda:0")
+WORDS = {"vocabulary": 20, "dim": 16, "depth": 1, "heads": 1, "hidden": 16, "cutoffs": (), "dropout": 0.0}
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def command(tmp_path):
+    app = typer.Typer()
+    app.command()(bench)
+
+    def call(only, status=0):
+        done = CliRunner().invoke(app, ["--only", only, "--device", "cpu", "--out", str(tmp_path)])
+        assert done.exit_code == status, done.output
+        (path,) = tmp_path.iterdir()
+        return done.output, path, read(path)
+
+    return call
+
+
+@pytest.mark.parametrize("group", run.GROUPS)
+def test_every_group_runs_and_names_its_file(group, command):
+    text, path, rows = command(group)
+    assert "toy sizes on the CPU" in text
+    assert "Summary" in text
+    assert path.name == f"bench-{group}-cpu-float32-torch{torch.__version__.split('+')[0]}.csv"
+    left_out = {row["variant"] for row in rows if row["note"].startswith("left out")}
+    assert left_out == ({"plain, SDPA cuDNN"} if group == "long-training" else set())  # which no CPU has
+    for row in rows:
+        assert row["variant"] in left_out or float(row["ms"]) > 0, row
+        assert "toy size" in row["device"]
+        assert row["command"] == f"acutance bench --only {group}"
+    for table in {row["table"] for row in rows}:
+        found = [row for row in rows if row["table"] == table]
+        assert found[0]["ratio"] == "1.0000"
+        assert (found[-1]["variant"] == "floor of the plain model") == group.startswith(("steps", "long-training"))
+        assert any(row["ratios"] for row in found)
+
+
+def test_without_timm_the_output_says_what_the_baseline_is(command, monkeypatch):
+    monkeypatch.setattr(steps, "find_spec", lambda _name: None)
+    first, *_ = command("steps-32")[2]
+    assert first["variant"] == "plain ViT"
+    assert "timm is not installed" in first["note"]
+
+
+def test_on_a_gpu_every_mode_of_timm_is_a_baseline_at_the_sizes_of_the_papers():
+    """Only what would be timed is looked at: nothing is built."""
+    found = steps.candidates(steps.SHAPES["steps-32"], True, GPU, timm=True)
+    assert [(c.variant, c.mode, c.baseline, c.static) for c in found] == [
+        ("timm's ViT", "default", True, False),
+        ("timm's ViT", "reduce-overhead", True, True),
+        ("plain ViT", "reduce-overhead", False, True),
+        ("NeuTRENO", "default", False, False),
+        ("NeuTRENO", "reduce-overhead", False, True),
+        ("NeuTRENO, tokens in bfloat16 between blocks", "reduce-overhead", False, True),
+        ("NeuTRENO, no fused kernel", "reduce-overhead", False, True),
+    ]
+    titles = [table.title for name in steps.SHAPES for table in steps.tables(GPU, name)]
+    sizes = ("ViT-Ti/4, 32×32, batch 1024", "DeiT-Ti/16, 224×224, batch 512")
+    assert titles == [f"{size}, {what}" for size in sizes for what in ("training", "inference")]
+    tuned = Settings("cuda:0", quick=True, max_autotune=True)
+    found = steps.candidates(steps.SHAPES["steps-224"], True, tuned, timm=True)
+    assert [(c.variant, c.static) for c in found if c.mode == "max-autotune"] == [("timm's ViT", True)]
+    assert tuned.options == " --quick --max-autotune"
+
+
+def test_on_a_gpu_spectra_and_whole_steps_are_timed_in_the_mode_of_their_baseline():
+    """Bases that call a library come last; steps are recorded, and at one batch size launched too."""
+    found = steps.eigen_candidates(steps.SHAPES["steps-32"], GPU)
+    assert [c.variant.rpartition("=")[2] for c in found] == ["plain ViT", "polar", "cayley", "householder", "qr"]
+    assert {(c.mode, c.baseline) for c in found[1:]} == {("reduce-overhead", False)}
+    for batch in throughput.BATCHES:
+        modes = ["recorded", "recorded", *(["launched"] * 2 if batch == 1024 else [])]
+        found = throughput.candidates(batch, GPU)
+        assert [(c.variant, c.mode, c.baseline) for c in found] == [
+            (("plain ViT", "NeuTRENO")[n % 2], mode, n % 2 == 0) for n, mode in enumerate(modes)
+        ]
+    titles = [table.title for table in measuring.tables(GPU)]
+    assert titles[0] == "measuring DeiT-Ti/16, 224×224, batch 256"
+    assert titles[-1] == "measuring DeiT-Ti/16, 224×224, batch 32, spectral metrics"
+
+
+def test_groups_by_name_and_by_beginning():
+    text = CliRunner().invoke(cli.app, ["bench", "--help"]).output
+    assert all(name in text for name in run.GROUPS)
+    assert run.chosen_groups(None) == list(run.GROUPS)
+    assert run.chosen_groups("micro, steps") == ["micro", "steps-32", "steps-224"]
+    assert run.chosen_groups("end-to-end-512") == ["end-to-end-512"]
+    with pytest.raises(AcutanceError, match=r"'speed'.*known: steps-32"):
+        run.chosen_groups("speed")
+
+
+def growing(error):
+    def rows():
+        yield [{"variant": "plain", "ms": "2.0", "ratio": "1.0000"}]
+        raise error
+
+    return lambda _settings: [Table("stops", rows)]
+
+
+def test_what_is_done_stays_when_a_table_fails_and_the_next_goes_on(monkeypatch, tmp_path, capsys):
+    errors = (RuntimeError("out of memory"), AcutanceError("no recording"), AttributeError("another version"))
+    monkeypatch.setattr(run, "GROUPS", {str(error): growing(error) for error in errors})
+    written = run.run_groups(list(run.GROUPS), CPU, tmp_path, Console(quiet=True))
+    for path, error in zip(written, errors, strict=True):
+        assert [(row["ms"], row["note"]) for row in read(path)] == [("2.0", ""), ("", f"stopped: {error}")]
+    assert "AttributeError: another version" in capsys.readouterr().err
+
+
+def test_an_interruption_keeps_what_is_done(command, monkeypatch):
+    monkeypatch.setattr(run, "GROUPS", {"a": growing(KeyboardInterrupt())})
+    text, _, rows = command("a", status=130)
+    assert "Stopped" in text
+    assert [row["variant"] for row in rows] == ["plain"]
+
+
+def test_the_summary_has_the_fastest_mode_at_the_most_tokens():
+    shared = {"table": "t", "variant": "ours", "ratio": "1.0"}
+    rows = [{**shared, "ms": ms, "tokens": tokens} for ms, tokens in (("3.0", 8), ("2.5", 8), ("1.5", 4))]
+    text = io.StringIO()
+    Console(width=200, file=text).print(run.headlines([*rows, {"table": "t", "variant": "left out", "note": "memory"}]))
+    found = [word in text.getvalue() for word in ("2.5", "3.0", "1.5", "left out")]
+    assert found == [True, False, False, False]
+
+
+def test_quick_has_fewer_repetitions_and_the_cpu_the_fewest():
+    assert Settings("cuda").pace() == Pace(repetitions=7, steps=12, warm_up=5, refresh=2)
+    assert Settings("cuda", quick=True).pace() == Pace(repetitions=4, steps=6, warm_up=5, refresh=2)
+    assert Settings("cuda", quick=True).pace(steps=1, repetitions=3) == Pace(repetitions=3, steps=1, warm_up=5)
+    assert CPU.pace(steps=50, calls=10) == Pace(repetitions=2, steps=1, warm_up=1, refresh=0, calls=10)
+
+
+def test_the_name_of_a_file_says_device_dtype_versions_and_labels(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H200")
+    found = results.file_name("eigen_step", "cuda", "bfloat16", "reduce-overhead", "", "Longer, 12×40")
+    assert found == "eigen_step-nvidia-h200-bfloat16-torch2.11.0-cuda13.0-reduce-overhead-longer-12-40.csv"
+    assert results.file_name("augment", "cpu", "float32") == "augment-cpu-float32-torch2.11.0.csv"
+    for where in (["--results", "a b"], ["--results=a b"]):  # which is not part of the command
+        assert results.command("python x.py", ["--steps", "3", *where, "--tf32"]) == "python x.py --steps 3 --tf32"
+
+
+def test_what_a_row_does_not_have_stays_empty(tmp_path):
+    path = results.write_rows(tmp_path / "new" / "a.csv", [{"a": 1}, {"b": "x, y"}], {"device": "CPU"})
+    assert read(path) == [{"a": "1", "b": "", "device": "CPU"}, {"a": "", "b": "x, y", "device": "CPU"}]
+    assert path.read_bytes().count(b"\r") == 0
+
+
+def test_a_training_step_is_that_of_a_plain_loop_and_inference_leaves_no_graph():
+    torch.manual_seed(0)
+    model, twin, seen = ViT(**TOY), ViT(**TOY), []
+    twin.load_state_dict(model.state_dict())
+    images, labels = torch.randn(4, 3, 8, 8), torch.arange(4)
+    step = training_step(model, [images], lambda scores: F.cross_entropy(scores, labels))
+    optimiser = torch.optim.AdamW(twin.parameters(), lr=1e-4)
+    for _ in range(2):
+        step()
+        F.cross_entropy(twin(images), labels).backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    for (name, trained), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(trained, expected), name
+        assert trained.grad is None
+    model.register_forward_hook(lambda module, _inputs, out: seen.append((module.training, out.requires_grad)))
+    inference_step(model, [images])()
+    assert seen == [(False, False)]
+
+
+def test_the_model_asks_for_the_kernel_unless_it_is_switched_off(monkeypatch):
+    """Or else switching it off would time the kernel against itself."""
+    asked = []
+    monkeypatch.setattr(packed, "is_available", lambda _qkv, heads: bool(asked.append(heads)))
+    model, images = ViT(**TOY, mitigation="neutreno:0.6"), torch.randn(1, 3, 8, 8)
+    for step, expected in ((lambda: model(images), 2), (unfused(lambda: model(images)), 2), (lambda: model(images), 4)):
+        step()
+        assert asked == [3] * expected
+    flash, _cudnn, neutreno = language.candidates(language.TOY[0], CPU)
+    asked.clear()
+    flash.make()()
+    assert asked == []
+    neutreno.make()()
+    assert asked
+
+
+def test_the_obvious_way_reads_the_same_figures():
+    """Or else its cost would not be that of the same thing."""
+    torch.manual_seed(0)
+    subject = measuring._vit(4, CPU)
+    found = subject.obvious()
+    profile = ac.measure(subject.model, [subject.batch], metrics=measuring.WITH_ATTENTION, progress=False)
+    means = {(reading.layer, reading.metric): reading.mean for reading in profile.readings}
+    assert len(found) == TOY["depth"]
+    for layer, figures in enumerate(found, 1):
+        assert figures == pytest.approx([means[layer, name] for name in measuring.WITH_ATTENTION], rel=1e-4)
+    assert not any(block._forward_hooks for block in subject.model.blocks)
+
+
+def test_the_second_back_end_is_not_the_first_ones_compiled_code():
+    """Two models of one class in one process: the trap is that the second is run by the code of the first."""
+    seen = []
+
+    def compiler(graph, _inputs):
+        seen.append({str(node.target) for node in graph.graph.nodes})
+        return make_boxed_func(graph.forward)
+
+    words = torch.randint(20, (1, 4))
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        model = WithBackend(LanguageModel(**WORDS), backend)
+        compiled = torch.compile(model, backend=aot_autograd(fw_compiler=compiler), dynamic=False, fullgraph=True)
+        compiled(words, words).mean().backward()
+    assert len(seen) == 4  # forward and backward of each
+    assert any("flash_attention" in name for name in seen[0] | seen[1])
+    assert not any("flash_attention" in name for name in seen[2])
+    with pytest.raises(RuntimeError, match="No viable backend"):
+        WithBackend(LanguageModel(**WORDS), SDPBackend.CUDNN_ATTENTION)(words, words)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_kernel_has_rows_where_it_applies(fused, monkeypatch):
+    monkeypatch.setattr(packed, "is_available", lambda qkv, heads: fused and qkv.shape == (1, 16, 3 * 64 * heads))
+    found = [(c.variant, c.baseline) for c in language.candidates(language.TOY[0], CPU)]
+    ours = [("plain, fused kernel", False), ("NeuTRENO, fused kernel", False)] if fused else [("NeuTRENO, SDPA", False)]
+    assert found == [("plain, SDPA flash", True), ("plain, SDPA cuDNN", False), *ours]
+
+
+def test_what_fails_or_takes_long_is_left_out_at_more_tokens(monkeypatch):
+    now, tried = [0.0], []
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def work(tokens, _settings):
+        def step(name, seconds):
+            tried.append((name, tokens))
+            if name == "dense" and tokens > 2:
+                raise MemoryError("out of memory")
+            now[0] += seconds
+
+        slow = lengths.PATIENCE / 4 * (1.5 if tokens > 4 else 0.5)
+        candidates = [
+            Candidate(name, lambda name=name, seconds=seconds: lambda: step(name, seconds), baseline=name == "plain")
+            for name, seconds in {"plain": 1.0, "slow": slow, "dense": 2.0}.items()
+        ]
+        return candidates, Pace(repetitions=1, steps=1, warm_up=1, refresh=0)
+
+    *_, rows = lengths.in_turn((2, 4, 8, 16), work, CPU)
+    notes = {(row["variant"], row["tokens"]): row.get("note", "") for row in rows}
+    assert notes["dense", 4] == "left out: out of memory"
+    assert notes["dense", 8] == notes["dense", 16] == "not tried: it failed at 4 tokens"
+    assert (notes["slow", 8], notes["slow", 16]) == ("", "not tried: it took 11 s at 8 tokens")
+    assert {tokens for name, tokens in tried if name == "slow"} == {2, 4, 8}
+    assert {tokens for name, tokens in tried if name == "dense"} == {2, 4}
+    assert [row["tokens"] for row in rows if row["variant"] == "plain"] == [2, 4, 8, 16]
+    assert {*ATTENTION_METRICS, "attention_cosine"} <= lengths.OPERATIONS.keys()
+
+
+def test_a_small_call_comes_before_the_first_reading_of_memory(monkeypatch):
+    """Or else what the first product of all takes for good would be the first length's."""
+    seen = []
+
+    class Reader(nn.Module):
+        def forward(self, input_ids, use_cache):
+            seen.append(input_ids.shape[1])
+            return input_ids
+
+    model = Reader()
+    model.weight = nn.Parameter(torch.zeros(1))
+
+    def subject(_texts, tokens, _settings):
+        batch = {"input_ids": torch.zeros(1, tokens, dtype=torch.long), "use_cache": False}
+        return measuring.Subject(model, batch, lambda: None)
+
+    monkeypatch.setattr(lengths, "llama_subject", subject)
+    candidates, pace = lengths._readings(1000, CPU)
+    candidates[0].make()()
+    assert (seen, pace.warm_up) == ([lengths.FEW, 1000], 0)
