@@ -10,8 +10,8 @@ from importlib.resources import files
 
 import numpy as np
 
+from acutance.io.inputs import pillow
 from acutance.lab.data.augment import AugmentConfig
-from acutance.lab.data.decoding import pillow
 from acutance.lab.data.images import load_images
 from acutance.lab.tasks.windows import WindowConfig
 

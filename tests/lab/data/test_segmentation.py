@@ -8,7 +8,7 @@ from tiny_data_sets import random_bytes, write_ade20k, write_camvid
 
 from acutance.errors import AcutanceError
 from acutance.lab.data import load_segmentation
-from acutance.lab.data import segmentation_augment as sa
+from acutance.lab.data import segmentation as sa
 from acutance.lab.data.segmentation import IGNORED
 from acutance.lab.data.stream import training_batches
 

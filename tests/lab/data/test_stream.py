@@ -14,10 +14,17 @@ from tiny_data_sets import add_member, picture, write_imagenet, write_shards
 
 from acutance.errors import AcutanceError
 from acutance.io import inputs
-from acutance.lab.data import shards as shards_module
-from acutance.lab.data.decoding import centre_crop, random_part, random_resized_crop
-from acutance.lab.data.folder import Crops, ImageFolder
-from acutance.lab.data.shards import SHARDS_AT_ONCE, WebShards, expand
+from acutance.lab.data import imagenet
+from acutance.lab.data.imagenet import (
+    SHARDS_AT_ONCE,
+    Crops,
+    ImageFolder,
+    WebShards,
+    centre_crop,
+    expand,
+    random_part,
+    random_resized_crop,
+)
 from acutance.lab.data.stream import evaluation_batches, repeated, training_batches
 
 SEED = 5
@@ -33,8 +40,8 @@ def images(request, tmp_path_factory):
 def parsed(monkeypatch):
     """The tar files whose headers are read."""
     names: list[str] = []
-    real = shards_module._read_headers
-    monkeypatch.setattr(shards_module, "_read_headers", lambda path: names.append(path.name) or real(path))
+    real = imagenet._read_headers
+    monkeypatch.setattr(imagenet, "_read_headers", lambda path: names.append(path.name) or real(path))
     return names
 
 
@@ -281,16 +288,16 @@ def test_where_nothing_can_be_written_headers_are_read_each_time(tmp_path, parse
     def refuse(*_):
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(shards_module, "atomic_write", refuse)
+    monkeypatch.setattr(imagenet, "atomic_write", refuse)
     pattern = write_shards(tmp_path, shards=2)
     assert WebShards(pattern).labels.equal(WebShards(pattern).labels)
     assert len(parsed) == 4
 
 
 def test_processes_begin_at_different_shards(tmp_path, parsed, monkeypatch):
-    monkeypatch.setattr(shards_module, "READERS", 1)
+    monkeypatch.setattr(imagenet, "READERS", 1)
     pattern = write_shards(tmp_path)
-    monkeypatch.setattr(shards_module.processes, "rank_and_world_size", lambda: (1, 2))
+    monkeypatch.setattr(imagenet.processes, "rank_and_world_size", lambda: (1, 2))
     WebShards(pattern)
     assert parsed == [f"part-{i:06d}.tar" for i in (2, 3, 0, 1)]
 

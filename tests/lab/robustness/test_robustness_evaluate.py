@@ -17,8 +17,7 @@ from acutance.cli import app
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
 from acutance.lab import recipes
 from acutance.lab.data import Images, load_images
-from acutance.lab.data.decoding import centre_crop
-from acutance.lab.data.folder import IMAGENET_MEAN, ImageFolder
+from acutance.lab.data.imagenet import IMAGENET_MEAN, ImageFolder, centre_crop
 from acutance.lab.evaluate.evaluate import evaluate_run
 from acutance.lab.robustness import FGSM, PGD, RobustnessTable, corrupt, evaluate, images_of
 from acutance.lab.robustness.corruptions import AT_ONCE

@@ -1,14 +1,24 @@
-"""What to say when data is missing or damaged: one line with the place, what belongs there, and how to get it."""
+"""Reading a data set's files; errors name the file that is missing or damaged, the layout, and where to get it."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
+
+import numpy as np
+import numpy.typing as npt
 
 from acutance.errors import AcutanceError
+from acutance.io.inputs import pillow
 from acutance.lab.data.subsets import SplitName
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,24 @@ class Source:
             raise self.missing(path) from error
         except OSError as error:
             raise self.damaged(path, error) from error
+
+    def image(self, content: Path | bytes, place: Path | str, *, colour: bool = True) -> Image:
+        """An image from a file or from bytes, as RGB unless `colour` is false; `place` is named if it is damaged."""
+        try:
+            with pillow().open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
+                image.load()
+                result: Image = image.convert("RGB") if colour else image.copy()
+                return result
+        except FileNotFoundError as error:
+            raise self.missing(place) from error
+        # Pillow raises SyntaxError for broken PNGs and ValueError or its own errors for absurd sizes.
+        except (OSError, SyntaxError, ValueError, pillow().DecompressionBombError) as error:
+            raise self.damaged(place, error) from error
+
+
+def channels_first(image: Image) -> Bytes:
+    """The pixels as (channels, height, width)."""
+    return np.ascontiguousarray(np.asarray(image, dtype=np.uint8).transpose(2, 0, 1))
 
 
 def data_folder(kind: str, name: str, known: Iterable[str], data_dir: Path | str | None, split: str = "all") -> Path:

@@ -40,15 +40,8 @@ def training_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """These rows of global batch `first_step`, the next, and so on without end; nothing before it is read.
 
-    Args:
-        samples: the data.
-        order: gives the samples of an epoch, in order; an incomplete last batch is left out.
-        batch_size: of the global batch.
-        seed: with the step and the row, decides what happens to a sample.
-        first_step: where to begin.
-        rows: those of this process.
-        workers: processes that decode; 0 decodes in this one. The batches are the same for any number.
-        device: where the batches are wanted.
+    `order` gives the samples of an epoch; an incomplete last batch is left out. What happens to a sample depends on the
+    seed, the step and the row in the global batch, not on the number of workers: processes that decode.
     """
 
     def tickets() -> Iterator[list[Ticket]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from acutance.errors import AcutanceError, ShapeError
-from acutance.lab.data.decoding import pillow
+from acutance.io.inputs import pillow
 from acutance.lab.robustness import filters
 from acutance.lab.robustness.filters import Draws
 

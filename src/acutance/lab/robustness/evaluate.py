@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
-from acutance.lab.data.folder import IMAGENET_MEAN, IMAGENET_STD, Crops
+from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD, Crops
 from acutance.lab.data.images import Images, load_images
 from acutance.lab.data.stream import evaluation_batches
 from acutance.lab.data.subsets import SplitName

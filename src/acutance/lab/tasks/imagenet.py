@@ -12,16 +12,16 @@ from torch import Tensor
 
 from acutance.errors import AcutanceError
 from acutance.lab.data.augment import DEIT, Augment, AugmentConfig
-from acutance.lab.data.folder import (
+from acutance.lab.data.imagenet import (
     HELD_OUT_EVERY,
     IMAGENET_MEAN,
     IMAGENET_STD,
     Crops,
     ImageFolder,
+    WebShards,
     refuse_empty_slice,
 )
 from acutance.lab.data.seeds import generator
-from acutance.lab.data.shards import WebShards
 from acutance.lab.data.stream import REPEATS, evaluation_batches, repeated, training_batches
 from acutance.lab.data.subsets import SplitName, held_out
 from acutance.lab.tasks.base import BatchSlice, epoch_steps, incidental, refuse_other_classes

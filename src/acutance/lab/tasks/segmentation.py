@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from acutance.distributed import gather
 from acutance.io.saving import load_checkpoint
 from acutance.lab.data.seeds import epoch_order
-from acutance.lab.data.segmentation import IGNORED, SegmentationSet, load_segmentation
-from acutance.lab.data.segmentation_augment import SegmentationCrops
+from acutance.lab.data.segmentation import IGNORED, SegmentationCrops, SegmentationSet, load_segmentation
 from acutance.lab.data.stream import training_batches
 from acutance.lab.tasks.base import BatchSlice, Task, epoch_steps, incidental, refuse_other_classes
 from acutance.lab.tasks.windows import LONGEST, MULTI, SINGLE, View, WindowConfig, confusion, scores, segmented

@@ -1,0 +1,309 @@
+"""ImageNet as a tree of folders or as shards, and the crops that DeiT trains and evaluates on.
+
+Shards are tar files as webdataset writes them, for storage that dislikes millions of small files. Each sample is two
+neighbouring members, `<key>.jpg` and `<key>.cls` (the label in digits). The tar files are not unpacked: their headers
+are read once, and samples from where they lie. The index of `part-0.tar` is kept beside it as `.part-0.tar.index.json`,
+where one may write there, with the size and the time of the tar file it was made of.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from acutance import distributed as processes
+from acutance.errors import AcutanceError
+from acutance.files.atomic import atomic_write, read_json
+from acutance.io.inputs import pillow
+from acutance.lab.data.seeds import epoch_order
+from acutance.lab.data.source import Bytes, Source, channels_first
+from acutance.lab.data.subsets import SplitName, held_out
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+IMAGENET = Source(
+    "ImageNet",
+    "train/ and val/ with a folder of images per class (train/n01440764/*.JPEG)",
+    "Get ILSVRC2012 from https://image-net.org (registration needed) and sort the validation images into class folders",
+)
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm"}
+HELD_OUT_EVERY = 100  # one image in a hundred of each class: about 12,800 of ImageNet's
+AREA = (0.08, 1.0)  # of the image
+ASPECT = (3 / 4, 4 / 3)  # width over height
+RESIZE_OVER_CROP = 256 / 224  # evaluation scales the short side to 256 and cuts out the middle 224
+SHARDS_AT_ONCE = 16  # images are shuffled among so many shards, which are read side by side
+READERS = 8
+FORMAT = "acutance-shard/2"
+SHARDS = Source(
+    "webdataset shards",
+    "uncompressed tar files with <key>.jpg and <key>.cls for each image",
+    "Name them as in /data/imagenet-train-{000000..000146}.tar (or with *); `pip install webdataset` has the tools "
+    "to write them",
+)
+Entry = tuple[str, int, int, int]  # an image's key, offset, size and label
+
+
+class ReadableImages(Protocol):
+    """Images read one at a time."""
+
+    labels: Tensor
+
+    def read(self, index: int) -> Image: ...
+
+
+class ImageFolder:
+    """Images in `root/train/<class>/` and `root/val/<class>/`; nothing is decoded before it is asked for.
+
+    "test" is the folder val/; "val" is one image in `every` of each class of train/, by file name. None takes `root`
+    itself as a folder of classes. A label is the place of a folder among the others, so val/ must have the folders of
+    train/. Hidden ones are skipped.
+    """
+
+    def __init__(self, root: Path | str, split: SplitName | None, *, every: int = HELD_OUT_EVERY) -> None:
+        root = Path(root)
+        folder = IMAGENET.folder(root if split is None else root / ("val" if split == "test" else "train"))
+        folders = _class_folders(folder)
+        self.classes = tuple(path.name for path in folders)
+        found = [(path, label) for label, kind in enumerate(folders) for path in _images(kind)]
+        if not found:
+            raise IMAGENET.missing(folder / "<class>" / "<image>")
+        if split == "test" and (root / "train").is_dir():  # elsewhere the training images are in shards
+            _refuse_other_classes(folder, set(self.classes), {path.name for path in _class_folders(root / "train")})
+        labels = torch.tensor([label for _, label in found])
+        chosen = choose(labels, split, every, folder)
+        self.paths = [found[i][0] for i in chosen.tolist()]
+        self.labels = labels[chosen]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def read(self, index: int) -> Image:
+        """The image at an index, as RGB."""
+        return IMAGENET.image(self.paths[index], self.paths[index])
+
+    def order(self, seed: int, epoch: int) -> Tensor:
+        """The order in which an epoch visits the images."""
+        return epoch_order(len(self), seed, epoch)
+
+
+@dataclass(frozen=True)
+class Crops:
+    """Bytes (3, size, size) of images with their labels: DeiT's random resized crop, or the middle for evaluation.
+
+    The rest of DeiT's augmentation, mirror images included, happens in batches on the device.
+    """
+
+    images: ReadableImages
+    size: int = 224
+
+    def __len__(self) -> int:
+        return len(self.images.labels)
+
+    def sample(self, index: int, random: np.random.Generator | None) -> tuple[Bytes, int]:
+        """One image and its label."""
+        image = self.images.read(index)
+        cut = centre_crop(image, self.size) if random is None else random_resized_crop(image, self.size, random)
+        return channels_first(cut), int(self.images.labels[index])
+
+
+def choose(labels: Tensor, split: SplitName | None, every: int, place: Path | str) -> Tensor:
+    """The indices that belong to a split of a training set (all of them for None, "all" and "test")."""
+    if split not in ("train", "val"):
+        return torch.arange(len(labels))
+    held = held_out(labels, every)
+    refuse_empty_slice(held, every, place)
+    return (held if split == "val" else ~held).nonzero()[:, 0]
+
+
+def refuse_empty_slice(held: Tensor, every: int, place: object) -> None:
+    """Without a held-out image there is nothing to score during training."""
+    if not bool(held.any()):
+        raise AcutanceError(f"{place}: no class has {every} images to hold one out for val; lower task.held_out_every")
+
+
+def _class_folders(folder: Path) -> list[Path]:
+    return [path for path in _visible(folder) if path.is_dir()]
+
+
+def _images(folder: Path) -> list[Path]:
+    return [path for path in _visible(folder) if path.suffix.lower() in SUFFIXES]
+
+
+def _visible(folder: Path) -> Iterator[Path]:
+    """Not what systems and tools leave behind: .cache/, ._n01440764_18.JPEG."""
+    return (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
+
+
+def _refuse_other_classes(folder: Path, found: set[str], expected: set[str]) -> None:
+    """One folder more or less would move the labels of all that follow it, and every score would be wrong."""
+    for names, what in ((sorted(expected - found), "missing"), (sorted(found - expected), "not in train/")):
+        if names:
+            which = f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more are"
+            raise IMAGENET.damaged(folder, f"its class folders are not those of train/: {which} {what}")
+
+
+def random_resized_crop(image: Image, size: int, random: np.random.Generator) -> Image:
+    """A random part of the image, bicubically scaled to size × size (https://arxiv.org/abs/1409.4842)."""
+    left, top, width, height = random_part(*image.size, random)
+    # Cut first: `resize(box=…)` would let pixels from outside into the border.
+    part = image.crop((left, top, left + width, top + height))
+    return part.resize((size, size), pillow().Resampling.BICUBIC)
+
+
+def random_part(width: int, height: int, random: np.random.Generator) -> tuple[int, int, int, int]:
+    """Left, top, width and height of a part with a random area and aspect; if ten do not fit, one in the middle."""
+    for _ in range(10):
+        area = random.uniform(*AREA) * width * height
+        aspect = math.exp(random.uniform(math.log(ASPECT[0]), math.log(ASPECT[1])))
+        wide, tall = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < wide <= width and 0 < tall <= height:
+            return int(random.integers(width - wide + 1)), int(random.integers(height - tall + 1)), wide, tall
+    aspect = min(max(width / height, ASPECT[0]), ASPECT[1])
+    wide, tall = min(width, round(height * aspect)), min(height, round(width / aspect))
+    return (width - wide) // 2, (height - tall) // 2, wide, tall
+
+
+def centre_crop(image: Image, size: int) -> Image:
+    """The middle size × size of the image, bicubically scaled to a short side of 256/224 of that."""
+    short = int(size * RESIZE_OVER_CROP)
+    width, height = image.size
+    scaled = (short, int(short * height / width)) if width <= height else (int(short * width / height), short)
+    left, top = round((scaled[0] - size) / 2), round((scaled[1] - size) / 2)
+    return image.resize(scaled, pillow().Resampling.BICUBIC).crop((left, top, left + size, top + size))
+
+
+class WebShards:
+    """Images of shards whose path has {000..146} or * in its name.
+
+    "val" is one image in `every` of each class, in the order of the shards; "test" and None are all of them. `classes`
+    are numbered from 0; None takes the highest label seen.
+    """
+
+    def __init__(
+        self, pattern: str, split: SplitName | None = None, *, every: int = HELD_OUT_EVERY, classes: int | None = None
+    ) -> None:
+        self.paths = list(expand(pattern))
+        indices = _indices(self.paths)
+        # Arrays, not a million objects: those would be copied into every worker that only looks at them.
+        keys, *numbers = zip(*(entry for index in indices for entry in index), strict=True)
+        offsets, sizes, labels = (torch.tensor(column) for column in numbers)
+        if classes is not None:
+            _refuse_other_labels(pattern, labels, classes)
+        chosen = choose(labels, split, every, pattern)
+        shards = torch.arange(len(indices)).repeat_interleave(torch.tensor([len(index) for index in indices]))
+        self.labels, self._offsets, self._sizes = labels[chosen], offsets[chosen], sizes[chosen]
+        self._shards, self._keys = shards[chosen], np.array([key.encode() for key in keys])[chosen.numpy()]
+        self.classes = tuple(str(label) for label in range(classes or int(labels.max()) + 1))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, index: int) -> Image:
+        """The image at an index, as RGB."""
+        path = self.paths[int(self._shards[index])]
+        try:
+            with path.open("rb") as file:
+                file.seek(int(self._offsets[index]))
+                content = file.read(int(self._sizes[index]))
+        except OSError as error:
+            raise SHARDS.damaged(path, error) from error
+        return SHARDS.image(content, f"{path}:{self._keys[index].decode()}")
+
+    def order(self, seed: int, epoch: int) -> Tensor:
+        """The order of an epoch: shards in random order, their images shuffled within groups of 16 shards."""
+        place = torch.argsort(epoch_order(len(self.paths), seed, epoch))
+        shuffled = epoch_order(len(self), seed, epoch)
+        group = place[self._shards[shuffled]] // SHARDS_AT_ONCE
+        return shuffled[torch.argsort(group, stable=True)]
+
+
+def expand(pattern: str) -> Iterator[Path]:
+    """The paths that a pattern names; all of them must be there. Hidden files are skipped."""
+    if numbers := re.search(r"\{(\d+)\.\.(\d+)\}", pattern):
+        first, last = numbers.groups()
+        for number in range(int(first), int(last) + 1):
+            yield from expand(pattern[: numbers.start()] + str(number).zfill(len(first)) + pattern[numbers.end() :])
+        return
+    path = Path(pattern)
+    found = path.parent.glob(path.name) if "*" in path.name else [path] * path.is_file()
+    paths = sorted(file for file in found if not file.name.startswith("."))
+    if not paths:
+        raise SHARDS.missing(path)
+    yield from paths
+
+
+def _indices(paths: Sequence[Path]) -> list[list[Entry]]:
+    """Of each shard. Processes begin at different ones, and find what another has indexed meanwhile."""
+    rank, world = processes.rank_and_world_size()
+    first = rank * len(paths) // world
+    turn = [*range(first, len(paths)), *range(first)]
+    with ThreadPoolExecutor(READERS) as readers:
+        found = dict(zip(turn, readers.map(lambda number: _index(paths[number]), turn), strict=True))
+    return [found[number] for number in range(len(paths))]
+
+
+def _index(path: Path) -> list[Entry]:
+    """The kept index, if the tar file is still the same; else its headers are read, and the result is kept."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise SHARDS.damaged(path, error) from error
+    made_of = [status.st_size, status.st_mtime_ns]
+    kept = path.with_name(f".{path.name}.index.json")
+    with suppress(OSError, AcutanceError):  # none yet, or not a whole one
+        of, index = read_json(kept, FORMAT, lambda body: (body["of"], [(k, o, s, n) for k, o, s, n in body["index"]]))
+        if of == made_of:
+            return index
+    found = _read_headers(path)
+    with suppress(OSError):  # a read-only folder: then headers are read at every start
+        body = {"format": FORMAT, "of": made_of, "index": found}
+        atomic_write(kept, json.dumps(body, separators=(",", ":")).encode())
+    return found
+
+
+def _read_headers(path: Path) -> list[Entry]:
+    images: dict[str, tarfile.TarInfo] = {}
+    labels: dict[str, int] = {}
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                folder, slash, file = member.name.rpartition("/")
+                name, _, suffix = file.partition(".")  # webdataset's key ends at the first dot
+                key = folder + slash + name
+                if f".{suffix}".lower() in SUFFIXES:
+                    images[key] = member
+                elif suffix == "cls":
+                    content = archive.extractfile(member)
+                    labels[key] = int(content.read()) if content else -1
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise SHARDS.damaged(path, error) from error
+    if unmatched := sorted(images.keys() ^ labels.keys()):
+        raise SHARDS.damaged(path, f"{unmatched[0]!r} has no image or no .cls")
+    if not images or min(labels.values()) < 0:
+        raise SHARDS.damaged(path, "a label is negative" if images else "no images in it")
+    return [(key, member.offset_data, member.size, labels[key]) for key, member in images.items()]
+
+
+def _refuse_other_labels(pattern: str, labels: Tensor, classes: int) -> None:
+    """A label beyond the last class would be an error deep within the loss, on a GPU one that names nothing."""
+    low, high = int(labels.min()), int(labels.max())
+    if high >= classes:
+        from_1 = low > 0 and high == classes
+        hint = "they seem to count from 1: take 1 from each" if from_1 else "set task.model.num_classes"
+        labelled = f"labels from {low} to {high} for {classes} classes, which are numbered 0 to {classes - 1}"
+        raise SHARDS.damaged(pattern, f"{labelled}; {hint}")
