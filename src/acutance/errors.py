@@ -1,5 +1,8 @@
 """The errors and warnings Acutance raises on purpose; each message says what to do."""
 
+import importlib
+from typing import Any
+
 TOKENS_REMAIN = (  # where attention cannot be read
     'Token metrics can still be measured: measure(model, batches, tap="block") with metrics that need no attention, '
     "such as the default ones"
@@ -42,3 +45,11 @@ def first_line(error: BaseException) -> str:
     """What another library's error says, in short."""
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__
+
+
+def import_extra(module: str, message: str) -> Any:
+    """Import an optional library, or raise this message, which says what needs it and how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(message) from error

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from acutance import distributed
-from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError, NonFiniteError
+from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError, import_extra
 from acutance.files.atomic import read_bytes
 from acutance.measure import measure
 from acutance.measure.profile import FORMAT, Profile
@@ -125,13 +125,12 @@ class Monitor:
 
     def for_trainer(self) -> Any:
         """A `TrainerCallback` for Hugging Face's Trainer: reads at the start, every so many steps, and at the end."""
-        try:
-            from transformers import TrainerCallback
-        except ImportError as error:
-            raise MissingExtraError("for_trainer needs transformers: pip install 'acutance[hf]' accelerate") from error
+        transformers = import_extra(
+            "transformers", "for_trainer needs transformers: pip install 'acutance[hf]' accelerate"
+        )
         monitor = self
 
-        class MonitorCallback(TrainerCallback):
+        class MonitorCallback(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
             def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 monitor._check_watched(kwargs["model"])
                 monitor.record(state.global_step)
@@ -148,13 +147,10 @@ class Monitor:
 
         Lightning's `global_step` counts the steps of all optimisers together.
         """
-        try:
-            from lightning.pytorch import Callback
-        except ImportError as error:
-            raise MissingExtraError("for_lightning needs lightning: pip install lightning") from error
+        lightning = import_extra("lightning.pytorch", "for_lightning needs lightning: pip install lightning")
         monitor = self
 
-        class MonitorCallback(Callback):
+        class MonitorCallback(lightning.Callback):  # type: ignore[misc,name-defined]
             def on_train_start(self, trainer: Any, pl_module: Any) -> None:
                 monitor._check_watched(pl_module)
                 monitor.record(trainer.global_step)
@@ -259,11 +255,10 @@ class TensorBoard:
     """A scalar per metric, tap and layer, and a chart per metric and tap in the tab "Custom Scalars"."""
 
     def __init__(self, target: str | os.PathLike[str] | SummaryWriter) -> None:
-        try:
-            from torch.utils.tensorboard.writer import SummaryWriter
-        except ImportError as error:
-            raise MissingExtraError("TensorBoard is not installed: pip install 'acutance[monitor]'") from error
-        self._kind, self._target = SummaryWriter, target
+        tensorboard = import_extra(
+            "torch.utils.tensorboard.writer", "TensorBoard is not installed: pip install 'acutance[monitor]'"
+        )
+        self._kind, self._target = tensorboard.SummaryWriter, target
         self._writer: SummaryWriter | None = None
 
     def write(self, step: int, profile: Profile) -> None:

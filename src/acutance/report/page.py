@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from acutance.errors import MissingExtraError
+from acutance.errors import import_extra
 from acutance.files.atomic import atomic_write
 from acutance.report.tables import Rows, html_table
 
@@ -51,15 +51,7 @@ def write_page(
     verdict: str = "",
     summary: Rows = (),
 ) -> Path:
-    """Write the page; it needs no network to be read.
-
-    Args:
-        runs: a curve per entry, in every chart.
-        path: the file to write.
-        title: the heading.
-        verdict: one sentence under the heading.
-        summary: rows of a table above the charts.
-    """
+    """Write the page of some runs, a curve each in every chart; it needs no network to be read."""
     taps = dict.fromkeys(row["tap"] for run in runs.values() for row in run.rows)
     return compose(
         path,
@@ -97,7 +89,8 @@ def compose(
         ),
         context=html_table(context),
         footer=escape(footer),
-        charts=_script_json({name: chart.to_dict() for name, (_, chart) in charts.items()}),
+        # Safe inside a script element, whatever a run is called.
+        charts=json.dumps({name: chart.to_dict() for name, (_, chart) in charts.items()}).replace("<", "\\u003c"),
         bundle=_bundle(),
     )
     return atomic_write(path, body.encode())
@@ -108,13 +101,12 @@ def _charts(runs: Mapping[str, Curves], tap: str) -> Any:
     alt = load_altair()
     pick = alt.selection_point(fields=["run"], bind="legend")
     metrics = dict.fromkeys(row["metric"] for run in runs.values() for row in run.rows if row["tap"] == tap)
-    first, *others = [_chart(runs, tap, metric, pick) for metric in metrics]
+    first, *others = [_chart(alt, runs, tap, metric, pick) for metric in metrics]
     grid = alt.concat(first.add_params(pick), *others, columns=3)  # one legend picks in all charts
     return grid.configure_legend(orient="top", labelLimit=400, symbolOpacity=1)
 
 
-def _chart(runs: Mapping[str, Curves], tap: str, metric: str, pick: Any) -> Any:
-    alt = load_altair()
+def _chart(alt: Any, runs: Mapping[str, Curves], tap: str, metric: str, pick: Any) -> Any:
     rows = [
         {"run": name, "layer": r["layer"], "mean": r["mean"], "low": r["mean"] - r["std"], "high": r["mean"] + r["std"]}
         for name, run in runs.items()
@@ -126,15 +118,10 @@ def _chart(runs: Mapping[str, Curves], tap: str, metric: str, pick: Any) -> Any:
         color=alt.Color("run:N", scale=alt.Scale(range=PALETTE), sort=list(runs), title=None),
         tooltip=[alt.Tooltip("run:N"), alt.Tooltip("layer:Q"), alt.Tooltip("mean:Q", format=".4g")],
     )
-    band = base.mark_area().encode(
-        y=alt.Y("low:Q", scale=alt.Scale(zero=False), title=None),
-        y2="high:Q",
-        opacity=alt.condition(pick, alt.value(0.15), alt.value(0.0)),
-    )
-    line = base.mark_line(point=True).encode(
-        y=alt.Y("mean:Q", scale=alt.Scale(zero=False), title=None),
-        opacity=alt.condition(pick, alt.value(1.0), alt.value(0.1)),
-    )
+    low, mean = (alt.Y(f"{name}:Q", scale=alt.Scale(zero=False), title=None) for name in ("low", "mean"))
+    faint, bold = (alt.condition(pick, *map(alt.value, pair)) for pair in ((0.15, 0.0), (1.0, 0.1)))
+    band = base.mark_area().encode(y=low, y2="high:Q", opacity=faint)
+    line = base.mark_line(point=True).encode(y=mean, opacity=bold)
     return alt.layer(band, line).properties(width=300, height=190, title=metric)
 
 
@@ -149,25 +136,13 @@ def _text(value: object) -> str:
     return "–" if value is None else f"{value:,}" if isinstance(value, int) and value < 10**12 else str(value)
 
 
-def _script_json(value: object) -> str:
-    """JSON that is safe inside a script element, whatever a run is called."""
-    return json.dumps(value).replace("<", "\\u003c")
-
-
 def load_altair() -> Any:
     """Import altair, or say how to install it."""
-    try:
-        import altair
-    except ImportError as error:
-        raise MissingExtraError("an HTML page needs altair: pip install 'acutance[report]'") from error
-    return altair
+    return import_extra("altair", "an HTML page needs altair: pip install 'acutance[report]'")
 
 
 def _bundle() -> str:
     """Vega's JavaScript, embedded so that the page works offline."""
-    try:
-        import vl_convert
-    except ImportError as error:
-        raise MissingExtraError("an HTML page needs vl-convert-python: pip install 'acutance[report]'") from error
-    bundle: str = vl_convert.javascript_bundle()  # type: ignore[call-arg] # its stub forgets the default
+    converter = import_extra("vl_convert", "an HTML page needs vl-convert-python: pip install 'acutance[report]'")
+    bundle: str = converter.javascript_bundle()
     return bundle.replace("</script", "<\\/script")

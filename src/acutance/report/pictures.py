@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from acutance.errors import MissingExtraError
+from acutance.errors import import_extra
 from acutance.report.page import PALETTE, Curves
 
 if TYPE_CHECKING:
@@ -77,10 +77,7 @@ def blank_panels(count: int, columns: int, *, width: float, height: float) -> tu
 
 def blank_figure(rows: int, columns: int, *, width: float, height: float) -> tuple[Figure, Any]:
     """A figure of panels, each that many inches wide and high, and its axes by row and column."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError("a figure needs matplotlib: pip install 'acutance[report]'") from error
+    matplotlib = import_extra("matplotlib.figure", "a figure needs matplotlib: pip install 'acutance[report]'")
     # Figure instead of pyplot: no global state, no display needed.
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    figure: Figure = matplotlib.Figure(figsize=(width * columns, height * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False)

@@ -51,20 +51,18 @@ def plot_spectrum(layers: Sequence[LayerRow], kind: str, title: str) -> Figure:
 
 
 def _plot_histograms(layers: Sequence[LayerRow], title: str) -> Figure:
-    figure, panels = blank_panels(len(layers), COLUMNS, width=3.2, height=2.6)
+    figure, panels = _panels(layers, title, "Re λ", "eigenvalues of H")
     edges = _edges(layers)
     colours = [COLOURS[_side(low >= 0)] for low in edges[:-1]]
     for axis, row in zip(panels, layers, strict=True):
         counts, _ = np.histogram(row.eigenvalues.real, edges)
         axis.bar(edges[:-1], counts, width=np.diff(edges), align="edge", color=colours)
         axis.axvline(0, color="#666666", linewidth=0.8)
-        axis.set(title=f"layer {row.layer}: {row.verdict}", xlabel="Re λ", ylabel="eigenvalues of H")
-    figure.suptitle(title)
     return figure
 
 
 def _plot_planes(layers: Sequence[LayerRow], title: str) -> Figure:
-    figure, panels = blank_panels(len(layers), COLUMNS, width=3.2, height=2.6)
+    figure, panels = _panels(layers, f"{title}: |1 + λ| = 1 dashed", "Re λ", "Im λ")
     from matplotlib.patches import Circle
 
     # All panels show the same window: every eigenvalue and 0, with a margin.
@@ -74,10 +72,17 @@ def _plot_planes(layers: Sequence[LayerRow], title: str) -> Figure:
     for axis, row in zip(panels, layers, strict=True):
         colours = [COLOURS[_side(smooths)] for smooths in row.is_smoothing()]
         axis.scatter(row.eigenvalues.real, row.eigenvalues.imag, s=6, c=colours)
-        axis.set(title=f"layer {row.layer}: {row.verdict}", xlabel="Re λ", ylabel="Im λ", xlim=xlim, ylim=ylim)
+        axis.set(xlim=xlim, ylim=ylim)
         axis.add_patch(Circle((-1, 0), 1, fill=False, color="#666666", linestyle="--"))
-    figure.suptitle(f"{title}: |1 + λ| = 1 dashed")
     return figure
+
+
+def _panels(layers: Sequence[LayerRow], title: str, xlabel: str, ylabel: str) -> tuple[Figure, list[Any]]:
+    figure, panels = blank_panels(len(layers), COLUMNS, width=3.2, height=2.6)
+    for axis, row in zip(panels, layers, strict=True):
+        axis.set(title=f"layer {row.layer}: {row.verdict}", xlabel=xlabel, ylabel=ylabel)
+    figure.suptitle(title)
+    return figure, panels
 
 
 def _plot_dominance(layers: Sequence[LayerRow], title: str) -> Figure:
@@ -121,15 +126,13 @@ def write_spectrum_page(
 
 
 def _histogram_chart(layers: Sequence[LayerRow]) -> Any:
-    alt, edges = load_altair(), _edges(layers)
-    data = [
-        {"layer": row.layer, "from": low, "to": high, "count": count, "side": _side(low >= 0)}
-        for row in layers
-        for low, high, count in zip(
-            edges[:-1].tolist(), edges[1:].tolist(), np.histogram(row.eigenvalues.real, edges)[0].tolist(), strict=True
-        )
-        if count
-    ]
+    alt, edges, data = load_altair(), _edges(layers), []
+    for row in layers:
+        counts = np.histogram(row.eigenvalues.real, edges)[0].tolist()
+        for low, high, count in zip(edges[:-1].tolist(), edges[1:].tolist(), counts, strict=True):
+            data += [{"layer": row.layer, "from": low, "to": high, "count": count, "side": _side(low >= 0)}] * (
+                count > 0
+            )
     x, y = alt.X("from:Q", bin="binned", title="Re λ"), alt.Y("count:Q", title=None)
     bars = alt.Chart(alt.Data(values=data)).mark_bar(stroke=None).encode(x=x, x2="to:Q", y=y, color=_colour(alt))
     return bars.properties(width=210, height=120).facet("layer:O", columns=COLUMNS)

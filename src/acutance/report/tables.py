@@ -14,7 +14,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from acutance.errors import MissingExtraError
+from acutance.errors import import_extra
 from acutance.files.atomic import atomic_write
 
 if TYPE_CHECKING:
@@ -106,11 +106,9 @@ class Result:
 
     def to_frame(self) -> pd.DataFrame:
         """The rows as a pandas DataFrame."""
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise MissingExtraError("to_frame needs pandas: pip install 'acutance[report]'") from error
-        return pd.DataFrame(self.rows())
+        pandas = import_extra("pandas", "to_frame needs pandas: pip install 'acutance[report]'")
+        frame: pd.DataFrame = pandas.DataFrame(self.rows())
+        return frame
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write JSON, atomically."""
