@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from acutance.errors import AcutanceError, NoSitesError
+from acutance.errors import NoSitesError
 from acutance.mitigations.projection import Projection, Projections
 from acutance.sites.intercept import sdpa_product
 from acutance.sites.lookup import find
@@ -36,7 +35,6 @@ KNOWN = {
     "timm.models.cait.TalkingHeadAttn",
 }
 PARTS = {"qkv", "q_norm", "k_norm", "attn_drop", "norm", "proj", "proj_drop", "mitigation"}  # of the plain one
-POST_NORM = {"ResPostBlock", "ResPostRelPosBlock", "EvaBlockPostNorm"}  # norm1 stands after their attention
 
 
 class TimmSite(NamedSite):
@@ -48,7 +46,7 @@ class TimmSite(NamedSite):
     is_plain = False  # whether its forward is written out below
 
     def route(self) -> None:
-        self.is_plain = _author(type(self.attention)) == PLAIN and PARTS.issuperset(self.attention._modules)
+        self.is_plain = _author(self.attention) == PLAIN and PARTS.issuperset(self.attention._modules)
         super().route()
 
     def _run(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -93,18 +91,10 @@ class TimmSite(NamedSite):
         value = replace(found.value, bias="v_bias", bias_rows=slice(None), bias_module=self.attention)
         return found._replace(value=value)
 
-    def pre_norm(self) -> nn.Module | None:
-        """norm1, unless it stands after the attention."""
-        kind = type(self.block)
-        if not kind.__module__.startswith("timm."):
-            raise AcutanceError(f"{self.name}: which norm {kind.__name__} applies before its attention is not known")
-        return None if kind.__name__ in POST_NORM else self.block.norm1
 
-
-@cache
-def _author(attention: Any) -> str:
+def _author(attention: nn.Module) -> str:
     """The class that wrote the forward: a subclass with a forward of its own is another."""
-    cls = next(cls for cls in attention.__mro__ if "forward" in vars(cls))
+    cls = next(cls for cls in type(attention).__mro__ if "forward" in vars(cls))
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -112,7 +102,7 @@ def _layers(model: nn.Module) -> list[Layer]:
     if "timm" not in sys.modules:
         return []
     modules = modules_of(model)
-    found = [name for name, module in modules.items() if _author(type(module)) in KNOWN]
+    found = [name for name, module in modules.items() if _author(module) in KNOWN]
     if not found:
         _refuse_unknown(model)
         return []

@@ -35,7 +35,6 @@ from acutance.sites.structure import (
 F: Any = functional  # some of what torch itself composes its forward of has no public name
 CROSS = re.compile("cross|multihead_attn|enc.*attn|memory", re.IGNORECASE)  # beside a self-attention in one block
 TORCH_STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
-TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 class MultiheadSite(NamedSite):
@@ -48,12 +47,13 @@ class MultiheadSite(NamedSite):
     def _found(self) -> tuple[Projections, Sizes]:
         """Thirds of a joint weight, or three of their own; their biases are joint either way."""
         mha, dim = self.attention, self.attention.embed_dim
-        parts = []
-        for place, letter in enumerate("qkv"):
-            rows = slice(place * dim, (place + 1) * dim)
-            where = (rows, "in_proj_weight") if mha._qkv_same_embed_dim else (None, f"{letter}_proj_weight")
-            parts.append(Projection(mha, *where, bias="in_proj_bias", bias_rows=rows))
-        return Projections(*parts, Projection(mha.out_proj)), Sizes(mha.num_heads, mha.num_heads, mha.head_dim, dim)
+        names = ["in_proj_weight"] * 3 if mha._qkv_same_embed_dim else [f"{letter}_proj_weight" for letter in "qkv"]
+        rows = [slice(place * dim, (place + 1) * dim) for place in range(3)]
+        q, k, v = (
+            Projection(mha, one if mha._qkv_same_embed_dim else None, name, bias="in_proj_bias", bias_rows=one)
+            for name, one in zip(names, rows, strict=True)
+        )
+        return Projections(q, k, v, Projection(mha.out_proj)), Sizes(mha.num_heads, mha.num_heads, mha.head_dim, dim)
 
     def value_weight(self) -> Tensor:
         """W_V, which may read other channels than the residual stream's."""
@@ -78,8 +78,6 @@ class MultiheadSite(NamedSite):
     def block_is_batch_first(self) -> bool:
         """Whether the block is given (batch, tokens, dim), whatever its attention takes."""
         batch_first: bool = self.attention.batch_first
-        if isinstance(self.block, TORCH_LAYERS):
-            return batch_first
         swaps = self.surroundings.is_swapped
         if swaps is None and not batch_first:
             raise AcutanceError(
@@ -170,7 +168,7 @@ class MultiheadSite(NamedSite):
             return y.squeeze(0), None if weights is None else weights.squeeze(0)
         return y if mha.batch_first else y.transpose(0, 1), weights
 
-    def _cross_attention(self, query: Tensor, key: Tensor, *rest: Any) -> Any:
+    def _cross_attention(self, query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
         """In this forward pass: nothing of ours."""
         if self.mitigation is not None:
             raise AcutanceError(
@@ -215,7 +213,7 @@ def _mask(padding: Tensor | None, mask: Tensor | None, q: Tensor) -> Tensor | No
     if bias is not None:
         bias = bias[None, None] if bias.ndim == 2 else bias.view(*q.shape[:2], *bias.shape[1:])
     if padding is not None:
-        hidden = _added("key_padding_mask", padding, mask, q).view(len(q), 1, 1, -1)
+        hidden: Tensor = _added("key_padding_mask", padding, mask, q).view(len(q), 1, 1, -1)
         return hidden.expand(-1, q.shape[1], -1, -1) if bias is None else bias + hidden
     return bias
 

@@ -210,7 +210,12 @@ def note(model: nn.Module) -> Callable[[], None]:
         own = {name.removeprefix(prefix): spec for name, spec in carried.items() if name.startswith(prefix)}
         others = {kind: specs for kind, specs in vars(config).get(NOTE, {}).items() if kind not in kinds}
         _write(config, others | ({type(module).__name__: own} if own else {}))
-    return lambda: [_write(*pair) for pair in before.values()]  # type: ignore[return-value]
+
+    def undo() -> None:
+        for config, notes in before.values():
+            _write(config, notes)
+
+    return undo
 
 
 def _write(config: Any, notes: dict[str, dict[str, str]]) -> None:
