@@ -59,9 +59,17 @@ def test_the_centred_spectrum_is_that_of_the_projected_matrix_without_the_mean(s
 # Post-LN: the limit and the rate near equal tokens
 
 
+def assert_reached(found, H, A, gamma=1.0, layers=150, spread=1e-3):
+    """Nearly equal tokens fall at the rate into the limit."""
+    path = repeat(near(found.token, spread), H.mT, A, layers=layers, norm="post", norm_weight=gamma)
+    assert factor_per_layer(path.hfc_lfc[0]) == pytest.approx(found.rate, rel=0.03)
+    sign = float(torch.sign(path.last[0] @ found.token))
+    torch.testing.assert_close(sign * path.last, found.token.expand(TOKENS, -1), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("lam", [[1.0, 0.3, 0.2, 0.1], [0.5, -0.5, -0.5, -0.6], [-4.0, -3.0, -3.0, -3.5]])
-def test_nearly_equal_tokens_fall_at_the_rate_into_the_limit(lam: list[float], symmetric: bool) -> None:
+def test_nearly_equal_tokens_fall_at_the_rate_into_the_limit(lam, symmetric):
     A = random_attention(TOKENS, 0.6 if symmetric else 1.2, symmetric=symmetric, seed=4)
     H, _ = centred_branch(lam)
     mu = torch.linalg.eigvals(A)
@@ -69,66 +77,42 @@ def test_nearly_equal_tokens_fall_at_the_rate_into_the_limit(lam: list[float], s
     lead = max(range(len(lam)), key=lambda j: abs(1 + lam[j]))
     rest = torch.tensor([*lam[:lead], *lam[lead + 1 :]], dtype=mu.dtype)
     closed = float((1 + torch.outer(rest, theory.other_eigenvalues(mu))).abs().max()) / abs(1 + lam[lead])
-    assert found.gain == pytest.approx(1 + lam[lead])
-    assert found.rate == pytest.approx(closed, rel=1e-9)
+    assert (found.gain, found.rate) == pytest.approx((1 + lam[lead], closed), rel=1e-9)
     assert found.rate < theory.ratio_rate(torch.tensor(lam, dtype=mu.dtype), mu)
-    path = repeat(near(found.token), H.mT, A, layers=150, norm="post")
-    assert factor_per_layer(path.hfc_lfc[0]) == pytest.approx(found.rate, rel=0.03)
-    sign = float(torch.sign(path.last[0] @ found.token))
-    torch.testing.assert_close(sign * path.last, found.token.expand(TOKENS, -1), rtol=0, atol=1e-6)
+    assert_reached(found, H, A)
 
 
 @pytest.mark.parametrize("seed", [1, 3, 5])
-def test_the_rate_holds_for_unequal_weights_and_a_generic_branch(seed: int) -> None:
-    A = random_attention(TOKENS, 0.6, symmetric=True, seed=seed)
-    H = normal(WIDTH, WIDTH, seed=seed)
+def test_the_rate_holds_for_unequal_weights_and_a_generic_branch(seed):
+    A, H = random_attention(TOKENS, 0.6, symmetric=True, seed=seed), normal(WIDTH, WIDTH, seed=seed)
     H = 0.2 * (H + H.mT) + 0.5 * torch.eye(WIDTH, dtype=torch.float64)
     gamma = 0.5 + torch.rand(WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    found = post_norm(H, torch.linalg.eigvals(A), gamma)
-    path = repeat(near(found.token), H.mT, A, layers=400, norm="post", norm_weight=gamma)
-    assert factor_per_layer(path.hfc_lfc[0]) == pytest.approx(found.rate, rel=0.03)
-    sign = float(torch.sign(path.last[0] @ found.token))
-    torch.testing.assert_close(sign * path.last, found.token.expand(TOKENS, -1), rtol=0, atol=1e-6)
+    assert_reached(post_norm(H, torch.linalg.eigvals(A), gamma), H, A, gamma, layers=400)
 
 
 MIXED = torch.tensor([1.0, -0.7, 1.3, -1.1, 0.6], dtype=torch.float64)  # weights of both signs
 
 
-def generic_layer(seed: int) -> tuple[Tensor, Tensor]:
-    """Attention and a branch without any symmetry."""
-    H = 0.5 * torch.eye(WIDTH, dtype=torch.float64) + 0.3 * normal(WIDTH, WIDTH, seed=seed + 100)
-    return random_attention(TOKENS, 1.0, seed=seed), H
-
-
 @pytest.mark.parametrize("seed", [0, 1, 3, 5, 7, 8, 9, 13])  # in others equal tokens turn for ever
-def test_the_rate_is_the_derivatives_radius_for_mixed_weights_and_generic_attention(seed: int) -> None:
+def test_the_rate_is_the_derivatives_radius_for_mixed_weights_and_generic_attention(seed):
     """Constant tokens are invariant, so the derivative's part across them has the factors of the differences."""
-    A, H = generic_layer(seed)
-    found = post_norm(H, torch.linalg.eigvals(A), MIXED)
+    A = random_attention(TOKENS, 1.0, seed=seed)
+    H = 0.5 * torch.eye(WIDTH, dtype=torch.float64) + 0.3 * normal(WIDTH, WIDTH, seed=seed + 100)
+    mu = torch.linalg.eigvals(A)
+    found = post_norm(H, mu, MIXED)
 
-    def layer(x: Tensor) -> Tensor:
+    def layer(x):
         return torch.nn.functional.layer_norm(x + A @ x @ H.mT, (WIDTH,), MIXED, eps=1e-12)
 
     equal = found.token.expand(TOKENS, -1)
     torch.testing.assert_close(layer(equal), math.copysign(1, found.gain) * equal)
     derivative = torch.autograd.functional.jacobian(layer, equal)
     across = torch.linalg.svd(torch.ones(1, TOKENS, dtype=torch.float64)).Vh[1:]
-    part = torch.einsum("ai,icjd,bj->acbd", across, derivative, across)
-    part = part.reshape(2 * [(TOKENS - 1) * WIDTH])
+    part = torch.einsum("ai,icjd,bj->acbd", across, derivative, across).reshape(2 * [(TOKENS - 1) * WIDTH])
     assert torch.linalg.eigvals(part).abs().max().item() == pytest.approx(found.rate, rel=1e-6)
-
-
-@pytest.mark.parametrize("seed", [1, 5, 8, 10, 13])  # with a lead over the other modes that 400 layers show
-def test_mixed_weights_and_generic_attention_reach_the_limit_at_the_rate(seed: int) -> None:
-    A, H = generic_layer(seed)
-    mu = torch.linalg.eigvals(A)
-    found = post_norm(H, mu, MIXED)
-    assert mu.imag.abs().max() > 1e-3
-    assert found.rate < 1
-    path = repeat(near(found.token, 1e-4), H.mT, A, layers=400, norm="post", norm_weight=MIXED)
-    assert factor_per_layer(path.hfc_lfc[0]) == pytest.approx(found.rate, rel=0.03)
-    sign = float(torch.sign(path.last[0] @ found.token))
-    torch.testing.assert_close(sign * path.last, found.token.expand(TOKENS, -1), rtol=0, atol=1e-6)
+    if seed in (1, 5, 8, 13):  # with a lead over the other modes that 400 layers show
+        assert mu.imag.abs().max() > 1e-3
+        assert_reached(found, H, A, MIXED, layers=400, spread=1e-4)
 
 
 def test_above_one_nearly_equal_tokens_come_apart_at_the_rate() -> None:
