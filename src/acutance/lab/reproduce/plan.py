@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from acutance.lab.train.run import Run, changes
 from acutance.lab.train.start import train
 
 # What is read to see that a task's data is there. For "val" of ImageNet all of train/ is listed.
-LOADERS = {
+LOADERS: dict[str, Callable[[Any], object]] = {
     "classification": lambda t: (load_images(t.dataset, t.data_dir, "all"), load_images(t.dataset, t.data_dir, "test")),
     "imagenet": lambda t: (load_imagenet(t, "val"), load_imagenet(t, "test")),
     "segmentation": lambda t: [load_segmentation(t.dataset, t.data_dir, "all" if i else "test") for i in range(2)],

@@ -20,7 +20,7 @@ from torch import nn
 from acutance import distributed as processes
 from acutance.errors import AcutanceError, NonFiniteError
 from acutance.files.atomic import atomic_write
-from acutance.io import loading
+from acutance.io import LoadedModel, loading
 from acutance.io.saving import load
 from acutance.lab.data.seeds import mixed_seed
 from acutance.lab.evaluate.evaluate import evaluate_run, read_evaluation, task_of
@@ -39,17 +39,11 @@ HINT = "# One run over 8 GPUs: add --processes 8, or write torchrun --nproc-per-
 
 
 class Session:
-    """One target, its runs below one folder, and what its measures read.
+    """One target, its runs, and what its measures read.
 
-    Args:
-        target: the table or figure.
-        out: `out/runs` has the runs, which all targets share, `out/TARGET` the results.
-        data_dir: where the data is.
-        seeds: runs for each row, numbered from 0; by default the target's own number.
-        changes: fields changed in every run, as --set takes them; they are written down with the result.
-        samples: images or sequences on which models are read.
-        device: cpu, cuda or auto.
-        console: where progress is shown.
+    `out/runs` has the runs, which all targets share, `out/TARGET` the results. Every row has `seeds` runs, by default
+    the target's own number. `changes` are made in every run, as --set takes them, and written down with the result.
+    Models are read on `samples` images or sequences.
     """
 
     def __init__(
@@ -156,7 +150,7 @@ class Session:
         found: dict[str, dict[int, float]] = {}
         notes: list[str] = []
         config = None if row.training is None else self.planner.one(row.training, 0).config
-        inputs = cache(lambda split: samples_of(config, split, self.samples))  # type: ignore[arg-type] # a run's
+        inputs = cache(lambda split: samples_of(config, split, self.samples))
         for seed in self.seeds if row.model is None else [0]:
             planned = None if row.training is None else self.planner.one(row.training, seed)
             model = RowModel(self, row, seed, planned, inputs, notes)
@@ -193,12 +187,11 @@ class RowModel:
 
     @property
     def run(self) -> Planned:
-        """Its run."""
         assert self.planned is not None, "a pretrained model has no run"
         return self.planned
 
     @cached_property
-    def _loaded(self) -> loading.LoadedModel:
+    def _loaded(self) -> LoadedModel:
         return loading.load_model(str(self.row.model), device=self.session.device)
 
     @cached_property
@@ -220,9 +213,8 @@ class RowModel:
         if folder is None:
             raise AcutanceError("images and text are read from a folder: name it with --data-dir")
         if self._loaded.tokenizer is None:
-            return self._loaded.image_batches(
-                (folder / "imagenet" if (folder / "imagenet").is_dir() else folder) / "val", limit=limit
-            )
+            root = folder / "imagenet" if (folder / "imagenet").is_dir() else folder
+            return self._loaded.image_batches(root / "val", limit=limit)
         for path in (folder / name for name in TEXTS):
             if path.is_file():
                 return self._loaded.text_batches(path, limit=limit)
@@ -240,11 +232,3 @@ class RowModel:
     def save_picture(self, figure: Figure, kind: str) -> None:
         """Write a picture of this model and name its files in the row's note."""
         self.notes.extend(path.name for path in self.session.save_picture(figure, kind, self.row.label))
-
-
-def reproduce(target: Target, out: Path | str, **options: Any) -> Result:
-    """`Session(target, out, **options).run()`, written down too."""
-    session = Session(target, out, **options)
-    result = session.run()
-    session.write(result)
-    return result

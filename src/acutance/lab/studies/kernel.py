@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -384,8 +385,7 @@ def kernel_study(
                 'text: give lambda: load_model("hf:…") of acutance.io.loading'
             )
         for name, batches in data.items():
-            announced = (advance(f"{run}, {name}") or batches[index] for index in range(len(batches)))
-            runs[run, name] = kernel_assumptions(model, announced)
+            runs[run, name] = kernel_assumptions(model, _announced(batches, partial(advance, f"{run}, {name}")))
             counts[name] = runs[run, name].alignment.shape[1]
     return KernelStudy(runs, counts, versions)
 
@@ -398,6 +398,12 @@ def batch_count(samples: int, *, text: bool = False) -> int:
 def variant_of(run: str) -> str:
     """The run's name without its seed."""
     return re.sub(r"-seed\d+$", "", run)
+
+
+def _announced(batches: Sequence[Any], announce: Callable[[], None]) -> Iterator[Any]:
+    for index in range(len(batches)):
+        announce()
+        yield batches[index]
 
 
 def _digit_batches(samples: int) -> dict[str, Sequence[Tensor]]:
