@@ -19,7 +19,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
-PRELOADED = "acutance.cli acutance.lab.reproduce.run acutance.lab.train.loop lightning.fabric matplotlib.pyplot"
+PRELOADED = "acutance.cli acutance.io acutance.explain.run acutance.measure.reader acutance.lab.reproduce.run "
+PRELOADED += "acutance.lab.train.loop lightning.fabric matplotlib.pyplot"
 FORKS.set_forkserver_preload(PRELOADED.split())
 Done = subprocess.CompletedProcess[str]
 
@@ -39,15 +40,9 @@ def run_as_torchrun(
     seconds: float = 600,
     **environment: str,
 ) -> list[Done]:
-    """What two processes give that torchrun would start, on one machine or one on each of two.
+    """What two processes give that torchrun would start, on one machine or on two, with arguments of their own.
 
-    Args:
-        first: the arguments of `acutance`.
-        second: those on the second machine, where they are others.
-        machines: 1 or 2.
-        prepare: called in both, before the command.
-        seconds: after which they are killed.
-        environment: beside what torchrun says to its processes.
+    `prepare` is called in both, before the command.
     """
     port, local = free_port(), 2 // machines
     commands = []

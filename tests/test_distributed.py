@@ -117,14 +117,11 @@ def test_a_process_that_ran_out_runs_along(monkeypatch) -> None:
     assert list(processes.pad_uneven_batches(iter("ab"), wait=False)) == [("a", True), ("b", True)]
 
 
-def test_one_process_needs_no_others() -> None:
+def test_one_process_needs_no_others_and_a_device_is_chosen_or_refused() -> None:
     assert processes.rank_and_world_size() == (0, 1)
     assert processes.gather("mine") == ["mine"]
     with processes.joined() as place:
         assert place == (0, 1)
-
-
-def test_a_device_is_chosen_or_refused() -> None:
     assert processes.device("cpu") == "cpu"
     with pytest.raises(AcutanceError, match="cpu, cuda or auto, not 'tpu'"):
         processes.device("tpu")

@@ -1,6 +1,7 @@
 """The rules of the house: who may import whom, and what an import costs."""
 
 import ast
+import operator
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import acutance as ac
+from acutance import moved
 
 ROOT = Path(ac.__file__).parent
 PURE = {"attention", "metrics", "mitigations"}
@@ -60,8 +62,11 @@ def test_measure_and_explain_stay_functions_when_their_rooms_are_imported():
     imported(program + "assert ac.measure.__name__ == 'measure' and ac.explain.__name__ == 'explain'")
 
 
-def test_public_names_are_there():
+def test_public_names_and_the_places_of_old_ones_are_there():
     assert all(hasattr(ac, name) for name in ac.__all__)
+    for name in moved.MOVED.values():
+        place = ROOT / name.replace(".", "/")
+        assert place.is_dir() or place.with_suffix(".py").is_file() or operator.attrgetter(name)(ac), name
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
+import acutance as ac
 from acutance import cli
 from acutance.cli.options import numbers, words
 from acutance.explain import Spectrum
-from acutance.io.saving import save
 from acutance.measure.profile import Profile
-from acutance.models import ViT
 from forked import run_forked
 
 ACUTANCE = str(Path(sys.executable).with_name("acutance"))
-
-
+SIZES = {"image_size": 8, "patch_size": 2, "in_chans": 1, "dim": 12, "depth": 3, "heads": 2, "num_classes": 10}
+VERBS = ["measure", "explain", "mitigate", "demo", "train", "evaluate", "compare", "robustness", "reproduce", "bench"]
+SHORT = ("--limit", "9", "--metrics", "token_cosine")
 acutance = partial(run_forked, COLUMNS="200", NO_COLOR="1")
 
 
@@ -41,33 +41,26 @@ def here(monkeypatch, capsys):
 
 
 @pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    return ac.save(ac.models.ViT(**SIZES), tmp_path_factory.mktemp("plain") / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     torch.manual_seed(0)
-    model = ViT(
-        image_size=8,
-        patch_size=2,
-        in_chans=1,
-        dim=12,
-        depth=2,
-        heads=2,
-        num_classes=10,
-        mitigation="neutreno:0.6",
-    )
-    return save(model, tmp_path_factory.mktemp("run") / "model.safetensors")
+    model = ac.models.ViT(**{**SIZES, "depth": 2}, mitigation="neutreno:0.6")
+    return ac.save(model, tmp_path_factory.mktemp("run") / "model.safetensors")
 
 
 def test_help_names_every_command() -> None:
     command = [ACUTANCE, "--help"]  # the installed one
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for word in ("measure", "explain", "mitigate", "demo", "over-smoothing"):
-        assert word in text
+    assert all(word in text for word in (*VERBS, "lab", "over-smoothing"))
     assert re.search(r"acutance \d+\.\d+", acutance("--version").stdout)
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["measure", "explain", "mitigate", "demo", "train", "evaluate", "compare", "robustness", "reproduce", "bench"],
-)
+@pytest.mark.parametrize("command", VERBS)
 def test_help_teaches(command: str, here) -> None:
     status, printed, _ = here(command, "--help")
     assert status == 0
@@ -91,7 +84,8 @@ def test_measure_prints_and_writes(checkpoint: Path, tmp_path: Path) -> None:
     assert "ViT + neutreno:0.6" in done.stdout
     profile = Profile.load(tmp_path / "p.json")
     assert profile.taps == ["block", "final", "attention_matrix"]
-    assert profile.context["samples"] == 364
+    context = [profile.context[name] for name in ("samples", "data", "name")]
+    assert context == [364, "364 test images of the embedded digits", str(checkpoint.parent)]
     assert (tmp_path / "p.html").stat().st_size > 500_000
 
 
@@ -105,10 +99,9 @@ def test_explain_prints_a_verdict_per_layer(checkpoint: Path, tmp_path: Path) ->
 
 def test_explain_reads_attention_with_data(checkpoint: Path, tmp_path: Path) -> None:
     files = {kind: tmp_path / f"s.{kind}" for kind in ("json", "html", "png")}
-    done = acutance(
-        "explain", checkpoint, "--data", "digits",
-        "--json", files["json"], "--html", files["html"], "--picture", files["png"],
-    )  # fmt: skip
+    written = [word for option, kind in (("--json", "json"), ("--html", "html"), ("--picture", "png"))
+               for word in (option, files[kind])]  # fmt: skip
+    done = acutance("explain", checkpoint, "--data", "digits", *written)
     assert done.returncode == 0, done.stderr
     assert "100/0" in done.stdout
     assert Spectrum.load(files["json"]).context["samples"] == 364
@@ -119,73 +112,36 @@ def test_explain_reads_attention_with_data(checkpoint: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["measure", "nowhere"],
-            "no checkpoint at nowhere; a model of transformers is written hf:nowhere, one of timm",
-        ),
+        (["measure", "nowhere"], "no checkpoint at nowhere; a model of transformers is written hf:nowhere"),
+        (["measure", "[train]"], "no checkpoint at [train];"),  # a terminal library would take it for markup
+        (["measure", "a:tm:b"], "no checkpoint at a:tm:b"),  # or for an emoji
         (["measure", "hf:no/such/model"], "hf:no/such/model: there is no file or folder"),
-        (["measure", "CHECKPOINT", "--text", "a.txt"], "does not read text"),
-        (["measure", "CHECKPOINT", "--tokens", "8"], "it needs --text FILE"),
-        (["measure", "CHECKPOINT", "--device", "tpu"], "cpu, cuda or auto, not 'tpu'"),
-        (["measure", "CHECKPOINT", "--dtype", "int8"], "dtype 'int8'"),
-        (["mitigate", "CHECKPOINT", "featscale", "--layers", "one"], "--layers takes numbers"),
-        (["measure", "CHECKPOINT", "--metrics", "smoothness"], "unknown metric smoothness"),
-        (["measure", "CHECKPOINT", "--tap", "head"], "unknown tap head"),
-        (["measure", "CHECKPOINT", "--prefix", "maybe"], "'in' or 'out', not 'maybe'"),
+        (["measure", "MODEL", "--text", "a.txt"], "does not read text"),
+        (["measure", "MODEL", "--tokens", "8"], "it needs --text FILE"),
+        (["measure", "MODEL", "--device", "tpu"], "cpu, cuda or auto, not 'tpu'"),
+        (["measure", "MODEL", "--dtype", "int8"], "dtype 'int8'"),
+        (["measure", "MODEL", "--metrics", "smoothness"], "unknown metric smoothness"),
+        (["measure", "MODEL", "--tap", "head"], "unknown tap head"),
+        (["measure", "MODEL", "--prefix", "maybe"], "'in' or 'out', not 'maybe'"),
+        (["measure", "MODEL", "--data-dir", "data"], "--data-dir says where a run's own data lies"),
+        (["measure", "LARGE"], "say what it shall read with --images DIR"),
+        (["mitigate", "MODEL", "featscale", "--layers", "one"], "--layers takes numbers"),
+        (["mitigate", "nowhere", "neutrino:0.6"], "unknown mitigation 'neutrino'"),  # before anything is read
         (["explain", "DAMAGED"], "cannot be read as weights"),
-        (["explain", "CHECKPOINT", "--data", "imagenet"], "--data takes digits or own"),
-        (["explain", "CHECKPOINT", "--data", "own"], "--data own is what a run of `acutance train` was tested on"),
-        (["measure", "CHECKPOINT", "--data-dir", "data"], "--data-dir says where a run's own data lies"),
+        (["explain", "MODEL", "--data", "imagenet"], "--data takes digits or own"),
+        (["explain", "MODEL", "--data", "own"], "--data own is what a run of `acutance train` was tested on"),
     ],
 )
 def test_errors_are_one_clear_line(arguments, message, checkpoint: Path, tmp_path: Path, here) -> None:
-    damaged = tmp_path / "damaged.safetensors"
+    damaged, large = tmp_path / "damaged.safetensors", tmp_path / "large.safetensors"
     damaged.write_bytes(checkpoint.read_bytes()[:100])
-    places = {"CHECKPOINT": checkpoint, "DAMAGED": damaged}
+    if "LARGE" in arguments:
+        ac.save(ac.models.ViT(**{**SIZES, "image_size": 16}), large)
+    places = {"MODEL": checkpoint, "DAMAGED": damaged, "LARGE": large}
     status, _, error = here(*(places.get(a, a) for a in arguments))
     assert status == 2
     assert message in error
     assert len(error.splitlines()) == 1
-
-
-def test_an_error_keeps_its_brackets(tmp_path: Path) -> None:
-    """Messages name extras such as acutance[train], which a terminal library would take for markup."""
-    done = acutance("measure", tmp_path / "[train]")
-    assert f"no checkpoint at {tmp_path}/[train];" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_an_error_keeps_its_colons(here) -> None:
-    """A name such as timm:tm before a colon would be taken for the code of an emoji."""
-    assert "no checkpoint at a:tm:b" in here("measure", "a:tm:b")[2]
-
-
-def test_a_wrong_mitigation_is_said_before_anything_is_measured(here, tmp_path: Path) -> None:
-    status, _, error = here("mitigate", tmp_path / "nowhere", "neutrino:0.6")
-    assert status == 2
-    assert "unknown mitigation 'neutrino'" in error
-
-
-def test_measure_says_when_the_data_does_not_fit(tmp_path: Path) -> None:
-    model = ViT(image_size=16, patch_size=4, dim=12, depth=1, heads=2, num_classes=2)
-    done = acutance("measure", save(model, tmp_path / "m.safetensors"))
-    assert done.returncode == 2
-    assert "say what it shall read with --images DIR" in done.stderr
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Path:
-    torch.manual_seed(0)
-    sizes = {"image_size": 8, "patch_size": 2, "in_chans": 1, "dim": 12, "depth": 3, "heads": 2, "num_classes": 10}
-    return save(ViT(**sizes), tmp_path_factory.mktemp("plain") / "model.safetensors")
-
-
-def test_measure_says_what_it_read(plain: Path, tmp_path: Path) -> None:
-    done = acutance("measure", plain, "--limit", "70", "--batch", "30", "--json", tmp_path / "p.json")
-    assert done.returncode == 0, done.stderr
-    context = Profile.load(tmp_path / "p.json").context
-    assert (context["samples"], context["data"]) == (70, "70 test images of the embedded digits")
-    assert context["name"] == str(plain)
 
 
 def test_mitigate_prints_before_and_after_and_saves(plain: Path, tmp_path: Path) -> None:
@@ -223,33 +179,20 @@ def test_ctrl_c_leaves_no_half_written_file(tmp_path: Path) -> None:
     assert not (tmp_path / "report.html").exists()
 
 
-UNWRITABLE = {
-    "measure --json": ("measure", "MODEL", "--limit", "9", "--metrics", "token_cosine", "--json", "/proc/none.json"),
-    "measure --html": ("measure", "MODEL", "--limit", "9", "--metrics", "token_cosine", "--html", "FOLDER"),
-    "explain --json": ("explain", "MODEL", "--json", "FOLDER"),
-    "mitigate --out": (
-        "mitigate",
-        "PLAIN",
-        "attnscale",
-        "--limit",
-        "9",
-        "--metrics",
-        "token_cosine",
-        "--out",
-        "/proc/none",
-    ),
-    "train --out": ("train", "digits", "--out", "/proc/none"),
-    "train --out file": ("train", "digits", "--out", "MODEL"),
-}
-
-
-@pytest.mark.parametrize("command", UNWRITABLE)
-def test_what_cannot_be_written_is_said_in_one_line(command: str, checkpoint: Path, tmp_path: Path, here) -> None:
-    plain = ViT(image_size=8, patch_size=2, in_chans=1, dim=12, depth=2, heads=2, num_classes=10)
-    places = {"MODEL": checkpoint, "FOLDER": tmp_path}
-    if "PLAIN" in UNWRITABLE[command]:
-        places["PLAIN"] = save(plain, tmp_path / "plain.safetensors")
-    typed = [str(places.get(word, word)) for word in UNWRITABLE[command]]
+@pytest.mark.parametrize(
+    ("command", "place"),
+    [
+        (("measure", "MODEL", *SHORT, "--json"), "/proc/none.json"),
+        (("measure", "MODEL", *SHORT, "--html"), "FOLDER"),
+        (("explain", "MODEL", "--json"), "FOLDER"),
+        (("mitigate", "PLAIN", "attnscale", *SHORT, "--out"), "/proc/none"),
+        (("train", "digits", "--out"), "/proc/none"),
+        (("train", "digits", "--out"), "MODEL"),
+    ],
+)
+def test_what_cannot_be_written_is_said_in_one_line(command, place, checkpoint, plain, tmp_path: Path, here) -> None:
+    places = {"MODEL": checkpoint, "FOLDER": tmp_path, "PLAIN": plain}
+    typed = [str(places.get(word, word)) for word in (*command, place)]
     status, _, complaint = here(*typed)
     assert status == 2
     said = [line for line in complaint.splitlines() if line.startswith("error:")]
@@ -267,15 +210,12 @@ def test_errors_that_name_no_file_are_not_hidden(monkeypatch) -> None:
 
 
 def test_blanks_after_commas_are_no_part_of_a_name(checkpoint: Path, tmp_path: Path, here) -> None:
-    status, _, complaint = here(
-        "measure", checkpoint, "--limit", "9", "--metrics", "token_cosine, norm_spread", "--tap", "block, attention",
-        "--json", tmp_path / "p.json",
-    )  # fmt: skip
+    options = ("--metrics", "token_cosine, norm_spread", "--tap", "block, attention", "--json", tmp_path / "p.json")
+    status, _, complaint = here("measure", checkpoint, "--limit", "9", *options)
     assert status == 0, complaint
     profile = Profile.load(tmp_path / "p.json")
     assert (profile.metrics, profile.taps) == (["token_cosine", "norm_spread"], ["block", "attention"])
-    assert numbers("1, 2", "--layers") == [1, 2]
-    assert words("fog, contrast") == ["fog", "contrast"]
+    assert (numbers("1, 2", "--layers"), words("fog, contrast")) == ([1, 2], ["fog", "contrast"])
 
 
 def test_of_several_stacks_the_option_is_named(tmp_path: Path, here) -> None:

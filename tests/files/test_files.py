@@ -1,20 +1,24 @@
+"""Files are whole or not there; a lock is one process's, and goes with it."""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
 import pytest
 
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain import Spectrum
+from acutance.files import locks
 from acutance.files.atomic import atomic_write, finite
 from acutance.measure.monitor import History
 from acutance.measure.profile import Profile
 
 
-def test_writes_bytes_and_makes_folders(tmp_path) -> None:
-    path = atomic_write(tmp_path / "a" / "b.txt", b"hello")
-    assert path.read_bytes() == b"hello"
-
-
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError])
 def test_an_interruption_keeps_the_old_file_and_leaves_nothing_else(tmp_path, interruption) -> None:
-    path = atomic_write(tmp_path / "b.txt", b"old")
+    path = atomic_write(tmp_path / "new" / "b.txt", b"old")
 
     def half(temporary) -> None:
         temporary.write_bytes(b"ne")
@@ -23,7 +27,7 @@ def test_an_interruption_keeps_the_old_file_and_leaves_nothing_else(tmp_path, in
     with pytest.raises(interruption):
         atomic_write(path, half)
     assert path.read_bytes() == b"old"
-    assert [p.name for p in tmp_path.iterdir()] == ["b.txt"]
+    assert [p.name for p in path.parent.iterdir()] == ["b.txt"]
 
 
 def test_nan_becomes_null_wherever_it_stands() -> None:
@@ -33,18 +37,84 @@ def test_nan_becomes_null_wherever_it_stands() -> None:
 
 @pytest.mark.parametrize("load", [Profile.load, Spectrum.load, History.load])
 def test_files_that_cannot_be_read_are_errors_of_ours(tmp_path, load) -> None:
-    with pytest.raises(AcutanceError, match=r"there is no file .*none\.json"):
-        load(tmp_path / "none.json")
-    with pytest.raises(FileNotFoundError):  # what it was before
-        load(tmp_path / "none.json")
+    for kind in (AcutanceError, FileNotFoundError):
+        with pytest.raises(kind, match=r"there is no file .*none\.json"):
+            load(tmp_path / "none.json")
     with pytest.raises(AcutanceError, match="cannot be read: Is a directory"):
         load(tmp_path)
 
 
 def test_errors_name_the_file_that_was_meant(tmp_path) -> None:
-    with pytest.raises(IsADirectoryError) as folder:
-        atomic_write(tmp_path, b"")
-    assert folder.value.filename == str(tmp_path)
-    with pytest.raises(OSError, match="No such file") as nowhere:
-        atomic_write("/proc/none.json", b"")
-    assert nowhere.value.filename == "/proc/none.json"
+    for path, kind in ((str(tmp_path), IsADirectoryError), ("/proc/none.json", FileNotFoundError)):
+        with pytest.raises(kind) as caught:
+            atomic_write(path, b"")
+        assert caught.value.filename == path
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from acutance.files.locks import held
+with held(Path(sys.argv[1])) as mine:
+    print(mine, flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_process(path):
+    """One that holds the lock until it is told to end."""
+    command = [sys.executable, "-c", HOLD, str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "True\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, None])
+def test_another_process_holds_it_until_it_ends(tmp_path, ending):
+    path = tmp_path / "new" / ".lock"
+    assert locks.holder(path) == "another process"
+    with another_process(path) as process:
+        with locks.held(path) as mine:
+            assert not mine
+        assert locks.holder(path).endswith(f", process {process.pid}")
+        process.send_signal(ending) if ending else process.communicate("")
+        process.wait()
+        with locks.held(path) as mine:
+            assert mine
+
+
+def test_it_is_let_go_of_after_an_error_too(tmp_path):
+    path = tmp_path / ".lock"
+    with pytest.raises(ZeroDivisionError), locks.held(path):
+        raise ZeroDivisionError
+    with locks.held(path) as mine, locks.held(path) as again:
+        assert mine
+        assert not again
+
+
+def test_a_child_that_inherits_the_file_holds_nothing(tmp_path):
+    path = tmp_path / ".lock"
+    with locks.held(path):
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+    try:
+        with locks.held(path) as mine:
+            assert mine
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.warns(AcutanceWarning, match="without locks"), locks.held(tmp_path / ".lock") as mine:
+        assert mine
