@@ -107,15 +107,11 @@ class OtherEigenvalues(NamedTuple):
 def other_eigenvalues_of(
     A: AttentionOperator, points: Sequence[Tensor], valid: Tensor | None = None
 ) -> OtherEigenvalues:
-    """The μ other than 1 that can dominate beside given λ.
+    """The μ other than 1 that can dominate beside given λ, sets of (heads or 1, k) each.
 
     Up to 512 tokens and for a triangular A that is every other μ. Above, without the matrix: the μ of smallest real
-    part, that of largest modulus, and for each set of λ the one with the largest |1 + λμ|.
-
-    Args:
-        A: attention.
-        points: sets of λ, each (heads or 1, k).
-        valid: (batch, tokens), False where there is padding: A is restricted to the others.
+    part, that of largest modulus, and for each set of λ the one with the largest |1 + λμ|. Where `valid` (batch,
+    tokens) is False there is padding: A is restricted to the other tokens.
     """
     A.require_row_sums_of_one("the verdict on a layer")
     is_padded = valid is not None and not bool(valid.all())
@@ -128,9 +124,8 @@ def other_eigenvalues_of(
     found = [_unpadded(_one_sample(A, sample, keep), points) for sample, keep in enumerate(valid)]
     most = max(one.values.shape[-1] for one in found)
     # Repeating a μ fills a short row and changes no maximum.
-    places = [torch.arange(most, device=A.device).clamp(max=one.values.shape[-1] - 1) for one in found]
     values, residuals = (
-        torch.cat([part[..., place] for part, place in zip(parts, places, strict=True)])
+        torch.cat([part[..., torch.arange(most, device=A.device).clamp(max=part.shape[-1] - 1)] for part in parts])
         for parts in ([one.values for one in found], [one.residuals for one in found])
     )
     return OtherEigenvalues(values, residuals, max(one.tolerance for one in found))

@@ -18,9 +18,7 @@ from torch import Tensor
 
 from acutance.errors import AcutanceError
 
-# Closer to a draw than this share of max|λ|, no family dominates.
-TIE = 1e-6
-
+TIE = 1e-6  # closer to a draw than this share of max|λ|, no family dominates
 Family = Literal["constant", "varying", "neither"]
 FAMILIES: dict[int, Family] = {1: "constant", -1: "varying", 0: "neither"}
 
@@ -46,12 +44,11 @@ def other_eigenvalues(mu: Tensor) -> Tensor:
 
     One token has no competitor. μ = 1 then stands in for it, so that neither family dominates.
     """
-    tokens = mu.shape[-1]
-    if tokens == 1:
+    if mu.shape[-1] == 1:
         return mu
     others = torch.ones(mu.shape, dtype=torch.bool, device=mu.device)
     others.scatter_(-1, constant_mode(mu).unsqueeze(-1), False)
-    remaining: Tensor = mu[others].unflatten(0, (*mu.shape[:-1], tokens - 1))
+    remaining: Tensor = mu[others].unflatten(0, (*mu.shape[:-1], -1))
     return remaining
 
 
@@ -88,13 +85,9 @@ class Families:
 
 
 def families(lam: Tensor, others: Tensor, error: float = 0.0, residuals: Tensor | float = 0.0) -> Families:
-    """The two families of I + H⊗A.
+    """The two families of I + H⊗A, of λ (..., d) and the μ other than 1 (..., m); leading axes broadcast.
 
-    Args:
-        lam: λ (..., d); leading axes broadcast against those of `others`.
-        others: the μ other than 1 (..., m), see `other_eigenvalues`.
-        error: how far off each λ may be.
-        residuals: how far off each μ may be (..., m).
+    Each λ may be off by `error`, each μ by its entry of `residuals` (..., m).
     """
     gains = growth(lam[..., :, None] * others[..., None, :])
     varying = gains.amax((-2, -1))
@@ -200,15 +193,11 @@ def beats_constant(lam: Tensor, mu: Tensor) -> Tensor:
 
 
 def beyond_bound(lam: Tensor, mu_min: float, error: float = 0.0) -> Tensor:
-    """Where a λ without positive real part is so large that μ = 1 beats μ_min: |1 + λ| > |1 + λμ_min|, ties left out.
+    """Where a λ (..., d) without positive real part is so large that μ = 1 beats μ_min: |1 + λ| > |1 + λμ_min|.
 
     |1 + λμ|² − |1 + λ|² = (μ − 1)(2 Re λ + |λ|²(1 + μ)), so μ_min beats μ = 1 in the open disc with the diameter
     [−2/(1 + μ_min), 0]. For real λ that is `sharpening_bound`; a complex λ can be outside with a small real part.
-
-    Args:
-        lam: λ (..., d) of one layer.
-        mu_min: the smallest eigenvalue of attention.
-        error: how far off each λ may be.
+    Ties and leads within the `error` of λ are left out.
     """
     size = lam.abs().amax(-1, keepdim=True)
     margin = TIE * size + 4 * error * (1 + size)
@@ -226,9 +215,8 @@ def furthest_beyond(lam: Tensor, mu_min: float, error: float = 0.0) -> complex |
 
 def cannot_smooth(lam: Tensor) -> bool:
     """Whether all λ are real and in [−1, 0]: then |1 + λμ| ≥ 1 − |λ| = |1 + λ| for every |μ| ≤ 1, whatever A is."""
-    real = bool(lam.imag.abs().max() <= 1e-9) if lam.is_complex() else True
-    values = lam.real if lam.is_complex() else lam
-    return real and bool((values >= -1).all()) and bool((values <= 0).all())
+    is_real = not lam.is_complex() or bool(lam.imag.abs().max() <= 1e-9)
+    return is_real and bool((lam.real >= -1).all()) and bool((lam.real <= 0).all())
 
 
 def cosine_floor(ratio: float, tokens: int) -> float:

@@ -18,9 +18,7 @@ from acutance.errors import AcutanceError
 
 Attention = AttentionOperator | Tensor
 
-# Within this of 1 a spectral radius counts as 1: μ₁ = 1 is only ever computed up to rounding.
-_BOUNDARY = 1e-6
-
+_BOUNDARY = 1e-6  # within this of 1 a spectral radius counts as 1: μ₁ = 1 is only ever computed up to rounding
 _MOST_PRODUCTS = 10_000
 
 
@@ -111,20 +109,12 @@ def fidelity_limit(A: Attention, f: Tensor, strength: float) -> Tensor:
     """
     if not strength > 0:
         raise AcutanceError(f"fidelity_limit needs a strength above 0, got {strength}; see smoothing_limit for 0")
-    solve = _limit_by_solving if A.shape[-1] <= DENSE_TOKENS else _limit_by_iterating
-    return solve(A, f, strength)
-
-
-def _limit_by_solving(A: Attention, f: Tensor, strength: float) -> Tensor:
-    matrix = _dense(A)
-    dtype = torch.promote_types(torch.promote_types(matrix.dtype, f.dtype), torch.float32)
-    identity = torch.eye(matrix.shape[-1], dtype=dtype, device=matrix.device)
-    factors, pivots = torch.linalg.lu_factor((1 + strength) * identity - matrix.to(dtype))
-    limit: Tensor = torch.linalg.lu_solve(factors, pivots, strength * f.to(dtype))
-    return limit.to(torch.promote_types(A.dtype, f.dtype))
-
-
-def _limit_by_iterating(A: Attention, f: Tensor, strength: float) -> Tensor:
+    if (tokens := A.shape[-1]) <= DENSE_TOKENS:
+        matrix = _dense(A)
+        dtype = torch.promote_types(torch.promote_types(matrix.dtype, f.dtype), torch.float32)
+        system = (1 + strength) * torch.eye(tokens, dtype=dtype, device=matrix.device) - matrix.to(dtype)
+        limit: Tensor = torch.linalg.lu_solve(*torch.linalg.lu_factor(system), strength * f.to(dtype))
+        return limit.to(torch.promote_types(A.dtype, f.dtype))
     # The rows of A sum to one, so every step u ← (Au + λ̃f) / (1 + λ̃) shrinks the largest error by 1/(1 + λ̃),
     # also where the plain iteration diverges.
     digits = -math.log(torch.finfo(f.dtype).eps)
@@ -132,9 +122,8 @@ def _limit_by_iterating(A: Attention, f: Tensor, strength: float) -> Tensor:
     if products > _MOST_PRODUCTS:
         enough = 1.1 * math.expm1(digits / _MOST_PRODUCTS)  # a little more, so that it is enough as printed too
         raise AcutanceError(
-            f"fidelity_limit of {A.shape[-1]} tokens at strength {strength:g} would need {products:.1e} products "
-            f"with A, more than {_MOST_PRODUCTS:,}; give a strength of {enough:.1e} or more, or at "
-            f"most {DENSE_TOKENS} tokens"
+            f"fidelity_limit of {tokens} tokens at strength {strength:g} would need {products:.1e} products with A, "
+            f"more than {_MOST_PRODUCTS:,}; give a strength of {enough:.1e} or more, or at most {DENSE_TOKENS} tokens"
         )
     u = f
     for _ in range(math.ceil(products)):
@@ -154,9 +143,8 @@ def _stationary(A: Attention) -> Tensor:
     if not isinstance(A, Tensor):
         return A.stationary()
     # πᵀ(A − I) = 0 has one redundant equation; the last one gives way to Σπ = 1.
-    system = (A - torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)).mT.clone()
+    identity = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    system = (A - identity).mT.clone()
     system[..., -1, :] = 1
-    right = torch.zeros(A.shape[:-1], dtype=A.dtype, device=A.device)
-    right[..., -1] = 1
-    solution: Tensor = torch.linalg.solve(system, right)
+    solution: Tensor = torch.linalg.solve(system, identity[-1].expand(A.shape[:-1]))
     return solution

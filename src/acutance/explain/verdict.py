@@ -108,15 +108,15 @@ class LayerSpectrum:
         return self.heads[0] if self.whole is None and len(self.heads) == 1 else self.whole
 
     @property
+    def strongest(self) -> complex:
+        """The λ with the largest |1 + λ|."""
+        values = self.spectrum if self.deciding is None else self.deciding
+        return complex(values[np.abs(1 + values).argmax()])
+
+    @property
     def smoothing_gain(self) -> float:
         """max_j |1 + λ_j|: the growth of the smoothest component (μ = 1)."""
         return abs(1 + self.strongest)
-
-    @property
-    def strongest(self) -> complex:
-        """The λ behind `smoothing_gain`."""
-        values = self.spectrum if self.deciding is None else self.deciding
-        return complex(values[np.abs(1 + values).argmax()])
 
     @property
     def negative_share(self) -> float:

@@ -26,8 +26,7 @@ from acutance.explain.verdict import LayerSpectrum
 
 Norm = Literal["fold", "ignore"]
 
-# Up to this rank all eigenvalues of the whole H take seconds a layer; at 4096 half a minute.
-WHOLE_UP_TO = 1024
+WHOLE_UP_TO = 1024  # up to this rank all eigenvalues of the whole H take seconds a layer; at 4096 half a minute
 
 
 @dataclass(frozen=True)
