@@ -46,19 +46,21 @@ def test_save_and_load_round_trip_with_infinities(tmp_path) -> None:
     assert Profile.load(make().save(tmp_path / "q.json")) == make()
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"format": "other/1"}', "[1]", '{"format": "acutance-profile/1"}'])
+@pytest.mark.parametrize(
+    "content", ["", "{}", '{"format": "other/1"}', "[1]", '{"format": "acutance-profile/1"}', '{"model_type": "bert"}']
+)
 def test_loading_something_else_names_the_file(tmp_path, content: str) -> None:
     path = tmp_path / "p.json"
     path.write_text(content)
-    with pytest.raises(AcutanceError, match=r"p\.json"):
+    with pytest.raises(AcutanceError, match=r"p\.json.*acutance-profile/1"):
         Profile.load(path)
 
 
-def test_loading_json_of_another_kind_says_so(tmp_path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text('{"model_type": "bert"}')
-    with pytest.raises(AcutanceError, match="'acutance-profile/1': it does not name its format"):
-        Profile.load(path)
+def test_a_file_of_0_1_is_read_with_its_old_tap(tmp_path) -> None:
+    value = MetricValue("attention_matrix", 1, "attention_entropy", 1.0, 0.1, 7)
+    path = Profile((value,)).save(tmp_path / "p.json")
+    path.write_text(path.read_text().replace("attention_matrix", "map"))
+    assert Profile.load(path).readings == (value,)
 
 
 def test_frame_and_table_hold_every_reading() -> None:

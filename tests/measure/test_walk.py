@@ -113,18 +113,6 @@ def test_visitors_in_one_walk_give_what_they_give_alone(model, batches):
         np.testing.assert_array_equal(torch.cat(found["alignment"]).double().numpy(), expected)
 
 
-def test_maps_and_metrics_share_a_pass(model, batches):
-    sample, maps, reader = batches[0][:1], MapReader([1, 3]), MetricReader(NAMES, ["block"])
-    alone = ac.attention_maps(model, sample, layers=[1, 3])
-    profile = ac.measure(model, [sample], metrics=NAMES, progress=False)
-    runs = counted(model)
-    walk(model, [sample], maps, reader)
-    assert len(runs) == 1
-    assert reader.readings() == profile.readings
-    for layer in (1, 3):
-        np.testing.assert_array_equal(maps.maps[layer], alone[layer])
-
-
 @pytest.fixture
 def llama():
     transformers = pytest.importorskip("transformers")

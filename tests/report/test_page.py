@@ -10,13 +10,7 @@ from acutance.measure.profile import MetricValue, Profile
 from acutance.report import plot_attention, plot_curves, write_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-sync",
-    "--no-first-run",
-]
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync", "--no-first-run"]
 HOSTILE = "neutreno </script><script>document.title='owned'</script>"
 
 
@@ -32,13 +26,9 @@ def make(slope: float) -> Profile:
 
 @pytest.fixture
 def page(tmp_path):
+    runs = {"plain": make(0.1).curves(), HOSTILE: make(0.2).curves()}
     summary = [{"variant": "plain", "accuracy %": "97.5"}]
-    return write_page(
-        {"plain": make(0.1).curves(), HOSTILE: make(0.2).curves()},
-        tmp_path / "p.html",
-        verdict="All <good>.",
-        summary=summary,
-    )
+    return write_page(runs, tmp_path / "p.html", verdict="All <good>.", summary=summary)
 
 
 def test_page_asks_for_nothing_outside_itself(page) -> None:
@@ -69,10 +59,8 @@ def test_page_in_a_real_browser(page) -> None:
         tab.wait_for_selector("body[data-ready=true]", timeout=30_000)
         assert tab.title() == "Over-smoothing, layer by layer"
         assert tab.locator("#chart-block svg.marks").count() == 1
-        assert tab.locator("#chart-attention .role-title-text").all_text_contents() == [
-            "token_cosine",
-            "rank_residual",
-        ]
+        titles = tab.locator("#chart-attention .role-title-text").all_text_contents()
+        assert titles == ["token_cosine", "rank_residual"]
         # Two curves in each of two charts; picking one in the legend fades the other in both.
         curves = tab.locator("#chart-block .mark-line path")
         assert curves.count() == 4
@@ -86,9 +74,8 @@ def test_page_in_a_real_browser(page) -> None:
 
 
 def test_plot_curves_draws_every_run() -> None:
-    figure = plot_curves(
-        {"a": make(0.1).curves(), "b": make(0.2).curves()}, [("token_cosine", "block"), ("rank_residual", "attention")]
-    )
+    charts = [("token_cosine", "block"), ("rank_residual", "attention")]
+    figure = plot_curves({"a": make(0.1).curves(), "b": make(0.2).curves()}, charts)
     assert [len(axis.lines) for axis in figure.axes] == [2, 2]
     np.testing.assert_allclose(figure.axes[0].lines[1].get_ydata(), [0, 0.2, 0.4, 0.6])
     band = figure.axes[0].collections[0].get_paths()[0].get_extents()
@@ -97,12 +84,6 @@ def test_plot_curves_draws_every_run() -> None:
 
 def test_plot_attention_is_layers_by_heads() -> None:
     maps = {1: np.random.default_rng(0).random((3, 5, 5)), 6: np.full((3, 5, 5), 0.2)}
-    figure = plot_attention(maps)
-    drawn = [axis.images[0].get_array() for axis in figure.axes]
-    np.testing.assert_array_equal(drawn, [*maps[1], *maps[6]])
-    assert [axis.get_title() for axis in figure.axes][:4] == [
-        "layer 1, head 1",
-        "layer 1, head 2",
-        "layer 1, head 3",
-        "layer 6, head 1",
-    ]
+    axes = plot_attention(maps).axes
+    np.testing.assert_array_equal([axis.images[0].get_array() for axis in axes], [*maps[1], *maps[6]])
+    assert [axis.get_title() for axis in axes] == [f"layer {n}, head {head}" for n in (1, 6) for head in (1, 2, 3)]
