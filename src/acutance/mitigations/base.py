@@ -208,7 +208,10 @@ class Combined(Mitigation):
 
     def weights(self) -> Weights | None:
         """Those of the part that makes them; no two can."""
-        return next((weights for part in parts_of(self) if (weights := part.weights()) is not None), None)
+        for part in parts_of(self):  # no `:=` in a generator, which Dynamo of torch 2.11 cannot trace
+            if (weights := part.weights()) is not None:
+                return weights
+        return None
 
     def scores(
         self, q: MaybeTensor, k: MaybeTensor, call: AttentionCall
