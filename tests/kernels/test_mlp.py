@@ -20,7 +20,7 @@ from acutance.models.block import Mlp
 from acutance.models.kernels import mlp
 
 
-def model(dropout=0.0, activation="gelu", dim=64, hidden=128):
+def model(dropout=0.0, activation=nn.GELU, dim=64, hidden=128):
     torch.manual_seed(0)
     made = Mlp(dim, hidden, dropout, activation).to(DEVICE)
     with torch.no_grad():
@@ -186,7 +186,7 @@ def test_a_compiled_vit_learns_as_without_the_kernels(monkeypatch):
 def changed(case):
     """An MLP that is not plain, or does not have the sizes."""
     sizes = {"channels": (48, 128), "many channels": (320, 128), "hidden": (64, 192)}.get(case, (64, 128))
-    layers = model(0.1 if case == "dropout" else 0.0, "relu" if case == "relu" else "gelu", *sizes)
+    layers = model(0.1 if case == "dropout" else 0.0, nn.ReLU if case == "relu" else nn.GELU, *sizes)
     if case in ("fc1", "act", "fc2", "drop"):
         getattr(layers, case).register_forward_hook(lambda *_: None)
     if case == "backward hook":
