@@ -110,13 +110,6 @@ def test_values_are_cut_to_whole_levels_and_not_rounded():
     assert found.unique().tolist() == [89, 165]
 
 
-def test_contrast_keeps_the_mean_and_scales_the_rest():
-    x = pictures().double() / 255
-    found = corruptions.contrast(x, draws(), 0.2)
-    torch.testing.assert_close(found.mean((2, 3)), x.mean((2, 3)))
-    torch.testing.assert_close(found.std((2, 3)), 0.2 * x.std((2, 3)))
-
-
 @pytest.mark.parametrize("severity", SEVERITIES)
 @pytest.mark.parametrize("size", [(32, 32), (28, 45)])
 def test_pixelate_is_pillows_box_and_nearest(severity, size):
@@ -294,13 +287,6 @@ def test_streak_is_half_a_bell_along_a_line_for_each_image():
     )
     np.testing.assert_allclose(found[0], along[:, :41])
     np.testing.assert_allclose(found[1], upright[..., :41])
-
-
-def test_filters_keep_a_constant_image():
-    x = torch.full((2, 3, 7, 7), 0.3, dtype=torch.float64)
-    angles = torch.tensor([-30.0, 100.0])
-    for found in (filters.gaussian(x, (3.0, 3.0)), filters.streak(x, 20, 15.0, angles), filters.zoomed(x, 1.2)):
-        torch.testing.assert_close(found, torch.full_like(found, 0.3))
 
 
 @pytest.mark.parametrize(("radius", "soften", "reach", "bell"), [(3, 0.1, 8, 1), (8, 0.5, 8, 1), (10, 0.5, 10, 2)])

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -56,14 +56,6 @@ SHARDS = Source(
     "to write them",
 )
 Entry = tuple[str, int, int, int]  # an image's key, offset, size and label
-
-
-class ReadableImages(Protocol):
-    """Images read one at a time."""
-
-    labels: Tensor
-
-    def read(self, index: int) -> Image: ...
 
 
 class ImageFolder:
@@ -108,7 +100,7 @@ class Crops:
     The rest of DeiT's augmentation, mirror images included, happens in batches on the device.
     """
 
-    images: ReadableImages
+    images: ImageFolder | WebShards
     size: int = 224
 
     def __len__(self) -> int:

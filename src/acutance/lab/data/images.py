@@ -174,7 +174,7 @@ def _cifar(source: Source, paths: Sequence[Path], label_key: str, classes: tuple
 def _fields(source: Source, path: Path, *names: str) -> list[Any]:
     """Fields of a pickle, whose names were stored as bytes (Python 2) or as text."""
     try:
-        content = load_plain(source.bytes(path))
+        content = load_plain(source.read(path))
     except pickle.UnpicklingError as error:
         raise source.damaged(path, error) from error
     known = content if isinstance(content, dict) else {}
@@ -205,7 +205,7 @@ def _idx(path: Path, dimensions: int) -> tuple[Any, Path]:
     """An idx file: two zeros, the type (8: bytes), the number of dimensions, their sizes (big-endian), the bytes."""
     packed = path.with_name(path.name + ".gz")
     path = packed if packed.exists() and not path.exists() else path
-    content = FASHION_MNIST.bytes(path)
+    content = FASHION_MNIST.read(path)
     try:
         content = gzip.decompress(content) if path == packed else content
         if content[:4] != bytes((0, 0, 8, dimensions)):

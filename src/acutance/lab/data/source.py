@@ -42,7 +42,7 @@ class Source:
             raise self.missing(path)
         return path
 
-    def bytes(self, path: Path) -> bytes:
+    def read(self, path: Path) -> bytes:
         """What a file holds."""
         try:
             return path.read_bytes()
