@@ -10,21 +10,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_data_sets import add_member, picture, write_imagenet, write_shards
+from tiny_data_sets import add_member, picture, refused, write_imagenet, write_shards
 
-from acutance.errors import AcutanceError
 from acutance.io import inputs
 from acutance.lab.data import imagenet
-from acutance.lab.data.imagenet import (
-    SHARDS_AT_ONCE,
-    Crops,
-    ImageFolder,
-    WebShards,
-    centre_crop,
-    expand,
-    random_part,
-    random_resized_crop,
-)
+from acutance.lab.data.imagenet import Crops, ImageFolder, WebShards, centre_crop, expand
 from acutance.lab.data.stream import evaluation_batches, repeated, training_batches
 
 SEED = 5
@@ -89,7 +79,7 @@ def test_evaluation_sees_everything_in_order_once(images):
 
 
 def test_too_large_a_batch_is_refused(images):
-    with pytest.raises(AcutanceError, match="fewer than a batch of 99"):
+    with refused("fewer than a batch of 99"):
         next(training_batches(Crops(images), lambda epoch: images.order(0, epoch), batch_size=99, seed=0))
 
 
@@ -104,7 +94,7 @@ def test_splits_of_a_folder(tmp_path):
     test = ImageFolder(tmp_path, "test")
     assert test.paths[0].parts[-3] == "val"
     assert ImageFolder(tmp_path / "val", None).paths == test.paths
-    with pytest.raises(AcutanceError, match=r"lower task\.held_out_every"):
+    with refused(r"lower task\.held_out_every"):
         ImageFolder(tmp_path, "val")
 
 
@@ -119,9 +109,9 @@ def test_splits_of_shards(tmp_path):
 
 
 def test_shards_are_read_group_by_group(tmp_path):
-    shards = WebShards(write_shards(tmp_path, shards=2 * SHARDS_AT_ONCE, per_shard=2))
+    shards = WebShards(write_shards(tmp_path, shards=2 * imagenet.SHARDS_AT_ONCE, per_shard=2))
     first, second = (shards.order(0, 0) // 2).view(2, -1).tolist()  # which shard each image of each half is in
-    assert len(set(first)) == len(set(second)) == SHARDS_AT_ONCE
+    assert len(set(first)) == len(set(second)) == imagenet.SHARDS_AT_ONCE
     assert not set(first) & set(second)
 
 
@@ -129,7 +119,7 @@ def test_patterns_name_their_files(tmp_path):
     for number in range(8, 12):
         (tmp_path / f"a-{number:03d}.tar").touch()
     assert [path.name for path in expand(f"{tmp_path}/a-{{009..011}}.tar")] == ["a-009.tar", "a-010.tar", "a-011.tar"]
-    with pytest.raises(AcutanceError, match=r"looked for .*a-012\.tar.*expected .*webdataset"):
+    with refused(r"looked for .*a-012\.tar.*expected .*webdataset"):
         list(expand(f"{tmp_path}/a-{{011..012}}.tar"))
 
 
@@ -145,7 +135,7 @@ def test_repetitions_share_a_batch_but_no_pair():
 
 
 def test_random_parts_lie_inside_with_the_stated_areas_and_shapes():
-    parts = np.array([random_part(100, 80, np.random.default_rng(seed)) for seed in range(500)])
+    parts = np.array([imagenet.random_part(100, 80, np.random.default_rng(seed)) for seed in range(500)])
     left, top, width, height = parts.T
     assert parts.min() >= 0
     assert (left + width).max() <= 100
@@ -155,14 +145,14 @@ def test_random_parts_lie_inside_with_the_stated_areas_and_shapes():
     assert area.max() > 0.8
     assert aspect.min() > 0.72
     assert aspect.max() < 1.39
-    assert random_part(1000, 2, np.random.default_rng(0)) == (498, 0, 3, 2)  # nothing fits: the middle
+    assert imagenet.random_part(1000, 2, np.random.default_rng(0)) == (498, 0, 3, 2)  # nothing fits: the middle
 
 
 def test_crops_are_pillows():
     image = picture(60, 40, 0)
-    left, top, width, height = random_part(60, 40, np.random.default_rng(3))
+    left, top, width, height = imagenet.random_part(60, 40, np.random.default_rng(3))
     part = image.crop((left, top, left + width, top + height)).resize((16, 16), Image.Resampling.BICUBIC)
-    assert np.array_equal(np.asarray(random_resized_crop(image, 16, np.random.default_rng(3))), np.asarray(part))
+    assert np.array_equal(np.asarray(imagenet.random_resized_crop(image, 16, np.random.default_rng(3))), np.asarray(part))
     assert centre_crop(image, 14).size == (14, 14)
     scaled = image.resize((384, 256), Image.Resampling.BICUBIC).crop((80, 16, 304, 240))
     assert np.array_equal(np.asarray(centre_crop(image, 224)), np.asarray(scaled))
@@ -177,12 +167,11 @@ def test_training_and_measuring_cut_the_same_middle(size):
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_missing_folders_say_where_what_and_how(split, tmp_path):
-    with pytest.raises(AcutanceError, match=r"looked for .*; expected .*https://image-net.org") as caught:
+    with refused(r"looked for .*; expected .*https://image-net.org", tmp_path):
         ImageFolder(tmp_path, split)
-    assert str(tmp_path) in str(caught.value)
     for part in ("train", "val"):
         (tmp_path / part / "n1").mkdir(parents=True)
-    with pytest.raises(AcutanceError, match="looked for"):
+    with refused("looked for"):
         ImageFolder(tmp_path, split)
 
 
@@ -191,10 +180,8 @@ def test_a_damaged_image_is_one_clear_line_also_from_a_worker(workers, tmp_path)
     folder = ImageFolder(write_imagenet(tmp_path), "all")
     path = folder.paths[4]
     path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(AcutanceError, match="is damaged") as caught:
+    with refused("is damaged", path):
         list(evaluation_batches(Crops(folder), batch_size=4, workers=workers))
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +199,8 @@ def test_val_has_the_classes_of_train_or_is_refused(removed, added, words, tmp_p
         shutil.copytree(val / "n00000001", val / name)
     for name in removed:
         shutil.rmtree(val / name)
-    with pytest.raises(AcutanceError, match=words) as caught:
+    with refused(words, val):
         ImageFolder(tmp_path, "test")
-    assert str(val) in str(caught.value)
     shutil.rmtree(tmp_path / "train")
     assert len(ImageFolder(tmp_path, "test").classes) == 3 + len(added) - len(removed)  # nothing to compare with
 
@@ -243,14 +229,13 @@ def rewrite(path, plus):
 def test_labels_beyond_the_classes_are_refused(tmp_path):
     pattern = write_shards(tmp_path, shards=2)  # labels 0, 1, 2
     assert len(WebShards(pattern, classes=5).classes) == 5
-    with pytest.raises(AcutanceError, match="labels from 0 to 2 for 2 classes, which are numbered 0 to 1"):
+    with refused("labels from 0 to 2 for 2 classes, which are numbered 0 to 1"):
         WebShards(pattern, classes=2)
     for path in list(expand(pattern)):
         rewrite(path, plus=1)
         os.utime(path, ns=(0, 0))
-    with pytest.raises(AcutanceError, match=r"labels from 1 to 3 for 3 classes.*count from 1") as caught:
+    with refused(r"labels from 1 to 3 for 3 classes.*count from 1"):
         WebShards(pattern, classes=3)
-    assert "\n" not in str(caught.value)
 
 
 def test_headers_are_read_once_and_anew_when_a_shard_changed(tmp_path, parsed):
@@ -330,15 +315,13 @@ def test_damaged_shards_are_named(harm, tmp_path):
     path = tmp_path / "part-000002.tar"
     WebShards(pattern)  # the index must not hide what follows
     harm(path)
-    with pytest.raises(AcutanceError, match="is damaged") as caught:
+    with refused("is damaged", path):
         WebShards(pattern)
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_damaged_member_is_named(tmp_path):
     found = WebShards(write_shards(tmp_path, shards=1))
     path = tmp_path / "part-000000.tar"
     path.write_bytes(path.read_bytes().replace(b"\x89PNG", b"junk"))
-    with pytest.raises(AcutanceError, match=r"part-000000\.tar:s0_3 is damaged"):
+    with refused(r"part-000000\.tar:s0_3 is damaged"):
         found.read(3)

@@ -5,9 +5,22 @@ import io
 import pickle
 import struct
 import tarfile
+from contextlib import contextmanager
 
 import numpy as np
+import pytest
 from PIL import Image
+
+from acutance.errors import AcutanceError
+
+
+@contextmanager
+def refused(words, place=""):
+    """An error of one line that names the place."""
+    with pytest.raises(AcutanceError, match=words) as caught:
+        yield
+    assert str(place) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def random_bytes(*shape, seed=0):
