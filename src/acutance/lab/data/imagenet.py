@@ -86,7 +86,7 @@ class ImageFolder:
 
     def read(self, index: int) -> Image:
         """The image at an index, as RGB."""
-        return IMAGENET.image(self.paths[index], self.paths[index])
+        return IMAGENET.image(self.paths[index])
 
     def order(self, seed: int, epoch: int) -> Tensor:
         """The order in which an epoch visits the images."""

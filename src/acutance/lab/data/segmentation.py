@@ -74,8 +74,8 @@ class SegmentationSet(Sequence[tuple[Tensor, Tensor]]):
     def read(self, index: int) -> tuple[Bytes, Labels]:
         """The same as arrays."""
         image_path, label_path = self.paths[index]
-        image = channels_first(self.source.image(image_path, image_path))
-        values = np.asarray(self.source.image(label_path, label_path, colour=False))
+        image = channels_first(self.source.image(image_path))
+        values = np.asarray(self.source.image(label_path, colour=False))
         if values.shape != image.shape[1:] or values.dtype != np.uint8:
             why = f"{values.dtype} of shape {values.shape} for an image of {image.shape[1:]}"
             raise self.source.damaged(label_path, why)

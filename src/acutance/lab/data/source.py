@@ -51,8 +51,9 @@ class Source:
         except OSError as error:
             raise self.damaged(path, error) from error
 
-    def image(self, content: Path | bytes, place: Path | str, *, colour: bool = True) -> Image:
-        """An image from a file or from bytes, as RGB unless `colour` is false; `place` is named if it is damaged."""
+    def image(self, content: Path | bytes, place: Path | str = "", *, colour: bool = True) -> Image:
+        """An image from a file, or from bytes out of some place, as RGB unless `colour` is false."""
+        place = content if isinstance(content, Path) else place
         try:
             with pillow().open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
                 image.load()
