@@ -1,14 +1,11 @@
 """Small models, by the packed kernels and by the operator."""
 
 import torch
+from packed_cases import DEVICE
 
 from acutance import mitigations
 from acutance.attention.kernels import packed
 from acutance.models import LanguageModel, ViT
-
-CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)
-DEVICE = "cuda" if CUDA else "cpu"
-RUNS = CUDA or (packed.INTERPRETED and packed.TRITON)
 
 
 class ValueResidual(mitigations.Mitigation):
@@ -27,6 +24,7 @@ MITIGATIONS = {
     "plain": mitigations.Mitigation(),
     "neutreno": mitigations.parse("neutreno:0.6"),
     "learnt": mitigations.parse("neutreno:0.6,learn=head+featscale"),
+    "by head": mitigations.parse("neutreno:0.6,learn=head"),
     "attnscale": mitigations.parse("attnscale"),
     "residual": ValueResidual(),
     "twice": ValueResidual() + ValueResidual(),
@@ -34,11 +32,11 @@ MITIGATIONS = {
 }
 
 
-def vit(mitigation=None, image_size=16, depth=3, **options):
+def vit(mitigation=None, image_size=16, depth=3, layers=None, **options):
     torch.manual_seed(0)
     sizes = dict(image_size=image_size, patch_size=4, dim=32, depth=depth, heads=2, num_classes=10, mlp_ratio=1)
     model = ViT(**sizes, **options)
-    model.install(MITIGATIONS[mitigation or "plain"])
+    model.install(MITIGATIONS[mitigation or "plain"], layers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 or name.endswith(("gain", "share")):
@@ -63,6 +61,7 @@ def images(size=16, count=2):
 
 def gradients(run, model, images):
     model.zero_grad()
+    torch.manual_seed(0)  # for DropPath
     run(images).square().mean().backward()
     return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -81,6 +80,18 @@ def assert_equal_gradients(ours, theirs):
     for name, grad in theirs.items():
         scale = grad.norm().clamp_min(1e-6)
         assert (ours[name] - grad).norm() / scale < 2e-3, name  # float32 with TF32 off, against float64
+
+
+def recorder(graphs):
+    """A backend that keeps the graphs it is given."""
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        # The interpreter cannot be compiled: there the graph is traced, forward and backward, and run as it is.
+        name = "inductor" if torch.cuda.is_available() else "aot_eager"
+        return torch._dynamo.lookup_backend(name)(graph, inputs)
+
+    return backend
 
 
 def kernels_in(graph):

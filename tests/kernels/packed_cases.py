@@ -1,6 +1,17 @@
-"""The formula of the packed kernel written plainly, and inputs for it."""
+"""Where the kernels' tests run, the formula of the packed kernel written plainly, and inputs for it."""
 
+import pytest
 import torch
+
+from acutance.attention.kernels import packed as kernels
+
+CUDA = torch.cuda.is_available() and kernels.TRITON and kernels._is_known(None)
+RUNS = CUDA or (kernels.INTERPRETED and kernels.TRITON)
+DEVICE = "cuda" if CUDA else "cpu"
+needs_kernels = pytest.mark.skipif(not RUNS, reason="needs a GPU or Triton's interpreter")
+# Half precision rounds A, u and the gradients once each; float32 is computed in float32.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+DTYPES = list(TOLERANCE) if CUDA else [torch.float32, torch.float16]  # NumPy, the interpreter's base, has no bfloat16
 
 
 def plain(qkv, first, strength, contrast, residual, heads, kv_heads, scale, causal=False):
@@ -24,7 +35,7 @@ def plain(qkv, first, strength, contrast, residual, heads, kv_heads, scale, caus
     return u.transpose(1, 2).flatten(2)
 
 
-def inputs(batch, tokens, heads, width, dtype=torch.float32, device="cpu", size=1.0, kv_heads=None):
+def inputs(batch, tokens, heads, width, dtype=torch.float32, size=1.0, kv_heads=None):
     """q, k and v, v⁰ as another layer's projection holds it, λ and c per head and ρ per key head, and a gradient."""
     g = torch.Generator().manual_seed(0)
     kv_heads = heads if kv_heads is None else kv_heads
@@ -34,8 +45,8 @@ def inputs(batch, tokens, heads, width, dtype=torch.float32, device="cpu", size=
     strength = torch.rand(heads, generator=g)
     grad = torch.randn(batch, tokens, heads * width, generator=g)
     contrast, residual = 1 + torch.randn(heads, generator=g), torch.rand(kv_heads, generator=g)
-    tensors = (qkv.to(device, dtype), first.to(device, dtype), strength.to(device))
-    return *tensors, contrast.to(device), residual.to(device), grad.to(device, dtype)
+    numbers = (strength.to(DEVICE), contrast.to(DEVICE), residual.to(DEVICE))
+    return qkv.to(DEVICE, dtype), first.to(DEVICE, dtype), *numbers, grad.to(DEVICE, dtype)
 
 
 def expected(leaves, grad, heads, kv_heads, scale, causal=False):

@@ -3,6 +3,7 @@
 import packed_cases
 import pytest
 import torch
+from packed_cases import DEVICE, DTYPES, TOLERANCE
 
 from acutance.attention.kernels import packed
 
@@ -13,47 +14,24 @@ if not (CUDA or (packed.INTERPRETED and packed.TRITON)):
 from acutance.attention.kernels import long_backward, long_forward, long_means, long_tiles  # noqa: E402
 from acutance.attention.kernels.long_tiles import Tile  # noqa: E402
 
-DEVICE = "cuda" if CUDA else "cpu"
-# Small ones, so that few tokens are many tiles; the tables' own are for `test_the_tables_own_tiles`.
-QUERY_TILE, KEY_TILE = Tile(64, 32), Tile(32, 64)
+# Small ones, so that few tokens are many tiles; None asks for the tables' own.
+SMALL = {"query_tile": Tile(64, 32), "key_tile": Tile(32, 64)}
+OWN = {"query_tile": None, "key_tile": None}
 # One tile, a tile and a token, whole tiles, whole tiles of keys only, several and a tail; grouped queries among them.
 SHAPES = [(1, 64, 1, 1, 16), (1, 65, 2, 1, 16), (2, 128, 2, 2, 32), (1, 160, 4, 2, 16), (1, 300, 2, 1, 16)]
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-DTYPES = list(TOLERANCE) if CUDA else [torch.float32, torch.float16]  # NumPy, the interpreter's base, has no bfloat16
-# Code and tiles for float16 are bfloat16's but for the type, so that one shape and one width of it are enough.
-CASES = [(shape, dtype) for shape in SHAPES for dtype in DTYPES if dtype != torch.float16 or shape == SHAPES[1]]
+STRENGTH, ALL_PARTS = ("strength",), ("strength", "contrast", "residual")
+NUMBERS = ("strength", "contrast", "residual")
+BOTH = pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
 
 
 def inputs(shape, dtype=torch.float32, size=1.0):
-    """q, k and v, v⁰, λ per head, and a gradient."""
-    qkv, first, strength, *_, grad = every_input(shape, dtype, size)
-    return qkv, first, strength, grad
-
-
-def every_input(shape, dtype=torch.float32, size=1.0):
     """q, k and v, v⁰, λ and c per head, ρ per head of the keys, and a gradient."""
     batch, tokens, heads, kv_heads, width = shape
-    return packed_cases.inputs(batch, tokens, heads, width, dtype, DEVICE, size, kv_heads=kv_heads)
+    return packed_cases.inputs(batch, tokens, heads, width, dtype, size, kv_heads=kv_heads)
 
 
-def expected(qkv, first, strength, grad, shape, causal):
-    """u, and the gradients of qkv and λ."""
-    heads, kv_heads = shape[2:4]
-    leaves = (qkv, first, strength, strength.new_ones(heads), strength.new_zeros(kv_heads))
-    out, (grad_qkv, _, grad_strength, *_) = packed_cases.expected(leaves, grad, heads, kv_heads, 0.3, causal)
-    return out, grad_qkv, grad_strength
-
-
-def found(qkv, first, strength, grad, shape, causal, constant=0.0, **tiles):
-    """The same by the kernels."""
-    out, (grad_qkv, _, by_sample, *_) = by_kernels(
-        (qkv, first, strength, None, None), grad, shape, causal, constant, **tiles
-    )
-    assert by_sample.shape == ((shape[0], shape[2]) if strength is not None else (0,))
-    return out, grad_qkv, by_sample.sum(0)
-
-
-def by_kernels(given, grad, shape, causal, constant=0.0, later=None, query_tile=QUERY_TILE, key_tile=KEY_TILE):
+def by_kernels(given, grad, shape, causal, constant=0.0, later=None, query_tile=None, key_tile=None):
     """u, and all that the backward pass returns."""
     numbers = (constant, *shape[2:4], 0.3, causal)
     out, log_sums = long_forward.forward(*given, *numbers, tile=query_tile)
@@ -62,112 +40,89 @@ def by_kernels(given, grad, shape, causal, constant=0.0, later=None, query_tile=
     )
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
-def test_outputs_and_gradients_follow_the_formula(shape, causal, dtype):
-    qkv, first, strength, grad = inputs(shape, dtype)
-    theirs = expected(qkv, first, strength, grad, shape, causal)
-    ours = found(qkv, first, strength, grad, shape, causal)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert packed_cases.error(mine, other) < TOLERANCE[dtype]
+def found(qkv, first, strength, grad, shape, causal, **tiles):
+    """u and its gradients, with nothing but a strength."""
+    out, grads = by_kernels((qkv, first, strength, None, None), grad, shape, causal, **(tiles or SMALL))
+    return out, *grads[:3]
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("constant", [0.6, None], ids=["constant", "uncorrected"])
-def test_a_strength_may_be_constant_or_left_out(constant, causal):
-    shape = (1, 100, 2, 1, 16)
-    qkv, first, strength, grad = inputs(shape)
-    theirs = expected(qkv, first, torch.full_like(strength, constant or 0.0), grad, shape, causal)
-    ours = found(qkv, None if constant is None else first, None, grad, shape, causal, constant or 0.0)
-    for mine, other in zip(ours[:2], theirs[:2], strict=True):
-        assert packed_cases.error(mine, other) < 2e-5
-
-
-PARTS = {"contrast": ("contrast",), "residual": ("residual",), "all": ("strength", "contrast", "residual")}
-
-
-def check_parts(shape, dtype, causal, parts, **tiles):
+def check(shape, parts, causal, dtype=torch.float32, size=0.5, tolerance=None, change=None, **tiles):
     """u and the gradients of all that is given; those of v⁰ without λ du, which autograd's formula adds."""
-    qkv, first, strength, contrast, residual, grad = every_input(shape, dtype, size=0.5)
+    qkv, first, *numbers, grad = inputs(shape, dtype, size)
+    if change is not None:
+        change(qkv, numbers)
     heads, kv_heads, width = shape[2:]
-    kept = (
-        strength if "strength" in parts else torch.zeros_like(strength),
-        contrast if "contrast" in parts else torch.ones_like(contrast),
-        residual if "residual" in parts else torch.zeros_like(residual),
-    )
+    identity = (torch.zeros_like(numbers[0]), torch.ones_like(numbers[1]), torch.zeros_like(numbers[2]))
+    named = list(zip(NUMBERS, numbers, identity, strict=True))
+    kept = [number if name in parts else one for name, number, one in named]
+    given = [number if name in parts else None for name, number, _ in named]
     theirs, (of_qkv, of_first, *of_numbers) = packed_cases.expected(
         (qkv, first, *kept), grad, heads, kv_heads, 0.3, causal
     )
-    later = torch.randn_like(first)
+    later = torch.randn_like(first).contiguous()
     of_qkv[..., -kv_heads * width :] += later.double()
     pulled = (grad.double().unflatten(-1, (heads, width)) * kept[0].double()[:, None]).unflatten(2, (kv_heads, -1))
-    given = [
-        number if name in parts else None
-        for name, number in zip(("strength", "contrast", "residual"), kept, strict=True)
-    ]
     u, (grad_qkv, grad_first, *by_sample) = by_kernels(
-        (qkv, first, *given), grad, shape, causal, later=later.contiguous(), **tiles
+        (qkv, first, *given), grad, shape, causal, later=later, **(tiles or SMALL)
     )
     pairs = [(u, theirs), (grad_qkv, of_qkv)]
     pairs += [(g.sum(0), o) for g, o, number in zip(by_sample, of_numbers, given, strict=True) if number is not None]
     if "residual" in parts:
         pairs.append((grad_first, of_first - pulled.sum(3).flatten(2)))
     for mine, other in pairs:
-        assert packed_cases.error(mine, other) < TOLERANCE[dtype]
+        assert packed_cases.error(mine, other) < (tolerance or TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
-def test_contrast_and_residual_follow_the_formula(shape, causal):
-    check_parts(shape, torch.float32, causal, PARTS["all"])
+# Code and tiles for float16 are bfloat16's but for the type, so that one shape and one width of it are enough.
+CHECKS = [
+    *((s, STRENGTH, d) for s in SHAPES for d in DTYPES if d != torch.float16 or s == SHAPES[1]),
+    *((shape, ALL_PARTS, torch.float32) for shape in SHAPES[1:]),
+    *((SHAPES[3], parts, torch.float32) for parts in ((), ("contrast",), ("residual",))),
+    *((SHAPES[3], ALL_PARTS, dtype) for dtype in DTYPES[1:]),
+]
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("part", ["contrast", "residual"])
-def test_one_without_the_other(part, causal):
-    check_parts(SHAPES[3], torch.float32, causal, PARTS[part])
+@BOTH
+@pytest.mark.parametrize(("shape", "parts", "dtype"), CHECKS, ids=lambda value: str(value) or "plain")
+def test_outputs_and_gradients_follow_the_formula(shape, parts, dtype, causal):
+    check(shape, parts, causal, dtype)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_contrast_and_residual_in_sixteen_bits(dtype, causal):
-    check_parts((1, 160, 4, 2, 16), dtype, causal, PARTS["all"])
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not CUDA, reason="needs a GPU")
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("width", [16, 32, 64, 128])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_contrast_and_residual_with_the_tables_own_tiles(dtype, width, causal):
-    check_parts((1, 1000, 2, 1, width), dtype, causal, PARTS["all"], query_tile=None, key_tile=None)
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-def test_a_contrast_may_be_zero(causal):
-    shape = (1, 100, 2, 2, 16)
-    qkv, first, strength, contrast, residual, grad = every_input(shape)
-    nothing = torch.zeros_like(contrast)
-    leaves = (qkv, first, strength, nothing, torch.zeros_like(residual))
-    theirs, (of_qkv, _, _, of_contrast, _) = packed_cases.expected(leaves, grad, 2, 2, 0.3, causal)
-    u, (grad_qkv, _, _, by_sample, _) = by_kernels((qkv, first, strength, nothing, None), grad, shape, causal)
-    for mine, other in ((u, theirs), (grad_qkv, of_qkv), (by_sample.sum(0), of_contrast)):
-        assert packed_cases.error(mine, other) < 2e-5
-
-
-@pytest.mark.parametrize("width", [16, *(pytest.param(width, marks=pytest.mark.cuda) for width in (32, 64, 128))])
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@BOTH
+@pytest.mark.parametrize("width", [16, *(pytest.param(w, marks=[pytest.mark.cuda, needs_gpu]) for w in (32, 64, 128))])
 def test_the_tables_own_tiles(causal, width):
-    if width > 16 and not CUDA:
-        pytest.skip("the interpreter is too slow")
-    shape = (1, 300, 2, 1, width)
-    for dtype in DTYPES if width == 16 else (torch.float32, torch.bfloat16):
-        qkv, first, strength, grad = inputs(shape, dtype, size=0.5)
-        theirs = expected(qkv, first, strength, grad, shape, causal)
-        for mine, other in zip(
-            found(qkv, first, strength, grad, shape, causal, query_tile=None, key_tile=None), theirs, strict=True
-        ):
-            assert packed_cases.error(mine, other) < TOLERANCE[dtype]
+    for dtype in DTYPES:
+        check((1, 300, 2, 1, width), STRENGTH, causal, dtype, **OWN)
+        if CUDA:
+            check((1, 1000, 2, 1, width), ALL_PARTS, causal, dtype, **OWN)
+
+
+@BOTH
+@pytest.mark.parametrize("constant", [0.6, None], ids=["constant", "uncorrected"])
+def test_a_strength_may_be_constant_or_left_out(constant, causal):
+    shape = (1, 100, 2, 1, 16)
+    qkv, first, strength, *_, grad = inputs(shape)
+    by_head = found(qkv, first, torch.full_like(strength, constant or 0.0), grad, shape, causal)
+    given = (qkv, None if constant is None else first, None, None, None)
+    u, (grad_qkv, *_) = by_kernels(given, grad, shape, causal, constant or 0.0, **SMALL)
+    for mine, other in zip((u, grad_qkv), by_head, strict=False):
+        assert packed_cases.error(mine, other.double()) < 2e-5
+
+
+@BOTH
+def test_a_contrast_may_be_zero(causal):
+    check((1, 100, 2, 2, 16), (*STRENGTH, "contrast"), causal, change=lambda _, numbers: numbers[1].zero_())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's: what is computed beyond the last token and not written
+def test_very_low_logits_leave_nothing_behind_the_last_token():
+    """Where every logit is far below 0 a weight of 2^(0 − log-sum) beyond the last token would be infinite."""
+
+    def change(qkv, _):
+        qkv[..., :16], qkv[..., 16:32] = 10.0, -10.0
+
+    # Logits of 700 have that precision in float32.
+    check((1, 70, 1, 1, 16), STRENGTH, False, size=1.0, tolerance=2e-4, change=change)
 
 
 def test_a_tile_for_every_width_and_precision():
@@ -186,75 +141,52 @@ def test_a_tile_for_every_width_and_precision():
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's: weights that are hidden afterwards
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@BOTH
 def test_extreme_logits_give_no_nan(causal, dtype):
     shape = (1, 100, 2, 1, 16)
-    qkv, first, strength, grad = inputs(shape, dtype, size=100.0)
-    for result in found(qkv, first, strength, grad, shape, causal):
-        assert result.isfinite().all()
+    qkv, first, strength, *_, grad = inputs(shape, dtype, size=100.0)
+    assert all(result.isfinite().all() for result in found(qkv, first, strength, grad, shape, causal))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's: what is computed beyond the last token and not written
-def test_very_low_logits_leave_nothing_behind_the_last_token():
-    """Where every logit is far below 0 a weight of 2^(0 − log-sum) beyond the last token would be infinite."""
-    shape = (1, 70, 1, 1, 16)
-    qkv, first, strength, grad = inputs(shape)
-    qkv[..., :16], qkv[..., 16:32] = 10.0, -10.0
-    for mine, other in zip(
-        found(qkv, first, strength, grad, shape, False),
-        expected(qkv, first, strength, grad, shape, False),
-        strict=True,
-    ):
-        assert packed_cases.error(mine, other) < 2e-4  # logits of 700 have that precision in float32
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@BOTH
 def test_rows_may_lie_apart(causal):
     """q, k and v as a part of a wider tensor, every second sample of it."""
     shape = (2, 70, 2, 1, 16)
-    qkv, first, strength, grad = inputs(shape)
+    qkv, first, strength, *_, grad = inputs(shape)
     wide = torch.full((4, 70, 2 * qkv.shape[-1]), float("nan"), device=DEVICE)
     apart = wide[::2, :, 16 : 16 + qkv.shape[-1]]
     apart.copy_(qkv)
     together = found(qkv, first, strength, grad, shape, causal)
-    for mine, other in zip(found(apart, first, strength, grad, shape, causal), together, strict=True):
-        assert torch.equal(mine, other)
+    assert all(map(torch.equal, found(apart, first, strength, grad, shape, causal), together))
 
 
 @pytest.mark.parametrize("at_a_time", [1, 2, 4])
 def test_the_order_of_programs_changes_nothing(at_a_time, monkeypatch):
     shape = (1, 100, 3, 3, 16)
-    qkv, first, strength, grad = inputs(shape)
+    qkv, first, strength, *_, grad = inputs(shape)
     together = found(qkv, first, strength, grad, shape, True)
     monkeypatch.setattr(long_tiles, "CACHE_BYTES", at_a_time * 2 * 100 * 16 * 4)
     assert long_tiles.heads_at_a_time(3, 2 * 100 * 16 * 4) == min(at_a_time, 3)
-    for mine, other in zip(found(qkv, first, strength, grad, shape, True), together, strict=True):
-        assert torch.equal(mine, other)
+    assert all(map(torch.equal, found(qkv, first, strength, grad, shape, True), together))
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not CUDA, reason="needs a GPU")
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@needs_gpu
+@BOTH
 @pytest.mark.parametrize("tokens", [2048, 8192])
 def test_long_ones_follow_the_formula(tokens, causal):
-    shape = (1, tokens, 2, 1, 64)
     for dtype in (torch.bfloat16, torch.float16):
-        qkv, first, strength, grad = inputs(shape, dtype, size=0.5)
-        theirs = expected(qkv, first, strength, grad, shape, causal)
-        ours = found(qkv, first, strength, grad, shape, causal, query_tile=None, key_tile=None)
-        for mine, other in zip(ours, theirs, strict=True):
-            assert packed_cases.error(mine, other) < TOLERANCE[dtype]
+        check((1, tokens, 2, 1, 64), STRENGTH, causal, dtype, **OWN)
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@needs_gpu
 def test_the_same_inputs_give_the_same_gradients():
     shape = (2, 1000, 8, 2, 64)
-    *given, grad = every_input(shape, torch.bfloat16)
-    runs = [by_kernels(given, grad, shape, True, query_tile=None, key_tile=None) for _ in range(3)]
+    *given, grad = inputs(shape, torch.bfloat16)
+    runs = [by_kernels(given, grad, shape, True) for _ in range(3)]
     for u, grads in runs[1:]:
-        assert torch.equal(u, runs[0][0])
-        assert all(torch.equal(mine, other) for mine, other in zip(grads, runs[0][1], strict=True))
+        assert all(map(torch.equal, (u, *grads), (runs[0][0], *runs[0][1])))
 
 
 @pytest.mark.parametrize("tiles", [1, 64, 150])

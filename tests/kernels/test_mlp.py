@@ -8,9 +8,9 @@ import copy
 
 import pytest
 import torch
-from graph_recorder import recorder
 from mlp_cases import CUDA, DEVICE, DTYPES, LOW, ROUNDING, draw, exact, needs_gpu, needs_kernels
 from mlp_cases import few_programs as few_programs
+from model_cases import recorder
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -6,21 +6,15 @@ The interpreter needs triton and TRITON_INTERPRET=1: `make test` runs this folde
 import packed_cases
 import pytest
 import torch
+from packed_cases import CUDA, DEVICE, DTYPES, TOLERANCE, needs_kernels
 
 from acutance.attention.kernels import packed, packed_operation
 from acutance.errors import ShapeError
 
-CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)
-INTERPRETED = packed.INTERPRETED and packed.TRITON
-DEVICE = "cuda" if CUDA else "cpu"
-needs_kernels = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="needs a GPU or Triton's interpreter")
 # Smaller than a block, a block, a block and a tail, several blocks, several and a tail; the papers' sizes among them.
 SMALL = [(3, 17, 2, 16), (1, 64, 1, 16), (2, 65, 2, 32), (1, 128, 1, 128), (1, 197, 1, 16)]
 LARGE = [(4, 65, 3, 64), (2, 50, 3, 128), (2, 197, 3, 64), (1, 256, 2, 32), (1, 1, 2, 16)]
 SHAPES = SMALL + (LARGE if CUDA else [])
-# Half precision rounds A, u and the gradients once each; float32 is computed in float32.
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-DTYPES = list(TOLERANCE) if CUDA else [torch.float32, torch.float16]  # NumPy, the interpreter's base, has no bfloat16
 PARTS = ("qkv", "first", "strength", "contrast", "residual")
 
 
@@ -28,7 +22,7 @@ def check(shape, parts, dtype=torch.float32, causal=False, kv_heads=None, scale=
     """Output and all gradients, with the named parts in play and the others left out."""
     batch, tokens, heads, width = shape
     kv_heads = kv_heads or heads
-    *given, grad = packed_cases.inputs(batch, tokens, heads, width, dtype, DEVICE, kv_heads=kv_heads)
+    *given, grad = packed_cases.inputs(batch, tokens, heads, width, dtype, kv_heads=kv_heads)
     given = dict(zip(PARTS, given, strict=True))
     identity = {"strength": torch.zeros(heads), "contrast": torch.ones(heads), "residual": torch.zeros(kv_heads)}
     leaves = {name: given[name] if name in ("qkv", "first", *parts) else identity[name].to(DEVICE) for name in PARTS}
@@ -42,30 +36,40 @@ def check(shape, parts, dtype=torch.float32, causal=False, kv_heads=None, scale=
             assert packed_cases.error(found[name], theirs) < TOLERANCE[dtype], name
 
 
+CORRECTED, ALL_PARTS = ("first", "strength"), ("first", "strength", "contrast", "residual")
+WIDE = LARGE if CUDA else [(1, 65, 1, 32), (1, 80, 1, 128)]
+CHECKS = [
+    *((shape, CORRECTED, {"dtype": dtype}) for shape in SHAPES for dtype in DTYPES),
+    *(((2, tokens, 2, 16), (), {}) for tokens in (33, 65, 150)),
+    *(((1, tokens, 2, 16), CORRECTED, {"causal": True}) for tokens in (17, 65, 128, 150)),
+    *(((1, tokens, 2, 16), ALL_PARTS, {"causal": c}) for tokens in (17, 65, 128, 150) for c in (False, True)),
+    *(((1, tokens, 2, 16), parts, {}) for tokens in (65, 150) for parts in (("contrast",), ("first", "residual"))),
+    *((shape, ALL_PARTS, {"dtype": dtype}) for shape in WIDE for dtype in DTYPES),
+    # Heads that share their keys, and sequences that go to the kernels for long ones.
+    *((shape, CORRECTED, {"kv_heads": kv}) for shape, kv in (((2, 17, 4, 16), 2), ((1, 65, 4, 16), 2))),
+    *(((1, 130, 3, 16), CORRECTED, {"kv_heads": 1, "causal": causal}) for causal in (False, True)),
+    *(((1, 80, 4, 32), parts, {"kv_heads": 2, "dtype": d}) for parts in ((), ALL_PARTS) for d in DTYPES),
+    *(((1, packed.MOST_TOKENS + 4, 2, 16), parts, {"kv_heads": 1, "causal": True}) for parts in ((), CORRECTED)),
+]
+
+
 @needs_kernels
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_outputs_and_gradients_follow_the_formula(shape, dtype):
-    check(shape, ("first", "strength"), dtype)
+@pytest.mark.parametrize(("shape", "parts", "options"), CHECKS, ids=lambda value: str(value) or "plain")
+def test_outputs_and_gradients_follow_the_formula(shape, parts, options):
+    check(shape, parts, **options)
 
 
 @needs_kernels
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_constant_strength_is_one_for_all_heads(shape):
     batch, tokens, heads, width = shape
-    qkv, first, _, _, _, grad = packed_cases.inputs(batch, tokens, heads, width, device=DEVICE)
+    qkv, first, _, _, _, grad = packed_cases.inputs(batch, tokens, heads, width)
     leaves = [x.detach().requires_grad_() for x in (qkv, first)]
     ours = packed.attention(leaves[0], heads, 0.3, leaves[1], 0.6)
     learnt = packed.attention(leaves[0], heads, 0.3, leaves[1], torch.full((heads,), 0.6, device=DEVICE))
     assert packed_cases.error(ours, learnt.double()) < 1e-6
     for mine, theirs in zip(*(torch.autograd.grad(u, leaves, grad) for u in (ours, learnt)), strict=True):
         assert packed_cases.error(mine, theirs.double()) < 1e-6
-
-
-@needs_kernels
-@pytest.mark.parametrize("tokens", [17, 65, 128, 150])
-def test_a_causal_token_sees_only_earlier_ones(tokens):
-    check((1, tokens, 2, 16), ("first", "strength"), causal=True)
 
 
 @needs_kernels
@@ -84,7 +88,7 @@ def test_one_token_more_gets_what_later_layers_owe_as_with_a_contrast_of_one():
     """Where there is a contrast, another kernel takes a block and a token."""
     from acutance.attention.kernels import packed_backward
 
-    qkv, first, _, _, _, grad = packed_cases.inputs(2, 65, 2, 16, device=DEVICE)
+    qkv, first, _, _, _, grad = packed_cases.inputs(2, 65, 2, 16)
     later = torch.randn(2, 65, 32, generator=torch.Generator().manual_seed(9)).to(DEVICE)
     out, log_sums, _ = packed.packed_attention(qkv, first, None, None, None, 0.6, 2, 2, 0.3, False)
     found, expected = (
@@ -95,55 +99,8 @@ def test_one_token_more_gets_what_later_layers_owe_as_with_a_contrast_of_one():
 
 
 @needs_kernels
-@pytest.mark.parametrize("tokens", [33, 65, 150])
-def test_without_a_correction_it_is_attention(tokens):
-    check((2, tokens, 2, 16), ())
-
-
-@needs_kernels
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("tokens", [17, 65, 128, 150])
-def test_contrast_and_residual_follow_the_formula(tokens, causal):
-    check((1, tokens, 2, 16), ("first", "strength", "contrast", "residual"), causal=causal)
-
-
-@needs_kernels
-@pytest.mark.parametrize("tokens", [65, 150])
-@pytest.mark.parametrize("parts", [("contrast",), ("first", "residual")], ids=["contrast", "residual"])
-def test_contrast_and_residual_work_alone(parts, tokens):
-    check((1, tokens, 2, 16), parts)
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", LARGE if CUDA else [(1, 65, 1, 32), (1, 80, 1, 128)], ids=str)
-def test_contrast_and_residual_in_every_precision(shape, dtype):
-    check(shape, ("first", "strength", "contrast", "residual"), dtype)
-
-
-@needs_kernels
-@pytest.mark.parametrize(("shape", "kv_heads"), [((2, 17, 4, 16), 2), ((1, 65, 4, 16), 2), ((1, 130, 3, 16), 1)])
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-def test_heads_may_share_their_keys(shape, kv_heads, causal):
-    check(shape, ("first", "strength"), causal=causal, kv_heads=kv_heads)
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("parts", [(), ("first", "strength", "contrast", "residual")], ids=["plain", "together"])
-def test_heads_that_share_their_keys_take_all_the_rest(parts, dtype):
-    check((1, 80, 4, 32), parts, dtype, kv_heads=2)
-
-
-@needs_kernels
-@pytest.mark.parametrize("parts", [(), ("first", "strength")], ids=["plain", "corrected"])
-def test_long_sequences_go_to_their_own_kernels(parts):
-    check((1, packed.MOST_TOKENS + 4, 2, 16), parts, kv_heads=1, causal=True)
-
-
-@needs_kernels
 def test_a_constant_residual_is_one_for_all_heads():
-    qkv, first, *_ = packed_cases.inputs(1, 65, 4, 16, device=DEVICE, kv_heads=2)
+    qkv, first, *_ = packed_cases.inputs(1, 65, 4, 16, kv_heads=2)
     ours = packed.attention(qkv, 4, 0.3, first, residual=0.5, kv_heads=2)
     by_head = packed.attention(qkv, 4, 0.3, first, residual=torch.full((2,), 0.5, device=DEVICE), kv_heads=2)
     assert torch.equal(ours, by_head)
@@ -152,7 +109,7 @@ def test_a_constant_residual_is_one_for_all_heads():
 @needs_kernels
 def test_a_contrast_of_zero_is_the_mean_and_has_a_gradient():
     """Where dividing by the contrast, to have A w from u, would fail."""
-    qkv, _, _, _, _, grad = packed_cases.inputs(1, 65, 2, 16, device=DEVICE)
+    qkv, _, _, _, _, grad = packed_cases.inputs(1, 65, 2, 16)
     leaves = [qkv.requires_grad_(), torch.zeros(2, device=DEVICE, requires_grad=True)]
     u = packed.attention(leaves[0], 2, 0.3, contrast=leaves[1])
     mean = qkv.detach()[..., 64:].unflatten(-1, (2, 16)).mean(1, keepdim=True)
@@ -168,7 +125,7 @@ def test_a_contrast_of_zero_is_the_mean_and_has_a_gradient():
 @pytest.mark.parametrize("tokens", [65, 150])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_extreme_logits_give_no_nan(tokens, dtype):
-    qkv, first, strength, contrast, _, grad = packed_cases.inputs(1, tokens, 2, 16, dtype, DEVICE, size=60.0)
+    qkv, first, strength, contrast, _, grad = packed_cases.inputs(1, tokens, 2, 16, dtype, size=60.0)
     leaf = qkv.detach().requires_grad_()
     for sharper in (None, contrast):
         ours = packed.attention(leaf, 2, 1.0, first, strength, contrast=sharper)
@@ -179,7 +136,7 @@ def test_extreme_logits_give_no_nan(tokens, dtype):
 @needs_kernels
 @pytest.mark.parametrize("tokens", [17, 64, 65])
 def test_a_short_head_takes_its_gradients_from_the_weights_alone(tokens):
-    qkv, first, *_, grad = packed_cases.inputs(2, tokens, 2, 16, device=DEVICE)
+    qkv, first, *_, grad = packed_cases.inputs(2, tokens, 2, 16)
     numbers = (0.6, 2, 2, 0.3, False)
     out, log_sums, _ = packed_operation.packed_attention(qkv, first, None, None, None, *numbers)
 
@@ -197,26 +154,18 @@ TRACED = [(0, 17), (3, 17), (5, 17), (5, 82)]  # how many tensors are given, and
 
 @needs_kernels
 @pytest.mark.parametrize(("count", "tokens"), TRACED, ids=["plain", "corrected", "together", "long"])
-def test_the_operation_is_sound_to_trace(count, tokens, monkeypatch):
+def test_the_operations_are_sound_to_trace(count, tokens, monkeypatch):
     monkeypatch.setattr(packed_operation, "MOST_TOKENS", 64)  # of more the interpreter is slow
-    *given, _ = packed_cases.inputs(1, tokens, 2, 16, device=DEVICE, kv_heads=1)
+    *given, grad = packed_cases.inputs(1, tokens, 2, 16, kv_heads=1)
     leaves = [x.detach().requires_grad_() if place < max(count, 1) else None for place, x in enumerate(given)]
-    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(packed_operation.packed_attention, (*leaves, 0.0, 2, 1, 0.3, False), test_utils=utils)
-
-
-@needs_kernels
-@pytest.mark.parametrize("later", [False, True], ids=["alone", "shared"])
-@pytest.mark.parametrize(("count", "tokens"), TRACED, ids=["plain", "corrected", "together", "long"])
-def test_the_backward_operation_is_sound_to_trace(count, tokens, later, monkeypatch):
-    monkeypatch.setattr(packed_operation, "MOST_TOKENS", 64)
-    *given, grad = packed_cases.inputs(1, tokens, 2, 16, device=DEVICE, kv_heads=1)
-    given = [x if place < max(count, 1) else None for place, x in enumerate(given)]
-    *made, stand_in = packed_operation.packed_attention(*given, 0.0, 2, 1, 0.3, False)
-    owed = torch.randn(stand_in.shape, device=DEVICE) if later else None
-    arguments = (grad, owed, *given, *made, 0.0, 2, 1, 0.3, False)
-    utils = ("test_schema", "test_faketensor")
-    torch.library.opcheck(packed_operation.packed_attention_backward, arguments, test_utils=utils)
+    numbers, utils = (0.0, 2, 1, 0.3, False), ("test_schema", "test_faketensor")
+    both = (*utils, "test_autograd_registration")
+    torch.library.opcheck(packed_operation.packed_attention, (*leaves, *numbers), test_utils=both)
+    given = [None if x is None else x.detach() for x in leaves]
+    *made, stand_in = packed_operation.packed_attention(*given, *numbers)
+    for owed in (None, torch.randn(stand_in.shape, device=DEVICE)):
+        arguments = (grad, owed, *given, *made, *numbers)
+        torch.library.opcheck(packed_operation.packed_attention_backward, arguments, test_utils=utils)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (4, 0), (5, None)])

@@ -2,91 +2,116 @@
 
 import pytest
 import torch
-from graph_recorder import recorder
 from model_cases import (
-    DEVICE,
     MITIGATIONS,
-    RUNS,
     assert_equal_gradients,
     by_operator,
     causal_model,
     gradients,
     images,
     kernels_in,
+    recorder,
     vit,
 )
+from packed_cases import CUDA, DEVICE, needs_kernels
 
 from acutance import mitigations
 from acutance.attention import AttentionCall, Program
-from acutance.attention.kernels import packed
+from acutance.attention.kernels import packed, packed_operation
 from acutance.errors import AcutanceError
 from acutance.models import LanguageModel
 
-needs_kernels = pytest.mark.skipif(not RUNS, reason="needs a GPU or Triton's interpreter")
+SHORT, LONG = 16, 36  # pixels: 17 tokens, and 82, still more than one tile of 64 or 32, the last not full
+LENGTHS = pytest.mark.parametrize("size", [SHORT, LONG], ids=["short", "long"])
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """How often the kernel was asked."""
-    made = []
-    original = packed._attend
-    monkeypatch.setattr(packed, "_attend", lambda *a: made.append(1) or original(*a))
-    return made
+def _long_soon(monkeypatch):
+    """Kernels for long sequences begin at 65 tokens, and take heads 16 wide in float32: the interpreter is slow."""
+    monkeypatch.setattr(packed, "LONG_WIDTHS", {4: (16,)})
+    for room in (packed, packed_operation):
+        monkeypatch.setattr(room, "MOST_TOKENS", 64)
+
+
+@pytest.fixture
+def asked(monkeypatch, _long_soon):
+    """How many tokens the kernels were asked for, at each call."""
+    tokens, original = [], packed._attend
+    monkeypatch.setattr(packed, "_attend", lambda qkv, *a: tokens.append(qkv.shape[1]) or original(qkv, *a))
+    return tokens
+
+
+def model_and_images(mitigation, size):
+    return vit(mitigation, size, depth=2), images(size, count=1)
 
 
 @needs_kernels
-@pytest.mark.parametrize("mitigation", MITIGATIONS)
-def test_a_vit_by_the_kernel_learns_as_by_the_operator(mitigation, monkeypatch, calls):
-    model = vit(mitigation)
-    expected = by_operator(model, monkeypatch, images())
-    assert not calls
-    assert_equal_gradients(gradients(model, model, images()), expected)
-    assert len(calls) == 3
+@pytest.mark.parametrize(("mitigation", "size"), [*((name, SHORT) for name in MITIGATIONS), ("neutreno", LONG)])
+def test_a_vit_by_the_kernel_learns_as_by_the_operator(mitigation, size, monkeypatch, asked):
+    model, given = model_and_images(mitigation, size)
+    expected = by_operator(model, monkeypatch, given)
+    assert not asked
+    assert_equal_gradients(gradients(model, model, given), expected)
+    assert asked == [17 if size == SHORT else 82] * 2
 
 
 @needs_kernels
-@pytest.mark.parametrize("mitigation", ["learnt", "together"])
-def test_checkpointed_blocks_run_the_kernel_again(mitigation, monkeypatch, calls):
-    model = vit(mitigation)
-    expected = by_operator(model, monkeypatch, images())
+@LENGTHS
+def test_checkpointed_blocks_run_the_kernel_again(size, monkeypatch, asked):
+    model, given = model_and_images("together", size)
+    expected = by_operator(model, monkeypatch, given)
     model.set_grad_checkpointing()
-    assert_equal_gradients(gradients(model, model, images()), expected)
-    assert len(calls) == 6
+    assert_equal_gradients(gradients(model, model, given), expected)
+    assert len(asked) == 4
 
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("mitigation", "checkpointed"),
-    [("neutreno", False), ("learnt", True), ("together", False)],
+    ("mitigation", "size", "checkpointed"),
+    [("neutreno", SHORT, False), ("learnt", SHORT, True), ("together", SHORT, False), ("together", LONG, False)],
 )
-def test_a_compiled_vit_is_one_graph_with_the_kernel_in_it(mitigation, checkpointed, monkeypatch):
-    model = vit(mitigation)
-    expected = by_operator(model, monkeypatch, images())
+@pytest.mark.usefixtures("_long_soon")
+def test_a_compiled_vit_is_one_graph_with_the_kernel_in_it(mitigation, size, checkpointed, monkeypatch):
+    model, given = model_and_images(mitigation, size)
+    expected = by_operator(model, monkeypatch, given)
     model.set_grad_checkpointing(checkpointed)
     torch._dynamo.reset()
     graphs = []
     compiled = torch.compile(model, fullgraph=True, backend=recorder(graphs))
-    assert_equal_gradients(gradients(compiled, model, images()), expected)
-    assert len(graphs) == 1
-    assert kernels_in(graphs[0]) == 3
+    assert_equal_gradients(gradients(compiled, model, given), expected)
+    assert [kernels_in(graph) for graph in graphs] == [2]
 
 
 @needs_kernels
-@pytest.mark.parametrize("mitigation", ["neutreno", "together"])
-def test_an_exported_vit_has_the_kernel_in_it(mitigation):
-    model = vit(mitigation).eval()
-    exported = torch.export.export(model, (images(),))
-    assert kernels_in(exported.graph_module) == 3
-    torch.testing.assert_close(exported.module()(images()), model(images()))
+@LENGTHS
+@pytest.mark.usefixtures("_long_soon")
+def test_an_exported_vit_has_the_kernel_in_it(size):
+    model, given = model_and_images("together", size)
+    exported = torch.export.export(model.eval(), (given,))
+    assert kernels_in(exported.graph_module) == 2
+    torch.testing.assert_close(exported.module()(given), model(given))
 
 
 @needs_kernels
-def test_a_causal_model_by_the_kernel_is_that_by_the_operator(monkeypatch, calls):
-    model, words = causal_model(), torch.arange(20, device=DEVICE)[None] % 11
+@pytest.mark.parametrize("count", [20, 82])
+def test_a_causal_model_by_the_kernel_is_that_by_the_operator(count, monkeypatch, asked):
+    model, words = causal_model(), torch.arange(count, device=DEVICE)[None] % 11
     found = model(words)
-    assert len(calls) == 2
+    assert asked == [count, count]
     monkeypatch.setattr(packed, "is_available", lambda *_: False)
     torch.testing.assert_close(found, model(words))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA or torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("count", [65, 300])
+def test_kernels_run_where_their_tensors_are(count):
+    qkv = torch.randn(1, count, 3 * 64, dtype=torch.bfloat16)
+    on_first, on_second = (
+        packed_operation.packed_attention(qkv.to(device), None, None, None, None, 0.0, 1, 1, 0.3, False)[0]
+        for device in ("cuda:0", "cuda:1")
+    )
+    assert torch.equal(on_first.cpu(), on_second.cpu())
 
 
 @needs_kernels
@@ -108,22 +133,18 @@ def program_of(mitigation, layer=2):
 
 
 @pytest.mark.parametrize(
-    ("spec", "strength"),
-    [("none", 0.0), ("neutreno:0.6", 0.6), ("neutreno:0.6+featscale", 0.6), ("neutreno:0.25+neutreno:0.5", 0.75)],
+    ("spec", "expected"),
+    [
+        ("none", Program()),
+        ("neutreno:0.6", Program(0.6)),
+        ("neutreno:0.6+featscale", Program(0.6)),
+        ("neutreno:0.25+neutreno:0.5", Program(0.75)),
+        ("featscale+neutreno:0.6,detach=true", Program(0.6, detach=True)),
+        ("neutreno:0.6,detach=true+neutreno:0.2", None),  # v⁰ with and without its gradient
+    ],
 )
-def test_what_the_kernel_can_add_is_given_to_it(spec, strength):
-    assert program_of(spec) == Program(strength)
-
-
-def test_a_gradient_that_stops_at_the_first_values_is_said_in_the_program():
-    assert program_of("featscale+neutreno:0.6,detach=true") == Program(0.6, detach=True)
-
-
-def test_first_values_with_and_without_their_gradient_are_no_one_program():
-    assert program_of("neutreno:0.6,detach=true+neutreno:0.2") is None
-
-
-def test_the_first_layer_has_no_correction():
+def test_what_the_kernel_can_add_is_given_to_it(spec, expected):
+    assert program_of(spec) == expected
     assert not program_of("neutreno:0.6,learn=head", layer=1).uses_first_values
 
 
@@ -143,9 +164,8 @@ def test_a_subclass_that_does_something_else_is_not_given_to_the_kernel(base, ho
 
 
 @pytest.mark.skipif(packed.INTERPRETED, reason="the interpreter takes CPU tensors")
-@pytest.mark.parametrize(("shape", "dtype"), [((1, 65, 96), torch.float32), ((1, 65, 96), torch.float64)])
-def test_elsewhere_the_operator_is_used(shape, dtype):
-    assert not packed.is_available(torch.zeros(shape, dtype=dtype), 2)
+def test_elsewhere_the_operator_is_used():
+    assert not packed.is_available(torch.zeros(1, 65, 96), 2)
 
 
 class OnGPU:
@@ -193,32 +213,22 @@ def test_which_gpu_it_is_can_be_asked_in_a_compiled_graph(gpu):
 
 
 @pytest.mark.parametrize(
-    ("given", "heads"),
+    ("given", "heads", "expected"),
     [
-        ({"tokens": 257, "packed": 6 * 128}, (2,)),
-        ({"packed": 97}, (2,)),
-        ({"packed": 48}, (2,)),
-        ({"dtype": torch.float64}, (2,)),
-        ({"packed": 128}, (4, 3)),
+        ({"tokens": 257, "packed": 6 * 128}, (2,), False),
+        ({"packed": 97}, (2,), False),
+        ({"packed": 48}, (2,), False),
+        ({"dtype": torch.float64}, (2,), False),
+        ({"packed": 128}, (4, 3), False),
+        ({"packed": 128}, (4, 2), True),
+        ({"tokens": 0}, (2,), False),
+        *(({"tokens": 2048, "packed": 6 * width}, (2,), width < 128) for width in (16, 32, 64, 128)),
+        ({"tokens": 256, "packed": 6 * 128}, (2,), True),
+        ({"tokens": 2048, "packed": 6 * 64, "dtype": torch.float32}, (2,), False),
+        ({"packed": 6 * 32, "dtype": torch.float32}, (2,), True),
+        ({"packed": 6 * 64, "dtype": torch.float32}, (2,), False),
     ],
 )
-def test_odd_shapes_are_for_the_operator(gpu, given, heads, monkeypatch):
+def test_odd_shapes_are_for_the_operator(gpu, given, heads, expected):
     gpu(9, 0)
-    assert not packed.is_available(OnGPU(**given), *heads)
-
-
-def test_long_sequences_are_taken_at_their_widths(gpu):
-    gpu(9, 0)
-    for width in (16, 32, 64):
-        assert packed.is_available(OnGPU(tokens=2048, packed=6 * width), 2)
-    assert not packed.is_available(OnGPU(tokens=2048, packed=6 * 128), 2)
-    assert packed.is_available(OnGPU(tokens=256, packed=6 * 128), 2)
-    assert not packed.is_available(OnGPU(tokens=2048, packed=6 * 64, dtype=torch.float32), 2)
-    assert not packed.is_available(OnGPU(tokens=0), 2)
-    assert packed.is_available(OnGPU(packed=128), 4, 2)
-
-
-def test_wide_heads_in_float32_are_for_the_operator(gpu):
-    gpu(9, 0)
-    assert packed.is_available(OnGPU(packed=6 * 32, dtype=torch.float32), 2)
-    assert not packed.is_available(OnGPU(packed=6 * 64, dtype=torch.float32), 2)
+    assert packed.is_available(OnGPU(**given), *heads) is expected

@@ -4,25 +4,17 @@ import packed_cases
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from model_cases import assert_equal_gradients, by_operator, gradients, images, vit
+from packed_cases import CUDA, DEVICE, DTYPES, RUNS, TOLERANCE
 from torch._dynamo.backends.common import aot_autograd
 
 from acutance.attention.kernels import packed, packed_operation
-from acutance.models import ViT
 
-CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)
-if not (CUDA or (packed.INTERPRETED and packed.TRITON)):
+if not RUNS:
     pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)
-DEVICE = "cuda" if CUDA else "cpu"
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-DTYPES = list(TOLERANCE) if CUDA else [torch.float32, torch.float16]  # NumPy, the interpreter's base, has no bfloat16
 LAYERS = 4
-VIEWS = (
-    "aten.view.default",
-    "aten.permute.default",
-    "aten.t.default",
-    "aten.transpose.int",
-    "aten._unsafe_view.default",
-)
+VIEWS = {f"aten.{name}" for name in ("view.default", "permute.default", "t.default", "transpose.int")}
+VIEWS |= {"aten._unsafe_view.default", "<built-in function getitem>"}
 # One program per head, with and without a tail; two passes, with and without; heads that share keys; a long sequence.
 SHAPES = [(2, 17, 2, 2), (1, 64, 2, 2), (1, 65, 2, 2), (1, 150, 2, 2), (1, 128, 1, 1), (1, 65, 4, 2), (1, 260, 1, 1)]
 
@@ -75,18 +67,12 @@ def check(shape, dtype=torch.float32, causal=False):
         assert packed_cases.error(mine, theirs) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_first_layer_gathers_from_all_later_ones(shape):
-    check(shape)
+CHECKS = [*((shape, {}) for shape in SHAPES), *(((1, 65, 2, 2), {"dtype": dtype}) for dtype in DTYPES[1:])]
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_in_half_precision_too(dtype):
-    check((1, 65, 2, 2), dtype)
-
-
-def test_causal_layers_share_as_well():
-    check((1, 80, 2, 1), causal=True)
+@pytest.mark.parametrize(("shape", "options"), [*CHECKS, ((1, 80, 2, 1), {"causal": True})], ids=str)
+def test_the_first_layer_gathers_from_all_later_ones(shape, options):
+    check(shape, **options)
 
 
 def gradient(use, shape=(1, 65, 2, 2)):
@@ -142,70 +128,43 @@ def test_one_backward_pass_of_all_adds_what_later_layers_owe(monkeypatch):
     torch.testing.assert_close(first, 0.5 * grads[1] + 0.25 * grads[2] + 2.0 * grads[3])
 
 
-def vit(**options):
-    torch.manual_seed(0)
-    sizes = dict(image_size=16, patch_size=4, dim=32, depth=4, heads=2, num_classes=10, mlp_ratio=1)
-    model = ViT(mitigation="neutreno:0.6,learn=head", **sizes, **options)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.15)
-    return model.to(DEVICE)
+OPTIONS = {"some-layers": {"layers": (2, 4)}, "drop-path": {"drop_path": 0.5}}
 
 
-def gradients(run, model):
-    model.zero_grad()
-    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    torch.manual_seed(0)  # for DropPath
-    run(images).square().mean().backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-def by_operator(model, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(packed, "is_available", lambda *_: False)
-        return gradients(model, model)
-
-
-def assert_equal_gradients(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, grad in theirs.items():
-        assert (ours[name] - grad).norm() <= 2e-3 * grad.norm().clamp_min(1e-6), name
-
-
-OPTIONS = {"some-layers": {"mitigation_layers": (2, 4)}, "drop-path": {"drop_path": 0.5}}
+def of_four_layers(**options):
+    return vit("by head", depth=4, **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_vit_gathers_as_by_the_operator(options, monkeypatch):
-    model = vit(**options)
-    assert_equal_gradients(gradients(model, model), by_operator(model, monkeypatch))
+    model = of_four_layers(**options)
+    assert_equal_gradients(gradients(model, model, images()), by_operator(model, monkeypatch, images()))
 
 
 def test_a_frozen_first_layer_is_owed_nothing(monkeypatch):
-    model = vit()
+    model = of_four_layers()
     for part in (model.patch_embed, model.blocks[0]):
         part.requires_grad_(False)
     model.pos_embed.requires_grad_(False)
     model.cls_token.requires_grad_(False)
-    assert_equal_gradients(gradients(model, model), by_operator(model, monkeypatch))
+    assert_equal_gradients(gradients(model, model, images()), by_operator(model, monkeypatch, images()))
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 def test_blocks_may_be_compiled_one_by_one(checkpointed, monkeypatch):
-    model = vit()
-    expected = by_operator(model, monkeypatch)
+    model = of_four_layers()
+    expected = by_operator(model, monkeypatch, images())
     model.set_grad_checkpointing(checkpointed)
     torch._dynamo.reset()
     for block in model.blocks:
         block.compile(fullgraph=True, backend="inductor" if CUDA else "aot_eager")
-    assert_equal_gradients(gradients(model, model), expected)
+    assert_equal_gradients(gradients(model, model, images()), expected)
 
 
 def test_an_exported_model_can_still_be_trained(monkeypatch):
-    model = vit()
-    exported = torch.export.export(model, (torch.randn(2, 3, 16, 16, device=DEVICE),)).module()
-    assert_equal_gradients(gradients(exported, exported), by_operator(model, monkeypatch))
+    model = of_four_layers()
+    exported = torch.export.export(model, (images(),)).module()
+    assert_equal_gradients(gradients(exported, exported, images()), by_operator(model, monkeypatch, images()))
 
 
 def test_a_compiled_backward_pass_leaves_the_packed_gradient_as_the_kernel_wrote_it():
@@ -217,13 +176,13 @@ def test_a_compiled_backward_pass_leaves_the_packed_gradient_as_the_kernel_wrote
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
-    model = vit()
+    model = of_four_layers()
     compiled = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
-    gradients(compiled, model)
+    gradients(compiled, model, images())
     _, backward = graphs
     nodes = [node for node in backward.graph.nodes if node.op == "call_function"]
     calls = [node for node in nodes if "packed_attention_backward" in str(node.target)]
     assert [node.args[1] is not None for node in calls] == [False, False, False, True]
     size = 2 * 17 * 3 * 32
     made = [n for n in nodes if isinstance(n.meta["val"], torch.Tensor) and n.meta["val"].numel() == size]
-    assert {str(node.target) for node in made} <= {"<built-in function getitem>", *VIEWS}
+    assert {str(node.target) for node in made} <= VIEWS
