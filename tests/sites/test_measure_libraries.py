@@ -230,7 +230,7 @@ def test_the_mask_of_a_decoder_is_told_by_its_path():
     assert table(measured(model, batch)) == table(measured(model, batch, part="decoder"))
     model.encoder_decoder = nn.ModuleDict({"encoder": hf_zoo.build("t5_encoder").encoder})
     parts = ("decoder", "encoder_decoder.encoder")
-    assert [sites.sides(model, part)["decoder"] for part in parts] == [True, False]
+    assert [sites.token_kind(model, part)["decoder"] for part in parts] == [True, False]
     model, batch = hf_zoo.build("opt"), hf_zoo.batch("opt")  # a decoder without an encoder has the usual mask
     assert table(measured(model, batch, part="decoder")) == table(measured(model, batch))
 

@@ -59,7 +59,7 @@ def metric_reader(
     check_prefix(prefix)
     names = _chosen("metric", available_metrics() if metrics == "all" else metrics, [*available_metrics(), "all"])
     taps = _chosen("tap", tap, TAPS)
-    if unread := sites.unread(target) if "block" in taps else []:
+    if unread := sites.modules_between(target) if "block" in taps else []:
         warnings.warn(
             f"not read, and not counted as layers: {', '.join(unread)}, between the blocks with attention but unlike "
             "them",
@@ -186,7 +186,7 @@ class MetricReader(Visitor):
 
     def describe_prefix(self, model: nn.Module, part: str | None) -> str:
         """Which special tokens were in or out of the metrics, told from the last batch."""
-        marked = self.samples.leaves_marked_out
+        marked = self.samples.excludes_special
         try:
             known = sites.special_tokens(model, part)
         except sites.NoSitesError:

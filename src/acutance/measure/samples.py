@@ -80,7 +80,7 @@ class TokenLayout:
     mask: Tensor | None = None  # (batch, tokens), True where a token counts; None where all do
     special_token_counts: tuple[int, int] = (0, 0)  # special tokens left out at the front and at the back
     documents: Documents | None = None  # None where every row is a sample
-    leaves_marked_out: bool = False  # whether tokens that the tokeniser marked as special do not count
+    excludes_special: bool = False  # whether tokens that the tokeniser marked as special do not count
     _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # by shape and device
 
     @classmethod
@@ -93,14 +93,10 @@ class TokenLayout:
         decoder: bool = False,
         images: bool = False,
     ) -> TokenLayout:
-        """Read the arguments a model is about to get.
+        """Read the arguments that `measure` feeds to a model.
 
-        Args:
-            batch: what `measure` feeds.
-            special_token_counts: how many tokens at the front and at the back do not count.
-            special: whether tokens marked as special by the tokeniser count.
-            decoder: whether the tokens are those of a decoder that has arguments of its own.
-            images: whether the tokens are an image's; other masks and positions are then those of a text beside it.
+        Tokens that the tokeniser marked count if `special`. A `decoder` may have masks of its own. Beside `images`,
+        other masks and positions are those of a text.
         """
         if not isinstance(batch, Mapping):
             return cls(None, special_token_counts)
@@ -111,13 +107,13 @@ class TokenLayout:
         decoder = decoder and any(str(name).startswith(("decoder_", "tgt")) for name in batch)  # OPT's has none
         documents = None if decoder else _packed(batch)
         padding = mask = _padding(batch, DECODER_PADDING if decoder else PADDING, is_packed=documents is not None)
-        leaves_marked_out = not special and not decoder and isinstance(batch.get(SPECIAL), Tensor)
-        if leaves_marked_out:
+        excludes_special = not special and not decoder and isinstance(batch.get(SPECIAL), Tensor)
+        if excludes_special:
             content = ~batch[SPECIAL].bool()
             mask = content if padding is None else padding & content
         mask = None if mask is None or bool(mask.all()) else mask
         # Models take restarting positions for packed documents only where no mask marks padding.
-        return cls(mask, special_token_counts, documents if padding is None else None, leaves_marked_out)
+        return cls(mask, special_token_counts, documents if padding is None else None, excludes_special)
 
     @cached_property
     def filled(self) -> NDArray[np.bool_] | None:
@@ -207,7 +203,7 @@ class TokenLayout:
 
 
 def refuse_single(batches: object) -> None:
-    """A batch by itself would be taken apart, its rows or names read as batches."""
+    """Refuse a batch in place of batches: its rows or names would be read as batches."""
     if isinstance(batches, (Tensor, Mapping)):
         what = f"a tensor {tuple(batches.shape)}" if isinstance(batches, Tensor) else f"a {type(batches).__name__}"
         raise AcutanceError(f"batches is {what}, which is one batch: write [batch], or pass a DataLoader")

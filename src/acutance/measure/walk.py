@@ -46,7 +46,7 @@ class Batch:
     def samples(self, prefix: str) -> TokenLayout:
         """With the special tokens `in` or `out`."""
         if prefix not in self._samples:
-            about = sites.sides(self.model, self.part) if isinstance(self.fed, Mapping) else {}
+            about = sites.token_kind(self.model, self.part) if isinstance(self.fed, Mapping) else {}
             skip = sites.special_tokens(self.model, self.part) if prefix == "out" else (0, 0)
             self._samples[prefix] = TokenLayout.of(self.fed, special_token_counts=skip, special=prefix == "in", **about)
         return self._samples[prefix]

@@ -3,19 +3,19 @@
 from acutance.errors import NoSitesError as NoSitesError
 from acutance.sites import anybody, own, timm, torch_nn, transformers
 from acutance.sites.lookup import LIBRARIES as LIBRARIES
+from acutance.sites.lookup import all_sites as all_sites
 from acutance.sites.lookup import blocks as blocks
 from acutance.sites.lookup import checking_blocks as checking_blocks
-from acutance.sites.lookup import everywhere as everywhere
 from acutance.sites.lookup import final_norm as final_norm
 from acutance.sites.lookup import find as find
 from acutance.sites.lookup import layers_of as layers_of
 from acutance.sites.lookup import mitigation_spec as mitigation_spec
+from acutance.sites.lookup import modules_between as modules_between
 from acutance.sites.lookup import part_of as part_of
 from acutance.sites.lookup import reading as reading
 from acutance.sites.lookup import record as record
-from acutance.sites.lookup import sides as sides
 from acutance.sites.lookup import special_tokens as special_tokens
-from acutance.sites.lookup import unread as unread
+from acutance.sites.lookup import token_kind as token_kind
 from acutance.sites.patched import PatchedSite as PatchedSite
 from acutance.sites.patched import Stack as Stack
 from acutance.sites.site import AttentionSite as AttentionSite

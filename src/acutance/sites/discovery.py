@@ -45,14 +45,10 @@ def is_norm(module: nn.Module) -> bool:
 def discover(
     block: nn.Module, attention: nn.Module, projection: nn.Module | None, dim: int, width: int
 ) -> Surroundings:
-    """Run the block on random tokens until the residual sum.
+    """Run the block on random tokens of `dim` channels until the residual sum.
 
-    Args:
-        block: the module that adds the attention branch to the residual stream.
-        attention: the attention inside it; the block itself if the attention is written into the block.
-        projection: the module of W_proj, if the block runs it after the attention; else None.
-        dim: channels of the residual stream.
-        width: channels that the attention returns.
+    `attention` is the block itself where it is written into the block. `projection` is the module of W_proj if the
+    block runs it after the attention, which returns `width` channels.
     """
     if attention is block and projection is None:
         return Surroundings(source=block, is_swapped=False, is_complete=True)

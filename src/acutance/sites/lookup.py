@@ -149,7 +149,7 @@ def _lists_of(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[list[
                 yield members
 
 
-def unread(model: nn.Module) -> list[str]:
+def modules_between(model: nn.Module) -> list[str]:
     """The paths of what stands between the blocks, learns something, and is neither a block nor a norm."""
     known, found = {block for _, block, _ in blocks(model)}, []
     for members in _lists_of(model, known):
@@ -185,11 +185,8 @@ def special_tokens(model: nn.Module, part: str | None = None) -> SpecialTokens:
 
 
 @cached
-def sides(model: nn.Module, part: str | None) -> dict[str, bool]:
-    """Which of the masks in a batch are about the part's tokens, as `TokenLayout.of` takes it.
-
-    A decoder, which its path names, has masks of its own; images have none where a text beside them has.
-    """
+def token_kind(model: nn.Module, part: str | None) -> dict[str, bool]:
+    """Whether the part's tokens are a decoder's, by its path, or an image's, as `TokenLayout.of` takes it."""
     _, block, _ = blocks(part_of(model, part))[0]
     names = re.findall("encoder|decoder", path_of(model, block))
     inputs = (getattr(model.get_submodule(path), "main_input_name", None) for path in outwards(part))
@@ -209,14 +206,14 @@ def final_norm(model: nn.Module) -> nn.Module:
     return _library(model).final_norm(model)
 
 
-def everywhere(model: nn.Module) -> dict[str, AttentionSite]:
+def all_sites(model: nn.Module) -> dict[str, AttentionSite]:
     """The sites of all stacks by the paths of their attention; none in a model whose attention is not known."""
     try:
         found = find(model)
     except NoSitesError:
         return {}
     except SeveralStacksError as error:
-        inside = [everywhere(model.get_submodule(part)) for part in error.parts if part]
+        inside = [all_sites(model.get_submodule(part)) for part in error.parts if part]
         found = [site for sites in inside for site in sites.values()]
     paths = {module: path for path, module in modules_of(model).items()}  # a site may have been found in a part before
     return {paths[site.attention]: site for site in found}

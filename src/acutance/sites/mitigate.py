@@ -103,7 +103,7 @@ def mitigate(
 
 def reinstate(model: nn.Module, record: Mapping[str, str]) -> None:
     """Put back what `sites.record` noted of a model into another one like it."""
-    found = sites.everywhere(model)
+    found = sites.all_sites(model)
     unknown = sorted(record.keys() - found.keys())
     if unknown:
         raise AcutanceError(

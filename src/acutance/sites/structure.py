@@ -161,7 +161,7 @@ def refuse_several_stacks(model: nn.Module, places: Iterable[Place], outside: Se
 
 
 def name_one(part: str) -> str:
-    """How to choose one of several parts, e.g. this."""
+    """Advice to choose one of several parts, e.g. this one."""
     return f"name one with part={part!r} (on the command line --part {part}), or pass that part of the model"
 
 
@@ -243,7 +243,7 @@ def norm_after(
 
 
 def refuse_other_rows(where: str, tokens: Tensor, rows: Container[int]) -> None:
-    """Structure does not say which axis is the batch: it must be as long as what was fed, and the only such one."""
+    """Refuse tokens whose first axis is not the batch that was fed, or is as long as the second."""
     shape = tuple(tokens.shape)
     if len(tokens) not in rows:
         raise ShapeError(
@@ -258,7 +258,7 @@ def refuse_other_rows(where: str, tokens: Tensor, rows: Container[int]) -> None:
 
 
 def check_model(model: object) -> None:
-    """A name is what the command line takes."""
+    """Refuse what is not a module, such as the name of a model."""
     if not isinstance(model, nn.Module):
         raise AcutanceError(
             f"a model is a torch.nn.Module, not {model!r}: load it first, for example by "
@@ -288,7 +288,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def refuse_sharded(model: nn.Module, reader: str) -> None:
-    """Who reads weights needs them whole."""
+    """Refuse a model whose weights FSDP has split: the reader needs them whole."""
     if is_sharded(model):
         raise AcutanceError(
             f"{reader} reads the weights, of which FSDP leaves each process a part: give it the model before it is "
@@ -298,7 +298,7 @@ def refuse_sharded(model: nn.Module, reader: str) -> None:
 
 @contextmanager
 def shards_put_back(model: nn.Module) -> Iterator[None]:
-    """FSDP2 frees gathered weights in the backward pass; after a reading, which has none, they would go stale."""
+    """Reshard afterwards: FSDP2 frees gathered weights in the backward pass only, so they would go stale."""
     try:
         yield
     finally:
