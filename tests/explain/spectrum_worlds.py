@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from acutance.attention import AttentionCall
+from acutance.attention.operator import AttentionOperator
 from acutance.mitigations.projection import Projection, Projections
 from acutance.models import ViT
 from acutance.sites import AttentionSite, Undo, find
@@ -84,6 +85,20 @@ def head_matrices(site: AttentionSite) -> list[np.ndarray]:
         projection[:, h * size : (h + 1) * size] @ value[h // group * size : (h // group + 1) * size]
         for h in range(site.heads)
     ]
+
+
+def layer_modes(site: AttentionSite, A: AttentionOperator) -> tuple[float, np.ndarray]:
+    """The largest |eigenvalue| of I + Σ_h H_h⊗A_h: on constant tokens, and per sample on tokens up to a constant.
+
+    This is the truth that `explain` counts by |1 + λμ|, with λ of the whole H and μ of each A_h.
+    """
+    H, tokens = head_matrices(site), A.shape[-1]
+    basis = np.linalg.qr(np.column_stack([np.ones(tokens), np.eye(tokens)[:, 1:]]))[0][:, 1:]  # zero mean
+    layers = [
+        sum(np.kron(h, basis.T @ a @ basis) for h, a in zip(H, sample, strict=True)) for sample in A.dense().numpy()
+    ]
+    constant, varying = (np.abs(1 + np.linalg.eigvals(M)).max(-1) for M in (sum(H), np.array(layers)))
+    return float(constant), varying
 
 
 def assert_same_eigenvalues(found: np.ndarray, H: np.ndarray, atol: float = 1e-7) -> None:
