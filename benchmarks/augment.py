@@ -5,23 +5,21 @@
 
 Each part is timed as it is used: parameters are drawn anew for every batch, on the device; 50,000 random images live
 there, and a random batch of them is taken. On the CPU a toy size is timed, and nothing is compiled unless --compile is
-given: it shows that the script runs. The variants take turns in every repetition; reported are median, smallest and
-largest images per second over the repetitions, and the median of the ratios to `normalise alone` within one.
-Results go to benchmarks/results, one CSV per device, versions and --label; a file of that name is rewritten.
+given: it shows that the script runs. Every variant is timed in pairs beside `normalise alone`. Results go to
+benchmarks/results, one CSV per device, versions and --label; a file of that name is rewritten.
 """
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 
 from acutance.lab.bench import results
-from acutance.lab.bench.timing import seconds_per_step
+from acutance.lab.bench.results import Row
+from acutance.lab.bench.timing import Candidate, Pace, Step, compare
 from acutance.lab.data.augment import DEIT_SMALL_IMAGES, Augment, AugmentConfig
 from acutance.lab.data.seeds import generator
 
@@ -31,7 +29,6 @@ CONFIGS = {
     "all but RandAugment": replace(DEIT_SMALL_IMAGES, rand_layers=0),
     "DeiT": DEIT_SMALL_IMAGES,
 }
-Step = Callable[[], Any]
 
 
 def batch_maker(config: AugmentConfig, compiled: bool, arguments: argparse.Namespace) -> Step:
@@ -51,38 +48,20 @@ def batch_maker(config: AugmentConfig, compiled: bool, arguments: argparse.Names
     return make
 
 
-def images_per_second(make: Step, steps: int, arguments: argparse.Namespace) -> float:
-    return float(arguments.batch / seconds_per_step(make, steps, arguments.device))
-
-
-def benchmark(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    variants = [(name, compiled) for compiled in ((False, True) if arguments.compile else (False,)) for name in CONFIGS]
-    makers = {}
-    for name, compiled in variants:
-        makers[name, compiled] = batch_maker(CONFIGS[name], compiled, arguments)
-        start = time.perf_counter()
-        images_per_second(makers[name, compiled], 2, arguments)
-        print(f"{name}, {'compiled' if compiled else 'eager'}: ready after {time.perf_counter() - start:.0f} s")
-    speeds: dict[tuple[str, bool], list[float]] = {variant: [] for variant in variants}
-    for _ in range(arguments.repetitions):
-        for variant, make in makers.items():
-            speeds[variant].append(images_per_second(make, arguments.steps, arguments))
-    return [row(variant, speeds) for variant in variants]
-
-
-def row(variant: tuple[str, bool], speeds: dict[tuple[str, bool], list[float]]) -> dict[str, Any]:
-    name, compiled = variant
-    found, baseline = speeds[variant], speeds["normalise alone", compiled]
-    ratios = [mine / plain for mine, plain in zip(found, baseline, strict=True)]
-    return {
-        "variant": name,
-        "compiled": compiled,
-        "images_per_second": round(statistics.median(found)),
-        "smallest": round(min(found)),
-        "largest": round(max(found)),
-        "ratio": f"{statistics.median(ratios):.4f}",
-        "repetitions": len(found),
-    }
+def benchmark(arguments: argparse.Namespace) -> list[Row]:
+    """Each mode by itself, beside `normalise alone`."""
+    pace, found = Pace(arguments.repetitions, arguments.steps, warm_up=2, refresh=0), []
+    for compiled in (False, True) if arguments.compile else (False,):
+        mode = "compiled" if compiled else "eager"
+        candidates = [
+            Candidate(name, partial(batch_maker, config, compiled, arguments), mode, name == "normalise alone")
+            for name, config in CONFIGS.items()
+        ]
+        *_, rows = compare(candidates, pace, arguments.device)
+        for row in (row for row in rows if "ms" in row):
+            row["images_per_second"] = round(1e3 * arguments.batch / float(row["ms"]))
+        found += rows
+    return found
 
 
 def parse() -> argparse.Namespace:
@@ -105,8 +84,7 @@ def main() -> None:
     arguments = parse()
     torch.manual_seed(0)
     rows = benchmark(arguments)
-    for found in rows:
-        print(" ".join(f"{key}={value}" for key, value in found.items()))
+    results.show(rows, "variant", "mode", "images_per_second", "ratio", "ratio_q1", "ratio_q3", "note")
     shared = {"batch": arguments.batch, "steps": arguments.steps}
     where = arguments.results, arguments.device, "uint8", arguments.label
     print(results.script_rows("augment", rows, *where, **shared))

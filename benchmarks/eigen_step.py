@@ -79,13 +79,6 @@ def write(rows: list[Row], arguments: argparse.Namespace) -> Path:
     return results.script_rows("eigen_step", rows, *where, mode, arguments.label, **shared)
 
 
-def show(rows: list[Row]) -> None:
-    print(f"{'variant':<36}{'ms':>9}{'ratio':>9}   quartiles          smallest and largest")
-    for result in (row for row in rows if "ms" in row):
-        within = f"{result['ratio_q1']} to {result['ratio_q3']}   {result['ratio_min']} to {result['ratio_max']}"
-        print(f"{result['variant']:<36}{result['ms']:>9}{result['ratio']:>9}   {within}")
-
-
 def main() -> None:
     parser = results.script_parser(__doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of autocast; bfloat16 on CUDA")
@@ -107,7 +100,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high" if arguments.tf32 else "highest")
     for rows in benchmark(arguments):
         path = write(rows, arguments)
-    show(rows)
+    results.show(rows, "variant", "ms", "ratio", "ratio_q1", "ratio_q3", "note")
     print(f"written to {path}", file=sys.stderr)
 
 

@@ -4,18 +4,16 @@
     python benchmarks/long_kernels.py --only forward --repetitions 9
 
 On CUDA: 16,384 tokens in all, 16 heads 64 wide, bfloat16, causal, at 2048 and 8192 tokens, and once with 4 heads of
-keys and values; then heads of other widths with the tables' tiles alone. Candidates take turns, another one first in
-every repetition, forward and backward on their own. SDPA gets q, k and v as the projection leaves them (views), its
-back-ends one by one, plain and with λ (v⁰ − v) added as PyTorch would; its backward pass ends in the gradients of q, k
-and v, not yet side by side. Counted are the FLOPs of attention alone, half of them as it is causal, and 2.5 times as
-many backward. Ratios are taken to the first row of a part, SDPA's flash attention. On the CPU a toy size runs in
-Triton's interpreter (TRITON_INTERPRET=1), which shows that the script runs, not what anything costs.
-Results go to benchmarks/results, one CSV per device, dtype and versions.
+keys and values; then heads of other widths with the tables' tiles alone. Every candidate is timed in pairs beside
+SDPA's flash attention, forward and backward on their own. SDPA gets q, k and v as the projection leaves them (views),
+its back-ends one by one, plain and with λ (v⁰ − v) added as PyTorch would; its backward pass ends in the gradients of
+q, k and v, not yet side by side. Counted are the FLOPs of attention alone, half of them as it is causal, and 2.5 times
+as many backward. On the CPU a toy size runs in Triton's interpreter (TRITON_INTERPRET=1), which shows that the script
+runs, not what anything costs. Results go to benchmarks/results, one CSV per device, dtype and versions.
 """
 
-import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -28,10 +26,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from acutance.attention.kernels import long_backward, long_forward
 from acutance.attention.kernels.long_tiles import Tile
-from acutance.errors import first_line
 from acutance.lab.bench import results
 from acutance.lab.bench.results import Row
-from acutance.lab.bench.timing import Step, seconds_per_step, spread
+from acutance.lab.bench.timing import Candidate, Pace, Step, compare
 
 STRENGTH = 0.6
 BACKENDS = {
@@ -179,85 +176,50 @@ def name_of(kernel: str, tile: Tile) -> str:
     return f"{kernel} " + " ".join(str(size) for size in tile if size is not None)
 
 
-def forward_steps(inputs: Inputs, tiles: Tiles) -> Iterator[tuple[str, Step]]:
+def forward_steps(inputs: Inputs, tiles: Tiles) -> Iterator[tuple[str, Callable[[], Step]]]:
     leaves = [leaf.detach() for leaf in inputs.leaves()]
     for backend, corrected in product(BACKENDS, (False, True)):
-        name = f"SDPA {backend}{' + correction' * corrected}"
-        yield name, partial(inputs.theirs, leaves, BACKENDS[backend], corrected)
+        step = partial(inputs.theirs, leaves, BACKENDS[backend], corrected)
+        yield f"SDPA {backend}{' + correction' * corrected}", partial(itself, step)
     for tile in tiles.forward:
-        yield name_of("ours", tile), partial(inputs.ours, tile)
+        yield name_of("ours", tile), partial(itself, partial(inputs.ours, tile))
 
 
-def backward_steps(inputs: Inputs, tiles: Tiles) -> Iterator[tuple[str, Step]]:
+def backward_steps(inputs: Inputs, tiles: Tiles) -> Iterator[tuple[str, Callable[[], Step]]]:
     """SDPA's whole backward pass; ours; ours with one of its two kernels cut in another way."""
     for backend, corrected in product(BACKENDS, (False, True)):
-        yield f"SDPA {backend}{' + correction' * corrected}", TheirBackward(inputs, BACKENDS[backend], corrected)
+        make = partial(their_backward, inputs, BACKENDS[backend], corrected)
+        yield f"SDPA {backend}{' + correction' * corrected}", make
     out, log_sums = inputs.ours(tiles.forward[0])
     given = {"grad": inputs.grad, "later": None, "qkv": inputs.qkv, "first": inputs.first}
     ours = partial(long_backward.backward, **given, out=out, log_sums=log_sums, **inputs.options())
     queries, keys = tiles.over_queries[0], tiles.over_keys[0]
     both = f"{name_of('ours, over queries', queries)}, {name_of('over keys', keys)}"
-    yield both, partial(ours, query_tile=queries, key_tile=keys)
+    yield both, partial(itself, partial(ours, query_tile=queries, key_tile=keys))
     for tile in tiles.over_queries[1:]:
-        yield name_of("ours, over queries", tile), partial(ours, query_tile=tile, key_tile=keys)
+        yield name_of("ours, over queries", tile), partial(itself, partial(ours, query_tile=tile, key_tile=keys))
     for tile in tiles.over_keys[1:]:
-        yield name_of("ours, over keys", tile), partial(ours, query_tile=queries, key_tile=tile)
+        yield name_of("ours, over keys", tile), partial(itself, partial(ours, query_tile=queries, key_tile=tile))
 
 
-class TheirBackward:
-    """SDPA's backward pass; the forward pass runs at the first call, where it may fail."""
-
-    def __init__(self, inputs: Inputs, backend: SDPBackend, corrected: bool):
-        self.inputs, self.leaves = inputs, inputs.leaves()
-        self.forward = partial(inputs.theirs, self.leaves, backend, corrected)
-        self.u: Tensor | None = None
-
-    def __call__(self) -> object:
-        if self.u is None:
-            self.u = self.forward()
-        return torch.autograd.grad(self.u, self.leaves, self.inputs.grad, retain_graph=True)
+def itself(step: Step) -> Step:
+    """What needs no making."""
+    return step
 
 
-def timed(candidates: Iterator[tuple[str, Step]], flops: float, repetitions: int, device: str) -> list[Row]:
-    """Medians over repetitions in which the candidates take turns; one that cannot run says why."""
-    steps: dict[str, Step] = {}
-    failed: list[Row] = []
-    for name, step in candidates:
-        try:
-            seconds_per_step(step, 2, device)  # compiles
-            steps[name] = step
-        except Exception as error:
-            failed.append({"variant": name, "note": f"left out: {first_line(error)}"})
-            print(f"{name}: left out: {first_line(error)}", file=sys.stderr)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for repetition in range(repetitions):
-        for name in turned(list(steps), repetition, repetitions):
-            seconds[name].append(seconds_per_step(steps[name], 5 if device == "cuda" else 1, device))
-    base = statistics.median(next(iter(seconds.values())))
-    return [row_of(name, found, base, flops) for name, found in seconds.items()] + failed
+def their_backward(inputs: Inputs, backend: SDPBackend, corrected: bool) -> Step:
+    leaves = inputs.leaves()
+    u = inputs.theirs(leaves, backend, corrected)
+    return lambda: torch.autograd.grad(u, leaves, inputs.grad, retain_graph=True)
 
 
-def turned(names: list[str], repetition: int, repetitions: int) -> list[str]:
-    """Another one is first in every repetition: what runs behind a slow one may take a tenth longer."""
-    first = repetition * len(names) // repetitions
-    return names[first:] + names[:first]
-
-
-def row_of(name: str, seconds: list[float], base: float, flops: float) -> Row:
-    median = statistics.median(seconds)
-    return {
-        "variant": name,
-        **spread("ms", [1e3 * second for second in seconds], ".4f"),
-        "tflops": f"{flops / median / 1e12:.1f}",
-        "ratio": f"{median / base:.4f}",
-        "timings": len(seconds),
-    }
-
-
-def show(part: str, shape: Shape, rows: list[Row]) -> None:
-    print(f"\n{part}, {shape}\n{'variant':<42}{'ms':>10}{'TFLOP/s':>10}{'ratio':>9}")
+def rows_of(steps: Iterator[tuple[str, Callable[[], Step]]], flops: float, pace: Pace, device: str) -> list[Row]:
+    """Each beside SDPA's flash attention; one that cannot run says why."""
+    candidates = [Candidate(name, make, baseline=name == "SDPA flash", static=True) for name, make in steps]
+    *_, rows = compare(candidates, pace, device)
     for row in (row for row in rows if "ms" in row):
-        print(f"{row['variant']:<42}{row['ms']:>10}{row['tflops']:>10}{row['ratio']:>9}", flush=True)
+        row["tflops"] = f"{flops / float(row['ms']) / 1e9:.1f}"
+    return rows
 
 
 def main() -> None:
@@ -267,14 +229,16 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5 if on_gpu else 1)
     arguments = parser.parse_args()
     device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
+    pace = Pace(arguments.repetitions, steps=5 if on_gpu else 1, warm_up=2, refresh=1 if on_gpu else 0)
     rows: list[Row] = []
     for shape, tiles in CASES if on_gpu else TOY:
         inputs = Inputs.random(shape, device, getattr(torch, dtype))
         parts = {"forward": (forward_steps, shape.flops()), "backward": (backward_steps, 2.5 * shape.flops())}
         for part, (candidates, flops) in parts.items():
             if arguments.only in (None, part):
-                found = timed(candidates(inputs, tiles), flops, arguments.repetitions, device)
-                show(part, shape, found)
+                found = rows_of(candidates(inputs, tiles), flops, pace, device)
+                print(f"\n{part}, {shape}")
+                results.show(found, "variant", "ms", "tflops", "ratio", "note")
                 rows += [{"part": part, **shape._asdict(), **row} for row in found]
                 path = results.script_rows("long_kernels", rows, arguments.results, device, dtype)
     print(f"written to {path}", file=sys.stderr)

@@ -179,14 +179,6 @@ def rows_of(part: str, shape: Shape, inputs: Inputs, pace: Pace, ceilings: Ceili
     return [{"part": part, **shape._asdict(), **row, **ceilings.columns()} for row in rows]
 
 
-def show(rows: list[Row]) -> None:
-    print(f"\n{rows[0]['part']}, {rows[0]['tokens']} tokens")
-    print(f"{'variant':<40}{'ms':>9}{'ratio':>9}{'÷ floor':>9}{'GB/s':>7}")
-    for row in (row for row in rows if "ms" in row):
-        figures = f"{row['ms']:>9}{row['ratio']:>9}{row['times_floor']:>9}{row['gb_per_second']:>7}"
-        print(f"{row['variant']:<40}{figures}", flush=True)
-
-
 def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser = results.script_parser(__doc__, device=False)
@@ -203,7 +195,7 @@ def main() -> None:
         parts = PARTS if shape is not SHAPES[-1] else PARTS[:2]
         for part in (part for part in parts if arguments.only in (None, part)):
             found = rows_of(part, shape, inputs, pace, ceilings)
-            show(found)
+            results.show(found, "part", "tokens", "variant", "ms", "ratio", "times_floor", "gb_per_second", "note")
             rows += found
             path = results.script_rows("mlp", rows, arguments.results, device, name)
     print(f"written to {path}", file=sys.stderr)

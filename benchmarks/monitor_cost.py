@@ -20,15 +20,15 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
+from torch.nn import functional as F
 
 import acutance as ac
 from acutance.lab.bench import results
 from acutance.lab.bench.results import Row
-from acutance.lab.bench.timing import Step, seconds_per_step, spread
+from acutance.lab.bench.settings import training_step
+from acutance.lab.bench.timing import Step, repeat, seconds_per_step, spread
 from acutance.measure import DEFAULT_METRICS
 from acutance.measure.monitor import CHEAP_METRICS, INTERVAL
 from acutance.models import ViT, deit_tiny
@@ -54,36 +54,16 @@ VARIANTS = {
 }
 
 
-class Training:
-    """Forward, backward and optimiser on fixed random data."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        torch.manual_seed(0)
-        self.device, self.dtype = arguments.device, getattr(torch, arguments.dtype)
-        self.model = (deit_tiny() if self.device == "cuda" else ViT(**TOY)).to(self.device)
-        self.images = self.noise(arguments.batch)
-        self.labels = torch.randint(self.model.config.num_classes, (arguments.batch,), device=self.device)
-        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=self.device == "cuda")
-        self.run: Any = torch.compile(self.model, dynamic=False) if arguments.compile else self.model
-        self.loss_of = nn.CrossEntropyLoss()
-
-    def noise(self, samples: int) -> torch.Tensor:
-        size = self.model.config.image_size
-        return torch.randn(samples, 3, size, size, device=self.device)
-
-    def step(self) -> None:
-        self.optimiser.zero_grad(set_to_none=True)
-        with torch.autocast(self.device, dtype=self.dtype, enabled=self.dtype != torch.float32):
-            loss = self.loss_of(self.run(self.images), self.labels)
-        loss.backward()
-        self.optimiser.step()
+def noise(model: ViT, samples: int, device: str) -> torch.Tensor:
+    size = model.config.image_size
+    return torch.randn(samples, 3, size, size, device=device)
 
 
-def watched_by(name: str, training: Training, arguments: argparse.Namespace, folder: Path) -> ac.Monitor:
+def watched_by(name: str, model: ViT, arguments: argparse.Namespace, folder: Path) -> ac.Monitor:
     chosen = VARIANTS[name]
     return ac.Monitor(
-        training.model,
-        training.noise(arguments.batch if chosen.whole_batch else arguments.probe),
+        model,
+        noise(model, arguments.batch if chosen.whole_batch else arguments.probe, arguments.device),
         metrics=chosen.metrics,
         tap=chosen.tap,
         autocast=chosen.autocast,
@@ -94,16 +74,20 @@ def watched_by(name: str, training: Training, arguments: argparse.Namespace, fol
 
 
 def benchmark(arguments: argparse.Namespace, folder: Path) -> list[Row]:
-    training = Training(arguments)
-    monitors = {name: watched_by(name, training, arguments, folder) for name in arguments.variants}
+    torch.manual_seed(0)
+    device, mode, dtype = arguments.device, "default" if arguments.compile else "eager", getattr(torch, arguments.dtype)
+    model = (deit_tiny() if device == "cuda" else ViT(**TOY)).to(device)
+    images = noise(model, arguments.batch, device)
+    labels = torch.randint(model.config.num_classes, (arguments.batch,), device=device)
+    train = training_step(model, [images], lambda scores: F.cross_entropy(scores, labels), mode=mode, dtype=dtype)
+    monitors = {name: watched_by(name, model, arguments, folder) for name in arguments.variants}
 
     def steps(after: Step = lambda: None) -> None:
         for _ in range(arguments.every):
-            training.step()
+            train()
             after()
 
-    for _ in range(arguments.warm_up):
-        training.step()
+    repeat(train, arguments.warm_up)
     for monitor in monitors.values():
         monitor.record()  # what only the first reading pays
     segments: dict[str, Step] = {"without": steps}
@@ -142,16 +126,6 @@ def row(
     }
 
 
-def show(rows: list[Row]) -> None:
-    print(f"{'variant':<14}{'probe':>6}{'reading':>12}{'in steps':>10}{'share':>9}{'ratio':>9}   over the repetitions")
-    for result in rows:
-        print(
-            f"{result['variant']:<14}{result['probe']:>6}{result['reading_ms']:>9} ms{result['reading_in_steps']:>10}"
-            f"{result['share_percent']:>7} %{result['ratio']:>9}   {result['ratio_min']} to {result['ratio_max']}; "
-            f"below 2 % from every={result['every_for_2_percent']} on"
-        )
-
-
 def main() -> None:
     parser = results.script_parser(__doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of training's autocast; bfloat16 on CUDA")
@@ -173,7 +147,8 @@ def main() -> None:
     arguments.compile = on_gpu if arguments.compile is None else arguments.compile
     with tempfile.TemporaryDirectory() as folder:
         rows = benchmark(arguments, Path(folder))
-    show(rows)
+    shown = ("variant", "probe", "reading_ms", "reading_in_steps", "share_percent", "ratio", "every_for_2_percent")
+    results.show(rows, *shown)
     shared = {name: getattr(arguments, name) for name in ("batch", "every", "repetitions")}
     where = arguments.results, arguments.device, arguments.dtype
     path = results.script_rows("monitor_cost", rows, *where, **shared, compiled=arguments.compile)

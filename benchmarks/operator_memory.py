@@ -122,43 +122,25 @@ def growth(rows: list[Cell], operation: str) -> float | None:
     return slope
 
 
-def share_of_matrix(row: Cell) -> float | None:
-    return None if row["peak_mib"] is None else row["peak_mib"] / row["matrix_mib"]
-
-
-def number(value: float | None, style: str) -> str:
-    """Formatted; nothing for what was not measured."""
-    return "" if value is None else f"{value:{style}}"
-
-
 def write(rows: list[Cell], arguments: argparse.Namespace) -> Path:
-    table = [
-        {
-            "tokens": row["tokens"],
-            "op": row["op"],
-            "peak_mib": number(row["peak_mib"], ".2f"),
-            "peak_to_matrix": number(share_of_matrix(row), ".5f"),
-            "matrix_mib": f"{row['matrix_mib']:.0f}",
-            "seconds": number(row["seconds"], ".3f"),
-            "note": row["note"],
-        }
-        for row in rows
-    ]
+    table = []
+    for row in rows:
+        peak, seconds = row["peak_mib"], row["seconds"]  # None where it did not finish
+        table.append(
+            {
+                "tokens": row["tokens"],
+                "op": row["op"],
+                "peak_mib": "" if peak is None else f"{peak:.2f}",
+                "peak_to_matrix": "" if peak is None else f"{peak / row['matrix_mib']:.5f}",
+                "matrix_mib": f"{row['matrix_mib']:.0f}",
+                "seconds": "" if seconds is None else f"{seconds:.3f}",
+                "note": row["note"],
+            }
+        )
+    results.show(table, *table[0])
     where = arguments.results, arguments.device, arguments.dtype
     heads = HEADS[arguments.device]
     return results.script_rows("operator_memory", table, *where, toy=False, heads=heads, width=WIDTH)
-
-
-def show(rows: list[Cell]) -> None:
-    print(f"{'op':<18}{'tokens':>8}{'peak MiB':>12}{'of matrix':>11}{'seconds':>10}")
-    for operation in OPERATIONS:
-        for row in (row for row in rows if row["op"] == operation):
-            peak, seconds = number(row["peak_mib"], ".1f"), number(row["seconds"], ".2f")
-            share = number(share_of_matrix(row), ".2%")
-            print(f"{operation:<18}{row['tokens']:>8}{peak:>12}{share:>11}{seconds:>10}  {row['note']}".rstrip())
-        slope = growth(rows, operation)
-        if slope is not None:
-            print(f"{'':<18}memory grows as tokens^{slope:.2f}")
 
 
 def main() -> None:
@@ -174,7 +156,9 @@ def main() -> None:
         print(json.dumps(measure(arguments.cell, arguments.tokens[0], arguments.device, arguments.dtype)))
         return
     rows = benchmark(arguments)
-    show(rows)
+    for operation in arguments.operations:
+        if (slope := growth(rows, operation)) is not None:
+            print(f"{operation}: memory grows as tokens^{slope:.2f}")
     print(f"written to {write(rows, arguments)}", file=sys.stderr)
 
 

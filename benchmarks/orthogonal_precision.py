@@ -415,22 +415,6 @@ def summary(variant: str, state: str, of_seeds: list[dict[str, Tensor]]) -> Row:
     return row
 
 
-def show(rows: list[Row]) -> None:
-    print(f"{'variant':<40}{'Θ':<15}{'condition':>10}{'V':>10}{'VᵀV':>10}{'gradient':>10}   products (b: bfloat16)")
-    for variant in (variant.name for variant in VARIANTS):
-        for row in (row for row in rows if row["variant"] == variant):
-            worst = "".join(
-                f"{row[f'{name}_worst']:>10}" for name in ("condition", "value", "orthogonality", "gradient")
-            )
-            print(f"{variant:<40}{row['state']:<15}{worst}   {products(row, 'forward')}, {products(row, 'backward')}")
-
-
-def products(row: Row, direction: str) -> str:
-    """So many in bfloat16, so many in float32, so many library calls that are none."""
-    narrow, wide, library = (row[f"{kind}_{direction}"] for kind in ("bfloat16", "products", "library"))
-    return " + ".join([f"{narrow}b"] * bool(narrow) + [str(wide)] + [f"{library} library"] * bool(library))
-
-
 def main() -> None:
     parser = results.script_parser(__doc__, device=False)
     parser.add_argument("--dim", type=int, default=192)
@@ -439,7 +423,9 @@ def main() -> None:
     parser.add_argument("--conditions", type=float, nargs="*", default=CONDITIONS)
     arguments = parser.parse_args()
     rows = benchmark(arguments)
-    show(rows)
+    worst = (f"{name}_worst" for name in ("condition", "value", "orthogonality", "gradient"))
+    counted = (f"{kind}_{way}" for way in ("forward", "backward") for kind in ("bfloat16", "products", "library"))
+    results.show(rows, "variant", "state", *worst, *counted)
     shared = {"dim": arguments.dim, "batch": arguments.batch, "seeds": arguments.seeds}
     where = arguments.results, "cpu", "float32"
     print(results.script_rows("orthogonal_precision", rows, *where, toy=False, **shared), file=sys.stderr)

@@ -4,7 +4,6 @@ import csv
 import os
 import runpy
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,18 +19,6 @@ def test_every_tile_is_timed_once_and_that_of_the_table_first() -> None:
     for tiles, table in zip(script["TILES"], tables, strict=True):
         assert tiles[0] == table[2, 64]
         assert len(set(tiles)) == len(tiles)
-
-
-def test_another_one_is_first_in_every_repetition() -> None:
-    called: list[str] = []
-    names = list("abcdefg")
-    steps = ((name, partial(called.append, name)) for name in names)
-    rows = runpy.run_path(str(SCRIPT))["timed"](steps, 1.0, 3, "cpu")
-    timed = called[-3 * len(names) :]  # behind those calls that compile
-    orders = [timed[first : first + len(names)] for first in range(0, len(timed), len(names))]
-    assert [order[0] for order in orders] == ["a", "c", "e"]
-    assert all(sorted(order) == names for order in orders)
-    assert [row["variant"] for row in rows] == names
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")

@@ -62,6 +62,14 @@ def script_rows(
     return write_rows(folder / file_name(stem, device, dtype, *labels), rows, shared)
 
 
+def show(rows: Sequence[Row], *columns: str) -> None:
+    """Print these columns of a script's rows, aligned."""
+    table = [columns, *(tuple(str(row.get(name, "")) for name in columns) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(), flush=True)
+
+
 def file_name(stem: str, device: str, dtype: str, *labels: str) -> str:
     """All of a file's name, so that none needs to be given one by hand: device, dtype, versions, labels."""
     on_gpu = torch.device(device).type == "cuda"
