@@ -1,4 +1,10 @@
-"""Mitigations of over-smoothing: one paper, one file, one class."""
+"""Mitigations of over-smoothing: one paper, one file, one class.
+
+Every file of this folder is imported, so a new one needs `@register` and nothing else. None of them knows models.
+"""
+
+import pkgutil
+from importlib import import_module
 
 from acutance.mitigations.attnscale import AttnScale
 from acutance.mitigations.base import REGISTRY, Combined, LayerShape, Mitigation, UnknownShape, Weights, register
@@ -24,3 +30,6 @@ __all__ = [
     "register",
     "weights_together",
 ]
+
+for _file in pkgutil.iter_modules(__path__):
+    import_module(f"{__name__}.{_file.name}")

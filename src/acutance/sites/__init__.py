@@ -1,7 +1,12 @@
-"""Where attention lives in a model: one file per library."""
+"""Where attention lives in a model: one file per library, each with a `LIBRARY`.
+
+A site makes an `AttentionCall` of what its model does. No formula of a metric or a mitigation stands here.
+"""
+
+import pkgutil
+from importlib import import_module
 
 from acutance.errors import NoSitesError as NoSitesError
-from acutance.sites import anybody, own, timm, torch_nn, transformers
 from acutance.sites.lookup import LIBRARIES as LIBRARIES
 from acutance.sites.lookup import all_sites as all_sites
 from acutance.sites.lookup import blocks as blocks
@@ -27,4 +32,5 @@ from acutance.sites.structure import cached_lookup as cached_lookup
 from acutance.sites.structure import tokens_in as tokens_in
 from acutance.sites.structure import tokens_out as tokens_out
 
-LIBRARIES += [transformers.LIBRARY, own.LIBRARY, timm.LIBRARY, torch_nn.LIBRARY, anybody.LIBRARY]
+_FILES = [import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__)]
+LIBRARIES += sorted((file.LIBRARY for file in _FILES if hasattr(file, "LIBRARY")), key=lambda one: one.generality)

@@ -115,6 +115,7 @@ def _is_called_so(name: str, module: nn.Module) -> bool:
 
 LIBRARY = Library(
     name="any model whose blocks are a list",
+    generality=3,
     layers=_layers,
     site=AnybodySite,
     final_norm=lambda model: norm_after(model, _layers(model)[-1].attention),

@@ -182,4 +182,5 @@ class Library:
     final_norm: Callable[[nn.Module], nn.Module]
     special_tokens: Callable[[nn.Module], SpecialTokens] = lambda model: SpecialTokens()  # before and after the content
     reading: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()  # around a reading
+    generality: int = 0  # libraries that know models by their parts are asked after those that know their own models
     is_watched: Callable[[nn.Module], bool] = lambda model: False  # whether its blocks may be no residual stream

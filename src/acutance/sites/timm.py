@@ -141,6 +141,7 @@ def _special_tokens(model: nn.Module) -> SpecialTokens:
 
 LIBRARY = Library(
     name="timm",
+    generality=1,
     layers=_layers,
     site=TimmSite,
     final_norm=lambda model: norm_after(model, _layers(model)[-1].attention),

@@ -319,6 +319,7 @@ def _without_fast_path(_model: nn.Module) -> Iterator[None]:
 
 LIBRARY = Library(
     name="torch.nn",
+    generality=2,
     layers=_layers,
     site=MultiheadSite,
     final_norm=_final_norm,

@@ -1,24 +1,25 @@
 """Recipes: one function each, whose docstring says what to expect, at what cost, and by which command.
 
-The first line of the docstring is what `acutance train --list` shows.
+Every public function of a file in this folder is one. `acutance train --list` shows the first line of its docstring.
 """
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 from difflib import get_close_matches
+from importlib import import_module
+from inspect import isfunction
 
 from acutance.errors import AcutanceError
-from acutance.lab.recipes.imagenet import deit_small, deit_tiny, deit_tiny_adapt, deit_tiny_symmetric
-from acutance.lab.recipes.language import wikitext2, wikitext103
-from acutance.lab.recipes.segmentation import ade20k, camvid
-from acutance.lab.recipes.small_images import cifar10, cifar10_kernel, cifar100, digits, fashion_mnist
 from acutance.lab.train.config import Config
 
-IMAGENET = (deit_small, deit_tiny, deit_tiny_adapt, deit_tiny_symmetric)
-SMALL_IMAGES = (cifar10, cifar100, cifar10_kernel, digits, fashion_mnist)
+_FILES = [import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__)]
 RECIPES: dict[str, Callable[[], Config]] = {
-    recipe.__name__: recipe for recipe in (*IMAGENET, *SMALL_IMAGES, ade20k, camvid, wikitext2, wikitext103)
+    name: found
+    for file in _FILES
+    for name, found in vars(file).items()
+    if isfunction(found) and found.__module__ == file.__name__ and not name.startswith("_")
 }
 
 
