@@ -289,22 +289,19 @@ def _copy_probe(probe: Any) -> Any:
 @contextmanager
 def own_randomness(seed: int = 0) -> Iterator[None]:
     """Seed all global generators, so that what is drawn is the same each time; restore their states afterwards."""
-    cuda = torch.cuda.is_initialized()
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 # the global one
-    devices = torch.cuda.get_rng_state_all() if cuda else []
-    try:
-        random.seed(seed)
-        np.random.seed(seed)  # noqa: NPY002
-        torch.default_generator.manual_seed(seed)
-        if cuda:
-            torch.cuda.manual_seed_all(seed)
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-        torch.set_rng_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(devices)
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 # the global one
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices):
+        try:
+            random.seed(seed)
+            np.random.seed(seed)  # noqa: NPY002
+            torch.default_generator.manual_seed(seed)
+            if devices:
+                torch.cuda.manual_seed_all(seed)
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
 
 
 @contextmanager
