@@ -6,7 +6,6 @@ import pytest
 import torch
 from plain_timm import plain_formulas
 from timm_zoo import FLAT, FUSED, MERGED, MIXED_HEADS, SHIFTED, assert_same, create, gradients, images
-from torch import nn
 
 import acutance as ac
 from acutance.errors import AcutanceError
@@ -165,21 +164,6 @@ def test_timms_own_checkpointing(name):
     check_parity(model, WITHOUT_OPERATOR)
     losses = [loss_of(model(images(seed))) for seed in (2, 7)]  # two forward passes before the backward
     assert_same(gradients(model, losses[0] + losses[1]), both)
-
-
-def test_blocks_of_timm_in_a_model_of_ones_own():
-    class Mine(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.vit = create("vit_tiny_patch16_224")
-            self.head = nn.Linear(5, 2, dtype=torch.float64)
-
-        def forward(self, x):
-            return self.head(self.vit(x))
-
-    model = Mine()
-    mitigated(model, ALL_THREE)
-    check_parity(model, ALL_THREE)
 
 
 @pytest.mark.parametrize("fused", FUSED.values(), ids=FUSED)

@@ -178,7 +178,7 @@ class Intercept(TorchFunctionMode):
     def _einsum(self, known: _Map, labels: tuple[str, str, str], place: int, value: Tensor) -> Tensor:
         """As a product of (…, rows, keys) and (…, keys, width): the equation says which axis is which."""
         mine, other, out = labels[place], labels[1 - place], labels[2]
-        width = next(label for label in other if label not in mine)
+        (width,) = set(other) - set(mine)
         v = value.permute([other.index(label) for label in mine[:-2] + mine[-1] + width])
         u = self._attend(_written(self.x, known, torch.matmul, v))
         return u.permute([(mine[:-1] + width).index(label) for label in out])
