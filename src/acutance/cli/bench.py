@@ -5,19 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from acutance.cli.options import Device, console, say, stoppable
+from acutance.cli.options import Device, console, option, say, stoppable
 
 
 def bench(
-    only: Annotated[str | None, typer.Option(help="Some groups, with commas between; all by default.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Four repetitions with half of the steps.")] = False,
+    only: Annotated[str | None, option("Some groups, with commas between; all by default.")] = None,
+    quick: Annotated[bool, option("Four repetitions with half of the steps.", "--quick")] = False,
     max_autotune: Annotated[
-        bool,
-        typer.Option("--max-autotune", help="In steps, try the baseline in this mode too; it compiles for minutes."),
+        bool, option("In steps, also this mode of the baseline; minutes.", "--max-autotune")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Where the CSV files go.")] = Path("acutance-bench"),
+    out: Annotated[Path, option("Where the CSV files go.")] = Path("acutance-bench"),
     device: Device = "auto",
 ) -> None:
     """Time the library on your own GPU, and write CSV files named by GPU, dtype and versions.

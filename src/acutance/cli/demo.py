@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from acutance.cli.options import console, stoppable
+from acutance.cli.options import console, option, stoppable
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Where checkpoints, profiles and the page go.")] = Path("acutance-demo"),
-    seeds: Annotated[int, typer.Option(min=1, help="Runs per variant; with 2 or more, mean ± spread.")] = 1,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Train for fewer or more epochs than the default.")] = None,
+    out: Annotated[Path, option("Where checkpoints, profiles and the page go.")] = Path("acutance-demo"),
+    seeds: Annotated[int, option("Runs per variant; with 2 or more, mean ± spread.", min=1)] = 1,
+    epochs: Annotated[int | None, option("Train for fewer or more epochs than the default.", min=1)] = None,
 ) -> None:
     """Train three small ViTs on real digits, measure each by layer, and compare them on one HTML page.
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 from rich.markup import escape
 
-from acutance.cli.options import JSON, Changes, DataDir, Device, Markdown, Split, Weights, console, say
+from acutance.cli.options import JSON, Changes, DataDir, Device, Markdown, Split, Weights, console, option, say
 from acutance.errors import AcutanceError
 
 
@@ -18,9 +18,7 @@ def evaluate(
     split: Split = "test",
     data_dir: DataDir = None,
     weights: Weights = "last",
-    multi_scale: Annotated[
-        bool | None, typer.Option("--multi-scale/--single-scale", help="Of segmentation: several scales and flips too.")
-    ] = None,
+    multi_scale: Annotated[bool | None, option("Of segmentation, with flips.", "--multi-scale/--single-scale")] = None,
     assignments: Changes = None,
     device: Device = "auto",
     json_path: JSON = None,
@@ -59,14 +57,10 @@ def evaluate(
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; those of one group by seed.")],
     split: Split = "test",
-    score: Annotated[str | None, typer.Option(help="Which score; by default the task's own.")] = None,
-    weights: Annotated[str | None, typer.Option(help="Scores of the last or the best weights.")] = None,
-    assignments: Annotated[
-        list[str] | None, typer.Option("--set", help="Scores of evaluations of the first run with this field changed.")
-    ] = None,
-    robustness: Annotated[
-        bool, typer.Option("--robustness", help="What `acutance robustness` measured, a line for each corruption.")
-    ] = False,
+    score: Annotated[str | None, option("Which score; by default the task's own.")] = None,
+    weights: Annotated[str | None, option("Scores of the last or the best weights.")] = None,
+    assignments: Annotated[list[str] | None, option("Scores of evaluations with this field changed.", "--set")] = None,
+    robustness: Annotated[bool, option("What `acutance robustness` measured.", "--robustness")] = False,
     markdown_path: Markdown = None,
     json_path: JSON = None,
 ) -> None:

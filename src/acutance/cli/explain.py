@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
-import typer
-
-from acutance.cli.options import HTML, JSON, DataOptions, Model, Part, console, say, spread
+from acutance.cli.options import HTML, JSON, DataOptions, Model, Part, console, option, say, spread
 from acutance.errors import AcutanceError
 
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps")
@@ -17,26 +15,18 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", "
 def explain(
     model: Model,
     options: DataOptions,
-    data: Annotated[
-        str | None,
-        typer.Option(help="Read attention too, on: digits (the embedded test images), or own (a run's test data)."),
-    ] = None,
-    prefix: Annotated[str, typer.Option(help="Class and register tokens in or out of HFC/LFC.")] = "in",
+    data: Annotated[str | None, option("Read attention too, on the digits, or a run's own test data.")] = None,
+    prefix: Annotated[str, option("Class and register tokens in or out of HFC/LFC.")] = "in",
     part: Part = None,
-    norm: Annotated[str, typer.Option(help="fold the pre-norm's weight into H, or ignore it.")] = "fold",
+    norm: Annotated[str, option("fold the pre-norm's weight into H, or ignore it.")] = "fold",
     whole: Annotated[
         bool | None,
-        typer.Option(help="All eigenvalues of the whole H, or none; by default all up to rank 1024, then the largest."),
+        option("All eigenvalues of H, or the largest; by rank if not given."),
     ] = None,
     json_path: JSON = None,
     html_path: HTML = None,
-    picture_path: Annotated[
-        Path | None, typer.Option("--picture", help="Also draw it here: .png, .svg, .pdf, ….")
-    ] = None,
-    kind: Annotated[
-        str | None,
-        typer.Option(help="Draw a histogram, plane or, with data, dominance; by default the first, or the last."),
-    ] = None,
+    picture_path: Annotated[Path | None, option("Also draw it here: .png, .svg, …", "--picture")] = None,
+    kind: Annotated[str | None, option("What to draw: histogram, plane or, with data, dominance.")] = None,
 ) -> None:
     """Print, per layer, whether the spectra of H = W_projᵀW_Vᵀ and A smooth or sharpen, and why.
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
-import typer
-
-from acutance.cli.options import HTML, JSON, DataOptions, Model, Part, console, say, spread, words
+from acutance.cli.options import HTML, JSON, DataOptions, Model, Part, console, option, say, spread, words
 from acutance.measure import DEFAULT_METRICS
 
 if TYPE_CHECKING:
@@ -19,9 +17,9 @@ if TYPE_CHECKING:
 class MeasureOptions(DataOptions):
     """What is measured, and where."""
 
-    metrics: Annotated[str, typer.Option(help="Comma-separated names, or all.")] = ",".join(DEFAULT_METRICS)
-    tap: Annotated[str, typer.Option(help="Comma-separated: block, attention, values, final.")] = "block"
-    prefix: Annotated[str, typer.Option(help="Class, register and special tokens in or out of the metrics.")] = "in"
+    metrics: Annotated[str, option("Comma-separated names, or all.")] = ",".join(DEFAULT_METRICS)
+    tap: Annotated[str, option("Comma-separated: block, attention, values, final.")] = "block"
+    prefix: Annotated[str, option("Class, register and special tokens in or out of the metrics.")] = "in"
     part: Part = None
 
     def profile(self, loaded: LoadedModel, batches: Batches) -> Profile:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from acutance.cli.measure import MeasureOptions
-from acutance.cli.options import Model, console, numbers, say, spread
+from acutance.cli.options import Model, console, numbers, option, say, spread
 
 
 @spread
@@ -16,8 +16,8 @@ def mitigate(
     model: Model,
     spec: Annotated[str, typer.Argument(help="The mitigation, e.g. neutreno:0.6 or neutreno:0.4+featscale.")],
     options: MeasureOptions,
-    layers: Annotated[str | None, typer.Option(help="Comma-separated numbers, 1 the first; all by default.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Save the mitigated model in this folder.")] = None,
+    layers: Annotated[str | None, option("Comma-separated numbers, 1 the first; all by default.")] = None,
+    out: Annotated[Path | None, option("Save the mitigated model in this folder.")] = None,
 ) -> None:
     """Put a mitigation into a model, print its smoothness before and after, and save it, ready for fine-tuning.
 

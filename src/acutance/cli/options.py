@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -19,6 +20,12 @@ from acutance.errors import AcutanceError
 if TYPE_CHECKING:
     from acutance.io.inputs import Batches, LoadedModel
 
+
+def option(help: str, *names: str, **more: Any) -> Any:
+    """An option with its help text."""
+    return typer.Option(*names, help=help, **more)
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -26,19 +33,15 @@ Model = Annotated[
         "folder; a checkpoint written by Acutance (model.safetensors), or the folder of a run."
     ),
 ]
-DataDir = Annotated[Path | None, typer.Option(help="Where the data is now, if not where it was.")]
-Split = Annotated[str, typer.Option(help="test, or val or train of the training set.")]
-Weights = Annotated[str, typer.Option(help="last, which recipes report, or best on the held-out slice.")]
-Changes = Annotated[
-    list[str] | None, typer.Option("--set", help="Change a field, e.g. --set optim.lr=1e-3; can be given again.")
-]
-Device = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
-Part = Annotated[
-    str | None, typer.Option(help="Submodule to read, of a model with several stacks: encoder, model.decoder, …")
-]
-JSON = Annotated[Path | None, typer.Option("--json", help="Also write the result here.")]
-HTML = Annotated[Path | None, typer.Option("--html", help="Also write an offline page here.")]
-Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also write the table here.")]
+DataDir = Annotated[Path | None, option("Where the data is now, if not where it was.")]
+Split = Annotated[str, option("test, or val or train of the training set.")]
+Weights = Annotated[str, option("last, which recipes report, or best on the held-out slice.")]
+Changes = Annotated[list[str] | None, option("Change a field, e.g. optim.lr=1e-3; can be given again.", "--set")]
+Device = Annotated[str, option("cpu, cuda or auto.")]
+Part = Annotated[str | None, option("The stack of layers to read, e.g. encoder.")]
+JSON = Annotated[Path | None, option("Also write the result here.", "--json")]
+HTML = Annotated[Path | None, option("Also write an offline page here.", "--html")]
+Markdown = Annotated[Path | None, option("Also write the table here.", "--markdown")]
 
 console = Console(emoji=False)  # timm:tm: would become a trade mark
 
@@ -47,18 +50,14 @@ console = Console(emoji=False)  # timm:tm: would become a trade mark
 class DataOptions:
     """What a model reads, and how it is computed."""
 
-    text: Annotated[Path | None, typer.Option(help="Read this text file, or the .txt files of a folder.")] = None
-    images: Annotated[Path | None, typer.Option(help="Read the images of this folder and its subfolders.")] = None
+    text: Annotated[Path | None, option("Read this text file, or the .txt files of a folder.")] = None
+    images: Annotated[Path | None, option("Read the images of this folder and its subfolders.")] = None
     data_dir: DataDir = None
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Length of a window of text; by default the model's context, 512 at most.")
-    ] = None
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples per batch.")] = None
-    limit: Annotated[int | None, typer.Option(min=1, help="Stop after so many windows or images.")] = None
+    tokens: Annotated[int | None, option("Length of a window; by default the context, 512 at most.", min=1)] = None
+    batch: Annotated[int | None, option("Samples per batch.", min=1)] = None
+    limit: Annotated[int | None, option("Stop after so many windows or images.", min=1)] = None
     device: Device = "auto"
-    dtype: Annotated[str | None, typer.Option(help="float32, float64, bfloat16 or float16; by default as stored.")] = (
-        None
-    )
+    dtype: Annotated[str | None, option("float32, float64, bfloat16 or float16.")] = None
 
     def load(self, model: str, *, head: bool = False) -> LoadedModel:
         """The model, on its device."""
@@ -122,6 +121,12 @@ def stoppable(advice: str = "What is finished is kept; the same command goes on 
     """Ctrl-C ends the command with exit status 130, and says how to go on."""
     try:
         yield
-    except KeyboardInterrupt:
-        say(f"\nStopped. {advice}")
+    except KeyboardInterrupt as stopped:
+        if is_first_process():
+            say(f"\n{stopped}" if stopped.args else f"\nStopped. {advice}")
         raise typer.Exit(130) from None
+
+
+def is_first_process() -> bool:
+    """Whether this process may print: one of those that torchrun or the trainer started."""
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from acutance.cli.options import Changes, Device, console, say, stoppable
+from acutance.cli.options import Changes, Device, console, option, say, stoppable
 from acutance.errors import AcutanceError
 
 TIMES = (
@@ -21,18 +21,16 @@ TIMES = (
 
 def reproduce(
     target: Annotated[str | None, typer.Argument(help="A table or figure; --list names them.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="The folder with the data, in its usual layout.")] = None,
-    out: Annotated[Path, typer.Option(help="Where runs and results go; runs are shared by all targets.")] = Path(
+    data_dir: Annotated[Path | None, option("The folder with the data, in its usual layout.")] = None,
+    out: Annotated[Path, option("Where runs and results go; runs are shared by all targets.")] = Path(
         "acutance-reproduce"
     ),
-    seeds: Annotated[
-        int | None, typer.Option(min=1, help="Runs for each row.", show_default="the target's own")
-    ] = None,
+    seeds: Annotated[int | None, option("Runs for each row.", min=1, show_default="the target's own")] = None,
     assignments: Changes = None,
-    samples: Annotated[int, typer.Option(min=1, help="Images or sequences on which models are read.")] = 1000,
+    samples: Annotated[int, option("Images or sequences on which models are read.", min=1)] = 1000,
     device: Device = "auto",
-    plan: Annotated[bool, typer.Option("--plan", help="Print the runs as commands, and stop.")] = False,
-    show_list: Annotated[bool, typer.Option("--list", help="Name all tables and figures, needs and costs.")] = False,
+    plan: Annotated[bool, option("Print the runs as commands, and stop.", "--plan")] = False,
+    show_list: Annotated[bool, option("Name all tables and figures, needs and costs.", "--list")] = False,
 ) -> None:
     """Reproduce a table or figure: train what it needs, measure, and print the published beside the measured.
 

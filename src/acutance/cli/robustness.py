@@ -7,31 +7,24 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from acutance.cli.options import DataDir, Device, Markdown, Weights, console, numbers, say, stoppable, words
+from acutance.cli.options import DataDir, Device, Markdown, Weights, console, numbers, option, say, stoppable, words
 from acutance.errors import AcutanceError
 
 
 def robustness(
     run: Annotated[Path, typer.Argument(help="The folder of a run that `acutance train` made, of a classifier.")],
     data_dir: DataDir = None,
-    corruptions: Annotated[str, typer.Option(help="Comma-separated names, all or none.")] = "all",
-    severities: Annotated[str, typer.Option(help="Comma-separated, from 1 to 5.")] = "1,2,3,4,5",
-    attacks: Annotated[
-        str, typer.Option(help="Comma-separated fgsm:ε and pgd:ε:steps:size with ε and size in levels of 255, or none.")
-    ] = "fgsm:1,pgd:1",
-    corrupted_dir: Annotated[
-        Path | None, typer.Option(help="The folder of CIFAR-10-C or CIFAR-100-C, to be read instead of drawing.")
-    ] = None,
-    split: Annotated[str, typer.Option(help="test, or val to choose by.")] = "test",
+    corruptions: Annotated[str, option("Comma-separated names, all or none.")] = "all",
+    severities: Annotated[str, option("Comma-separated, from 1 to 5.")] = "1,2,3,4,5",
+    attacks: Annotated[str, option("fgsm:ε and pgd:ε:steps:size, in levels of 255, or none.")] = "fgsm:1,pgd:1",
+    corrupted_dir: Annotated[Path | None, option("The published CIFAR-10-C or CIFAR-100-C.")] = None,
+    split: Annotated[str, option("test, or val to choose by.")] = "test",
     weights: Weights = "last",
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Only so many images: the first, of ImageNet some of each class.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    limit: Annotated[int | None, option("Only so many images; of ImageNet some of each class.", min=1)] = None,
+    seed: Annotated[int, option("Of what is drawn.")] = 0,
     device: Device = "auto",
     json_path: Annotated[
-        Path | None,
-        typer.Option("--json", help="The table; it goes on from there.", show_default="RUN/robustness….json"),
+        Path | None, option("The table; it goes on from there.", "--json", show_default="RUN/robustness….json")
     ] = None,
     markdown_path: Markdown = None,
 ) -> None:

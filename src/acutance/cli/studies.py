@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from acutance.cli.options import console, numbers, stoppable
+from acutance.cli.options import console, numbers, option, stoppable
 from acutance.errors import AcutanceError
 
 HARDWARE = f"{platform.machine()} CPU"  # nothing here needs more
@@ -27,10 +27,10 @@ app = typer.Typer(
 
 @app.command()
 def depth(
-    out: Annotated[Path, typer.Option(help="Where the table and the figure go.")] = Path("acutance-depth"),
-    depths: Annotated[str, typer.Option(help="Comma-separated numbers of layers.")] = "12,48,96",
-    seeds: Annotated[int, typer.Option(min=1, help="Networks per variant; with 2 or more, mean ± spread.")] = 3,
-    dim: Annotated[int, typer.Option(min=3, help="Channels, a multiple of 3 (the heads).")] = 192,
+    out: Annotated[Path, option("Where the table and the figure go.")] = Path("acutance-depth"),
+    depths: Annotated[str, option("Comma-separated numbers of layers.")] = "12,48,96",
+    seeds: Annotated[int, option("Networks per variant; with 2 or more, mean ± spread.", min=1)] = 3,
+    dim: Annotated[int, option("Channels, a multiple of 3 (the heads).", min=3)] = 192,
 ) -> None:
     """How does smoothing grow with depth before any training? Plain, Post-LN, NeuTRENO, LayerScale, ViT⁻ and ViT⁺.
 
@@ -56,12 +56,10 @@ def kernel(
     runs: Annotated[
         list[str], typer.Argument(metavar="RUN...", help="Checkpoints, folders of runs, or models such as hf:gpt2.")
     ],
-    out: Annotated[Path, typer.Option(help="Where the table and the figure go.")] = Path("acutance-kernel"),
-    samples: Annotated[
-        int, typer.Option(min=2, help="Images of each split, or windows of text; Table 4 has 1000.")
-    ] = 1000,
-    text: Annotated[Path | None, typer.Option(help="A text file or folder, in place of the digits.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=2, help="The length of a window of text.")] = None,
+    out: Annotated[Path, option("Where the table and the figure go.")] = Path("acutance-kernel"),
+    samples: Annotated[int, option("Images of each split, or windows of text; Table 4 has 1000.", min=2)] = 1000,
+    text: Annotated[Path | None, option("A text file or folder, in place of the digits.")] = None,
+    tokens: Annotated[int | None, option("The length of a window of text.", min=2)] = None,
 ) -> None:
     """Are the learnt affinities a symmetric positive definite kernel, as NeuTRENO's Theorem 1 takes them to be?
 

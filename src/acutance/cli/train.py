@@ -11,26 +11,20 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from acutance.cli.options import Changes, Device, console, say
+from acutance.cli.options import Changes, Device, console, is_first_process, option, say, stoppable
 from acutance.errors import AcutanceError
 
 
 def train(
     recipe: Annotated[str | None, typer.Argument(help="A recipe's name; --list shows them.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="The folder with the data, in its usual layout.")] = None,
+    data_dir: Annotated[Path | None, option("The folder with the data, in its usual layout.")] = None,
     assignments: Changes = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The run's folder.", show_default="runs/RECIPE-CHANGES-seedSEED")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
-    strategy: Annotated[
-        str | None, typer.Option(help="single, ddp or fsdp; by default ddp where there are several processes.")
-    ] = None,
-    processes: Annotated[
-        int | None, typer.Option(min=1, help="Processes to start here for ddp or fsdp; torchrun starts its own.")
-    ] = None,
+    out: Annotated[Path | None, option("The run's folder.", show_default="runs/RECIPE-CHANGES-seedSEED")] = None,
+    resume: Annotated[bool, option("Go on with the run in --out.", "--resume")] = False,
+    strategy: Annotated[str | None, option("single, ddp or fsdp; by default ddp with several processes.")] = None,
+    processes: Annotated[int | None, option("Processes to start here; torchrun starts its own.", min=1)] = None,
     device: Device = "auto",
-    show_list: Annotated[bool, typer.Option("--list", help="List the recipes.")] = False,
+    show_list: Annotated[bool, option("List the recipes.", "--list")] = False,
 ) -> None:
     """Train a model by a recipe, with checkpoints that a killed run goes on from to the same bits.
 
@@ -63,23 +57,14 @@ def train(
         raise AcutanceError(f"{out} was begun with the recipe {begun.recipe()}, not {recipe}: leave the name out")
     config = _changed(config, assignments or [], data_dir, strategy)
     folder = out or default_folder(str(recipe), recipes.load(str(recipe)), config)
-    try:
-        result = start(
-            config, folder, recipe=recipe, resume=resume, device=device, processes=processes, console=console
-        )
-    except StoppedError as stopped:
-        _say(f"\n{stopped}")
-        raise typer.Exit(130) from None
-    except KeyboardInterrupt:
-        _say(f"\nStopped at once; the last checkpoint is kept. {Run(folder).how_to_go_on()}")
-        raise typer.Exit(130) from None
-    _say(_verdict(folder, config, result))
-
-
-def _say(words: str) -> None:
-    """Once, however many processes there are."""
-    if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0:
-        say(words)
+    options: dict[str, Any] = {"recipe": recipe, "resume": resume, "device": device, "processes": processes}
+    with stoppable(f"The last checkpoint is kept. {Run(folder).how_to_go_on()}"):
+        try:
+            result = start(config, folder, console=console, **options)
+        except StoppedError as stopped:
+            raise KeyboardInterrupt(str(stopped)) from None
+    if is_first_process():
+        say(_verdict(folder, config, result))
 
 
 def _refuse_rivals() -> None:

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from acutance.errors import AcutanceError, ShapeError
 from acutance.mitigations import Mitigation, as_mitigation
-from acutance.models.block import BlockConfig
 from acutance.models.stack import INIT_STD, BlockStack, ModelConfig, make_blocks
 
 
@@ -66,20 +65,8 @@ class LanguageModel(BlockStack):
         self._config = config = LanguageConfig(mitigation=None if mitigation is None else chosen.spec, **options)
         self.embed = nn.Embedding(config.vocabulary, config.dim)
         self.drop = nn.Dropout(config.dropout)
-        block = BlockConfig(
-            dim=config.dim,
-            heads=config.heads,
-            hidden=config.hidden,
-            causal=True,
-            qkv_bias=False,
-            proj_bias=False,
-            norm="post",
-            norm_eps=1e-5,
-            activation=nn.ReLU,
-            dropout=config.dropout,
-            attention_dropout=config.attention_dropout,
-        )
-        self.blocks = make_blocks(block, config.depth)
+        options: dict[str, Any] = {"causal": True, "qkv_bias": False, "proj_bias": False, "norm": "post"}
+        self.blocks = make_blocks(config, config.depth, norm_eps=1e-5, activation=nn.ReLU, **options)
         self.softmax = TiedSoftmax(config.vocabulary, config.dim, config.cutoffs)
         self.apply(_init)
         self.install(chosen, config.mitigation_layers)
@@ -103,9 +90,7 @@ class LanguageModel(BlockStack):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """−log p of the targets, (batch, targets); without targets, the features.
 
-        Args:
-            tokens: (batch, tokens) indices of words.
-            targets: the words that follow, (batch, tokens), or those after the last few tokens only.
+        Targets are the words that follow, (batch, tokens), or those after the last few tokens only.
         """
         features = self.forward_features(tokens)
         if targets is None:
@@ -121,11 +106,7 @@ class LanguageModel(BlockStack):
 
 
 def positions_from_the_end(length: int, like: Tensor) -> Tensor:
-    """Sines, then cosines, of positions counted back from the last token, which has position 0: (length, dim).
-
-    Counting back is Transformer-XL's way, and the public code's: the last token's embedding does not depend on how
-    many came before.
-    """
+    """Sines, then cosines, of positions counted back from the last token, as in Transformer-XL: (length, dim)."""
     dim = like.shape[-1]
     dtype = torch.promote_types(like.dtype, torch.float32)
     frequencies = 10_000 ** (-torch.arange(0, dim, 2, device=like.device, dtype=dtype) / dim)
@@ -148,11 +129,9 @@ def _init(module: nn.Module) -> None:
 class TiedSoftmax(nn.Module):
     """The adaptive softmax (https://arxiv.org/abs/1609.04309) as Transformer-XL's public code ties it.
 
-    Every word's output vector is its embedding, of the same width in all clusters, with a bias of its own. The first
-    cluster is predicted together with one entry per rarer cluster, which have a vector and a bias of their own:
-    p(word) = p(cluster) p(word | cluster). Without cut-offs it is a plain softmax.
-    `torch.nn.AdaptiveLogSoftmaxWithLoss` has a further projection per cluster and no word biases there, so that it
-    cannot be tied.
+    Every word's output vector is its embedding, with a bias of its own. The first cluster is predicted together with
+    one entry per rarer cluster: p(word) = p(cluster) p(word | cluster). Without cut-offs it is a plain softmax.
+    `torch.nn.AdaptiveLogSoftmaxWithLoss` has a further projection per cluster, so it cannot be tied.
     """
 
     def __init__(self, vocabulary: int, dim: int, cutoffs: tuple[int, ...]) -> None:
@@ -165,13 +144,7 @@ class TiedSoftmax(nn.Module):
         self.cluster_bias = nn.Parameter(torch.zeros(len(cutoffs))) if cutoffs else None
 
     def forward(self, hidden: Tensor, words: Tensor, embedding: Tensor) -> Tensor:
-        """−log p of each word, in float32 or better.
-
-        Args:
-            hidden: (…, dim).
-            words: (…) indices.
-            embedding: (vocabulary, dim).
-        """
+        """−log p of each word, in float32 or better: hidden (…, dim), words (…), embedding (vocabulary, dim)."""
         if self.cluster_weight is None:
             logits = _exact(F.linear(hidden, embedding, self.bias))
             return F.cross_entropy(logits.flatten(0, -2), words.flatten(), reduction="none").view(words.shape)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from acutance.errors import AcutanceError, ShapeError
 from acutance.mitigations import Mitigation, as_mitigation
-from acutance.models.block import AttentionKind, BlockConfig, PatchEmbed
+from acutance.models.block import AttentionKind, PatchEmbed
 from acutance.models.stack import (
     BlockStack,
     ModelConfig,
@@ -67,7 +67,8 @@ class Encoder(BlockStack):
         self.pos_embed = learnt_tokens(1 + config.grid[0] * config.grid[1], config.dim)
         self.patch_embed = PatchEmbed(config.in_chans, config.patch_size, config.dim)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = make_blocks(_block_config(config, config.heads, config.dropout), config.depth, config.drop_path)
+        options = {"norm_eps": NORM_EPS, "attention_dropout": config.dropout}
+        self.blocks = make_blocks(config, config.depth, config.drop_path, **options)
         self.norm = nn.LayerNorm(config.dim, eps=NORM_EPS)
         self.apply(init_linear)
 
@@ -94,10 +95,11 @@ class MaskTransformer(BlockStack):
 
     def __init__(self, config: SegmenterConfig) -> None:
         super().__init__()
-        blocks = _block_config(config, config.decoder_heads, config.decoder_dropout)
-        scale = config.dim**-0.5
+        scale, dropout = config.dim**-0.5, config.decoder_dropout
+        options = {"heads": config.decoder_heads, "dropout": dropout, "attention_dropout": dropout}
         self.suffix_tokens = config.num_classes
-        self.blocks = make_blocks(blocks, config.decoder_depth, config.decoder_drop_path)
+        depth, drop_path = config.decoder_depth, config.decoder_drop_path
+        self.blocks = make_blocks(config, depth, drop_path, norm_eps=NORM_EPS, **options)
         self.cls_emb = learnt_tokens(config.num_classes, config.dim)
         self.proj_dec = nn.Linear(config.dim, config.dim)
         self.proj_patch = nn.Parameter(scale * torch.randn(config.dim, config.dim))
@@ -181,18 +183,6 @@ class Segmenter(nn.Module):
         patches = self.encoder(padded)[:, self.encoder.prefix_tokens :]
         masks = self.decoder(patches).transpose(1, 2).unflatten(2, grid)
         return F.interpolate(masks, size=padded.shape[2:], mode="bilinear")[..., :height, :width]
-
-
-def _block_config(config: SegmenterConfig, heads: int, dropout: float) -> BlockConfig:
-    return BlockConfig(
-        dim=config.dim,
-        heads=heads,
-        hidden=int(config.dim * config.mlp_ratio),
-        attention=config.attention,
-        norm_eps=NORM_EPS,
-        dropout=dropout,
-        attention_dropout=dropout,
-    )
 
 
 def _resized(pos_embed: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -150,10 +150,16 @@ class BlockStack(nn.Module):
         return [() if weights is None else (weights,) for weights in made]
 
 
-def make_blocks(config: BlockConfig, depth: int, drop_path: float = 0.0) -> nn.ModuleList:
-    """Blocks whose stochastic depth grows linearly from 0 in the first to `drop_path` in the last."""
+def make_blocks(config: ModelConfig, depth: int, drop_path: float = 0.0, **options: Any) -> nn.ModuleList:
+    """Blocks with the configuration's fields and these options instead.
+
+    Their stochastic depth grows linearly from 0 in the first to `drop_path` in the last.
+    """
+    shared = {field.name: getattr(config, field.name) for field in fields(BlockConfig) if hasattr(config, field.name)}
+    if hasattr(config, "mlp_ratio"):
+        shared["hidden"] = int(shared["dim"] * config.mlp_ratio)
     rates = torch.linspace(0, drop_path, depth, device="cpu").tolist()
-    blocks = [Block(config, rate) for rate in rates]
+    blocks = [Block(BlockConfig(**{**shared, **options}), rate) for rate in rates]
     for layer, block in enumerate(blocks, 1):
         block.attn.layer = layer
     return nn.ModuleList(blocks)

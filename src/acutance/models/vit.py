@@ -89,19 +89,8 @@ class ViT(BlockStack):
         self.pos_embed = learnt_tokens(config.prefix_tokens + config.grid[0] * config.grid[1], config.dim)
         self.patch_embed = PatchEmbed(config.in_chans, config.patch_size, config.dim)
         self.pos_drop = nn.Dropout(config.dropout)
-        block = BlockConfig(
-            dim=config.dim,
-            heads=config.heads,
-            hidden=int(config.dim * config.mlp_ratio),
-            attention=config.attention,
-            qkv_bias=config.qkv_bias,
-            norm=config.norm,
-            layer_scale=config.layer_scale,
-            dropout=config.dropout,
-            attention_dropout=config.attention_dropout,
-        )
-        self.blocks = make_blocks(block, config.depth, config.drop_path)
-        self.norm = nn.LayerNorm(config.dim, eps=block.norm_eps)
+        self.blocks = make_blocks(config, config.depth, config.drop_path)
+        self.norm = nn.LayerNorm(config.dim, eps=BlockConfig.norm_eps)
         self.head = nn.Linear(config.dim, config.num_classes)
         self.head_dist = nn.Linear(config.dim, config.num_classes) if config.distilled else None
         self.apply(init_linear)
