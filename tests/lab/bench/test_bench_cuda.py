@@ -14,19 +14,19 @@ pytestmark = [
 GPU = Settings("cuda:0", quick=True)
 
 
-def test_the_peak_is_what_a_step_takes_above_what_is_there() -> None:
+def test_the_peak_is_what_a_step_takes_above_what_is_there():
     resident = torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda")
     assert peak_mib(lambda: torch.empty_like(resident)[:0], "cuda") == pytest.approx(64, abs=0.1)
 
 
-def test_time_is_the_devices_not_the_hosts() -> None:
+def test_time_is_the_devices_not_the_hosts():
     """A product that takes the device far longer than its launch takes the host."""
     a = torch.randn(8192, 8192, device="cuda")
     seconds_per_step(lambda: a @ a, 2, "cuda")
     assert seconds_per_step(lambda: a @ a, 3, "cuda") > 1e-3
 
 
-def test_a_graph_does_the_step_so_many_times() -> None:
+def test_a_graph_does_the_step_so_many_times():
     total = torch.zeros(1, device="cuda")
     replay = floor.graphed(lambda: total.add_(1), 10)
     total.zero_()
@@ -35,7 +35,7 @@ def test_a_graph_does_the_step_so_many_times() -> None:
     assert total.item() == 20
 
 
-def test_every_attention_is_timed_and_none_is_below_its_floor() -> None:
+def test_every_attention_is_timed_and_none_is_below_its_floor():
     for table in floor.tables(GPU)[:2]:
         *_, rows = table.rows()
         assert len(rows) == 4

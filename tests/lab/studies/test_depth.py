@@ -20,7 +20,7 @@ from acutance.models import ViT
 TOY = DepthConfig(depths=(1, 3), dim=12, samples=4)
 
 
-def test_the_command_writes_what_a_direct_computation_gives(tmp_path) -> None:
+def test_the_command_writes_what_a_direct_computation_gives(tmp_path):
     command = ["depth", "--depths", "1,3", "--seeds", "2", "--dim", "12", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     assert done.exit_code == 0, done.output
@@ -48,7 +48,7 @@ def test_the_command_writes_what_a_direct_computation_gives(tmp_path) -> None:
     assert "</svg>" in (tmp_path / "depth.svg").read_text()
 
 
-def test_finished_networks_are_reused_and_others_are_not(tmp_path, monkeypatch) -> None:
+def test_finished_networks_are_reused_and_others_are_not(tmp_path, monkeypatch):
     first = depth_study(TOY, seeds=1, folder=tmp_path)
     monkeypatch.setattr(room, "random_network", lambda *_: pytest.fail("built again"))
     again = depth_study(TOY, seeds=1, folder=tmp_path)
@@ -61,7 +61,7 @@ def test_finished_networks_are_reused_and_others_are_not(tmp_path, monkeypatch) 
         depth_study(TOY, seeds=1, folder=tmp_path)
 
 
-def test_variants_share_their_first_weights() -> None:
+def test_variants_share_their_first_weights():
     plain, neutreno, minus = (random_network(TOY, name, "xavier", 0) for name in ("Pre-LN (plain)", "NeuTRENO", "ViT⁻"))
     assert torch.equal(plain.blocks[1].attn.qkv.weight, neutreno.blocks[1].attn.qkv.weight)
     assert torch.equal(plain.blocks[1].mlp.fc1.weight, minus.blocks[1].mlp.fc1.weight)
@@ -72,7 +72,7 @@ def test_variants_share_their_first_weights() -> None:
         assert before.item() == pytest.approx(after.item(), rel=1e-3)
 
 
-def test_a_shallow_network_is_the_beginning_of_a_deep_one() -> None:
+def test_a_shallow_network_is_the_beginning_of_a_deep_one():
     deep, shallow = (random_network(DepthConfig(depths=(n,), dim=12), "Post-LN", "deit", 0) for n in (4, 2))
     kept = {k: v for k, v in deep.state_dict().items() if not k.startswith(("blocks.2", "blocks.3"))}
     shallow.load_state_dict(kept)
@@ -85,7 +85,7 @@ def test_a_shallow_network_is_the_beginning_of_a_deep_one() -> None:
         torch.testing.assert_close(shallow.forward_features(images), expected)
 
 
-def test_post_norm_is_the_formula_and_keeps_the_keys() -> None:
+def test_post_norm_is_the_formula_and_keeps_the_keys():
     options = {"image_size": 8, "patch_size": 4, "in_chans": 1, "dim": 12, "depth": 1, "heads": 2, "num_classes": 2}
     torch.manual_seed(0)
     post = ViT(**options, norm="post")
@@ -97,7 +97,7 @@ def test_post_norm_is_the_formula_and_keeps_the_keys() -> None:
         ViT(**options, norm="sandwich")
 
 
-def test_wrong_options_are_named() -> None:
+def test_wrong_options_are_named():
     done = CliRunner().invoke(app, ["depth", "--depths", "12,many"])
     assert "--depths takes numbers" in str(done.exception)
     with pytest.raises(AcutanceError, match="depths"):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from acutance import metrics
 from acutance.errors import AcutanceError
@@ -18,11 +17,11 @@ from acutance.lab.studies.norms import centred_spectrum, groups_rate, post_norm,
 TOKENS, WIDTH = 7, 5
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
+def normal(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def centred_branch(eigenvalues: list[float], seed: int = 1) -> tuple[Tensor, Tensor]:
+def centred_branch(eigenvalues, seed=1):
     """H with these eigenvalues on centred tokens, whatever it does with the channels' mean; and the eigenvectors."""
     mean = torch.ones(WIDTH, 1, dtype=torch.float64)
     vectors = torch.linalg.qr(torch.cat([mean, normal(WIDTH, WIDTH - 1, seed=seed)], dim=1)).Q[:, 1:]
@@ -30,23 +29,23 @@ def centred_branch(eigenvalues: list[float], seed: int = 1) -> tuple[Tensor, Ten
     return H + 0.3 * normal(WIDTH, 1, seed=seed + 1) @ mean.mT + 0.3 * mean @ normal(1, WIDTH, seed=seed + 2), vectors
 
 
-def lazy(mu: float = 0.5) -> Tensor:
+def lazy(mu=0.5):
     """Every eigenvalue of A but μ = 1 is the same."""
     return mu * torch.eye(TOKENS, dtype=torch.float64) + (1 - mu) / TOKENS
 
 
-def factor_per_layer(path: np.ndarray) -> float:
+def factor_per_layer(path):
     """Over the second half of what is not rounding yet."""
     last = int(np.flatnonzero(path > 1e-11)[-1])
     return float((path[last] / path[last // 2]) ** (1 / (last - last // 2)))
 
 
-def near(token: Tensor, spread: float = 1e-3, seed: int = 9) -> Tensor:
+def near(token, spread=1e-3, seed=9):
     return token + spread * normal(TOKENS, WIDTH, seed=seed)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_centred_spectrum_is_that_of_the_projected_matrix_without_the_mean(seed: int) -> None:
+def test_the_centred_spectrum_is_that_of_the_projected_matrix_without_the_mean(seed):
     H, gamma = normal(WIDTH, WIDTH, seed=seed), normal(WIDTH, seed=seed + 10)
     P = torch.eye(WIDTH, dtype=torch.float64) - 1 / WIDTH
     brute = torch.linalg.eigvals(P @ H @ gamma.diag() @ P)
@@ -115,7 +114,7 @@ def test_the_rate_is_the_derivatives_radius_for_mixed_weights_and_generic_attent
         assert_reached(found, H, A, MIXED, layers=400, spread=1e-4)
 
 
-def test_above_one_nearly_equal_tokens_come_apart_at_the_rate() -> None:
+def test_above_one_nearly_equal_tokens_come_apart_at_the_rate():
     A = random_attention(TOKENS, 0.6, symmetric=True, seed=4)
     H, _ = centred_branch([-0.5, -0.52, -0.55, -0.6])
     found = post_norm(H, torch.linalg.eigvals(A))
@@ -126,7 +125,7 @@ def test_above_one_nearly_equal_tokens_come_apart_at_the_rate() -> None:
     assert path[-1] > 0.5
 
 
-def test_post_norm_can_smooth_where_no_layer_without_a_norm_can() -> None:
+def test_post_norm_can_smooth_where_no_layer_without_a_norm_can():
     A, (H, _) = lazy(), centred_branch([-0.1, -1.0, -1.0, -1.0])
     mu, lam = torch.linalg.eigvals(A), centred_spectrum(H)
     assert theory.cannot_smooth(torch.tensor([-0.1, -1.0, -1.0, -1.0]))
@@ -136,7 +135,7 @@ def test_post_norm_can_smooth_where_no_layer_without_a_norm_can() -> None:
     assert repeat(near(found.token), H.mT, A, layers=60, norm="post").converged(1e-9)["input"]
 
 
-def test_a_turning_token_has_no_limit() -> None:
+def test_a_turning_token_has_no_limit():
     turn = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
     turn[0, 1], turn[1, 0] = -5.0, 5.0
     with pytest.raises(AcutanceError, match="complex"):
@@ -149,7 +148,7 @@ def test_a_turning_token_has_no_limit() -> None:
 SIGNS = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
 
 
-def test_the_same_layer_leads_to_equal_tokens_or_to_two_groups_depending_on_the_start() -> None:
+def test_the_same_layer_leads_to_equal_tokens_or_to_two_groups_depending_on_the_start():
     A, (H, vectors) = lazy(), centred_branch([0.5, -0.5, -0.5, -0.6])
     v, others = math.sqrt(WIDTH) * vectors[:, 0], torch.tensor([-0.5, -0.5, -0.6])
     assert post_norm(H, torch.linalg.eigvals(A)).rate < 1
@@ -165,7 +164,7 @@ def test_the_same_layer_leads_to_equal_tokens_or_to_two_groups_depending_on_the_
     ("lam", "signs", "stays"),
     [(0.9, SIGNS, True), (-0.9, SIGNS, True), (3.0, SIGNS, False), (-3.0, SIGNS.abs(), True)],
 )
-def test_groups_stay_exactly_where_no_factor_changes_its_sign(lam: float, signs: Tensor, stays: bool) -> None:
+def test_groups_stay_exactly_where_no_factor_changes_its_sign(lam, signs, stays):
     A = random_attention(TOKENS, 0.5, seed=2)
     H, vectors = centred_branch([lam, 0.0, 0.0, 0.0])
     start = math.sqrt(WIDTH) * signs[:, None] * vectors[:, 0]
@@ -177,7 +176,7 @@ def test_groups_stay_exactly_where_no_factor_changes_its_sign(lam: float, signs:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_deviations_from_the_groups_change_at_their_rate(seed: int) -> None:
+def test_deviations_from_the_groups_change_at_their_rate(seed):
     A = random_attention(TOKENS, 0.6, symmetric=True, seed=seed)
     lam = [0.3, -0.5, -0.5, -0.6]
     H, vectors = centred_branch(lam)
@@ -194,7 +193,7 @@ def test_deviations_from_the_groups_change_at_their_rate(seed: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 999), lam=st.floats(0.05, 5), sharp=st.floats(0.1, 3))
-def test_with_one_positive_eigenvalue_angles_within_a_right_one_never_grow(seed: int, lam: float, sharp: float) -> None:
+def test_with_one_positive_eigenvalue_angles_within_a_right_one_never_grow(seed, lam, sharp):
     """x_i + λ Σ A_ij x_j is a mean of unit tokens times 1 + λ: products stay ≥ c ≥ 0 and sizes ≤ 1, so cosines ≥ c."""
     H = lam * torch.eye(WIDTH, dtype=torch.float64)
     x = normal(1, WIDTH, seed=seed) + 0.4 * normal(TOKENS, WIDTH, seed=seed + 1)
@@ -205,7 +204,7 @@ def test_with_one_positive_eigenvalue_angles_within_a_right_one_never_grow(seed:
 
 
 @given(seed=st.integers(0, 999), tokens=st.integers(2, 9))
-def test_for_tokens_of_one_size_input_and_angle_say_the_same(seed: int, tokens: int) -> None:
+def test_for_tokens_of_one_size_input_and_angle_say_the_same(seed, tokens):
     x = normal(tokens, 4, seed=seed)
     x = 3 * x / x.norm(dim=-1, keepdim=True)
     found = ratio_at_equal_size(metrics.token_cosine(x).item(), tokens)
@@ -217,7 +216,7 @@ def test_for_tokens_of_one_size_input_and_angle_say_the_same(seed: int, tokens: 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("second", [0.6, 0.9])
-def test_the_power_law_holds_for_any_branch_by_its_centred_spectrum(second: float, seed: int) -> None:
+def test_the_power_law_holds_for_any_branch_by_its_centred_spectrum(second, seed):
     A = lazy(0.8)
     H, vectors = centred_branch([1.0, second, -0.3, -0.5], seed=seed)
     power = theory.pre_norm_power(centred_spectrum(H).real, torch.linalg.eigvals(A).real)

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from acutance import metrics
@@ -21,17 +20,17 @@ from acutance.lab.studies.repeat import DEFINITIONS, READ_AT_ONCE
 SAMPLES, TOKENS, WIDTH = 3, 6, 4
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
+def normal(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def tokens() -> Tensor:
+def tokens():
     return normal(SAMPLES, TOKENS, WIDTH)
 
 
 @pytest.mark.parametrize("norm", ["none", "pre", "post"])
 @pytest.mark.parametrize("kind", ["fixed", "drawn", "computed"])
-def test_it_is_the_plain_loop_up_to_scale(norm: str, kind: str) -> None:
+def test_it_is_the_plain_loop_up_to_scale(norm, kind):
     W, gamma = 0.5 * normal(WIDTH, WIDTH, seed=1), normal(WIDTH, seed=2)
     w_q, w_k = normal(2, WIDTH, 3, seed=3)
     drawn, fixed = drawn_attention(TOKENS, seed=5), random_attention(TOKENS, seed=6)
@@ -56,7 +55,7 @@ def test_it_is_the_plain_loop_up_to_scale(norm: str, kind: str) -> None:
     np.testing.assert_allclose(found.min_cosine[:, -1], pairs.amin((1, 2)), rtol=1e-4)
 
 
-def test_any_depth_stays_finite_and_complete() -> None:
+def test_any_depth_stays_finite_and_complete():
     uniform = torch.full((TOKENS, TOKENS), 1 / TOKENS, dtype=torch.float64)  # tokens vanish
     gone = repeat(torch.ones_like(tokens()), -torch.eye(WIDTH, dtype=torch.float64), uniform, layers=3)
     assert torch.isfinite(gone.last).all()
@@ -68,7 +67,7 @@ def test_any_depth_stays_finite_and_complete() -> None:
     assert found.converged() == {"input": True, "angle": True, "rank": True}
 
 
-def test_a_sample_does_not_depend_on_its_neighbours() -> None:
+def test_a_sample_does_not_depend_on_its_neighbours():
     W, A = normal(WIDTH, WIDTH, seed=1), random_attention(TOKENS)
     together, alone = repeat(tokens(), W, A, layers=7), repeat(tokens()[1], W, A, layers=7)
     assert alone.hfc_lfc.shape == (1, 8)
@@ -76,14 +75,14 @@ def test_a_sample_does_not_depend_on_its_neighbours() -> None:
 
 
 @pytest.mark.parametrize(("low", "high", "smooths"), [(0.1, 1.0, True), (-1.0, -0.1, False)])
-def test_the_sign_decides_also_when_attention_changes_by_layer(low: float, high: float, smooths: bool) -> None:
+def test_the_sign_decides_also_when_attention_changes_by_layer(low, high, smooths):
     W = branch_with_spectrum(torch.linspace(low, high, WIDTH))
     found = repeat(tokens(), W, drawn_attention(TOKENS), layers=200)
     assert found.converged()["input"] == smooths
     assert smooths or found.hfc_lfc[:, -100:].min() > 0.5
 
 
-def test_helpers_keep_their_promises() -> None:
+def test_helpers_keep_their_promises():
     H = branch_with_spectrum([-0.5, 0.25, 1.0], seed=3)
     torch.testing.assert_close(torch.linalg.eigvalsh(H), torch.tensor([-0.5, 0.25, 1.0], dtype=torch.float64))
     mu = torch.linalg.eigvals(random_attention(TOKENS, symmetric=True, seed=2))
@@ -95,7 +94,7 @@ def test_helpers_keep_their_promises() -> None:
     assert not torch.equal(draw(tokens(), 2), draw(tokens(), 3))
 
 
-def test_frame_and_picture_show_what_was_measured() -> None:
+def test_frame_and_picture_show_what_was_measured():
     found = repeat(tokens(), normal(WIDTH, WIDTH, seed=1), random_attention(TOKENS), layers=4)
     frame = found.to_frame()
     assert len(frame) == SAMPLES * 5
@@ -106,7 +105,7 @@ def test_frame_and_picture_show_what_was_measured() -> None:
     np.testing.assert_allclose(axes[0].lines[0].get_ydata()[3], np.exp(np.log(found.hfc_lfc[:, 3]).mean()))
 
 
-def test_the_grid_shows_the_sign_flip_of_pre_norm_and_none_for_post_norm() -> None:
+def test_the_grid_shows_the_sign_flip_of_pre_norm_and_none_for_post_norm():
     grid = norm_grid(layers=40, tokens=TOKENS, width=WIDTH, samples=2)
     plus, minus = grid["Pre-LN, weights +1"], grid["Pre-LN, weights −1"]
     positive, negative = list(plus)[:2]
@@ -118,20 +117,20 @@ def test_the_grid_shows_the_sign_flip_of_pre_norm_and_none_for_post_norm() -> No
         )
 
 
-def test_pre_norm_takes_the_trap_away() -> None:
+def test_pre_norm_takes_the_trap_away():
     x, A, W = normal(2, 16, 16), random_attention(16), branch_with_spectrum(torch.linspace(-4, -3, 16))
     assert repeat(x, W, A, layers=60).converged()["input"]
     assert repeat(x, W, A, layers=400, norm="pre").hfc_lfc[:, 20:].min() > 0.5
 
 
-def test_attention_computed_from_the_tokens_can_lose_rank_without_smoothing() -> None:
+def test_attention_computed_from_the_tokens_can_lose_rank_without_smoothing():
     found = norm_grid(layers=60, samples=3, attention="computed")["no norm"]["λ in [−1, 0)"]
     assert found.hfc_lfc[:, -1].min() > 1
     assert found.min_cosine[:, -1].max() < -0.9
     assert found.singular_ratio[:, -1].max() < 0.02
 
 
-def test_errors_say_what_is_wrong() -> None:
+def test_errors_say_what_is_wrong():
     A = random_attention(TOKENS)
     with pytest.raises(ShapeError, match=r"\(3, 6, 4\) and W \(3, 3\)"):
         repeat(tokens(), normal(3, 3), A, layers=1)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from acutance import metrics
 from acutance.errors import AcutanceError
@@ -20,15 +19,15 @@ real = st.floats(-3, 3, allow_nan=False)
 unit = st.floats(-0.99, 0.99, allow_nan=False)
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
+def normal(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def spectrum(low: float, high: float, width: int = WIDTH) -> Tensor:
+def spectrum(low, high, width=WIDTH):
     return torch.linspace(low, high, width, dtype=torch.float64)
 
 
-def sorted_complex(values: Tensor) -> np.ndarray:
+def sorted_complex(values):
     found = values.numpy().astype(complex).ravel()
     return found[np.lexsort((found.imag.round(8), found.real.round(8)))]
 
@@ -37,7 +36,7 @@ def sorted_complex(values: Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_layers_spectrum_is_one_plus_all_products(seed: int) -> None:
+def test_the_layers_spectrum_is_one_plus_all_products(seed):
     A, H = random_attention(TOKENS, 2.0, seed=seed), normal(WIDTH, WIDTH, seed=seed)
     predicted = theory.layer_eigenvalues(torch.linalg.eigvals(H), torch.linalg.eigvals(A))
     assert predicted.imag.abs().max() > 0.01, "complex eigenvalues are meant to be part of this"
@@ -45,7 +44,7 @@ def test_the_layers_spectrum_is_one_plus_all_products(seed: int) -> None:
     np.testing.assert_allclose(sorted_complex(predicted), sorted_complex(brute), atol=1e-7)
 
 
-def test_the_matrix_is_the_layer_also_from_transposed_views() -> None:
+def test_the_matrix_is_the_layer_also_from_transposed_views():
     A, W, x = random_attention(TOKENS, seed=1), normal(WIDTH, WIDTH, seed=2), normal(TOKENS, WIDTH, seed=3)
     assert not W.mT.is_contiguous()
     after = theory.layer_matrix(A, W.mT) @ x.mT.reshape(-1)
@@ -53,7 +52,7 @@ def test_the_matrix_is_the_layer_also_from_transposed_views() -> None:
 
 
 @given(lam=st.lists(real, min_size=1, max_size=6), mu=st.lists(unit, min_size=1, max_size=6))
-def test_only_the_ends_of_a_real_spectrum_can_dominate(lam: list[float], mu: list[float]) -> None:
+def test_only_the_ends_of_a_real_spectrum_can_dominate(lam, mu):
     mus = torch.tensor([*mu, 1.0], dtype=torch.float64)
     gains = theory.layer_eigenvalues(torch.tensor(lam, dtype=torch.float64), mus).abs()
     ends = gains[:, [int(mus.argmin()), len(mu)]].amax(1)
@@ -62,12 +61,12 @@ def test_only_the_ends_of_a_real_spectrum_can_dominate(lam: list[float], mu: lis
     assert found.gain == pytest.approx(float(ends.max()), abs=1e-12)
 
 
-def test_a_complex_mu_between_the_real_ends_may_dominate() -> None:
+def test_a_complex_mu_between_the_real_ends_may_dominate():
     mu = torch.tensor([1.0, -0.2, 0.1 + 0.9j, 0.1 - 0.9j], dtype=torch.complex128)
     assert abs(theory.dominance(torch.tensor([-1.0 + 0j]), mu).mu.imag) == pytest.approx(0.9)
 
 
-def test_causal_attention_has_its_diagonal_as_eigenvalues() -> None:
+def test_causal_attention_has_its_diagonal_as_eigenvalues():
     A = random_attention(TOKENS, 1.5, causal=True, seed=2)
     np.testing.assert_allclose(sorted_complex(torch.linalg.eigvals(A)), sorted_complex(A.diagonal()), atol=1e-10)
     assert A[theory.constant_mode(A.diagonal()), 0] == 1  # the first token sees itself alone
@@ -76,13 +75,13 @@ def test_causal_attention_has_its_diagonal_as_eigenvalues() -> None:
 # The limit and the rate
 
 
-def away_from(x: Tensor, limit: Tensor) -> Tensor:
+def away_from(x, limit):
     """The part of x/‖x‖ across the limit's direction."""
     unit = x / x.norm()
     return (unit - (unit * limit).sum() * limit).norm()
 
 
-def iterate(x: Tensor, A: Tensor, W: Tensor, layers: int) -> Tensor:
+def iterate(x, A, W, layers):
     return repeat(x, W, A, layers=layers).last
 
 
@@ -96,9 +95,7 @@ def iterate(x: Tensor, A: Tensor, W: Tensor, layers: int) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_tokens_go_to_the_predicted_limit_at_the_predicted_rate(
-    eigenvalues: Tensor, family: str, symmetric: bool
-) -> None:
+def test_tokens_go_to_the_predicted_limit_at_the_predicted_rate(eigenvalues, family, symmetric):
     # Symmetric attention has real μ > 0; of the others this seed's smallest μ is real and negative.
     A = random_attention(TOKENS, 0.6 if symmetric else 1.2, symmetric=symmetric, seed=4)
     H = branch_with_spectrum(eigenvalues, seed=1)
@@ -119,7 +116,7 @@ def test_tokens_go_to_the_predicted_limit_at_the_predicted_rate(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_ratio_falls_at_the_smoothing_rate_also_for_complex_spectra(seed: int) -> None:
+def test_the_ratio_falls_at_the_smoothing_rate_also_for_complex_spectra(seed):
     A, H = random_attention(TOKENS, 1.5, seed=seed), 0.6 * normal(WIDTH, WIDTH, seed=seed) + 0.5 * torch.eye(WIDTH)
     lam, mu = torch.linalg.eigvals(H), torch.linalg.eigvals(A)
     assert lam.imag.abs().max() > 0.05
@@ -141,7 +138,7 @@ def test_the_ratio_falls_at_the_smoothing_rate_also_for_complex_spectra(seed: in
 
 
 @pytest.mark.parametrize("sharpness", [0.3, 1.0, 3.0])
-def test_the_prediction_follows_single_layers_also_when_attention_differs_from_layer_to_layer(sharpness: float) -> None:
+def test_the_prediction_follows_single_layers_also_when_attention_differs_from_layer_to_layer(sharpness):
     """A network of different layers, each applied once: H of either sign, A drawn anew, tokens as they come.
 
     The theorem is about one layer repeated for ever. What its rate says of the next layer must beat the base rate.
@@ -165,7 +162,7 @@ def test_the_prediction_follows_single_layers_also_when_attention_differs_from_l
     assert rank_correlation(np.array(predicted), np.array(measured)) > 0.5
 
 
-def test_dominated_by_another_mu_there_is_no_input_convergence() -> None:
+def test_dominated_by_another_mu_there_is_no_input_convergence():
     A, H = random_attention(TOKENS, seed=0), branch_with_spectrum(spectrum(-1.0, -0.1), seed=0)
     lam, mu = torch.linalg.eigvals(H), torch.linalg.eigvals(A)
     assert theory.dominance(lam, mu).family == "varying"
@@ -176,7 +173,7 @@ def test_dominated_by_another_mu_there_is_no_input_convergence() -> None:
 
 
 @pytest.mark.parametrize("low", [-0.9, 0.4])
-def test_one_token_is_a_tie_and_its_limit_is_an_eigenvector(low: float) -> None:
+def test_one_token_is_a_tie_and_its_limit_is_an_eigenvector(low):
     lam, mu = spectrum(low, low + 0.4), torch.ones(1, dtype=torch.float64)
     found = theory.dominance(lam, mu)
     assert (found.family, found.mu) == ("neither", 1)
@@ -187,7 +184,7 @@ def test_one_token_is_a_tie_and_its_limit_is_an_eigenvector(low: float) -> None:
     torch.testing.assert_close(limit @ H, (found.gain - 1) * limit, rtol=0, atol=1e-12)
 
 
-def test_ties_are_no_family_and_have_no_limit() -> None:
+def test_ties_are_no_family_and_have_no_limit():
     A = random_attention(TOKENS, 0.6, symmetric=True, seed=4)
     mu = torch.linalg.eigvals(A)
     H = theory.sharpening_bound(float(mu.real.min())) * torch.eye(WIDTH, dtype=torch.float64)
@@ -199,7 +196,7 @@ def test_ties_are_no_family_and_have_no_limit() -> None:
 
 
 @given(mu=st.lists(unit, min_size=1, max_size=6), place=st.integers(0, 6))
-def test_the_others_are_all_but_the_constant_mode(mu: list[float], place: int) -> None:
+def test_the_others_are_all_but_the_constant_mode(mu, place):
     place = min(place, len(mu))
     values = torch.tensor([*mu[:place], 1.0, *mu[place:]], dtype=torch.float64)
     assert int(theory.constant_mode(values)) == place
@@ -207,7 +204,7 @@ def test_the_others_are_all_but_the_constant_mode(mu: list[float], place: int) -
     assert theory.other_eigenvalues(values.expand(2, 3, -1)).tolist() == [[mu] * 3] * 2
 
 
-def test_a_turning_pair_has_no_limit_and_says_so() -> None:
+def test_a_turning_pair_has_no_limit_and_says_so():
     A = random_attention(TOKENS, seed=0)
     turn = torch.tensor([[0.5, -0.5], [0.5, 0.5]], dtype=torch.float64)
     assert theory.dominance(torch.linalg.eigvals(turn), torch.linalg.eigvals(A)).rate == pytest.approx(1)
@@ -220,7 +217,7 @@ def test_a_turning_pair_has_no_limit_and_says_so() -> None:
 
 
 @given(lam=real, mu=unit)
-def test_the_exact_condition(lam: float, mu: float) -> None:
+def test_the_exact_condition(lam, mu):
     beats = bool(theory.beats_constant(torch.tensor(lam).double(), torch.tensor(mu).double()))
     bound = theory.sharpening_bound(mu)
     if min(abs(lam), abs(lam - bound)) > 1e-9:
@@ -228,7 +225,7 @@ def test_the_exact_condition(lam: float, mu: float) -> None:
 
 
 @given(re=real, im=real, mu=unit)
-def test_for_complex_lambda_the_condition_is_a_disc(re: float, im: float, mu: float) -> None:
+def test_for_complex_lambda_the_condition_is_a_disc(re, im, mu):
     lam, radius = complex(re, im), 1 / (1 + mu)
     beats = bool(theory.beats_constant(torch.tensor(lam, dtype=torch.complex128), torch.tensor(mu).double()))
     if abs(abs(lam + radius) - radius) > 1e-9:
@@ -236,7 +233,7 @@ def test_for_complex_lambda_the_condition_is_a_disc(re: float, im: float, mu: fl
 
 
 @given(lam=st.lists(st.tuples(real, real), min_size=1, max_size=6), mu=unit)
-def test_beyond_the_bound_is_where_brute_force_says(lam: list[tuple[float, float]], mu: float) -> None:
+def test_beyond_the_bound_is_where_brute_force_says(lam, mu):
     """Complex λ: |1 + λ| against |1 + λμ_min|, one by one, in Python's own arithmetic."""
     values = [complex(*pair) for pair in lam]
     size = max(abs(z) for z in values)
@@ -252,7 +249,7 @@ def test_beyond_the_bound_is_where_brute_force_says(lam: list[tuple[float, float
         assert lead == pytest.approx(max(v for v, b in zip(leads, beyond, strict=True) if b), rel=1e-9, abs=1e-12)
 
 
-def test_a_complex_eigenvalue_crosses_the_bound_with_a_small_real_part() -> None:
+def test_a_complex_eigenvalue_crosses_the_bound_with_a_small_real_part():
     """−0.1 ± 0.5i: |1 + λ| = 1.03, though Re λ is far above −2; −0.5 ± 0.4i is inside the disc; errors blur it."""
     lam = torch.tensor([-0.1 + 0.5j, -0.5 + 0.4j, -2.1, -1.9, 0.3, 0.0], dtype=torch.complex128)
     assert theory.beyond_bound(lam, 0.0).tolist() == [True, False, True, False, False, False]
@@ -263,9 +260,7 @@ def test_a_complex_eigenvalue_crosses_the_bound_with_a_small_real_part() -> None
 
 
 @given(lam=st.tuples(real, real), mu=st.tuples(unit, unit), off=st.floats(0, 0.3), turn=st.floats(0, 6.28), far=unit)
-def test_an_error_of_mu_is_covered_by_the_margin(
-    lam: tuple[float, float], mu: tuple[float, float], off: float, turn: float, far: float
-) -> None:
+def test_an_error_of_mu_is_covered_by_the_margin(lam, mu, off, turn, far):
     """If the true μ is within the residual of the one given, a leaning that is decided is the true one's."""
     true = complex(*mu) / max(1.0, abs(complex(*mu)))
     given_mu = true + off * complex(math.cos(turn), math.sin(turn))
@@ -281,7 +276,7 @@ def test_an_error_of_mu_is_covered_by_the_margin(
 
 
 @pytest.mark.parametrize(("factor", "smooths"), [(0.95, False), (1.05, True)])
-def test_beyond_the_bound_negative_eigenvalues_smooth_again(factor: float, smooths: bool) -> None:
+def test_beyond_the_bound_negative_eigenvalues_smooth_again(factor, smooths):
     A = random_attention(TOKENS, 0.6, symmetric=True, seed=4)
     bound = theory.sharpening_bound(float(torch.linalg.eigvals(A).real.min()))
     assert -2 < bound < -1
@@ -292,7 +287,7 @@ def test_beyond_the_bound_negative_eigenvalues_smooth_again(factor: float, smoot
 
 
 @given(lam=st.lists(real, min_size=1, max_size=4), mu=st.lists(unit, min_size=1, max_size=4))
-def test_a_layer_smooths_by_all_its_eigenvalues(lam: list[float], mu: list[float]) -> None:
+def test_a_layer_smooths_by_all_its_eigenvalues(lam, mu):
     values, others = torch.tensor(lam, dtype=torch.complex128) * (1 + 0.5j), torch.tensor([*mu, 1.0]).double()
     rate = theory.ratio_rate(values, others)
     if abs(math.log(rate)) > 1e-5 * float(values.abs().max()):  # nearer is a tie
@@ -303,7 +298,7 @@ def test_a_layer_smooths_by_all_its_eigenvalues(lam: list[float], mu: list[float
 @given(
     lam=st.lists(st.floats(-1, 0), min_size=WIDTH, max_size=WIDTH), seed=st.integers(0, 999), sharp=st.floats(0.1, 5)
 )
-def test_eigenvalues_from_minus_one_to_zero_cannot_smooth(lam: list[float], seed: int, sharp: float) -> None:
+def test_eigenvalues_from_minus_one_to_zero_cannot_smooth(lam, seed, sharp):
     values = torch.tensor(lam, dtype=torch.float64)
     assert theory.cannot_smooth(values)
     mu = torch.linalg.eigvals(random_attention(TOKENS, sharp, seed=seed))  # complex in general
@@ -311,7 +306,7 @@ def test_eigenvalues_from_minus_one_to_zero_cannot_smooth(lam: list[float], seed
 
 
 @pytest.mark.parametrize("lam", [[-1.01, 0.0], [-0.5, 0.01], [-0.5 + 0.1j, -0.5 - 0.1j]])
-def test_others_carry_no_such_promise(lam: list[complex]) -> None:
+def test_others_carry_no_such_promise(lam):
     assert not theory.cannot_smooth(torch.tensor(lam))
 
 
@@ -319,7 +314,7 @@ def test_others_carry_no_such_promise(lam: list[complex]) -> None:
 
 
 @given(seed=st.integers(0, 999), spread=st.floats(1e-6, 2), tokens=st.integers(2, 9))
-def test_input_convergence_bounds_the_angles_and_those_the_rank(seed: int, spread: float, tokens: int) -> None:
+def test_input_convergence_bounds_the_angles_and_those_the_rank(seed, spread, tokens):
     x = normal(1, 4, seed=seed) + spread * normal(tokens, 4, seed=seed + 1)
     unit = x / x.norm(dim=-1, keepdim=True)
     cosine = float((unit @ unit.mT).min())
@@ -327,12 +322,12 @@ def test_input_convergence_bounds_the_angles_and_those_the_rank(seed: int, sprea
     assert metrics.singular_ratio(x).item() <= theory.singular_ceiling(cosine) + 1e-6
 
 
-def test_the_bounds_close_in_the_limit() -> None:
+def test_the_bounds_close_in_the_limit():
     assert theory.cosine_floor(1e-6, 10) == pytest.approx(1, abs=1e-10)
     assert theory.singular_ceiling(1.0) == 0
 
 
-def test_the_converses_fail() -> None:
+def test_the_converses_fail():
     direction, still = normal(1, WIDTH), torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
     A = random_attention(4, seed=0)
     lengths = torch.tensor([[1.0], [2.0], [3.0], [4.0]], dtype=torch.float64)
@@ -345,7 +340,7 @@ def test_the_converses_fail() -> None:
 # Norms
 
 
-def test_pre_norm_weights_fold_into_h() -> None:
+def test_pre_norm_weights_fold_into_h():
     A, x, W = random_attention(TOKENS, seed=1), normal(3, TOKENS, WIDTH), normal(WIDTH, WIDTH, seed=2)
     gamma = normal(WIDTH, seed=3)
     kept = repeat(x, W, A, layers=30, norm="pre", norm_weight=gamma)
@@ -353,7 +348,7 @@ def test_pre_norm_weights_fold_into_h() -> None:
     torch.testing.assert_close(kept.last, folded.last, rtol=1e-8, atol=1e-8)
 
 
-def test_negative_pre_norm_weights_turn_the_spectrum_round() -> None:
+def test_negative_pre_norm_weights_turn_the_spectrum_round():
     A, x = random_attention(TOKENS, seed=1), normal(3, TOKENS, WIDTH)
     H = branch_with_spectrum(spectrum(0.1, 1.0), seed=1)
     smooth = repeat(x, H.mT, A, layers=400, norm="pre")
@@ -364,7 +359,7 @@ def test_negative_pre_norm_weights_turn_the_spectrum_round() -> None:
     assert sharp.hfc_lfc[:, -1].min() > 0.5
 
 
-def test_negative_post_norm_weights_of_one_size_only_turn_the_tokens_round() -> None:
+def test_negative_post_norm_weights_of_one_size_only_turn_the_tokens_round():
     A, x, W = random_attention(TOKENS, seed=1), normal(3, TOKENS, WIDTH), normal(WIDTH, WIDTH, seed=2)
     for layers in (1, 8):
         plus, minus = (repeat(x, W, A, layers=layers, norm="post", norm_weight=sign) for sign in (1.0, -1.0))
@@ -373,7 +368,7 @@ def test_negative_post_norm_weights_of_one_size_only_turn_the_tokens_round() -> 
 
 
 @pytest.mark.parametrize("second", [0.3, 0.9])
-def test_under_pre_norm_the_ratio_falls_by_a_power_law(second: float) -> None:
+def test_under_pre_norm_the_ratio_falls_by_a_power_law(second):
     A = random_attention(TOKENS, 0.6, symmetric=True, seed=4)
     # The mean over channels, which the norm removes, is one eigenvector; λ = 1 stands alone above the others.
     basis = torch.linalg.qr(torch.cat([torch.ones(WIDTH, 1).double(), normal(WIDTH, WIDTH - 1)], dim=1)).Q
@@ -384,6 +379,6 @@ def test_under_pre_norm_the_ratio_falls_by_a_power_law(second: float) -> None:
     assert measured == pytest.approx(theory.pre_norm_power(lam, torch.linalg.eigvals(A).real), abs=0.03)
 
 
-def test_without_a_positive_eigenvalue_there_is_no_power_law() -> None:
+def test_without_a_positive_eigenvalue_there_is_no_power_law():
     with pytest.raises(AcutanceError, match="do not grow"):
         theory.pre_norm_power(spectrum(-1, -0.1), torch.tensor([1.0, 0.5]))

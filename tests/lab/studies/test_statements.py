@@ -26,7 +26,7 @@ PLACES = (
 
 
 @pytest.fixture(scope="module")
-def known_tests() -> set[str]:
+def known_tests():
     return {
         name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
     }
@@ -35,7 +35,7 @@ def known_tests() -> set[str]:
 @pytest.mark.parametrize(
     "row", [row for row in ROWS if not set(row[0]) <= set("|- ")], ids=lambda row: row[0].strip("| ")
 )
-def test_a_statement_has_a_function_and_a_test(row: list[str], known_tests: set[str]) -> None:
+def test_a_statement_has_a_function_and_a_test(row, known_tests):
     _, functions, tests = row
     for name in re.findall(r"`([\w.]+)`", functions):
         assert any(hasattr(place, name.split(".")[-1]) for place in PLACES), name
