@@ -301,13 +301,10 @@ def test_a_layer_smooths_by_all_its_eigenvalues(lam, mu):
 def test_eigenvalues_from_minus_one_to_zero_cannot_smooth(lam, seed, sharp):
     values = torch.tensor(lam, dtype=torch.float64)
     assert theory.cannot_smooth(values)
+    for others in ([-1.01, 0.0], [-0.5, 0.01], [-0.5 + 0.1j, -0.5 - 0.1j]):
+        assert not theory.cannot_smooth(torch.tensor(others))
     mu = torch.linalg.eigvals(random_attention(TOKENS, sharp, seed=seed))  # complex in general
     assert theory.ratio_rate(values, mu) >= 1 - 1e-9
-
-
-@pytest.mark.parametrize("lam", [[-1.01, 0.0], [-0.5, 0.01], [-0.5 + 0.1j, -0.5 - 0.1j]])
-def test_others_carry_no_such_promise(lam):
-    assert not theory.cannot_smooth(torch.tensor(lam))
 
 
 # The definitions, from strong to weak
@@ -320,10 +317,7 @@ def test_input_convergence_bounds_the_angles_and_those_the_rank(seed, spread, to
     cosine = float((unit @ unit.mT).min())
     assert cosine >= theory.cosine_floor(metrics.hfc_lfc_spectral(x).item(), tokens) - 1e-9
     assert metrics.singular_ratio(x).item() <= theory.singular_ceiling(cosine) + 1e-6
-
-
-def test_the_bounds_close_in_the_limit():
-    assert theory.cosine_floor(1e-6, 10) == pytest.approx(1, abs=1e-10)
+    assert theory.cosine_floor(1e-6, 10) == pytest.approx(1, abs=1e-10)  # the bounds close in the limit
     assert theory.singular_ceiling(1.0) == 0
 
 
@@ -377,8 +371,5 @@ def test_under_pre_norm_the_ratio_falls_by_a_power_law(second):
     path = repeat(normal(TOKENS, WIDTH, seed=9), H.mT, A, layers=1200, norm="pre").hfc_lfc[0]
     measured = math.log(path[1200] / path[600]) / math.log(2)
     assert measured == pytest.approx(theory.pre_norm_power(lam, torch.linalg.eigvals(A).real), abs=0.03)
-
-
-def test_without_a_positive_eigenvalue_there_is_no_power_law():
     with pytest.raises(AcutanceError, match="do not grow"):
         theory.pre_norm_power(spectrum(-1, -0.1), torch.tensor([1.0, 0.5]))

@@ -14,15 +14,7 @@ from acutance.lab import studies as laboratory
 ROOT = Path(__file__).parents[3]
 TABLE = (ROOT / "docs" / "laboratory.md").read_text(encoding="utf-8").split("## Each statement")[1]
 ROWS = [line.split(" | ") for line in TABLE.splitlines() if line.startswith("| ")][1:]
-PLACES = (
-    spectral_theory,
-    laboratory,
-    metrics,
-    steer,
-    acutance,
-    AttentionOperator,
-    Spectrum,
-)
+PLACES = (spectral_theory, laboratory, metrics, steer, acutance, AttentionOperator, Spectrum)
 
 
 @pytest.fixture(scope="module")

@@ -136,11 +136,9 @@ def depth_study(
 ) -> DepthStudy:
     """Build every variant at its largest depth, untrained, and measure it at every layer.
 
-    Args:
-        config: size and depths.
-        seeds: networks per variant; the seed decides all weights, the images are always the same.
-        folder: keeps each finished measurement in `profiles/`, and reuses those of the same configuration.
-        advance: called with a description before each network.
+    Every variant has `seeds` networks: the seed decides all weights, the images are always the same. `folder` keeps
+    each finished measurement in `profiles/`, and those of the same configuration are reused. `advance` is called with a
+    description before each network.
     """
     if seeds < 1:
         raise AcutanceError(f"the study needs at least one seed, got {seeds}")

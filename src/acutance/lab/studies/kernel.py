@@ -172,7 +172,6 @@ class KernelAssumptions:
             yield {"layer": layer + 1, "head": head + 1, **{k: float(v[layer, head]) for k, v in means.items()}}
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per layer and head, as a pandas DataFrame."""
         return data_frame(self.rows())
 
 
@@ -210,11 +209,9 @@ class AssumptionReader(Visitor):
         self.layers: dict[int, dict[str, list[Tensor]]] = {}
 
     def begin(self, batch: Batch) -> None:
-        """Which tokens count."""
         self.samples = batch.samples("in")
 
     def attend(self, layer: int, call: AttentionCall) -> None:
-        """The affinities of one layer."""
         into = self.layers.setdefault(layer, {})
         for name, values in _measures(call, self.samples, self.generator).items():
             into.setdefault(name, []).append(values)
@@ -322,12 +319,9 @@ class KernelStudy:
     def table(self) -> Table:
         """A column per variant: alignment, how far exp(q·k/√d) is from the assumptions, how the two go together."""
         paper = "; ".join(f"{name} {row['train']} train, {row['test']} test" for name, row in PAPER.items())
-        table = Table(
-            title="kernel assumptions of trained models",
-            caption=f"mean ± spread over runs; ρ: rank correlation with alignment. Table 4 (DeiT, ImageNet): {paper}",
-            title_justify="left",
-            caption_justify="left",
-        )
+        caption = f"mean ± spread over runs; ρ: rank correlation with alignment. Table 4 (DeiT, ImageNet): {paper}"
+        left = {"title_justify": "left", "caption_justify": "left"}
+        table = Table(title="kernel assumptions of trained models", caption=caption, **left)  # type: ignore[arg-type]
         rows = self.summary()
         table.add_column("data")
         table.add_column("")
@@ -359,13 +353,9 @@ def kernel_study(
 ) -> KernelStudy:
     """Read every model on evenly spaced training and test images of the embedded digits, or on a text.
 
-    Args:
-        models: by the name of the run; each is loaded when its turn comes, so that one is held at a time. Text needs
-            what `acutance.io.loading.load_model` returns.
-        samples: images of each split, or all of it if it has fewer (Table 4 has 1000); or windows of text.
-        text: a text file or a folder of them, in place of the digits.
-        tokens: the length of a window of text.
-        advance: called with a description before each batch.
+    Models, by the name of the run, are loaded one at a time; text (a file or folder, in windows of `tokens`) needs what
+    `acutance.io.loading.load_model` returns. `samples` are images of each split, of which Table 4 has 1000, or windows.
+    `advance` is called with a description before each batch.
     """
     if not models:
         raise AcutanceError("kernel_study got no models: name at least one run")

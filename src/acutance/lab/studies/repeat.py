@@ -87,8 +87,7 @@ def repeat(
     Args:
         x: tokens (..., N, d); leading axes are samples. Use float64 to follow a ratio far down.
         W: W_V W_proj (d, d), so H = Wᵀ.
-        attention: A (N, N) or (..., N, N); or a function (tokens entering the branch, layer) → A, such as
-            `attention_from(w_q, w_k)` or `drawn_attention(tokens)`.
+        attention: A (..., N, N), or a function (tokens entering the branch, layer) → A.
         layers: how often.
         norm: none, pre or post.
         norm_weight: the norm's weights, one number or (d,). The norm has no bias.
