@@ -1,4 +1,4 @@
-"""Augmentation of batches on the device: drawn outside, applied without waiting for the device, compiled if wanted."""
+"""Augmentation of batches on the device. Random numbers are drawn first, so that the rest can be compiled."""
 
 from __future__ import annotations
 
@@ -51,10 +51,7 @@ DEIT_SMALL_IMAGES = AugmentConfig(crop_pad=4, flip=0.5, rand_layers=2, erase=0.2
 
 
 class Draws(NamedTuple):
-    """The random numbers of a batch, a row per image, in at most ten calls of a generator.
-
-    Compiled code works out what they mean: which operation, which rectangle.
-    """
+    """The random numbers of a batch, a row per image; `Augment` turns them into operations and rectangles."""
 
     crop: Tensor  # (batch, 2): 0 to 2 · crop_pad, down and right
     flip: Tensor  # (batch,): 0 to 1

@@ -85,11 +85,9 @@ class ImageFolder:
         return len(self.paths)
 
     def read(self, index: int) -> Image:
-        """The image at an index, as RGB."""
         return IMAGENET.image(self.paths[index])
 
     def order(self, seed: int, epoch: int) -> Tensor:
-        """The order in which an epoch visits the images."""
         return epoch_order(len(self), seed, epoch)
 
 
@@ -107,7 +105,6 @@ class Crops:
         return len(self.images.labels)
 
     def sample(self, index: int, random: np.random.Generator | None) -> tuple[Bytes, int]:
-        """One image and its label."""
         image = self.images.read(index)
         cut = centre_crop(image, self.size) if random is None else random_resized_crop(image, self.size, random)
         return channels_first(cut), int(self.images.labels[index])
@@ -137,7 +134,7 @@ def _images(folder: Path) -> list[Path]:
 
 
 def _visible(folder: Path) -> Iterator[Path]:
-    """Not what systems and tools leave behind: .cache/, ._n01440764_18.JPEG."""
+    """Without hidden files, which systems and tools leave behind: .cache/, ._n01440764_18.JPEG."""
     return (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
 
 
@@ -206,7 +203,6 @@ class WebShards:
         return len(self.labels)
 
     def read(self, index: int) -> Image:
-        """The image at an index, as RGB."""
         path = self.paths[int(self._shards[index])]
         try:
             with path.open("rb") as file:
@@ -240,7 +236,7 @@ def expand(pattern: str) -> Iterator[Path]:
 
 
 def _indices(paths: Sequence[Path]) -> list[list[Entry]]:
-    """Of each shard. Processes begin at different ones, and find what another has indexed meanwhile."""
+    """Of each shard. Processes begin at different ones and use the indices that others have written meanwhile."""
     rank, world = processes.rank_and_world_size()
     first = rank * len(paths) // world
     turn = [*range(first, len(paths)), *range(first)]
@@ -292,7 +288,7 @@ def _read_headers(path: Path) -> list[Entry]:
 
 
 def _refuse_other_labels(pattern: str, labels: Tensor, classes: int) -> None:
-    """A label beyond the last class would be an error deep within the loss, on a GPU one that names nothing."""
+    """A label beyond the last class fails deep within the loss, on a GPU without saying why."""
     low, high = int(labels.min()), int(labels.max())
     if high >= classes:
         from_1 = low > 0 and high == classes

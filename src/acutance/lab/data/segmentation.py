@@ -72,7 +72,6 @@ class SegmentationSet(Sequence[tuple[Tensor, Tensor]]):
         return torch.from_numpy(image), torch.from_numpy(label)
 
     def read(self, index: int) -> tuple[Bytes, Labels]:
-        """The same as arrays."""
         image_path, label_path = self.paths[index]
         image = channels_first(self.source.image(image_path))
         values = np.asarray(self.source.image(label_path, colour=False))

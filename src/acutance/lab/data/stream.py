@@ -40,8 +40,8 @@ def training_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """These rows of global batch `first_step`, the next, and so on without end; nothing before it is read.
 
-    `order` gives the samples of an epoch; an incomplete last batch is left out. What happens to a sample depends on the
-    seed, the step and the row in the global batch, not on the number of workers: processes that decode.
+    `order` gives the samples of an epoch; an incomplete last batch is left out. A sample is made random by the seed,
+    the step and its row in the global batch, so batches are the same for any number of `workers` (which decode).
     """
 
     def tickets() -> Iterator[list[Ticket]]:

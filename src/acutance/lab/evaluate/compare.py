@@ -78,7 +78,6 @@ class Group:
 
     @property
     def mean(self) -> float:
-        """Over seeds."""
         return float(np.mean(list(self.scores.values())))
 
     @property

@@ -57,7 +57,6 @@ class Evaluation:
         return folder / f"evaluation-{'-'.join([self.split, self.weights, *changed])}.json"
 
     def save(self, folder: Path) -> Path:
-        """Write it into the run's folder."""
         return atomic_write(self.path(folder), json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode())
 
 
@@ -77,7 +76,7 @@ def weights_path(folder: Path, weights: Weights) -> Path:
 
 
 def refuse_seen(folder: Path, config: Config, split: str, weights: Weights = "last") -> None:
-    """A run that was trained on all of the training set is not tested on its held-out slice, nor chosen by it."""
+    """Refuse the held-out slice, and weights chosen on it, for a run that was trained on all of the training set."""
     if getattr(config.task, "train_on", None) == "all" and (split == "val" or weights == "best"):
         what = "the split val" if split == "val" else "weights chosen on it"
         raise AcutanceError(
@@ -139,9 +138,9 @@ def evaluate_run(
 ) -> Evaluation:
     """Score a run's model in float32 and write the result into its folder, as `evaluation-SPLIT-WEIGHTS.json`.
 
-    The last weights are those that recipes report; the best ones are so on the held-out slice. `settings` are fields to
-    change, e.g. `task.multi_scale=false`, of those that the evaluation reads; those that the scores depend on are part
-    of the file's name. Under torchrun the processes share the work.
+    Recipes report the last weights; the best ones were chosen on the held-out slice. `settings` change fields that the
+    evaluation reads, e.g. `task.multi_scale=false`; those that the scores depend on are part of the file's name. Under
+    torchrun the processes share the work.
     """
     check_weights(weights)
     where = Path(folder)

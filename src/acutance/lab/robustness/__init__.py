@@ -1,4 +1,4 @@
-"""How a classifier of images stands corruptions and attacks."""
+"""How accurate a classifier stays on corrupted and adversarial images."""
 
 from acutance.lab.robustness.attacks import FGSM, PGD, as_attack
 from acutance.lab.robustness.corruptions import CORRUPTIONS, SEVERITIES, corrupt

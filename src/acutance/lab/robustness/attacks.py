@@ -30,12 +30,10 @@ class FGSM:
         _check("ε", self.epsilon)
 
     @property
-    def name(self) -> str:
-        """As it is written on the command line."""
+    def name(self) -> str:  # as it is written on the command line
         return f"fgsm:{self.epsilon:g}"
 
     def __call__(self, model: Model, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        """The changed images; nothing is drawn."""
         return _step(model, images, labels, self.epsilon, *_box(images, self.epsilon))
 
 
@@ -58,16 +56,13 @@ class PGD:
 
     @property
     def size(self) -> float:
-        """Of a step, in levels of 255."""
         return 2.5 * self.epsilon / self.steps if self.step_size is None else self.step_size
 
     @property
     def name(self) -> str:
-        """As it is written on the command line."""
         return f"pgd:{self.epsilon:g}:{self.steps}:{self.size:g}"
 
     def __call__(self, model: Model, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        """The images after the last step."""
         low, high = _box(images, self.epsilon)
         start = draws.uniform(*images.shape, low=-1, high=1).to(images.dtype)
         changed = (images + self.epsilon / 255 * start).clamp(low, high)
@@ -96,7 +91,7 @@ def as_attack(spec: str | Attack) -> Attack:
 
 
 def loss_gradient(model: Model, images: Tensor, labels: Tensor) -> Tensor:
-    """Of the summed cross-entropy by the images, each of which has its own part in the sum; parameters get none."""
+    """Of the cross-entropy, summed over the images, with respect to the images; parameters get none."""
     with torch.enable_grad():
         variable = images.detach().requires_grad_()
         loss = F.cross_entropy(model(variable).float(), labels, reduction="sum")

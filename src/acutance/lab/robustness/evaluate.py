@@ -155,7 +155,7 @@ def _accuracy(model: Callable[[Tensor], Any], images: Images, part_of: Callable[
 
 
 def _begun(path: str | os.PathLike[str] | None, context: Mapping[str, Any]) -> RobustnessTable:
-    """The table at `path`, if it is of the same things."""
+    """The table at `path`; one of other weights, images or settings is refused."""
     if path is None or not Path(path).exists():
         return RobustnessTable({}, context)
     found = RobustnessTable.load(path)
@@ -184,7 +184,7 @@ def _context(model: nn.Module, images: Images, corruptions: str, seed: int, dtyp
 
 
 def weights_digest(model: nn.Module) -> str:
-    """By which a table knows the weights it was measured with."""
+    """Identifies the weights that a table was measured with."""
     return _digest(value for value in model.state_dict().values() if isinstance(value, Tensor))
 
 

@@ -26,7 +26,7 @@ def cell_name(corruption: str, severity: int) -> str:
 
 
 def table_name(split: str = "test", weights: str = "last", corrupted_dir: Path | None = None) -> str:
-    """Of its file in a run's folder: robustness.json for the last weights and drawn corruptions of the test set."""
+    """The file in a run's folder: robustness.json for the last weights and drawn corruptions of the test set."""
     others = [split] * (split != "test") + [weights] * (weights != "last")
     others += [] if corrupted_dir is None else [corrupted_dir.resolve().name]
     return "-".join(["robustness", *others]) + ".json"
@@ -57,7 +57,6 @@ class RobustnessTable:
 
     @property
     def attacks(self) -> dict[str, float]:
-        """Accuracy under each attack."""
         return {cell: value for cell, value in self.cells.items() if cell.partition(":")[0] in ("fgsm", "pgd")}
 
     def mean(self, *, corruption: str | None = None, severity: int | None = None) -> float | None:
@@ -77,7 +76,6 @@ class RobustnessTable:
         return {name: value for name, value in found.items() if value is not None}
 
     def table(self) -> Table:
-        """For the terminal."""
         table = Table(title=self.title, caption=self.caption, title_justify="left", caption_justify="left")
         header, *rows = self.rows()
         for index, name in enumerate(header):
@@ -87,7 +85,6 @@ class RobustnessTable:
         return table
 
     def markdown(self) -> str:
-        """For a page."""
         header, *rows = self.rows()
         rule = ["---", *["---:"] * (len(header) - 1)]
         lines = ["| " + " | ".join(row) + " |" for row in [header, rule, *rows]]
@@ -124,13 +121,11 @@ class RobustnessTable:
         return capture.get()
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write JSON, atomically."""
         body = {"format": FORMAT, "context": dict(self.context), "cells": dict(self.cells)}
         return atomic_write(path, json.dumps(body, indent=1, ensure_ascii=False, allow_nan=False).encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RobustnessTable:
-        """Read a table that `save` wrote."""
         return read_json(
             path, FORMAT, lambda body: cls({str(k): float(v) for k, v in body["cells"].items()}, dict(body["context"]))
         )
