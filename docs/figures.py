@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
+from acutance.measure.profile import Profile
 from result_files import (
     ATTENTION,
     DEIT,
@@ -401,6 +402,23 @@ def said_of_costs() -> Iterator[str]:
         yield words.format(with_quartiles(one(rows_of("bench-eigen"), variant=f"eigen:negative,basis={basis}")))
 
 
+# measure.md
+
+COLUMNS = [  # metric, tap, digits
+    ("token_cosine", "block", 3), ("token_cosine", "attention", 3), ("hfc_lfc_spectral", "block", 2),
+    ("effective_rank", "block", 0), ("norm_spread", "block", 2), ("attention_entropy", "attention_matrix", 2),
+]  # fmt: skip
+
+
+def profile_table(record: str) -> Iterator[str]:
+    profile = Profile.load(ROOT / "docs" / "evidence" / "real-models" / f"{record}.json")
+    values = {(v.metric, v.tap, v.layer): v for v in profile.readings}
+    for layer in profile.layers("token_cosine", "block"):
+        found = [(values.get((metric, tap, layer)), digits) for metric, tap, digits in COLUMNS]
+        cells = ["–" if v is None else f"{v.mean:.{digits}f} ± {v.std:.{digits}f}" for v, digits in found]
+        yield line(str(layer), *cells)
+
+
 # A page, a heading, which of the tables below it, and what writes its rows.
 TABLES: list[tuple[str, str, int, Callable[[], Iterable[str]]]] = [
     *(("docs/bench.md", heading, 0, partial(step_table, part)) for part, heading in STEPS.items()),
@@ -419,6 +437,8 @@ TABLES: list[tuple[str, str, int, Callable[[], Iterable[str]]]] = [
     ),
     ("docs/kernels.md", "The MLP in one kernel", 0, mlp_table),
     ("docs/kernels.md", "The MLP in one kernel", 1, mlp_tile_table),
+    ("docs/measure.md", "Two pretrained models on real text", 0, partial(profile_table, "minilm")),
+    ("docs/measure.md", "Two pretrained models on real text", 1, partial(profile_table, "smollm2")),
     ("docs/steer.md", "How exact it is", 0, exactness_table),
     ("docs/steer.md", "How exact it is", 1, other_ways_table),
 ]
