@@ -137,7 +137,7 @@ def bart():
         "max_position_embeddings": 32,
     }
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layers": 2, "decoder_layers": 2}
-    return transformers.BartModel(transformers.BartConfig(**sizes, **heads, max_position_embeddings=32)).eval()
+    return transformers.BartModel(transformers.BartConfig(**sizes, **heads)).eval()
 
 
 @pytest.mark.parametrize("how", ["part=", "by itself"])
