@@ -55,21 +55,23 @@ def run_demo(
 
     Writes a run and a profile per variant and seed, then `results.json`, `report.html` and `report.png`.
     """
-    if seeds < 1:
-        raise AcutanceError(f"the demo needs at least one seed, got {seeds}")
-    console = console or Console()
-    console.print(f"training {len(VARIANTS)} variants with {seeds} seed(s) each, into {escape(str(folder))}")
+    console, config = console or Console(), demo_config(*changes)
     runs: dict[str, list[Trained]] = {variant: [] for variant in VARIANTS}
     for seed in range(seeds):
         for variant, mitigation in VARIANTS.items():
             place = folder / f"{variant.lower().replace(' + ', '-')}-seed{seed}"
-            config = demo_config(f"task.model.mitigation={mitigation}", f"loop.seed={seed}", *changes)
-            runs[variant].append(_train_and_measure(Run(place), config, console))
+            own = override(config, [f"task.model.mitigation={mitigation}", f"loop.seed={seed}"])
+            runs[variant].append(_train_and_measure(Run(place), own, console))
     summary, verdict = summarise(runs), conclude(runs)
-    config = demo_config(*changes)
-    results = {"verdict": verdict, "summary": summary, "seeds": seeds, "config": config.to_dict()}
-    results["accuracy"] = {variant: [accuracy for accuracy, _ in done] for variant, done in runs.items()}
-    results |= {"versions": versions(), "hardware": hardware()}
+    results = {
+        "verdict": verdict,
+        "summary": summary,
+        "accuracy": {variant: [accuracy for accuracy, _ in done] for variant, done in runs.items()},
+        "seeds": seeds,
+        "config": config.to_dict(),
+        "versions": versions(),
+        "hardware": hardware(),
+    }
     atomic_write(folder / "results.json", json.dumps(results, indent=1, ensure_ascii=False).encode())
     profiles = {v: merge(p for _, p in done) if seeds > 1 else done[0][1] for v, done in runs.items()}
     curves = {variant: profile.curves() for variant, profile in profiles.items()}
@@ -86,26 +88,24 @@ def run_demo(
 
 def _train_and_measure(run: Run, config: Config, console: Console) -> Trained:
     try:
-        same = run.exists() and run.config() == config and (run.model_path.is_file() or run.result() is None)
-        finished = same and run.result() is not None
+        finished = run.exists() and run.result() is not None
+        same = run.exists() and run.config() == config and (run.model_path.is_file() or not finished)
     except AcutanceError:  # damaged, or of an older demo
-        same = finished = False
-    if finished:
+        same = False
+    if same and finished:
         console.print(f"reusing {escape(str(run.folder))} (same configuration)")
     elif run.exists() and not same:
         shutil.rmtree(run.folder)
     train(config, run.folder, recipe="digits", resume=same, device="cpu", console=console)
     task, model = ClassificationTask(config.task, seed=0, device=torch.device("cpu")), load(run.model_path)
-    images = task.inputs("test", range(task.size("test")))
-    profile = measure(
-        model,
-        images.split(config.loop.batch_size),
-        metrics=METRICS,
-        tap=["block", "attention", "final"],
-        progress=False,
-    )
+    batches = task.inputs("test", range(task.size("test"))).split(config.loop.batch_size)
+    profile = measure(model, batches, metrics=METRICS, tap=["block", "attention", "final"], progress=False)
     profile.save(run.folder / "profile.json")
     return task.evaluate(model, split="test")["top1"], profile
+
+
+def _at_last_layer(done: Sequence[Trained], key: tuple[str, str]) -> list[float]:
+    return [float(profile[key][-1]) for _, profile in done]
 
 
 def summarise(runs: Mapping[str, Sequence[Trained]]) -> list[dict[str, str]]:
@@ -116,14 +116,13 @@ def summarise(runs: Mapping[str, Sequence[Trained]]) -> list[dict[str, str]]:
 
     return [
         {"variant": variant, "accuracy %": shown([accuracy for accuracy, _ in done], ".2f")}
-        | {label: shown([float(profile[key][-1]) for _, profile in done], ".3f") for label, key in SHOWN.items()}
+        | {label: shown(_at_last_layer(done, key), ".3f") for label, key in SHOWN.items()}
         for variant, done in runs.items()
     ]
 
 
 def conclude(runs: Mapping[str, Sequence[Trained]]) -> str:
     """One sentence that says what was found, and how much it is worth."""
-    plain = runs["plain"]
 
     def change(what: str, before: Sequence[float], after: Sequence[float], spec: str) -> str:
         """For example "lowered token cosine (0.412 → 0.301)", by the paired differences over the seeds."""
@@ -134,15 +133,12 @@ def conclude(runs: Mapping[str, Sequence[Trained]]) -> str:
         clear = abs(mean(differences)) > 2 * error and old != new
         return f"{verb if clear else 'did not clearly change'} {what} ({old} → {new})"
 
-    def cosines(done: Sequence[Trained]) -> list[float]:
-        return [float(profile["token_cosine", "block"][-1]) for _, profile in done]
-
-    found = [
-        f"{variant} {change('token cosine after the last block', cosines(plain), cosines(done), '.3f')} and "
-        f"{change('test accuracy in %', [a for a, _ in plain], [a for a, _ in done], '.2f')}"
-        for variant, done in runs.items()
-        if variant != "plain"
-    ]
+    found, stream, plain = [], SHOWN["cosine, stream"], runs["plain"]
+    for variant, done in list(runs.items())[1:]:
+        cosines = _at_last_layer(plain, stream), _at_last_layer(done, stream)
+        smoother = change("token cosine after the last block", *cosines, ".3f")
+        better = change("test accuracy in %", [a for a, _ in plain], [a for a, _ in done], ".2f")
+        found.append(f"{variant} {smoother} and {better}")
     worth = "one seed is an example, not evidence: --seeds 5 gives mean ± spread"
     if len(plain) > 1:
         worth = f"{len(plain)} paired seeds, a difference within two standard errors counts as none"

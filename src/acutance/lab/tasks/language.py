@@ -88,7 +88,6 @@ class LanguageTask(Task[LanguageTaskConfig]):
         return model
 
     def units(self, batch_size: int) -> int:
-        """Words in a global batch."""
         return batch_size * self.config.length
 
     def size(self, split: str) -> int:
@@ -96,7 +95,6 @@ class LanguageTask(Task[LanguageTaskConfig]):
         return len(self._words(split)) - self.config.length
 
     def inputs(self, split: str, indices: Sequence[int]) -> Tensor:
-        """Sequences that begin there."""
         places = torch.tensor(indices)[:, None] + torch.arange(self.config.length)
         return self._words(split)[places.to(self.device)]
 
@@ -160,12 +158,8 @@ def sliding_loss(model: nn.Module, text: Tensor, *, window: int = 256, stride: i
     before. This gives what `sliding_loss_one_by_one` gives, many windows at a time, with the softmax of the words that
     count only. Under a process group each process takes its part of every batch.
 
-    Args:
-        model: called as `model(tokens, targets)` in evaluation mode, for −log p of the targets.
-        text: (words,) indices, on the model's device.
-        window: words that the model sees at once.
-        stride: words a window moves on.
-        batch_size: windows at a time, in each process.
+    `model(tokens, targets)` gives −log p of the targets. `text` is (words,) indices on the model's device. `batch_size`
+    counts the windows at a time in each process.
     """
     ends = _window_ends(len(text), window, stride)
     window = int(ends[0])

@@ -127,18 +127,17 @@ def segmented(
 def _merged(model: nn.Module, view: Tensor, config: WindowConfig) -> Tensor:
     """Scores of all windows, averaged where they overlap."""
     places = [(top, left) for top in corners(view.shape[1], config) for left in corners(view.shape[2], config)]
-    total: Tensor | None = None
+    total = view.new_zeros(())
     covered = view.new_zeros(view.shape[1:])
     for first in range(0, len(places), config.at_once):
         group = places[first : first + config.at_once]
         found = model(torch.stack([_cut(view, place, config) for place in group]))
         found = found.to(torch.promote_types(found.dtype, torch.float32))
-        if total is None:
+        if not first:
             total = found.new_zeros(found.shape[1], *view.shape[1:])
         for place, window in zip(group, found, strict=True):
             _cut(total, place, config).add_(window)
             _cut(covered, place, config).add_(1)
-    assert total is not None, "an image has at least one window"
     return total / covered
 
 

@@ -64,7 +64,10 @@ def step_of(path: Path) -> int:
 
 
 def write_checkpoint(folder: Path, step: int, tensors: Tensors, notes: Mapping[str, Any], keep_last: int) -> None:
-    """Add a checkpoint to a run's. Older ones go only once it has been read back; the newest `keep_last` stay."""
+    """Write beside the place, flush to disk, move there, read back; then remove all but the newest `keep_last`.
+
+    Whatever goes wrong before the rename (a full disk, Ctrl-C, a crash) leaves nothing behind.
+    """
     path = folder / f"step-{step:09d}"
     if not path.exists():
         _write(path, tensors, notes)
@@ -73,10 +76,6 @@ def write_checkpoint(folder: Path, step: int, tensors: Tensors, notes: Mapping[s
 
 
 def _write(folder: Path, tensors: Tensors, notes: Mapping[str, Any]) -> None:
-    """Write beside the place, flush to disk, move there, read back.
-
-    Whatever goes wrong before the rename (a full disk, Ctrl-C, a crash) leaves nothing at `folder`.
-    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
@@ -116,21 +115,21 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
 
     Where none is whole, all stay where they are: without them the run would look as if it had never had any.
     """
-    damaged: dict[Path, DamagedError] = {}
+    damaged: dict[Path, str] = {}
     for path in checkpoint_paths(folder):
         try:
             read_checkpoint(path)
         except DamagedError as error:
-            damaged[path] = error
+            damaged[path] = str(error)
             continue
         complaints = []
-        for bad, error in damaged.items():
+        for bad, words in damaged.items():
             aside = bad.with_name(f"damaged-{bad.name}")
             shutil.rmtree(aside, ignore_errors=True)
             bad.rename(aside)
-            complaints.append(f"{error}; put aside as {aside.name}")
+            complaints.append(f"{words}; put aside as {aside.name}")
         return path, complaints
-    return None, [str(error) for error in damaged.values()]
+    return None, list(damaged.values())
 
 
 def _checked_manifest(folder: Path) -> Any:
@@ -189,7 +188,6 @@ class Checkpointer:
         self.scores: dict[str, float] = {}  # of the last evaluation
 
     def newest(self) -> Path | None:
-        """Where the newest checkpoint lies, unchecked."""
         return self._engine.on_main(lambda: next(iter(checkpoint_paths(self._run.checkpoints)), None))
 
     def restore(self, say: Callable[[str], None] = lambda words: None) -> int:
@@ -280,6 +278,10 @@ class Checkpointer:
 
 def gather_state(train_step: TrainStep) -> dict[str, dict[str, Tensor]]:
     """Weights, moments and running mean on the CPU, whole, by file and name."""
+
+    def whole(value: Tensor) -> Tensor:
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
     moments = {
         f"{name}/{key}": value
         for name, parameter in _optimised(train_step)
@@ -288,7 +290,7 @@ def gather_state(train_step: TrainStep) -> dict[str, dict[str, Tensor]]:
     parts = {MODEL: persistent(train_step.model), OPTIMISER: moments}
     if train_step.ema is not None:
         parts[EMA] = train_step.ema.mean
-    return {file: {name: _whole(value.detach()).cpu() for name, value in part.items()} for file, part in parts.items()}
+    return {file: {name: whole(value.detach()).cpu() for name, value in part.items()} for file, part in parts.items()}
 
 
 def restore_state(train_step: TrainStep, tensors: Tensors) -> None:
@@ -316,10 +318,6 @@ def _optimised(train_step: TrainStep) -> Iterator[tuple[str, Tensor]]:
     names = {parameter: name for name, parameter in train_step.model.named_parameters()}
     for group in train_step.optimiser.param_groups:
         yield from ((names[parameter], parameter) for parameter in group["params"])
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from acutance.errors import AcutanceError
 from acutance.lab.tasks import config_class
@@ -114,7 +114,7 @@ class Config:
             raise AcutanceError("a configuration is a mapping with a task in it")
         task = {name: value for name, value in data["task"].items() if name != "kind"}
         built = from_dict(config_class(str(data["task"].get("kind"))), task, "task")
-        return from_dict(cls, {**data, "task": built})
+        return cast(Config, from_dict(cls, {**data, "task": built}))
 
 
 def override(config: Config, assignments: Iterable[str]) -> Config:

@@ -147,10 +147,7 @@ class Interrupt:
 
 
 def attention_backend(model: nn.Module, forward: Callable[[], object]) -> str:
-    """Which SDPA back-end an uncompiled model uses, in words.
-
-    `forward` calls the model on a training batch. It runs once without gradients and leaves no trace in the model.
-    """
+    """Which SDPA back-end an uncompiled model uses in `forward`, which leaves no trace in the model."""
     buffers = [buffer.clone() for buffer in model.buffers()]
     seen = _BackendCounter()
     with own_randomness(), shards_put_back(model), torch.no_grad(), seen:

@@ -60,7 +60,11 @@ class Loop:
     def fit(self) -> dict[str, Any]:
         """Train from what was restored to the run's end; gives what is written to result.json."""
         loop, engine, beginning = self.config.loop, self.engine, time.perf_counter()
-        step = first_step = self._first_step()
+        if self._restored is None:
+            self.checkpointer.save(0)  # at once, which shows that it can be saved, and gives a replay its start
+        else:
+            self._say(f"going on after step {self._restored}")
+        step = first_step = self._restored or 0
         batches = self.train_step.batches(step)
         self._announce(step, first := next(batches))
         batches = chain([first], batches)
@@ -139,7 +143,7 @@ class Loop:
     def _raise_diverged(self, bad: int, loss: float) -> None:
         """Replay the step from the last good checkpoint, to say where the numbers stop being numbers."""
         step = self.checkpointer.restore()
-        self.train_step.drop_graph()
+        self.train_step.graphed = None  # it would not notice that weights and moments were replaced
         for earlier, parts in zip(range(step, bad), batches := self.train_step.batches(step), strict=False):
             self._step(earlier, parts)
         if weights := nonfinite_names(persistent(self.model)):
@@ -154,14 +158,6 @@ class Loop:
             f"{self.checkpointer.newest()} (step {step}). Lower optim.lr or set optim.clip: anew, or from there with "
             f"--set. {self.run.how_to_go_on()}"
         )
-
-    def _first_step(self) -> int:
-        """A new run is saved at once, which shows that it can be, and gives a replay its start."""
-        if self._restored is None:
-            self.checkpointer.save(0)
-            return 0
-        self._say(f"going on after step {self._restored}")
-        return self._restored
 
     def _monitor(self, step: int) -> Monitor | None:
         every, folder = self.config.loop.monitor_every, self.run.folder

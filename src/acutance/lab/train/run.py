@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -49,11 +49,9 @@ class Run:
     lock_path = _inside(".lock")  # held by the command that trains here
 
     def how_to_go_on(self) -> str:
-        """The command that does."""
         return f"To go on: acutance train --out {self.folder} --resume"
 
     def exists(self) -> bool:
-        """Whether something was begun here."""
         return bool(self.record_path.exists())
 
     def begin(self, config: Config, recipe: str | None, processes: int, start: Mapping[str, Any] | None = None) -> None:
@@ -69,20 +67,16 @@ class Run:
         _write_json(self.record_path, {**body, "config": config.to_dict()})
 
     def config(self) -> Config:
-        """What the run is made of."""
         if not self.exists():
             raise AcutanceError(f"there is no {self.record_path}: {self.folder} is no run")
         return read_json(self.record_path, FORMAT, lambda body: Config.from_dict(body["config"]))
 
     def recipe(self) -> str | None:
-        """The recipe it was started with."""
-        name: str | None = self._record()["recipe"]
-        return name
+        return cast(str | None, self._record()["recipe"])
 
     def start(self) -> dict[str, Any] | None:
-        """What is recorded of the weights it started from, if it did."""
-        found: dict[str, Any] | None = self._record().get("start")
-        return found
+        """What is recorded of its initial weights, if it has any."""
+        return cast(dict[str, Any] | None, self._record().get("start"))
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write how good it became: the sign that it is finished."""

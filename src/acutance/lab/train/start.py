@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
-from uuid import uuid4
 
 import torch
 from rich.console import Console
@@ -26,6 +26,7 @@ from acutance.lab.train.initial_weights import InitialWeights, initial_weights, 
 from acutance.lab.train.loop import Loop
 from acutance.lab.train.run import Run, changes
 
+Say = Callable[[str], None]
 # How far a run goes and how fast it learns: a resumed run may change these for the steps that are left.
 COURSE = re.compile(r"loop\.epochs|schedule\..*|optim\.(?!name$).*")
 
@@ -125,29 +126,26 @@ def _refuse_unshared_folder(run: Run, engine: Engine) -> None:
     """The main process writes and all read, so all machines must see the same folder."""
     if engine.world == 1:
         return
-    mark = run.folder / engine.on_main(lambda: f".seen-{uuid4().hex}")
+    with ExitStack() as stack:
 
-    def write() -> None:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        def remove_if_empty() -> None:
+            with suppress(OSError):
+                run.folder.rmdir()
 
-    def find() -> None:
-        if not mark.exists():
-            raise AcutanceError(
-                f"{run.folder.absolute()} is not the folder that the first process writes to: all machines need the "
-                "same one, on a file system that they share. Name it with --out"
-            )
+        def mark() -> str:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            stack.callback(remove_if_empty)
+            return Path(stack.enter_context(NamedTemporaryFile(dir=run.folder, prefix=".seen-")).name).name
 
-    def remove() -> None:
-        mark.unlink()
-        with suppress(OSError):
-            run.folder.rmdir()
+        def find() -> None:
+            if not (run.folder / name).exists():
+                raise AcutanceError(
+                    f"{run.folder.absolute()} is not the folder that the first process writes to: all machines need "
+                    "the same one, on a file system that they share. Name it with --out"
+                )
 
-    engine.on_main(write)
-    try:
+        name = engine.on_main(mark)
         raise_on_all_ranks(find)
-    finally:
-        engine.on_main(remove)
 
 
 def _lock(run: Run, alone: ExitStack) -> None:
@@ -159,14 +157,16 @@ def _lock(run: Run, alone: ExitStack) -> None:
         )
 
 
-def _record_new(run: Run, config: Config, recipe: str | None, weights: InitialWeights | None, world: int, say: Any):
+def _record_new(
+    run: Run, config: Config, recipe: str | None, weights: InitialWeights | None, world: int, say: Say
+) -> None:
     _refuse_existing(run)  # begun by another command since it was checked
     if weights is not None:
         say(str(weights))
     run.begin(config, recipe, world, None if weights is None else weights.to_dict())
 
 
-def _record_resumed(run: Run, config: Config, step: int, total: int, world: int, say: Any) -> None:
+def _record_resumed(run: Run, config: Config, step: int, total: int, world: int, say: Say) -> None:
     changed = changes(run.config().to_dict(), config.to_dict())
     allowed = set() if run.result_path.exists() else incidental_fields(config) | {"loop.epochs"}
     if step >= total and (idle := [name for name in changed if name not in allowed]):

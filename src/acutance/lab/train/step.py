@@ -28,19 +28,9 @@ WARM_UP = 3
 
 
 class TrainStep:
-    """The model of a task, what trains it, and the step itself.
+    """The model of a task, sharded in place, what trains it, and the step itself.
 
-    Args:
-        config: of the run.
-        engine: the processes.
-        task: what is learnt.
-        bare: the weights are restored afterwards, so the run's initial weights are not read.
-
-    Attributes:
-        model: as it was built, on its device, sharded in place.
-        wrapped: what is called in training.
-        slices: of every global batch, this process's.
-        graph: whether the step is replayed from a CUDA graph.
+    A `bare` model is built without the run's initial weights, since a checkpoint is restored afterwards.
     """
 
     def __init__(self, config: Config, engine: Engine, task: Task[Any], *, bare: bool = False) -> None:
@@ -51,7 +41,7 @@ class TrainStep:
                 f"a batch of {loop.batch_size} cannot be cut into {engine.world} processes × {loop.accumulate} parts: "
                 f"choose a loop.batch_size that {count} divides"
             )
-        # In the order in which one process would take them all.
+        # This process's of every global batch, in the order in which one process would take them all.
         self.slices = [BatchSlice(engine.rank * loop.accumulate + part, count) for part in range(loop.accumulate)]
         torch.manual_seed(mixed_seed(loop.seed))
         self.model: nn.Module = raise_on_all_ranks(task.bare_model if bare else task.build_model).train()
@@ -61,27 +51,23 @@ class TrainStep:
         # After sharding, which replaces the parameters.
         self.optimiser = build_optimiser(self.model, config.optim, graph=self.graph)
         self.ema = None if loop.ema is None else Ema(self.model, loop.ema)
-        self._graphed: CUDAGraphStep | None = None
+        self.graphed: CUDAGraphStep | None = None
 
     def __call__(self, step: int, parts: Parts, rate: float) -> Tensor:
         """One step at this learning rate; the loss stays on the device, until the next step."""
         set_learning_rate(self.optimiser, rate)
         if not self.graph:
             return self._update(parts, step)
-        if self._graphed is None:
-            self._graphed = CUDAGraphStep(self._update)
+        if self.graphed is None:
+            self.graphed = CUDAGraphStep(self._update)
         self._seed(step, self.slices[0])
-        return self._graphed(parts)
+        return self.graphed(parts)
 
     def batches(self, first_step: int) -> Iterator[Parts]:
         """This process's slices of global batch `first_step`, the next, and so on without end."""
         size, device = self.config.loop.batch_size, self.engine.device
         parts = zip(*(self.task.batches(size, first_step, part) for part in self.slices), strict=True)
         return prefetch(parts, device) if self.task.made_on_device and device.type == "cuda" else parts
-
-    def drop_graph(self) -> None:
-        """Weights or moments were replaced, which a CUDA graph would not notice."""
-        self._graphed = None
 
     def losses(self, step: int, parts: Parts) -> Tensor:
         """Of the slices, by the bare model, as they are in this step of training."""
