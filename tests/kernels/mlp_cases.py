@@ -2,15 +2,10 @@
 
 import pytest
 import torch
+from packed_cases import CUDA, DEVICE
 
-from acutance.attention.kernels import packed
 from acutance.models.kernels import mlp
 
-CUDA = torch.cuda.is_available() and packed.TRITON and packed._is_known(None)
-DEVICE = "cuda" if CUDA else "cpu"
-needs_kernels = pytest.mark.skipif(
-    not (CUDA or (packed.INTERPRETED and packed.TRITON)), reason="needs a GPU or Triton's interpreter"
-)
 needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a Hopper GPU with Triton")
 # What rounding once may change, relatively.
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -8,9 +8,10 @@ import copy
 
 import pytest
 import torch
-from mlp_cases import CUDA, DEVICE, DTYPES, LOW, ROUNDING, draw, exact, needs_gpu, needs_kernels
+from mlp_cases import DTYPES, LOW, ROUNDING, draw, exact, needs_gpu
 from mlp_cases import few_programs as few_programs
 from model_cases import recorder
+from packed_cases import CUDA, DEVICE, needs_kernels
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -227,16 +228,9 @@ def test_where_it_does_not_apply_the_layers_are_called(case, calls):
 def test_dropout_that_is_not_active_does_not_stand_in_the_way(calls):
     model(0.1).to(LOW).eval()(draw(3, 64, dtype=LOW))
     assert calls == ["mlp"]
-
-
-def test_names_in_a_checkpoint_are_those_of_the_plain_layers():
-    assert list(model().state_dict()) == ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
-
-
-@needs_kernels
-def test_layers_of_another_precision_are_refused_as_ever():
-    with pytest.raises(RuntimeError, match="dtype"):
+    with pytest.raises(RuntimeError, match="dtype"):  # layers of another precision
         model()(draw(3, 64, dtype=LOW))
+    assert list(model().state_dict()) == ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
 
 
 @pytest.mark.skipif(packed.INTERPRETED, reason="the interpreter takes CPU tensors")
@@ -247,18 +241,11 @@ def test_on_a_cpu_pytorch_computes_it():
 
 @pytest.mark.cuda
 @needs_gpu
-def test_the_same_inputs_give_the_same_bits():
-    layers, x = model(dim=192, hidden=768), draw(512, 197, 192, dtype=torch.float32)
-    first, again = (step(layers, layers, x, torch.bfloat16) for _ in range(2))
-    assert all(map(torch.equal, first, again))
-
-
-@pytest.mark.cuda
-@needs_gpu
-def test_a_cuda_graph_replays_it():
+def test_the_same_inputs_give_the_same_bits_and_a_cuda_graph_replays_them():
     layers, x = model(dim=192, hidden=768), draw(512, 65, 192, dtype=torch.float32)
+    expected, again = (step(layers, layers, x, torch.bfloat16) for _ in range(2))
+    assert all(map(torch.equal, expected, again))
     run = torch.compile(layers, mode="reduce-overhead")
-    expected = step(layers, layers, x, torch.bfloat16)
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
         found = [part.clone() for part in step(run, layers, x, torch.bfloat16)]

@@ -4,6 +4,7 @@ The interpreter needs triton and TRITON_INTERPRET=1: `make test` runs this folde
 """
 
 import math
+from operator import attrgetter
 
 import pytest
 import torch
@@ -76,15 +77,7 @@ def test_tokens_that_begin_anywhere_are_read_in_turn_with_others():
 
 
 @needs_kernels
-def test_a_long_mask_is_looked_through_to_its_end():
-    tokens = tokens_of(2, 2100, 4)
-    mask = torch.zeros(2, 2100, dtype=torch.bool, device=DEVICE)
-    mask[0, 2050:], mask[1, 3] = True, True
-    assert_fields(token_sums.token_sums(tokens, mask), fields(tokens, mask))
-
-
-@needs_kernels
-@pytest.mark.parametrize("kind", ["slice", "transposed", "channels first", "mask of one row"])
+@pytest.mark.parametrize("kind", ["slice", "transposed", "channels first", "mask of one row", "long mask"])
 def test_tokens_and_masks_may_be_views(kind, programs):
     mask = None
     if kind == "slice":
@@ -93,6 +86,9 @@ def test_tokens_and_masks_may_be_views(kind, programs):
         tokens = tokens_of(9, 3, 20).transpose(0, 1)
     elif kind == "channels first":
         tokens = tokens_of(3, 20, 9).mT
+    elif kind == "long mask":  # looked through to its end
+        tokens, mask = tokens_of(2, 2100, 4), torch.zeros(2, 2100, dtype=torch.bool, device=DEVICE)
+        mask[0, 2050:], mask[1, 3] = True, True
     else:
         tokens, mask = tokens_of(3, 9, 20), mask_of(2, 9)[:1].expand(3, 9)
     assert_fields(token_sums.token_sums(tokens, mask), fields(tokens, mask))
@@ -120,37 +116,23 @@ def test_what_is_not_finite_is_counted_in_its_own_sample(value, dtype, programs)
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nearly_equal_tokens_keep_their_differences(dtype, programs):
-    same = tokens_of(2, 1, 16, dtype=dtype).expand(2, 131, 16)
-    bits = torch.int16 if dtype.itemsize == 2 else torch.int32
-    steps = torch.randint(-1, 2, same.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE, bits)
-    tokens = (same.view(bits) + steps).view(dtype)  # by the last bit
-    assert_close_metrics(tokens, rtol=1e-9)
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_equal_tokens_have_no_differences_at_all(dtype, programs):
-    tokens = tokens_of(2, 1, 192, dtype=dtype).expand(2, 131, 192)
-    high = token_sums.token_sums(tokens)[:, token_sums.FIELDS.index("high")]
-    assert high.tolist() == [0, 0]
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_channel_that_is_large_in_all_tokens_does_not_hide_the_others(dtype, programs):
-    tokens = tokens_of(2, 131, 16, dtype=dtype) / 64
-    tokens[..., 3] = 2000
-    assert_close_metrics(tokens, rtol=1e-6)
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("outlier", [0, 5])
-def test_one_large_token_does_not_hide_the_others(outlier, dtype, programs):
+@pytest.mark.parametrize("case", ["nearly equal", "equal", "a large channel", "a large token", "a large last token"])
+def test_small_differences_are_kept(case, dtype, programs):
     tokens = tokens_of(2, 131, 16, dtype=dtype)
-    tokens[:, outlier] *= 1e4
-    assert_close_metrics(tokens, rtol=1e-9)
+    if case.endswith("equal"):
+        tokens = tokens[:, :1].expand(2, 131, 16)
+    if case == "equal":
+        assert token_sums.token_sums(tokens)[:, token_sums.FIELDS.index("high")].tolist() == [0, 0]
+    elif case == "nearly equal":
+        bits = torch.int16 if dtype.itemsize == 2 else torch.int32
+        steps = torch.randint(-1, 2, tokens.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE, bits)
+        tokens = (tokens.view(bits) + steps).view(dtype)  # by the last bit
+    elif case == "a large channel":
+        tokens = tokens / 64
+        tokens[..., 3] = 2000
+    else:
+        tokens[:, 5 if "last" in case else 0] *= 1e4
+    assert_close_metrics(tokens, rtol=1e-6 if case == "a large channel" else 1e-9)
 
 
 @needs_kernels
@@ -169,22 +151,23 @@ def assert_close_metrics(tokens, rtol, like=None, mask=None):
         torch.testing.assert_close(torch.from_numpy(metric(sums)), expected.cpu(), rtol=rtol, atol=1e-14)
 
 
+NAN = math.nan
+EDGES = {  # tokens, which of them count, and their mean cosine
+    "constant": ([[0.1] * 4] * 6, None, 1),
+    "orthogonal": ([[3.0, 0.0], [0.0, 3.0]], None, 0),
+    "opposite": ([[1.0, 2.0], [-1.0, -2.0]], None, -1),
+    "zero": ([[0.0] * 3] * 5, None, 0),
+    "one": ([[1.0, 2.0], [3.0, -4.0]], [False, True], 1),
+    "none": ([[NAN, 2.0], [3.0, -4.0]], [False, False], 1),
+    "zeros": ([[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]], None, 1 / 3),
+}
+
+
 @needs_kernels
-@pytest.mark.parametrize(
-    ("case", "cosine"),
-    [("constant", 1), ("orthogonal", 0), ("opposite", -1), ("zero", 0), ("one", 1), ("none", 1), ("zeros", 1 / 3)],
-)
-def test_edge_cases_are_those_of_the_formulas(case, cosine):
-    tokens, mask = {
-        "constant": (torch.full((6, 4), 0.1), None),
-        "orthogonal": (3 * torch.eye(5), None),
-        "opposite": (torch.tensor([[1.0, 2.0], [-1.0, -2.0]]), None),
-        "zero": (torch.zeros(5, 3), None),
-        "one": (torch.tensor([[1.0, 2.0], [3.0, -4.0]]), torch.tensor([[False, True]])),
-        "none": (torch.tensor([[math.nan, 2.0], [3.0, -4.0]]), torch.tensor([[False, False]])),
-        "zeros": (torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]]), None),
-    }[case]
-    tokens, mask = tokens[None].to(DEVICE), None if mask is None else mask.to(DEVICE)
+@pytest.mark.parametrize("case", EDGES)
+def test_edge_cases_are_those_of_the_formulas(case):
+    numbers, counted, cosine = EDGES[case]
+    tokens, mask = torch.tensor([numbers], device=DEVICE), counted and torch.tensor([counted], device=DEVICE)
     assert_close_metrics(tokens, rtol=1e-12, mask=mask)
     assert FROM_SUMS["token_cosine"](token_sums.token_sums(tokens, mask).cpu().numpy()) == pytest.approx(cosine)
 
@@ -232,11 +215,8 @@ def test_measure_reads_the_same_by_the_kernels(prefix, monkeypatch):
     found = ac.measure(vit, images.split(2), **options)
     monkeypatch.setattr(token_sums, "is_available", lambda *_: False)
     for ours, theirs in zip(found.readings, ac.measure(vit, images.split(2), **options).readings, strict=True):
-        assert (ours.tap, ours.layer, ours.metric, ours.count) == (
-            theirs.tap,
-            theirs.layer,
-            theirs.metric,
-            theirs.count,
+        assert attrgetter("tap", "layer", "metric", "count")(ours) == attrgetter("tap", "layer", "metric", "count")(
+            theirs
         )
         assert ours.mean == pytest.approx(theirs.mean, rel=1e-5, abs=1e-6)
 
@@ -251,20 +231,13 @@ def test_measure_names_the_layer_that_is_spoilt():
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    "kind", ["float64", "too wide", "empty", "one sample", "mask of numbers", "mask of another shape"]
-)
-def test_what_the_kernels_do_not_take(kind):
-    tokens, mask = tokens_of(2, 5, 4), None
-    if kind == "too wide":
-        tokens = tokens_of(1, 1, token_sums.WIDEST + 1)
-    elif kind == "mask of numbers":
-        mask = torch.ones(2, 5, device=DEVICE)
-    elif kind == "mask of another shape":
-        mask = torch.ones(5, dtype=torch.bool, device=DEVICE)
-    else:
-        tokens = {"float64": tokens.double(), "empty": tokens[:, :0], "one sample": tokens[0]}[kind]
-    assert not token_sums.is_available(tokens, mask)
+def test_what_the_kernels_do_not_take():
+    tokens = tokens_of(2, 5, 4)
+    assert token_sums.is_available(tokens, None)
+    for other in (tokens.double(), tokens[:, :0], tokens[0], tokens_of(1, 1, token_sums.WIDEST + 1)):
+        assert not token_sums.is_available(other, None)
+    for mask in (torch.ones(2, 5, device=DEVICE), torch.ones(5, dtype=torch.bool, device=DEVICE)):
+        assert not token_sums.is_available(tokens, mask)
 
 
 @pytest.mark.skipif(packed.INTERPRETED, reason="the interpreter takes CPU tensors")
@@ -293,16 +266,14 @@ def gpu(monkeypatch):
     return lambda: token_sums._is_known.__wrapped__(torch.device("cpu"))  # not as remembered
 
 
-def test_kernels_that_do_not_compile_are_done_without(gpu, monkeypatch):
-    def agrees(_):
+def test_kernels_that_do_not_compile_or_are_wrong_are_done_without(gpu, monkeypatch):
+    def fails(_):
         raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr(token_sums, "_agrees", agrees)
-    with pytest.warns(AcutanceWarning, match=r"GPU of dreams \(RuntimeError: Failed to find C compiler\); measuring"):
-        assert not gpu()
-
-
-def test_kernels_that_are_wrong_are_done_without(gpu, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(token_sums, "_agrees", fails)
+        with pytest.warns(AcutanceWarning, match=r"GPU of dreams \(RuntimeError: Failed to find C compiler\)"):
+            assert not gpu()
     right = token_sums.plain_sums
     monkeypatch.setattr(token_sums, "token_sums", right)
     assert gpu()
