@@ -95,9 +95,9 @@ class AttentionCall:
                 self.operator = AttentionOperator.from_logits(self.logits, self.sink)
                 self.operator.key_heads = self.v.shape[1]
             else:
-                options: dict[str, Any] = {"scale": self.scale, "kernel": self.kernel, "softcap": self.softcap}
-                tensors = {"mask": self.mask, "sink": self.sink}
-                self.operator = AttentionOperator(self.q, self.k, causal=self.causal, **tensors, **options)
+                options: dict[str, Any] = {"mask": self.mask, "sink": self.sink, "softcap": self.softcap}
+                common = {"causal": self.causal, "scale": self.scale, "kernel": self.kernel, **options}
+                self.operator = AttentionOperator(self.q, self.k, **common)
         return self.operator
 
     def rows(self, values: Tensor, u: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ otherwise. The formulas that turn them into the metric are here, once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from acutance.errors import AcutanceError, NonFiniteError, ShapeError
 from acutance.metrics.kernels.token_sums import FIELDS
 
 Numbers = NDArray[np.float64]
-Array = Any  # a tensor, or an array of `Numbers`: sums of many layers come to the host together
+Array = TypeVar("Array", Tensor, Numbers)  # sums of many layers come to the host together, as `Numbers`
 FLAGS = FIELDS[:3]  # how many tokens count and how many of them are bad, and which is the first
 FROM_ROWS = ("nonlocal_energy", "attention_entropy")
 
@@ -113,20 +113,22 @@ def split_mean(x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     return mean + remainder, deviation - remainder
 
 
-def _where(x: Array) -> Callable[..., Array]:
+def _where(x: Any) -> Callable[..., Any]:
     return torch.where if isinstance(x, Tensor) else np.where
 
 
-def ratio(numerator: Array, denominator: Array, at_zero: Array = 0.0) -> Array:
+def ratio(numerator: Array, denominator: Array, at_zero: Any = 0.0) -> Array:
     """The quotient, with `at_zero` where the denominator is 0; gradients stay finite there."""
     nonzero, where = denominator != 0, _where(denominator)
-    return where(nonzero, numerator / where(nonzero, denominator, 1), at_zero)
+    quotient: Array = where(nonzero, numerator / where(nonzero, denominator, 1), at_zero)
+    return quotient
 
 
 def safe_sqrt(x: Array) -> Array:
     """The square root with gradient 0, not infinity, at 0."""
     zero, where = x <= 0, _where(x)
-    return where(zero, 0, where(zero, 1, x) ** 0.5)
+    root: Array = where(zero, 0, where(zero, 1, x) ** 0.5)
+    return root
 
 
 def safe_logsumexp(logs: Tensor) -> Tensor:
@@ -140,7 +142,8 @@ def unit_vectors(x: Tensor) -> Tensor:
     # Dividing by the largest entry first keeps the squares inside the range of float32.
     largest = x.detach().abs().amax(-1, keepdim=True)
     x = x / torch.where(largest > 0, largest, 1)
-    return ratio(x, torch.linalg.vector_norm(x, dim=-1, keepdim=True))
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return ratio(x, length)
 
 
 def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
