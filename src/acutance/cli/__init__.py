@@ -1,4 +1,8 @@
-"""The command line. No file here imports torch before a verb runs."""
+"""The command line: one thin file per verb.
+
+A file turns options into one call of the library and prints what it gives. No formula stands here, and torch is not
+imported before a verb runs.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""Atomic files and locks. Anyone may use them; they import only errors."""
+"""Files that appear whole or not at all, and locks between processes.
+
+Any room may use them. They import nothing of the package but its errors.
+"""

@@ -1,4 +1,8 @@
-"""Models on disk and by name, and the data to feed them."""
+"""Models on disk and by name, and the data to feed them.
+
+`load` and `save` are for models of any library; `load_model` takes the names of the command line. What lab knows of
+runs is found by an entry point, so nothing here imports lab.
+"""
 
 from acutance.io.inputs import Batches, LoadedModel, batches_for, centre_crop, image_batches, text_batches
 from acutance.io.loading import load_model

@@ -1,1 +1,4 @@
-"""Training, data, evaluation and the papers' tables: everything that stands on the core. Only cli imports it."""
+"""Training, data, recipes, evaluation, the papers' tables and benchmarks: everything that stands on the core.
+
+It uses the core by its public names. Nothing in the core but `cli` imports it.
+"""

@@ -1,4 +1,8 @@
-"""How smooth is a model, layer by layer? One walk through it, what reads it on the way, and the profile it gives."""
+"""How alike are a model's tokens, layer by layer?
+
+`walk` is the one pass through a model; visitors read it on the way; `Profile` holds what they found, `Monitor` does so
+during training. Formulas stand in `metrics`, and how to find a model's layers in `sites`.
+"""
 
 from __future__ import annotations
 

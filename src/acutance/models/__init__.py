@@ -1,4 +1,8 @@
-"""Small readable reference models."""
+"""Small readable reference models: ViT, Segmenter, language model.
+
+They carry v⁰ in plain sight and their state-dict keys are timm's. They know mitigations by their hooks alone, and
+nothing of measuring.
+"""
 
 from acutance.models.block import Attention, Block, BlockConfig
 from acutance.models.language import LanguageConfig, LanguageModel
