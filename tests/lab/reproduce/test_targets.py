@@ -12,13 +12,12 @@ import standins
 from acutance.cli import app
 from acutance.errors import AcutanceError
 from acutance.io.loading import load_model
-from acutance.lab import recipes
 from acutance.lab.evaluate.evaluate import read_evaluation
 from acutance.lab.reproduce import TARGETS, Row, Target, Training, find, measure
 from acutance.lab.reproduce.measure import COSINE
 from acutance.lab.reproduce.neutreno import DIGITS, LEARNT, STRENGTHS, steered
 from acutance.lab.robustness import RobustnessTable
-from acutance.lab.train import Run, override
+from acutance.lab.train import Run
 
 EXPECTED = {
     *(f"neutreno-table{i}" for i in range(1, 9)),
@@ -27,7 +26,6 @@ EXPECTED = {
     *(f"oversmoothing-fig{i}" for i in range(1, 6)),
     *("neutreno-robustness", "neutreno-robustness-imagenet", "oversmoothing-attacks"),
 }
-TRAININGS = {row.training.name: row.training for target in TARGETS.values() for row in target.rows if row.training}
 PICTURES = {"neutreno-fig4", "oversmoothing-fig4", "oversmoothing-fig5"}
 SECOND_SHEETS = {"lambda", "robustness", "table3"}  # of some rows only, or with rows as columns
 
@@ -85,13 +83,6 @@ def test_a_target_end_to_end(session, out, no_hub, target):
             assert [line.label for line in sheet.lines] == [row.label for row in target.rows]
             for row, line in zip(target.rows, sheet.lines, strict=True):
                 assert (row.training is None) == ("is not here" in line.note)
-
-
-@pytest.mark.usefixtures("full_scale")
-@pytest.mark.parametrize("training", TRAININGS.values(), ids=list(TRAININGS))
-def test_a_training_can_be_configured(training):
-    config = override(recipes.load(training.recipe), training.changes)
-    assert training.base is None or hasattr(config.task, training.start)
 
 
 def test_published_figures():
