@@ -129,13 +129,7 @@ def test_parameters_without_a_record_are_an_error(tmp_path):
 
 def bart():
     torch.manual_seed(0)
-    sizes = {
-        "d_model": 16,
-        "encoder_ffn_dim": 24,
-        "decoder_ffn_dim": 24,
-        "vocab_size": 40,
-        "max_position_embeddings": 32,
-    }
+    sizes = {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "vocab_size": 40}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layers": 2, "decoder_layers": 2}
     return transformers.BartModel(transformers.BartConfig(**sizes, **heads)).eval()
 

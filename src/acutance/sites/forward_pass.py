@@ -38,7 +38,6 @@ class ForwardPass:
         self.entered = self.attended = 0  # how many blocks ran, and how many of them reached `attend`
         self.last = 0  # the block that was entered last, from 1
         self.x: Tensor | None = None  # what entered it
-        self.shape: torch.Size | None = None
         self.entering: Tensor | None = None  # what entered its attention
         self.with_grad = True  # whether gradients were on in the block before
         self.lost = False  # whether v⁰ came out of blocks without its gradient
@@ -113,7 +112,7 @@ class Passes:
                 self.remember(x, now)
         now.entered += 1
         now.with_grad = torch.is_grad_enabled()
-        now.last, now.x, now.shape, now.attention = block, x, x.shape, None
+        now.last, now.x, now.attention = block, x, None
         return now
 
     def leave(self) -> None:

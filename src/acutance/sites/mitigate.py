@@ -71,22 +71,7 @@ def mitigate(
     chosen = as_mitigation(mitigation)
     if chosen.overrides("parametrise"):
         _refuse_shared(model, [site for site in found if site.layer in wanted])
-    undos: list[Callable[[], None]] = []
-
-    def undo() -> None:
-        while undos:
-            undos[-1]()
-            undos.pop()  # not before: what is in the way can be taken away, and this tried again
-        note(model)
-
-    try:
-        for site in found:
-            if site.layer in wanted:
-                undos.append(_install(site, chosen))
-    except BaseException:  # never leave a model half patched
-        undo()
-        raise
-    note(model)
+    undo = _install(model, [(site, chosen) for site in found if site.layer in wanted], pretrained=True)
     handle = Handle(chosen.spec, wanted, undo, [site.mitigation for site in found if site.mitigation is not None])
     if wanted == [1] != list(range(1, len(found) + 1)) and any(isinstance(p, NeuTRENO) for p in chosen.modules()):
         _warn(
@@ -111,19 +96,36 @@ def reinstate(model: nn.Module, record: Mapping[str, str]) -> None:
             f"attention is in {', '.join(list(found)[:3])}… Load into the kind of model that was saved"
         )
     _refuse_second(list(found.values()))
-    for name, spec in record.items():
-        _install(found[name], as_mitigation(spec), pretrained=False)  # its parameters and the weights come from a file
-    note(model)
+    # The parameters and the weights come from a file.
+    _install(model, [(found[name], as_mitigation(spec)) for name, spec in record.items()], pretrained=False)
 
 
 def _warn(message: str) -> None:
     warnings.warn(message, AcutanceWarning, stacklevel=3)
 
 
-def _install(site: sites.AttentionSite, mitigation: Mitigation, *, pretrained: bool = True) -> Callable[[], None]:
-    like = next(site.attention.parameters())
-    built = mitigation.for_layer(site.shape(pretrained=pretrained)).to(device=like.device, dtype=like.dtype)
-    return site.install(built.train(site.attention.training))
+def _install(
+    model: nn.Module, chosen: Sequence[tuple[sites.AttentionSite, Mitigation]], *, pretrained: bool
+) -> Callable[[], None]:
+    """Build each mitigation for its layer and put it there, all or none; the returned function takes them out."""
+    undos: list[Callable[[], None]] = []
+
+    def undo() -> None:
+        while undos:
+            undos[-1]()
+            undos.pop()  # not before: what is in the way can be taken away, and this tried again
+        note(model)
+
+    try:
+        for site, mitigation in chosen:
+            like = next(site.attention.parameters())
+            built = mitigation.for_layer(site.shape(pretrained=pretrained)).to(device=like.device, dtype=like.dtype)
+            undos.append(site.install(built.train(site.attention.training)))
+    except BaseException:
+        undo()
+        raise
+    note(model)
+    return undo
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

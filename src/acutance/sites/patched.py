@@ -307,7 +307,7 @@ class PatchedSite(AttentionSite):
                 "from the others: it cannot be used where layers share a module. With activation checkpointing, put "
                 "torch.compile around it, not inside"
             )
-        shape = () if now.shape is None else tuple(now.shape)
+        shape = () if now.x is None else tuple(now.x.shape)
         if len(shape) > 2 and v.shape[0] not in shape[: 2 if len(shape) == 3 else 1]:
             raise ShapeError(
                 f"{self.name}: the block was given {shape} and rearranges it for its attention into a batch of "
