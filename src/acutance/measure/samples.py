@@ -33,7 +33,7 @@ class BatchRows(NamedTuple):
 
     @classmethod
     def of(cls, batch: Any) -> BatchRows:
-        """By the shapes of what is fed: any tensor's, since images and texts of one batch may differ in number."""
+        """From the shapes of all tensors that are fed: a batch may have different numbers of images and texts."""
         fed = _fed(batch)
         tensors = [x for x in fed if isinstance(x, Tensor) and x.ndim > 0]
         if not tensors or any(isinstance(x, (list, tuple)) for x in fed):  # samples of any shape, one by one
@@ -55,7 +55,7 @@ class Documents(NamedTuple):
 
     @classmethod
     def of(cls, position_ids: Tensor) -> Documents:
-        """A document starts where positions do not go on counting."""
+        """Split rows into documents where positions stop counting up."""
         starts = torch.ones_like(position_ids, dtype=torch.bool)
         starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
         labels = starts.flatten().cumsum(0).view_as(starts) - 1
@@ -69,7 +69,7 @@ class Documents(NamedTuple):
         return Documents(*(x.to(device) for x in self))
 
     def split(self, x: Tensor) -> Tensor:
-        """Rows (batch, tokens, …) to documents (documents, longest, …); what is not inside repeats other tokens."""
+        """Rows (batch, tokens, …) to documents (documents, longest, …); places outside repeat other tokens."""
         return x[self.rows[:, None], self.positions]
 
 
@@ -129,7 +129,7 @@ class TokenLayout:
         return None if filled.all() else filled
 
     def count(self, rows: int) -> int:
-        """How many samples so many rows of a batch are."""
+        """The number of samples in that many rows of a batch."""
         return rows if self.documents is None else len(self.documents.rows)
 
     def tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -162,7 +162,7 @@ class TokenLayout:
         return documents, documents.inside if mask is None else documents.inside & documents.split(mask)
 
     def refuse_mixing(self, A: AttentionOperator) -> None:
-        """Restarting positions do not keep documents apart in every model: the attention's own mask must."""
+        """Raise if the attention's mask lets packed documents see each other, as in models that ignore restarts."""
         if self.documents is None:
             return
         if A.mask4 is not None:
@@ -177,7 +177,7 @@ class TokenLayout:
         )
 
     def record(self, record: AttentionCall) -> AttentionCall:
-        """The record with every document a sample of its own."""
+        """The record with each document as a sample."""
         if self.documents is None:
             return record
         documents, A = self.documents.to(record.branch.device), record.A

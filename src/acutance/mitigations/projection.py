@@ -62,7 +62,7 @@ class Projection:
         return None if not isinstance(bias, Tensor) else bias if rows is None else bias[rows]
 
     def refuse_parametrisation(self) -> None:
-        """Raise where these rows are made by something else already."""
+        """Raise if these rows cannot be made, or are made already by something else."""
         kind = type(self.module).__name__
         if self._made() is not None:
             raise AcutanceError("another mitigation makes W_V and W_proj already: choose one of the two")
@@ -168,7 +168,7 @@ class MadeRows(nn.Module):
         return self.whole(self.make(), *kept)
 
     def whole(self, made: Tensor, *kept: Tensor) -> Tensor:
-        """The same with rows that are made already."""
+        """The whole weight, given the rows that `make` returned."""
         made = made.mT if self.dim == 1 else made
         if not kept:
             return made
@@ -225,7 +225,7 @@ def _parametrizations(module: Any) -> Any:
 
 
 def _leave_class(module: nn.Module, name: str) -> None:
-    """Back from the class that parametrize made; copies of the module have it too, so it is left as it is."""
+    """Give the module the class it had before parametrize; copies share the other class, so that is not changed."""
     cls: Any = type(module)
     listed = _parametrizations(module)
     del listed[name]

@@ -197,7 +197,7 @@ def _trial(module: nn.Module) -> Iterator[None]:
 
 
 def _filled(module: nn.Module, extra: Any) -> list[Any]:
-    """Something for each argument of the module's forward that has no default, but for the tokens."""
+    """A filler for each required argument of the module's forward after the tokens."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(type(module).forward).parameters.values()
     return [extra for p in parameters if p.kind in kinds and p.default is p.empty][2:]

@@ -194,7 +194,7 @@ def token_kind(model: nn.Module, part: str | None) -> dict[str, bool]:
 
 
 def reading(model: nn.Module) -> AbstractContextManager[None]:
-    """The state the library's models should be read in, for the time of a with block."""
+    """A context in which the library's models can be read, e.g. without a cache."""
     try:
         return _library(model).reading(model)
     except NoSitesError:
@@ -239,7 +239,7 @@ def mitigation_spec(model: nn.Module) -> str | None:
 
 @contextmanager
 def checking_blocks(model: nn.Module, possible: Container[int], most: int) -> Iterator[None]:
-    """Refuse blocks that are not given the samples' tokens, while a batch of so many rows runs in a with block."""
+    """While a batch runs in a with block, refuse blocks that are not given its samples' tokens."""
     try:
         library = _library(model)
     except NoSitesError:

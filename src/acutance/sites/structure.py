@@ -87,12 +87,12 @@ class SpecialTokens(NamedTuple):
 
 @cached
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Its modules by their paths, itself first, without parametrizations."""
+    """The model and its modules by their paths, without parametrizations."""
     return {path: module for path, module in model.named_modules() if PARAMETRIZATIONS not in path.split(".")}
 
 
 def path_of(model: nn.Module, module: nn.Module) -> str:
-    """Where the module is in the model; a site's own name starts from wherever it was found."""
+    """The module's path in the model; a site's name may start from a part."""
     return next(path for path, inside in modules_of(model).items() if inside is module)
 
 
@@ -139,7 +139,7 @@ def place_of(model: nn.Module, path: str) -> Place | None:
 
 
 def places_of(model: nn.Module, paths: Iterable[str]) -> dict[str, Place]:
-    """Where the modules of one stack stand; of more than one stack the user says which is meant."""
+    """The places of modules in one stack; several stacks are refused."""
     found = {path: place_of(model, path) for path in paths}
     places = {path: place for path, place in found.items() if place is not None}
     outside = [path for path in found if path not in places]
@@ -150,7 +150,7 @@ def places_of(model: nn.Module, paths: Iterable[str]) -> dict[str, Place]:
 
 
 def refuse_several_stacks(model: nn.Module, places: Iterable[Place], outside: Sequence[str] = ()) -> None:
-    """Layers are numbered within one stack: of several, or of one and modules `outside` of it, the user says which."""
+    """Refuse several stacks, or modules `outside` of one: layers are numbered within one stack."""
     stacks = list(dict.fromkeys(place.stack for place in places))
     if len(stacks) > 1 or outside:
         around = [stack.rpartition(".")[0] for stack in stacks]
@@ -213,7 +213,7 @@ def grid_as_tokens(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def tokens_by_name(parameters: Iterable[tuple[str, Tensor]]) -> SpecialTokens:
-    """By the names of the parameters they are kept in."""
+    """Count special tokens by the names of their parameters."""
     counts = [(path.rpartition(".")[2], p.shape[-2] if p.ndim > 1 else 1) for path, p in parameters]
     return SpecialTokens(*(sum(count for name, count in counts if name in names) for names in (IN_FRONT, BEHIND)))
 
