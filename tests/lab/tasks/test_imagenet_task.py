@@ -5,6 +5,7 @@ import shutil
 import tarfile
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,24 +37,21 @@ def task(config, seed=0):
     return ImageNetTask(config, seed=seed, device=CPU)
 
 
-def test_a_batch_is_a_function_of_seed_and_step(config):
-    straight = list(islice(task(config).batches(12, 0, BatchSlice()), 6))
-    images, targets = next(iter(task(config).batches(12, 5, BatchSlice())))
-    assert torch.equal(images, straight[5][0])
-    assert torch.equal(targets, straight[5][1])
-    assert not torch.equal(next(iter(task(config, seed=1).batches(12, 5, BatchSlice())))[0], images)
+def batch(made, step, part=None):
+    return next(iter(made.batches(12, step, part or BatchSlice())))
 
 
-def test_shares_are_the_rows_of_the_whole(config):
-    whole = next(iter(task(config).batches(12, 3, BatchSlice())))
-    halves = [next(iter(task(config).batches(12, 3, BatchSlice(i, 2)))) for i in range(2)]
-    for part in range(2):
-        assert torch.equal(torch.cat([half[part] for half in halves]), whole[part])
+def test_a_batch_is_a_function_of_seed_and_step_and_slices_are_its_rows(config):
+    straight = list(islice(task(config).batches(12, 0, BatchSlice()), 6))[5]
+    halves = [batch(task(config), 5, BatchSlice(i, 2)) for i in range(2)]
+    for entry in range(2):
+        assert torch.equal(batch(task(config), 5)[entry], straight[entry])
+        assert torch.equal(torch.cat([half[entry] for half in halves]), straight[entry])
+    assert not torch.equal(batch(task(config, seed=1), 5)[0], straight[0])
 
 
 def test_repeated_augmentation_shows_an_image_thrice_a_batch_and_each_time_anew(config):
-    plain = replace(config, augment=AugmentConfig(), model=replace(MODEL))
-    images, targets = next(iter(task(plain).batches(12, 0, BatchSlice())))
+    images, targets = batch(task(replace(config, augment=AugmentConfig())), 0)
     assert torch.equal(targets[:4], targets[4:8])
     assert torch.equal(targets[:4], targets[8:])
     assert not torch.equal(images[:4], images[4:8])
@@ -77,6 +75,8 @@ def test_scores_are_a_plain_count(config):
     assert found["top1"] == pytest.approx(100 * float((scores.argmax(-1) == labels).double().mean()))
     assert found["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(scores, labels)), rel=1e-5)
     assert made.probe().shape[0] == made.size("val")
+    beside = task(replace(config, data_dir=str(Path(config.data_dir).parent)))  # where other data sets are, too
+    assert beside.size("test") == made.size("test")
 
 
 def test_two_processes_share_an_evaluation_exactly(config, monkeypatch):
@@ -95,11 +95,6 @@ def test_two_processes_share_an_evaluation_exactly(config, monkeypatch):
     assert len(forwards) == 4  # as often in one as in the other
     monkeypatch.setattr(classification, "gather", lambda own: parts)
     assert made.evaluate(model, split="test") == pytest.approx(whole)
-
-
-def test_it_may_lie_beside_other_data_sets(config, folder):
-    beside = task(replace(config, data_dir=str(folder.parent)))
-    assert beside.size("test") == task(config).size("test")
 
 
 @pytest.mark.parametrize(
