@@ -28,21 +28,21 @@ def random_bytes(*shape, seed=0):
 
 
 def write_cifar10(root):
-    folder = root / "cifar-10-batches-py"
-    folder.mkdir()
-    for seed, name in enumerate((*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")):
-        content = {b"data": random_bytes(20, 3072, seed=seed), b"labels": [i % 10 for i in range(20)]}
-        (folder / name).write_bytes(pickle.dumps(content, 2))
-    return folder
+    files = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+    return write_pickles(root / "cifar-10-batches-py", files, {b"labels": [i % 10 for i in range(20)]})
 
 
 def write_cifar100(root):
-    folder = root / "cifar-100-python"
-    folder.mkdir()
+    folder = write_pickles(root / "cifar-100-python", ("train", "test"), {b"fine_labels": [0, 1] * 20})
     (folder / "meta").write_bytes(pickle.dumps({b"fine_label_names": [b"apple", b"bear"]}, 2))
-    for seed, name in enumerate(("train", "test")):
-        content = {b"data": random_bytes(40, 3072, seed=seed), b"fine_labels": [0, 1] * 20}
-        (folder / name).write_bytes(pickle.dumps(content, 2))
+    return folder
+
+
+def write_pickles(folder, files, labels):
+    folder.mkdir()
+    for seed, name in enumerate(files):
+        pixels = random_bytes(len(next(iter(labels.values()))), 3072, seed=seed)
+        (folder / name).write_bytes(pickle.dumps({b"data": pixels, **labels}, 2))
     return folder
 
 

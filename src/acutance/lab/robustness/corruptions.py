@@ -1,8 +1,8 @@
 """The 19 corruptions of Hendrycks & Dietterich (https://arxiv.org/abs/1903.12261) at ImageNet-C's five severities.
 
 Batch-wise on any device, for images of any size in one or three channels. What is drawn is a function of the seed, the
-corruption, the severity and the image's place among the images. These are not the published files: those of CIFAR-10-C
-and CIFAR-100-C have gentler severities; `evaluate` reads them.
+corruption, the severity and the image's place among the images. Each function takes images x in [0, 1]; results are cut
+to that. These are not the published files of CIFAR-10-C and CIFAR-100-C, which are gentler; `evaluate` reads them.
 """
 
 from __future__ import annotations
@@ -55,9 +55,6 @@ def check_names(names: list[str], severities: list[int]) -> None:
         raise AcutanceError(f"no corruption {', '.join(unknown)}; there are {', '.join(CORRUPTIONS)}")
     if wrong := [severity for severity in severities if severity not in SEVERITIES]:
         raise AcutanceError(f"severities are whole numbers from 1 to 5, not {', '.join(map(str, wrong))}")
-
-
-# The corruptions take images x in [0, 1]; their results are cut to that.
 
 
 def gaussian_noise(x: Tensor, draws: Draws, deviation: float) -> Tensor:
