@@ -80,20 +80,22 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"acutance.{home}"), name)
     elif name in _MODULES:
         value = importlib.import_module(f"acutance.{_MODULES[name]}")
-    elif message := moved.message(f"acutance.{name}"):
-        raise AttributeError(message)
     else:
-        value = _mitigation(name)
+        value = _mitigation(name) if name[:1].isupper() else None
+        if value is None:
+            raise AttributeError(moved.message(f"acutance.{name}") or f"module 'acutance' has no attribute {name!r}")
     globals()[name] = value
     return value
 
 
 def _mitigation(name: str) -> Any:
     """The class of this name among all mitigations, those of new files too."""
-    found = [cls for cls in importlib.import_module("acutance.mitigations").REGISTRY.values() if cls.__name__ == name]
-    if not found:
-        raise AttributeError(f"module 'acutance' has no attribute {name!r}")
-    return found[0]
+    known = importlib.import_module("acutance.mitigations").REGISTRY.values()
+    return next((cls for cls in known if cls.__name__ == name), None)
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 class _Package(ModuleType):

@@ -40,4 +40,4 @@ class _Finder:
             raise ModuleNotFoundError(words)
 
 
-sys.meta_path.append(_Finder)  # type: ignore[arg-type]
+sys.meta_path.append(_Finder)

@@ -65,8 +65,8 @@ class LanguageModel(BlockStack):
         self._config = config = LanguageConfig(mitigation=None if mitigation is None else chosen.spec, **options)
         self.embed = nn.Embedding(config.vocabulary, config.dim)
         self.drop = nn.Dropout(config.dropout)
-        options: dict[str, Any] = {"causal": True, "qkv_bias": False, "proj_bias": False, "norm": "post"}
-        self.blocks = make_blocks(config, config.depth, norm_eps=1e-5, activation=nn.ReLU, **options)
+        block: dict[str, Any] = {"causal": True, "qkv_bias": False, "proj_bias": False, "norm": "post"}
+        self.blocks = make_blocks(config, config.depth, norm_eps=1e-5, activation=nn.ReLU, **block)
         self.softmax = TiedSoftmax(config.vocabulary, config.dim, config.cutoffs)
         self.apply(_init)
         self.install(chosen, config.mitigation_layers)
