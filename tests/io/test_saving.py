@@ -66,11 +66,15 @@ def test_a_folder_loads_into_a_model_of_the_user(tmp_path):
     assert list(sites.record(given)) == ["model.layers.1.self_attn"]
 
 
+def note(folder):
+    return json.loads((folder / "config.json").read_text()).get("acutance")
+
+
 def test_after_removal_nothing_is_recorded(tmp_path):
     model = llama()
     ac.mitigate(model, "neutreno:0.6").remove()
     model.save_pretrained(tmp_path)
-    assert "acutance" not in json.loads((tmp_path / "config.json").read_text())
+    assert note(tmp_path) is None
     assert sites.record(ac.load(tmp_path)) == {}
 
 
@@ -81,31 +85,79 @@ def t5():
     return transformers.T5Model(config).eval()
 
 
-def note(folder):
-    return json.loads((folder / "config.json").read_text()).get("acutance")
+def bart():
+    """Its stacks share the model's configuration."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "encoder_layers": 2, "decoder_layers": 2}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = transformers.BartConfig(**sizes, **heads, vocab_size=40, max_position_embeddings=32)
+    return transformers.BartModel(config).eval()
 
 
-@pytest.mark.parametrize("spec", ["neutreno:0.6", LEARNT])
-@pytest.mark.parametrize("part", ["encoder", "decoder"])
-def test_a_mitigation_put_into_a_part_by_itself_is_recorded(tmp_path, part, spec):
-    model, ids = t5(), torch.arange(6)[None]
-    handle = trained(model.get_submodule(part), spec)
-    expected = model(input_ids=ids, decoder_input_ids=ids).last_hidden_state
-    ac.save(model, tmp_path)
-    loaded = ac.load(tmp_path)
-    assert list(sites.record(loaded)) == [f"{part}.block.{i}.layer.0.SelfAttention" for i in range(2)]
-    assert torch.equal(loaded(input_ids=ids, decoder_input_ids=ids).last_hidden_state, expected)
+def clip():
+    """Its towers have their configurations inside the model's."""
+    torch.manual_seed(0)
+    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {**tower, "vocab_size": 40, "max_position_embeddings": 12, "bos_token_id": 1, "eos_token_id": 2}
+    vision = {**tower, "image_size": 8, "patch_size": 4}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    return transformers.CLIPModel(config).eval()
+
+
+IDS = torch.arange(3, 9)[None]
+PARTS = {
+    (t5, "encoder"): "block.{}.layer.0.SelfAttention",
+    (t5, "decoder"): "block.{}.layer.0.SelfAttention",
+    (bart, "encoder"): "layers.{}.self_attn",
+    (bart, "decoder"): "layers.{}.self_attn",
+    (clip, "text_model"): "encoder.layers.{}.self_attn",
+    (clip, "vision_model"): "encoder.layers.{}.self_attn",
+}
+
+
+def output(model, part):
+    """Of a tower, or of the whole model around an encoder or a decoder."""
+    if part == "vision_model":
+        return model.vision_model(pixel_values=torch.ones(1, 3, 8, 8)).last_hidden_state
+    if part == "text_model":
+        return model.text_model(input_ids=IDS).last_hidden_state
+    return model(input_ids=IDS, decoder_input_ids=IDS).last_hidden_state
+
+
+@pytest.mark.parametrize(("build", "part"), PARTS)
+@pytest.mark.parametrize("how", ["part=", "by itself"])
+def test_a_mitigated_part_comes_back_within_the_whole_and_alone(tmp_path, how, build, part):
+    model, path = build(), PARTS[build, part]
+    handle = trained(model, LEARNT, part=part) if how == "part=" else trained(model.get_submodule(part), LEARNT)
+    expected = output(model, part)
+    ac.save(model, tmp_path / "whole")
+    whole = ac.load(tmp_path / "whole")
+    assert list(sites.record(whole)) == [f"{part}.{path.format(i)}" for i in range(2)]
+    assert torch.equal(output(whole, part), expected)
+    if build is clip:
+        model.get_submodule(part).save_pretrained(tmp_path / "tower")
+        alone = ac.load(tmp_path / "tower")
+        assert list(sites.record(alone)) == [path.format(i) for i in range(2)]
+        if how == "part=":
+            with pytest.raises(AcutanceError, match=r"saved from a CLIPModel.*take its part"):
+                ac.load(tmp_path / "whole", type(alone).from_pretrained(tmp_path / "whole"))
     handle.remove()
     model.save_pretrained(tmp_path / "after")
     assert note(tmp_path / "after") is None
+    assert "acutance" not in json.dumps(model.config.to_dict())
 
 
-def test_a_part_saved_by_itself_has_its_own_record(tmp_path):
-    model = t5()
-    ac.mitigate(model.decoder, "neutreno:0.6")
-    model.decoder.save_pretrained(tmp_path)
-    assert list(note(tmp_path)) == ["T5Stack"]
-    assert len(note(tmp_path)["T5Stack"]) == 2
+@pytest.mark.parametrize("first", ["encoder", "decoder"])
+def test_no_note_outlives_a_mitigation_of_a_part(tmp_path, first):
+    model = bart()
+    handles = {part: ac.mitigate(model.get_submodule(part), "neutreno:0.6") for part in ("encoder", "decoder")}
+    model.save_pretrained(tmp_path / "both")
+    assert set(note(tmp_path / "both")) == {"BartEncoder", "BartDecoder"}
+    handles.pop(first).remove()
+    model.save_pretrained(tmp_path / "one")
+    (left,) = handles
+    specs = {f"layers.{i}.self_attn": "neutreno:0.6" for i in range(2)}
+    assert note(tmp_path / "one") == {f"Bart{left.title()}": specs}
 
 
 def test_a_body_saved_by_itself_is_found_in_the_model_around_it(tmp_path):
@@ -125,89 +177,6 @@ def test_parameters_without_a_record_are_an_error(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(AcutanceError, match=r"does not say which.*acutance\.save"):
         ac.load(tmp_path)
-
-
-def bart():
-    torch.manual_seed(0)
-    sizes = {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "vocab_size": 40}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layers": 2, "decoder_layers": 2}
-    return transformers.BartModel(transformers.BartConfig(**sizes, **heads)).eval()
-
-
-@pytest.mark.parametrize("how", ["part=", "by itself"])
-def test_parts_that_share_a_configuration_keep_their_own_notes(tmp_path, how):
-    model = bart()
-
-    def put(part):
-        within = {"part": part} if how == "part=" else {}
-        return ac.mitigate(model if within else model.get_submodule(part), "neutreno:0.6", **within)
-
-    put("encoder")
-    put("decoder").remove()
-    ids = torch.arange(3, 9)[None]
-    expected = model(input_ids=ids, decoder_input_ids=ids).last_hidden_state
-    model.save_pretrained(tmp_path)
-    loaded = ac.load(tmp_path)
-    assert list(sites.record(loaded)) == ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]
-    assert torch.equal(loaded(input_ids=ids, decoder_input_ids=ids).last_hidden_state, expected)
-
-
-def noted(config):
-    """Whether the configuration, or one inside it, says anything of a mitigation now."""
-    return "acutance" in json.dumps(config.to_dict())
-
-
-@pytest.mark.parametrize("first", ["encoder", "decoder"])
-def test_no_note_outlives_a_mitigation_of_a_part(tmp_path, first):
-    model = bart()
-    handles = {part: ac.mitigate(model.get_submodule(part), "neutreno:0.6") for part in ("encoder", "decoder")}
-    model.save_pretrained(tmp_path / "both")
-    assert set(note(tmp_path / "both")) == {"BartEncoder", "BartDecoder"}
-    handles.pop(first).remove()
-    model.save_pretrained(tmp_path / "one")
-    ((left, handle),) = handles.items()
-    assert note(tmp_path / "one") == {
-        f"Bart{left.title()}": {f"layers.{i}.self_attn": "neutreno:0.6" for i in range(2)}
-    }
-    handle.remove()
-    assert not noted(model.config)
-    model.save_pretrained(tmp_path / "none")
-    assert note(tmp_path / "none") is None
-
-
-def clip():
-    """Its towers have their configurations inside the model's."""
-    torch.manual_seed(0)
-    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text = {**tower, "vocab_size": 40, "max_position_embeddings": 12, "bos_token_id": 1, "eos_token_id": 2}
-    vision = {**tower, "image_size": 8, "patch_size": 4}
-    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
-    return transformers.CLIPModel(config).eval()
-
-
-CLIP_INPUTS = {"text": {"input_ids": torch.arange(6)[None]}, "vision": {"pixel_values": torch.ones(1, 3, 8, 8)}}
-
-
-@pytest.mark.parametrize("tower", ["text", "vision"])
-@pytest.mark.parametrize("how", ["part=", "by itself"])
-def test_towers_are_noted_once_and_come_back(tmp_path, how, tower):
-    model, part = clip(), f"{tower}_model"
-    within = model if how == "part=" else model.get_submodule(part)
-    trained(within, LEARNT, part=part if how == "part=" else None)
-
-    def output(tower_model):
-        return tower_model(**CLIP_INPUTS[tower]).last_hidden_state
-
-    expected = output(model.get_submodule(part))
-    model.save_pretrained(tmp_path / "whole")
-    model.get_submodule(part).save_pretrained(tmp_path / "tower")
-    whole, alone = ac.load(tmp_path / "whole"), ac.load(tmp_path / "tower")
-    assert torch.equal(output(whole.get_submodule(part)), expected)
-    assert torch.equal(output(alone), expected)
-    assert list(sites.record(whole)) == [f"{part}.encoder.layers.{i}.self_attn" for i in range(2)]
-    if how == "part=":
-        with pytest.raises(AcutanceError, match=r"saved from a CLIPModel.*take its part"):
-            ac.load(tmp_path / "whole", type(alone).from_pretrained(tmp_path / "whole"))
 
 
 def test_a_body_saved_by_itself_leaves_out_its_head(tmp_path):
@@ -252,14 +221,6 @@ class Tied(nn.Module):
         return self.head(self.body(ids).last_hidden_state)
 
 
-def test_a_file_is_not_taken_for_a_folder_without_a_word(tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_text("text")
-    with pytest.raises(AcutanceError, match=r"text\.txt is a file: a LlamaForCausalLM is written as a folder"):
-        ac.save(llama(), file)
-    assert file.read_text() == "text"
-
-
 def test_any_model_is_written_as_one_safetensors_file(tmp_path):
     model, file = Tied().eval(), tmp_path / "model.safetensors"
     trained(model, LEARNT)
@@ -302,6 +263,8 @@ def test_errors_say_what_to_do(tmp_path):
         ac.load(tmp_path / "empty")
     with pytest.raises(AcutanceError, match=r"\.safetensors"):
         ac.save(model, tmp_path / "weights.pt")
+    with pytest.raises(AcutanceError, match=r"is a file: a LlamaForCausalLM is written as a folder"):
+        ac.save(llama(), file)
     file.write_bytes(b"not tensors")
     with pytest.raises(AcutanceError, match="damaged"):
         ac.load(file, Tied())
