@@ -331,6 +331,20 @@ def fused_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor
     return torch.cat([_attend(A, q, k, piece, dropout) for piece in pieces], dim=-1)[..., : x.size(-1)]
 
 
+def fused_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
+    """Aᵀ y, outside autograd: the vector-Jacobian product of A with respect to its values."""
+    # Inference tensors cannot be differentiated; their copies made outside inference mode can.
+    with torch.inference_mode(False), torch.enable_grad():
+        A, y = A.map(_constant), _constant(y)
+        values = y.new_zeros(*A.shape[:2], A.shape[-1], y.size(-1)).requires_grad_()
+        (product,) = torch.autograd.grad(fused_apply(A, values), values, y)
+    return product
+
+
+def _constant(x: Tensor) -> Tensor:
+    return x.clone() if x.is_inference() else x.detach()
+
+
 def _attend(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float) -> Tensor:
     queries, keys = A.shape[-2:]
     if not A.causal or queries == 1:
