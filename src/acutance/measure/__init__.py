@@ -66,6 +66,7 @@ def measure(
         title = "measuring" if progress else None
         walk(bare, batches, reader, part=part, progress=title, across_processes=across_processes)
         # The device is still at work on the last batch.
-        context = describe(bare, part) | {"taps": reader.taps, "prefix": reader.describe_prefix(bare, part)}
+        about = {"autocast": reader.autocast, "taps": reader.taps, "prefix": reader.describe_prefix(bare, part)}
+        context = describe(bare, part) | about
     readings = reader.readings(across_processes=across_processes)
     return Profile(readings, context | {"samples": readings[0].count})

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from acutance import distributed
 from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError, import_extra
@@ -186,10 +185,9 @@ class Monitor:
         # Uncached: older versions of torch would go on to train with weights that were cast here, without gradients
         # (https://github.com/pytorch/pytorch/issues/112583).
         autocast = torch.autocast(kind, self._autocast, enabled=self._autocast is not None, cache_enabled=False)
-        with own_randomness(), shards_put_back(self.model), autocast, _autocast_seen(self.model, kind) as seen:
+        with own_randomness(), shards_put_back(self.model), autocast:
             profile = measure(self.model, [probe], progress=False, **self._options)
-        context = {**profile.context, "seed": seed, "step": step, "autocast": next(iter(seen), None)}
-        return Profile(profile.readings, context)
+        return Profile(profile.readings, {**profile.context, "seed": seed, "step": step})
 
 
 class History(dict[int, Profile]):
@@ -302,20 +300,3 @@ def own_randomness(seed: int = 0) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)  # noqa: NPY002
-
-
-@contextmanager
-def _autocast_seen(model: nn.Module, kind: str) -> Iterator[list[str | None]]:
-    """The autocast dtype that the model's first submodule runs in: the model's forward may enter its own."""
-    seen: list[str | None] = []
-
-    def look(module: nn.Module, _args: object) -> None:
-        if module is not model and not seen:
-            on = torch.is_autocast_enabled(kind)
-            seen.append(str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if on else None)
-
-    hook = register_module_forward_pre_hook(look)
-    try:
-        yield seen
-    finally:
-        hook.remove()

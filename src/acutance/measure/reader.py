@@ -104,6 +104,7 @@ class MetricReader(Visitor):
         wanted = {"leave": "block" in taps, "attend": reads_attention, "final": "final" in taps}
         self.needs = {"enter": (1,)} | {method: EVERY for method, is_wanted in wanted.items() if is_wanted}
         self.batches = 0  # that ran
+        self.autocast: str | None = None  # the dtype that the blocks run in; a model's forward may enter its own
         self.pending: list[PendingValues] = []
         self.statistics: dict[tuple[Key, ...], Running] = {}  # by the keys that are read together
         self.start(TokenLayout())
@@ -134,6 +135,9 @@ class MetricReader(Visitor):
     def enter(self, layer: int, tokens: Tensor) -> None:
         if self.out.samples:  # layers that share a module enter it again
             return
+        kind = tokens.device.type
+        on = torch.is_autocast_enabled(kind)
+        self.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if on else None
         special = sum(self.samples.special_token_counts)
         if special and tokens.ndim == 3 and tokens.shape[1] <= special:
             raise AcutanceError(f"all {tokens.shape[1]} tokens of a sample are special: read with prefix='in'")
