@@ -68,22 +68,19 @@ def answers(run):
     return set(said)
 
 
-def under_a_mode(look):
-    with Onlooker():
-        look(torch.ones(2))
+def under(mode):
+    def run(look):
+        with mode:
+            look(torch.ones(2))
 
-
-def of_a_fake(look):
-    with FakeTensorMode():
-        fake = torch.ones(2)
-    look(fake)
+    return run
 
 
 WATCHED = {
     "a compiler": lambda look: torch.compile(look, backend="eager")(torch.ones(2)),
     "an export": lambda look: torch.export.export(Called(look), (torch.ones(2),), strict=False),
-    "a mode": under_a_mode,
-    "a fake": of_a_fake,
+    "a mode": under(Onlooker()),
+    "a fake": under(FakeTensorMode()),
     "vmap": lambda look: torch.vmap(look)(torch.ones(2, 3)),
     "grad": lambda look: torch.func.grad(lambda x: look(x).sum())(torch.ones(2)),
     "make_fx": lambda look: torch.fx.experimental.proxy_tensor.make_fx(look)(torch.ones(2)),
