@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
-from acutance.cli.options import HTML, JSON, DataOptions, Model, Part, console, option, say, spread
+from acutance.cli.options import HTML, JSON, DataOptions, Model, Part, option, say, show, spread
 from acutance.errors import AcutanceError
 
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps")
@@ -53,10 +53,7 @@ def explain(
     batches = options.batches(loaded, data) if with_data else None
     choices: dict[str, Any] = {"norm": norm, "prefix": prefix}  # explain refuses unknown ones
     spectrum = ac.explain(loaded.model, batches, whole=whole, part=part, **choices)
-    console.print(spectrum.table())
-    for path, write in ((json_path, spectrum.save), (html_path, spectrum.to_html)):
-        if path is not None:
-            say(f"wrote {write(path)}")
+    show(spectrum, json_path, html_path)
     if picture_path is not None:
         default = "dominance" if spectrum.has_data else "histogram"
         figure = spectrum.plot(cast(Any, kind or default))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
-from acutance.cli.options import HTML, JSON, DataOptions, Model, Part, console, option, say, spread, words
+from acutance.cli.options import HTML, JSON, DataOptions, Model, Part, option, show, spread, words
 from acutance.measure import DEFAULT_METRICS
 
 if TYPE_CHECKING:
@@ -62,7 +62,4 @@ def measure(model: Model, options: MeasureOptions, json_path: JSON = None, html_
         profile = options.profile(loaded, options.batches(loaded))
     if rank > 0:
         return
-    console.print(profile.table())
-    for path, write in ((json_path, profile.save), (html_path, profile.to_html)):
-        if path is not None:
-            say(f"wrote {write(path)}")
+    show(profile, json_path, html_path)

@@ -116,6 +116,14 @@ def say(text: str) -> None:
     console.print(escape(text), highlight=False, soft_wrap=True)
 
 
+def show(result: Any, json_path: Path | None, html_path: Path | None) -> None:
+    """Print a profile or a spectrum, and write it where that is asked for."""
+    console.print(result.table())
+    for path, write in ((json_path, result.save), (html_path, result.to_html)):
+        if path is not None:
+            say(f"wrote {write(path)}")
+
+
 @contextmanager
 def stoppable(advice: str = "What is finished is kept; the same command goes on from there.") -> Iterator[None]:
     """Ctrl-C ends the command with exit status 130, and says how to go on."""

@@ -9,20 +9,15 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from acutance.cli.options import console, numbers, option, stoppable
+from acutance.cli.options import console, numbers, option, say, stoppable
 from acutance.errors import AcutanceError
 
-HARDWARE = f"{platform.machine()} CPU"  # nothing here needs more
-
-app = typer.Typer(
-    help="Experiments on over-smoothing: deep random networks, the affinities of trained ones.",
-    no_args_is_help=True,
-)
+app = typer.Typer(help="Studies: deep random networks, the affinities of trained ones.", no_args_is_help=True)
 
 
 @app.command()
@@ -42,20 +37,14 @@ def depth(
     from acutance.lab.studies.depth import VARIANTS, DepthConfig, depth_study
 
     config = DepthConfig(depths=tuple(sorted(set(numbers(depths, "--depths")))), dim=dim)
-    total = len(VARIANTS) * len(config.inits) * seeds
-    with stoppable(), _progress(total) as advance:
+    with stoppable(), _progress(len(VARIANTS) * len(config.inits) * seeds) as advance:
         study = depth_study(config, seeds=seeds, folder=out, advance=advance)
-    command = f"acutance lab depth --depths {depths} --seeds {seeds} --dim {dim}"
-    written = study.save(out, context={"command": command, "hardware": HARDWARE})
-    console.print(study.table())
-    console.print("wrote " + ", ".join(path.name for path in written) + f" into {out}")
+    _write(study, out, "depth", {"--depths": depths, "--seeds": seeds, "--dim": dim})
 
 
 @app.command()
 def kernel(
-    runs: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="Checkpoints, folders of runs, or models such as hf:gpt2.")
-    ],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Checkpoints, runs, or models such as hf:gpt2.")],
     out: Annotated[Path, option("Where the table and the figure go.")] = Path("acutance-kernel"),
     samples: Annotated[int, option("Images of each split, or windows of text; Table 4 has 1000.", min=2)] = 1000,
     text: Annotated[Path | None, option("A text file or folder, in place of the digits.")] = None,
@@ -83,12 +72,15 @@ def kernel(
         raise AcutanceError(f"two of these runs have one name: {', '.join(map(_run_name, runs))}. Rename one of them")
     with _progress(len(models) * batch_count(samples, text=text is not None)) as advance:
         study = kernel_study(models, samples=samples, text=text, tokens=tokens, advance=advance)
-    options = {"--samples": samples, "--text": text, "--tokens": tokens}
+    _write(study, out, "kernel", {"--samples": samples, "--text": text, "--tokens": tokens}, *runs)
+
+
+def _write(study: Any, out: Path, name: str, options: dict[str, Any], *arguments: str) -> None:
     given = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
-    command = shlex.join(["acutance", "lab", "kernel", *runs, *given])
-    written = study.save(out, context={"command": command, "hardware": HARDWARE})
+    command = shlex.join(["acutance", "lab", name, *arguments, *given])
+    written = study.save(out, context={"command": command, "hardware": f"{platform.machine()} CPU"})
     console.print(study.table())
-    console.print("wrote " + ", ".join(path.name for path in written) + f" into {out}")
+    say(f"wrote {', '.join(path.name for path in written)} into {out}")
 
 
 def _run_name(run: str) -> str:

@@ -15,11 +15,7 @@ def loading(name: str, repository: str | None) -> Iterator[None]:
     """Load inside; whatever goes wrong becomes one line, with its cause kept.
 
     The Hub's client would ask an unreachable Hub six times for every file, for half a minute each. Here it is asked
-    once; if it does not answer, only what was downloaded before is read.
-
-    Args:
-        name: the model as the user wrote it.
-        repository: its name on the Hub; None for local files, which are read without asking anybody.
+    once; if it does not answer, only what was downloaded before is read. Local files have no `repository`.
     """
     from huggingface_hub import constants
 
