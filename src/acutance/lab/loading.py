@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+
+from torch import Tensor
 
 from acutance.errors import AcutanceError
 from acutance.io.inputs import OwnData
@@ -21,16 +24,19 @@ def refuse_unfinished(checkpoint: Path) -> None:
 
 def test_data(folder: Path) -> OwnData | None:
     """The test data of a run's task; None if the folder holds no run."""
-    from acutance.lab.tasks.samples import name_of, tested_on
+    from acutance.lab.tasks import samples
 
     run = Run(folder)
     if not run.exists():
         return None
-    config = run.config()
-    return OwnData(
-        f"test samples of {name_of(config)}, as the run has them",
-        lambda limit, data_dir: tested_on(config, limit or SAMPLES, data_dir),
-    )
+    task = run.config().task
+    name = getattr(task, "dataset", getattr(task, "corpus", task.kind))
+
+    def read(limit: int | None, data_dir: Path | None) -> Tensor:
+        moved = task if data_dir is None else replace(task, data_dir=str(data_dir))
+        return samples(moved, "test", limit or SAMPLES)
+
+    return OwnData(f"test samples of {name}, as the run has them", read)
 
 
 def digits() -> OwnData:

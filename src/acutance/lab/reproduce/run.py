@@ -28,7 +28,7 @@ from acutance.lab.reproduce.page import Line, Result
 from acutance.lab.reproduce.plan import Planned, Planner, check_data
 from acutance.lab.reproduce.target import Row, Target
 from acutance.lab.studies.saving import save_picture
-from acutance.lab.tasks.samples import samples as samples_of
+from acutance.lab.tasks import samples as samples_of
 from acutance.lab.train.run import command_line, git_state, hardware, versions
 
 if TYPE_CHECKING:
@@ -149,8 +149,8 @@ class Session:
     def _line(self, row: Row, reads: Iterable[Callable[[RowModel], Mapping[str, float]]]) -> Line:
         found: dict[str, dict[int, float]] = {}
         notes: list[str] = []
-        config = None if row.training is None else self.planner.one(row.training, 0).config
-        inputs = cache(lambda split: samples_of(config, split, self.samples))
+        task: Any = None if row.training is None else self.planner.one(row.training, 0).config.task
+        inputs = cache(lambda split: samples_of(task, split, self.samples).split(50))
         for seed in self.seeds if row.model is None else [0]:
             planned = None if row.training is None else self.planner.one(row.training, seed)
             model = RowModel(self, row, seed, planned, inputs, notes)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, get_args
 
+import torch
+from torch import Tensor
+
 from acutance.errors import AcutanceError
+from acutance.lab.data.seeds import generator
 from acutance.lab.tasks.base import BatchSlice, Task
 
 # Imported when asked for: a task brings its data set's and its model's modules along.
@@ -16,7 +20,7 @@ TASKS = {
     "language": "acutance.lab.tasks.language:LanguageTask",
 }
 
-__all__ = ["TASKS", "BatchSlice", "Task", "config_class", "task_class"]
+__all__ = ["TASKS", "BatchSlice", "Task", "config_class", "samples", "task_class"]
 
 
 def task_class(kind: str) -> type[Task[Any]]:
@@ -32,3 +36,10 @@ def config_class(kind: str) -> type[Any]:
     """The dataclass that configures a kind of task: what its class names in `Task[…]`."""
     bases: tuple[Any, ...] = task_class(kind).__orig_bases__  # type: ignore[attr-defined] # of every generic class
     return get_args(bases[0])[0]  # type: ignore[no-any-return]
+
+
+def samples(config: Any, split: str, count: int) -> Tensor:
+    """So many samples of a task's data, or all there are: chosen at random, the same for all models and seeds."""
+    task = task_class(config.kind)(config, seed=0, device=torch.device("cpu"))
+    chosen = torch.randperm(task.size(split), generator=generator("cpu", 0))[:count].sort().values
+    return task.inputs(split, chosen.tolist())
