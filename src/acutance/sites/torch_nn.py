@@ -78,6 +78,8 @@ class MultiheadSite(NamedSite):
     def block_is_batch_first(self) -> bool:
         """Whether the block is given (batch, tokens, dim), whatever its attention takes."""
         batch_first: bool = self.attention.batch_first
+        if isinstance(self.block, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+            return batch_first  # without a run of the block, which would reshard it within a forward pass
         swaps = self.surroundings.is_swapped
         if swaps is None and not batch_first:
             raise AcutanceError(
