@@ -84,6 +84,7 @@ def _known(model: nn.Module) -> BlockStack:
 
 LIBRARY = Library(
     name="acutance.models",
+    generality=1,  # after transformers, whose models are asked for most
     layers=_layers,
     site=BlockSite,
     final_norm=lambda model: _known(model).final_norm,
