@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from acutance.cli.options import console, numbers, option, say, stoppable
 from acutance.errors import AcutanceError
@@ -92,6 +91,8 @@ def _run_name(run: str) -> str:
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
     """A bar; the function is called with what begins now."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task, started = progress.add_task("", total=total), count()
