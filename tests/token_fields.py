@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from acutance.attention.kernels import packed
 from acutance.metrics.kernels import token_sums
 
 
@@ -49,6 +50,7 @@ def stand_in(monkeypatch):
             made = fields(tokens, mask)
         return made.view_as(made)  # one operation, as many as a launch is
 
+    monkeypatch.setattr(packed, "TRITON", True)
     monkeypatch.setattr(token_sums, "is_available", lambda tokens, mask: True)
     monkeypatch.setattr(token_sums, "token_sums", by_numpy)
     return asked

@@ -66,11 +66,11 @@ def gradients(run, model, images):
     return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def by_operator(model, monkeypatch, images):
-    """Gradients in float64, where the kernel is not asked."""
+def by_operator(model, monkeypatch, images, dtype=torch.float64):
+    """Gradients where the kernel is not asked; DropPath draws other samples in another precision."""
     with monkeypatch.context() as patch:
         patch.setattr(packed, "is_available", lambda *_: False)
-        found = gradients(model.double(), model, images.double())
+        found = gradients(model.to(dtype), model, images.to(dtype))
     model.float()
     return found
 

@@ -23,6 +23,7 @@ from acutance import distributed as processes
 from acutance import metrics as metric_room
 from acutance import sites
 from acutance.attention import AttentionCall
+from acutance.attention.kernels import packed
 from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, AcutanceWarning, ShapeError
 from acutance.measure import TAPS
@@ -265,7 +266,7 @@ class MetricReader(Visitor):
         self, tap: str, layer: int, names: Sequence[str], tokens: Tensor, mask: Tensor | None
     ) -> Sequence[str]:
         """Sums over tokens that tell whether all are finite, and the metrics that follow from them."""
-        is_summed = token_sums.is_available(tokens, mask)
+        is_summed = packed.TRITON and token_sums.is_available(tokens, mask)
         derived = tuple(name for name in names if name in FROM_SUMS and is_summed)
         if is_summed:
             sums = token_sums.token_sums(tokens, mask)
