@@ -1,4 +1,4 @@
-"""All cells of one library, those of two processes together, and the tests of them."""
+"""All cells of one library, those of two processes together; the evidence of them; and the tests of both."""
 
 import json
 import os
@@ -8,12 +8,15 @@ from itertools import combinations, product
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from parity_cells import (
     BUCKET,
+    CHECKPOINTING,
     DEPTH,
     EXACTLY,
     PRECISIONS,
+    PROCESSES,
     RUNS,
     TOLERANCE,
     Cell,
@@ -30,7 +33,9 @@ from parity_subjects import SUBJECTS, subject_of
 from together import in_two_processes
 
 MARGIN = {EXACTLY: 1e6, "float32": 1e4, "bfloat16": 5}  # by how much the smallest mistake is to exceed the tolerance
-ALL = "ALL_CELLS"  # set in the environment, it runs all cells of two processes too
+ALL = "ALL_CELLS"  # set in the environment, it runs all cells of two processes too, and writes the evidence
+DOCS = Path(__file__).parents[2] / "docs"
+EVIDENCE = DOCS / "evidence" / "parity"
 
 
 class Matrix:
@@ -47,6 +52,37 @@ class Matrix:
         elif cell not in self.found:
             self.found |= _in_two_processes(self.library)
         return self.found[cell]
+
+    def record(self) -> dict:
+        """What docs/evidence/parity keeps."""
+        cuts = {precision: _rounded(smallest_cut(self.library, precision)) for precision in MARGIN}
+        rounding = {precision: _rounded(plain_rounding(self.library, precision)) for precision in PRECISIONS}
+        found = [(cell, self.outcome(cell)) for cell in cells(self.library)]
+        return {
+            "library": self.library,
+            "versions": {"torch": torch.__version__.partition("+")[0]},
+            "smallest cut": cuts,
+            "plain rounding": rounding,
+            "cells": [asdict(cell) | asdict(got) | {"error": _rounded(got.error)} for cell, got in found],
+        }
+
+
+def _rounded(error: float | None) -> float | None:
+    return None if error is None else float(f"{error:.1e}")
+
+
+def table() -> str:
+    """The evidence of all libraries: a row for each kind of heads and checkpointing, a column for each way to run."""
+    columns = list(product(RUNS, PROCESSES))
+    lines = [["library", "heads", "checkpointing", *(f"{run}, {processes}" for run, processes in columns)]]
+    lines.append(["---"] * len(lines[0]))
+    for library, subject in SUBJECTS.items():
+        found = json.loads((EVIDENCE / f"{library}.json").read_text())["cells"]
+        for row in product(subject.heads, CHECKPOINTING):
+            mine = [cell for cell in found if (cell["heads"], cell["checkpointing"]) == row]
+            results = [{c["result"] for c in mine if (c["run"], c["processes"]) == column} for column in columns]
+            lines.append([library, *row, *("/".join(sorted(result)) for result in results)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def tested(library: str) -> list[Cell]:
@@ -123,6 +159,14 @@ class MatrixChecks:
 
     def test_gradients_equal_the_plain_formula_or_are_refused_as_pinned(self, matrix, cell):
         assert_as_pinned(self.library, cell, matrix.outcome(cell))
+
+    @pytest.mark.slow
+    def test_the_evidence_is_what_was_found(self, matrix):
+        file = EVIDENCE / f"{self.library}.json"
+        if ALL in os.environ:
+            file.write_text(json.dumps(matrix.record(), indent=1) + "\n")
+        kept = {Cell(*list(cell.values())[:5]): cell["result"] for cell in json.loads(file.read_text())["cells"]}
+        assert {cell: matrix.outcome(cell).result for cell in tested(self.library)}.items() <= kept.items()
 
     @pytest.mark.parametrize("precision", MARGIN)
     def test_a_gradient_cut_at_one_layer_would_be_seen(self, precision):
