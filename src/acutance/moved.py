@@ -4,6 +4,7 @@ import sys
 
 MOVED = {
     "kernels": "attention.kernels",
+    "laboratory": "lab.studies",
     "loading": "io",
     "locks": "files.locks",
     "models.checkpoint": "io",
@@ -22,6 +23,7 @@ MOVED = {
 MOVED |= {
     name: f"lab.{name}" for name in ["bench", "data", "demo", "recipes", "reproduce", "robustness", "tasks", "train"]
 }
+MOVED |= {name: f"explain.{name}" for name in ["spectral_theory", "steer", "theory"]}
 MOVED |= {name: f"measure.{name}" for name in ["maps", "monitor", "profile", "reader", "samples", "walk"]}
 
 
