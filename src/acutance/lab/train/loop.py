@@ -96,7 +96,9 @@ class Loop:
                     scores = self._evaluate(step)
                     entry |= {f"val/{name}": value for name, value in scores.items()}
                     listed = "  ".join(f"{name} {value:.4g}" for name, value in scores.items())
-                    self._say(f"epoch {epoch:.2f}  loss {loss:.4f}  val: {listed}")
+                    seen = getattr(self.config.task, "train_on", None) == "all"
+                    name = "val, which it is trained on" if seen else "val"
+                    self._say(f"epoch {epoch:.2f}  loss {loss:.4f}  {name}: {listed}")
                 if log is not None:
                     with self.checkpointer.writing("the log"):
                         log.write(step, entry)
