@@ -94,7 +94,7 @@ def plain_sums(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     return torch.stack([found[name].double() for name in FIELDS], 1)
 
 
-def token_sums(tokens: Tensor, mask: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def token_sums(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """The `FIELDS` of every sample, (samples, fields) in float64; nothing waits for the device.
 
     No custom op: `measure` reads eagerly and without gradients, and a detour for each reading would cost what it saves.
@@ -102,16 +102,10 @@ def token_sums(tokens: Tensor, mask: Tensor | None = None, out: Tensor | None = 
     Args:
         tokens: (samples, tokens, channels).
         mask: bool (samples, tokens), which of them count; None for all.
-        out: where to write them, some of a `room`.
     """
     from acutance.metrics.kernels import token_sums_rows
 
-    return token_sums_rows.token_sums(tokens, mask, out)
-
-
-def room(readings: int, samples: int, device: torch.device) -> Tensor:
-    """Space for the sums of several readings, side by side."""
-    return torch.empty(readings, samples, len(FIELDS), dtype=torch.float64, device=device)
+    return token_sums_rows.token_sums(tokens, mask)
 
 
 def parts_of(samples: int, tokens: int, rows: int) -> int:

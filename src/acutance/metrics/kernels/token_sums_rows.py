@@ -18,7 +18,7 @@ from torch import Tensor
 
 from acutance.attention.kernels.launching import Launch, is_current, placement
 from acutance.attention.kernels.sizes import power_of_two, tiles_of
-from acutance.metrics.kernels.token_sums import FIELDS, parts_of, room
+from acutance.metrics.kernels.token_sums import FIELDS, parts_of
 
 TILE = 1024  # numbers side by side in a tile, whole tokens: 16 bytes of half precision a thread
 DEEP = 4  # so many tiles a program takes at a time: while the length of one token is found, those of others can be
@@ -229,19 +229,18 @@ def _plan(shape: tuple[int, ...], dtype: torch.dtype, masked: bool, *_compiled_f
     )
 
 
-def token_sums(tokens: Tensor, mask: Tensor | None, out: Tensor | None) -> Tensor:
+def token_sums(tokens: Tensor, mask: Tensor | None) -> Tensor:
     """Launch one kernel, or two where there are too few samples to fill the GPU."""
     device = tokens.device
     if not is_current(device):
         with torch.cuda.device(device):
-            return token_sums(tokens, mask, out)
+            return token_sums(tokens, mask)
     if tokens.stride(-1) != 1:
         tokens = tokens.contiguous()
     shape, marks = tokens.shape, tokens if mask is None else mask
     strides = (*tokens.stride()[:2], *((0, 0) if mask is None else mask.stride()))
     plan = _plan(shape, tokens.dtype, mask is not None, strides, placement(tokens, marks))
-    if out is None:
-        out = room(1, shape[0], device)[0]
+    out = torch.empty(shape[0], len(FIELDS), dtype=torch.float64, device=device)
     vectors = numbers = out  # any tensor in the place of what is not written
     if plan.parts > 1:
         vectors = out.new_empty(shape[0], plan.parts, 2, shape[2])
