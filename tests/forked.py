@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
 PRELOADED = "acutance.cli acutance.io acutance.explain.run acutance.measure.reader acutance.lab.reproduce.run "
@@ -31,7 +32,7 @@ def run_forked(*arguments: object, seconds: float = 600, **environment: str) -> 
     return done
 
 
-def run_as_torchrun(
+def _run_as_torchrun(
     first: Sequence[object],
     second: Sequence[object] | None = None,
     *,
@@ -55,6 +56,11 @@ def run_as_torchrun(
     return run_beside(commands, seconds, prepare)
 
 
+def _torchrun_failed_to_connect(done: list[Done]) -> bool:
+    """Whether torch could not join the processes: on a busy machine gloo's first connection breaks now and then."""
+    return any("DistNetworkError" in one.stderr for one in done)
+
+
 def free_port() -> int:
     """Below those that the system hands out: it might give such a one to somebody else before it is used."""
     while True:
@@ -62,6 +68,12 @@ def free_port() -> int:
         with socket.socket() as trial, suppress(OSError):
             trial.bind(("127.0.0.1", port))
             return port
+
+
+def run_as_torchrun(*arguments: Sequence[object], **options: Any) -> list[Done]:
+    """As `_run_as_torchrun`, and once more where the processes could not be joined, before any work was done."""
+    done = _run_as_torchrun(*arguments, **options)
+    return _run_as_torchrun(*arguments, **options) if _torchrun_failed_to_connect(done) else done
 
 
 def run_beside(
