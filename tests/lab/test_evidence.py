@@ -122,21 +122,21 @@ def test_what_is_published_of_camvid():
     pair = groups("camvid")
     kept = json.loads((EVIDENCE / "camvid" / "runs.json").read_text())
     runs = [kept[Path(group["runs"]["0"]).name] for group in pair]
-    page, promise = words("docs", "segmentation.md"), docstring("camvid")
+    page, log, promise = words("docs", "segmentation.md"), words("docs", "log.md"), docstring("camvid")
     for label, group, run in zip(("plain", "NeuTRENO, λ̃ = 0.6"), pair, runs, strict=True):
         assert f"| {label} | {group['mean']:.2f} | {run['result']['scores']['miou']:.2f} |" in page
     first, second = (f"{group['mean']:.2f}" for group in pair)
     assert f"test mIoU of {first}, with NeuTRENO (λ̃ = 0.6) {second}," in promise
     assert f"a difference of {pair[1]['against_first']['mean']:.2f} points" in page
     first, second = (f"{run['seconds']['step 2200']:.0f} s" for run in runs)
-    assert f"{first} of the loop and with NeuTRENO {second}" in page
+    assert f"{first} of the loop and with NeuTRENO {second}" in log
     assert f"Time: {first} of the loop" in promise
     assert f"with NeuTRENO {second}" in promise
     first, second = (f"{run['seconds']['step 50']:.0f}" for run in runs)
-    assert f"{first} and {second} s of them to step 50" in page
+    assert f"{first} and {second} s of them to step 50" in log
     first, second = (f"{run['images/s']['step 100']:.0f}" for run in runs)
     (last,) = {f"{run['images/s']['step 2200']:.0f}" for run in runs}
-    assert f"From {first} and {second} images/s before step 100 they rose to {last} each" in page
+    assert f"From {first} and {second} images/s before step 100 they rose to {last} each" in log
 
 
 def test_camvid_was_run_as_its_page_says():
