@@ -12,7 +12,7 @@ from acutance import metrics, sites
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.mitigations.projection import Projection, Projections
 from acutance.models import ViT
-from acutance.sites import AttentionSite, Library, lookup
+from acutance.sites import AttentionSite, Library
 from acutance.sites.structure import SpecialTokens, modules_of, tokens_by_name
 
 TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
@@ -52,8 +52,8 @@ def test_inside_a_cached_lookup_a_model_is_looked_through_once(monkeypatch):
 
 
 def test_measuring_looks_for_the_layers_once(monkeypatch):
-    looked, look = [], lookup._refuse_layers_elsewhere
-    monkeypatch.setattr(lookup, "_refuse_layers_elsewhere", lambda *found: looked.append(found) or look(*found))
+    looked, look = [], sites._refuse_layers_elsewhere
+    monkeypatch.setattr(sites, "_refuse_layers_elsewhere", lambda *found: looked.append(found) or look(*found))
     names = ("token_cosine", "attention_entropy")
     ac.measure(ViT(**TINY).double(), [IMAGES], metrics=names, tap=("block", "final"), progress=False)
     assert len(looked) == 1
@@ -203,7 +203,7 @@ def test_another_library_is_one_entry(monkeypatch):
         final_norm=lambda _: model,
         special_tokens=lambda _: sites.SpecialTokens(7),
     )
-    monkeypatch.setattr(lookup, "LIBRARIES", [*sites.LIBRARIES, library])
+    monkeypatch.setattr(sites, "LIBRARIES", [*sites.LIBRARIES, library])
     assert sites.find(model) == borrowed
     assert sites.special_tokens(model).front == 7
     assert sites.final_norm(model) is model

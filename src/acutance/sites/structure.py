@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,7 @@ BEHIND = ("detection_tokens",)  # YOLOS
 FINAL_NORMS = ("norm", "layernorm", "layer_norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f")
 ADVICE = "Describe the model in a Library of its own"
 
-Found = TypeVar("Found")
-Given = ParamSpec("Given")
+Look = TypeVar("Look", bound=Callable[..., Any])
 _cache: ContextVar[dict[tuple[Any, ...], Any] | None] = ContextVar("cache", default=None)
 
 
@@ -40,20 +39,18 @@ def cached_lookup() -> Iterator[None]:
         _cache.reset(token)
 
 
-def cached(look: Callable[Given, Found]) -> Callable[Given, Found]:
+def cached(look: Look) -> Look:
     """Keep what the function finds for the time of `cached_lookup`, or else of one call."""
 
     @wraps(look)
-    def looked(*args: Given.args, **options: Given.kwargs) -> Found:
+    def looked(*args: Any) -> Any:
         with cached_lookup():
             cache: Any = _cache.get()
-            key = (look, *args, *options.items())
-            if key not in cache:
-                cache[key] = look(*args, **options)
-            found: Found = cache[key]
-            return found
+            if (look, *args) not in cache:
+                cache[look, *args] = look(*args)
+            return cache[look, *args]
 
-    return looked
+    return cast(Look, looked)
 
 
 class Layer(NamedTuple):
