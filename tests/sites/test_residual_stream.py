@@ -151,7 +151,7 @@ def test_norms_positions_and_merging_may_stand_between_blocks(between):
 
 def test_as_many_samples_as_tokens_do_not_tell_which_is_which():
     model = Blocks(one_after_another)
-    with pytest.raises(ShapeError, match=r"\(10, 10, 16\), so which axis is the batch is not clear.*another number"):
+    with pytest.raises(ShapeError, match=r"\(10, 10, 16\), so which axis is the batch is not clear.*another size"):
         measured(model, tokens(10))
     assert measured(model, tokens(2), tokens(10)).context["samples"] == 12  # told by the first batch
 

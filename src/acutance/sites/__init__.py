@@ -24,18 +24,18 @@ from acutance.sites.patched import make_sites
 from acutance.sites.site import AttentionSite as AttentionSite
 from acutance.sites.site import Library as Library
 from acutance.sites.site import Undo as Undo
-from acutance.sites.stream import checking_stream
+from acutance.sites.stream import StreamCheck
 from acutance.sites.structure import (
     CONTAINERS,
     cached,
     grid_as_tokens,
     join,
     modules_of,
-    name_one,
     outwards,
     path_of,
     refuse_other_rows,
     repeated_blocks,
+    several_stacks,
     unwrapped,
 )
 from acutance.sites.structure import Layer as Layer
@@ -61,22 +61,17 @@ def part_of(model: nn.Module, path: str | None) -> nn.Module:
 
 def find(model: nn.Module) -> list[AttentionSite]:
     """The model's attention sites in depth order."""
-    return list(_sites(model))
-
-
-@cached
-def _sites(model: nn.Module) -> list[AttentionSite]:
     library, layers = _known(model)
-    return make_sites(library, model, layers)
+    return list(cached(make_sites)(library, model, layers))
 
 
 @cached
-def _known(model: nn.Module) -> tuple[Library, list[Layer]]:
+def _known(model: nn.Module) -> tuple[Library, tuple[Layer, ...]]:
     """The model's layers, and the library that knows them."""
     refusals: list[NoSitesError] = []
     for library in LIBRARIES:
         try:
-            layers = library.layers(model)
+            layers = tuple(library.layers(model))
         except NoSitesError as error:  # it may hold a model of a library that comes later
             refusals.append(error)
             continue
@@ -106,11 +101,7 @@ def _refuse_layers_elsewhere(model: nn.Module, found: Sequence[Layer]) -> None:
     if parts:
         around = list(outwards(path_of(model, found[0].block)))[-2::-1]
         own = next(up for up in around if not any(f"{part}.".startswith(f"{up}.") for part in parts))
-        raise SeveralStacksError(
-            f"{type(model).__name__} holds layers that are not all known, or of several libraries "
-            f"({own}, {', '.join(parts)}): {name_one(own)}",
-            [own, *parts],
-        )
+        raise several_stacks(model, [own, *parts], [own, *parts])
 
 
 def _lists_attentions(module: nn.Module) -> bool:
@@ -256,7 +247,11 @@ def checking_blocks(model: nn.Module, possible: Container[int], most: int) -> It
             library, layers = _known(model)
             is_watched = library.is_watched(model)
         if is_watched:
-            stack.enter_context(checking_stream(repeated_blocks(model), possible))
+            check = stack.enter_context(StreamCheck(possible))
+            for path, block in repeated_blocks(model):
+                enter, leave = partial(check.enter_block, path), partial(check.leave_block, path)
+                stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(block.register_forward_hook(leave).remove)
         else:
             _, _, as_tokens = blocks(model)[0]
             stack.callback(layers[0].block.register_forward_pre_hook(refuse, with_kwargs=True).remove)

@@ -50,7 +50,7 @@ def discover(
 ) -> Surroundings:
     """Run the block on random tokens of `dim` channels, or in `root`, which makes masks and positions for it.
 
-    `attention` is the block itself where it is written into the block. `output` is W_proj, inside the attention or after.
+    `attention` is the block itself where it is written into the block. `output` is W_proj, in the attention or after.
     """
     # Any number of tokens, a grid of them, or as many as the block has positions for.
     positions = {p.shape[-2] for p in block.parameters() if p.ndim > 1 and p.shape[-1] == dim}

@@ -6,9 +6,7 @@ or pass several kinds of tokens on. So every tensor is traced to the last block 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -23,20 +21,9 @@ from acutance.sites.structure import ADVICE, refuse_other_rows, tokens_in, token
 SUMS = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
 
 
-@contextmanager
-def checking_stream(blocks: Sequence[tuple[str, nn.Module]], rows: Container[int]) -> Iterator[None]:
-    """Refuse blocks, by their paths, that do not follow one another; `rows` are the possible batch sizes."""
-    check = _StreamCheck(rows)
-    with ExitStack() as hooks:
-        for path, block in blocks:
-            enter, leave = partial(check.enter_block, path), partial(check.leave_block, path)
-            hooks.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            hooks.callback(block.register_forward_hook(leave).remove)
-        with check:
-            yield
+class StreamCheck(TorchDispatchMode):
+    """Refuses blocks that do not follow one another, given hooks on all of them; `rows` are possible batch sizes."""
 
-
-class _StreamCheck(TorchDispatchMode):
     def __init__(self, rows: Container[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows = rows
@@ -63,6 +50,7 @@ class _StreamCheck(TorchDispatchMode):
         return out
 
     def enter_block(self, path: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        """A hook: what the block at that path is given must come from the block before."""
         tokens, where = tokens_in(args, kwargs), f"{path} ({type(block).__name__})"
         if self.stage == 0:
             refuse_other_rows(where, tokens, self.rows)
@@ -78,8 +66,8 @@ class _StreamCheck(TorchDispatchMode):
         self.running += 1
 
     def leave_block(self, path: str, block: nn.Module, _args: Any, output: Any) -> None:
+        """A hook: beside its tokens a block may return attention weights and states, but no second kind of tokens."""
         first, values = tokens_out(output), output.values() if isinstance(output, Mapping) else output
-        # Beside the tokens a block may return attention weights and states, but no second kind of tokens.
         beside = [] if isinstance(output, Tensor) else [x for x in values if isinstance(x, Tensor)]
         alike = [x for x in beside if x.is_floating_point() and (x.shape == first.shape or x.ndim == first.ndim == 3)]
         if len(alike) > 1:
