@@ -175,6 +175,15 @@ def build(name: str, seed: int = 0, head: str | None = None, **options: Any) -> 
     return model
 
 
+def tiny(name: str, **options: Any) -> nn.Module:
+    """A model of any class of transformers."""
+    import transformers
+
+    model_class = getattr(transformers, name)
+    torch.manual_seed(0)
+    return model_class(model_class.config_class(**options)).eval()
+
+
 def part_of(name: str, model: nn.Module) -> nn.Module:
     """The part that holds the stack of layers the entry is about."""
     part = ZOO[name].part
