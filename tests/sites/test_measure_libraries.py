@@ -5,13 +5,12 @@ import pytest
 import torch
 from hf_zoo import SIZES, TEXT, ZOO, tiny
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import acutance as ac
 from acutance import metrics, sites
 from acutance.errors import AcutanceError, SeveralStacksError
 from acutance.lab.studies import kernel_assumptions
+from attention.operator_cases import assert_tensors_below
 
 pytest.importorskip("transformers")
 TAPS = ["block", "attention", "values"]
@@ -310,15 +309,6 @@ def test_tokens_that_join_on_the_way_are_not_taken_for_content(tap):
 
 
 def test_no_attention_matrix_is_formed():
-    class Largest(TorchDispatchMode):
-        size = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **kwargs or {})
-            self.size = max([self.size, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
-            return out
-
     model = hf_zoo.build("llama", max_position_embeddings=2048).float()
-    with Largest() as largest:
+    with assert_tensors_below(1500**2):  # not even one head's
         measured(model, torch.randint(3, 60, (1, 1500)), metrics=["attention_entropy", "nonlocal_energy"])
-    assert 0 < largest.size < 1500**2  # not even one head's

@@ -94,7 +94,7 @@ def test_sites_that_do_not_know_their_queries_and_keys_say_so():
             return Projections(None, None, Projection(nn.Linear(2, 2)), Projection(nn.Linear(2, 2)))
 
     for ask, which in ((Other().query_weight, "W_Q"), (Other().key_weight, "W_K")):
-        with pytest.raises(AcutanceError, match=rf"encoder\.3\.attention: Identity keeps {which} under an unknown"):
+        with pytest.raises(AcutanceError, match=rf"encoder\.3\.attention: Identity keeps {which} under"):
             ask()
 
 
@@ -160,16 +160,11 @@ def test_checkpoints_around_blocks_may_be_there_before_the_mitigation(name):
         torch.testing.assert_close(gradients(name, layers), expected, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("model", "match"),
-    [
-        (Wrapper(student=ViT(**TINY), teacher=ViT(**TINY)), r"several ViTs \(student, teacher\): pass one of them"),
-        (nn.Linear(2, 2), r"no attention found in torch\.nn\..*Linear; .*today: .*acutance\.models"),
-    ],
-)
-def test_models_without_one_stack_are_refused(model, match):
-    with pytest.raises(AcutanceError, match=match):
-        sites.find(model)
+def test_models_without_one_stack_are_refused():
+    with pytest.raises(AcutanceError, match=r"several ViTs \(student, teacher\)"):
+        sites.find(Wrapper(student=ViT(**TINY), teacher=ViT(**TINY)))
+    with pytest.raises(AcutanceError, match=r"no attention found in torch\.nn\..*Linear; .*acutance\.models"):
+        sites.find(nn.Linear(2, 2))
 
 
 def test_another_library_is_one_entry(monkeypatch):
@@ -188,16 +183,12 @@ def test_another_library_is_one_entry(monkeypatch):
     assert sites.final_norm(model) is model
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, None),
-        ({"mitigation": "neutreno:0.6+featscale"}, "neutreno:0.6+featscale"),
-        ({"mitigation": "attnscale", "mitigation_layers": (1, 3)}, "attnscale in layers 1, 3"),
-    ],
-)
-def test_mitigation_spec_says_what_the_model_carries(options, expected):
-    assert sites.mitigation_spec(ViT(**TINY, **options)) == expected
+def test_mitigation_spec_says_what_the_model_carries():
+    assert sites.mitigation_spec(ViT(**TINY)) is None
+    both = "neutreno:0.6+featscale"
+    assert sites.mitigation_spec(ViT(**TINY, mitigation=both)) == both
+    some = ViT(**TINY, mitigation="attnscale", mitigation_layers=(1, 3))
+    assert sites.mitigation_spec(some) == "attnscale in layers 1, 3"
 
 
 @pytest.mark.parametrize(
