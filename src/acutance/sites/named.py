@@ -64,7 +64,34 @@ class NamedSite(PatchedSite):
 
     @cached_property
     def _found(self) -> tuple[Projections, Sizes]:
-        return by_names(self.name, self.block, self.attention)
+        """Look the usual names up; what is missing is an error that says so."""
+        attention, output = self.attention, output_of(self.block, self.attention)
+        config = getattr(attention, "config", None)
+        said = (*(getattr(attention, key, None) for key in HEADS), getattr(config, "num_attention_heads", None))
+        heads = next((number for number in said if isinstance(number, int)), None)
+        separate = (_child(attention, names) for names in SEPARATE.values())
+        query, key, value = (None if module is None else Projection(module) for module in separate)
+        together = (*JOINT, *JOINT_BY_HEAD, *KEYS_AND_VALUES)
+        joint = next((path for path in together if _child(attention, (path,)) is not None), "")
+        has_value = value is not None or joint
+        if output is None or heads is None or not has_value:
+            missing = "W_proj" if output is None else "the number of heads" if has_value else "W_V"
+            kept = f"{self.name} ({type(attention).__name__}) keeps {missing} under a name that is not known here"
+            raise NoSitesError(f"{kept}, or has none. {TOKENS_REMAIN}")
+        dim, width = Projection(output).shape()
+        head_dim = width // heads
+        if value is not None:
+            kv_heads = value.shape()[0] // head_dim
+        else:
+            module, query_heads = attention.get_submodule(joint), 0 if joint in KEYS_AND_VALUES else heads
+            kv_heads = (Projection(module).shape()[0] // head_dim - query_heads) // 2
+            ends = accumulate((query_heads, kv_heads, kv_heads), initial=0)
+            rows: list[slice | Tensor] = [slice(start * head_dim, end * head_dim) for start, end in pairwise(ends)]
+            if joint in JOINT_BY_HEAD or getattr(attention, "multi_query", None) is False:  # GPT-BigCode has either
+                rows = list(torch.arange(heads * 3 * head_dim).reshape(heads, 3, head_dim).transpose(0, 1).flatten(1))
+            q, key, value = (Projection(module, each) for each in rows)
+            query = q if query_heads else query
+        return Projections(query, key, value, Projection(output)), Sizes(heads, kv_heads, head_dim, dim)
 
     heads: Any = property(lambda self: self._found[1].heads)
     kv_heads: Any = property(lambda self: self._found[1].kv_heads)
@@ -72,7 +99,6 @@ class NamedSite(PatchedSite):
     dim: Any = property(lambda self: self._found[1].dim)
 
     def projections(self) -> Projections:
-        """By their names."""
         return self._found[0]
 
     def output_projection(self) -> nn.Module | None:
@@ -136,37 +162,6 @@ class NamedSite(PatchedSite):
         return AcutanceError(
             f"{self.name}: {type(self.block).__name__} does not run on random tokens, so {what} is not known. {ADVICE}"
         )
-
-
-def by_names(name: str, block: nn.Module, attention: nn.Module) -> tuple[Projections, Sizes]:
-    """Look the usual names up; what is missing is an error that says so."""
-    output, config = output_of(block, attention), getattr(attention, "config", None)
-    said = (*(getattr(attention, key, None) for key in HEADS), getattr(config, "num_attention_heads", None))
-    heads = next((number for number in said if isinstance(number, int)), None)
-    separate = (_child(attention, names) for names in SEPARATE.values())
-    query, key, value = (None if module is None else Projection(module) for module in separate)
-    together = (*JOINT, *JOINT_BY_HEAD, *KEYS_AND_VALUES)
-    joint = next((path for path in together if _child(attention, (path,)) is not None), "")
-    if output is None or heads is None or (value is None and not joint):
-        missing = "W_proj" if output is None else "W_V"
-        lacks = f"keeps {missing} under a name that is not known here, or has none"
-        if output is not None and (value is not None or joint):
-            lacks = "does not say how many heads it has"
-        raise NoSitesError(f"{name} ({type(attention).__name__}) {lacks}. {TOKENS_REMAIN}")
-    dim, width = Projection(output).shape()
-    head_dim = width // heads
-    if value is not None:
-        kv_heads = value.shape()[0] // head_dim
-        return Projections(query, key, value, Projection(output)), Sizes(heads, kv_heads, head_dim, dim)
-    module, query_heads = attention.get_submodule(joint), 0 if joint in KEYS_AND_VALUES else heads
-    kv_heads = (Projection(module).shape()[0] // head_dim - query_heads) // 2
-    ends = accumulate((query_heads, kv_heads, kv_heads), initial=0)
-    rows: list[slice | Tensor] = [slice(start * head_dim, end * head_dim) for start, end in pairwise(ends)]
-    if joint in JOINT_BY_HEAD or getattr(attention, "multi_query", None) is False:  # GPT-BigCode has them either way
-        rows = list(torch.arange(heads * 3 * head_dim).reshape(heads, 3, head_dim).transpose(0, 1).flatten(1))
-    q, k, v = (Projection(module, each) for each in rows)
-    found = Projections(q if query_heads else query, k, v, Projection(output))
-    return found, Sizes(heads, kv_heads, head_dim, dim)
 
 
 def output_of(block: nn.Module, attention: nn.Module) -> nn.Module | None:
