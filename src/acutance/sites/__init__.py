@@ -168,16 +168,11 @@ def special_tokens(model: nn.Module, part: str | None = None) -> SpecialTokens:
 
     Of a part, those of the models around it that have no other stack: embeddings are outside of an encoder.
     """
-    found = SpecialTokens()
-    for path in outwards(part):
-        around = model.get_submodule(path)
-        try:
-            found = _known(around)[0].special_tokens(around)
-        except SeveralStacksError:
-            break
-        if any(found):
-            break
-    return found
+    with suppress(SeveralStacksError):
+        for around in map(model.get_submodule, outwards(part)):
+            if any(found := _known(around)[0].special_tokens(around)):
+                return found
+    return SpecialTokens()
 
 
 @cached
