@@ -7,6 +7,7 @@ import torch
 from hf_zoo import ZOO, batch, build, in_float64, output, part_of, records, table
 from torch import Tensor, nn
 
+import acutance as ac
 from acutance import sites
 
 pytestmark = pytest.mark.usefixtures("transformers")
@@ -122,6 +123,12 @@ def assert_residual(site, watch, branch):
         assert any(s.shape == expected.shape and torch.allclose(s, expected, rtol=0, atol=1e-12) for s in streams)
     else:
         assert site.branch_gain() is None
+
+
+def test_what_a_block_does_is_found_while_it_is_mitigated():
+    model = build("qwen3")  # has norms in its attention, but none before W_proj
+    with ac.mitigate(model, "neutreno:0.6"):
+        assert [site.between() for site in sites.find(model)] == [None] * 3
 
 
 def test_the_documentation_lists_the_zoo():

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from acutance.mitigations.projection import Projection
 from acutance.sites.intercept import Intercept, Product
+from acutance.sites.patched import SITE
 from acutance.sites.structure import evaluating, tokens_out
 
 BATCH, TOKENS, GRID = 3, 4, (2, 2)  # of the random tokens: batch and tokens differ, so that a swap shows
@@ -150,7 +151,7 @@ class _Follower(TorchFunctionMode):
 
 @contextmanager
 def _trial(module: nn.Module) -> Iterator[None]:
-    """Without hooks and in evaluation mode; afterwards every attribute of every submodule is what it was."""
+    """Without hooks and our own patches, in evaluation mode; afterwards every submodule has the attributes it had."""
     kept = [
         (part, dict(vars(part)), {name: b.clone() for name, b in part._buffers.items() if b is not None})
         for part in module.modules()
@@ -158,6 +159,8 @@ def _trial(module: nn.Module) -> Iterator[None]:
     try:
         for part, _, _ in kept:
             vars(part).update({name: OrderedDict() for name in HOOKS})
+            if vars(part).pop(SITE, None) is not None:
+                vars(part).pop("forward")
         with torch.random.fork_rng(), evaluating(module):
             yield
     except Exception:  # as above
