@@ -226,14 +226,6 @@ def test_windows_that_move_are_not_compared_nor_averaged(monkeypatch):
         hf_zoo.output(model, batch)
 
 
-def test_a_model_past_the_interface_is_read():
-    model = tiny("BloomModel", hidden_size=32, n_layer=3, n_head=4, vocab_size=60)
-    ids = torch.randint(3, 60, (2, 8))
-    assert len(measured(model, ids, metrics="attention_entropy").readings) == 3
-    hidden = model(ids, output_hidden_states=True).hidden_states
-    assert measured(model, ids, tap="block")["token_cosine"][:3].tolist() == cosines(hidden[:-1])
-
-
 def test_layers_that_share_a_module_are_read_one_by_one():
     model = tiny("AlbertModel", **TEXT | {"num_hidden_layers": 4}).double()
     ids = torch.randint(3, 60, (2, 8))

@@ -83,11 +83,12 @@ class _Follower(TorchFunctionMode):
 
     def watch(self, attention: nn.Module, output: Projection, dim: int, returned: Callable[[Tensor], Any]) -> None:
         """Set the hooks and look at the attention; `_trial` takes all of it back."""
+        seen, is_block = self.found.seen, attention is self.block
+        inside = not is_block and output.module in set(attention.modules())
+        width = dim if inside else output.shape()[1]  # of what the attention returns
         for module in filter(is_norm, self.block.modules()):
             module.register_forward_pre_hook(lambda *_: setattr(self, "in_norm", True))
             module.register_forward_hook(self._leave_norm)
-        seen, is_block = self.found.seen, attention is self.block
-        inside = not is_block and output.module in set(attention.modules())
         output.module.register_forward_pre_hook(lambda _, args: seen.update({"merged": args[0]} if "u" in seen else {}))
         if not inside:
             output.module.register_forward_hook(lambda _module, _args, y: setattr(self, "branch", y))
@@ -109,7 +110,6 @@ class _Follower(TorchFunctionMode):
                     raise
                 seen.clear()
                 self.in_norm = False
-                width = dim if inside else output.shape()[1]
                 result = returned(_random(self.block, *entering[0].shape[:-1], width, seed=1))
             self.branch = tokens_out(result) if inside else self.branch
             return result
