@@ -136,11 +136,10 @@ class NamedSite(PatchedSite):
         The first layer whose attention is of the same class is tried. Where it does not run, a norm inside counts.
         """
         first: Any = next(site for site in self.stack.sites if type(site.attention) is type(self.attention))
-        is_known = "merged" in first._seen
-        changes = is_known and not same_values(first._seen["u"], first._seen["merged"])
-        if changes or (not is_known and any(map(is_norm, self.attention.modules()))):
-            return f"a norm or a gate of {type(self.attention).__name__} before W_proj"
-        return None
+        seen, changes = first._seen, any(map(is_norm, self.attention.modules()))
+        if "merged" in seen:
+            changes = not same_values(seen["u"], seen["merged"])
+        return f"a norm or a gate of {type(self.attention).__name__} before W_proj" if changes else None
 
     def post_norm(self) -> nn.Module | None:
         """The norm of the attention branch, as in Gemma 2 and 3, OLMo 2 and GLM-4."""
