@@ -235,7 +235,7 @@ def norm_after(
         around, _, inside = path.rpartition(".")
         if (norm := choose(model.get_submodule(around), inside)) is not None:
             return norm
-    raise AcutanceError(f"{type(model).__name__} has no norm after its last block, or it is not known which: read tap='block'")
+    raise AcutanceError(f"{type(model).__name__} has no norm after its last block that is known: read tap='block'")
 
 
 def refuse_other_rows(where: str, tokens: Tensor, rows: Container[int]) -> None:
