@@ -131,7 +131,7 @@ def test_models_and_blocks_inside_wrappers_are_found():
     assert [site.name for site in sites.find(outer)] == [
         f"inner.backbone.blocks.{path}.attn" for path in ("0", "1.wrapped", "2")
     ]
-    assert sites.special_tokens(outer).front == 3
+    assert sites.special_tokens(outer, part="inner").front == 3
     assert sites.final_norm(outer) is model.norm
 
 

@@ -43,12 +43,13 @@ def cached(look: Look) -> Look:
     """Keep what the function finds for the time of `cached_lookup`, or else of one call."""
 
     @wraps(look)
-    def looked(*args: Any) -> Any:
+    def looked(*args: Any, **options: Any) -> Any:
         with cached_lookup():
             cache: Any = _cache.get()
-            if (look, *args) not in cache:
-                cache[look, *args] = look(*args)
-            return cache[look, *args]
+            key = (look, *args, *options.items())
+            if key not in cache:
+                cache[key] = look(*args, **options)
+            return cache[key]
 
     return cast(Look, looked)
 
