@@ -198,7 +198,7 @@ def test_models_of_several_libraries_keep_all_they_carry(tmp_path):
             return self.top(self.body(ids).last_hidden_state)
 
     model, ids = Both().eval(), torch.arange(6)[None]
-    with pytest.raises(AcutanceError, match=r"several libraries \(body, top\)"):
+    with pytest.raises(AcutanceError, match=r"several stacks of layers \(body, top\)"):
         ac.mitigate(model, "neutreno:0.6")
     ac.mitigate(model, "neutreno:0.6", part="body")
     ac.mitigate(model, "neutreno:0.4", part="top")

@@ -166,7 +166,7 @@ def test_reading_the_stream_looks_at_no_weight_and_no_source(llama, monkeypatch)
         raise AssertionError("not to be called")
 
     expected = ac.measure(llama, [words()], tap="block", progress=False)
-    monkeypatch.setattr("acutance.sites.named.by_names", refuse)
+    monkeypatch.setattr("acutance.sites.named.discover", refuse)
     monkeypatch.setattr("acutance.sites.named.output_of", refuse)
     monkeypatch.setattr("inspect.getsource", refuse)
     monkeypatch.setattr("ast.parse", refuse)

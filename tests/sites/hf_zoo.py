@@ -28,6 +28,7 @@ SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "n
 SEGFORMER = {"num_encoder_blocks": 2, "depths": [1, 2], "sr_ratios": [2, 1], "hidden_sizes": [16, 32]}
 SEGFORMER |= {"patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [2, 4], "mlp_ratios": [2, 2]}
 DISTILBERT = {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "vocab_size": 60}
+ROBERTAS = {"roberta": "Roberta", "xlm_roberta": "XLMRoberta", "camembert": "Camembert"}
 TOWERS = {"text_config": TEXT | MARKS, "vision_config": VISION}
 
 
@@ -86,10 +87,8 @@ ZOO: dict[str, Entry] = {
     "siglip_text": _text("SiglipText", options=TEXT | MARKS),
     "bert": _text("Bert", pre_norm=False),
     "bert_decoder": _text("Bert", options=TEXT | {"is_decoder": True}, pre_norm=False, causal=True),
-    "roberta": _text("Roberta", options=TEXT | {"pad_token_id": 0}, pre_norm=False),
+    **{name: _text(config, options=TEXT | {"pad_token_id": 0}, pre_norm=False) for name, config in ROBERTAS.items()},
     "roberta_prelayernorm": _text("RobertaPreLayerNorm", options=TEXT | {"pad_token_id": 0}),
-    "xlm_roberta": _text("XLMRoberta", options=TEXT | {"pad_token_id": 0}, pre_norm=False),
-    "camembert": _text("Camembert", options=TEXT | {"pad_token_id": 0}, pre_norm=False),
     "electra": _text("Electra", options=TEXT | {"embedding_size": 32}, pre_norm=False),
     "ernie": _text("Ernie", pre_norm=False),
     "esm": _text("Esm", options=TEXT | {"pad_token_id": 0, "mask_token_id": 3, "position_embedding_type": "rotary"}),
@@ -121,36 +120,24 @@ ZOO: dict[str, Entry] = {
         kv_heads=4,
         pre_norm=False,
     ),
-    "llama": _causal("Llama"),
+    **{name.lower(): _causal(name) for name in ("Llama", "Qwen2", "Phi3", "Olmo", "SmolLM3", "Starcoder2")},
+    **{name.lower(): _causal(name) for name in ("Cohere", "StableLm", "Nemotron")},
     "mistral": _causal("Mistral", DECODER | {"sliding_window": 8}),
     "mixtral": _causal("Mixtral", DECODER | EXPERTS | {"num_local_experts": 2}),
-    "qwen2": _causal("Qwen2"),
     "qwen2_moe": _causal(
         "Qwen2Moe",
         DECODER | EXPERTS | {"num_experts": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     ),
-    "qwen3": _causal("Qwen3", DECODER | {"head_dim": 8}),
     "qwen3_moe": _causal(
         "Qwen3Moe", DECODER | EXPERTS | {"num_experts": 2, "moe_intermediate_size": 16, "head_dim": 8}
     ),
-    "phi": _causal("Phi", TEXT, kv_heads=4),
-    "phi3": _causal("Phi3"),
-    "gemma": _causal("Gemma", DECODER | {"head_dim": 8}),
+    **{name.lower(): _causal(name, DECODER | {"head_dim": 8}) for name in ("Qwen3", "Gemma", "Glm", "Glm4", "Helium")},
     "gemma2": _causal("Gemma2", DECODER | {"head_dim": 8, "sliding_window": 8}),
     "gemma3": _causal("Gemma3Text", DECODER | {"head_dim": 8, "sliding_window": 8, "sliding_window_pattern": 2}),
-    "glm": _causal("Glm", DECODER | {"head_dim": 8}),
-    "glm4": _causal("Glm4", DECODER | {"head_dim": 8}),
-    "olmo": _causal("Olmo"),
     "olmo2": _causal("Olmo2", pre_norm=False),
-    "smollm3": _causal("SmolLM3"),
-    "starcoder2": _causal("Starcoder2"),
     "granite": _causal("Granite", DECODER | {"residual_multiplier": 0.5}),
-    "cohere": _causal("Cohere"),
     "cohere2": _causal("Cohere2", DECODER | {"sliding_window": 8}),
-    "stablelm": _causal("StableLm"),
-    "persimmon": _causal("Persimmon", TEXT, kv_heads=4),
-    "nemotron": _causal("Nemotron"),
-    "helium": _causal("Helium", DECODER | {"head_dim": 8}),
+    **{name.lower(): _causal(name, TEXT, kv_heads=4) for name in ("Phi", "Persimmon")},
 }
 
 
@@ -173,6 +160,15 @@ def build(name: str, seed: int = 0, head: str | None = None, **options: Any) -> 
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+def tiny(name: str, **options: Any) -> nn.Module:
+    """A model of any class of transformers."""
+    import transformers
+
+    model_class = getattr(transformers, name)
+    torch.manual_seed(0)
+    return model_class(model_class.config_class(**options)).eval()
 
 
 def part_of(name: str, model: nn.Module) -> nn.Module:
@@ -227,14 +223,10 @@ def records(model, inputs, found):
 def table() -> str:
     """The zoo as a table for the documentation."""
     groups: dict[str, list[str]] = {}
+    kinds = {"image": "images", "both": "images and texts, one stack at a time"}
+    kinds |= dict.fromkeys(("seq2seq", "sound"), "encoder and decoder, one stack at a time")
     for entry in ZOO.values():
-        kind = {
-            "image": "images",
-            "both": "images and texts, one stack at a time",
-            "seq2seq": "encoder and decoder, one stack at a time",
-            "sound": "encoder and decoder, one stack at a time",
-        }
-        group = kind.get(entry.kind, "texts, causal" if entry.causal else "texts")
+        group = kinds.get(entry.kind, "texts, causal" if entry.causal else "texts")
         names = groups.setdefault(group, [])
         names += [name] if (name := f"`{entry.model.removesuffix('Model')}`") not in names else []
     rows = [f"| {group} | {', '.join(sorted(names, key=str.lower))} |" for group, names in groups.items()]

@@ -1,5 +1,6 @@
 """Blocks told by structure alone: what is not one residual stream of the samples' tokens is refused, by name."""
 
+import hf_zoo
 import pytest
 import torch
 from torch import nn
@@ -8,8 +9,7 @@ import acutance as ac
 from acutance import metrics
 from acutance.errors import AcutanceError, ShapeError
 
-TEXT = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 100}
-IDS = torch.randint(5, 90, (3, 12), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(5, 55, (3, 12), generator=torch.Generator().manual_seed(0))
 
 
 class Mixer(nn.Module):
@@ -36,10 +36,10 @@ class Twofold(Mixer):
 class Blocks(nn.Module):
     """Runs its blocks as `run` says."""
 
-    def __init__(self, run, kind=Mixer, between=None, depth=3):
+    def __init__(self, run, kind=Mixer, between=None):
         super().__init__()
         self.run, self.between = run, between
-        self.blocks = nn.ModuleList(kind() for _ in range(depth))
+        self.blocks = nn.ModuleList(kind() for _ in range(3))
 
     def forward(self, x):
         return self.run(self, x)
@@ -52,35 +52,11 @@ def one_after_another(model, x, step=lambda block, x: block(x)):
     return x
 
 
-def swapped(model, x):
-    return one_after_another(model, x.transpose(0, 1)).transpose(0, 1)
-
-
-def side_by_side(model, x):
-    return sum(block(x) for block in model.blocks)
-
-
 def two_streams(model, x):
     a, b = x[:, :5], x[:, 5:]
     for block in model.blocks:
         a, b = b, block(a)
     return torch.cat([a, b], dim=1)
-
-
-def residual_outside(model, x):
-    return one_after_another(model, x, lambda block, x: x + block(x))
-
-
-def residual_before_a_norm(model, x):
-    return one_after_another(model, x, lambda block, x: x + block(nn.functional.layer_norm(x, x.shape[-1:])))
-
-
-def first_of_several(model, x):
-    return one_after_another(model, x, lambda block, x: block(x)[0])
-
-
-def windows(model, x):
-    return one_after_another(model, x.unflatten(1, (2, -1)).flatten(0, 1)).unflatten(0, (-1, 2)).flatten(1, 2)
 
 
 def features_added_at_the_end(model, x):
@@ -99,19 +75,42 @@ def measured(model, *batches, **options):
     return ac.measure(model, batches, **{"metrics": ["token_cosine"], "progress": False, **options})
 
 
-REFUSED = [
-    (swapped, Mixer, r"blocks\.0 \(Mixer\) is given \(10, 2, 16\), whose first axis is not the batch"),
-    (windows, Mixer, r"blocks\.0 \(Mixer\) is given \(4, 5, 16\), whose first axis is not the batch"),
-    (side_by_side, Mixer, r"blocks\.1 \(Mixer\) is given \(2, 10, 16\), which does not come from .* blocks\.0"),
-    (two_streams, Mixer, r"blocks\.1 \(Mixer\) is given \(2, 5, 16\), which does not come from .* blocks\.0"),
-    (residual_outside, Branch, r"what blocks\.0 gives, \(2, 10, 16\), is added to earlier tokens outside"),
-    (residual_before_a_norm, Branch, r"what blocks\.1 gives, \(2, 10, 16\), is added to earlier tokens outside"),
-    (first_of_several, Twofold, r"blocks\.0 \(Twofold\) returns several tensors .*\(2, 10, 16\), \(2, 1, 16\)"),
-]
+def normed(x):
+    return nn.functional.layer_norm(x, x.shape[-1:])
 
 
-@pytest.mark.parametrize(("run", "kind", "match"), REFUSED, ids=[run.__name__ for run, _, _ in REFUSED])
-def test_what_is_no_stream_of_tokens_is_refused_and_leaves_no_hook(run, kind, match):
+REFUSED = {
+    "swapped": (
+        *(Mixer, lambda model, x: one_after_another(model, x.transpose(0, 1))),
+        r"blocks\.0 \(Mixer\) is given \(10, 2, 16\), whose first axis is not the batch",
+    ),
+    "windows": (
+        *(Mixer, lambda model, x: one_after_another(model, x.unflatten(1, (2, -1)).flatten(0, 1))),
+        r"blocks\.0 \(Mixer\) is given \(4, 5, 16\), whose first axis is not the batch",
+    ),
+    "side by side": (
+        *(Mixer, lambda model, x: sum(block(x) for block in model.blocks)),
+        r"blocks\.1 \(Mixer\) is given \(2, 10, 16\), which does not come from .* blocks\.0",
+    ),
+    "two streams": (Mixer, two_streams, r"blocks\.1 \(Mixer\) is given \(2, 5, 16\), which does not come from"),
+    "residual outside": (
+        *(Branch, lambda model, x: one_after_another(model, x, lambda block, x: x + block(x))),
+        r"what blocks\.0 gives, \(2, 10, 16\), is added to earlier tokens outside",
+    ),
+    "residual before a norm": (
+        *(Branch, lambda model, x: one_after_another(model, x, lambda block, x: x + block(normed(x)))),
+        r"what blocks\.1 gives, \(2, 10, 16\), is added to earlier tokens outside",
+    ),
+    "first of several": (
+        *(Twofold, lambda model, x: one_after_another(model, x, lambda block, x: block(x)[0])),
+        r"blocks\.0 \(Twofold\) returns several tensors .*\(2, 10, 16\), \(2, 1, 16\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_stream_of_tokens_is_refused_and_leaves_no_hook(case):
+    kind, run, match = REFUSED[case]
     model = Blocks(run, kind)
     with pytest.raises(AcutanceError, match=match):
         measured(model, tokens())
@@ -151,7 +150,7 @@ def test_norms_positions_and_merging_may_stand_between_blocks(between):
 
 def test_as_many_samples_as_tokens_do_not_tell_which_is_which():
     model = Blocks(one_after_another)
-    with pytest.raises(ShapeError, match=r"\(10, 10, 16\), so which axis is the batch is not clear.*another number"):
+    with pytest.raises(ShapeError, match=r"\(10, 10, 16\), so which axis is the batch is not clear.*another size"):
         measured(model, tokens(10))
     assert measured(model, tokens(2), tokens(10)).context["samples"] == 12  # told by the first batch
 
@@ -167,36 +166,29 @@ def test_blocks_are_watched_in_the_first_batch_only():
     assert seen == [6, 3, 3]
 
 
-def built(name, config, **sizes):
-    import transformers
-
-    torch.manual_seed(0)
-    return getattr(transformers, name)(getattr(transformers, config)(**{"vocab_size": 100, **sizes})).eval()
-
-
 @pytest.mark.parametrize(
     ("name", "sizes", "match"),
     [
         ("XLNet", {"d_model": 32, "n_layer": 3, "n_head": 4, "d_inner": 64}, r"XLNetLayer\) is given \(12, 3, 32\)"),
         ("XLM", {"emb_dim": 32, "n_layers": 2, "n_heads": 4}, r"ffns\.0 gives, \(3, 12, 32\), is added"),
-        ("SqueezeBert", TEXT | {"embedding_size": 32}, "nothing was read: no block .* was called as a module"),
+        ("SqueezeBert", hf_zoo.TEXT | {"embedding_size": 32}, "nothing was read: no block .* was called as a module"),
     ],
 )
 def test_models_of_other_structure_are_refused(name, sizes, match):
     with pytest.raises(AcutanceError, match=match):
-        measured(built(f"{name}Model", f"{name}Config", **sizes), {"input_ids": IDS})
+        measured(hf_zoo.tiny(f"{name}Model", **sizes), {"input_ids": IDS})
 
 
 def test_lists_of_lists_are_read_layer_by_layer():
     sizes = {"block_sizes": [2, 2], "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64}
-    model = built("FunnelBaseModel", "FunnelConfig", **sizes)
+    model = hf_zoo.tiny("FunnelBaseModel", **sizes)
     hidden = model(IDS, output_hidden_states=True).hidden_states
     expected = [metrics.token_cosine(x).mean().item() for x in hidden]
     assert measured(model, {"input_ids": IDS})["token_cosine"] == pytest.approx(expected)
 
 
 def test_where_keys_are_not_known_what_needs_them_says_so():
-    model, batch = built("DebertaModel", "DebertaConfig", **TEXT), {"input_ids": IDS}
+    model, batch = hf_zoo.tiny("DebertaModel", **hf_zoo.TEXT), {"input_ids": IDS}
     with pytest.raises(AcutanceError, match="the symmetric kernel needs the keys"):
         measured(model, batch, tap="block", metrics="all")
     assert len(measured(model, batch, metrics=["attention_entropy"]).readings) == 3
@@ -204,7 +196,7 @@ def test_where_keys_are_not_known_what_needs_them_says_so():
 
 
 def test_choices_and_views_are_samples_of_their_own():
-    model = built("BertForMultipleChoice", "BertConfig", **TEXT)
+    model = hf_zoo.tiny("BertForMultipleChoice", **hf_zoo.TEXT)
     assert measured(model, {"input_ids": IDS.repeat(2, 1).reshape(2, 3, 12)}).context["samples"] == 6
     views = Blocks(lambda model, x: one_after_another(model, x.flatten(0, 1).flatten(1, 2)))
     assert measured(views, torch.randn(2, 3, 4, 2, 16)).context["samples"] == 6

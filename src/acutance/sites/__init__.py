@@ -1,36 +1,257 @@
-"""Where attention lives in a model: one file per library, each with a `LIBRARY`.
+"""Where a model's blocks, attention, special tokens and final norm are: the library that knows the model is asked.
 
-A site makes an `AttentionCall` of what its model does. No formula of a metric or a mitigation stands here.
+There is one file per library, each with a `LIBRARY`. A site makes an `AttentionCall` of what its model does. No formula
+of a metric or a mitigation stands here.
 """
 
-import pkgutil
-from importlib import import_module
+from __future__ import annotations
 
+import pkgutil
+import re
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor, nn
+
+from acutance.errors import AcutanceError, SeveralStacksError
 from acutance.errors import NoSitesError as NoSitesError
-from acutance.sites.lookup import LIBRARIES as LIBRARIES
-from acutance.sites.lookup import all_sites as all_sites
-from acutance.sites.lookup import blocks as blocks
-from acutance.sites.lookup import checking_blocks as checking_blocks
-from acutance.sites.lookup import final_norm as final_norm
-from acutance.sites.lookup import find as find
-from acutance.sites.lookup import layers_of as layers_of
-from acutance.sites.lookup import mitigation_spec as mitigation_spec
-from acutance.sites.lookup import modules_between as modules_between
-from acutance.sites.lookup import part_of as part_of
-from acutance.sites.lookup import reading as reading
-from acutance.sites.lookup import record as record
-from acutance.sites.lookup import special_tokens as special_tokens
-from acutance.sites.lookup import token_kind as token_kind
+from acutance.mitigations import Mitigation
 from acutance.sites.patched import PatchedSite as PatchedSite
-from acutance.sites.patched import Stack as Stack
+from acutance.sites.patched import make_sites
 from acutance.sites.site import AttentionSite as AttentionSite
 from acutance.sites.site import Library as Library
 from acutance.sites.site import Undo as Undo
+from acutance.sites.stream import StreamCheck
+from acutance.sites.structure import (
+    CONTAINERS,
+    cached,
+    grid_as_tokens,
+    join,
+    modules_of,
+    outwards,
+    path_of,
+    refuse_other_rows,
+    repeated_blocks,
+    several_stacks,
+    unwrapped,
+)
 from acutance.sites.structure import Layer as Layer
 from acutance.sites.structure import SpecialTokens as SpecialTokens
 from acutance.sites.structure import cached_lookup as cached_lookup
 from acutance.sites.structure import tokens_in as tokens_in
 from acutance.sites.structure import tokens_out as tokens_out
+
+NO_KIND = {cls for container in CONTAINERS for cls in container.__mro__}  # two such need not be alike
+ATTENTION = re.compile("Attention|HeadAttn")  # in the names of classes; CaiT's is TalkingHeadAttn
+
+LIBRARIES: list[Library] = []  # in the order they are asked
+
+
+def part_of(model: nn.Module, path: str | None) -> nn.Module:
+    """The submodule of that path; the model itself where none is named."""
+    try:
+        return model.get_submodule(path or "")
+    except AttributeError as error:
+        children = ", ".join(name for name, _ in model.named_children())
+        raise AcutanceError(f"{type(model).__name__} has no part {path!r}; it is made of {children}") from error
+
+
+def find(model: nn.Module) -> list[AttentionSite]:
+    """The model's attention sites in depth order."""
+    library, layers = _known(model)
+    return list(cached(make_sites)(library, model, layers))
+
+
+@cached
+def _known(model: nn.Module) -> tuple[Library, tuple[Layer, ...]]:
+    """The model's layers, and the library that knows them."""
+    refusals: list[NoSitesError] = []
+    for library in LIBRARIES:
+        try:
+            layers = tuple(library.layers(model))
+        except NoSitesError as error:  # it may hold a model of a library that comes later
+            refusals.append(error)
+            continue
+        if layers:
+            _refuse_layers_elsewhere(model, layers)
+            return library, layers
+    kind, supported = type(model), ", ".join(library.name for library in LIBRARIES)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    refusals.append(NoSitesError(f"no attention found in {name}; models supported today: {supported}"))
+    raise refusals[0]
+
+
+def _refuse_layers_elsewhere(model: nn.Module, found: Sequence[Layer]) -> None:
+    """Layers of another library, or of none, must not be left out silently."""
+    known, blocks = {layer.attention for layer in found}, {layer.block for layer in found}
+
+    def layers_beside(module: nn.Module, path: str) -> Iterator[str]:
+        for name, child in module.named_children():
+            if child in blocks:
+                continue
+            if known.intersection(child.modules()):
+                yield from layers_beside(child, join(path, name))
+            elif any(map(_lists_attentions, child.modules())):
+                yield join(path, name)
+
+    parts = list(layers_beside(model, ""))
+    if parts:
+        around = list(outwards(path_of(model, found[0].block)))[-2::-1]
+        own = next(up for up in around if not any(f"{part}.".startswith(f"{up}.") for part in parts))
+        raise several_stacks(model, [own, *parts], [own, *parts])
+
+
+def _lists_attentions(module: nn.Module) -> bool:
+    """Whether it lists several blocks of one class that have attention inside."""
+    attending = [
+        type(unwrapped(block))
+        for block in (module.children() if isinstance(module, CONTAINERS) else ())
+        if any(ATTENTION.search(type(inside).__name__) for inside in block.modules())
+    ]
+    return len(attending) > len(set(attending))
+
+
+@cached
+def blocks(model: nn.Module) -> list[tuple[int, nn.Module, Callable[[Tensor], Tensor]]]:
+    """Layer, block, and how to bring what goes through the block to (batch, tokens, channels).
+
+    Blocks without attention among those with one, as in Jamba, are layers too. Where attention is not known, the blocks
+    are the model's largest list of equal modules.
+    """
+    try:
+        library, layers = _known(model)
+    except NoSitesError:
+        repeated = repeated_blocks(model)
+        if not repeated:
+            raise
+        return [(layer, block, partial(grid_as_tokens, block)) for layer, (_, block) in enumerate(repeated, 1)]
+    by_grid = getattr(library.site, "tokens", None) is AttentionSite.tokens  # others ask the site
+    found: Sequence[Any] = layers if by_grid else find(model)
+    as_tokens = {layer.block: getattr(layer, "tokens", partial(grid_as_tokens, layer.block)) for layer in found}
+    kinds = {kind for block in as_tokens for kind in type(block).__mro__} - NO_KIND
+    members = [unwrapped(member) for listed in _lists_of(model, as_tokens) for _, member in listed]
+    every = [member for member in members if member in as_tokens or not kinds.isdisjoint(type(member).__mro__)]
+    if not as_tokens.keys() <= set(every) or len(every) > len(set(every)):
+        every = list(as_tokens)
+    return [(layer, block, as_tokens.get(block, as_tokens[found[0].block])) for layer, block in enumerate(every, 1)]
+
+
+def _lists_of(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[list[tuple[str, nn.Module]]]:
+    """The lists that hold some of the blocks, their members by path."""
+    for path, module in modules_of(model).items():
+        if isinstance(module, CONTAINERS) and any(unwrapped(member) in blocks for member in module.children()):
+            yield [(join(path, name), child) for name, child in module.named_children()]
+
+
+def modules_between(model: nn.Module) -> list[str]:
+    """The paths of what stands between the blocks, learns something, and is neither a block nor a norm."""
+    known, found = {block for _, block, _ in blocks(model)}, []
+    for members in _lists_of(model, known):
+        places = [place for place, (_, member) in enumerate(members) if unwrapped(member) in known]
+        between = [(path, member) for path, member in members[places[0] : places[-1]] if unwrapped(member) not in known]
+        found += [path for path, member in between if any(p.ndim > 1 for p in member.parameters())]
+    return found
+
+
+def layers_of(model: nn.Module) -> list[tuple[AttentionSite, int]]:
+    """The sites, each with the number of its layer among all blocks: attention is not in all of them."""
+    layers = {block: layer for layer, block, _ in blocks(model)}
+    return [(site, layers[site.block]) for site in find(model)]
+
+
+@cached
+def special_tokens(model: nn.Module, part: str | None = None) -> SpecialTokens:
+    """How many tokens stand in front of the content (class, distillation, registers) and behind it (detection).
+
+    Of a part, those of the models around it that have no other stack: embeddings are outside of an encoder.
+    """
+    with suppress(SeveralStacksError):
+        for around in map(model.get_submodule, outwards(part)):
+            if any(found := _known(around)[0].special_tokens(around)):
+                return found
+    return SpecialTokens()
+
+
+@cached
+def token_kind(model: nn.Module, part: str | None) -> dict[str, bool]:
+    """Whether the part's tokens are a decoder's, by its path, or an image's, as `TokenLayout.of` takes it."""
+    _, block, _ = blocks(part_of(model, part))[0]
+    names = re.findall("encoder|decoder", path_of(model, block))
+    inputs = (getattr(model.get_submodule(path), "main_input_name", None) for path in outwards(part))
+    return {"decoder": names[-1:] == ["decoder"], "images": next(filter(None, inputs), None) == "pixel_values"}
+
+
+def reading(model: nn.Module) -> AbstractContextManager[None]:
+    """A context in which the library's models can be read, e.g. without a cache."""
+    with suppress(NoSitesError):
+        return _known(model)[0].reading(model)
+    return nullcontext()
+
+
+def final_norm(model: nn.Module) -> nn.Module:
+    """The norm after the last block."""
+    return _known(model)[0].final_norm(model)
+
+
+def all_sites(model: nn.Module) -> dict[str, AttentionSite]:
+    """The sites of all stacks by the paths of their attention; none in a model whose attention is not known."""
+    try:
+        found = find(model)
+    except NoSitesError:
+        return {}
+    except SeveralStacksError as error:
+        inside = [all_sites(model.get_submodule(part)) for part in error.parts if part]
+        found = [site for sites in inside for site in sites.values()]
+    paths = {module: path for path, module in modules_of(model).items()}  # a site may have been found in a part before
+    return {paths[site.attention]: site for site in found}
+
+
+def record(model: nn.Module) -> dict[str, str]:
+    """What the model carries: the spec of every mitigated attention by its path."""
+    installed = {path: module._modules.get("mitigation") for path, module in modules_of(model).items()}
+    return {p: m.spec for p, m in installed.items() if isinstance(m, Mitigation) and type(m) is not Mitigation}
+
+
+def mitigation_spec(model: nn.Module) -> str | None:
+    """What the model carries, e.g. `neutreno:0.6`; layers are named when it is not all of them."""
+    if not record(model):
+        return None
+    sites = find(model)
+    specs = {site.layer: site.mitigation.spec for site in sites if site.mitigation is not None}
+    if len(specs) == len(sites) and len(set(specs.values())) == 1:
+        return specs[1]
+    where = {spec: [str(n) for n in specs if specs[n] == spec] for spec in specs.values()}
+    return "; ".join(f"{spec} in layers {', '.join(layers)}" for spec, layers in where.items())
+
+
+@contextmanager
+def checking_blocks(model: nn.Module, possible: Container[int], most: int) -> Iterator[None]:
+    """While a batch runs in a with block, refuse blocks that are not given its samples' tokens."""
+
+    def refuse(block: nn.Module, args: Any, kwargs: Any) -> None:
+        tokens = as_tokens(tokens_in(args, kwargs))
+        if len(tokens) > most:  # fewer are known from codebooks, which are rows of their own
+            refuse_other_rows(f"the block of {layers[0].name} ({type(block).__name__})", tokens, possible)
+
+    with ExitStack() as stack:
+        is_watched = True
+        with suppress(NoSitesError):
+            library, layers = _known(model)
+            is_watched = library.is_watched(model)
+        if is_watched:
+            check = stack.enter_context(StreamCheck(possible))
+            for path, block in repeated_blocks(model):
+                enter, leave = partial(check.enter_block, path), partial(check.leave_block, path)
+                stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(block.register_forward_hook(leave).remove)
+        else:
+            _, _, as_tokens = blocks(model)[0]
+            stack.callback(layers[0].block.register_forward_pre_hook(refuse, with_kwargs=True).remove)
+        yield
+
 
 _FILES = [import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__)]
 LIBRARIES += sorted((file.LIBRARY for file in _FILES if hasattr(file, "LIBRARY")), key=lambda one: one.generality)

@@ -1,16 +1,16 @@
-"""What a block does around its attention, found by running the block once on random tokens.
+"""What a block and its attention do, found by running the block once on random tokens.
 
-A stub stands in for the attention, so the block needs neither masks nor positions nor a cache. The run shows which
-norm's output enters the attention, and what happens to the attention's output before the residual sum.
+The run shows which norm's output enters the attention, and what happens to the attention's output before the residual
+sum. Where the attention does not run without masks, positions or a cache, a stub returns random tokens in its place.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from acutance.mitigations.projection import Projection
 from acutance.sites.intercept import Intercept, Product
-from acutance.sites.structure import evaluating, tokens_in
+from acutance.sites.patched import SITE
+from acutance.sites.structure import evaluating, tokens_out
 
 BATCH, TOKENS, GRID = 3, 4, (2, 2)  # of the random tokens: batch and tokens differ, so that a swap shows
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
@@ -35,6 +37,8 @@ class Surroundings:
     post_norm: nn.Module | None = None  # between the output projection and the residual sum
     gain: Tensor | float | None = None  # what the branch is multiplied by, such as LayerScale's gain
     is_complete: bool = False  # whether the branch was followed to the residual sum
+    # Where the attention ran: x that entered it, its v and u, what it returned (y), what entered W_proj (merged).
+    seen: dict[str, Tensor] = field(default_factory=dict)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -43,68 +47,74 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def discover(
-    block: nn.Module, attention: nn.Module, projection: nn.Module | None, dim: int, width: int
+    block: nn.Module, attention: nn.Module, output: Projection, dim: int, root: nn.Module | None = None
 ) -> Surroundings:
-    """Run the block on random tokens of `dim` channels until the residual sum.
+    """Run the block on random tokens of `dim` channels, or in `root`, which makes masks and positions for it.
 
-    `attention` is the block itself where it is written into the block. `projection` is the module of W_proj if the
-    block runs it after the attention, which returns `width` channels.
+    `attention` is the block itself where it is written into the block. `output` is W_proj, in the attention or after.
     """
-    if attention is block and projection is None:
-        return Surroundings(source=block, is_swapped=False, is_complete=True)
     # Any number of tokens, a grid of them, or as many as the block has positions for.
     positions = {p.shape[-2] for p in block.parameters() if p.ndim > 1 and p.shape[-1] == dim}
     grid: Any = getattr(block, "input_resolution", GRID)
     layouts = [(TOKENS,), tuple(grid), *((n,) for n in sorted(positions))]
-    # BEiT's layers need an image size to make a position bias, which the stub ignores.
-    size = {"resolution": (64, 64)} if "resolution" in inspect.signature(block.forward).parameters else {}
+    attempts = product(RETURNS, layouts, (None, GRID)) if root is None else [(RETURNS[0], layouts[0], None)]
     best = Surroundings()
-    for returned, shape, extra in product(RETURNS, layouts, (None, GRID)):
-        tokens = _random(block, BATCH, *shape, dim)
-        follower = _Follower(block, tokens)
-        with _trial(block):
-            follower.watch(attention, projection, width, returned)
-            with follower:
-                output = block.forward(tokens, *_filled(block, extra), **size)
-            output = output[0] if isinstance(output, (tuple, list)) else output
-            if follower.branch is not None and output is follower.branch:  # it returns the branch itself
-                follower.found.is_complete = True
-        if follower.found.is_complete:
-            return follower.found
-        best = follower.found if best.source is None else best
+    for returned, shape, extra in attempts:
+        found, tokens = Surroundings(), _random(block, BATCH, *shape, dim)
+        with _trial(root or block), _Follower(found, block, tokens) as follower:
+            follower.watch(attention, output, dim, returned)
+            result = _run(root or block, tokens, extra)
+            found.is_complete |= tokens_out(result) is follower.branch  # the residual may be added outside
+        if found.is_complete:
+            return found
+        best = found if best.source is None else best
     return best
 
 
 class _Follower(TorchFunctionMode):
     """Follows the tokens into the attention, and its output to the residual sum."""
 
-    def __init__(self, block: nn.Module, tokens: Tensor) -> None:
+    def __init__(self, found: Surroundings, block: nn.Module, tokens: Tensor) -> None:
         super().__init__()
-        self.block, self.found = block, Surroundings()
+        self.found, self.block = found, block
         self.sources = [(block, tokens)]  # the block's input, and the outputs of norms
         self.branch: Tensor | None = None  # the branch's output so far
         self.in_norm = False
 
-    def watch(
-        self, attention: nn.Module, projection: nn.Module | None, width: int, returned: Callable[[Tensor], Any]
-    ) -> None:
-        """Put the stub and the hooks in place; `_trial` removes them."""
+    def watch(self, attention: nn.Module, output: Projection, dim: int, returned: Callable[[Tensor], Any]) -> None:
+        """Set the hooks and look at the attention; `_trial` takes all of it back."""
+        seen, is_block = self.found.seen, attention is self.block
+        inside = not is_block and output.module in set(attention.modules())
+        width = dim if inside else output.shape()[1]  # of what the attention returns
         for module in filter(is_norm, self.block.modules()):
             module.register_forward_pre_hook(lambda *_: setattr(self, "in_norm", True))
             module.register_forward_hook(self._leave_norm)
-        if projection is not None:
-            projection.register_forward_hook(lambda _module, _args, y: setattr(self, "branch", y))
+        output.module.register_forward_pre_hook(lambda _, args: seen.update({"merged": args[0]} if "u" in seen else {}))
+        if not inside:
+            output.module.register_forward_hook(lambda _module, _args, y: setattr(self, "branch", y))
 
-        def stub(*args: Any, **kwargs: Any) -> Any:
+        def attend(product: Product) -> Tensor:
+            seen.update(v=product.v, u=product.own(product.v))
+            return seen["u"]
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
             entering = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-            if self.found.source is None:
+            if not is_block:
                 self._enter_attention(entering)
-            y = _random(self.block, *entering[0].shape[:-1], width, seed=1)
-            self.branch = y if projection is None else self.branch
-            return returned(y)
+            try:
+                with Intercept(attend, entering[0], ""):
+                    result = type(attention).forward(attention, *args, **kwargs)
+                seen.update(x=entering[0], y=tokens_out(result))
+            except Exception:  # whatever someone's forward raises for arguments it cannot take
+                if is_block:
+                    raise
+                seen.clear()
+                self.in_norm = False
+                result = returned(_random(self.block, *entering[0].shape[:-1], width, seed=1))
+            self.branch = tokens_out(result) if inside else self.branch
+            return result
 
-        if attention is not self.block:
-            attention.forward = stub
+        attention.forward = watched
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at the operations on the branch's output, up to the residual sum."""
@@ -119,18 +129,17 @@ class _Follower(TorchFunctionMode):
             if isinstance(factor, (int, float)) or factor.numel() in (1, branch.shape[-1]):
                 found.gain = factor if found.gain is None else found.gain * factor
                 self.branch = out
-        elif isinstance(out, Tensor) and _same_values(out, branch):  # a view, windows put back, dropout in evaluation
+        elif isinstance(out, Tensor) and same_values(out, branch):  # a view, windows put back, dropout in evaluation
             self.branch = out
         return out
 
-    def _enter_attention(self, entering: Sequence[Tensor]) -> None:
+    def _enter_attention(self, entering: list[Tensor]) -> None:
         for (source, known), x in product(reversed(self.sources), reversed(entering)):
-            if _same_values(known, x):
+            if self.found.source is None and same_values(known, x):
                 self.found.source = source
                 for swaps, seen in ((False, known), (True, known.transpose(0, 1))):
                     if seen.shape == x.shape and torch.equal(seen, x):
                         self.found.is_swapped = swaps
-                return
 
     def _leave_norm(self, module: nn.Module, args: Any, out: Any) -> None:
         self.in_norm = False
@@ -140,43 +149,9 @@ class _Follower(TorchFunctionMode):
             self.sources.append((module, out))
 
 
-def changes_output(
-    root: nn.Module, block: nn.Module, attention: nn.Module, projection: nn.Module, dim: int
-) -> bool | None:
-    """Whether the attention's output is changed before W_proj, by a norm or a gate; None where it is not known.
-
-    The attention itself runs on random tokens: alone, in its block, or in `root`, which makes positions and masks.
-    """
-    seen: list[Tensor] = []
-
-    def attend(product: Product) -> Tensor:
-        seen.append(product.own(product.v))
-        return seen[0]
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with Intercept(attend, tokens_in(args, kwargs), ""):
-            return type(attention).forward(attention, *args, **kwargs)
-
-    tokens = _random(attention, BATCH, TOKENS, dim)
-    embeds = "inputs_embeds" in inspect.signature(root.forward).parameters
-    runs: list[tuple[nn.Module, Sequence[Any], dict[str, Any]]] = [
-        (module, (tokens, *_filled(module, extra)), {}) for module in (attention, block) for extra in (None, GRID)
-    ]
-    runs.append((root, () if embeds else (tokens,), {"inputs_embeds": tokens} if embeds else {}))
-    for module, args, kwargs in runs:
-        seen.clear()
-        with _trial(root):
-            projection.register_forward_pre_hook(lambda _module, given: seen.extend(given[:1] if seen else ()))
-            attention.forward = watched
-            module.forward(*args, **kwargs)
-        if len(seen) > 1:
-            return not _same_values(*seen[:2])
-    return None
-
-
 @contextmanager
 def _trial(module: nn.Module) -> Iterator[None]:
-    """Without hooks and in evaluation mode; afterwards every attribute of every submodule is what it was."""
+    """Without hooks and our own patches, in evaluation mode; afterwards every submodule has the attributes it had."""
     kept = [
         (part, dict(vars(part)), {name: b.clone() for name, b in part._buffers.items() if b is not None})
         for part in module.modules()
@@ -184,9 +159,11 @@ def _trial(module: nn.Module) -> Iterator[None]:
     try:
         for part, _, _ in kept:
             vars(part).update({name: OrderedDict() for name in HOOKS})
+            if vars(part).pop(SITE, None) is not None:
+                vars(part).pop("forward")
         with torch.random.fork_rng(), evaluating(module):
             yield
-    except Exception:  # whatever someone's forward raises for arguments it cannot take
+    except Exception:  # as above
         pass
     finally:
         for part, attributes, buffers in kept:
@@ -196,11 +173,16 @@ def _trial(module: nn.Module) -> Iterator[None]:
                 part.get_buffer(name).copy_(values)
 
 
-def _filled(module: nn.Module, extra: Any) -> list[Any]:
-    """A filler for each required argument of the module's forward after the tokens."""
+def _run(module: nn.Module, tokens: Tensor, extra: Any) -> Any:
+    """The module's forward, with a filler for each required argument after the tokens."""
+    parameters = inspect.signature(type(module).forward).parameters
+    if "inputs_embeds" in parameters:
+        return module.forward(inputs_embeds=tokens)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(type(module).forward).parameters.values()
-    return [extra for p in parameters if p.kind in kinds and p.default is p.empty][2:]
+    required = [p for p in parameters.values() if p.kind in kinds and p.default is p.empty]
+    # BEiT's layers make a position bias for an image of some size.
+    size = {"resolution": (64, 64)} if "resolution" in parameters else {}
+    return module.forward(tokens, *[extra] * (len(required) - 2), **size)
 
 
 def _random(module: nn.Module, *shape: int, seed: int = 0) -> Tensor:
@@ -208,7 +190,7 @@ def _random(module: nn.Module, *shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(like)
 
 
-def _same_values(one: Tensor, other: Tensor) -> bool:
+def same_values(one: Tensor, other: Tensor) -> bool:
     """Whether both hold the same numbers, in any order."""
     if one.numel() != other.numel():
         return False

@@ -1,7 +1,11 @@
-"""Sites whose weights are found by the usual names, and whose norms and gains are found by running the block once."""
+"""Sites whose weights are found by the usual names, and whose norms and gains are found by running the block once.
+
+Models of no known library are read by them too: blocks told by structure, attention by its name.
+"""
 
 from __future__ import annotations
 
+import re
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -11,10 +15,21 @@ from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.mitigations.projection import Projection, Projections
-from acutance.sites.discovery import Surroundings, changes_output, discover, is_norm
+from acutance.sites.discovery import Surroundings, discover, is_norm, same_values
 from acutance.sites.patched import PatchedSite
-from acutance.sites.site import TOKENS_REMAIN
-from acutance.sites.structure import outwards, path_of
+from acutance.sites.site import TOKENS_REMAIN, Library
+from acutance.sites.structure import (
+    ADVICE,
+    PARAMETRIZATIONS,
+    Layer,
+    modules_of,
+    norm_after,
+    outwards,
+    path_of,
+    repeated_blocks,
+    tokens_by_name,
+    unwrapped,
+)
 
 SEPARATE = {
     "query": ("q_proj", "query", "query_proj", "q_lin", "q", "to_q", "wq", "q_linear", "W_q", "Wq"),
@@ -31,6 +46,8 @@ OUTPUT = (
 )
 OUTPUT_BESIDE = ("output.dense", "output", "dense")  # in the module around the attention, as BERT has it
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "nheads")
+ATTENTION = re.compile("attention|attn|mhsa", re.IGNORECASE)
+CROSS = re.compile("cross|enc.*attn|memory", re.IGNORECASE)
 
 
 class Sizes(NamedTuple):
@@ -47,7 +64,34 @@ class NamedSite(PatchedSite):
 
     @cached_property
     def _found(self) -> tuple[Projections, Sizes]:
-        return by_names(self.name, self.block, self.attention)
+        """Look the usual names up; what is missing is an error that says so."""
+        attention, output = self.attention, output_of(self.block, self.attention)
+        config = getattr(attention, "config", None)
+        said = (*(getattr(attention, key, None) for key in HEADS), getattr(config, "num_attention_heads", None))
+        heads = next((number for number in said if isinstance(number, int)), None)
+        separate = (_child(attention, names) for names in SEPARATE.values())
+        query, key, value = (None if module is None else Projection(module) for module in separate)
+        together = (*JOINT, *JOINT_BY_HEAD, *KEYS_AND_VALUES)
+        joint = next((path for path in together if _child(attention, (path,)) is not None), "")
+        has_value = value is not None or joint
+        if output is None or heads is None or not has_value:
+            missing = "W_proj" if output is None else "the number of heads" if has_value else "W_V"
+            kept = f"{self.name} ({type(attention).__name__}) keeps {missing} under a name that is not known here"
+            raise NoSitesError(f"{kept}, or has none. {TOKENS_REMAIN}")
+        dim, width = Projection(output).shape()
+        head_dim = width // heads
+        if value is not None:
+            kv_heads = value.shape()[0] // head_dim
+        else:
+            module, query_heads = attention.get_submodule(joint), 0 if joint in KEYS_AND_VALUES else heads
+            kv_heads = (Projection(module).shape()[0] // head_dim - query_heads) // 2
+            ends = accumulate((query_heads, kv_heads, kv_heads), initial=0)
+            rows: list[slice | Tensor] = [slice(start * head_dim, end * head_dim) for start, end in pairwise(ends)]
+            if joint in JOINT_BY_HEAD or getattr(attention, "multi_query", None) is False:  # GPT-BigCode has either
+                rows = list(torch.arange(heads * 3 * head_dim).reshape(heads, 3, head_dim).transpose(0, 1).flatten(1))
+            q, key, value = (Projection(module, each) for each in rows)
+            query = q if query_heads else query
+        return Projections(query, key, value, Projection(output)), Sizes(heads, kv_heads, head_dim, dim)
 
     heads: Any = property(lambda self: self._found[1].heads)
     kv_heads: Any = property(lambda self: self._found[1].kv_heads)
@@ -55,7 +99,6 @@ class NamedSite(PatchedSite):
     dim: Any = property(lambda self: self._found[1].dim)
 
     def projections(self) -> Projections:
-        """By their names."""
         return self._found[0]
 
     def output_projection(self) -> nn.Module | None:
@@ -65,10 +108,15 @@ class NamedSite(PatchedSite):
     @cached_property
     def surroundings(self) -> Surroundings:
         """What the block does around its attention."""
-        output = self.projections().output
-        inside = self.attention is not self.block and output.module in set(self.attention.modules())
-        width = self.dim if inside else output.shape()[1]
-        return discover(self.block, self.attention, None if inside else output.module, self.dim, width)
+        return discover(self.block, self.attention, self._found[0].output, self.dim)
+
+    @cached_property
+    def _seen(self) -> dict[str, Tensor]:
+        """What the attention did on random tokens, in its block or else in the whole stack."""
+        seen = self.surroundings.seen
+        if "merged" in seen:
+            return seen
+        return discover(self.block, self.attention, self._found[0].output, self.dim, self.stack.root).seen
 
     def pre_norm(self) -> nn.Module | None:
         """The norm before the attention; None in Post-LN models such as BERT."""
@@ -83,19 +131,15 @@ class NamedSite(PatchedSite):
         return gain if gain is None or norm is None or not _adds_one(norm) else 1 + gain
 
     def between(self) -> str | None:
-        """A norm or a gate between the attention and W_proj, as in BitNet and Qwen3-Next."""
-        changes = self._changes_output
-        if changes is None:  # the attention does not run on random tokens
-            changes = any(map(is_norm, self.attention.modules()))
-        return f"a norm or a gate of {type(self.attention).__name__} before W_proj" if changes else None
+        """A norm or a gate between the attention and W_proj, as in BitNet and Qwen3-Next.
 
-    @cached_property
-    def _changes_output(self) -> bool | None:
-        """Asked of the first layer whose attention is of the same class; None where it is not known."""
-        first = next(site for site in self.stack.sites if type(site.attention) is type(self.attention))
-        if isinstance(first, NamedSite) and first is not self:
-            return first._changes_output
-        return changes_output(self.stack.root, self.block, self.attention, self.projections().output.module, self.dim)
+        The first layer whose attention is of the same class is tried. Where it does not run, a norm inside counts.
+        """
+        first: Any = next(site for site in self.stack.sites if type(site.attention) is type(self.attention))
+        seen, changes = first._seen, any(map(is_norm, self.attention.modules()))
+        if "merged" in seen:
+            changes = not same_values(seen["u"], seen["merged"])
+        return f"a norm or a gate of {type(self.attention).__name__} before W_proj" if changes else None
 
     def post_norm(self) -> nn.Module | None:
         """The norm of the attention branch, as in Gemma 2 and 3, OLMo 2 and GLM-4."""
@@ -115,40 +159,8 @@ class NamedSite(PatchedSite):
 
     def _unknown(self, what: str) -> AcutanceError:
         return AcutanceError(
-            f"{self.name}: {type(self.block).__name__} does not run on random tokens, so {what} is not known: describe "
-            "the model in a Library of its own"
+            f"{self.name}: {type(self.block).__name__} does not run on random tokens, so {what} is not known. {ADVICE}"
         )
-
-
-def by_names(name: str, block: nn.Module, attention: nn.Module) -> tuple[Projections, Sizes]:
-    """Look the usual names up; what is missing is an error that says so."""
-    output, heads = output_of(block, attention), _heads_of(attention)
-    query, key, value = (_whole(_child(attention, names)) for names in SEPARATE.values())
-    together = (*JOINT, *JOINT_BY_HEAD, *KEYS_AND_VALUES)
-    joint = next((path for path in together if _child(attention, (path,)) is not None), None)
-    if output is None or (value is None and joint is None):
-        missing = "W_proj" if output is None else "W_V"
-        raise NoSitesError(
-            f"{name} ({type(attention).__name__}) keeps {missing} under a name that is not known here, or has none. "
-            f"{TOKENS_REMAIN}"
-        )
-    if heads is None:
-        raise NoSitesError(f"{name} ({type(attention).__name__}) does not say how many heads it has. {TOKENS_REMAIN}")
-    dim, width = Projection(output).shape()
-    head_dim = width // heads
-    if value is not None:
-        kv_heads = value.shape()[0] // head_dim
-        return Projections(query, key, value, Projection(output)), Sizes(heads, kv_heads, head_dim, dim)
-    assert joint is not None
-    module, query_heads = attention.get_submodule(joint), 0 if joint in KEYS_AND_VALUES else heads
-    kv_heads = (Projection(module).shape()[0] // head_dim - query_heads) // 2
-    ends = accumulate((query_heads, kv_heads, kv_heads), initial=0)
-    rows: list[slice | Tensor] = [slice(start * head_dim, end * head_dim) for start, end in pairwise(ends)]
-    if joint in JOINT_BY_HEAD or getattr(attention, "multi_query", None) is False:  # GPT-BigCode has them either way
-        rows = list(torch.arange(heads * 3 * head_dim).reshape(heads, 3, head_dim).transpose(0, 1).flatten(1))
-    q, k, v = (Projection(module, each) for each in rows)
-    found = Projections(q if query_heads else query, k, v, Projection(output))
-    return found, Sizes(heads, kv_heads, head_dim, dim)
 
 
 def output_of(block: nn.Module, attention: nn.Module) -> nn.Module | None:
@@ -157,17 +169,6 @@ def output_of(block: nn.Module, attention: nn.Module) -> nn.Module | None:
     for path in [] if block is attention else list(outwards(path_of(block, attention)))[1:-1]:
         found = found or _child(block.get_submodule(path), OUTPUT_BESIDE)
     return found
-
-
-def _heads_of(attention: nn.Module) -> int | None:
-    """How many heads the queries have, as the module or its configuration says."""
-    config = getattr(attention, "config", None)
-    said = (*(getattr(attention, key, None) for key in HEADS), getattr(config, "num_attention_heads", None))
-    return next((heads for heads in said if isinstance(heads, int)), None)
-
-
-def _whole(module: nn.Module | None) -> Projection | None:
-    return None if module is None else Projection(module)
 
 
 def _child(module: nn.Module, paths: tuple[str, ...]) -> nn.Module | None:
@@ -188,3 +189,78 @@ def _adds_one(norm: nn.Module) -> bool:
     with torch.no_grad():
         gain = token * (norm.forward(token) - norm.forward(-token)) / 2  # without its bias
         return bool((gain - weight).abs().sum() > (gain - 1 - weight).abs().sum())
+
+
+class AnybodySite(NamedSite):
+    """An attention that nobody described: what it returns is the branch's output."""
+
+    def output_projection(self) -> nn.Module | None:
+        """Asked for only where the attention is written into its block."""
+        return super().output_projection() if self.block is self.attention else None
+
+    def refuse_first_values(self) -> str | None:
+        return None  # told by the shapes of a forward pass
+
+    def projections(self) -> Projections:
+        return self._verified
+
+    @cached_property
+    def _verified(self) -> Projections:
+        """Names promise nothing: where the attention runs on random tokens, it must do what the weights say."""
+        found, seen = self._found[0], self._seen
+        if self.block is self.attention or not seen.keys() >= {"v", "y"} or seen["x"].ndim != 3:
+            return found
+        for projection, x, y in ((found.value, seen["x"], seen["v"]), (found.output, seen["u"], seen["y"])):
+            given, made = (t.transpose(1, 2).flatten(2) if t.ndim == 4 else t for t in (x, y))
+            offset = projection.offset()
+            wanted = given @ projection.matrix().T + (0 if offset is None else offset)
+            tolerance = torch.finfo(wanted.dtype).eps ** 0.5
+            if made.shape != wanted.shape or not torch.allclose(made, wanted, rtol=tolerance, atol=tolerance):
+                raise NoSitesError(
+                    f"{self.name} ({type(self.attention).__name__}) does more to its tokens than multiply them by the "
+                    f"weights that are called W_V and W_proj. {ADVICE}. {TOKENS_REMAIN}"
+                )
+        return found
+
+
+def _layers(model: nn.Module) -> list[Layer]:
+    blocks = [(path, unwrapped(block)) for path, block in repeated_blocks(model)]
+    found = [_attention_of(path, block) for path, block in blocks]
+    return [
+        Layer(layer, path_of(model, attention), block, attention, path.rpartition(".")[0])
+        for layer, ((path, block), attention) in enumerate(zip(blocks, found, strict=True), 1)
+        if attention is not None and None not in found  # blocks without attention need a library of their own
+    ]
+
+
+def _attention_of(path: str, block: nn.Module) -> nn.Module | None:
+    """The innermost module that is called an attention, or the block itself where it holds the projections."""
+    named = {  # by its class, or by where it stands; a norm or dropout of an attention has no parts
+        name: module
+        for name, module in modules_of(block).items()
+        if name and ATTENTION.search(f"{type(module).__name__} {name.rpartition('.')[2]}")
+        if module._modules.keys() - {PARAMETRIZATIONS}
+    }
+    inner = {name: m for name, m in named.items() if not any(other.startswith(f"{name}.") for other in named)}
+    if len(inner) > 1:
+        inner = {name: m for name, m in inner.items() if not CROSS.search(f"{name} {type(m).__name__}")}
+    if len(inner) > 1:
+        raise NoSitesError(
+            f"the block {path} holds several attentions ({', '.join(inner)}), and which is its self-attention is not "
+            f"clear. {ADVICE}"
+        )
+    if inner:
+        return next(iter(inner.values()))
+    children = {name for name, _ in block.named_children()}
+    return block if children.intersection((*JOINT, *SEPARATE["value"])) else None
+
+
+LIBRARY = Library(
+    name="any model whose blocks are a list",
+    generality=3,
+    layers=_layers,
+    site=AnybodySite,
+    final_norm=lambda model: norm_after(model, _layers(model)[-1].attention),
+    special_tokens=lambda model: tokens_by_name(model.named_parameters()),
+    is_watched=lambda model: True,
+)

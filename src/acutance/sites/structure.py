@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,7 @@ BEHIND = ("detection_tokens",)  # YOLOS
 FINAL_NORMS = ("norm", "layernorm", "layer_norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f")
 ADVICE = "Describe the model in a Library of its own"
 
-Found = TypeVar("Found")
-Given = ParamSpec("Given")
+Look = TypeVar("Look", bound=Callable[..., Any])
 _cache: ContextVar[dict[tuple[Any, ...], Any] | None] = ContextVar("cache", default=None)
 
 
@@ -40,20 +39,19 @@ def cached_lookup() -> Iterator[None]:
         _cache.reset(token)
 
 
-def cached(look: Callable[Given, Found]) -> Callable[Given, Found]:
+def cached(look: Look) -> Look:
     """Keep what the function finds for the time of `cached_lookup`, or else of one call."""
 
     @wraps(look)
-    def looked(*args: Given.args, **options: Given.kwargs) -> Found:
+    def looked(*args: Any, **options: Any) -> Any:
         with cached_lookup():
             cache: Any = _cache.get()
             key = (look, *args, *options.items())
             if key not in cache:
                 cache[key] = look(*args, **options)
-            found: Found = cache[key]
-            return found
+            return cache[key]
 
-    return looked
+    return cast(Look, looked)
 
 
 class Layer(NamedTuple):
@@ -104,7 +102,7 @@ def outwards(path: str | None) -> Iterator[str]:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The block inside of what checkpointing, compiling or sharding wraps around it."""
-    while (inner := next((name for name in WRAPPERS if name in module._modules), None)) is not None:
+    while inner := next((name for name in WRAPPERS if name in module._modules), None):
         module = module.get_submodule(inner)
     return module
 
@@ -155,14 +153,16 @@ def refuse_several_stacks(model: nn.Module, places: Iterable[Place], outside: Se
     if len(stacks) > 1 or outside:
         around = [stack.rpartition(".")[0] for stack in stacks]
         parts = [up if up and around.count(up) == 1 else stack for up, stack in zip(around, stacks, strict=True)]
-        held = f"{'several stacks' if len(stacks) > 1 else 'a stack'} of layers ({', '.join(stacks)})"
-        beside = f" and, beside them, {', '.join(outside)}" if outside else ""
-        raise SeveralStacksError(f"{type(model).__name__} holds {held}{beside}: {name_one(parts[0])}", parts)
+        raise several_stacks(model, [*stacks, *outside], parts)
 
 
-def name_one(part: str) -> str:
-    """Advice to choose one of several parts, e.g. this one."""
-    return f"name one with part={part!r} (on the command line --part {part}), or pass that part of the model"
+def several_stacks(model: nn.Module, found: Sequence[str], parts: list[str]) -> SeveralStacksError:
+    """Layers were found in several places; the `parts` are those to choose from."""
+    return SeveralStacksError(
+        f"{type(model).__name__} holds several stacks of layers ({', '.join(found)}): name one with part={parts[0]!r} "
+        f"(on the command line --part {parts[0]}), or pass that part of the model",
+        parts,
+    )
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -236,34 +236,23 @@ def norm_after(
         around, _, inside = path.rpartition(".")
         if (norm := choose(model.get_submodule(around), inside)) is not None:
             return norm
-    raise AcutanceError(
-        f"{type(model).__name__} has no norm after its last block, as in Post-LN models, or which one it is is not "
-        "clear: read tap='block' instead"
-    )
+    raise AcutanceError(f"{type(model).__name__} has no norm after its last block that is known: read tap='block'")
 
 
 def refuse_other_rows(where: str, tokens: Tensor, rows: Container[int]) -> None:
     """Refuse tokens whose first axis is not the batch that was fed, or is as long as the second."""
-    shape = tuple(tokens.shape)
+    given = f"{where} is given {tuple(tokens.shape)}"
     if len(tokens) not in rows:
-        raise ShapeError(
-            f"{where} is given {shape}, whose first axis is not the batch that was fed: what would be read are not the "
-            f"tokens of its samples. {ADVICE}"
-        )
-    if tokens.ndim == 3 and shape[0] == shape[1] > 1:
-        raise ShapeError(
-            f"{where} is given {shape}, so which axis is the batch is not clear: begin with a batch of another number "
-            "of samples"
-        )
+        raise ShapeError(f"{given}, whose first axis is not the batch that was fed. {ADVICE}")
+    if tokens.ndim == 3 and tokens.shape[0] == tokens.shape[1] > 1:
+        raise ShapeError(f"{given}, so which axis is the batch is not clear: begin with a batch of another size")
 
 
 def check_model(model: object) -> None:
     """Refuse what is not a module, such as the name of a model."""
     if not isinstance(model, nn.Module):
-        raise AcutanceError(
-            f"a model is a torch.nn.Module, not {model!r}: load it first, for example by "
-            "acutance.io.loading.load_model('hf:owner/model').model"
-        )
+        load = "acutance.io.loading.load_model('hf:owner/model').model"
+        raise AcutanceError(f"a model is a torch.nn.Module, not {model!r}: load it first, for example by {load}")
 
 
 def bare_module(model: nn.Module) -> nn.Module:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from acutance.errors import NoSitesError
 from acutance.mitigations.projection import Projection, Projections
+from acutance.sites import find
 from acutance.sites.intercept import sdpa_product
-from acutance.sites.lookup import find
 from acutance.sites.named import NamedSite
 from acutance.sites.site import TOKENS_REMAIN, Library
 from acutance.sites.structure import (

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.mitigations.projection import Projection, Projections
+from acutance.sites import find
 from acutance.sites.discovery import is_norm
 from acutance.sites.intercept import Product
-from acutance.sites.lookup import find
 from acutance.sites.named import NamedSite, Sizes
 from acutance.sites.site import TOKENS_REMAIN, Library
 from acutance.sites.structure import (

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError
+from acutance.sites import record
 from acutance.sites.intercept import SINKS, Product, with_bias
-from acutance.sites.lookup import record
 from acutance.sites.named import NamedSite
 from acutance.sites.patched import SITE
 from acutance.sites.site import TOKENS_REMAIN, Library
