@@ -25,13 +25,12 @@ CPU, TWICE = ["--device", "cpu"], ["--steps", "1", "--repetitions", "2"]
 # By script: its options at toy size, where {} is the folder it writes to, and the variants it must find.
 TOYS = {
     "augment": ([*CPU, *TWICE, "--batch", "4", "--results", "{}"], 4),
-    "eigen_step": ([*CPU, *TWICE, "--warm-up", "1", "--variants", "plain", "eigen:negative", "--results", "{}"], 2),
     "explain_size": (["--dim", "48", "--heads", "4", "--head-dim", "12", "--layers", "2", "--out", "{}"], 1),
     "host_time": (["--rounds", "2", "--csv", "{}/host.csv"], 3),
     "mlp": (["--results", "{}"], 8),
     "monitor_cost": ([*CPU, "--every", "2", "--repetitions", "2", "--readings", "1", "--results", "{}"], 5),
     "operator_memory": ([*CPU, "--tokens", "64", "128", "--operations", "A @ x", "--results", "{}"], 2),
-    "orthogonal_precision": (["--dim", "6", "--batch", "2", "--seeds", "1", "--conditions", "--results", "{}"], 18),
+    "orthogonal_precision": (["--dim", "6", "--batch", "2", "--seeds", "1", "--conditions", "--results", "{}"], 5),
     "over_training": (["--seeds", "1", "--epochs", "1", "--depth", "2", "--runs", "{}/runs", "--out", "{}"], 20),
 }
 

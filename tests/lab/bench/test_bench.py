@@ -19,7 +19,7 @@ from acutance import cli
 from acutance.attention.kernels import packed
 from acutance.cli.bench import bench
 from acutance.errors import AcutanceError
-from acutance.lab.bench import language, lengths, measuring, results, run, steps, throughput
+from acutance.lab.bench import language, measuring, results, run, steps
 from acutance.lab.bench.language import WithBackend
 from acutance.lab.bench.settings import Settings, Table, inference_step, training_step, unfused
 from acutance.lab.bench.steps import TOY
@@ -99,12 +99,12 @@ def test_on_a_gpu_every_mode_of_timm_is_a_baseline_at_the_sizes_of_the_papers():
 
 def test_on_a_gpu_spectra_and_whole_steps_are_timed_in_the_mode_of_their_baseline():
     """Bases that call a library come last; steps are recorded, and at one batch size launched too."""
-    found = steps.eigen_candidates(steps.SHAPES["steps-32"], GPU)
-    assert [c.variant.rpartition("=")[2] for c in found] == ["plain ViT", "polar", "cayley", "householder", "qr"]
+    found = steps.eigen_candidates(steps.SHAPES["steps-32"], GPU, "reduce-overhead")
+    assert [c.variant.rpartition("=")[2] for c in found] == ["plain ViT", *steps.BASES]
     assert {(c.mode, c.baseline) for c in found[1:]} == {("reduce-overhead", False)}
-    for batch in throughput.BATCHES:
+    for batch in steps.BATCHES:
         modes = ["recorded", "recorded", *(["launched"] * 2 if batch == 1024 else [])]
-        found = throughput.candidates(batch, GPU)
+        found = steps.end_to_end_candidates(batch, GPU)
         assert [(c.variant, c.mode, c.baseline) for c in found] == [
             (("plain ViT", "NeuTRENO")[n % 2], mode, n % 2 == 0) for n, mode in enumerate(modes)
         ]
@@ -268,14 +268,14 @@ def test_what_fails_or_takes_long_is_left_out_at_more_tokens(monkeypatch):
                 raise MemoryError("out of memory")
             now[0] += seconds
 
-        slow = lengths.PATIENCE / 4 * (1.5 if tokens > 4 else 0.5)
+        slow = measuring.PATIENCE / 4 * (1.5 if tokens > 4 else 0.5)
         candidates = [
             Candidate(name, lambda name=name, seconds=seconds: lambda: step(name, seconds), baseline=name == "plain")
             for name, seconds in {"plain": 1.0, "slow": slow, "dense": 2.0}.items()
         ]
         return candidates, Pace(repetitions=1, steps=1, warm_up=1, refresh=0)
 
-    *_, rows = lengths.in_turn((2, 4, 8, 16), work, CPU)
+    *_, rows = measuring.in_turn((2, 4, 8, 16), work, CPU)
     notes = {(row["variant"], row["tokens"]): row.get("note", "") for row in rows}
     assert notes["dense", 4] == "left out: out of memory"
     assert notes["dense", 8] == notes["dense", 16] == "not tried: it failed at 4 tokens"
@@ -283,7 +283,7 @@ def test_what_fails_or_takes_long_is_left_out_at_more_tokens(monkeypatch):
     assert {tokens for name, tokens in tried if name == "slow"} == {2, 4, 8}
     assert {tokens for name, tokens in tried if name == "dense"} == {2, 4}
     assert [row["tokens"] for row in rows if row["variant"] == "plain"] == [2, 4, 8, 16]
-    assert {*ATTENTION_METRICS, "attention_cosine"} <= lengths.OPERATIONS.keys()
+    assert {*ATTENTION_METRICS, "attention_cosine"} <= measuring.OPERATIONS.keys()
 
 
 def test_a_small_call_comes_before_the_first_reading_of_memory(monkeypatch):
@@ -302,7 +302,7 @@ def test_a_small_call_comes_before_the_first_reading_of_memory(monkeypatch):
         batch = {"input_ids": torch.zeros(1, tokens, dtype=torch.long), "use_cache": False}
         return measuring.Subject(model, batch, lambda: None)
 
-    monkeypatch.setattr(lengths, "llama_subject", subject)
-    candidates, pace = lengths._readings(1000, CPU)
+    monkeypatch.setattr(measuring, "llama_subject", subject)
+    candidates, pace = measuring._readings(1000, CPU)
     candidates[0].make()()
-    assert (seen, pace.warm_up) == ([lengths.FEW, 1000], 0)
+    assert (seen, pace.warm_up) == ([measuring.FEW, 1000], 0)

@@ -13,13 +13,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from acutance.attention.kernels import packed
 from acutance.lab.bench.results import Row
-from acutance.lab.bench.settings import Settings, Table
-from acutance.lab.bench.timing import Candidate, Pace, Step, compare, repeat, seconds_per_step
+from acutance.lab.bench.settings import Settings, Table, without_fused_kernel
+from acutance.lab.bench.timing import Candidate, Step, compare, repeat, seconds_per_step
 from acutance.models import ViT
 
 STRENGTH = 0.6
@@ -53,14 +56,14 @@ def measured_ceilings(settings: Settings) -> Ceilings:
     source = torch.empty(size, dtype=torch.uint8, device=settings.device)
     target = torch.empty_like(source)
     a, b = (torch.randn(side, side, device=settings.device, dtype=settings.dtype) for _ in range(2))
-    copy = _fastest(lambda: target.copy_(source), settings.pace(), settings.device)
-    product = _fastest(lambda: a @ b, settings.pace(), settings.device)
+    pace = settings.pace()
+
+    def fastest(step: Step) -> float:
+        seconds_per_step(step, pace.warm_up, settings.device)
+        return min(seconds_per_step(step, pace.steps, settings.device) for _ in range(3))
+
+    copy, product = fastest(lambda: target.copy_(source)), fastest(lambda: a @ b)
     return Ceilings(2 * size / copy, 2 * side**3 / product)
-
-
-def _fastest(step: Step, pace: Pace, device: str) -> float:
-    seconds_per_step(step, pace.warm_up, device)
-    return min(seconds_per_step(step, pace.steps, device) for _ in range(3))
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,6 @@ def of_blocks(attention: Problem, hidden: int, depth: int, itemsize: int, *, tra
     return (products + attention.kernels(itemsize, training=training)) * depth
 
 
-def adamw(parameters: int) -> list[Kernel]:
-    """A step of the optimiser."""
-    return [(ADAMW_BYTES * parameters, 0)]
-
-
 def of_vit(model: ViT, batch: int, itemsize: int, *, training: bool) -> list[Kernel]:
     """A ViT with a class token: patches, blocks, and a head that reads one token."""
     config = model.config
@@ -127,8 +125,34 @@ def of_vit(model: ViT, batch: int, itemsize: int, *, training: bool) -> list[Ker
         *linear(batch * patches, pixels, config.dim, itemsize, 2 if training else 1),  # images have no gradient
         *of_blocks(attention, round(config.mlp_ratio * config.dim), config.depth, itemsize, training=training),
         *linear(batch, config.dim, config.num_classes, itemsize, 3 if training else 1),
-        *(adamw(sum(p.numel() for p in model.parameters())) if training else []),
+        *([(ADAMW_BYTES * sum(p.numel() for p in model.parameters()), 0)] if training else []),
     ]
+
+
+class PointwiseCounter(TorchDispatchMode):
+    """Counts one operation per number that a pointwise operation gives: NeuTRENO's term is nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, and count."""
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.pointwise in func.tags and isinstance(out, Tensor):
+            self.operations += out.numel()
+        return out
+
+
+def count_flops(model: nn.Module, images: Tensor) -> tuple[int, int]:
+    """Of one forward pass: those of matrix products and attention, and those of pointwise operations."""
+    # On the path that is made of products: counters do not see into our kernel, nor into all of PyTorch's.
+    with without_fused_kernel(), sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        with FlopCounterMode(display=False) as products:
+            model(images)
+        with PointwiseCounter() as pointwise:
+            model(images)
+    return products.get_total_flops(), pointwise.operations
 
 
 def with_floor(kernels: Sequence[Kernel], tables: Iterator[list[Row]], settings: Settings) -> Iterator[list[Row]]:
@@ -179,10 +203,9 @@ def _rows(problem: Problem, backward: bool, settings: Settings) -> Iterator[list
 
         return graphed(once, CALLS) if settings.on_gpu else partial(repeat, once, CALLS)
 
-    attentions = {
-        "SDPA": sdpa,
-        **({"fused kernel": packed.attention} if packed.is_available(qkv, problem.heads) else {}),
-    }
+    attentions: dict[str, Any] = {"SDPA": sdpa}
+    if packed.is_available(qkv, problem.heads):
+        attentions["fused kernel"] = packed.attention
     candidates = [
         Candidate(
             f"{name}, {'with the term' if term else 'plain'}",

@@ -51,12 +51,6 @@ class Candidate:
         return f"{self.variant}, {self.mode}" if self.mode else self.variant
 
 
-def synchronise(device: str) -> None:
-    """Wait for all that was launched."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
-
-
 def repeat(step: Step, times: int) -> None:
     """One after another."""
     for _ in range(times):
@@ -163,7 +157,8 @@ class _Entry:
         with self._noting_failure():
             step = self.candidate.make()
             repeat(step, self.pace.warm_up)
-            synchronise(self.device)
+            if torch.device(self.device).type == "cuda":
+                torch.cuda.synchronize()
             self.peak = None if self.candidate.static else peak_mib(step, self.device)
             self.step = step
             _say(f"{self.candidate.name}: ready after {time.perf_counter() - start:.0f} s")

@@ -12,7 +12,7 @@ from torch import nn
 
 from acutance import sites
 from acutance.explain import explain
-from acutance.lab.bench.efficiency import count_flops
+from acutance.lab.bench.floor import count_flops
 from acutance.lab.bench.timing import MIB, peak_mib, seconds_per_step
 from acutance.lab.reproduce.page import Line, Sheet
 from acutance.lab.reproduce.run import RowModel, Session
