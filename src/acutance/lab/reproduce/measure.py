@@ -14,8 +14,8 @@ from acutance import sites
 from acutance.explain import explain
 from acutance.lab.bench.floor import count_flops
 from acutance.lab.bench.timing import MIB, peak_mib, seconds_per_step
-from acutance.lab.reproduce.page import Line, Sheet
 from acutance.lab.reproduce.run import RowModel, Session
+from acutance.lab.reproduce.target import Line, Sheet
 from acutance.lab.robustness import CORRUPTIONS, FGSM, PGD, evaluate, images_of, table_name
 from acutance.lab.studies import norm_grid
 from acutance.lab.studies.pictures import repeat_picture

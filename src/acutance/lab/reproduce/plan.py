@@ -1,11 +1,11 @@
-"""The runs that a target needs, in an order in which they can be trained."""
+"""One run that a target needs: its state, its command, its training; and whether the data of all runs is there."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,9 @@ from acutance.files.atomic import atomic_write
 from acutance.lab import recipes
 from acutance.lab.data import load_images, load_segmentation
 from acutance.lab.data.tokens import corpus_files
-from acutance.lab.evaluate.evaluate import with_data_dir
-from acutance.lab.reproduce.target import Training
 from acutance.lab.tasks.base import STARTS
 from acutance.lab.tasks.imagenet import load_imagenet
-from acutance.lab.train.config import Config, incidental_fields, override
+from acutance.lab.train.config import Config, incidental_fields
 from acutance.lab.train.diverged import DivergedError
 from acutance.lab.train.run import Run, changes
 from acutance.lab.train.start import train
@@ -124,41 +122,6 @@ class Planned:
             atomic_write(self.run.folder / "diverged.txt", str(error).encode())
 
 
-@dataclass(frozen=True)
-class Planner:
-    """Makes runs of trainings: their folder, their data, and the changes in all of them."""
-
-    folder: Path
-    data_dir: Path | None
-    changes: tuple[str, ...]
-
-    def plan(self, trainings: Iterable[Training], seeds: Sequence[int]) -> list[Planned]:
-        """All runs, each once and after the one it starts from."""
-        ordered: dict[str, Planned] = {}
-        for seed in seeds:
-            for training in trainings:
-                planned = self.one(training, seed)
-                for each in (planned.base, planned):  # a base starts from nothing
-                    if each is not None:
-                        ordered.setdefault(each.label, each)
-        plan = list(ordered.values())
-        for change in self.changes if plan else ():
-            if not any(_concerns(planned.config, change) for planned in plan):
-                override(plan[0].config, [change])  # raises: there is no such field
-        return plan
-
-    def one(self, training: Training, seed: int) -> Planned:
-        """A single run."""
-        base = None if training.base is None else self.one(training.base, seed)
-        plain = recipes.load(training.recipe)
-        wanted = (change for change in self.changes if _concerns(plain, change))
-        config = override(plain, [*training.changes, f"loop.seed={seed}", *wanted])
-        if base is not None:
-            config = replace(config, task=replace(config.task, **{training.start: str(base.run.model_path)}))
-        run = Run(self.folder / f"{training.name}-seed{seed}")
-        return Planned(training.recipe, with_data_dir(config, self.data_dir), run, base)
-
-
 def check_data(configs: Iterable[Config]) -> None:
     """Look for the data of all runs before the first training; refuse with a line for each set that is missing.
 
@@ -173,12 +136,6 @@ def check_data(configs: Iterable[Config]) -> None:
             complaints.append(str(error))
     if complaints:
         raise AcutanceError("\n".join(dict.fromkeys(complaints)))
-
-
-def _concerns(config: Config, change: str) -> bool:
-    """Whether a run has the field: task.shards is ImageNet's, and other tasks ignore it."""
-    room, *inside = (part.strip() for part in change.partition("=")[0].split("."))
-    return room != "task" or not inside or hasattr(config.task, inside[0])
 
 
 def _text(value: object) -> str:

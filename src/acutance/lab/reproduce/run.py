@@ -6,9 +6,10 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +23,15 @@ from acutance.errors import AcutanceError, NonFiniteError
 from acutance.files.atomic import atomic_write
 from acutance.io import LoadedModel, loading
 from acutance.io.saving import load
+from acutance.lab import recipes
 from acutance.lab.data.seeds import mixed_seed
-from acutance.lab.evaluate.evaluate import evaluate_run, read_evaluation, task_of
-from acutance.lab.reproduce.page import Line, Result
-from acutance.lab.reproduce.plan import Planned, Planner, check_data
-from acutance.lab.reproduce.target import Row, Target
+from acutance.lab.evaluate.evaluate import evaluate_run, read_evaluation, task_of, with_data_dir
+from acutance.lab.reproduce.plan import Planned, check_data
+from acutance.lab.reproduce.target import Line, Result, Row, Target, Training
 from acutance.lab.studies.saving import save_picture
 from acutance.lab.tasks import samples as samples_of
-from acutance.lab.train.run import command_line, git_state, hardware, versions
+from acutance.lab.train.config import Config, override
+from acutance.lab.train.run import Run, command_line, git_state, hardware, versions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,18 +72,45 @@ class Session:
         self.chosen_device, self.device = device, processes.device(device)
         self.console = console or Console()
         self.data_dir = None if data_dir is None else Path(data_dir)
-        self.planner = Planner(Path(out) / "runs", self.data_dir, changes)
-        trained = [row.training for row in target.rows if row.training is not None and row.state == "trained"]
-        self.plan = self.planner.plan(trained, self.seeds)
+        self.runs = Path(out) / "runs"
+        self.plan = self._plan()
+
+    def _plan(self) -> list[Planned]:
+        """All runs, each once and after the one it starts from."""
+        ordered: dict[str, Planned] = {}
+        trained = [row.training for row in self.target.rows if row.training is not None and row.state == "trained"]
+        for seed, training in product(self.seeds, trained):
+            planned = self.planned(training, seed)
+            for each in (planned.base, planned):  # a base starts from nothing
+                if each is not None:
+                    ordered.setdefault(each.label, each)
+        plan = list(ordered.values())
+        for change in self.changes if plan else ():
+            if not any(_concerns(planned.config, change) for planned in plan):
+                override(plan[0].config, [change])  # raises: there is no such field
+        return plan
+
+    def planned(self, training: Training, seed: int) -> Planned:
+        """A single run: its folder, its data, and the changes that concern it."""
+        base = None if training.base is None else self.planned(training.base, seed)
+        plain = recipes.load(training.recipe)
+        wanted = (change for change in self.changes if _concerns(plain, change))
+        config = override(plain, [*training.changes, f"loop.seed={seed}", *wanted])
+        if base is not None:
+            config = replace(config, task=replace(config.task, **{training.start: str(base.run.model_path)}))
+        run = Run(self.runs / f"{training.name}-seed{seed}")
+        return Planned(training.recipe, with_data_dir(config, self.data_dir), run, base)
 
     def run(self) -> Result:
         """Train what is left and nobody else trains, then measure all that is finished."""
         assert self.target.measure is not None, "there is something to run"
-        self._check_runs()
+        for planned in self.plan:
+            planned.check()
         check_data(planned.config for planned in self.plan if planned.is_open)
         while self._train():
             pass  # again: another process may have finished what a run starts from
-        self._check_runs()
+        for planned in self.plan:  # also those that other processes trained
+            planned.check()
         pending = self.pending()
         sheets = self.target.measure(self)
         record = {
@@ -96,29 +125,21 @@ class Session:
         }
         return Result(self.target, len(self.seeds), tuple(sheets), pending, record)
 
-    def _check_runs(self) -> None:
-        """Runs that other processes train are read too, and must have the same settings."""
-        for planned in self.plan:
-            planned.check()
-
     def _train(self) -> bool:
         """Train all that can be trained now, in order. Returns whether there was any."""
-        some = False
+        some, say = False, partial(self.console.print, highlight=False, soft_wrap=True)
         for number, planned in enumerate(self.plan, 1):
             if not planned.is_open:
                 continue
-            words = f"[{number}/{len(self.plan)}] {planned.label}"
+            words = escape(f"[{number}/{len(self.plan)}] {planned.label}")
             with planned.taken() as other:
                 if other is not None:
-                    self._say(f"{words} is being trained by {other}")
+                    say(f"{words} is being trained by {escape(other)}")
                 elif planned.is_open and (planned.base is None or planned.base.state == "finished"):
-                    self._say(words)
+                    say(words)
                     planned.train(self.chosen_device, self.console)
                     some = True
         return some
-
-    def _say(self, words: str) -> None:
-        self.console.print(escape(words), highlight=False, soft_wrap=True)
 
     def pending(self) -> tuple[str, ...]:
         """The runs that are not finished."""
@@ -149,10 +170,10 @@ class Session:
     def _line(self, row: Row, reads: Iterable[Callable[[RowModel], Mapping[str, float]]]) -> Line:
         found: dict[str, dict[int, float]] = {}
         notes: list[str] = []
-        task: Any = None if row.training is None else self.planner.one(row.training, 0).config.task
+        task: Any = None if row.training is None else self.planned(row.training, 0).config.task
         inputs = cache(lambda split: samples_of(task, split, self.samples).split(50))
         for seed in self.seeds if row.model is None else [0]:
-            planned = None if row.training is None else self.planner.one(row.training, seed)
+            planned = None if row.training is None else self.planned(row.training, seed)
             model = RowModel(self, row, seed, planned, inputs, notes)
             if planned is not None and row.state == "trained" and planned.state != "finished":
                 notes.append(f"seed {seed} {planned.state}")
@@ -232,3 +253,9 @@ class RowModel:
     def save_picture(self, figure: Figure, kind: str) -> None:
         """Write a picture of this model and name its files in the row's note."""
         self.notes.extend(path.name for path in self.session.save_picture(figure, kind, self.row.label))
+
+
+def _concerns(config: Config, change: str) -> bool:
+    """Whether a run has the field: task.shards is ImageNet's, and other tasks ignore it."""
+    room, *inside = (part.strip() for part in change.partition("=")[0].split("."))
+    return room != "task" or not inside or hasattr(config.task, inside[0])
