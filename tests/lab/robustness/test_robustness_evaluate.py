@@ -221,7 +221,7 @@ def test_tables_are_saved_and_shown(tmp_path):
     ]
     assert lines[-1].endswith("; seed: 4")
     assert "mean of corruptions" in str(table)
-    assert RobustnessTable({"clean": 1.0}).rows() == [["accuracy in %, by severity", "all"], ["clean", "1.00"]]
+    assert RobustnessTable({"clean": 1.0}).rows() == [{"accuracy in %, by severity": "clean", "all": "1.00"}]
 
 
 def invoke(*arguments):

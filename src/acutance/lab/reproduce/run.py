@@ -28,7 +28,7 @@ from acutance.lab.data.seeds import mixed_seed
 from acutance.lab.evaluate.evaluate import evaluate_run, read_evaluation, task_of, with_data_dir
 from acutance.lab.reproduce.plan import Planned, check_data
 from acutance.lab.reproduce.target import Line, Result, Row, Target, Training
-from acutance.lab.studies.saving import save_picture
+from acutance.lab.studies.pictures import save_picture
 from acutance.lab.tasks import samples as samples_of
 from acutance.lab.train.config import Config, override
 from acutance.lab.train.run import Run, command_line, git_state, hardware, versions

@@ -10,14 +10,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from acutance.files.atomic import atomic_write, read_json
+from acutance.files.atomic import read_json
 from acutance.lab.robustness.corruptions import CORRUPTIONS, SEVERITIES
+from acutance.report.tables import FittedTable, Result
 
 FORMAT = "acutance-robustness/1"
 CLEAN = "clean"
+ACCURACY = "accuracy in %, by severity"
 
 
 def cell_name(corruption: str, severity: int) -> str:
@@ -33,7 +32,7 @@ def table_name(split: str = "test", weights: str = "last", corrupted_dir: Path |
 
 
 @dataclass(frozen=True)
-class RobustnessTable:
+class RobustnessTable(Result):
     """Top-1 accuracies in percent, by cell: `clean`, `fog:3`, `fgsm:1`; and what they were measured on."""
 
     cells: Mapping[str, float]
@@ -75,33 +74,31 @@ class RobustnessTable:
         found["mean of corruptions"] = self.mean()
         return {name: value for name, value in found.items() if value is not None}
 
-    def table(self) -> Table:
-        table = Table(title=self.title, caption=self.caption, title_justify="left", caption_justify="left")
-        header, *rows = self.rows()
-        for index, name in enumerate(header):
-            table.add_column(name, justify="right" if index else "left", no_wrap=True)
-        for row in rows:
-            table.add_row(*row)
-        return table
+    def table(self) -> FittedTable:
+        return FittedTable(self.title, self.rows(), self.caption, keys=(ACCURACY,), left=(ACCURACY,))
 
     def markdown(self) -> str:
-        header, *rows = self.rows()
+        rows = self.rows()
+        header = list(rows[0]) if rows else []
         rule = ["---", *["---:"] * (len(header) - 1)]
-        lines = ["| " + " | ".join(row) + " |" for row in [header, rule, *rows]]
+        lines = ["| " + " | ".join(cells) + " |" for cells in [header, rule, *(row.values() for row in rows)]]
         return "\n".join([f"**{self.title}**", "", *lines, "", self.caption, ""])
 
-    def rows(self) -> list[list[str]]:
-        """A header; clean and attacked accuracy, which have no severity; the corruptions; their mean."""
+    def rows(self) -> list[dict[str, str]]:
+        """Clean and attacked accuracy, which have no severity; the corruptions; their mean."""
         levels = self.severities
-        rows: list[list[Any]] = [["accuracy in %, by severity", *map(str, levels), "mean" if levels else "all"]]
-        single = {CLEAN: self.cells[CLEAN]} if CLEAN in self.cells else {}
-        rows += [[name, *[""] * len(levels), value] for name, value in {**single, **self.attacks}.items()]
+        clean = {CLEAN: self.cells[CLEAN]} if CLEAN in self.cells else {}
+        found: dict[str, list[Any]] = {name: [""] * len(levels) + [v] for name, v in {**clean, **self.attacks}.items()}
         for name in self.corruptions:
-            cells = [self.cells.get(cell_name(name, level)) for level in levels]
-            rows.append([name, *cells, self.mean(corruption=name)])
+            found[name] = [*(self.cells.get(cell_name(name, s)) for s in levels), self.mean(corruption=name)]
         if self.corruptions:
-            rows.append(["mean of corruptions", *(self.mean(severity=level) for level in levels), self.mean()])
-        return [[cell if isinstance(cell, str) else "–" if cell is None else f"{cell:.2f}" for cell in r] for r in rows]
+            found["mean of corruptions"] = [*(self.mean(severity=level) for level in levels), self.mean()]
+        header = (ACCURACY, *map(str, levels), "mean" if levels else "all")
+        texts = {
+            name: [v if isinstance(v, str) else "–" if v is None else f"{v:.2f}" for v in values]
+            for name, values in found.items()
+        }
+        return [dict(zip(header, (name, *cells), strict=True)) for name, cells in texts.items()]
 
     @property
     def title(self) -> str:
@@ -114,15 +111,9 @@ class RobustnessTable:
         parts = [f"{key}: {self.context[key]}" for key in wanted if key in self.context]
         return "; ".join(["top-1 accuracy; attacks are L∞, ε in levels of 255", *parts])
 
-    def __str__(self) -> str:
-        console = Console(width=160, no_color=True)
-        with console.capture() as capture:
-            console.print(self.table())
-        return capture.get()
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def to_json(self) -> str:
         body = {"format": FORMAT, "context": dict(self.context), "cells": dict(self.cells)}
-        return atomic_write(path, json.dumps(body, indent=1, ensure_ascii=False, allow_nan=False).encode())
+        return json.dumps(body, indent=1, ensure_ascii=False, allow_nan=False)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RobustnessTable:

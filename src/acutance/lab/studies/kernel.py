@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.table import Table
 from torch import Tensor, nn
 
 from acutance import metrics, sites
@@ -29,10 +28,10 @@ from acutance.errors import AcutanceError
 from acutance.explain.verdict import rank_correlation
 from acutance.io import LoadedModel
 from acutance.lab.data import digits
-from acutance.lab.studies.pictures import kernel_picture
-from acutance.lab.studies.saving import data_frame, save_study
+from acutance.lab.studies.pictures import data_frame, kernel_picture, save_study
 from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import EVERY, Batch, Visitor, describe, walk
+from acutance.report.tables import FittedTable
 from acutance.sites.structure import bare_module, refuse_sharded
 
 if TYPE_CHECKING:
@@ -316,23 +315,17 @@ class KernelStudy:
             for (variant, data), group in groups.items()
         ]
 
-    def table(self) -> Table:
+    def table(self) -> FittedTable:
         """A column per variant: alignment, how far exp(q·k/√d) is from the assumptions, how the two go together."""
         paper = "; ".join(f"{name} {row['train']} train, {row['test']} test" for name, row in PAPER.items())
         caption = f"mean ± spread over runs; ρ: rank correlation with alignment. Table 4 (DeiT, ImageNet): {paper}"
-        left = {"title_justify": "left", "caption_justify": "left"}
-        table = Table(title="kernel assumptions of trained models", caption=caption, **left)  # type: ignore[arg-type]
-        rows = self.summary()
-        table.add_column("data")
-        table.add_column("")
-        for row in rows:
-            if row["data"] == rows[0]["data"]:
-                table.add_column(f"{row['variant']}, {row['runs']} run{'s' * (row['runs'] > 1)}", no_wrap=True)
-        for data in self.samples:
+        rows = {(data, name): {"data": data, "": name} for data in self.samples for name in FIGURES}
+        for found in self.summary():
+            column = f"{found['variant']}, {found['runs']} run{'s' * (found['runs'] > 1)}"
             for name, path in FIGURES.items():
-                figures = (_shown(row, path) for row in rows if row["data"] == data)
-                table.add_row(data, name, *figures, end_section=name == list(FIGURES)[-1])
-        return table
+                rows[found["data"], name][column] = _shown(found, path)
+        keys = ("data", "")
+        return FittedTable("kernel assumptions of trained models", [*rows.values()], caption, keys=keys, left=keys)
 
     def picture(self) -> Figure:
         return kernel_picture(self.to_frame())
