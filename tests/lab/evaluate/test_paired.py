@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from acutance.errors import AcutanceError
-from acutance.lab.evaluate.paired import paired, sign_flip_p
+from acutance.lab.evaluate.compare import paired, sign_flip_p
 
 
 @pytest.mark.parametrize("count", range(1, 11))
