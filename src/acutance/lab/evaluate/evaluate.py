@@ -95,10 +95,8 @@ def refuse_seen(folder: Path, config: Config, split: str, weights: Weights = "la
 
 def read_evaluations(folder: Path, split: str) -> list[Evaluation]:
     """All that was evaluated on a split before, of whichever weights and settings."""
-    found = [
-        read_json(path, FORMAT, Evaluation.from_dict) for path in sorted(folder.glob(f"evaluation-{split}-*.json"))
-    ]
-    return [evaluation for evaluation in found if evaluation.split == split]
+    paths = sorted(folder.glob(f"evaluation-{split}-*.json"))
+    return [read_json(path, FORMAT, Evaluation.from_dict) for path in paths]
 
 
 def read_evaluation(

@@ -11,7 +11,8 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,17 +94,6 @@ def negative_share(left: Tensor, right: Tensor) -> Tensor:
     return _negative(torch.linalg.eigvalsh(root @ swapped))
 
 
-def matrix_asymmetry(S: Tensor) -> Tensor:
-    """`asymmetry` of a matrix that is there, (..., N, N)."""
-    found: Tensor = torch.linalg.matrix_norm(S - S.mT) / torch.linalg.matrix_norm(S + S.mT)
-    return found
-
-
-def matrix_negative_share(S: Tensor) -> Tensor:
-    """`negative_share` of a matrix that is there, (..., N, N)."""
-    return _negative(torch.linalg.eigvalsh(S + S.mT))
-
-
 def permuted(S: Tensor, pairs: Tensor, generator: torch.Generator) -> Tensor:
     """S (samples, heads, N, N) with its entries in random order: what is left of a measure then is chance.
 
@@ -166,7 +156,7 @@ class KernelAssumptions:
     def rows(self) -> Iterator[dict[str, float]]:
         """One row per layer and head, means over samples; layers and heads are numbered from 1."""
         means = {name: values.mean(1) for name, values in self.samples.items()}
-        means |= {"weights_asymmetry": self.weights_asymmetry, "weights_negative": self.weights_negative}
+        means |= {name: getattr(self, name) for name in WEIGHTS}
         for layer, head in np.ndindex(self.weights_asymmetry.shape):
             yield {"layer": layer + 1, "head": head + 1, **{k: float(v[layer, head]) for k, v in means.items()}}
 
@@ -233,7 +223,8 @@ def _measures(record: AttentionCall, samples: TokenLayout, generator: torch.Gene
     kernel, random = (_kernel(x, pairs, A.softcap) for x in (logits, shuffled))
     found = {"logits_asymmetry": asymmetry(q, k), "logits_negative": negative_share(q, k)}
     for of, ending, S in (("kernel", "", kernel), ("logits", "_permuted", shuffled), ("kernel", "_permuted", random)):
-        found |= {f"{of}_asymmetry{ending}": matrix_asymmetry(S), f"{of}_negative{ending}": matrix_negative_share(S)}
+        found[f"{of}_asymmetry{ending}"] = torch.linalg.matrix_norm(S - S.mT) / torch.linalg.matrix_norm(S + S.mT)
+        found[f"{of}_negative{ending}"] = _negative(torch.linalg.eigvalsh(S + S.mT))
     return found | {"alignment": metrics.gradient_alignment(A, record.values, counts)}
 
 
@@ -307,10 +298,10 @@ class KernelStudy:
         return [
             {"variant": variant, "data": data, "runs": len(group)}
             | {name: _spread([float(f.samples[name].mean()) for f in group]) for name in group[0].samples}
-            | {name: _spread([mean_known(getattr(f, name)) for f in group]) for name in WEIGHTS}
+            | {name: _spread([_known_mean(getattr(f, name)) for f in group]) for name in WEIGHTS}
             | {
                 "pooled": {name: _spread([f.correlations()[name] for f in group]) for name in MEASURES},
-                "within": {name: _spread([mean_known(f.layer_correlations()[name]) for f in group]) for name in SHOWN},
+                "within": {name: _spread([_known_mean(f.layer_correlations()[name]) for f in group]) for name in SHOWN},
             }
             for (variant, data), group in groups.items()
         ]
@@ -402,15 +393,12 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def _shown(row: Mapping[str, Any], path: Sequence[str]) -> str:
-    figure: Any = row
-    for name in path:
-        figure = figure[name]
+    figure: Any = reduce(getitem, path, row)
     if math.isnan(figure["mean"]):
         return "–"
     return f"{figure['mean']:.3f}" + (f" ± {figure['spread']:.3f}" if row["runs"] > 1 else "")
 
 
-def mean_known(values: NDArray[np.float64]) -> float:
+def _known_mean(values: NDArray[np.float64]) -> float:
     """The mean of the entries that are not NaN; NaN if there are none."""
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if known.size else float("nan")
+    return float("nan") if np.isnan(values).all() else float(np.nanmean(values))
