@@ -56,11 +56,7 @@ def evaluate(
     """
     check_names(list(corruptions), list(severities))
     images = images.to(next((weight.device for weight in model.parameters()), torch.device("cpu")))
-
-    def drawn(name: str, severity: int, part: int) -> Tensor:
-        return corrupt_part(_part(images.images, part), name, severity, seed, part)
-
-    source, description = drawn, "drawn, at ImageNet-C's severities"
+    source, description = _drawn(images, seed), "drawn, at ImageNet-C's severities"
     if corrupted_dir is not None:
         source, description = _published(Path(corrupted_dir), images), f"the files in {Path(corrupted_dir).name}"
     dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
@@ -91,6 +87,10 @@ def evaluate(
 
 def _part(rows: Tensor, part: int) -> Tensor:
     return rows[part * AT_ONCE : (part + 1) * AT_ONCE]
+
+
+def _drawn(images: Images, seed: int) -> Callable[[str, int, int], Tensor]:
+    return lambda name, severity, part: corrupt_part(_part(images.images, part), name, severity, seed, part)
 
 
 def _published(folder: Path, images: Images) -> Callable[[str, int, int], Tensor]:
