@@ -68,23 +68,12 @@ def oracle(S):
     return np.linalg.norm(S - S.T) / np.linalg.norm(S + S.T), negative
 
 
-@pytest.mark.parametrize("tokens", [3, 9, 40])
+@pytest.mark.parametrize("tokens", [3, 9])
 def test_grams_give_what_the_matrix_gives(tokens):
     q, k = normal(2, tokens, 4), normal(2, tokens, 4, seed=1)
-    for sample in range(2):
-        expected = oracle((q[sample] @ k[sample].mT).numpy())
-        assert (asymmetry(q, k)[sample].item(), negative_share(q, k)[sample].item()) == pytest.approx(
-            expected, abs=1e-7
-        )
-
-
-def test_known_values():
-    x = normal(9, 4)
-    assert asymmetry(x, x).item() == pytest.approx(0, abs=1e-7)
-    assert negative_share(x, x).item() == pytest.approx(0, abs=1e-7)
-    assert negative_share(x, -x).item() == pytest.approx(1, abs=1e-7)
-    turn = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
-    assert asymmetry(normal(9, 2), normal(9, 2) @ (turn + 1e-3 * torch.eye(2))).item() > 100
+    found = torch.stack([asymmetry(q, k), negative_share(q, k)], 1)
+    expected = np.stack([oracle(S.numpy()) for S in q @ k.mT])
+    np.testing.assert_allclose(found, expected, atol=1e-7)
 
 
 IDS = torch.arange(14).reshape(2, 7)
@@ -202,16 +191,6 @@ def test_permuting_keeps_the_entries_inside_and_leaves_the_rest_alone():
     assert torch.equal(mixed, permuted(S, pairs, torch.Generator().manual_seed(0)))
 
 
-def test_permuted_entries_of_a_symmetric_kernel_are_what_chance_gives():
-    """A Gram matrix is symmetric and positive definite by its arrangement, not by its entries."""
-    x = normal(1, 1, 60, 60)
-    S = x @ x.mT
-    S = S - S.mean()  # without a mean: asymmetry 1, share ½ but for the diagonal's chance
-    mixed = permuted(S, torch.ones(1, 60, 60, dtype=torch.bool), torch.Generator().manual_seed(0))
-    assert oracle(S[0, 0].numpy())[0] == pytest.approx(0, abs=1e-9)
-    assert oracle(mixed[0, 0].numpy()) == (pytest.approx(1, abs=0.1), pytest.approx(0.5, abs=0.05))
-
-
 def test_what_cannot_be_compared_is_refused():
     from transformers import T5Config, T5EncoderModel
 
@@ -283,10 +262,7 @@ def test_one_model_is_held_at_a_time_and_every_batch_announced():
     assert heard == [f"a-seed{n}, {data}" for n in (0, 1) for data in ("train", "train", "test", "test")]
     assert len(heard) == 2 * kernel.batch_count(70)
     assert study.runs["a-seed1", "test"].alignment.shape == (2, 70, 3)
-    assert [kernel.variant_of(run) for run in ("neutreno-featscale-seed12", "seed3-a")] == [
-        "neutreno-featscale",
-        "seed3-a",
-    ]
+    assert list(map(kernel.variant_of, ("neutreno-featscale-seed12", "seed3-a"))) == ["neutreno-featscale", "seed3-a"]
 
 
 def test_a_causal_model_is_read_on_text(tmp_path):

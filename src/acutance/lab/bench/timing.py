@@ -86,6 +86,14 @@ def peak_mib(step: Step, device: str) -> float | None:
     return (torch.cuda.max_memory_allocated() - before) / MIB
 
 
+def resident_peak_bytes() -> int:
+    """This process's largest resident set so far; the system counts kibibytes on Linux, bytes on macOS."""
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
 def paired(step: Step, baseline: Step, pace: Pace, device: str) -> Iterator[tuple[float, float]]:
     """Seconds a call of a variant and of the baseline right beside it, which is first and last by turns."""
     for repetition in range(pace.repetitions):
