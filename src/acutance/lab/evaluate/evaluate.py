@@ -127,12 +127,13 @@ def changed_settings(folder: Path, split: str, settings: Sequence[str]) -> tuple
 
 def evaluated_with(config: Config, split: str) -> tuple[str, ...]:
     """All fields that scores on a split depend on, beside the model, with their values, as --set takes them."""
-    found = []
-    for name in sorted(task_class(config.task.kind).evaluated_by(split)):
-        value = reduce(getattr, name.split("."), config.task)
-        text = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
-        found.append(f"task.{name}={text}")
-    return tuple(found)
+    names = sorted(task_class(config.task.kind).evaluated_by(split))
+    return tuple(assignment(f"task.{name}", reduce(getattr, name.split("."), config.task)) for name in names)
+
+
+def assignment(name: str, value: Any) -> str:
+    """As --set takes it."""
+    return f"{name}={value if isinstance(value, str) else 'none' if value is None else json.dumps(value)}"
 
 
 def evaluate_run(

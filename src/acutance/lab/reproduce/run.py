@@ -30,7 +30,7 @@ from acutance.lab import recipes
 from acutance.lab.data import load_images, load_segmentation
 from acutance.lab.data.seeds import mixed_seed
 from acutance.lab.data.tokens import corpus_files
-from acutance.lab.evaluate.evaluate import evaluate_run, read_evaluation, task_of, with_data_dir
+from acutance.lab.evaluate.evaluate import assignment, evaluate_run, read_evaluation, task_of, with_data_dir
 from acutance.lab.reproduce.target import Line, Result, Row, Target, Training
 from acutance.lab.studies.pictures import save_picture
 from acutance.lab.tasks import samples as samples_of
@@ -112,7 +112,7 @@ class Planned:
         if not self.is_open:
             return None
         differing = changes(recipes.load(self.recipe).to_dict(), self.config.to_dict())
-        fields = [word for name, (_, value) in differing.items() for word in ("--set", f"{name}={_text(value)}")]
+        fields = [word for name, (_, value) in differing.items() for word in ("--set", assignment(name, value))]
         resume = ["--resume"] if self.run.exists() else []
         return shlex.join(["acutance", "train", self.recipe, "--out", str(self.run.folder), *resume, *fields])
 
@@ -132,8 +132,6 @@ class Planned:
     def train(self, device: str, console: Console) -> None:
         """Train what is left. Divergence is a result too, and kept."""
         self.check()
-        if not self.is_open:
-            return
         if self.config.loop.compile:
             torch.compiler.reset()  # many runs in one process would reach the limit on recompilations
         told = {"recipe": self.recipe, "resume": self.run.exists()}
@@ -365,8 +363,8 @@ class RowModel:
         folder, session = self.run.run.folder, self.session
         found = read_evaluation(folder, split, settings=settings)
         if found is None:
-            where = {"data_dir": session.data_dir, "device": session.chosen_device}
-            found = evaluate_run(folder, split=split, settings=settings, **where)  # type: ignore[arg-type]
+            data_dir, device = session.data_dir, session.chosen_device
+            found = evaluate_run(folder, split=split, settings=settings, data_dir=data_dir, device=device)
         return found.scores
 
     def save_picture(self, figure: Figure, kind: str) -> None:
@@ -378,9 +376,3 @@ def _concerns(config: Config, change: str) -> bool:
     """Whether a run has the field: task.shards is ImageNet's, and other tasks ignore it."""
     room, *inside = (part.strip() for part in change.partition("=")[0].split("."))
     return room != "task" or not inside or hasattr(config.task, inside[0])
-
-
-def _text(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return str(value).replace(" ", "") if isinstance(value, list) else str(value)
