@@ -76,30 +76,19 @@ class Problem:
     width: int = 64
     causal: bool = False
 
-    def bytes_moved(self, itemsize: int, *, term: bool, backward: bool) -> float:
-        """Every input read once and every output written once, with one log-sum a row in float32.
+    def kernels(self, itemsize: int, *, training: bool, term: bool = False) -> list[Kernel]:
+        """Forward, and in training backward: every input read once and every output written once.
 
-        Forward: q, k, v and v⁰ to u. Backward: the same, u and its gradient to those of q, k, v and v⁰.
+        Forward: q, k, v and v⁰ to u, with one log-sum a row in float32. Backward: q, k, v, u and its gradient to those
+        of q, k, v and v⁰, which itself is not needed where λ is a constant.
         """
         activation = self.batch * self.tokens * self.heads * self.width * itemsize
         sums = self.batch * self.heads * self.tokens * 4
-        forward = (3 + term + 1) * activation + sums
-        # v⁰'s gradient is λ times the output's; v⁰ itself is not needed where λ is a constant.
-        return forward + ((3 + 1 + 1 + 3 + term) * activation + sums) * backward
-
-    def flops(self, *, backward: bool) -> float:
-        """Two products forward; backward five, one of which is the first again."""
         pairs = self.tokens * (self.tokens + 1) // 2 if self.causal else self.tokens**2
         product = 2 * self.batch * self.heads * pairs * self.width
-        return product * (2 + 5 * backward)
-
-    def kernels(self, itemsize: int, *, training: bool) -> list[Kernel]:
-        """Forward, and in training backward."""
-        forward, both = (
-            (self.bytes_moved(itemsize, term=False, backward=backward), self.flops(backward=backward))
-            for backward in (False, True)
-        )
-        return [forward, (both[0] - forward[0], both[1] - forward[1])] if training else [forward]
+        forward = (4 + term) * activation + sums, 2 * product
+        backward = (8 + term) * activation + sums, 5 * product  # one of which is the first again
+        return [forward, backward] if training else [forward]
 
 
 def linear(rows: int, inputs: int, outputs: int, itemsize: int, passes: int = 1) -> list[Kernel]:
@@ -219,12 +208,11 @@ def _rows(problem: Problem, backward: bool, settings: Settings) -> Iterator[list
     for rows in compare(candidates, settings.pace(steps=10, calls=CALLS), settings.device):
         for row in rows:
             term = not row["variant"].endswith("plain")
-            moved = problem.bytes_moved(settings.dtype.itemsize, term=term, backward=backward)
-            kernel = moved, problem.flops(backward=backward)
-            floor = 1e3 * ceilings.floor(*kernel)
+            kernels = problem.kernels(settings.dtype.itemsize, training=backward, term=term)
+            floor = 1e3 * ceilings.floor(*map(sum, zip(*kernels, strict=True)))
             row["floor_ms"] = f"{floor:.4f}"
             row["times_floor"] = f"{float(row['ms']) / floor:.2f}" if "ms" in row else ""
-            row |= ceilings.columns([kernel])
+            row |= ceilings.columns(kernels)
         yield rows
 
 
