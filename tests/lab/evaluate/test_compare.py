@@ -1,6 +1,7 @@
 """Groups of runs, made of records and tables alone: nothing is trained, and every number is known."""
 
 import json
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from acutance.cli import app
 from acutance.errors import AcutanceError
 from acutance.lab import recipes
 from acutance.lab.evaluate import Evaluation, compare, compare_robustness, paired
+from acutance.lab.evaluate.compare import sign_flip_p
 from acutance.lab.robustness import RobustnessTable
 from acutance.lab.robustness.evaluate import weights_digest
 from acutance.lab.train import Run, override
@@ -308,3 +310,30 @@ def test_a_start_is_known_by_its_own_start_by_its_file_or_by_its_name(tmp_path):
     assert [list(group.scores) for group in compare(runs).groups] == [[0, 2], [1]]
     runs = [top1(tmp_path / f"not-recorded-{i}", f"loop.seed={i}", f"task.weights={i}.safetensors") for i in range(2)]
     assert labels(*runs) == ["weights 0.safetensors", "weights 1.safetensors"]
+
+
+# The sign-flip test
+
+
+@pytest.mark.parametrize("count", range(1, 11))
+def test_it_counts_what_brute_force_counts(count):
+    random = np.random.default_rng(count)
+    signs = np.array(list(product((1, -1), repeat=count)))
+    for differences in (random.normal(0.5, 1, count), random.integers(-2, 3, count).astype(float)):
+        expected = (np.abs(signs @ differences) >= abs(differences.sum()) - 1e-9).mean()
+        assert sign_flip_p(differences) == pytest.approx(expected, abs=1e-12)
+
+
+def test_three_seeds_cannot_show_much_and_many_clear_ones_have_a_tiny_p():
+    test = paired([70.0, 71.0, 72.0], [71.0, 71.5, 72.25])
+    assert test.p == test.smallest_p == 0.25
+    assert test.mean == pytest.approx((1 + 0.5 + 0.25) / 3)
+    assert test.spread == pytest.approx(np.std([1, 0.5, 0.25], ddof=1))
+    assert paired([1.0, 2.0], [1.0, 2.0]).p == 1
+    assert sign_flip_p(np.ones(30)) == pytest.approx(2.0**-29)
+
+
+@pytest.mark.parametrize("differences", [[], [float("nan")], np.ones(41)])
+def test_what_it_cannot_take(differences):
+    with pytest.raises(AcutanceError, match="1 to 40 finite differences"):
+        sign_flip_p(differences)
