@@ -30,8 +30,10 @@ from torch import Tensor
 import acutance as ac
 from acutance.explain import Outcome, Spectrum
 from acutance.files.atomic import finite
+from acutance.io.inputs import pillow
 from acutance.io.saving import load
 from acutance.lab.bench.results import Row, hardware, write_rows
+from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD, centre_crop
 from acutance.lab.data.seeds import mixed_seed
 from acutance.lab.demo import demo_config
 from acutance.lab.tasks.classification import ClassificationTask
@@ -69,16 +71,10 @@ def load_images(arguments: argparse.Namespace) -> tuple[Tensor, str, dict[str, s
 
 
 def prepare(path: Path) -> Tensor:
-    """One image as DeiT is evaluated: short side to 256 (bicubic), centre crop 224, ImageNet's mean and deviation."""
-    from PIL import Image
-
-    image = Image.open(path).convert("RGB")
-    scale = 256 / min(image.size)
-    width, height = (max(256, round(side * scale)) for side in image.size)
-    left, top = (width - 224) // 2, (height - 224) // 2
-    image = image.resize((width, height), Image.Resampling.BICUBIC).crop((left, top, left + 224, top + 224))
+    """One image as DeiT is evaluated: the middle 224×224, normalised by ImageNet's mean and deviation."""
+    image = centre_crop(pillow().open(path).convert("RGB"), 224)
     pixels = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) / 255
-    mean, deviation = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])
+    mean, deviation = torch.tensor([IMAGENET_MEAN, IMAGENET_STD])
     return (pixels - mean[:, None, None]) / deviation[:, None, None]
 
 

@@ -7,8 +7,6 @@ The road says how attention is reached: by a forward of our own, by transformers
 as it runs. Results go to benchmarks/results, one CSV per device, versions and --label.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 
@@ -43,17 +41,13 @@ class Block(nn.Module):
         return x + self.attn(self.norm(x))
 
 
-def tokens() -> Tensor:
-    return torch.randn(1, TOKENS, DIM)
-
-
 def written() -> tuple[nn.Module, Tensor]:
-    return nn.Sequential(*(Block() for _ in range(DEPTH))), tokens()
+    return nn.Sequential(*(Block() for _ in range(DEPTH))), torch.randn(1, TOKENS, DIM)
 
 
 def torch_nn() -> tuple[nn.Module, Tensor]:
     layer = nn.TransformerEncoderLayer(DIM, HEADS, DIM, 0.0, batch_first=True, norm_first=True)
-    return nn.TransformerEncoder(layer, DEPTH, enable_nested_tensor=False), tokens()
+    return nn.TransformerEncoder(layer, DEPTH, enable_nested_tensor=False), torch.randn(1, TOKENS, DIM)
 
 
 def own() -> tuple[nn.Module, Tensor]:

@@ -15,7 +15,6 @@ and seeds. Products are counted as they run, a batch as one. Results go to bench
 """
 
 import argparse
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -197,9 +196,8 @@ def main() -> None:
     rows = benchmark(arguments)
     worst = (f"{name}_worst" for name in ("condition", "value", "orthogonality", "gradient"))
     results.show(rows, "variant", "state", *worst, *counts(orthogonal.qr, torch.eye(2)))
-    shared = {"dim": arguments.dim, "batch": arguments.batch, "seeds": arguments.seeds}
-    where = arguments.results, "cpu", "float32"
-    print(results.script_rows("orthogonal_precision", rows, *where, toy=False, **shared), file=sys.stderr)
+    shared = {name: getattr(arguments, name) for name in ("dim", "batch", "seeds")}
+    print(results.script_rows("orthogonal_precision", rows, arguments.results, "cpu", "float32", toy=False, **shared))
 
 
 if __name__ == "__main__":
