@@ -64,7 +64,7 @@ def benchmark(arguments: argparse.Namespace) -> list[Row]:
     return found
 
 
-def parse() -> argparse.Namespace:
+def main() -> None:
     parser = results.script_parser(__doc__)
     parser.add_argument("--batch", type=int, help="1024; 16 on the CPU")
     parser.add_argument("--images", type=int, help="50,000; 64 on the CPU")
@@ -77,11 +77,6 @@ def parse() -> argparse.Namespace:
     for name, values in usual.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, values[arguments.device == "cuda"])
-    return arguments
-
-
-def main() -> None:
-    arguments = parse()
     torch.manual_seed(0)
     rows = benchmark(arguments)
     results.show(rows, "variant", "mode", "images_per_second", "ratio", "ratio_q1", "ratio_q3", "note")

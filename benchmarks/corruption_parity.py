@@ -8,8 +8,6 @@ difference between the two. Where nothing is drawn the difference should vanish;
 agree.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -10,7 +10,6 @@ figures per layer and head, the hardware, the versions and the command, in docs/
 """
 
 import argparse
-import csv
 import json
 import platform
 import shlex
@@ -22,7 +21,6 @@ from hashlib import sha256
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +30,10 @@ from torch import Tensor
 import acutance as ac
 from acutance.explain import Outcome, Spectrum
 from acutance.files.atomic import finite
+from acutance.io.inputs import pillow
 from acutance.io.saving import load
+from acutance.lab.bench.results import Row, hardware, write_rows
+from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD, centre_crop
 from acutance.lab.data.seeds import mixed_seed
 from acutance.lab.demo import demo_config
 from acutance.lab.tasks.classification import ClassificationTask
@@ -40,9 +41,8 @@ from acutance.lab.train import train
 from acutance.models import ViT
 
 EVIDENCE = Path(__file__).parents[1] / "docs" / "evidence"
+OUTCOMES = ("fell", "fell_if_smoothing", "rose_if_sharpening", "correlation", "agreement", "base_rate")
 VARIANTS = {"plain": None, "positive": "eigen:positive", "negative": "eigen:negative"}
-
-Row = dict[str, Any]
 
 
 def random_rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, Spectrum]]:
@@ -71,16 +71,10 @@ def load_images(arguments: argparse.Namespace) -> tuple[Tensor, str, dict[str, s
 
 
 def prepare(path: Path) -> Tensor:
-    """One image as DeiT is evaluated: short side to 256 (bicubic), centre crop 224, ImageNet's mean and deviation."""
-    from PIL import Image
-
-    image = Image.open(path).convert("RGB")
-    scale = 256 / min(image.size)
-    width, height = (max(256, round(side * scale)) for side in image.size)
-    left, top = (width - 224) // 2, (height - 224) // 2
-    image = image.resize((width, height), Image.Resampling.BICUBIC).crop((left, top, left + 224, top + 224))
+    """One image as DeiT is evaluated: the middle 224×224, normalised by ImageNet's mean and deviation."""
+    image = centre_crop(pillow().open(path).convert("RGB"), 224)
     pixels = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) / 255
-    mean, deviation = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])
+    mean, deviation = torch.tensor([IMAGENET_MEAN, IMAGENET_STD])
     return (pixels - mean[:, None, None]) / deviation[:, None, None]
 
 
@@ -112,7 +106,7 @@ def explained(model: ViT, batches: Sequence[Tensor], about: Row) -> tuple[Row, S
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         spectrum = ac.explain(model, batches, progress=False)
-    branch, block = spectrum.outcome("branch"), spectrum.outcome("block")
+    outcomes = {place: spectrum.outcome(place) for place in ("branch", "block")}
     figures = {
         "smoothing_percent": 100 * spectrum.share("whole").smoothing,
         "sharpening_percent": 100 * spectrum.share("whole").sharpening,
@@ -120,18 +114,7 @@ def explained(model: ViT, batches: Sequence[Tensor], about: Row) -> tuple[Row, S
         "sharpening_percent_by_head": 100 * spectrum.share("heads").sharpening,
         "negative_share": float(np.mean([layer.negative_share for layer in spectrum.layers])),
         "lowest_eigenvalue": min(float(layer.spectrum.real.min()) for layer in spectrum.layers),
-        "fell_branch": branch.fell,
-        "fell_block": block.fell,
-        "fell_if_smoothing_branch": branch.fell_if_smoothing,
-        "rose_if_sharpening_branch": branch.rose_if_sharpening,
-        "correlation_branch": branch.correlation,
-        "fell_if_smoothing_block": block.fell_if_smoothing,
-        "rose_if_sharpening_block": block.rose_if_sharpening,
-        "correlation_block": block.correlation,
-        "agreement_branch": branch.agreement,
-        "base_rate_branch": branch.base_rate,
-        "agreement_block": block.agreement,
-        "base_rate_block": block.base_rate,
+        **{f"{name}_{place}": getattr(found, name) for place, found in outcomes.items() for name in OUTCOMES},
         "samples": spectrum.context["samples"],
         "explain_seconds": time.perf_counter() - start,
         "warnings": "; ".join(str(warning.message) for warning in caught),
@@ -162,21 +145,13 @@ def show(row: Row) -> None:
 
 def in_words(found: Outcome) -> str:
     """Prediction against measurement, here over all trained models together, among which the prediction differs."""
-    figures = {
-        "agreement": found.agreement,
-        "base rate": found.base_rate,
-        "fell where predicted": found.fell_if_smoothing,
-        "rose where predicted": found.rose_if_sharpening,
-        "rank correlation": found.correlation,
-    }
-    return ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+    return ", ".join(f"{name.replace('_', ' ')} {getattr(found, name):.3f}" for name in OUTCOMES[1:])
 
 
 def write(rows: list[Row], layers: list[list[Row]], arguments: argparse.Namespace) -> None:
-    device = torch.device(arguments.device)
     context = {
         "command": shlex.join(["python", "benchmarks/dominance.py", *sys.argv[1:]]),
-        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
+        "hardware": hardware(arguments.device),
         "threads": torch.get_num_threads(),
         "images": arguments.hashes,
         "versions": {"acutance": ac.__version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -186,10 +161,8 @@ def write(rows: list[Row], layers: list[list[Row]], arguments: argparse.Namespac
     path = arguments.out / f"dominance-{arguments.which}"
     runs = [{**row, "layers": found} for row, found in zip(rows, layers, strict=True)]
     path.with_suffix(".json").write_text(json.dumps(finite({**context, "runs": runs}), indent=1, ensure_ascii=False))
-    with path.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    texts = [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+    write_rows(path.with_suffix(".csv"), texts, {})
 
 
 def variants(text: str) -> dict[str, str | None]:

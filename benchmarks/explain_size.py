@@ -13,9 +13,6 @@ the whole process. Results go to benchmarks/results, one CSV per dtype and PyTor
 
 import argparse
 import csv
-import platform
-import resource
-import shlex
 import statistics
 import sys
 import time
@@ -28,10 +25,12 @@ from torch import Tensor
 
 from acutance.explain import Spectrum
 from acutance.explain.weights import layer_spectrum
+from acutance.lab.bench import results
+from acutance.lab.bench.results import Row
+from acutance.lab.bench.timing import MIB, resident_peak_bytes
 from acutance.sites import AttentionSite
 
 RESULTS = Path(__file__).parent / "results"
-MIB = 2**20
 
 
 class SyntheticSite(AttentionSite):
@@ -58,13 +57,7 @@ class SyntheticSite(AttentionSite):
     projections = observe = install = replace = _is_only_read
 
 
-def resident_peak_bytes() -> int:
-    """The largest resident set so far; kibibytes on Linux, bytes on macOS."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
+def benchmark(arguments: argparse.Namespace) -> Row:
     dtype = getattr(torch, arguments.dtype)
 
     def site(layer: int, shrink: int = 1) -> SyntheticSite:
@@ -83,6 +76,7 @@ def benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
         print(f"layer {layer}/{arguments.layers}: {seconds[-1]:.2f} s of CPU, {verdict}", file=sys.stderr)
     written = len(Spectrum(tuple(kept)).to_json().encode())
     resident = resident_peak_bytes()
+    command = results.command("python benchmarks/explain_size.py", sys.argv[1:], without="--out")
     return {
         "layers": arguments.layers,
         "dim": arguments.dim,
@@ -103,25 +97,17 @@ def benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
         "layer_weights_mib": f"{(weights.value.nbytes + weights.projection.nbytes) / MIB:.0f}",
         "eigenvalues_kept": sum(s.heads.size + (0 if s.whole is None else s.whole.size) for s in kept),
         "threads": torch.get_num_threads(),
-        "device": f"{platform.machine()} CPU",
-        "versions": f"python {platform.python_version()}, torch {torch.__version__}",
-        "command": shlex.join(["python", "benchmarks/explain_size.py", *sys.argv[1:]]),
+        **results.provenance("cpu", command),
     }
 
 
-def write(row: dict[str, Any], arguments: argparse.Namespace) -> Path:
+def write(row: Row, arguments: argparse.Namespace) -> Path:
     """Add the row to the file of this dtype and PyTorch, in place of the same command's or older columns."""
-    path = arguments.out / f"explain_size-cpu-{arguments.dtype}-torch{torch.__version__.split('+')[0]}.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
+    path, rows = arguments.out / results.file_name("explain_size", "cpu", arguments.dtype), []
     if path.exists():
         with path.open(newline="") as file:
             rows = [old for old in csv.DictReader(file) if old["command"] != row["command"] and [*old] == [*row]]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(row), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows([*rows, row])
-    return path
+    return results.write_rows(path, [*rows, row], {})
 
 
 def main() -> None:

@@ -1,26 +1,22 @@
 """Host time that a mitigation adds to a layer, forwards, in eager mode: tiny models, so that nothing else counts.
 
-    python benchmarks/host_time.py [--device cuda] [--csv FILE]
+    python benchmarks/host_time.py [--device cuda] [--label VERSION]
 
-Every row is the median over rounds of (patched − plain) / layers, plain and patched taking turns; the spread is the
-quartiles. The road says how attention is reached: by a forward of our
-own, by transformers' attention interface, or intercepted as it runs.
+Every row is the median over rounds of (patched − plain) / layers, plain and patched taking turns, with its quartiles.
+The road says how attention is reached: by a forward of our own, by transformers' attention interface, or intercepted
+as it runs. Results go to benchmarks/results, one CSV per device, versions and --label.
 """
 
-from __future__ import annotations
-
-import argparse
-import csv
-import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import acutance as ac
+from acutance.lab.bench import results
+from acutance.lab.bench.timing import spread
 
 DIM, HEADS, DEPTH, TOKENS = 32, 4, 12, 8
 CALLS = 20
@@ -45,17 +41,13 @@ class Block(nn.Module):
         return x + self.attn(self.norm(x))
 
 
-def tokens() -> Tensor:
-    return torch.randn(1, TOKENS, DIM)
-
-
 def written() -> tuple[nn.Module, Tensor]:
-    return nn.Sequential(*(Block() for _ in range(DEPTH))), tokens()
+    return nn.Sequential(*(Block() for _ in range(DEPTH))), torch.randn(1, TOKENS, DIM)
 
 
 def torch_nn() -> tuple[nn.Module, Tensor]:
     layer = nn.TransformerEncoderLayer(DIM, HEADS, DIM, 0.0, batch_first=True, norm_first=True)
-    return nn.TransformerEncoder(layer, DEPTH, enable_nested_tensor=False), tokens()
+    return nn.TransformerEncoder(layer, DEPTH, enable_nested_tensor=False), torch.randn(1, TOKENS, DIM)
 
 
 def own() -> tuple[nn.Module, Tensor]:
@@ -109,12 +101,10 @@ def added(model: nn.Module, batch: Tensor, spec: str, rounds: int) -> list[float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
+    parser = results.script_parser(__doc__)
     parser.add_argument("--spec", default="neutreno:0.6")
-    parser.add_argument("--label", default="", help="what the rows are called, such as a version")
+    parser.add_argument("--label", default="", help="what the rows and their file are called, such as a version")
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
@@ -122,25 +112,14 @@ def main() -> None:
         torch.manual_seed(0)
         try:
             model, batch = make()
-        except ImportError:
-            continue
-        model, batch = model.to(options.device).train(), batch.to(options.device)
-        try:
+            model, batch = model.to(options.device).train(), batch.to(options.device)
             found = added(model, batch, options.spec, options.rounds)
-        except ac.AcutanceError:  # a version that cannot
+        except (ImportError, ac.AcutanceError):  # not installed, or a version that cannot
             continue
-        low, _, high = statistics.quantiles(found, n=4)
-        row = {"label": options.label, "model": name, "road": road, "spec": options.spec, "device": options.device}
-        row |= {"added_us": round(statistics.median(found), 1), "q1": round(low, 1), "q3": round(high, 1)}
-        rows.append(row | {"torch": torch.__version__, "rounds": options.rounds})
-        print(row)
-    if options.csv is not None:
-        new = not options.csv.exists()
-        with options.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            if new:
-                writer.writeheader()
-            writer.writerows(rows)
+        row = {"label": options.label, "model": name, "road": road, "spec": options.spec, "rounds": options.rounds}
+        rows.append(row | spread("added_us", found, ".1f"))
+    results.show(rows, "model", "road", "added_us", "added_us_q1", "added_us_q3")
+    print(results.script_rows("host_time", rows, options.results, options.device, "float32", options.label, toy=False))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ to benchmarks/results, one CSV per device, dtype and versions.
 import argparse
 import json
 import math
-import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -26,11 +26,11 @@ import torch
 
 from acutance.attention.operator import AttentionOperator
 from acutance.lab.bench import results
+from acutance.lab.bench.timing import MIB, resident_peak_bytes
 
 HEADS = {"cpu": 2, "cuda": 8}
 DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 WIDTH = 64
-MIB = 2**20
 
 OPERATIONS: dict[str, Callable[[AttentionOperator, torch.Tensor], object]] = {
     "A @ x": lambda A, x: A @ x,
@@ -48,12 +48,6 @@ def inputs(tokens: int, device: str, dtype: str) -> tuple[AttentionOperator, tor
     shape = (1, HEADS[device], tokens, WIDTH)
     q, k, x = (torch.randn(shape, generator=generator).to(device, getattr(torch, dtype)) for _ in range(3))
     return AttentionOperator(q, k), x
-
-
-def resident_peak_bytes() -> int:
-    """The largest resident set so far; kibibytes on Linux, bytes on macOS."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def measure(operation: str, tokens: int, device: str, dtype: str) -> Cell:
@@ -115,11 +109,7 @@ def growth(rows: list[Cell], operation: str) -> float | None:
     """Least-squares slope of log(peak) over log(tokens), of what finished."""
     cells = [row for row in rows if row["op"] == operation and (row["peak_mib"] or 0) > 0]
     points = [(math.log(cell["tokens"]), math.log(cell["peak_mib"])) for cell in cells]
-    if len(points) < 2:
-        return None
-    x_mean, y_mean = (sum(axis) / len(points) for axis in zip(*points, strict=True))
-    slope: float = sum((x - x_mean) * (y - y_mean) for x, y in points) / sum((x - x_mean) ** 2 for x, _ in points)
-    return slope
+    return statistics.linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else None
 
 
 def write(rows: list[Cell], arguments: argparse.Namespace) -> Path:

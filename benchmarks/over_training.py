@@ -11,14 +11,12 @@ The figures go to --out as symmetry.csv and symmetry.json; `acutance lab kernel`
 """
 
 import argparse
-import csv
 import json
 import shlex
 import sys
 from io import StringIO
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +28,7 @@ from acutance.explain import symmetry_over
 from acutance.explain.weights import Norm
 from acutance.files.atomic import atomic_write
 from acutance.io.saving import load
+from acutance.lab.bench.results import Row, write_rows
 from acutance.lab.demo import demo_config
 from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train import Config, Run, train
@@ -48,8 +47,6 @@ VARIANTS: dict[str, list[str]] = {
 }
 # Of H by itself, and of H diag(γ), γ the weight of the norm before it.
 NORMS: dict[str, Norm] = {"symmetry": "ignore", "symmetry_with_norm": "fold"}
-
-Row = dict[str, Any]
 
 
 def record_of(place: Path, variant: str, seed: int, config: Config) -> Row:
@@ -122,14 +119,8 @@ def write(rows: list[Row], records: list[Row], arguments: argparse.Namespace) ->
         "summary": found,
     }
     atomic_write(arguments.out / "symmetry.json", json.dumps(body, indent=1, ensure_ascii=False).encode())
-
-    def table(path: Path) -> None:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({k: f"{v:.5f}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
-
-    atomic_write(arguments.out / "symmetry.csv", table)
+    texts = [{k: f"{v:.5f}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+    write_rows(arguments.out / "symmetry.csv", texts, {})
     return found
 
 

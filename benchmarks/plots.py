@@ -102,7 +102,8 @@ BLUE, GREEN, RED, GREY = "#0072B2", "#009E73", "#D55E00", "#666666"
 MODELS = {"steps-32": "ViT-Ti/4, 32×32", "steps-224": "DeiT-Ti/16, 224×224"}
 SUBJECTS = {"timm's DeiT-Ti": "measuring timm's DeiT-Ti/16, 224×224, batch 256", "a Llama": "measuring Llama"}
 READINGS = {"token metrics": ("token metrics", 1.10), "and energy, entropy": ("and attention energy and entropy", 1.6)}
-NEUTRENO = {"variant": "NeuTRENO", "mode": "reduce-overhead"}
+GRAPHS = {"mode": "reduce-overhead"}
+NEUTRENO = {"variant": "NeuTRENO", **GRAPHS}
 LINES = (
     *(
         Line(f"NeuTRENO, {model}, {what} ÷ timm's plain ViT", BLUE, part, {"table": what, **NEUTRENO}, 1.0)
@@ -120,7 +121,7 @@ LINES = (
         for length in (2048, 8192)
     ),
     *(
-        Line(f"negative spectrum, {basis}, training ÷ plain ViT", GREEN, "eigen", {"variant": variant}, 1.05)
+        Line(f"negative spectrum, {basis}, training ÷ plain ViT", GREEN, "eigen", {"variant": variant, **GRAPHS}, 1.05)
         for basis in ("polar", "cayley", "householder")
         for variant in [f"eigen:negative,basis={basis}"]
     ),

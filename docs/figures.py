@@ -5,36 +5,102 @@
 A row that says what its file says is left as it is. Sentences are not written: those that are missing are named.
 """
 
+import csv
+import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from decimal import ROUND_HALF_UP, Decimal
 from functools import partial
+from pathlib import Path
 
 from acutance.measure.profile import Profile
-from result_files import (
-    ATTENTION,
-    DEIT,
-    LLAMA,
-    MANY,
-    MATRICES,
-    OURS,
-    RESULTS,
-    ROOT,
-    SMALL,
-    STEPS,
-    TOKENS,
-    Row,
-    line,
-    measured,
-    missing,
-    one,
-    read,
-    rounded,
-    rows_of,
-    step,
-    trained,
-    updated,
-    with_quartiles,
-)  # fmt: skip
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+GPU = "nvidia-h200-bfloat16-torch2.11.0-cuda13.0"
+STEPS = {"steps-32": "ViT-Ti/4 at 32×32", "steps-224": "DeiT-Ti/16 at 224×224"}
+TOKENS, ATTENTION, MATRICES = "token metrics", "and attention energy and entropy", "the same by whole matrices"
+DEIT, MANY = (f"timm's DeiT-Ti/16, 224×224, batch {batch}" for batch in (256, 1024))
+OURS, SMALL = DEIT.removeprefix("timm's "), "timm's ViT-Ti/4, 32×32, batch 256"
+LLAMA = "Llama of 1.2 billion parameters, 4 texts of 2048 tokens"
+
+Row = dict[str, str]
+
+
+def read(path: Path) -> list[Row]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def rows_of(name: str, ending: str = "") -> list[Row]:
+    return read(RESULTS / f"{name}-{GPU}{ending}.csv")
+
+
+def one(rows: list[Row], **wanted: str) -> Row:
+    """The row whose columns are, or for `table` end in, these."""
+    (found,) = [
+        row for row in rows if all(row[k].endswith(v) if k == "table" else row[k] == v for k, v in wanted.items())
+    ]
+    return found
+
+
+def step(part: str, table: str, variant: str, mode: str = "reduce-overhead") -> Row:
+    return one(rows_of(f"bench-{part}"), table=table, variant=variant, mode=mode)
+
+
+def eigen(variant: str) -> Row:
+    return one(rows_of("bench-eigen"), variant=variant, mode="reduce-overhead")
+
+
+def measured(model: str, variant: str, ending: str = "") -> Row:
+    return one(rows_of("bench-measure", ending), table=f"measuring {model}", variant=variant)
+
+
+def trained(evidence: str, label: str) -> tuple[list[int], int]:
+    """Seconds of all runs, the shortest first, and images/s to the nearest thousand."""
+    rows = read(ROOT / "docs" / "evidence" / evidence / "time.csv")
+    rows = [row for row in rows if row["run"].startswith(f"cifar100-{label}")]
+    seconds = sorted(int(rounded(row["seconds"], 0)) for row in rows)
+    return seconds, 1000 * round(statistics.median(int(row["median_speed"]) for row in rows) / 1000)
+
+
+def rounded(value: str | float, digits: int) -> str:
+    """As one rounds by hand: what is half goes up, which a binary number that is nearly half need not."""
+    return f"{Decimal(str(value)).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP):,}"
+
+
+def with_quartiles(row: Row, digits: int = 3, of: str = "ratio") -> str:
+    middle, low, high = (rounded(row[f"{of}{end}"], digits) for end in ("", "_q1", "_q3"))
+    return f"{middle} ({low} to {high})"
+
+
+def line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |".replace("  ", " ")  # an empty cell is one space
+
+
+def span(text: str, heading: str, place: int) -> tuple[int, int]:
+    """Where the rows of a table stand in a page, below its head."""
+    start = text.index(f"# {heading}\n") + len(heading) + 3
+    end = text.find("\n#", start)
+    found = list(re.finditer(r"(?:^\|.*\n)+", text[start : None if end < 0 else end + 1], re.MULTILINE))[place]
+    rows = found.group().splitlines(keepends=True)
+    return start + found.start() + len("".join(rows[:2])), start + found.end()
+
+
+def updated(page: str, heading: str, place: int, expected: Iterable[str]) -> str:
+    """The page with the table's rows as expected; rows that differ in bold type alone stay as they are."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    start, end = span(text, heading, place)
+    kept = {row.replace("**", ""): row for row in text[start:end].splitlines()}
+    return text[:start] + "".join(f"{kept.get(row, row)}\n" for row in expected) + text[end:]
+
+
+def missing(page: str, sentences: Iterable[str]) -> list[str]:
+    """The sentences that the page does not say."""
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").replace("**", "").split())
+    return [sentence for sentence in sentences if sentence not in text]
+
 
 # bench.md
 
@@ -63,19 +129,18 @@ def end_to_end_table() -> Iterator[str]:
 def micro_table() -> Iterator[str]:
     rows = rows_of("bench-micro")
     names = {
-        ("forward", "SDPA, plain"): "SDPA without the term",
-        ("forward", "fused kernel, with the term"): "ours with the term",
-        ("forward and backward", "SDPA, plain"): "SDPA without the term",
-        ("forward and backward", "SDPA, with the term"): "SDPA and the term",
-        ("forward and backward", "fused kernel, plain"): "ours without",
-        ("forward and backward", "fused kernel, with the term"): "ours with the term",
+        "SDPA, plain": "SDPA without the term",
+        "SDPA, with the term": "SDPA and the term",
+        "fused kernel, plain": "ours without",
+        "fused kernel, with the term": "ours with the term",
     }
-    for (what, variant), name in names.items():
+    forward = [("forward", variant) for variant in ("SDPA, plain", "fused kernel, with the term")]
+    for what, variant in [*forward, *(("forward and backward", variant) for variant in names)]:
         cells = []
         for size in ("1024, 64", "1024, 65", "512, 197"):
             row = one(rows, table=f"batch {size} tokens, 3 heads of width 64, {what}", variant=variant)
             cells.append(f"{rounded(1e3 * float(row['ms']), 0)} ({rounded(row['times_floor'], 1)})")
-        yield line(f"{what}, {name}", *cells)
+        yield line(f"{what}, {names[variant]}", *cells)
 
 
 def efficiency_table() -> Iterator[str]:
@@ -87,7 +152,7 @@ def efficiency_table() -> Iterator[str]:
 
 def eigen_table() -> Iterator[str]:
     for basis in ("polar", "cayley", "householder", "qr"):
-        row = one(rows_of("bench-eigen"), variant=f"eigen:negative,basis={basis}")
+        row = eigen(f"eigen:negative,basis={basis}")
         yield line(f"`{basis}`", rounded(row["ms"], 2), with_quartiles(row))
 
 
@@ -102,7 +167,6 @@ def long_training_table() -> Iterator[str]:
 
 
 def measure_table() -> Iterator[str]:
-    rows = rows_of("bench-measure")
     names = {
         "Llama, 1.2 billion parameters, 4 × 2048 tokens": LLAMA,
         "timm's DeiT-Ti, 256 images": DEIT,
@@ -110,10 +174,8 @@ def measure_table() -> Iterator[str]:
         "our DeiT-Ti, 256 images": OURS,
     }
     for name, model in names.items():
-        plain, tokens, attention, matrices = (
-            one(rows, table=f"measuring {model}", variant=variant)
-            for variant in ("plain forward pass", TOKENS, ATTENTION, MATRICES)
-        )
+        variants = ("plain forward pass", TOKENS, ATTENTION, MATRICES)
+        plain, tokens, attention, matrices = (measured(model, variant) for variant in variants)
         yield line(
             name, rounded(plain["ms"], 1),
             with_quartiles(tokens), rounded(tokens["memory_ratio"], 3), with_quartiles(attention),
@@ -131,12 +193,7 @@ def busy_host_table() -> Iterator[str]:
         "fifth, 8860a61": "-busy-host-5",
     }
     for machine, ending in machines.items():
-        rows = rows_of("bench-measure", ending)
-        pairs = [
-            one(rows, table=f"measuring {model}", variant=variant)
-            for model in (DEIT, MANY, LLAMA)
-            for variant in (TOKENS, ATTENTION)
-        ]
+        pairs = [measured(model, name, ending) for model in (DEIT, MANY, LLAMA) for name in (TOKENS, ATTENTION)]
         smallest = "" if "quick" in machine else f", smallest {rounded(pairs[0]['ratio_min'], 3)}"
         others = [rounded(row["ratio"], 3) for row in pairs[1:]]
         yield line(machine, with_quartiles(pairs[0]) + smallest, *others)
@@ -145,10 +202,8 @@ def busy_host_table() -> Iterator[str]:
 def long_model_table() -> Iterator[str]:
     rows = rows_of("bench-long-model")
     for tokens in dict.fromkeys(row["tokens"] for row in rows):
-        plain, read, matrices = (
-            one(rows, tokens=tokens, variant=variant)
-            for variant in ("plain forward pass", "measure", "by whole matrices")
-        )
+        variants = ("plain forward pass", "measure", "by whole matrices")
+        plain, read, matrices = (one(rows, tokens=tokens, variant=variant) for variant in variants)
         ms = rounded(plain["ms"], 1 if float(plain["ms"]) < 100 else 0)
         if matrices["ms"]:
             last = [f"{float(matrices['ratio']):#.3g}", rounded(matrices["memory_ratio"], 0)]
@@ -189,7 +244,7 @@ def said_of_steps() -> Iterator[str]:
 def said_of_other_tables() -> Iterator[str]:
     plain, ours = (one(rows_of("bench-efficiency"), variant=v, mode="fused kernel") for v in ("plain", "NeuTRENO"))
     yield f"the first takes {rounded(float(ours['ms']) / float(plain['ms']), 4)}, as a quotient"
-    yield f"batch 1024, {rounded(one(rows_of('bench-eigen'), variant='plain ViT')['ms'], 2)} ms), both in CUDA graphs"
+    yield f"batch 1024, {rounded(eigen('plain ViT')['ms'], 2)} ms), both in CUDA graphs"
     rows = rows_of("bench-long-training")
     pairs = []
     for size in ("2048 tokens, batch 16", "8192 tokens, batch 4"):
@@ -217,18 +272,12 @@ def said_of_other_tables() -> Iterator[str]:
     }
     for ending, told in waiting.items():
         yield told.format(*(with_quartiles(measured(SMALL, variant, ending)) for variant in (TOKENS, ATTENTION)))
-
-
-def said_of_many_tokens() -> Iterator[str]:
     names = ("nonlocal_energy", "attention_entropy", "extreme_eigenvalues", "log_nonlocal_energy_raw")
     energy, entropy, extreme, raw = (one(rows_of("bench-long-tokens"), tokens="32768", variant=name) for name in names)
     ratios = rounded(energy["ratio"], 1), rounded(entropy["ratio"], 2)
     yield "energy takes {} times as long as A v, entropy {} times".format(*ratios)
     yield f"the extreme eigenvalues {rounded(float(extreme['ms']) / 1e3, 1)} s and"
     yield f"pair by pair, {rounded(float(raw['ms']) / 1e3, 0)} s."
-
-
-def said_of_trainings_in_the_bench() -> Iterator[str]:
     (steered, faster), (plain, fastest) = (trained("cifar100-batch1024", label) for label in ("neutreno", "plain"))
     yield f"see {fastest:,} and, with NeuTRENO, {faster:,} images/s"
     yield f"they take {min(steered + plain)} to {sorted(steered + plain)[-2]} s once compiled"
@@ -294,7 +343,7 @@ def mlp_tile_table() -> Iterator[str]:
         yield line(name, plain["ms"], ours["ms"], rounded(ours["ratio"], 3))
 
 
-def said_of_mlp_tiles() -> Iterator[str]:
+def said_of_kernels() -> Iterator[str]:
     def tile(name: str, part: str, *sizes: int | None) -> str:
         return rounded(one(rows_of(name), part=part, tokens="65536", variant=f"ours, {sizes}")["ratio"], 3)
 
@@ -308,21 +357,12 @@ def said_of_mlp_tiles() -> Iterator[str]:
     )
     yield "took {} and the one in use {}".format(*now)
     yield "it was {} against {}".format(*before)
-
-
-def said_of_shared_keys() -> Iterator[str]:
     parts, names = ("forward", "backward"), ("ours", "SDPA cudnn + correction")
     pairs = (long_kernel(part, name, kv_heads="4") for part in parts for name in names)
     yield "ours took {} ms forwards and cuDNN's with the correction {}, backwards {} and {}".format(*pairs)
-
-
-def said_of_the_mlps_memory() -> Iterator[str]:
     memory = rounded(step("steps-224", "training", "NeuTRENO", "default")["memory_ratio"], 2)
     yield f"[{memory}](bench.md#deit-ti16-at-224224) of the memory of a training step"
-
-
-def said_of_the_order() -> Iterator[str]:
-    """Two tiles forwards, each once the first of ours and once not."""
+    # Two tiles forwards, each once the first of ours and once not.
     own, other = ("ours 64 64 4 3 128", "ours 128 64 8 3 128")
 
     def ms(ending: str, variant: str) -> list[str]:
@@ -397,9 +437,8 @@ def other_ways_table() -> Iterator[str]:
 
 
 def said_of_costs() -> Iterator[str]:
-    told = ("`polar` {}", "`cayley`, now by products, {}", "`householder` {}", "`qr` {}")
-    for basis, words in zip(("polar", "cayley", "householder", "qr"), told, strict=True):
-        yield words.format(with_quartiles(one(rows_of("bench-eigen"), variant=f"eigen:negative,basis={basis}")))
+    for basis, words in {"polar": "", "cayley": ", now by products,", "householder": "", "qr": ""}.items():
+        yield f"`{basis}`{words} {with_quartiles(eigen(f'eigen:negative,basis={basis}'))}"
 
 
 # measure.md
@@ -443,10 +482,9 @@ TABLES: list[tuple[str, str, int, Callable[[], Iterable[str]]]] = [
     ("docs/steer.md", "How exact it is", 1, other_ways_table),
 ]
 SENTENCES: list[tuple[str, Callable[[], Iterable[str]]]] = [
-    *(("docs/bench.md", told) for told in (said_of_steps, said_of_other_tables, said_of_many_tokens)),
-    ("docs/bench.md", said_of_trainings_in_the_bench),
-    *(("docs/kernels.md", told) for told in (said_of_mlp_tiles, said_of_shared_keys, said_of_the_order)),
-    ("docs/kernels.md", said_of_the_mlps_memory),
+    ("docs/bench.md", said_of_steps),
+    ("docs/bench.md", said_of_other_tables),
+    ("docs/kernels.md", said_of_kernels),
     ("docs/steer.md", said_of_costs),
 ]
 

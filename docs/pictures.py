@@ -27,14 +27,7 @@ from acutance.explain import theory
 from acutance.explain.steer import sharpening_bound
 from acutance.lab.demo import demo_config
 from acutance.lab.studies import norm_grid
-from acutance.lab.studies.pictures import (
-    DEPTH_PANELS,
-    FALLING,
-    depth_picture,
-    kernel_picture,
-    repeat_picture,
-    spread_curve,
-)
+from acutance.lab.studies import pictures as studies
 from acutance.lab.train import train
 from acutance.measure.monitor import History
 from acutance.metrics import hfc_lfc_frobenius
@@ -58,6 +51,7 @@ STYLE = {
     "lines.linewidth": 1.4,
     "svg.hashsalt": "acutance",
 }
+MODELS = {"all-MiniLM-L6-v2 (encoder)": "minilm", "SmolLM2-135M (causal)": "smollm2"}
 TOKENS, KEY_DIM = 6, 4
 STEPS_PER_EPOCH = 97  # of 50,000 images of CIFAR-100 in batches of 512
 
@@ -174,10 +168,7 @@ def proposition_1() -> Figure:
     right.add_patch(Circle((strength, 0), 1, facecolor=SKY, alpha=0.25, edgecolor=BLUE))
     right.plot(strength, 0, "+", color="black", markersize=11, zorder=3)
     right.annotate("$\\tilde\\lambda$", (strength, 0), xytext=(-3, -18), textcoords="offset points")
-    for operator, marker, color, name in (
-        (A, "o", GREEN, "symmetric"),
-        (sharp, "^", VERMILION, "sharp, asymmetric"),
-    ):
+    for operator, marker, color, name in ((A, "o", GREEN, "symmetric"), (sharp, "^", VERMILION, "sharp, asymmetric")):
         mu = operator.eigenvalues().flatten()
         verdict = "settles" if theory.fidelity_converges(operator, strength).item() else "diverges"
         right.plot(mu.real, mu.imag, marker, color=color, markersize=5, alpha=0.85, label=f"{name}: {verdict}")
@@ -224,18 +215,19 @@ def bound() -> Figure:
 
 def repeated_layers() -> Figure:
     """One layer repeated under every norm, input convergence only."""
-    return repeat_picture(norm_grid(layers=30, samples=1), definitions=list(FALLING)[:1])
+    return studies.repeat_picture(norm_grid(layers=30, samples=1), definitions=list(studies.FALLING)[:1])
 
 
 def depth() -> Figure:
     """The study that stands in evidence/, every sixth layer, input convergence only."""
     frame = pd.read_csv(EVIDENCE / "depth" / "depth.csv")
-    return depth_picture(frame[frame["layer"] % 6 == 0], [12, 48, 96], definitions=list(DEPTH_PANELS)[:1])
+    chosen = frame[frame["layer"] % 6 == 0]
+    return studies.depth_picture(chosen, [12, 48, 96], definitions=list(studies.DEPTH_PANELS)[:1])
 
 
 def kernel() -> Figure:
     """Trained models as they stand in evidence/."""
-    return kernel_picture(pd.read_csv(EVIDENCE / "kernel" / "kernel.csv"))
+    return studies.kernel_picture(pd.read_csv(EVIDENCE / "kernel" / "kernel.csv"))
 
 
 def symmetry() -> Figure:
@@ -248,10 +240,11 @@ def symmetry() -> Figure:
     for layer in range(1, depth + 1):
         means = own[own["layer"] == layer].groupby("epoch")["symmetry"].mean()
         label = f"layer {layer}" if layer in (1, depth) else None
-        left.plot(means, color=_between((layer - 1) / max(depth - 1, 1)), label=label)
+        share = (layer - 1) / max(depth - 1, 1)  # from a light to a dark blue: the deeper, the darker
+        left.plot(means, color=(0.65 - 0.6 * share, 0.8 - 0.55 * share, 0.95 - 0.5 * share), label=label)
     for variant, colour in zip(frame["variant"].unique(), cycle(REPORT_PALETTE), strict=False):
         mean = frame[frame["variant"] == variant].groupby(["epoch", "seed"])["symmetry"].mean()
-        spread_curve(right, mean, "epoch", colour, "-", str(variant))
+        studies.spread_curve(right, mean, "epoch", colour, "-", str(variant))
     titles = (f"{plain}, layer by layer (mean over seeds)", "mean over layers ± spread over seeds")
     for axis, title in zip(axes[0], titles, strict=True):
         axis.set(xlabel="epoch", ylabel="cosine between H and Hᵀ")
@@ -259,11 +252,6 @@ def symmetry() -> Figure:
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)
     return figure
-
-
-def _between(share: float) -> tuple[float, float, float]:
-    """From a light to a dark blue: the deeper, the darker."""
-    return (0.65 - 0.6 * share, 0.8 - 0.55 * share, 0.95 - 0.5 * share)
 
 
 def watched_digits() -> Figure:
@@ -307,8 +295,7 @@ def watched_cifar100() -> Figure:
 
 def pretrained() -> Figure:
     """The two profiles that stand in evidence/, over relative depth."""
-    names = {"all-MiniLM-L6-v2 (encoder)": "minilm", "SmolLM2-135M (causal)": "smollm2"}
-    profiles = {name: Profile.load(EVIDENCE / "real-models" / f"{file}.json") for name, file in names.items()}
+    profiles = {name: Profile.load(EVIDENCE / "real-models" / f"{file}.json") for name, file in MODELS.items()}
     titles = {
         ("token_cosine", "block"): "Token cosine, stream",
         ("token_cosine", "attention"): "Token cosine, attention branch",
@@ -330,9 +317,8 @@ def pretrained() -> Figure:
 
 def spectra() -> Figure:
     """Signs and symmetry of H in the two models explained in evidence/, and what HFC/LFC did, over relative depth."""
-    names = {"all-MiniLM-L6-v2 (encoder)": "minilm", "SmolLM2-135M (causal)": "smollm2"}
     figure, axes = plt.subplots(1, 3, figsize=(9.6, 3.0), layout="constrained")
-    for (name, file), color in zip(names.items(), PALETTE, strict=False):
+    for (name, file), color in zip(MODELS.items(), PALETTE, strict=False):
         layers = json.loads((EVIDENCE / "explain" / f"{file}.json").read_text())["layers"]
         curves = (
             [100 * layer["negative_share"] for layer in layers],
@@ -353,12 +339,7 @@ def spectra() -> Figure:
 
 
 PICTURES: dict[str, dict[str, Callable[[], Figure]]] = {
-    "theory": {
-        "theorem-1": theorem_1,
-        "lemma-1": lemma_1,
-        "lemma-2": lemma_2,
-        "proposition-1": proposition_1,
-    },
+    "theory": {"theorem-1": theorem_1, "lemma-1": lemma_1, "lemma-2": lemma_2, "proposition-1": proposition_1},
     "steer": {"bound": bound},
     "measure": {"pretrained": pretrained},
     "explain": {"pretrained": spectra},

@@ -22,7 +22,6 @@ BAD = {
     "code in a list is wrong": ("- item\n\n    ```python\n    1 / 0\n    ```\n", "division by zero"),
     "command is unknown": ("```bash\nacutance no-such-verb\n```\n", "No such command 'no-such-verb'"),
     "second command is unknown": ("```bash\nmake help && \\\n    make no-such-target\n```\n", "no-such-target .* gave"),
-    "target is unknown": ("```bash\nmake no-such-target\n```\n", "no-such-target .* gave"),
     "extra is unknown": ("```bash\npip install -e '.[no-such-extra]'\n```\n", "no-such-extra"),
     "script is missing": ("```bash\npython no/such/script.py\n```\n", "there is no no/such/script.py"),
     "program is unknown": ("```bash\nno-such-program\n```\n", "only acutance, make, .* can be checked"),

@@ -104,10 +104,6 @@ def _train_and_measure(run: Run, config: Config, console: Console) -> Trained:
     return task.evaluate(model, split="test")["top1"], profile
 
 
-def _at_last_layer(done: Sequence[Trained], key: tuple[str, str]) -> list[float]:
-    return [float(profile[key][-1]) for _, profile in done]
-
-
 def summarise(runs: Mapping[str, Sequence[Trained]]) -> list[dict[str, str]]:
     """One row per variant: accuracy and smoothing at the last layer, mean ± standard deviation over seeds."""
 
@@ -116,7 +112,7 @@ def summarise(runs: Mapping[str, Sequence[Trained]]) -> list[dict[str, str]]:
 
     return [
         {"variant": variant, "accuracy %": shown([accuracy for accuracy, _ in done], ".2f")}
-        | {label: shown(_at_last_layer(done, key), ".3f") for label, key in SHOWN.items()}
+        | {label: shown([float(profile[key][-1]) for _, profile in done], ".3f") for label, key in SHOWN.items()}
         for variant, done in runs.items()
     ]
 
@@ -135,8 +131,8 @@ def conclude(runs: Mapping[str, Sequence[Trained]]) -> str:
 
     found, stream, plain = [], SHOWN["cosine, stream"], runs["plain"]
     for variant, done in list(runs.items())[1:]:
-        cosines = _at_last_layer(plain, stream), _at_last_layer(done, stream)
-        smoother = change("token cosine after the last block", *cosines, ".3f")
+        before, after = ([float(profile[stream][-1]) for _, profile in both] for both in (plain, done))
+        smoother = change("token cosine after the last block", before, after, ".3f")
         better = change("test accuracy in %", [a for a, _ in plain], [a for a, _ in done], ".2f")
         found.append(f"{variant} {smoother} and {better}")
     worth = "one seed is an example, not evidence: --seeds 5 gives mean ± spread"

@@ -8,7 +8,6 @@ import torch
 import typer
 from functorch.compile import make_boxed_func
 from rich.console import Console
-from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
@@ -19,7 +18,7 @@ from acutance import cli
 from acutance.attention.kernels import packed
 from acutance.cli.bench import bench
 from acutance.errors import AcutanceError
-from acutance.lab.bench import language, lengths, measuring, results, run, steps, throughput
+from acutance.lab.bench import language, measuring, results, run, steps
 from acutance.lab.bench.language import WithBackend
 from acutance.lab.bench.settings import Settings, Table, inference_step, training_step, unfused
 from acutance.lab.bench.steps import TOY
@@ -37,7 +36,13 @@ def read(path):
 
 
 @pytest.fixture
-def command(tmp_path):
+def no_collection(monkeypatch):
+    """Of a heap as large as that of all tests it takes a second for each candidate."""
+    monkeypatch.setattr("gc.collect", lambda: 0)
+
+
+@pytest.fixture
+def command(tmp_path, no_collection):
     app = typer.Typer()
     app.command()(bench)
 
@@ -50,9 +55,14 @@ def command(tmp_path):
     return call
 
 
-@pytest.mark.parametrize("group", run.GROUPS)
-def test_every_group_runs_and_names_its_file(group, command):
+# Not those that differ on a GPU only.
+@pytest.mark.parametrize(
+    "group", [g for g in run.GROUPS if g not in (*(f"end-to-end-{n}" for n in (512, 1024, 2048)), "steps-224")]
+)
+def test_every_group_runs_and_names_its_file(group, command, monkeypatch):
+    monkeypatch.setattr(steps, "find_spec", lambda _name: None)
     text, path, rows = command(group)
+    assert ("timm is not installed" in rows[0]["note"]) == group.startswith("steps")
     assert "toy sizes on the CPU" in text
     assert "Summary" in text
     assert path.name == f"bench-{group}-cpu-float32-torch{torch.__version__.split('+')[0]}.csv"
@@ -69,48 +79,31 @@ def test_every_group_runs_and_names_its_file(group, command):
         assert any(row["ratios"] for row in found)
 
 
-def test_without_timm_the_output_says_what_the_baseline_is(command, monkeypatch):
-    monkeypatch.setattr(steps, "find_spec", lambda _name: None)
-    first, *_ = command("steps-32")[2]
-    assert first["variant"] == "plain ViT"
-    assert "timm is not installed" in first["note"]
-
-
 def test_on_a_gpu_every_mode_of_timm_is_a_baseline_at_the_sizes_of_the_papers():
-    """Only what would be timed is looked at: nothing is built."""
-    found = steps.candidates(steps.SHAPES["steps-32"], True, GPU, timm=True)
-    assert [(c.variant, c.mode, c.baseline, c.static) for c in found] == [
-        ("timm's ViT", "default", True, False),
-        ("timm's ViT", "reduce-overhead", True, True),
-        ("plain ViT", "reduce-overhead", False, True),
-        ("NeuTRENO", "default", False, False),
-        ("NeuTRENO", "reduce-overhead", False, True),
-        ("NeuTRENO, tokens in bfloat16 between blocks", "reduce-overhead", False, True),
-        ("NeuTRENO, no fused kernel", "reduce-overhead", False, True),
-    ]
-    titles = [table.title for name in steps.SHAPES for table in steps.tables(GPU, name)]
-    sizes = ("ViT-Ti/4, 32×32, batch 1024", "DeiT-Ti/16, 224×224, batch 512")
-    assert titles == [f"{size}, {what}" for size in sizes for what in ("training", "inference")]
+    """Only what would be timed is looked at: nothing is built. `max-autotune` is for the baseline alone."""
     tuned = Settings("cuda:0", quick=True, max_autotune=True)
-    found = steps.candidates(steps.SHAPES["steps-224"], True, tuned, timm=True)
-    assert [(c.variant, c.static) for c in found if c.mode == "max-autotune"] == [("timm's ViT", True)]
     assert tuned.options == " --quick --max-autotune"
+    found = steps.candidates(steps.SHAPES["steps-32"], True, tuned, timm=True)
+    modes = {name: [(c.mode, c.static) for c in found if c.variant == name] for name in {c.variant for c in found}}
+    both = [("default", False), ("reduce-overhead", True)]
+    assert (modes["timm's ViT"], modes["NeuTRENO"]) == ([*both, ("max-autotune", True)], both)
+    assert modes["plain ViT"] == modes["NeuTRENO, no fused kernel"] == both[1:]
+    assert {c.variant for c in found if c.baseline} == {"timm's ViT"}
+    titles = {table.title for name in run.GROUPS for table in run.GROUPS[name](GPU)}
+    assert {"ViT-Ti/4, 32×32, batch 1024, training", "DeiT-Ti/16, 224×224, batch 512, inference"} <= titles
+    assert {"measuring DeiT-Ti/16, 224×224, batch 256", "ViT-Ti/4, 32×32, end to end, batch 2048"} <= titles
 
 
 def test_on_a_gpu_spectra_and_whole_steps_are_timed_in_the_mode_of_their_baseline():
-    """Bases that call a library come last; steps are recorded, and at one batch size launched too."""
-    found = steps.eigen_candidates(steps.SHAPES["steps-32"], GPU)
-    assert [c.variant.rpartition("=")[2] for c in found] == ["plain ViT", "polar", "cayley", "householder", "qr"]
+    """Steps are recorded, and at one batch size launched too."""
+    found = steps.eigen_candidates(steps.SHAPES["steps-32"], GPU, "reduce-overhead")
+    assert [c.variant.rpartition("=")[2] for c in found] == ["plain ViT", *steps.BASES]
     assert {(c.mode, c.baseline) for c in found[1:]} == {("reduce-overhead", False)}
-    for batch in throughput.BATCHES:
-        modes = ["recorded", "recorded", *(["launched"] * 2 if batch == 1024 else [])]
-        found = throughput.candidates(batch, GPU)
+    for batch, modes in ((256, ["recorded"]), (1024, ["recorded", "launched"])):
+        found = steps.end_to_end_candidates(batch, GPU)
         assert [(c.variant, c.mode, c.baseline) for c in found] == [
-            (("plain ViT", "NeuTRENO")[n % 2], mode, n % 2 == 0) for n, mode in enumerate(modes)
+            (name, mode, name == "plain ViT") for mode in modes for name in ("plain ViT", "NeuTRENO")
         ]
-    titles = [table.title for table in measuring.tables(GPU)]
-    assert titles[0] == "measuring DeiT-Ti/16, 224×224, batch 256"
-    assert titles[-1] == "measuring DeiT-Ti/16, 224×224, batch 32, spectral metrics"
 
 
 def test_groups_by_name_and_by_beginning():
@@ -131,7 +124,7 @@ def growing(error):
     return lambda _settings: [Table("stops", rows)]
 
 
-def test_what_is_done_stays_when_a_table_fails_and_the_next_goes_on(monkeypatch, tmp_path, capsys):
+def test_what_is_done_stays_when_a_table_fails_and_the_next_goes_on(monkeypatch, tmp_path, capsys, no_collection):
     errors = (RuntimeError("out of memory"), AcutanceError("no recording"), AttributeError("another version"))
     monkeypatch.setattr(run, "GROUPS", {str(error): growing(error) for error in errors})
     written = run.run_groups(list(run.GROUPS), CPU, tmp_path, Console(quiet=True))
@@ -159,7 +152,6 @@ def test_the_summary_has_the_fastest_mode_at_the_most_tokens():
 def test_quick_has_fewer_repetitions_and_the_cpu_the_fewest():
     assert Settings("cuda").pace() == Pace(repetitions=7, steps=12, warm_up=5, refresh=2)
     assert Settings("cuda", quick=True).pace() == Pace(repetitions=4, steps=6, warm_up=5, refresh=2)
-    assert Settings("cuda", quick=True).pace(steps=1, repetitions=3) == Pace(repetitions=3, steps=1, warm_up=5)
     assert CPU.pace(steps=50, calls=10) == Pace(repetitions=2, steps=1, warm_up=1, refresh=0, calls=10)
 
 
@@ -257,7 +249,7 @@ def test_the_kernel_has_rows_where_it_applies(fused, monkeypatch):
     assert found == [("plain, SDPA flash", True), ("plain, SDPA cuDNN", False), *ours]
 
 
-def test_what_fails_or_takes_long_is_left_out_at_more_tokens(monkeypatch):
+def test_what_fails_or_takes_long_is_left_out_at_more_tokens(monkeypatch, no_collection):
     now, tried = [0.0], []
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
@@ -268,14 +260,14 @@ def test_what_fails_or_takes_long_is_left_out_at_more_tokens(monkeypatch):
                 raise MemoryError("out of memory")
             now[0] += seconds
 
-        slow = lengths.PATIENCE / 4 * (1.5 if tokens > 4 else 0.5)
+        slow = measuring.PATIENCE / 4 * (1.5 if tokens > 4 else 0.5)
         candidates = [
             Candidate(name, lambda name=name, seconds=seconds: lambda: step(name, seconds), baseline=name == "plain")
             for name, seconds in {"plain": 1.0, "slow": slow, "dense": 2.0}.items()
         ]
         return candidates, Pace(repetitions=1, steps=1, warm_up=1, refresh=0)
 
-    *_, rows = lengths.in_turn((2, 4, 8, 16), work, CPU)
+    *_, rows = measuring.in_turn((2, 4, 8, 16), work, CPU)
     notes = {(row["variant"], row["tokens"]): row.get("note", "") for row in rows}
     assert notes["dense", 4] == "left out: out of memory"
     assert notes["dense", 8] == notes["dense", 16] == "not tried: it failed at 4 tokens"
@@ -283,26 +275,14 @@ def test_what_fails_or_takes_long_is_left_out_at_more_tokens(monkeypatch):
     assert {tokens for name, tokens in tried if name == "slow"} == {2, 4, 8}
     assert {tokens for name, tokens in tried if name == "dense"} == {2, 4}
     assert [row["tokens"] for row in rows if row["variant"] == "plain"] == [2, 4, 8, 16]
-    assert {*ATTENTION_METRICS, "attention_cosine"} <= lengths.OPERATIONS.keys()
+    assert {*ATTENTION_METRICS, "attention_cosine"} <= measuring.OPERATIONS.keys()
 
 
 def test_a_small_call_comes_before_the_first_reading_of_memory(monkeypatch):
     """Or else what the first product of all takes for good would be the first length's."""
-    seen = []
-
-    class Reader(nn.Module):
-        def forward(self, input_ids, use_cache):
-            seen.append(input_ids.shape[1])
-            return input_ids
-
-    model = Reader()
-    model.weight = nn.Parameter(torch.zeros(1))
-
-    def subject(_texts, tokens, _settings):
-        batch = {"input_ids": torch.zeros(1, tokens, dtype=torch.long), "use_cache": False}
-        return measuring.Subject(model, batch, lambda: None)
-
-    monkeypatch.setattr(lengths, "llama_subject", subject)
-    candidates, pace = lengths._readings(1000, CPU)
+    seen, batch = [], {"input_ids": torch.zeros(1, 1000)}
+    monkeypatch.setattr(measuring, "llama_subject", lambda *_: measuring.Subject(None, batch, None))
+    monkeypatch.setattr(measuring, "forward", lambda subject, _: seen.append(subject.batch["input_ids"].shape[1]))
+    candidates, pace = measuring._readings(1000, CPU)
     candidates[0].make()()
-    assert (seen, pace.warm_up) == ([lengths.FEW, 1000], 0)
+    assert (seen, pace.warm_up) == ([measuring.FEW, 1000], 0)

@@ -16,8 +16,10 @@ class OutOfResources(Exception):  # noqa: N818
 
 @pytest.fixture
 def clock(monkeypatch):
+    """Which steps move on; and no collection of a heap as large as that of all tests."""
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("gc.collect", lambda: 0)
     return now
 
 

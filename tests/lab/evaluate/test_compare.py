@@ -1,6 +1,7 @@
 """Groups of runs, made of records and tables alone: nothing is trained, and every number is known."""
 
 import json
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from acutance.cli import app
 from acutance.errors import AcutanceError
 from acutance.lab import recipes
 from acutance.lab.evaluate import Evaluation, compare, compare_robustness, paired
+from acutance.lab.evaluate.compare import sign_flip_p
 from acutance.lab.robustness import RobustnessTable
 from acutance.lab.robustness.evaluate import weights_digest
 from acutance.lab.train import Run, override
@@ -83,13 +85,9 @@ def test_runs_are_grouped_by_all_but_the_seed(six):
     assert (test.pairs, test.p) == (3, 0.25)
     assert test.mean == pytest.approx(np.mean([1.0, 2.0, 0.5]))
     assert found.against_first(plain) is None
-
-
-def test_only_shared_seeds_are_paired(six):
-    found = compare([six[0], *six[4:]])
-    assert found.against_first(found.groups[1]) is None
-    found = compare([six[1], *six[3:5]])
-    assert found.against_first(found.groups[1]).pairs == 1
+    for runs, pairs in (([six[0], *six[4:]], None), ([six[1], *six[3:5]], 1)):  # only shared seeds are paired
+        found = compare(runs)
+        assert getattr(found.against_first(found.groups[1]), "pairs", None) == pairs
 
 
 def test_where_the_data_lies_makes_no_other_group(tmp_path):
@@ -177,14 +175,9 @@ def test_what_was_read_alike_is_compared_wherever_the_stride_was_set(tmp_path):
         assert [group.scores for group in found.groups] == [{0: 10.0, 1: 11.0}]  # which trained alike, and are one row
     with pytest.raises(AcutanceError, match=r"cannot change optim\.lr"):
         compare(runs, settings=("optim.lr=1",))
-
-
-@pytest.mark.parametrize("other", [(64, None), (1, 4)])
-def test_what_was_read_in_different_ways_is_not_compared(tmp_path, other):
-    with pytest.raises(
-        AcutanceError, match=rf"no scores .*stride=1, .*stride={max(other, key=lambda x: x or 0)}, .*same"
-    ):
-        compare(strides(tmp_path, a=(1, None), b=other))
+    for name, other in {"own": (64, None), "changed": (1, 4)}.items():
+        with pytest.raises(AcutanceError, match=r"no scores .*stride=1, .*stride=(64|4), .*same"):
+            compare(strides(tmp_path / name, a=(1, None), b=other))
 
 
 def test_settings_that_go_only_together_with_those_of_another_split_are_read_again(tmp_path):
@@ -195,17 +188,15 @@ def test_settings_that_go_only_together_with_those_of_another_split_are_read_aga
     assert compare([tmp_path / "a"], settings=("task.length=64", "task.val_stride=64")).settings == found.settings
 
 
-def test_an_evaluation_of_an_earlier_version_is_not_passed_over_in_silence(tmp_path):
+def test_a_run_without_scores_is_told_how_to_get_them(tmp_path):
     run = record(tmp_path / "run")
     (run / "evaluation-test.json").write_text("{}")
     with pytest.raises(AcutanceError, match=r"earlier version, evaluate again with acutance evaluate .*run"):
         compare([run])
-
-
-def test_scores_of_one_kind_only_are_taken_whichever_it_is(tmp_path):
-    found = compare([top1(tmp_path / "a", weights="best")])
-    assert (found.settings.weights, found.groups[0].mean) == ("best", 1.0)
-    assert "| best, running mean 0.98 |" in found.to_markdown()
+    Run(tmp_path / "begun").begin(recipes.load("digits"), "digits", 1)
+    with pytest.raises(AcutanceError, match=r"not finished\. To go on: acutance train"):
+        compare([tmp_path / "begun"])
+    assert compare([top1(tmp_path / "a", weights="best")]).settings.weights == "best"  # the only ones
 
 
 def test_what_training_found_is_not_mixed_with_what_was_evaluated_afterwards(tmp_path):
@@ -230,12 +221,6 @@ def test_a_run_that_went_on_must_be_evaluated_again(tmp_path):
     measured(run, weights="before")
     with pytest.raises(AcutanceError, match="went on after its robustness was measured"):
         compare_robustness([run])
-
-
-def test_an_unfinished_run_is_called_so(tmp_path):
-    Run(tmp_path).begin(recipes.load("digits"), "digits", 1)
-    with pytest.raises(AcutanceError, match=r"not finished\. To go on: acutance train"):
-        compare([tmp_path])
 
 
 def test_every_cell_and_mean_of_robustness_has_mean_spread_and_paired_test(six):
@@ -312,23 +297,43 @@ def test_each_seed_may_start_from_a_seed_of_its_own(tmp_path):
     assert len(set(labels(scratch, plain[0], steered))) == 3  # told apart beside one from scratch, too
 
 
-def test_a_start_is_known_by_what_that_run_started_from_in_turn(tmp_path):
+def test_a_start_is_known_by_its_own_start_by_its_file_or_by_its_name(tmp_path):
     runs = []
     for name, changes in {"plain": (), "steered": (NEUTRENO,)}.items():
         second = weights(tmp_path / f"{name}-second", start=weights(tmp_path / name, *changes))
         runs.append(top1(tmp_path / f"{name}-third", start=second))
     assert labels(*runs) == ["weights' weights' mitigation none", "weights' weights' mitigation neutreno:0.6"]
-
-
-def test_weights_of_no_run_are_the_file_that_they_are(tmp_path):
-    """Nor is a file that somebody put beside a run's own of that run."""
-    files = [weights(tmp_path / name, file="other.safetensors") for name in "ab"]
+    files = [weights(tmp_path / name, file="other.safetensors") for name in "ab"]  # beside a run's own: of no run
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(files[0].read_bytes())
     runs = [top1(tmp_path / f"from-{i}", f"loop.seed={i}", start=file) for i, file in enumerate([*files, copy])]
     assert [list(group.scores) for group in compare(runs).groups] == [[0, 2], [1]]
-
-
-def test_a_start_that_is_not_recorded_is_never_pooled_with_another(tmp_path):
-    runs = [top1(tmp_path / str(i), f"loop.seed={i}", f"task.weights={i}.safetensors") for i in range(2)]
+    runs = [top1(tmp_path / f"not-recorded-{i}", f"loop.seed={i}", f"task.weights={i}.safetensors") for i in range(2)]
     assert labels(*runs) == ["weights 0.safetensors", "weights 1.safetensors"]
+
+
+# The sign-flip test
+
+
+@pytest.mark.parametrize("count", range(1, 11))
+def test_it_counts_what_brute_force_counts(count):
+    random = np.random.default_rng(count)
+    signs = np.array(list(product((1, -1), repeat=count)))
+    for differences in (random.normal(0.5, 1, count), random.integers(-2, 3, count).astype(float)):
+        expected = (np.abs(signs @ differences) >= abs(differences.sum()) - 1e-9).mean()
+        assert sign_flip_p(differences) == pytest.approx(expected, abs=1e-12)
+
+
+def test_three_seeds_cannot_show_much_and_many_clear_ones_have_a_tiny_p():
+    test = paired([70.0, 71.0, 72.0], [71.0, 71.5, 72.25])
+    assert test.p == test.smallest_p == 0.25
+    assert test.mean == pytest.approx((1 + 0.5 + 0.25) / 3)
+    assert test.spread == pytest.approx(np.std([1, 0.5, 0.25], ddof=1))
+    assert paired([1.0, 2.0], [1.0, 2.0]).p == 1
+    assert sign_flip_p(np.ones(30)) == pytest.approx(2.0**-29)
+
+
+@pytest.mark.parametrize("differences", [[], [float("nan")], np.ones(41)])
+def test_what_it_cannot_take(differences):
+    with pytest.raises(AcutanceError, match="1 to 40 finite differences"):
+        sign_flip_p(differences)

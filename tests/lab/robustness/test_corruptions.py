@@ -21,8 +21,6 @@ NOTHING_DRAWN = {
 # Their published severities differ in kind (mud after water, pale before vivid, a darker image under more frost).
 NOT_GROWING = {"spatter", "saturate", "glass_blur", "snow", "fog", "frost"}
 MODES = {"edge": "nearest", "symmetric": "reflect", "mirror": "mirror"}
-each_border = pytest.mark.parametrize("border", MODES)
-each_size = pytest.mark.parametrize("size", [(9, 13), (3, 4)])  # the second is smaller than some of the filters
 
 
 def pictures(count=6, channels=3, size=(32, 32)):
@@ -111,13 +109,12 @@ def test_values_are_cut_to_whole_levels_and_not_rounded():
 
 
 @pytest.mark.parametrize("severity", SEVERITIES)
-@pytest.mark.parametrize("size", [(32, 32), (28, 45)])
-def test_pixelate_is_pillows_box_and_nearest(severity, size):
-    images, scale = pictures(size=size), (0.6, 0.5, 0.4, 0.3, 0.25)[severity - 1]
+def test_pixelate_is_pillows_box_and_nearest(severity):
+    images, scale = pictures(size=(28, 45)), (0.6, 0.5, 0.4, 0.3, 0.25)[severity - 1]
     for image, after in zip(images, corrupt(images, "pixelate", severity), strict=True):
         picture = Image.fromarray(image.permute(1, 2, 0).numpy())
-        small = picture.resize((int(size[1] * scale), int(size[0] * scale)), Image.Resampling.BOX)
-        expected = np.asarray(small.resize((size[1], size[0]), Image.Resampling.NEAREST))
+        small = picture.resize((int(45 * scale), int(28 * scale)), Image.Resampling.BOX)
+        expected = np.asarray(small.resize((45, 28), Image.Resampling.NEAREST))
         np.testing.assert_array_equal(after.permute(1, 2, 0).numpy(), expected)
 
 
@@ -200,15 +197,12 @@ def test_snow_whitens_and_lies_on_its_point_reflection():
     torch.testing.assert_close(flakes, flakes.rot90(2, (-2, -1)))
 
 
-def test_spatter_measures_the_distance_to_the_rims():
+def test_spatter_finds_the_rims_of_drops_and_the_distance_to_them():
     rims = torch.rand(3, 1, 40, 50, generator=torch.Generator().manual_seed(0)) < 0.002
     assert rims.flatten(1).any(1).all()
     expected = np.stack([ndimage.distance_transform_edt(~plane) for plane in rims[:, 0].numpy()])
     np.testing.assert_allclose(corruptions._distance(rims)[:, 0], expected.clip(max=20), rtol=1e-6)
     assert (corruptions._distance(torch.zeros(1, 1, 8, 8, dtype=torch.bool)) == 20).all()
-
-
-def test_spatter_finds_the_rim_of_a_drop():
     rows, columns = torch.meshgrid(torch.arange(32.0), torch.arange(32.0), indexing="ij")
     away = ((rows - 16) ** 2 + (columns - 15) ** 2).sqrt()
     rims = corruptions._rims(torch.where(away < 9, 200.0, 0.0)[None, None])[0, 0]
@@ -216,15 +210,12 @@ def test_spatter_finds_the_rim_of_a_drop():
     assert (away[rims] - 9).abs().max() <= 1.5
 
 
-def test_spatter_makes_histograms_flat():
+def test_spatter_makes_histograms_flat_and_leaves_an_image_without_drops():
     levels = torch.tensor([[3.0, 3, 3, 5, 5, 9, 20, 20]]).view(1, 1, 2, 4)
     expected = torch.tensor([[0.0, 0, 0, 102, 102, 153, 255, 255]]).view(1, 1, 2, 4)  # share of the 5 above the lowest
     assert torch.equal(corruptions._equalised(levels), expected)
     constant = torch.full((1, 1, 2, 2), 20.0)
     assert torch.equal(corruptions._equalised(constant), constant)
-
-
-def test_spatter_without_a_drop_leaves_the_image():
     x = pictures() / 255
     for mud in (False, True):
         assert torch.equal(corruptions.spatter(x, draws(), 0.65, 0.3, 4, 0.99, 1.5, mud), x)
@@ -252,8 +243,8 @@ def test_every_device_sees_the_same_draws(name):
     assert float((here.float() - there.float()).abs().mean()) < 0.05
 
 
-@each_size
-@each_border
+@pytest.mark.parametrize("size", [(9, 13), (3, 4)])  # the second is smaller than some of the filters
+@pytest.mark.parametrize("border", MODES)
 def test_filters_are_scipys(border, size):
     x, kernel = noise(*size), torch.rand(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = ndimage.correlate(x.numpy(), kernel.numpy()[None, None], mode=MODES[border])
@@ -264,7 +255,7 @@ def test_filters_are_scipys(border, size):
     torch.testing.assert_close(filters.gaussian(row, (2.0, 1e-3), border), row)
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.11, 1.3000000000000003, 2.5, 4.5])
+@pytest.mark.parametrize("factor", [1.0, 1.3000000000000003, 4.5])
 def test_zoomed_is_scipys_zoom_of_the_middle(factor):
     x = noise(32, 20)
     high, wide = math.ceil(32 / factor), math.ceil(20 / factor)
@@ -298,9 +289,3 @@ def test_disk_is_a_disk_with_a_soft_rim(radius, soften, reach, bell):
     for axis in (0, 1):
         expected = ndimage.correlate1d(expected, weights / weights.sum(), axis, mode="mirror")
     np.testing.assert_allclose(filters.disk(radius, soften), expected, atol=1e-15)
-
-
-def test_luminance_of_grey_is_the_grey():
-    grey = torch.rand(2, 1, 4, 4)
-    torch.testing.assert_close(filters.luminance(grey.expand(-1, 3, -1, -1)), grey)
-    assert filters.luminance(grey) is grey

@@ -68,23 +68,12 @@ def oracle(S):
     return np.linalg.norm(S - S.T) / np.linalg.norm(S + S.T), negative
 
 
-@pytest.mark.parametrize("tokens", [3, 9, 40])
+@pytest.mark.parametrize("tokens", [3, 9])
 def test_grams_give_what_the_matrix_gives(tokens):
     q, k = normal(2, tokens, 4), normal(2, tokens, 4, seed=1)
-    for sample in range(2):
-        expected = oracle((q[sample] @ k[sample].mT).numpy())
-        assert (asymmetry(q, k)[sample].item(), negative_share(q, k)[sample].item()) == pytest.approx(
-            expected, abs=1e-7
-        )
-
-
-def test_known_values():
-    x = normal(9, 4)
-    assert asymmetry(x, x).item() == pytest.approx(0, abs=1e-7)
-    assert negative_share(x, x).item() == pytest.approx(0, abs=1e-7)
-    assert negative_share(x, -x).item() == pytest.approx(1, abs=1e-7)
-    turn = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
-    assert asymmetry(normal(9, 2), normal(9, 2) @ (turn + 1e-3 * torch.eye(2))).item() > 100
+    found = torch.stack([asymmetry(q, k), negative_share(q, k)], 1)
+    expected = np.stack([oracle(S.numpy()) for S in q @ k.mT])
+    np.testing.assert_allclose(found, expected, atol=1e-7)
 
 
 IDS = torch.arange(14).reshape(2, 7)
@@ -202,17 +191,6 @@ def test_permuting_keeps_the_entries_inside_and_leaves_the_rest_alone():
     assert torch.equal(mixed, permuted(S, pairs, torch.Generator().manual_seed(0)))
 
 
-def test_permuted_entries_of_a_symmetric_kernel_are_what_chance_gives():
-    """A Gram matrix is symmetric and positive definite by its arrangement, not by its entries."""
-    x = normal(1, 1, 60, 60)
-    S = x @ x.mT
-    S = S - S.mean()  # without a mean: asymmetry 1, share ½ but for the diagonal's chance
-    mixed = permuted(S, torch.ones(1, 60, 60, dtype=torch.bool), torch.Generator().manual_seed(0))
-    assert kernel.matrix_asymmetry(S).item() == pytest.approx(0, abs=1e-9)
-    assert kernel.matrix_asymmetry(mixed).item() == pytest.approx(1, abs=0.1)
-    assert kernel.matrix_negative_share(mixed).item() == pytest.approx(0.5, abs=0.05)
-
-
 def test_what_cannot_be_compared_is_refused():
     from transformers import T5Config, T5EncoderModel
 
@@ -245,27 +223,23 @@ def test_the_command_writes_what_a_direct_reading_gives(runs):
     assert "plain, 2 runs" in command(*names, "--samples", "9", "--out", out)
     table = pd.read_csv(out / "kernel.csv")
     assert len(table) == 4 * 2 * 2 * 3  # runs, data, layers, heads
-    direct = {}
-    for data, split in zip(("train", "test"), digits(), strict=True):
-        images = split.images[torch.linspace(0, len(split) - 1, 9).round().long()]
-        for seed in (0, 1):
-            model = ac.load(runs / f"plain-seed{seed}/model.safetensors")
-            direct[data, seed] = kernel_assumptions(model, [images])
-    chosen = table.query("run == 'plain-seed1' and data == 'train'").set_index(["layer", "head"])
-    for row in direct["train", 1].to_frame().set_index(["layer", "head"]).itertuples():
-        for name in row._fields[1:]:
-            assert chosen.loc[row.Index, name] == pytest.approx(getattr(row, name), rel=1e-3, abs=1e-6)
-    found = direct["train", 1].layer_correlations()["kernel_asymmetry"]
-    assert chosen.loc[(2, 3), "correlation_kernel_asymmetry"] == pytest.approx(found[1], rel=1e-3)
+    split = digits()[1]
+    images = split.images[torch.linspace(0, len(split) - 1, 9).round().long()]
+    direct = [kernel_assumptions(ac.load(runs / f"plain-seed{n}/model.safetensors"), [images]) for n in (0, 1)]
+    chosen = table.query("run == 'plain-seed1' and data == 'test'").reset_index()
+    expected = direct[1].to_frame()
+    pd.testing.assert_frame_equal(chosen[expected.columns], expected, rtol=1e-3, atol=1e-6)
+    found = direct[1].layer_correlations()["kernel_asymmetry"]
+    assert chosen["correlation_kernel_asymmetry"].iloc[-1] == pytest.approx(found[1], rel=1e-3)
     body = json.loads((out / "kernel.json").read_text())
     assert (body["paper"], body["samples"]) == (kernel.PAPER, {"train": 9, "test": 9})
     assert body["command"].startswith("acutance lab kernel ")
     summary = {(row["variant"], row["data"]): row for row in body["summary"]}
-    means = [direct["test", seed].alignment.mean() for seed in (0, 1)]
+    means = [found.alignment.mean() for found in direct]
     assert summary["plain", "test"]["alignment"]["mean"] == pytest.approx(np.mean(means))
     assert summary["plain", "test"]["alignment"]["spread"] == pytest.approx(np.std(means, ddof=1))
     for kind, read in (("pooled", "correlations"), ("within", "layer_correlations")):
-        values = [np.mean(getattr(direct["test", seed], read)()["kernel_negative"]) for seed in (0, 1)]
+        values = [np.mean(getattr(found, read)()["kernel_negative"]) for found in direct]
         assert summary["plain", "test"][kind]["kernel_negative"]["mean"] == pytest.approx(np.mean(values))
     assert summary["even", "test"]["pooled"]["kernel_negative"]["mean"] is None  # nothing varies
     assert (out / "kernel.png").stat().st_size > 10_000
@@ -284,10 +258,7 @@ def test_one_model_is_held_at_a_time_and_every_batch_announced():
     assert heard == [f"a-seed{n}, {data}" for n in (0, 1) for data in ("train", "train", "test", "test")]
     assert len(heard) == 2 * kernel.batch_count(70)
     assert study.runs["a-seed1", "test"].alignment.shape == (2, 70, 3)
-    assert [kernel.variant_of(run) for run in ("neutreno-featscale-seed12", "seed3-a")] == [
-        "neutreno-featscale",
-        "seed3-a",
-    ]
+    assert list(map(kernel.variant_of, ("neutreno-featscale-seed12", "seed3-a"))) == ["neutreno-featscale", "seed3-a"]
 
 
 def test_a_causal_model_is_read_on_text(tmp_path):

@@ -13,13 +13,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from acutance.attention.kernels import packed
 from acutance.lab.bench.results import Row
-from acutance.lab.bench.settings import Settings, Table
-from acutance.lab.bench.timing import Candidate, Pace, Step, compare, repeat, seconds_per_step
+from acutance.lab.bench.settings import Settings, Table, without_fused_kernel
+from acutance.lab.bench.timing import Candidate, Step, compare, repeat, seconds_per_step
 from acutance.models import ViT
 
 STRENGTH = 0.6
@@ -53,14 +56,14 @@ def measured_ceilings(settings: Settings) -> Ceilings:
     source = torch.empty(size, dtype=torch.uint8, device=settings.device)
     target = torch.empty_like(source)
     a, b = (torch.randn(side, side, device=settings.device, dtype=settings.dtype) for _ in range(2))
-    copy = _fastest(lambda: target.copy_(source), settings.pace(), settings.device)
-    product = _fastest(lambda: a @ b, settings.pace(), settings.device)
+    pace = settings.pace()
+
+    def fastest(step: Step) -> float:
+        seconds_per_step(step, pace.warm_up, settings.device)
+        return min(seconds_per_step(step, pace.steps, settings.device) for _ in range(3))
+
+    copy, product = fastest(lambda: target.copy_(source)), fastest(lambda: a @ b)
     return Ceilings(2 * size / copy, 2 * side**3 / product)
-
-
-def _fastest(step: Step, pace: Pace, device: str) -> float:
-    seconds_per_step(step, pace.warm_up, device)
-    return min(seconds_per_step(step, pace.steps, device) for _ in range(3))
 
 
 @dataclass(frozen=True)
@@ -73,30 +76,19 @@ class Problem:
     width: int = 64
     causal: bool = False
 
-    def bytes_moved(self, itemsize: int, *, term: bool, backward: bool) -> float:
-        """Every input read once and every output written once, with one log-sum a row in float32.
+    def kernels(self, itemsize: int, *, training: bool, term: bool = False) -> list[Kernel]:
+        """Forward, and in training backward: every input read once and every output written once.
 
-        Forward: q, k, v and v⁰ to u. Backward: the same, u and its gradient to those of q, k, v and v⁰.
+        Forward: q, k, v and v⁰ to u, with one log-sum a row in float32. Backward: q, k, v, u and its gradient to those
+        of q, k, v and v⁰, which itself is not needed where λ is a constant.
         """
         activation = self.batch * self.tokens * self.heads * self.width * itemsize
         sums = self.batch * self.heads * self.tokens * 4
-        forward = (3 + term + 1) * activation + sums
-        # v⁰'s gradient is λ times the output's; v⁰ itself is not needed where λ is a constant.
-        return forward + ((3 + 1 + 1 + 3 + term) * activation + sums) * backward
-
-    def flops(self, *, backward: bool) -> float:
-        """Two products forward; backward five, one of which is the first again."""
         pairs = self.tokens * (self.tokens + 1) // 2 if self.causal else self.tokens**2
         product = 2 * self.batch * self.heads * pairs * self.width
-        return product * (2 + 5 * backward)
-
-    def kernels(self, itemsize: int, *, training: bool) -> list[Kernel]:
-        """Forward, and in training backward."""
-        forward, both = (
-            (self.bytes_moved(itemsize, term=False, backward=backward), self.flops(backward=backward))
-            for backward in (False, True)
-        )
-        return [forward, (both[0] - forward[0], both[1] - forward[1])] if training else [forward]
+        forward = (4 + term) * activation + sums, 2 * product
+        backward = (8 + term) * activation + sums, 5 * product  # one of which is the first again
+        return [forward, backward] if training else [forward]
 
 
 def linear(rows: int, inputs: int, outputs: int, itemsize: int, passes: int = 1) -> list[Kernel]:
@@ -113,11 +105,6 @@ def of_blocks(attention: Problem, hidden: int, depth: int, itemsize: int, *, tra
     return (products + attention.kernels(itemsize, training=training)) * depth
 
 
-def adamw(parameters: int) -> list[Kernel]:
-    """A step of the optimiser."""
-    return [(ADAMW_BYTES * parameters, 0)]
-
-
 def of_vit(model: ViT, batch: int, itemsize: int, *, training: bool) -> list[Kernel]:
     """A ViT with a class token: patches, blocks, and a head that reads one token."""
     config = model.config
@@ -127,8 +114,34 @@ def of_vit(model: ViT, batch: int, itemsize: int, *, training: bool) -> list[Ker
         *linear(batch * patches, pixels, config.dim, itemsize, 2 if training else 1),  # images have no gradient
         *of_blocks(attention, round(config.mlp_ratio * config.dim), config.depth, itemsize, training=training),
         *linear(batch, config.dim, config.num_classes, itemsize, 3 if training else 1),
-        *(adamw(sum(p.numel() for p in model.parameters())) if training else []),
+        *([(ADAMW_BYTES * sum(p.numel() for p in model.parameters()), 0)] if training else []),
     ]
+
+
+class PointwiseCounter(TorchDispatchMode):
+    """Counts one operation per number that a pointwise operation gives: NeuTRENO's term is nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, and count."""
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.pointwise in func.tags and isinstance(out, Tensor):
+            self.operations += out.numel()
+        return out
+
+
+def count_flops(model: nn.Module, images: Tensor) -> tuple[int, int]:
+    """Of one forward pass: those of matrix products and attention, and those of pointwise operations."""
+    # On the path that is made of products: counters do not see into our kernel, nor into all of PyTorch's.
+    with without_fused_kernel(), sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        with FlopCounterMode(display=False) as products:
+            model(images)
+        with PointwiseCounter() as pointwise:
+            model(images)
+    return products.get_total_flops(), pointwise.operations
 
 
 def with_floor(kernels: Sequence[Kernel], tables: Iterator[list[Row]], settings: Settings) -> Iterator[list[Row]]:
@@ -179,10 +192,9 @@ def _rows(problem: Problem, backward: bool, settings: Settings) -> Iterator[list
 
         return graphed(once, CALLS) if settings.on_gpu else partial(repeat, once, CALLS)
 
-    attentions = {
-        "SDPA": sdpa,
-        **({"fused kernel": packed.attention} if packed.is_available(qkv, problem.heads) else {}),
-    }
+    attentions: dict[str, Any] = {"SDPA": sdpa}
+    if packed.is_available(qkv, problem.heads):
+        attentions["fused kernel"] = packed.attention
     candidates = [
         Candidate(
             f"{name}, {'with the term' if term else 'plain'}",
@@ -196,12 +208,11 @@ def _rows(problem: Problem, backward: bool, settings: Settings) -> Iterator[list
     for rows in compare(candidates, settings.pace(steps=10, calls=CALLS), settings.device):
         for row in rows:
             term = not row["variant"].endswith("plain")
-            moved = problem.bytes_moved(settings.dtype.itemsize, term=term, backward=backward)
-            kernel = moved, problem.flops(backward=backward)
-            floor = 1e3 * ceilings.floor(*kernel)
+            kernels = problem.kernels(settings.dtype.itemsize, training=backward, term=term)
+            floor = 1e3 * ceilings.floor(*map(sum, zip(*kernels, strict=True)))
             row["floor_ms"] = f"{floor:.4f}"
             row["times_floor"] = f"{float(row['ms']) / floor:.2f}" if "ms" in row else ""
-            row |= ceilings.columns([kernel])
+            row |= ceilings.columns(kernels)
         yield rows
 
 

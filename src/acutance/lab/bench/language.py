@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from acutance.attention.kernels import packed
-from acutance.lab.bench.floor import Kernel, Problem, adamw, linear, of_blocks, with_floor
+from acutance.lab.bench.floor import ADAMW_BYTES, Kernel, Problem, linear, of_blocks, with_floor
 from acutance.lab.bench.results import Row
 from acutance.lab.bench.settings import Settings, Table, training_step, unfused
 from acutance.lab.bench.timing import Candidate, Step, compare
@@ -50,7 +50,7 @@ class Size:
         blocks = of_blocks(attention, self.hidden, self.depth, itemsize, training=training)
         rows, passes = self.batch * self.tokens, 3 if training else 1
         words = linear(rows, self.dim, self.vocabulary, itemsize, passes)
-        return [*blocks, *words, *(adamw(self.parameters) if training else [])]
+        return [*blocks, *words, *([(ADAMW_BYTES * self.parameters, 0)] if training else [])]
 
 
 SIZES = (Size(tokens=2048, batch=16), Size(tokens=8192, batch=4))
@@ -90,7 +90,9 @@ def _step(size: Size, settings: Settings, mode: str, spec: str | None, backend: 
     sizes = {"vocabulary": size.vocabulary, "dim": size.dim, "depth": size.depth, "hidden": size.hidden}
     model = LanguageModel(**sizes, mitigation=spec, heads=size.heads, cutoffs=(), dropout=0.0)
     words = torch.randint(size.vocabulary, (size.batch, size.tokens + 1), device=settings.device)
-    make = partial(training_step, inputs=[words[:, :-1], words[:, 1:]], loss_of=_mean, mode=mode, dtype=settings.dtype)
+    make = partial(
+        training_step, inputs=[words[:, :-1], words[:, 1:]], loss_of=torch.mean, mode=mode, dtype=settings.dtype
+    )
     return make(model) if backend is None else unfused(make(WithBackend(model, backend)))
 
 
@@ -109,7 +111,3 @@ class WithBackend(nn.Module):
         with sdpa_kernel(self.backend):
             out: Tensor = self.model(*inputs)
         return out
-
-
-def _mean(losses: Tensor) -> Tensor:
-    return losses.mean()

@@ -1,9 +1,9 @@
-"""What measuring costs: `measure` against a plain forward pass, and against the obvious way with whole matrices."""
+"""What measuring costs: `measure` against a forward pass and against whole matrices, and its growth with the tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acutance import sites
+from acutance import metrics, sites
 from acutance.attention import AttentionCall
+from acutance.attention.operator import AttentionOperator
 from acutance.lab.bench.results import Row
-from acutance.lab.bench.settings import Settings, Table
-from acutance.lab.bench.steps import SHAPES, Shape, shape_for, timm_model
-from acutance.lab.bench.timing import Candidate, Step, compare, repeat
+from acutance.lab.bench.settings import Settings, Table, free
+from acutance.lab.bench.steps import Shape, shape_for, timm_model
+from acutance.lab.bench.timing import Candidate, Pace, Step, compare, repeat
 from acutance.measure import DEFAULT_METRICS, measure
 from acutance.measure.monitor import CHEAP_METRICS
 from acutance.measure.walk import feed
@@ -38,6 +39,21 @@ LLAMA = {
     "max_position_embeddings": 131_072,
 }
 TOY_LLAMA = dict(zip((*SIZES, *HEADS), (100, 32, 64, 2, 2, 1), strict=True))
+WIDTH = 64  # of a head
+FEW = 16  # tokens of a call that only makes a model ready
+PATIENCE = 30.0  # seconds: what would take longer at twice the tokens is not tried there
+
+OPERATIONS: dict[str, Callable[[AttentionOperator, Tensor], object]] = {
+    "A v": lambda A, v: A @ v,
+    "nonlocal_energy": metrics.nonlocal_energy,
+    "gradient_alignment": metrics.gradient_alignment,
+    "attention_entropy": lambda A, _v: metrics.attention_entropy(A),
+    "head_cosine": lambda A, _v: metrics.head_cosine(A),
+    "attention_cosine": lambda A, _v: metrics.attention_cosine(A, AttentionOperator(A.k, A.q)),
+    "log_nonlocal_energy_raw": metrics.log_nonlocal_energy_raw,
+    "extreme_eigenvalues": lambda A, _v: A.extreme_eigenvalues(),
+}
+Work = Callable[[int, Settings], tuple[list[Candidate], Pace]]  # at so many tokens
 
 
 @dataclass(frozen=True)
@@ -56,18 +72,14 @@ def tables(settings: Settings) -> list[Table]:
     found = []
     for whose, build, shape, batch in [*subjects, ("", _ours, DEIT, IMAGE_BATCH)]:
         make = partial(_vit, batch, settings, shape, build)
-        title = f"measuring {whose}{_vit_title(shape, batch, settings)}"
+        title = f"measuring {whose}{shape_for(shape, settings).title}, batch {batch}"
         found.append(Table(title, partial(_rows, make, IMAGES // batch, settings)))
     if find_spec("transformers") is not None:
         llama = "Llama of 1.2 billion parameters, 4 texts of 2048 tokens" if settings.on_gpu else "Llama at toy size"
         make = partial(llama_subject, *((4, 2048) if settings.on_gpu else (2, 16)), settings)
         found.append(Table(f"measuring {llama}", partial(_rows, make, TEXT_BATCHES, settings)))
-    few = _vit_title(DEIT, SPECTRAL_BATCH, settings)
-    return [*found, Table(f"measuring {few}, spectral metrics", partial(_spectral_rows, settings))]
-
-
-def _vit_title(shape: str, batch: int, settings: Settings) -> str:
-    return f"{SHAPES[shape].title}, batch {batch}" if settings.on_gpu else "DeiT-Ti at toy size"
+    title = f"measuring {shape_for(DEIT, settings).title}, batch {SPECTRAL_BATCH}, spectral metrics"
+    return [*found, Table(title, partial(_spectral_rows, settings))]
 
 
 def _rows(make: Callable[[], Subject], batches: int, settings: Settings) -> Iterator[list[Row]]:
@@ -174,3 +186,74 @@ def read_obvious(tokens: Sequence[Tensor], layers: Sequence[tuple[Tensor, Tensor
         found.append(torch.stack([m.mean() for m in (cosine, residual, spread, energy, entropy)]))
     means: list[list[float]] = torch.stack(found).tolist()
     return means
+
+
+def operator_tables(settings: Settings) -> list[Table]:
+    """Every attention metric by itself, of one layer."""
+    lengths = (2048, 4096, 8192, 16_384, 32_768) if settings.on_gpu else (16, 32)
+    title = f"cost against tokens, {8 if settings.on_gpu else 2} heads of width {WIDTH}"
+    return [Table(title, partial(in_turn, lengths, _operations, settings))]
+
+
+def model_tables(settings: Settings) -> list[Table]:
+    """How far a whole Llama can be measured; nothing where transformers is not installed."""
+    if find_spec("transformers") is None:
+        return []
+    lengths = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072) if settings.on_gpu else (16,)
+    title = "one text in a Llama, cheap token metrics, energy and entropy in every layer"
+    return [Table(title, partial(in_turn, lengths, _readings, settings))]
+
+
+def in_turn(lengths: tuple[int, ...], work: Work, settings: Settings) -> Iterator[list[Row]]:
+    """Each length by itself, its memory freed before the next; what fails, or takes long, is not tried at more."""
+    done: list[Row] = []
+    given_up: dict[str, str] = {}
+    for tokens in lengths:
+        candidates, pace = work(tokens, settings)
+        tried = [candidate for candidate in candidates if candidate.variant not in given_up]
+        rows: list[Row] = [{"tokens": tokens, "variant": name, "note": why} for name, why in given_up.items()]
+        for found in compare(tried, pace, settings.device):
+            rows = [*rows[: len(given_up)], *({"tokens": tokens, **row} for row in found)]
+            yield [*done, *rows]
+        done += rows
+        given_up |= {row["variant"]: why for row in rows if (why := _reason_to_stop(row))}
+        del candidates, tried
+        free()
+
+
+def _reason_to_stop(row: Row) -> str:
+    if "ms" not in row:
+        return f"not tried: it failed at {row['tokens']} tokens" if "left out" in row.get("note", "") else ""
+    seconds = float(row["ms"]) / 1e3
+    # The work grows with the square of the tokens.
+    return f"not tried: it took {seconds:.0f} s at {row['tokens']} tokens" if 4 * seconds > PATIENCE else ""
+
+
+def _operations(tokens: int, settings: Settings) -> tuple[list[Candidate], Pace]:
+    generator = torch.Generator(settings.device).manual_seed(0)
+    shape = (3, 1, 8 if settings.on_gpu else 2, tokens, WIDTH)
+    q, k, v = torch.randn(shape, generator=generator, device=settings.device).to(settings.dtype)
+
+    def step(operation: Callable[[AttentionOperator, Tensor], object]) -> Step:
+        # Anew: an operator remembers the sums of its rows.
+        return torch.no_grad()(lambda: operation(AttentionOperator(q, k), v))
+
+    candidates = [
+        Candidate(name, partial(step, operation), baseline=name == "A v") for name, operation in OPERATIONS.items()
+    ]
+    return candidates, settings.pace(steps=1, refresh=0, repetitions=3)
+
+
+def _readings(tokens: int, settings: Settings) -> tuple[list[Candidate], Pace]:
+    subject = llama_subject(1, tokens, settings)
+    # A few of the tokens first: the memory that the first product takes for good is no part of any reading.
+    words: Tensor = subject.batch["input_ids"]
+    forward(replace(subject, batch={**subject.batch, "input_ids": words[:, :FEW]}), 1)
+    candidates = [
+        Candidate("plain forward pass", lambda: partial(forward, subject, 1), baseline=True),
+        Candidate("measure", lambda: partial(read_metrics, subject, WITH_ATTENTION, 1)),
+        Candidate("by whole matrices", lambda: subject.obvious),
+    ]
+    # A call takes seconds in the end; reading its memory is warm-up enough.
+    pace = settings.pace(steps=1, refresh=0, repetitions=3 if tokens <= 8192 else 1)
+    return candidates, replace(pace, warm_up=0)

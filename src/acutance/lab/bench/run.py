@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table as Picture
 
 from acutance.errors import AcutanceError, first_line
-from acutance.lab.bench import efficiency, floor, language, lengths, measuring, results, steps, throughput
+from acutance.lab.bench import floor, language, measuring, results, steps
 from acutance.lab.bench.results import Row
 from acutance.lab.bench.settings import Settings, Table, free
 
@@ -40,14 +40,14 @@ WORDS = ("heading", "variant", "mode", "note")
 GROUPS: dict[str, Callable[[Settings], list[Table]]] = {
     "steps-32": partial(steps.tables, name="steps-32"),
     "steps-224": partial(steps.tables, name="steps-224"),
-    **{f"end-to-end-{batch}": partial(throughput.tables, batch=batch) for batch in throughput.BATCHES},
+    **{f"end-to-end-{batch}": partial(steps.end_to_end_tables, batch=batch) for batch in steps.BATCHES},
     "eigen": steps.eigen_tables,
     "micro": floor.tables,
-    "efficiency": efficiency.tables,
+    "efficiency": steps.efficiency_tables,
     "measure": measuring.tables,
     "long-training": language.tables,
-    "long-tokens": lengths.operator_tables,
-    "long-model": lengths.model_tables,
+    "long-tokens": measuring.operator_tables,
+    "long-model": measuring.model_tables,
 }
 
 

@@ -76,11 +76,6 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def compiled(model: nn.Module, mode: str) -> Any:
-    """By `torch.compile` in this mode; `eager` is as it is."""
-    return model if mode == "eager" else torch.compile(model, dynamic=False, mode=mode)
-
-
 def training_step(
     model: nn.Module,
     inputs: Sequence[Tensor],
@@ -90,16 +85,12 @@ def training_step(
     dtype: torch.dtype = torch.float32,
 ) -> Step:
     """Forward in autocast, backward and fused AdamW, with no wait for the device in between."""
-    device = inputs[0].device.type
     model = model.to(inputs[0].device).train()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
-    run = compiled(model, mode)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=inputs[0].is_cuda)
+    loss = _forward(model, inputs, loss_of, mode, dtype)
 
     def step() -> None:
-        torch.compiler.cudagraph_mark_step_begin()  # the models take turns: none may count on another's memory
-        with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
-            loss = loss_of(run(*inputs))
-        loss.backward()
+        loss().backward()
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
 
@@ -110,16 +101,22 @@ def inference_step(
     model: nn.Module, inputs: Sequence[Tensor], *, mode: str = "eager", dtype: torch.dtype = torch.float32
 ) -> Step:
     """A forward pass without gradients in autocast."""
-    device = inputs[0].device.type
     model = model.to(inputs[0].device).eval()
-    run = compiled(model, mode)
+    return torch.no_grad()(_forward(model, inputs, lambda out: out, mode, dtype))
 
-    def step() -> None:
-        torch.compiler.cudagraph_mark_step_begin()
-        with torch.no_grad(), torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
-            run(*inputs)
 
-    return step
+def _forward(
+    model: nn.Module, inputs: Sequence[Tensor], then: Callable[[Any], Any], mode: str, dtype: torch.dtype
+) -> Callable[[], Any]:
+    """The model in autocast, by `torch.compile` in this mode; `eager` is as it is."""
+    run: Any = model if mode == "eager" else torch.compile(model, dynamic=False, mode=mode)
+
+    def call() -> Any:
+        torch.compiler.cudagraph_mark_step_begin()  # the models take turns: none may count on another's memory
+        with torch.autocast(inputs[0].device.type, dtype=dtype, enabled=dtype != torch.float32):
+            return then(run(*inputs))
+
+    return call
 
 
 def without_fused_kernel() -> AbstractContextManager[Any]:

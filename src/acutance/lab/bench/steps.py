@@ -1,21 +1,27 @@
-"""The cost of NeuTRENO and of a chosen spectrum: training steps and inference against plain ViTs."""
+"""What NeuTRENO and a chosen spectrum cost a ViT: steps, training end to end, and the paper's efficiency."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from acutance.lab.bench.floor import of_vit, with_floor
+from acutance.lab import recipes
+from acutance.lab.bench.floor import count_flops, of_vit, with_floor
 from acutance.lab.bench.results import Row
 from acutance.lab.bench.settings import Settings, Table, inference_step, training_step, unfused
 from acutance.lab.bench.timing import Candidate, Step, compare
+from acutance.lab.data.images import Images
+from acutance.lab.tasks.classification import ClassificationTask
+from acutance.lab.train.engine import Engine
+from acutance.lab.train.step import TrainStep
 from acutance.models import ViT, deit_tiny, vit_tiny_cifar
 
 NEUTRENO = "neutreno:0.6"
@@ -24,7 +30,9 @@ TOY_TIMM = {"img_size": 8, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_he
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # modes that replay CUDA graphs
 NO_TIMM = "timm is not installed: the baseline is our own plain ViT"
 # Bases of a spectrum. Those that call a library come last: a failed capture into a CUDA graph may break others.
-BASES = ("polar", "cayley", "householder", "qr")
+BASES = ("polar", "cayley", "householder", "qr", "inverse")
+BATCHES = (256, 512, 1024, 2048)  # end to end
+LAUNCHED = 1024  # at this size without recording too, to see what that gives
 
 
 @dataclass(frozen=True)
@@ -61,28 +69,6 @@ def tables(settings: Settings, name: str) -> list[Table]:
     return [
         Table(f"{shape.title}, batch {shape.batch}, {what}", partial(_rows, shape, what == "training", settings))
         for what in ("training", "inference")
-    ]
-
-
-def eigen_tables(settings: Settings) -> list[Table]:
-    """A training step of ViT-Ti⁻ against ViT-Ti; `benchmarks/eigen_step.py` times all bases without graphs too."""
-    shape = shape_for("steps-32", settings)
-    title = f"ViT-Ti⁻ against ViT-Ti: {shape.title}, batch {shape.batch}, training"
-    return [Table(title, lambda: compare(eigen_candidates(shape, settings), settings.pace(), settings.device))]
-
-
-def eigen_candidates(shape: Shape, settings: Settings) -> list[Candidate]:
-    """The plain model first; all in the mode with the least overhead."""
-    specs = (None, *(f"eigen:negative,basis={basis}" for basis in BASES))
-    return [
-        candidate
-        for spec in specs
-        for candidate in in_modes(
-            spec or "plain ViT",
-            partial(step_of, partial(shape.ours, mitigation=spec), shape, True, settings),
-            settings.modes[-1:],
-            baseline=spec is None,
-        )
     ]
 
 
@@ -135,9 +121,105 @@ def step_of(build: Callable[[], nn.Module], shape: Shape, training: bool, settin
     if not training:
         return inference_step(build(), [images], mode=mode, dtype=settings.dtype)
     labels = torch.randint(shape.classes, (shape.batch,), device=settings.device)
-    loss = partial(_cross_entropy, labels)
+    loss = partial(F.cross_entropy, target=labels)
     return training_step(build(), [images], loss, mode=mode, dtype=settings.dtype)
 
 
-def _cross_entropy(labels: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(scores, labels)
+def eigen_tables(settings: Settings) -> list[Table]:
+    """A training step of ViT-Ti⁻ against ViT-Ti in every mode, the one with the least overhead first."""
+    shape = shape_for("steps-32", settings)
+
+    def rows(mode: str) -> Iterator[list[Row]]:
+        return compare(eigen_candidates(shape, settings, mode), settings.pace(), settings.device)
+
+    title = f"ViT-Ti⁻ against ViT-Ti: {shape.title}, batch {shape.batch}, training"
+    return [Table(f"{title}, {mode}", partial(rows, mode)) for mode in settings.modes[::-1]]
+
+
+def eigen_candidates(shape: Shape, settings: Settings, mode: str) -> list[Candidate]:
+    """The plain model, then every basis."""
+    found = []
+    for spec in (None, *(f"eigen:negative,basis={basis}" for basis in BASES)):
+        made = partial(step_of, partial(shape.ours, mitigation=spec), shape, True, settings)
+        found += in_modes(spec or "plain ViT", made, [mode], baseline=spec is None)
+    return found
+
+
+def end_to_end_tables(settings: Settings, batch: int) -> list[Table]:
+    """The recipe for CIFAR-100 by the loop's own step: images are drawn, augmented and learnt from."""
+    batch = batch if settings.on_gpu else 8
+    title = f"{shape_for('steps-32', settings).title}, end to end, batch {batch}"
+    return [Table(title, partial(_end_to_end_rows, batch, settings))]
+
+
+def _end_to_end_rows(batch: int, settings: Settings) -> Iterator[list[Row]]:
+    for rows in compare(end_to_end_candidates(batch, settings), settings.pace(steps=20), settings.device):
+        for row in (row for row in rows if "ms" in row):
+            row["images_per_s"] = f"{batch / float(row['ms']) * 1e3:.0f}"
+        yield rows
+
+
+def end_to_end_candidates(batch: int, settings: Settings) -> list[Candidate]:
+    """Plain and with the term; on the CPU nothing can be recorded."""
+    ways = ((True, False) if batch == LAUNCHED else (True,)) if settings.on_gpu else (False,)
+    return [
+        Candidate(
+            variant,
+            partial(end_to_end_step, batch, spec, recorded, settings),
+            "recorded" if recorded else "launched",
+            baseline=spec is None,
+            static=recorded,
+        )
+        for recorded in ways
+        for variant, spec in (("plain ViT", None), ("NeuTRENO", NEUTRENO))
+    ]
+
+
+def end_to_end_step(batch: int, spec: str | None, recorded: bool, settings: Settings) -> Step:
+    """A step of the recipe's training, on random images of CIFAR-100's number and size."""
+    recipe = recipes.load("cifar100")
+    toy = {} if settings.on_gpu else {"dim": 48, "depth": 2}
+    loop = replace(recipe.loop, batch_size=batch, graph=recorded, strategy="single")
+    task = replace(recipe.task, model=replace(recipe.task.model, mitigation=spec, **toy))
+    if not settings.on_gpu:
+        loop, task = replace(loop, compile=False, precision="fp32"), replace(task, compile_augment=False)
+    engine = Engine(loop, device=torch.device(settings.device).type)
+    generator, number = torch.Generator().manual_seed(0), 50_000 if settings.on_gpu else 64
+    pixels = torch.randint(256, (number, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(100, (number,), generator=generator)
+    images = Images("random images", pixels, labels, tuple(map(str, range(100))), mean=(0.5,) * 3, std=(0.25,) * 3)
+    learner = ClassificationTask(task, seed=0, device=engine.device, images=images)
+    stepper = TrainStep(replace(recipe, task=task, loop=loop), engine, learner)
+    batches, numbers = stepper.batches(0), count()
+    return lambda: stepper(next(numbers), next(batches), 1e-3)
+
+
+def efficiency_tables(settings: Settings) -> list[Table]:
+    """FLOPs, memory and time at inference (https://arxiv.org/abs/2312.00751, appendix G.4), as PyTorch runs it."""
+    shape = shape_for("steps-224", settings)
+    if settings.on_gpu:  # so large that launching the kernels takes less time than they take
+        shape = replace(shape, batch=1024)
+    title = f"efficiency of {shape.title}, batch {shape.batch}, inference, not compiled"
+    return [Table(title, partial(_efficiency_rows, shape, settings))]
+
+
+def _efficiency_rows(shape: Shape, settings: Settings) -> Iterator[list[Row]]:
+    models = {"plain": shape.ours(), "NeuTRENO": shape.ours(mitigation=NEUTRENO)}
+    images = torch.randn(shape.batch, 3, shape.image_size, shape.image_size, device=settings.device)
+
+    def step(model: ViT, kernel: str) -> Step:
+        run = inference_step(model, [images], dtype=settings.dtype)
+        return run if kernel == "fused kernel" else unfused(run)
+
+    candidates = [
+        Candidate(name, partial(step, model, kernel), kernel, baseline=(name, kernel) == ("plain", "SDPA"))
+        for kernel in (("SDPA", "fused kernel") if settings.on_gpu else ("SDPA",))
+        for name, model in models.items()
+    ]
+    counted: dict[str, Row] = {}
+    for name, model in models.items():
+        products, pointwise = count_flops(model.to(settings.device).eval(), images[:1])
+        counted[name] = {"flops": products + pointwise, "flops_products": products, "flops_pointwise": pointwise}
+        counted[name]["flops_ratio"] = f"{(products + pointwise) / counted['plain']['flops']:.7f}"
+    for rows in compare(candidates, settings.pace(), settings.device):
+        yield [{**row, **counted[row["variant"]]} for row in rows]

@@ -51,12 +51,6 @@ class Candidate:
         return f"{self.variant}, {self.mode}" if self.mode else self.variant
 
 
-def synchronise(device: str) -> None:
-    """Wait for all that was launched."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
-
-
 def repeat(step: Step, times: int) -> None:
     """One after another."""
     for _ in range(times):
@@ -90,6 +84,14 @@ def peak_mib(step: Step, device: str) -> float | None:
     step()
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / MIB
+
+
+def resident_peak_bytes() -> int:
+    """This process's largest resident set so far; the system counts kibibytes on Linux, bytes on macOS."""
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def paired(step: Step, baseline: Step, pace: Pace, device: str) -> Iterator[tuple[float, float]]:
@@ -163,7 +165,8 @@ class _Entry:
         with self._noting_failure():
             step = self.candidate.make()
             repeat(step, self.pace.warm_up)
-            synchronise(self.device)
+            if torch.device(self.device).type == "cuda":
+                torch.cuda.synchronize()
             self.peak = None if self.candidate.static else peak_mib(step, self.device)
             self.step = step
             _say(f"{self.candidate.name}: ready after {time.perf_counter() - start:.0f} s")

@@ -1,8 +1,7 @@
 """What finished runs are worth: their scores, and how groups of them compare over seeds."""
 
-from acutance.lab.evaluate.compare import Comparison, Group, compare
+from acutance.lab.evaluate.compare import Comparison, Group, Paired, compare, paired
 from acutance.lab.evaluate.evaluate import Evaluation, evaluate_run
-from acutance.lab.evaluate.paired import Paired, paired
 from acutance.lab.evaluate.robust import RobustnessComparison, compare_robustness
 
 __all__ = [

@@ -9,18 +9,68 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from acutance.errors import AcutanceError
 from acutance.files.atomic import digest, finite
 from acutance.lab.evaluate import evaluate as evaluation
 from acutance.lab.evaluate.evaluate import SPLITS, Weights, changed_settings, refuse_seen, weights_file
-from acutance.lab.evaluate.paired import Paired, paired
 from acutance.lab.tasks import task_class
 from acutance.lab.tasks.base import STARTS
 from acutance.lab.train.initial_weights import config_without_incidentals
 from acutance.lab.train.run import Run, changes
 
 FORMAT = "acutance-comparison/1"
+MOST_PAIRS = 40  # 2²⁰ sums in each half
+ROUNDING = 1e-9  # of the sum of sizes: below it two sums are equal
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The difference between two groups at the same seeds."""
+
+    mean: float
+    spread: float  # standard deviation over pairs; NaN for one
+    p: float  # of the two-sided sign-flip test
+    pairs: int
+
+    @property
+    def smallest_p(self) -> float:
+        """What so many pairs can show at best: 3 pairs never get below 0.25, 6 are needed for 0.05."""
+        return float(2.0 ** (1 - self.pairs))
+
+
+def paired(first: Sequence[float], second: Sequence[float]) -> Paired:
+    """second − first, pair by pair."""
+    differences = np.subtract(second, first, dtype=np.float64)
+    spread = float(differences.std(ddof=1)) if len(differences) > 1 else float("nan")
+    return Paired(float(differences.mean()), spread, sign_flip_p(differences), len(differences))
+
+
+def sign_flip_p(differences: Sequence[float] | NDArray[np.float64]) -> float:
+    """The share of all 2ⁿ choices of signs whose sum is at least as far from 0 as the one observed.
+
+    Exact: if the two groups do not differ, each pair's difference is as likely to have either sign. The sums of the
+    first half of the pairs meet the sorted ones of the second, so 40 pairs cost two million sums instead of 2⁴⁰.
+    """
+    values = np.asarray(differences, dtype=np.float64)
+    if not 1 <= len(values) <= MOST_PAIRS or not np.isfinite(values).all():
+        raise AcutanceError(f"a paired test takes 1 to {MOST_PAIRS} finite differences, got {len(values)}")
+    bound = abs(values.sum()) - ROUNDING * np.abs(values).sum()
+    half = len(values) // 2
+    left, right = _signed_sums(values[:half]), np.sort(_signed_sums(values[half:]))
+    at_least = len(right) - np.searchsorted(right, bound - left, side="left")
+    at_most = np.searchsorted(right, -bound - left, side="right")
+    far = int(at_least.sum() + at_most.sum())
+    return min(1.0, far / (len(left) * len(right)))  # a bound of 0 counts a sum of 0 twice
+
+
+def _signed_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The sums under all choices of signs; of no values, one empty sum."""
+    sums = np.zeros(1)
+    for value in values:
+        sums = np.concatenate([sums + value, sums - value])
+    return sums
 
 
 @dataclass(frozen=True)
@@ -115,8 +165,8 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
-        about: dict[str, Any] = {"score": self.score, "split": self.split, "higher_is_better": self.higher_is_better}
         how = self.settings
+        about = {"score": self.score, "split": self.split, "higher_is_better": self.higher_is_better}
         about |= {"weights": how.weights, "settings": list(how.fields), "precision": how.precision}
         test = "paired sign-flip permutation over shared seeds, exact, two-sided, against the first group"
         groups = []
@@ -176,8 +226,7 @@ def check_request(folders: Sequence[Path | str], split: str, weights: Weights | 
         raise AcutanceError("name the runs to compare")
     if split not in SPLITS:
         raise AcutanceError(f"no split {split!r}; there are {', '.join(SPLITS)}")
-    if weights is not None:
-        evaluation.check_weights(weights)
+    weights_file(Path(), weights or "last")
 
 
 def shared_settings(
@@ -190,13 +239,8 @@ def shared_settings(
     first, wanted = runs[0], None
     if settings is not None:
         wanted = _overlaid(first.plain.fields, changed_settings(first.folder, split, settings))
-    shared = [
-        found
-        for found in first.scores
-        if all(found in run.scores for run in runs)
-        and weights in (None, found.weights)
-        and wanted in (None, found.fields)
-    ]
+    asked = [s for s in first.scores if weights in (None, s.weights) and wanted in (None, s.fields)]
+    shared = [settings for settings in asked if all(settings in run.scores for run in runs)]
     if len(shared) == 1:
         return shared[0]
     if first.plain in shared and all(run.plain == first.plain for run in runs):

@@ -52,16 +52,24 @@ class Evaluation:
     processes: int = 1
 
     def path(self, folder: Path) -> Path:
-        """Where it lies in the run's folder: `evaluation-test-best.json`, `evaluation-val-last-task.length=64.json`."""
+        """`evaluation-test-best.json` or `evaluation-val-last-task.length=64.json` in the run's folder."""
         changed = [in_a_name(",".join(self.settings))] if self.settings else []
         return folder / f"evaluation-{'-'.join([self.split, self.weights, *changed])}.json"
 
     def save(self, folder: Path) -> Path:
         return atomic_write(self.path(folder), json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode())
 
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> Evaluation:
+        """What `save` wrote; fields that it did not know yet have their defaults."""
+        parts = {field.name: body[field.name] for field in fields(cls) if field.name in body}
+        return cls(**{**parts, "settings": tuple(parts["settings"]), "command": tuple(parts["command"])})
+
 
 def weights_file(folder: Path, weights: Weights) -> Path:
     """Where the last or the best model lies, or would."""
+    if weights not in ("last", "best"):
+        raise AcutanceError(f"weights are last or best, not {weights!r}")
     path: Path = Run(folder).model_path if weights == "last" else Run(folder).best_path
     return path
 
@@ -69,7 +77,7 @@ def weights_file(folder: Path, weights: Weights) -> Path:
 def weights_path(folder: Path, weights: Weights) -> Path:
     """The last or the best model of a run that is finished."""
     run, path = Run(folder), weights_file(folder, weights)
-    run.config()  # says what is no run
+    run.config()  # refuses what is no run
     if not path.is_file():
         raise AcutanceError(f"there is no {path}: the run is not finished. {run.how_to_go_on()}")
     return path
@@ -87,8 +95,8 @@ def refuse_seen(folder: Path, config: Config, split: str, weights: Weights = "la
 
 def read_evaluations(folder: Path, split: str) -> list[Evaluation]:
     """All that was evaluated on a split before, of whichever weights and settings."""
-    found = [read_json(path, FORMAT, _from_body) for path in sorted(folder.glob(f"evaluation-{split}-*.json"))]
-    return [evaluation for evaluation in found if evaluation.split == split]
+    paths = sorted(folder.glob(f"evaluation-{split}-*.json"))
+    return [read_json(path, FORMAT, Evaluation.from_dict) for path in paths]
 
 
 def read_evaluation(
@@ -119,12 +127,13 @@ def changed_settings(folder: Path, split: str, settings: Sequence[str]) -> tuple
 
 def evaluated_with(config: Config, split: str) -> tuple[str, ...]:
     """All fields that scores on a split depend on, beside the model, with their values, as --set takes them."""
-    values = {
-        name: reduce(getattr, name.split("."), config.task)
-        for name in sorted(task_class(config.task.kind).evaluated_by(split))
-    }
-    texts = {name: v if isinstance(v, str) else "none" if v is None else json.dumps(v) for name, v in values.items()}
-    return tuple(f"task.{name}={text}" for name, text in texts.items())
+    names = sorted(task_class(config.task.kind).evaluated_by(split))
+    return tuple(assignment(f"task.{name}", reduce(getattr, name.split("."), config.task)) for name in names)
+
+
+def assignment(name: str, value: Any) -> str:
+    """As --set takes it."""
+    return f"{name}={value if isinstance(value, str) else 'none' if value is None else json.dumps(value)}"
 
 
 def evaluate_run(
@@ -142,7 +151,6 @@ def evaluate_run(
     evaluation reads, e.g. `task.multi_scale=false`; those that the scores depend on are part of the file's name. Under
     torchrun the processes share the work.
     """
-    check_weights(weights)
     where = Path(folder)
     path = weights_path(where, weights)
     changed = changed_settings(where, split, settings)
@@ -171,12 +179,6 @@ def evaluate_run(
     return found
 
 
-def check_weights(weights: str | None) -> None:
-    """Refuse unknown ones."""
-    if weights not in ("last", "best"):
-        raise AcutanceError(f"weights are last or best, not {weights!r}")
-
-
 def with_data_dir(config: Config, data_dir: Path | str | None) -> Config:
     """The same configuration with its data in another place."""
     return config if data_dir is None else replace(config, task=replace(config.task, data_dir=str(data_dir)))
@@ -185,8 +187,3 @@ def with_data_dir(config: Config, data_dir: Path | str | None) -> Config:
 def task_of(config: Config, device: str | torch.device) -> Task[Any]:
     """The task of a configuration, its data read."""
     return task_class(config.task.kind)(config.task, seed=config.loop.seed, device=torch.device(device))
-
-
-def _from_body(body: Mapping[str, Any]) -> Evaluation:
-    parts = {field.name: body[field.name] for field in fields(Evaluation) if field.name in body}
-    return Evaluation(**{**parts, "settings": tuple(parts["settings"]), "command": tuple(parts["command"])})

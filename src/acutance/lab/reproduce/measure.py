@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import fmean, median
-from typing import Any
 
 import torch
 from torch import nn
 
 from acutance import sites
 from acutance.explain import explain
-from acutance.lab.bench.efficiency import count_flops
-from acutance.lab.bench.timing import MIB, peak_mib, seconds_per_step
-from acutance.lab.reproduce.page import Line, Sheet
+from acutance.lab.bench.floor import count_flops
+from acutance.lab.bench.timing import MIB, Pace, Step, paired, peak_mib
 from acutance.lab.reproduce.run import RowModel, Session
+from acutance.lab.reproduce.target import Line, Sheet
 from acutance.lab.robustness import CORRUPTIONS, FGSM, PGD, evaluate, images_of, table_name
 from acutance.lab.studies import norm_grid
 from acutance.lab.studies.pictures import repeat_picture
@@ -177,23 +176,20 @@ def efficiency(model: RowModel) -> dict[str, float]:
     (products, pointwise), (more, more_pointwise) = (count_flops(each, images) for each in (plain, steered))
     term = more - products + more_pointwise - pointwise  # against products alone, as FLOPs are usually given
 
-    def call(module: nn.Module) -> Callable[[], Any]:
+    def call(module: nn.Module) -> Step:
         return torch.no_grad()(lambda: module(images))
 
-    def seconds(module: nn.Module) -> float:
-        return seconds_per_step(call(module), steps=1, device=str(images.device))
-
-    for module in (steered, plain):
-        seconds(module)
+    where, calls = str(images.device), (call(steered), call(plain))
+    for once in calls:
+        once()
     # Called in turn, so that a machine that slows down slows both.
-    pairs = [(seconds(steered), seconds(plain)) for _ in range(EFFICIENCY_REPEATS)]
-    time = median(mine for mine, _ in pairs) / median(theirs for _, theirs in pairs)
-    found = {"operations": (products + term) / products, "time": time}
+    mine, theirs = zip(*paired(*calls, Pace(EFFICIENCY_REPEATS, steps=1, refresh=0), where), strict=True)
+    found = {"operations": (products + term) / products, "time": median(mine) / median(theirs)}
     if images.is_cuda:
         peaks = []
         for module, other in ((steered, plain), (plain, steered)):
             other.cpu()  # only the model that is measured may take memory there
-            above = peak_mib(call(module.to(device)), str(images.device))
+            above = peak_mib(call(module.to(device)), where)
             assert above is not None, "on a GPU"
             peaks.append(above + torch.cuda.memory_allocated() / MIB)
         found["memory"] = peaks[0] / peaks[1]

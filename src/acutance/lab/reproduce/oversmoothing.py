@@ -48,11 +48,9 @@ def _shares(smoothing: float) -> dict[str, Published]:
 
 
 def _part(training: Training, fraction: float) -> Training:
-    return (
-        training
-        if fraction == 1
-        else training.vary(f"{fraction:.0%}".replace("%", "percent"), f"task.fraction={fraction}")
-    )
+    if fraction == 1:
+        return training
+    return training.vary(f"{100 * fraction:.0f}percent", f"task.fraction={fraction}")
 
 
 TARGETS = (

@@ -1,14 +1,17 @@
-"""Train what a target needs, measure, and put it beside what was published."""
+"""The runs that a target needs, and a session that trains them, measures, and puts the numbers beside the published."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,23 +22,139 @@ from torch import nn
 
 from acutance import distributed as processes
 from acutance.errors import AcutanceError, NonFiniteError
+from acutance.files import locks
 from acutance.files.atomic import atomic_write
 from acutance.io import LoadedModel, loading
 from acutance.io.saving import load
+from acutance.lab import recipes
+from acutance.lab.data import load_images, load_segmentation
 from acutance.lab.data.seeds import mixed_seed
-from acutance.lab.evaluate.evaluate import evaluate_run, read_evaluation, task_of
-from acutance.lab.reproduce.page import Line, Result
-from acutance.lab.reproduce.plan import Planned, Planner, check_data
-from acutance.lab.reproduce.target import Row, Target
-from acutance.lab.studies.saving import save_picture
+from acutance.lab.data.tokens import corpus_files
+from acutance.lab.evaluate.evaluate import assignment, evaluate_run, read_evaluation, task_of, with_data_dir
+from acutance.lab.reproduce.target import Line, Result, Row, Target, Training
+from acutance.lab.studies.pictures import save_picture
 from acutance.lab.tasks import samples as samples_of
-from acutance.lab.train.run import command_line, git_state, hardware, versions
+from acutance.lab.tasks.base import STARTS
+from acutance.lab.tasks.imagenet import load_imagenet
+from acutance.lab.train.config import Config, incidental_fields, override
+from acutance.lab.train.diverged import DivergedError
+from acutance.lab.train.run import Run, changes, command_line, git_state, hardware, versions
+from acutance.lab.train.start import train
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TEXTS = ("wikitext-103/wiki.test.tokens", "wikitext-2/wiki.test.tokens")  # the first that is there
+# What is read to see that a task's data is there. For "val" of ImageNet all of train/ is listed.
+LOADERS: dict[str, Callable[[Any], object]] = {
+    "classification": lambda t: (load_images(t.dataset, t.data_dir, "all"), load_images(t.dataset, t.data_dir, "test")),
+    "imagenet": lambda t: (load_imagenet(t, "val"), load_imagenet(t, "test")),
+    "segmentation": lambda t: [load_segmentation(t.dataset, t.data_dir, "all" if i else "test") for i in range(2)],
+    "language": lambda t: corpus_files(t.corpus, t.data_dir),
+}
+PLACE = ("kind", "dataset", "corpus", "data_dir", "shards", "test_shards", "held_out_every", "train_on")
 HINT = "# One run over 8 GPUs: add --processes 8, or write torchrun --nproc-per-node 8 -m before a command."
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run: a training and a seed."""
+
+    recipe: str
+    config: Config
+    run: Run
+    base: Planned | None = None  # the run it starts from
+
+    @property
+    def label(self) -> str:
+        """The name of its folder."""
+        return self.run.folder.name
+
+    @property
+    def divergence(self) -> str | None:
+        """The message of a run whose loss stopped being a number."""
+        path = self.run.folder / "diverged.txt"
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+
+    @property
+    def state(self) -> str:
+        """finished, diverged, begun or new."""
+        if self.run.result() is not None:
+            return "finished"
+        if self.divergence is not None:
+            return "diverged"
+        return "begun" if self.run.exists() else "new"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is something left to train."""
+        return self.state in ("new", "begun")
+
+    @property
+    def lock_path(self) -> Path:
+        """Held by the `reproduce` that trains it. It lies beside the folder, which may not exist yet."""
+        return self.run.folder.with_name(f".{self.label}.lock")
+
+    @contextmanager
+    def taken(self) -> Iterator[str | None]:
+        """Take the run. Yields None, or the process that trains it already, by `reproduce` or by `train`."""
+        with locks.held(self.lock_path) as mine:
+            if not mine:
+                yield locks.holder(self.lock_path)
+                return
+            command = self.run.lock_path
+            with locks.held(command) if command.exists() else nullcontext(True) as free:
+                who = None if free else locks.holder(command)
+            yield who  # `train` takes the command's lock itself, so it is released here
+
+    def command(self) -> str | None:
+        """The command that trains what is left, e.g. under torchrun; `reproduce` then finds the run finished."""
+        if not self.is_open:
+            return None
+        differing = changes(recipes.load(self.recipe).to_dict(), self.config.to_dict())
+        fields = [word for name, (_, value) in differing.items() for word in ("--set", assignment(name, value))]
+        resume = ["--resume"] if self.run.exists() else []
+        return shlex.join(["acutance", "train", self.recipe, "--out", str(self.run.folder), *resume, *fields])
+
+    def check(self) -> None:
+        """Refuse to go on with a run that was begun with other settings."""
+        if not self.run.exists():
+            return
+        found = changes(self.run.config().to_dict(), self.config.to_dict())
+        free = incidental_fields(self.config) | {f"task.{name}" for name in STARTS}
+        differing = {name: pair for name, pair in found.items() if name not in free}
+        if differing:
+            words = ", ".join(f"{name} {old!r} instead of {new!r}" for name, (old, new) in differing.items())
+            raise AcutanceError(
+                f"{self.run.folder} is a run with {words}: name another folder with --out, or the same --set as then"
+            )
+
+    def train(self, device: str, console: Console) -> None:
+        """Train what is left. Divergence is a result too, and kept."""
+        self.check()
+        if self.config.loop.compile:
+            torch.compiler.reset()  # many runs in one process would reach the limit on recompilations
+        told = {"recipe": self.recipe, "resume": self.run.exists()}
+        try:
+            train(self.config, self.run.folder, **told, device=device, console=console)  # type: ignore[arg-type]
+        except DivergedError as error:
+            atomic_write(self.run.folder / "diverged.txt", str(error).encode())
+
+
+def check_data(configs: Iterable[Config]) -> None:
+    """Look for the data of all runs before the first training; refuse with a line for each set that is missing.
+
+    Folders are listed and small sets read. Images are not decoded.
+    """
+    tasks: dict[Any, Any] = {tuple(getattr(c.task, name, None) for name in PLACE): c.task for c in configs}
+    complaints = []
+    for task in tasks.values():
+        try:
+            LOADERS[task.kind](task)
+        except AcutanceError as error:
+            complaints.append(str(error))
+    if complaints:
+        raise AcutanceError("\n".join(dict.fromkeys(complaints)))
 
 
 class Session:
@@ -70,18 +189,45 @@ class Session:
         self.chosen_device, self.device = device, processes.device(device)
         self.console = console or Console()
         self.data_dir = None if data_dir is None else Path(data_dir)
-        self.planner = Planner(Path(out) / "runs", self.data_dir, changes)
-        trained = [row.training for row in target.rows if row.training is not None and row.state == "trained"]
-        self.plan = self.planner.plan(trained, self.seeds)
+        self.runs = Path(out) / "runs"
+        self.plan = self._plan()
+
+    def _plan(self) -> list[Planned]:
+        """All runs, each once and after the one it starts from."""
+        ordered: dict[str, Planned] = {}
+        trained = [row.training for row in self.target.rows if row.training is not None and row.state == "trained"]
+        for seed, training in product(self.seeds, trained):
+            planned = self.planned(training, seed)
+            for each in (planned.base, planned):  # a base starts from nothing
+                if each is not None:
+                    ordered.setdefault(each.label, each)
+        plan = list(ordered.values())
+        for change in self.changes if plan else ():
+            if not any(_concerns(planned.config, change) for planned in plan):
+                override(plan[0].config, [change])  # raises: there is no such field
+        return plan
+
+    def planned(self, training: Training, seed: int) -> Planned:
+        """A single run: its folder, its data, and the changes that concern it."""
+        base = None if training.base is None else self.planned(training.base, seed)
+        plain = recipes.load(training.recipe)
+        wanted = (change for change in self.changes if _concerns(plain, change))
+        config = override(plain, [*training.changes, f"loop.seed={seed}", *wanted])
+        if base is not None:
+            config = replace(config, task=replace(config.task, **{training.start: str(base.run.model_path)}))
+        run = Run(self.runs / f"{training.name}-seed{seed}")
+        return Planned(training.recipe, with_data_dir(config, self.data_dir), run, base)
 
     def run(self) -> Result:
         """Train what is left and nobody else trains, then measure all that is finished."""
         assert self.target.measure is not None, "there is something to run"
-        self._check_runs()
+        for planned in self.plan:
+            planned.check()
         check_data(planned.config for planned in self.plan if planned.is_open)
         while self._train():
             pass  # again: another process may have finished what a run starts from
-        self._check_runs()
+        for planned in self.plan:  # also those that other processes trained
+            planned.check()
         pending = self.pending()
         sheets = self.target.measure(self)
         record = {
@@ -96,29 +242,21 @@ class Session:
         }
         return Result(self.target, len(self.seeds), tuple(sheets), pending, record)
 
-    def _check_runs(self) -> None:
-        """Runs that other processes train are read too, and must have the same settings."""
-        for planned in self.plan:
-            planned.check()
-
     def _train(self) -> bool:
         """Train all that can be trained now, in order. Returns whether there was any."""
-        some = False
+        some, say = False, partial(self.console.print, highlight=False, soft_wrap=True)
         for number, planned in enumerate(self.plan, 1):
             if not planned.is_open:
                 continue
-            words = f"[{number}/{len(self.plan)}] {planned.label}"
+            words = escape(f"[{number}/{len(self.plan)}] {planned.label}")
             with planned.taken() as other:
                 if other is not None:
-                    self._say(f"{words} is being trained by {other}")
+                    say(f"{words} is being trained by {escape(other)}")
                 elif planned.is_open and (planned.base is None or planned.base.state == "finished"):
-                    self._say(words)
+                    say(words)
                     planned.train(self.chosen_device, self.console)
                     some = True
         return some
-
-    def _say(self, words: str) -> None:
-        self.console.print(escape(words), highlight=False, soft_wrap=True)
 
     def pending(self) -> tuple[str, ...]:
         """The runs that are not finished."""
@@ -149,10 +287,10 @@ class Session:
     def _line(self, row: Row, reads: Iterable[Callable[[RowModel], Mapping[str, float]]]) -> Line:
         found: dict[str, dict[int, float]] = {}
         notes: list[str] = []
-        task: Any = None if row.training is None else self.planner.one(row.training, 0).config.task
+        task: Any = None if row.training is None else self.planned(row.training, 0).config.task
         inputs = cache(lambda split: samples_of(task, split, self.samples).split(50))
         for seed in self.seeds if row.model is None else [0]:
-            planned = None if row.training is None else self.planner.one(row.training, seed)
+            planned = None if row.training is None else self.planned(row.training, seed)
             model = RowModel(self, row, seed, planned, inputs, notes)
             if planned is not None and row.state == "trained" and planned.state != "finished":
                 notes.append(f"seed {seed} {planned.state}")
@@ -225,10 +363,16 @@ class RowModel:
         folder, session = self.run.run.folder, self.session
         found = read_evaluation(folder, split, settings=settings)
         if found is None:
-            where = {"data_dir": session.data_dir, "device": session.chosen_device}
-            found = evaluate_run(folder, split=split, settings=settings, **where)  # type: ignore[arg-type]
+            data_dir, device = session.data_dir, session.chosen_device
+            found = evaluate_run(folder, split=split, settings=settings, data_dir=data_dir, device=device)
         return found.scores
 
     def save_picture(self, figure: Figure, kind: str) -> None:
         """Write a picture of this model and name its files in the row's note."""
         self.notes.extend(path.name for path in self.session.save_picture(figure, kind, self.row.label))
+
+
+def _concerns(config: Config, change: str) -> bool:
+    """Whether a run has the field: task.shards is ImageNet's, and other tasks ignore it."""
+    room, *inside = (part.strip() for part in change.partition("=")[0].split("."))
+    return room != "task" or not inside or hasattr(config.task, inside[0])

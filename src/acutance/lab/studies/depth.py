@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from rich.table import Table
 from torch import nn
 
 from acutance.errors import AcutanceError
 from acutance.lab.data import digits
-from acutance.lab.studies.pictures import depth_picture
-from acutance.lab.studies.saving import data_frame, save_study
+from acutance.lab.studies.pictures import data_frame, depth_picture, save_study
 from acutance.measure import measure
 from acutance.measure.profile import Profile, merge
 from acutance.mitigations import parse
 from acutance.models import ViT, vit_digits
+from acutance.report.tables import FittedTable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -97,18 +96,18 @@ class DepthStudy:
             for depth in (0, *sorted(self.config.depths))
         ]
 
-    def table(self) -> Table:
+    def table(self) -> FittedTable:
         """‖HFC‖/‖LFC‖ at every depth asked for, and the token cosine at the largest."""
-        seeds, depths = len(next(iter(self.runs.values()))), (0, *sorted(self.config.depths))
-        caption = f"HFC/LFC (spectral norm, residual stream) at each depth; mean ± spread over {seeds} seeds"
-        table = Table(title="smoothing at random initialisation", caption=caption, title_justify="left")
-        for column in ("init", "variant", *(f"depth {n}" for n in depths), f"cosine at {depths[-1]}"):
-            table.add_column(column, no_wrap=True)
+        seeds, depths, rows = len(next(iter(self.runs.values()))), (0, *sorted(self.config.depths)), []
         for (init, variant), profile in self.merged().items():
             ratios = {r.layer: r for r in profile.select("hfc_lfc_spectral")}
-            shown = [ratios[n] for n in depths] + profile.select("token_cosine")[-1:]
-            table.add_row(init, variant, *(f"{r.mean:.2g} ± {r.std:.0g}" for r in shown))
-        return table
+            shown = {f"depth {n}": ratios[n] for n in depths}
+            shown[f"cosine at {depths[-1]}"] = profile.select("token_cosine")[-1]
+            texts = {name: f"{r.mean:.2g} ± {r.std:.0g}" for name, r in shown.items()}
+            rows.append({"init": init, "variant": variant, **texts})
+        caption = f"HFC/LFC (spectral norm, residual stream) at each depth; mean ± spread over {seeds} seeds"
+        keys = ("init", "variant")
+        return FittedTable("smoothing at random initialisation", rows, caption, keys=keys, left=keys)
 
     def picture(self) -> Figure:
         return depth_picture(self.to_frame(), self.config.depths)

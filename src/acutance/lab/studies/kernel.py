@@ -11,14 +11,14 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.table import Table
 from torch import Tensor, nn
 
 from acutance import metrics, sites
@@ -29,10 +29,10 @@ from acutance.errors import AcutanceError
 from acutance.explain.verdict import rank_correlation
 from acutance.io import LoadedModel
 from acutance.lab.data import digits
-from acutance.lab.studies.pictures import kernel_picture
-from acutance.lab.studies.saving import data_frame, save_study
+from acutance.lab.studies.pictures import data_frame, kernel_picture, save_study
 from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import EVERY, Batch, Visitor, describe, walk
+from acutance.report.tables import FittedTable
 from acutance.sites.structure import bare_module, refuse_sharded
 
 if TYPE_CHECKING:
@@ -92,17 +92,6 @@ def negative_share(left: Tensor, right: Tensor) -> Tensor:
     root = (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
     swapped = root.roll(left.shape[-1], dims=-2)
     return _negative(torch.linalg.eigvalsh(root @ swapped))
-
-
-def matrix_asymmetry(S: Tensor) -> Tensor:
-    """`asymmetry` of a matrix that is there, (..., N, N)."""
-    found: Tensor = torch.linalg.matrix_norm(S - S.mT) / torch.linalg.matrix_norm(S + S.mT)
-    return found
-
-
-def matrix_negative_share(S: Tensor) -> Tensor:
-    """`negative_share` of a matrix that is there, (..., N, N)."""
-    return _negative(torch.linalg.eigvalsh(S + S.mT))
 
 
 def permuted(S: Tensor, pairs: Tensor, generator: torch.Generator) -> Tensor:
@@ -167,7 +156,7 @@ class KernelAssumptions:
     def rows(self) -> Iterator[dict[str, float]]:
         """One row per layer and head, means over samples; layers and heads are numbered from 1."""
         means = {name: values.mean(1) for name, values in self.samples.items()}
-        means |= {"weights_asymmetry": self.weights_asymmetry, "weights_negative": self.weights_negative}
+        means |= {name: getattr(self, name) for name in WEIGHTS}
         for layer, head in np.ndindex(self.weights_asymmetry.shape):
             yield {"layer": layer + 1, "head": head + 1, **{k: float(v[layer, head]) for k, v in means.items()}}
 
@@ -234,7 +223,8 @@ def _measures(record: AttentionCall, samples: TokenLayout, generator: torch.Gene
     kernel, random = (_kernel(x, pairs, A.softcap) for x in (logits, shuffled))
     found = {"logits_asymmetry": asymmetry(q, k), "logits_negative": negative_share(q, k)}
     for of, ending, S in (("kernel", "", kernel), ("logits", "_permuted", shuffled), ("kernel", "_permuted", random)):
-        found |= {f"{of}_asymmetry{ending}": matrix_asymmetry(S), f"{of}_negative{ending}": matrix_negative_share(S)}
+        found[f"{of}_asymmetry{ending}"] = torch.linalg.matrix_norm(S - S.mT) / torch.linalg.matrix_norm(S + S.mT)
+        found[f"{of}_negative{ending}"] = _negative(torch.linalg.eigvalsh(S + S.mT))
     return found | {"alignment": metrics.gradient_alignment(A, record.values, counts)}
 
 
@@ -308,31 +298,25 @@ class KernelStudy:
         return [
             {"variant": variant, "data": data, "runs": len(group)}
             | {name: _spread([float(f.samples[name].mean()) for f in group]) for name in group[0].samples}
-            | {name: _spread([mean_known(getattr(f, name)) for f in group]) for name in WEIGHTS}
+            | {name: _spread([_known_mean(getattr(f, name)) for f in group]) for name in WEIGHTS}
             | {
                 "pooled": {name: _spread([f.correlations()[name] for f in group]) for name in MEASURES},
-                "within": {name: _spread([mean_known(f.layer_correlations()[name]) for f in group]) for name in SHOWN},
+                "within": {name: _spread([_known_mean(f.layer_correlations()[name]) for f in group]) for name in SHOWN},
             }
             for (variant, data), group in groups.items()
         ]
 
-    def table(self) -> Table:
+    def table(self) -> FittedTable:
         """A column per variant: alignment, how far exp(q·k/√d) is from the assumptions, how the two go together."""
         paper = "; ".join(f"{name} {row['train']} train, {row['test']} test" for name, row in PAPER.items())
         caption = f"mean ± spread over runs; ρ: rank correlation with alignment. Table 4 (DeiT, ImageNet): {paper}"
-        left = {"title_justify": "left", "caption_justify": "left"}
-        table = Table(title="kernel assumptions of trained models", caption=caption, **left)  # type: ignore[arg-type]
-        rows = self.summary()
-        table.add_column("data")
-        table.add_column("")
-        for row in rows:
-            if row["data"] == rows[0]["data"]:
-                table.add_column(f"{row['variant']}, {row['runs']} run{'s' * (row['runs'] > 1)}", no_wrap=True)
-        for data in self.samples:
+        rows = {(data, name): {"data": data, "": name} for data in self.samples for name in FIGURES}
+        for found in self.summary():
+            column = f"{found['variant']}, {found['runs']} run{'s' * (found['runs'] > 1)}"
             for name, path in FIGURES.items():
-                figures = (_shown(row, path) for row in rows if row["data"] == data)
-                table.add_row(data, name, *figures, end_section=name == list(FIGURES)[-1])
-        return table
+                rows[found["data"], name][column] = _shown(found, path)
+        keys = ("data", "")
+        return FittedTable("kernel assumptions of trained models", [*rows.values()], caption, keys=keys, left=keys)
 
     def picture(self) -> Figure:
         return kernel_picture(self.to_frame())
@@ -409,15 +393,12 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def _shown(row: Mapping[str, Any], path: Sequence[str]) -> str:
-    figure: Any = row
-    for name in path:
-        figure = figure[name]
+    figure: Any = reduce(getitem, path, row)
     if math.isnan(figure["mean"]):
         return "–"
     return f"{figure['mean']:.3f}" + (f" ± {figure['spread']:.3f}" if row["runs"] > 1 else "")
 
 
-def mean_known(values: NDArray[np.float64]) -> float:
+def _known_mean(values: NDArray[np.float64]) -> float:
     """The mean of the entries that are not NaN; NaN if there are none."""
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if known.size else float("nan")
+    return float("nan") if np.isnan(values).all() else float(np.nanmean(values))

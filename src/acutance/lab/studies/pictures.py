@@ -1,15 +1,20 @@
-"""The laboratory's pictures, drawn with matplotlib."""
+"""What all studies share: their pictures, drawn with matplotlib, their rows as a DataFrame, and their files."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import cycle
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from acutance.lab.studies.repeat import Trajectory
+from acutance.errors import import_extra
+from acutance.files.atomic import atomic_write, finite
 from acutance.report.page import PALETTE
 from acutance.report.pictures import blank_figure
 
@@ -17,6 +22,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from acutance.lab.studies.repeat import Trajectory
 
 # Each definition as something that falls to 0 when it is met; below the floor a curve is rounding.
 FALLING: Mapping[str, Callable[[Trajectory], NDArray[np.float64]]] = {
@@ -136,3 +143,33 @@ def spread_curve(axis: Axes, values: pd.Series[float], over: str, colour: str, s
 def _legend(figure: Figure, axis: Axes, columns: int) -> None:
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=8)
+
+
+def data_frame(rows: Any) -> pd.DataFrame:
+    """What pandas makes of them."""
+    frame: pd.DataFrame = import_extra("pandas", "to_frame needs pandas: pip install 'acutance[report]'").DataFrame(
+        rows
+    )
+    return frame
+
+
+def save_study(
+    folder: str | os.PathLike[str], name: str, frame: pd.DataFrame, body: Mapping[str, Any], figure: Figure
+) -> list[Path]:
+    """name.csv, name.json, name.png and name.svg."""
+    stem, text = Path(folder) / name, json.dumps(finite(body), indent=1, ensure_ascii=False)
+    return [
+        atomic_write(stem.with_suffix(".csv"), frame.to_csv(index=False, float_format="%.5g").encode()),
+        atomic_write(stem.with_suffix(".json"), text.encode()),
+        *save_picture(figure, stem),
+    ]
+
+
+def save_picture(figure: Figure, stem: Path) -> list[Path]:
+    """stem.png and stem.svg, the latter without a date, so that the same numbers give the same file."""
+    import matplotlib as mpl
+
+    with mpl.rc_context({"svg.hashsalt": "acutance"}):
+        png = atomic_write(stem.with_suffix(".png"), partial(figure.savefig, dpi=150, facecolor="white"))
+        writer = partial(figure.savefig, facecolor="white", metadata={"Date": None})
+        return [png, atomic_write(stem.with_suffix(".svg"), writer)]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from acutance import metrics
 from acutance.errors import AcutanceError, ShapeError
-from acutance.lab.studies.saving import data_frame
+from acutance.lab.studies.pictures import data_frame, repeat_picture
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,8 +63,6 @@ class Trajectory:
 
     def picture(self) -> Figure:
         """The three definitions side by side; all fall to 0 where they are met."""
-        from acutance.lab.studies.pictures import repeat_picture
-
         return repeat_picture({"": {"": self}})
 
 
