@@ -14,9 +14,9 @@ from acutance.attention import spectra
 from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceWarning
 from acutance.explain import weights
-from acutance.explain.eigenvalues import arnoldi_hull, convex_hull, other_eigenvalues_of, visible_keys
+from acutance.explain.read import other_eigenvalues_of, visible_keys
 from acutance.explain.spectral_theory import Families, families, growth, other_eigenvalues
-from acutance.explain.weights import layer_spectrum
+from acutance.explain.weights import arnoldi_hull, convex_hull, layer_spectrum
 
 KERNELS = [("softmax", False), ("symmetric", False), ("softmax", True), ("rbf", False)]
 MUS = (1.0, 0.3, -0.3, -1.0, 0.2 + 0.4j, -0.9j)

@@ -83,7 +83,7 @@ def test_explain_counts_what_brute_force_counts() -> None:
         np.testing.assert_allclose(found.mu_min_by_sample, lowest, atol=1e-9)
         np.testing.assert_allclose(found.mu_largest_by_sample, largest, atol=1e-9)
         np.testing.assert_allclose(found.mu_min, lowest.mean(0), atol=1e-9)
-        assert found.mu_min_highest == pytest.approx(lowest.max(), abs=1e-9)
+        assert spectrum[site.layer].mu_min == pytest.approx(lowest.max(), abs=1e-9)
         assert (found.mu_error, found.undecided) == (0, 0)
     assert 0 < spectrum.share().smoothing < 1, "the case must be a mixed one"
     assert close < 0.1 * cases, "nearly all must be decided"
@@ -262,9 +262,9 @@ def test_negative_spectrum_beyond_the_bound_warns_and_smooths() -> None:
         assert found.dominance.predicted == Share(smoothing / 4, 1 - smoothing / 4)
         # The bound shown is the strictest: that of the largest μ_min, over heads too.
         assert found.bound == pytest.approx(-2 / (1 + found.dominance.mu_min_by_sample.max()))
-        assert found.crosses_bound == (lam < found.bound) == ("lies beyond" in found.reason)
-        assert any("layer 1: the negative spectrum" in str(w.message) for w in caught) == found.crosses_bound
-    assert found.crosses_bound
+        assert (found.crossing is not None) == (lam < found.bound) == ("lies beyond" in found.reason)
+        assert any("layer 1: the negative spectrum" in str(w.message) for w in caught) == (found.crossing is not None)
+    assert found.crossing is not None
     assert found.verdict == "smoothing"
 
 

@@ -90,11 +90,11 @@ def test_a_complex_pair_crosses_the_bound_outside_the_disc(model: ViT) -> None:
     set_branch(model, 1, torch.block_diag(*[turn] * (DIM // 2)))
     with pytest.warns(AcutanceWarning, match=r"λ = -0.1±0.6i lies outside the disc over −2/\(1\+μ_min\) = -2 to 0"):
         found = ac.explain(model, progress=False)[1]
-    assert found.crosses_bound
+    assert found.crossing is not None
     assert found.verdict == "smoothing"
     assert "outside the disc" in found.reason
     set_branch(model, 1, torch.block_diag(*[turn - 0.3 * torch.eye(2)] * (DIM // 2)))  # −0.4 ± 0.6i: |1 + λ| = 0.85
-    assert not ac.explain(model, progress=False)[1].crosses_bound
+    assert ac.explain(model, progress=False)[1].crossing is None
 
 
 def test_heads_do_not_decide_for_a_wide_layer(model: ViT) -> None:

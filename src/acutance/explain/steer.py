@@ -13,7 +13,7 @@ from acutance import sites
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain.read import with_data
 from acutance.explain.spectral_theory import furthest_beyond, layer_smooths, sharpening_bound
-from acutance.explain.verdict import format_complex
+from acutance.explain.spectrum import format_complex
 from acutance.explain.weights import layer_spectrum
 from acutance.mitigations import Combined, Mitigation, eigen_of
 from acutance.sites.structure import refuse_sharded
@@ -25,10 +25,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def fold(model: Model) -> Model:
-    """A copy of the model in which every `Eigen` has become plain W_V and W_proj.
-
-    Same outputs, ordinary state-dict keys and the cost of a plain model; other mitigations it carries stay.
-    """
+    """A copy with the same outputs in which every `Eigen` has become plain W_V and W_proj; other mitigations stay."""
     refuse_sharded(model, "fold")
     plain = copy.deepcopy(model)
     steered = [(site, eigen) for site in sites.find(plain) if (eigen := eigen_of(site.mitigation)) is not None]
@@ -72,14 +69,13 @@ def check_spectrum(
     for layer in layers:
         assert layer.eigenvalues is not None, "all of them were asked for"
         every, mu = torch.from_numpy(layer.eigenvalues), mu_min if layer.dominance is None else layer.mu_min
-        lam = furthest_beyond(every, mu)
-        if lam is None:
+        if (lam := furthest_beyond(every, mu)) is None:
             continue
         crossing[layer.layer] = lam
         listed.append(f"{layer.layer} (λ = {format_complex(lam)}, bound {sharpening_bound(mu):.3g})")
         verdict = layer.verdict if layer.dominance is not None else "smoothing" if layer_smooths(every, mu) else ""
-        words = {"smoothing": f"{layer.layer}", "unknown": f"{layer.layer} (unknown)"}
-        smoothing += [words[verdict]] if verdict in words else []
+        if verdict in ("smoothing", "unknown"):
+            smoothing.append(f"{layer.layer}{'' if verdict == 'smoothing' else ' (unknown)'}")
     if crossing:
         warnings.warn(
             f"layers {', '.join(listed)} cross the bound −2/(1 + μ_min), "

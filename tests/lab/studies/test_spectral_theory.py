@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from acutance import metrics
 from acutance.errors import AcutanceError
 from acutance.explain import spectral_theory as theory
-from acutance.explain.verdict import rank_correlation
+from acutance.explain.spectrum import rank_correlation
 from acutance.lab.studies import branch_with_spectrum, drawn_attention, random_attention, repeat
 
 TOKENS, WIDTH = 7, 5
