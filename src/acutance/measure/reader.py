@@ -1,17 +1,18 @@
 """MetricReader: what `measure` reads of each batch, without waiting for the device.
 
-The numbers of a batch are copied to the host asynchronously, in one transfer. They are looked at up to eight batches
-later, so a NaN error may come that late. Batches that were read alike are worked out together, which saves time.
+The numbers of a batch are copied to the host asynchronously, in one transfer. They are looked at when they are there,
+at most eight batches later, so a NaN error may come that late.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +40,6 @@ ATTENTION_COSINE = "attention_cosine"  # of a layer's attention with the layer b
 MAX_PENDING_BATCHES = 8
 Key = tuple[str, int, str]  # tap, layer, metric
 BAD = FLAGS.index("bad")
-T = TypeVar("T")
 
 
 def available_metrics() -> list[str]:
@@ -61,15 +61,10 @@ def metric_reader(
     names = _chosen("metric", available_metrics() if metrics == "all" else metrics, [*available_metrics(), "all"])
     taps = _chosen("tap", tap, TAPS)
     if unread := sites.modules_between(target) if "block" in taps else []:
-        warnings.warn(
-            f"not read, and not counted as layers: {', '.join(unread)}, between the blocks with attention but unlike "
-            "them",
-            AcutanceWarning,
-            stacklevel=3,
-        )
+        words = f"modules between blocks are not read and not counted as layers: {', '.join(unread)}"
+        warnings.warn(words, AcutanceWarning, stacklevel=3)
     layers = sites.layers_of(target) if ATTENTION_COSINE in names else []
-    moving = [n for site, n in layers if has_windows(site.attention)]
-    return MetricReader(names, taps, prefix, moving)
+    return MetricReader(names, taps, prefix, [n for site, n in layers if has_windows(site.attention)])
 
 
 def check_readable(
@@ -106,7 +101,7 @@ class MetricReader(Visitor):
         self.needs = {"enter": (1,)} | {method: EVERY for method, is_wanted in wanted.items() if is_wanted}
         self.batches = 0  # that ran
         self.autocast: str | None = None  # the dtype that the blocks run in; a model's forward may enter its own
-        self.pending: list[PendingValues] = []
+        self.pending: deque[PendingValues] = deque()
         self.statistics: dict[tuple[Key, ...], Running] = {}  # by the keys that are read together
         self.start(TokenLayout())
 
@@ -153,32 +148,38 @@ class MetricReader(Visitor):
         self.tokens("final", layer, tokens)
 
     def end(self) -> None:
-        """Send the batch's values off and work out earlier ones: at once if the device is behind, else together."""
+        """Send the batch's values off, and take in those that have arrived."""
         self.batches += 1
-        if not self.out.values and not any(part.derived for part, _ in self.out.sums):
-            raise AcutanceError(f"nothing was read: {self._why_nothing()}")
+        if all(part.derived == () for part in self.out.parts):
+            raise AcutanceError(
+                f"nothing was read: {ATTENTION_COSINE} compares successive layers and needs two of them, of the same "
+                "tokens: windows that move from layer to layer have none"
+                if MATRIX in self.ran
+                else "nothing was read: no block of the model was called as a module. Some models (SqueezeBERT) run "
+                "block.forward(…) past all hooks, and can be read only through a Library of their own"
+            )
         self.out.send()
-        self.pending += [self.out] if self.counts else []
-        if len(self.pending) > MAX_PENDING_BATCHES or (len(self.pending) > 1 and not self.pending[-2].is_there()):
-            self.settle(keep=1)
+        if self.counts:
+            self.pending.append(self.out)
+        while self.pending and (len(self.pending) > MAX_PENDING_BATCHES or self.pending[0].is_there()):
+            self.take_in(self.pending.popleft())
 
-    def settle(self, keep: int = 0) -> None:
-        """Take in pending batches but the last few."""
-        ready = self.pending[: len(self.pending) - keep]
-        self.pending = self.pending[len(ready) :]
-        for _, alike in groupby(ready, key=lambda batch: (batch.samples, batch.parts)):
-            keys, values = values_of(list(alike))
-            if values.shape[1]:
-                take_in(self.statistics, keys, Running.of(values))
+    def take_in(self, batch: PendingValues) -> None:
+        """Add a batch's values to the statistics."""
+        keys, values = batch.received()
+        if values.shape[1]:
+            self.statistics[keys] = self.statistics.get(keys, NOTHING) + Running.of(values)
 
     def readings(self, *, across_processes: bool = False) -> tuple[MetricValue, ...]:
         """Mean and standard deviation over samples, by tap as asked for and by depth; of all processes together."""
-        self.settle()
+        while self.pending:
+            self.take_in(self.pending.popleft())
         each: dict[Key, Running] = {}
         for statistics in processes.gather(self.statistics) if across_processes else [self.statistics]:
             for keys, found in statistics.items():
                 for place, key in enumerate(keys):
-                    take_in(each, key, Running(found.count, found.mean[place], found.squares[place]))
+                    one = Running(found.count, found.mean[place], found.squares[place])
+                    each[key] = each.get(key, NOTHING) + one
         if not each:
             raise AcutanceError(
                 "no sample has a token that counts: masks and prefix='out' leave none"
@@ -236,17 +237,6 @@ class MetricReader(Visitor):
                 cosine = metric_room.attention_cosine(before, self.previous, mask)
                 self.out.add((MATRIX, layer, ATTENTION_COSINE), cosine)
 
-    def _why_nothing(self) -> str:
-        if MATRIX in self.ran:
-            return (
-                f"{ATTENTION_COSINE} compares successive layers and needs two of them, of the same tokens: windows "
-                "that move from layer to layer have none"
-            )
-        return (
-            "no block of the model was called as a module in this forward pass. Some models, such as SqueezeBERT, run "
-            "block.forward(…) past all hooks, and can be read only through a Library of their own"
-        )
-
     def _refuse_added(self, layer: int, tokens: Tensor) -> None:
         """Tokens that join on the way, such as EoMT's queries, move the special tokens away from the ends."""
         self.width = self.width or tokens.shape[1]
@@ -272,17 +262,22 @@ class MetricReader(Visitor):
             sums = token_sums.token_sums(tokens, mask)
         else:
             sums = F.pad(finite_flags(tokens, mask), (0, len(FIELDS) - len(FLAGS)))
-        self.out.add_sums((tap, layer, names[0]), sums, derived)
+        self.out.add((tap, layer, names[0]), sums, derived=derived)
         return derived
 
 
 class Part(NamedTuple):
     """The numbers of one reading: sums from which metrics follow, or the values of one metric."""
 
-    key: Key
+    key: Key  # of sums the one that an error about them names
     shape: tuple[int, ...]
-    factor: float = 1.0
-    derived: tuple[str, ...] | None = None  # the metrics that follow from sums; None for values
+    factor: float  # that the host multiplies values by
+    derived: tuple[str, ...] | None  # the metrics that follow from sums; None for values
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Sums come first, by depth, and then values, by shape."""
+        return (0,) if self.derived is not None else (1, *self.shape)
 
 
 @dataclass
@@ -291,29 +286,25 @@ class PendingValues:
 
     samples: int = 0
     filled: NDArray[np.bool_] | None = None  # which samples have a token that counts; None if all have
-    parts: list[Part] = field(default_factory=list)  # sums, then values
-    sums: list[tuple[Part, Tensor]] = field(default_factory=list)
-    values: list[tuple[Part, Tensor]] = field(default_factory=list)
-    numbers: Tensor | None = None
+    parts: list[Part] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)  # of these parts; after `send`, all of them in one on the host
     done: torch.cuda.Event | None = None
 
-    def add(self, key: Key, values: Tensor, factor: float = 1.0) -> None:
-        """Add values by sample, and by head or window of it; they are averaged and multiplied by a factor."""
+    def add(self, key: Key, values: Tensor, factor: float = 1.0, derived: tuple[str, ...] | None = None) -> None:
+        """Add values by sample, and by head or window of it, which are averaged; or sums (rows, FIELDS)."""
         self.samples = self.samples or len(values)
-        self.values.append((Part(key, tuple(values.shape), factor), values))
-
-    def add_sums(self, key: Key, sums: Tensor, derived: tuple[str, ...]) -> None:
-        """Add sums (rows, FIELDS) from which metrics follow; an error about them names the key."""
-        self.samples = self.samples or len(sums)
-        self.sums.append((Part(key, tuple(sums.shape), derived=derived), sums))
+        self.parts.append(Part(key, tuple(values.shape), factor, derived))
+        self.tensors.append(values.flatten())
 
     def send(self) -> None:
         """Start the one transfer."""
-        self.parts = [part for part, _ in (*self.sums, *self.values)]
-        # Sums are float64, values mostly float32: tensors of one dtype are joined in one launch.
-        groups = [[tensor.flatten() for _, tensor in group] for group in (self.sums, self.values) if group]
-        numbers = torch.cat([torch.cat(group).double() for group in groups])
-        self.sums, self.values, self.numbers = [], [], numbers.to("cpu", non_blocking=True)
+        # Sums are float64, values mostly float32: tensors of one dtype are joined in one launch. Values of one shape
+        # are worked out together.
+        ordered = sorted(zip(self.parts, self.tensors, strict=True), key=lambda pair: pair[0].order)
+        self.parts = [part for part, _ in ordered]
+        tensors = groupby((tensor for _, tensor in ordered), lambda tensor: tensor.dtype)
+        numbers = torch.cat([torch.cat(list(alike)).double() for _, alike in tensors])
+        self.tensors = [numbers.to("cpu", non_blocking=True)]
         if numbers.is_cuda:
             self.done = torch.cuda.current_stream(numbers.device).record_event()
 
@@ -321,50 +312,40 @@ class PendingValues:
         """Whether the device is done with it."""
         return self.done is None or self.done.query()
 
-    def received(self) -> Numbers:
-        """The numbers of all parts, as soon as they are there."""
-        assert self.numbers is not None, "they were sent"
+    def received(self) -> tuple[tuple[Key, ...], Numbers]:
+        """What was read, and its values (keys, samples that have a token), as soon as they are there.
+
+        A value is the mean over a sample's heads or windows. Refuses NaN and infinity in tokens.
+        """
         if self.done is not None:
             self.done.synchronize()
-        numbers: Numbers = self.numbers.numpy()
-        return numbers
+        keys: list[Key] = []
+        rows, numbers, start = [], self.tensors[0].numpy(), 0
+        for (shape, derived), alike in groupby(self.parts, lambda part: (part.shape, part.derived)):
+            parts = list(alike)  # worked out together, which saves time
+            stop = start + len(parts) * prod(shape)
+            own, start = numbers[start:stop].reshape(len(parts), *shape), stop
+            if derived is None:
+                keys += [part.key for part in parts]
+                rows.append(np.array([[part.factor] for part in parts]) * self._by_sample(own))
+                continue
+            for place in np.flatnonzero(own[..., BAD].any(1)):
+                tap, layer, metric = parts[place].key
+                complain(own[place, :, : len(FLAGS)], metric=f"{metric} at {tap}", layer=layer)
+            for name in derived:
+                keys += [(*part.key[:2], name) for part in parts]
+                rows.append(self._by_sample(FROM_SUMS[name](own)))
+        values = np.concatenate(rows)
+        return tuple(keys), values if self.filled is None else values[:, self.filled]
+
+    def _by_sample(self, values: Numbers) -> Numbers:
+        by_sample: Numbers = values.reshape(len(values), self.samples, -1).mean(-1)
+        return by_sample
 
 
-def values_of(batches: Sequence[PendingValues]) -> tuple[tuple[Key, ...], Numbers]:
-    """What was read and its values (keys, samples), of batches with the same parts; samples without tokens left out.
-
-    A value is the mean over a sample's heads or windows. Waits for the device; refuses NaN and infinity.
-    """
-    numbers, start = np.stack([batch.received() for batch in batches]), 0
-    found: dict[Key, Numbers] = {}
-    for part in batches[0].parts:
-        stop = start + prod(part.shape)
-        own, start = numbers[:, start:stop].reshape(len(batches), *part.shape), stop
-        tap, layer, metric = part.key
-        if part.derived is None:
-            found[part.key] = part.factor * own
-            continue
-        for flags in own[own[..., BAD].any(1), :, : len(FLAGS)]:
-            complain(flags, metric=f"{metric} at {tap}", layer=layer)
-        for name in part.derived:
-            found[tap, layer, name] = FROM_SUMS[name](own)
-    samples = batches[0].samples
-    values = np.stack([value.reshape(len(batches) * samples, -1).mean(1) for value in found.values()])
-    filled = [np.ones(samples, bool) if batch.filled is None else batch.filled for batch in batches]
-    return tuple(found), values[:, np.concatenate(filled)]
-
-
-def take_in(statistics: dict[T, Running], key: T, found: Running) -> None:
-    """Add other samples' statistics of the same key."""
-    if key in statistics:
-        statistics[key].merge(found)
-    else:
-        statistics[key] = found
-
-
-@dataclass
+@dataclass(frozen=True)
 class Running:
-    """Means and standard deviations, merged batch by batch and process by process (Chan's update).
+    """Means and standard deviations, added up batch by batch and process by process (Chan's update).
 
     Some values are documented to be infinite, such as HFC/LFC of tokens whose mean is zero.
     """
@@ -380,16 +361,17 @@ class Running:
             mean = values.mean(1)
             return cls(values.shape[1], mean, np.square(values - mean[:, None]).sum(1))
 
-    def merge(self, other: Running) -> None:
-        """Take in the statistics of other samples."""
+    def __add__(self, other: Running) -> Running:
         total = self.count + other.count
         with np.errstate(invalid="ignore"):
             between = np.square(other.mean - self.mean) * (self.count * other.count / total)
-            self.squares = self.squares + other.squares + between
-            self.mean = (self.count * self.mean + other.count * other.mean) / total
-        self.count = total
+            mean = (self.count * self.mean + other.count * other.mean) / total
+            return Running(total, mean, self.squares + other.squares + between)
 
     @property
     def std(self) -> Numbers:
         """The standard deviations over samples; infinite if the mean is."""
         return np.where(np.isfinite(self.mean), np.sqrt(self.squares / max(self.count - 1, 1)), np.inf)
+
+
+NOTHING = Running(0, np.zeros(()), np.zeros(()))
