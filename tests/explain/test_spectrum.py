@@ -14,7 +14,7 @@ from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain import Share, Spectrum
 from acutance.explain.read import warn_beyond_bound
 from acutance.models import ViT
-from acutance.report.spectra import COLOURS
+from acutance.report.page import COLOURS
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def test_indexing_needs_the_tap_when_there_are_several() -> None:
     with pytest.raises(KeyError, match="read at block, attention"):
         profile["token_cosine"]
     np.testing.assert_array_equal(profile["token_cosine", "attention"], [0, 1, 2])
-    with pytest.raises(KeyError, match="not read at 'values'"):
+    with pytest.raises(KeyError, match="read at block, attention: name one"):
         profile["token_cosine", "values"]
     with pytest.raises(KeyError, match=r"no metric 'entropy'.*token_cosine, rank_residual"):
         profile["entropy"]

@@ -18,7 +18,8 @@ from acutance.attention.spectra import DENSE_TOKENS
 from acutance.errors import AcutanceError
 from acutance.explain.spectral_theory import TIE, families, furthest_beyond, sharpening_bound
 from acutance.files.atomic import read_json
-from acutance.report.spectra import FELL, LayerRow, plot_spectrum, write_spectrum_page
+from acutance.report.page import FELL, LayerRow, write_spectrum_page
+from acutance.report.pictures import plot_spectrum
 from acutance.report.tables import FittedTable, Result
 
 if TYPE_CHECKING:

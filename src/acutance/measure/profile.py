@@ -60,17 +60,13 @@ class Profile(Result):
 
     def select(self, metric: str, tap: str | None = None) -> list[MetricValue]:
         """The readings of one metric at one tap, by depth."""
-        taps = list(dict.fromkeys(r.tap for r in self.readings if r.metric == metric))
-        if not taps:
+        found = [r for r in self.readings if r.metric == metric]
+        taps = list(dict.fromkeys(r.tap for r in found))
+        if not found:
             raise KeyError(f"no metric {metric!r} in this profile; it holds {', '.join(self.metrics) or 'nothing'}")
-        if tap is None and len(taps) > 1:
-            raise KeyError(
-                f"{metric!r} was read at {', '.join(taps)}: say which, e.g. profile[{metric!r}, {taps[0]!r}]"
-            )
-        if tap is not None and tap not in taps:
-            raise KeyError(f"{metric!r} was not read at {tap!r}, only at {', '.join(taps)}")
-        chosen = tap or taps[0]
-        return sorted((r for r in self.readings if r.metric == metric and r.tap == chosen), key=lambda r: r.layer)
+        if tap not in taps and (tap is not None or len(taps) > 1):
+            raise KeyError(f"{metric!r} was read at {', '.join(taps)}: name one, as in profile[…, {taps[0]!r}]")
+        return sorted((r for r in found if r.tap == (tap or taps[0])), key=lambda r: r.layer)
 
     def __getitem__(self, key: str | tuple[str, str]) -> NDArray[np.float64]:
         metric, tap = (key, None) if isinstance(key, str) else key

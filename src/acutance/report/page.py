@@ -1,4 +1,4 @@
-"""One offline HTML page: the per-layer curves of one or several runs, and what was read where."""
+"""One offline HTML page: the curves of some runs by layer, or the eigenvalues of one; and what was read where."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from html import escape
 from pathlib import Path
 from string import Template
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from acutance.errors import import_extra
 from acutance.files.atomic import atomic_write
@@ -27,6 +30,12 @@ TAP_NAMES = {
     "attention_matrix": "attention operator",
 }
 HINT = "Click a name in a legend to single it out; hover a point for its value. Bands are one standard deviation."
+# The same colours everywhere: positive eigenvalues and the μ = 1 family smooth, the others sharpen.
+COLOURS = {"smoothing": "#D55E00", "sharpening": "#0072B2"}
+FELL = "HFC/LFC fell across the branch"
+COLUMNS = 4  # charts of eigenvalues side by side
+BINS = 40
+POINTS = 2000  # eigenvalues of a layer shown on a page: keeps the page of a wide model small
 CONTEXT = ("model", "mitigation", "parameters", "samples", "dtype", "device", "seed", "versions")
 
 
@@ -43,6 +52,21 @@ class Curves:
         return sorted(chosen, key=lambda row: int(row["layer"]))
 
 
+@dataclass(frozen=True)
+class LayerRow:
+    """One layer of a spectrum."""
+
+    layer: int
+    verdict: str
+    eigenvalues: NDArray[np.complex128]
+    percent: Mapping[str, float]  # of samples and heads: smoothing, sharpening, FELL and what tooltips show beside it
+
+    @property
+    def sides(self) -> NDArray[np.str_]:
+        """Of each eigenvalue, smoothing where the constant part of the tokens grows: |1 + λ| > 1."""
+        return np.where(np.abs(1 + self.eigenvalues) > 1, *COLOURS)
+
+
 def write_page(
     runs: Mapping[str, Curves],
     path: str | os.PathLike[str],
@@ -51,7 +75,7 @@ def write_page(
     verdict: str = "",
     summary: Rows = (),
 ) -> Path:
-    """Write the page of some runs, a curve each in every chart; it needs no network to be read."""
+    """Write the page of some runs, a curve each in every chart."""
     taps = dict.fromkeys(row["tap"] for run in runs.values() for row in run.rows)
     return compose(
         path,
@@ -123,6 +147,93 @@ def _chart(alt: Any, runs: Mapping[str, Curves], tap: str, metric: str, pick: An
     band = base.mark_area().encode(y=low, y2="high:Q", opacity=faint)
     line = base.mark_line(point=True).encode(y=mean, opacity=bold)
     return alt.layer(band, line).properties(width=300, height=190, title=metric)
+
+
+def write_spectrum_page(
+    path: str | os.PathLike[str],
+    layers: Sequence[LayerRow],
+    title: str,
+    verdict: str,
+    summary: Rows,
+    context: Mapping[str, Any],
+) -> Path:
+    """One offline page: the verdict per layer, the eigenvalues and, where it was read on data, what dominates."""
+    charts = {}
+    if all(row.percent for row in layers):
+        heading = f"Which family dominates I + H⊗A (bars); how often {FELL} (dots)"
+        charts["dominance"] = heading, _dominance_chart(layers)
+    charts["histogram"] = "Eigenvalues of H by layer", _histogram_chart(layers)
+    charts["plane"] = "Eigenvalues of H in the complex plane", _plane_chart(layers)
+    return compose(
+        path,
+        title=f"Why {title} smooths or sharpens",
+        verdict=verdict,
+        summary=summary,
+        charts=charts,
+        context=[context_row(title, context, ["norm", "outside H", "read"])],
+        hint="H = W_projᵀW_Vᵀ with eigenvalues λ, A attention with eigenvalues μ. Orange smooths, blue sharpens.",
+    )
+
+
+def _histogram_chart(layers: Sequence[LayerRow]) -> Any:
+    alt, (edges, sides) = load_altair(), bins(layers)
+    bars = list(zip(edges[:-1].tolist(), edges[1:].tolist(), sides, strict=True))
+    data = [
+        {"layer": row.layer, "from": low, "to": high, "count": int(count), "side": side}
+        for row in layers
+        for (low, high, side), count in zip(bars, np.histogram(row.eigenvalues.real, edges)[0], strict=True)
+        if count
+    ]
+    x, y = alt.X("from:Q", bin="binned", title="Re λ"), alt.Y("count:Q", title=None)
+    return _by_layer(alt.Chart(alt.Data(values=data)).mark_bar(stroke=None).encode(x=x, x2="to:Q", y=y), height=120)
+
+
+def _plane_chart(layers: Sequence[LayerRow]) -> Any:
+    alt, data = load_altair(), []
+    for row in layers:
+        every = slice(None, None, math.ceil(len(row.eigenvalues) / POINTS))
+        for value, side in zip(row.eigenvalues[every].tolist(), row.sides[every].tolist(), strict=True):
+            data.append({"layer": row.layer, "re": value.real, "im": value.imag, "side": side})
+    x, y = alt.X("re:Q", title="Re λ"), alt.Y("im:Q", title="Im λ")
+    tooltip = [alt.Tooltip(f"{name}:Q", format=".4g") for name in ("re", "im")]
+    points = alt.Chart(alt.Data(values=data)).mark_circle(size=14).encode(x=x, y=y, tooltip=tooltip)
+    return _by_layer(points, height=160)
+
+
+def _by_layer(chart: Any, height: int) -> Any:
+    return _coloured(chart).properties(width=210, height=height).facet("layer:O", columns=COLUMNS)
+
+
+def _coloured(chart: Any) -> Any:
+    alt = load_altair()
+    scale = alt.Scale(domain=list(COLOURS), range=list(COLOURS.values()))
+    return chart.encode(color=alt.Color("side:N", scale=scale, title=None))
+
+
+def _dominance_chart(layers: Sequence[LayerRow]) -> Any:
+    alt = load_altair()
+    # JSON has no NaN, which stands for percentages of nothing.
+    data = [
+        {"layer": row.layer} | {name: value if math.isfinite(value) else None for name, value in row.percent.items()}
+        for row in layers
+    ]
+    shares = [{"layer": row["layer"], "side": side, "percent": row[side]} for row in data for side in COLOURS]
+    x = alt.X("layer:O", title="layer", axis=alt.Axis(labelAngle=0))
+    y = alt.Y("percent:Q", title="% of samples and heads", scale=alt.Scale(domain=[0, 100]))
+    bars = _coloured(alt.Chart(alt.Data(values=shares)).mark_bar().encode(x=x, y=y))
+    shown = [name for name in layers[0].percent if name not in COLOURS]
+    tooltip = [alt.Tooltip(f"{name}:Q", title=f"{name}, %", format=".1f") for name in shown]
+    dots = alt.Chart(alt.Data(values=data)).mark_point(color="black", filled=True, size=50)
+    dots = dots.encode(x=x, y=f"{FELL}:Q", tooltip=tooltip)
+    return alt.layer(bars, dots).properties(width=max(300, 40 * len(data)), height=220)
+
+
+def bins(layers: Sequence[LayerRow]) -> tuple[NDArray[np.float64], list[str]]:
+    """The edges of bins of one width for all layers, and the bins' sides: 0 is an edge, so that no bar mixes signs."""
+    real = np.concatenate([np.zeros(1), *(row.eigenvalues.real for row in layers)])
+    step = float(np.ptp(real)) / BINS or 1.0
+    edges = step * np.arange(math.floor(real.min() / step) - 1, math.ceil(real.max() / step) + 2, dtype=np.float64)
+    return edges, np.where(edges[:-1] >= 0, *COLOURS).tolist()
 
 
 def context_row(name: str, context: Mapping[str, Any], more: Sequence[str] = ()) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -75,22 +76,17 @@ class FittedTable:
         return unwrapped + (WRAPPED if self.sentences in columns else 0)
 
 
-class Result:
+class Result(ABC):
     """What results have in common: they print as a table, turn into a data frame and save as JSON."""
 
     context: Mapping[str, Any]
 
-    def table(self) -> FittedTable:
-        """For the terminal."""
-        raise NotImplementedError
-
-    def rows(self) -> list[dict[str, Any]]:
-        """A mapping per row of the data frame."""
-        raise NotImplementedError
-
-    def to_json(self) -> str:
-        """What `save` writes."""
-        raise NotImplementedError
+    @abstractmethod
+    def table(self) -> FittedTable: ...
+    @abstractmethod
+    def rows(self) -> list[dict[str, Any]]: ...  # of the data frame
+    @abstractmethod
+    def to_json(self) -> str: ...  # what `save` writes
 
     @property
     def title(self) -> str:
