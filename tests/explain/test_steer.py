@@ -16,7 +16,7 @@ from acutance.explain.steer import check_spectrum, fold
 from acutance.io.saving import load, save
 from acutance.metrics import hfc_lfc_frobenius
 from acutance.mitigations import parse, spectra
-from acutance.models import Segmenter, ViT, vit_tiny_minus
+from acutance.models import Segmenter, ViT
 from acutance.sites import find
 from acutance.sites.mitigate import mitigate
 
@@ -46,19 +46,6 @@ def test_folding_keeps_the_outputs(basis, spectrum):
     assert {n: p.shape for n, p in plain.named_parameters()} == {n: p.shape for n, p in make().named_parameters()}
     assert all(p.requires_grad for p in plain.parameters())
     assert plain.config == make().config
-
-
-@pytest.mark.parametrize("basis", BASES)
-def test_folding_keeps_the_outputs_at_the_papers_size(basis):
-    """ViT-Ti⁻ on 32×32: 12 layers, 192 channels, weights as large as trained ones."""
-    torch.manual_seed(0)
-    model, pictures = vit_tiny_minus(mitigation=f"eigen:negative,basis={basis}").double().eval(), normal(2, 3, 32, 32)
-    for site in find(model):
-        site.mitigation.psi.data.uniform_(0.3, 1.3)
-    with torch.no_grad():
-        expected = model(pictures)
-        assert expected.abs().max() > 0.1
-        torch.testing.assert_close(fold(model)(pictures), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -148,18 +135,6 @@ def test_the_sign_decides_up_to_the_bound(sign, spectrum, size, smooths):
     assert -2 <= bound < -1
     psi = {"square": (-size * bound) ** 0.5, "bounded": size, "clipped": -size}[spectrum]
     after = ratio_after(A, one_layer(psi, sign, spectrum))
-    assert after < 1e-8 if smooths else after > 1
-
-
-@pytest.mark.parametrize(("factor", "smooths"), [(0.9, False), (1.1, False), (1.5, True), (2.0, True)])
-def test_the_bound_is_for_one_eigenvalue_and_a_layer_smooths_by_all_of_them(factor, smooths):
-    """One λ beyond the bound, the others −0.25: |1 + λ| must also beat |1 − 0.25 μ_min|."""
-    mu_min = 0.133  # all eigenvalues of A but μ = 1
-    A = mu_min * torch.eye(12, dtype=torch.float64) + (1 - mu_min) / 12
-    lam = torch.full((12,), -0.25, dtype=torch.float64)
-    lam[7] = factor * sharpening_bound(mu_min)
-    assert layer_smooths(lam, mu_min) == smooths
-    after = ratio_after(A, one_layer((-lam).sqrt()))
     assert after < 1e-8 if smooths else after > 1
 
 

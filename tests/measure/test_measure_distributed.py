@@ -49,10 +49,9 @@ def assert_equal(found, expected):
 
 def worker(rank):
     for wrap in (lambda: DistributedDataParallel(build()), sharded):
-        for count in (1, 3, 4):  # of one batch, the second process has nothing of its own
-            for kind in (list, iter):
-                found = figures(wrap(), kind(images(count)), across_processes=True)
-                assert_equal(found, figures(build(), images(count)))
+        for count, kind in ((1, list), (3, iter)):  # of one batch, the second process has nothing of its own
+            found = figures(wrap(), kind(images(count)), across_processes=True)
+            assert_equal(found, figures(build(), images(count)))
     model = sharded()
     figures(model, images(2), across_processes=True)
     assert all(isinstance(p, dist.tensor.DTensor) for p in model.parameters()), "gathered weights would go stale"
@@ -73,8 +72,3 @@ def worker(rank):
 @pytest.mark.slow
 def test_two_processes_with_unequal_shares_give_the_numbers_of_one(tmp_path):
     in_two_processes(worker)
-
-
-def test_what_wraps_a_model_is_not_read():
-    compiled = torch.compile(build(), backend="eager")
-    assert figures(compiled, images(1)) == figures(build(), images(1))
