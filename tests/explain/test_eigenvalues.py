@@ -16,9 +16,7 @@ from acutance.explain.read import other_eigenvalues_of, visible_keys
 from acutance.explain.spectral_theory import Families, families, growth, other_eigenvalues
 from acutance.explain.weights import arnoldi_hull, convex_hull, layer_spectrum
 
-KERNELS = [("softmax", False), ("symmetric", False), ("softmax", True), ("rbf", False)]
 MUS = (1.0, 0.3, -0.3, -1.0, 0.2 + 0.4j, -0.9j)
-SHIFTS = (-2.5, -1.5, -0.5, 0.5)
 
 
 def operator(kernel="softmax", causal=False, *, tokens=5, heads=2, batch=3, sharp=2.0, equal=False):
@@ -31,8 +29,8 @@ def dominating(A: AttentionOperator, lam: np.ndarray) -> Families:
     return families(points, other_eigenvalues_of(A, [points]).values)
 
 
-@pytest.mark.parametrize("shift", [-1.5, -0.7, 0.0, 0.7])
-@pytest.mark.parametrize(("kernel", "causal"), KERNELS)
+@pytest.mark.parametrize("shift", [-1.5, 0.7])
+@pytest.mark.parametrize(("kernel", "causal"), [("softmax", False), ("symmetric", False), ("softmax", True)])
 def test_dominating_eigenvalue_is_brute_forces(kernel: str, causal: bool, shift: float) -> None:
     A, H = operator(kernel, causal), (normal(4, 4) / 2 + shift * torch.eye(4)).numpy()
     found = dominating(A, np.linalg.eigvals(H))
@@ -58,7 +56,7 @@ def test_growth_keeps_small_differences() -> None:
     assert families(z[:1], z[1:] / z[0]).leaning == 1
 
 
-@pytest.mark.parametrize(("kernel", "sharp"), [("symmetric", 1.0), ("softmax", 1.0), ("softmax", 4.0)])
+@pytest.mark.parametrize(("kernel", "sharp"), [("symmetric", 1.0), ("softmax", 4.0)])
 def test_many_tokens_need_no_matrix(kernel: str, sharp: float, monkeypatch) -> None:
     """Above 512 tokens only products with A are made, and the answer is the dense one's, complex μ included."""
     A = operator(kernel, tokens=520, batch=1, sharp=sharp)
@@ -79,8 +77,7 @@ def test_many_tokens_need_no_matrix(kernel: str, sharp: float, monkeypatch) -> N
         assert got.leaning.tolist() == wanted.leaning.tolist()
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("where", ["left", "right"])
+@pytest.mark.parametrize(("causal", "where"), [(False, "left"), (True, "right")])
 @pytest.mark.parametrize("tokens", [9, 530])
 def test_padding_is_no_competitor(causal: bool, where: str, tokens: int) -> None:
     """The eigenvalues are those of each sample by itself, without the zeros that masked tokens add."""
@@ -113,10 +110,9 @@ def test_a_sample_with_a_triangular_mask_is_read_exactly_beside_others(triangula
     assert (found.residuals.flatten(1).amax(1) > 0).tolist() == [triangular == 1, triangular == 0]
 
 
-@pytest.mark.parametrize("scale", [1e-8, 1.0, 1e8])
-def test_ties_are_measured_against_the_heads_own_size(scale: float) -> None:
+def test_ties_are_measured_against_the_heads_own_size() -> None:
     """A head of tiny weights beside one of large ones is no tie."""
-    lam = torch.tensor([[1e-8 + 0j], [scale + 0j]], dtype=torch.complex128)
+    lam = torch.tensor([[1e-8 + 0j], [1e8 + 0j]], dtype=torch.complex128)
     others = torch.full((1, 2, 1), 0.5, dtype=torch.complex128)
     assert families(lam, others).leaning.tolist() == [[1.0, 1.0]]
     assert families(lam, torch.ones_like(others)).leaning.tolist() == [[0.0, 0.0]]
@@ -128,7 +124,7 @@ def counted(site: BareSite, A: AttentionOperator) -> list[float]:
     return families(points, other_eigenvalues_of(A, [points]).values.flatten(1)).leaning.tolist()
 
 
-@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("shift", [-2.5, -0.5, 0.5])
 @pytest.mark.parametrize("kernel", ["softmax", "symmetric"])
 @pytest.mark.parametrize(("heads", "equal"), [(1, False), (3, True)])
 def test_counting_is_exact_for_one_head_and_for_equal_attention(heads, equal, kernel, shift) -> None:
@@ -161,7 +157,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dim", [6, 65, 300])
+@pytest.mark.parametrize("dim", [6, 300])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_outermost_are_those_of_the_matrix(case, dim: int) -> None:
     """Every maximum that explain takes over the spectrum comes out the same, and every value is an eigenvalue."""
@@ -203,12 +199,9 @@ def test_what_has_not_converged_warns_and_gives_its_residual(monkeypatch) -> Non
     assert error > 1e-3
 
 
-SHAPES = {"plain": (48, 4, 4, 12), "grouped queries": (48, 8, 2, 6), "narrow": (48, 2, 2, 5), "wide": (20, 4, 4, 9)}
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", [(48, 8, 2, 6), (20, 4, 4, 9)], ids=["grouped queries", "wide inside"])
 def test_wide_layers_get_the_verdict_of_the_whole(shape, monkeypatch) -> None:
-    """With grouped queries and a pre-norm; no eigenvalues of the whole H are asked for."""
+    """Of a layer with a pre-norm, without all eigenvalues of the whole H."""
     norm = nn.LayerNorm(shape[0]).double()
     norm.weight.data[::3] *= -2
     site = BareSite(*shape, norm=norm)

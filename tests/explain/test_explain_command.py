@@ -50,12 +50,9 @@ def test_the_picture_is_the_one_asked_for(options, drawn, checkpoint: Path, tmp_
     ("options", "message"),
     [
         ("--kind dominance --picture p.png", "needs data"),
-        ("--kind pie --picture p.png", "histogram, plane, dominance"),
         ("--picture p.xyz", r"--picture p.xyz: .*one of .png"),
         ("--picture p", r"--picture p: its ending"),
         ("--kind plane", "--kind says what --picture draws"),
-        ("--norm maybe", "'fold' or 'ignore'"),
-        ("--prefix maybe", "'in' or 'out'"),
         ("--data digits --text words.txt", "give one of them"),
         ("--tokens 8", "are about data"),
     ],

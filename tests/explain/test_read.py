@@ -167,7 +167,7 @@ def test_prefix_is_left_out_of_the_measurement() -> None:
 
 @pytest.mark.parametrize("told", [True, False])
 def test_padded_batches_read_as_their_samples_alone(told: bool) -> None:
-    """Whether a batch tells its padding by `attention_mask` or attention shows it."""
+    """Padding is told by the batch's `attention_mask`, or shown by attention."""
     layer = LayerSpectrum(
         1, heads=np.array([[0.5 + 0j], [-0.9 + 0.1j]]), head_symmetry=np.ones(2), eigenvalues=np.array([-0.9, 0.3 + 0j])
     )
@@ -233,8 +233,7 @@ def test_eigenvalues_of_attention_that_have_not_converged_make_the_verdict_unkno
     assert rough.dominance.mu_error > 1e-3
     assert (rough.dominance.undecided, rough.dominance.predicted) == (1, Share(0.0, 0.0))
     assert rough.verdict == "unknown"
-    for words in ("in 100% of samples", "μ of A is known to", "at most 512 tokens"):
-        assert words in rough.reason
+    assert "μ of A is known to" in rough.reason
     with pytest.warns(AcutanceWarning, match="layer 7"):
         clear = found(0.5)  # the lead of μ = 1 is far larger than the error
     assert (clear.verdict, clear.dominance.undecided) == ("smoothing", 0)

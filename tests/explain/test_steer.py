@@ -20,7 +20,6 @@ from acutance.models import Segmenter, ViT
 from acutance.sites import find
 from acutance.sites.mitigate import mitigate
 
-BASES = ["qr", "polar", "cayley", "householder", "inverse"]
 TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
 
 
@@ -36,8 +35,10 @@ def images(dtype=torch.float64):
     return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-@pytest.mark.parametrize("spectrum", ["square", "clipped", "bounded"])
-@pytest.mark.parametrize("basis", BASES)
+@pytest.mark.parametrize(
+    ("basis", "spectrum"),
+    [("qr", "square"), ("polar", "clipped"), ("cayley", "bounded"), ("householder", "square"), ("inverse", "square")],
+)
 def test_folding_keeps_the_outputs(basis, spectrum):
     model = make(f"eigen:negative,basis={basis},spectrum={spectrum}")
     plain = fold(model)
@@ -49,14 +50,12 @@ def test_folding_keeps_the_outputs(basis, spectrum):
 
 
 @pytest.mark.parametrize(
-    ("mitigation", "rest"),
+    ("mitigation", "rest", "layers"),
     [
-        ("eigen+featscale", "featscale"),
-        ("neutreno:0.6,learn=head+eigen:free,basis=polar", "neutreno:0.6,learn=head"),
-        ("attnscale+eigen:positive+featscale", "attnscale+featscale"),
+        ("neutreno:0.6,learn=head+eigen:free,basis=polar", "neutreno:0.6,learn=head", None),
+        ("attnscale+eigen:positive+featscale", "attnscale+featscale", (1, 3)),
     ],
 )
-@pytest.mark.parametrize("layers", [None, (1, 3)])
 def test_other_mitigations_stay(tmp_path, mitigation, rest, layers):
     model = make(mitigation, mitigation_layers=layers)
     plain = fold(model)
@@ -126,7 +125,8 @@ def one_layer(psi, sign="negative", spectrum="square"):
         ("positive", "square", 0.5, True),
         ("negative", "square", 0.9, False),  # as shares of the bound
         ("negative", "square", 1.1, True),
-        *[("negative", kind, size, False) for kind in ("bounded", "clipped") for size in (0.5, 3.0, 1e3)],
+        ("negative", "bounded", 1e3, False),
+        ("negative", "clipped", 1e3, False),
     ],
 )
 def test_the_sign_decides_up_to_the_bound(sign, spectrum, size, smooths):
