@@ -21,17 +21,8 @@ from acutance.attention.operator import AttentionOperator
 from acutance.attention.products import accumulation_dtype
 from acutance.attention.spectra import DENSE_TOKENS
 from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.explain.spectral_theory import TIE, families, growth, other_eigenvalues
-from acutance.explain.spectrum import (
-    EXACT_MU,
-    Dominance,
-    LayerSpectrum,
-    Outcome,
-    Series,
-    Share,
-    Spectrum,
-    rank_correlation,
-)
+from acutance.explain.spectral_theory import TIE, Series, families, growth, other_eigenvalues, rank_correlation
+from acutance.explain.spectrum import EXACT_MU, Dominance, LayerSpectrum, Outcome, Share, Spectrum
 from acutance.explain.weights import Norm, convex_hull, layer_spectrum
 from acutance.measure.reader import check_prefix
 from acutance.measure.samples import TokenLayout, refuse_single

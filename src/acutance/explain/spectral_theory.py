@@ -10,14 +10,18 @@ it belongs to μ = 1, tokens that differ if it belongs to any other μ.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from acutance.errors import AcutanceError
 
+Series = NDArray[np.float64]
 TIE = 1e-6  # closer to a draw than this share of max|λ|, no family dominates
 Family = Literal["constant", "varying", "neither"]
 FAMILIES: dict[int, Family] = {1: "constant", -1: "varying", 0: "neither"}
@@ -237,3 +241,18 @@ def pre_norm_power(lam: Tensor, mu: Tensor) -> float:
         raise AcutanceError(f"the largest λ is {ordered[-1]:.3g}: constant tokens do not grow under Pre-LN")
     others = torch.outer(ordered[:-1], other_eigenvalues(mu)) / ordered[-1]
     return max(float(others.max()), 0.0) - 1 if others.numel() else -1.0
+
+
+def format_complex(z: complex) -> str:
+    """Short, and real if it is; a real H has the conjugate of every other too."""
+    return f"{z.real:.3g}" if abs(z.imag) < 5e-3 * abs(z) else f"{z.real:.3g}±{abs(z.imag):.3g}i"
+
+
+def rank_correlation(a: Sequence[float] | Series, b: Sequence[float] | Series) -> float:
+    """Spearman's: Pearson's correlation of the ranks, ties sharing their mean rank; NaN if either does not vary."""
+    ranks: list[Series] = []
+    for values in (a, b):
+        _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[where])
+    constant = any(np.ptp(own) == 0 for own in ranks)
+    return math.nan if constant else float(np.corrcoef(ranks[0], ranks[1])[0, 1])

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from acutance.attention.spectra import DENSE_TOKENS
 from acutance.errors import AcutanceError
-from acutance.explain.spectral_theory import TIE, families, furthest_beyond, sharpening_bound
+from acutance.explain import spectral_theory as theory
+from acutance.explain.spectral_theory import Series, format_complex
 from acutance.files.atomic import read_json
 from acutance.report.page import FELL, LayerRow, write_spectrum_page
 from acutance.report.pictures import plot_spectrum
@@ -29,7 +30,6 @@ FORMAT = "acutance-spectrum/3"
 EXACT_MU = f"Read at most {DENSE_TOKENS} tokens a sample: there all eigenvalues of A are found"
 Verdict = Literal["smoothing", "sharpening", "neutral", "unknown"]
 Picture = Literal["histogram", "plane", "dominance"]
-Series = NDArray[np.float64]
 Eigenvalues = NDArray[np.complex128]
 
 
@@ -151,7 +151,7 @@ class LayerSpectrum:
     @property
     def bound(self) -> float:
         """−2/(1 + μ_min), see `mu_min`."""
-        return sharpening_bound(self.mu_min)
+        return theory.sharpening_bound(self.mu_min)
 
     @property
     def crossing(self) -> complex | None:
@@ -159,9 +159,9 @@ class LayerSpectrum:
 
         A real one lies below `bound`, a complex one outside the disc over [bound, 0]: `spectral_theory.beyond_bound`.
         """
-        if self.deciding is None or self.deciding.real.max() > TIE * np.abs(self.deciding).max() + self.error:
+        if self.deciding is None or self.deciding.real.max() > theory.TIE * np.abs(self.deciding).max() + self.error:
             return None
-        return furthest_beyond(torch.from_numpy(self.deciding), self.mu_min, self.error)
+        return theory.furthest_beyond(torch.from_numpy(self.deciding), self.mu_min, self.error)
 
     @property
     def crossing_words(self) -> str:
@@ -180,7 +180,7 @@ class LayerSpectrum:
         if (seen := self.dominance) is not None and seen.predicted is not None:
             smoothing, sharpening, undecided = seen.predicted.smoothing, seen.predicted.sharpening, seen.undecided
         else:
-            found = families(torch.from_numpy(self.deciding), torch.zeros(1, dtype=torch.float64), self.error)
+            found = theory.families(torch.from_numpy(self.deciding), torch.zeros(1, dtype=torch.float64), self.error)
             smoothing, sharpening = float(found.leaning > 0), float(found.leaning < 0)
             undecided = float(found.undecided)
         if max(smoothing, sharpening) <= 0.5:
@@ -305,7 +305,7 @@ class Spectrum(Result):
         fell, agreement, change = np.mean([(o.fell, o.agreement, o.change) for o in found], axis=0).tolist()
         fell_if_smoothing = _pooled([(o.fell_if_smoothing, p.smoothing) for o, p in zip(found, predicted, strict=True)])
         rose = _pooled([(o.rose_if_sharpening, p.sharpening) for o, p in zip(found, predicted, strict=True)])
-        correlation = rank_correlation([d.predicted_change for d in layers], [o.change for o in found])
+        correlation = theory.rank_correlation([d.predicted_change for d in layers], [o.change for o in found])
         return Outcome(fell, agreement, change, fell_if_smoothing, rose, correlation)
 
     def cells(self) -> list[dict[str, str]]:
@@ -438,18 +438,3 @@ def _layer(data: Mapping[str, Any]) -> LayerSpectrum:
         outcomes = {place: Outcome(**seen[place]) for place in ("branch", "block")}
         known["dominance"] = Dominance(**seen | outcomes)
     return LayerSpectrum(**known)
-
-
-def format_complex(z: complex) -> str:
-    """Short, and real if it is; a real H has the conjugate of every other too."""
-    return f"{z.real:.3g}" if abs(z.imag) < 5e-3 * abs(z) else f"{z.real:.3g}±{abs(z.imag):.3g}i"
-
-
-def rank_correlation(a: Sequence[float] | Series, b: Sequence[float] | Series) -> float:
-    """Spearman's: Pearson's correlation of the ranks, ties sharing their mean rank; NaN if either does not vary."""
-    ranks: list[Series] = []
-    for values in (a, b):
-        _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
-        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[where])
-    constant = any(np.ptp(own) == 0 for own in ranks)
-    return math.nan if constant else float(np.corrcoef(ranks[0], ranks[1])[0, 1])

@@ -20,7 +20,8 @@ from acutance import sites
 from acutance.attention.products import repeat_heads
 from acutance.attention.spectra import arnoldi
 from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.explain.spectrum import Eigenvalues, LayerSpectrum, Series
+from acutance.explain.spectral_theory import Series
+from acutance.explain.spectrum import Eigenvalues, LayerSpectrum
 
 Norm = Literal["fold", "ignore"]
 WHOLE_UP_TO = 1024  # up to this rank all eigenvalues of the whole H take seconds a layer; at 4096 half a minute

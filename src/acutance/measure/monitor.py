@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from acutance import distributed
+from acutance import distributed, sites
 from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError, import_extra
 from acutance.files.atomic import read_bytes
 from acutance.measure import measure
 from acutance.measure.profile import FORMAT, Profile
-from acutance.measure.reader import check_readable
-from acutance.measure.walk import map_tensors
+from acutance.measure.reader import metric_reader
+from acutance.measure.walk import hooked, map_tensors
 from acutance.report.pictures import plot_steps
 from acutance.sites.structure import bare_module, shards_put_back
 
@@ -71,7 +71,9 @@ class Monitor:
             raise AcutanceError(f"every counts optimiser steps between two readings and must be 1 or more, not {every}")
         self.model = bare_module(model)
         self._options: dict[str, Any] = {"metrics": metrics, "tap": tap, "prefix": prefix, "part": part}
-        check_readable(self.model, **self._options)  # fail now, not after hundreds of steps
+        target = sites.part_of(self.model, part)
+        with sites.reading(target), hooked(target, metric_reader(target, metrics, tap, prefix)):
+            pass  # what cannot be read fails now, not after hundreds of steps
         self.every = every
         self.history = History() if jsonl is None else History.load(jsonl, missing_ok=True)
         self._probe = _copy_probe(probe)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Container, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
@@ -30,7 +31,7 @@ from acutance.errors import AcutanceError, AcutanceWarning, ShapeError
 from acutance.measure import TAPS
 from acutance.measure.profile import MATRIX, MetricValue
 from acutance.measure.samples import TokenLayout
-from acutance.measure.walk import EVERY, Batch, Visitor, hooked
+from acutance.measure.walk import EVERY, Batch, Visitor
 from acutance.metrics.kernels import token_sums
 from acutance.metrics.kernels.token_sums import FIELDS
 from acutance.metrics.sums import FLAGS, FROM_ROWS, FROM_SUMS, Numbers, complain, finite_flags, from_rows
@@ -67,15 +68,6 @@ def metric_reader(
     return MetricReader(names, taps, prefix, [n for site, n in layers if has_windows(site.attention)])
 
 
-def check_readable(
-    model: nn.Module, *, metrics: str | Sequence[str], tap: str | Sequence[str], prefix: str, part: str | None
-) -> None:
-    """Raise what `measure` would raise before its first batch."""
-    target = sites.part_of(model, part)
-    with sites.reading(target), hooked(target, metric_reader(target, metrics, tap, prefix)):
-        pass
-
-
 def _chosen(what: str, choice: str | Sequence[str], known: Sequence[str]) -> list[str]:
     names = [choice] if isinstance(choice, str) else list(choice)
     unknown = [name for name in names if name not in known]
@@ -96,8 +88,8 @@ class MetricReader(Visitor):
         self.names, self.taps, self.prefix, self.moving = names, taps, prefix, moving
         self.token_metrics = [n for n in names if n in metric_room.TOKEN_METRICS]
         self.attention_metrics = [n for n in names if n not in self.token_metrics]
-        reads_attention = {"attention", "values"} & set(taps) or self.attention_metrics
-        wanted = {"leave": "block" in taps, "attend": reads_attention, "final": "final" in taps}
+        attends = {"attention", "values"} & set(taps) or self.attention_metrics
+        wanted = {"leave": "block" in taps, "attend": attends, "final": "final" in taps}
         self.needs = {"enter": (1,)} | {method: EVERY for method, is_wanted in wanted.items() if is_wanted}
         self.batches = 0  # that ran
         self.autocast: str | None = None  # the dtype that the blocks run in; a model's forward may enter its own
@@ -192,14 +184,11 @@ class MetricReader(Visitor):
 
     def describe_prefix(self, model: nn.Module, part: str | None) -> str:
         """Which special tokens were in or out of the metrics, told from the last batch."""
-        marked = self.samples.excludes_special
-        try:
+        marked = ["the tokeniser's special tokens"] if self.samples.excludes_special else []
+        with suppress(sites.NoSitesError):
             known = sites.special_tokens(model, part)
-        except sites.NoSitesError:
-            return f"{'special' if marked else 'prefix'} tokens {self.prefix}"
-        if marked:
-            return f"{f'{known} and ' if any(known) else ''}the tokeniser's special tokens {self.prefix}"
-        return f"{known} {self.prefix}"
+            marked = [str(known), *marked] if any(known) or not marked else marked
+        return f"{' and '.join(marked) or 'prefix tokens'} {self.prefix}"
 
     def tokens(self, tap: str, layer: int, tokens: Tensor) -> None:
         """Read the token metrics at one tap."""

@@ -29,7 +29,8 @@ TAP_NAMES = {
     "final": "after the final norm",
     "attention_matrix": "attention operator",
 }
-HINT = "Click a name in a legend to single it out; hover a point for its value. Bands are one standard deviation."
+HINT = "Click a name in a legend to single it out; hover a point for its value. Bands are one standard deviation. "
+HINT += "Layer 0 is what enters the first block."
 # The same colours everywhere: positive eigenvalues and the μ = 1 family smooth, the others sharpen.
 COLOURS = {"smoothing": "#D55E00", "sharpening": "#0072B2"}
 FELL = "HFC/LFC fell across the branch"
@@ -85,7 +86,6 @@ def write_page(
         charts={tap: (TAP_NAMES.get(tap, tap), _charts(runs, tap)) for tap in taps},
         context=[context_row(name, run.context, ["prefix", "data"]) for name, run in runs.items()],
         hint=HINT,
-        footer="Layer 0 is what enters the first block.",
     )
 
 
@@ -98,7 +98,6 @@ def compose(
     charts: Mapping[str, tuple[str, Any]],
     context: Rows,
     hint: str = "",
-    footer: str = "",
 ) -> Path:
     """Write one page: verdict, summary, a heading and an Altair chart per entry of `charts`, what was read."""
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -112,7 +111,6 @@ def compose(
             for name, (heading, _) in charts.items()
         ),
         context=html_table(context),
-        footer=escape(footer),
         # Safe inside a script element, whatever a run is called.
         charts=json.dumps({name: chart.to_dict() for name, (_, chart) in charts.items()}).replace("<", "\\u003c"),
         bundle=_bundle(),

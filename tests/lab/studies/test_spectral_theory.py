@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from acutance import metrics
 from acutance.errors import AcutanceError
 from acutance.explain import spectral_theory as theory
-from acutance.explain.spectrum import rank_correlation
 from acutance.lab.studies import branch_with_spectrum, drawn_attention, random_attention, repeat
 
 TOKENS, WIDTH = 7, 5
@@ -159,7 +158,7 @@ def test_the_prediction_follows_single_layers_also_when_attention_differs_from_l
     assert agreement > base_rate + 0.1
     assert fell[smooths].mean() > fell.mean() + 0.1
     assert (~fell[~smooths]).mean() > (~fell).mean() + 0.1
-    assert rank_correlation(np.array(predicted), np.array(measured)) > 0.5
+    assert theory.rank_correlation(np.array(predicted), np.array(measured)) > 0.5
 
 
 def test_dominated_by_another_mu_there_is_no_input_convergence():
