@@ -103,13 +103,6 @@ def test_outcomes_by_prediction() -> None:
     assert np.isnan([never.rose_if_sharpening, never.correlation, compare(change, None, None).agreement]).all()
 
 
-def test_random_initialisation_smooths_everywhere() -> None:
-    """Table 1 of arXiv 2401.04301, first column, in small: 100/0."""
-    spectrum = ac.explain(small_vit(dim=24, heads=3, depth=6), [torch.randn(8, 1, 8, 8)], progress=False)
-    assert str(spectrum.share("whole")) == str(spectrum.share("heads")) == "100/0"
-    assert {layer.verdict for layer in spectrum.layers} == {"smoothing"}
-
-
 def test_batches_add_up_to_one() -> None:
     model, images = small_vit(), torch.randn(7, 1, 8, 8)
     streamed, at_once = (ac.explain(model, b, progress=False) for b in (iter(images.split(3)), [images]))

@@ -2,20 +2,17 @@
 
 import copy
 import warnings
-from itertools import product
 
 import pytest
 import torch
-from spectrum_worlds import normal, watch
+from spectrum_worlds import watch
 
-from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain import explain
 from acutance.explain.spectral_theory import layer_smooths, sharpening_bound
 from acutance.explain.steer import check_spectrum, fold
 from acutance.io.saving import load, save
-from acutance.metrics import hfc_lfc_frobenius
-from acutance.mitigations import parse, spectra
+from acutance.mitigations import parse
 from acutance.models import Segmenter, ViT
 from acutance.sites import find
 from acutance.sites.mitigate import mitigate
@@ -95,55 +92,6 @@ def test_a_folded_model_can_be_steered_again():
 def test_without_an_eigen_there_is_nothing_to_fold():
     with pytest.raises(AcutanceError, match="this ViT carries no eigen"):
         fold(make("featscale"))
-
-
-def attention():
-    """A 12-token head; symmetric, so its eigenvalues are real."""
-    k = normal(1, 1, 12, 4)
-    return AttentionOperator(k, k, kernel="symmetric").dense()[0, 0]
-
-
-def ratio_after(A, W, steps=400):
-    """HFC/LFC of X ← X + A X W, the size of X taken out at every step; 0 in the limit, or that of an eigenvector."""
-    X = normal(12, len(W), seed=1)
-    for _ in range(steps):
-        X = X + A @ X @ W
-        X = X / X.norm()
-    return hfc_lfc_frobenius(X).item()
-
-
-def one_layer(psi, sign="negative", spectrum="square"):
-    """W_V W_proj of an Eigen with the given ψ."""
-    (site,) = find(make(f"eigen:{sign},basis=polar,spectrum={spectrum}", depth=1))
-    site.mitigation.psi.data = torch.as_tensor(psi, dtype=torch.float64).expand(12).clone()
-    return (site.projection_weight() @ site.value_weight()).detach().T
-
-
-@pytest.mark.parametrize(
-    ("sign", "spectrum", "size", "smooths"),
-    [
-        ("positive", "square", 0.5, True),
-        ("negative", "square", 0.9, False),  # as shares of the bound
-        ("negative", "square", 1.1, True),
-        ("negative", "bounded", 1e3, False),
-        ("negative", "clipped", 1e3, False),
-    ],
-)
-def test_the_sign_decides_up_to_the_bound(sign, spectrum, size, smooths):
-    A = attention()
-    bound = sharpening_bound(torch.linalg.eigvals(A).real.min().item())
-    assert -2 <= bound < -1
-    psi = {"square": (-size * bound) ** 0.5, "bounded": size, "clipped": -size}[spectrum]
-    after = ratio_after(A, one_layer(psi, sign, spectrum))
-    assert after < 1e-8 if smooths else after > 1
-
-
-def test_no_attention_has_a_bound_inside_the_bounded_spectrum():
-    psi = torch.linspace(-50, 50, 101, dtype=torch.float64)
-    for spectrum, mu_min in product(("bounded", "clipped"), (-0.99, -0.3, 0.0, 0.4, 0.999)):
-        lam = spectra.eigenvalues(psi, "negative", spectrum)
-        assert lam.min() >= -1 > sharpening_bound(mu_min)
-        assert ((1 + lam * mu_min).abs() >= (1 + lam).abs()).all()
 
 
 def steered(psi, mitigation="eigen:negative", **options):

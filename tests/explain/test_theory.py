@@ -84,13 +84,6 @@ def test_the_functional_falls_all_along_the_step_and_vanishes_only_on_constants(
 # Lemma 1
 
 
-@either
-def test_repeated_attention_is_a_matrix_power(attention) -> None:
-    A, v = attention(), values()
-    expected = np.linalg.matrix_power(A.dense().numpy(), 7) @ v.numpy()
-    np.testing.assert_allclose(theory.walk_expectation(A, v, 7).numpy(), expected, atol=1e-12)
-
-
 def test_walks_average_to_repeated_attention() -> None:
     A, v, start, steps, walks = asymmetric(), values(), 4, 3, 20_000
     ends = theory.simulate_walks(A, v, start, steps, walks, torch.Generator().manual_seed(steps))
