@@ -131,11 +131,7 @@ def warn_beyond_bound(layer: LayerSpectrum) -> None:
 
 
 class LayerReader(Visitor):
-    """Tallies one layer over batches; holds its input tokens while it runs, and a few numbers a sample.
-
-    `update` is what the branch's output goes through before it is added to the residual stream, `number` counts the
-    layer among all blocks, and special tokens are `in` or `out` of HFC/LFC by `prefix`.
-    """
+    """Tallies one layer over batches; `number` counts all blocks, `update` is what the branch goes through last."""
 
     def __init__(
         self,
@@ -318,11 +314,7 @@ def _unpadded(A: AttentionOperator, points: Sequence[Tensor]) -> OtherEigenvalue
 
 
 def without_constant_mode(A: AttentionOperator) -> Callable[[Tensor], Tensor]:
-    """A on tokens up to a constant token, in coordinates (..., N − 1, C).
-
-    Constant tokens stay constant under every A. So A acts on these coordinates too, with all its eigenvalues but the
-    one of constant tokens: μ = 1 is gone, once, without being found first.
-    """
+    """A on tokens up to a constant token, in coordinates (..., N − 1, C): all eigenvalues of A but μ = 1."""
     # The reflection that exchanges the constant unit vector and the first axis.
     normal = torch.full((A.shape[-1], 1), A.shape[-1] ** -0.5, dtype=A.dtype, device=A.device)
     normal[0] -= 1

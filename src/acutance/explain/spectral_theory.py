@@ -86,10 +86,7 @@ class Families:
 
 
 def families(lam: Tensor, others: Tensor, error: float = 0.0, residuals: Tensor | float = 0.0) -> Families:
-    """The two families of I + H⊗A, of λ (..., d) and the μ other than 1 (..., m); leading axes broadcast.
-
-    Each λ may be off by `error`, each μ by its entry of `residuals` (..., m).
-    """
+    """The families of I + H⊗A, of λ (..., d), known to `error`, and of the μ other than 1 (..., m), to `residuals`."""
     gains = growth(lam[..., :, None] * others[..., None, :])
     varying = gains.amax((-2, -1))
     constant = growth(lam).amax(-1).expand_as(varying)
@@ -114,10 +111,7 @@ class DominatingPair:
 
 
 def dominance(lam: Tensor, mu: Tensor) -> DominatingPair:
-    """Which pair (λ, μ) dominates, and which family; neither if the two tie, as with a single token.
-
-    A conjugate pair ties with itself: rate 1, X turns and never settles.
-    """
+    """Which pair (λ, μ) dominates, and which family; neither if they tie. A conjugate pair ties with itself: rate 1."""
     gains = layer_eigenvalues(lam, mu).abs()
     order = gains.flatten().argsort(descending=True)
     j, i = divmod(int(order[0]), len(mu))
@@ -165,18 +159,12 @@ def limit_ratio(u: Tensor) -> float:
 
 
 def sharpening_bound(mu_min: float) -> float:
-    """−2/(1 + μ_min): for a real λ between this and 0, μ_min beats μ = 1; for λ below it μ = 1 beats μ_min.
-
-    For complex λ see `beyond_bound`. Whether a layer smooths depends on all its λ: `layer_smooths`.
-    """
+    """−2/(1 + μ_min): for a real λ between this and 0, μ_min beats μ = 1; for λ below it μ = 1 beats μ_min."""
     return -2 / (1 + mu_min) if mu_min > -1 else -math.inf
 
 
 def layer_smooths(lam: Tensor, mu_min: float) -> bool:
-    """Whether max_j |1 + λ_j| > max_j |1 + λ_j μ_min|: the constant family wins over all λ of a layer together.
-
-    Exact if A's eigenvalues are real and μ_min the smallest: |1 + λμ| is convex in μ, so one of the ends is largest.
-    """
+    """Whether max_j |1 + λ_j| > max_j |1 + λ_j μ_min|; exact for real eigenvalues of A, as |1 + λμ| is convex in μ."""
     others = torch.tensor([mu_min], dtype=torch.float64, device=lam.device)
     return bool(families(lam, others).leaning > 0)
 

@@ -99,10 +99,7 @@ class LayerSpectrum:
 
     @property
     def spectrum(self) -> Eigenvalues:
-        """Every eigenvalue of the whole H if known, else of all heads, without those of an H of lower rank that are 0.
-
-        With grouped queries, dim − rank eigenvalues are 0 whatever was learnt, and would dilute the others.
-        """
+        """Every eigenvalue of the whole H if known, else of all heads; without the zeros of an H of lower rank."""
         known = self.heads.ravel() if self.eigenvalues is None else self.eigenvalues
         learnt = known[known != 0]
         return learnt if len(learnt) else known
@@ -155,10 +152,7 @@ class LayerSpectrum:
 
     @property
     def crossing(self) -> complex | None:
-        """In a spectrum without positive real parts, the λ at which μ = 1 beats μ_min the most; None if it never does.
-
-        A real one lies below `bound`, a complex one outside the disc over [bound, 0]: `spectral_theory.beyond_bound`.
-        """
+        """In a spectrum without positive real parts, the λ furthest `spectral_theory.beyond_bound`; None if none is."""
         if self.deciding is None or self.deciding.real.max() > theory.TIE * np.abs(self.deciding).max() + self.error:
             return None
         return theory.furthest_beyond(torch.from_numpy(self.deciding), self.mu_min, self.error)
@@ -295,10 +289,7 @@ class Spectrum(Result):
         return _mean([share for d in found for share in (d.heads if by_head else d.whole or ())])
 
     def outcome(self, place: Literal["branch", "block"] = "branch") -> Outcome:
-        """Prediction against measurement, over all layers and samples.
-
-        The correlation here is over layers, between their mean predicted and their mean measured change.
-        """
+        """Prediction against measurement, over all layers and samples; the correlation is that of the layers' means."""
         layers = self._dominances()
         found: list[Outcome] = [getattr(d, place) for d in layers]
         predicted = [Share(math.nan, math.nan) if d.predicted is None else d.predicted for d in layers]

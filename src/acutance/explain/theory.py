@@ -34,10 +34,7 @@ def nonlocal_functional(u: Tensor, kernel: Tensor) -> Tensor:
 
 
 def euler_step(v: Tensor, kernel: Tensor) -> Tensor:
-    """Theorem 1: v − Δt ∇J(v) with Δtᵢ = 1 / Σⱼ (k_ij + k_ji), the gradient taken by autograd.
-
-    With k + kᵀ = `affinity(keys)` this is symmetric self-attention. The kernel's overall factor cancels.
-    """
+    """Theorem 1: v − Δt ∇J(v) with Δtᵢ = 1 / Σⱼ (k_ij + k_ji); symmetric attention if k + kᵀ ∝ `affinity(keys)`."""
     with torch.enable_grad():
         u = v.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(nonlocal_functional(u, kernel).sum(), u)

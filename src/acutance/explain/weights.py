@@ -38,10 +38,7 @@ class Branch:
 
     @property
     def merged(self) -> tuple[Tensor, Tensor]:
-        """Factors (dim, r) and (r, dim) of the whole H, r = kv_heads · head_dim.
-
-        The query heads of a group share their values, so their parts of W_proj add up.
-        """
+        """Factors (dim, r) and (r, dim) of the whole H: query heads that share values add up in W_proj."""
         groups = self.projection.unflatten(0, (len(self.value), -1)).sum(1)
         return groups.transpose(0, 1).flatten(1), self.value.flatten(0, 1)
 
@@ -73,11 +70,9 @@ def branch(site: sites.AttentionSite, norm: Norm = "fold") -> Branch:
 
 
 def layer_spectrum(site: sites.AttentionSite, norm: Norm = "fold", whole: bool | None = None) -> LayerSpectrum:
-    """Eigenvalues and symmetry of H and of every head's H_h.
+    """Eigenvalues and symmetry of H and of every head's H_h, from the smaller product of their factors.
 
-    H_h is a product of a tall and a wide matrix: its eigenvalues other than 0 are those of the head_dim × head_dim
-    product the other way round. The whole H uses its smaller side likewise. By default all its eigenvalues are found
-    where that side is at most 1024, and those that can dominate above; `whole` asks for all (True) or none (False).
+    By default all eigenvalues of H up to rank 1024, and those that can dominate above; `whole` asks for all or none.
     """
     parts = branch(site, norm)
     value, merged = repeat_heads(parts.value[None], site.heads)[0], parts.merged
@@ -110,9 +105,8 @@ def _whole_eigenvalues(projection: Tensor, value: Tensor) -> Eigenvalues:
 def arnoldi_hull(projection: Tensor, value: Tensor, *, layer: int) -> tuple[Eigenvalues, float]:
     """The corners of the convex hull of the spectrum of H = projection @ value, and the largest residual that counts.
 
-    A residual ‖Hz − λz‖, z of unit length, means that λ is an eigenvalue of a matrix that close to H; λ itself may be
-    further off if H is far from normal. If not every corner has converged, a warning says so, and the residual is that
-    of the largest |1 + λ| and of the ends of Re λ. It is never given as less than what rounding makes of it.
+    A residual ‖Hz − λz‖ says how close to H a matrix with the eigenvalue λ is. If not all corners have converged, a
+    warning says so, and the residual is that of the largest |1 + λ| and of the ends of Re λ.
     """
     tolerance = ROUNDING * torch.finfo(projection.dtype).eps
     dim, inner = projection.shape
@@ -150,10 +144,7 @@ def arnoldi_hull(projection: Tensor, value: Tensor, *, layer: int) -> tuple[Eige
 
 
 def hull_indices(points: Eigenvalues) -> list[int]:
-    """Where the corners of the convex hull are, by Andrew's monotone chain: lower and upper boundary.
-
-    |1 + λμ| is convex in λ, and so are the ends of the real part: only corners can decide which family dominates.
-    """
+    """The corners of the convex hull, by Andrew's monotone chain: only they can dominate, as |1 + λμ| is convex."""
     ordered: list[int] = np.unique(points, return_index=True)[1].tolist()  # by real part, then by imaginary part
     boundary: list[int] = []
     for chain in (ordered, ordered[::-1]):
@@ -177,10 +168,7 @@ def convex_hull(eigenvalues: Eigenvalues) -> Tensor:
 
 
 def symmetry(projection: Tensor, value: Tensor) -> Tensor:
-    """The cosine between H and Hᵀ, tr(H²)/‖H‖²: 1 symmetric, −1 antisymmetric, about 0 for random entries.
-
-    It says the same as ‖H − Hᵀ‖/‖H + Hᵀ‖ = √((1 − c)/(1 + c)), but stays finite. H = 0 is symmetric.
-    """
+    """The cosine between H and Hᵀ, tr(H²)/‖H‖²: 1 symmetric (so is H = 0), −1 antisymmetric, about 0 if random."""
     dim, rank = projection.shape[-2:]
     if dim < 3 * rank:  # one dim × dim product is cheaper than three of rank × rank
         product = projection @ value

@@ -86,11 +86,7 @@ class Monitor:
             self._writers.append(_tensorboard_writer(tensorboard))
 
     def step(self, step: int | None = None) -> None:
-        """Count an optimiser step, and read the model if a reading is due.
-
-        A run that does not start at 0 passes the number of optimiser steps taken so far. A repeated number, as within
-        gradient accumulation, does nothing.
-        """
+        """Count an optimiser step, or give the number taken so far; read the model if a reading is due."""
         now = self._current() + 1 if step is None else step
         before = now - 1 if self._step is None or now < self._step else self._step
         self._step = now
@@ -237,10 +233,7 @@ def _append_line(path: Path, step: int, profile: Profile) -> None:
 
 
 def _tensorboard_writer(target: str | os.PathLike[str] | SummaryWriter) -> Callable[[int, Profile], None]:
-    """Writes a scalar per metric, tap and layer, and a chart per metric and tap in the tab "Custom Scalars".
-
-    The first call opens the file: ranks that do not write leave none.
-    """
+    """Writes a scalar per metric, tap and layer, and charts of them; the first call opens the file."""
     needed = "TensorBoard is not installed: pip install 'acutance[monitor]'"
     kind = import_extra("torch.utils.tensorboard.writer", needed).SummaryWriter
     opened: list[SummaryWriter] = []

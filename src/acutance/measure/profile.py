@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from acutance.errors import AcutanceError
 from acutance.files.atomic import read_json
-from acutance.report import Curves, plot_curves, write_page
+from acutance.report import plot_curves, write_page
 from acutance.report.tables import FittedTable, Result
 
 if TYPE_CHECKING:
@@ -124,18 +124,14 @@ class Profile(Result):
         """Read a profile that `save` wrote."""
         return read_json(path, FORMAT, cls.from_dict)
 
-    def curves(self) -> Curves:
-        """The profile as `acutance.report` takes it."""
-        return Curves(self.rows(), self.context)
-
     def plot(self) -> Figure:
         """A matplotlib figure: a panel per metric and tap, with a band of one standard deviation."""
         charts = list(dict.fromkeys((r.metric, r.tap) for r in self.readings))
-        return plot_curves({self.title: self.curves()}, charts, self.title)
+        return plot_curves({self.title: self}, charts, self.title)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one offline page with the per-layer curves."""
-        return write_page({self.title: self.curves()}, path)
+        return write_page({self.title: self}, path)
 
 
 def merge(profiles: Iterable[Profile]) -> Profile:

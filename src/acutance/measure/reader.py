@@ -77,10 +77,7 @@ def _chosen(what: str, choice: str | Sequence[str], known: Sequence[str]) -> lis
 
 
 class MetricReader(Visitor):
-    """Reads metrics at every layer; holds running means, a few batches' values and at most one earlier layer's q and k.
-
-    Special tokens are `in` or `out` by `prefix`; `moving` are the layers whose windows hold other tokens than before.
-    """
+    """Reads metrics at every layer; `moving` are the layers whose windows hold other tokens than before."""
 
     def __init__(
         self, names: Sequence[str], taps: Sequence[str], prefix: str = "in", moving: Container[int] = ()
@@ -302,10 +299,7 @@ class PendingValues:
         return self.done is None or self.done.query()
 
     def received(self) -> tuple[tuple[Key, ...], Numbers]:
-        """What was read, and its values (keys, samples that have a token), as soon as they are there.
-
-        A value is the mean over a sample's heads or windows. Refuses NaN and infinity in tokens.
-        """
+        """What was read, and its values (keys, samples with tokens), means over heads or windows; waits for them."""
         if self.done is not None:
             self.done.synchronize()
         keys: list[Key] = []
@@ -334,10 +328,7 @@ class PendingValues:
 
 @dataclass(frozen=True)
 class Running:
-    """Means and standard deviations, added up batch by batch and process by process (Chan's update).
-
-    Some values are documented to be infinite, such as HFC/LFC of tokens whose mean is zero.
-    """
+    """Means and standard deviations, added up batch by batch and process by process (Chan's update)."""
 
     count: int  # of samples
     mean: Numbers  # of each of several metrics, or of one

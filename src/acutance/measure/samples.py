@@ -26,10 +26,7 @@ HIDDEN = -1e4  # a bias as low as that hides a key: libraries write −10000, th
 
 
 def possible_rows(batch: Any) -> tuple[Container[int], int]:
-    """How many rows of tokens a model may make of a batch: which numbers if the batch is the first axis, and the most.
-
-    Told by all tensors that are fed: a batch may have different numbers of images and texts.
-    """
+    """How many rows of tokens a model may make of a batch, if its first axis is the samples; and the most if not."""
     fed = _fed(batch)
     tensors = [x for x in fed if isinstance(x, Tensor) and x.ndim > 0]
     if not tensors or any(isinstance(x, (list, tuple)) for x in fed):  # samples of any shape, one by one

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from acutance.errors import import_extra
 from acutance.files.atomic import atomic_write
-from acutance.report.tables import Rows, html_table
+from acutance.report.tables import Result, Rows, html_table
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart too.
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
@@ -40,17 +40,10 @@ POINTS = 2000  # eigenvalues of a layer shown on a page: keeps the page of a wid
 CONTEXT = ("model", "mitigation", "parameters", "samples", "dtype", "device", "seed", "versions")
 
 
-@dataclass(frozen=True)
-class Curves:
-    """One run's metrics by depth, and the context they were read in."""
-
-    rows: Sequence[Mapping[str, Any]]  # each with tap, layer, metric, mean and std
-    context: Mapping[str, Any]
-
-    def select(self, metric: str, tap: str) -> list[Mapping[str, Any]]:
-        """The rows of one metric at one tap, by depth."""
-        chosen = [row for row in self.rows if (row["metric"], row["tap"]) == (metric, tap)]
-        return sorted(chosen, key=lambda row: int(row["layer"]))
+def curve(run: Result, metric: str, tap: str) -> list[dict[str, Any]]:
+    """A run's rows of one metric at one tap, by depth, each with layer, mean and std."""
+    chosen = [row for row in run.rows() if (row["metric"], row["tap"]) == (metric, tap)]
+    return sorted(chosen, key=lambda row: int(row["layer"]))
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ class LayerRow:
 
 
 def write_page(
-    runs: Mapping[str, Curves],
+    runs: Mapping[str, Result],
     path: str | os.PathLike[str],
     *,
     title: str = "Over-smoothing, layer by layer",
@@ -77,7 +70,7 @@ def write_page(
     summary: Rows = (),
 ) -> Path:
     """Write the page of some runs, a curve each in every chart."""
-    taps = dict.fromkeys(row["tap"] for run in runs.values() for row in run.rows)
+    taps = dict.fromkeys(row["tap"] for run in runs.values() for row in run.rows())
     return compose(
         path,
         title=title,
@@ -118,21 +111,21 @@ def compose(
     return atomic_write(path, body.encode())
 
 
-def _charts(runs: Mapping[str, Curves], tap: str) -> Any:
+def _charts(runs: Mapping[str, Result], tap: str) -> Any:
     """A grid of small charts, one per metric, that share colours, legend and selection."""
     alt = load_altair()
     pick = alt.selection_point(fields=["run"], bind="legend")
-    metrics = dict.fromkeys(row["metric"] for run in runs.values() for row in run.rows if row["tap"] == tap)
+    metrics = dict.fromkeys(row["metric"] for run in runs.values() for row in run.rows() if row["tap"] == tap)
     first, *others = [_chart(alt, runs, tap, metric, pick) for metric in metrics]
     grid = alt.concat(first.add_params(pick), *others, columns=3)  # one legend picks in all charts
     return grid.configure_legend(orient="top", labelLimit=400, symbolOpacity=1)
 
 
-def _chart(alt: Any, runs: Mapping[str, Curves], tap: str, metric: str, pick: Any) -> Any:
+def _chart(alt: Any, runs: Mapping[str, Result], tap: str, metric: str, pick: Any) -> Any:
     rows = [
         {"run": name, "layer": r["layer"], "mean": r["mean"], "low": r["mean"] - r["std"], "high": r["mean"] + r["std"]}
         for name, run in runs.items()
-        for r in run.select(metric, tap)
+        for r in curve(run, metric, tap)
         if math.isfinite(r["mean"])  # JSON has no infinity
     ]
     base = alt.Chart(alt.Data(values=rows)).encode(

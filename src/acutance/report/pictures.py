@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from acutance.errors import AcutanceError, import_extra
-from acutance.report.page import COLOURS, COLUMNS, FELL, PALETTE, Curves, LayerRow, bins
+from acutance.report.page import COLOURS, COLUMNS, FELL, PALETTE, LayerRow, bins, curve
+from acutance.report.tables import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 Points = Mapping[int, Sequence[tuple[int, float]]]  # layer to (step, value)
 
 
-def plot_curves(runs: Mapping[str, Curves], charts: Sequence[tuple[str, str]], title: str = "") -> Figure:
+def plot_curves(runs: Mapping[str, Result], charts: Sequence[tuple[str, str]], title: str = "") -> Figure:
     """One panel per (metric, tap), one curve per run, a band of one standard deviation."""
     figure, panels = blank_panels(len(charts), 3, width=4.2, height=3.4)
     for axis, (metric, tap) in zip(panels, charts, strict=True):
         for (name, run), colour, style in zip(runs.items(), PALETTE, cycle(["-", "-", "--"]), strict=False):
-            rows = run.select(metric, tap)
+            rows = curve(run, metric, tap)
             layers = [row["layer"] for row in rows]
             mean, std = np.array([row["mean"] for row in rows]), np.array([row["std"] for row in rows])
             axis.plot(layers, mean, style, marker="o", markersize=3, color=colour, label=name)
