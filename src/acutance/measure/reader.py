@@ -11,9 +11,7 @@ from collections import deque
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +38,8 @@ from acutance.sites.patched import has_windows
 ATTENTION_COSINE = "attention_cosine"  # of a layer's attention with the layer before (Fig. 5 of arXiv 2312.00751)
 MAX_PENDING_BATCHES = 8
 Key = tuple[str, int, str]  # tap, layer, metric
+# What is worked out together: shape, dtype, and the metrics that follow from sums; None for values.
+Group = tuple[tuple[int, ...], torch.dtype, tuple[str, ...] | None]
 BAD = FLAGS.index("bad")
 
 
@@ -139,7 +139,7 @@ class MetricReader(Visitor):
     def end(self) -> None:
         """Send the batch's values off, and take in those that have arrived."""
         self.batches += 1
-        if all(part.derived == () for part in self.out.parts):
+        if all(derived == () for _, _, derived in self.out.keys):
             raise AcutanceError(
                 f"nothing was read: {ATTENTION_COSINE} compares successive layers and needs two of them, of the same "
                 "tokens: windows that move from layer to layer have none"
@@ -252,45 +252,28 @@ class MetricReader(Visitor):
         return derived
 
 
-class Part(NamedTuple):
-    """The numbers of one reading: sums from which metrics follow, or the values of one metric."""
-
-    key: Key  # of sums the one that an error about them names
-    shape: tuple[int, ...]
-    factor: float  # that the host multiplies values by
-    derived: tuple[str, ...] | None  # the metrics that follow from sums; None for values
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """Sums come first, by depth, and then values, by shape."""
-        return (0,) if self.derived is not None else (1, *self.shape)
-
-
 @dataclass
 class PendingValues:
     """What was read in one batch; after `send`, on its way from the device to the host."""
 
     samples: int = 0
     filled: NDArray[np.bool_] | None = None  # which samples have a token that counts; None if all have
-    parts: list[Part] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)  # of these parts; after `send`, all of them in one on the host
+    keys: dict[Group, list[tuple[Key, float]]] = field(default_factory=dict)  # and what the host multiplies values by
+    tensors: dict[Group, list[Tensor]] = field(default_factory=dict)
+    numbers: Tensor = field(default_factory=lambda: torch.empty(0))
     done: torch.cuda.Event | None = None
 
     def add(self, key: Key, values: Tensor, factor: float = 1.0, derived: tuple[str, ...] | None = None) -> None:
         """Add values by sample, and by head or window of it, which are averaged; or sums (rows, FIELDS)."""
         self.samples = self.samples or len(values)
-        self.parts.append(Part(key, tuple(values.shape), factor, derived))
-        self.tensors.append(values.flatten())
+        group = tuple(values.shape), values.dtype, derived
+        self.keys.setdefault(group, []).append((key, factor))
+        self.tensors.setdefault(group, []).append(values)
 
     def send(self) -> None:
         """Start the one transfer."""
-        # Sums are float64, values mostly float32: tensors of one dtype are joined in one launch. Values of one shape
-        # are worked out together.
-        ordered = sorted(zip(self.parts, self.tensors, strict=True), key=lambda pair: pair[0].order)
-        self.parts = [part for part, _ in ordered]
-        tensors = groupby((tensor for _, tensor in ordered), lambda tensor: tensor.dtype)
-        numbers = torch.cat([torch.cat(list(alike)).double() for _, alike in tensors])
-        self.tensors = [numbers.to("cpu", non_blocking=True)]
+        numbers = torch.cat([torch.stack(alike).flatten().double() for alike in self.tensors.values()])
+        self.tensors, self.numbers = {}, numbers.to("cpu", non_blocking=True)
         if numbers.is_cuda:
             self.done = torch.cuda.current_stream(numbers.device).record_event()
 
@@ -303,20 +286,19 @@ class PendingValues:
         if self.done is not None:
             self.done.synchronize()
         keys: list[Key] = []
-        rows, numbers, start = [], self.tensors[0].numpy(), 0
-        for (shape, derived), alike in groupby(self.parts, lambda part: (part.shape, part.derived)):
-            parts = list(alike)  # worked out together, which saves time
-            stop = start + len(parts) * prod(shape)
-            own, start = numbers[start:stop].reshape(len(parts), *shape), stop
+        rows, numbers, start = [], self.numbers.numpy(), 0
+        for (shape, _, derived), group in self.keys.items():
+            stop = start + len(group) * prod(shape)
+            own, start = numbers[start:stop].reshape(len(group), *shape), stop
             if derived is None:
-                keys += [part.key for part in parts]
-                rows.append(np.array([[part.factor] for part in parts]) * self._by_sample(own))
+                keys += [key for key, _ in group]
+                rows.append(np.array([[factor] for _, factor in group]) * self._by_sample(own))
                 continue
             for place in np.flatnonzero(own[..., BAD].any(1)):
-                tap, layer, metric = parts[place].key
+                tap, layer, metric = group[place][0]
                 complain(own[place, :, : len(FLAGS)], metric=f"{metric} at {tap}", layer=layer)
             for name in derived:
-                keys += [(*part.key[:2], name) for part in parts]
+                keys += [(tap, layer, name) for (tap, layer, _), _ in group]
                 rows.append(self._by_sample(FROM_SUMS[name](own)))
         values = np.concatenate(rows)
         return tuple(keys), values if self.filled is None else values[:, self.filled]
