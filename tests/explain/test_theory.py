@@ -50,12 +50,6 @@ either = pytest.mark.parametrize("attention", [symmetric, asymmetric])
 # Theorem 1
 
 
-def test_functional_is_the_double_sum() -> None:
-    u, kernel = normal(5, 3), normal(5, 5, seed=1)
-    expected = sum(0.5 * kernel[i, j].item() * np.sum((u[i] - u[j]).numpy() ** 2) for i in range(5) for j in range(5))
-    assert theory.nonlocal_functional(u, kernel).item() == pytest.approx(expected, rel=1e-12)
-
-
 def test_euler_step_is_symmetric_attention() -> None:
     k, v = keys(), values()
     step = theory.euler_step(v, theory.affinity(k) / 2)

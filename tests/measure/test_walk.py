@@ -159,15 +159,3 @@ def test_reading_the_stream_of_a_transformers_model_enters_few_files(llama, monk
         sys.setprofile(None)
     # Four of measure, three of sites, two of metrics.
     assert len(entered) <= 9, sorted(entered)
-
-
-def test_reading_the_stream_looks_at_no_weight_and_no_source(llama, monkeypatch):
-    def refuse(*_args, **_options):
-        raise AssertionError("not to be called")
-
-    expected = ac.measure(llama, [words()], tap="block", progress=False)
-    monkeypatch.setattr("acutance.sites.named.by_names", refuse)
-    monkeypatch.setattr("acutance.sites.named.output_of", refuse)
-    monkeypatch.setattr("inspect.getsource", refuse)
-    monkeypatch.setattr("ast.parse", refuse)
-    assert ac.measure(llama, [words()], tap="block", progress=False).readings == expected.readings
