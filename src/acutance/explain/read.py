@@ -141,12 +141,10 @@ class LayerReader(Visitor):
         prefix: str = "in",
     ) -> None:
         self.needs, self.prefix = dict.fromkeys(("enter", "attend", "leave"), (number,)), prefix
-        self.points, self.error = {"heads": convex_hull(layer.heads)}, {"heads": 0.0, "whole": layer.error}
+        self.lam = {"heads": convex_hull(layer.heads)}
         if layer.whole is not None:
-            self.points["whole"] = convex_hull(layer.whole[None])
-        # The spectra of several heads say nothing certain of their sum, so they make no prediction.
-        self.deciding = None if layer.deciding is None else "heads" if layer.whole is None else "whole"
-        self.layer, self.update = layer.layer, update
+            self.lam["whole"] = convex_hull(layer.whole[None])
+        self.layer, self.update = layer, update
         self.counted = self.present = TokenLayout()
         self.tokens = self.before = torch.empty(0)
         self.valid: Tensor | None = None  # (samples, tokens), False where there is padding
@@ -163,28 +161,27 @@ class LayerReader(Visitor):
         self.tokens = tokens
 
     def attend(self, layer: int, call: AttentionCall) -> None:
-        check_finite(call.branch, metric="the attention branch", layer=self.layer)
+        check_finite(call.branch, metric="the attention branch", layer=self.layer.layer)
         if (call.A.shape[0], *call.A.shape[-2:]) != (len(self.tokens), *[self.tokens.shape[1]] * 2):
             raise AcutanceError(
-                f"layer {self.layer}: attention {call.A.shape} (batch, heads, queries, keys) is not among all tokens "
-                f"of a sample, which are {tuple(self.tokens.shape[:2])} (batch, tokens): over windows or merged tokens "
+                f"layer {self.layer.layer}: attention {call.A.shape} (batch, heads, queries, keys) is not among all "
+                f"tokens of a sample, {tuple(self.tokens.shape[:2])} (batch, tokens): over windows or merged tokens "
                 "I + H⊗A says nothing of them. The weights alone can be explained: explain(model)"
             )
         A = self.present.record(call).A
         _, told = self.present.tokens(self.tokens)
         self.valid = visible_keys(A) if told is None else told
         self.before = self._ratio(self.tokens)
-        points = {scope: lam.to(A.device) for scope, lam in self.points.items()}
-        others = other_eigenvalues_of(A, list(points.values()), self.valid)
+        others = other_eigenvalues_of(A, list(self.lam.values()), self.valid)
         self.mu_error = max(self.mu_error, float(others.residuals.max()))
         self.tolerance = max(self.tolerance, others.tolerance)
-        for scope, lam in points.items():
-            self._keep(scope, families(lam, others.values, self.error[scope], others.residuals).leaning)
-        if self.deciding is not None:
+        for scope, points in self.lam.items():
+            lam, error = points.to(A.device), self.layer.error if scope == "whole" else 0.0
+            self._keep(scope, families(lam, others.values, error, others.residuals).leaning)
+        if self.layer.deciding is not None:  # by the whole H, or by the only head
             # All heads share the constant vector: on constant tokens the layer is exactly I + H. On the others it is
             # I + Σ H_h⊗A_h, and the largest |1 + λμ| over the heads' A_h stands in for its largest eigenvalue.
-            mu, off = others.values.flatten(1), others.residuals.flatten(1)
-            found = families(points[self.deciding], mu, self.error[self.deciding], off)
+            found = families(lam, others.values.flatten(1), error, others.residuals.flatten(1))
             self._keep("lean", found.leaning)
             self._keep("undecided", found.undecided)
             self._keep("predicted", found.log_rate)
@@ -200,9 +197,9 @@ class LayerReader(Visitor):
         """What was found so far; warns of eigenvalues of A that have not converged."""
         if self.mu_error > self.tolerance:
             warnings.warn(
-                f"layer {self.layer}: eigenvalues of A have not converged in a Krylov space, the largest residual is "
-                f"{self.mu_error:.1e}, wanted {self.tolerance:.1e}. It is counted as an error of the prediction, and a "
-                f"verdict within it is unknown. {EXACT_MU}",
+                f"layer {self.layer.layer}: eigenvalues of A have not converged in a Krylov space, the largest "
+                f"residual is {self.mu_error:.1e}, wanted {self.tolerance:.1e}. A verdict within it is unknown. "
+                f"{EXACT_MU}",
                 AcutanceWarning,
                 stacklevel=2,
             )
@@ -288,9 +285,10 @@ def other_eigenvalues_of(
     found = [_unpadded(_one_sample(A, sample, keep), points) for sample, keep in enumerate(valid)]
     # Repeating a μ fills a short row and changes no maximum.
     places = torch.arange(max(one.values.shape[-1] for one in found), device=A.device)
-    chosen = [places.clamp(max=one.values.shape[-1] - 1) for one in found]
-    values = torch.cat([one.values[..., places] for one, places in zip(found, chosen, strict=True)])
-    residuals = torch.cat([one.residuals[..., places] for one, places in zip(found, chosen, strict=True)])
+    values, residuals = (
+        torch.cat([x[..., places.clamp(max=x.shape[-1] - 1)] for x in parts])
+        for parts in ([one.values for one in found], [one.residuals for one in found])
+    )
     return OtherEigenvalues(values, residuals, max(one.tolerance for one in found))
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -21,7 +21,7 @@ from acutance.explain.spectral_theory import Series, format_complex
 from acutance.files.atomic import read_json
 from acutance.report.page import FELL, LayerRow, write_spectrum_page
 from acutance.report.pictures import plot_spectrum
-from acutance.report.tables import FittedTable, Result
+from acutance.report.tables import FittedTable, Result, to_plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -347,7 +347,7 @@ class Spectrum(Result):
 
     def to_json(self) -> str:
         # The verdict and its reason are for readers of the file; they are computed again when it is loaded.
-        layers = [_to_plain(layer) | {"verdict": layer.verdict, "reason": layer.reason} for layer in self.layers]
+        layers = [to_plain(layer) | {"verdict": layer.verdict, "reason": layer.reason} for layer in self.layers]
         return json.dumps({"format": FORMAT, "context": dict(self.context), "layers": layers}, allow_nan=False)
 
     @classmethod
@@ -398,20 +398,8 @@ def _pooled(weighted: Sequence[tuple[float, float]]) -> float:
     return sum(share * weight for share, weight in met) / sum(weight for _, weight in met) if met else math.nan
 
 
-def _to_plain(value: Any) -> Any:
-    """What JSON can hold: infinity and NaN by name, complex arrays by their parts."""
-    if is_dataclass(value):
-        return {f.name: _to_plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, np.ndarray):
-        is_complex = np.iscomplexobj(value)
-        return {"real": value.real.tolist(), "imag": value.imag.tolist()} if is_complex else value.tolist()
-    if isinstance(value, tuple):
-        return [_to_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _from_plain(value: Any) -> Any:
-    """The arrays, shares and numbers that `_to_plain` took apart; other dataclasses stay mappings."""
+    """The arrays, shares and numbers that `to_plain` took apart; other dataclasses stay mappings."""
     if isinstance(value, dict):
         inside = {name: _from_plain(item) for name, item in value.items()}
         if inside.keys() == {"real", "imag"}:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from acutance.errors import AcutanceError
 from acutance.files.atomic import read_json
 from acutance.report import plot_curves, write_page
-from acutance.report.tables import FittedTable, Result
+from acutance.report.tables import FittedTable, Result, to_plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -101,12 +100,8 @@ class Profile(Result):
         return "; ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold. Infinities and NaN become strings: JSON has no numbers for them."""
-        numbers = [
-            {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-            for row in self.rows()
-        ]
-        return {"format": FORMAT, "context": dict(self.context), "readings": numbers}
+        """What JSON can hold."""
+        return {"format": FORMAT, "context": dict(self.context), "readings": to_plain(self.readings)}
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Profile:

@@ -1,8 +1,4 @@
-"""walk: the one pass of batches through a model that everything uses.
-
-A visitor says at which layers it wants to see what. Only those hooks are set, and several visitors share one forward
-pass.
-"""
+"""walk: the one pass of batches through a model, with the hooks that its visitors need and no others."""
 
 from __future__ import annotations
 
@@ -217,8 +213,8 @@ def describe(model: nn.Module, part: str | None = None) -> dict[str, Any]:
     parameter = next(model.parameters())
     versions = {"acutance": __version__, "torch": torch.__version__, "numpy": np.__version__}
     versions["python"] = platform.python_version()
-    for name in {"transformers", "timm", "gguf"} & sys.modules.keys():  # gguf has no __version__
-        versions[name] = getattr(sys.modules[name], "__version__", None) or metadata.version(name)
+    libraries = [name for name in ("transformers", "timm", "gguf") if name in sys.modules]  # gguf has no __version__
+    versions |= {n: getattr(sys.modules[n], "__version__", None) or metadata.version(n) for n in libraries}
     return {
         "model": type(model).__name__,
         "mitigation": sites.mitigation_spec(sites.part_of(model, part)),
