@@ -13,7 +13,7 @@ from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceWarning
 from acutance.explain import weights
 from acutance.explain.read import other_eigenvalues_of, visible_keys
-from acutance.explain.spectral_theory import Families, families, growth, other_eigenvalues
+from acutance.explain.spectral_theory import families, growth, other_eigenvalues
 from acutance.explain.weights import arnoldi_hull, convex_hull, layer_spectrum
 
 MUS = (1.0, 0.3, -0.3, -1.0, 0.2 + 0.4j, -0.9j)
@@ -22,23 +22,6 @@ MUS = (1.0, 0.3, -0.3, -1.0, 0.2 + 0.4j, -0.9j)
 def operator(kernel="softmax", causal=False, *, tokens=5, heads=2, batch=3, sharp=2.0, equal=False):
     q, k = sharp * normal(2, batch, 1 if equal else heads, tokens, 3, seed=tokens).expand(-1, -1, heads, -1, -1)
     return AttentionOperator(q, k, kernel=kernel, causal=causal)
-
-
-def dominating(A: AttentionOperator, lam: np.ndarray) -> Families:
-    points = convex_hull(lam[None])
-    return families(points, other_eigenvalues_of(A, [points]).values)
-
-
-@pytest.mark.parametrize("shift", [-1.5, 0.7])
-@pytest.mark.parametrize(("kernel", "causal"), [("softmax", False), ("symmetric", False), ("softmax", True)])
-def test_dominating_eigenvalue_is_brute_forces(kernel: str, causal: bool, shift: float) -> None:
-    A, H = operator(kernel, causal), (normal(4, 4) / 2 + shift * torch.eye(4)).numpy()
-    found = dominating(A, np.linalg.eigvals(H))
-    largest = (1 + torch.maximum(found.constant, found.varying)).sqrt()
-    layers = np.eye(20) + np.array([[np.kron(H, head) for head in sample] for sample in A.dense().numpy()])
-    np.testing.assert_allclose(largest, np.abs(np.linalg.eigvals(layers)).max(-1), rtol=1e-9)
-    # The constant family: I + H⊗A on constant tokens is I + H.
-    np.testing.assert_allclose((1 + found.constant).sqrt(), np.abs(1 + np.linalg.eigvals(H)).max(), rtol=1e-9)
 
 
 def test_corners_lose_nothing() -> None:

@@ -52,17 +52,15 @@ def explain(
     """Say of every layer whether its attention branch smooths or sharpens, and why.
 
     From the weights alone: the eigenvalues of every layer's and head's H. With data also: the eigenvalues of A, which
-    family dominates I + H⊗A in how many samples, and whether HFC/LFC did what that predicts. Padding is left out of
-    both, as `measure` knows it from the batch, or else tokens that no token sees. Memory is that of one forward pass,
-    one batch of attention spectra and a few numbers a sample; the model is left as it was found.
+    family dominates I + H⊗A in how many samples, and whether HFC/LFC did what that predicts. Padding is left out, as
+    `measure` knows it from the batch, or else tokens that no token sees. The model is left as it was found.
 
     Args:
         model: any model `acutance.sites.find` knows.
         batches: as `measure` takes them; None reads the weights only.
         norm: "fold" the pre-norm's weight γ into H (H_eff = W_proj W_V diag(γ)), or "ignore" it.
-        whole: True finds all eigenvalues of the whole H, False only those of the heads, without which a layer of
-            several heads has no verdict. By default all up to rank 1024, where that takes seconds a layer, and
-            above it those that can decide: the corners of their convex hull, found from products with the weights.
+        whole: True finds all eigenvalues of the whole H, False only the heads', which decide nothing if there are
+            several. By default all up to rank 1024, above it those that can decide: the corners of their convex hull.
         prefix: class, distillation and register tokens `in` or `out` of HFC/LFC; A is read with them.
         part: path of the submodule to read, if a model has several stacks of layers, e.g. `model.encoder`.
         progress: show progress bars.

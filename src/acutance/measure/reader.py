@@ -126,7 +126,8 @@ class MetricReader(Visitor):
         special = sum(self.samples.special_token_counts)
         if special and tokens.ndim == 3 and tokens.shape[1] <= special:
             raise AcutanceError(f"all {tokens.shape[1]} tokens of a sample are special: read with prefix='in'")
-        self.out.samples = self.samples.count(len(tokens))  # attention has windows as rows, and could not tell
+        packed_in = self.samples.documents
+        self.out.samples = len(tokens if packed_in is None else packed_in.rows)  # attention may have windows as rows
         if "block" in self.taps:
             self.tokens("block", 0, tokens)
 

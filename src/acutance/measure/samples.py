@@ -120,10 +120,6 @@ class TokenLayout:
         filled = counts.any(1).numpy()
         return None if filled.all() else filled
 
-    def count(self, rows: int) -> int:
-        """The number of samples in that many rows of a batch."""
-        return rows if self.documents is None else len(self.documents.rows)
-
     def tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens (samples, tokens, channels), and which of them count."""
         kind = (tokens.shape[:2], tokens.device)  # mostly that of every layer

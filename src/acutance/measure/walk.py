@@ -90,13 +90,7 @@ def walk(
 ) -> None:
     """Stream batches through a model, once for all visitors; in evaluation mode, without gradients and wrappers.
 
-    Args:
-        model: any model that `acutance.sites` knows; of others, blocks told by structure.
-        batches: tensors, (tensor, …) tuples of which the first entry is fed, or mappings of keyword arguments.
-        visitors: what is done with what they see.
-        part: path of the submodule to read, if a model has several stacks of layers.
-        progress: the title of a progress bar; None shows none.
-        across_processes: every process of the process group runs its share of the batches.
+    Model, batches, part and across_processes are as in `measure`; progress is the title of a progress bar.
     """
     refuse_single(batches)
     bare = bare_module(model)  # a compiled model would not see hooks added now
