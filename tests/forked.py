@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
-PRELOADED = "acutance.cli acutance.io acutance.explain.run acutance.measure.reader acutance.lab.reproduce.run "
+PRELOADED = "acutance.cli acutance.io acutance.explain.read acutance.measure.reader acutance.lab.reproduce.run "
 PRELOADED += "acutance.lab.train.loop lightning.fabric matplotlib.pyplot"
 FORKS.set_forkserver_preload(PRELOADED.split())
 Done = subprocess.CompletedProcess[str]

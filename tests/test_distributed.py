@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import acutance as ac
 from acutance import distributed as processes
 from acutance.errors import AcutanceError
-from acutance.measure.reader import MetricReader, Running, take_in
+from acutance.measure.reader import MetricReader, Running
 
 
 def running(values) -> Running:
@@ -26,7 +26,7 @@ def test_merged_statistics_are_those_of_the_whole(cuts: list[int]) -> None:
     values = np.random.default_rng(0).normal(1000.0, 0.1, 9)  # a mean far above the spread shows a careless formula
     first, *others = (running(part) for part in np.split(values, cuts))
     for other in others:
-        first.merge(other)
+        first += other
     assert first.count == 9
     assert first.mean[0] == pytest.approx(values.mean(), rel=1e-15)
     assert first.std[0] == pytest.approx(values.std(ddof=1), rel=1e-9)
@@ -36,18 +36,16 @@ def test_merged_statistics_are_those_of_the_whole(cuts: list[int]) -> None:
 def test_an_infinity_stays_one_whatever_comes_before_or_after(order) -> None:
     first, *others = (running(part) for part in order)
     for other in others:
-        first.merge(other)
+        first += other
     assert (first.mean[0], first.std[0], first.count) == (math.inf, math.inf, 4)
 
 
 def test_streams_that_are_merged_together_keep_apart() -> None:
     values = np.random.default_rng(1).normal(size=(4, 9))
     values[1, 2], values[2, 7], values[3, [0, 8]] = np.inf, -np.inf, (np.inf, -np.inf)
-    together = Running.of(values[:, :5])
-    together.merge(Running.of(values[:, 5:]))
+    together = Running.of(values[:, :5]) + Running.of(values[:, 5:])
     for place, stream in enumerate(values):
-        alone = running(stream[:5])
-        alone.merge(running(stream[5:]))
+        alone = running(stream[:5]) + running(stream[5:])
         np.testing.assert_array_equal(together.mean[place], alone.mean[0])
         np.testing.assert_array_equal(together.std[place], alone.std[0])
 
@@ -56,8 +54,7 @@ def test_keys_that_not_all_batches_have_are_merged_by_themselves() -> None:
     a, b = ("block", 1, "token_cosine"), ("block", 2, "token_cosine")
     values = np.random.default_rng(2).normal(size=(2, 6))
     reader = MetricReader(["token_cosine"], ["block"])
-    take_in(reader.statistics, (a, b), Running.of(values[:, :2]))
-    take_in(reader.statistics, (b,), Running.of(values[1:, 2:]))
+    reader.statistics = {(a, b): Running.of(values[:, :2]), (b,): Running.of(values[1:, 2:])}
     first, second = reader.readings()
     assert (first.count, second.count) == (2, 6)
     assert first.mean == pytest.approx(values[0, :2].mean(), rel=1e-14)

@@ -16,7 +16,7 @@ MOVED = {
     "processes": "distributed",
     "runs": "lab.evaluate",
     "saving": "io",
-    "statistics": "explain.verdict",
+    "statistics": "explain.spectral_theory",
     "terminal": "report.tables",
     "wrappers": "sites.structure",
 }

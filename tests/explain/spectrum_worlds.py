@@ -1,17 +1,15 @@
 """Small models, sites and oracles for the tests of explain."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from acutance.attention import AttentionCall
 from acutance.attention.operator import AttentionOperator
 from acutance.mitigations.projection import Projection, Projections
 from acutance.models import ViT
-from acutance.sites import AttentionSite, Undo, find
+from acutance.sites import AttentionSite, find
 
 DIM = 12
 
@@ -47,25 +45,16 @@ class BareSite(AttentionSite):
         self.projection = torch.randn(dim, heads * head_dim, dtype=torch.float64, generator=generator) / dim**0.5
 
     def projections(self) -> Projections:
-        return Projections(None, None, _linear(self.value), _linear(self.projection))
+        layers = []
+        for weight in (self.value, self.projection):
+            layers.append(nn.Linear(*reversed(weight.shape), bias=False))
+            layers[-1].weight = nn.Parameter(weight, requires_grad=False)
+        return Projections(None, None, *map(Projection, layers))
 
     def pre_norm(self) -> nn.Module | None:
         return self.norm
 
-    def observe(self, fn: Callable[[AttentionCall], None]) -> Undo:
-        raise NotImplementedError
-
-    def install(self, mitigation) -> Callable[[], None]:
-        raise NotImplementedError
-
-    def replace(self, mitigation) -> None:
-        raise NotImplementedError
-
-
-def _linear(weight: Tensor) -> Projection:
-    layer = nn.Linear(*reversed(weight.shape), bias=False)
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    return Projection(layer)
+    observe = replace = None  # abstract
 
 
 def random_layer(shape: tuple[int, int, int, int], shift: float) -> BareSite:

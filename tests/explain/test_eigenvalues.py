@@ -1,6 +1,5 @@
 """The eigenvalues that decide, against brute force on explicit matrices and against layers that are really repeated."""
 
-import math
 import warnings
 
 import numpy as np
@@ -9,40 +8,20 @@ import torch
 from spectrum_worlds import BareSite, head_matrices, layer_modes, normal, random_layer
 from torch import Tensor, nn
 
-import acutance as ac
 from acutance.attention import spectra
 from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceWarning
 from acutance.explain import weights
-from acutance.explain.eigenvalues import arnoldi_hull, convex_hull, other_eigenvalues_of, visible_keys
-from acutance.explain.spectral_theory import Families, families, growth, other_eigenvalues
-from acutance.explain.weights import layer_spectrum
+from acutance.explain.read import other_eigenvalues_of, visible_keys
+from acutance.explain.spectral_theory import families, growth, other_eigenvalues
+from acutance.explain.weights import arnoldi_hull, convex_hull, layer_spectrum
 
-KERNELS = [("softmax", False), ("symmetric", False), ("softmax", True), ("rbf", False)]
 MUS = (1.0, 0.3, -0.3, -1.0, 0.2 + 0.4j, -0.9j)
-SHIFTS = (-2.5, -1.5, -0.5, 0.5)
 
 
 def operator(kernel="softmax", causal=False, *, tokens=5, heads=2, batch=3, sharp=2.0, equal=False):
     q, k = sharp * normal(2, batch, 1 if equal else heads, tokens, 3, seed=tokens).expand(-1, -1, heads, -1, -1)
     return AttentionOperator(q, k, kernel=kernel, causal=causal)
-
-
-def dominating(A: AttentionOperator, lam: np.ndarray) -> Families:
-    points = convex_hull(lam[None])
-    return families(points, other_eigenvalues_of(A, [points]).values)
-
-
-@pytest.mark.parametrize("shift", [-1.5, -0.7, 0.0, 0.7])
-@pytest.mark.parametrize(("kernel", "causal"), KERNELS)
-def test_dominating_eigenvalue_is_brute_forces(kernel: str, causal: bool, shift: float) -> None:
-    A, H = operator(kernel, causal), (normal(4, 4) / 2 + shift * torch.eye(4)).numpy()
-    found = dominating(A, np.linalg.eigvals(H))
-    largest = (1 + torch.maximum(found.constant, found.varying)).sqrt()
-    layers = np.eye(20) + np.array([[np.kron(H, head) for head in sample] for sample in A.dense().numpy()])
-    np.testing.assert_allclose(largest, np.abs(np.linalg.eigvals(layers)).max(-1), rtol=1e-9)
-    # The constant family: I + H⊗A on constant tokens is I + H.
-    np.testing.assert_allclose((1 + found.constant).sqrt(), np.abs(1 + np.linalg.eigvals(H)).max(), rtol=1e-9)
 
 
 def test_corners_lose_nothing() -> None:
@@ -60,20 +39,7 @@ def test_growth_keeps_small_differences() -> None:
     assert families(z[:1], z[1:] / z[0]).leaning == 1
 
 
-@pytest.mark.parametrize(("shift", "family"), [(0.6, 1), (-0.6, -1), (-2.6, 1)])
-def test_dominating_family_decides_the_repeated_layer(shift: float, family: int) -> None:
-    """X ← X + A X Hᵀ: HFC/LFC goes to 0 exactly when μ = 1 dominates, beyond the bound too."""
-    A, H = operator("symmetric", heads=1, sharp=0.8), 0.1 * normal(4, 4, seed=2) + shift * torch.eye(4)
-    assert dominating(A, np.linalg.eigvals(H.numpy())).leaning.unique().tolist() == [family]
-    X = start = normal(3, 5, 4)
-    for _ in range(400):
-        X = X + A.dense()[:, 0] @ X @ H.mT
-        X = X / X.norm(dim=(-2, -1), keepdim=True)
-    before, after = ac.metrics.hfc_lfc_frobenius(start), ac.metrics.hfc_lfc_frobenius(X)
-    assert bool((after < 1e-3 * before).all()) if family == 1 else bool((after > before).all())
-
-
-@pytest.mark.parametrize(("kernel", "sharp"), [("symmetric", 1.0), ("softmax", 1.0), ("softmax", 4.0)])
+@pytest.mark.parametrize(("kernel", "sharp"), [("symmetric", 1.0), ("softmax", 4.0)])
 def test_many_tokens_need_no_matrix(kernel: str, sharp: float, monkeypatch) -> None:
     """Above 512 tokens only products with A are made, and the answer is the dense one's, complex μ included."""
     A = operator(kernel, tokens=520, batch=1, sharp=sharp)
@@ -94,8 +60,7 @@ def test_many_tokens_need_no_matrix(kernel: str, sharp: float, monkeypatch) -> N
         assert got.leaning.tolist() == wanted.leaning.tolist()
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("where", ["left", "right"])
+@pytest.mark.parametrize(("causal", "where"), [(False, "left"), (True, "right")])
 @pytest.mark.parametrize("tokens", [9, 530])
 def test_padding_is_no_competitor(causal: bool, where: str, tokens: int) -> None:
     """The eigenvalues are those of each sample by itself, without the zeros that masked tokens add."""
@@ -128,15 +93,9 @@ def test_a_sample_with_a_triangular_mask_is_read_exactly_beside_others(triangula
     assert (found.residuals.flatten(1).amax(1) > 0).tolist() == [triangular == 1, triangular == 0]
 
 
-def test_one_token_is_a_tie() -> None:
-    A = AttentionOperator(torch.zeros(2, 1, 1, 3), torch.zeros(2, 1, 1, 3))
-    assert dominating(A, np.array([0.5 + 0j])).leaning.tolist() == [[0.0], [0.0]]
-
-
-@pytest.mark.parametrize("scale", [1e-8, 1.0, 1e8])
-def test_ties_are_measured_against_the_heads_own_size(scale: float) -> None:
+def test_ties_are_measured_against_the_heads_own_size() -> None:
     """A head of tiny weights beside one of large ones is no tie."""
-    lam = torch.tensor([[1e-8 + 0j], [scale + 0j]], dtype=torch.complex128)
+    lam = torch.tensor([[1e-8 + 0j], [1e8 + 0j]], dtype=torch.complex128)
     others = torch.full((1, 2, 1), 0.5, dtype=torch.complex128)
     assert families(lam, others).leaning.tolist() == [[1.0, 1.0]]
     assert families(lam, torch.ones_like(others)).leaning.tolist() == [[0.0, 0.0]]
@@ -148,7 +107,7 @@ def counted(site: BareSite, A: AttentionOperator) -> list[float]:
     return families(points, other_eigenvalues_of(A, [points]).values.flatten(1)).leaning.tolist()
 
 
-@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("shift", [-2.5, -0.5, 0.5])
 @pytest.mark.parametrize("kernel", ["softmax", "symmetric"])
 @pytest.mark.parametrize(("heads", "equal"), [(1, False), (3, True)])
 def test_counting_is_exact_for_one_head_and_for_equal_attention(heads, equal, kernel, shift) -> None:
@@ -156,22 +115,6 @@ def test_counting_is_exact_for_one_head_and_for_equal_attention(heads, equal, ke
     constant, varying = layer_modes(site, A)
     assert counted(site, A) == np.sign(constant - varying).tolist()
     assert np.abs(constant - varying).min() > 1e-4, "near ties are not what this is about"
-
-
-def test_counting_can_be_wrong_for_heads_that_differ() -> None:
-    """Why it is a heuristic: it pairs head 1's λ = −1.4 with head 2's μ = −½, which never meet.
-
-    Head 1 attends uniformly (μ = 0): 1 + 0 is left of its differences. Head 2 has λ = 0.2: 1 − 0.1. So 1 + 0.2 on
-    constant tokens dominates, but the count finds |1 + 1.4 · ½| = 1.7.
-    """
-    site = BareSite(2, 2, 2, 1)
-    site.value, site.projection = torch.eye(2).double(), torch.diag(torch.tensor([-1.4, 0.2]).double())
-    q = torch.zeros(1, 2, 2, 2, dtype=torch.float64)
-    q[0, 1] = math.log(3) * torch.eye(2).flip(0)  # head 2 gives ¾ to the other token
-    A = AttentionOperator(q, torch.eye(2).double().expand(1, 2, 2, 2), scale=1.0)
-    constant, varying = layer_modes(site, A)
-    assert (constant, varying[0]) == (pytest.approx(1.2), pytest.approx(1.0))
-    assert counted(site, A) == [-1]
 
 
 def shifted(dim: int, scale: float, shift: float) -> Tensor:
@@ -197,7 +140,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dim", [6, 65, 300])
+@pytest.mark.parametrize("dim", [6, 300])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_outermost_are_those_of_the_matrix(case, dim: int) -> None:
     """Every maximum that explain takes over the spectrum comes out the same, and every value is an eigenvalue."""
@@ -239,12 +182,9 @@ def test_what_has_not_converged_warns_and_gives_its_residual(monkeypatch) -> Non
     assert error > 1e-3
 
 
-SHAPES = {"plain": (48, 4, 4, 12), "grouped queries": (48, 8, 2, 6), "narrow": (48, 2, 2, 5), "wide": (20, 4, 4, 9)}
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", [(48, 8, 2, 6), (20, 4, 4, 9)], ids=["grouped queries", "wide inside"])
 def test_wide_layers_get_the_verdict_of_the_whole(shape, monkeypatch) -> None:
-    """With grouped queries and a pre-norm; no eigenvalues of the whole H are asked for."""
+    """Of a layer with a pre-norm, without all eigenvalues of the whole H."""
     norm = nn.LayerNorm(shape[0]).double()
     norm.weight.data[::3] *= -2
     site = BareSite(*shape, norm=norm)

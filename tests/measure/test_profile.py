@@ -30,7 +30,7 @@ def test_indexing_needs_the_tap_when_there_are_several() -> None:
     with pytest.raises(KeyError, match="read at block, attention"):
         profile["token_cosine"]
     np.testing.assert_array_equal(profile["token_cosine", "attention"], [0, 1, 2])
-    with pytest.raises(KeyError, match="not read at 'values'"):
+    with pytest.raises(KeyError, match="read at block, attention: name one"):
         profile["token_cosine", "values"]
     with pytest.raises(KeyError, match=r"no metric 'entropy'.*token_cosine, rank_residual"):
         profile["entropy"]
@@ -46,9 +46,7 @@ def test_save_and_load_round_trip_with_infinities(tmp_path) -> None:
     assert Profile.load(make().save(tmp_path / "q.json")) == make()
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{}", '{"format": "other/1"}', "[1]", '{"format": "acutance-profile/1"}', '{"model_type": "bert"}']
-)
+@pytest.mark.parametrize("content", ["", '{"format": "other/1"}', "[1]", '{"format": "acutance-profile/1"}'])
 def test_loading_something_else_names_the_file(tmp_path, content: str) -> None:
     path = tmp_path / "p.json"
     path.write_text(content)

@@ -11,10 +11,10 @@ import acutance as ac
 from acutance import metrics
 from acutance.errors import NonFiniteError
 from acutance.measure import reader as reading
-from acutance.measure.reader import MetricReader, PendingValues, values_of
+from acutance.measure.reader import MetricReader, PendingValues
 from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import feed
-from acutance.metrics.sums import FROM_SUMS, finite_flags
+from acutance.metrics.sums import FROM_SUMS
 from acutance.sites.structure import evaluating
 from token_fields import stand_in
 
@@ -56,21 +56,10 @@ def by_sums(request, monkeypatch):
         stand_in(monkeypatch)
 
 
-@pytest.fixture
-def transfers(monkeypatch):
-    """How many batches had been sent off when each was received."""
-    sent, received = [], []
-    send, receive = PendingValues.send, PendingValues.received
-    monkeypatch.setattr(PendingValues, "send", lambda self: sent.append(1) or send(self))
-    monkeypatch.setattr(PendingValues, "received", lambda self: received.append(len(sent)) or receive(self))
-    return received
-
-
 def values(out):
     """What was read, by its key."""
     out.send()
-    keys, rows = values_of([out])
-    return dict(zip(keys, rows, strict=True))
+    return dict(zip(*out.received(), strict=True))
 
 
 def operations(run):
@@ -103,33 +92,17 @@ def test_tokens_are_not_summed_up_again_for_attention(model, images, monkeypatch
 
 
 @pytest.mark.usefixtures("by_sums")
-@pytest.mark.parametrize("prefix", ["in", "out"])
-def test_the_host_waits_once_a_batch(model, images, monkeypatch, transfers, prefix):
+@pytest.mark.parametrize(("there", "received"), [(True, [1, 2, 3, 4, 5, 6]), (False, [3, 4, 5, 6, 6, 6])])
+def test_the_host_waits_for_a_batch_only_if_too_many_are_under_way(model, images, monkeypatch, there, received):
+    sent, seen = [], []
+    send, receive = PendingValues.send, PendingValues.received
     monkeypatch.setattr(reading, "MAX_PENDING_BATCHES", 2)
-    options = {"metrics": [*FROM_SUMS, *ATTENTION], "tap": ["block", "attention", "values", "final"], "prefix": prefix}
-    seen = operations(lambda: ac.measure(model, images.split(1), progress=False, **options))
-    assert seen.waits == 0
-    # Batches are looked at, two at a time here, when the next one has been sent off.
-    assert transfers == [3, 3, 5, 5, 6, 6]
-
-
-def test_batches_are_looked_at_at_once_where_the_device_is_behind(model, images, monkeypatch, transfers):
-    monkeypatch.setattr(PendingValues, "is_there", lambda _: False)
-    ac.measure(model, images.split(2), metrics="token_cosine", progress=False)
-    assert transfers == [2, 3, 3]
-
-
-@pytest.mark.usefixtures("by_sums")
-def test_batches_read_together_are_as_if_read_alone(model, images, monkeypatch):
-    """Also where a batch of another size comes between."""
-    options = {"metrics": [*FROM_SUMS, "effective_rank", *ATTENTION], "tap": ["block", "values"], "progress": False}
-    batches = [images[:2], images[2:4], images[4:5], images[:2]]
-    together = ac.measure(model, batches, **options)
-    monkeypatch.setattr(reading, "MAX_PENDING_BATCHES", 1)
-    alone = ac.measure(model, batches, **options)
-    for ours, theirs in zip(together.readings, alone.readings, strict=True):
-        assert (ours.tap, ours.layer, ours.metric, ours.count) == (theirs.tap, theirs.layer, theirs.metric, 7)
-        assert (ours.mean, ours.std) == pytest.approx((theirs.mean, theirs.std), rel=1e-12, abs=1e-15)
+    monkeypatch.setattr(PendingValues, "is_there", lambda _: there)
+    monkeypatch.setattr(PendingValues, "send", lambda self: sent.append(1) or send(self))
+    monkeypatch.setattr(PendingValues, "received", lambda self: seen.append(len(sent)) or receive(self))
+    options = {"metrics": [*FROM_SUMS, *ATTENTION], "tap": ["block", "attention", "values", "final"], "prefix": "out"}
+    assert operations(lambda: ac.measure(model, images.split(1), progress=False, **options)).waits == 0
+    assert seen == received
 
 
 PADDING = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]])}
@@ -137,13 +110,12 @@ DOCUMENTS = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4
 
 
 @pytest.mark.parametrize("batch", [None, PADDING, DOCUMENTS], ids=["all", "padding", "documents"])
-@pytest.mark.parametrize("skip", [(0, 0), (1, 1)])
-def test_sums_give_what_the_formulas_give(batch, skip, monkeypatch):
+def test_sums_give_what_the_formulas_give(batch, monkeypatch):
     tokens = torch.randn(2, 2, 7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.3
 
     def read():
         reader = MetricReader(list(metrics.TOKEN_METRICS), ["block"])
-        reader.start(TokenLayout.of(batch, special_token_counts=skip))
+        reader.start(TokenLayout.of(batch, special_token_counts=(1, 1)))
         for layer, x in enumerate(tokens):
             reader.tokens("block", layer, x)
         return values(reader.out)
@@ -180,19 +152,11 @@ def test_the_first_layer_that_is_spoilt_is_named(model, images):
     assert str(error.value).startswith(message)
 
 
-@pytest.mark.parametrize("spoilt", [0, 1, 2])
-def test_no_batch_is_let_off(model, images, spoilt):
+def test_no_batch_is_let_off(model, images):
     batches = list(images.clone().split(2))
-    batches[spoilt][1, 0, 0, 0] = torch.inf
+    batches[-1][1, 0, 0, 0] = torch.inf
     with pytest.raises(NonFiniteError, match=r"layer 0: token_cosine at block: .*sample 1"):
         ac.measure(model, batches, metrics="token_cosine", progress=False)
-
-
-def test_flags_tell_what_check_finite_tells():
-    tokens, mask = torch.zeros(3, 5, 4), torch.ones(3, 5, dtype=torch.bool)
-    tokens[1, 3, 0] = tokens[1, 4, 1] = tokens[2, 0, 0] = torch.inf
-    mask[2, 0] = mask[1, 4] = False
-    assert finite_flags(tokens, mask).tolist() == [[5, 0, 0], [4, 1, 3], [4, 0, 0]]
 
 
 def test_masks_are_made_once_for_all_layers():

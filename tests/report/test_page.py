@@ -26,7 +26,7 @@ def make(slope: float) -> Profile:
 
 @pytest.fixture
 def page(tmp_path):
-    runs = {"plain": make(0.1).curves(), HOSTILE: make(0.2).curves()}
+    runs = {"plain": make(0.1), HOSTILE: make(0.2)}
     summary = [{"variant": "plain", "accuracy %": "97.5"}]
     return write_page(runs, tmp_path / "p.html", verdict="All <good>.", summary=summary)
 
@@ -75,7 +75,7 @@ def test_page_in_a_real_browser(page) -> None:
 
 def test_plot_curves_draws_every_run() -> None:
     charts = [("token_cosine", "block"), ("rank_residual", "attention")]
-    figure = plot_curves({"a": make(0.1).curves(), "b": make(0.2).curves()}, charts)
+    figure = plot_curves({"a": make(0.1), "b": make(0.2)}, charts)
     assert [len(axis.lines) for axis in figure.axes] == [2, 2]
     np.testing.assert_allclose(figure.axes[0].lines[1].get_ydata(), [0, 0.2, 0.4, 0.6])
     band = figure.axes[0].collections[0].get_paths()[0].get_extents()

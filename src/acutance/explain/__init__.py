@@ -6,8 +6,7 @@ towards one another; if it belongs to another μ, they do not.
 """
 
 from acutance.explain.read import explain
-from acutance.explain.spectrum import Spectrum
-from acutance.explain.verdict import Dominance, LayerSpectrum, Outcome, Share
+from acutance.explain.spectrum import Dominance, LayerSpectrum, Outcome, Share, Spectrum
 from acutance.explain.weights import symmetry_over
 
 __all__ = ["Dominance", "LayerSpectrum", "Outcome", "Share", "Spectrum", "explain", "symmetry_over"]

@@ -7,22 +7,23 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from acutance import sites
-from acutance.attention import AttentionCall
+from acutance.attention import AttentionCall, spectra
 from acutance.attention.operator import AttentionOperator
+from acutance.attention.products import accumulation_dtype
+from acutance.attention.spectra import DENSE_TOKENS
 from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.explain.eigenvalues import convex_hull, other_eigenvalues_of, visible_keys
-from acutance.explain.spectral_theory import TIE, families
-from acutance.explain.spectrum import Spectrum
-from acutance.explain.verdict import EXACT_MU, Dominance, LayerSpectrum, Outcome, Share, rank_correlation
-from acutance.explain.weights import Norm, layer_spectrum
+from acutance.explain.spectral_theory import TIE, Series, families, growth, other_eigenvalues, rank_correlation
+from acutance.explain.spectrum import EXACT_MU, Dominance, LayerSpectrum, Outcome, Share, Spectrum
+from acutance.explain.weights import Norm, convex_hull, layer_spectrum
 from acutance.measure.reader import check_prefix
 from acutance.measure.samples import TokenLayout, refuse_single
 from acutance.measure.walk import Batch, Visitor, describe, track, walk
@@ -35,7 +36,6 @@ NORM_STATES = {
     "none": "no pre-norm weight",
 }
 HOOKS_BESIDE_H = ("scores", "values", "output", "affine", "features", "stream")
-Series = NDArray[np.float64]  # a number per sample
 
 
 @torch.no_grad()
@@ -52,17 +52,15 @@ def explain(
     """Say of every layer whether its attention branch smooths or sharpens, and why.
 
     From the weights alone: the eigenvalues of every layer's and head's H. With data also: the eigenvalues of A, which
-    family dominates I + H⊗A in how many samples, and whether HFC/LFC did what that predicts. Padding is left out of
-    both, as `measure` knows it from the batch, or else tokens that no token sees. Memory is that of one forward pass,
-    one batch of attention spectra and a few numbers a sample; the model is left as it was found.
+    family dominates I + H⊗A in how many samples, and whether HFC/LFC did what that predicts. Padding is left out, as
+    `measure` knows it from the batch, or else tokens that no token sees. The model is left as it was found.
 
     Args:
         model: any model `acutance.sites.find` knows.
         batches: as `measure` takes them; None reads the weights only.
         norm: "fold" the pre-norm's weight γ into H (H_eff = W_proj W_V diag(γ)), or "ignore" it.
-        whole: True finds all eigenvalues of the whole H, False only those of the heads, without which a layer of
-            several heads has no verdict. By default all up to rank 1024, where that takes seconds a layer, and
-            above it those that can decide: the corners of their convex hull, found from products with the weights.
+        whole: True finds all eigenvalues of the whole H, False only the heads', which decide nothing if there are
+            several. By default all up to rank 1024, above it those that can decide: the corners of their convex hull.
         prefix: class, distillation and register tokens `in` or `out` of HFC/LFC; A is read with them.
         part: path of the submodule to read, if a model has several stacks of layers, e.g. `model.encoder`.
         progress: show progress bars.
@@ -131,14 +129,7 @@ def warn_beyond_bound(layer: LayerSpectrum) -> None:
 
 
 class LayerReader(Visitor):
-    """Tallies one layer over batches; holds the layer's input tokens while the layer runs, and a few numbers a sample.
-
-    Args:
-        layer: the spectra of H.
-        update: what the branch's output goes through before it is added to the residual stream: LayerScale, a norm.
-        number: of the layer among all blocks, also those without attention.
-        prefix: special tokens `in` or `out` of HFC/LFC.
-    """
+    """Tallies one layer over batches; `number` counts all blocks, `update` is what the branch goes through last."""
 
     def __init__(
         self,
@@ -148,12 +139,10 @@ class LayerReader(Visitor):
         prefix: str = "in",
     ) -> None:
         self.needs, self.prefix = dict.fromkeys(("enter", "attend", "leave"), (number,)), prefix
-        self.points, self.error = {"heads": convex_hull(layer.heads)}, {"heads": 0.0, "whole": layer.error}
+        self.lam = {"heads": convex_hull(layer.heads)}
         if layer.whole is not None:
-            self.points["whole"] = convex_hull(layer.whole[None])
-        # The spectra of several heads say nothing certain of their sum, so they make no prediction.
-        self.deciding = None if layer.deciding is None else "heads" if layer.whole is None else "whole"
-        self.layer, self.update = layer.layer, update
+            self.lam["whole"] = convex_hull(layer.whole[None])
+        self.layer, self.update = layer, update
         self.counted = self.present = TokenLayout()
         self.tokens = self.before = torch.empty(0)
         self.valid: Tensor | None = None  # (samples, tokens), False where there is padding
@@ -170,23 +159,27 @@ class LayerReader(Visitor):
         self.tokens = tokens
 
     def attend(self, layer: int, call: AttentionCall) -> None:
-        check_finite(call.branch, metric="the attention branch", layer=self.layer)
-        self._check(call.A)
+        check_finite(call.branch, metric="the attention branch", layer=self.layer.layer)
+        if (call.A.shape[0], *call.A.shape[-2:]) != (len(self.tokens), *[self.tokens.shape[1]] * 2):
+            raise AcutanceError(
+                f"layer {self.layer.layer}: attention {call.A.shape} (batch, heads, queries, keys) is not among all "
+                f"tokens of a sample, {tuple(self.tokens.shape[:2])} (batch, tokens): over windows or merged tokens "
+                "I + H⊗A says nothing of them. The weights alone can be explained: explain(model)"
+            )
         A = self.present.record(call).A
         _, told = self.present.tokens(self.tokens)
         self.valid = visible_keys(A) if told is None else told
         self.before = self._ratio(self.tokens)
-        points = {scope: lam.to(A.device) for scope, lam in self.points.items()}
-        others = other_eigenvalues_of(A, list(points.values()), self.valid)
+        others = other_eigenvalues_of(A, list(self.lam.values()), self.valid)
         self.mu_error = max(self.mu_error, float(others.residuals.max()))
         self.tolerance = max(self.tolerance, others.tolerance)
-        for scope, lam in points.items():
-            self._keep(scope, families(lam, others.values, self.error[scope], others.residuals).leaning)
-        if self.deciding is not None:
+        for scope, points in self.lam.items():
+            lam, error = points.to(A.device), self.layer.error if scope == "whole" else 0.0
+            self._keep(scope, families(lam, others.values, error, others.residuals).leaning)
+        if self.layer.deciding is not None:  # by the whole H, or by the only head
             # All heads share the constant vector: on constant tokens the layer is exactly I + H. On the others it is
             # I + Σ H_h⊗A_h, and the largest |1 + λμ| over the heads' A_h stands in for its largest eigenvalue.
-            mu, off = others.values.flatten(1), others.residuals.flatten(1)
-            found = families(points[self.deciding], mu, self.error[self.deciding], off)
+            found = families(lam, others.values.flatten(1), error, others.residuals.flatten(1))
             self._keep("lean", found.leaning)
             self._keep("undecided", found.undecided)
             self._keep("predicted", found.log_rate)
@@ -202,14 +195,14 @@ class LayerReader(Visitor):
         """What was found so far; warns of eigenvalues of A that have not converged."""
         if self.mu_error > self.tolerance:
             warnings.warn(
-                f"layer {self.layer}: eigenvalues of A have not converged in a Krylov space, the largest residual is "
-                f"{self.mu_error:.1e}, wanted {self.tolerance:.1e}. It is counted as an error of the prediction, and a "
-                f"verdict within it is unknown. {EXACT_MU}",
+                f"layer {self.layer.layer}: eigenvalues of A have not converged in a Krylov space, the largest "
+                f"residual is {self.mu_error:.1e}, wanted {self.tolerance:.1e}. A verdict within it is unknown. "
+                f"{EXACT_MU}",
                 AcutanceWarning,
                 stacklevel=2,
             )
         series = {name: torch.cat(parts).cpu().numpy() for name, parts in self.kept.items()}
-        lean, predicted, undecided = (series.get(name) for name in ("lean", "predicted", "undecided"))
+        lean, predicted = series.get("lean"), series.get("predicted")
         return Dominance(
             samples=len(series["block"]),
             mu_min_by_sample=series["mu_min"],
@@ -218,7 +211,7 @@ class LayerReader(Visitor):
             heads=tuple(map(_share, series["heads"].T)),
             whole=tuple(map(_share, series["whole"].T)) if "whole" in series else None,
             predicted=None if lean is None else _share(lean),
-            undecided=math.nan if undecided is None else float(undecided.mean()),
+            undecided=float(series["undecided"].mean()) if "undecided" in series else math.nan,
             predicted_change=math.nan if predicted is None else float(predicted.mean()),
             branch=compare(series["branch"], lean, predicted),
             block=compare(series["block"], lean, predicted),
@@ -229,14 +222,6 @@ class LayerReader(Visitor):
         if self.valid is not None:
             mask = self.valid if mask is None else mask & self.valid
         return hfc_lfc_spectral(tokens, mask)
-
-    def _check(self, A: AttentionOperator) -> None:
-        if A.shape[0] != len(self.tokens) or A.shape[-2:] != (self.tokens.shape[1],) * 2:
-            raise AcutanceError(
-                f"layer {self.layer}: attention {A.shape} (batch, heads, queries, keys) is not among all tokens of a "
-                f"sample, which are {tuple(self.tokens.shape[:2])} (batch, tokens): over windows or merged tokens "
-                "I + H⊗A says nothing of them. The weights alone can be explained: explain(model)"
-            )
 
     def _compare(self, place: str, tokens: Tensor) -> None:
         after = self._ratio(tokens)
@@ -269,3 +254,91 @@ def compare(change: Series, lean: Series | None, predicted: Series | None) -> Ou
         rose_if_sharpening=share(moved < 0, lean < 0),
         correlation=rank_correlation(predicted, change),
     )
+
+
+class OtherEigenvalues(NamedTuple):
+    """Eigenvalues of A other than 1, and how well each is known."""
+
+    values: Tensor  # complex (batch, heads, m)
+    residuals: Tensor  # (batch, heads, m): ‖Az − μz‖ of each one's unit vector z; 0 if the matrix gave them
+    tolerance: float = 0.0  # what the residuals should be
+
+
+def other_eigenvalues_of(
+    A: AttentionOperator, points: Sequence[Tensor], valid: Tensor | None = None
+) -> OtherEigenvalues:
+    """The μ other than 1 that can dominate beside given λ, sets of (heads or 1, k) each.
+
+    Up to 512 tokens and for a triangular A that is every other μ. Above, without the matrix: the μ of smallest real
+    part, that of largest modulus, and for each set of λ the one with the largest |1 + λμ|. Where `valid` (batch,
+    tokens) is False there is padding: A is restricted to the other tokens.
+    """
+    A.require_row_sums_of_one("the verdict on a layer")
+    # Among long samples with masks of their own, some may be triangular and others not.
+    is_mixed = A.mask4 is not None and A.mask4.size(0) > 1 and A.shape[-1] > DENSE_TOKENS and not A.is_triangular
+    if valid is None or bool(valid.all()):
+        if not is_mixed:
+            return _unpadded(A, points)
+        valid = torch.ones(A.shape[0], A.shape[-1], dtype=torch.bool, device=A.device)
+    found = [_unpadded(_one_sample(A, sample, keep), points) for sample, keep in enumerate(valid)]
+    # Repeating a μ fills a short row and changes no maximum.
+    places = torch.arange(max(one.values.shape[-1] for one in found), device=A.device)
+    values, residuals = (
+        torch.cat([x[..., places.clamp(max=x.shape[-1] - 1)] for x in parts])
+        for parts in ([one.values for one in found], [one.residuals for one in found])
+    )
+    return OtherEigenvalues(values, residuals, max(one.tolerance for one in found))
+
+
+def _unpadded(A: AttentionOperator, points: Sequence[Tensor]) -> OtherEigenvalues:
+    if A.shape[-1] <= DENSE_TOKENS or A.is_triangular:
+        others = other_eigenvalues(A.eigenvalues())
+        return OtherEigenvalues(others, torch.zeros_like(others.real))
+    precise = A.to(accumulation_dtype(A.q, A.k))
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(*A.shape[:2], A.shape[-1] - 1, spectra.BLOCK, generator=generator, dtype=precise.dtype)
+    lam = [p.cpu() for p in points]  # where the Ritz values are
+
+    def dominating(values: Tensor) -> Tensor:
+        gains = [growth(p[..., :, None] * values[..., None, :]).amax(-2) for p in lam]
+        return torch.stack([values.real.argmin(-1), values.abs().argmax(-1), *(g.argmax(-1) for g in gains)], dim=-1)
+
+    tolerance = torch.finfo(start.dtype).eps ** (2 / 3)
+    multiply = without_constant_mode(precise)
+    found = spectra.arnoldi(multiply, start.to(A.device), dominating, 2 + len(points), tolerance)
+    return OtherEigenvalues(found.values, found.residuals.to(A.device), tolerance)
+
+
+def without_constant_mode(A: AttentionOperator) -> Callable[[Tensor], Tensor]:
+    """A on tokens up to a constant token, in coordinates (..., N − 1, C): all eigenvalues of A but μ = 1."""
+    # The reflection that exchanges the constant unit vector and the first axis.
+    normal = torch.full((A.shape[-1], 1), A.shape[-1] ** -0.5, dtype=A.dtype, device=A.device)
+    normal[0] -= 1
+    normal = normal / normal.norm().clamp_min(torch.finfo(A.dtype).tiny)
+
+    def reflect(x: Tensor) -> Tensor:
+        reflected: Tensor = x - 2 * normal * (normal.mT @ x)
+        return reflected
+
+    return lambda y: reflect(A @ reflect(F.pad(y, (0, 0, 1, 0))))[..., 1:, :]
+
+
+def _one_sample(A: AttentionOperator, sample: int, keep: Tensor) -> AttentionOperator:
+    """Attention among the kept tokens of one sample: no row of theirs takes anything from the others."""
+    chosen = slice(sample, sample + 1)
+    k = A.k[chosen, :, keep]
+    q = k if A.q is A.k else A.q[chosen, :, keep]
+    mask = A.mask4
+    if mask is not None:
+        mask = mask[chosen] if mask.size(0) > 1 else mask
+        mask = mask[..., keep, :] if mask.size(-2) > 1 else mask
+        mask = mask[..., keep] if mask.size(-1) > 1 else mask
+    return A.replace(q=q, k=k, mask=mask)
+
+
+def visible_keys(A: AttentionOperator) -> Tensor | None:
+    """(batch, tokens), True for tokens that some token sees; None if nothing is masked. The others are padding."""
+    if A.mask4 is None:
+        return None
+    mask = A.mask4 if A.mask4.dtype == torch.bool else A.mask4 > torch.finfo(A.mask4.dtype).min / 2
+    return mask.any(-2).any(1).expand(A.shape[0], A.shape[-1])

@@ -10,14 +10,18 @@ it belongs to μ = 1, tokens that differ if it belongs to any other μ.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from acutance.errors import AcutanceError
 
+Series = NDArray[np.float64]
 TIE = 1e-6  # closer to a draw than this share of max|λ|, no family dominates
 Family = Literal["constant", "varying", "neither"]
 FAMILIES: dict[int, Family] = {1: "constant", -1: "varying", 0: "neither"}
@@ -35,16 +39,13 @@ def layer_eigenvalues(lam: Tensor, mu: Tensor) -> Tensor:
 
 
 def constant_mode(mu: Tensor) -> Tensor:
-    """Where μ = 1 stands in (..., N): its eigenvector is the constant one, because the rows of A sum to one."""
+    """Where μ = 1 is in (..., N): its eigenvector is constant, because the rows of A sum to one."""
     return (mu - 1).abs().argmin(-1)
 
 
 def other_eigenvalues(mu: Tensor) -> Tensor:
-    """All μ but that of the constant mode, (..., N − 1): what competes with it.
-
-    One token has no competitor. μ = 1 then stands in for it, so that neither family dominates.
-    """
-    if mu.shape[-1] == 1:
+    """All μ but that of the constant mode, (..., N − 1)."""
+    if mu.shape[-1] == 1:  # one token: μ = 1 stands in for its competitors, so that neither family dominates
         return mu
     others = torch.ones(mu.shape, dtype=torch.bool, device=mu.device)
     others.scatter_(-1, constant_mode(mu).unsqueeze(-1), False)
@@ -85,10 +86,7 @@ class Families:
 
 
 def families(lam: Tensor, others: Tensor, error: float = 0.0, residuals: Tensor | float = 0.0) -> Families:
-    """The two families of I + H⊗A, of λ (..., d) and the μ other than 1 (..., m); leading axes broadcast.
-
-    Each λ may be off by `error`, each μ by its entry of `residuals` (..., m).
-    """
+    """The families of I + H⊗A, of λ (..., d), known to `error`, and of the μ other than 1 (..., m), to `residuals`."""
     gains = growth(lam[..., :, None] * others[..., None, :])
     varying = gains.amax((-2, -1))
     constant = growth(lam).amax(-1).expand_as(varying)
@@ -113,10 +111,7 @@ class DominatingPair:
 
 
 def dominance(lam: Tensor, mu: Tensor) -> DominatingPair:
-    """Which pair (λ, μ) dominates, and which family; neither if the two tie, as with a single token.
-
-    A conjugate pair ties with itself: rate 1, X turns and never settles.
-    """
+    """Which pair (λ, μ) dominates, and which family; neither if they tie. A conjugate pair ties with itself: rate 1."""
     gains = layer_eigenvalues(lam, mu).abs()
     order = gains.flatten().argsort(descending=True)
     j, i = divmod(int(order[0]), len(mu))
@@ -128,10 +123,9 @@ def dominance(lam: Tensor, mu: Tensor) -> DominatingPair:
 
 
 def ratio_rate(lam: Tensor, mu: Tensor) -> float:
-    """The factor by which ‖HFC‖/‖LFC‖ changes per layer, in the long run: below 1 the layer over-smooths.
+    """The factor max_{j, μ≠1} |1 + λ_jμ| / max_j |1 + λ_j| by which ‖HFC‖/‖LFC‖ changes per layer in the long run.
 
-    It is max_{j, μ≠1} |1 + λ_jμ| / max_j |1 + λ_j|, and 1 for a single token. Above 1 the ratio does not grow for
-    ever: it settles on `limit_ratio`. λ and μ may be complex.
+    Below 1 the layer over-smooths. Above 1 the ratio grows until it settles on `limit_ratio`. One token gives 1.
     """
     return math.exp(float(families(lam, other_eigenvalues(mu)).log_rate))
 
@@ -139,8 +133,7 @@ def ratio_rate(lam: Tensor, mu: Tensor) -> float:
 def limit(A: Tensor, H: Tensor) -> Tensor:
     """What X/‖X‖ goes to, up to its sign: u vᵀ with the dominating eigenvectors u of A and v of H.
 
-    Dominated by μ = 1 this is 1vᵀ: every token the same. A dominating conjugate pair has no limit and is refused, and
-    so are two pairs (λ, μ) that tie: which mixture of them remains depends on X.
+    Dominated by μ = 1 this is 1vᵀ: every token the same. Conjugate pairs and ties have no one limit and are refused.
     """
     (lam, right), (mu, left) = torch.linalg.eig(H), torch.linalg.eig(A)
     found = dominance(lam, mu)
@@ -152,7 +145,8 @@ def limit(A: Tensor, H: Tensor) -> Tensor:
             "ratio_rate still says whether the tokens become equal"
         )
     j, i = int((lam - found.lam).abs().argmin()), int((mu - found.mu).abs().argmin())
-    outer = _real(left[:, i])[:, None] * _real(right[:, j])[None, :]
+    u, v = (vector / vector[vector.abs().argmax()] for vector in (left[:, i], right[:, j]))  # real multiples
+    outer = torch.outer(u.real, v.real)
     unit: Tensor = outer / outer.norm()
     return unit
 
@@ -165,45 +159,32 @@ def limit_ratio(u: Tensor) -> float:
 
 
 def sharpening_bound(mu_min: float) -> float:
-    """−2/(1 + μ_min): for λ between this and 0, μ_min beats μ = 1; for λ below it μ = 1 beats μ_min.
-
-    This compares the two at one and the same real λ; `beyond_bound` does for complex ones. Whether a layer smooths
-    depends on all its λ: `layer_smooths`.
-    """
+    """−2/(1 + μ_min): for a real λ between this and 0, μ_min beats μ = 1; for λ below it μ = 1 beats μ_min."""
     return -2 / (1 + mu_min) if mu_min > -1 else -math.inf
 
 
 def layer_smooths(lam: Tensor, mu_min: float) -> bool:
-    """Whether max_j |1 + λ_j| > max_j |1 + λ_j μ_min|: the constant family wins over all λ of a layer together.
-
-    Exact for every λ, complex ones too, if the eigenvalues of A are real and μ_min is the smallest: |1 + λμ| is convex
-    in μ, so no μ in between beats both ends.
-    """
+    """Whether max_j |1 + λ_j| > max_j |1 + λ_j μ_min|; exact for real eigenvalues of A, as |1 + λμ| is convex in μ."""
     others = torch.tensor([mu_min], dtype=torch.float64, device=lam.device)
     return bool(families(lam, others).leaning > 0)
 
 
 def beats_constant(lam: Tensor, mu: Tensor) -> Tensor:
-    """Whether |1 + λμ| > |1 + λ|, for complex λ and μ alike: what μ does to this λ's claim on the constant mode.
-
-    For a real μ in (−1, 1) these λ fill the open disc with the diameter [−2/(1 + μ), 0].
-    """
-    beats: Tensor = growth(lam * mu) > growth(lam)
-    return beats
+    """Whether |1 + λμ| > |1 + λ|; for a real μ in (−1, 1) these λ fill the open disc over [−2/(1 + μ), 0]."""
+    return torch.as_tensor(growth(lam * mu) > growth(lam))
 
 
 def beyond_bound(lam: Tensor, mu_min: float, error: float = 0.0) -> Tensor:
     """Where a λ (..., d) without positive real part is so large that μ = 1 beats μ_min: |1 + λ| > |1 + λμ_min|.
 
-    |1 + λμ|² − |1 + λ|² = (μ − 1)(2 Re λ + |λ|²(1 + μ)), so μ_min beats μ = 1 in the open disc with the diameter
-    [−2/(1 + μ_min), 0]. For real λ that is `sharpening_bound`; a complex λ can be outside with a small real part.
-    Ties and leads within the `error` of λ are left out.
+    |1 + λμ|² − |1 + λ|² = (μ − 1)(2 Re λ + |λ|²(1 + μ)), so μ_min beats μ = 1 in the open disc over
+    [−2/(1 + μ_min), 0]. A complex λ can be outside with a small real part. Ties, and leads within the `error` of λ,
+    are left out.
     """
     size = lam.abs().amax(-1, keepdim=True)
     margin = TIE * size + 4 * error * (1 + size)
     lead = growth(lam) - growth(lam * mu_min)
-    outside: Tensor = (lam.real <= TIE * size + error) & (lead > margin)
-    return outside
+    return torch.as_tensor((lam.real <= TIE * size + error) & (lead > margin))
 
 
 def furthest_beyond(lam: Tensor, mu_min: float, error: float = 0.0) -> complex | None:
@@ -220,10 +201,7 @@ def cannot_smooth(lam: Tensor) -> bool:
 
 
 def cosine_floor(ratio: float, tokens: int) -> float:
-    """Input convergence implies angle convergence: every pairwise cosine is at least 1 − 2nρ², ρ = ‖HFC‖₂/‖LFC‖₂.
-
-    No token is further than ‖HFC‖₂ from the mean token, so none is further than asin(ρ√n) from its direction.
-    """
+    """Input convergence implies angle convergence: every pairwise cosine is at least 1 − 2nρ², ρ = ‖HFC‖₂/‖LFC‖₂."""
     return 1 - 2 * tokens * ratio**2 if tokens * ratio**2 <= 1 else -1.0
 
 
@@ -233,24 +211,18 @@ def singular_ceiling(cosine: float) -> float:
 
 
 def fold_pre_norm(H: Tensor, weight: Tensor | float) -> Tensor:
-    """H with a pre-norm's weights γ folded in, H diag(γ): negative weights turn H's spectrum round.
-
-    The norm also divides each token by its size, a positive factor that this leaves out.
-    """
+    """H diag(γ), with a pre-norm's weights γ folded in; negative ones turn the spectrum round. 1/σ is left out."""
     return H * weight
 
 
 def pre_norm_power(lam: Tensor, mu: Tensor) -> float:
     """The exponent of depth with which ‖HFC‖/‖LFC‖ falls under Pre-LN, for real λ (the largest positive) and μ.
 
-    λ are those that centred tokens see, `laboratory.centred_spectrum(H)` (for an H that has the channel mean as an
-    eigenvector they are H's own without that one). It holds near equal tokens; from elsewhere two groups of tokens
-    that point opposite ways can persist.
-
-    The norm makes each layer add tokens of a fixed size. Constant tokens along the largest λ grow like depth, another
-    mode (j, i) by the factor 1 + λ_jμ_i/(λ_max·depth) a layer; so the ratio falls like depth to the power
-    max λ_jμ_i/λ_max − 1 over μ ≠ 1 and the other λ: a power law, where the plain layer has an exponential one. What
-    lies along the tokens themselves does not count: the norm takes it out, and it falls like 1/depth.
+    λ are those that centred tokens see: `lab.studies.centred_spectrum(H)`. It holds near equal tokens; elsewhere two
+    groups of tokens that point opposite ways can persist. The norm makes each layer add tokens of a fixed size, so
+    constant tokens along the largest λ grow like depth and another mode (j, i) by 1 + λ_jμ_i/(λ_max·depth) a layer.
+    The ratio falls like depth to the power max λ_jμ_i/λ_max − 1 over μ ≠ 1 and the other λ, and not exponentially.
+    What lies along the tokens themselves is taken out by the norm: it falls like 1/depth.
     """
     ordered = lam.sort().values
     if ordered[-1] <= 0:
@@ -259,6 +231,16 @@ def pre_norm_power(lam: Tensor, mu: Tensor) -> float:
     return max(float(others.max()), 0.0) - 1 if others.numel() else -1.0
 
 
-def _real(vector: Tensor) -> Tensor:
-    """A real multiple of an eigenvector that LAPACK returned with complex entries."""
-    return (vector / vector[vector.abs().argmax()]).real
+def format_complex(z: complex) -> str:
+    """Short, and real if it is; a real H has the conjugate of every other too."""
+    return f"{z.real:.3g}" if abs(z.imag) < 5e-3 * abs(z) else f"{z.real:.3g}±{abs(z.imag):.3g}i"
+
+
+def rank_correlation(a: Sequence[float] | Series, b: Sequence[float] | Series) -> float:
+    """Spearman's: Pearson's correlation of the ranks, ties sharing their mean rank; NaN if either does not vary."""
+    ranks: list[Series] = []
+    for values in (a, b):
+        _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[where])
+    constant = any(np.ptp(own) == 0 for own in ranks)
+    return math.nan if constant else float(np.corrcoef(ranks[0], ranks[1])[0, 1])

@@ -12,8 +12,7 @@ from torch import nn
 from acutance import sites
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain.read import with_data
-from acutance.explain.spectral_theory import furthest_beyond, layer_smooths, sharpening_bound
-from acutance.explain.verdict import format_complex
+from acutance.explain.spectral_theory import format_complex, furthest_beyond, layer_smooths, sharpening_bound
 from acutance.explain.weights import layer_spectrum
 from acutance.mitigations import Combined, Mitigation, eigen_of
 from acutance.sites.structure import refuse_sharded
@@ -25,10 +24,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def fold(model: Model) -> Model:
-    """A copy of the model in which every `Eigen` has become plain W_V and W_proj.
-
-    Same outputs, ordinary state-dict keys and the cost of a plain model; other mitigations it carries stay.
-    """
+    """A copy with the same outputs in which every `Eigen` has become plain W_V and W_proj; other mitigations stay."""
     refuse_sharded(model, "fold")
     plain = copy.deepcopy(model)
     steered = [(site, eigen) for site in sites.find(plain) if (eigen := eigen_of(site.mitigation)) is not None]
@@ -49,15 +45,13 @@ def check_spectrum(
 ) -> dict[int, complex]:
     """Warn of layers with an `Eigen` that have eigenvalues beyond the bound, where μ = 1 beats μ_min.
 
-    For real λ that is λ < `sharpening_bound(mu_min)`, for complex ones see `spectral_theory.beyond_bound`. The warning
-    says whether the layer smooths by that. The spectrum is that of the effective H, as in `explain`.
+    The spectrum is that of the effective H, as in `explain`; for complex λ see `spectral_theory.beyond_bound`.
 
     Args:
         model: any model `acutance.sites.find` knows; layers without `Eigen` are skipped.
-        mu_min: the smallest eigenvalue of attention, in every layer; about 0 for softmax over many tokens. Sharp
-            attention over few tokens has it higher, which leaves less room.
-        batch: a batch, as `measure` takes it, on which attention is read as in `explain`. The bound is then that of
-            the largest μ_min of any sample and head, and a layer smooths if `explain` says so.
+        mu_min: the smallest eigenvalue of attention: about 0 for softmax over many tokens, higher over few.
+        batch: one on which attention is read, as in `explain`. The bound is then that of the largest μ_min of any
+            sample and head, and a layer smooths if `explain` says so.
         part: path of the submodule to look at, if a model has several stacks of layers.
 
     Returns:
@@ -72,14 +66,13 @@ def check_spectrum(
     for layer in layers:
         assert layer.eigenvalues is not None, "all of them were asked for"
         every, mu = torch.from_numpy(layer.eigenvalues), mu_min if layer.dominance is None else layer.mu_min
-        lam = furthest_beyond(every, mu)
-        if lam is None:
+        if (lam := furthest_beyond(every, mu)) is None:
             continue
         crossing[layer.layer] = lam
         listed.append(f"{layer.layer} (λ = {format_complex(lam)}, bound {sharpening_bound(mu):.3g})")
         verdict = layer.verdict if layer.dominance is not None else "smoothing" if layer_smooths(every, mu) else ""
-        words = {"smoothing": f"{layer.layer}", "unknown": f"{layer.layer} (unknown)"}
-        smoothing += [words[verdict]] if verdict in words else []
+        if verdict in ("smoothing", "unknown"):
+            smoothing.append(f"{layer.layer}{'' if verdict == 'smoothing' else ' (unknown)'}")
     if crossing:
         warnings.warn(
             f"layers {', '.join(listed)} cross the bound −2/(1 + μ_min), "

@@ -34,10 +34,7 @@ def nonlocal_functional(u: Tensor, kernel: Tensor) -> Tensor:
 
 
 def euler_step(v: Tensor, kernel: Tensor) -> Tensor:
-    """Theorem 1: v − Δt ∇J(v) with Δtᵢ = 1 / Σⱼ (k_ij + k_ji), the gradient taken by autograd.
-
-    With k + kᵀ = `affinity(keys)` this is symmetric self-attention. The kernel's overall factor cancels.
-    """
+    """Theorem 1: v − Δt ∇J(v) with Δtᵢ = 1 / Σⱼ (k_ij + k_ji); symmetric attention if k + kᵀ ∝ `affinity(keys)`."""
     with torch.enable_grad():
         u = v.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(nonlocal_functional(u, kernel).sum(), u)
@@ -94,18 +91,14 @@ def fidelity_rate(A: Attention, strength: float) -> Tensor:
 
 
 def fidelity_converges(A: Attention, strength: float) -> Tensor:
-    """Whether u ← Au + λ̃(f − u) converges from every start: |μᵢ − λ̃| < 1 for all eigenvalues of A.
-
-    The boundary counts as no, and with it λ̃ = 0: without the pull towards f there is only Lemma 2.
-    """
+    """Whether u ← Au + λ̃(f − u) converges from every start: |μᵢ − λ̃| < 1 for all μᵢ; not at the boundary λ̃ = 0."""
     return fidelity_rate(A, strength) < 1 - _BOUNDARY
 
 
 def fidelity_limit(A: Attention, f: Tensor, strength: float) -> Tensor:
     """The fixed point λ̃((1 + λ̃)I − A)⁻¹f of u = Au + λ̃(f − u); it is constant over tokens only if f is.
 
-    Solved from the matrix up to 512 tokens, above by products with A alone. A small strength needs many of them,
-    and one that needs more than 10,000 is refused.
+    Solved from the matrix up to 512 tokens, above by at most 10,000 products with A; a small strength needs many.
     """
     if not strength > 0:
         raise AcutanceError(f"fidelity_limit needs a strength above 0, got {strength}; see smoothing_limit for 0")
@@ -142,9 +135,7 @@ def _eigenvalues(A: Attention) -> Tensor:
 def _stationary(A: Attention) -> Tensor:
     if not isinstance(A, Tensor):
         return A.stationary()
-    # πᵀ(A − I) = 0 has one redundant equation; the last one gives way to Σπ = 1.
+    # πᵀ(A − I) = 0 and Σπ = 1 together: (Aᵀ − I + 11ᵀ) π = 1.
     identity = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-    system = (A - identity).mT.clone()
-    system[..., -1, :] = 1
-    solution: Tensor = torch.linalg.solve(system, identity[-1].expand(A.shape[:-1]))
+    solution: Tensor = torch.linalg.solve(A.mT - identity + 1, A.new_ones(A.shape[:-1]))
     return solution

@@ -1,8 +1,7 @@
 """H from the weights: its eigenvalues and its symmetry, per layer and head, without forming dim × dim if avoidable.
 
 In torch's layout H = W_proj W_V (dim × dim), and head h contributes H_h = W_proj[:, h] W_V[h] of rank head_dim, with
-Σ_h H_h = H. A bias of either projection adds the same vector to every token whatever the tokens are: it is no part
-of H.
+Σ_h H_h = H. A bias of either projection adds the same vector to every token: it is no part of H.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from acutance import sites
 from acutance.attention.products import repeat_heads
+from acutance.attention.spectra import arnoldi
 from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.explain.eigenvalues import arnoldi_hull
-from acutance.explain.verdict import LayerSpectrum
+from acutance.explain.spectral_theory import Series
+from acutance.explain.spectrum import Eigenvalues, LayerSpectrum
 
 Norm = Literal["fold", "ignore"]
-
 WHOLE_UP_TO = 1024  # up to this rank all eigenvalues of the whole H take seconds a layer; at 4096 half a minute
+ROUNDING = 100  # how many times a dtype's precision a residual may be, as a share of the rms of H's singular values
 
 
 @dataclass(frozen=True)
@@ -38,16 +37,8 @@ class Branch:
     norm: str  # what was done with the pre-norm
 
     @property
-    def heads_value(self) -> Tensor:
-        """W_V once per query head (heads, head_dim, dim)."""
-        return repeat_heads(self.value[None], len(self.projection))[0]
-
-    @property
     def merged(self) -> tuple[Tensor, Tensor]:
-        """Factors (dim, r) and (r, dim) of the whole H, r = kv_heads · head_dim.
-
-        The query heads of a group share their values, so their parts of W_proj add up.
-        """
+        """Factors (dim, r) and (r, dim) of the whole H: query heads that share values add up in W_proj."""
         groups = self.projection.unflatten(0, (len(self.value), -1)).sum(1)
         return groups.transpose(0, 1).flatten(1), self.value.flatten(0, 1)
 
@@ -79,17 +70,15 @@ def branch(site: sites.AttentionSite, norm: Norm = "fold") -> Branch:
 
 
 def layer_spectrum(site: sites.AttentionSite, norm: Norm = "fold", whole: bool | None = None) -> LayerSpectrum:
-    """Eigenvalues and symmetry of H and of every head's H_h.
+    """Eigenvalues and symmetry of H and of every head's H_h, from the smaller product of their factors.
 
-    H_h is a product of a tall and a wide matrix: its eigenvalues other than 0 are those of the head_dim × head_dim
-    product the other way round. The whole H uses its smaller side likewise. By default all its eigenvalues are found
-    where that side is at most 1024, and those that can dominate above; `whole` asks for all (True) or none (False).
+    By default all eigenvalues of H up to rank 1024, and those that can dominate above; `whole` asks for all or none.
     """
     parts = branch(site, norm)
-    value, merged = parts.heads_value, parts.merged
+    value, merged = repeat_heads(parts.value[None], site.heads)[0], parts.merged
     found = LayerSpectrum(
         layer=site.layer,
-        heads=np.asarray(torch.linalg.eigvals((value @ parts.projection).cpu()).numpy(), dtype=np.complex128),
+        heads=_eigenvalues(value @ parts.projection),
         head_symmetry=symmetry(parts.projection, value).cpu().numpy(),
         norm=parts.norm,
     )
@@ -102,11 +91,84 @@ def layer_spectrum(site: sites.AttentionSite, norm: Norm = "fold", whole: bool |
     return replace(found, symmetry=float(symmetry(projection, wide)), outer=outer, error=error)
 
 
-def symmetry(projection: Tensor, value: Tensor) -> Tensor:
-    """The cosine between H and Hᵀ, tr(H²)/‖H‖²: 1 symmetric, −1 antisymmetric, about 0 for random entries.
+def _eigenvalues(matrix: Tensor) -> Eigenvalues:
+    return np.asarray(torch.linalg.eigvals(matrix.cpu()).numpy(), dtype=np.complex128)
 
-    It says the same as ‖H − Hᵀ‖/‖H + Hᵀ‖ = √((1 − c)/(1 + c)), but stays finite. H = 0 is symmetric.
+
+def _whole_eigenvalues(projection: Tensor, value: Tensor) -> Eigenvalues:
+    """All dim eigenvalues of projection @ value; from the other product and zeros where that is smaller."""
+    dim, inner = projection.shape
+    found = _eigenvalues(projection @ value if dim <= inner else value @ projection)
+    return np.pad(found, (0, dim - len(found)))
+
+
+def arnoldi_hull(projection: Tensor, value: Tensor, *, layer: int) -> tuple[Eigenvalues, float]:
+    """The corners of the convex hull of the spectrum of H = projection @ value, and the largest residual that counts.
+
+    A residual ‖Hz − λz‖ says how close to H a matrix with the eigenvalue λ is. If not all corners have converged, a
+    warning says so, and the residual is that of the largest |1 + λ| and of the ends of Re λ.
     """
+    tolerance = ROUNDING * torch.finfo(projection.dtype).eps
+    dim, inner = projection.shape
+    left, right = (projection, value) if dim <= inner else (value, projection)
+    generator = torch.Generator().manual_seed(0)
+    # One vector at a time: a block finds repeated eigenvalues, which a maximum has no use for, but reaches a lower
+    # power of H with as many vectors.
+    start = torch.randn(len(left), 1, dtype=left.dtype, generator=generator).to(left.device)
+    start = start / start.norm()
+    size = float((left @ (right @ start)).norm())  # ‖H‖_F/√d on average
+    if size == 0:
+        return np.zeros(1, dtype=np.complex128), 0.0
+    found = arnoldi(
+        lambda x: left @ (right @ x) / size,
+        start,
+        lambda values: torch.tensor(hull_indices(values.numpy())),
+        16,
+        tolerance,
+    )
+    values = size * found.values.cpu().numpy().astype(np.complex128)
+    ends = [int(np.abs(1 + values).argmax()), int(values.real.argmin()), int(values.real.argmax())]
+    error = size * max(float(found.residuals[ends].max()), tolerance)
+    if found.residual > tolerance:
+        warnings.warn(
+            f"layer {layer}: the outermost eigenvalues of the whole H have not all converged in a Krylov space of "
+            f"{found.size} vectors; the residual of those that count is {error:.1e}, wanted "
+            f"{size * tolerance:.1e}. explain(…, whole=True) finds all eigenvalues exactly",
+            AcutanceWarning,
+            stacklevel=2,
+        )
+    if dim > inner:  # the other product has every eigenvalue but dim − inner zeros
+        values = np.append(values, 0)
+        values = values[hull_indices(values)]
+    return values, error
+
+
+def hull_indices(points: Eigenvalues) -> list[int]:
+    """The corners of the convex hull, by Andrew's monotone chain: only they can dominate, as |1 + λμ| is convex."""
+    ordered: list[int] = np.unique(points, return_index=True)[1].tolist()  # by real part, then by imaginary part
+    boundary: list[int] = []
+    for chain in (ordered, ordered[::-1]):
+        side: list[int] = []
+        for i in chain:
+            while len(side) > 1:
+                a, b, c = points[[*side[-2:], i]]
+                if ((b - a).conjugate() * (c - a)).imag > 0:  # it turns left
+                    break
+                side.pop()
+            side.append(i)
+        boundary += side[:-1]
+    return boundary or ordered
+
+
+def convex_hull(eigenvalues: Eigenvalues) -> Tensor:
+    """The corners of each row's convex hull (rows, k); short rows repeat one."""
+    hulls = [row[hull_indices(row)].tolist() for row in eigenvalues]
+    longest = max(len(hull) for hull in hulls)
+    return torch.tensor([hull + hull[-1:] * (longest - len(hull)) for hull in hulls], dtype=torch.complex128)
+
+
+def symmetry(projection: Tensor, value: Tensor) -> Tensor:
+    """The cosine between H and Hᵀ, tr(H²)/‖H‖²: 1 symmetric (so is H = 0), −1 antisymmetric, about 0 if random."""
     dim, rank = projection.shape[-2:]
     if dim < 3 * rank:  # one dim × dim product is cheaper than three of rank × rank
         product = projection @ value
@@ -119,9 +181,7 @@ def symmetry(projection: Tensor, value: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def symmetry_over(
-    checkpoints: Iterable[nn.Module | str | os.PathLike[str]], *, norm: Norm = "fold"
-) -> NDArray[np.float64]:
+def symmetry_over(checkpoints: Iterable[nn.Module | str | os.PathLike[str]], *, norm: Norm = "fold") -> Series:
     """The symmetry of every layer's H over a training run: (checkpoints, layers).
 
     Args:
@@ -136,11 +196,3 @@ def symmetry_over(
     if not rows or any(len(row) != len(rows[0]) for row in rows):
         raise AcutanceError(f"checkpoints of one model are needed; theirs have {[len(row) for row in rows]} layers")
     return np.array(rows)
-
-
-def _whole_eigenvalues(projection: Tensor, value: Tensor) -> NDArray[np.complex128]:
-    """All dim eigenvalues of projection @ value; from the other product and zeros where that is smaller."""
-    dim, inner = projection.shape
-    product = projection @ value if dim <= inner else value @ projection
-    found = torch.linalg.eigvals(product.cpu()).numpy()
-    return np.concatenate([found, np.zeros(dim - len(found))]).astype(np.complex128)

@@ -74,10 +74,9 @@ def run_demo(
     }
     atomic_write(folder / "results.json", json.dumps(results, indent=1, ensure_ascii=False).encode())
     profiles = {v: merge(p for _, p in done) if seeds > 1 else done[0][1] for v, done in runs.items()}
-    curves = {variant: profile.curves() for variant, profile in profiles.items()}
-    write_page(curves, folder / "report.html", verdict=verdict, summary=summary)
+    write_page(profiles, folder / "report.html", verdict=verdict, summary=summary)
     title = f"{config.task.model.depth}-layer ViTs on handwritten digits, {seeds} seed(s)"
-    picture = plot_curves(curves, [SHOWN["cosine, branch"], SHOWN["cosine, stream"], SHOWN["HFC/LFC, stream"]], title)
+    picture = plot_curves(profiles, [SHOWN["cosine, branch"], SHOWN["cosine, stream"], SHOWN["HFC/LFC, stream"]], title)
     atomic_write(folder / "report.png", lambda path: picture.savefig(path, dpi=150))
     table = Table(*summary[0], title="accuracy and smoothing at the last layer", title_justify="left")
     for row in summary:

@@ -1,7 +1,6 @@
-"""How alike are a model's tokens, layer by layer?
+"""How alike are a model's tokens, layer by layer? `measure` says so once, `Monitor` during training.
 
-`walk` is the one pass through a model; visitors read it on the way; `Profile` holds what they found, `Monitor` does so
-during training. Formulas stand in `metrics`, and how to find a model's layers in `sites`.
+`walk` is the one pass through a model, visitors read it on the way, and a `Profile` holds what they found.
 """
 
 from __future__ import annotations
@@ -29,30 +28,24 @@ def measure(
     progress: bool = True,
     across_processes: bool = False,
 ) -> Profile:
-    """Stream batches through a model and read smoothing metrics at every layer.
+    """Stream batches through a model and read smoothing metrics at every layer: mean and spread over samples.
 
-    Memory is that of one forward pass: only running means are kept. The model is read in evaluation mode without
-    gradients and left as it was found.
+    Memory is that of one forward pass. The model is read in evaluation mode and left as it was found.
 
     Args:
         model: any model `acutance.sites.find` knows; of others, token metrics at the `block` tap.
         batches: tensors, (tensor, …) tuples of which the first entry is fed, or mappings of keyword arguments.
-            A mapping's attention mask tells padding, which is left out. Documents packed into a row, with
-            `position_ids` that restart, are separate samples; they are refused if the model lets them see each other.
+            Padding, told by an attention mask, is left out. Documents packed into a row, with `position_ids` that
+            restart, are separate samples; they are refused if the model lets them see each other.
         metrics: names from `acutance.measure.reader.available_metrics()`, or "all".
-        tap: where token metrics are read, one or several of
-            `block` (the residual stream after each block; layer 0 is what enters the first),
-            `attention` (the branch's output before the residual, after the output projection),
-            `values` (v with heads side by side), `final` (after the final norm). Attention metrics read the operator.
-        prefix: class, distillation, register and detection tokens `in` or `out` of the metrics; in text, those that
-            `special_tokens_mask` marks in the batch.
+        tap: where token metrics are read, one or several of `block` (the residual stream after each block; layer 0
+            is what enters the first), `attention` (the branch's output before the residual), `values` (v with heads
+            side by side) and `final` (after the final norm). Attention metrics read the operator.
+        prefix: class, register and detection tokens, and those that a `special_tokens_mask` marks, `in` or `out`.
         part: path of the submodule to read, if a model has several stacks of layers, e.g. `model.encoder`.
         progress: show a progress bar.
         across_processes: inside a `torch.distributed` process group, every process is given all batches and reads its
             share of them. All return the profile of the whole. The model may be in DDP or FSDP.
-
-    Returns:
-        Profile: mean and standard deviation over samples per tap, layer and metric.
     """
     from acutance import sites
     from acutance.measure.profile import Profile

@@ -34,21 +34,17 @@ class AttentionMaps(dict[int, NDArray[np.float32]]):
 
 
 def attention_maps(model: nn.Module, sample: Tensor | Mapping[str, Any], layers: Sequence[int]) -> AttentionMaps:
-    """The attention matrices of one sample, per head, at the given layers (1 is the first).
-
-    These are whole N×N matrices, meant to be looked at; metrics never form them.
+    """The attention matrices of one sample, per head: whole N×N matrices, meant to be looked at.
 
     Args:
         model: any model `acutance.sites.find` knows.
         sample: one input, with or without a batch axis of one for image tensors; or keyword arguments.
-        layers: for example `[1, 6, 12]`.
+        layers: 1 is the first; for example `[1, 6, 12]`.
     """
     bare = bare_module(model)
     found = {site.layer: number for site, number in sites.layers_of(bare)}
-    if not layers:
-        raise AcutanceError(f"name at least one layer, from {min(found)} to {max(found)}")
-    if unknown := [layer for layer in layers if layer not in found]:
-        raise AcutanceError(f"no layer {unknown[0]}: this model has layers {min(found)} to {max(found)}")
+    if not layers or not set(layers) <= found.keys():
+        raise AcutanceError(f"layers {list(layers)}: name at least one, from {min(found)} to {max(found)}")
     if isinstance(sample, Tensor) and sample.ndim == 3:
         sample = sample[None]
     reader = MapReader([found[layer] for layer in layers])

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from acutance import distributed
+from acutance import distributed, sites
 from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError, import_extra
 from acutance.files.atomic import read_bytes
 from acutance.measure import measure
 from acutance.measure.profile import FORMAT, Profile
-from acutance.measure.reader import check_readable
-from acutance.measure.walk import map_tensors
+from acutance.measure.reader import metric_reader
+from acutance.measure.walk import hooked, map_tensors
 from acutance.report.pictures import plot_steps
 from acutance.sites.structure import bare_module, shards_put_back
 
@@ -39,19 +39,14 @@ class Monitor:
     """Records smoothing metrics of a fixed probe batch every so many optimiser steps.
 
     In a plain loop call `step()` after `optimiser.step()`; `for_trainer()` and `for_lightning()` are callbacks for
-    Hugging Face's Trainer and for Lightning. Gradients, buffers, training modes and the random state of Python, NumPy
-    and torch (CPU and CUDA) are left as they were, so training gives the same weights bit for bit.
-
-    In a distributed run every rank calls it and reads, since a sharded model needs all ranks for a forward pass. Only
-    rank 0 writes.
+    Hugging Face's Trainer and for Lightning. Gradients, buffers, training modes and random states are left as they
+    were, so training gives the same weights bit for bit. In a distributed run every rank calls it and rank 0 writes.
+    `tap`, `prefix` and `part` say what is read, as in `measure`.
 
     Args:
         model: the model being trained; wrappers such as DDP are removed.
         probe: one batch, in any form `measure` takes. It is copied, so later changes to it have no effect.
         metrics: names from `acutance.measure.reader.available_metrics()`, or "all".
-        tap: where token metrics are read, as in `measure`.
-        prefix: class, distillation, register or special tokens `in` or `out`, as in `measure`.
-        part: path of the submodule to read, if a model has several stacks of layers, as in `measure`.
         every: optimiser steps between two readings.
         jsonl: a file that gets one line per reading. An existing file is continued.
         tensorboard: a folder, or a `SummaryWriter` of yours.
@@ -76,10 +71,11 @@ class Monitor:
             raise AcutanceError(f"every counts optimiser steps between two readings and must be 1 or more, not {every}")
         self.model = bare_module(model)
         self._options: dict[str, Any] = {"metrics": metrics, "tap": tap, "prefix": prefix, "part": part}
-        check_readable(self.model, **self._options)  # fail now, not after hundreds of steps
+        target = sites.part_of(self.model, part)
+        with sites.reading(target), hooked(target, metric_reader(target, metrics, tap, prefix)):
+            pass  # what cannot be read fails now, not after hundreds of steps
         self.every = every
         self.history = History() if jsonl is None else History.load(jsonl, missing_ok=True)
-        self._resumed = bool(self.history)
         self._probe = _copy_probe(probe)
         self._autocast = autocast
         self._step: int | None = None
@@ -87,14 +83,10 @@ class Monitor:
         if jsonl is not None:
             self._writers.append(partial(_append_line, Path(jsonl)))
         if tensorboard is not None:
-            self._writers.append(TensorBoard(tensorboard).write)
+            self._writers.append(_tensorboard_writer(tensorboard))
 
     def step(self, step: int | None = None) -> None:
-        """Count an optimiser step, and read the model if a reading is due.
-
-        A run that does not start at 0 passes the number of optimiser steps taken so far. A repeated number, as within
-        gradient accumulation, does nothing.
-        """
+        """Count an optimiser step, or give the number taken so far; read the model if a reading is due."""
         now = self._current() + 1 if step is None else step
         before = now - 1 if self._step is None or now < self._step else self._step
         self._step = now
@@ -124,15 +116,12 @@ class Monitor:
 
     def for_trainer(self) -> Any:
         """A `TrainerCallback` for Hugging Face's Trainer: reads at the start, every so many steps, and at the end."""
-        transformers = import_extra(
-            "transformers", "for_trainer needs transformers: pip install 'acutance[hf]' accelerate"
-        )
-        monitor = self
+        needed = "for_trainer needs transformers: pip install 'acutance[hf]' accelerate"
+        transformers, monitor = import_extra("transformers", needed), self
 
         class MonitorCallback(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
             def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                monitor._check_watched(kwargs["model"])
-                monitor.record(state.global_step)
+                monitor._start(kwargs["model"], state.global_step)
 
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 monitor.step(state.global_step)
@@ -142,17 +131,13 @@ class Monitor:
         return MonitorCallback()
 
     def for_lightning(self) -> Any:
-        """A `Callback` for Lightning's Trainer: reads at the start, every so many steps, and at the end.
-
-        Lightning's `global_step` counts the steps of all optimisers together.
-        """
+        """A `Callback` for Lightning's Trainer, likewise; its `global_step` counts the steps of all optimisers."""
         lightning = import_extra("lightning.pytorch", "for_lightning needs lightning: pip install lightning")
         monitor = self
 
         class MonitorCallback(lightning.Callback):  # type: ignore[misc,name-defined]
             def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-                monitor._check_watched(pl_module)
-                monitor.record(trainer.global_step)
+                monitor._start(pl_module, trainer.global_step)
 
             def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
                 monitor.step(trainer.global_step)
@@ -162,15 +147,16 @@ class Monitor:
 
         return MonitorCallback()
 
-    def _check_watched(self, trained: nn.Module) -> None:
+    def _start(self, trained: nn.Module, step: int) -> None:
         if not any(module is self.model for module in trained.modules()):
             raise AcutanceError(
                 f"the monitor watches a {type(self.model).__name__} that is not part of the {type(trained).__name__} "
                 "being trained: give both the same object"
             )
+        self.record(step)
 
     def _current(self) -> int:
-        if self._step is None and self._resumed:
+        if self._step is None and self.history:  # they are from the file
             raise AcutanceError(
                 f"the file holds steps up to {max(self.history)} from an earlier run. To continue it, pass the number "
                 "of steps taken: monitor.step(step). To start again, name another file or remove this one"
@@ -225,18 +211,15 @@ class History(dict[int, Profile]):
         history = cls()
         *lines, _unfinished = [b""] if missing_ok and not Path(path).exists() else read_bytes(path).split(b"\n")
         for number, line in enumerate(lines, 1):
-            history.add(*_parse_line(line, f"{path}, line {number}"))
+            try:
+                body = json.loads(line)
+                if body["format"] != FORMAT:
+                    raise ValueError(f"format {body['format']!r}, this version reads {FORMAT!r}")
+                history.add(body["step"], Profile.from_dict(body))
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                where = f"{path}, line {number}"
+                raise AcutanceError(f"{where} was not written by a Monitor: {error!r}; name another file") from error
         return history
-
-
-def _parse_line(line: bytes, where: str) -> tuple[int, Profile]:
-    try:
-        body = json.loads(line)
-        if body["format"] != FORMAT:
-            raise AcutanceError(f"{where}: format {body['format']!r}, this version reads {FORMAT!r}")
-        return body["step"], Profile.from_dict(body)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise AcutanceError(f"{where} was not written by a Monitor: {error!r}; name another file") from error
 
 
 def _append_line(path: Path, step: int, profile: Profile) -> None:
@@ -249,28 +232,24 @@ def _append_line(path: Path, step: int, profile: Profile) -> None:
         file.write(json.dumps({"step": step, **profile.to_dict()}, allow_nan=False).encode() + b"\n")
 
 
-class TensorBoard:
-    """A scalar per metric, tap and layer, and a chart per metric and tap in the tab "Custom Scalars"."""
+def _tensorboard_writer(target: str | os.PathLike[str] | SummaryWriter) -> Callable[[int, Profile], None]:
+    """Writes a scalar per metric, tap and layer, and charts of them; the first call opens the file."""
+    needed = "TensorBoard is not installed: pip install 'acutance[monitor]'"
+    kind = import_extra("torch.utils.tensorboard.writer", needed).SummaryWriter
+    opened: list[SummaryWriter] = []
 
-    def __init__(self, target: str | os.PathLike[str] | SummaryWriter) -> None:
-        tensorboard = import_extra(
-            "torch.utils.tensorboard.writer", "TensorBoard is not installed: pip install 'acutance[monitor]'"
-        )
-        self._kind, self._target = tensorboard.SummaryWriter, target
-        self._writer: SummaryWriter | None = None
-
-    def write(self, step: int, profile: Profile) -> None:
-        """Add the means and flush them to disk. The first call opens the file: ranks that do not write leave none."""
-        if self._writer is None:
-            target = self._target
-            self._writer = self._kind(str(target)) if isinstance(target, (str, os.PathLike)) else target
+    def write(step: int, profile: Profile) -> None:
+        if not opened:
+            opened.append(kind(str(target)) if isinstance(target, (str, os.PathLike)) else target)
             layout: dict[str, dict[str, list[object]]] = {}
             for r in profile.readings:
                 layout.setdefault(r.metric, {})[r.tap] = ["Multiline", [f"^{r.metric} {r.tap}/layer .*"]]
-            self._writer.add_custom_scalars(layout)
+            opened[0].add_custom_scalars(layout)
         for r in profile.readings:
-            self._writer.add_scalar(f"{r.metric} {r.tap}/layer {r.layer:02d}", r.mean, step)
-        self._writer.flush()
+            opened[0].add_scalar(f"{r.metric} {r.tap}/layer {r.layer:02d}", r.mean, step)
+        opened[0].flush()
+
+    return write
 
 
 def _copy_probe(probe: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,8 +14,8 @@ from numpy.typing import NDArray
 
 from acutance.errors import AcutanceError
 from acutance.files.atomic import read_json
-from acutance.report import Curves, plot_curves, write_page
-from acutance.report.tables import FittedTable, Result
+from acutance.report import plot_curves, write_page
+from acutance.report.tables import FittedTable, Result, to_plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,17 +59,13 @@ class Profile(Result):
 
     def select(self, metric: str, tap: str | None = None) -> list[MetricValue]:
         """The readings of one metric at one tap, by depth."""
-        taps = list(dict.fromkeys(r.tap for r in self.readings if r.metric == metric))
-        if not taps:
+        found = [r for r in self.readings if r.metric == metric]
+        taps = list(dict.fromkeys(r.tap for r in found))
+        if not found:
             raise KeyError(f"no metric {metric!r} in this profile; it holds {', '.join(self.metrics) or 'nothing'}")
-        if tap is None and len(taps) > 1:
-            raise KeyError(
-                f"{metric!r} was read at {', '.join(taps)}: say which, e.g. profile[{metric!r}, {taps[0]!r}]"
-            )
-        if tap is not None and tap not in taps:
-            raise KeyError(f"{metric!r} was not read at {tap!r}, only at {', '.join(taps)}")
-        chosen = tap or taps[0]
-        return sorted((r for r in self.readings if r.metric == metric and r.tap == chosen), key=lambda r: r.layer)
+        if tap not in taps and (tap is not None or len(taps) > 1):
+            raise KeyError(f"{metric!r} was read at {', '.join(taps)}: name one, as in profile[…, {taps[0]!r}]")
+        return sorted((r for r in found if r.tap == (tap or taps[0])), key=lambda r: r.layer)
 
     def __getitem__(self, key: str | tuple[str, str]) -> NDArray[np.float64]:
         metric, tap = (key, None) if isinstance(key, str) else key
@@ -105,12 +100,8 @@ class Profile(Result):
         return "; ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold. Infinities and NaN become strings: JSON has no numbers for them."""
-        numbers = [
-            {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-            for row in self.rows()
-        ]
-        return {"format": FORMAT, "context": dict(self.context), "readings": numbers}
+        """What JSON can hold."""
+        return {"format": FORMAT, "context": dict(self.context), "readings": to_plain(self.readings)}
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Profile:
@@ -128,18 +119,14 @@ class Profile(Result):
         """Read a profile that `save` wrote."""
         return read_json(path, FORMAT, cls.from_dict)
 
-    def curves(self) -> Curves:
-        """The profile as `acutance.report` takes it."""
-        return Curves(self.rows(), self.context)
-
     def plot(self) -> Figure:
         """A matplotlib figure: a panel per metric and tap, with a band of one standard deviation."""
         charts = list(dict.fromkeys((r.metric, r.tap) for r in self.readings))
-        return plot_curves({self.title: self.curves()}, charts, self.title)
+        return plot_curves({self.title: self}, charts, self.title)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one offline page with the per-layer curves."""
-        return write_page({self.title: self.curves()}, path)
+        return write_page({self.title: self}, path)
 
 
 def merge(profiles: Iterable[Profile]) -> Profile:

@@ -1,17 +1,17 @@
 """MetricReader: what `measure` reads of each batch, without waiting for the device.
 
-The numbers of a batch are copied to the host asynchronously, in one transfer. They are looked at up to eight batches
-later, so a NaN error may come that late. Batches that were read alike are worked out together, which saves time.
+The numbers of a batch are copied to the host asynchronously, in one transfer. They are looked at when they are there,
+at most eight batches later, so a NaN error may come that late.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Container, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
 from math import prod
-from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from acutance.errors import AcutanceError, AcutanceWarning, ShapeError
 from acutance.measure import TAPS
 from acutance.measure.profile import MATRIX, MetricValue
 from acutance.measure.samples import TokenLayout
-from acutance.measure.walk import EVERY, Batch, Visitor, hooked
+from acutance.measure.walk import EVERY, Batch, Visitor
 from acutance.metrics.kernels import token_sums
 from acutance.metrics.kernels.token_sums import FIELDS
 from acutance.metrics.sums import FLAGS, FROM_ROWS, FROM_SUMS, Numbers, complain, finite_flags, from_rows
@@ -38,8 +38,9 @@ from acutance.sites.patched import has_windows
 ATTENTION_COSINE = "attention_cosine"  # of a layer's attention with the layer before (Fig. 5 of arXiv 2312.00751)
 MAX_PENDING_BATCHES = 8
 Key = tuple[str, int, str]  # tap, layer, metric
+# What is worked out together: shape, dtype, and the metrics that follow from sums; None for values.
+Group = tuple[tuple[int, ...], torch.dtype, tuple[str, ...] | None]
 BAD = FLAGS.index("bad")
-T = TypeVar("T")
 
 
 def available_metrics() -> list[str]:
@@ -61,24 +62,10 @@ def metric_reader(
     names = _chosen("metric", available_metrics() if metrics == "all" else metrics, [*available_metrics(), "all"])
     taps = _chosen("tap", tap, TAPS)
     if unread := sites.modules_between(target) if "block" in taps else []:
-        warnings.warn(
-            f"not read, and not counted as layers: {', '.join(unread)}, between the blocks with attention but unlike "
-            "them",
-            AcutanceWarning,
-            stacklevel=3,
-        )
+        words = f"modules between blocks are not read and not counted as layers: {', '.join(unread)}"
+        warnings.warn(words, AcutanceWarning, stacklevel=3)
     layers = sites.layers_of(target) if ATTENTION_COSINE in names else []
-    moving = [n for site, n in layers if has_windows(site.attention)]
-    return MetricReader(names, taps, prefix, moving)
-
-
-def check_readable(
-    model: nn.Module, *, metrics: str | Sequence[str], tap: str | Sequence[str], prefix: str, part: str | None
-) -> None:
-    """Raise what `measure` would raise before its first batch."""
-    target = sites.part_of(model, part)
-    with sites.reading(target), hooked(target, metric_reader(target, metrics, tap, prefix)):
-        pass
+    return MetricReader(names, taps, prefix, [n for site, n in layers if has_windows(site.attention)])
 
 
 def _chosen(what: str, choice: str | Sequence[str], known: Sequence[str]) -> list[str]:
@@ -90,10 +77,7 @@ def _chosen(what: str, choice: str | Sequence[str], known: Sequence[str]) -> lis
 
 
 class MetricReader(Visitor):
-    """Reads metrics at every layer; holds running means, a few batches' values and at most one earlier layer's q and k.
-
-    Special tokens are `in` or `out` by `prefix`; `moving` are the layers whose windows hold other tokens than before.
-    """
+    """Reads metrics at every layer; `moving` are the layers whose windows hold other tokens than before."""
 
     def __init__(
         self, names: Sequence[str], taps: Sequence[str], prefix: str = "in", moving: Container[int] = ()
@@ -101,12 +85,12 @@ class MetricReader(Visitor):
         self.names, self.taps, self.prefix, self.moving = names, taps, prefix, moving
         self.token_metrics = [n for n in names if n in metric_room.TOKEN_METRICS]
         self.attention_metrics = [n for n in names if n not in self.token_metrics]
-        reads_attention = {"attention", "values"} & set(taps) or self.attention_metrics
-        wanted = {"leave": "block" in taps, "attend": reads_attention, "final": "final" in taps}
+        attends = {"attention", "values"} & set(taps) or self.attention_metrics
+        wanted = {"leave": "block" in taps, "attend": attends, "final": "final" in taps}
         self.needs = {"enter": (1,)} | {method: EVERY for method, is_wanted in wanted.items() if is_wanted}
         self.batches = 0  # that ran
         self.autocast: str | None = None  # the dtype that the blocks run in; a model's forward may enter its own
-        self.pending: list[PendingValues] = []
+        self.pending: deque[PendingValues] = deque()
         self.statistics: dict[tuple[Key, ...], Running] = {}  # by the keys that are read together
         self.start(TokenLayout())
 
@@ -142,7 +126,8 @@ class MetricReader(Visitor):
         special = sum(self.samples.special_token_counts)
         if special and tokens.ndim == 3 and tokens.shape[1] <= special:
             raise AcutanceError(f"all {tokens.shape[1]} tokens of a sample are special: read with prefix='in'")
-        self.out.samples = self.samples.count(len(tokens))  # attention has windows as rows, and could not tell
+        packed_in = self.samples.documents
+        self.out.samples = len(tokens if packed_in is None else packed_in.rows)  # attention may have windows as rows
         if "block" in self.taps:
             self.tokens("block", 0, tokens)
 
@@ -153,32 +138,38 @@ class MetricReader(Visitor):
         self.tokens("final", layer, tokens)
 
     def end(self) -> None:
-        """Send the batch's values off and work out earlier ones: at once if the device is behind, else together."""
+        """Send the batch's values off, and take in those that have arrived."""
         self.batches += 1
-        if not self.out.values and not any(part.derived for part, _ in self.out.sums):
-            raise AcutanceError(f"nothing was read: {self._why_nothing()}")
+        if all(derived == () for _, _, derived in self.out.keys):
+            raise AcutanceError(
+                f"nothing was read: {ATTENTION_COSINE} compares successive layers and needs two of them, of the same "
+                "tokens: windows that move from layer to layer have none"
+                if MATRIX in self.ran
+                else "nothing was read: no block of the model was called as a module. Some models (SqueezeBERT) run "
+                "block.forward(…) past all hooks, and can be read only through a Library of their own"
+            )
         self.out.send()
-        self.pending += [self.out] if self.counts else []
-        if len(self.pending) > MAX_PENDING_BATCHES or (len(self.pending) > 1 and not self.pending[-2].is_there()):
-            self.settle(keep=1)
+        if self.counts:
+            self.pending.append(self.out)
+        while self.pending and (len(self.pending) > MAX_PENDING_BATCHES or self.pending[0].is_there()):
+            self.take_in(self.pending.popleft())
 
-    def settle(self, keep: int = 0) -> None:
-        """Take in pending batches but the last few."""
-        ready = self.pending[: len(self.pending) - keep]
-        self.pending = self.pending[len(ready) :]
-        for _, alike in groupby(ready, key=lambda batch: (batch.samples, batch.parts)):
-            keys, values = values_of(list(alike))
-            if values.shape[1]:
-                take_in(self.statistics, keys, Running.of(values))
+    def take_in(self, batch: PendingValues) -> None:
+        """Add a batch's values to the statistics."""
+        keys, values = batch.received()
+        if values.shape[1]:
+            self.statistics[keys] = self.statistics.get(keys, NOTHING) + Running.of(values)
 
     def readings(self, *, across_processes: bool = False) -> tuple[MetricValue, ...]:
         """Mean and standard deviation over samples, by tap as asked for and by depth; of all processes together."""
-        self.settle()
+        while self.pending:
+            self.take_in(self.pending.popleft())
         each: dict[Key, Running] = {}
         for statistics in processes.gather(self.statistics) if across_processes else [self.statistics]:
             for keys, found in statistics.items():
                 for place, key in enumerate(keys):
-                    take_in(each, key, Running(found.count, found.mean[place], found.squares[place]))
+                    one = Running(found.count, found.mean[place], found.squares[place])
+                    each[key] = each.get(key, NOTHING) + one
         if not each:
             raise AcutanceError(
                 "no sample has a token that counts: masks and prefix='out' leave none"
@@ -191,14 +182,11 @@ class MetricReader(Visitor):
 
     def describe_prefix(self, model: nn.Module, part: str | None) -> str:
         """Which special tokens were in or out of the metrics, told from the last batch."""
-        marked = self.samples.excludes_special
-        try:
+        marked = ["the tokeniser's special tokens"] if self.samples.excludes_special else []
+        with suppress(sites.NoSitesError):
             known = sites.special_tokens(model, part)
-        except sites.NoSitesError:
-            return f"{'special' if marked else 'prefix'} tokens {self.prefix}"
-        if marked:
-            return f"{f'{known} and ' if any(known) else ''}the tokeniser's special tokens {self.prefix}"
-        return f"{known} {self.prefix}"
+            marked = [str(known), *marked] if any(known) or not marked else marked
+        return f"{' and '.join(marked) or 'prefix tokens'} {self.prefix}"
 
     def tokens(self, tap: str, layer: int, tokens: Tensor) -> None:
         """Read the token metrics at one tap."""
@@ -236,17 +224,6 @@ class MetricReader(Visitor):
                 cosine = metric_room.attention_cosine(before, self.previous, mask)
                 self.out.add((MATRIX, layer, ATTENTION_COSINE), cosine)
 
-    def _why_nothing(self) -> str:
-        if MATRIX in self.ran:
-            return (
-                f"{ATTENTION_COSINE} compares successive layers and needs two of them, of the same tokens: windows "
-                "that move from layer to layer have none"
-            )
-        return (
-            "no block of the model was called as a module in this forward pass. Some models, such as SqueezeBERT, run "
-            "block.forward(…) past all hooks, and can be read only through a Library of their own"
-        )
-
     def _refuse_added(self, layer: int, tokens: Tensor) -> None:
         """Tokens that join on the way, such as EoMT's queries, move the special tokens away from the ends."""
         self.width = self.width or tokens.shape[1]
@@ -272,17 +249,8 @@ class MetricReader(Visitor):
             sums = token_sums.token_sums(tokens, mask)
         else:
             sums = F.pad(finite_flags(tokens, mask), (0, len(FIELDS) - len(FLAGS)))
-        self.out.add_sums((tap, layer, names[0]), sums, derived)
+        self.out.add((tap, layer, names[0]), sums, derived=derived)
         return derived
-
-
-class Part(NamedTuple):
-    """The numbers of one reading: sums from which metrics follow, or the values of one metric."""
-
-    key: Key
-    shape: tuple[int, ...]
-    factor: float = 1.0
-    derived: tuple[str, ...] | None = None  # the metrics that follow from sums; None for values
 
 
 @dataclass
@@ -291,29 +259,22 @@ class PendingValues:
 
     samples: int = 0
     filled: NDArray[np.bool_] | None = None  # which samples have a token that counts; None if all have
-    parts: list[Part] = field(default_factory=list)  # sums, then values
-    sums: list[tuple[Part, Tensor]] = field(default_factory=list)
-    values: list[tuple[Part, Tensor]] = field(default_factory=list)
-    numbers: Tensor | None = None
+    keys: dict[Group, list[tuple[Key, float]]] = field(default_factory=dict)  # and what the host multiplies values by
+    tensors: dict[Group, list[Tensor]] = field(default_factory=dict)
+    numbers: Tensor = field(default_factory=lambda: torch.empty(0))
     done: torch.cuda.Event | None = None
 
-    def add(self, key: Key, values: Tensor, factor: float = 1.0) -> None:
-        """Add values by sample, and by head or window of it; they are averaged and multiplied by a factor."""
+    def add(self, key: Key, values: Tensor, factor: float = 1.0, derived: tuple[str, ...] | None = None) -> None:
+        """Add values by sample, and by head or window of it, which are averaged; or sums (rows, FIELDS)."""
         self.samples = self.samples or len(values)
-        self.values.append((Part(key, tuple(values.shape), factor), values))
-
-    def add_sums(self, key: Key, sums: Tensor, derived: tuple[str, ...]) -> None:
-        """Add sums (rows, FIELDS) from which metrics follow; an error about them names the key."""
-        self.samples = self.samples or len(sums)
-        self.sums.append((Part(key, tuple(sums.shape), derived=derived), sums))
+        group = tuple(values.shape), values.dtype, derived
+        self.keys.setdefault(group, []).append((key, factor))
+        self.tensors.setdefault(group, []).append(values)
 
     def send(self) -> None:
         """Start the one transfer."""
-        self.parts = [part for part, _ in (*self.sums, *self.values)]
-        # Sums are float64, values mostly float32: tensors of one dtype are joined in one launch.
-        groups = [[tensor.flatten() for _, tensor in group] for group in (self.sums, self.values) if group]
-        numbers = torch.cat([torch.cat(group).double() for group in groups])
-        self.sums, self.values, self.numbers = [], [], numbers.to("cpu", non_blocking=True)
+        numbers = torch.cat([torch.stack(alike).flatten().double() for alike in self.tensors.values()])
+        self.tensors, self.numbers = {}, numbers.to("cpu", non_blocking=True)
         if numbers.is_cuda:
             self.done = torch.cuda.current_stream(numbers.device).record_event()
 
@@ -321,53 +282,36 @@ class PendingValues:
         """Whether the device is done with it."""
         return self.done is None or self.done.query()
 
-    def received(self) -> Numbers:
-        """The numbers of all parts, as soon as they are there."""
-        assert self.numbers is not None, "they were sent"
+    def received(self) -> tuple[tuple[Key, ...], Numbers]:
+        """What was read, and its values (keys, samples with tokens), means over heads or windows; waits for them."""
         if self.done is not None:
             self.done.synchronize()
-        numbers: Numbers = self.numbers.numpy()
-        return numbers
+        keys: list[Key] = []
+        rows, numbers, start = [], self.numbers.numpy(), 0
+        for (shape, _, derived), group in self.keys.items():
+            stop = start + len(group) * prod(shape)
+            own, start = numbers[start:stop].reshape(len(group), *shape), stop
+            if derived is None:
+                keys += [key for key, _ in group]
+                rows.append(np.array([[factor] for _, factor in group]) * self._by_sample(own))
+                continue
+            for place in np.flatnonzero(own[..., BAD].any(1)):
+                tap, layer, metric = group[place][0]
+                complain(own[place, :, : len(FLAGS)], metric=f"{metric} at {tap}", layer=layer)
+            for name in derived:
+                keys += [(tap, layer, name) for (tap, layer, _), _ in group]
+                rows.append(self._by_sample(FROM_SUMS[name](own)))
+        values = np.concatenate(rows)
+        return tuple(keys), values if self.filled is None else values[:, self.filled]
+
+    def _by_sample(self, values: Numbers) -> Numbers:
+        by_sample: Numbers = values.reshape(len(values), self.samples, -1).mean(-1)
+        return by_sample
 
 
-def values_of(batches: Sequence[PendingValues]) -> tuple[tuple[Key, ...], Numbers]:
-    """What was read and its values (keys, samples), of batches with the same parts; samples without tokens left out.
-
-    A value is the mean over a sample's heads or windows. Waits for the device; refuses NaN and infinity.
-    """
-    numbers, start = np.stack([batch.received() for batch in batches]), 0
-    found: dict[Key, Numbers] = {}
-    for part in batches[0].parts:
-        stop = start + prod(part.shape)
-        own, start = numbers[:, start:stop].reshape(len(batches), *part.shape), stop
-        tap, layer, metric = part.key
-        if part.derived is None:
-            found[part.key] = part.factor * own
-            continue
-        for flags in own[own[..., BAD].any(1), :, : len(FLAGS)]:
-            complain(flags, metric=f"{metric} at {tap}", layer=layer)
-        for name in part.derived:
-            found[tap, layer, name] = FROM_SUMS[name](own)
-    samples = batches[0].samples
-    values = np.stack([value.reshape(len(batches) * samples, -1).mean(1) for value in found.values()])
-    filled = [np.ones(samples, bool) if batch.filled is None else batch.filled for batch in batches]
-    return tuple(found), values[:, np.concatenate(filled)]
-
-
-def take_in(statistics: dict[T, Running], key: T, found: Running) -> None:
-    """Add other samples' statistics of the same key."""
-    if key in statistics:
-        statistics[key].merge(found)
-    else:
-        statistics[key] = found
-
-
-@dataclass
+@dataclass(frozen=True)
 class Running:
-    """Means and standard deviations, merged batch by batch and process by process (Chan's update).
-
-    Some values are documented to be infinite, such as HFC/LFC of tokens whose mean is zero.
-    """
+    """Means and standard deviations, added up batch by batch and process by process (Chan's update)."""
 
     count: int  # of samples
     mean: Numbers  # of each of several metrics, or of one
@@ -380,16 +324,17 @@ class Running:
             mean = values.mean(1)
             return cls(values.shape[1], mean, np.square(values - mean[:, None]).sum(1))
 
-    def merge(self, other: Running) -> None:
-        """Take in the statistics of other samples."""
+    def __add__(self, other: Running) -> Running:
         total = self.count + other.count
         with np.errstate(invalid="ignore"):
             between = np.square(other.mean - self.mean) * (self.count * other.count / total)
-            self.squares = self.squares + other.squares + between
-            self.mean = (self.count * self.mean + other.count * other.mean) / total
-        self.count = total
+            mean = (self.count * self.mean + other.count * other.mean) / total
+            return Running(total, mean, self.squares + other.squares + between)
 
     @property
     def std(self) -> Numbers:
         """The standard deviations over samples; infinite if the mean is."""
         return np.where(np.isfinite(self.mean), np.sqrt(self.squares / max(self.count - 1, 1)), np.inf)
+
+
+NOTHING = Running(0, np.zeros(()), np.zeros(()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -25,24 +25,17 @@ IMAGE_PADDING = ("pixel_attention_mask", "pixel_mask", "patch_valid")  # True wh
 HIDDEN = -1e4  # a bias as low as that hides a key: libraries write −10000, the lowest number of a dtype, or −∞
 
 
-class BatchRows(NamedTuple):
-    """How many rows of tokens a model may make of a batch."""
-
-    possible: Container[int]  # if the batch is the first axis
-    most: int  # if the tokens may be the first axis
-
-    @classmethod
-    def of(cls, batch: Any) -> BatchRows:
-        """From the shapes of all tensors that are fed: a batch may have different numbers of images and texts."""
-        fed = _fed(batch)
-        tensors = [x for x in fed if isinstance(x, Tensor) and x.ndim > 0]
-        if not tensors or any(isinstance(x, (list, tuple)) for x in fed):  # samples of any shape, one by one
-            return cls(range(sys.maxsize), sys.maxsize)
-        possible = {len(x) for x in tensors}
-        for x in tensors:  # several choices, images or frames a sample
-            if x.ndim > 4 or (x.ndim == 3 and not x.is_floating_point()):
-                possible.update(range(len(x), len(x) * x.shape[1] + 1))
-        return cls(possible, max([*possible, *(x.shape[1] for x in tensors if x.ndim in (2, 3))]))
+def possible_rows(batch: Any) -> tuple[Container[int], int]:
+    """How many rows of tokens a model may make of a batch, if its first axis is the samples; and the most if not."""
+    fed = _fed(batch)
+    tensors = [x for x in fed if isinstance(x, Tensor) and x.ndim > 0]
+    if not tensors or any(isinstance(x, (list, tuple)) for x in fed):  # samples of any shape, one by one
+        return range(sys.maxsize), sys.maxsize
+    possible = {len(x) for x in tensors}
+    for x in tensors:  # several choices, images or frames a sample
+        if x.ndim > 4 or (x.ndim == 3 and not x.is_floating_point()):
+            possible.update(range(len(x), len(x) * x.shape[1] + 1))
+    return possible, max([*possible, *(x.shape[1] for x in tensors if x.ndim in (2, 3))])  # tokens may come first
 
 
 class Documents(NamedTuple):
@@ -65,7 +58,6 @@ class Documents(NamedTuple):
         return cls(labels, rows, (first[:, None] + steps).clamp(max=starts.shape[1] - 1), steps < lengths[:, None])
 
     def to(self, device: torch.device) -> Documents:
-        """The same on another device."""
         return Documents(*(x.to(device) for x in self))
 
     def split(self, x: Tensor) -> Tensor:
@@ -95,8 +87,8 @@ class TokenLayout:
     ) -> TokenLayout:
         """Read the arguments that `measure` feeds to a model.
 
-        Tokens that the tokeniser marked count if `special`. A `decoder` may have masks of its own. Beside `images`,
-        other masks and positions are those of a text.
+        Tokens that the tokeniser marked count if `special`. A `decoder` may have its own masks. Beside `images`, other
+        masks and positions are those of a text.
         """
         if not isinstance(batch, Mapping):
             return cls(None, special_token_counts)
@@ -128,10 +120,6 @@ class TokenLayout:
         filled = counts.any(1).numpy()
         return None if filled.all() else filled
 
-    def count(self, rows: int) -> int:
-        """The number of samples in that many rows of a batch."""
-        return rows if self.documents is None else len(self.documents.rows)
-
     def tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens (samples, tokens, channels), and which of them count."""
         kind = (tokens.shape[:2], tokens.device)  # mostly that of every layer
@@ -143,15 +131,13 @@ class TokenLayout:
     def _counted(self, tokens: Tensor) -> tuple[Documents | None, Tensor | None]:
         """The documents the tokens are in, and which of the tokens count."""
         mask, (front, back) = self.mask, self.special_token_counts
-        if mask is not None:
-            if mask.shape != tokens.shape[:2]:
-                raise ShapeError(
-                    f"the batch's mask is {tuple(mask.shape)}, but the tokens are {tuple(tokens.shape)}, so which of "
-                    "them are padding is not known: measure samples of one size together, or one by one, without "
-                    "padding. Models that take padded samples only, such as Whisper, are fed without this mask, and "
-                    "their padding counts"
-                )
-            mask = mask.to(tokens.device)
+        if mask is not None and mask.shape != tokens.shape[:2]:
+            raise ShapeError(
+                f"the batch's mask is {tuple(mask.shape)}, but the tokens are {tuple(tokens.shape)}, so which of them "
+                "are padding is not known: measure samples of one size together, or one by one, without padding. A "
+                "model that takes only padded samples, such as Whisper, is fed without this mask, and padding counts"
+            )
+        mask = None if mask is None else mask.to(tokens.device)
         if front or back:
             content = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
             content[:, :front] = content[:, tokens.shape[1] - back :] = False
@@ -162,7 +148,7 @@ class TokenLayout:
         return documents, documents.inside if mask is None else documents.inside & documents.split(mask)
 
     def refuse_mixing(self, A: AttentionOperator) -> None:
-        """Raise if the attention's mask lets packed documents see each other, as in models that ignore restarts."""
+        """Raise if the attention's mask lets packed documents see each other."""
         if self.documents is None:
             return
         if A.mask4 is not None:
@@ -173,7 +159,7 @@ class TokenLayout:
                 return
         raise AcutanceError(
             "position_ids start anew, as for documents packed into one row, but this model does not keep such "
-            "documents apart: their tokens see each other. Give the documents as rows of their own"
+            "documents apart. Give the documents as rows of their own"
         )
 
     def record(self, record: AttentionCall) -> AttentionCall:
@@ -191,15 +177,9 @@ class TokenLayout:
             own = A.mask4.expand(A.shape[0], -1, A.shape[2], -1)[rows, :, places[:, :, None], places[:, None, :]]
             own = own.permute(0, 3, 1, 2)
             mask = own & mask if own.dtype == torch.bool else own.masked_fill(~mask, -torch.inf)
-        return AttentionCall(
-            layer=record.layer,
-            name=record.name,
-            operator=A.replace(q=split(A.q), k=split(A.k), mask=mask),
-            v=split(record.v),
-            values=split(record.values),
-            output=split(record.output),
-            branch=documents.split(record.branch),
-        )
+        operator, branch = A.replace(q=split(A.q), k=split(A.k), mask=mask), documents.split(record.branch)
+        per_head: dict[str, Any] = {name: split(getattr(record, name)) for name in ("v", "values", "output")}
+        return replace(record, operator=operator, branch=branch, **per_head)
 
 
 def refuse_single(batches: object) -> None:
@@ -234,13 +214,14 @@ def _packed(batch: Mapping[str, Any]) -> Documents | None:
 def _image_padding(batch: Mapping[str, Any]) -> Tensor | None:
     for name in IMAGE_PADDING:
         mask = batch.get(name)
-        if isinstance(mask, Tensor) and not bool(mask.all()):
-            if mask.ndim == 2:
-                return mask.bool()
-            raise ShapeError(
-                f"{name} is {tuple(mask.shape)} and marks padding, but which tokens are padding is known only from "
-                "(batch, tokens): measure images without padding, those of one size together"
-            )
+        if not isinstance(mask, Tensor) or bool(mask.all()):
+            continue
+        if mask.ndim == 2:
+            return mask.bool()
+        raise ShapeError(
+            f"{name} is {tuple(mask.shape)} and marks padding, but which tokens are padding is known only from "
+            "(batch, tokens): measure images without padding, those of one size together"
+        )
     return None
 
 
@@ -259,8 +240,12 @@ def _padding(batch: Mapping[str, Any], names: Mapping[str, bool], *, is_packed: 
 
 def _padding_of_pairs(name: str, mask: Tensor, rows: int, *, is_packed: bool) -> Tensor | None:
     """The padding in a mask (batch, heads, queries, keys), if every query sees the same keys."""
-    visible = _visible(mask)
-    if visible is not None:
+    is_clear, visible = True, mask.bool()
+    if mask.is_floating_point():  # added to the logits, or zeros and ones
+        is_added = bool((mask <= 0).all()) or bool((mask <= HIDDEN).any())
+        is_clear = is_added or mask.ndim == 3 or bool((mask == 1).all())
+        visible = mask > HIDDEN if is_added else visible
+    if is_clear:
         keys = visible.any(-2, keepdim=True)
         is_seeing = visible.any(-1, keepdim=True)  # padding may be kept from seeing anything
         one = keys[:, :1] if mask.ndim == 4 else keys
@@ -273,12 +258,3 @@ def _padding_of_pairs(name: str, mask: Tensor, rows: int, *, is_packed: bool) ->
         f"{name} is {tuple(mask.shape)} and does not clearly hide the same keys from all queries, so which tokens are "
         f"padding is not known: give {name} as (batch, tokens), with 0 for padding"
     )
-
-
-def _visible(mask: Tensor) -> Tensor | None:
-    """Which keys a mask of pairs shows, be it bool, zeros and ones, or added to the logits; None if not clear."""
-    if not mask.is_floating_point():
-        return mask.bool()
-    if bool((mask <= 0).all()) or bool((mask <= HIDDEN).any()):
-        return mask > HIDDEN
-    return mask.bool() if mask.ndim == 3 or bool((mask == 1).all()) else None

@@ -1,14 +1,10 @@
-"""walk: the one pass of batches through a model that everything uses.
-
-A visitor says at which layers it wants to see what. Only those hooks are set, and several visitors share one forward
-pass.
-"""
+"""walk: the one pass of batches through a model, with the hooks that its visitors need and no others."""
 
 from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,19 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from acutance import distributed as processes
 from acutance import sites
 from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError
-from acutance.measure.samples import SPECIAL, BatchRows, TokenLayout, refuse_single
+from acutance.measure.samples import SPECIAL, TokenLayout, possible_rows, refuse_single
 from acutance.sites.structure import bare_module, evaluating, is_sharded
 from acutance.version import __version__
 
 EVERY = range(sys.maxsize)  # layer
-AsTokens = Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -44,7 +39,7 @@ class Batch:
     _samples: dict[str, TokenLayout] = field(default_factory=dict, init=False)
 
     def samples(self, prefix: str) -> TokenLayout:
-        """With the special tokens `in` or `out`."""
+        """How the tokens fall into samples, with the special tokens `in` or `out`."""
         if prefix not in self._samples:
             about = sites.token_kind(self.model, self.part) if isinstance(self.fed, Mapping) else {}
             skip = sites.special_tokens(self.model, self.part) if prefix == "out" else (0, 0)
@@ -93,18 +88,9 @@ def walk(
     progress: str | None = None,
     across_processes: bool = False,
 ) -> None:
-    """Stream batches through a model, once for all visitors.
+    """Stream batches through a model, once for all visitors; in evaluation mode, without gradients and wrappers.
 
-    The model is read in evaluation mode without gradients, outside of torch.compile's and DDP's wrappers, and left as
-    it was found.
-
-    Args:
-        model: any model that `acutance.sites` knows; of others, blocks told by structure.
-        batches: tensors, (tensor, …) tuples of which the first entry is fed, or mappings of keyword arguments.
-        visitors: what is done with what they see.
-        part: path of the submodule to read, if a model has several stacks of layers.
-        progress: the title of a progress bar; None shows none.
-        across_processes: every process of the process group runs its share of the batches.
+    Model, batches, part and across_processes are as in `measure`; progress is the title of a progress bar.
     """
     refuse_single(batches)
     bare = bare_module(model)  # a compiled model would not see hooks added now
@@ -124,7 +110,7 @@ def walk(
                 visitor.begin(batch)
             with ExitStack() as around:
                 if is_first:  # once only: the check waits for the device
-                    around.enter_context(sites.checking_blocks(target, *BatchRows.of(fed)))
+                    around.enter_context(sites.checking_blocks(target, *possible_rows(fed)))
                 if batch.packed is not None and not attends:
                     with suppress(AcutanceError):  # attention that cannot be read cannot be checked
                         around.enter_context(sites.find(target)[0].observe(refuse_mixing))
@@ -151,47 +137,38 @@ def hooked(
 ) -> Iterator[None]:
     """Set the hooks that the visitors need, for the time of a with block; `check` sees attention before they do."""
 
+    def hook(method: str, layer: int, read: Callable[..., Any]) -> Callable[..., None] | None:
+        """Calls this method of the visitors that need it at this layer, with what `read` makes of its arguments."""
+        methods = [getattr(visitor, method) for visitor in visitors if layer in visitor.needs.get(method, ())]
+
+        def called(*args: Any) -> None:
+            seen = read(*args)
+            for call in methods:
+                call(layer, seen)
+
+        return called if methods else None
+
+    def tokens_out(as_tokens: Callable[[Tensor], Tensor], _block: nn.Module, _args: Any, output: Any) -> Tensor:
+        return as_tokens(sites.tokens_out(output))
+
     def checked(call: AttentionCall) -> AttentionCall:
         check(call)
         return call
 
-    def last_tokens(*args: Any) -> Tensor:
-        return _tokens_out(sites.find(model)[-1].tokens, *args)
-
     with ExitStack() as stack:
         blocks = sites.blocks(model)
         for layer, block, as_tokens in blocks:
-            if enter := _hook(visitors, "enter", layer, partial(_tokens_in, as_tokens)):
+            if enter := hook("enter", layer, lambda _, *given, f=as_tokens: f(sites.tokens_in(*given))):
                 stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            if leave := _hook(visitors, "leave", layer, partial(_tokens_out, as_tokens)):
+            if leave := hook("leave", layer, partial(tokens_out, as_tokens)):
                 stack.callback(block.register_forward_hook(leave).remove)
         if any("attend" in visitor.needs for visitor in visitors):
             for site, layer in sites.layers_of(model):
-                if attend := _hook(visitors, "attend", layer, checked):
+                if attend := hook("attend", layer, checked):
                     stack.callback(site.observe(attend).remove)
-        if final := _hook(visitors, "final", blocks[-1][0], last_tokens):
+        if final := hook("final", blocks[-1][0], lambda *args: tokens_out(sites.find(model)[-1].tokens, *args)):
             stack.callback(sites.final_norm(model).register_forward_hook(final).remove)
         yield
-
-
-def _hook(visitors: Sequence[Visitor], method: str, layer: int, read: Callable[..., Any]) -> Callable[..., None] | None:
-    """Calls this method of the visitors that need it at this layer, with what `read` makes of a hook's arguments."""
-    methods = [getattr(visitor, method) for visitor in visitors if layer in visitor.needs.get(method, ())]
-
-    def hook(*args: Any) -> None:
-        seen = read(*args)
-        for call in methods:
-            call(layer, seen)
-
-    return hook if methods else None
-
-
-def _tokens_in(as_tokens: AsTokens, _block: nn.Module, args: Any, kwargs: Any) -> Tensor:
-    return as_tokens(sites.tokens_in(args, kwargs))
-
-
-def _tokens_out(as_tokens: AsTokens, _block: nn.Module, _args: Any, output: Any) -> Tensor:
-    return as_tokens(sites.tokens_out(output))
 
 
 def track(batches: Iterable[Any], progress: str | None, stack: ExitStack) -> Iterable[Any]:
@@ -199,8 +176,7 @@ def track(batches: Iterable[Any], progress: str | None, stack: ExitStack) -> Ite
     console = Console(stderr=True)  # what is printed may be piped
     if progress is None or not console.is_terminal:
         return batches
-    done, times = [BarColumn(), MofNCompleteColumn()], [TimeElapsedColumn(), TimeRemainingColumn()]
-    columns = [TextColumn("{task.description}"), *done, *times]
+    columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     bar = stack.enter_context(Progress(*columns, console=console, transient=True))
     return bar.track(batches, total=processes.length_of(batches), description=progress)
 
@@ -230,8 +206,9 @@ def describe(model: nn.Module, part: str | None = None) -> dict[str, Any]:
     """What was read and with what, so that somebody else can read it again."""
     parameter = next(model.parameters())
     versions = {"acutance": __version__, "torch": torch.__version__, "numpy": np.__version__}
-    # gguf does not know its own version.
-    libraries = {name: sys.modules[name] for name in ("transformers", "timm", "gguf") if name in sys.modules}
+    versions["python"] = platform.python_version()
+    libraries = [name for name in ("transformers", "timm", "gguf") if name in sys.modules]  # gguf has no __version__
+    versions |= {n: getattr(sys.modules[n], "__version__", None) or metadata.version(n) for n in libraries}
     return {
         "model": type(model).__name__,
         "mitigation": sites.mitigation_spec(sites.part_of(model, part)),
@@ -239,8 +216,6 @@ def describe(model: nn.Module, part: str | None = None) -> dict[str, Any]:
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(parameter.device) if parameter.is_cuda else str(parameter.device),
         "seed": torch.initial_seed(),
-        "versions": versions
-        | {"python": platform.python_version()}
-        | {n: getattr(m, "__version__", None) or metadata.version(n) for n, m in libraries.items()},
+        "versions": versions,
         **({} if part is None else {"part": part}),
     }

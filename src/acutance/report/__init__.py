@@ -3,7 +3,7 @@
 Callers hand over rows, arrays and the dataclasses defined here. This room imports no other room but `files`.
 """
 
-from acutance.report.page import Curves, write_page
+from acutance.report.page import write_page
 from acutance.report.pictures import plot_attention, plot_curves
 
-__all__ = ["Curves", "plot_attention", "plot_curves", "write_page"]
+__all__ = ["plot_attention", "plot_curves", "write_page"]

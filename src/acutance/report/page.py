@@ -1,4 +1,4 @@
-"""One offline HTML page: the per-layer curves of one or several runs, and what was read where."""
+"""One offline HTML page: the curves of some runs by layer, or the eigenvalues of one; and what was read where."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from acutance.errors import import_extra
 from acutance.files.atomic import atomic_write
-from acutance.report.tables import Rows, html_table
+from acutance.report.tables import Result, Rows, html_table
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart too.
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
@@ -26,33 +29,48 @@ TAP_NAMES = {
     "final": "after the final norm",
     "attention_matrix": "attention operator",
 }
-HINT = "Click a name in a legend to single it out; hover a point for its value. Bands are one standard deviation."
+HINT = "Click a name in a legend to single it out; hover a point for its value. Bands are one standard deviation. "
+HINT += "Layer 0 is what enters the first block."
+# The same colours everywhere: positive eigenvalues and the μ = 1 family smooth, the others sharpen.
+COLOURS = {"smoothing": "#D55E00", "sharpening": "#0072B2"}
+FELL = "HFC/LFC fell across the branch"
+COLUMNS = 4  # charts of eigenvalues side by side
+BINS = 40
+POINTS = 2000  # eigenvalues of a layer shown on a page: keeps the page of a wide model small
 CONTEXT = ("model", "mitigation", "parameters", "samples", "dtype", "device", "seed", "versions")
 
 
+def curve(run: Result, metric: str, tap: str) -> list[dict[str, Any]]:
+    """A run's rows of one metric at one tap, by depth, each with layer, mean and std."""
+    chosen = [row for row in run.rows() if (row["metric"], row["tap"]) == (metric, tap)]
+    return sorted(chosen, key=lambda row: int(row["layer"]))
+
+
 @dataclass(frozen=True)
-class Curves:
-    """One run's metrics by depth, and the context they were read in."""
+class LayerRow:
+    """One layer of a spectrum."""
 
-    rows: Sequence[Mapping[str, Any]]  # each with tap, layer, metric, mean and std
-    context: Mapping[str, Any]
+    layer: int
+    verdict: str
+    eigenvalues: NDArray[np.complex128]
+    percent: Mapping[str, float]  # of samples and heads: smoothing, sharpening, FELL and what tooltips show beside it
 
-    def select(self, metric: str, tap: str) -> list[Mapping[str, Any]]:
-        """The rows of one metric at one tap, by depth."""
-        chosen = [row for row in self.rows if (row["metric"], row["tap"]) == (metric, tap)]
-        return sorted(chosen, key=lambda row: int(row["layer"]))
+    @property
+    def sides(self) -> NDArray[np.str_]:
+        """Of each eigenvalue, smoothing where the constant part of the tokens grows: |1 + λ| > 1."""
+        return np.where(np.abs(1 + self.eigenvalues) > 1, *COLOURS)
 
 
 def write_page(
-    runs: Mapping[str, Curves],
+    runs: Mapping[str, Result],
     path: str | os.PathLike[str],
     *,
     title: str = "Over-smoothing, layer by layer",
     verdict: str = "",
     summary: Rows = (),
 ) -> Path:
-    """Write the page of some runs, a curve each in every chart; it needs no network to be read."""
-    taps = dict.fromkeys(row["tap"] for run in runs.values() for row in run.rows)
+    """Write the page of some runs, a curve each in every chart."""
+    taps = dict.fromkeys(row["tap"] for run in runs.values() for row in run.rows())
     return compose(
         path,
         title=title,
@@ -61,7 +79,6 @@ def write_page(
         charts={tap: (TAP_NAMES.get(tap, tap), _charts(runs, tap)) for tap in taps},
         context=[context_row(name, run.context, ["prefix", "data"]) for name, run in runs.items()],
         hint=HINT,
-        footer="Layer 0 is what enters the first block.",
     )
 
 
@@ -74,7 +91,6 @@ def compose(
     charts: Mapping[str, tuple[str, Any]],
     context: Rows,
     hint: str = "",
-    footer: str = "",
 ) -> Path:
     """Write one page: verdict, summary, a heading and an Altair chart per entry of `charts`, what was read."""
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -88,7 +104,6 @@ def compose(
             for name, (heading, _) in charts.items()
         ),
         context=html_table(context),
-        footer=escape(footer),
         # Safe inside a script element, whatever a run is called.
         charts=json.dumps({name: chart.to_dict() for name, (_, chart) in charts.items()}).replace("<", "\\u003c"),
         bundle=_bundle(),
@@ -96,21 +111,21 @@ def compose(
     return atomic_write(path, body.encode())
 
 
-def _charts(runs: Mapping[str, Curves], tap: str) -> Any:
+def _charts(runs: Mapping[str, Result], tap: str) -> Any:
     """A grid of small charts, one per metric, that share colours, legend and selection."""
     alt = load_altair()
     pick = alt.selection_point(fields=["run"], bind="legend")
-    metrics = dict.fromkeys(row["metric"] for run in runs.values() for row in run.rows if row["tap"] == tap)
+    metrics = dict.fromkeys(row["metric"] for run in runs.values() for row in run.rows() if row["tap"] == tap)
     first, *others = [_chart(alt, runs, tap, metric, pick) for metric in metrics]
     grid = alt.concat(first.add_params(pick), *others, columns=3)  # one legend picks in all charts
     return grid.configure_legend(orient="top", labelLimit=400, symbolOpacity=1)
 
 
-def _chart(alt: Any, runs: Mapping[str, Curves], tap: str, metric: str, pick: Any) -> Any:
+def _chart(alt: Any, runs: Mapping[str, Result], tap: str, metric: str, pick: Any) -> Any:
     rows = [
         {"run": name, "layer": r["layer"], "mean": r["mean"], "low": r["mean"] - r["std"], "high": r["mean"] + r["std"]}
         for name, run in runs.items()
-        for r in run.select(metric, tap)
+        for r in curve(run, metric, tap)
         if math.isfinite(r["mean"])  # JSON has no infinity
     ]
     base = alt.Chart(alt.Data(values=rows)).encode(
@@ -123,6 +138,93 @@ def _chart(alt: Any, runs: Mapping[str, Curves], tap: str, metric: str, pick: An
     band = base.mark_area().encode(y=low, y2="high:Q", opacity=faint)
     line = base.mark_line(point=True).encode(y=mean, opacity=bold)
     return alt.layer(band, line).properties(width=300, height=190, title=metric)
+
+
+def write_spectrum_page(
+    path: str | os.PathLike[str],
+    layers: Sequence[LayerRow],
+    title: str,
+    verdict: str,
+    summary: Rows,
+    context: Mapping[str, Any],
+) -> Path:
+    """One offline page: the verdict per layer, the eigenvalues and, where it was read on data, what dominates."""
+    charts = {}
+    if all(row.percent for row in layers):
+        heading = f"Which family dominates I + H⊗A (bars); how often {FELL} (dots)"
+        charts["dominance"] = heading, _dominance_chart(layers)
+    charts["histogram"] = "Eigenvalues of H by layer", _histogram_chart(layers)
+    charts["plane"] = "Eigenvalues of H in the complex plane", _plane_chart(layers)
+    return compose(
+        path,
+        title=f"Why {title} smooths or sharpens",
+        verdict=verdict,
+        summary=summary,
+        charts=charts,
+        context=[context_row(title, context, ["norm", "outside H", "read"])],
+        hint="H = W_projᵀW_Vᵀ with eigenvalues λ, A attention with eigenvalues μ. Orange smooths, blue sharpens.",
+    )
+
+
+def _histogram_chart(layers: Sequence[LayerRow]) -> Any:
+    alt, (edges, sides) = load_altair(), bins(layers)
+    bars = list(zip(edges[:-1].tolist(), edges[1:].tolist(), sides, strict=True))
+    data = [
+        {"layer": row.layer, "from": low, "to": high, "count": int(count), "side": side}
+        for row in layers
+        for (low, high, side), count in zip(bars, np.histogram(row.eigenvalues.real, edges)[0], strict=True)
+        if count
+    ]
+    x, y = alt.X("from:Q", bin="binned", title="Re λ"), alt.Y("count:Q", title=None)
+    return _by_layer(alt.Chart(alt.Data(values=data)).mark_bar(stroke=None).encode(x=x, x2="to:Q", y=y), height=120)
+
+
+def _plane_chart(layers: Sequence[LayerRow]) -> Any:
+    alt, data = load_altair(), []
+    for row in layers:
+        every = slice(None, None, math.ceil(len(row.eigenvalues) / POINTS))
+        for value, side in zip(row.eigenvalues[every].tolist(), row.sides[every].tolist(), strict=True):
+            data.append({"layer": row.layer, "re": value.real, "im": value.imag, "side": side})
+    x, y = alt.X("re:Q", title="Re λ"), alt.Y("im:Q", title="Im λ")
+    tooltip = [alt.Tooltip(f"{name}:Q", format=".4g") for name in ("re", "im")]
+    points = alt.Chart(alt.Data(values=data)).mark_circle(size=14).encode(x=x, y=y, tooltip=tooltip)
+    return _by_layer(points, height=160)
+
+
+def _by_layer(chart: Any, height: int) -> Any:
+    return _coloured(chart).properties(width=210, height=height).facet("layer:O", columns=COLUMNS)
+
+
+def _coloured(chart: Any) -> Any:
+    alt = load_altair()
+    scale = alt.Scale(domain=list(COLOURS), range=list(COLOURS.values()))
+    return chart.encode(color=alt.Color("side:N", scale=scale, title=None))
+
+
+def _dominance_chart(layers: Sequence[LayerRow]) -> Any:
+    alt = load_altair()
+    # JSON has no NaN, which stands for percentages of nothing.
+    data = [
+        {"layer": row.layer} | {name: value if math.isfinite(value) else None for name, value in row.percent.items()}
+        for row in layers
+    ]
+    shares = [{"layer": row["layer"], "side": side, "percent": row[side]} for row in data for side in COLOURS]
+    x = alt.X("layer:O", title="layer", axis=alt.Axis(labelAngle=0))
+    y = alt.Y("percent:Q", title="% of samples and heads", scale=alt.Scale(domain=[0, 100]))
+    bars = _coloured(alt.Chart(alt.Data(values=shares)).mark_bar().encode(x=x, y=y))
+    shown = [name for name in layers[0].percent if name not in COLOURS]
+    tooltip = [alt.Tooltip(f"{name}:Q", title=f"{name}, %", format=".1f") for name in shown]
+    dots = alt.Chart(alt.Data(values=data)).mark_point(color="black", filled=True, size=50)
+    dots = dots.encode(x=x, y=f"{FELL}:Q", tooltip=tooltip)
+    return alt.layer(bars, dots).properties(width=max(300, 40 * len(data)), height=220)
+
+
+def bins(layers: Sequence[LayerRow]) -> tuple[NDArray[np.float64], list[str]]:
+    """The edges of bins of one width for all layers, and the bins' sides: 0 is an edge, so that no bar mixes signs."""
+    real = np.concatenate([np.zeros(1), *(row.eigenvalues.real for row in layers)])
+    step = float(np.ptp(real)) / BINS or 1.0
+    edges = step * np.arange(math.floor(real.min() / step) - 1, math.ceil(real.max() / step) + 2, dtype=np.float64)
+    return edges, np.where(edges[:-1] >= 0, *COLOURS).tolist()
 
 
 def context_row(name: str, context: Mapping[str, Any], more: Sequence[str] = ()) -> dict[str, str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
@@ -75,22 +78,17 @@ class FittedTable:
         return unwrapped + (WRAPPED if self.sentences in columns else 0)
 
 
-class Result:
+class Result(ABC):
     """What results have in common: they print as a table, turn into a data frame and save as JSON."""
 
     context: Mapping[str, Any]
 
-    def table(self) -> FittedTable:
-        """For the terminal."""
-        raise NotImplementedError
-
-    def rows(self) -> list[dict[str, Any]]:
-        """A mapping per row of the data frame."""
-        raise NotImplementedError
-
-    def to_json(self) -> str:
-        """What `save` writes."""
-        raise NotImplementedError
+    @abstractmethod
+    def table(self) -> FittedTable: ...
+    @abstractmethod
+    def rows(self) -> list[dict[str, Any]]: ...  # of the data frame
+    @abstractmethod
+    def to_json(self) -> str: ...  # what `save` writes
 
     @property
     def title(self) -> str:
@@ -122,3 +120,15 @@ def html_table(rows: Rows) -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in rows[0])
     lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def to_plain(value: Any) -> Any:
+    """What JSON can hold: infinity and NaN by name, complex arrays by their parts."""
+    if is_dataclass(value):
+        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, np.ndarray):
+        is_complex = np.iscomplexobj(value)
+        return {"real": value.real.tolist(), "imag": value.imag.tolist()} if is_complex else value.tolist()
+    if isinstance(value, tuple):
+        return [to_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

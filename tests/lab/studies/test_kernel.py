@@ -15,7 +15,7 @@ import acutance as ac
 from acutance import metrics, sites
 from acutance.cli.studies import app
 from acutance.errors import AcutanceError
-from acutance.explain.verdict import rank_correlation
+from acutance.explain.spectral_theory import rank_correlation
 from acutance.io.loading import load_model
 from acutance.lab.data import digits
 from acutance.lab.studies import kernel, kernel_assumptions, kernel_study

@@ -26,7 +26,7 @@ from acutance.attention import AttentionCall
 from acutance.attention.operator import AttentionOperator
 from acutance.attention.products import repeat_heads
 from acutance.errors import AcutanceError
-from acutance.explain.verdict import rank_correlation
+from acutance.explain.spectral_theory import rank_correlation
 from acutance.io import LoadedModel
 from acutance.lab.data import digits
 from acutance.lab.studies.pictures import data_frame, kernel_picture, save_study
