@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,10 +51,11 @@ def save(model: nn.Module, path: PathLike) -> Path:
         return Path(path)
     if Path(path).suffix != ".safetensors":
         raise AcutanceError(f"{path}: a {kind} is written as one file, name it ….safetensors")
-    if type(model) in OWN.values() and getattr(model, "is_uniform", True):
-        metadata = {CLASS_KEY: kind, CONFIG_KEY: json.dumps(cast(Any, model).config.to_dict())}
-    else:
-        metadata = {RECORD_KEY: json.dumps(sites.record(model))}
+    metadata = {}
+    if type(model) in OWN.values():
+        with suppress(AcutanceError):  # layers that differ in their mitigation, which a configuration cannot say
+            metadata = {CLASS_KEY: kind, CONFIG_KEY: json.dumps(cast(Any, model).config.to_dict())}
+    metadata = metadata or {RECORD_KEY: json.dumps(sites.record(model))}
 
     def write(file: Path) -> None:
         save_model(model, str(file), {"format": "pt", **metadata})
