@@ -14,7 +14,7 @@ import torch
 
 import acutance as ac
 from acutance import cli
-from acutance.cli.options import numbers, words
+from acutance.cli.options import ints, words
 from acutance.explain import Spectrum
 from acutance.measure.profile import Profile
 from forked import run_forked
@@ -215,7 +215,7 @@ def test_blanks_after_commas_are_no_part_of_a_name(checkpoint: Path, tmp_path: P
     assert status == 0, complaint
     profile = Profile.load(tmp_path / "p.json")
     assert (profile.metrics, profile.taps) == (["token_cosine", "norm_spread"], ["block", "attention"])
-    assert (numbers("1, 2", "--layers"), words("fog, contrast")) == ([1, 2], ["fog", "contrast"])
+    assert (ints("1, 2", "--layers"), words("fog, contrast")) == ([1, 2], ["fog", "contrast"])
 
 
 def test_of_several_stacks_the_option_is_named(tmp_path: Path, here) -> None:

@@ -1,13 +1,11 @@
 """`acutance robustness`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
-from acutance.cli.options import DataDir, Device, Markdown, Weights, console, numbers, option, say, stoppable, words
+from acutance.cli.options import DataDir, Device, Markdown, Weights, console, ints, option, say, stoppable, words, write
 from acutance.errors import AcutanceError
 
 
@@ -35,7 +33,6 @@ def robustness(
     Example: acutance robustness runs/digits-seed0 --corruptions fog,contrast --attacks fgsm:8,pgd:8:20
     """
     from acutance.distributed import device as device_of
-    from acutance.files.atomic import atomic_write
     from acutance.io.saving import load
     from acutance.lab.evaluate.evaluate import refuse_seen, weights_path
     from acutance.lab.robustness import CORRUPTIONS, evaluate, images_of, table_name
@@ -53,7 +50,7 @@ def robustness(
             load(weights_path(run, chosen)).to(device_of(device)),
             images,
             corruptions={"all": list(CORRUPTIONS), "none": []}.get(corruptions.strip(), words(corruptions)),
-            severities=numbers(severities, "--severities"),
+            severities=ints(severities, "--severities"),
             attacks=[] if attacks.strip() == "none" else words(attacks),
             seed=seed,
             path=target,
@@ -63,5 +60,4 @@ def robustness(
         )
     console.print(table.table())
     say(f"wrote {target}")
-    if markdown_path is not None:
-        say(f"wrote {atomic_write(markdown_path, table.markdown().encode())}")
+    write(markdown_path, table.markdown().encode())
