@@ -21,9 +21,7 @@ def robustness(
     limit: Annotated[int | None, option("Only so many images; of ImageNet some of each class.", min=1)] = None,
     seed: Annotated[int, option("Of what is drawn.")] = 0,
     device: Device = "auto",
-    json_path: Annotated[
-        Path | None, option("The table; it goes on from there.", "--json", show_default="RUN/robustness….json")
-    ] = None,
+    json_path: Annotated[Path | None, option("The table.", "--json", show_default="RUN/robustness….json")] = None,
     markdown_path: Markdown = None,
 ) -> None:
     """Measure 19 corruptions at 5 severities, FGSM and PGD. Stopped, the same command goes on.
@@ -45,19 +43,15 @@ def robustness(
     refuse_seen(run, config, split, chosen)
     images = images_of(config.task, split, data_dir=data_dir, limit=limit)
     target = json_path or run / table_name(split, weights, corrupted_dir)
+    options: dict[str, Any] = {
+        "corruptions": {"all": list(CORRUPTIONS), "none": []}.get(corruptions.strip(), words(corruptions)),
+        "severities": ints(severities, "--severities"),
+        "attacks": [] if attacks.strip() == "none" else words(attacks),
+        "context": {"name": run.name, "split": split, "which": weights},
+    }
     with stoppable():
-        table = evaluate(
-            load(weights_path(run, chosen)).to(device_of(device)),
-            images,
-            corruptions={"all": list(CORRUPTIONS), "none": []}.get(corruptions.strip(), words(corruptions)),
-            severities=ints(severities, "--severities"),
-            attacks=[] if attacks.strip() == "none" else words(attacks),
-            seed=seed,
-            path=target,
-            corrupted_dir=corrupted_dir,
-            progress=True,
-            context={"name": run.name, "split": split, "which": weights},
-        )
+        model = load(weights_path(run, chosen)).to(device_of(device))
+        table = evaluate(model, images, seed=seed, path=target, corrupted_dir=corrupted_dir, progress=True, **options)
     console.print(table.table())
     say(f"wrote {target}")
     write(markdown_path, table.markdown().encode())

@@ -5,54 +5,46 @@ from __future__ import annotations
 import importlib.util
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
 from inspect import signature
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError, first_line, import_extra
 from acutance.io.inputs import LoadedModel, Preprocess, centre_crop
-from acutance.io.saving import load
+from acutance.io.saving import listed, load
 from acutance.sites.transformers import notes_of
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PATIENCE = 10  # seconds that the Hub has to answer in
 
 
-class Source(NamedTuple):
-    """Where a model of transformers lies."""
-
-    place: str  # a folder, or a name on the Hub
-    options: Mapping[str, str] = {}  # for from_pretrained
-    repository: str | None = None  # the name on the Hub; None for local files
-
-
 def load_transformers(name: str, *, head: bool) -> LoadedModel:
     """The model behind `hf:…`: its backbone, or with `head` the class its checkpoint was saved from."""
     transformers = import_extra("transformers", "hf: models need transformers: pip install 'acutance[hf]'")
-    source = _source(name)
-    place, options, repository = source
+    place, options, repository = _source(name)
     with _loading(name, repository), _quiet(transformers, repository is None):
         config = transformers.AutoConfig.from_pretrained(place, **options)
         if notes_of(config):  # saved with its mitigation, whose record names layers of the whole
-            if repository is not None:
-                from huggingface_hub import snapshot_download
+            from huggingface_hub import snapshot_download
 
-                place = snapshot_download(repository)
-            model: Any = load(place)
+            model: Any = load(place if repository is None else snapshot_download(repository))
         else:
-            kind = _class(transformers, config, source) if head else transformers.AutoModel
+            # A GGUF file does not name the class it was saved from; it holds a language model.
+            whole = transformers.AutoModelForCausalLM if "gguf_file" in options else transformers.AutoModel
+            whole = getattr(transformers, (config.architectures or [""])[0], whole)
+            kind = whole if head else transformers.AutoModel
             model, report = kind.from_pretrained(place, config=config, output_loading_info=True, **options)
             _warn_of_random_weights(name, report["missing_keys"])
 
     def part(kind: Any, what: str, **options: Any) -> Any:
         with _loading(f"the {what} of {name}", repository), _quiet(transformers, True):
-            return kind.from_pretrained(source.place, **options)
+            return kind.from_pretrained(place, **options)
 
     @cache
     def tokenizer() -> Any:
@@ -81,13 +73,14 @@ def load_transformers(name: str, *, head: bool) -> LoadedModel:
     )
 
 
-def _source(name: str) -> Source:
+def _source(name: str) -> tuple[str, dict[str, str], str | None]:
+    """A folder or a name on the Hub, options for from_pretrained, and the repository on the Hub, if it is one."""
     place = name.removeprefix("hf:")
     path = Path(place).expanduser()
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
         if (path / "config.json").is_file() or not found:
-            return Source(str(path))
+            return str(path), {}, None
         if len(found) > 1:
             files = ", ".join(file.name for file in found)
             raise AcutanceError(f"{name} holds several GGUF files ({files}): name one of them")
@@ -98,24 +91,18 @@ def _source(name: str) -> Source:
         missing = [library for library in ("gguf", "accelerate") if importlib.util.find_spec(library) is None]
         if missing:
             raise MissingExtraError(f"a GGUF file needs {' and '.join(missing)}: pip install 'acutance[hf]'")
-        return Source(str(path.parent), {"gguf_file": path.name})
+        return str(path.parent), {"gguf_file": path.name}, None
     if path.suffix == ".gguf" or not HUB_NAME.fullmatch(place):
         raise AcutanceError(f"{name}: there is no file or folder {path}, and a name on the Hub looks like owner/model")
-    return Source(place, repository=place)
-
-
-def _class(transformers: Any, config: Any, source: Source) -> Any:
-    """The class the checkpoint was saved from. A GGUF file does not say; it holds a language model."""
-    default = transformers.AutoModelForCausalLM if "gguf_file" in source.options else transformers.AutoModel
-    return getattr(transformers, (config.architectures or [""])[0], default)
+    return place, {}, place
 
 
 def _warn_of_random_weights(name: str, missing: set[str]) -> None:
     """Poolers are left out: nothing after them is measured, and checkpoints often come without."""
     random = sorted(key for key in missing if "pooler" not in key.split("."))
     if random:
-        shown = ", ".join(random[:4]) + (f" and {len(random) - 4} more" if len(random) > 4 else "")
-        warnings.warn(f"{name} holds no {shown}: random there, as in an untrained model", AcutanceWarning, stacklevel=4)
+        message = f"{name} holds no {listed(random, 4)}: random there, as in an untrained model"
+        warnings.warn(message, AcutanceWarning, stacklevel=4)
 
 
 def _context(model: nn.Module, config: Any) -> int | None:

@@ -36,10 +36,8 @@ UNEXPECTED = "_keys_to_ignore_on_load_unexpected"  # where a class of transforme
 def save(model: nn.Module, path: PathLike) -> Path:
     """Write a model's weights, the mitigation it carries and what that has learnt.
 
-    Args:
-        model: any model; shared parameters are written once.
-        path: a folder for transformers' models, which are written by their `save_pretrained`; a file
-            `….safetensors` for all others. Acutance's own models keep their configuration in it too.
+    The path is a folder for transformers' models, which are written by their `save_pretrained`, and a file
+    `….safetensors` for all others. Acutance's own models keep their configuration in it too.
     """
     kind = type(model).__name__
     if is_pretrained(model):
@@ -67,12 +65,10 @@ def save(model: nn.Module, path: PathLike) -> Path:
 
 
 def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
-    """Read what `save` wrote, or transformers' `save_pretrained` of a mitigated model.
+    """Read what `save` wrote, or transformers' `save_pretrained` of a mitigated model; of a run's folder, its last one.
 
-    Args:
-        path: the folder or file; of a run's folder, its last model.
-        model: a plain model to put the mitigation and the weights into. Not needed for transformers' folders and
-            Acutance's own models, which say what they are.
+    Mitigation and weights are put into a plain `model`. Transformers' folders and Acutance's own models need none: they
+    say what they are.
     """
     where = Path(path)
     if (where / "config.json").is_file():
@@ -95,12 +91,9 @@ def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
 
 
 def load_checkpoint(model: BlockStack | Segmenter, source: PathLike | Mapping[str, Any]) -> None:
-    """Load published weights, all of them or none; a position embedding of another grid is resized.
+    """Load published weights into one of our models, all of them or none; positions of another grid are resized.
 
-    Args:
-        model: one of ours, or the encoder of a `Segmenter`.
-        source: a safetensors file, a `.pth` file (a state dict, or DeiT's {"model": state dict}), or a
-            mapping laid out like one.
+    The source is a safetensors or `.pth` file with a state dict or DeiT's {"model": state dict}, or such a mapping.
     """
     label, state = "the state dict", cast(Any, source)
     if not isinstance(source, Mapping):
@@ -112,7 +105,7 @@ def load_checkpoint(model: BlockStack | Segmenter, source: PathLike | Mapping[st
         raise AcutanceError(f"{label} holds a {type(state).__name__}, not a state dict")
     state = state["model"] if isinstance(state.get("model"), Mapping) else state
     if other := [str(name) for name, value in state.items() if not isinstance(value, Tensor)]:
-        raise AcutanceError(f"{label} is not a state dict: {_listed(other)} are no tensors. Pass the state dict itself")
+        raise AcutanceError(f"{label} is not a state dict: {listed(other)} are no tensors. Pass the state dict itself")
     state = model.fit_state(state)
     _check_match(model.state_dict(), state, label)
     model.load_state_dict(state)
@@ -149,10 +142,8 @@ def _reading(file: Path) -> Iterator[None]:
 def _build(metadata: Mapping[str, str], path: Path) -> ViT | LanguageModel | Segmenter:
     """The model that a file of ours describes, with new weights."""
     if CONFIG_KEY not in metadata:
-        raise AcutanceError(
-            f"{path} does not say what model it is: build a plain one and pass it as model=, or for published weights "
-            "use acutance.io.load_checkpoint"
-        )
+        advice = "build a plain one and pass it as model=, or for published weights use acutance.io.load_checkpoint"
+        raise AcutanceError(f"{path} does not say what model it is: {advice}")
     name = metadata.get(CLASS_KEY, "ViT")
     if name not in OWN:
         raise AcutanceError(f"{path} holds a {name}, which this version does not know; known: {', '.join(OWN)}")
@@ -167,14 +158,15 @@ def _check_match(own: Mapping[str, Tensor], state: Mapping[str, Tensor], label: 
     missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     sizes = [f"{name} {found} for {wanted}" for name, (found, wanted) in shapes.items() if found != wanted]
     problems = {"missing": missing, "unexpected": unexpected, "of another size": sizes}
-    if found := "; ".join(f"{kind}: {_listed(names)}" for kind, names in problems.items() if names):
+    if found := "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names):
         advice = "build the model with the options the weights were trained with"
         if any(".mitigation." in name for name in missing):
             advice = "load it into a plain model, then add the mitigation with mitigate(model, …)"
         raise AcutanceError(f"{label} does not fit the model ({found}). To fix it, {advice}")
 
 
-def _listed(names: list[str], limit: int = 8) -> str:
+def listed(names: list[str], limit: int = 8) -> str:
+    """The first names, and how many more there are."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
@@ -182,21 +174,19 @@ def _load_folder(folder: Path, model: nn.Module | None) -> nn.Module:
     transformers = import_extra("transformers", f"{folder} is a transformers folder: pip install 'acutance[hf]'")
     config = transformers.AutoConfig.from_pretrained(folder)
     if model is None:
-        found = getattr(transformers, (config.architectures or [""])[0], None)
-        if found is None:
+        kind = getattr(transformers, (config.architectures or [""])[0], None)
+        if kind is None:
             raise AcutanceError(f"{folder} does not say what class it is: build the model and pass it as model=")
         # Transformers would report a mitigation's parameters as unexpected; they are read below.
-        ignored = [*(getattr(found, UNEXPECTED, None) or ()), r"\.mitigation\."]
-        with patch.object(found, UNEXPECTED, ignored):
-            model = cast(nn.Module, found.from_pretrained(folder))
+        ignored = [*(getattr(kind, UNEXPECTED, None) or ()), r"\.mitigation\."]
+        with patch.object(kind, UNEXPECTED, ignored):
+            model = cast(nn.Module, kind.from_pretrained(folder))
     record = _whole_record(model, notes_of(config), folder)
     state = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
     learnt = {name: tensor for name, tensor in state.items() if ".mitigation." in name}
     if learnt and not record:
-        raise AcutanceError(
-            f"{folder} has parameters of a mitigation ({next(iter(learnt))}), but config.json does not say which. Save "
-            "with acutance.save(model, folder)"
-        )
+        found = f"{folder} has parameters of a mitigation ({next(iter(learnt))})"
+        raise AcutanceError(f"{found}, but config.json does not say which. Save with acutance.save(model, folder)")
     reinstate(model, record)
     names = _names_on_disk(model, [name for name in model.state_dict() if ".mitigation." in name])
     if missing := [name for name, written in names.items() if written not in learnt]:
