@@ -81,7 +81,7 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         command(options=group(**{field.name: given.pop(field.name) for field in fields(group)}), **given)
 
-    parameters = [*(parameter.replace(kind=kind) for parameter in own.values()), *shared]
+    parameters = [*shared, *(parameter.replace(kind=kind) for parameter in own.values())]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
 

@@ -48,7 +48,7 @@ class LanguageConfig(ModelConfig):
 class LanguageModel(BlockStack):
     """A post-LN Transformer decoder with sinusoidal positions and an adaptive softmax tied to its embedding.
 
-    It takes the fields of `LanguageConfig`; the mitigation may be an object too.
+    Its arguments are the fields of `LanguageConfig`; `mitigation` may also be a `Mitigation`.
     """
 
     config_class = LanguageConfig

@@ -122,7 +122,7 @@ class MaskTransformer(BlockStack):
 class Segmenter(nn.Module):
     """Scores of every class at every pixel.
 
-    It takes the fields of `SegmenterConfig`; the mitigation, of encoder and decoder, may be an object too.
+    Its arguments are the fields of `SegmenterConfig`; `mitigation`, of both parts, may also be a `Mitigation`.
     """
 
     config_class = SegmenterConfig

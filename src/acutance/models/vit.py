@@ -251,7 +251,7 @@ class ViTConfig(ModelConfig):
 class ViT(BlockStack):
     """A vision Transformer for classification (https://arxiv.org/abs/2010.11929, https://arxiv.org/abs/2012.12877).
 
-    It takes the fields of `ViTConfig`; the mitigation may be an object too.
+    Its arguments are the fields of `ViTConfig`; `mitigation` may also be a `Mitigation`.
     """
 
     config_class = ViTConfig
