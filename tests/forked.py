@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
 PRELOADED = "acutance.cli acutance.io acutance.explain.read acutance.measure.reader acutance.lab.reproduce.run "
@@ -32,7 +31,7 @@ def run_forked(*arguments: object, seconds: float = 600, **environment: str) -> 
     return done
 
 
-def _run_as_torchrun(
+def run_as_torchrun(
     first: Sequence[object],
     second: Sequence[object] | None = None,
     *,
@@ -43,22 +42,22 @@ def _run_as_torchrun(
 ) -> list[Done]:
     """What two processes give that torchrun would start, on one machine or on two, with arguments of their own.
 
-    `prepare` is called in both, before the command.
+    `prepare` is called in both, before the command. On a busy machine gloo's first connection breaks now and then,
+    before any work is done: then they are started once more.
     """
-    port, local = free_port(), 2 // machines
-    commands = []
-    for rank, words in enumerate((first, first if second is None else second)):
-        told = {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": rank // local, "WORLD_SIZE": 2}
-        told |= {"LOCAL_WORLD_SIZE": local, "GROUP_WORLD_SIZE": machines, "OMP_NUM_THREADS": 1}
-        told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
-        told |= {"TORCHELASTIC_USE_AGENT_STORE": False, "TORCHELASTIC_RESTART_COUNT": 0}
-        commands.append((words, {name: str(value) for name, value in told.items()} | environment))
-    return run_beside(commands, seconds, prepare)
-
-
-def _torchrun_failed_to_connect(done: list[Done]) -> bool:
-    """Whether torch could not join the processes: on a busy machine gloo's first connection breaks now and then."""
-    return any("DistNetworkError" in one.stderr for one in done)
+    for _ in range(2):
+        port, local = free_port(), 2 // machines
+        commands = []
+        for rank, words in enumerate((first, first if second is None else second)):
+            told = {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": rank // local, "WORLD_SIZE": 2}
+            told |= {"LOCAL_WORLD_SIZE": local, "GROUP_WORLD_SIZE": machines, "OMP_NUM_THREADS": 1}
+            told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+            told |= {"TORCHELASTIC_USE_AGENT_STORE": False, "TORCHELASTIC_RESTART_COUNT": 0}
+            commands.append((words, {name: str(value) for name, value in told.items()} | environment))
+        done = run_beside(commands, seconds, prepare)
+        if not any("DistNetworkError" in one.stderr for one in done):
+            break
+    return done
 
 
 def free_port() -> int:
@@ -68,12 +67,6 @@ def free_port() -> int:
         with socket.socket() as trial, suppress(OSError):
             trial.bind(("127.0.0.1", port))
             return port
-
-
-def run_as_torchrun(*arguments: Sequence[object], **options: Any) -> list[Done]:
-    """As `_run_as_torchrun`, and once more where the processes could not be joined, before any work was done."""
-    done = _run_as_torchrun(*arguments, **options)
-    return _run_as_torchrun(*arguments, **options) if _torchrun_failed_to_connect(done) else done
 
 
 def run_beside(

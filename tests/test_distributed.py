@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import acutance as ac
 from acutance import distributed as processes
@@ -21,10 +21,9 @@ def running(values) -> Running:
     return Running.of(np.asarray([values], dtype=np.float64))
 
 
-@pytest.mark.parametrize("cuts", [[3], [1, 2], [2, 4, 6]])
-def test_merged_statistics_are_those_of_the_whole(cuts: list[int]) -> None:
+def test_merged_statistics_are_those_of_the_whole() -> None:
     values = np.random.default_rng(0).normal(1000.0, 0.1, 9)  # a mean far above the spread shows a careless formula
-    first, *others = (running(part) for part in np.split(values, cuts))
+    first, *others = (running(part) for part in np.split(values, [1, 2, 6]))
     for other in others:
         first += other
     assert first.count == 9
@@ -40,16 +39,6 @@ def test_an_infinity_stays_one_whatever_comes_before_or_after(order) -> None:
     assert (first.mean[0], first.std[0], first.count) == (math.inf, math.inf, 4)
 
 
-def test_streams_that_are_merged_together_keep_apart() -> None:
-    values = np.random.default_rng(1).normal(size=(4, 9))
-    values[1, 2], values[2, 7], values[3, [0, 8]] = np.inf, -np.inf, (np.inf, -np.inf)
-    together = Running.of(values[:, :5]) + Running.of(values[:, 5:])
-    for place, stream in enumerate(values):
-        alone = running(stream[:5]) + running(stream[5:])
-        np.testing.assert_array_equal(together.mean[place], alone.mean[0])
-        np.testing.assert_array_equal(together.std[place], alone.std[0])
-
-
 def test_keys_that_not_all_batches_have_are_merged_by_themselves() -> None:
     a, b = ("block", 1, "token_cosine"), ("block", 2, "token_cosine")
     values = np.random.default_rng(2).normal(size=(2, 6))
@@ -62,7 +51,7 @@ def test_keys_that_not_all_batches_have_are_merged_by_themselves() -> None:
 
 
 @pytest.mark.parametrize("kind", [list, iter])
-@pytest.mark.parametrize("size", [1, 2, 3, 9])
+@pytest.mark.parametrize("size", [1, 3, 9])
 def test_shares_are_disjoint_and_complete(kind, size: int) -> None:
     shares = [list(processes.share(kind(range(7)), rank, size)) for rank in range(size)]
     assert sorted(itertools.chain(*shares)) == list(range(7))
@@ -87,13 +76,6 @@ class Endless(IterableDataset):
 
     def __iter__(self):
         return iter(torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)))
-
-
-def test_batches_have_a_length_where_that_is_known() -> None:
-    assert processes.length_of([1, 2]) == 2
-    assert processes.length_of(iter([1, 2])) is None
-    assert processes.length_of(DataLoader(TensorDataset(torch.zeros(5)), batch_size=2)) == 3
-    assert processes.length_of(DataLoader(Endless())) is None
 
 
 @pytest.mark.parametrize("options", [{"progress": True}, {"progress": False, "across_processes": True}], ids=str)
@@ -128,18 +110,12 @@ def test_one_process_needs_no_others_and_a_device_is_chosen_or_refused() -> None
             processes.device("cuda")
 
 
-@pytest.mark.parametrize(("torchrun", "status", "code"), [(False, 2, 2), (True, 2, 2), (True, None, 0)])
-def test_a_process_of_torchrun_leaves_at_once_with_everything_written(torchrun, status, code):
-    program = f"""
-import atexit
-from acutance import distributed as processes
-atexit.register(print, "taken down")
-print("done")
-processes.leave({status})
-"""
-    started = {"TORCHELASTIC_RUN_ID": "1"} if torchrun else {}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | started, capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize(("torchrun", "argument", "code"), [("", "lost", 2), ("1", "lost", 2), ("1", "--version", 0)])
+def test_a_process_of_torchrun_leaves_at_once_with_everything_written(torchrun, argument, code):
+    program = "import atexit, runpy; atexit.register(print, 'taken down')"
+    command = [sys.executable, "-c", f"{program}; runpy.run_module('acutance', run_name='__main__')", argument]
+    environment = os.environ | ({"TORCHELASTIC_RUN_ID": torchrun} if torchrun else {})
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code
-    assert done.stdout.split("\n") == (["done", ""] if torchrun else ["done", "taken down", ""])
+    assert ("taken down" in done.stdout) == (not torchrun)
+    assert {"lost": "No such command", "--version": "acutance 0"}[argument] in done.stdout + done.stderr

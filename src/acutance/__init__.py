@@ -57,41 +57,39 @@ __all__ = [
     "theory",
 ]
 
-_HOMES = {  # torch is imported when one of these is first used, not before
+_HOMES = {  # torch is imported when one of these is first used, not before; a name its home lacks is the home itself
     "attention.operator": "AttentionOperator",
     "errors": "AcutanceError AcutanceWarning",
     "explain": "Spectrum explain",
-    "explain.steer": "fold",
-    "io": "load save",
+    "explain.spectral_theory": "spectral_theory",
+    "explain.steer": "fold steer",
+    "explain.theory": "theory",
+    "io": "io load save",
+    "lab.studies": "laboratory",
     "measure": "measure",
     "measure.maps": "attention_maps",
     "measure.monitor": "Monitor",
     "measure.profile": "Profile",
+    "metrics": "metrics",
     "mitigations": "AttnScale Eigen FeatScale Mitigation NeuTRENO",
+    "models": "models",
+    "sites": "sites",
     "sites.mitigate": "mitigate",
 }
-_MODULES = {name: name for name in ("io", "metrics", "models", "sites")} | {"laboratory": "lab.studies"}
-_MODULES |= {name: f"explain.{name}" for name in ("spectral_theory", "steer", "theory")}
 
 
 def __getattr__(name: str) -> Any:
-    home = next((home for home, names in _HOMES.items() if name in names.split()), None)
-    if home is not None:
-        value = getattr(importlib.import_module(f"acutance.{home}"), name)
-    elif name in _MODULES:
-        value = importlib.import_module(f"acutance.{_MODULES[name]}")
-    else:
-        value = _mitigation(name) if name[:1].isupper() else None
-        if value is None:
-            raise AttributeError(moved.message(f"acutance.{name}") or f"module 'acutance' has no attribute {name!r}")
+    value = None
+    if home := next((home for home, names in _HOMES.items() if name in names.split()), None):
+        module = importlib.import_module(f"acutance.{home}")
+        value = getattr(module, name, module)
+    elif name[:1].isupper():  # any other mitigation, of a new file too
+        known = importlib.import_module("acutance.mitigations").REGISTRY.values()
+        value = next((cls for cls in known if cls.__name__ == name), None)
+    if value is None:
+        raise AttributeError(moved.message(f"acutance.{name}") or f"module 'acutance' has no attribute {name!r}")
     globals()[name] = value
     return value
-
-
-def _mitigation(name: str) -> Any:
-    """The class of this name among all mitigations, those of new files too."""
-    known = importlib.import_module("acutance.mitigations").REGISTRY.values()
-    return next((cls for cls in known if cls.__name__ == name), None)
 
 
 def __dir__() -> list[str]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from itertools import islice
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DistributedSampler, Subset
 
 from acutance.errors import AcutanceError
 
@@ -39,18 +38,6 @@ def joined() -> Iterator[tuple[int, int]]:
         dist.destroy_process_group()
 
 
-def leave(status: int | str | None) -> NoReturn:
-    """End the process as `sys.exit` does, but a process of torchrun at once.
-
-    Threads of gloo sometimes abort the interpreter's shutdown: "terminate called without an active exception".
-    """
-    if not dist.is_available() or not dist.is_torchelastic_launched() or isinstance(status, str):
-        sys.exit(status)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status or 0)
-
-
 def device(choice: str) -> str:
     """`cpu`, or this process's own GPU; `auto` takes a GPU where there is one."""
     if choice not in ("cpu", "cuda", "auto"):
@@ -75,20 +62,16 @@ def gather(own: T) -> list[T]:
 
 def raise_on_all_ranks(function: Callable[[], T], gather: Callable[[Any], Sequence[str | None]] = gather) -> T:
     """Call a function that may fail on one rank only. Then all ranks raise, so that none waits for it forever."""
-    value: Any = None
-    error: Exception | None = None
     try:
         value = function()
-    except Exception as caught:
-        error = caught
-    messages = gather(None if error is None else str(error))
-    if error is not None:
-        raise error
+    except Exception as error:
+        gather(str(error))
+        raise
+    messages = gather(None)
     for rank, message in enumerate(messages):
         if message is not None:
             raise AcutanceError(f"process {rank} of {len(messages)} stopped: {message}")
-    result: T = value
-    return result
+    return value
 
 
 def gather_by_torchrun(own: str | None) -> list[str | None]:
@@ -109,24 +92,13 @@ def gather_by_torchrun(own: str | None) -> list[str | None]:
     return parts
 
 
-class StridedBatches(Generic[T]):
-    """Every `size`-th batch from `rank` on; the others are never made."""
-
-    def __init__(self, batches: Sequence[T], rank: int, size: int) -> None:
-        self.batches, self.indices = batches, range(rank, len(batches), size)
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __iter__(self) -> Iterator[T]:
-        return (self.batches[index] for index in self.indices)
-
-
 def share(batches: Iterable[T], rank: int, size: int) -> Iterable[T]:
-    """The batches that this rank reads."""
+    """Every `size`-th batch from `rank` on; of a sequence, the others are never made."""
     if size == 1:
         return batches
-    return StridedBatches(batches, rank, size) if isinstance(batches, Sequence) else islice(batches, rank, None, size)
+    if isinstance(batches, Sequence):
+        return cast(Iterable[T], Subset(cast(Any, batches), range(rank, len(batches), size)))
+    return islice(batches, rank, None, size)
 
 
 def length_of(batches: Iterable[Any]) -> int | None:
@@ -155,13 +127,11 @@ def pad_uneven_batches(own: Iterable[T], *, wait: bool) -> Iterator[tuple[T, boo
 def refuse_shares(batches: Iterable[Any]) -> None:
     """Refuse batches that were already divided among the processes: some would be skipped silently."""
     if isinstance(getattr(batches, "sampler", None), DistributedSampler):
-        raise AcutanceError(
-            "across_processes=True shares the batches out itself, but this loader's DistributedSampler has done so "
-            "already: give every process a loader of all samples"
+        words = (
+            "across_processes=True shares batches out itself, but this loader's DistributedSampler has done so already"
         )
+        raise AcutanceError(f"{words}: give every process a loader of all samples")
     lengths = gather(length_of(batches))
     if len(set(lengths)) > 1:
-        raise AcutanceError(
-            f"the processes were given {', '.join(map(str, lengths))} batches: with across_processes=True give all "
-            "batches to every process, which reads its share of them"
-        )
+        given = f"the processes were given {', '.join(map(str, lengths))} batches"
+        raise AcutanceError(f"{given}: with across_processes=True give every process all of them")

@@ -20,11 +20,12 @@ MOVED = {
     "terminal": "report.tables",
     "wrappers": "sites.structure",
 }
-MOVED |= {
-    name: f"lab.{name}" for name in ["bench", "data", "demo", "recipes", "reproduce", "robustness", "tasks", "train"]
+ROOMS = {
+    "explain": "spectral_theory steer theory",
+    "lab": "bench data demo recipes reproduce robustness tasks train",
+    "measure": "maps monitor profile reader samples walk",
 }
-MOVED |= {name: f"explain.{name}" for name in ["spectral_theory", "steer", "theory"]}
-MOVED |= {name: f"measure.{name}" for name in ["maps", "monitor", "profile", "reader", "samples", "walk"]}
+MOVED |= {name: f"{room}.{name}" for room, names in ROOMS.items() for name in names.split()}
 
 
 def message(name: str) -> str | None:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import pytest
 
 from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.explain import Spectrum
 from acutance.files import locks
 from acutance.files.atomic import atomic_write, finite
 from acutance.measure.monitor import History
@@ -35,7 +34,7 @@ def test_nan_becomes_null_wherever_it_stands() -> None:
     assert found == {"a": None, "b": [1.5, {"c": None}], "d": "nan"}
 
 
-@pytest.mark.parametrize("load", [Profile.load, Spectrum.load, History.load])
+@pytest.mark.parametrize("load", [Profile.load, History.load])
 def test_files_that_cannot_be_read_are_errors_of_ours(tmp_path, load) -> None:
     for kind in (AcutanceError, FileNotFoundError):
         with pytest.raises(kind, match=r"there is no file .*none\.json"):

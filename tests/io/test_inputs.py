@@ -83,7 +83,6 @@ def test_a_decoder_reads_the_same_text_shifted() -> None:
     ("name", "content", "message"),
     [
         ("nowhere", None, "there is no file or folder .*nowhere"),
-        ("empty.txt", b"", "empty.txt holds no text"),
         ("blank.txt", b" \n\n", "blank.txt holds no text"),
         ("image.txt", b"\x89PNG\xff", "image.txt cannot be read as UTF-8 text"),
         (".", None, r"no file to read in .*looked for \.txt"),
@@ -96,10 +95,10 @@ def test_text_that_is_not_there_is_said_by_name(name, content, message, tmp_path
         text_batches(tmp_path / name, tiny_tokenizer(), tokens=10)
 
 
-@pytest.mark.parametrize(("tokens", "room"), [(1, 0), (3, 1)])
-def test_a_window_must_have_room_for_text(tokens: int, room: int) -> None:
-    with pytest.raises(AcutanceError, match=f"hold {room} of text beside 2 special tokens.*--tokens 4 or more"):
-        text_batches(DECLARATION, tiny_tokenizer(), tokens=tokens)
+def test_a_window_must_have_room_for_text() -> None:
+    for tokens, room in ((1, 0), (3, 1)):
+        with pytest.raises(AcutanceError, match=f"hold {room} of text beside 2 special tokens.*--tokens 4 or more"):
+            text_batches(DECLARATION, tiny_tokenizer(), tokens=tokens)
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (40, 30)) -> Image.Image:

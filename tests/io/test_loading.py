@@ -13,8 +13,10 @@ import pytest
 import torch
 from PIL import Image
 from tiny_folders import DECLARATION, save_bert, save_vit, tiny_tokenizer
+from typer.testing import CliRunner
 
 import acutance as ac
+from acutance.cli import app
 from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError
 from acutance.io import batches_for, load_model
 from acutance.lab import recipes
@@ -24,7 +26,6 @@ from acutance.lab.tasks import task_class
 from acutance.lab.train import Run, override
 from acutance.measure.profile import Profile
 from acutance.models import ViT
-from forked import run_forked
 
 pytest.importorskip("transformers", reason="models of transformers are loaded")
 WEIGHTS = ("config.json", "model.safetensors")
@@ -52,11 +53,11 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["hf:", "timm:", ""])
-def test_a_name_that_says_nothing_is_not_the_current_folder(name: str, bert: Path, monkeypatch) -> None:
+def test_a_name_that_says_nothing_is_not_the_current_folder(bert: Path, monkeypatch) -> None:
     monkeypatch.chdir(bert)
-    with pytest.raises(AcutanceError, match=f"'{name}' names no model: write hf:NAME"):
-        load_model(name)
+    for name in ("hf:", "timm:", ""):
+        with pytest.raises(AcutanceError, match=f"'{name}' names no model: write hf:NAME"):
+            load_model(name)
 
 
 def test_a_folder_gives_the_backbone_or_the_whole_model(bert: Path) -> None:
@@ -126,8 +127,8 @@ def test_weights_that_were_not_there_are_not_silently_random(tmp_path: Path) -> 
 
 
 # Some of these keep more rows than positions.
-FROM_ZERO = ["bert", "gpt2", "opt", "bart", "mbart", "distilbert", "nystromformer"]
-FROM_PADDING = ["roberta", "camembert", "xlm-roberta", "data2vec-text", "mpnet", "ibert", "luke", "longformer", "esm"]
+FROM_ZERO = ["gpt2", "opt", "bart", "nystromformer"]
+FROM_PADDING = ["roberta", "mpnet", "luke", "longformer"]
 
 
 @pytest.mark.parametrize("kind", [*FROM_ZERO, *FROM_PADDING])
@@ -169,14 +170,11 @@ def test_models_without_a_bound_and_with_a_decoder_are_fed(tmp_path: Path) -> No
     ("name", "content", "message"),
     [
         ("hf:{}/nowhere/at/all", {}, "there is no file or folder .*, and a name on the Hub looks like owner/model"),
-        ("hf:{}/model.gguf", {}, "there is no file or folder .*model.gguf"),
-        ("hf:{}", {"config.json": "{"}, "cannot be loaded"),
         ("hf:{}", {"config.json": '{"model_type": "marvel"}'}, "cannot be loaded: .*marvel"),
         ("hf:{}", {"config.json": '{"model_type": "bert"}'}, "cannot be loaded: .*no file named model.safetensors"),
         ("hf:{}/model.safetensors", {"model.safetensors": ""}, "name the folder with config.json"),
         ("hf:{}", {"a.gguf": "", "b.gguf": ""}, r"holds several GGUF files \(a.gguf, b.gguf\)"),
         ("hf:{}/a.gguf", {"a.gguf": "not one"}, "a.gguf cannot be loaded"),
-        ("{}/nowhere", {}, "no checkpoint at"),
     ],
 )
 def test_local_models_that_cannot_be_loaded_are_one_line(name, content, message, tmp_path: Path) -> None:
@@ -225,9 +223,12 @@ def test_a_gguf_file_says_what_it_needs(tmp_path: Path, monkeypatch) -> None:
 
 
 class FakeHub(http.server.BaseHTTPRequestHandler):
-    """A Hub with one gated model and nothing else."""
+    """A Hub with one gated model, which hangs up when asked for owner/silent."""
 
     def answer(self) -> None:
+        if "owner/silent" in self.path:
+            self.close_connection = True
+            return
         gated, asks_for_file = "owner/gated" in self.path, "/resolve/" in self.path
         status, code = (403, "GatedRepo") if gated else (404, "RepoNotFound")
         body = b'{"id": "owner/gated"}' if gated and not asks_for_file else b"{}"
@@ -257,16 +258,15 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize("answers", [True, False])
-def test_a_model_that_cannot_be_downloaded_is_one_line(answers: bool, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_downloaded_is_one_line(tmp_path: Path) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        hub = f"http://127.0.0.1:{server.server_port}" if answers else "http://127.0.0.1:9"
+        hub = f"http://127.0.0.1:{server.server_port}"
         expected = {
             "hf:owner/gated": f"is gated: accept its terms at {hub}/owner/gated, then log in",
             "hf:owner/missing": "is not there: no public model 'owner/missing' on the Hub",
+            "hf:owner/silent": f"cannot be downloaded: {hub} does not answer (",
         }
-        expected = expected if answers else {"hf:owner/silent": f"cannot be downloaded: {hub} does not answer ("}
         environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "NO_PROXY": "*"}
         command = [sys.executable, "-c", ASK, *expected]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
@@ -288,14 +288,13 @@ def begun(folder: Path, recipe: str, *changes: str) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("name", ["", "model.safetensors", "best.safetensors"])
-def test_a_run_that_is_not_finished_says_how_to_go_on(tmp_path: Path, name: str) -> None:
+def test_a_run_that_is_not_finished_says_how_to_go_on(tmp_path: Path) -> None:
     run = Path(begun(tmp_path / "run", "digits"))
     Run(run).model_path.unlink()
-    with pytest.raises(AcutanceError) as caught:
-        load_model(str(run / name))
-    file = run / (name or "model.safetensors")
-    assert str(caught.value) == f"there is no {file}: the run is not finished. {Run(run).how_to_go_on()}"
+    for name in ("model.safetensors", "best.safetensors"):
+        with pytest.raises(AcutanceError) as caught:
+            load_model(str(run if name == "model.safetensors" else run / name))
+        assert str(caught.value) == f"there is no {run / name}: the run is not finished. {Run(run).how_to_go_on()}"
 
 
 def test_a_run_is_read_on_its_test_data_as_in_training(tmp_path: Path) -> None:
@@ -330,25 +329,15 @@ def test_a_language_model_gets_windows_of_its_corpus_which_may_have_moved(tmp_pa
     assert len(batches_for(loaded, limit=3, data_dir=tmp_path / "elsewhere").samples) == 3
 
 
-def test_a_damaged_record_is_named(tmp_path: Path) -> None:
-    folder = begun(tmp_path / "run", "digits")
-    (tmp_path / "run" / "run.json").write_text('{"variant": "pl')
-    with pytest.raises(AcutanceError, match=r"run\.json is not a file of the format"):
-        load_model(folder)
-
-
-@pytest.mark.slow
-def test_a_mitigated_model_is_saved_with_all_it_needs_and_read_again(tmp_path: Path) -> None:
+def test_a_mitigated_model_is_saved_with_all_it_needs_and_read_again(bert: Path, tmp_path: Path) -> None:
     def acutance(*arguments: object) -> str:
-        done = run_forked(*arguments, COLUMNS="200", NO_COLOR="1")
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        done = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+        assert done.exit_code == 0, done.output
+        return done.output
 
-    torch.manual_seed(0)
-    plain, out, profile = tmp_path / "plain", tmp_path / "out", tmp_path / "profile.json"
-    save_bert(plain)
+    out, profile = tmp_path / "out", tmp_path / "profile.json"
     data = ("--text", DECLARATION, "--tokens", "32", "--limit", "6", "--metrics", "token_cosine")
-    printed = acutance("mitigate", f"hf:{plain}", "neutreno:0.6", *data, "--out", out)
+    printed = acutance("mitigate", f"hf:{bert}", "neutreno:0.6", *data, "--out", out)
     rows = re.findall(r"block +│ +(\d) │ (\S+) → (\S+)", printed)
     assert [layer for layer, _, _ in rows] == ["0", "1", "2"]
     assert rows[-1][1] != rows[-1][2]

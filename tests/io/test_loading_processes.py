@@ -3,32 +3,15 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from tiny_folders import DECLARATION, MINILM, packaged
 
 import acutance as ac
 from acutance.measure.profile import Profile
 from forked import run_as_torchrun, run_forked
 
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-
-def digits(folder: Path, limit: int) -> list[str]:
-    """A model of our own on the embedded digits."""
-    torch.manual_seed(0)
-    checkpoint = ac.save(ac.models.vit_digits(dim=12, depth=2), folder / "model.safetensors")
-    return [str(checkpoint), "--metrics", "all", "--batch", "32", "--limit", str(limit)]
-
-
-def minilm(_folder: Path, limit: int) -> list[str]:
-    """all-MiniLM-L6-v2 on real text; the special tokens out, and the last window shorter than the others."""
-    pytest.importorskip("transformers")
-    weights = packaged(MINILM, "model/config.json").parent
-    text = ["--text", str(DECLARATION), "--tokens", "200", "--batch", "3", "--prefix", "out"]
-    return [f"hf:{weights}", *text, "--metrics", "token_cosine,effective_rank,attention_entropy,attention_cosine"]
 
 
 def by_torchrun(arguments, **environment) -> list[subprocess.CompletedProcess]:
@@ -39,15 +22,17 @@ def by_torchrun(arguments, **environment) -> list[subprocess.CompletedProcess]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "samples", "both"),
+    ("samples", "both"),
     [
-        (digits, 150, by_torchrun),  # elsewhere two processes are told what torchrun tells its own
-        (digits, 20, run_as_torchrun),  # one batch: the second process has nothing to read
-        (minilm, 8, run_as_torchrun),
+        (150, by_torchrun),  # elsewhere two processes are told what torchrun tells its own
+        (20, run_as_torchrun),  # one batch: the second process has nothing to read
     ],
 )
-def test_two_processes_give_the_numbers_of_one(what, samples: int, both, tmp_path) -> None:
-    asked = ["measure", *what(tmp_path, samples), "--dtype", "float64", "--tap", "block,attention", "--json"]
+def test_two_processes_give_the_numbers_of_one(samples: int, both, tmp_path) -> None:
+    torch.manual_seed(0)
+    checkpoint = ac.save(ac.models.vit_digits(dim=12, depth=2), tmp_path / "model.safetensors")
+    asked = ["measure", checkpoint, "--metrics", "all", "--batch", "32", "--limit", samples]
+    asked += ["--dtype", "float64", "--tap", "block,attention", "--json"]
     alone = run_forked(*asked, tmp_path / "one.json", COLUMNS="250")
     for processes in ([alone], both([*asked, tmp_path / "two.json"], COLUMNS="250")):
         assert [done.returncode for done in processes] == [0] * len(processes), processes

@@ -98,31 +98,15 @@ def test_special_tokens_are_left_out_on_request(minilm: LoadedModel, two_texts: 
     compare(profile, oracle, ["token_cosine"])
 
 
-def test_minilm_knows_what_sentences_have_in_common(minilm: LoadedModel, tmp_path: Path) -> None:
-    """Mean-pooled sentences: the weights and the tokenizer belong together, or this would be chance."""
-    sentences = ["The cat sits on the mat.", "A cat is sitting on a rug.", "The stock market fell sharply."]
-    for i, sentence in enumerate(sentences):
-        (tmp_path / f"{i}.txt").write_text(sentence)
-    (batch,) = minilm.text_batches(tmp_path)
-    mask = batch["attention_mask"]
-    with torch.no_grad():
-        tokens = minilm.model(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state
-    pooled = torch.nn.functional.normalize((tokens * mask[..., None]).sum(1) / mask.sum(1, keepdim=True), dim=1)
-    alike = pooled @ pooled.T
-    assert alike[0, 1] > 0.6 > 0.2 > alike[0, 2]
-
-
 @pytest.mark.slow
-def test_smollm2_is_unpacked_rightly(smollm2: LoadedModel, tmp_path: Path) -> None:
+def test_smollm2_reads_as_it_returns_and_is_unpacked_rightly(
+    smollm2: LoadedModel, two_texts: Path, tmp_path: Path
+) -> None:
     (tmp_path / "question.txt").write_text("The capital of France is")
     (batch,) = smollm2.text_batches(tmp_path)
     with torch.no_grad():
         scores = smollm2.model(input_ids=batch["input_ids"]).logits[0, -1]
     assert smollm2.tokenizer().decode([int(scores.argmax())]).strip() == "Paris"
-
-
-@pytest.mark.slow
-def test_smollm2_reads_as_it_returns(smollm2: LoadedModel, two_texts: Path) -> None:
     batches = smollm2.text_batches(two_texts)
     assert batches[0]["attention_mask"].sum(1).unique().numel() == 2, "there is padding"
     profile = ac.measure(smollm2.model, batches, metrics=METRICS, progress=False)

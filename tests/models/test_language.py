@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import seeded, words
+from small_models import assert_same, gradients, seeded, words
 
 import acutance as ac
 from acutance.errors import AcutanceError
@@ -10,10 +10,9 @@ from acutance.io import load_model
 from acutance.models import LanguageModel
 
 
-@pytest.mark.parametrize("mitigation", [None, "neutreno:0.4"])
-def test_parameters_are_those_of_the_paper(mitigation):
+def test_parameters_are_those_of_the_paper():
     with torch.device("meta"):
-        model = LanguageModel(mitigation=mitigation)
+        model = LanguageModel(mitigation="neutreno:0.4")
     counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
     embeddings = {"embed.weight", "softmax.bias", "softmax.cluster_weight", "softmax.cluster_bias"}
     assert sum(count for name, count in counts.items() if name not in embeddings) == 9_480_192
@@ -49,13 +48,9 @@ def test_the_future_is_not_seen(mitigation):
 @pytest.mark.slow
 def test_compiled_it_has_the_same_gradients():
     model = seeded("language", "neutreno:0.4", depth=2).eval()
-    results = []
     torch._dynamo.reset()
-    for run in (model, torch.compile(model, backend="aot_eager")):
-        model.zero_grad()
-        run(words(), words(seed=1)).mean().backward()
-        results.append([parameter.grad.clone() for parameter in model.parameters()])
-    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert_same(gradients(model, "language", compiled), gradients(model, "language"), 1e-10)
 
 
 def test_in_bfloat16_the_loss_is_summed_in_float32():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import VIT, images, seeded
+from small_models import VIT, images, seeded, shapes_of
 
 from acutance.models import ViT, ViTConfig, deit_base, deit_small, deit_tiny, vit_tiny_cifar
 from acutance.models.block import DropPath
@@ -13,17 +13,10 @@ def initial(mitigation=None, **options):
     return ViT(**{**VIT, **options}, mitigation=mitigation)
 
 
-@pytest.mark.parametrize("mitigation", [None, "neutreno:0.6"])
-@pytest.mark.parametrize(
-    ("make", "expected"), [(deit_tiny, 5_717_416), (deit_small, 22_050_664), (deit_base, 86_567_656)]
-)
-def test_parameters_of_deit(make, expected, mitigation):
+def test_presets_have_the_published_sizes_and_take_overrides():
     with torch.device("meta"):
-        assert sum(p.numel() for p in make(mitigation=mitigation).parameters()) == expected
-
-
-def test_presets_take_overrides():
-    with torch.device("meta"):
+        for make, expected in ((deit_tiny, 5_717_416), (deit_small, 22_050_664), (deit_base, 86_567_656)):
+            assert sum(p.numel() for p in make(mitigation="neutreno:0.6").parameters()) == expected
         model = vit_tiny_cifar(depth=2, num_classes=10, mitigation="neutreno:0.4")
     assert model.config == ViTConfig(
         image_size=32, patch_size=4, dim=192, depth=2, heads=3, num_classes=10, mitigation="neutreno:0.4"
@@ -31,45 +24,24 @@ def test_presets_take_overrides():
     assert model.pos_embed.shape == (1, 65, 192)
 
 
-def timm_shapes(depth, dim, patches, classes, *, prefix=("cls_token",), registers=0, layer_scale=False):
-    """State-dict names and shapes of timm's VisionTransformer, by rule."""
-    counts = {"cls_token": 1, "dist_token": 1, "reg_token": registers}
-    shapes = {token: (1, counts[token], dim) for token in prefix}
-    shapes["pos_embed"] = (1, patches + sum(counts[token] for token in prefix), dim)
-    linear = {"head": (classes, dim)} | ({"head_dist": (classes, dim)} if "dist_token" in prefix else {})
-    norms = ["norm"]
-    for i in range(depth):
-        linear |= {f"blocks.{i}.attn.qkv": (3 * dim, dim), f"blocks.{i}.attn.proj": (dim, dim)}
-        linear |= {f"blocks.{i}.mlp.fc1": (4 * dim, dim), f"blocks.{i}.mlp.fc2": (dim, 4 * dim)}
-        norms += [f"blocks.{i}.norm1", f"blocks.{i}.norm2"]
-        shapes |= {f"blocks.{i}.ls{j}.gamma": (dim,) for j in (1, 2) if layer_scale}
-    linear["patch_embed.proj"] = (dim, 3, 4, 4)
-    shapes |= {f"{name}.weight": shape for name, shape in linear.items()}
-    shapes |= {f"{name}.bias": shape[:1] for name, shape in linear.items()}
-    return shapes | {f"{norm}.{part}": (dim,) for norm in norms for part in ("weight", "bias")}
+TOKENS = {"cls_token": (1, 1, 12)}
 
 
 @pytest.mark.parametrize(
-    ("options", "layout"),
+    ("options", "more"),
     [
-        ({}, {}),
-        ({"mitigation": "neutreno:0.6"}, {}),
-        ({"distilled": True}, {"prefix": ("cls_token", "dist_token")}),
-        ({"registers": 2}, {"prefix": ("cls_token", "reg_token"), "registers": 2}),
-        ({"class_token": False}, {"prefix": ()}),
-        ({"layer_scale": 1e-5}, {"layer_scale": True}),
+        ({"mitigation": "neutreno:0.6"}, TOKENS),
+        ({"distilled": True}, TOKENS | {"dist_token": (1, 1, 12), "head_dist.weight": (5, 12), "head_dist.bias": (5,)}),
+        ({"registers": 2}, TOKENS | {"reg_token": (1, 2, 12)}),
+        ({"class_token": False}, {}),
+        ({"layer_scale": 1e-5}, TOKENS | {f"blocks.{i}.ls{j}.gamma": (12,) for i in range(3) for j in (1, 2)}),
     ],
 )
-def test_state_dict_has_the_names_and_shapes_of_timm(options, layout):
-    state = seeded(**options).state_dict()
-    expected = timm_shapes(3, 12, patches=4, classes=5, **layout)
-    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == expected
-
-
-def test_symmetric_attention_projects_keys_and_values_only():
-    names = {n: tuple(t.shape) for n, t in seeded(attention="symmetric").state_dict().items() if ".attn." in n}
-    assert names["blocks.0.attn.kv.weight"] == (24, 12)
-    assert not any("qkv" in name for name in names)
+def test_state_dict_has_the_names_and_shapes_of_timm(options, more):
+    found = {name: tuple(tensor.shape) for name, tensor in seeded(**options).state_dict().items()}
+    linear = {"head": (5, 12), "patch_embed.proj": (12, 3, 4, 4)}
+    expected = shapes_of(linear, {"norm": 12}, [f"blocks.{i}" for i in range(3)], 12) | more
+    assert found == expected | {"pos_embed": (1, 4 + sum(s[1] for n, s in more.items() if n.endswith("token")), 12)}
 
 
 def test_initial_weights():
@@ -164,10 +136,3 @@ def test_prefix_tokens_stand_before_the_patches(options, prefix):
     assert tokens.shape == (4, prefix + 4, 12)
     if not options.get("class_token", True):
         torch.testing.assert_close(model(images()), model.head(tokens[:, prefix:].mean(1)))
-
-
-def test_no_weight_decay_names_existing_parameters():
-    model = seeded(distilled=True, registers=1, mitigation="neutreno:0.6,learn=layer+featscale", depth=2)
-    scales = {f"blocks.{i}.attn.mitigation.parts.1.{name}" for i in (0, 1) for name in ("low", "high")}
-    learnt = {"blocks.1.attn.mitigation.parts.0.learnt_strength"}
-    assert model.no_weight_decay() == {"pos_embed", "cls_token", "dist_token", "reg_token"} | learnt | scales

@@ -4,8 +4,6 @@ A file turns options into one call of the library and prints what it gives. No f
 imported before a verb runs.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer
@@ -38,19 +36,12 @@ for verb in (demo, measure, mitigate, explain, train, evaluate, compare, robustn
 app.add_typer(studies, name="lab")
 
 
-def _version(show: bool) -> None:
-    if show:
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Measure, explain and mitigate over-smoothing in Transformers."""
+    if version:
         console.print(f"acutance {__version__}")
         raise typer.Exit
-
-
-@app.callback()
-def main(
-    show_version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Measure, explain and mitigate over-smoothing in Transformers."""
 
 
 def run() -> None:

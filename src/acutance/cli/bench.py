@@ -1,7 +1,5 @@
 """`acutance bench`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +9,7 @@ from acutance.cli.options import Device, console, option, say, stoppable
 def bench(
     only: Annotated[str | None, option("Some groups, with commas between; all by default.")] = None,
     quick: Annotated[bool, option("Four repetitions with half of the steps.", "--quick")] = False,
-    max_autotune: Annotated[
-        bool, option("In steps, also this mode of the baseline; minutes.", "--max-autotune")
-    ] = False,
+    max_autotune: Annotated[bool, option("Also this mode of the baseline in steps.", "--max-autotune")] = False,
     out: Annotated[Path, option("Where the CSV files go.")] = Path("acutance-bench"),
     device: Device = "auto",
 ) -> None:
@@ -21,20 +17,14 @@ def bench(
 
     All figures are ratios in one run: variants take turns beside a baseline. A group, or a part of one, is one file:
 
-    steps: training and inference with NeuTRENO against timm's plain ViT (parts: steps-32, steps-224).
-
-    end-to-end: images a second of the recipe for CIFAR-100, augmentation included (a part per batch: end-to-end-256,
-    end-to-end-512, end-to-end-1024, end-to-end-2048).
-
-    eigen: training with a negative spectrum, ViT-Ti⁻, against ViT-Ti.
-
-    micro: the fused attention by itself, against SDPA and against its floor in bytes and FLOPs.
-
-    efficiency: NeuTRENO's FLOPs, memory and time against plain, at inference.
-
-    measure: `measure` against a plain forward pass, and against whole attention matrices.
-
-    long: language models, up to 131,072 tokens (parts: long-training, long-tokens, long-model).
+    - steps: training and inference with NeuTRENO against timm's plain ViT (parts: steps-32, steps-224).
+    - end-to-end: images a second of the recipe for CIFAR-100, augmentation included (parts by batch: end-to-end-256,
+      end-to-end-512, end-to-end-1024, end-to-end-2048).
+    - eigen: training with a negative spectrum, ViT-Ti⁻, against ViT-Ti.
+    - micro: the fused attention by itself, against SDPA and against its floor in bytes and FLOPs.
+    - efficiency: NeuTRENO's FLOPs, memory and time against plain, at inference.
+    - measure: `measure` against a plain forward pass, and against whole attention matrices.
+    - long: language models, up to 131,072 tokens (parts: long-training, long-tokens, long-model).
 
     Each part takes a few minutes on an H200. On a CPU toy sizes run, in less than a minute for all: they show that
     everything works, not what it costs. Stop it when you like: finished figures are in the files, and a part that

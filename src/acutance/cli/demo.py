@@ -1,7 +1,5 @@
 """`acutance demo`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -19,10 +17,6 @@ def demo(
     on, so it can be stopped and started again; nothing half-written is ever left behind.
     """
     from acutance.lab.demo import run_demo
-    from acutance.lab.train import StoppedError
 
     with stoppable():
-        try:
-            run_demo(out, seeds=seeds, changes=[] if epochs is None else [f"loop.epochs={epochs}"], console=console)
-        except StoppedError:
-            raise KeyboardInterrupt from None
+        run_demo(out, seeds=seeds, changes=[] if epochs is None else [f"loop.epochs={epochs}"], console=console)

@@ -1,15 +1,12 @@
 """`acutance evaluate` and `acutance compare`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.markup import escape
 
-from acutance.cli.options import JSON, Changes, DataDir, Device, Markdown, Split, Weights, console, option, say
+from acutance.cli.options import JSON, Changes, DataDir, Device, Markdown, Split, Weights, option, say, write
 from acutance.errors import AcutanceError
 
 
@@ -32,7 +29,6 @@ def evaluate(
     Several processes share the work: torchrun --nproc-per-node 2 -m acutance evaluate …
     """
     from acutance.distributed import joined
-    from acutance.files.atomic import atomic_write
     from acutance.lab.evaluate.evaluate import evaluate_run
     from acutance.lab.train.run import Run
 
@@ -49,9 +45,8 @@ def evaluate(
         return
     for name, value in found.scores.items():
         say(f"{name} {value:.6g}")
-    if json_path is not None:
-        atomic_write(json_path, found.path(run).read_bytes())
     say(f"wrote {found.path(run)}")
+    write(json_path, found.path(run).read_bytes())
 
 
 def compare(
@@ -74,7 +69,6 @@ def compare(
 
     acutance compare runs/plain-seed* runs/neutreno-seed* --robustness
     """
-    from acutance.files.atomic import atomic_write
     from acutance.lab.evaluate.compare import compare as compared
     from acutance.lab.evaluate.robust import compare_robustness
 
@@ -87,8 +81,6 @@ def compare(
     else:
         found = compared(runs, weights=cast(Any, weights), settings=assignments, **options)
         table, body = found.to_markdown(), cast(Any, found.to_dict())
-    console.print(escape(table), highlight=False, soft_wrap=True, end="")
-    if markdown_path is not None:
-        atomic_write(markdown_path, table.encode())
-    if json_path is not None:
-        atomic_write(json_path, json.dumps(body, indent=1, ensure_ascii=False).encode())
+    say(table, end="")
+    write(markdown_path, table.encode())
+    write(json_path, json.dumps(body, indent=1, ensure_ascii=False).encode())

@@ -1,11 +1,9 @@
 """`acutance explain`."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, get_args
 
-from acutance.cli.options import HTML, JSON, DataOptions, Model, Part, option, say, show, spread
+from acutance.cli.options import HTML, JSON, DataOptions, Model, Part, option, show, spread, write
 from acutance.errors import AcutanceError
 
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps")
@@ -19,10 +17,7 @@ def explain(
     prefix: Annotated[str, option("Class and register tokens in or out of HFC/LFC.")] = "in",
     part: Part = None,
     norm: Annotated[str, option("fold the pre-norm's weight into H, or ignore it.")] = "fold",
-    whole: Annotated[
-        bool | None,
-        option("All eigenvalues of H, or the largest; by rank if not given."),
-    ] = None,
+    whole: Annotated[bool | None, option("All eigenvalues of H, or the largest; by rank if not given.")] = None,
     json_path: JSON = None,
     html_path: HTML = None,
     picture_path: Annotated[Path | None, option("Also draw it here: .png, .svg, …", "--picture")] = None,
@@ -38,7 +33,6 @@ def explain(
     """
     import acutance as ac
     from acutance.explain.spectrum import Picture
-    from acutance.files.atomic import atomic_write
 
     with_data = (data, options.text, options.images) != (None, None, None)
     if not with_data and (options.tokens, options.batch, options.limit) != (None, None, None):
@@ -54,7 +48,5 @@ def explain(
     choices: dict[str, Any] = {"norm": norm, "prefix": prefix}  # explain refuses unknown ones
     spectrum = ac.explain(loaded.model, batches, whole=whole, part=part, **choices)
     show(spectrum, json_path, html_path)
-    if picture_path is not None:
-        default = "dominance" if spectrum.has_data else "histogram"
-        figure = spectrum.plot(cast(Any, kind or default))
-        say(f"wrote {atomic_write(picture_path, lambda path: figure.savefig(path, dpi=150))}")
+    drawn: Any = kind or ("dominance" if spectrum.has_data else "histogram")
+    write(picture_path, lambda path: spectrum.plot(drawn).savefig(path, dpi=150))

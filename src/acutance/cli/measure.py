@@ -1,7 +1,5 @@
 """`acutance measure`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
@@ -22,7 +20,7 @@ class MeasureOptions(DataOptions):
     prefix: Annotated[str, option("Class, register and special tokens in or out of the metrics.")] = "in"
     part: Part = None
 
-    def profile(self, loaded: LoadedModel, batches: Batches) -> Profile:
+    def profile(self, loaded: "LoadedModel", batches: "Batches") -> "Profile":
         """The model's profile on these batches."""
         import acutance as ac
 
@@ -60,6 +58,5 @@ def measure(model: Model, options: MeasureOptions, json_path: JSON = None, html_
     with joined() as (rank, _):
         loaded = options.load(model)
         profile = options.profile(loaded, options.batches(loaded))
-    if rank > 0:
-        return
-    show(profile, json_path, html_path)
+    if rank == 0:
+        show(profile, json_path, html_path)

@@ -1,14 +1,12 @@
 """`acutance mitigate`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from acutance.cli.measure import MeasureOptions
-from acutance.cli.options import Model, console, numbers, option, say, spread
+from acutance.cli.options import Model, console, ints, option, say, spread
 
 
 @spread
@@ -29,7 +27,7 @@ def mitigate(
     from acutance.mitigations import as_mitigation
 
     torch.manual_seed(0)  # the same command writes the same file
-    chosen = None if layers is None else numbers(layers, "--layers")
+    chosen = None if layers is None else ints(layers, "--layers")
     mitigation = as_mitigation(spec)
     loaded = options.load(model, head=True)
     batches = options.batches(loaded)

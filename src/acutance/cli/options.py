@@ -1,15 +1,13 @@
 """Options that several commands share, and what commands print."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -26,13 +24,11 @@ def option(help: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, **more)
 
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="hf: and a model on the Hugging Face Hub, a folder or a GGUF file; timm: and a pretrained model or a "
-        "folder; a checkpoint written by Acutance (model.safetensors), or the folder of a run."
-    ),
-]
+MODEL_HELP = (
+    "hf: and a model on the Hugging Face Hub, a folder or a GGUF file; timm: and a pretrained model or a folder; a "
+    "checkpoint written by Acutance (model.safetensors), or the folder of a run."
+)
+Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 DataDir = Annotated[Path | None, option("Where the data is now, if not where it was.")]
 Split = Annotated[str, option("test, or val or train of the training set.")]
 Weights = Annotated[str, option("last, which recipes report, or best on the held-out slice.")]
@@ -59,14 +55,14 @@ class DataOptions:
     device: Device = "auto"
     dtype: Annotated[str | None, option("float32, float64, bfloat16 or float16.")] = None
 
-    def load(self, model: str, *, head: bool = False) -> LoadedModel:
+    def load(self, model: str, *, head: bool = False) -> "LoadedModel":
         """The model, on its device."""
         from acutance.distributed import device
         from acutance.io.loading import load_model
 
         return load_model(model, head=head, device=device(self.device), dtype=self.dtype)
 
-    def batches(self, loaded: LoadedModel, data: str | None = None) -> Batches:
+    def batches(self, loaded: "LoadedModel", data: str | None = None) -> "Batches":
         """What the model reads."""
         from acutance.io.inputs import batches_for
 
@@ -75,27 +71,19 @@ class DataOptions:
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with every argument that is a group of options replaced by those options."""
-    taken = inspect.signature(command, eval_str=True).parameters.values()
-    groups: dict[str, Any] = {p.name: p.annotation for p in taken if is_dataclass(p.annotation)}
+    """The command with its argument `options`, a dataclass, replaced by the options that are its fields."""
+    own = dict(inspect.signature(command).parameters)
+    group = own.pop("options").annotation
+    kind = inspect.Parameter.KEYWORD_ONLY
+    shared = [inspect.Parameter(f.name, kind, default=f.default, annotation=f.type) for f in fields(group)]
 
     @wraps(command)
     def run(**given: Any) -> None:
-        for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
-        command(**given)
+        command(options=group(**{field.name: given.pop(field.name) for field in fields(group)}), **given)
 
-    flat: list[inspect.Parameter] = []
-    for parameter in taken:
-        flat += _options(groups[parameter.name]) if parameter.name in groups else [parameter]
-    kind = inspect.Parameter.KEYWORD_ONLY
-    run.__signature__ = inspect.Signature([one.replace(kind=kind) for one in flat])  # type: ignore[attr-defined]
+    parameters = [*shared, *(parameter.replace(kind=kind) for parameter in own.values())]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
-
-
-def _options(group: Any) -> list[inspect.Parameter]:
-    hints, kind = get_type_hints(group, include_extras=True), inspect.Parameter.KEYWORD_ONLY
-    return [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in fields(group)]
 
 
 def words(text: str) -> list[str]:
@@ -103,7 +91,7 @@ def words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",")]
 
 
-def numbers(text: str, option: str) -> list[int]:
+def ints(text: str, option: str) -> list[int]:
     """Whole numbers with commas between."""
     try:
         return [int(number) for number in words(text)]
@@ -111,27 +99,38 @@ def numbers(text: str, option: str) -> list[int]:
         raise AcutanceError(f"{option} takes numbers with commas between, such as 1,6,12, not {text!r}") from error
 
 
-def say(text: str) -> None:
-    """Print a line as it is: no markup, no wrapping."""
-    console.print(escape(text), highlight=False, soft_wrap=True)
+def say(text: str, end: str = "\n") -> None:
+    """Print text as it is: no markup, no wrapping."""
+    console.print(escape(text), highlight=False, soft_wrap=True, end=end)
+
+
+def write(path: Path | None, content: bytes | Callable[[Path], object]) -> None:
+    """Write a file that was asked for, and say so."""
+    from acutance.files.atomic import atomic_write
+
+    if path is not None:
+        say(f"wrote {atomic_write(path, content)}")
 
 
 def show(result: Any, json_path: Path | None, html_path: Path | None) -> None:
     """Print a profile or a spectrum, and write it where that is asked for."""
     console.print(result.table())
-    for path, write in ((json_path, result.save), (html_path, result.to_html)):
+    for path, save in ((json_path, result.save), (html_path, result.to_html)):
         if path is not None:
-            say(f"wrote {write(path)}")
+            say(f"wrote {save(path)}")
 
 
 @contextmanager
 def stoppable(advice: str = "What is finished is kept; the same command goes on from there.") -> Iterator[None]:
-    """Ctrl-C ends the command with exit status 130, and says how to go on."""
+    """Ctrl-C ends a command of the laboratory with exit status 130, and says how to go on."""
+    from acutance.lab.train import StoppedError
+
     try:
         yield
-    except KeyboardInterrupt as stopped:
+    except (KeyboardInterrupt, StoppedError) as stopped:
         if is_first_process():
-            say(f"\n{stopped}" if stopped.args else f"\nStopped. {advice}")
+            where = str(stopped).partition(". ")[0] or "Stopped"  # such as: stopped after step 7 of 16
+            say(f"\n{where}. {advice}")
         raise typer.Exit(130) from None
 
 

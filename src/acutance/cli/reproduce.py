@@ -1,9 +1,7 @@
 """`acutance reproduce`."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -22,9 +20,7 @@ TIMES = (
 def reproduce(
     target: Annotated[str | None, typer.Argument(help="A table or figure; --list names them.")] = None,
     data_dir: Annotated[Path | None, option("The folder with the data, in its usual layout.")] = None,
-    out: Annotated[Path, option("Where runs and results go; runs are shared by all targets.")] = Path(
-        "acutance-reproduce"
-    ),
+    out: Annotated[Path, option("Runs and results; targets share runs.")] = Path("acutance-reproduce"),
     seeds: Annotated[int | None, option("Runs for each row.", min=1, show_default="the target's own")] = None,
     assignments: Changes = None,
     samples: Annotated[int, option("Images or sequences on which models are read.", min=1)] = 1000,
@@ -43,6 +39,7 @@ def reproduce(
     acutance reproduce oversmoothing-fig4
     """
     from acutance.lab.reproduce import TARGETS, find
+    from acutance.lab.reproduce.run import Session
 
     if show_list:
         table = Table(Column("target", no_wrap=True), "what", "needs", box=None)
@@ -53,30 +50,14 @@ def reproduce(
         return
     if target is None:
         raise AcutanceError("name a table or figure; `acutance reproduce --list` has them all")
-    chosen = find(target)
-
-    from acutance.lab.reproduce.run import Session
-    from acutance.lab.train import StoppedError
-
-    session = Session(
-        chosen,
-        out,
-        data_dir=data_dir,
-        seeds=seeds,
-        changes=tuple(assignments or ()),
-        samples=samples,
-        device=device,
-        console=console,
-    )
+    options: dict[str, Any] = {"data_dir": data_dir, "seeds": seeds, "samples": samples, "device": device}
+    session = Session(find(target), out, changes=tuple(assignments or ()), console=console, **options)
     if plan:
         typer.echo(session.script())
         return
     with stoppable():
-        try:
-            result = session.run()
-        except StoppedError:
-            raise KeyboardInterrupt from None
-    console.print(escape(result.to_markdown()), highlight=False, soft_wrap=True, end="")
+        result = session.run()
+    say(result.to_markdown(), end="")
     written = session.write(result)
     for path in written:
         say(f"wrote {path}")

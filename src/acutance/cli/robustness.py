@@ -1,13 +1,11 @@
 """`acutance robustness`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
-from acutance.cli.options import DataDir, Device, Markdown, Weights, console, numbers, option, say, stoppable, words
+from acutance.cli.options import DataDir, Device, Markdown, Weights, console, ints, option, say, stoppable, words, write
 from acutance.errors import AcutanceError
 
 
@@ -23,9 +21,7 @@ def robustness(
     limit: Annotated[int | None, option("Only so many images; of ImageNet some of each class.", min=1)] = None,
     seed: Annotated[int, option("Of what is drawn.")] = 0,
     device: Device = "auto",
-    json_path: Annotated[
-        Path | None, option("The table; it goes on from there.", "--json", show_default="RUN/robustness….json")
-    ] = None,
+    json_path: Annotated[Path | None, option("The table.", "--json", show_default="RUN/robustness….json")] = None,
     markdown_path: Markdown = None,
 ) -> None:
     """Measure 19 corruptions at 5 severities, FGSM and PGD. Stopped, the same command goes on.
@@ -35,7 +31,6 @@ def robustness(
     Example: acutance robustness runs/digits-seed0 --corruptions fog,contrast --attacks fgsm:8,pgd:8:20
     """
     from acutance.distributed import device as device_of
-    from acutance.files.atomic import atomic_write
     from acutance.io.saving import load
     from acutance.lab.evaluate.evaluate import refuse_seen, weights_path
     from acutance.lab.robustness import CORRUPTIONS, evaluate, images_of, table_name
@@ -48,20 +43,15 @@ def robustness(
     refuse_seen(run, config, split, chosen)
     images = images_of(config.task, split, data_dir=data_dir, limit=limit)
     target = json_path or run / table_name(split, weights, corrupted_dir)
+    options: dict[str, Any] = {
+        "corruptions": {"all": list(CORRUPTIONS), "none": []}.get(corruptions.strip(), words(corruptions)),
+        "severities": ints(severities, "--severities"),
+        "attacks": [] if attacks.strip() == "none" else words(attacks),
+        "context": {"name": run.name, "split": split, "which": weights},
+    }
     with stoppable():
-        table = evaluate(
-            load(weights_path(run, chosen)).to(device_of(device)),
-            images,
-            corruptions={"all": list(CORRUPTIONS), "none": []}.get(corruptions.strip(), words(corruptions)),
-            severities=numbers(severities, "--severities"),
-            attacks=[] if attacks.strip() == "none" else words(attacks),
-            seed=seed,
-            path=target,
-            corrupted_dir=corrupted_dir,
-            progress=True,
-            context={"name": run.name, "split": split, "which": weights},
-        )
+        model = load(weights_path(run, chosen)).to(device_of(device))
+        table = evaluate(model, images, seed=seed, path=target, corrupted_dir=corrupted_dir, progress=True, **options)
     console.print(table.table())
     say(f"wrote {target}")
-    if markdown_path is not None:
-        say(f"wrote {atomic_write(markdown_path, table.markdown().encode())}")
+    write(markdown_path, table.markdown().encode())

@@ -1,7 +1,5 @@
 """`acutance lab`: the experiments of the laboratory as commands."""
 
-from __future__ import annotations
-
 import platform
 import shlex
 from collections.abc import Callable, Iterator
@@ -13,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from acutance.cli.options import console, numbers, option, say, stoppable
+from acutance.cli.options import console, ints, option, say, stoppable
 from acutance.errors import AcutanceError
 
 app = typer.Typer(help="Studies: deep random networks, the affinities of trained ones.", no_args_is_help=True)
@@ -35,7 +33,7 @@ def depth(
     """
     from acutance.lab.studies.depth import VARIANTS, DepthConfig, depth_study
 
-    config = DepthConfig(depths=tuple(sorted(set(numbers(depths, "--depths")))), dim=dim)
+    config = DepthConfig(depths=tuple(sorted(set(ints(depths, "--depths")))), dim=dim)
     with stoppable(), _progress(len(VARIANTS) * len(config.inits) * seeds) as advance:
         study = depth_study(config, seeds=seeds, folder=out, advance=advance)
     _write(study, out, "depth", {"--depths": depths, "--seeds": seeds, "--dim": dim})

@@ -1,9 +1,7 @@
 """`acutance train`."""
 
-from __future__ import annotations
-
+import json
 import os
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,7 +34,7 @@ def train(
     """
     from acutance.distributed import gather_by_torchrun, raise_on_all_ranks
     from acutance.lab import recipes
-    from acutance.lab.train import StoppedError
+    from acutance.lab.train import override
     from acutance.lab.train.run import Run, default_folder
     from acutance.lab.train.start import train as start
 
@@ -55,14 +53,13 @@ def train(
     config = raise_on_all_ranks(begun.config, gather_by_torchrun) if begun is not None else recipes.load(str(recipe))
     if begun is not None and recipe not in (None, begun.recipe()):
         raise AcutanceError(f"{out} was begun with the recipe {begun.recipe()}, not {recipe}: leave the name out")
-    config = _changed(config, assignments or [], data_dir, strategy)
+    named = {"task.data_dir": data_dir and str(data_dir), "loop.strategy": strategy}  # which --set overrules
+    given = [f"{field}={json.dumps(value)}" for field, value in named.items() if value is not None]
+    config = override(config, [*given, *(assignments or ())])
     folder = out or default_folder(str(recipe), recipes.load(str(recipe)), config)
     options: dict[str, Any] = {"recipe": recipe, "resume": resume, "device": device, "processes": processes}
     with stoppable(f"The last checkpoint is kept. {Run(folder).how_to_go_on()}"):
-        try:
-            result = start(config, folder, console=console, **options)
-        except StoppedError as stopped:
-            raise KeyboardInterrupt(str(stopped)) from None
+        result = start(config, folder, console=console, **options)
     if is_first_process():
         say(_verdict(folder, config, result))
 
@@ -75,18 +72,6 @@ def _refuse_rivals() -> None:
             f"srun started {tasks} tasks, which know nothing of each other: start one per node, and torchrun in it "
             "(srun --ntasks-per-node 1 torchrun --nnodes … --rdzv-backend c10d … -m acutance train …)"
         )
-
-
-def _changed(config: Any, assignments: list[str], data_dir: Path | None, strategy: str | None) -> Any:
-    """Named options are short for fields; what --set says comes last."""
-    from acutance.lab.train.config import override
-
-    if data_dir is not None:
-        if "data_dir" not in {field.name for field in fields(config.task)}:
-            raise AcutanceError(f"a {config.task.kind} task reads no folder: leave --data-dir out")
-        config = replace(config, task=replace(config.task, data_dir=str(data_dir)))
-    named = [] if strategy is None else [f"loop.strategy={strategy}"]
-    return override(config, [*named, *assignments])
 
 
 def _verdict(folder: Path, config: Any, result: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.utils.rnn import pad_sequence
 
-from acutance.errors import AcutanceError, MissingExtraError
+from acutance.errors import AcutanceError, import_extra
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -101,7 +101,6 @@ def batches_for(
     data_dir: Path | None = None,
 ) -> Batches:
     """The batches that a command's options ask for; by default a run's own test data, or else the embedded digits."""
-    size = {} if batch is None else {"batch": batch}
     if sum(given is not None for given in (data, text, images)) > 1:
         raise AcutanceError("--data, --text and --images each say what to read: give one of them")
     if data not in (None, "digits", "own"):
@@ -109,15 +108,15 @@ def batches_for(
     if data == "own" and loaded.own is None:
         raise AcutanceError(f"--data own is what a run of `acutance train` was tested on; {loaded.name} is no such run")
     own = loaded.digits if data == "digits" or loaded.own is None else loaded.own
-    is_own = own is not None and own is loaded.own and text is None and images is None
-    if data_dir is not None and not is_own:
+    is_given = text is not None or images is not None
+    if data_dir is not None and (is_given or own is None or own is not loaded.own):
         raise AcutanceError(f"--data-dir says where a run's own data lies, which {loaded.name} is not to read")
-    if text is not None:
-        return loaded.text_batches(text, tokens=tokens, limit=limit, **size)
-    if tokens is not None:
+    if tokens is not None and text is None:
         raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
+    if text is not None:
+        return loaded.text_batches(text, tokens=tokens, limit=limit, batch=batch or 8)
     if images is not None:
-        return loaded.image_batches(images, limit=limit, **size)
+        return loaded.image_batches(images, limit=limit, batch=batch or 32)
     if own is not None:
         samples = own.read(limit, data_dir)
         if samples.is_floating_point():
@@ -142,32 +141,28 @@ def text_batches(
 ) -> Batches:
     """Cut text into windows of `tokens` tokens, special tokens included, and batch them.
 
-    Windows do not cross files. A file's last window may be shorter; shorter ones are padded on the right and masked.
-    The path is a UTF-8 file, or a folder searched for `.txt` files, which are read in the order of their paths. With
-    `decoder_start`, the token that a decoder starts from, `decoder_input_ids` are made too.
+    Windows do not cross files. A file's last window may be shorter; it is padded on the right and masked. The path is
+    a UTF-8 file, or a folder whose `.txt` files are read in the order of their paths. With `decoder_start`, the token
+    that a decoder starts from, `decoder_input_ids` are made too.
     """
     before, after = _special_tokens(tokenizer)
-    room = tokens - len(before) - len(after)
+    room, least = tokens - len(before) - len(after), SHORTEST + len(before) + len(after)
     if room < SHORTEST:
-        added = tokens - room
-        raise AcutanceError(
-            f"windows of {tokens} tokens hold {max(room, 0)} of text beside {added} special tokens, and {SHORTEST} are "
-            f"the fewest that can be compared: take --tokens {SHORTEST + added} or more"
-        )
+        held = f"hold {max(room, 0)} of text beside {least - SHORTEST} special tokens"
+        raise AcutanceError(f"windows of {tokens} tokens {held}, too few to compare: take --tokens {least} or more")
     files = _files(Path(path), (".txt",))
     windows = list(islice((window for file in files for window in _windows(file, tokenizer, room)), limit))
     if not windows:
         raise AcutanceError(f"{path} holds no text to read")
 
     def make(samples: Sequence[Window]) -> dict[str, Tensor]:
-        ids = _padded([np.r_[before, text, after] for text in samples], tokenizer.pad_token_id or 0)
-        mask = _padded([np.ones(len(before) + len(text) + len(after), dtype=np.int64) for text in samples], 0)
+        rows = [np.r_[before, text, after] for text in samples]
         special = [np.r_[np.ones_like(before), np.zeros_like(text), np.ones_like(after)] for text in samples]
+        ids, mask = _padded(rows, tokenizer.pad_token_id or 0), _padded([np.ones_like(row) for row in rows], 0)
         made = {"input_ids": ids, "attention_mask": mask, "special_tokens_mask": _padded(special, 1)}
         if decoder_start is not None:  # the decoder reads the same text, shifted by one, as in training
-            first = torch.full_like(ids[:, :1], decoder_start)
-            made["decoder_input_ids"] = torch.cat([first, ids[:, :-1]], dim=1)
-            made["decoder_attention_mask"] = mask
+            shifted = torch.cat([torch.full_like(ids[:, :1], decoder_start), ids[:, :-1]], dim=1)
+            made |= {"decoder_input_ids": shifted, "decoder_attention_mask": mask}
         return made
 
     return Batches(windows, batch, f"{len(windows)} windows of {tokens} tokens from {Path(path).resolve().name}", make)
@@ -236,11 +231,7 @@ def centre_crop(
 
 def pillow() -> Any:
     """Pillow's `Image` module, or how to get it."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("images are read by Pillow: pip install pillow") from error
-    return Image
+    return import_extra("PIL.Image", "images are read by Pillow: pip install pillow")
 
 
 def _files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
@@ -288,9 +279,9 @@ def _padded(rows: Sequence[Window], value: int) -> Tensor:
 def _special_tokens(tokenizer: Any) -> tuple[Window, Window]:
     """The tokens that the tokenizer puts before and after a text."""
     plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    full = list(tokenizer("a")["input_ids"])
+    full = np.array(tokenizer("a")["input_ids"], dtype=np.int64)
     for start in range(len(full) - len(plain) + 1):
-        if full[start : start + len(plain)] == plain:
-            before, after = full[:start], full[start + len(plain) :]
-            return np.array(before, dtype=np.int64), np.array(after, dtype=np.int64)
+        end = start + len(plain)
+        if full[start:end].tolist() == plain:
+            return full[:start], full[end:]
     raise AcutanceError(f"{type(tokenizer).__name__} changes the text when it adds its special tokens")

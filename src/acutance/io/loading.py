@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from acutance.errors import AcutanceError
-from acutance.io import huggingface, timm
+from acutance.io import pretrained
 from acutance.io.inputs import LoadedModel, Preprocess, centre_crop
 from acutance.io.saving import load
 from acutance.models import LanguageModel, ViT
@@ -34,14 +34,13 @@ def load_model(
     """
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise AcutanceError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    wanted: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if name in ("", "hf:", "timm:"):  # an empty path is the current folder
         raise AcutanceError(f"{name!r} names no model: write hf:NAME, timm:NAME or the path of a checkpoint or run")
     if name.startswith("hf:"):
-        loaded = huggingface.load(name, head=head)
+        loaded = pretrained.load_transformers(name, head=head)
     else:
-        loaded = timm.load(name) if name.startswith("timm:") else _own(Path(name))
-    loaded.model.to(device=device, dtype=wanted)
+        loaded = pretrained.load_timm(name) if name.startswith("timm:") else _own(Path(name))
+    loaded.model.to(device=device, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype)
     return loaded
 
 
@@ -62,20 +61,16 @@ def _own(path: Path) -> LoadedModel:
         return LoadedModel(str(path), model, own=own)
     takes_digits = isinstance(model, ViT) and (model.config.image_size, model.config.in_chans) == (8, 1)
     digits = runs.digits() if runs is not None and takes_digits else None
-    return LoadedModel(str(path), model, preprocess=lambda: _preprocess(model), own=own, digits=digits)
+
+    def preprocess() -> Preprocess:
+        if (channels := model.config.in_chans) != 3:
+            raise AcutanceError(f"--images takes colour images, the model has {channels} channels: use Python")
+        return centre_crop((model.config.image_size,) * 2, MEAN, STD, fraction=224 / 256)
+
+    return LoadedModel(str(path), model, preprocess=preprocess, own=own, digits=digits)
 
 
 @cache
 def _runs() -> Any:
     """What lab knows of runs and of the digits. The core does not import lab, so it is found by an entry point."""
     return next((found.load() for found in entry_points(group="acutance.loaders")), None)
-
-
-def _preprocess(model: Any) -> Preprocess:
-    size = model.config.image_size
-    if model.config.in_chans != 3:
-        raise AcutanceError(
-            f"--images takes colour images, the model has {model.config.in_chans} channels. From Python, "
-            "ac.measure(model, batches) takes any data"
-        )
-    return centre_crop((size, size), MEAN, STD, fraction=224 / 256)

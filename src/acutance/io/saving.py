@@ -6,9 +6,10 @@ import json
 import os
 import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, load_model, save_model
 from torch import Tensor, nn
 
 from acutance import sites
-from acutance.errors import AcutanceError, MissingExtraError, first_line
+from acutance.errors import AcutanceError, first_line, import_extra
 from acutance.files.atomic import atomic_write
 from acutance.models import BlockStack, LanguageModel, Segmenter, ViT
 from acutance.sites.mitigate import reinstate
@@ -29,15 +30,14 @@ OWN: dict[str, type[ViT | LanguageModel | Segmenter]] = {
 CONFIG_KEY = "acutance.config"  # in the safetensors metadata
 CLASS_KEY = "acutance.model"  # a ViT where it is missing, as in the first files
 RECORD_KEY = "acutance.mitigations"  # of other models; transformers' config.json has it too
+UNEXPECTED = "_keys_to_ignore_on_load_unexpected"  # where a class of transformers lists them
 
 
 def save(model: nn.Module, path: PathLike) -> Path:
     """Write a model's weights, the mitigation it carries and what that has learnt.
 
-    Args:
-        model: any model; shared parameters are written once.
-        path: a folder for transformers' models, which are written by their `save_pretrained`; a file
-            `….safetensors` for all others. Acutance's own models keep their configuration in it too.
+    The path is a folder for transformers' models, which are written by their `save_pretrained`, and a file
+    `….safetensors` for all others. Acutance's own models keep their configuration in it too.
     """
     kind = type(model).__name__
     if is_pretrained(model):
@@ -51,10 +51,11 @@ def save(model: nn.Module, path: PathLike) -> Path:
         return Path(path)
     if Path(path).suffix != ".safetensors":
         raise AcutanceError(f"{path}: a {kind} is written as one file, name it ….safetensors")
-    if type(model) in OWN.values() and getattr(model, "is_uniform", True):
-        metadata = {CLASS_KEY: kind, CONFIG_KEY: json.dumps(cast(Any, model).config.to_dict())}
-    else:
-        metadata = {RECORD_KEY: json.dumps(sites.record(model))}
+    metadata = {}
+    if type(model) in OWN.values():
+        with suppress(AcutanceError):  # layers that differ in their mitigation, which a configuration cannot say
+            metadata = {CLASS_KEY: kind, CONFIG_KEY: json.dumps(cast(Any, model).config.to_dict())}
+    metadata = metadata or {RECORD_KEY: json.dumps(sites.record(model))}
 
     def write(file: Path) -> None:
         save_model(model, str(file), {"format": "pt", **metadata})
@@ -64,23 +65,24 @@ def save(model: nn.Module, path: PathLike) -> Path:
 
 
 def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
-    """Read what `save` wrote, or transformers' `save_pretrained` of a mitigated model.
+    """Read what `save` wrote, or transformers' `save_pretrained` of a mitigated model; of a run's folder, its last one.
 
-    Args:
-        path: the folder or file; of a run's folder, its last model.
-        model: a plain model to put the mitigation and the weights into. Not needed for transformers' folders and
-            Acutance's own models, which say what they are.
+    Mitigation and weights are put into a plain `model`. Transformers' folders and Acutance's own models need none: they
+    say what they are.
     """
     where = Path(path)
     if (where / "config.json").is_file():
         return _load_folder(where, model)
     where = where / "model.safetensors" if where.is_dir() else where  # of a run, or of `acutance mitigate --out`
-    metadata = _metadata(where)
+    with _reading(where), safe_open(str(where), framework="pt") as opened:
+        metadata = opened.metadata() or {}
     if model is None:
         own = _build(metadata, where)
         load_checkpoint(own, where)
         return own
-    reinstate(model, _specs(metadata.get(RECORD_KEY, "{}"), where))
+    with _reading(where):
+        record = json.loads(metadata.get(RECORD_KEY, "{}"))
+    reinstate(model, _specs(record, where))
     try:
         load_model(model, where)
     except (RuntimeError, SafetensorError) as error:
@@ -89,18 +91,21 @@ def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
 
 
 def load_checkpoint(model: BlockStack | Segmenter, source: PathLike | Mapping[str, Any]) -> None:
-    """Load published weights, all of them or none; a position embedding of another grid is resized.
+    """Load published weights into one of our models, all of them or none; positions of another grid are resized.
 
-    Args:
-        model: one of ours, or the encoder of a `Segmenter`.
-        source: a safetensors file, a `.pth` file (a state dict, or DeiT's {"model": state dict}), or a
-            mapping laid out like one.
+    The source is a safetensors or `.pth` file with a state dict or DeiT's {"model": state dict}, or such a mapping.
     """
-    label = "the state dict" if isinstance(source, Mapping) else str(source)
-    state: Any = source if isinstance(source, Mapping) else _read(Path(source))
+    label, state = "the state dict", cast(Any, source)
+    if not isinstance(source, Mapping):
+        label, file = str(source), Path(source)
+        with _reading(file):
+            is_safe = file.suffix == ".safetensors"
+            state = load_file(file) if is_safe else torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(state, Mapping):
+        raise AcutanceError(f"{label} holds a {type(state).__name__}, not a state dict")
     state = state["model"] if isinstance(state.get("model"), Mapping) else state
     if other := [str(name) for name, value in state.items() if not isinstance(value, Tensor)]:
-        raise AcutanceError(f"{label} is not a state dict: {_listed(other)} are no tensors. Pass the state dict itself")
+        raise AcutanceError(f"{label} is not a state dict: {listed(other)} are no tensors. Pass the state dict itself")
     state = model.fit_state(state)
     _check_match(model.state_dict(), state, label)
     model.load_state_dict(state)
@@ -118,98 +123,70 @@ def _sort_metadata(file: Path) -> None:
         opened.write(text.ljust(size))
 
 
-def _metadata(file: Path) -> Mapping[str, str]:
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Read a file inside; whatever goes wrong is said in one line."""
     if not file.is_file():
         raise AcutanceError(f"there is no file {file}")
     try:
-        with safe_open(str(file), framework="pt") as opened:
-            return opened.metadata() or {}
-    except SafetensorError as error:
-        raise _unreadable(file, error) from error
+        yield
+    except Exception as error:  # whatever a damaged or hostile file provokes
+        # torch's message about a pickle says how to load it all the same
+        reason = "" if isinstance(error, pickle.UnpicklingError) else f" ({first_line(error)})"
+        raise AcutanceError(
+            f"{file} cannot be read as weights: it is damaged, or holds more than tensors, which is refused "
+            f"because unpickling could run code{reason}. Fetch it again, or save its state dict alone"
+        ) from error
 
 
 def _build(metadata: Mapping[str, str], path: Path) -> ViT | LanguageModel | Segmenter:
     """The model that a file of ours describes, with new weights."""
     if CONFIG_KEY not in metadata:
-        raise AcutanceError(
-            f"{path} does not say what model it is: build a plain one and pass it as model=, or for published weights "
-            "use acutance.io.load_checkpoint"
-        )
+        advice = "build a plain one and pass it as model=, or for published weights use acutance.io.load_checkpoint"
+        raise AcutanceError(f"{path} does not say what model it is: {advice}")
     name = metadata.get(CLASS_KEY, "ViT")
     if name not in OWN:
         raise AcutanceError(f"{path} holds a {name}, which this version does not know; known: {', '.join(OWN)}")
-    try:
+    with _reading(path):
         options = json.loads(metadata[CONFIG_KEY])
-    except ValueError as error:
-        raise _unreadable(path, error) from error
     return OWN[name](**OWN[name].config_class.from_dict(options).to_dict())
-
-
-def _read(file: Path) -> Mapping[str, Any]:
-    if not file.is_file():
-        raise AcutanceError(f"there is no file {file}")
-    try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a damaged or hostile file provokes
-        raise _unreadable(file, error) from error
-    if not isinstance(content, Mapping):
-        raise AcutanceError(f"{file} holds a {type(content).__name__}, not a state dict")
-    return content
 
 
 def _check_match(own: Mapping[str, Tensor], state: Mapping[str, Tensor], label: str) -> None:
     """Compare before touching the model: load_state_dict copies what fits even when it then complains."""
-    sizes = [
-        f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}"
-        for name in sorted(own.keys() & state.keys())
-        if own[name].shape != state[name].shape
-    ]
+    shapes = {n: (tuple(state[n].shape), tuple(own[n].shape)) for n in sorted(own.keys() & state.keys())}
     missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    sizes = [f"{name} {found} for {wanted}" for name, (found, wanted) in shapes.items() if found != wanted]
     problems = {"missing": missing, "unexpected": unexpected, "of another size": sizes}
-    if not any(problems.values()):
-        return
-    found = "; ".join(f"{kind}: {_listed(names)}" for kind, names in problems.items() if names)
-    advice = "build the model with the options the weights were trained with"
-    if any(".mitigation." in name for name in missing):
-        advice = "load it into a plain model, then add the mitigation with mitigate(model, …)"
-    raise AcutanceError(f"{label} does not fit the model ({found}). To fix it, {advice}")
+    if found := "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names):
+        advice = "build the model with the options the weights were trained with"
+        if any(".mitigation." in name for name in missing):
+            advice = "load it into a plain model, then add the mitigation with mitigate(model, …)"
+        raise AcutanceError(f"{label} does not fit the model ({found}). To fix it, {advice}")
 
 
-def _listed(names: list[str], limit: int = 8) -> str:
+def listed(names: list[str], limit: int = 8) -> str:
+    """The first names, and how many more there are."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _unreadable(path: Path, error: Exception) -> AcutanceError:
-    # torch's message about a pickle says how to load it all the same
-    reason = "" if isinstance(error, pickle.UnpicklingError) else f" ({first_line(error)})"
-    return AcutanceError(
-        f"{path} cannot be read as weights: it is damaged, or holds more than tensors, which is refused "
-        f"because unpickling could run code{reason}. Fetch it again, or save its state dict alone"
-    )
-
-
 def _load_folder(folder: Path, model: nn.Module | None) -> nn.Module:
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtraError(f"{folder} is a transformers folder: pip install 'acutance[hf]'") from error
+    transformers = import_extra("transformers", f"{folder} is a transformers folder: pip install 'acutance[hf]'")
     config = transformers.AutoConfig.from_pretrained(folder)
     if model is None:
-        found = getattr(transformers, (config.architectures or [""])[0], None)
-        if found is None:
+        kind = getattr(transformers, (config.architectures or [""])[0], None)
+        if kind is None:
             raise AcutanceError(f"{folder} does not say what class it is: build the model and pass it as model=")
-        with _expecting_learnt(found):
-            model = found.from_pretrained(folder)
+        # Transformers would report a mitigation's parameters as unexpected; they are read below.
+        ignored = [*(getattr(kind, UNEXPECTED, None) or ()), r"\.mitigation\."]
+        with patch.object(kind, UNEXPECTED, ignored):
+            model = cast(nn.Module, kind.from_pretrained(folder))
     record = _whole_record(model, notes_of(config), folder)
     state = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
     learnt = {name: tensor for name, tensor in state.items() if ".mitigation." in name}
     if learnt and not record:
-        raise AcutanceError(
-            f"{folder} has parameters of a mitigation ({next(iter(learnt))}), but config.json does not say which. Save "
-            "with acutance.save(model, folder)"
-        )
+        found = f"{folder} has parameters of a mitigation ({next(iter(learnt))})"
+        raise AcutanceError(f"{found}, but config.json does not say which. Save with acutance.save(model, folder)")
     reinstate(model, record)
     names = _names_on_disk(model, [name for name in model.state_dict() if ".mitigation." in name])
     if missing := [name for name, written in names.items() if written not in learnt]:
@@ -229,21 +206,6 @@ def _names_on_disk(model: nn.Module, names: list[str]) -> dict[str, str]:
     return {names[int(place)]: name for name, place in written.items()}
 
 
-@contextmanager
-def _expecting_learnt(kind: Any) -> Iterator[None]:
-    """Transformers would report a mitigation's parameters as unexpected; they are read here later."""
-    name = "_keys_to_ignore_on_load_unexpected"
-    own, inherited = name in vars(kind), getattr(kind, name, None)
-    setattr(kind, name, [*(inherited or ()), r"\.mitigation\."])
-    try:
-        yield
-    finally:
-        if own:
-            setattr(kind, name, inherited)
-        else:
-            delattr(kind, name)
-
-
 def _whole_record(model: nn.Module, noted: Mapping[str, Mapping[str, str]], folder: Path) -> dict[str, str]:
     """The specs by path from this model. They were noted by class: a part mitigated by itself has its own class."""
     record: dict[str, str] = {}
@@ -257,15 +219,11 @@ def _whole_record(model: nn.Module, noted: Mapping[str, Mapping[str, str]], fold
             advice = f"load into one of {', '.join(found)}" if found else "load the whole and take its part"
             raise AcutanceError(f"{folder} was saved from a {kind}, with its mitigation, and {here}: {advice}")
         prefix = f"{found[0]}." if found[0] else ""
-        record |= {prefix + name: spec for name, spec in _specs(json.dumps(specs), folder).items()}
+        record |= {prefix + name: spec for name, spec in _specs(specs, folder).items()}
     return record
 
 
-def _specs(text: str, source: Path) -> dict[str, str]:
-    try:
-        record = json.loads(text)
-    except ValueError as error:
-        raise AcutanceError(f"{source}: its record of mitigations is damaged: {error}") from error
+def _specs(record: Any, source: Path) -> dict[str, str]:
     if not isinstance(record, dict) or not all(isinstance(spec, str) for spec in record.values()):
         raise AcutanceError(f"{source}: its record of mitigations is not a table of specs: {record!r}")
     return record

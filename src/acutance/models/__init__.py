@@ -7,13 +7,14 @@ nothing of measuring.
 from acutance.models.block import Attention, Block, BlockConfig
 from acutance.models.language import LanguageConfig, LanguageModel
 from acutance.models.segmenter import Encoder, MaskTransformer, Segmenter, SegmenterConfig
-from acutance.models.stack import BlockStack, resize_position_embedding
 from acutance.models.vit import (
+    BlockStack,
     ViT,
     ViTConfig,
     deit_base,
     deit_small,
     deit_tiny,
+    resize_position_embedding,
     vit_digits,
     vit_tiny_cifar,
     vit_tiny_minus,

@@ -43,40 +43,12 @@ class BlockConfig:
     attention_dropout: float = 0.0
 
 
-class Block(nn.Module):
-    """Attention and MLP, each in a residual branch, with its norm before the branch or after the sum."""
-
-    def __init__(self, config: BlockConfig, drop_path: float = 0.0) -> None:
-        super().__init__()
-        gain = config.layer_scale
-        self.post_norm = config.norm == "post"
-        self.norm1 = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        self.attn = Attention(config)
-        self.ls1 = nn.Identity() if gain is None else LayerScale(config.dim, gain)
-        self.drop_path1 = DropPath(drop_path)
-        self.norm2 = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        self.mlp = Mlp(config.dim, config.hidden, config.dropout, config.activation)
-        self.ls2 = nn.Identity() if gain is None else LayerScale(config.dim, gain)
-        self.drop_path2 = DropPath(drop_path)
-
-    def forward(self, x: Tensor, v0: Tensor | None, weights: Weights | None = None) -> tuple[Tensor, Tensor]:
-        """The next tokens, and the first layer's values passed on."""
-        residual = x
-        y, first, call = self.attn(x if self.post_norm else self.norm1(x), v0, weights, residual)
-        x = x + self.drop_path1(self.ls1(y))
-        if self.post_norm:
-            x = self.norm1(x)
-            x = self.norm2(x + self.drop_path2(self.ls2(self.mlp(x))))
-        else:
-            x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
-        return x if call is None else self.attn.mitigation.stream(residual, x, call), first
-
-
 class Attention(nn.Module):
     """Multi-head self-attention with a place for a mitigation and an observer."""
 
-    def __init__(self, config: BlockConfig) -> None:
+    def __init__(self, config: BlockConfig, layer: int = 1) -> None:
         super().__init__()
+        self.layer = layer  # depth; 1 is the first
         self.heads = config.heads
         self.head_dim = config.dim // config.heads
         self.kernel = config.attention
@@ -88,7 +60,6 @@ class Attention(nn.Module):
             self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=config.qkv_bias)
         self.proj = nn.Linear(config.dim, config.dim, bias=config.proj_bias)
         self.proj_drop = nn.Dropout(config.dropout)
-        self.layer = 1  # depth; set by the stack of blocks
         self.mitigation = Mitigation()
         self.observer: Callable[[AttentionCall], None] | None = None
 
@@ -99,36 +70,22 @@ class Attention(nn.Module):
 
     def projections(self) -> tuple[Projection, Projection, Projection, Projection]:
         """W_Q, W_K, W_V and W_proj. In symmetric attention W_Q is W_K."""
-        joint, dim = self.value_projection, self.heads * self.head_dim
-        start = 0 if self.kernel == "symmetric" else dim
-        rows = slice(0, dim), slice(start, start + dim), slice(start + dim, start + 2 * dim)
-        q, k, v = (Projection(joint, one) for one in rows)
+        dim = self.heads * self.head_dim
+        starts = (0, 0, dim) if self.kernel == "symmetric" else (0, dim, 2 * dim)
+        q, k, v = (Projection(self.value_projection, slice(start, start + dim)) for start in starts)
         return q, k, v, Projection(self.proj)
-
-    def install(self, mitigation: Mitigation) -> None:
-        """Put a mitigation built for this layer in place of the identity."""
-        mitigation.parametrise(*self.projections()[2:])
-        self.mitigation = mitigation
-
-    def uninstall(self) -> None:
-        """Give the weights back and put the identity in place of the mitigation."""
-        self.mitigation.unparametrise(*self.projections()[2:])
-        self.mitigation = Mitigation()
 
     def forward(
         self, x: Tensor, v0: Tensor | None, weights: Weights | None = None, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor, AttentionCall | None]:
         """The branch's output, the first layer's values, and the call if the mitigation's `stream` needs it.
 
-        Args:
-            x: the tokens after the norm.
-            v0: the first layer's values; None in the first layer, which returns its own.
-            weights: W_V and W_proj, if a mitigation made them for all layers at once. They are an argument so that
-                checkpointing does not make them again.
-            residual: what the branch's output will be added to.
+        In the first layer v0 is None. `weights` are W_V and W_proj, if a mitigation made them for all layers at once;
+        an argument, so that checkpointing does not make them again. `residual` is what the branch is added to.
         """
-        weights = self.mitigation.weights() if weights is None else weights
-        call = self._call(x, v0, self._project(x, weights), residual)
+        joint, weights = self.value_projection, self.mitigation.weights() if weights is None else weights
+        packed = joint(x) if weights is None else F.linear(x, weight_with(joint, weights[0]), joint.bias)
+        call = self._call(x, v0, packed, residual)
         u, values = attend(call, self.mitigation, self.observer)
         merged = u.transpose(1, 2).flatten(2)
         y = self.proj(merged) if weights is None else F.linear(merged, weights[1], self.proj.bias)
@@ -136,16 +93,8 @@ class Attention(nn.Module):
         first = values if v0 is None else v0
         return self.proj_drop(y), first, call if self.mitigation.overrides("stream") else None
 
-    def _project(self, x: Tensor, weights: Weights | None) -> Tensor:
-        """q, k and v side by side, (batch, tokens, 3 · dim)."""
-        layer = self.value_projection
-        if weights is not None:
-            return F.linear(x, weight_with(layer, weights[0]), layer.bias)
-        projected: Tensor = layer(x)
-        return projected
-
-    def _call(self, x: Tensor, v0: Tensor | None, projected: Tensor, residual: Tensor | None) -> AttentionCall:
-        by_head = projected.reshape(*projected.shape[:2], -1, self.heads, self.head_dim)
+    def _call(self, x: Tensor, v0: Tensor | None, packed: Tensor, residual: Tensor | None) -> AttentionCall:
+        by_head = packed.reshape(*packed.shape[:2], -1, self.heads, self.head_dim)
         parts = by_head.permute(2, 0, 3, 1, 4).unbind(0)  # each (batch, heads, tokens, head_dim)
         q, k, v = parts[0], parts[-2], parts[-1]  # symmetric: the one projection is both q and k
         dropout = self.attention_dropout if self.training else 0.0
@@ -156,7 +105,7 @@ class Attention(nn.Module):
             return AttentionOperator(queries, keys, mask=bias, **options).apply(values, dropout)
 
         tensors: dict[str, Any] = {"x": x, "residual": residual, "q": q, "k": k, "v": v, "first": v0}
-        return AttentionCall(layer=self.layer, **tensors, product=own, packed=projected, dropout=dropout, **options)
+        return AttentionCall(layer=self.layer, **tensors, product=own, packed=packed, dropout=dropout, **options)
 
 
 class Mlp(nn.Module):
@@ -181,23 +130,10 @@ class Mlp(nn.Module):
         return plain and all(map(_is_bare, (self.fc1, self.act, self.fc2, self.drop)))
 
 
-class PatchEmbed(nn.Module):
-    """Cuts images into patches and projects each to one token.
-
-    The patches are rows of one matrix product: a convolution would leave the channels apart in memory, and every norm
-    after it would have to gather them.
-    """
-
-    def __init__(self, in_chans: int, patch_size: int, dim: int) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(in_chans, dim, kernel_size=patch_size, stride=patch_size)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(batch, channels, height, width) to (batch, patches, dim), row by row."""
-        side = self.proj.kernel_size[0]
-        cut = images.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (batch, channels, down, side, across, side)
-        patches = cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+def _is_bare(module: nn.Module) -> bool:
+    """Whether a module's work may be done without calling it: no hooks, no forward of its own, not compiled alone."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return not any(hooks) and "forward" not in module.__dict__ and module._compiled_call_impl is None
 
 
 class LayerScale(nn.Module):
@@ -229,7 +165,30 @@ class DropPath(nn.Module):
         return f"rate={self.rate:g}"
 
 
-def _is_bare(module: nn.Module) -> bool:
-    """Whether a module's work may be done without calling it: no hooks, no forward of its own, not compiled alone."""
-    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    return not any(hooks) and "forward" not in module.__dict__ and module._compiled_call_impl is None
+class Block(nn.Module):
+    """Attention and MLP, each in a residual branch, with its norm before the branch or after the sum."""
+
+    def __init__(self, config: BlockConfig, drop_path: float = 0.0, layer: int = 1) -> None:
+        super().__init__()
+        gain = config.layer_scale
+        self.post_norm = config.norm == "post"
+        self.norm1 = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.attn = Attention(config, layer)
+        self.ls1 = nn.Identity() if gain is None else LayerScale(config.dim, gain)
+        self.drop_path1 = DropPath(drop_path)
+        self.norm2 = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.mlp = Mlp(config.dim, config.hidden, config.dropout, config.activation)
+        self.ls2 = nn.Identity() if gain is None else LayerScale(config.dim, gain)
+        self.drop_path2 = DropPath(drop_path)
+
+    def forward(self, x: Tensor, v0: Tensor | None, weights: Weights | None = None) -> tuple[Tensor, Tensor]:
+        """The next tokens, and the first layer's values passed on."""
+        residual = x
+        y, first, call = self.attn(x if self.post_norm else self.norm1(x), v0, weights, residual)
+        x = x + self.drop_path1(self.ls1(y))
+        if self.post_norm:
+            x = self.norm1(x)
+            x = self.norm2(x + self.drop_path2(self.ls2(self.mlp(x))))
+        else:
+            x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        return x if call is None else self.attn.mitigation.stream(residual, x, call), first

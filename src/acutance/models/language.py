@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from acutance.errors import AcutanceError, ShapeError
-from acutance.mitigations import Mitigation, as_mitigation
-from acutance.models.stack import INIT_STD, BlockStack, ModelConfig, make_blocks
+from acutance.mitigations import Mitigation
+from acutance.models.vit import INIT_STD, BlockStack, ModelConfig, make_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,23 +37,18 @@ class LanguageConfig(ModelConfig):
     attention_dropout: float = 0.0  # on the attention weights; the public code has none
 
     def __post_init__(self) -> None:
-        self.check("vocabulary", "hidden")
+        super().__post_init__()
         if self.dim % 2:
             raise AcutanceError(f"dim {self.dim} must be even: positions are pairs of a sine and a cosine")
-        object.__setattr__(self, "cutoffs", tuple(self.cutoffs))  # a list when it comes from JSON
         if any(low >= high for low, high in pairwise((0, *self.cutoffs, self.vocabulary))):
-            raise AcutanceError(
-                f"cutoffs {self.cutoffs} must grow and stay below the vocabulary of {self.vocabulary}: () is a plain "
-                "softmax"
-            )
+            words = f"must grow and stay below the vocabulary of {self.vocabulary}"
+            raise AcutanceError(f"cutoffs {self.cutoffs} {words}: () is a plain softmax")
 
 
 class LanguageModel(BlockStack):
     """A post-LN Transformer decoder with sinusoidal positions and an adaptive softmax tied to its embedding.
 
-    Args:
-        mitigation: a `Mitigation`, its spec such as `neutreno:0.4`, or None.
-        **options: the fields of `LanguageConfig`.
+    Its arguments are the fields of `LanguageConfig`; `mitigation` may also be a `Mitigation`.
     """
 
     config_class = LanguageConfig
@@ -61,15 +56,14 @@ class LanguageModel(BlockStack):
 
     def __init__(self, *, mitigation: Mitigation | str | None = None, **options: Any) -> None:
         super().__init__()
-        chosen = as_mitigation(mitigation)
-        self._config = config = LanguageConfig(mitigation=None if mitigation is None else chosen.spec, **options)
+        self._config = config = LanguageConfig(**options)
         self.embed = nn.Embedding(config.vocabulary, config.dim)
         self.drop = nn.Dropout(config.dropout)
         block: dict[str, Any] = {"causal": True, "qkv_bias": False, "proj_bias": False, "norm": "post"}
         self.blocks = make_blocks(config, config.depth, norm_eps=1e-5, activation=nn.ReLU, **block)
         self.softmax = TiedSoftmax(config.vocabulary, config.dim, config.cutoffs)
         self.apply(_init)
-        self.install(chosen, config.mitigation_layers)
+        self.install(mitigation, config.mitigation_layers)
 
     @property
     def final_norm(self) -> nn.Module:
@@ -79,9 +73,7 @@ class LanguageModel(BlockStack):
     def forward_features(self, tokens: Tensor) -> Tensor:
         """What the softmax reads: (batch, tokens) words to (batch, tokens, dim)."""
         if tokens.ndim != 2 or tokens.is_floating_point():
-            raise ShapeError(
-                f"tokens {tuple(tokens.shape)} of {tokens.dtype}: this model takes (batch, tokens) indices"
-            )
+            raise ShapeError(f"tokens {tuple(tokens.shape)} of {tokens.dtype}: give indices (batch, tokens)")
         x = self.embed(tokens) * math.sqrt(self._config.dim)
         x = self.drop(x + positions_from_the_end(tokens.shape[1], x))
         out: Tensor = self.drop(self.run_blocks(x))
@@ -145,20 +137,19 @@ class TiedSoftmax(nn.Module):
 
     def forward(self, hidden: Tensor, words: Tensor, embedding: Tensor) -> Tensor:
         """−log p of each word, in float32 or better: hidden (…, dim), words (…), embedding (vocabulary, dim)."""
+        rows, wanted = hidden.flatten(0, -2), words.flatten()
         if self.cluster_weight is None:
-            logits = _exact(F.linear(hidden, embedding, self.bias))
-            return F.cross_entropy(logits.flatten(0, -2), words.flatten(), reduction="none").view(words.shape)
-        losses: Tensor = self._adaptive(hidden.flatten(0, -2), words.flatten(), embedding)
+            losses = F.cross_entropy(self._head(rows, embedding), wanted, reduction="none")
+        else:
+            losses = self._adaptive(rows, wanted, embedding)
         return losses.view(words.shape)
 
     def log_probabilities(self, hidden: Tensor, embedding: Tensor) -> Tensor:
         """log p of all words, (…, vocabulary)."""
-        if self.cluster_weight is None:
-            return F.log_softmax(_exact(F.linear(hidden, embedding, self.bias)), dim=-1)
         head = F.log_softmax(self._head(hidden, embedding), dim=-1)
         common, clusters = head[..., : self.ends[1]], head[..., self.ends[1] :].unbind(-1)
         rare = [
-            cluster[..., None] + F.log_softmax(self._logits(hidden, embedding, low, high), dim=-1)
+            cluster[..., None] + F.log_softmax(_logits(hidden, embedding[low:high], self.bias[low:high]), dim=-1)
             for cluster, (low, high) in zip(clusters, pairwise(self.ends[1:]), strict=True)
         ]
         return torch.cat([common, *rare], dim=-1)
@@ -170,26 +161,24 @@ class TiedSoftmax(nn.Module):
         loss = F.cross_entropy(self._head(hidden, embedding), entry, reduction="none")
         for number, (low, high) in enumerate(pairwise(self.ends[1:]), 1):
             rows = (cluster == number).nonzero().squeeze(1)
-            logits = self._logits(hidden[rows], embedding, low, high)
+            logits = _logits(hidden[rows], embedding[low:high], self.bias[low:high])
             loss = loss.index_add(0, rows, F.cross_entropy(logits, words[rows] - low, reduction="none").to(loss.dtype))
         return loss
 
     def _head(self, hidden: Tensor, embedding: Tensor) -> Tensor:
-        assert self.cluster_weight is not None
-        assert self.cluster_bias is not None
-        first = self.ends[1]
-        weight = torch.cat([embedding[:first], self.cluster_weight])
-        return _exact(F.linear(hidden, weight, torch.cat([self.bias[:first], self.cluster_bias])))
+        """Logits of the frequent words and of the clusters."""
+        weight, bias = embedding[: self.ends[1]], self.bias[: self.ends[1]]
+        if self.cluster_weight is not None and self.cluster_bias is not None:
+            weight, bias = torch.cat([weight, self.cluster_weight]), torch.cat([bias, self.cluster_bias])
+        return _logits(hidden, weight, bias)
 
-    def _logits(self, hidden: Tensor, embedding: Tensor, low: int, high: int) -> Tensor:
-        return _exact(F.linear(hidden, embedding[low:high], self.bias[low:high]))
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    logits = F.linear(hidden, weight, bias)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 @cache
 def _keep_uncompiled() -> None:
     """How many words a cluster has depends on the data. No decorator: it would import the compiler, for seconds."""
     TiedSoftmax._adaptive = torch.compiler.disable(TiedSoftmax._adaptive)  # type: ignore[method-assign]
-
-
-def _exact(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from acutance.errors import AcutanceError, ShapeError
-from acutance.mitigations import Mitigation, as_mitigation
-from acutance.models.block import AttentionKind, PatchEmbed
-from acutance.models.stack import (
+from acutance.mitigations import Mitigation
+from acutance.models.block import AttentionKind
+from acutance.models.vit import (
     BlockStack,
     ModelConfig,
+    PatchEmbed,
     init_linear,
     learnt_tokens,
     make_blocks,
@@ -48,10 +49,6 @@ class SegmenterConfig(ModelConfig):
     decoder_heads: int = 3  # the public code has dim / 64
     decoder_dropout: float = 0.1  # attention weights included
     decoder_drop_path: float = 0.0  # the public code has none in the decoder
-
-    def __post_init__(self) -> None:
-        counts = ("num_classes", "image_size", "patch_size", "in_chans", "decoder_depth")
-        self.check(*counts, heads=("heads", "decoder_heads"))
 
 
 class Encoder(BlockStack):
@@ -125,34 +122,26 @@ class MaskTransformer(BlockStack):
 class Segmenter(nn.Module):
     """Scores of every class at every pixel.
 
-    Args:
-        mitigation: a `Mitigation`, its spec such as `neutreno:0.6`, or None; for encoder and decoder.
-        **options: the fields of `SegmenterConfig`.
+    Its arguments are the fields of `SegmenterConfig`; `mitigation`, of both parts, may also be a `Mitigation`.
     """
 
     config_class = SegmenterConfig
 
     def __init__(self, *, mitigation: Mitigation | str | None = None, **options: Any) -> None:
         super().__init__()
-        chosen = as_mitigation(mitigation)
-        self._config = config = SegmenterConfig(mitigation=None if mitigation is None else chosen.spec, **options)
+        self._config = config = SegmenterConfig(**options)
         self.encoder = Encoder(config)
         self.decoder = MaskTransformer(config)
-        self.encoder.install(chosen)
-        self.decoder.install(chosen)
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all layers of both parts carry the same mitigation, or none: `config` can say no more."""
-        return self.encoder.carried() == self.decoder.carried() and self.encoder.carried()[1] is None
+        self.encoder.install(mitigation)
+        self.decoder.install(mitigation)
 
     @property
     def config(self) -> SegmenterConfig:
         """What rebuilds this model, with the mitigation it carries now."""
-        if not self.is_uniform:
-            carried = f"encoder {self.encoder.carried()}, decoder {self.decoder.carried()}"
-            raise AcutanceError(f"one configuration cannot say what differs between layers: {carried}")
-        return replace(self._config, mitigation=self.encoder.carried()[0])
+        encoder, decoder = self.encoder.carried(), self.decoder.carried()
+        if encoder != decoder or encoder[1] is not None:
+            raise AcutanceError(f"one configuration cannot say what differs: encoder {encoder}, decoder {decoder}")
+        return replace(self._config, mitigation=encoder[0])
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations (non-reentrant)."""
@@ -168,18 +157,17 @@ class Segmenter(nn.Module):
         """The public code's weights: without the encoder's head, positions resized."""
         inner = {n.removeprefix("encoder."): t for n, t in state.items() if n.startswith("encoder.")}
         outer = {n: t for n, t in state.items() if not n.startswith("encoder.")}
-        return outer | {f"encoder.{name}": tensor for name, tensor in self.encoder.fit_state(inner).items()}
+        return outer | {f"encoder.{n}": t for n, t in self.encoder.fit_state(inner).items()}
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (batch, channels, height, width) of any size to scores (batch, classes, height, width)."""
         config = self._config
         if images.ndim != 4 or images.shape[1] != config.in_chans or 0 in images.shape[2:]:
-            raise ShapeError(
-                f"images {tuple(images.shape)}: this model takes (batch, {config.in_chans}, height, width)"
-            )
+            raise ShapeError(f"images {tuple(images.shape)}: give (batch, {config.in_chans}, height, width)")
         height, width = images.shape[2:]
-        padded = F.pad(images, (0, -width % config.patch_size, 0, -height % config.patch_size))
-        grid = (padded.shape[2] // config.patch_size, padded.shape[3] // config.patch_size)
+        side = config.patch_size
+        padded = F.pad(images, (0, -width % side, 0, -height % side))
+        grid = (padded.shape[2] // side, padded.shape[3] // side)
         patches = self.encoder(padded)[:, self.encoder.prefix_tokens :]
         masks = self.decoder(patches).transpose(1, 2).unflatten(2, grid)
         return F.interpolate(masks, size=padded.shape[2:], mode="bilinear")[..., :height, :width]

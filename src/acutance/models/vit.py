@@ -1,27 +1,217 @@
-"""A small readable vision Transformer whose state-dict keys are timm's, and the papers' models by name."""
+"""A small readable vision Transformer whose state-dict keys are timm's, and the papers' models by name.
+
+`ModelConfig` and `BlockStack`, the stack of blocks with v⁰ passed along, are shared with the other reference models.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, Self, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from acutance.errors import AcutanceError, ShapeError
-from acutance.mitigations import Mitigation, as_mitigation
-from acutance.models.block import AttentionKind, BlockConfig, NormPlace, PatchEmbed
-from acutance.models.stack import (
-    BlockStack,
-    ModelConfig,
-    init_linear,
-    learnt_tokens,
-    make_blocks,
-    resize_position_embedding,
-)
+from acutance.mitigations import LayerShape, Mitigation, Weights, as_mitigation, weights_together
+from acutance.models.block import AttentionKind, Block, BlockConfig, NormPlace
 
-Stream = Literal["float32", "autocast"]
+INIT_STD = 0.02
+
+
+class ModelConfig:
+    """The base of the models' configurations, which are frozen dataclasses: to plain data and back."""
+
+    def __post_init__(self) -> None:
+        """Refuse counts below 1, unknown words, heads that do not divide dim, patches that do not tile the image."""
+        own = cast(Any, self)
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(own, name)
+            if kind is int and value < (least := 0 if name == "registers" else 1):
+                raise AcutanceError(f"{name} must be at least {least}, not {value}")
+            if get_origin(kind) is Literal and value not in get_args(kind):
+                raise AcutanceError(f"unknown {name} {value!r}; known: {', '.join(get_args(kind))}")
+            if name.endswith("heads") and own.dim % value:
+                raise AcutanceError(f"dim {own.dim} cannot be shared out among {value} heads: choose a multiple")
+            if isinstance(value, list):  # from JSON
+                object.__setattr__(self, name, tuple(value))
+        if hasattr(self, "patch_size") and own.image_size % own.patch_size:
+            raise AcutanceError(f"image_size {own.image_size} is no multiple of patch_size {own.patch_size}")
+        layers = getattr(self, "mitigation_layers", None) or ()
+        if unknown := [layer for layer in layers if not 1 <= layer <= own.depth]:
+            raise AcutanceError(f"mitigation_layers {unknown}: the layers are numbered 1 to {own.depth}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return asdict(cast(Any, self))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`; an unknown or missing field is named."""
+        try:
+            return cls(**data)
+        except TypeError as error:
+            raise AcutanceError(f"these options make no {cls.__name__}: {error}") from error
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Patches down and across."""
+        side: int = cast(Any, self).image_size // cast(Any, self).patch_size
+        return side, side
+
+
+class BlockStack(nn.Module):
+    """Blocks that run one after another and hand on the first one's values; layers are numbered from 1."""
+
+    blocks: nn.ModuleList
+    norm: nn.Module
+    checkpointing = False
+    prefix_tokens: int = 0  # in front of the content, such as a class token
+    suffix_tokens: int = 0  # behind the content, such as a decoder's embeddings of classes
+    undecayed: tuple[str, ...] = ()
+    _config: Any
+
+    @property
+    def config(self) -> Any:
+        """What rebuilds this model, with the mitigation it carries now."""
+        spec, layers = self.carried()
+        return replace(self._config, mitigation=spec, mitigation_layers=layers)
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """The norm after the last block."""
+        return self.norm
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations (non-reentrant)."""
+        self.checkpointing = enable
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that an optimiser should leave out of weight decay, beside biases and norms."""
+        return {n for n, _ in self.named_parameters() if n in self.undecayed or ".mitigation." in n}
+
+    def fit_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Another model's weights as this one wants them, where that takes no guess: another image size, say."""
+        return dict(state)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        """All blocks, with v⁰ passed from each to the next."""
+        v0: Tensor | None = None
+        for block, weights in zip(self.blocks, self._made_weights(), strict=True):
+            if self.checkpointing and torch.is_grad_enabled():
+                x, v0 = checkpoint(block, x, v0, *weights, use_reentrant=False)
+            else:
+                x, v0 = block(x, v0, *weights)
+            is_cut = not torch.compiler.is_compiling() and torch.is_grad_enabled() and not x.requires_grad
+            if is_cut and any(parameter.requires_grad for parameter in block.parameters()):
+                raise AcutanceError(
+                    "a block has parameters to train but its output carries no gradient. Re-entrant checkpointing does "
+                    "this when the block's input needs none (frozen embeddings, say): use "
+                    "model.set_grad_checkpointing(), which is non-reentrant, or use_reentrant=False"
+                )
+        return x
+
+    def named_blocks(self) -> list[tuple[str, Block]]:
+        """The blocks with their paths in `blocks`, first to last; they may sit inside wrappers."""
+        return [(name, module) for name, module in self.blocks.named_modules() if isinstance(module, Block)]
+
+    def carried(self) -> tuple[str | None, tuple[int, ...] | None]:
+        """The mitigation in the blocks now as a spec, and the layers that have it; None where all have."""
+        found = [(layer, block.attn.mitigation) for layer, (_, block) in enumerate(self.named_blocks(), 1)]
+        specs = {layer: carried.spec for layer, carried in found if type(carried) is not Mitigation}
+        if len(set(specs.values())) > 1:
+            raise AcutanceError(f"layers carry different mitigations, which one configuration cannot say: {specs}")
+        layers = None if len(specs) in (0, len(self.blocks)) else tuple(specs)
+        return next(iter(specs.values()), None), layers
+
+    def install(self, mitigation: Mitigation | str | None, layers: tuple[int, ...] | None = None) -> None:
+        """Build the model with a mitigation; `acutance.mitigate` puts one into a trained model."""
+        chosen = as_mitigation(mitigation)
+        for layer, (_, block) in enumerate(self.named_blocks() if type(chosen) is not Mitigation else (), 1):
+            if layers is None or layer in layers:
+                attn = block.attn
+                shape = LayerShape(layer, attn.heads * attn.head_dim, attn.heads, attn.head_dim, attn.heads)
+                attn.mitigation = chosen.for_layer(shape)
+                attn.mitigation.parametrise(*attn.projections()[2:])
+
+    def _made_weights(self) -> list[tuple[()] | tuple[Weights]]:
+        """W_V and W_proj of the blocks whose mitigation makes them, for all blocks at once."""
+        blocks = [block for block in self.blocks if type(block) is Block]
+        if len(blocks) < len(self.blocks):  # wrapped for sharding, say: only inside are the parameters whole
+            return [()] * len(self.blocks)
+        made = weights_together([block.attn.mitigation for block in blocks])
+        return [() if weights is None else (weights,) for weights in made]
+
+
+def make_blocks(config: ModelConfig, depth: int, drop_path: float = 0.0, **options: Any) -> nn.ModuleList:
+    """Blocks with the configuration's fields and these options instead.
+
+    Their stochastic depth grows linearly from 0 in the first to `drop_path` in the last.
+    """
+    shared = {field.name: getattr(config, field.name) for field in fields(BlockConfig) if hasattr(config, field.name)}
+    if hasattr(config, "mlp_ratio"):
+        shared["hidden"] = int(shared["dim"] * config.mlp_ratio)
+    rates = torch.linspace(0, drop_path, depth, device="cpu").tolist()
+    made = BlockConfig(**{**shared, **options})
+    return nn.ModuleList(Block(made, rate, layer) for layer, rate in enumerate(rates, 1))
+
+
+def learnt_tokens(count: int, dim: int) -> nn.Parameter:
+    """Tokens (1, count, dim) that are parameters."""
+    return nn.Parameter(nn.init.trunc_normal_(torch.empty(1, count, dim), std=INIT_STD))
+
+
+def init_linear(module: nn.Module) -> None:
+    """Truncated normal weights and no bias, as in DeiT; for `module.apply`."""
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=INIT_STD)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+class PatchEmbed(nn.Module):
+    """Cuts images into patches and projects each to one token.
+
+    The patches are rows of one matrix product: a convolution would leave the channels apart in memory, and every norm
+    after it would have to gather them.
+    """
+
+    def __init__(self, in_chans: int, patch_size: int, dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(in_chans, dim, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) to (batch, patches, dim), row by row."""
+        side = self.proj.kernel_size[0]
+        cut = images.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (batch, channels, down, side, across, side)
+        patches = cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+
+
+def resize_position_embedding(
+    pos_embed: Tensor, grid: tuple[int, int], prefix_tokens: int, mode: Literal["bicubic", "bilinear"] = "bicubic"
+) -> Tensor:
+    """Interpolate a position embedding (1, prefix_tokens + side², dim) to `grid`, patches down and across.
+
+    The prefix is kept. Bicubic is antialiased, as timm does it; bilinear is the public Segmenter's.
+    """
+    patches = pos_embed.shape[1] - prefix_tokens if pos_embed.ndim == 3 else -1
+    side = math.isqrt(max(patches, 0))
+    if side == 0 or side * side != patches:
+        raise ShapeError(
+            f"position embedding {tuple(pos_embed.shape)} with {prefix_tokens} prefix tokens is not "
+            "(1, prefix + side², dim): check class_token, distilled and registers"
+        )
+    if (side, side) == tuple(grid):
+        return pos_embed
+    prefix, image = pos_embed[:, :prefix_tokens], pos_embed[:, prefix_tokens:]
+    image = image.reshape(len(image), side, side, -1).permute(0, 3, 1, 2)
+    exact = image.to(torch.promote_types(image.dtype, torch.float32))  # in half precision it is coarse
+    resized = F.interpolate(exact, size=tuple(grid), mode=mode, antialias=mode == "bicubic")
+    return torch.cat([prefix, resized.to(pos_embed.dtype).flatten(2).transpose(1, 2)], dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,31 +238,20 @@ class ViTConfig(ModelConfig):
     drop_path: float = 0.0  # chance of skipping a branch in the last block, growing linearly from 0 in the first
     dropout: float = 0.0  # after the embedding, the projections and in the MLP
     attention_dropout: float = 0.0  # on the attention weights
-    stream: Stream = "float32"  # of the tokens between blocks under autocast; in its own dtype a step is faster
+    stream: Literal["float32", "autocast"] = "float32"  # tokens between blocks; autocast's dtype makes steps faster
 
     def __post_init__(self) -> None:
-        self.check("image_size", "patch_size", "num_classes", "in_chans")
-        self.check_word("norm", NormPlace)
-        self.check_word("stream", Stream)
+        super().__post_init__()
         if self.stream == "autocast" and (self.norm == "post" or self.layer_scale is not None):
-            raise AcutanceError(
-                "under autocast a layer_scale and a norm after the sum give float32 tokens: leave stream='float32'"
-            )
+            raise AcutanceError("a layer_scale or a norm after the sum give float32 tokens: leave stream='float32'")
         if self.distilled and not self.class_token:
             raise AcutanceError("a distilled model needs its class token: set class_token=True")
-
-    @property
-    def prefix_tokens(self) -> int:
-        """Class, distillation and register tokens in front of the patches."""
-        return int(self.class_token) + int(self.distilled) + self.registers
 
 
 class ViT(BlockStack):
     """A vision Transformer for classification (https://arxiv.org/abs/2010.11929, https://arxiv.org/abs/2012.12877).
 
-    Args:
-        mitigation: a `Mitigation`, its spec such as `neutreno:0.6`, or None.
-        **options: the fields of `ViTConfig`.
+    Its arguments are the fields of `ViTConfig`; `mitigation` may also be a `Mitigation`.
     """
 
     config_class = ViTConfig
@@ -80,13 +259,12 @@ class ViT(BlockStack):
 
     def __init__(self, *, mitigation: Mitigation | str | None = None, **options: Any) -> None:
         super().__init__()
-        chosen = as_mitigation(mitigation)
-        self._config = config = ViTConfig(mitigation=None if mitigation is None else chosen.spec, **options)
-        self.prefix_tokens = config.prefix_tokens
+        self._config = config = ViTConfig(**options)
+        self.prefix_tokens = int(config.class_token) + int(config.distilled) + config.registers
         self.cls_token = learnt_tokens(1, config.dim) if config.class_token else None
         self.dist_token = learnt_tokens(1, config.dim) if config.distilled else None
         self.reg_token = learnt_tokens(config.registers, config.dim) if config.registers else None
-        self.pos_embed = learnt_tokens(config.prefix_tokens + config.grid[0] * config.grid[1], config.dim)
+        self.pos_embed = learnt_tokens(self.prefix_tokens + config.grid[0] * config.grid[1], config.dim)
         self.patch_embed = PatchEmbed(config.in_chans, config.patch_size, config.dim)
         self.pos_drop = nn.Dropout(config.dropout)
         self.blocks = make_blocks(config, config.depth, config.drop_path)
@@ -94,7 +272,7 @@ class ViT(BlockStack):
         self.head = nn.Linear(config.dim, config.num_classes)
         self.head_dist = nn.Linear(config.dim, config.num_classes) if config.distilled else None
         self.apply(init_linear)
-        self.install(chosen, config.mitigation_layers)
+        self.install(mitigation, config.mitigation_layers)
 
     def fit_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A position embedding of another image size is resized, bicubic."""
@@ -107,10 +285,8 @@ class ViT(BlockStack):
         """Tokens after the final norm, prefix tokens first: (batch, tokens, dim)."""
         expected = (self._config.in_chans, self._config.image_size, self._config.image_size)
         if images.ndim != 4 or tuple(images.shape[1:]) != expected:
-            raise ShapeError(
-                f"images {tuple(images.shape)}: this model takes (batch, {', '.join(map(str, expected))}). "
-                "Resize them, or build another image_size and load the weights with acutance.io.load_checkpoint"
-            )
+            advice = "Resize them, or build another image_size and load the weights with acutance.io.load_checkpoint"
+            raise ShapeError(f"images {tuple(images.shape)}: give (batch, *{expected}). {advice}")
         learnt = [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
         patches = self.patch_embed(images)
         x = torch.cat([*(token.expand(len(images), -1, -1) for token in learnt), patches], dim=1) + self.pos_embed

@@ -11,7 +11,7 @@ from acutance.errors import AcutanceError, SeveralStacksError
 from acutance.mitigations import Mitigation
 from acutance.mitigations.projection import Projections
 from acutance.models.block import Attention, Block, LayerScale
-from acutance.models.stack import BlockStack
+from acutance.models.vit import BlockStack
 from acutance.sites.site import AttentionSite, Library, Observer, Undo
 from acutance.sites.structure import Layer, SpecialTokens, modules_of
 
