@@ -15,7 +15,7 @@ from acutance.explain.spectral_theory import layer_smooths, sharpening_bound
 from acutance.explain.steer import check_spectrum, fold
 from acutance.io.saving import load, save
 from acutance.metrics import hfc_lfc_frobenius
-from acutance.mitigations import parse, spectra
+from acutance.mitigations import eigen, parse
 from acutance.models import Segmenter, ViT, vit_tiny_minus
 from acutance.sites import find
 from acutance.sites.mitigate import mitigate
@@ -166,7 +166,7 @@ def test_the_bound_is_for_one_eigenvalue_and_a_layer_smooths_by_all_of_them(fact
 def test_no_attention_has_a_bound_inside_the_bounded_spectrum():
     psi = torch.linspace(-50, 50, 101, dtype=torch.float64)
     for spectrum, mu_min in product(("bounded", "clipped"), (-0.99, -0.3, 0.0, 0.4, 0.999)):
-        lam = spectra.eigenvalues(psi, "negative", spectrum)
+        lam = eigen.eigenvalues(psi, "negative", spectrum)
         assert lam.min() >= -1 > sharpening_bound(mu_min)
         assert ((1 + lam * mu_min).abs() >= (1 + lam).abs()).all()
 

@@ -3,10 +3,13 @@
 import pytest
 import torch
 from eigen_formulas import basis_of, spectrum_of
+from torch import nn
 
 from acutance.errors import ShapeError
 from acutance.explain.steer import fold
-from acutance.mitigations import Eigen, LayerShape, spectra
+from acutance.mitigations import Eigen, LayerShape
+from acutance.mitigations import eigen as spectra
+from acutance.mitigations.projection import Projection
 from acutance.models import ViT, vit_tiny_cifar, vit_tiny_minus, vit_tiny_plus
 from acutance.sites import find
 from acutance.sites.mitigate import mitigate
@@ -286,8 +289,9 @@ def test_some_layers_only_and_frozen_weights_stay_frozen():
 
 @pytest.mark.parametrize("shape", [LayerShape(3, 16, 4, 4, 2), LayerShape(3, 16, 4, 8, 4)])
 def test_layers_without_a_square_v_are_refused(shape):
+    value, output = nn.Linear(16, shape.kv_heads * shape.head_dim), nn.Linear(shape.heads * shape.head_dim, 16)
     with pytest.raises(ShapeError, match=r"layer 3 has 4 query and . value heads.*heads · head_dim = dim"):
-        Eigen().for_layer(shape)
+        Eigen().for_layer(shape).parametrise(Projection(value), Projection(output))
 
 
 def test_a_model_without_memory_can_be_steered():

@@ -65,7 +65,7 @@ def test_spaces_and_short_forms_are_accepted():
         ("neutreno:strong", "strength must be a finite number, not 'strong'"),
         ("neutreno:nan", "strength must be a finite number"),
         ("neutreno:true", "strength must be a finite number"),
-        ("neutreno:0.6,learn=token", "learn must be None, 'layer' or 'head', not 'token'"),
+        ("neutreno:0.6,learn=token", "learn must be 'layer' or 'head' or none, not 'token'"),
         ("neutreno:0.6,detach=1", "detach must be true or false"),
         ("neutreno:0.6,start=0.1", "start is for a learnt strength"),
         ("featscale:doubled=2", "doubled must be true or false"),

@@ -68,6 +68,9 @@ class Program(NamedTuple):
         return call.v0.detach() if self.detach else call.v0
 
 
+NOTHING = Program()
+
+
 def _by_head(number: Tensor | float, x: Tensor) -> Tensor | float:
     """Against (heads, tokens, head_dim)."""
     return number.to(x.dtype)[:, None, None] if isinstance(number, Tensor) else number

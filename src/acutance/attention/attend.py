@@ -7,11 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from acutance.attention.affine import Program
+from acutance.attention.affine import NOTHING, Program
 from acutance.attention.call import AttentionCall
 from acutance.attention.kernels import packed
 
-NOTHING = Program()
 Observer = Callable[[AttentionCall], None]
 MaybeTensor = Tensor | None
 

@@ -7,8 +7,8 @@ import pkgutil
 from importlib import import_module
 
 from acutance.mitigations.attnscale import AttnScale
-from acutance.mitigations.base import REGISTRY, Combined, LayerShape, Mitigation, UnknownShape, Weights, register
-from acutance.mitigations.eigen import Eigen, eigen_of, weights_together
+from acutance.mitigations.base import REGISTRY, Combined, LayerShape, Mitigation, UnknownShape, register
+from acutance.mitigations.eigen import Eigen, Weights, eigen_of, weights_together
 from acutance.mitigations.featscale import FeatScale
 from acutance.mitigations.neutreno import NeuTRENO
 from acutance.mitigations.spec import as_mitigation, parse

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from acutance.attention import AttentionCall, attend, finish
 from acutance.attention.operator import AttentionOperator
-from acutance.mitigations import Mitigation, Weights
+from acutance.mitigations import Mitigation, Weights, weights_together
 from acutance.mitigations.projection import Projection, weight_with
 from acutance.models.kernels import mlp
 
@@ -127,7 +127,7 @@ class Attention(nn.Module):
                 checkpointing does not make them again.
             residual: what the branch's output will be added to.
         """
-        weights = self.mitigation.weights() if weights is None else weights
+        weights = weights_together([self.mitigation])[0] if weights is None else weights
         call = self._call(x, v0, self._project(x, weights), residual)
         u, values = attend(call, self.mitigation, self.observer)
         merged = u.transpose(1, 2).flatten(2)
