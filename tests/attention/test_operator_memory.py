@@ -76,7 +76,7 @@ def test_values_of_any_layout_stay_on_the_fused_path():
 def test_a_block_on_a_device_is_large_but_no_larger_than_queries_and_keys(batch, heads, tokens):
     with FakeTensorMode():
         q = torch.empty(batch, heads, tokens, 64, device="cuda")
-        blocks = products.row_blocks(AttentionOperator(q, q), batch * heads * tokens)
+        blocks = products.row_blocks(AttentionOperator(q, q))
     rows = [block.stop - block.start for block in blocks]
     assert sum(rows) == tokens
     assert rows[0] >= min(tokens, 128)
@@ -105,7 +105,7 @@ def test_grouped_heads_are_left_to_sdpa_only_where_flash_takes_them(device, mask
     # Anywhere else some version of PyTorch would answer with its quadratic back-end. Shapes only: no device needed.
     calls = []
 
-    def bare(q, k, x, *, enable_gqa, **_):
+    def bare(q, k, x, *_, enable_gqa, **__):
         calls.append((enable_gqa, k.size(1), x.size(1)))
         return q
 

@@ -66,10 +66,10 @@ def test_the_transpose_is_differentiable_in_one_input_alone(masking):
         assert_same_gradients(A.T @ y, formula(q, k, **c.options)[0].mT @ y, [leaf])
 
 
-@pytest.mark.parametrize("rows", [1, 4, 50])
-def test_tiles_make_up_the_matrix(rows):
+@pytest.mark.usefixtures("tiles")
+def test_tiles_make_up_the_matrix():
     A, covered = make_case("softmax", "causal+keys", grouped=True).operator, 0
-    for block, tile in A.tiles(rows):
+    for block, tile in A.tiles():
         assert block.start == covered
         assert_close(tile, A.dense()[..., block, :], 1e-15)
         covered = block.stop

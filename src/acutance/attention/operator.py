@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -143,9 +143,7 @@ class AttentionOperator:
             return self.without_sink().apply_transpose(self._scaled(y))
         A, y = self._promoted(y)
         if products.can_associate(A):
-            return products.associative_transpose(A, y)
-        if products.can_fuse(A, y) and not products.needs_grad(A.q, A.k, A.mask, y):
-            return products.fused_transpose(A, y)
+            return products.associative_apply(A, y, transposed=True)
         return products.tiled_transpose(A, y)
 
     def logsumexp(self) -> Tensor:
@@ -183,10 +181,10 @@ class AttentionOperator:
         """The whole matrix (batch, heads, queries, keys): for tests and few tokens."""
         return torch.cat([weights for _, weights in self.tiles()], dim=-2)
 
-    def tiles(self, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    def tiles(self) -> Iterator[tuple[slice, Tensor]]:
         """Blocks of rows as (slice, weights (batch, heads, rows, keys)): memory stays linear in tokens."""
         scale = None if self.sink is None else self.row_scale
-        for block, weights in products.Tiles(self, rows):
+        for block, weights in products.Tiles(self):
             yield block, weights if scale is None else scale[..., block, :] * weights
 
     def diagonal(self) -> Tensor:
@@ -230,13 +228,9 @@ class AttentionOperator:
 
     def to(self, dtype: torch.dtype) -> AttentionOperator:
         """The operator computed in another floating-point dtype."""
-        return self.map(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> AttentionOperator:
-        """The operator with a function applied to its queries, keys, mask and sink."""
-        k = function(self.k)
-        q = k if self.q is self.k else function(self.q)
-        mask, sink = (None if given is None else function(given) for given in (self.mask, self.sink))
+        k = self.k.to(dtype)
+        q = k if self.q is self.k else self.q.to(dtype)
+        mask, sink = (x.to(dtype) if x is not None and x.is_floating_point() else x for x in (self.mask, self.sink))
         return self.replace(q=q, k=k, mask=mask, sink=sink)
 
     def replace(self, **changes: Any) -> AttentionOperator:

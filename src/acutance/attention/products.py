@@ -1,20 +1,19 @@
 """Products with A, its entries and its row sums, in linear memory.
 
 A kernel k(q, k) is a few lines in `KERNELS`. It always has a logarithm (`log_weights`), from which the tiled products
-follow. Two kinds are faster: a kernel exp(scale · q'·k') goes through `scaled_dot_product_attention` (`fused_*`), and a
-kernel φ(q)·φ(k) is multiplied by associativity (`associative_*`).
+follow. Two kinds are faster: A x of a kernel exp(scale · q'·k') is one `scaled_dot_product_attention` (`fused_apply`),
+and products of a kernel φ(q)·φ(k) are associative (`associative_*`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -39,10 +38,6 @@ class Kernel(NamedTuple):
 
 def _dot_product(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return (q * scale) @ k.mT
-
-
-def _unchanged(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return q, k
 
 
 def _squared_distance(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -95,15 +90,12 @@ def _scaled_features(log_q: Tensor, log_k: Tensor) -> tuple[Tensor, Tensor, Tens
 
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
     """Float32 or better: what sums over tokens are accumulated in."""
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
 
 
 KERNELS = {
-    "softmax": Kernel(_dot_product, channels=_unchanged),
-    "symmetric": Kernel(_dot_product, channels=_unchanged, queries_are_keys=True),
+    "softmax": Kernel(_dot_product, channels=lambda q, k: (q, k)),
+    "symmetric": Kernel(_dot_product, channels=lambda q, k: (q, k), queries_are_keys=True),
     "rbf": Kernel(_squared_distance, channels=_distance_channels),
     "linear": Kernel(_log_feature_product),
     "polynomial": Kernel(_log_square),
@@ -171,12 +163,12 @@ def add_mask(log_weights: Tensor, mask: Tensor | None) -> Tensor:
     return log_weights.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else log_weights + mask
 
 
-def row_blocks(A: AttentionOperator, entries_per_row: int, rows: int | None = None) -> list[slice]:
+def row_blocks(A: AttentionOperator) -> list[slice]:
     """Slices over the query rows such that a block of entries stays linear in the number of keys."""
-    queries, on_cpu = A.shape[-2], A.device.type == "cpu"
+    (batch, heads, queries, keys), on_cpu = A.shape, A.device.type == "cpu"
     # Short blocks on a GPU are bound by their launches: one may be as large as queries and keys together.
     fewest = FEWEST_ROWS if on_cpu else max(FEWEST_ROWS, 2 * A.q.size(-1))
-    rows = rows or max(fewest, (CPU_TILE if on_cpu else GPU_TILE) // max(1, entries_per_row))
+    rows = max(fewest, (CPU_TILE if on_cpu else GPU_TILE) // (batch * heads * keys))
     return [slice(start, min(start + rows, queries)) for start in range(0, queries, rows)]
 
 
@@ -192,18 +184,16 @@ def each_block(function: Callable[..., Tensor], blocks: list[slice], *tensors: T
         yield checkpoint(function, rows, *tensors, use_reentrant=False) if several else function(rows, *tensors)
 
 
-def stack_blocks(function: Callable[..., Tensor], blocks: list[slice], *tensors: Tensor, dim: int) -> Tensor:
-    """The results of all blocks, one after the other along `dim`."""
+def stack_blocks(function: Callable[..., Tensor], blocks: list[slice], *tensors: Tensor) -> Tensor:
+    """The results (batch, heads, rows, ...) of all blocks, one after the other."""
+    parts = each_block(function, blocks, *tensors)
     if len(blocks) == 1 or needs_grad(*tensors):
-        return torch.cat(list(each_block(function, blocks, *tensors)), dim)
-    # Written into one buffer: many small results kept between large freed ones would fragment the heap.
-    part = function(blocks[0], *tensors)
-    shape = list(part.shape)
-    shape[dim] = blocks[-1].stop
-    out = part.new_empty(shape)
-    for rows in blocks:
-        part = part if rows.start == 0 else function(rows, *tensors)
-        out.narrow(dim, rows.start, rows.stop - rows.start).copy_(part)
+        return torch.cat(list(parts), dim=2)
+    out: Tensor | None = None  # one buffer: small results kept between large freed ones would fragment the heap
+    for rows, part in zip(blocks, parts, strict=True):
+        out = part.new_empty(*part.shape[:2], blocks[-1].stop, *part.shape[3:]) if out is None else out
+        out[:, :, rows] = part
+    assert out is not None, "there is a row"
     return out
 
 
@@ -222,12 +212,9 @@ def log_kernel(A: AttentionOperator, q: Tensor, k: Tensor) -> Tensor:
 class Tiles:
     """The operator's entries, one block of query rows at a time, in float32 or better."""
 
-    def __init__(self, A: AttentionOperator, rows: int | None = None) -> None:
-        batch, heads, _, keys = A.shape
-        self.operator = A
-        self.blocks = row_blocks(A, batch * heads * keys, rows)
-        dtype = accumulation_dtype(A.q, A.k)
-        self.q, self.k = A.q.to(dtype), repeat_heads(A.k, heads).to(dtype)
+    def __init__(self, A: AttentionOperator) -> None:
+        self.operator, self.blocks, dtype = A, row_blocks(A), accumulation_dtype(A.q, A.k)
+        self.q, self.k = A.q.to(dtype), repeat_heads(A.k, A.heads).to(dtype)
 
     def log_weights(self, rows: slice, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
         """Log-weights of some rows and the keys they may see, and which rows are fully masked; those see everything."""
@@ -259,7 +246,7 @@ class Tiles:
 def tiled_logsumexp(A: AttentionOperator) -> Tensor:
     """log Σ_j k(i, j) of every row, in float32 or better."""
     tiles = Tiles(A)
-    return stack_blocks(tiles.logsumexp, tiles.blocks, tiles.q, tiles.k, dim=-1)
+    return stack_blocks(tiles.logsumexp, tiles.blocks, tiles.q, tiles.k)
 
 
 def tiled_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor:
@@ -272,7 +259,7 @@ def tiled_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor
         with _full_precision(A):
             return weights @ values[..., : weights.size(-1), :]
 
-    return stack_blocks(product, tiles.blocks, tiles.q, tiles.k, values, dim=-2).to(x.dtype)
+    return stack_blocks(product, tiles.blocks, tiles.q, tiles.k, values).to(x.dtype)
 
 
 def tiled_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
@@ -305,10 +292,11 @@ def diagonal(A: AttentionOperator) -> Tensor:
 
 
 def can_fuse(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> bool:
-    """Whether a fused back-end would take this product; otherwise SDPA forms the whole matrix."""
-    if not A.is_exponential or A.softcap is not None:
-        return False
-    return dropout == 0.0 if A.device.type == "cpu" else x.dtype != torch.float64
+    """Whether a fused back-end would take A x; otherwise SDPA forms the whole matrix."""
+    queries, keys = A.shape[-2:]
+    plain = not A.causal or queries == 1 or (A.mask4 is None and queries == keys)  # SDPA's causality is of a square
+    on_device = dropout == 0.0 if A.device.type == "cpu" else x.dtype != torch.float64
+    return A.is_exponential and A.softcap is None and plain and on_device
 
 
 def channels(A: AttentionOperator) -> tuple[Tensor, Tensor]:
@@ -324,64 +312,27 @@ def fused_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor
     # The fused back-ends take contiguous rows, and queries, keys and values of one width.
     q, k, x = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, x))
     if q.size(-1) == x.size(-1) and (x.device.type == "cpu" or x.size(-1) % 8 == 0):
-        return _attend(A, q, k, x, dropout)
+        return _sdpa(A, q, k, x, dropout)
     width = max(q.size(-1), min(x.size(-1), WIDEST))
     width += -width % 8
     q, k, *pieces = (F.pad(tensor, (0, width - tensor.size(-1))) for tensor in (q, k, *x.split(width, dim=-1)))
-    return torch.cat([_attend(A, q, k, piece, dropout) for piece in pieces], dim=-1)[..., : x.size(-1)]
+    return torch.cat([_sdpa(A, q, k, piece, dropout) for piece in pieces], dim=-1)[..., : x.size(-1)]
 
 
-def fused_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
-    """Aᵀ y, outside autograd: the vector-Jacobian product of A with respect to its values."""
-    # Inference tensors cannot be differentiated; their copies made outside inference mode can.
-    with torch.inference_mode(False), torch.enable_grad():
-        A, y = A.map(_constant), _constant(y)
-        values = y.new_zeros(*A.shape[:2], A.shape[-1], y.size(-1)).requires_grad_()
-        (product,) = torch.autograd.grad(fused_apply(A, values), values, y)
-    return product
-
-
-def _constant(x: Tensor) -> Tensor:
-    return x.clone() if x.is_inference() else x.detach()
-
-
-def _attend(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float) -> Tensor:
-    queries, keys = A.shape[-2:]
-    if not A.causal or queries == 1:
-        return _sdpa(q, k, x, A.mask4, A.scale, dropout)
-    if A.mask4 is None and queries == keys:
-        return _sdpa(q, k, x, None, A.scale, dropout, causal=True)
-    # SDPA does not know causality with a mask or with other than as many keys as queries: one mask per block of rows.
-    # On CUDA without cuDNN, which plans for a while at each new shape.
-    on_cuda = A.device.type == "cuda"
-    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-    def attend(rows: slice, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
-        seen = _seen_keys(A, rows)
-        with sdpa_kernel(backends) if on_cuda else nullcontext():
-            return _sdpa(q[..., rows, :], k[..., :seen, :], x[..., :seen, :], _mask_rows(A, rows), A.scale, dropout)
-
-    masks = 1 if A.mask4 is None else A.mask4.size(0) * A.mask4.size(1)
-    return stack_blocks(attend, row_blocks(A, masks * keys), q, k, x, dim=-2)
-
-
-def _sdpa(
-    q: Tensor, k: Tensor, x: Tensor, mask: Tensor | None, scale: float, dropout: float, causal: bool = False
-) -> Tensor:
-    heads = q.size(1)
+def _sdpa(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float) -> Tensor:
+    heads, mask, dead, causal = A.heads, A.mask4, None, A.causal
+    if A.shape[-2] == 1:  # it sees all keys
+        causal = False
     # Grouped heads: of the linear-memory back-ends only flash on CUDA knows them in every version of PyTorch (older
     # CPU ones fall back to the whole matrix), and it knows neither masks nor float32. Elsewhere, repeat the heads.
     knows_groups = q.device.type == "cuda" and mask is None and q.dtype != torch.float32
     grouped = knows_groups and k.size(1) == x.size(1) != heads
     if not grouped:
         k, x = repeat_heads(k, heads), repeat_heads(x, heads)
-    dead = None
     if mask is not None:
         mask, dead = without_dead_rows(mask)
         mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
-    out = scaled_dot_product_attention(
-        q, k, x, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
+    out = scaled_dot_product_attention(q, k, x, mask, dropout, causal, scale=A.scale, enable_gqa=grouped)
     return out if dead is None else out.masked_fill(dead, 0.0)
 
 
@@ -390,19 +341,14 @@ def can_associate(A: AttentionOperator) -> bool:
     return A.kernel == "linear" and not A.causal and A.masks_keys_only
 
 
-def associative_apply(A: AttentionOperator, x: Tensor) -> Tensor:
-    """A x, in the dtype of x."""
+def associative_apply(A: AttentionOperator, x: Tensor, *, transposed: bool = False) -> Tensor:
+    """A x, or Aᵀ x, in the dtype of x."""
     with _full_precision(A):
         query_features, key_features, row_sums = _factors(A)
         values = repeat_heads(x, A.heads).to(accumulation_dtype(query_features, x))
+        if transposed:
+            return (key_features @ (query_features.mT @ (values / row_sums))).to(x.dtype)
         return (query_features @ (key_features.mT @ values) / row_sums).to(x.dtype)
-
-
-def associative_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
-    """Aᵀ y, in the dtype of y."""
-    with _full_precision(A):
-        query_features, key_features, row_sums = _factors(A)
-        return (key_features @ (query_features.mT @ (y.to(row_sums.dtype) / row_sums))).to(y.dtype)
 
 
 def _factors(A: AttentionOperator) -> tuple[Tensor, Tensor, Tensor]:
