@@ -14,7 +14,7 @@ from torch import Tensor
 
 from acutance.attention.kernels import attention_sums
 from acutance.attention.operator import AttentionOperator
-from acutance.attention.products import Tiles, each_block, repeat_heads
+from acutance.attention.products import Tiles, repeat_heads, stack_blocks
 from acutance.errors import ShapeError
 from acutance.metrics.attention import product, query_rows, upcast_operator
 from acutance.metrics.registry import metric
@@ -43,9 +43,8 @@ def log_nonlocal_energy_raw(A: AttentionOperator, u: Tensor, mask: Tensor | None
     A, u = _matched(A, u)
     valid = query_rows(A, mask)
     tiles = Tiles(A)
-    parts = each_block(partial(_log_row_energies, tiles), tiles.blocks, tiles.q, tiles.k, u)
-    logs = torch.cat(list(parts), dim=-1).masked_fill(~valid, -torch.inf)
-    return safe_logsumexp(logs) - math.log(2)
+    logs = stack_blocks(partial(_log_row_energies, tiles), tiles.blocks, tiles.q, tiles.k, u)
+    return safe_logsumexp(logs.masked_fill(~valid, -torch.inf)) - math.log(2)
 
 
 def fidelity(u: Tensor, f: Tensor, strength: float | Tensor, mask: Tensor | None = None) -> Tensor:

@@ -1,7 +1,6 @@
 """What `measure` can read: each metric says beside its formula which way it goes, its range and what it means."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -36,11 +35,8 @@ def metric(
         if of == "tokens":
             TOKEN_METRICS[function.__name__] = function
         elif of:
-            ATTENTION_METRICS[function.__name__] = partial(_of_call, function, of.split())
+            parts = of.split()
+            ATTENTION_METRICS[function.__name__] = lambda call, mask: function(*(getattr(call, p) for p in parts), mask)
         return function
 
     return register
-
-
-def _of_call(function: Callable[..., Tensor], parts: list[str], call: AttentionCall, mask: Tensor | None) -> Tensor:
-    return function(*(getattr(call, part) for part in parts), mask)
