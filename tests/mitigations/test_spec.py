@@ -81,11 +81,6 @@ def test_mistakes_say_what_is_known(spec, message):
         parse(spec)
 
 
-def test_a_combination_is_flat():
-    combined = (NeuTRENO() + FeatScale()) + (AttnScale() + FeatScale(doubled=True))
-    assert [type(part) for part in combined.parts] == [NeuTRENO, FeatScale, AttnScale, FeatScale]
-
-
 def test_as_mitigation_accepts_three_forms_and_no_other():
     given_one = FeatScale()
     assert as_mitigation(given_one) is given_one
