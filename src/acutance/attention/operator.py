@@ -46,7 +46,7 @@ class AttentionOperator:
         softcap: float | None = None,
         sink: Tensor | None = None,
     ) -> None:
-        _check_queries_and_keys(q, k)
+        both = _check_inputs(q, k)
         _check_devices(q, k=k, mask=mask, sink=sink)
         if kernel not in KERNELS:
             raise AcutanceError(f"unknown kernel {kernel!r}; the known ones are {', '.join(sorted(KERNELS))}")
@@ -58,7 +58,7 @@ class AttentionOperator:
         self.heads, self.key_heads = q.size(1), k.size(1)
         if KERNELS[kernel].queries_are_keys:
             if q.size(-2) != k.size(-2):
-                raise ShapeError(f"kernel {kernel!r} needs as many queries as keys; {_both(q, k)}")
+                raise ShapeError(f"kernel {kernel!r} needs as many queries as keys; {both}")
             q = k = repeat_heads(k, self.heads)
         self.q, self.k, self.dtype, self.device = q, k, q.dtype, q.device
         self.shape: tuple[int, int, int, int] = (q.size(0), self.heads, q.size(-2), k.size(-2))
@@ -90,8 +90,8 @@ class AttentionOperator:
         details = f"shape={self.shape}, kernel={self.kernel!r}, causal={self.causal}, scale={self.scale:.4g}"
         details += "" if self.softcap is None else f", softcap={self.softcap:g}"
         details += "" if self.sink is None else ", with a sink"
-        mask = "None" if self.mask is None else f"{self.mask.dtype} {tuple(self.mask.shape)}"
-        return f"AttentionOperator({details}, mask={mask}, dtype={self.dtype}, device={self.device})"
+        details += "" if self.mask is None else f", mask={self.mask.dtype} {tuple(self.mask.shape)}"
+        return f"AttentionOperator({details}, dtype={self.dtype}, device={self.device})"
 
     @property
     def masks_keys_only(self) -> bool:
@@ -105,10 +105,7 @@ class AttentionOperator:
 
     @cached_property
     def is_triangular(self) -> bool:
-        """Whether no token of any sample or head takes anything from a later one: A is causal, or masked to be so.
-
-        Read off the entries, one block of rows at a time, because masks can express it in many ways.
-        """
+        """Whether no token takes anything from a later one: A is causal, or its entries show it, whatever the mask."""
         if self.shape[-2] != self.shape[-1]:
             return False
         if self.causal or self.mask4 is None:
@@ -197,8 +194,8 @@ class AttentionOperator:
     def eigenvalues(self, k: int | None = None) -> Tensor:
         """The k eigenvalues of largest magnitude, or all, complex (batch, heads, k), by decreasing magnitude.
 
-        Exact for a triangular A. Otherwise from the matrix up to 512 tokens, and by Arnoldi iteration above; a warning
-        gives the residual where that has not converged.
+        Exact for a triangular A. Otherwise from the matrix up to 512 tokens and by Arnoldi iteration above, with a
+        warning where that has not converged.
         """
         self._check_square("eigenvalues")
         return spectra.eigenvalues(self, k)
@@ -279,22 +276,21 @@ def is_visible(logits: Tensor) -> Tensor:
     return logits > torch.finfo(logits.dtype).min / 2
 
 
-def _check_queries_and_keys(q: Tensor, k: Tensor) -> None:
+def _check_inputs(q: Tensor, k: Tensor) -> str:
+    """Refuse queries and keys that do not fit; returns their shapes in words."""
+    both = f"q {tuple(q.shape)}, k {tuple(k.shape)}"
     if q.ndim != 4 or k.ndim != 4:
-        raise ShapeError(f"q and k are (batch, heads, tokens, width); got {_both(q, k)}")
+        raise ShapeError(f"q and k are (batch, heads, tokens, width); got {both}")
     if 0 in (*q.shape, *k.shape):
-        raise ShapeError(f"q and k (batch, heads, tokens, width) need at least one of each; got {_both(q, k)}")
+        raise ShapeError(f"q and k (batch, heads, tokens, width) need at least one of each; got {both}")
     for name, tensor in (("q", q), ("k", k)):
         if not tensor.is_floating_point():
             raise AcutanceError(f"{name} is {tensor.dtype}; queries and keys are floating point, give {name}.float()")
     if q.size(0) != k.size(0) or q.size(-1) != k.size(-1):
-        raise ShapeError(f"q and k differ in batch or width: {_both(q, k)}")
+        raise ShapeError(f"q and k differ in batch or width: {both}")
     if q.size(1) % k.size(1) != 0:
-        raise ShapeError(f"the heads of q are no multiple of the heads of k: {_both(q, k)}")
-
-
-def _both(q: Tensor, k: Tensor) -> str:
-    return f"q {tuple(q.shape)}, k {tuple(k.shape)}"
+        raise ShapeError(f"the heads of q are no multiple of the heads of k: {both}")
+    return both
 
 
 def _check_devices(q: Tensor, **others: Tensor | None) -> None:

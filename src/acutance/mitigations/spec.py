@@ -12,9 +12,9 @@ WORDS = {"true": True, "false": False, "none": None}
 
 
 def parse(spec: str) -> Mitigation:
-    """Build a mitigation from its spec, e.g. `neutreno:0.6,learn=head` or `attnscale+featscale:doubled=true`.
+    """Build a mitigation from its spec `name[:arg][,key=value]…`, several joined by `+`.
 
-    Grammar: `name[:arg][,key=value]...`, joined by `+`; the first argument may stand without its key.
+    The first argument may stand without its key: `neutreno:0.6,learn=head`, `attnscale+featscale:doubled=true`.
     """
     parts = [_parse_one(part.strip()) for part in spec.split("+")]
     return parts[0] if len(parts) == 1 else Combined(parts)
