@@ -15,8 +15,7 @@ from acutance.attention.kernels import attention_sums
 from acutance.attention.operator import AttentionOperator
 from acutance.attention.products import Tiles, accumulation_dtype, channels, stack_blocks
 from acutance.errors import ShapeError
-from acutance.metrics.registry import metric
-from acutance.metrics.sums import masked_mean, ratio, safe_sqrt, valid_positions
+from acutance.metrics.sums import masked_mean, metric, ratio, safe_sqrt, valid_positions
 
 
 @metric("A", "smoother", (0, inf), "How many tokens a row of attention spreads over, in nats.")

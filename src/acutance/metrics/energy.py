@@ -17,8 +17,7 @@ from acutance.attention.operator import AttentionOperator
 from acutance.attention.products import Tiles, repeat_heads, stack_blocks
 from acutance.errors import ShapeError
 from acutance.metrics.attention import product, query_rows, upcast_operator
-from acutance.metrics.registry import metric
-from acutance.metrics.sums import masked_mean, safe_logsumexp, split_mean, unit_vectors, upcast, valid_positions
+from acutance.metrics.sums import masked_mean, metric, safe_logsumexp, split_mean, unit_vectors, upcast, valid_positions
 
 
 @metric("A output", "sharper", (0, inf), "How much tokens differ from those they attend to.")

@@ -1,13 +1,13 @@
-"""What metrics share: the numbers that follow from a few sums, and safe sums, masks, divisions and roots.
+"""What metrics share: their registry, the numbers that follow from a few sums, and safe sums, masks and divisions.
 
-A token metric or an attention metric needs few sums over tokens or rows. Kernels compute them in one pass, plain torch
-otherwise. The formulas that turn them into the metric are here, once.
+A metric needs few sums over tokens or rows. Kernels compute them in one pass, plain torch otherwise. The formulas that
+turn them into the metric are here, once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,37 @@ Numbers = NDArray[np.float64]
 Array = TypeVar("Array", Tensor, Numbers)  # sums of many layers come to the host together, as `Numbers`
 FLAGS = FIELDS[:3]  # how many tokens count and how many of them are bad, and which is the first
 FROM_ROWS = ("nonlocal_energy", "attention_entropy")
+Metric = TypeVar("Metric", bound=Callable[..., Tensor])
+Direction = Literal["smoother", "sharper", "neither"]
+
+
+class Meaning(NamedTuple):
+    """What a metric tells: where tokens go as it grows, the range of its values, and one sentence."""
+
+    higher: Direction
+    range: tuple[float, float]
+    sentence: str
+
+
+# What `measure` can read: each metric registers itself, with its meaning beside its formula.
+TOKEN_METRICS: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {}
+ATTENTION_METRICS: dict[str, Callable[[AttentionCall, Tensor | None], Tensor]] = {}
+MEANINGS: dict[str, Meaning] = {}
+
+
+def metric(of: str, higher: Direction, range: tuple[float, float], sentence: str) -> Callable[[Metric], Metric]:
+    """Register a function of "tokens" or of parts of a call ("A output"), and of a mask; "" registers its meaning alone."""
+
+    def register(function: Metric) -> Metric:
+        name, parts = function.__name__, of.split()
+        MEANINGS[name] = Meaning(higher, range, sentence)
+        if of == "tokens":
+            TOKEN_METRICS[name] = function
+        elif of:
+            ATTENTION_METRICS[name] = lambda call, mask: function(*(getattr(call, part) for part in parts), mask)
+        return function
+
+    return register
 
 
 def mean_cosine(pairs: Array, count: Array) -> Array:
