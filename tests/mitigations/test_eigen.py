@@ -267,16 +267,6 @@ def test_a_branch_that_does_nothing_has_a_distance():
         handle.remove()
 
 
-def test_some_layers_only_and_frozen_weights_stay_frozen():
-    model = trained()
-    model.blocks[1].attn.proj.weight.requires_grad_(False)
-    handle = mitigate(model, "eigen:positive", layers=[2])
-    assert [type(site.mitigation) for site in find(model)] == [type(None), Eigen, type(None)]
-    model(images())
-    handle.remove()
-    assert not model.blocks[1].attn.proj.weight.requires_grad
-
-
 @pytest.mark.parametrize("shape", [LayerShape(3, 16, 4, 4, 2), LayerShape(3, 16, 4, 8, 4)])
 def test_layers_without_a_square_v_are_refused(shape):
     value, output = nn.Linear(16, shape.kv_heads * shape.head_dim), nn.Linear(shape.heads * shape.head_dim, 16)
