@@ -103,6 +103,11 @@ class AttentionOperator:
         """Whether A is a symmetric kernel divided by its row sums: q is k, and only keys are masked."""
         return self.q is self.k and self.masks_keys_only and not self.causal and self.sink is None
 
+    @property
+    def is_associative(self) -> bool:
+        """Whether A is a product of features: the linear kernel without causality, and only keys are masked."""
+        return self.kernel == "linear" and not self.causal and self.masks_keys_only
+
     @cached_property
     def is_triangular(self) -> bool:
         """Whether no token takes anything from a later one: A is causal, or its entries show it, whatever the mask."""
@@ -129,7 +134,7 @@ class AttentionOperator:
         A, x = self._promoted(x)
         if products.can_fuse(A, x, dropout):
             return products.fused_apply(A, x, dropout)
-        if products.can_associate(A) and dropout == 0.0:
+        if self.is_associative and dropout == 0.0:
             return products.associative_apply(A, x)
         return products.tiled_apply(A, x, dropout)
 
@@ -139,9 +144,9 @@ class AttentionOperator:
         if self.sink is not None:
             return self.without_sink().apply_transpose(self._scaled(y))
         A, y = self._promoted(y)
-        if products.can_associate(A):
-            return products.associative_apply(A, y, transposed=True)
-        return products.tiled_transpose(A, y)
+        return (
+            products.associative_apply(A, y, transposed=True) if self.is_associative else products.tiled_transpose(A, y)
+        )
 
     def logsumexp(self) -> Tensor:
         """log Σ_j kernel(i, j) over the keys of every row (batch, heads, queries); a sink is not one of them."""

@@ -66,10 +66,6 @@ def _log_feature_product(q: Tensor, k: Tensor, _scale: float) -> Tensor:
     return _safe_log(query_features @ key_features.mT) + row_scale
 
 
-def _log_square(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    return 2 * _safe_log((1 + (q * scale) @ k.mT).abs())
-
-
 def _safe_log(x: Tensor) -> Tensor:
     """A log whose value and gradient stay finite at zero."""
     return x.clamp(min=torch.finfo(x.dtype).tiny).log()
@@ -78,8 +74,8 @@ def _safe_log(x: Tensor) -> Tensor:
 def _scaled_features(log_q: Tensor, log_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Features φ(q), φ(k) scaled to lie in [0, 1], with the log factor that was taken out of each query.
 
-    Every channel of the keys reaches one at some token, and every query has a channel equal to one, so the sum over
-    keys is at least one whatever the size of the inputs. Masked keys have log φ = −∞.
+    Every channel of the keys reaches one at some token, and every query has a channel of one, so the sum over keys is
+    at least one. Masked keys have log φ = −∞.
     """
     key_scale = log_k.detach().amax(dim=-2, keepdim=True)
     key_scale = key_scale.masked_fill(key_scale == -torch.inf, 0.0)
@@ -98,7 +94,7 @@ KERNELS = {
     "symmetric": Kernel(_dot_product, channels=lambda q, k: (q, k), queries_are_keys=True),
     "rbf": Kernel(_squared_distance, channels=_distance_channels),
     "linear": Kernel(_log_feature_product),
-    "polynomial": Kernel(_log_square),
+    "polynomial": Kernel(lambda q, k, scale: 2 * _safe_log((1 + _dot_product(q, k, scale)).abs())),
 }
 
 
@@ -146,10 +142,9 @@ def _mask_rows(A: AttentionOperator, rows: slice) -> Tensor | None:
 
 
 def without_dead_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The mask with fully masked rows opened, and where those rows are.
+    """The mask with fully masked rows opened, and where those rows are: their output is set to zero afterwards.
 
-    A softmax over nothing is NaN, in some back-ends only in its gradient. Such a row sees everything, and its output is
-    set to zero afterwards.
+    A softmax over nothing would be NaN, in some back-ends only in its gradient.
     """
     visible = mask if mask.dtype == torch.bool else mask > -torch.inf
     dead = ~visible.any(dim=-1, keepdim=True)
@@ -225,12 +220,6 @@ class Tiles:
         mask, dead = without_dead_rows(mask)
         return add_mask(log_weights, mask), dead
 
-    def logsumexp(self, rows: slice, q: Tensor, k: Tensor) -> Tensor:
-        """Log of the row sums of the kernel; −∞ where every key is masked."""
-        log_weights, dead = self.log_weights(rows, q, k)
-        sums = log_weights.logsumexp(dim=-1)
-        return sums if dead is None else sums.masked_fill(dead.squeeze(-1), -torch.inf)
-
     def weights(self, rows: slice, q: Tensor, k: Tensor) -> Tensor:
         """Entries of some rows and the keys they may see: a row sums to one, a fully masked one is zero."""
         log_weights, dead = self.log_weights(rows, q, k)
@@ -244,9 +233,15 @@ class Tiles:
 
 
 def tiled_logsumexp(A: AttentionOperator) -> Tensor:
-    """log Σ_j k(i, j) of every row, in float32 or better."""
+    """log Σ_j k(i, j) of every row, in float32 or better; −∞ where every key is masked."""
     tiles = Tiles(A)
-    return stack_blocks(tiles.logsumexp, tiles.blocks, tiles.q, tiles.k)
+
+    def sums(rows: slice, q: Tensor, k: Tensor) -> Tensor:
+        log_weights, dead = tiles.log_weights(rows, q, k)
+        found = log_weights.logsumexp(dim=-1)
+        return found if dead is None else found.masked_fill(dead.squeeze(-1), -torch.inf)
+
+    return stack_blocks(sums, tiles.blocks, tiles.q, tiles.k)
 
 
 def tiled_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor:
@@ -300,9 +295,9 @@ def can_fuse(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> bool:
 
 
 def channels(A: AttentionOperator) -> tuple[Tensor, Tensor]:
-    """q' and k' with k(q, k) = exp(scale · q'·k'), up to a factor of each row."""
+    """q' and k' of an exponential kernel: k(q, k) = exp(scale · q'·k'), up to a factor of each row."""
     made = KERNELS[A.kernel].channels
-    assert made is not None, "asked of exponential kernels"
+    assert made is not None, "an exponential kernel has them"
     return made(A.q, A.k)
 
 
@@ -334,11 +329,6 @@ def _sdpa(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float)
         mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
     out = scaled_dot_product_attention(q, k, x, mask, dropout, causal, scale=A.scale, enable_gqa=grouped)
     return out if dead is None else out.masked_fill(dead, 0.0)
-
-
-def can_associate(A: AttentionOperator) -> bool:
-    """Whether A is a product of features: no causality, and no mask beyond one of the keys."""
-    return A.kernel == "linear" and not A.causal and A.masks_keys_only
 
 
 def associative_apply(A: AttentionOperator, x: Tensor, *, transposed: bool = False) -> Tensor:

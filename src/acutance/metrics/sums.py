@@ -43,7 +43,7 @@ MEANINGS: dict[str, Meaning] = {}
 
 
 def metric(of: str, higher: Direction, range: tuple[float, float], sentence: str) -> Callable[[Metric], Metric]:
-    """Register a function of "tokens", or of parts of a call such as "A output", and of a mask; "" the meaning alone."""
+    """Register a function of "tokens", or of parts of a call such as "A output", and of a mask; "": a meaning alone."""
 
     def register(function: Metric) -> Metric:
         name, parts = function.__name__, of.split()
