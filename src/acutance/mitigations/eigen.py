@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
+from acutance.mitigations import orthogonal
 from acutance.mitigations.base import LayerShape, Mitigation, parts_of, register
-from acutance.mitigations.orthogonal import BASES
 from acutance.mitigations.projection import Projection
 
 Sign = Literal["negative", "positive", "free"]
 BasisName = Literal["qr", "polar", "cayley", "householder", "inverse"]
 Spectrum = Literal["square", "clipped", "bounded"]
 Weights = tuple[Tensor, Tensor]  # W_V and W_proj, (dim, dim) each
+BASES = {**orthogonal.BASES, "inverse": orthogonal.Basis(lambda theta: theta)}
 
 # How far inside an eigenvalue starts where the border itself has no gradient: ψ² at 0, a sigmoid at 0 and 1.
 EDGE = 1e-3
@@ -157,7 +158,7 @@ class Eigen(Mitigation):
         if not self.shape.pretrained:
             wanted = wanted * (before.norm() / wanted.norm()).nan_to_num()
             wanted = {"free": wanted, "positive": wanted.abs(), "negative": -wanted.abs()}[self.sign]
-        self.theta.copy_(v if self.basis == "inverse" else BASES[self.basis].preimage(v))
+        self.theta.copy_(BASES[self.basis].preimage(v))
         self.psi.copy_(psi_for(wanted, self.sign, self.spectrum))
         if self.shape.pretrained:
             value, projection = map(_double, self.weights())
@@ -218,10 +219,8 @@ def _weights_of(layers: Sequence[Eigen]) -> list[Weights]:
     with torch.autocast(theta.device.type, enabled=False):
         if dtype != torch.float64:
             theta, psi = theta.float(), psi.float()
-        if kind.basis == "inverse":
-            v, left = theta, torch.linalg.inv_ex(theta).inverse.mT
-        else:
-            v = left = BASES[kind.basis].map(theta)
+        v = BASES[kind.basis].map(theta)
+        left = torch.linalg.inv_ex(v).inverse.mT if kind.basis == "inverse" else v
         projection = left * eigenvalues(psi, kind.sign, kind.spectrum).unsqueeze(-2)
         return list(zip(v.mT.to(dtype).unbind(), projection.to(dtype).unbind(), strict=True))
 
