@@ -29,6 +29,7 @@ def test_products_are_those_of_the_matrix(case):
     assert_close(A @ c.y, weights @ c.y)  # as many heads as the queries have
     assert_close(A.T @ c.y, weights.mT @ c.y)
     assert_close(A.diagonal(), weights.diagonal(dim1=-2, dim2=-1))
+    assert_close(torch.cat([tile for _, tile in A.tiles(3)], dim=-2), weights)
     assert A.T.T is A
     assert A.T.shape == (2, 4, 11, 11)
     nothing = A.logsumexp() == -torch.inf

@@ -183,10 +183,10 @@ class AttentionOperator:
         """The whole matrix (batch, heads, queries, keys): for tests and few tokens."""
         return torch.cat([weights for _, weights in self.tiles()], dim=-2)
 
-    def tiles(self) -> Iterator[tuple[slice, Tensor]]:
+    def tiles(self, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Blocks of rows as (slice, weights (batch, heads, rows, keys)): memory stays linear in tokens."""
         scale = None if self.sink is None else self.row_scale
-        for block, weights in products.Tiles(self):
+        for block, weights in products.Tiles(self, rows):
             yield block, weights if scale is None else scale[..., block, :] * weights
 
     def diagonal(self) -> Tensor:

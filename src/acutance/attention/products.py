@@ -158,12 +158,12 @@ def add_mask(log_weights: Tensor, mask: Tensor | None) -> Tensor:
     return log_weights.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else log_weights + mask
 
 
-def row_blocks(A: AttentionOperator) -> list[slice]:
+def row_blocks(A: AttentionOperator, rows: int | None = None) -> list[slice]:
     """Slices over the query rows such that a block of entries stays linear in the number of keys."""
     (batch, heads, queries, keys), on_cpu = A.shape, A.device.type == "cpu"
     # Short blocks on a GPU are bound by their launches: one may be as large as queries and keys together.
     fewest = FEWEST_ROWS if on_cpu else max(FEWEST_ROWS, 2 * A.q.size(-1))
-    rows = max(fewest, (CPU_TILE if on_cpu else GPU_TILE) // (batch * heads * keys))
+    rows = rows or max(fewest, (CPU_TILE if on_cpu else GPU_TILE) // (batch * heads * keys))
     return [slice(start, min(start + rows, queries)) for start in range(0, queries, rows)]
 
 
@@ -207,8 +207,8 @@ def log_kernel(A: AttentionOperator, q: Tensor, k: Tensor) -> Tensor:
 class Tiles:
     """The operator's entries, one block of query rows at a time, in float32 or better."""
 
-    def __init__(self, A: AttentionOperator) -> None:
-        self.operator, self.blocks, dtype = A, row_blocks(A), accumulation_dtype(A.q, A.k)
+    def __init__(self, A: AttentionOperator, rows: int | None = None) -> None:
+        self.operator, self.blocks, dtype = A, row_blocks(A, rows), accumulation_dtype(A.q, A.k)
         self.q, self.k = A.q.to(dtype), repeat_heads(A.k, A.heads).to(dtype)
 
     def log_weights(self, rows: slice, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
