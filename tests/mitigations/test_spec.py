@@ -89,7 +89,7 @@ def test_a_taken_name_is_refused():
 
 
 def test_a_cell_run_again_may_register_again(monkeypatch):
-    monkeypatch.setattr("acutance.mitigations.base.REGISTRY", {})
+    monkeypatch.setattr("acutance.mitigations.spec.REGISTRY", {})
     first, second = (register("mine")(type("Mine", (Mitigation,), {})) for _ in range(2))
     assert first is not second
     assert second().spec == "mine"

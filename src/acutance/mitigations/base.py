@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import copy
-import inspect
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor, nn
 
 from acutance.attention.affine import NOTHING, Program
 from acutance.errors import AcutanceError
+from acutance.mitigations.spec import check_options, options_of, spec_of
+from acutance.mitigations.spec import register as register
 
 if TYPE_CHECKING:
     from acutance.attention.call import AttentionCall
     from acutance.mitigations.projection import Projection
 
-REGISTRY: dict[str, type[Mitigation]] = {}
 MaybeTensor = Tensor | None
 Scores = tuple[MaybeTensor, MaybeTensor, MaybeTensor]
-TYPES = {float: "a finite number", bool: "true or false", type(None): "none"}  # of options, in words
-_MitigationClass = TypeVar("_MitigationClass", bound="type[Mitigation]")
 
 
 @dataclass(frozen=True)
@@ -48,20 +45,6 @@ class UnknownShape(LayerShape):
         if name in ("dim", "heads", "head_dim", "kv_heads"):
             raise AcutanceError(f"layer {self.layer}: {name} is not known. {self.reason}")
         raise AttributeError(name)  # as copying and pickling expect
-
-
-def register(name: str) -> Callable[[_MitigationClass], _MitigationClass]:
-    """Make a class known to `parse` under `name`."""
-
-    def decorate(cls: _MitigationClass) -> _MitigationClass:
-        holder = REGISTRY.get(name, cls)
-        if (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):  # a cell may be run again
-            raise AcutanceError(f"the mitigation name {name!r} is taken by {holder.__name__}: choose another")
-        REGISTRY[name] = cls
-        cls.name = name
-        return cls
-
-    return decorate
 
 
 @register("none")
@@ -147,26 +130,13 @@ class Mitigation(nn.Module):
             call.refuse_hidden(self.spec)
 
     def check_options(self) -> None:
-        """Refuse options of another type than the constructor's annotations say; numbers become floats."""
-        hints = get_type_hints(type(self).__init__)
-        for key, _ in options_of(type(self)):
-            value, kinds = getattr(self, key), _kinds(hints[key])
-            if not any(_is(value, kind) for kind in kinds):
-                words = " or ".join(TYPES.get(kind, repr(kind)) for kind in kinds)
-                raise AcutanceError(f"{self.name}: {key} must be {words}, not {value!r}")
-            setattr(self, key, float(value) if float in kinds and value is not None else value)
+        """Refuse options that are not what the constructor's annotations say; a number becomes a float."""
+        check_options(self)
 
     @property
     def spec(self) -> str:
         """The mitigation in one line; `parse` turns it back into an equal one."""
-        name = self.name if type(self) is REGISTRY.get(self.name) else type(self).__name__.lower()
-        options = []
-        for key, default in options_of(type(self)):
-            value = getattr(self, key)
-            text = (str(value).lower() if isinstance(value, bool) else str(value)).replace("e+", "e")  # + joins specs
-            if key == self.positional or value != default:
-                options.append(text if key == self.positional else f"{key}={text}")
-        return ":".join(filter(None, [name, ",".join(options)]))
+        return spec_of(self)
 
     def __add__(self, other: Mitigation) -> Combined:
         return Combined([*parts_of(self), *parts_of(other)])
@@ -259,21 +229,3 @@ class Combined(Mitigation):
 def parts_of(mitigation: Mitigation) -> list[Mitigation]:
     """The parts of a combination, or the mitigation itself."""
     return list(mitigation.parts) if isinstance(mitigation, Combined) else [mitigation]
-
-
-def options_of(cls: type[Mitigation]) -> list[tuple[str, Any]]:
-    """The constructor's options and their defaults."""
-    if cls.__init__ is nn.Module.__init__:
-        return []
-    return [(p.name, p.default) for p in list(inspect.signature(cls.__init__).parameters.values())[1:]]
-
-
-def _kinds(hint: Any) -> list[Any]:
-    """The types and words that a union or a Literal lists."""
-    return [kind for part in get_args(hint) for kind in _kinds(part)] or [hint]
-
-
-def _is(value: object, kind: Any) -> bool:
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return type(value) is kind if isinstance(kind, type) else value == kind
