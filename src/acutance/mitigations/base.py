@@ -139,18 +139,18 @@ class Mitigation(nn.Module):
         return spec_of(self)
 
     def __add__(self, other: Mitigation) -> Combined:
-        return Combined([*parts_of(self), *parts_of(other)])
+        return Combined([self, other])
 
     def extra_repr(self) -> str:
         return ", ".join(f"{key}={getattr(self, key)!r}" for key, _ in options_of(type(self)))
 
 
 class Combined(Mitigation):
-    """Several mitigations, applied hook by hook in the order written."""
+    """Several mitigations in one flat list, applied hook by hook in the order written."""
 
     def __init__(self, parts: Iterable[Mitigation]) -> None:
         super().__init__()
-        self.parts: Any = nn.ModuleList(parts)
+        self.parts: Any = nn.ModuleList(part for given in parts for part in parts_of(given))
 
     def parametrise(self, value: Projection, output: Projection) -> None:
         """First to last, all or none."""
