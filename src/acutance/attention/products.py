@@ -172,26 +172,6 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def each_block(function: Callable[..., Tensor], blocks: list[slice], *tensors: Tensor) -> Iterator[Tensor]:
-    """function(rows, *tensors) of every block; of several, none is kept for the backward pass, which recomputes it."""
-    several = len(blocks) > 1 and needs_grad(*tensors)
-    for rows in blocks:
-        yield checkpoint(function, rows, *tensors, use_reentrant=False) if several else function(rows, *tensors)
-
-
-def stack_blocks(function: Callable[..., Tensor], blocks: list[slice], *tensors: Tensor) -> Tensor:
-    """The results (batch, heads, rows, ...) of all blocks, one after the other."""
-    parts = each_block(function, blocks, *tensors)
-    if len(blocks) == 1 or needs_grad(*tensors):
-        return torch.cat(list(parts), dim=2)
-    out: Tensor | None = None  # one buffer: small results kept between large freed ones would fragment the heap
-    for rows, part in zip(blocks, parts, strict=True):
-        out = part.new_empty(*part.shape[:2], blocks[-1].stop, *part.shape[3:]) if out is None else out
-        out[:, :, rows] = part
-    assert out is not None, "there is a row"
-    return out
-
-
 def _full_precision(A: AttentionOperator) -> torch.autocast:
     """Autocast off: rounded log-weights would be wrong by the size of the logits."""
     return torch.autocast(A.device.type, enabled=False)
@@ -211,37 +191,59 @@ class Tiles:
         self.operator, self.blocks, dtype = A, row_blocks(A, rows), accumulation_dtype(A.q, A.k)
         self.q, self.k = A.q.to(dtype), repeat_heads(A.k, A.heads).to(dtype)
 
-    def log_weights(self, rows: slice, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+    def log_weights(self, rows: slice) -> tuple[Tensor, Tensor | None]:
         """Log-weights of some rows and the keys they may see, and which rows are fully masked; those see everything."""
         A = self.operator
-        log_weights, mask = log_kernel(A, q[..., rows, :], k[..., : _seen_keys(A, rows), :]), _mask_rows(A, rows)
+        keys, mask = self.k[..., : _seen_keys(A, rows), :], _mask_rows(A, rows)
+        log_weights = log_kernel(A, self.q[..., rows, :], keys)
         if mask is None:
             return log_weights, None
         mask, dead = without_dead_rows(mask)
         return add_mask(log_weights, mask), dead
 
-    def weights(self, rows: slice, q: Tensor, k: Tensor) -> Tensor:
+    def weights(self, rows: slice) -> Tensor:
         """Entries of some rows and the keys they may see: a row sums to one, a fully masked one is zero."""
-        log_weights, dead = self.log_weights(rows, q, k)
+        log_weights, dead = self.log_weights(rows)
         weights = log_weights.softmax(dim=-1)
         return weights if dead is None else weights.masked_fill(dead, 0.0)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         for rows in self.blocks:
-            weights = self.weights(rows, self.q, self.k)
+            weights = self.weights(rows)
             yield rows, F.pad(weights, (0, self.k.size(-2) - weights.size(-1)))
+
+    def each(self, function: Callable[[slice], Tensor], *others: Tensor) -> Iterator[Tensor]:
+        """The function of every block. Of several, none is kept for the backward pass, which computes it again.
+
+        `others` are the tensors that the function uses beside A.
+        """
+        several = len(self.blocks) > 1 and needs_grad(self.q, self.k, self.operator.mask, *others)
+        for rows in self.blocks:
+            yield checkpoint(function, rows, use_reentrant=False) if several else function(rows)
+
+    def stack(self, function: Callable[[slice], Tensor], *others: Tensor) -> Tensor:
+        """The results (batch, heads, rows, ...) of `each`, one after the other."""
+        parts = self.each(function, *others)
+        if len(self.blocks) == 1 or needs_grad(self.q, self.k, self.operator.mask, *others):
+            return torch.cat(list(parts), dim=2)
+        out: Tensor | None = None  # one buffer: small results kept between large freed ones would fragment the heap
+        for rows, part in zip(self.blocks, parts, strict=True):
+            out = part.new_empty(*part.shape[:2], self.q.size(2), *part.shape[3:]) if out is None else out
+            out[:, :, rows] = part
+        assert out is not None, "there is a row"
+        return out
 
 
 def tiled_logsumexp(A: AttentionOperator) -> Tensor:
     """log Σ_j k(i, j) of every row, in float32 or better; −∞ where every key is masked."""
     tiles = Tiles(A)
 
-    def sums(rows: slice, q: Tensor, k: Tensor) -> Tensor:
-        log_weights, dead = tiles.log_weights(rows, q, k)
+    def sums(rows: slice) -> Tensor:
+        log_weights, dead = tiles.log_weights(rows)
         found = log_weights.logsumexp(dim=-1)
         return found if dead is None else found.masked_fill(dead.squeeze(-1), -torch.inf)
 
-    return stack_blocks(sums, tiles.blocks, tiles.q, tiles.k)
+    return tiles.stack(sums)
 
 
 def tiled_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor:
@@ -249,12 +251,12 @@ def tiled_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor
     tiles = Tiles(A)
     values = repeat_heads(x, A.heads).to(accumulation_dtype(tiles.q, x))
 
-    def product(rows: slice, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
-        weights = F.dropout(tiles.weights(rows, q, k), dropout)
+    def product(rows: slice) -> Tensor:
+        weights = F.dropout(tiles.weights(rows), dropout)
         with _full_precision(A):
             return weights @ values[..., : weights.size(-1), :]
 
-    return stack_blocks(product, tiles.blocks, tiles.q, tiles.k, values).to(x.dtype)
+    return tiles.stack(product, values).to(x.dtype)
 
 
 def tiled_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
@@ -262,13 +264,13 @@ def tiled_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
     tiles = Tiles(A)
     values = y.to(accumulation_dtype(tiles.q, y))
 
-    def product(rows: slice, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
-        weights = tiles.weights(rows, q, k)
+    def product(rows: slice) -> Tensor:
+        weights = tiles.weights(rows)
         with _full_precision(A):
-            return F.pad(weights.mT @ values[..., rows, :], (0, 0, 0, k.size(-2) - weights.size(-1)))
+            return F.pad(weights.mT @ values[..., rows, :], (0, 0, 0, A.shape[-1] - weights.size(-1)))
 
     total = values.new_zeros(*A.shape[:2], A.shape[-1], y.size(-1))
-    for part in each_block(product, tiles.blocks, tiles.q, tiles.k, values):
+    for part in tiles.each(product, values):
         total = total + part
     return total.to(y.dtype)
 

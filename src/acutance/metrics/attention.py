@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from acutance.attention.kernels import attention_sums
 from acutance.attention.operator import AttentionOperator
-from acutance.attention.products import Tiles, accumulation_dtype, channels, stack_blocks
+from acutance.attention.products import Tiles, accumulation_dtype, channels
 from acutance.errors import ShapeError
 from acutance.metrics.sums import masked_mean, metric, ratio, safe_sqrt, valid_positions
 
@@ -30,7 +30,7 @@ def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tenso
         return masked_mean(sums.entropies, query_rows(A, mask) & (sums.log_sums != -torch.inf))
     A = upcast_operator(A)
     tiles = Tiles(_centred(A.without_sink()))
-    rows = stack_blocks(partial(_row_entropies, tiles), tiles.blocks, tiles.q, tiles.k)
+    rows = tiles.stack(partial(_row_entropies, tiles))
     entropy, sees_keys = rows[..., 0].clamp_min(0), rows[..., 1] != 0
     if A.sink is not None:
         # h(r) + r H for a row that gives r to the keys, with entropy H among them, and 1 − r to the sink.
@@ -88,9 +88,9 @@ def _centred(A: AttentionOperator) -> AttentionOperator:
     return AttentionOperator(q, k - k.mean(-2, keepdim=True), mask=A.mask, causal=A.causal, scale=A.scale)
 
 
-def _row_entropies(tiles: Tiles, rows: slice, q: Tensor, k: Tensor) -> Tensor:
+def _row_entropies(tiles: Tiles, rows: slice) -> Tensor:
     """−Σ_j A_ij log A_ij and Σ_j A_ij of some rows (batch, heads, rows, 2)."""
-    weights = tiles.weights(rows, q, k)
+    weights = tiles.weights(rows)
     entropies = torch.special.entr(weights.masked_fill(weights == 0, 1))  # 0 log 0 = 0, gradient included
     return torch.stack([entropies.sum(-1), weights.sum(-1)], dim=-1)
 
