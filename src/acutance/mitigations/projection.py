@@ -146,9 +146,9 @@ class MadeRows(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """As every module, and the order of the rows follows to the device."""
-        device = fn(torch.empty(0)).device
-        if self.order is not None and device.type != "meta":
-            self.order = self.order.to(device)
+        if self.order is not None:
+            device = fn(self.order.new_empty(0)).device
+            self.order = self.order if device.type == "meta" else self.order.to(device)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     def forward(self, *kept: Tensor) -> Tensor:
