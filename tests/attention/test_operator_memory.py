@@ -32,51 +32,31 @@ def test_products_never_form_the_matrix(kernel, masking):
     q, k, options = long_case(masking)
     A = AttentionOperator(q, k, kernel=kernel, **options)
     with assert_tensors_below(TOKENS**2 // 3):
-        for channels in (3, 9):
-            A @ torch.randn(1, 1, TOKENS, channels)
-            A.T @ torch.randn(1, 2, TOKENS, channels)
+        for x in (torch.randn(1, 1, TOKENS, 9), torch.randn(1, 1, 8, TOKENS).mT):  # wide ones, and of any layout
+            A @ x
+        A.T @ q
         A.logsumexp()
         A.diagonal()
-        for _ in A.tiles():
-            pass
 
 
-@pytest.mark.parametrize("kernel", ["softmax", "rbf", "polynomial"])
+@pytest.mark.parametrize("kernel", ["softmax", "polynomial"])
 @pytest.mark.parametrize("masking", ["none", "causal+keys"])
-def test_training_never_forms_the_matrix(kernel, masking):
+def test_training_and_spectra_never_form_the_matrix(kernel, masking):
     q, k, options = long_case(masking)
     q.requires_grad_(), k.requires_grad_()
-    x = torch.randn(1, 1, TOKENS, 8)
     with assert_tensors_below(TOKENS**2 // 3):
-        A = AttentionOperator(q, k, kernel=kernel, **options)
-        (A @ x).sum().backward()
+        A = AttentionOperator(q / 4, k / 4, kernel=kernel, **options)
+        (A @ torch.randn(1, 1, TOKENS, 8)).sum().backward(retain_graph=True)
         (A.T @ q + A.logsumexp()[..., None]).sum().backward()
-
-
-@pytest.mark.parametrize("kernel", ["softmax", "symmetric", "linear"])
-@pytest.mark.parametrize("masking", ["none", "causal+keys"])
-def test_spectra_never_form_the_matrix(kernel, masking):
-    q, k, options = long_case(masking)
-    A = AttentionOperator(q / 4, k / 4, kernel=kernel, **options)
-    with assert_tensors_below(TOKENS**2 // 3):
         A.eigenvalues(2)
-        A.extreme_eigenvalues()
         A.stationary()
-
-
-def test_values_of_any_layout_stay_on_the_fused_path():
-    q, k, _ = long_case("none", key_heads=2)
-    A = AttentionOperator(q, k)
-    with assert_tensors_below(TOKENS**2 // 3):
-        A @ torch.randn(1, 2, 8, TOKENS).mT
-        A @ torch.randn(1, 2, TOKENS, 1).expand(-1, -1, -1, 8)
 
 
 @pytest.mark.parametrize(("batch", "heads", "tokens"), [(1, 2, 500), (4, 32, 2048), (1, 16, 32768)])
 def test_a_block_on_a_device_is_large_but_no_larger_than_queries_and_keys(batch, heads, tokens):
     with FakeTensorMode():
         q = torch.empty(batch, heads, tokens, 64, device="cuda")
-        blocks = products.row_blocks(AttentionOperator(q, q), batch * heads * tokens)
+        blocks = products.row_blocks(AttentionOperator(q, q))
     rows = [block.stop - block.start for block in blocks]
     assert sum(rows) == tokens
     assert rows[0] >= min(tokens, 128)
@@ -105,7 +85,7 @@ def test_grouped_heads_are_left_to_sdpa_only_where_flash_takes_them(device, mask
     # Anywhere else some version of PyTorch would answer with its quadratic back-end. Shapes only: no device needed.
     calls = []
 
-    def bare(q, k, x, *, enable_gqa, **_):
+    def bare(q, k, x, *_, enable_gqa, **__):
         calls.append((enable_gqa, k.size(1), x.size(1)))
         return q
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from operator_cases import (
     KERNELS,
-    MASKINGS,
     LargestTensor,
     assert_close,
     assert_same_gradients,
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from acutance.attention import AttentionCall, products
 from acutance.attention.operator import AttentionOperator
-from acutance.attention.products import Kernel
 
 
 @sweep
@@ -31,6 +29,7 @@ def test_products_are_those_of_the_matrix(case):
     assert_close(A @ c.y, weights @ c.y)  # as many heads as the queries have
     assert_close(A.T @ c.y, weights.mT @ c.y)
     assert_close(A.diagonal(), weights.diagonal(dim1=-2, dim2=-1))
+    assert_close(torch.cat([tile for _, tile in A.tiles(3)], dim=-2), weights)
     assert A.T.T is A
     assert A.T.shape == (2, 4, 11, 11)
     nothing = A.logsumexp() == -torch.inf
@@ -55,36 +54,14 @@ def test_gradients_are_those_of_the_formula(case):
     assert_same_gradients(A.dense(), weights, [q, k])
 
 
-@pytest.mark.parametrize("masking", MASKINGS)
-def test_the_transpose_is_differentiable_in_one_input_alone(masking):
-    for chosen in range(3):
-        c = make_case("softmax", masking, grouped=True)
-        tensors = [c.q, c.k, c.y]
-        tensors[chosen] = leaf = tensors[chosen].clone().requires_grad_()
-        q, k, y = tensors
-        A = AttentionOperator(q, k, **c.options)
-        assert_same_gradients(A.T @ y, formula(q, k, **c.options)[0].mT @ y, [leaf])
-
-
-@pytest.mark.parametrize("rows", [1, 4, 50])
-def test_tiles_make_up_the_matrix(rows):
-    A, covered = make_case("softmax", "causal+keys", grouped=True).operator, 0
-    for block, tile in A.tiles(rows):
-        assert block.start == covered
-        assert_close(tile, A.dense()[..., block, :], 1e-15)
-        covered = block.stop
-    assert covered == 11
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("channels", [1, 5, 7, 16, 19, 300])
+@pytest.mark.parametrize("channels", [1, 5, 16, 19, 300])
 def test_values_may_have_any_width(kernel, channels, monkeypatch):
     if channels == 19:  # in pieces of the largest width
         monkeypatch.setattr(products, "WIDEST", 8)
     A = make_case(kernel, "keys", grouped=True).operator
-    x, y = torch.randn(2, 2, 11, channels).double(), torch.randn(2, 4, 11, channels).double()
+    x = torch.randn(2, 2, 11, channels).double()
     assert_close(A @ x, A.dense() @ with_heads(x, 4))
-    assert_close(A.T @ y, A.dense().mT @ y)
 
 
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel != "symmetric"])
@@ -128,41 +105,22 @@ def test_masks_and_biases_broadcast(shape, biased, kernel, causal):
 @pytest.mark.parametrize("kernel", ["softmax", "rbf"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.usefixtures("tiles")
-def test_a_learnt_bias_receives_its_gradient(kernel, causal):
+def test_a_learnt_bias_receives_its_gradient_also_where_it_closes_a_row(kernel, causal):
     c = make_case(kernel)
-    bias = torch.randn(4, 11, 11, dtype=torch.float64, requires_grad=True)
-    A = AttentionOperator(c.q, c.k, mask=bias, causal=causal, kernel=kernel)
-    weights = formula(c.q, c.k, bias, causal, kernel)[0]
-    assert_same_gradients(A @ c.x, weights @ c.x, [bias])
-    assert_same_gradients(A.T @ c.y, weights.mT @ c.y, [bias])
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.usefixtures("tiles")
-def test_a_bias_that_closes_a_row_leaves_no_nan(causal):
-    c = make_case("softmax")
-    inputs = [tensor.clone().requires_grad_() for tensor in (c.q, c.k, c.x, c.y)]
-    q, k, x, y = inputs
-    bias = torch.zeros(11, 11, dtype=torch.float64)
-    bias[4] = bias[5, 2] = -torch.inf
-    A = AttentionOperator(q, k, mask=bias, causal=causal)
-    sums = A.logsumexp()
-    assert (sums[..., 4] == -torch.inf).all()
-    for result in (A @ x, A.T @ y, A.dense(), A.diagonal(), sums[sums > -torch.inf]):
-        for gradient in torch.autograd.grad(result.sum(), inputs, allow_unused=True, retain_graph=True):
-            assert gradient is None or gradient.isfinite().all()
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("masking", ["keys", "causal+keys"])
-def test_masked_keys_do_not_matter(kernel, masking):
-    c = make_case(kernel, masking, grouped=True)
-    k, x = c.k.clone(), c.x.clone()
-    k.mT[(~c.mask)[:, None, None, :].expand_as(k.mT)] = 3.0
-    x.mT[(~c.mask)[:, None, None, :].expand_as(x.mT)] = -50.0
-    # In the symmetric kernel they are queries too, and those rows do change.
-    kept = c.mask[:, None, :, None] if kernel == "symmetric" else 1
-    assert_close((AttentionOperator(c.q, k, **c.options) @ x) * kept, (c.operator @ c.x) * kept)
+    q, k, x, y = (tensor.clone().requires_grad_() for tensor in (c.q, c.k, c.x, c.y))
+    bias = torch.randn(4, 11, 11, dtype=torch.float64)
+    bias[:, 4] = bias[:, 5, 2] = -torch.inf
+    bias.requires_grad_()
+    A, (weights, sums) = (
+        AttentionOperator(q, k, mask=bias, causal=causal, kernel=kernel),
+        formula(q, k, bias, causal, kernel),
+    )
+    seen = sums > -torch.inf
+    assert not seen[..., 4].any()
+    assert_same_gradients(A @ x, weights @ x, [q, k, x, bias])
+    assert_same_gradients(A.T @ y, weights.mT @ y, [q, k, y, bias])
+    assert_same_gradients(A.logsumexp()[seen], sums[seen], [q, k, bias])
+    assert_same_gradients(A.diagonal(), weights.diagonal(dim1=-2, dim2=-1), [q, k, bias])
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "rbf", "polynomial"])
@@ -234,19 +192,6 @@ def test_symmetrised_replaces_queries_by_keys():
     R = AttentionOperator(c.q, c.k, kernel="rbf", causal=True).symmetrised()
     assert (R.kernel, R.causal) == ("rbf", True)
     assert_close(R.dense(), formula(with_heads(c.k, 4), c.k, None, True, "rbf")[0])
-
-
-def test_a_new_kernel_is_its_logarithm(monkeypatch):
-    def log_cauchy(q, k, scale):
-        return -torch.log1p(scale * torch.cdist(q, k).square())
-
-    monkeypatch.setitem(products.KERNELS, "cauchy", Kernel(log_cauchy))
-    c = make_case("softmax", "causal")
-    A = AttentionOperator(c.q, c.k, causal=True, kernel="cauchy")
-    values = (1 / (1 + (c.q[:, :, :, None] - c.k[:, :, None]).square().sum(-1) / 6**0.5)).tril()
-    weights = values / values.sum(-1, keepdim=True)
-    assert_close(A @ c.x, weights @ c.x)
-    assert_close(A.diagonal(), weights.diagonal(dim1=-2, dim2=-1))
 
 
 @pytest.mark.parametrize(

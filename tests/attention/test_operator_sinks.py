@@ -96,5 +96,4 @@ def test_an_operator_and_its_copies_keep_sink_and_cap():
     assert_close(none.dense(), c.operator.dense(), 1e-6)
     capped = AttentionOperator(c.q, c.k, softcap=CAP)
     assert f"softcap={CAP}" in repr(capped)
-    for copy in (capped.to(torch.float64), capped.map(torch.clone)):
-        assert_close(copy.dense(), written_out(c, c.q, c.k, cap=CAP)[0], 1e-6)
+    assert_close(capped.to(torch.float64).dense(), written_out(c, c.q, c.k, cap=CAP)[0], 1e-6)

@@ -46,16 +46,6 @@ def test_eigenvalues_are_those_of_the_matrix(kernel, masking):
     assert_close(lowest.real, expected.real.min(-1), 1e-7)
 
 
-def test_asymmetric_attention_has_complex_eigenvalues():
-    # A cyclic shift: the eigenvalues are the roots of unity, up to the weight that leaks away.
-    tokens = 7
-    q, k = 9 * torch.eye(tokens).roll(1, dims=1), 9 * torch.eye(tokens)
-    values = AttentionOperator(q[None, None].double(), k[None, None].double(), scale=1.0).eigenvalues()
-    roots = np.exp(2j * np.pi * np.arange(tokens) / tokens)
-    assert_same_set(values, roots[None, None], 1e-12)
-    assert (values.imag.abs() > 0.1).sum() == 6
-
-
 @pytest.mark.parametrize("kernel", ["symmetric", "rbf", "linear", "polynomial"])
 @pytest.mark.parametrize("masking", ["none", "keys"])
 def test_symmetric_kernels_have_real_spectra_and_weigh_tokens_by_their_row_sums(kernel, masking):
@@ -72,7 +62,7 @@ def test_symmetric_kernels_have_real_spectra_and_weigh_tokens_by_their_row_sums(
     assert_close(A.stationary(), mass / mass.sum(-1, keepdim=True))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ["softmax", "linear"])
 def test_arnoldi_finds_the_eigenvalues_of_the_matrix(kernel, monkeypatch):
     c = make_case(kernel, "keys", tokens=600, width=16, sharpness=2.0)
     A = AttentionOperator(c.q[:1, :2], c.k[:1, :2], mask=c.mask[:1], kernel=kernel)
@@ -259,8 +249,11 @@ def test_no_distribution_is_better_than_a_wrong_one(monkeypatch):
     c = make_case("softmax")
     apart = torch.arange(11) < 5
     cut = AttentionOperator(c.q, c.k, mask=apart[:, None] == apart)
-    with pytest.raises(AcutanceError, match="no unique stationary distribution"):
-        cut.stationary()
+    empty = torch.tensor([[True], [False]]).expand(2, 11)  # the second sequence has no keys
+    refused = [cut, *(AttentionOperator(c.q, c.k, mask=empty, causal=causal) for causal in (False, True))]
+    for operator in (*refused, refused[1].symmetrised()):
+        with pytest.raises(AcutanceError, match=r"no (unique )?stationary distribution"):
+            operator.stationary()
     leak = torch.ones(11, 11, dtype=torch.bool)
     leak[4] = False  # the others see token 4, which sees nothing
     leaking = AttentionOperator(c.q, c.k, mask=leak)
@@ -271,13 +264,3 @@ def test_no_distribution_is_better_than_a_wrong_one(monkeypatch):
     for operator in (cut, leaking):
         with pytest.raises(AcutanceError, match=r"did not settle in 100 steps \(residual"):
             operator.stationary()
-
-
-@pytest.mark.parametrize("kernel", ["softmax", "symmetric"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_sequence_without_keys_has_no_distribution(kernel, causal):
-    c = make_case(kernel)
-    mask = torch.ones(2, 11, dtype=torch.bool)
-    mask[1] = False
-    with pytest.raises(AcutanceError, match=r"no (unique )?stationary distribution"):
-        AttentionOperator(c.q, c.k, mask=mask, causal=causal, kernel=kernel).stationary()

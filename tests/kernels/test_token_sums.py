@@ -4,14 +4,13 @@ The interpreter needs triton and TRITON_INTERPRET=1: `make test` runs this folde
 """
 
 import math
-from operator import attrgetter
 
 import pytest
 import torch
 
 import acutance as ac
 from acutance.attention.kernels import packed
-from acutance.errors import AcutanceWarning, NonFiniteError
+from acutance.errors import AcutanceWarning
 from acutance.metrics import TOKEN_METRICS
 from acutance.metrics.kernels import token_sums
 from acutance.metrics.sums import FROM_SUMS
@@ -172,62 +171,9 @@ def test_edge_cases_are_those_of_the_formulas(case):
     assert FROM_SUMS["token_cosine"](token_sums.token_sums(tokens, mask).cpu().numpy()) == pytest.approx(cosine)
 
 
-class Launches:
-    """A kernel that says when it is launched."""
-
-    def __init__(self, kernel, name, seen):
-        self.kernel, self.name, self.seen, self.arg_names = kernel, name, seen, kernel.arg_names
-
-    def __getitem__(self, grid):
-        self.seen.append((self.name, grid))
-        return self.kernel[grid]
-
-
-@needs_kernels
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [((5, 50, 128), [("_sum", (5, 1, 1))]), ((2, 50, 128), [("_sum", (2, 2, 1)), ("_merge", (2, 1, 1))])],
-    ids=["many samples", "few samples"],
-)
-def test_a_reading_is_one_launch_or_two(shape, expected, monkeypatch):
-    from acutance.metrics.kernels import token_sums_rows
-
-    seen = []
-    monkeypatch.setattr(token_sums, "PROGRAMS", 4)
-    for name in ("_sum", "_merge"):
-        monkeypatch.setattr(token_sums_rows, name, Launches(getattr(token_sums_rows, name), name, seen))
-    token_sums_rows._plan.cache_clear()
-    token_sums.token_sums(tokens_of(*shape))
-    token_sums_rows._plan.cache_clear()
-    assert seen == expected
-
-
 def model():
     torch.manual_seed(0)
     return ViT(image_size=8, patch_size=2, in_chans=1, dim=24, depth=3, heads=2, num_classes=4).to(DEVICE)
-
-
-@needs_kernels
-@pytest.mark.parametrize("prefix", ["in", "out"])
-def test_measure_reads_the_same_by_the_kernels(prefix, monkeypatch):
-    images, vit = torch.randn(5, 1, 8, 8, device=DEVICE), model()
-    options = {"metrics": list(TOKEN_METRICS), "tap": ["block", "values", "final"], "prefix": prefix, "progress": False}
-    found = ac.measure(vit, images.split(2), **options)
-    monkeypatch.setattr(token_sums, "is_available", lambda *_: False)
-    for ours, theirs in zip(found.readings, ac.measure(vit, images.split(2), **options).readings, strict=True):
-        assert attrgetter("tap", "layer", "metric", "count")(ours) == attrgetter("tap", "layer", "metric", "count")(
-            theirs
-        )
-        assert ours.mean == pytest.approx(theirs.mean, rel=1e-5, abs=1e-6)
-
-
-@needs_kernels
-def test_measure_names_the_layer_that_is_spoilt():
-    vit = model()
-    with torch.no_grad():
-        vit.blocks[1].mlp.fc2.bias[3] = torch.nan
-    with pytest.raises(NonFiniteError, match=r"layer 2: norm_spread at block: 34 of 34 tokens .*sample 0, token 0"):
-        ac.measure(vit, [torch.randn(2, 1, 8, 8, device=DEVICE)], metrics="norm_spread", progress=False)
 
 
 @needs_kernels

@@ -8,22 +8,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from acutance.attention.kernels import packed, packed_operation
+from acutance.attention.kernels import packed
 from acutance.attention.kernels.tracing import constant_in_traces, is_watched
-
-
-def test_the_mark_is_that_of_torch():
-    def ours():
-        return 1
-
-    def theirs():
-        return 1
-
-    torch.compiler.assume_constant_result(theirs)
-    constant_in_traces(ours)
-    assert vars(ours) == vars(theirs) != {}
-    for function in (packed._is_known, packed_operation._is_exporting):
-        assert vars(function) == vars(theirs)
 
 
 def test_a_compiled_function_does_not_look_inside():

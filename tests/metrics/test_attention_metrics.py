@@ -95,14 +95,6 @@ def test_grouped_values_count_once_per_query_head(name):
     assert torch.equal(METRICS[name](c.operator, c.x), METRICS[name](c.operator, c.values))
 
 
-def test_a_query_mask_leaves_the_keys_alone():
-    # Dropping row 0 of a two-token problem leaves half of the double sum, not nothing.
-    A = AttentionOperator(torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2, 3))
-    u = torch.tensor([[[[0.0], [2.0]]]])
-    assert nonlocal_energy(A, u).item() == pytest.approx(2)
-    assert nonlocal_energy(A, u, torch.tensor([[False, True]])).item() == pytest.approx(1)
-
-
 @pytest.mark.parametrize("strength", [0.6, torch.tensor([0.1, 0.2, 0.3, 0.4])], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_energy_adds_the_weighted_sum_of_squares(strength, masked):
@@ -209,8 +201,8 @@ def test_entropy_does_not_see_where_the_keys_start():
 
 
 def test_cosines_of_equal_and_disjoint_attention():
-    q, k, p, m = random(4, 2, 3, 6, 4)
-    A, B, itself = AttentionOperator(q, k), AttentionOperator(p, m), torch.eye(6, dtype=torch.bool)
+    q, k = random(2, 2, 3, 6, 4)
+    A, itself = AttentionOperator(q, k), torch.eye(6, dtype=torch.bool)
     torch.testing.assert_close(attention_cosine(A, A), torch.ones(2, 3).double())
     apart = AttentionOperator(q, k, mask=itself), AttentionOperator(q, k, mask=~itself)
     torch.testing.assert_close(attention_cosine(*apart), torch.zeros(2, 3).double())
@@ -218,10 +210,6 @@ def test_cosines_of_equal_and_disjoint_attention():
     torch.testing.assert_close(head_cosine(same_heads), torch.ones(2).double())
     disjoint = AttentionOperator(q[:, :2], k[:, :2], mask=torch.stack([itself, ~itself])[None])
     torch.testing.assert_close(head_cosine(disjoint), torch.zeros(2).double())
-    order, heads = torch.tensor([3, 1, 5, 0, 2, 4]), torch.tensor([2, 0, 1])
-    shuffled = [AttentionOperator(x[:, heads][:, :, order], y[:, heads][:, :, order]) for x, y in ((q, k), (p, m))]
-    torch.testing.assert_close(attention_cosine(*shuffled), attention_cosine(A, B)[:, heads])
-    torch.testing.assert_close(head_cosine(shuffled[0]), head_cosine(A))
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         value = head_cosine(AttentionOperator(q[:, :1].to(dtype), k[:, :1].to(dtype)))  # one head is like itself
         assert value.tolist() == [1.0, 1.0]

@@ -86,10 +86,8 @@ def test_learnt_strength_per_head_reaches_its_own_head():
         ("layer", 1, False, None, None),
         ("layer", 2, False, None, [0.6]),
         ("layer", 2, True, None, [0.0]),
-        ("head", 2, False, None, [0.6] * H),
         ("head", 2, True, None, [0.0] * H),
         ("head", 2, True, 0.1, [0.1] * H),
-        ("layer", 2, False, 0.0, [0.0]),
     ],
 )
 def test_where_a_learnt_strength_starts(learn, layer, pretrained, start, expected):

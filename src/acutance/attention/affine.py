@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class Program(NamedTuple):
     """u = (1 + ω) A w − ω U w + λ (v⁰ − w) with w = v + ρ (v⁰ − v); U averages over all that a token sees.
 
-    As it is made it is attention alone. Each method takes one mitigation more into account, after those before. The
-    numbers are raw parameters: a kernel expands them, so that no small operation is launched per layer.
+    `NOTHING` is attention alone. Each method adds one mitigation, after those before. The numbers are raw parameters: a
+    kernel expands them, so that no small operation is launched per layer.
     """
 
     strength: Tensor | float = 0.0  # λ, the same for all heads or one each
@@ -49,23 +49,24 @@ class Program(NamedTuple):
 
     def values(self, v: Tensor, call: AttentionCall) -> Tensor:
         """w, in plain torch."""
-        if _is_zero(self.residual) or call.v0 is None:
+        if _is_zero(self.residual) or (first := self._first(call)) is None:
             return v
-        return v + _by_head(self.residual, v) * (self._first(call) - v)
+        return v + _by_head(self.residual, v) * (first - v)
 
     def output(self, u: Tensor, w: Tensor, call: AttentionCall) -> Tensor:
         """All after attention, in plain torch, given u = A w."""
         if self.gain is not None:
             gain = _by_head(self.gain, u)
             u = (1 + gain) * u - gain * call.visible_mean(w)
-        if _is_zero(self.strength) or call.v0 is None:
+        if _is_zero(self.strength) or (first := self._first(call)) is None:
             return u
-        first = call.rows(self._first(call), u)
-        return u + _by_head(self.strength, u) * (first - call.rows(w, u))
+        return u + _by_head(self.strength, u) * (call.rows(first, u) - call.rows(w, u))
 
-    def _first(self, call: AttentionCall) -> Tensor:
-        assert call.v0 is not None, "asked before"
-        return call.v0.detach() if self.detach else call.v0
+    def _first(self, call: AttentionCall) -> Tensor | None:
+        return None if call.v0 is None else call.v0.detach() if self.detach else call.v0
+
+
+NOTHING = Program()
 
 
 def _by_head(number: Tensor | float, x: Tensor) -> Tensor | float:

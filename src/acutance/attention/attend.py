@@ -7,11 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from acutance.attention.affine import Program
+from acutance.attention.affine import NOTHING, Program
 from acutance.attention.call import AttentionCall
 from acutance.attention.kernels import packed
 
-NOTHING = Program()
 Observer = Callable[[AttentionCall], None]
 MaybeTensor = Tensor | None
 
@@ -34,19 +33,16 @@ def attend(
     """u, laid out as the model's own product would have returned it, and the values that later layers get as v⁰."""
     if mitigation is not None:
         mitigation.check(call)
-    fused = _in_one_kernel(call, mitigation) if observer is None and call.packed is not None else None
+    fused = _in_one_kernel(call, mitigation) if observer is None else None
     if fused is not None:
         return fused
-    if mitigation is None:
-        w, u = call.v, call.own(call.v)
+    w = call.v if mitigation is None else mitigation.values(call.v, call)
+    if mitigation is not None and mitigation.overrides("scores"):
+        q, k, bias = mitigation.scores(call.q, call.k, call)
+        u = call.own(w, None if q is call.q else q, None if k is call.k else k, bias)
     else:
-        w = mitigation.values(call.v, call)
-        if mitigation.overrides("scores"):
-            q, k, bias = mitigation.scores(call.q, call.k, call)
-            u = call.own(w, None if q is call.q else q, None if k is call.k else k, bias)
-        else:
-            u = call.own(w)
-        u = mitigation.output(u, w, call)
+        u = call.own(w)
+    u = u if mitigation is None else mitigation.output(u, w, call)
     if observer is not None:
         call.values, call.output = w, u
     return u, call.v
@@ -65,8 +61,9 @@ def finish(y: Tensor, call: AttentionCall, mitigation: Hooks | None, observer: O
 def _in_one_kernel(call: AttentionCall, mitigation: Hooks | None) -> tuple[Tensor, Tensor] | None:
     """The same by one kernel; None where there is none for it."""
     qkv, heads = call.packed, call.v.shape[1]
-    assert qkv is not None, "asked before"
-    if call.dropout > 0 or call.sink is not None or call.kernel != "softmax" or not packed.is_available(qkv, heads):
+    if qkv is None or call.dropout > 0 or call.sink is not None or call.kernel != "softmax":
+        return None
+    if not packed.is_available(qkv, heads):
         return None
     program = NOTHING if mitigation is None else mitigation.program(NOTHING, call)
     if program is None:
@@ -83,5 +80,4 @@ def _in_one_kernel(call: AttentionCall, mitigation: Hooks | None) -> tuple[Tenso
 
 
 def _by_head(merged: Tensor, heads: int) -> Tensor:
-    split: Tensor = merged.unflatten(-1, (heads, -1))
-    return split.transpose(1, 2)
+    return merged.unflatten(-1, (heads, -1)).transpose(1, 2)  # type: ignore[no-any-return]

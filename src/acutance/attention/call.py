@@ -13,8 +13,8 @@ from acutance.attention.operator import AttentionOperator, is_visible
 from acutance.attention.products import repeat_heads
 from acutance.errors import AcutanceError, ShapeError
 
-# What `first` holds where the first layer's values are not known.
-MISSING = object()
+MISSING = object()  # what `first` holds where the first layer's values are not known
+OPTIONS = ("mask", "causal", "scale", "softcap", "sink", "kernel")  # of the operator
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
@@ -33,7 +33,7 @@ class AttentionCall:
     name: str = ""  # path of the attention module in the model
     x: Tensor | None = None  # the tokens that enter the branch, after the norm; None where not known
     residual: Tensor | None = None  # the tokens that enter the block; None where not known
-    mask: Tensor | None = None  # as `AttentionOperator` takes it, and so are the next five
+    mask: Tensor | None = None  # this and the next five as `AttentionOperator` takes them
     causal: bool = False
     scale: float | None = None
     softcap: float | None = None
@@ -95,9 +95,8 @@ class AttentionCall:
                 self.operator = AttentionOperator.from_logits(self.logits, self.sink)
                 self.operator.key_heads = self.v.shape[1]
             else:
-                options: dict[str, Any] = {"mask": self.mask, "sink": self.sink, "softcap": self.softcap}
-                common = {"causal": self.causal, "scale": self.scale, "kernel": self.kernel, **options}
-                self.operator = AttentionOperator(self.q, self.k, **common)
+                options: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS}
+                self.operator = AttentionOperator(self.q, self.k, **options)
         return self.operator
 
     def rows(self, values: Tensor, u: Tensor) -> Tensor:

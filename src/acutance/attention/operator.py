@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -46,7 +46,7 @@ class AttentionOperator:
         softcap: float | None = None,
         sink: Tensor | None = None,
     ) -> None:
-        _check_queries_and_keys(q, k)
+        both = _check_inputs(q, k)
         _check_devices(q, k=k, mask=mask, sink=sink)
         if kernel not in KERNELS:
             raise AcutanceError(f"unknown kernel {kernel!r}; the known ones are {', '.join(sorted(KERNELS))}")
@@ -58,7 +58,7 @@ class AttentionOperator:
         self.heads, self.key_heads = q.size(1), k.size(1)
         if KERNELS[kernel].queries_are_keys:
             if q.size(-2) != k.size(-2):
-                raise ShapeError(f"kernel {kernel!r} needs as many queries as keys; {_both(q, k)}")
+                raise ShapeError(f"kernel {kernel!r} needs as many queries as keys; {both}")
             q = k = repeat_heads(k, self.heads)
         self.q, self.k, self.dtype, self.device = q, k, q.dtype, q.device
         self.shape: tuple[int, int, int, int] = (q.size(0), self.heads, q.size(-2), k.size(-2))
@@ -90,8 +90,8 @@ class AttentionOperator:
         details = f"shape={self.shape}, kernel={self.kernel!r}, causal={self.causal}, scale={self.scale:.4g}"
         details += "" if self.softcap is None else f", softcap={self.softcap:g}"
         details += "" if self.sink is None else ", with a sink"
-        mask = "None" if self.mask is None else f"{self.mask.dtype} {tuple(self.mask.shape)}"
-        return f"AttentionOperator({details}, mask={mask}, dtype={self.dtype}, device={self.device})"
+        details += "" if self.mask is None else f", mask={self.mask.dtype} {tuple(self.mask.shape)}"
+        return f"AttentionOperator({details}, dtype={self.dtype}, device={self.device})"
 
     @property
     def masks_keys_only(self) -> bool:
@@ -103,12 +103,14 @@ class AttentionOperator:
         """Whether A is a symmetric kernel divided by its row sums: q is k, and only keys are masked."""
         return self.q is self.k and self.masks_keys_only and not self.causal and self.sink is None
 
+    @property
+    def is_associative(self) -> bool:
+        """Whether A is a product of features: the linear kernel without causality, and only keys are masked."""
+        return self.kernel == "linear" and not self.causal and self.masks_keys_only
+
     @cached_property
     def is_triangular(self) -> bool:
-        """Whether no token of any sample or head takes anything from a later one: A is causal, or masked to be so.
-
-        Read off the entries, one block of rows at a time, because masks can express it in many ways.
-        """
+        """Whether no token takes anything from a later one: A is causal, or its entries show it, whatever the mask."""
         if self.shape[-2] != self.shape[-1]:
             return False
         if self.causal or self.mask4 is None:
@@ -132,7 +134,7 @@ class AttentionOperator:
         A, x = self._promoted(x)
         if products.can_fuse(A, x, dropout):
             return products.fused_apply(A, x, dropout)
-        if products.can_associate(A) and dropout == 0.0:
+        if self.is_associative and dropout == 0.0:
             return products.associative_apply(A, x)
         return products.tiled_apply(A, x, dropout)
 
@@ -142,11 +144,9 @@ class AttentionOperator:
         if self.sink is not None:
             return self.without_sink().apply_transpose(self._scaled(y))
         A, y = self._promoted(y)
-        if products.can_associate(A):
-            return products.associative_transpose(A, y)
-        if products.can_fuse(A, y) and not products.needs_grad(A.q, A.k, A.mask, y):
-            return products.fused_transpose(A, y)
-        return products.tiled_transpose(A, y)
+        return (
+            products.associative_apply(A, y, transposed=True) if self.is_associative else products.tiled_transpose(A, y)
+        )
 
     def logsumexp(self) -> Tensor:
         """log Σ_j kernel(i, j) over the keys of every row (batch, heads, queries); a sink is not one of them."""
@@ -199,8 +199,8 @@ class AttentionOperator:
     def eigenvalues(self, k: int | None = None) -> Tensor:
         """The k eigenvalues of largest magnitude, or all, complex (batch, heads, k), by decreasing magnitude.
 
-        Exact for a triangular A. Otherwise from the matrix up to 512 tokens, and by Arnoldi iteration above; a warning
-        gives the residual where that has not converged.
+        Exact for a triangular A. Otherwise from the matrix up to 512 tokens and by Arnoldi iteration above, with a
+        warning where that has not converged.
         """
         self._check_square("eigenvalues")
         return spectra.eigenvalues(self, k)
@@ -230,13 +230,9 @@ class AttentionOperator:
 
     def to(self, dtype: torch.dtype) -> AttentionOperator:
         """The operator computed in another floating-point dtype."""
-        return self.map(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> AttentionOperator:
-        """The operator with a function applied to its queries, keys, mask and sink."""
-        k = function(self.k)
-        q = k if self.q is self.k else function(self.q)
-        mask, sink = (None if given is None else function(given) for given in (self.mask, self.sink))
+        k = self.k.to(dtype)
+        q = k if self.q is self.k else self.q.to(dtype)
+        mask, sink = (x.to(dtype) if x is not None and x.is_floating_point() else x for x in (self.mask, self.sink))
         return self.replace(q=q, k=k, mask=mask, sink=sink)
 
     def replace(self, **changes: Any) -> AttentionOperator:
@@ -285,22 +281,21 @@ def is_visible(logits: Tensor) -> Tensor:
     return logits > torch.finfo(logits.dtype).min / 2
 
 
-def _check_queries_and_keys(q: Tensor, k: Tensor) -> None:
+def _check_inputs(q: Tensor, k: Tensor) -> str:
+    """Refuse queries and keys that do not fit; returns their shapes in words."""
+    both = f"q {tuple(q.shape)}, k {tuple(k.shape)}"
     if q.ndim != 4 or k.ndim != 4:
-        raise ShapeError(f"q and k are (batch, heads, tokens, width); got {_both(q, k)}")
+        raise ShapeError(f"q and k are (batch, heads, tokens, width); got {both}")
     if 0 in (*q.shape, *k.shape):
-        raise ShapeError(f"q and k (batch, heads, tokens, width) need at least one of each; got {_both(q, k)}")
+        raise ShapeError(f"q and k (batch, heads, tokens, width) need at least one of each; got {both}")
     for name, tensor in (("q", q), ("k", k)):
         if not tensor.is_floating_point():
             raise AcutanceError(f"{name} is {tensor.dtype}; queries and keys are floating point, give {name}.float()")
     if q.size(0) != k.size(0) or q.size(-1) != k.size(-1):
-        raise ShapeError(f"q and k differ in batch or width: {_both(q, k)}")
+        raise ShapeError(f"q and k differ in batch or width: {both}")
     if q.size(1) % k.size(1) != 0:
-        raise ShapeError(f"the heads of q are no multiple of the heads of k: {_both(q, k)}")
-
-
-def _both(q: Tensor, k: Tensor) -> str:
-    return f"q {tuple(q.shape)}, k {tuple(k.shape)}"
+        raise ShapeError(f"the heads of q are no multiple of the heads of k: {both}")
+    return both
 
 
 def _check_devices(q: Tensor, **others: Tensor | None) -> None:

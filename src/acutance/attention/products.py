@@ -1,20 +1,19 @@
 """Products with A, its entries and its row sums, in linear memory.
 
 A kernel k(q, k) is a few lines in `KERNELS`. It always has a logarithm (`log_weights`), from which the tiled products
-follow. Two kinds are faster: a kernel exp(scale · q'·k') goes through `scaled_dot_product_attention` (`fused_*`), and a
-kernel φ(q)·φ(k) is multiplied by associativity (`associative_*`).
+follow. Two kinds are faster: A x of a kernel exp(scale · q'·k') is one `scaled_dot_product_attention` (`fused_apply`),
+and products of a kernel φ(q)·φ(k) are associative (`associative_*`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -39,10 +38,6 @@ class Kernel(NamedTuple):
 
 def _dot_product(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return (q * scale) @ k.mT
-
-
-def _unchanged(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return q, k
 
 
 def _squared_distance(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -71,10 +66,6 @@ def _log_feature_product(q: Tensor, k: Tensor, _scale: float) -> Tensor:
     return _safe_log(query_features @ key_features.mT) + row_scale
 
 
-def _log_square(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    return 2 * _safe_log((1 + (q * scale) @ k.mT).abs())
-
-
 def _safe_log(x: Tensor) -> Tensor:
     """A log whose value and gradient stay finite at zero."""
     return x.clamp(min=torch.finfo(x.dtype).tiny).log()
@@ -83,8 +74,8 @@ def _safe_log(x: Tensor) -> Tensor:
 def _scaled_features(log_q: Tensor, log_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Features φ(q), φ(k) scaled to lie in [0, 1], with the log factor that was taken out of each query.
 
-    Every channel of the keys reaches one at some token, and every query has a channel equal to one, so the sum over
-    keys is at least one whatever the size of the inputs. Masked keys have log φ = −∞.
+    Every channel of the keys reaches one at some token, and every query has a channel of one, so the sum over keys is
+    at least one. Masked keys have log φ = −∞.
     """
     key_scale = log_k.detach().amax(dim=-2, keepdim=True)
     key_scale = key_scale.masked_fill(key_scale == -torch.inf, 0.0)
@@ -95,18 +86,15 @@ def _scaled_features(log_q: Tensor, log_k: Tensor) -> tuple[Tensor, Tensor, Tens
 
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
     """Float32 or better: what sums over tokens are accumulated in."""
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
 
 
 KERNELS = {
-    "softmax": Kernel(_dot_product, channels=_unchanged),
-    "symmetric": Kernel(_dot_product, channels=_unchanged, queries_are_keys=True),
+    "softmax": Kernel(_dot_product, channels=lambda q, k: (q, k)),
+    "symmetric": Kernel(_dot_product, channels=lambda q, k: (q, k), queries_are_keys=True),
     "rbf": Kernel(_squared_distance, channels=_distance_channels),
     "linear": Kernel(_log_feature_product),
-    "polynomial": Kernel(_log_square),
+    "polynomial": Kernel(lambda q, k, scale: 2 * _safe_log((1 + _dot_product(q, k, scale)).abs())),
 }
 
 
@@ -154,10 +142,9 @@ def _mask_rows(A: AttentionOperator, rows: slice) -> Tensor | None:
 
 
 def without_dead_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The mask with fully masked rows opened, and where those rows are.
+    """The mask with fully masked rows opened, and where those rows are: their output is set to zero afterwards.
 
-    A softmax over nothing is NaN, in some back-ends only in its gradient. Such a row sees everything, and its output is
-    set to zero afterwards.
+    A softmax over nothing would be NaN, in some back-ends only in its gradient.
     """
     visible = mask if mask.dtype == torch.bool else mask > -torch.inf
     dead = ~visible.any(dim=-1, keepdim=True)
@@ -171,40 +158,18 @@ def add_mask(log_weights: Tensor, mask: Tensor | None) -> Tensor:
     return log_weights.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else log_weights + mask
 
 
-def row_blocks(A: AttentionOperator, entries_per_row: int, rows: int | None = None) -> list[slice]:
+def row_blocks(A: AttentionOperator, rows: int | None = None) -> list[slice]:
     """Slices over the query rows such that a block of entries stays linear in the number of keys."""
-    queries, on_cpu = A.shape[-2], A.device.type == "cpu"
+    (batch, heads, queries, keys), on_cpu = A.shape, A.device.type == "cpu"
     # Short blocks on a GPU are bound by their launches: one may be as large as queries and keys together.
     fewest = FEWEST_ROWS if on_cpu else max(FEWEST_ROWS, 2 * A.q.size(-1))
-    rows = rows or max(fewest, (CPU_TILE if on_cpu else GPU_TILE) // max(1, entries_per_row))
+    rows = rows or max(fewest, (CPU_TILE if on_cpu else GPU_TILE) // (batch * heads * keys))
     return [slice(start, min(start + rows, queries)) for start in range(0, queries, rows)]
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd would record an operation on these tensors."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def each_block(function: Callable[..., Tensor], blocks: list[slice], *tensors: Tensor) -> Iterator[Tensor]:
-    """function(rows, *tensors) of every block; of several, none is kept for the backward pass, which recomputes it."""
-    several = len(blocks) > 1 and needs_grad(*tensors)
-    for rows in blocks:
-        yield checkpoint(function, rows, *tensors, use_reentrant=False) if several else function(rows, *tensors)
-
-
-def stack_blocks(function: Callable[..., Tensor], blocks: list[slice], *tensors: Tensor, dim: int) -> Tensor:
-    """The results of all blocks, one after the other along `dim`."""
-    if len(blocks) == 1 or needs_grad(*tensors):
-        return torch.cat(list(each_block(function, blocks, *tensors)), dim)
-    # Written into one buffer: many small results kept between large freed ones would fragment the heap.
-    part = function(blocks[0], *tensors)
-    shape = list(part.shape)
-    shape[dim] = blocks[-1].stop
-    out = part.new_empty(shape)
-    for rows in blocks:
-        part = part if rows.start == 0 else function(rows, *tensors)
-        out.narrow(dim, rows.start, rows.stop - rows.start).copy_(part)
-    return out
 
 
 def _full_precision(A: AttentionOperator) -> torch.autocast:
@@ -223,43 +188,62 @@ class Tiles:
     """The operator's entries, one block of query rows at a time, in float32 or better."""
 
     def __init__(self, A: AttentionOperator, rows: int | None = None) -> None:
-        batch, heads, _, keys = A.shape
-        self.operator = A
-        self.blocks = row_blocks(A, batch * heads * keys, rows)
-        dtype = accumulation_dtype(A.q, A.k)
-        self.q, self.k = A.q.to(dtype), repeat_heads(A.k, heads).to(dtype)
+        self.operator, self.blocks, dtype = A, row_blocks(A, rows), accumulation_dtype(A.q, A.k)
+        self.q, self.k = A.q.to(dtype), repeat_heads(A.k, A.heads).to(dtype)
 
-    def log_weights(self, rows: slice, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+    def log_weights(self, rows: slice) -> tuple[Tensor, Tensor | None]:
         """Log-weights of some rows and the keys they may see, and which rows are fully masked; those see everything."""
         A = self.operator
-        log_weights, mask = log_kernel(A, q[..., rows, :], k[..., : _seen_keys(A, rows), :]), _mask_rows(A, rows)
+        keys, mask = self.k[..., : _seen_keys(A, rows), :], _mask_rows(A, rows)
+        log_weights = log_kernel(A, self.q[..., rows, :], keys)
         if mask is None:
             return log_weights, None
         mask, dead = without_dead_rows(mask)
         return add_mask(log_weights, mask), dead
 
-    def logsumexp(self, rows: slice, q: Tensor, k: Tensor) -> Tensor:
-        """Log of the row sums of the kernel; −∞ where every key is masked."""
-        log_weights, dead = self.log_weights(rows, q, k)
-        sums = log_weights.logsumexp(dim=-1)
-        return sums if dead is None else sums.masked_fill(dead.squeeze(-1), -torch.inf)
-
-    def weights(self, rows: slice, q: Tensor, k: Tensor) -> Tensor:
+    def weights(self, rows: slice) -> Tensor:
         """Entries of some rows and the keys they may see: a row sums to one, a fully masked one is zero."""
-        log_weights, dead = self.log_weights(rows, q, k)
+        log_weights, dead = self.log_weights(rows)
         weights = log_weights.softmax(dim=-1)
         return weights if dead is None else weights.masked_fill(dead, 0.0)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         for rows in self.blocks:
-            weights = self.weights(rows, self.q, self.k)
+            weights = self.weights(rows)
             yield rows, F.pad(weights, (0, self.k.size(-2) - weights.size(-1)))
+
+    def each(self, function: Callable[[slice], Tensor], *others: Tensor) -> Iterator[Tensor]:
+        """The function of every block. Of several, none is kept for the backward pass, which computes it again.
+
+        `others` are the tensors that the function uses beside A.
+        """
+        several = len(self.blocks) > 1 and needs_grad(self.q, self.k, self.operator.mask, *others)
+        for rows in self.blocks:
+            yield checkpoint(function, rows, use_reentrant=False) if several else function(rows)
+
+    def stack(self, function: Callable[[slice], Tensor], *others: Tensor) -> Tensor:
+        """The results (batch, heads, rows, ...) of `each`, one after the other."""
+        parts = self.each(function, *others)
+        if len(self.blocks) == 1 or needs_grad(self.q, self.k, self.operator.mask, *others):
+            return torch.cat(list(parts), dim=2)
+        out: Tensor | None = None  # one buffer: small results kept between large freed ones would fragment the heap
+        for rows, part in zip(self.blocks, parts, strict=True):
+            out = part.new_empty(*part.shape[:2], self.q.size(2), *part.shape[3:]) if out is None else out
+            out[:, :, rows] = part
+        assert out is not None, "there is a row"
+        return out
 
 
 def tiled_logsumexp(A: AttentionOperator) -> Tensor:
-    """log Σ_j k(i, j) of every row, in float32 or better."""
+    """log Σ_j k(i, j) of every row, in float32 or better; −∞ where every key is masked."""
     tiles = Tiles(A)
-    return stack_blocks(tiles.logsumexp, tiles.blocks, tiles.q, tiles.k, dim=-1)
+
+    def sums(rows: slice) -> Tensor:
+        log_weights, dead = tiles.log_weights(rows)
+        found = log_weights.logsumexp(dim=-1)
+        return found if dead is None else found.masked_fill(dead.squeeze(-1), -torch.inf)
+
+    return tiles.stack(sums)
 
 
 def tiled_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor:
@@ -267,12 +251,12 @@ def tiled_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor
     tiles = Tiles(A)
     values = repeat_heads(x, A.heads).to(accumulation_dtype(tiles.q, x))
 
-    def product(rows: slice, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
-        weights = F.dropout(tiles.weights(rows, q, k), dropout)
+    def product(rows: slice) -> Tensor:
+        weights = F.dropout(tiles.weights(rows), dropout)
         with _full_precision(A):
             return weights @ values[..., : weights.size(-1), :]
 
-    return stack_blocks(product, tiles.blocks, tiles.q, tiles.k, values, dim=-2).to(x.dtype)
+    return tiles.stack(product, values).to(x.dtype)
 
 
 def tiled_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
@@ -280,13 +264,13 @@ def tiled_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
     tiles = Tiles(A)
     values = y.to(accumulation_dtype(tiles.q, y))
 
-    def product(rows: slice, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
-        weights = tiles.weights(rows, q, k)
+    def product(rows: slice) -> Tensor:
+        weights = tiles.weights(rows)
         with _full_precision(A):
-            return F.pad(weights.mT @ values[..., rows, :], (0, 0, 0, k.size(-2) - weights.size(-1)))
+            return F.pad(weights.mT @ values[..., rows, :], (0, 0, 0, A.shape[-1] - weights.size(-1)))
 
     total = values.new_zeros(*A.shape[:2], A.shape[-1], y.size(-1))
-    for part in each_block(product, tiles.blocks, tiles.q, tiles.k, values):
+    for part in tiles.each(product, values):
         total = total + part
     return total.to(y.dtype)
 
@@ -305,16 +289,17 @@ def diagonal(A: AttentionOperator) -> Tensor:
 
 
 def can_fuse(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> bool:
-    """Whether a fused back-end would take this product; otherwise SDPA forms the whole matrix."""
-    if not A.is_exponential or A.softcap is not None:
-        return False
-    return dropout == 0.0 if A.device.type == "cpu" else x.dtype != torch.float64
+    """Whether a fused back-end would take A x; otherwise SDPA forms the whole matrix."""
+    queries, keys = A.shape[-2:]
+    plain = not A.causal or queries == 1 or (A.mask4 is None and queries == keys)  # SDPA's causality is of a square
+    on_device = dropout == 0.0 if A.device.type == "cpu" else x.dtype != torch.float64
+    return A.is_exponential and A.softcap is None and plain and on_device
 
 
 def channels(A: AttentionOperator) -> tuple[Tensor, Tensor]:
-    """q' and k' with k(q, k) = exp(scale · q'·k'), up to a factor of each row."""
+    """q' and k' of an exponential kernel: k(q, k) = exp(scale · q'·k'), up to a factor of each row."""
     made = KERNELS[A.kernel].channels
-    assert made is not None, "asked of exponential kernels"
+    assert made is not None, "an exponential kernel has them"
     return made(A.q, A.k)
 
 
@@ -324,85 +309,38 @@ def fused_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor
     # The fused back-ends take contiguous rows, and queries, keys and values of one width.
     q, k, x = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, x))
     if q.size(-1) == x.size(-1) and (x.device.type == "cpu" or x.size(-1) % 8 == 0):
-        return _attend(A, q, k, x, dropout)
+        return _sdpa(A, q, k, x, dropout)
     width = max(q.size(-1), min(x.size(-1), WIDEST))
     width += -width % 8
     q, k, *pieces = (F.pad(tensor, (0, width - tensor.size(-1))) for tensor in (q, k, *x.split(width, dim=-1)))
-    return torch.cat([_attend(A, q, k, piece, dropout) for piece in pieces], dim=-1)[..., : x.size(-1)]
+    return torch.cat([_sdpa(A, q, k, piece, dropout) for piece in pieces], dim=-1)[..., : x.size(-1)]
 
 
-def fused_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
-    """Aᵀ y, outside autograd: the vector-Jacobian product of A with respect to its values."""
-    # Inference tensors cannot be differentiated; their copies made outside inference mode can.
-    with torch.inference_mode(False), torch.enable_grad():
-        A, y = A.map(_constant), _constant(y)
-        values = y.new_zeros(*A.shape[:2], A.shape[-1], y.size(-1)).requires_grad_()
-        (product,) = torch.autograd.grad(fused_apply(A, values), values, y)
-    return product
-
-
-def _constant(x: Tensor) -> Tensor:
-    return x.clone() if x.is_inference() else x.detach()
-
-
-def _attend(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float) -> Tensor:
-    queries, keys = A.shape[-2:]
-    if not A.causal or queries == 1:
-        return _sdpa(q, k, x, A.mask4, A.scale, dropout)
-    if A.mask4 is None and queries == keys:
-        return _sdpa(q, k, x, None, A.scale, dropout, causal=True)
-    # SDPA does not know causality with a mask or with other than as many keys as queries: one mask per block of rows.
-    # On CUDA without cuDNN, which plans for a while at each new shape.
-    on_cuda = A.device.type == "cuda"
-    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-    def attend(rows: slice, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
-        seen = _seen_keys(A, rows)
-        with sdpa_kernel(backends) if on_cuda else nullcontext():
-            return _sdpa(q[..., rows, :], k[..., :seen, :], x[..., :seen, :], _mask_rows(A, rows), A.scale, dropout)
-
-    masks = 1 if A.mask4 is None else A.mask4.size(0) * A.mask4.size(1)
-    return stack_blocks(attend, row_blocks(A, masks * keys), q, k, x, dim=-2)
-
-
-def _sdpa(
-    q: Tensor, k: Tensor, x: Tensor, mask: Tensor | None, scale: float, dropout: float, causal: bool = False
-) -> Tensor:
-    heads = q.size(1)
+def _sdpa(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float) -> Tensor:
+    heads, mask, dead, causal = A.heads, A.mask4, None, A.causal
+    if A.shape[-2] == 1:  # it sees all keys
+        causal = False
     # Grouped heads: of the linear-memory back-ends only flash on CUDA knows them in every version of PyTorch (older
     # CPU ones fall back to the whole matrix), and it knows neither masks nor float32. Elsewhere, repeat the heads.
     knows_groups = q.device.type == "cuda" and mask is None and q.dtype != torch.float32
     grouped = knows_groups and k.size(1) == x.size(1) != heads
     if not grouped:
         k, x = repeat_heads(k, heads), repeat_heads(x, heads)
-    dead = None
     if mask is not None:
         mask, dead = without_dead_rows(mask)
         mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
-    out = scaled_dot_product_attention(
-        q, k, x, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
+    out = scaled_dot_product_attention(q, k, x, mask, dropout, causal, scale=A.scale, enable_gqa=grouped)
     return out if dead is None else out.masked_fill(dead, 0.0)
 
 
-def can_associate(A: AttentionOperator) -> bool:
-    """Whether A is a product of features: no causality, and no mask beyond one of the keys."""
-    return A.kernel == "linear" and not A.causal and A.masks_keys_only
-
-
-def associative_apply(A: AttentionOperator, x: Tensor) -> Tensor:
-    """A x, in the dtype of x."""
+def associative_apply(A: AttentionOperator, x: Tensor, *, transposed: bool = False) -> Tensor:
+    """A x, or Aᵀ x, in the dtype of x."""
     with _full_precision(A):
         query_features, key_features, row_sums = _factors(A)
         values = repeat_heads(x, A.heads).to(accumulation_dtype(query_features, x))
+        if transposed:
+            return (key_features @ (query_features.mT @ (values / row_sums))).to(x.dtype)
         return (query_features @ (key_features.mT @ values) / row_sums).to(x.dtype)
-
-
-def associative_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
-    """Aᵀ y, in the dtype of y."""
-    with _full_precision(A):
-        query_features, key_features, row_sums = _factors(A)
-        return (key_features @ (query_features.mT @ (y.to(row_sums.dtype) / row_sums))).to(y.dtype)
 
 
 def _factors(A: AttentionOperator) -> tuple[Tensor, Tensor, Tensor]:

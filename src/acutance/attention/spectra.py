@@ -78,16 +78,14 @@ def _by_arnoldi(A: AttentionOperator, select: Select, count: int) -> Tensor:
     plain = A.without_sink()
     start = _random_like(A.q.new_empty(*A.shape[:3], BLOCK))
     tolerance = torch.finfo(A.dtype).eps ** (2 / 3)
-    found = arnoldi(
-        lambda x: plain.apply(x) if scale is None else scale * plain.apply(x), start, select, count, tolerance
-    )
+    multiply = plain.apply if scale is None else lambda x: scale * plain.apply(x)
+    found = arnoldi(multiply, start, select, count, tolerance)
     if not found.residual <= tolerance:
-        warnings.warn(
+        message = (
             f"eigenvalues not converged in a Krylov space of {found.size} vectors: the largest residual ‖Az − μz‖ "
-            f"is {found.residual:.1e}, wanted {tolerance:.1e}; the largest ones are good, ask for fewer",
-            AcutanceWarning,
-            stacklevel=3,
+            f"is {found.residual:.1e}, wanted {tolerance:.1e}; the largest ones are good, ask for fewer"
         )
+        warnings.warn(message, AcutanceWarning, stacklevel=3)
     return found.values
 
 
@@ -130,8 +128,8 @@ def _by_solving(A: AttentionOperator) -> Tensor:
 def _by_walking(A: AttentionOperator) -> Tensor:
     """Lazy walk: π ← ½(π + Aᵀπ), which converges for periodic A too.
 
-    Two walks from different starts, at the cost of one: how far apart they are is how far each is from the
-    end, which a small residual does not tell when attention mixes slowly.
+    Two walks, at the cost of one: how far apart they are says how far each is from the end. A small residual does not,
+    where attention mixes slowly.
     """
     precise = A.to(accumulation_dtype(A.q, A.k))
     tolerance = torch.finfo(precise.dtype).eps ** (2 / 3)
@@ -199,8 +197,7 @@ def _orthogonalise(block: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """An orthonormal block that completes the basis, preceded by the block's coefficients in the two."""
     inside = block.new_zeros(*block.shape[:-2], basis.size(-1), block.size(-1))
     outside = torch.eye(block.size(-1), dtype=block.dtype, device=block.device)
-    # Twice for the accuracy of the basis; a third time because a block that adds nothing new (an invariant
-    # space) is completed by QR with vectors that are arbitrary, not yet orthogonal to the basis.
+    # Twice for accuracy, a third time because QR completes a block that adds nothing new by arbitrary vectors.
     for _ in range(3):
         along = basis.mT @ block
         inside = inside + along @ outside

@@ -33,8 +33,8 @@ def fold(model: Model) -> Model:
     for site, eigen in steered:
         parts = list(site.mitigation.parts) if isinstance(site.mitigation, Combined) else [site.mitigation]
         rest = [part for part in parts if part is not eigen and isinstance(part, Mitigation)]
-        projections = site.projections()
-        eigen.fold(projections.value, projections.output)
+        for projection in site.projections()[2:]:
+            projection.unparametrise(keep=True)
         site.replace(rest[0] if len(rest) == 1 else Combined(rest) if rest else None)
     note(plain)
     return plain

@@ -6,8 +6,7 @@ Token metrics are formulas in the tokens of a layer, attention metrics in its at
 
 from acutance.metrics.attention import attention_cosine, attention_entropy, head_cosine
 from acutance.metrics.energy import energy, fidelity, gradient_alignment, log_nonlocal_energy_raw, nonlocal_energy
-from acutance.metrics.registry import ATTENTION_METRICS, MEANINGS, TOKEN_METRICS
-from acutance.metrics.sums import check_finite, unit_vectors
+from acutance.metrics.sums import ATTENTION_METRICS, MEANINGS, TOKEN_METRICS, check_finite, unit_vectors
 from acutance.metrics.tokens import (
     effective_rank,
     hfc_lfc_frobenius,

@@ -4,6 +4,7 @@ A is an `AttentionOperator`; `mask` (batch, queries) drops query rows. Entries, 
 exist one block of rows at a time: memory stays linear in the number of tokens.
 """
 
+from functools import partial
 from math import inf
 
 import torch
@@ -12,10 +13,9 @@ from torch.nn.functional import logsigmoid
 
 from acutance.attention.kernels import attention_sums
 from acutance.attention.operator import AttentionOperator
-from acutance.attention.products import channels
+from acutance.attention.products import Tiles, accumulation_dtype, channels
 from acutance.errors import ShapeError
-from acutance.metrics.registry import metric
-from acutance.metrics.sums import masked_mean, ratio, safe_sqrt, valid_positions, working_dtype
+from acutance.metrics.sums import masked_mean, metric, ratio, safe_sqrt, valid_positions
 
 
 @metric("A", "smoother", (0, inf), "How many tokens a row of attention spreads over, in nats.")
@@ -29,11 +29,9 @@ def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tenso
         sums = attention_sums.row_sums(A)
         return masked_mean(sums.entropies, query_rows(A, mask) & (sums.log_sums != -torch.inf))
     A = upcast_operator(A)
-    plain = A.without_sink()
-    has_bias = A.mask is not None and A.mask.is_floating_point()
-    by_tiles = has_bias or A.softcap is not None or not A.is_exponential
-    entropy, sees_keys = _tiled_entropy(plain) if by_tiles else _exponential_entropy(plain)
-    entropy = entropy.clamp_min(0)
+    tiles = Tiles(_centred(A.without_sink()))
+    rows = tiles.stack(partial(_row_entropies, tiles))
+    entropy, sees_keys = rows[..., 0].clamp_min(0), rows[..., 1] != 0
     if A.sink is not None:
         # h(r) + r H for a row that gives r to the keys, with entropy H among them, and 1 − r to the sink.
         logit = A.logsumexp().masked_fill(~sees_keys, 0) - A.sink[:, None]
@@ -82,31 +80,24 @@ def head_cosine(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
     return cosines[..., pairs].mean(-1).clamp(0, 1)
 
 
-def _exponential_entropy(A: AttentionOperator) -> tuple[Tensor, Tensor]:
-    """H_i = logsumexp_i − s q_i·(A k)_i without any entry of A, and which rows see a key."""
+def _centred(A: AttentionOperator) -> AttentionOperator:
+    """The same A with another origin for the keys: it shifts the logits of a row alike, and smaller ones round less."""
+    if A.softcap is not None or not A.is_exponential:
+        return A
     q, k = channels(A)
-    # Another origin for the keys shifts the logits of a row alike: same A, but smaller terms to subtract.
-    k = k - k.mean(-2, keepdim=True)
-    A = AttentionOperator(q, k, mask=A.mask, causal=A.causal, scale=A.scale)
-    normaliser = A.logsumexp()
-    sees_keys = normaliser != -torch.inf
-    mean_logit = A.scale * (q * product(A, k)).sum(-1)
-    return torch.where(sees_keys, normaliser, 0) - mean_logit, sees_keys
+    return AttentionOperator(q, k - k.mean(-2, keepdim=True), mask=A.mask, causal=A.causal, scale=A.scale)
 
 
-def _tiled_entropy(A: AttentionOperator) -> tuple[Tensor, Tensor]:
-    """−Σ_j A_ij log A_ij by blocks of rows, and which rows see a key."""
-    entropy, sees_keys = [], []
-    for _, weights in A.tiles():
-        safe = torch.where(weights == 0, 1, weights)  # 0 log 0 = 0, gradient included
-        entropy.append(-(safe * safe.log()).sum(-1))
-        sees_keys.append((weights != 0).any(-1))
-    return torch.cat(entropy, -1), torch.cat(sees_keys, -1)
+def _row_entropies(tiles: Tiles, rows: slice) -> Tensor:
+    """−Σ_j A_ij log A_ij and Σ_j A_ij of some rows (batch, heads, rows, 2)."""
+    weights = tiles.weights(rows)
+    entropies = torch.special.entr(weights.masked_fill(weights == 0, 1))  # 0 log 0 = 0, gradient included
+    return torch.stack([entropies.sum(-1), weights.sum(-1)], dim=-1)
 
 
 def upcast_operator(A: AttentionOperator, dtype: torch.dtype | None = None) -> AttentionOperator:
     """The operator in float32 or better, and in no less than `dtype`."""
-    dtype = working_dtype(torch.promote_types(A.dtype, dtype or A.dtype))
+    dtype = torch.promote_types(accumulation_dtype(A.q), dtype or A.dtype)
     return A if A.dtype == A.k.dtype == dtype else A.to(dtype)
 
 

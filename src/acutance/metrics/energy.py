@@ -14,11 +14,10 @@ from torch import Tensor
 
 from acutance.attention.kernels import attention_sums
 from acutance.attention.operator import AttentionOperator
-from acutance.attention.products import Tiles, each_block, repeat_heads
+from acutance.attention.products import Tiles, repeat_heads
 from acutance.errors import ShapeError
 from acutance.metrics.attention import product, query_rows, upcast_operator
-from acutance.metrics.registry import metric
-from acutance.metrics.sums import masked_mean, safe_logsumexp, split_mean, unit_vectors, upcast, valid_positions
+from acutance.metrics.sums import masked_mean, metric, safe_logsumexp, split_mean, unit_vectors, upcast, valid_positions
 
 
 @metric("A output", "sharper", (0, inf), "How much tokens differ from those they attend to.")
@@ -43,9 +42,8 @@ def log_nonlocal_energy_raw(A: AttentionOperator, u: Tensor, mask: Tensor | None
     A, u = _matched(A, u)
     valid = query_rows(A, mask)
     tiles = Tiles(A)
-    parts = each_block(partial(_log_row_energies, tiles), tiles.blocks, tiles.q, tiles.k, u)
-    logs = torch.cat(list(parts), dim=-1).masked_fill(~valid, -torch.inf)
-    return safe_logsumexp(logs) - math.log(2)
+    logs = tiles.stack(partial(_log_row_energies, tiles, u), u)
+    return safe_logsumexp(logs.masked_fill(~valid, -torch.inf)) - math.log(2)
 
 
 def fidelity(u: Tensor, f: Tensor, strength: float | Tensor, mask: Tensor | None = None) -> Tensor:
@@ -114,9 +112,9 @@ def _row_energies(A: AttentionOperator, u: Tensor, valid: Tensor) -> Tensor:
     return (row_sum * squares.squeeze(-1) + mean_square - 2 * (u * mean).sum(-1)).clamp_min(0)
 
 
-def _log_row_energies(tiles: Tiles, rows: slice, q: Tensor, k: Tensor, u: Tensor) -> Tensor:
+def _log_row_energies(tiles: Tiles, u: Tensor, rows: slice) -> Tensor:
     """log Σ_j k_ij ‖u_i − u_j‖² for some rows."""
-    log_kernel, dead = tiles.log_weights(rows, q, k)
+    log_kernel, dead = tiles.log_weights(rows)
     others = u[..., : log_kernel.size(-1), :]  # a causal block leaves out the keys none of its rows may see
     squares = torch.cdist(u[..., rows, :], others, compute_mode="donot_use_mm_for_euclid_dist").square()
     differ = squares != 0 if dead is None else (squares != 0) & ~dead

@@ -1,13 +1,13 @@
-"""What metrics share: the numbers that follow from a few sums, and safe sums, masks, divisions and roots.
+"""What metrics share: their registry, the numbers that follow from a few sums, and safe sums, masks and divisions.
 
-A token metric or an attention metric needs few sums over tokens or rows. Kernels compute them in one pass, plain torch
-otherwise. The formulas that turn them into the metric are here, once.
+A metric needs few sums over tokens or rows. Kernels compute them in one pass, plain torch otherwise. The formulas that
+turn them into the metric are here, once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from acutance.attention import AttentionCall
 from acutance.attention.kernels import attention_sums
+from acutance.attention.products import accumulation_dtype
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
 from acutance.metrics.kernels.token_sums import FIELDS
 
@@ -23,6 +24,37 @@ Numbers = NDArray[np.float64]
 Array = TypeVar("Array", Tensor, Numbers)  # sums of many layers come to the host together, as `Numbers`
 FLAGS = FIELDS[:3]  # how many tokens count and how many of them are bad, and which is the first
 FROM_ROWS = ("nonlocal_energy", "attention_entropy")
+Metric = TypeVar("Metric", bound=Callable[..., Tensor])
+Direction = Literal["smoother", "sharper", "neither"]
+
+
+class Meaning(NamedTuple):
+    """What a metric tells: where tokens go as it grows, the range of its values, and one sentence."""
+
+    higher: Direction
+    range: tuple[float, float]
+    sentence: str
+
+
+# What `measure` can read: each metric registers itself, with its meaning beside its formula.
+TOKEN_METRICS: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {}
+ATTENTION_METRICS: dict[str, Callable[[AttentionCall, Tensor | None], Tensor]] = {}
+MEANINGS: dict[str, Meaning] = {}
+
+
+def metric(of: str, higher: Direction, range: tuple[float, float], sentence: str) -> Callable[[Metric], Metric]:
+    """Register a function of "tokens", or of parts of a call such as "A output", and of a mask; "": a meaning alone."""
+
+    def register(function: Metric) -> Metric:
+        name, parts = function.__name__, of.split()
+        MEANINGS[name] = Meaning(higher, range, sentence)
+        if of == "tokens":
+            TOKEN_METRICS[name] = function
+        elif of:
+            ATTENTION_METRICS[name] = lambda call, mask: function(*(getattr(call, part) for part in parts), mask)
+        return function
+
+    return register
 
 
 def mean_cosine(pairs: Array, count: Array) -> Array:
@@ -71,14 +103,9 @@ def from_rows(record: AttentionCall, mask: Tensor | None) -> dict[str, tuple[Ten
     return {"nonlocal_energy": (energies, 1 / 2), "attention_entropy": (entropies, 1 / A.shape[2])}
 
 
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype a metric computes in: float64 stays, everything else becomes float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def upcast(tensor: Tensor) -> Tensor:
     """The tensor in float32 or better: half precision accumulates badly."""
-    return tensor.to(working_dtype(tensor.dtype))
+    return tensor.to(accumulation_dtype(tensor))
 
 
 def valid_positions(mask: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
@@ -153,39 +180,28 @@ def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
 
 def check_finite(tensor: Tensor, *, metric: str, layer: int | str, mask: Tensor | None = None) -> None:
     """Raise `NonFiniteError` when a token (the last dimension) that counts holds NaN or infinity."""
-    bad, valid = _bad_tokens(tensor, mask)
-    if not bad.any():
-        return
-    first = bad.nonzero()[0].tolist()
-    names = {1: ["token"], 2: ["sample", "token"], 3: ["sample", "head", "token"]}.get(bad.ndim)
-    where = ", ".join(f"{name} {i}" for name, i in zip(names, first, strict=True)) if names else f"index {first}"
-    raise _non_finite(metric, layer, int(bad.sum()), int(valid.sum()), where)
+    flags = finite_flags(tensor, mask).cpu().numpy()
+    if flags[..., 1].any():
+        complain(flags, metric=metric, layer=layer)
 
 
 def finite_flags(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """What `check_finite` would ask of tokens (samples, tokens, channels), left on the device: (samples, `FLAGS`)."""
-    bad, valid = _bad_tokens(tokens, mask)
+    """The `FLAGS` of tokens (..., tokens, channels), left on the device."""
+    bad = ~torch.isfinite(tokens).all(-1)
+    valid = valid_positions(mask, bad.shape, tokens)
+    bad = bad & valid
     return torch.stack([valid.sum(-1), bad.sum(-1), bad.int().argmax(-1)], -1).double()
 
 
 def complain(flags: Numbers, *, metric: str, layer: int | str) -> NoReturn:
-    """Raise what `check_finite` would, from flags of which some are bad."""
-    valid, bad, first = flags.T
-    sample = int(np.flatnonzero(bad)[0])
-    where = f"sample {sample}, token {int(first[sample])}"
-    raise _non_finite(metric, layer, int(bad.sum()), int(valid.sum()), where)
-
-
-def _bad_tokens(tensor: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Which tokens that count are not finite, and which count."""
-    bad = ~torch.isfinite(tensor).all(-1)
-    valid = valid_positions(mask, bad.shape, tensor)
-    return bad & valid, valid
-
-
-def _non_finite(metric: str, layer: int | str, bad: int, valid: int, where: str) -> NonFiniteError:
-    return NonFiniteError(
-        f"layer {layer}: {metric}: {bad} of {valid} tokens hold NaN or infinity "
-        f"(first: {where}). Look at the model's output and at its precision (float16 overflows at 65504: try "
-        "bfloat16 or float32), and mask out padding that was never meant to be read."
+    """Raise `NonFiniteError` for flags of which some are bad."""
+    valid, bad, first = np.moveaxis(flags, -1, 0)
+    leading = tuple(np.argwhere(bad)[0].tolist())
+    place = [*leading, int(first[leading])]
+    names = [*("sample", "head")[: len(leading)], "token"]
+    where = ", ".join(f"{name} {i}" for name, i in zip(names, place, strict=False))
+    raise NonFiniteError(
+        f"layer {layer}: {metric}: {int(bad.sum())} of {int(valid.sum())} tokens hold NaN or infinity "
+        f"(first: {where if len(place) <= 3 else f'index {place}'}). Look at the model's output and at its precision "
+        "(float16 overflows at 65504: try bfloat16 or float32), and mask out padding that was never meant to be read."
     )

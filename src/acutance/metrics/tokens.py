@@ -13,8 +13,7 @@ from torch.nn.functional import pad
 
 from acutance.errors import ShapeError
 from acutance.metrics import sums
-from acutance.metrics.registry import metric
-from acutance.metrics.sums import masked_mean, ratio, safe_sqrt, split_mean, unit_vectors, upcast, valid_positions
+from acutance.metrics.sums import masked_mean, metric, ratio, safe_sqrt, split_mean, upcast, valid_positions
 
 
 @metric("tokens", "smoother", (-1, 1), "Mean cosine over pairs of tokens: 1 when all point the same way.")
@@ -24,7 +23,7 @@ def token_cosine(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     A zero vector has cosine 0 with everything. With fewer than two tokens it is 1, as for equal tokens.
     """
     x, valid = _select(tokens, mask)
-    directions = unit_vectors(x)
+    directions = sums.unit_vectors(x)
     # Σ_{i≠j} x̂_i·x̂_j = ‖Σ x̂_i‖² − Σ ‖x̂_i‖²: no pair is ever formed.
     pairs = directions.sum(-2).square().sum(-1) - directions.square().sum((-2, -1))
     return sums.mean_cosine(pairs, valid.sum(-1).to(x.dtype))

@@ -7,11 +7,11 @@ import pkgutil
 from importlib import import_module
 
 from acutance.mitigations.attnscale import AttnScale
-from acutance.mitigations.base import REGISTRY, Combined, LayerShape, Mitigation, UnknownShape, Weights, register
-from acutance.mitigations.eigen import Eigen, eigen_of, weights_together
+from acutance.mitigations.base import Combined, LayerShape, Mitigation, UnknownShape
+from acutance.mitigations.eigen import Eigen, Weights, eigen_of, weights_together
 from acutance.mitigations.featscale import FeatScale
 from acutance.mitigations.neutreno import NeuTRENO
-from acutance.mitigations.spec import as_mitigation, parse
+from acutance.mitigations.spec import REGISTRY, as_mitigation, parse, register
 
 __all__ = [
     "REGISTRY",

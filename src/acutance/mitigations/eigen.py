@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
-from typing import Literal, get_args
+from contextlib import nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
-from acutance.mitigations import spectra
-from acutance.mitigations.base import LayerShape, Mitigation, Weights, parts_of, register
-from acutance.mitigations.orthogonal import BASES
+from acutance.mitigations import orthogonal
+from acutance.mitigations.base import LayerShape, Mitigation, parts_of, register
 from acutance.mitigations.projection import Projection
 
+Sign = Literal["negative", "positive", "free"]
 BasisName = Literal["qr", "polar", "cayley", "householder", "inverse"]
+Spectrum = Literal["square", "clipped", "bounded"]
+Weights = tuple[Tensor, Tensor]  # W_V and W_proj, (dim, dim) each
+BASES = {**orthogonal.BASES, "inverse": orthogonal.Basis(lambda theta: theta)}
+
+# How far inside an eigenvalue starts where the border itself has no gradient: ψ² at 0, a sigmoid at 0 and 1.
+EDGE = 1e-3
 
 
 class _Running(threading.local):
@@ -34,8 +42,8 @@ class Eigen(Mitigation):
     """H = V Λ Vᵀ with the signs of Λ decided in advance: ViT⁻ and ViT⁺ (https://arxiv.org/abs/2401.04301).
 
     In the paper's letters W_V = V and W_proj = Λ Vᵀ, made from Θ and ψ at every forward, in any model whose attention
-    has as many value heads as query heads. Columns of V are shared out among the heads in order, so the H of a head has
-    its own part of Λ as its eigenvalues, and the heads' terms add up to H.
+    has as many value heads as query heads. The heads share the columns of V in order, so the H of a head has its own
+    part of Λ as its eigenvalues, and the heads' terms add up to H.
 
     It does not start at the identity. A trained layer starts from the *closest* admissible H (the symmetric part of its
     H, eigenvalues clipped), and `distance` tells how far that is. The constant W_proj b_V that the values' bias adds to
@@ -46,32 +54,25 @@ class Eigen(Mitigation):
         sign: of the eigenvalues. Negative sharpens (ViT⁻), positive smooths (ViT⁺), free is both.
         basis: where V comes from. "qr" is the poster's; "polar" (Newton–Schulz), "cayley" and "householder" make an
             orthogonal V too; with "inverse" V is free and W_proj = Λ V⁻¹, as in the paper's later version.
-        spectrum: λ from ψ. "square" is the poster's ±ψ² (free: ψ), which has no lower end: see `check_spectrum`.
-            "clipped" cuts off at ±1 and 0; "bounded" is ∓σ(ψ) (free: tanh ψ) and never leaves [−1, 1].
+        spectrum: λ from ψ. "square" is the poster's ±ψ² (free: ψ). A negative λ sharpens only above −2/(1 + μ_min),
+            μ_min < 1 being attention's smallest eigenvalue, and −ψ² may fall below: see `check_spectrum`. "clipped"
+            cuts off at ±1 and 0; "bounded" is ∓σ(ψ) (free: tanh ψ). These two stay in [−1, 1], where all is well.
     """
 
     positional = "sign"
     requires = ("nothing_between",)
+    shape: LayerShape
     theta: nn.Parameter
     psi: nn.Parameter
 
-    def __init__(
-        self,
-        sign: spectra.Sign = "negative",
-        basis: BasisName = "qr",
-        spectrum: spectra.Spectrum = "square",
-    ) -> None:
+    def __init__(self, sign: Sign = "negative", basis: BasisName = "qr", spectrum: Spectrum = "square") -> None:
         super().__init__()
         self.sign, self.basis, self.spectrum = sign, basis, spectrum
-        for name, known in (("sign", spectra.Sign), ("basis", BasisName), ("spectrum", spectra.Spectrum)):
-            if getattr(self, name) not in get_args(known):
-                raise AcutanceError(f"eigen: {name} must be one of {get_args(known)}, not {getattr(self, name)!r}")
+        self.check_options()
         self._biases: tuple[Tensor, Tensor] | None = None  # of its projection, before and after parametrise
 
     def build(self, shape: LayerShape) -> None:
         """Θ and ψ of one layer, which `parametrise` fills from the layer's own weights."""
-        if shape.kv_heads != shape.heads or shape.heads * shape.head_dim != shape.dim:
-            raise self._wrong_sizes(shape, f"{shape.heads} query and {shape.kv_heads} value heads of {shape.head_dim}")
         self.theta = nn.Parameter(torch.eye(shape.dim))
         self.psi = nn.Parameter(torch.ones(shape.dim))
 
@@ -79,12 +80,16 @@ class Eigen(Mitigation):
         """Choose Θ and ψ by W_V and W_proj, then make these from them."""
         for projection in (value, output):
             projection.refuse_parametrisation()
-        before = value.matrix(), output.matrix()
-        if not before[0].shape == before[1].shape == (self._layer.dim,) * 2:
-            raise self._wrong_sizes(self._layer, f"W_V {tuple(before[0].shape)} and W_proj {tuple(before[1].shape)}")
+        before, shape = (value.matrix(), output.matrix()), self.shape
+        if not before[0].shape == before[1].shape == (shape.dim, shape.dim):
+            raise ShapeError(
+                f"eigen: layer {shape.layer} has {shape.heads} query and {shape.kv_heads} value heads of "
+                f"{shape.head_dim} for {shape.dim} channels: V Λ Vᵀ needs heads · head_dim = dim and a value head for "
+                "every query head. Leave such layers out with mitigate(..., layers=[...])"
+            )
         if not before[0].is_meta:
             self._start(*before)
-        if self._layer.pretrained:
+        if shape.pretrained:
             self._keep_constant(value, output)
         value.parametrise(self, self._value)
         output.parametrise(self, self._output)
@@ -92,13 +97,8 @@ class Eigen(Mitigation):
     def unparametrise(self, value: Projection, output: Projection) -> None:
         """Give a trained layer back what it had, a new one what it has now."""
         for projection in (output, value):
-            projection.unparametrise(keep=not self._layer.pretrained)
+            projection.unparametrise(keep=not self.shape.pretrained)
         self._restore_bias(output)
-
-    def fold(self, value: Projection, output: Projection) -> None:
-        """Leave W_V and W_proj as they are now, as plain weights."""
-        for projection in (output, value):
-            projection.unparametrise(keep=True)
 
     def enter(self) -> None:
         """Until `leave`, V is made once for W_V and W_proj; a graph has it before the attention, which is watched."""
@@ -112,11 +112,11 @@ class Eigen(Mitigation):
 
     def _value(self) -> Tensor:
         """W_V, always made where it is asked for: what checkpointing runs again must be what ran before."""
-        if _RUNNING.layer is self and _RUNNING.value is not None:
+        if _RUNNING.layer is not self:
+            return self.weights()[0]
+        if _RUNNING.value is not None:
             return _RUNNING.value
-        value, output = self._unwatched()
-        if _RUNNING.layer is self:
-            _RUNNING.output = output
+        value, _RUNNING.output = self.weights()
         return value
 
     def _output(self) -> Tensor:
@@ -126,62 +126,44 @@ class Eigen(Mitigation):
             output, _RUNNING.output = _RUNNING.output, None
             if output is not None and (output.requires_grad or not learns):  # re-entrant checkpointing: not W_V's
                 return output
-        elif learns and _is_recomputing():
-            raise AcutanceError(
-                f"eigen: activation checkpointing of layer {self._layer.layer} has W_proj in it but not W_V, which are "
+        elif learns and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            raise AcutanceError(  # within a backward pass: a part of the forward pass is recomputed
+                f"eigen: activation checkpointing of layer {self.shape.layer} has W_proj in it but not W_V, which are "
                 "made together: put it around the attention or around the whole block"
             )
-        return self._unwatched()[1]
+        return self.weights()[1]
 
-    def _unwatched(self) -> Weights:
-        """Whoever intercepts the attention should not see V being made."""
-        if torch.compiler.is_compiling():
-            return self.weights()
-        with torch._C.DisableTorchFunction():
-            return self.weights()
-
-    def weights(self) -> Weights:  # in torch's layout: Vᵀ and V Λ
-        return _weights_of([self])[0]
+    def weights(self) -> Weights:
+        """W_V and W_proj in torch's layout, Vᵀ and V Λ. Whoever intercepts the attention does not see V being made."""
+        with nullcontext() if torch.compiler.is_compiling() else torch._C.DisableTorchFunction():
+            return _weights_of([self])[0]
 
     def eigenvalues(self) -> Tensor:
         """Λ as (heads, head_dim)."""
-        flat = spectra.eigenvalues(self.psi, self.sign, self.spectrum)
-        return flat.reshape(self._layer.heads, self._layer.head_dim)
+        return eigenvalues(self.psi, self.sign, self.spectrum).reshape(self.shape.heads, self.shape.head_dim)
 
     def extra_repr(self) -> str:
         moved = "" if self.distance is None else f", distance={self.distance:.3g}"
         return super().extra_repr() + moved
 
-    @property
-    def _layer(self) -> LayerShape:
-        assert self.shape is not None, "built by for_layer"
-        return self.shape
-
-    def _wrong_sizes(self, shape: LayerShape, sizes: str) -> ShapeError:
-        return ShapeError(
-            f"eigen: layer {shape.layer} has {sizes} for {shape.dim} channels: V Λ Vᵀ needs heads · head_dim = dim and "
-            "a value head for every query head. Leave such layers out with mitigate(..., layers=[...])"
-        )
-
     @torch.no_grad()
     def _start(self, value: Tensor, projection: Tensor) -> None:
-        before = _double(projection) @ _double(value)
+        value, projection = _double(value), _double(projection)
+        before = projection @ value
         if not before.isfinite().all():
-            raise NonFiniteError(f"eigen: W_V or W_proj of layer {self._layer.layer} holds NaN or infinite entries")
+            raise NonFiniteError(f"eigen: W_V or W_proj of layer {self.shape.layer} holds NaN or infinite entries")
         wanted, v = torch.linalg.eigh((before + before.mT) / 2)
-        order = _share_out(wanted, v, _double(value), _double(projection), self._layer.heads)
+        order = _share_out(wanted, v, value, projection, self.shape.heads)
         wanted, v = wanted[order], v[:, order]
-        if not self._layer.pretrained:
+        if not self.shape.pretrained:
             wanted = wanted * (before.norm() / wanted.norm()).nan_to_num()
-            signs = {"free": wanted, "positive": wanted.abs(), "negative": -wanted.abs()}
-            wanted = signs[self.sign]
-        self.theta.copy_(v if self.basis == "inverse" else BASES[self.basis].preimage(v))
-        self.psi.copy_(spectra.psi_for(wanted, self.sign, self.spectrum))
-        if self._layer.pretrained:
-            value, projection = self.weights()
-            after = _double(projection) @ _double(value)
+            wanted = {"free": wanted, "positive": wanted.abs(), "negative": -wanted.abs()}[self.sign]
+        self.theta.copy_(BASES[self.basis].preimage(v))
+        self.psi.copy_(psi_for(wanted, self.sign, self.spectrum))
+        if self.shape.pretrained:
+            value, projection = map(_double, self.weights())
             size = float(before.norm()) or 1.0  # a layer whose H was 0 has moved by the new ‖H‖
-            self.distance = float((after - before).norm()) / size
+            self.distance = float((projection @ value - before).norm()) / size
 
     @torch.no_grad()
     def _keep_constant(self, value: Projection, output: Projection) -> None:
@@ -206,16 +188,16 @@ class Eigen(Mitigation):
 
 
 def weights_together(mitigations: Sequence[Mitigation]) -> list[Weights | None]:
-    """`weights()` of every layer; the bases of an Eigen in many layers are computed in one batch.
+    """W_V and W_proj of every layer that has an Eigen, all bases in one batch where they are of one kind.
 
     A basis of one layer is a chain of tiny products that keeps a GPU waiting; twelve at once take hardly longer.
     """
     layers = [eigen_of(mitigation) for mitigation in mitigations]
     eigens = [layer for layer in layers if layer is not None]
-    if len(eigens) < 2 or any(_kind(layer) != _kind(eigens[0]) for layer in eigens):
-        return [mitigation.weights() for mitigation in mitigations]
-    made = iter(_weights_of(eigens))
-    return [mitigations[i].weights() if layer is None else next(made) for i, layer in enumerate(layers)]
+    if any(_kind(layer) != _kind(eigens[0]) for layer in eigens):
+        return [None if layer is None else layer.weights() for layer in layers]
+    made = iter(_weights_of(eigens) if eigens else [])
+    return [None if layer is None else next(made) for layer in layers]
 
 
 def eigen_of(mitigation: Mitigation | None) -> Eigen | None:
@@ -237,11 +219,9 @@ def _weights_of(layers: Sequence[Eigen]) -> list[Weights]:
     with torch.autocast(theta.device.type, enabled=False):
         if dtype != torch.float64:
             theta, psi = theta.float(), psi.float()
-        if kind.basis == "inverse":
-            v, left = theta, torch.linalg.inv_ex(theta).inverse.mT
-        else:
-            v = left = BASES[kind.basis].map(theta)
-        projection = left * spectra.eigenvalues(psi, kind.sign, kind.spectrum).unsqueeze(-2)
+        v = BASES[kind.basis].map(theta)
+        left = torch.linalg.inv_ex(v).inverse.mT if kind.basis == "inverse" else v
+        projection = left * eigenvalues(psi, kind.sign, kind.spectrum).unsqueeze(-2)
         return list(zip(v.mT.to(dtype).unbind(), projection.to(dtype).unbind(), strict=True))
 
 
@@ -260,10 +240,49 @@ def _share_out(wanted: Tensor, v: Tensor, value: Tensor, projection: Tensor, hea
     return torch.tensor([pair for pairs in owned for pair in pairs])
 
 
-def _is_recomputing() -> bool:
-    """Whether activation checkpointing runs a part of the forward pass again, within the backward pass."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
 def _double(weight: Tensor) -> Tensor:
     return weight.detach().to("cpu", torch.float64)
+
+
+def admissible(sign: Sign, spectrum: Spectrum) -> tuple[float, float]:
+    """The closed interval that holds every λ of this kind."""
+    most = math.inf if spectrum == "square" else 1.0
+    return (0.0 if sign == "positive" else -most), (0.0 if sign == "negative" else most)
+
+
+def eigenvalues(psi: Tensor, sign: Sign, spectrum: Spectrum) -> Tensor:
+    """λ from ψ."""
+    if spectrum == "clipped":
+        clipped: Tensor = _Clip.apply(psi, *admissible(sign, spectrum))  # type: ignore[no-untyped-call]
+        return clipped
+    if sign == "free":
+        return psi.tanh() if spectrum == "bounded" else psi
+    size = psi.sigmoid() if spectrum == "bounded" else psi.square()
+    return -size if sign == "negative" else size
+
+
+def psi_for(wanted: Tensor, sign: Sign, spectrum: Spectrum) -> Tensor:
+    """ψ with the admissible λ closest to the wanted ones, EDGE off a border that has no gradient."""
+    low, high = admissible(sign, spectrum)
+    if spectrum == "clipped":
+        return wanted.clamp(low, high)
+    if sign == "free":
+        return wanted.clamp(low + EDGE, high - EDGE).atanh() if spectrum == "bounded" else wanted
+    size = (-wanted if sign == "negative" else wanted).clamp_min(EDGE)
+    return size.clamp_max(1 - EDGE).logit() if spectrum == "bounded" else size.sqrt()
+
+
+class _Clip(torch.autograd.Function):
+    """A clip that ψ can come back from: outside the range a gradient passes if following it leads inwards."""
+
+    @staticmethod
+    def forward(ctx: Any, psi: Tensor, low: float, high: float) -> Tensor:
+        ctx.save_for_backward(psi)
+        ctx.range = low, high
+        return psi.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ((psi,), (low, high), (gradient,)) = ctx.saved_tensors, ctx.range, gradients
+        passes = ((psi >= low) | (gradient < 0)) & ((psi <= high) | (gradient > 0))
+        return gradient * passes, None, None

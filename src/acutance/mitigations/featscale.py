@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from acutance.errors import AcutanceError
 from acutance.mitigations.base import LayerShape, Mitigation, register
 
 if TYPE_CHECKING:
@@ -31,9 +30,8 @@ class FeatScale(Mitigation):
 
     def __init__(self, doubled: bool = False) -> None:
         super().__init__()
-        if not isinstance(doubled, bool):
-            raise AcutanceError(f"featscale: doubled must be true or false, not {doubled!r}")
         self.doubled = doubled
+        self.check_options()
 
     def build(self, shape: LayerShape) -> None:
         self.low, self.high = (nn.Parameter(torch.zeros(shape.dim)) for _ in range(2))

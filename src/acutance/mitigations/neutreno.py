@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -41,16 +40,10 @@ class NeuTRENO(Mitigation):
         start: float | None = None,
     ) -> None:
         super().__init__()
-        self.strength = _number("strength", strength)
-        if learn not in (None, "layer", "head"):
-            raise AcutanceError(f"neutreno: learn must be None, 'layer' or 'head', not {learn!r}")
-        if not isinstance(detach, bool):
-            raise AcutanceError(f"neutreno: detach must be true or false, not {detach!r}")
+        self.strength, self.learn, self.detach, self.start = strength, learn, detach, start
+        self.check_options()
         if start is not None and learn is None:
             raise AcutanceError("neutreno: start is for a learnt strength; give learn='layer' or 'head' with it")
-        self.learn = learn
-        self.detach = detach
-        self.start = None if start is None else _number("start", start)
         self.register_parameter("learnt_strength", None)
 
     def build(self, shape: LayerShape) -> None:
@@ -65,9 +58,3 @@ class NeuTRENO(Mitigation):
     def affine(self, so_far: Program, call: AttentionCall) -> Program | None:
         strength = self.strength if self.learnt_strength is None else self.learnt_strength
         return so_far if call.v0 is None else so_far.corrected(strength, detach=self.detach)
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise AcutanceError(f"neutreno: {name} must be a finite number, not {value!r}")
-    return float(value)

@@ -1,8 +1,7 @@
 """Orthogonal matrices from free ones: four smooth maps Θ ↦ V with VᵀV = I, batched over leading dimensions.
 
-Each map comes with a preimage: a Θ that it sends to a given orthogonal V, up to the signs of V's columns (which
-V Λ Vᵀ does not see). Errors in float32 are relative Frobenius norms for 192×192 matrices, measured by
-benchmarks/orthogonal_precision.py. Where TF32 products are allowed, rounding means 10 bits.
+Each map has a preimage: a Θ that it sends to a given orthogonal V, up to the signs of V's columns, which V Λ Vᵀ does
+not see. Errors in float32, without TF32, are those of 192×192 matrices in benchmarks/orthogonal_precision.py.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from torch import Tensor
 
 # The smallest singular value, in units of the bound of the largest, from which `polar` and `cayley` still converge.
 SMALLEST_SINGULAR = 1e-3
-
 Number = Callable[[float], float]
 
 
@@ -33,10 +31,9 @@ def qr(theta: Tensor) -> Tensor:
 def polar(theta: Tensor) -> Tensor:
     """The orthogonal matrix closest to Θ, by Newton–Schulz: X ← ½ρ X (3 − ρ² XᵀX), matrix products only.
 
-    The scalings ρ are optimal on the interval that holds the singular values at each step (Chen and Chow 2014), and
-    the last step, with ρ = 1, removes the rounding of the others. In float32, V is exact to 10⁻⁵ and its gradient to
-    10⁻⁴ at condition numbers of Θ up to 300. Far beyond, some singular values of V stay below 1: V Λ Vᵀ then still has
-    the signs of Λ and no larger eigenvalues.
+    The scalings ρ are optimal for the singular values at each step (Chen and Chow 2014); the last, ρ = 1, removes the
+    rounding of the others. In float32, V is exact to 10⁻⁵ and its gradient to 10⁻⁴ at condition numbers of Θ up to 300.
+    Far beyond, some singular values of V stay below 1: V Λ Vᵀ then has the signs of Λ and no larger eigenvalues.
     """
     x = theta / _spectral_bound(theta.detach())
     for scaling in _POLAR_SCALINGS[theta.dtype]:
@@ -60,7 +57,7 @@ class _Inverse(torch.autograd.Function):
     """A⁻¹ of A = I + S by Newton–Schulz, Z ← ωZ (2 − ωAZ); its gradient −A⁻ᵀ G A⁻ᵀ takes two products more.
 
     From Z = Aᵀ/b², b a bound of A's singular values, the eigenvalues of AZ are real and in [1/b², 1], as no singular
-    value of I + S is below 1; the scalings ω are optimal on the interval that holds them at each step.
+    value of I + S is below 1; the scalings ω are optimal for them at each step.
     """
 
     generate_vmap_rule = True
@@ -104,28 +101,24 @@ def _spectral_bound(theta: Tensor) -> Tensor:
     return norm.pow(0.25)
 
 
-def _scalings(low: float, dtype: torch.dtype, best: Number, image: Number) -> tuple[float, ...]:
-    """A scaling for every step x ↦ image(scaling · x), until all of [low, 1] is 1 to the dtype's precision.
+def _scalings(low: float, best: Number, image: Number) -> dict[torch.dtype, list[float]]:
+    """A scaling for every step x ↦ image(scaling · x), until all of [low, 1] is 1 to a dtype's precision.
 
     The `best` one for an interval [low, 1] makes its image the narrowest, which again ends at 1.
     """
-    scalings: list[float] = []
-    while 1 - low > torch.finfo(dtype).eps:
-        scalings.append(best(low))
-        low = image(scalings[-1] * low)
-    return (*scalings, 1.0)
+    made: dict[torch.dtype, list[float]] = {}
+    for dtype in (torch.float32, torch.float64):
+        x, steps = low, made.setdefault(dtype, [])
+        while 1 - x > torch.finfo(dtype).eps:
+            steps.append(best(x))
+            x = image(steps[-1] * x)
+        steps.append(1.0)
+    return made
 
 
-_DTYPES = (torch.float32, torch.float64)
-# Of the singular values of X in ½ρ X (3 − ρ² XᵀX).
-_POLAR_SCALINGS = {
-    dtype: _scalings(SMALLEST_SINGULAR, dtype, lambda x: (3 / (1 + x + x**2)) ** 0.5, lambda x: x * (3 - x**2) / 2)
-    for dtype in _DTYPES
-}
-# Of the eigenvalues of AZ in ωZ (2 − ωAZ).
-_INVERSE_SCALINGS = {
-    dtype: _scalings(SMALLEST_SINGULAR**2, dtype, lambda low: 2 / (1 + low), lambda x: x * (2 - x)) for dtype in _DTYPES
-}
+# Of the singular values of X in ½ρ X (3 − ρ² XᵀX), and of the eigenvalues of AZ in ωZ (2 − ωAZ).
+_POLAR_SCALINGS = _scalings(SMALLEST_SINGULAR, lambda x: (3 / (1 + x + x**2)) ** 0.5, lambda x: x * (3 - x**2) / 2)
+_INVERSE_SCALINGS = _scalings(SMALLEST_SINGULAR**2, lambda x: 2 / (1 + x), lambda x: x * (2 - x))
 
 
 def _cayley_preimage(v: Tensor) -> Tensor:
@@ -144,11 +137,6 @@ def _cayley_preimage(v: Tensor) -> Tensor:
     return (s - s.mT) / 2
 
 
-def _householder_preimage(v: Tensor) -> Tensor:
-    """LAPACK's reflectors of V = QR; R is diagonal with entries ±1, so Q is V up to signs."""
-    return torch.geqrf(v)[0].tril(-1)
-
-
 class Basis(NamedTuple):
     """A map from free to orthogonal matrices, and a way back for one matrix."""
 
@@ -160,5 +148,6 @@ BASES = {
     "qr": Basis(qr),
     "polar": Basis(polar),
     "cayley": Basis(cayley, _cayley_preimage),
-    "householder": Basis(householder, _householder_preimage),
+    # LAPACK's reflectors of V = QR: R is diagonal with entries ±1, so Q is V up to signs.
+    "householder": Basis(householder, lambda v: torch.geqrf(v)[0].tril(-1)),
 }

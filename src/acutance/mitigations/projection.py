@@ -68,14 +68,11 @@ class Projection:
             raise AcutanceError("another mitigation makes W_V and W_proj already: choose one of the two")
         if self.is_adapted:
             raise AcutanceError(
-                f"a projection of the attention is a {kind}, which does more than multiply by its weight, so nothing "
-                "else can make that weight: merge an adapter into the layer first (with peft, merge_and_unload())"
+                f"a projection of the attention is a {kind}, which does more than multiply by its weight: merge an "
+                "adapter into the layer first (with peft, merge_and_unload())"
             )
         if not isinstance(self.module._parameters.get(self.weight), nn.Parameter):
-            raise AcutanceError(
-                f"{self.weight} of a {kind} is not a parameter: remove the parametrization or weight norm that makes "
-                "it first"
-            )
+            raise AcutanceError(f"{self.weight} of a {kind} is not a parameter: remove what parametrises it first")
 
     def parametrise(self, owner: nn.Module, make: Callable[[], Tensor]) -> None:
         """Compute these rows by `make`, from the owner's parameters; the module's other rows stay parameters."""
@@ -90,25 +87,20 @@ class Projection:
         module, name, made = self.module, self.weight, self._made()
         if made is None:  # done before something else was in the way
             return
-        others = list(_parametrizations(module)[name])[1:]
+        what, others = f"{name} of a {type(module).__name__}", list(_parametrizations(module)[name])[1:]
         if others:
-            raise AcutanceError(
-                f"{name} of a {type(module).__name__} was parametrised once more by {type(others[0]).__name__}: take "
-                "that off first"
-            )
+            raise AcutanceError(f"{what} was parametrised once more by {type(others[0]).__name__}: take that off first")
         if made.is_sharded(module):
             raise AcutanceError(
-                f"{name} of a {type(module).__name__} is made from parameters of which FSDP leaves each process a "
-                "part: take the mitigation out of a model that is not sharded, with the full state dict in it"
+                f"{what} is made from parameters of which FSDP leaves each process a part: take the mitigation out of "
+                "a model that is not sharded, with the full state dict in it"
             )
         (parameter,) = made.before
         with torch.no_grad():
-            if keep:
-                parameter.data = getattr(module, name).detach().clone(memory_format=torch.contiguous_format)
-            else:
-                parameter.data = parameter.data.to(made.like)
-                for kept in made.originals(module):  # they have what they have learnt since
-                    parameter.data.index_copy_(made.dim, made.kept.to(kept.device), kept.detach())
+            now = getattr(module, name)
+            parameter.data = now.clone(memory_format=torch.contiguous_format) if keep else parameter.data.to(now)
+            for kept in made.originals(module):  # they have what they have learnt since
+                parameter.data.index_copy_(made.dim, made.kept.to(kept.device), kept)
         for hook in made.hooks:
             hook.remove()
         _leave_class(module, name)
@@ -135,7 +127,6 @@ class Projections(NamedTuple):
 class MadeRows(nn.Module):
     """The parametrization: rows made by `make` beside those that stay."""
 
-    like: Tensor
     hooks: list[Any]  # around the module's state dict
 
     def __init__(self, projection: Projection, owner: nn.Module, make: Callable[[], Tensor]) -> None:
@@ -151,17 +142,14 @@ class MadeRows(nn.Module):
         self.kept = every[~torch.isin(every, made)]
         order = torch.cat([self.kept, made]).argsort()
         self.order = None if order.equal(every) else order  # no buffer: `to_empty` would empty it
-        self.register_buffer("like", weight.detach().new_empty(0), persistent=False)  # where the model is, its dtype
-        self._follow()
+        self._apply(lambda tensor: tensor.to(weight.device))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._follow()
-        return self
-
-    def _follow(self) -> None:
-        if self.order is not None and not self.like.is_meta:
-            self.order = self.order.to(self.like.device)
+        """As every module, and the order of the rows follows to the device."""
+        if self.order is not None:
+            device = fn(self.order.new_empty(0)).device
+            self.order = self.order if device.type == "meta" else self.order.to(device)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     def forward(self, *kept: Tensor) -> Tensor:
         """The whole weight, as the module stores it."""
@@ -208,9 +196,9 @@ class MadeRows(nn.Module):
         whole, shape = state.pop(prefix + self.name, None), self.before[0].shape
         if whole is not None and whole.shape != shape:
             lists[-1].append(f"size mismatch for {prefix}{self.name}: {tuple(whole.shape)} for {tuple(shape)}")
-        elif whole is not None and len(self.kept):
-            kept = whole.index_select(self.dim, self.kept.to(whole.device))
-            state[f"{prefix}parametrizations.{self.name}.original0"] = kept
+        elif whole is not None:
+            for i, kept in enumerate(self.right_inverse(whole)):
+                state[f"{prefix}parametrizations.{self.name}.original{i}"] = kept
 
 
 def weight_with(module: nn.Module, rows: Tensor) -> Tensor:
@@ -254,8 +242,7 @@ def _adapted(module: nn.Module) -> Tensor:
     offset, rows, found = _through(module, torch.cat([zero, torch.eye(width).to(zero), random])).split([1, width, 4])
     matrix: Tensor = rows - offset
     expected = random @ matrix + offset
-    off = torch.linalg.vector_norm(found - expected)
-    if not off <= torch.finfo(random.dtype).eps ** 0.5 * torch.linalg.vector_norm(expected):
+    if not (found - expected).norm() <= torch.finfo(random.dtype).eps ** 0.5 * expected.norm():
         raise _refusal(module, "what it does to tokens is not linear")
     return matrix.T
 

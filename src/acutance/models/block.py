@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from acutance.attention import AttentionCall, attend, finish
 from acutance.attention.operator import AttentionOperator
-from acutance.mitigations import Mitigation, Weights
+from acutance.mitigations import Mitigation, Weights, weights_together
 from acutance.mitigations.projection import Projection, weight_with
 from acutance.models.kernels import mlp
 
@@ -83,7 +83,8 @@ class Attention(nn.Module):
         In the first layer v0 is None. `weights` are W_V and W_proj, if a mitigation made them for all layers at once;
         an argument, so that checkpointing does not make them again. `residual` is what the branch is added to.
         """
-        joint, weights = self.value_projection, self.mitigation.weights() if weights is None else weights
+        weights = weights_together([self.mitigation])[0] if weights is None else weights
+        joint = self.value_projection
         packed = joint(x) if weights is None else F.linear(x, weight_with(joint, weights[0]), joint.bias)
         call = self._call(x, v0, packed, residual)
         u, values = attend(call, self.mitigation, self.observer)
