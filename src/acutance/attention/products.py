@@ -141,7 +141,7 @@ def _mask_rows(A: AttentionOperator, rows: slice) -> Tensor | None:
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
 
 
-def open_rows(mask: Tensor) -> tuple[Tensor, Tensor, Tensor | float]:
+def open_rows(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | float]:
     """The mask with fully masked rows opened, where those rows are, and what was taken from the biases of each row.
 
     A softmax over nothing would be NaN, in some back-ends only in its gradient, so the output of a fully masked row is
@@ -151,6 +151,7 @@ def open_rows(mask: Tensor) -> tuple[Tensor, Tensor, Tensor | float]:
     if mask.dtype == torch.bool:
         dead = ~mask.any(dim=-1, keepdim=True)
         return mask | dead, dead, 0.0
+    mask = mask.to(dtype)
     top = mask.amax(dim=-1, keepdim=True)
     dead = top == -torch.inf
     top = top.masked_fill(dead, 0.0)
@@ -223,7 +224,7 @@ class Tiles:
         log_weights, mask = log_kernel(A, q[..., rows, :], k[..., : _seen_keys(A, rows), :]), _mask_rows(A, rows)
         if mask is None:
             return log_weights, None, 0.0
-        mask, dead, top = open_rows(mask)
+        mask, dead, top = open_rows(mask, q.dtype)
         return add_mask(log_weights, mask), dead, top
 
     def weights(self, rows: slice, q: Tensor, k: Tensor) -> Tensor:
@@ -349,7 +350,7 @@ def _sdpa(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float)
     if not grouped:
         k, x = repeat_heads(k, heads), repeat_heads(x, heads)
     if mask is not None:
-        mask, dead, _ = open_rows(mask)
+        mask, dead, _ = open_rows(mask, accumulation_dtype(q))
         mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
     out = scaled_dot_product_attention(q, k, x, mask, dropout, causal, scale=A.scale, enable_gqa=grouped)
     return out if dead is None else out.masked_fill(dead, 0.0)
