@@ -41,6 +41,13 @@ class SeveralStacksError(AcutanceError):
         self.parts = parts
 
 
+def require_finite(x: Any, what: str) -> Any:
+    """The tensor, unless it holds a NaN or an infinity: LAPACK may take the interpreter down with it."""
+    if not bool(x.isfinite().all()):
+        raise NonFiniteError(f"{what} holds NaN or infinite entries, so nothing can be said of its spectrum")
+    return x
+
+
 def first_line(error: BaseException) -> str:
     """What another library's error says, in short."""
     lines = str(error).strip().splitlines()

@@ -90,7 +90,7 @@ def test_grouped_heads_are_left_to_sdpa_only_where_flash_takes_them(device, mask
         return q
 
     monkeypatch.setattr(products, "scaled_dot_product_attention", bare)
-    monkeypatch.setattr(products, "without_dead_rows", lambda mask: (mask, None))
+    monkeypatch.setattr(products, "open_rows", lambda mask, dtype: (mask, None, 0.0))
     with FakeTensorMode():
         q, k, x = (torch.empty(1, heads, 16, 8, dtype=dtype, device=device) for heads in (4, 2, 2))
         mask = torch.ones(1, 1, 1, 16, dtype=torch.bool, device=device) if masking == "keys" else None

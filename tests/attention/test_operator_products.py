@@ -239,3 +239,23 @@ def test_a_record_holds_what_it_was_given():
     assert record.A is A
     with pytest.raises(AttributeError):
         record.unknown = A  # nothing but its fields
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_row_of_very_low_numbers_is_one_row_to_all_products(dtype, causal):
+    """As in transformers' eager masks: whatever is added to a whole row does not change its softmax."""
+    q, k = (torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(s)).to(dtype) for s in (0, 1))
+    for low in (torch.finfo(torch.float32).min, -1e9):
+        mask = torch.zeros(1, 1, 4, 4)
+        mask[..., 2:], mask[:, :, 1] = low, low
+        A, units = AttentionOperator(q, k, mask=mask, causal=causal), torch.eye(4, dtype=dtype)[None, None]
+        opened = mask.masked_fill(torch.arange(4)[:, None] == 1, 0)
+        wanted = formula(q, k, mask=opened, causal=causal)[0]
+        tolerance = 1e-6 if dtype == torch.float32 else 2e-3
+        for found in (A.dense(), A @ units, (A.T @ units).mT):
+            assert_close(found.double(), wanted, tolerance)
+        own = wanted.diagonal(dim1=-2, dim2=-1)
+        assert_close(A.diagonal().double(), own, 1e-6)
+        if causal:
+            assert_close(A.eigenvalues().real.double(), own.sort(descending=True).values, 1e-6)

@@ -144,9 +144,10 @@ class AttentionOperator:
         if self.sink is not None:
             return self.without_sink().apply_transpose(self._scaled(y))
         A, y = self._promoted(y)
-        return (
-            products.associative_apply(A, y, transposed=True) if self.is_associative else products.tiled_transpose(A, y)
-        )
+        if self.is_associative:
+            return products.associative_apply(A, y, transposed=True)
+        by_backward = products.can_fuse(A, y) and not products.needs_grad(A.q, A.k, A.mask, y)
+        return products.fused_transpose(A, y) if by_backward else products.tiled_transpose(A, y)
 
     def logsumexp(self) -> Tensor:
         """log Σ_j kernel(i, j) over the keys of every row (batch, heads, queries); a sink is not one of them."""

@@ -141,14 +141,21 @@ def _mask_rows(A: AttentionOperator, rows: slice) -> Tensor | None:
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
 
 
-def without_dead_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The mask with fully masked rows opened, and where those rows are: their output is set to zero afterwards.
+def open_rows(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | float]:
+    """The mask with fully masked rows opened, where those rows are, and what was taken from the biases of each row.
 
-    A softmax over nothing would be NaN, in some back-ends only in its gradient.
+    A softmax over nothing would be NaN, in some back-ends only in its gradient, so the output of a fully masked row is
+    set to zero afterwards. A softmax does not change with a constant, so the largest bias of a row becomes 0: a row of
+    very low numbers would swallow its logits.
     """
-    visible = mask if mask.dtype == torch.bool else mask > -torch.inf
-    dead = ~visible.any(dim=-1, keepdim=True)
-    return (mask | dead if mask.dtype == torch.bool else mask.masked_fill(dead, 0.0)), dead
+    if mask.dtype == torch.bool:
+        dead = ~mask.any(dim=-1, keepdim=True)
+        return mask | dead, dead, 0.0
+    mask = mask.to(dtype)
+    top = mask.amax(dim=-1, keepdim=True)
+    dead = top == -torch.inf
+    top = top.masked_fill(dead, 0.0)
+    return (mask - top).masked_fill(dead, 0.0), dead, top
 
 
 def add_mask(log_weights: Tensor, mask: Tensor | None) -> Tensor:
@@ -191,19 +198,19 @@ class Tiles:
         self.operator, self.blocks, dtype = A, row_blocks(A, rows), accumulation_dtype(A.q, A.k)
         self.q, self.k = A.q.to(dtype), repeat_heads(A.k, A.heads).to(dtype)
 
-    def log_weights(self, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Log-weights of some rows and the keys they may see, and which rows are fully masked; those see everything."""
+    def log_weights(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | float]:
+        """Log-weights of some rows and the keys they may see; `open_rows` says what the others are."""
         A = self.operator
         keys, mask = self.k[..., : _seen_keys(A, rows), :], _mask_rows(A, rows)
         log_weights = log_kernel(A, self.q[..., rows, :], keys)
         if mask is None:
-            return log_weights, None
-        mask, dead = without_dead_rows(mask)
-        return add_mask(log_weights, mask), dead
+            return log_weights, None, 0.0
+        mask, dead, top = open_rows(mask, self.q.dtype)
+        return add_mask(log_weights, mask), dead, top
 
     def weights(self, rows: slice) -> Tensor:
         """Entries of some rows and the keys they may see: a row sums to one, a fully masked one is zero."""
-        log_weights, dead = self.log_weights(rows)
+        log_weights, dead, _ = self.log_weights(rows)
         weights = log_weights.softmax(dim=-1)
         return weights if dead is None else weights.masked_fill(dead, 0.0)
 
@@ -239,9 +246,9 @@ def tiled_logsumexp(A: AttentionOperator) -> Tensor:
     tiles = Tiles(A)
 
     def sums(rows: slice) -> Tensor:
-        log_weights, dead = tiles.log_weights(rows)
-        found = log_weights.logsumexp(dim=-1)
-        return found if dead is None else found.masked_fill(dead.squeeze(-1), -torch.inf)
+        log_weights, dead, top = tiles.log_weights(rows)
+        found = log_weights.logsumexp(dim=-1, keepdim=True) + top
+        return (found if dead is None else found.masked_fill(dead, -torch.inf)).squeeze(-1)
 
     return tiles.stack(sums)
 
@@ -278,6 +285,9 @@ def tiled_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
 def diagonal(A: AttentionOperator) -> Tensor:
     """The entries A_ii of a square operator, in float32 or better."""
     tiles = Tiles(A)
+    if A.mask4 is not None and A.mask4.is_floating_point():  # a row of very low numbers has no useful log-sum
+        parts = [weights.diagonal(rows.start, dim1=-2, dim2=-1) for rows, weights in tiles]
+        return torch.cat(parts, dim=-1)
     # Every token is a problem of one query and one key.
     log_weights = log_kernel(A, tiles.q.unsqueeze(-2), tiles.k.unsqueeze(-2)).flatten(-3)
     if A.mask4 is not None:
@@ -316,6 +326,21 @@ def fused_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor
     return torch.cat([_sdpa(A, q, k, piece, dropout) for piece in pieces], dim=-1)[..., : x.size(-1)]
 
 
+def fused_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
+    """Aᵀ y, outside autograd: the vector-Jacobian product of A with respect to its values."""
+    # Inference tensors cannot be differentiated; their copies made outside inference mode can.
+    with torch.inference_mode(False), torch.enable_grad():
+        tensors = {"q": A.q, "k": A.k, "mask": A.mask}
+        A = A.replace(**{name: None if x is None else _constant(x) for name, x in tensors.items()})
+        values = y.new_zeros(*A.shape[:2], A.shape[-1], y.size(-1)).requires_grad_()
+        (product,) = torch.autograd.grad(fused_apply(A, values), values, _constant(y))
+    return product
+
+
+def _constant(x: Tensor) -> Tensor:
+    return x.clone() if x.is_inference() else x.detach()
+
+
 def _sdpa(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float) -> Tensor:
     heads, mask, dead, causal = A.heads, A.mask4, None, A.causal
     if A.shape[-2] == 1:  # it sees all keys
@@ -327,7 +352,7 @@ def _sdpa(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float)
     if not grouped:
         k, x = repeat_heads(k, heads), repeat_heads(x, heads)
     if mask is not None:
-        mask, dead = without_dead_rows(mask)
+        mask, dead, _ = open_rows(mask, accumulation_dtype(q))
         mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
     out = scaled_dot_product_attention(q, k, x, mask, dropout, causal, scale=A.scale, enable_gqa=grouped)
     return out if dead is None else out.masked_fill(dead, 0.0)

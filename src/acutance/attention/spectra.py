@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from acutance.attention.products import accumulation_dtype, add_mask
-from acutance.errors import AcutanceError, AcutanceWarning
+from acutance.errors import AcutanceError, AcutanceWarning, require_finite
 
 if TYPE_CHECKING:
     from acutance.attention.operator import AttentionOperator
 
 DENSE_TOKENS = 512  # below, the matrix is cheaper than products with it
 LARGEST_DENSE_TOKENS = 4096
+MOST_ERROR = 1e-6  # of a stationary distribution
 POWER_ITERATIONS = 2000
 BLOCK = 8  # a fused product costs the same for a few vectors as for one, and a block finds repeated eigenvalues
 LARGEST_SPACE = 512
@@ -61,13 +62,13 @@ def _selected(A: AttentionOperator, select: Select, count: int) -> Tensor:
             f"k <= {MOST_VALUES} for the k largest (all of them up to {LARGEST_DENSE_TOKENS} tokens)"
         )
     if A.is_triangular:
-        values = A.diagonal()
+        values = require_finite(A.diagonal(), "the diagonal of A")
     elif A.is_reversible:
         # A = k_ij / d_i with k symmetric has the real spectrum of the symmetric k_ij / √(d_i d_j) = √(A_ij A_ji).
-        entries = A.dense()
+        entries = require_finite(A.dense(), "A")
         values = torch.linalg.eigvalsh(entries.sqrt() * entries.mT.sqrt())
     else:
-        values = torch.linalg.eigvals(A.dense())
+        values = torch.linalg.eigvals(require_finite(A.dense(), "A"))
     values = values if values.is_complex() else torch.complex(values, torch.zeros_like(values))
     return values.gather(-1, select(values))
 
@@ -109,20 +110,22 @@ def stationary(A: AttentionOperator) -> Tensor:
 
 def _by_solving(A: AttentionOperator) -> Tensor:
     """π solves (Aᵀ − I + 11ᵀ) π = 1, a regular system exactly when π is unique."""
-    transposed = A.dense().double().mT
+    entries = require_finite(A.dense(), "A").double()
+    entries = entries / entries.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)  # exact sums
     identity = torch.eye(A.shape[-1], dtype=torch.float64, device=A.device)
     ones = torch.ones(*A.shape[:3], 1, dtype=torch.float64, device=A.device)
     # The second right-hand side is a probe: its solution explodes when the system is (nearly) singular.
-    sides = torch.cat([ones, _random_like(ones)], dim=-1)
-    solutions: Tensor = torch.linalg.solve_ex(transposed - identity + 1.0, sides)[0]
+    solutions: Tensor = torch.linalg.solve_ex(entries.mT - identity + 1.0, torch.cat([ones, _random_like(ones)], -1))[0]
     solution, probe = solutions[..., :1], solutions[..., 1:]
-    residual = (transposed @ solution - solution).abs().sum(dim=-2).max().item()
-    if not (residual <= 1e-6 and probe.abs().max().item() <= 1e10):  # NaN included
+    found = solution.clamp(min=0.0).to(accumulation_dtype(A.q, A.k))
+    error = (entries.mT @ found.double() - found).abs().sum(-2) + (solution.sum(-2) - 1).abs()
+    if not (error.max() <= MOST_ERROR and probe.abs().max() <= 1e10):  # NaN included
         raise AcutanceError(
-            f"no unique stationary distribution (residual ‖πᵀA − πᵀ‖ = {residual:.1e}): "
-            "the mask cuts the tokens into parts that never see each other, or leaves a seen token no keys"
+            f"no unique stationary distribution was found (residual {error.max():.1e}): attention this "
+            "sharp mixes too slowly, or the mask cuts the tokens into parts that never see each other, or leaves a "
+            "seen token no keys"
         )
-    return solution.squeeze(-1).clamp(min=0.0).to(accumulation_dtype(A.q, A.k))
+    return found.squeeze(-1)
 
 
 def _by_walking(A: AttentionOperator) -> Tensor:
@@ -132,7 +135,7 @@ def _by_walking(A: AttentionOperator) -> Tensor:
     where attention mixes slowly.
     """
     precise = A.to(accumulation_dtype(A.q, A.k))
-    tolerance = torch.finfo(precise.dtype).eps ** (2 / 3)
+    tolerance = min(torch.finfo(precise.dtype).eps ** (2 / 3), MOST_ERROR)
     uniform = torch.ones(*A.shape[:3], 1, dtype=precise.dtype, device=A.device)
     mass = torch.cat([uniform, _random_like(uniform).exp()], dim=-1)
     mass = mass / mass.sum(dim=-2, keepdim=True)
@@ -209,7 +212,7 @@ def _orthogonalise(block: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 def _ritz(projected: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Ritz values and the residuals of their unit vectors."""
     size = projected.size(-1)
-    projected = projected.cpu()  # small, and LAPACK is the faster there
+    projected = require_finite(projected.cpu(), "A")  # small, and LAPACK is the faster there
     values, vectors = torch.linalg.eig(projected[..., :size, :])
     last_rows = projected[..., size:, size - width :].to(vectors.dtype)
     return values, torch.linalg.vector_norm(last_rows @ vectors[..., size - width :, :], dim=-2)

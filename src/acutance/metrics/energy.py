@@ -114,11 +114,11 @@ def _row_energies(A: AttentionOperator, u: Tensor, valid: Tensor) -> Tensor:
 
 def _log_row_energies(tiles: Tiles, u: Tensor, rows: slice) -> Tensor:
     """log Σ_j k_ij ‖u_i − u_j‖² for some rows."""
-    log_kernel, dead = tiles.log_weights(rows)
+    log_kernel, dead, top = tiles.log_weights(rows)
     others = u[..., : log_kernel.size(-1), :]  # a causal block leaves out the keys none of its rows may see
     squares = torch.cdist(u[..., rows, :], others, compute_mode="donot_use_mm_for_euclid_dist").square()
     differ = squares != 0 if dead is None else (squares != 0) & ~dead
-    logs = log_kernel + torch.where(differ, squares, 1).log()
+    logs = log_kernel + top + torch.where(differ, squares, 1).log()
     return safe_logsumexp(logs.masked_fill(~differ, -torch.inf))
 
 
