@@ -16,7 +16,7 @@ from torch.nn import functional
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.mitigations.projection import Projection, Projections
 from acutance.sites.discovery import is_norm
-from acutance.sites.intercept import Product
+from acutance.sites.intercept import Map, Product, Scores, sdpa_product, written_product
 from acutance.sites.lookup import find
 from acutance.sites.named import NamedSite, Sizes
 from acutance.sites.site import TOKENS_REMAIN, Library
@@ -138,34 +138,22 @@ class MultiheadSite(NamedSite):
         is_batched = F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, mha.num_heads)
         projected = _project(mha, query, key, value)
         tokens, batch, dim = projected[0].shape
-        by_head = (batch, mha.num_heads, tokens, mha.head_dim)
         q, k, v = (x.view(tokens, batch, mha.num_heads, -1).permute(1, 2, 0, 3) for x in projected)
         causal = is_causal and key_padding_mask is None and not need_weights  # the hint is taken only then
         mask = None if causal else _mask(key_padding_mask, attn_mask, q)
         dropout = mha.dropout if mha.training else 0.0
-        weights = _weights(q, k, mask, dropout) if need_weights else None
-
-        def own(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
-            asked, keys = q if other_q is None else other_q, k if other_k is None else other_k
-            given = mask if bias is None else bias if mask is None else mask + bias
-            if weights is not None:
-                changed = other_q is not None or other_k is not None or bias is not None
-                A = _weights(asked, keys, given, dropout) if changed else weights
-                return torch.bmm(A, values.flatten(0, 1)).view(by_head)
-            if bias is not None and causal:
-                raise AcutanceError(f"{self.name}: a bias on the logits beside is_causal: pass the mask without it")
-            u: Tensor = F.scaled_dot_product_attention(asked, keys, values, given, dropout, causal)
-            return u
-
-        about = {"q": q, "k": k, "mask": mask, "causal": causal, "dropout": 0.0 if need_weights else dropout}
+        if need_weights:
+            product = _written(q, k, v, mask, dropout)
+        else:
+            product = sdpa_product(query, q, k, v, mask, dropout, causal)
         now.entering = query if mha.batch_first or query.ndim == 2 else query.transpose(0, 1)
-        u = self.attend(Product(v, own, lambda u: u, about))
+        u = self.attend(product)
         merged = u.permute(2, 0, 1, 3).reshape(tokens * batch, dim)
         y = F.linear(merged, mha.out_proj.weight, mha.out_proj.bias).view(tokens, batch, dim)
         y = self.finish(y.transpose(0, 1), now)
-        if weights is not None:
-            weights = weights.view(batch, mha.num_heads, tokens, tokens)
-            weights = weights.mean(dim=1) if average_attn_weights else weights
+        weights: Tensor | None = product.about.get("weights")
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
         if not is_batched:
             return y.squeeze(0), None if weights is None else weights.squeeze(0)
         return y if mha.batch_first else y.transpose(0, 1), weights
@@ -226,16 +214,20 @@ def _added(name: str, mask: Tensor | None, other: Tensor | None, q: Tensor) -> A
     return F._canonical_mask(mask=mask, other_type=other_type, target_type=q.dtype, **names)
 
 
-def _weights(q: Tensor, k: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    """A as torch makes it where it is asked for, (batch · heads, queries, keys)."""
-    scaled = q.flatten(0, 1) * math.sqrt(1.0 / q.shape[-1])
-    keys = k.flatten(0, 1).transpose(-2, -1)
+def _written(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Product:
+    """The product as torch computes it where the weights are asked for."""
+    scale = math.sqrt(1.0 / q.shape[-1])
+    scaled, keys = q.flatten(0, 1) * scale, k.flatten(0, 1).transpose(-2, -1)
     if mask is None:
         logits = torch.bmm(scaled, keys)
     else:
         logits = torch.baddbmm(mask.expand(*q.shape[:2], -1, -1).flatten(0, 1), scaled, keys)
+    logits = logits.view(*q.shape[:2], *logits.shape[1:])
     weights = logits.softmax(dim=-1)
-    return F.dropout(weights, dropout) if dropout > 0.0 else weights
+    weights = F.dropout(weights, dropout) if dropout > 0.0 else weights
+    return written_product(
+        v, Map(weights, logits, dropout=dropout, scores=Scores(logits, q, k, scale, mask=mask)), torch.matmul, v
+    )
 
 
 def _layers(model: nn.Module) -> list[Layer]:
