@@ -148,7 +148,8 @@ class Intercept(TorchFunctionMode):
             self.repeated.append((out, source))
 
     def _source(self, x: Tensor) -> Tensor:
-        return _find(self.repeated, x, x)
+        source: Tensor = _find(self.repeated, x, x)
+        return source
 
     def _of_maps(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What becomes of a softmax; None where the operation has none."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from acutance.errors import AcutanceError, NoSitesError, SeveralStacksError
+from acutance.errors import TOKENS_REMAIN, AcutanceError, NoSitesError, SeveralStacksError
 from acutance.mitigations import Mitigation
 from acutance.sites.patched import make_sites
 from acutance.sites.site import AttentionSite, Library
@@ -74,7 +74,7 @@ def _library(model: nn.Module) -> Library:
     supported = ", ".join(library.name for library in LIBRARIES)
     raise refusal or NoSitesError(
         f"no attention found in {type(model).__module__}.{type(model).__qualname__}; models supported today: "
-        f"{supported}"
+        f"{supported}. {TOKENS_REMAIN}"
     )
 
 

@@ -41,17 +41,18 @@ class MultiheadSite(NamedSite):
     """One `nn.MultiheadAttention`, used as self-attention."""
 
     attention: nn.MultiheadAttention
-    _encoders: Sequence[Any] = ()
+    _encoders: Sequence[Any] = ()  # that would turn padded batches into nested tensors
 
     @cached_property
     def _found(self) -> tuple[Projections, Sizes]:
         """Thirds of a joint weight, or three of their own; their biases are joint either way."""
-        mha, dim = self.attention, self.attention.embed_dim
-        names = ["in_proj_weight"] * 3 if mha._qkv_same_embed_dim else [f"{letter}_proj_weight" for letter in "qkv"]
-        rows = [slice(place * dim, (place + 1) * dim) for place in range(3)]
+        mha, dim, joint = self.attention, self.attention.embed_dim, self.attention._qkv_same_embed_dim
+        thirds = {letter: slice(place * dim, (place + 1) * dim) for place, letter in enumerate("qkv")}
         q, k, v = (
-            Projection(mha, one if mha._qkv_same_embed_dim else None, name, bias="in_proj_bias", bias_rows=one)
-            for name, one in zip(names, rows, strict=True)
+            Projection(mha, rows, "in_proj_weight", bias="in_proj_bias")
+            if joint
+            else Projection(mha, None, f"{letter}_proj_weight", bias="in_proj_bias", bias_rows=rows)
+            for letter, rows in thirds.items()
         )
         return Projections(q, k, v, Projection(mha.out_proj)), Sizes(mha.num_heads, mha.num_heads, mha.head_dim, dim)
 
@@ -99,7 +100,6 @@ class MultiheadSite(NamedSite):
                 f"square. {TOKENS_REMAIN}"
             )
         super().route()
-        # An encoder would turn padded batches into nested tensors.
         self._encoders = [m for m in self.stack.root.modules() if getattr(m, "use_nested_tensor", False)]
         for encoder in self._encoders:
             encoder.use_nested_tensor = False
@@ -209,9 +209,7 @@ def _mask(padding: Tensor | None, mask: Tensor | None, q: Tensor) -> Tensor | No
 
 
 def _added(name: str, mask: Tensor | None, other: Tensor | None, q: Tensor) -> Any:
-    other_type = None if other is None else other.dtype
-    names = {"mask_name": name, "other_name": "attn_mask"}
-    return F._canonical_mask(mask=mask, other_type=other_type, target_type=q.dtype, **names)
+    return F._canonical_mask(mask, name, None if other is None else other.dtype, "attn_mask", q.dtype)
 
 
 def _written(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Product:
@@ -234,17 +232,18 @@ def _layers(model: nn.Module) -> list[Layer]:
     found = {name: m for name, m in modules_of(model).items() if isinstance(m, nn.MultiheadAttention)}
     if not found:
         return []
-    places = _self_attentions(_in_stacks(model, {name: _place(model, name) for name in found}), found)
+    # Outside of any list of blocks the attention's parent is the block.
+    places = {name: place_of(model, name) or Place(name.rpartition(".")[0], stage="", stack="") for name in found}
+    places = _self_attentions(_in_stacks(model, places), found)
     refuse_several_stacks(model, places.values())
+    blocks = [unwrapped(model.get_submodule(place.block)) for place in places.values()]
+    if isinstance(blocks[0], nn.ModuleList):
+        where = next(iter(places.values())).block
+        raise AcutanceError(f"the block {where} is a list of modules without a forward: make it a module that has one")
     return [
-        Layer(layer, name, _block(model, place.block), found[name], place.stage)
-        for layer, (name, place) in enumerate(places.items(), 1)
+        Layer(layer, name, block, found[name], place.stage)
+        for layer, (block, (name, place)) in enumerate(zip(blocks, places.items(), strict=True), 1)
     ]
-
-
-def _place(model: nn.Module, name: str) -> Place:
-    """Where the attention stands; outside of any list of blocks its parent is the block."""
-    return place_of(model, name) or Place(block=name.rpartition(".")[0], stage="", stack="")
 
 
 def _in_stacks(model: nn.Module, places: Mapping[str, Place]) -> dict[str, Place]:
@@ -276,14 +275,6 @@ def _self_attentions(places: Mapping[str, Place], found: Mapping[str, nn.Multihe
             )
         chosen[own[0]] = places[own[0]]
     return chosen
-
-
-def _block(model: nn.Module, path: str) -> nn.Module:
-    """The block itself, inside what checkpointing, compiling or sharding wraps around it."""
-    block = unwrapped(model.get_submodule(path))
-    if isinstance(block, nn.ModuleList):
-        raise AcutanceError(f"the block {path} is a list of modules without a forward: make it a module that has one")
-    return block
 
 
 def _final_norm(model: nn.Module) -> nn.Module:

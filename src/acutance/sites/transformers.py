@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -150,15 +150,9 @@ def _attends(module: nn.Module) -> bool:
 
 @cached
 def _layers(model: nn.Module) -> list[Layer]:
-    found = _attentions(model) if "transformers" in sys.modules else {}
+    found = _attentions(model)
     if not found:
-        pretrained = next(filter(is_pretrained, modules_of(model).values()), None)
-        if pretrained is None:
-            return []
-        raise NoSitesError(
-            f"no attention found in {type(pretrained).__name__}, so there is none to mitigate or to measure. "
-            f"{TOKENS_REMAIN}"
-        )
+        return []
     places = places_of(model, found)
     blocks = [place.block for place in places.values()]
     if any(place.block == name for name, place in places.items()):
@@ -177,12 +171,6 @@ def _layers(model: nn.Module) -> list[Layer]:
     ]
 
 
-def _is_watched(model: nn.Module) -> bool:
-    """Models from before transformers' attention interface, whose blocks may pass something else on than tokens."""
-    supported = [getattr(module, "_supports_sdpa", None) for module in modules_of(model).values()]
-    return False in supported
-
-
 def _special_tokens(model: nn.Module) -> SpecialTokens:
     """Those of the embeddings: pooling heads have such parameters too, which are no tokens. Text has none."""
     return tokens_by_name((path, p) for path, p in model.named_parameters() if "embeddings" in path.split("."))
@@ -199,29 +187,29 @@ def note(model: nn.Module) -> Callable[[], None]:
 
     By class, with paths from there: a part that was mitigated by itself does not know the model around it.
     """
-    found = {path: module for path, module in model.named_modules() if hasattr(_config(module), "model_type")}
-    kinds = {type(module).__name__ for module in found.values()}
-    carried, before = record(model) if found else {}, {}
-    for path, module in found.items():  # outer ones first, which may share their configuration with inner ones
-        config, prefix = _config(module), f"{path}." if path else ""
-        if id(config) in before:
-            continue
-        before[id(config)] = (config, vars(config).get(NOTE, {}))
-        own = {name.removeprefix(prefix): spec for name, spec in carried.items() if name.startswith(prefix)}
-        others = {kind: specs for kind, specs in vars(config).get(NOTE, {}).items() if kind not in kinds}
-        _write(config, others | ({type(module).__name__: own} if own else {}))
+    configured = [(path, m, vars(m)["config"]) for path, m in model.named_modules() if "config" in vars(m)]
+    found = [(path, module, config) for path, module, config in configured if hasattr(config, "model_type")]
+    kinds = {type(module).__name__ for _, module, _ in found}
+    carried = record(model) if found else {}
+    before: dict[int, tuple[Any, dict[str, dict[str, str]]]] = {}
+
+    def write(config: Any, notes: dict[str, dict[str, str]]) -> None:
+        vars(config).pop(NOTE, None)
+        if notes:
+            setattr(config, NOTE, notes)
 
     def undo() -> None:
         for config, notes in before.values():
-            _write(config, notes)
+            write(config, notes)
 
+    for path, module, config in found:  # outer ones first, which may share their configuration with inner ones
+        if id(config) not in before:
+            notes, prefix = vars(config).get(NOTE, {}), f"{path}." if path else ""
+            before[id(config)] = (config, notes)
+            own = {name.removeprefix(prefix): spec for name, spec in carried.items() if name.startswith(prefix)}
+            others = {kind: specs for kind, specs in notes.items() if kind not in kinds}
+            write(config, others | ({type(module).__name__: own} if own else {}))
     return undo
-
-
-def _write(config: Any, notes: dict[str, dict[str, str]]) -> None:
-    vars(config).pop(NOTE, None)
-    if notes:
-        setattr(config, NOTE, notes)
 
 
 def notes_of(config: Any) -> dict[str, dict[str, str]]:
@@ -230,22 +218,16 @@ def notes_of(config: Any) -> dict[str, dict[str, str]]:
     return {kind: specs for notes in (*inside, vars(config).get(NOTE, {})) for kind, specs in notes.items()}
 
 
-def _config(module: nn.Module) -> Any:
-    return vars(module).get("config")
-
-
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
     """With a cache a model takes packed documents for one, and keeps keys and values nobody asks for."""
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    kept = [(config, config.use_cache) for config in found if hasattr(config, "use_cache")]
-    try:
-        for config, _ in kept:
-            config.use_cache = False
+    with ExitStack() as stack:
+        for config in found:
+            if hasattr(config, "use_cache"):  # shared ones come several times
+                stack.callback(setattr, config, "use_cache", config.use_cache)
+                config.use_cache = False
         yield
-    finally:
-        for config, use_cache in kept:  # shared ones come several times, each time with what they had
-            config.use_cache = use_cache
 
 
 LIBRARY = Library(
@@ -255,5 +237,6 @@ LIBRARY = Library(
     final_norm=lambda model: norm_after(model, list(_attentions(model).values())[-1]),
     special_tokens=_special_tokens,
     reading=_without_cache,
-    is_watched=_is_watched,
+    # Models from before the attention interface, whose blocks may pass something else on than tokens.
+    is_watched=lambda model: any(getattr(m, "_supports_sdpa", None) is False for m in modules_of(model).values()),
 )
