@@ -178,14 +178,14 @@ def _is_same(query: Tensor, key: Tensor) -> bool:
 
 
 def _project(mha: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
-    """Queries, keys and values as (tokens, batch, dim). What is one tensor stays one: torch looks at that."""
-
-    def turned(x: Tensor) -> Tensor:
-        return x.unsqueeze(1) if x.ndim == 2 else x.transpose(0, 1) if mha.batch_first else x
-
-    q = turned(query)
-    k = q if key is query else turned(key)
-    v = k if value is key else turned(value)
+    """Queries, keys and values as (tokens, batch, dim). In a batch, one tensor stays one: torch looks at that."""
+    q, k, v = query, key, value
+    if query.ndim == 2:
+        q, k, v = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+    elif mha.batch_first:
+        q = query.transpose(0, 1)
+        k = q if key is query else key.transpose(0, 1)
+        v = k if value is key else value.transpose(0, 1)
     joint = mha.in_proj_weight  # asked for once: a mitigation may make it
     projected: Sequence[Tensor]
     if joint is not None:
