@@ -98,21 +98,20 @@ class Passes:
 
     def enter(self, block: int, x: Tensor) -> ForwardPass:
         """Block number `block`, from 1, is about to run on x."""
-        now = self.current()
+        now, graph, with_grad = self.current(), _graph(), torch.is_grad_enabled()
         if torch.compiler.is_compiling():
             now = self.begin() if now is None else now
-        elif _graph() != -1 and (now is None or now.graph != _graph()):
+        elif graph != -1 and (now is None or now.graph != graph):
             now = self._recompute(block, x)
-        elif now is None or now.graph != _graph() or (block == 1 and not now.is_whole and not now.again):
+        elif now is None or now.graph != graph or (block == 1 and not now.is_whole and not now.again):
             now = self.begin()
-        elif torch.is_grad_enabled():
+        elif with_grad:
             # Re-entrant checkpointing of the blocks before: they ran without gradients, and yet x has one.
             now.lost |= not now.with_grad and x.requires_grad
             if block > 1:
                 self.remember(x, now)
         now.entered += 1
-        now.with_grad = torch.is_grad_enabled()
-        now.last, now.x, now.attention = block, x, None
+        now.with_grad, now.last, now.x, now.attention = with_grad, block, x, None
         return now
 
     def leave(self) -> None:
@@ -125,8 +124,8 @@ class Passes:
 
     def recompute_attention(self, x: Tensor) -> bool:
         """Whether attention alone is run again on x; then its pass is the current one until `leave`."""
-        now = self.current()
-        if _graph() == -1 or (now is not None and now.graph == _graph()):
+        now, graph = self.current(), _graph()
+        if graph == -1 or (now is not None and now.graph == graph):
             return False
         self._again(self._pass_of(x))
         return True

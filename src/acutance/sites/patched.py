@@ -82,20 +82,25 @@ class PatchedSite(AttentionSite):
         self.layer, self.name, self.block, self.attention, self.stage, self.interface = layer
         self.observer: Observer | None = None
         self._forward: Callable[..., Any] | None = None  # another one's patch of the attention's forward
-        self._finishes_there = False  # whether a hook on W_proj ends the branch
+        self._projection: nn.Module | None = None  # W_proj, where a hook on it ends the branch
+        self._is_hooked = False
         stack.sites.append(self)
         self.number = len(stack.sites)  # in the stack, from 1
 
     def route(self) -> None:
-        """Make the attention run through `attend`, and `finish` after W_proj."""
+        """Make the attention run through `attend`."""
         attention = self.attention
         self._forward = vars(attention).get("forward")
         attention.__dict__[SITE] = self
         attention.forward = partial(type(self).forward, self)  # Dynamo of torch 2.6 does not trace a bound method here
-        projection = self.output_projection()
-        self._finishes_there = projection is not None
-        if projection is not None:
-            self.stack.hooks.append(projection.register_forward_hook(self._finish_projection))
+        self._projection = self.output_projection()
+
+    def _hook_projection(self) -> None:
+        """Make `finish` run after W_proj, once somebody changes or observes what comes out of it."""
+        is_asked = self.observer is not None or (self.mitigation is not None and self.mitigation.overrides("features"))
+        if is_asked and self._projection is not None and not self._is_hooked:
+            self.stack.hooks.append(self._projection.register_forward_hook(self._finish_projection))
+            self._is_hooked = True
 
     def unroute(self) -> None:
         """Give the attention its own forward back."""
@@ -103,7 +108,7 @@ class PatchedSite(AttentionSite):
             vars(self.attention).pop(name, None)
         if self._forward is not None:
             self.attention.forward = self._forward
-        self._forward = None
+        self._forward, self._is_hooked = None, False
 
     def output_projection(self) -> nn.Module | None:
         """The module of W_proj, where it is one; None takes what the attention returns for the branch's output."""
@@ -121,6 +126,7 @@ class PatchedSite(AttentionSite):
         if mitigation is not None:
             self.stack.route()
             self.attention.mitigation = mitigation
+            self._hook_projection()
         else:
             del self.attention.mitigation
             self.stack.settle()
@@ -130,6 +136,7 @@ class PatchedSite(AttentionSite):
             raise AcutanceError(f"{self.name} is being observed already: remove the other observer first")
         self.stack.route()
         self.observer = fn
+        self._hook_projection()
         return Undo(self._unobserve)
 
     def _unobserve(self) -> None:
@@ -164,7 +171,7 @@ class PatchedSite(AttentionSite):
         else:
             with Intercept(self.attend, x, self.name):
                 output = own(*args, **kwargs)
-        if self._finishes_there:
+        if self._projection is not None:
             return output
         y = self.finish(tokens_out(output), now)
         return y if isinstance(output, Tensor) else (y, *output[1:])
