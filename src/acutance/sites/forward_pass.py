@@ -39,6 +39,7 @@ class ForwardPass:
         self.last = 0  # the block that was entered last, from 1
         self.x: Tensor | None = None  # what entered it
         self.entering: Tensor | None = None  # what entered its attention
+        self.is_called = False  # whether its library hands us that attention
         self.with_grad = True  # whether gradients were on in the block before
         self.lost = False  # whether v⁰ came out of blocks without its gradient
         self.call: AttentionCall | None = None  # until its W_proj has run

@@ -162,11 +162,12 @@ class PatchedSite(AttentionSite):
     def _run(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         now = self.now(x)
         own = self._forward or partial(type(self.attention).forward, self.attention)
-        if not self.is_active:
+        is_active = self.is_active
+        now.is_called = is_active and self.is_called(kwargs)
+        if not is_active:
             now.attended += 1
             return own(*args, **kwargs)
-        self.refuse_arguments(kwargs)
-        if self.is_called():
+        if now.is_called:
             output = own(*args, **kwargs)
         else:
             with Intercept(self.attend, x, self.name):
@@ -181,12 +182,9 @@ class PatchedSite(AttentionSite):
         """Whether anybody wants to know what this attention does; of the first, later layers want the values."""
         return self.mitigation is not None or self.observer is not None or self.number == 1
 
-    def is_called(self) -> bool:
-        """Whether the library itself hands us its attention, so that nobody need look at every operation."""
+    def is_called(self, _arguments: Mapping[str, Any]) -> bool:
+        """Whether the library itself hands us the attention it runs with these, so that nobody need watch it."""
         return False
-
-    def refuse_arguments(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuse what would be silently wrong, as told by the arguments of the attention."""
 
     def now(self, x: Tensor) -> ForwardPass:
         """The forward pass that this attention, given x, is part of."""
@@ -239,8 +237,9 @@ class PatchedSite(AttentionSite):
 
     def _enter_block(self, _block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.stack.passes.enter(self.number, tokens_in(args, kwargs))
-        if self.mitigation is not None:
-            self.mitigation.enter()
+        mitigation = self.mitigation
+        if mitigation is not None:
+            mitigation.enter()
 
     def _leave_block(self, _block: nn.Module, _args: Any, output: Any) -> Any:
         now, mitigation = self.stack.passes.current(), self.mitigation
@@ -253,8 +252,9 @@ class PatchedSite(AttentionSite):
         return output
 
     def _leave(self) -> None:
-        if self.mitigation is not None:
-            self.mitigation.leave()
+        mitigation = self.mitigation
+        if mitigation is not None:
+            mitigation.leave()
         if not torch.compiler.is_compiling():
             self.stack.passes.leave()
 

@@ -42,37 +42,30 @@ class HuggingFaceSite(NamedSite):
 
     def route(self) -> None:
         """Through the attention interface, or intercepted, where the model's function lets anybody look."""
-        self._refuse_implementation()
+        self._implementation()
         if self.interface:
             take_over_sdpa()
         super().route()
 
-    def is_called(self) -> bool:
+    def is_called(self, arguments: Mapping[str, Any]) -> bool:
         """By the attention interface, unless the model was told to write its softmax out."""
-        return self.interface and self._implementation() == "sdpa"
-
-    def _implementation(self) -> str | None:
-        implementation: str | None = getattr(getattr(self.attention, "config", None), "_attn_implementation", None)
-        return implementation
-
-    def _refuse_implementation(self) -> None:
-        """Asked at every call, since the model may be told another one."""
-        implementation = self._implementation()
-        if implementation not in (None, "sdpa", "eager"):
-            raise AcutanceError(
-                f"the model runs its attention by {implementation!r}, where nobody can look: call "
-                "model.set_attn_implementation('sdpa') first"
-            )
-
-    def refuse_arguments(self, kwargs: Mapping[str, Any]) -> None:
-        """In a static cache the last rows are not the newest tokens."""
-        self._refuse_implementation()
-        past = kwargs.get("past_key_values", kwargs.get("layer_past"))
+        past = arguments.get("past_key_values", arguments.get("layer_past"))
         if self.mitigation is not None and getattr(past, "is_compileable", False):
             raise AcutanceError(
                 f"{self.name}: a {type(past).__name__} keeps empty rows behind the newest token, which v⁰ − v cannot "
                 "be matched to: generate with the default dynamic cache"
             )
+        return self._implementation() == "sdpa" and self.interface
+
+    def _implementation(self) -> str | None:
+        """Asked for at every call, since the model may be told another one."""
+        implementation: str | None = getattr(getattr(self.attention, "config", None), "_attn_implementation", None)
+        if implementation not in (None, "sdpa", "eager"):
+            raise AcutanceError(
+                f"the model runs its attention by {implementation!r}, where nobody can look: call "
+                "model.set_attn_implementation('sdpa') first"
+            )
+        return implementation
 
 
 @cache
@@ -87,7 +80,8 @@ def take_over_sdpa() -> None:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         site = module.__dict__.get(SITE)
-        if site is None or not site.is_active or not site.is_called():
+        now = None if site is None else site.stack.passes.current()
+        if site is None or now is None or not now.is_called:
             answer: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **options)
             return answer
         u = site.attend(_product(own, module, query, key, value, attention_mask, options))
