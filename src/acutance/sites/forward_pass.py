@@ -1,9 +1,8 @@
 """What one forward pass of a stack of layers knows: above all v⁰, which blocks of other libraries do not pass on.
 
-State belongs to a pass and to its thread, never to a model. Two things could make v⁰ silently wrong, and are excluded
-here: values of another forward pass, and a gradient that does not reach the first layer. Checkpointing runs a block
-again during the backward pass, perhaps after other forward passes: the memory of the block's input, or of its
-attention's, tells which forward pass it belongs to.
+State belongs to a pass and its thread, never to a model. v⁰ of another pass, or v⁰ whose gradient does not reach the
+first layer, would be silently wrong. Checkpointing runs a block again during the backward pass, perhaps after other
+forward passes: the memory of the block's input, or of its attention's, tells which pass it belongs to.
 """
 
 from __future__ import annotations
@@ -112,7 +111,8 @@ class Passes:
             if block > 1:
                 self.remember(x, now)
         now.entered += 1
-        now.with_grad, now.last, now.x, now.attention = with_grad, block, x, None
+        now.with_grad, now.last, now.x = with_grad, block, x
+        now.call = now.attention = None
         return now
 
     def leave(self) -> None:
