@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hf_zoo import DECODER, EXPERTS, TEXT, VISION, ZOO, batch, build, output, part_of, records
+from hf_zoo import DECODER, EXPERTS, TEXT, VISION, ZOO, batch, build, in_float64, output, part_of, records
 from torch import nn
 from torch_nn_models import inventory
 
@@ -52,6 +52,25 @@ def test_a_change_to_an_implementation_whose_masks_are_not_known_is_refused(tran
     model.set_attn_implementation("somebody_elses")
     with pytest.raises(AcutanceError, match="set_attn_implementation"):
         output(model, batch("vit"))
+
+
+class Shifted(ac.Mitigation):
+    """A bias that is the same for all keys, and so changes nothing."""
+
+    def scores(self, q, k, call):
+        return q, k, call.v.new_full((1, 1, 1, 1), 0.5)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("padded", [True, False])  # without padding there is no mask
+@torch.no_grad()
+def test_a_bias_on_the_logits_shows_no_token_the_future(implementation, padded):
+    model, inputs = build("llama"), batch("llama", padded=padded)
+    model.set_attn_implementation(implementation)
+    with in_float64():
+        before = output(model, inputs)
+        with ac.mitigate(model, Shifted()):
+            torch.testing.assert_close(output(model, inputs), before, rtol=1e-9, atol=1e-9)
 
 
 @torch.no_grad()

@@ -233,17 +233,14 @@ def sdpa_product(
     def own(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
         mask, causal = attn_mask, is_causal and bias is None
         if bias is not None:
-            if is_causal:
-                mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-            mask = with_bias(mask, bias)
+            mask = with_bias(causal_mask(q, k) if is_causal else mask, bias)
         asked = query if other_q is None else join(other_q)
         keys = key if other_k is None else join(other_k)
         return split(F.scaled_dot_product_attention(asked, keys, join(values), mask, dropout_p, causal, **options))
 
     about: dict[str, Any] = {"q": q, "k": k, "scale": scale, "dropout": dropout_p}
     if is_causal and q.shape[-2] != k.shape[-2]:  # torch counts from the first key, the operator from the last
-        rows, keys = (torch.arange(tokens.shape[-2], device=q.device) for tokens in (q, k))
-        about["mask"] = (keys <= rows[:, None])[None, None]
+        about["mask"] = causal_mask(q, k)[None, None]
     else:
         about["causal"], about["mask"] = is_causal, None if attn_mask is None else _mask(attn_mask, query, split)
     return Product(v, own, join, about)
@@ -254,6 +251,11 @@ def _mask(mask: Tensor, query: Tensor, split: Callable[[Tensor], Tensor]) -> Ten
     if query.ndim == 4 or mask.ndim < 3:
         return mask[(None,) * (4 - mask.ndim)] if mask.ndim < 4 else mask
     return split(mask) if mask.shape[0] == query.shape[0] else mask[:, None]
+
+
+def causal_mask(q: Tensor, k: Tensor) -> Tensor:
+    """True where torch's `is_causal` lets a query see a key."""
+    return torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
 
 
 def with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:

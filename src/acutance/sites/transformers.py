@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError
-from acutance.sites.intercept import SINKS, Product, with_bias
+from acutance.sites.intercept import SINKS, Product, causal_mask, with_bias
 from acutance.sites.lookup import record
 from acutance.sites.named import NamedSite
 from acutance.sites.patched import SITE
@@ -100,7 +100,7 @@ def _product(
     options: dict[str, Any],
 ) -> Product:
     def attention(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
-        given = mask if bias is None else bias if mask is None else with_bias(mask, bias)
+        given = mask if bias is None else with_bias(causal_mask(q, k) if about["causal"] else mask, bias)
         asked, keys = q if other_q is None else other_q, k if other_k is None else other_k
         out: Tensor = own(module, asked, keys, values, given, **options)[0]
         return out.transpose(1, 2)
@@ -113,7 +113,7 @@ def _product(
     about: dict[str, Any] = {
         "q": q,
         "k": k,
-        "mask": mask if position is None else position if mask is None else with_bias(mask, position),
+        "mask": mask if position is None else with_bias(mask, position),
         # Causal by itself where no mask says it.
         "causal": bool(causal) and mask is None and q.shape[2] > 1,
         "scale": options.get("scaling"),
