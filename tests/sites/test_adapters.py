@@ -84,7 +84,7 @@ def spectrum_of(layer):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("own", Lora), ("llama", Lora), ("gpt2", Lora), ("bert", Lora), ("own", PeftLike), ("vit", PeftLike)],
+    [("own", Lora), ("gpt2", Lora), ("bert", Lora), ("vit", PeftLike)],
 )
 def test_adapters_count(name, kind):
     def build():

@@ -7,8 +7,9 @@ import weakref
 
 import pytest
 import torch
-from test_anybody import FORMS, formula, gpt, gradients, ids
+from test_anybody import formula, gpt, gradients, ids
 from torch import nn
+from torch_nn_models import inventory
 
 import acutance as ac
 from acutance import sites
@@ -37,12 +38,11 @@ def in_threads(count, work):
     return found
 
 
-@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("form", ["sdpa", "matmul"])
-def test_threads_on_one_model_have_their_own_first_values(form, count):
+def test_threads_on_one_model_have_their_own_first_values(form):
     model = gpt(form, checkpointed=True)
     ac.mitigate(model, SPEC)
-    found = in_threads(count, lambda number: gradients(model, model(ids(seed=number, count=5 + number))))
+    found = in_threads(3, lambda number: gradients(model, model(ids(seed=number, count=5 + number))))
     for number, grads in enumerate(found):
         wanted = gradients(model, formula(model, ids(seed=number, count=5 + number)))
         for one, other in zip(grads, wanted, strict=True):
@@ -63,7 +63,7 @@ def test_threads_on_a_model_of_transformers():
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["sdpa", "einsum"])
 def test_an_exported_program_is_exact_or_refused(form, strict):
     torch._dynamo.reset()
     model, tokens = gpt(form).eval(), ids()
@@ -122,17 +122,6 @@ def test_a_gradient_taken_in_the_middle_of_a_pass_leaves_it_as_it_was():
         torch.testing.assert_close(one, expected, rtol=1e-9, atol=1e-13)
 
 
-def state_of(model):
-    hooks = {
-        path: [len(h) for name, h in vars(module).items() if name.endswith("_hooks") and h is not None]
-        for path, module in model.named_modules()
-    }
-    attributes = {path: sorted(vars(module)) for path, module in model.named_modules()}
-    kinds = {path: type(module) for path, module in model.named_modules()}
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    return hooks, attributes, kinds, tensors
-
-
 REFUSED = {
     "layers 1.5": ({"layers": [1.5]}, "whole numbers"),
     "layers as text": ({"layers": "1"}, "list of numbers"),
@@ -147,21 +136,10 @@ REFUSED = {
 def test_bad_input_is_refused_before_anything_changes(name):
     options, match = REFUSED[name]
     model = gpt()
-    before, (hooks, attributes, kinds, tensors) = model(ids()), state_of(model)
+    before, state = model(ids()), inventory(model)
     with pytest.raises(AcutanceError, match=match):
         ac.mitigate(model, SPEC, **options)
-    after = state_of(model)
-    assert after[:3] == (hooks, attributes, kinds)
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in after[3].items())
-    assert torch.equal(model(ids()), before)
-
-
-def test_a_second_mitigation_is_refused_and_the_first_stays():
-    model = gpt()
-    ac.mitigate(model, SPEC)
-    before = model(ids())
-    with pytest.raises(AcutanceError, match=r"one\+other"):
-        ac.mitigate(model, "attnscale")
+    assert inventory(model) == state
     assert torch.equal(model(ids()), before)
 
 

@@ -164,7 +164,7 @@ def test_measured_alike_whichever_axis_comes_first():
     assert_same_profile(profile_of(usual, one), profile_of(usual, one[0]))
 
 
-@pytest.mark.parametrize(("turn", "batch_first"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize(("turn", "batch_first"), [(True, False), (False, False)])
 def test_somebodys_blocks_are_measured_alike_whichever_axis_comes_first(turn, batch_first):
     kinds = [(False, True), (turn, batch_first)]
     usual, other = (shaken(nn.Sequential(*(Block(*kind) for _ in range(2)))).double() for kind in kinds)

@@ -31,6 +31,11 @@ def tokens(seed=1, batch=BATCH, dtype=torch.float64):
     return torch.randn(batch, TOKENS, DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
+def inventory(model):
+    """All that the modules' dictionaries say: attributes, hooks, submodules, parameters, configurations."""
+    return {name: {key: repr(value) for key, value in vars(m).items()} for name, m in model.named_modules()}
+
+
 def padding():
     """True where a key is padding."""
     mask = torch.zeros(BATCH, TOKENS, dtype=torch.bool)

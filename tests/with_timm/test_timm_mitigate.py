@@ -20,9 +20,8 @@ def mitigated(model, spec):
     handle = ac.mitigate(model, spec)
     for name, parameter in model.named_parameters():
         if ".mitigation." in name:
-            parameter.data += 0.3 * torch.randn(
-                parameter.shape, generator=torch.Generator().manual_seed(3), dtype=parameter.dtype
-            )
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3), dtype=parameter.dtype)
+            parameter.data += 0.3 * noise
     return handle
 
 
@@ -44,7 +43,6 @@ def plain(model, spec, **arguments):
     names = [name for name, module in twin.named_modules() if module in attentions_of(twin)]
     attentions = [twin.get_submodule(name) for name in names]
     undivert(twin)
-    getattr(twin, "set_grad_checkpointing", bool)(False)  # hooks that remember would not be run again in order
 
     def per_layer(kind):
         return [p for n, p in learnt.items() if n.endswith(f".{kind}")] or None
@@ -142,8 +140,8 @@ def test_dropout_draws_the_same_numbers(name, fused):
     assert_same(our_gradients, their_gradients, 0.0)
 
 
-@pytest.mark.parametrize(("name", "fused"), [*((name, True) for name in FOUR), (FOUR[0], False)])
-def test_compiled_whole(name, fused):
+@pytest.mark.parametrize(("name", "fused"), [(FOUR[1], True), (FOUR[3], True), (FOUR[0], False)])
+def test_compiled_whole(name, fused):  # the others are in the parity matrix
     torch._dynamo.reset()
     model = create(name, fused=fused)
     spec = "neutreno:0.6" if name in MIXED_HEADS else "neutreno:0.6+attnscale"
@@ -152,24 +150,19 @@ def test_compiled_whole(name, fused):
 
 
 @pytest.mark.parametrize("name", FOUR)
-def test_timms_own_checkpointing(name):
+def test_timms_own_checkpointing_with_two_forward_passes_under_way(name):
     model = create(name)
-    model.set_grad_checkpointing()
     mitigated(model, WITHOUT_OPERATOR)
-    _, wanted_gradients = plain(model, WITHOUT_OPERATOR)
-    model.set_grad_checkpointing(False)
-    other = model(images(seed=7))
-    both = {n: g + wanted_gradients[n] for n, g in gradients(model, loss_of(other)).items()}
+    first, second = (gradients(model, loss_of(model(images(seed)))) for seed in (2, 7))
+    both = {path: gradient + second[path] for path, gradient in first.items()}
     model.set_grad_checkpointing()
-    check_parity(model, WITHOUT_OPERATOR)
-    losses = [loss_of(model(images(seed))) for seed in (2, 7)]  # two forward passes before the backward
+    losses = [loss_of(model(images(seed))) for seed in (2, 7)]
     assert_same(gradients(model, losses[0] + losses[1]), both)
 
 
-@pytest.mark.parametrize("fused", FUSED.values(), ids=FUSED)
-@pytest.mark.parametrize("name", FLAT | MIXED_HEADS)
-def test_removal_leaves_nothing_behind(name, fused):
-    model = create(name, fused=fused)
+@pytest.mark.parametrize("name", FOUR)
+def test_removal_leaves_nothing_behind(name):
+    model = create(name)
     before, keys = model(images()), list(model.state_dict())
     attributes = {path: set(vars(module)) for path, module in model.named_modules()}
     with ac.mitigate(model, "neutreno:0.4"):

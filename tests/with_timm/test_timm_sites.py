@@ -28,23 +28,6 @@ def observed(model):
     return output, records
 
 
-class Spy:
-    """What timm's own unfused attention does: the weights that its dropout sees, and what its W_proj returns."""
-
-    def __init__(self, attention):
-        self.weights = self.branch = None
-        self.hooks = [
-            attention.attn_drop.register_forward_hook(self.see_weights),
-            attention.proj.register_forward_hook(self.see_branch),
-        ]
-
-    def see_weights(self, _module, args, _output):
-        self.weights = args[0]
-
-    def see_branch(self, _module, _args, output):
-        self.branch = output
-
-
 @pytest.mark.parametrize("fused", FUSED.values(), ids=FUSED)
 @pytest.mark.parametrize("name", [name for name in MEASURED if name not in MIXED_HEADS])
 def test_records_are_what_timm_computes(name, fused):
@@ -53,25 +36,16 @@ def test_records_are_what_timm_computes(name, fused):
     output, records = observed(model)
     assert torch.equal(output, expected)
     assert torch.equal(model(images()), expected)
-    twin = create(name, fused=False)
-    spies = [Spy(site.attention) for site in ac.sites.find(twin)]
+    twin, weights, branches = create(name, fused=False), [], []  # what timm's dropout sees, and its W_proj returns
+    for site in ac.sites.find(twin):
+        site.attention.attn_drop.register_forward_hook(lambda _, args, _out: weights.append(args[0]))
+        site.attention.proj.register_forward_hook(lambda _, _args, out: branches.append(out))
     twin(images())
-    assert list(records) == list(range(1, len(spies) + 1))
-    for record, spy in zip(records.values(), spies, strict=True):
-        torch.testing.assert_close(record.A.dense(), spy.weights, rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(record.branch, spy.branch, rtol=1e-10, atol=1e-10)
+    assert list(records) == list(range(1, len(weights) + 1))
+    for record, A, branch in zip(records.values(), weights, branches, strict=True):
+        torch.testing.assert_close(record.A.dense(), A, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(record.branch, branch, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(record.output, record.A @ record.values, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", MIXED_HEADS)
-def test_records_of_mixed_heads_have_no_operator(name):
-    model = create(name)
-    expected = model(images())
-    output, records = observed(model)
-    assert torch.equal(output, expected)
-    assert records[1].values.shape == (2, 4, 16, 6)
-    with pytest.raises(AcutanceError, match=r"blocks\.0\.attn: it mixes its heads"):
-        records[1].A.dense()
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -98,9 +72,7 @@ def test_blocks_norms_and_gains_are_those_of_the_residual_branch(name):
     model = create(name)
     for site in ac.sites.find(model):
         seen = {}
-        site.block.register_forward_pre_hook(
-            lambda _, args, kwargs, seen=seen: seen.update(x=args[0]), with_kwargs=True
-        )
+        site.block.register_forward_pre_hook(lambda _, args, seen=seen: seen.update(x=args[0]))
         site.attention.register_forward_pre_hook(lambda _, args, seen=seen: seen.update(inside=args[0]))
         model(images())
         norm = site.pre_norm()
@@ -114,10 +86,6 @@ def test_blocks_norms_and_gains_are_those_of_the_residual_branch(name):
 @pytest.mark.parametrize("name", PREFIX)
 def test_prefix_tokens(name):
     assert ac.sites.special_tokens(create(name)).front == PREFIX[name]
-
-
-def test_prefix_tokens_that_only_their_names_tell():
-    assert ac.sites.special_tokens(timm.create_model("pit_ti_distilled_224", num_classes=5)).front == 2
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -193,21 +161,8 @@ def test_attention_that_nobody_described_is_intercepted():
 @pytest.mark.parametrize(
     ("name", "size", "match"),
     [
-        (
-            "crossvit_tiny_240",
-            240,
-            r"blocks\.0\.blocks\.1 .* is given \(2, 197, 192\), which does not come from the block",
-        ),
-        (
-            "tnt_s_legacy_patch16_224",
-            224,
-            r"blocks\.0 \(Block\) is given \(392, 16, 24\), whose first axis is not the batch",
-        ),
-        (
-            "mobilevit_xxs",
-            64,
-            r"transformer\.0\.attn \(Block\) is given \(8, 16, 64\), whose first axis is not the batch",
-        ),
+        ("crossvit_tiny_240", 240, r"blocks\.0\.blocks\.1 .*which does not come from the block"),
+        ("mobilevit_xxs", 64, r"transformer\.0\.attn \(Block\) .*whose first axis is not the batch"),
     ],
 )
 def test_tokens_that_are_not_the_samples_are_refused(name, size, match):
@@ -216,8 +171,25 @@ def test_tokens_that_are_not_the_samples_are_refused(name, size, match):
         ac.measure(model, [torch.randn(2, 3, size, size)], metrics="token_cosine", progress=False)
 
 
-def test_stages_in_lists_are_read_block_by_block():
-    model = timm.create_model("twins_svt_small", img_size=64, depths=(1, 2, 2, 1)).eval()
-    profile = ac.measure(model, [torch.randn(2, 3, 64, 64)], metrics="token_cosine", progress=False)
-    assert profile.layers("token_cosine") == list(range(7))
-    assert profile.context["samples"] == 2
+class Adapter(nn.Module):
+    """Shows the weight of the layer inside, as peft's layers do."""
+
+    weight = property(lambda self: self.base_layer.weight)
+    bias = property(lambda self: self.base_layer.bias)
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+
+    def forward(self, x):
+        return 2 * self.base_layer(x)
+
+
+@pytest.mark.parametrize("name", ["beit_base_patch16_224", "eva02_tiny_patch14_224"])
+def test_an_adapter_that_timm_passes_by_is_refused(name):
+    model = create(name)
+    before = model(images())
+    model.blocks[0].attn.qkv = Adapter(model.blocks[0].attn.qkv)
+    assert torch.equal(model(images()), before), "timm does not use it"
+    with pytest.raises(NoSitesError, match=r"blocks\.0\.attn multiplies by the weight of its qkv itself.*Adapter"):
+        ac.explain(model)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from acutance.errors import AcutanceError, SeveralStacksError
+from acutance.errors import TOKENS_REMAIN, AcutanceError, SeveralStacksError
 from acutance.errors import NoSitesError as NoSitesError
 from acutance.mitigations import Mitigation
 from acutance.sites.patched import PatchedSite as PatchedSite
@@ -80,7 +80,7 @@ def _known(model: nn.Module) -> tuple[Library, tuple[Layer, ...]]:
             return library, layers
     kind, supported = type(model), ", ".join(library.name for library in LIBRARIES)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    refusals.append(NoSitesError(f"no attention found in {name}; models supported today: {supported}"))
+    refusals.append(NoSitesError(f"no attention found in {name}; models supported: {supported}. {TOKENS_REMAIN}"))
     raise refusals[0]
 
 

@@ -1,9 +1,8 @@
 """What one forward pass of a stack of layers knows: above all v⁰, which blocks of other libraries do not pass on.
 
-State belongs to a pass and to its thread, never to a model. Two things could make v⁰ silently wrong, and are excluded
-here: values of another forward pass, and a gradient that does not reach the first layer. Checkpointing runs a block
-again during the backward pass, perhaps after other forward passes: the memory of the block's input, or of its
-attention's, tells which forward pass it belongs to.
+State belongs to a pass and its thread, never to a model. v⁰ of another pass, or v⁰ whose gradient does not reach the
+first layer, would be silently wrong. Checkpointing runs a block again during the backward pass, perhaps after other
+forward passes: the memory of the block's input, or of its attention's, tells which pass it belongs to.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ class ForwardPass:
         self.last = 0  # the block that was entered last, from 1
         self.x: Tensor | None = None  # what entered it
         self.entering: Tensor | None = None  # what entered its attention
+        self.is_called = False  # whether its library hands us that attention
         self.with_grad = True  # whether gradients were on in the block before
         self.lost = False  # whether v⁰ came out of blocks without its gradient
         self.call: AttentionCall | None = None  # until its W_proj has run
@@ -98,21 +98,21 @@ class Passes:
 
     def enter(self, block: int, x: Tensor) -> ForwardPass:
         """Block number `block`, from 1, is about to run on x."""
-        now = self.current()
+        now, graph, with_grad = self.current(), _graph(), torch.is_grad_enabled()
         if torch.compiler.is_compiling():
             now = self.begin() if now is None else now
-        elif _graph() != -1 and (now is None or now.graph != _graph()):
+        elif graph != -1 and (now is None or now.graph != graph):
             now = self._recompute(block, x)
-        elif now is None or now.graph != _graph() or (block == 1 and not now.is_whole and not now.again):
+        elif now is None or now.graph != graph or (block == 1 and not now.is_whole and not now.again):
             now = self.begin()
-        elif torch.is_grad_enabled():
+        elif with_grad:
             # Re-entrant checkpointing of the blocks before: they ran without gradients, and yet x has one.
             now.lost |= not now.with_grad and x.requires_grad
             if block > 1:
                 self.remember(x, now)
         now.entered += 1
-        now.with_grad = torch.is_grad_enabled()
-        now.last, now.x, now.attention = block, x, None
+        now.with_grad, now.last, now.x = with_grad, block, x
+        now.call = now.attention = None
         return now
 
     def leave(self) -> None:
@@ -125,8 +125,8 @@ class Passes:
 
     def recompute_attention(self, x: Tensor) -> bool:
         """Whether attention alone is run again on x; then its pass is the current one until `leave`."""
-        now = self.current()
-        if _graph() == -1 or (now is not None and now.graph == _graph()):
+        now, graph = self.current(), _graph()
+        if graph == -1 or (now is not None and now.graph == graph):
             return False
         self._again(self._pass_of(x))
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from acutance.attention.operator import AttentionOperator
 from acutance.attention.products import repeat_heads
 from acutance.errors import AcutanceError
 
@@ -21,13 +22,14 @@ SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__iadd__, Tensor.add_)
 FACTORS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, Tensor.mul_)
 QUOTIENTS = (torch.div, Tensor.div, Tensor.__truediv__, Tensor.__itruediv__, Tensor.div_)
 FILLS = (torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_)
-# What leaves the rows of a softmax what they are.
+TANH = (torch.tanh, Tensor.tanh)
+# Operations that leave the rows of a softmax what they are.
 CARRY = (
     *(F.dropout, *CASTS),
     *(Tensor.view, Tensor.reshape, Tensor.contiguous, Tensor.__getitem__, torch.reshape, Tensor.flatten),
     *(Tensor.unflatten, Tensor.squeeze, Tensor.unsqueeze, Tensor.masked_fill, torch.nan_to_num, Tensor.nan_to_num),
 )
-# How heads that queries share are repeated: by one function, or as a view of one more axis that is then merged.
+# Key heads are repeated for the queries by one function, or as a view with one more axis that is then merged.
 REPEAT = (torch.repeat_interleave, Tensor.repeat_interleave, Tensor.expand, Tensor.reshape)
 TRANSPOSE = (Tensor.transpose, torch.transpose)
 WATCHED = (
@@ -48,7 +50,7 @@ class Product(NamedTuple):
     about: dict[str, Any]  # what an `AttentionCall` takes beside these
 
 
-class _Scores(NamedTuple):
+class Scores(NamedTuple):
     """Products q kᵀ on their way to a softmax: c·tanh(s q kᵀ/c) + mask, as far as it has come."""
 
     logits: Tensor
@@ -58,35 +60,33 @@ class _Scores(NamedTuple):
     softcap: float | None = None  # 0.0 between tanh and its factor
     mask: Tensor | None = None
 
-    def after(self, func: Any, out: Tensor, args: Any) -> _Scores | None:
-        """What one more operation makes of them; None where it cannot be said."""
+    def after(self, func: Any, out: Tensor, args: Any) -> Scores | None:
+        """The scores after one more operation; None where it is not one of the above."""
         scale, softcap, mask = self.scale, self.softcap, self.mask
         other: Any = args[1] if len(args) > 1 else None
-        is_number = isinstance(other, (int, float))
-        if func is torch.tanh or func is Tensor.tanh:
-            if softcap is not None or mask is not None:
-                return None
+        if func in TANH and softcap is None and mask is None:
             softcap = 0.0
-        elif func in SUMS and isinstance(other, Tensor) and softcap != 0.0:
-            mask = other if mask is None else mask + other
-        elif func in FILLS and isinstance(other, Tensor) and softcap != 0.0:
-            mask = _filled(mask, other, args[2], out)
-        elif (func in FACTORS or func in QUOTIENTS) and is_number and mask is None and not softcap:
+        elif (func in SUMS or func in FILLS) and isinstance(other, Tensor) and softcap != 0.0:
+            bias = other if func in SUMS else torch.zeros_like(other, dtype=out.dtype).masked_fill(other, args[2])
+            mask = bias if mask is None else mask + bias
+        elif (
+            (func in FACTORS or func in QUOTIENTS) and isinstance(other, (int, float)) and mask is None and not softcap
+        ):
             factor = 1 / other if func in QUOTIENTS else float(other)
             scale, softcap = scale * factor, None if softcap is None else factor
         elif func not in CASTS:
             return None
-        return _Scores(out, self.q, self.k, scale, softcap, mask)  # not by _replace, which Dynamo of 2.6 does not trace
+        return Scores(out, self.q, self.k, scale, softcap, mask)  # not by _replace, which Dynamo of 2.6 does not trace
 
 
-class _Map(NamedTuple):
+class Map(NamedTuple):
     """A softmax's output, or what became of it."""
 
     weights: Tensor
     logits: Tensor
-    is_mixed: bool
-    dropout: float
-    scores: _Scores | None = None  # where the logits are made of q and k in a way that can be said
+    is_mixed: bool = False
+    dropout: float = 0.0
+    scores: Scores | None = None  # where it is known how the logits are made of q and k
 
 
 class Intercept(TorchFunctionMode):
@@ -102,9 +102,9 @@ class Intercept(TorchFunctionMode):
         super().__init__()
         self.attend, self.x, self.name = attend, x, name
         self.watched: Any = WATCHED if torch.compiler.is_compiling() else WATCHED_SET
-        self.maps: list[_Map] = []
+        self.maps: list[tuple[Tensor, Map]] = []
         self.repeated: list[tuple[Tensor, Tensor]] = []  # and what was repeated, its heads first after the batch
-        self.scores: _Scores | None = None
+        self.scores: Scores | None = None
         self.products = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,24 +118,24 @@ class Intercept(TorchFunctionMode):
             func = torch.unflatten
         if func is F.scaled_dot_product_attention:
             return self._attend(sdpa_product(self.x, *args, **kwargs))
-        if self.maps:
-            found = self._of_maps(func, args, kwargs)
-            if found is not None:
-                return found
+        found = self._of_maps(func, args, kwargs) if self.maps else None
+        if found is not None:
+            return found
         out = func(*args, **kwargs)
         if func in SOFTMAX and _over_last_axis(out, *args, **kwargs):
             known = self.scores if self.scores is not None and self.scores.logits is args[0] else None
-            self.maps.append(_Map(out, args[0], False, 0.0, known))
+            self.maps.append((out, Map(out, args[0], scores=known)))
         elif func in REPEAT:
             self._note_repetition(out, args[0])
         elif func in PRODUCT:
-            self.scores = _Scores(out, args[0], self._source(args[1]).transpose(-2, -1)) if out.ndim > 2 else None
+            self.scores = Scores(out, args[0], self._source(args[1]).transpose(-2, -1)) if out.ndim > 2 else None
         elif func in TRANSPOSE and self.repeated and (source := self._source(args[0])) is not args[0]:
             self.repeated.append((out, func(source, *args[1:], **kwargs)))
         elif self.scores is not None and isinstance(out, Tensor) and args and args[0] is self.scores.logits:
             self.scores = self.scores.after(func, out, args)
         elif func is torch.einsum:
-            self.scores = _scores_of(out, *args)
+            pair = _as_matmul(args[0], _operands(args))
+            self.scores = None if pair is None else Scores(out, pair[0], pair[1].transpose(-2, -1))
         return out
 
     def _note_repetition(self, out: Tensor, x: Tensor) -> None:
@@ -148,46 +148,28 @@ class Intercept(TorchFunctionMode):
             self.repeated.append((out, source))
 
     def _source(self, x: Tensor) -> Tensor:
-        for out, source in self.repeated:
-            if out is x:
-                return source
-        return x
+        source: Tensor = _find(self.repeated, x, x)
+        return source
 
     def _of_maps(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What becomes of a softmax; None where the operation has none."""
-        operands = args
-        if func is torch.einsum:
-            operands = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
-        known, place = self._known(operands[0]) if operands else None, 0
+        operands = _operands(args) if func is torch.einsum else args
+        known, place = _find(self.maps, operands[0]) if operands else None, 0
         if known is None and len(operands) > 1:
-            known, place = self._known(operands[1]), 1
+            known, place = _find(self.maps, operands[1]), 1
         if known is None:
             return None
-        if func is torch.einsum and len(operands) == 2 and (labels := _labels(args[0])) is not None:
-            if _contracts(labels, place):
-                return self._einsum(known, labels, place, operands[1 - place])
-        elif place == 0 and func in PRODUCT and args[1].ndim > 2 and args[1].shape[-2] == known.weights.shape[-1]:
-            return self._attend(_written(self.x, known, func, args[1]))
+        if func is torch.einsum and (pair := _as_matmul(args[0], operands, place)) is not None:
+            return self._attend(written_product(self.x, known, torch.matmul, pair[1])).permute(pair[2])
+        if place == 0 and func in PRODUCT and args[1].ndim > 2 and args[1].shape[-2] == known.weights.shape[-1]:
+            return self._attend(written_product(self.x, known, func, args[1]))
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and out.numel() >= known.weights.numel() // 2:
             drops = func is F.dropout and kwargs.get("training", args[2] if len(args) > 2 else True)
             rate = float(kwargs.get("p", args[1] if len(args) > 1 else 0.5)) if drops else known.dropout
-            self.maps.append(_Map(out, known.logits, known.is_mixed or func not in CARRY, rate, known.scores))
+            is_mixed = known.is_mixed or func not in CARRY
+            self.maps.append((out, Map(out, known.logits, is_mixed, rate, known.scores)))
         return out
-
-    def _einsum(self, known: _Map, labels: tuple[str, str, str], place: int, value: Tensor) -> Tensor:
-        """As a product of (…, rows, keys) and (…, keys, width): the equation says which axis is which."""
-        mine, other, out = labels[place], labels[1 - place], labels[2]
-        (width,) = set(other) - set(mine)
-        v = value.permute([other.index(label) for label in mine[:-2] + mine[-1] + width])
-        u = self._attend(_written(self.x, known, torch.matmul, v))
-        return u.permute([(mine[:-1] + width).index(label) for label in out])
-
-    def _known(self, tensor: Any) -> _Map | None:
-        for known in self.maps:
-            if known.weights is tensor:
-                return known
-        return None
 
     def _attend(self, product: Product) -> Tensor:
         self.products += 1
@@ -214,10 +196,16 @@ class Intercept(TorchFunctionMode):
         return product if v is whole else Product(v, repeat, product.back, about)
 
 
-def _filled(mask: Tensor | None, hidden: Tensor, number: Any, like: Tensor) -> Tensor:
-    """One more mask, which puts a number where it is True."""
-    bias = torch.zeros_like(hidden, dtype=like.dtype).masked_fill(hidden, number)
-    return bias if mask is None else mask + bias
+def _find(known: Sequence[tuple[Tensor, Any]], x: Any, default: Any = None) -> Any:
+    for tensor, found in known:
+        if tensor is x:
+            return found
+    return default
+
+
+def _operands(args: Any) -> Any:
+    """Of an einsum, which takes them as a list too."""
+    return args[1] if isinstance(args[1], (list, tuple)) else args[1:]
 
 
 def _over_last_axis(out: Tensor, _x: Any, dim: Any = None, *_rest: Any, **options: Any) -> bool:
@@ -235,7 +223,7 @@ def sdpa_product(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Product:
-    """What `scaled_dot_product_attention` was called with, in an attention that was given x."""
+    """The product of `scaled_dot_product_attention`, called with these in an attention that was given x."""
     options: dict[str, Any] = {} if scale is None else {"scale": scale}
     if enable_gqa:
         options["enable_gqa"] = True
@@ -245,17 +233,14 @@ def sdpa_product(
     def own(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
         mask, causal = attn_mask, is_causal and bias is None
         if bias is not None:
-            if is_causal:
-                mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-            mask = bias if mask is None else with_bias(mask, bias)
+            mask = with_bias(causal_mask(q, k) if is_causal else mask, bias)
         asked = query if other_q is None else join(other_q)
         keys = key if other_k is None else join(other_k)
         return split(F.scaled_dot_product_attention(asked, keys, join(values), mask, dropout_p, causal, **options))
 
     about: dict[str, Any] = {"q": q, "k": k, "scale": scale, "dropout": dropout_p}
     if is_causal and q.shape[-2] != k.shape[-2]:  # torch counts from the first key, the operator from the last
-        rows, keys = (torch.arange(tokens.shape[-2], device=q.device) for tokens in (q, k))
-        about["mask"] = (keys <= rows[:, None])[None, None]
+        about["mask"] = causal_mask(q, k)[None, None]
     else:
         about["causal"], about["mask"] = is_causal, None if attn_mask is None else _mask(attn_mask, query, split)
     return Product(v, own, join, about)
@@ -268,35 +253,52 @@ def _mask(mask: Tensor, query: Tensor, split: Callable[[Tensor], Tensor]) -> Ten
     return split(mask) if mask.shape[0] == query.shape[0] else mask[:, None]
 
 
-def with_bias(mask: Tensor, bias: Tensor) -> Tensor:
+def causal_mask(q: Tensor, k: Tensor) -> Tensor:
+    """True where torch's `is_causal` lets a query see a key."""
+    return torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+
+
+def with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
     """A mask with numbers added to what it shows."""
+    if mask is None:
+        return bias
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias
 
 
-def _written(x: Tensor, known: _Map, func: Any, value: Tensor) -> Product:
-    """The product of a softmax that was written out with values."""
+def written_product(x: Tensor, known: Map, func: Any, value: Tensor) -> Product:
+    """The product of a softmax that was written out, in an attention that was given x."""
     split, join = _four_axes(known.weights, x)
+    about = _about(known, split)
 
     def own(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
-        if other_q is not None or other_k is not None:
-            raise AcutanceError("this model wrote its softmax out, so q and k cannot be changed: only its logits can")
         weights = known.weights
+        if other_q is not None or other_k is not None:
+            if "q" not in about:
+                raise AcutanceError(
+                    "this model wrote its softmax out, and how its logits are made of q and k is not known, so only "
+                    "the logits can be changed"
+                )
+            q, k = about["q"] if other_q is None else other_q, about["k"] if other_k is None else other_k
+            mask = about["mask"] if bias is None else with_bias(about["mask"], bias)
+            A = AttentionOperator(q, k, mask=mask, scale=about["scale"], softcap=about["softcap"])
+            return A.apply(values, known.dropout)
         if bias is not None:
-            if known.is_mixed or known.dropout > 0 or known.logits.shape != weights.shape:
-                raise AcutanceError("a bias on logits needs a softmax that is used as it is, without dropout or sinks")
-            weights = join((split(known.logits) + bias).softmax(-1).to(weights.dtype))
+            if known.is_mixed or known.logits.shape != weights.shape:
+                raise AcutanceError("a bias on logits needs a softmax that is used as it is, without sinks")
+            changed = (split(known.logits) + bias).softmax(-1).to(weights.dtype)
+            weights = join(F.dropout(changed, known.dropout))
         return split(func(weights, join(values)))
 
-    return Product(split(value), own, join, _about(known, split))
+    return Product(split(value), own, join, about)
 
 
-def _about(known: _Map, split: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+def _about(known: Map, split: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     weights, logits, scores = known.weights, known.logits, known.scores
     about: dict[str, Any] = {"weights": split(weights), "dropout": known.dropout, "logits": None}
     if logits.shape[-1] != weights.shape[-1]:
         about["refusal"] = MIXED if known.is_mixed else SINKS
         return about
-    logits = logits if logits.shape == weights.shape else logits.reshape(weights.shape)
+    logits = logits.reshape(weights.shape)
     about["logits"] = split(logits)
     if known.is_mixed:
         about["refusal"] = MIXED
@@ -327,33 +329,22 @@ def _same(t: Tensor) -> Tensor:
     return t
 
 
-def _scores_of(out: Tensor, equation: Any, *operands: Any) -> _Scores | None:
-    """Of an equation such as bhid,bhjd->bhij, or with the axes in another order."""
-    labels = _labels(equation)
-    if labels is None or len(operands) != 2 or out.ndim < 3:
+def _as_matmul(equation: Any, operands: Any, place: int | None = None) -> tuple[Tensor, Tensor, list[int]] | None:
+    """An einsum of two operands as a product of matrices: both of them, and how to permute what it gives.
+
+    The operand at `place` comes first and must be (…, rows, summed) as it is; without one, the output must.
+    """
+    labels = equation.replace(" ", "").replace("->", ",").split(",") if isinstance(equation, str) else []
+    if len(labels) != 3 or len(operands) != 2 or "." in equation or not 3 <= len(labels[2]) <= 4:
         return None
-    one, other, made = labels
-    batch, rows, keys = made[:-2], made[-2], made[-1]
-    summed = set(one) & set(other) - set(made)
-    if len(summed) != 1 or set(one) != {*batch, rows, *summed} or set(other) != {*batch, keys, *summed}:
+    first, out = place or 0, labels[2]
+    one, other, fixed = labels[first], labels[1 - first], out if place is None else labels[first]
+    batch = [label for label in fixed if label in one and label in other and label in out]
+    rows, columns = [x for x in one if x not in other], [x for x in other if x not in one]
+    summed = [x for x in one if x in other and x not in out]
+    made, ends = [*batch, *rows, *columns], columns if place is None else summed
+    if len(rows) != 1 or len(columns) != 1 or len(summed) != 1 or [*batch, *rows, *ends] != list(fixed):
         return None
-    width = next(iter(summed))
-    q = operands[0].permute([one.index(label) for label in (*batch, rows, width)])
-    return _Scores(out, q, operands[1].permute([other.index(label) for label in (*batch, keys, width)]))
-
-
-def _labels(equation: Any) -> tuple[str, str, str] | None:
-    """The labels of both operands and of what comes out, where an equation names all of them."""
-    if not isinstance(equation, str) or "->" not in equation or "." in equation:
-        return None
-    left, _, out = equation.replace(" ", "").partition("->")
-    operands = left.split(",")
-    return (operands[0], operands[1], out) if len(operands) == 2 else None
-
-
-def _contracts(labels: tuple[str, str, str], place: int) -> bool:
-    """Whether the keys of the map at that place are summed over, and every other axis of it stays."""
-    mine, other, out = labels[place], labels[1 - place], labels[2]
-    new = set(other) - set(mine)
-    is_product = set(other) == {*mine[:-2], mine[-1], *new} and set(out) == {*mine[:-1], *new}
-    return is_product and len(new) == 1 and len(mine) <= 4
+    left = operands[first].permute([one.index(label) for label in (*batch, *rows, *summed)])
+    right = operands[1 - first].permute([other.index(label) for label in (*batch, *summed, *columns)])
+    return left, right, [made.index(label) for label in out]

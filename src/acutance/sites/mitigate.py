@@ -18,12 +18,9 @@ from acutance.sites.transformers import note
 
 
 class Handle(sites.Undo):
-    """A mitigation sitting in a model; `remove()`, or leaving a with block, restores the model exactly.
+    """A mitigation in a model; `remove()`, or leaving a with block, restores the model exactly.
 
-    Attributes:
-        spec: what was put in.
-        layers: where.
-        distances: per layer, of mitigations that replace the weights: ‖H − H₀‖/‖H₀‖.
+    `distances` are ‖H − H₀‖/‖H₀‖ per layer, of mitigations that replace the weights.
     """
 
     def __init__(self, spec: str, layers: Sequence[int], undo: Callable[[], None], installed: Sequence[Mitigation]):
@@ -34,11 +31,9 @@ class Handle(sites.Undo):
         self.distances = tuple(part.distance for part in parts if part.distance is not None)
 
     def parameter_groups(self, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
-        """What an optimiser that was made before takes: `optimiser.add_param_group(group)` for each of them.
+        """The mitigation's own parameters for `optimiser.add_param_group`, of an optimiser that was made before.
 
-        Args:
-            lr: the learning rate of the mitigation's own parameters.
-            weight_decay: theirs; they start at the identity, to which none pulls them back by default.
+        They start at the identity. By default no weight decay pulls them elsewhere.
         """
         params = list(self._parameters)
         return [{"params": params, "lr": lr, "weight_decay": weight_decay}] if params else []
@@ -152,8 +147,7 @@ def _refuse_shared(model: nn.Module, found: Sequence[sites.AttentionSite]) -> No
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             holders.setdefault(parameter.untyped_storage()._cdata, []).append(f"{path}.{name}")
     for site in found:
-        projections = site.projections()
-        for projection in (projections.value, projections.output):
+        for projection in site.projections()[2:]:
             weight = projection.module._parameters.get(projection.weight)
             names = [] if weight is None else holders.get(weight.untyped_storage()._cdata, [])
             if len(names) > 1:
@@ -168,11 +162,8 @@ def _wanted(layers: Sequence[int] | None, depth: int) -> list[int]:
         return list(range(1, depth + 1))
     if isinstance(layers, (int, float, str)):
         raise AcutanceError(f"layers are a list of numbers, not {layers!r}: write layers=[{layers}]")
-    odd = [layer for layer in layers if type(layer) is not int]
-    if odd:
-        raise AcutanceError(f"layers are whole numbers from 1 to {depth}, not {odd[0]!r}")
-    if not layers or not set(layers) <= set(range(1, depth + 1)):
-        raise AcutanceError(f"layers {list(layers)}: name at least one of this model's layers, 1 to {depth}")
+    if not layers or not all(type(layer) is int and 1 <= layer <= depth for layer in layers):
+        raise AcutanceError(f"layers {list(layers)}: name at least one layer by whole numbers from 1 to {depth}")
     return sorted(set(layers))
 
 

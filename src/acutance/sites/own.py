@@ -13,7 +13,7 @@ from acutance.mitigations.projection import Projections
 from acutance.models.block import Attention, Block, LayerScale
 from acutance.models.vit import BlockStack
 from acutance.sites.site import AttentionSite, Library, Observer, Undo
-from acutance.sites.structure import Layer, SpecialTokens, modules_of
+from acutance.sites.structure import Layer, SpecialTokens, join, modules_of
 
 
 class BlockSite(AttentionSite):
@@ -53,8 +53,8 @@ class BlockSite(AttentionSite):
         return scale.gamma if isinstance(scale, LayerScale) else None
 
 
-def _stack(model: nn.Module) -> tuple[str, BlockStack] | None:
-    """The stack inside any wrappers; two of them would make layer numbers ambiguous."""
+def _stacks(model: nn.Module) -> list[tuple[str, BlockStack]]:
+    """The stack inside any wrappers, if there is one; two would make layer numbers ambiguous."""
     found = [(name, module) for name, module in modules_of(model).items() if isinstance(module, BlockStack)]
     if len(found) > 1:
         names, kinds = [name for name, _ in found], {type(stack).__name__ for _, stack in found}
@@ -64,22 +64,20 @@ def _stack(model: nn.Module) -> tuple[str, BlockStack] | None:
             f"e.g. part={names[0]!r}",
             names,
         )
-    return found[0] if found else None
+    return found
 
 
 def _layers(model: nn.Module) -> list[Layer]:
-    found = _stack(model)
-    if found is None:
-        return []
-    prefix = f"{found[0]}." if found[0] else ""
-    blocks = found[1].named_blocks()  # which may sit inside wrappers, such as checkpointing's
-    return [Layer(i, f"{prefix}blocks.{path}.attn", block, block.attn) for i, (path, block) in enumerate(blocks, 1)]
+    return [
+        Layer(layer, join(stack, f"blocks.{path}.attn"), block, block.attn)
+        for stack, found in _stacks(model)
+        for layer, (path, block) in enumerate(found.named_blocks(), 1)  # inside wrappers, such as checkpointing's
+    ]
 
 
-def _known(model: nn.Module) -> BlockStack:
-    found = _stack(model)
-    assert found is not None, "asked only after layers were found"
-    return found[1]
+def _special_tokens(model: nn.Module) -> SpecialTokens:
+    ((_, stack),) = _stacks(model)
+    return SpecialTokens(stack.prefix_tokens, stack.suffix_tokens)
 
 
 LIBRARY = Library(
@@ -87,6 +85,6 @@ LIBRARY = Library(
     generality=1,  # after transformers, whose models are asked for most
     layers=_layers,
     site=BlockSite,
-    final_norm=lambda model: _known(model).final_norm,
-    special_tokens=lambda model: SpecialTokens(_known(model).prefix_tokens, _known(model).suffix_tokens),
+    final_norm=lambda model: _stacks(model)[0][1].final_norm,
+    special_tokens=_special_tokens,
 )

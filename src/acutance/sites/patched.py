@@ -34,7 +34,8 @@ class Stack:
         """Lead every layer's attention through its site."""
         if self.hooks:
             return
-        self._refuse_another_stack()
+        for site in self.sites:
+            site.refuse_another_stack()
         try:
             self.hooks.append(self.root.register_forward_pre_hook(self._begin))
             self.hooks.append(self.root.register_forward_hook(self._end, always_call=True))
@@ -58,17 +59,6 @@ class Stack:
             if site.attention.__dict__.get(SITE) is site:
                 site.unroute()
 
-    def _refuse_another_stack(self) -> None:
-        """An attention module has one site at a time: that of a part found by itself has other neighbours."""
-        for site in self.sites:
-            other = site.attention.__dict__.get(SITE)
-            if other is not None:
-                part = site.name.removesuffix(other.name).rstrip(".") or type(other.stack.root).__name__
-                raise AcutanceError(
-                    f"{site.name} is mitigated or observed already as a layer of the part {part!r} by itself: go on "
-                    f"with part={part!r}, or take that out and mitigate the whole, with layers= for some layers only"
-                )
-
     def _begin(self, root: nn.Module, _args: Any) -> None:
         if getattr(root, "_is_replica", False):
             raise AcutanceError("nn.DataParallel runs copies of the model in threads: use DistributedDataParallel")
@@ -76,9 +66,7 @@ class Stack:
 
     def _end(self, _root: nn.Module, _args: Any, output: Any) -> None:
         ended = self.passes.end()
-        if output is None or ended is None:  # None: an error is on its way already
-            return
-        if ended.attended < ended.entered:
+        if output is not None and ended is not None and ended.attended < ended.entered:  # None: an error is on its way
             raise AcutanceError(
                 f"{ended.entered - ended.attended} of {ended.entered} blocks ran and no mitigation or metric saw their "
                 f"attention: {type(self.sites[0].attention).__name__} uses neither scaled_dot_product_attention nor a "
@@ -94,20 +82,25 @@ class PatchedSite(AttentionSite):
         self.layer, self.name, self.block, self.attention, self.stage, self.interface = layer
         self.observer: Observer | None = None
         self._forward: Callable[..., Any] | None = None  # another one's patch of the attention's forward
-        self._finishes_there = False  # whether a hook on W_proj ends the branch
+        self._projection: nn.Module | None = None  # W_proj, where a hook on it ends the branch
+        self._is_hooked = False
         stack.sites.append(self)
         self.number = len(stack.sites)  # in the stack, from 1
 
     def route(self) -> None:
-        """Make the attention run through `attend`, and `finish` after W_proj."""
+        """Make the attention run through `attend`."""
         attention = self.attention
         self._forward = vars(attention).get("forward")
         attention.__dict__[SITE] = self
-        attention.forward = partial(_forward, self)  # a bound method's object Dynamo of torch 2.6 does not trace
-        projection = self.output_projection()
-        self._finishes_there = projection is not None
-        if projection is not None:
-            self.stack.hooks.append(projection.register_forward_hook(self._finish_projection))
+        attention.forward = partial(type(self).forward, self)  # Dynamo of torch 2.6 does not trace a bound method here
+        self._projection = self.output_projection()
+
+    def _hook_projection(self) -> None:
+        """Make `finish` run after W_proj, once somebody changes or observes what comes out of it."""
+        is_asked = self.observer is not None or (self.mitigation is not None and self.mitigation.overrides("features"))
+        if is_asked and self._projection is not None and not self._is_hooked:
+            self.stack.hooks.append(self._projection.register_forward_hook(self._finish_projection))
+            self._is_hooked = True
 
     def unroute(self) -> None:
         """Give the attention its own forward back."""
@@ -115,7 +108,7 @@ class PatchedSite(AttentionSite):
             vars(self.attention).pop(name, None)
         if self._forward is not None:
             self.attention.forward = self._forward
-        self._forward = None
+        self._forward, self._is_hooked = None, False
 
     def output_projection(self) -> nn.Module | None:
         """The module of W_proj, where it is one; None takes what the attention returns for the branch's output."""
@@ -133,6 +126,7 @@ class PatchedSite(AttentionSite):
         if mitigation is not None:
             self.stack.route()
             self.attention.mitigation = mitigation
+            self._hook_projection()
         else:
             del self.attention.mitigation
             self.stack.settle()
@@ -142,6 +136,7 @@ class PatchedSite(AttentionSite):
             raise AcutanceError(f"{self.name} is being observed already: remove the other observer first")
         self.stack.route()
         self.observer = fn
+        self._hook_projection()
         return Undo(self._unobserve)
 
     def _unobserve(self) -> None:
@@ -150,11 +145,10 @@ class PatchedSite(AttentionSite):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the attention's own forward: that one, watched."""
-        x = tokens_in(args, kwargs)
+        x, done = tokens_in(args, kwargs), False
         again = self.stack.passes.recompute_attention(x)
         if again and self.mitigation is not None:
             self.mitigation.enter()
-        done = False
         try:
             output = self._run(x, args, kwargs)
             done = True
@@ -168,17 +162,17 @@ class PatchedSite(AttentionSite):
     def _run(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         now = self.now(x)
         own = self._forward or partial(type(self.attention).forward, self.attention)
-        if not self.is_active:
+        is_active = self.is_active
+        now.is_called = is_active and self.is_called(kwargs)
+        if not is_active:
             now.attended += 1
             return own(*args, **kwargs)
-        self.refuse_arguments(kwargs)
-        now.entering = x
-        if self.is_called():
+        if now.is_called:
             output = own(*args, **kwargs)
         else:
             with Intercept(self.attend, x, self.name):
                 output = own(*args, **kwargs)
-        if self._finishes_there:
+        if self._projection is not None:
             return output
         y = self.finish(tokens_out(output), now)
         return y if isinstance(output, Tensor) else (y, *output[1:])
@@ -188,39 +182,35 @@ class PatchedSite(AttentionSite):
         """Whether anybody wants to know what this attention does; of the first, later layers want the values."""
         return self.mitigation is not None or self.observer is not None or self.number == 1
 
-    def is_called(self) -> bool:
-        """Whether the library itself hands us its attention, so that nobody need look at every operation."""
+    def is_called(self, _arguments: Mapping[str, Any]) -> bool:
+        """Whether the library itself hands us the attention it runs with these, so that nobody need watch it."""
         return False
-
-    def refuse_arguments(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuse what would be silently wrong, as told by the arguments of the attention."""
 
     def now(self, x: Tensor) -> ForwardPass:
         """The forward pass that this attention, given x, is part of."""
         passes = self.stack.passes
-        now = passes.current()
-        if now is None:  # the attention was called by itself
-            now = passes.enter(self.number, x)
+        now = passes.current() or passes.enter(self.number, x)  # where the attention was called by itself
         is_new = self.number > 1 and x is not now.x and not now.again
         if is_new and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             passes.remember(x, now)
+        now.entering = x
         return now
 
     def attend(self, product: Product) -> Tensor:
         """u of this layer, mitigated and observed."""
         now, mitigation = self.stack.passes.current(), self.mitigation
         assert now is not None, "begun as the attention was entered"
-        needs_first = mitigation is not None and "first_values" in mitigation.requires
-        if mitigation is not None and (needs_first or "all_tokens" in mitigation.requires):
-            self._refuse_tokens(mitigation, product.v, now)
-        is_first = self.number == 1
-        v0: Any = None
-        if not is_first:
-            v0 = first_values(now, self.name) if needs_first else MISSING if now.v0 is None else now.v0
+        v0: Any = None if self.number == 1 else MISSING if now.v0 is None else now.v0
+        if mitigation is not None:
+            requires = mitigation.requires
+            if "first_values" in requires or "all_tokens" in requires:
+                self._refuse_tokens(mitigation, product.v, now)
+            if "first_values" in requires and self.number > 1:
+                v0 = first_values(now, self.name)
         known = {"name": self.name, "x": now.entering, "residual": now.x, "previous": now.previous}
         call = AttentionCall(layer=self.layer, v=product.v, first=v0, product=product.own, **known, **product.about)
         u, values = attend(call, mitigation, self.observer)
-        if is_first:
+        if self.number == 1:
             now.v0, now.with_grad = values, torch.is_grad_enabled()
         now.attended += 1
         now.call = now.attention = call
@@ -247,24 +237,36 @@ class PatchedSite(AttentionSite):
 
     def _enter_block(self, _block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.stack.passes.enter(self.number, tokens_in(args, kwargs))
-        if self.mitigation is not None:
-            self.mitigation.enter()
+        mitigation = self.mitigation
+        if mitigation is not None:
+            mitigation.enter()
 
     def _leave_block(self, _block: nn.Module, _args: Any, output: Any) -> Any:
         now, mitigation = self.stack.passes.current(), self.mitigation
-        changes = mitigation is not None and mitigation.overrides("stream") and output is not None
-        if changes and mitigation is not None and now is not None and now.attention is not None:
-            assert now.x is not None, "kept as the block was entered"
-            x = mitigation.stream(now.x, tokens_out(output), now.attention)
+        call = None if now is None or output is None else now.attention
+        if call is not None and mitigation is not None and mitigation.overrides("stream"):
+            assert call.residual is not None, "known as the block was entered"
+            x = mitigation.stream(call.residual, tokens_out(output), call)
             output = x if isinstance(output, Tensor) else (x, *output[1:])
         self._leave()
         return output
 
     def _leave(self) -> None:
-        if self.mitigation is not None:
-            self.mitigation.leave()
+        mitigation = self.mitigation
+        if mitigation is not None:
+            mitigation.leave()
         if not torch.compiler.is_compiling():
             self.stack.passes.leave()
+
+    def refuse_another_stack(self) -> None:
+        """An attention module has one site at a time: that of a part found by itself has other neighbours."""
+        other = self.attention.__dict__.get(SITE)
+        if other is not None:
+            part = self.name.removesuffix(other.name).rstrip(".") or type(other.stack.root).__name__
+            raise AcutanceError(
+                f"{self.name} is mitigated or observed already as a layer of the part {part!r} by itself: go on with "
+                f"part={part!r}, or take that out and mitigate the whole, with layers= for some layers only"
+            )
 
     def refuse_first_values(self) -> str | None:
         """Why v⁰ cannot be used here, if it cannot."""
@@ -314,10 +316,6 @@ class PatchedSite(AttentionSite):
                 f"{v.shape[0]}, perhaps windows, so v⁰ or a mean may be of other tokens: {mitigation.spec} needs a "
                 "Library of its own for this model"
             )
-
-
-def _forward(site: PatchedSite, *args: Any, **kwargs: Any) -> Any:
-    return site.forward(*args, **kwargs)
 
 
 def has_windows(attention: nn.Module) -> bool:

@@ -131,18 +131,18 @@ class AttentionSite(ABC):
         self.refuse(mitigation)
         weights = self.projections()[2:] if mitigation.overrides("parametrise") else None
         self.replace(mitigation)
-        try:
-            if weights is not None:
-                mitigation.parametrise(*weights)
-        except BaseException:
-            self.replace(None)
-            raise
 
         def undo() -> None:
             if weights is not None:
                 mitigation.unparametrise(*weights)
             self.replace(None)
 
+        if weights is not None:
+            try:
+                mitigation.parametrise(*weights)
+            except BaseException:
+                self.replace(None)
+                raise
         return undo
 
     def shape(self, *, pretrained: bool = False) -> LayerShape:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -22,7 +21,6 @@ from acutance.sites.structure import (
     modules_of,
     norm_after,
     places_of,
-    repeated_blocks,
     tokens_by_name,
 )
 
@@ -40,9 +38,7 @@ PARTS = {"qkv", "q_norm", "k_norm", "attn_drop", "norm", "proj", "proj_drop", "m
 class TimmSite(NamedSite):
     """The attention of one block."""
 
-    block: Any
     attention: Any
-
     is_plain = False  # whether its forward is written out below
 
     def route(self) -> None:
@@ -54,8 +50,7 @@ class TimmSite(NamedSite):
         attention = self.attention
         if not (self.is_plain and self.is_active and attention.fused_attn):
             return super()._run(x, args, kwargs)
-        now = self.now(x)
-        now.entering = x
+        self.now(x)
         u = self.attend(self._product(*args, **kwargs))
         y: Tensor = attention.proj(attention.norm(u.transpose(1, 2).reshape(*x.shape[:2], -1)))
         return attention.proj_drop(y)
@@ -68,19 +63,19 @@ class TimmSite(NamedSite):
 
     def between(self) -> str | None:
         """A norm or a gate, which are functions of the tokens; heads that are mixed."""
-        norm, gate = getattr(self.attention, "norm", None), getattr(self.attention, "gate", None)
-        if hasattr(self.attention, "proj_w"):
+        attention = self.attention
+        if hasattr(attention, "proj_w"):
             return "the mixing of heads"  # after which rows do not sum to one
-        has_norm = norm is not None and not isinstance(norm, nn.Identity) and not hasattr(self.attention, "sr")
-        parts = [f"a {type(norm).__name__}"] if has_norm else []
-        parts += [] if gate is None else ["a gate"]
+        norm = None if hasattr(attention, "sr") else getattr(attention, "norm", None)
+        parts = [] if norm is None or isinstance(norm, nn.Identity) else [f"a {type(norm).__name__}"]
+        parts += [] if getattr(attention, "gate", None) is None else ["a gate"]
         return f"{' and '.join(parts)} before W_proj" if parts else None
 
     def projections(self) -> Projections:
         """By their names; BEiT and EVA keep the biases of q and v beside the projection."""
-        joint, beside = getattr(self.attention, "qkv", None), getattr(self.attention, "q_bias", None)
-        adapted = beside is not None and joint is not None and Projection(joint).is_adapted
-        if adapted and not self.attention.qkv_bias_separate:
+        joint = getattr(self.attention, "qkv", None)
+        multiplies = getattr(self.attention, "q_bias", None) is not None and not self.attention.qkv_bias_separate
+        if multiplies and joint is not None and Projection(joint).is_adapted:
             raise NoSitesError(
                 f"{self.name} multiplies by the weight of its qkv itself, so the {type(joint).__name__} around it does "
                 f"nothing there: merge it into the layer, or put it around proj alone. {TOKENS_REMAIN}"
@@ -99,12 +94,9 @@ def _author(attention: nn.Module) -> str:
 
 
 def _layers(model: nn.Module) -> list[Layer]:
-    if "timm" not in sys.modules:
-        return []
     modules = modules_of(model)
     found = [name for name, module in modules.items() if _author(module) in KNOWN]
     if not found:
-        _refuse_unknown(model)
         return []
     if any(type(module).__name__ == "CrossVit" for module in modules.values()):
         raise NoSitesError("the layers of CrossVit run in branches side by side, so they have no one order")
@@ -114,19 +106,6 @@ def _layers(model: nn.Module) -> list[Layer]:
         raise NoSitesError(f"{beside} stands beside others in one layer: mitigations and measures are not made for it")
     stages = {name: place.stage for name, place in places_of(model, found).items()}
     return [Layer(layer, name, blocks[name], modules[name], stages[name]) for layer, name in enumerate(found, 1)]
-
-
-def _refuse_unknown(model: nn.Module) -> None:
-    """Name what a model of timm is made of, if none of it is known here."""
-    if not any(cls.__module__.startswith("timm.") for cls in type(model).__mro__):
-        return
-    attentions = {type(module) for module in model.modules() if "Att" in type(module).__name__}
-    parts = attentions or {type(block) for _, block in repeated_blocks(model)}
-    names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in parts))
-    raise NoSitesError(
-        f"the attention of {type(model).__name__} is not known, if it has any ({names or 'no repeated blocks'}); of "
-        f"timm these are known: {', '.join(sorted(KNOWN))}. {TOKENS_REMAIN}"
-    )
 
 
 def _special_tokens(model: nn.Module) -> SpecialTokens:

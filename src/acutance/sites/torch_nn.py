@@ -17,7 +17,7 @@ from acutance.errors import AcutanceError, NoSitesError
 from acutance.mitigations.projection import Projection, Projections
 from acutance.sites import find
 from acutance.sites.discovery import is_norm
-from acutance.sites.intercept import Product
+from acutance.sites.intercept import Map, Product, Scores, sdpa_product, written_product
 from acutance.sites.named import NamedSite, Sizes
 from acutance.sites.site import TOKENS_REMAIN, Library
 from acutance.sites.structure import (
@@ -41,17 +41,18 @@ class MultiheadSite(NamedSite):
     """One `nn.MultiheadAttention`, used as self-attention."""
 
     attention: nn.MultiheadAttention
-    _encoders: Sequence[Any] = ()
+    _encoders: Sequence[Any] = ()  # that would turn padded batches into nested tensors
 
     @cached_property
     def _found(self) -> tuple[Projections, Sizes]:
         """Thirds of a joint weight, or three of their own; their biases are joint either way."""
-        mha, dim = self.attention, self.attention.embed_dim
-        names = ["in_proj_weight"] * 3 if mha._qkv_same_embed_dim else [f"{letter}_proj_weight" for letter in "qkv"]
-        rows = [slice(place * dim, (place + 1) * dim) for place in range(3)]
+        mha, dim, joint = self.attention, self.attention.embed_dim, self.attention._qkv_same_embed_dim
+        thirds = {letter: slice(place * dim, (place + 1) * dim) for place, letter in enumerate("qkv")}
         q, k, v = (
-            Projection(mha, one if mha._qkv_same_embed_dim else None, name, bias="in_proj_bias", bias_rows=one)
-            for name, one in zip(names, rows, strict=True)
+            Projection(mha, rows, "in_proj_weight", bias="in_proj_bias")
+            if joint
+            else Projection(mha, None, f"{letter}_proj_weight", bias="in_proj_bias", bias_rows=rows)
+            for letter, rows in thirds.items()
         )
         return Projections(q, k, v, Projection(mha.out_proj)), Sizes(mha.num_heads, mha.num_heads, mha.head_dim, dim)
 
@@ -99,7 +100,6 @@ class MultiheadSite(NamedSite):
                 f"square. {TOKENS_REMAIN}"
             )
         super().route()
-        # An encoder would turn padded batches into nested tensors.
         self._encoders = [m for m in self.stack.root.modules() if getattr(m, "use_nested_tensor", False)]
         for encoder in self._encoders:
             encoder.use_nested_tensor = False
@@ -138,34 +138,22 @@ class MultiheadSite(NamedSite):
         is_batched = F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, mha.num_heads)
         projected = _project(mha, query, key, value)
         tokens, batch, dim = projected[0].shape
-        by_head = (batch, mha.num_heads, tokens, mha.head_dim)
         q, k, v = (x.view(tokens, batch, mha.num_heads, -1).permute(1, 2, 0, 3) for x in projected)
         causal = is_causal and key_padding_mask is None and not need_weights  # the hint is taken only then
         mask = None if causal else _mask(key_padding_mask, attn_mask, q)
         dropout = mha.dropout if mha.training else 0.0
-        weights = _weights(q, k, mask, dropout) if need_weights else None
-
-        def own(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
-            asked, keys = q if other_q is None else other_q, k if other_k is None else other_k
-            given = mask if bias is None else bias if mask is None else mask + bias
-            if weights is not None:
-                changed = other_q is not None or other_k is not None or bias is not None
-                A = _weights(asked, keys, given, dropout) if changed else weights
-                return torch.bmm(A, values.flatten(0, 1)).view(by_head)
-            if bias is not None and causal:
-                raise AcutanceError(f"{self.name}: a bias on the logits beside is_causal: pass the mask without it")
-            u: Tensor = F.scaled_dot_product_attention(asked, keys, values, given, dropout, causal)
-            return u
-
-        about = {"q": q, "k": k, "mask": mask, "causal": causal, "dropout": 0.0 if need_weights else dropout}
+        if need_weights:
+            product = _written(q, k, v, mask, dropout)
+        else:
+            product = sdpa_product(query, q, k, v, mask, dropout, causal)
         now.entering = query if mha.batch_first or query.ndim == 2 else query.transpose(0, 1)
-        u = self.attend(Product(v, own, lambda u: u, about))
+        u = self.attend(product)
         merged = u.permute(2, 0, 1, 3).reshape(tokens * batch, dim)
         y = F.linear(merged, mha.out_proj.weight, mha.out_proj.bias).view(tokens, batch, dim)
         y = self.finish(y.transpose(0, 1), now)
-        if weights is not None:
-            weights = weights.view(batch, mha.num_heads, tokens, tokens)
-            weights = weights.mean(dim=1) if average_attn_weights else weights
+        weights: Tensor | None = product.about.get("weights")
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
         if not is_batched:
             return y.squeeze(0), None if weights is None else weights.squeeze(0)
         return y if mha.batch_first else y.transpose(0, 1), weights
@@ -190,14 +178,14 @@ def _is_same(query: Tensor, key: Tensor) -> bool:
 
 
 def _project(mha: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
-    """Queries, keys and values as (tokens, batch, dim). What is one tensor stays one: torch looks at that."""
-
-    def turned(x: Tensor) -> Tensor:
-        return x.unsqueeze(1) if x.ndim == 2 else x.transpose(0, 1) if mha.batch_first else x
-
-    q = turned(query)
-    k = q if key is query else turned(key)
-    v = k if value is key else turned(value)
+    """Queries, keys and values as (tokens, batch, dim). In a batch, one tensor stays one: torch looks at that."""
+    q, k, v = query, key, value
+    if query.ndim == 2:
+        q, k, v = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+    elif mha.batch_first:
+        q = query.transpose(0, 1)
+        k = q if key is query else key.transpose(0, 1)
+        v = k if value is key else value.transpose(0, 1)
     joint = mha.in_proj_weight  # asked for once: a mitigation may make it
     projected: Sequence[Tensor]
     if joint is not None:
@@ -221,38 +209,41 @@ def _mask(padding: Tensor | None, mask: Tensor | None, q: Tensor) -> Tensor | No
 
 
 def _added(name: str, mask: Tensor | None, other: Tensor | None, q: Tensor) -> Any:
-    other_type = None if other is None else other.dtype
-    names = {"mask_name": name, "other_name": "attn_mask"}
-    return F._canonical_mask(mask=mask, other_type=other_type, target_type=q.dtype, **names)
+    return F._canonical_mask(mask, name, None if other is None else other.dtype, "attn_mask", q.dtype)
 
 
-def _weights(q: Tensor, k: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    """A as torch makes it where it is asked for, (batch · heads, queries, keys)."""
-    scaled = q.flatten(0, 1) * math.sqrt(1.0 / q.shape[-1])
-    keys = k.flatten(0, 1).transpose(-2, -1)
+def _written(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Product:
+    """The product as torch computes it where the weights are asked for."""
+    scale = math.sqrt(1.0 / q.shape[-1])
+    scaled, keys = q.flatten(0, 1) * scale, k.flatten(0, 1).transpose(-2, -1)
     if mask is None:
         logits = torch.bmm(scaled, keys)
     else:
         logits = torch.baddbmm(mask.expand(*q.shape[:2], -1, -1).flatten(0, 1), scaled, keys)
+    logits = logits.view(*q.shape[:2], *logits.shape[1:])
     weights = logits.softmax(dim=-1)
-    return F.dropout(weights, dropout) if dropout > 0.0 else weights
+    weights = F.dropout(weights, dropout) if dropout > 0.0 else weights
+    return written_product(
+        v, Map(weights, logits, dropout=dropout, scores=Scores(logits, q, k, scale, mask=mask)), torch.matmul, v
+    )
 
 
 def _layers(model: nn.Module) -> list[Layer]:
     found = {name: m for name, m in modules_of(model).items() if isinstance(m, nn.MultiheadAttention)}
     if not found:
         return []
-    places = _self_attentions(_in_stacks(model, {name: _place(model, name) for name in found}), found)
+    # Outside of any list of blocks the attention's parent is the block.
+    places = {name: place_of(model, name) or Place(name.rpartition(".")[0], stage="", stack="") for name in found}
+    places = _self_attentions(_in_stacks(model, places), found)
     refuse_several_stacks(model, places.values())
+    blocks = [unwrapped(model.get_submodule(place.block)) for place in places.values()]
+    if isinstance(blocks[0], nn.ModuleList):
+        where = next(iter(places.values())).block
+        raise AcutanceError(f"the block {where} is a list of modules without a forward: make it a module that has one")
     return [
-        Layer(layer, name, _block(model, place.block), found[name], place.stage)
-        for layer, (name, place) in enumerate(places.items(), 1)
+        Layer(layer, name, block, found[name], place.stage)
+        for layer, (block, (name, place)) in enumerate(zip(blocks, places.items(), strict=True), 1)
     ]
-
-
-def _place(model: nn.Module, name: str) -> Place:
-    """Where the attention stands; outside of any list of blocks its parent is the block."""
-    return place_of(model, name) or Place(block=name.rpartition(".")[0], stage="", stack="")
 
 
 def _in_stacks(model: nn.Module, places: Mapping[str, Place]) -> dict[str, Place]:
@@ -284,14 +275,6 @@ def _self_attentions(places: Mapping[str, Place], found: Mapping[str, nn.Multihe
             )
         chosen[own[0]] = places[own[0]]
     return chosen
-
-
-def _block(model: nn.Module, path: str) -> nn.Module:
-    """The block itself, inside what checkpointing, compiling or sharding wraps around it."""
-    block = unwrapped(model.get_submodule(path))
-    if isinstance(block, nn.ModuleList):
-        raise AcutanceError(f"the block {path} is a list of modules without a forward: make it a module that has one")
-    return block
 
 
 def _final_norm(model: nn.Module) -> nn.Module:

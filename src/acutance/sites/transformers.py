@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.sites import record
-from acutance.sites.intercept import SINKS, Product, with_bias
+from acutance.sites.intercept import SINKS, Product, causal_mask, with_bias
 from acutance.sites.named import NamedSite
 from acutance.sites.patched import SITE
 from acutance.sites.site import TOKENS_REMAIN, Library
@@ -42,37 +42,30 @@ class HuggingFaceSite(NamedSite):
 
     def route(self) -> None:
         """Through the attention interface, or intercepted, where the model's function lets anybody look."""
-        self._refuse_implementation()
+        self._implementation()
         if self.interface:
             take_over_sdpa()
         super().route()
 
-    def is_called(self) -> bool:
+    def is_called(self, arguments: Mapping[str, Any]) -> bool:
         """By the attention interface, unless the model was told to write its softmax out."""
-        return self.interface and self._implementation() == "sdpa"
-
-    def _implementation(self) -> str | None:
-        implementation: str | None = getattr(getattr(self.attention, "config", None), "_attn_implementation", None)
-        return implementation
-
-    def _refuse_implementation(self) -> None:
-        """Asked at every call, since the model may be told another one."""
-        implementation = self._implementation()
-        if implementation not in (None, "sdpa", "eager"):
-            raise AcutanceError(
-                f"the model runs its attention by {implementation!r}, where nobody can look: call "
-                "model.set_attn_implementation('sdpa') first"
-            )
-
-    def refuse_arguments(self, kwargs: Mapping[str, Any]) -> None:
-        """In a static cache the last rows are not the newest tokens."""
-        self._refuse_implementation()
-        past = kwargs.get("past_key_values", kwargs.get("layer_past"))
+        past = arguments.get("past_key_values", arguments.get("layer_past"))
         if self.mitigation is not None and getattr(past, "is_compileable", False):
             raise AcutanceError(
                 f"{self.name}: a {type(past).__name__} keeps empty rows behind the newest token, which v⁰ − v cannot "
                 "be matched to: generate with the default dynamic cache"
             )
+        return self._implementation() == "sdpa" and self.interface
+
+    def _implementation(self) -> str | None:
+        """Asked for at every call, since the model may be told another one."""
+        implementation: str | None = getattr(getattr(self.attention, "config", None), "_attn_implementation", None)
+        if implementation not in (None, "sdpa", "eager"):
+            raise AcutanceError(
+                f"the model runs its attention by {implementation!r}, where nobody can look: call "
+                "model.set_attn_implementation('sdpa') first"
+            )
+        return implementation
 
 
 @cache
@@ -87,7 +80,8 @@ def take_over_sdpa() -> None:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         site = module.__dict__.get(SITE)
-        if site is None or not site.is_active or not site.is_called():
+        now = None if site is None else site.stack.passes.current()
+        if site is None or now is None or not now.is_called:
             answer: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **options)
             return answer
         u = site.attend(_product(own, module, query, key, value, attention_mask, options))
@@ -106,7 +100,7 @@ def _product(
     options: dict[str, Any],
 ) -> Product:
     def attention(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
-        given = mask if bias is None else bias if mask is None else with_bias(mask, bias)
+        given = mask if bias is None else with_bias(causal_mask(q, k) if about["causal"] else mask, bias)
         asked, keys = q if other_q is None else other_q, k if other_k is None else other_k
         out: Tensor = own(module, asked, keys, values, given, **options)[0]
         return out.transpose(1, 2)
@@ -119,7 +113,7 @@ def _product(
     about: dict[str, Any] = {
         "q": q,
         "k": k,
-        "mask": mask if position is None else position if mask is None else with_bias(mask, position),
+        "mask": mask if position is None else with_bias(mask, position),
         # Causal by itself where no mask says it.
         "causal": bool(causal) and mask is None and q.shape[2] > 1,
         "scale": options.get("scaling"),
@@ -150,15 +144,9 @@ def _attends(module: nn.Module) -> bool:
 
 @cached
 def _layers(model: nn.Module) -> list[Layer]:
-    found = _attentions(model) if "transformers" in sys.modules else {}
+    found = _attentions(model)
     if not found:
-        pretrained = next(filter(is_pretrained, modules_of(model).values()), None)
-        if pretrained is None:
-            return []
-        raise NoSitesError(
-            f"no attention found in {type(pretrained).__name__}, so there is none to mitigate or to measure. "
-            f"{TOKENS_REMAIN}"
-        )
+        return []
     places = places_of(model, found)
     blocks = [place.block for place in places.values()]
     if any(place.block == name for name, place in places.items()):
@@ -177,12 +165,6 @@ def _layers(model: nn.Module) -> list[Layer]:
     ]
 
 
-def _is_watched(model: nn.Module) -> bool:
-    """Models from before transformers' attention interface, whose blocks may pass something else on than tokens."""
-    supported = [getattr(module, "_supports_sdpa", None) for module in modules_of(model).values()]
-    return False in supported
-
-
 def _special_tokens(model: nn.Module) -> SpecialTokens:
     """Those of the embeddings: pooling heads have such parameters too, which are no tokens. Text has none."""
     return tokens_by_name((path, p) for path, p in model.named_parameters() if "embeddings" in path.split("."))
@@ -199,29 +181,29 @@ def note(model: nn.Module) -> Callable[[], None]:
 
     By class, with paths from there: a part that was mitigated by itself does not know the model around it.
     """
-    found = {path: module for path, module in model.named_modules() if hasattr(_config(module), "model_type")}
-    kinds = {type(module).__name__ for module in found.values()}
-    carried, before = record(model) if found else {}, {}
-    for path, module in found.items():  # outer ones first, which may share their configuration with inner ones
-        config, prefix = _config(module), f"{path}." if path else ""
-        if id(config) in before:
-            continue
-        before[id(config)] = (config, vars(config).get(NOTE, {}))
-        own = {name.removeprefix(prefix): spec for name, spec in carried.items() if name.startswith(prefix)}
-        others = {kind: specs for kind, specs in vars(config).get(NOTE, {}).items() if kind not in kinds}
-        _write(config, others | ({type(module).__name__: own} if own else {}))
+    configured = [(path, m, vars(m)["config"]) for path, m in model.named_modules() if "config" in vars(m)]
+    found = [(path, module, config) for path, module, config in configured if hasattr(config, "model_type")]
+    kinds = {type(module).__name__ for _, module, _ in found}
+    carried = record(model) if found else {}
+    before: dict[int, tuple[Any, dict[str, dict[str, str]]]] = {}
+
+    def write(config: Any, notes: dict[str, dict[str, str]]) -> None:
+        vars(config).pop(NOTE, None)
+        if notes:
+            setattr(config, NOTE, notes)
 
     def undo() -> None:
         for config, notes in before.values():
-            _write(config, notes)
+            write(config, notes)
 
+    for path, module, config in found:  # outer ones first, which may share their configuration with inner ones
+        if id(config) not in before:
+            notes, prefix = vars(config).get(NOTE, {}), f"{path}." if path else ""
+            before[id(config)] = (config, notes)
+            own = {name.removeprefix(prefix): spec for name, spec in carried.items() if name.startswith(prefix)}
+            others = {kind: specs for kind, specs in notes.items() if kind not in kinds}
+            write(config, others | ({type(module).__name__: own} if own else {}))
     return undo
-
-
-def _write(config: Any, notes: dict[str, dict[str, str]]) -> None:
-    vars(config).pop(NOTE, None)
-    if notes:
-        setattr(config, NOTE, notes)
 
 
 def notes_of(config: Any) -> dict[str, dict[str, str]]:
@@ -230,22 +212,16 @@ def notes_of(config: Any) -> dict[str, dict[str, str]]:
     return {kind: specs for notes in (*inside, vars(config).get(NOTE, {})) for kind, specs in notes.items()}
 
 
-def _config(module: nn.Module) -> Any:
-    return vars(module).get("config")
-
-
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
     """With a cache a model takes packed documents for one, and keeps keys and values nobody asks for."""
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    kept = [(config, config.use_cache) for config in found if hasattr(config, "use_cache")]
-    try:
-        for config, _ in kept:
-            config.use_cache = False
+    with ExitStack() as stack:
+        for config in found:
+            if hasattr(config, "use_cache"):  # shared ones come several times
+                stack.callback(setattr, config, "use_cache", config.use_cache)
+                config.use_cache = False
         yield
-    finally:
-        for config, use_cache in kept:  # shared ones come several times, each time with what they had
-            config.use_cache = use_cache
 
 
 LIBRARY = Library(
@@ -255,5 +231,6 @@ LIBRARY = Library(
     final_norm=lambda model: norm_after(model, list(_attentions(model).values())[-1]),
     special_tokens=_special_tokens,
     reading=_without_cache,
-    is_watched=_is_watched,
+    # Models from before the attention interface, whose blocks may pass something else on than tokens.
+    is_watched=lambda model: any(getattr(m, "_supports_sdpa", None) is False for m in modules_of(model).values()),
 )
