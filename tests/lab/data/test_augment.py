@@ -7,8 +7,20 @@ from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from acutance.errors import AcutanceError, ShapeError
-from acutance.lab.data.augment import DEIT, DEIT_SMALL_IMAGES, Augment, AugmentConfig, flip, random_crop
-from acutance.lab.data.mixing import erase_boxes, mix, mix_plan, normal_noise, random_erasing, soft_targets
+from acutance.lab.data.augment import (
+    DEIT,
+    DEIT_SMALL_IMAGES,
+    Augment,
+    AugmentConfig,
+    erase_boxes,
+    flip,
+    mix,
+    mix_plan,
+    normal_noise,
+    random_crop,
+    random_erasing,
+    soft_targets,
+)
 from acutance.lab.data.seeds import generator
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)

@@ -9,7 +9,7 @@ from tiny_data_sets import random_bytes, refused, write_cifar10, write_cifar100,
 
 from acutance.errors import AcutanceError, ShapeError
 from acutance.lab.data import IMAGE_SETS, Images, digits, load_images
-from acutance.lab.data.pickles import load_plain
+from acutance.lab.data.images import load_plain
 
 WRITERS = {"cifar10": write_cifar10, "cifar100": write_cifar100, "fashion_mnist": write_fashion_mnist}
 each_protocol = pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))

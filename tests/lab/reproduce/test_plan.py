@@ -18,7 +18,7 @@ from acutance.lab.reproduce import TARGETS
 from acutance.lab.reproduce import plan as plan_room
 from acutance.lab.reproduce import run as run_room
 from acutance.lab.train import Run, override
-from acutance.lab.train.diverged import DivergedError
+from acutance.lab.train.log import DivergedError
 from forked import run_beside
 
 HOLD = """

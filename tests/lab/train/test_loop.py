@@ -19,8 +19,7 @@ from acutance.lab.data.seeds import mixed_seed
 from acutance.lab.tasks import BatchSlice, Task
 from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train import DivergedError, Run, checkpointer, log
-from acutance.lab.train.diverged import locate
-from acutance.lab.train.log import NO_SDPA, Bar, Log, attention_backend, read_log
+from acutance.lab.train.log import NO_SDPA, Bar, Log, attention_backend, locate, read_log
 from acutance.measure.monitor import History
 
 LINE = r"^step \d+ of 16  epoch \d\.\d\d  loss \d\.\d{4}  [\d,]+ images/s  \d:\d\d:\d\d left$"

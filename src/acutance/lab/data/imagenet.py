@@ -28,8 +28,7 @@ from acutance.errors import AcutanceError
 from acutance.files.atomic import atomic_write, read_json
 from acutance.io.inputs import pillow
 from acutance.lab.data.seeds import epoch_order
-from acutance.lab.data.source import Bytes, Source, channels_first
-from acutance.lab.data.subsets import SplitName, held_out
+from acutance.lab.data.source import Bytes, Source, SplitName, channels_first, held_out
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -23,7 +23,7 @@ from acutance.lab.reproduce.target import Training
 from acutance.lab.tasks.base import STARTS
 from acutance.lab.tasks.imagenet import load_imagenet
 from acutance.lab.train.config import Config, incidental_fields, override
-from acutance.lab.train.diverged import DivergedError
+from acutance.lab.train.log import DivergedError
 from acutance.lab.train.run import Run, changes
 from acutance.lab.train.start import train
 
