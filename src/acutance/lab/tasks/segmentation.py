@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from acutance.distributed import gather
+from acutance.lab.data.augment import normalise
+from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD
 from acutance.lab.data.seeds import epoch_order
 from acutance.lab.data.segmentation import IGNORED, SegmentationCrops, SegmentationSet, load_segmentation
 from acutance.lab.data.stream import training_batches
@@ -19,8 +21,6 @@ from acutance.lab.tasks.base import BatchSlice, Task, epoch_steps, incidental, l
 from acutance.lab.tasks.windows import LONGEST, MULTI, SINGLE, View, WindowConfig, confusion, scores, segmented
 from acutance.models import SegmenterConfig
 from acutance.models.segmenter import Segmenter
-
-MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's, of 255, as DeiT's weights expect
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,6 @@ class SegmentationTask(Task[SegmentationConfig]):
 
 
 def normalised(images: Tensor) -> Tensor:
-    """(…, 3, height, width) in 0 … 255 as the pretrained encoders expect it."""
-    mean, std = (torch.tensor(values, device=images.device)[:, None, None] for values in (MEAN, STD))
-    return (images.float() - mean) / std
+    """(…, 3, height, width) in 0 … 255 as encoders pretrained on ImageNet expect it."""
+    mean, std = (torch.tensor(values, device=images.device) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    return normalise(images.float(), mean, std)
