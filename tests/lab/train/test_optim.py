@@ -11,14 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from acutance.errors import AcutanceError
 from acutance.lab.train import OptimConfig, ScheduleConfig, optim
-from acutance.lab.train.optim import (
-    Ema,
-    build_optimiser,
-    learning_rate,
-    orthogonal,
-    parameter_groups,
-    set_learning_rate,
-)
+from acutance.lab.train.optim import Ema, build_optimiser, learning_rate, orthogonal
 from acutance.models import ViT
 
 PER_EPOCH, TOTAL = 10, 100
@@ -60,7 +53,7 @@ def outer():
 
 def test_matrices_are_decayed_and_what_parts_name_is_not(outer):
     names = {parameter: name for name, parameter in outer.named_parameters()}
-    decayed, spared = ({names[p] for p in group["params"]} for group in parameter_groups(outer, 0.3))
+    decayed, spared = ({names[p] for p in group["params"]} for group in optim.parameter_groups(outer, 0.3))
     assert decayed | spared == set(names.values())
     assert not decayed & spared
     assert {"head.weight", "encoder.blocks.0.mlp.fc1.weight", "encoder.patch_embed.proj.weight"} <= decayed
@@ -102,7 +95,7 @@ def test_the_rate_is_set_for_all_groups_on_the_device_by_one_fill(rate, count):
     optimiser = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(2))]} for _ in range(3)], lr=rate)
     optimiser.load_state_dict(optimiser.state_dict())  # as a restored one
     with Fills() as fills:
-        set_learning_rate(optimiser, 0.5)
+        optim.set_learning_rate(optimiser, 0.5)
     assert [float(group["lr"]) for group in optimiser.param_groups] == [0.5] * 3
     assert fills.count == count
 

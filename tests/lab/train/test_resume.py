@@ -90,7 +90,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_leads_to_the_same_
     assert_same_bits(bits(tmp_path / "cut"), bits(whole))
 
 
-def test_with_no_whole_checkpoint_left_it_says_so(tmp_path):
+def test_with_no_whole_checkpoint_left_it_says_so_and_with_none_at_all_it_starts_over(whole, tmp_path):
     die_in(6, tiny(), tmp_path / "cut")
     for manifest in tmp_path.glob("cut/checkpoints/*/checkpoint.json"):
         manifest.unlink()
@@ -98,11 +98,15 @@ def test_with_no_whole_checkpoint_left_it_says_so(tmp_path):
         with pytest.raises(AcutanceError, match="none of the checkpoints"):
             fit(tiny(), tmp_path / "cut", resume=True)
     assert len(list(tmp_path.glob("cut/checkpoints/step-*"))) == 2
+    shutil.rmtree(tmp_path / "cut/checkpoints")
+    _, printed = fit(tiny(), tmp_path / "cut", resume=True)
+    assert "checkpoints holds no checkpoint: starting over from step 0" in printed
+    assert_same_bits(bits(tmp_path / "cut"), bits(whole))
 
 
-def test_a_folder_in_use_is_refused_unless_resumed(run, tmp_path):
+def test_a_folder_in_use_is_refused_unless_resumed(whole, tmp_path):
     with pytest.raises(AcutanceError, match="holds a run already: --resume"):
-        fit(tiny(), run)
+        fit(tiny(), whole)
     with pytest.raises(AcutanceError, match="is no run"):
         fit(tiny(), tmp_path / "elsewhere", resume=True)
 
@@ -235,14 +239,6 @@ def test_a_finished_run_without_checkpoints_is_not_trained_again(run):
     assert fit(tiny(), run, resume=True)[0]["step"] == 16  # nothing was wanted
     (run / "result.json").unlink()  # as of one that was being made longer
     assert_refused(run, message)
-
-
-def test_a_run_that_was_cut_and_has_no_checkpoint_starts_over_and_says_so(tmp_path, whole):
-    die_in(7, tiny(), tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut/checkpoints")
-    _, printed = fit(tiny(), tmp_path / "cut", resume=True)
-    assert "checkpoints holds no checkpoint: starting over from step 0" in printed
-    assert_same_bits(bits(tmp_path / "cut"), bits(whole))
 
 
 def test_initial_weights_may_move_but_not_be_others(run, tmp_path):
