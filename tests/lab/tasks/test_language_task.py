@@ -10,12 +10,7 @@ from torch import nn
 import acutance as ac
 from acutance.errors import AcutanceError
 from acutance.lab.tasks import BatchSlice
-from acutance.lab.tasks.language import (
-    LanguageTask,
-    LanguageTaskConfig,
-    sliding_loss,
-    sliding_loss_one_by_one,
-)
+from acutance.lab.tasks.language import LanguageTask, LanguageTaskConfig, sliding_loss, sliding_loss_one_by_one
 from tiny_tasks import CUTOFFS, LANGUAGE, language
 
 BOTH = pytest.mark.parametrize("loss", [sliding_loss, sliding_loss_one_by_one])

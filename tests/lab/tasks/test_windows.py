@@ -9,18 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from acutance.errors import AcutanceError
-from acutance.lab.tasks.windows import (
-    MULTI,
-    SINGLE,
-    WindowConfig,
-    confusion,
-    corners,
-    forward_passes,
-    probabilities,
-    scores,
-    segmented,
-    view_sizes,
-)
+from acutance.lab.tasks import windows
+from acutance.lab.tasks.windows import MULTI, SINGLE, WindowConfig, confusion, probabilities, scores, segmented
 
 WINDOWS = WindowConfig(short_side=16, size=12, stride=9, at_once=2)
 
@@ -81,7 +71,7 @@ def image(height, width, seed=1):
 def test_equals_the_plain_windows(size, views, scales, flips):
     score, picture = Score(), image(*size)
     found = probabilities(score, picture, views, WINDOWS).detach()
-    assert score.calls == forward_passes(size, views, WINDOWS)
+    assert score.calls == windows.forward_passes(size, views, WINDOWS)
     expected = plain_probabilities(score, picture, scales, flips, short=16, window=12, stride=9)
     assert found.shape == (4, *size)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
@@ -89,7 +79,7 @@ def test_equals_the_plain_windows(size, views, scales, flips):
 
 @pytest.mark.parametrize(("extent", "expected"), [(512, [0]), (513, [0, 1]), (992, [0, 480]), (1000, [0, 480, 488])])
 def test_windows_cover_the_image_and_end_with_it(extent, expected):
-    assert corners(extent, WindowConfig()) == expected
+    assert windows.corners(extent, WindowConfig()) == expected
 
 
 def test_a_flipped_image_has_the_flipped_answer_under_all_views():
@@ -146,4 +136,4 @@ def test_windows_that_leave_pixels_out_are_refused(options):
 @pytest.mark.parametrize(("short", "size"), [(49, 64), (276, 352)])
 def test_a_square_that_grows_to_a_window_is_a_whole_window(short, size):
     config = WindowConfig(short_side=short, size=size, stride=size)
-    assert view_sizes((short, short), 1.0, config)[1] == (size, size)
+    assert windows.view_sizes((short, short), 1.0, config)[1] == (size, size)
