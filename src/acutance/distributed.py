@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import islice
 from typing import Any, TypeVar, cast
 
@@ -74,20 +75,31 @@ def raise_on_all_ranks(function: Callable[[], T], gather: Callable[[Any], Sequen
     return value
 
 
+@cache
+def _torchrun_store() -> tuple[Any, int, int]:
+    """Torchrun's store, rank and world size.
+
+    The store is kept. It may live in rank 0, and the process group meets at the same port: a rank that found the old
+    store there would lose its connection when rank 0 closes it.
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    return next(rendezvous("env://"))  # type: ignore[no-any-return]
+
+
 def gather_by_torchrun(own: str | None) -> list[str | None]:
     """Like `gather`, before there is a process group: through torchrun's store."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not dist.is_torchelastic_launched():
         return [own]
     from torch._C._distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
 
-    store, rank, size = next(rendezvous("env://"))
+    store, rank, size = _torchrun_store()
     store = PrefixStore("acutance", store)
     store.set(str(rank), json.dumps(own))
     parts = [json.loads(store.get(str(other))) for other in range(size)]
     if store.add("readers", 1) == size:
         store.set("all have read", "")
-    if rank == 0:  # the store lives in this process
+    if rank == 0:  # the store may live in this process, and a refused run ends it
         store.wait(["all have read"])
     return parts
 

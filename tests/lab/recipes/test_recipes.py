@@ -26,6 +26,7 @@ PUBLISHED = {
     "wikitext103": """task.length=256 task.test_stride=1 optim.name=adam optim.lr=2.5e-4 optim.clip=0.25
         schedule.final=0.0 schedule.warmup_inside=true loop.batch_size=96""",
     "ade20k": """task.model.image_size=512 task.model.drop_path=0.1 task.model.decoder_depth=2 optim.name=sgd
+        task.model.dim=192 task.model.depth=12 task.windows.short_side=512 task.windows.size=512
         task.model.decoder_dropout=0.1 task.windows.stride=480 optim.lr=1e-3 optim.momentum=0.9 optim.weight_decay=0.0
         schedule.name=poly schedule.power=0.9 schedule.final=1e-5 loop.epochs=64 loop.batch_size=8""",
 }

@@ -16,7 +16,7 @@ from acutance.lab import recipes
 from acutance.lab.reproduce import TARGETS
 from acutance.lab.reproduce import run as run_room
 from acutance.lab.train import Run, override
-from acutance.lab.train.diverged import DivergedError
+from acutance.lab.train.log import DivergedError
 from forked import run_beside
 
 FAMILIES = ("deit-tiny-symmetric", "ade20k-symmetric", "deit-tiny-symmetric-neutreno", "ade20k-symmetric-neutreno")

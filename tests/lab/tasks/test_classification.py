@@ -27,8 +27,7 @@ def batch(made, step=0, part=None, size=16):
     return next(made.batches(size, step, part or BatchSlice()))
 
 
-@pytest.mark.parametrize("repeats", [1, 3])
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(("repeats", "count"), [(1, 2), (3, 4)])
 def test_slices_put_together_are_the_global_batch(count, repeats):
     made = task(augment=AUGMENT, repeats=repeats)
     whole = batch(made, step=5)

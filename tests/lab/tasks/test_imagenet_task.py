@@ -1,8 +1,5 @@
 """ImageNet's task on a tree of folders: batches by (seed, step) alone, scores against a plain count."""
 
-import io
-import shutil
-import tarfile
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -65,15 +62,11 @@ def test_an_epoch_has_the_training_images_without_the_slice(config):
 
 def test_scores_are_a_plain_count(config):
     made = task(config)
-    torch.manual_seed(0)
     model = made.build_model().eval()
-    images = made.inputs("test", range(made.size("test")))
     labels = torch.arange(standins.CLASSES).repeat_interleave(5)
     with torch.no_grad():
-        scores = model(images)
-    found = made.evaluate(model, split="test")
-    assert found["top1"] == pytest.approx(100 * float((scores.argmax(-1) == labels).double().mean()))
-    assert found["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(scores, labels)), rel=1e-5)
+        right = model(made.inputs("test", range(made.size("test")))).argmax(-1) == labels
+    assert made.evaluate(model, split="test")["top1"] == pytest.approx(100 * float(right.double().mean()))
     assert made.probe().shape[0] == made.size("val")
     beside = task(replace(config, data_dir=str(Path(config.data_dir).parent)))  # where other data sets are, too
     assert beside.size("test") == made.size("test")
@@ -111,22 +104,3 @@ def test_two_processes_share_an_evaluation_exactly(config, monkeypatch):
 def test_mistakes_are_said_before_training(config, changes, message):
     with pytest.raises(AcutanceError, match=message):
         task(replace(config, **changes))
-
-
-def test_val_without_a_class_or_with_one_too_many_is_no_test(config, folder, tmp_path):
-    """Its labels would be others than those of training, and every score wrong."""
-    data = shutil.copytree(folder, tmp_path / "imagenet")
-    made = task(replace(config, data_dir=str(data)))
-    shutil.rmtree(data / "val" / "digit0")
-    with pytest.raises(AcutanceError, match=r"val is damaged .*digit0 is missing"):
-        made.evaluate(made.build_model(), split="test")
-    with tarfile.open(tmp_path / "train.tar", "w") as archive:
-        archive.add(data / "train" / "digit1" / "000.png", "a.png")
-        label = tarfile.TarInfo("a.cls")
-        label.size = 1
-        archive.addfile(label, io.BytesIO(b"1"))
-    shutil.rmtree(data / "train")
-    shards = {"shards": str(tmp_path / "train.tar"), "train_on": "all", "held_out_every": 1}
-    beside = task(replace(config, data_dir=str(data), **shards))
-    with pytest.raises(AcutanceError, match="the data has 2 classes, the model 3"):
-        beside.size("test")

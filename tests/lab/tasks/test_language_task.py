@@ -10,14 +10,7 @@ from torch import nn
 import acutance as ac
 from acutance.errors import AcutanceError
 from acutance.lab.tasks import BatchSlice
-from acutance.lab.tasks.language import (
-    WIKITEXT_103,
-    LanguageTask,
-    LanguageTaskConfig,
-    sliding_loss,
-    sliding_loss_one_by_one,
-)
-from acutance.models import LanguageConfig
+from acutance.lab.tasks.language import LanguageTask, LanguageTaskConfig, sliding_loss, sliding_loss_one_by_one
 from tiny_tasks import CUTOFFS, LANGUAGE, language
 
 BOTH = pytest.mark.parametrize("loss", [sliding_loss, sliding_loss_one_by_one])
@@ -41,11 +34,6 @@ def model(task):
     for parameter in model.parameters():
         parameter.data += 0.4 * torch.randn_like(parameter)
     return model.eval()
-
-
-def test_the_paper_is_the_default():
-    assert WIKITEXT_103.model == LanguageConfig()
-    assert (WIKITEXT_103.corpus, WIKITEXT_103.length, WIKITEXT_103.test_stride) == ("wikitext-103", 256, 1)
 
 
 def test_the_model_has_the_texts_words_only_cutoffs_among_them_and_its_mitigation(folder, task):

@@ -10,7 +10,7 @@ import acutance as ac
 from acutance.errors import AcutanceError
 from acutance.lab.data import load_segmentation
 from acutance.lab.tasks import BatchSlice
-from acutance.lab.tasks.segmentation import ADE20K, SegmentationTask, normalised
+from acutance.lab.tasks.segmentation import SegmentationTask, normalised
 from acutance.lab.tasks.windows import MULTI, confusion, probabilities, scores
 from acutance.models import ViT
 from tiny_tasks import SEGMENTER, WINDOWS, segmentation
@@ -38,11 +38,6 @@ def model(task):
     for parameter in model.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     return model.eval()
-
-
-def test_ade20k_is_read_as_in_the_public_code():
-    assert (ADE20K.windows.short_side, ADE20K.windows.size, ADE20K.windows.stride) == (512, 512, 480)
-    assert (ADE20K.model.image_size, ADE20K.model.dim, ADE20K.model.depth) == (512, 192, 12)
 
 
 def test_batches_are_normalised_crops_by_their_step_alone_and_slices_make_up_the_whole(task):

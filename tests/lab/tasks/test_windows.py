@@ -1,24 +1,16 @@
 """Whole images through windows, against a plain second implementation; mean IoU against torchmetrics'."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
-from plain_windows import plain_probabilities
 from torch import nn
+from torch.nn import functional as F
 
 from acutance.errors import AcutanceError
-from acutance.lab.tasks.windows import (
-    MULTI,
-    SINGLE,
-    WindowConfig,
-    confusion,
-    corners,
-    forward_passes,
-    probabilities,
-    scores,
-    segmented,
-    view_sizes,
-)
+from acutance.lab.tasks import windows
+from acutance.lab.tasks.windows import MULTI, SINGLE, WindowConfig, confusion, probabilities, scores, segmented
 
 WINDOWS = WindowConfig(short_side=16, size=12, stride=9, at_once=2)
 
@@ -38,8 +30,33 @@ class Score(nn.Module):
         place = torch.linspace(0, 1, images.shape[-1], dtype=torch.float64)
         return local + local.mean((2, 3), keepdim=True) + place * self.weight.sum(1)[:, None, None]
 
-    def plain(self, window):
-        return self(torch.from_numpy(window.copy())[None])[0].detach().numpy()
+
+def plain_probabilities(score, image, scales, flips, *, short, window, stride):
+    """The mean over views of the softmax of averaged window scores, window by window in float64."""
+
+    def resized(image, *size):
+        return F.interpolate(image[None], size, mode="bilinear", align_corners=False)[0]
+
+    height, width = image.shape[1:]
+    found = []
+    for scale in scales:
+        factor = min(int(short * scale) / min(height, width), int(4 * short * scale) / max(height, width))
+        h, w = int(height * factor + 0.5), int(width * factor + 0.5)
+        view = resized(image, h, w)
+        if min(h, w) < window:
+            long = int(max(h, w) / min(h, w) * window)
+            view = resized(view, *((window, long) if h < w else (long, window)))
+        for flip in flips:
+            seen = view.flip(-1) if flip else view
+            total, count = torch.zeros(4, *seen.shape[1:], dtype=torch.float64), torch.zeros(seen.shape[1:])
+            starts = [[*range(0, extent - window, stride), extent - window] for extent in seen.shape[1:]]
+            for top, left in product(*starts):
+                inside = (slice(None), slice(top, top + window), slice(left, left + window))
+                total[inside] += score(seen[inside][None])[0].detach()
+                count[inside[1:]] += 1
+            scores = resized(total / count, height, width)
+            found.append((scores.flip(-1) if flip else scores).softmax(0))
+    return torch.stack(found).mean(0)
 
 
 def image(height, width, seed=1):
@@ -54,15 +71,15 @@ def image(height, width, seed=1):
 def test_equals_the_plain_windows(size, views, scales, flips):
     score, picture = Score(), image(*size)
     found = probabilities(score, picture, views, WINDOWS).detach()
-    assert score.calls == forward_passes(size, views, WINDOWS)
-    expected = plain_probabilities(score.plain, picture.numpy(), scales, flips, short=16, window=12, stride=9)
+    assert score.calls == windows.forward_passes(size, views, WINDOWS)
+    expected = plain_probabilities(score, picture, scales, flips, short=16, window=12, stride=9)
     assert found.shape == (4, *size)
-    torch.testing.assert_close(found.double(), torch.from_numpy(expected), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("extent", "expected"), [(512, [0]), (513, [0, 1]), (992, [0, 480]), (1000, [0, 480, 488])])
 def test_windows_cover_the_image_and_end_with_it(extent, expected):
-    assert corners(extent, WindowConfig()) == expected
+    assert windows.corners(extent, WindowConfig()) == expected
 
 
 def test_a_flipped_image_has_the_flipped_answer_under_all_views():
@@ -119,4 +136,4 @@ def test_windows_that_leave_pixels_out_are_refused(options):
 @pytest.mark.parametrize(("short", "size"), [(49, 64), (276, 352)])
 def test_a_square_that_grows_to_a_window_is_a_whole_window(short, size):
     config = WindowConfig(short_side=short, size=size, stride=size)
-    assert view_sizes((short, short), 1.0, config)[1] == (size, size)
+    assert windows.view_sizes((short, short), 1.0, config)[1] == (size, size)

@@ -52,7 +52,9 @@ def test_a_recipe_is_trained_and_recorded(trained):
 
 
 def test_a_run_can_be_made_longer_but_is_never_cut_short_afterwards(run):
-    """It would be scored, and kept, as what it is not."""
+    """It would be scored, and kept, as what it is not. Nor does another recipe take it over."""
+    error = invoke("other", "--out", run, "--resume").exception
+    assert "was begun with the recipe digits, not other" in str(error)
     longer = invoke("--out", run, "--resume", "--set", "loop.epochs=2", "--device", "cpu")
     assert "after step 8" in longer.output
     record, result = (run / "run.json").read_bytes(), (run / "result.json").read_bytes()
@@ -89,11 +91,6 @@ def test_mistakes_are_one_line(tmp_path, arguments, message):
     assert isinstance(error, AcutanceError)
     assert re.search(message, str(error))
     assert not (tmp_path / "run").exists()
-
-
-def test_another_recipe_cannot_take_over_a_run(run):
-    error = invoke("other", "--out", run, "--resume").exception
-    assert "was begun with the recipe digits, not other" in str(error)
 
 
 def test_tasks_of_srun_are_sent_to_torchrun(tmp_path, monkeypatch):

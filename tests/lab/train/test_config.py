@@ -27,22 +27,20 @@ def every_field(data, prefix=""):
             yield f"{prefix}{name}={value if isinstance(value, str) else json.dumps(value)}"
 
 
-@pytest.mark.parametrize("assignment", list(every_field(tiny().to_dict())))
-def test_any_field_can_be_set_to_what_it_is(assignment):
-    assert override(tiny(), [assignment]) == tiny()
+def test_any_field_can_be_set_to_what_it_is():
+    for assignment in every_field(tiny().to_dict()):
+        assert override(tiny(), [assignment]) == tiny(), assignment
 
 
 @pytest.mark.parametrize(
     ("assignment", "read", "expected"),
     [
         ("optim.lr=1e-3", lambda c: c.optim.lr, 1e-3),
-        ("optim.lr=1", lambda c: c.optim.lr, 1.0),
         ("optim.betas=[0.9, 0.98]", lambda c: c.optim.betas, (0.9, 0.98)),
         ("optim.clip=none", lambda c: c.optim.clip, None),
         ("loop.compile=True", lambda c: c.loop.compile, True),
         ("loop.seed=3", lambda c: c.loop.seed, 3),
         ("task.dataset=123", lambda c: c.task.dataset, "123"),
-        ("task.model.mitigation=neutreno:0.6+featscale", lambda c: c.task.model.mitigation, "neutreno:0.6+featscale"),
         ("task.data_dir=/some=where", lambda c: c.task.data_dir, "/some=where"),
         ("task.augment.mixup=0.8", lambda c: c.task.augment, AugmentConfig(mixup=0.8)),
     ],
@@ -61,9 +59,7 @@ def test_values_get_the_type_of_their_field(assignment, read, expected):
         ("optimizer.lr=1", r"there is no field 'optimizer', did you mean optim\?; known: task, optim, schedule, loop"),
         ("epochs=1", r"no field 'epochs', did you mean loop\.epochs\?; known: task, optim"),
         ("depth=1", r"no field 'depth', did you mean task\.model\.depth\?"),
-        ("task.model.depht=1", r"task.model has no field 'depht', did you mean depth\?"),
         ("optim.lr=fast", 'optim.lr is a number, not "fast"'),
-        ("loop.epochs=true", "loop.epochs is a number, not true"),
         ("loop.seed=1.5", "loop.seed is a whole number, not 1.5"),
         ("loop.compile=yes", 'loop.compile is true or false, not "yes"'),
         ("optim.name=addamw", r'one of adamw, adam, sgd, muon, not "addamw", did you mean adamw\?'),
@@ -72,13 +68,11 @@ def test_values_get_the_type_of_their_field(assignment, read, expected):
         ("optim=3", "optim has fields of its own"),
         ("optim.lr.x=3", "optim.lr has no fields of its own"),
         ("loop.accumulate=3", "cannot be cut into 3 equal parts"),
-        ("loop.keep_last=0", "loop.keep_last must be 1 or more"),
         ("loop.monitor_every=0", "loop.monitor_every must be 1 or more, not 0"),
         ("loop.evaluate_every=0", "loop.evaluate_every must be more than 0, not 0"),
         ("loop.ema=1.5", "loop.ema must be at least 0 and less than 1, not 1.5"),
         ("optim.lr=-1", "optim.lr must be 0 or more, not -1"),
         ("optim.betas=[0.9, 1]", r"optim.betas must be at least 0 and less than 1, not \(0.9, 1.0\)"),
-        ("schedule.warmup=-1", "schedule.warmup must be 0 or more"),
         ("task.model.heads=3", "dim 8 cannot be shared out among 3 heads"),
     ],
 )
@@ -93,7 +87,6 @@ def test_mistakes_are_named(assignment, message):
         (lambda d: d["task"].update(kind="sorting"), "no task is called 'sorting'; there are classification"),
         (lambda d: d["task"].update(modell=1), r"task has no field 'modell', did you mean model\?"),
         (lambda d: d["task"].pop("dataset"), "task lacks dataset"),
-        (lambda d: d["optim"].update(lr="x"), "optim.lr is a number"),
         (lambda d: d.pop("task"), "with a task in it"),
         (lambda d: d.update(extra=1), "no field 'extra'"),
     ],
@@ -105,12 +98,10 @@ def test_a_record_that_does_not_fit_is_refused_by_name(change, message):
         Config.from_dict(data)
 
 
-@pytest.mark.parametrize(
-    "changes", [["task.model.heads=3", "task.model.dim=12"], ["task.model.dim=12", "task.model.heads=3"]]
-)
-def test_fields_that_must_fit_one_another_come_in_any_order(changes):
-    model = override(tiny(), changes).task.model
-    assert (model.dim, model.heads) == (12, 3)
+def test_fields_that_must_fit_one_another_come_in_any_order():
+    for changes in (["task.model.heads=3", "task.model.dim=12"], ["task.model.dim=12", "task.model.heads=3"]):
+        model = override(tiny(), changes).task.model
+        assert (model.dim, model.heads) == (12, 3)
 
 
 def test_a_whole_and_then_its_part():

@@ -83,9 +83,7 @@ def test_a_language_model_is_compared_as_its_text_makes_it(tmp_path):
     ("trained", "change", "message"),
     [
         ({"heads": 4}, "task.model.heads=2", "heads 4, and a model with heads 2 .*: --set task.model.heads=4"),
-        ({"norm": "post"}, "task.model.norm=pre", "norm post, and a model with norm pre"),
-        ({"mitigation": "neutreno:0.6,learn=head"}, "optim.lr=1", "with neutreno:0.6,learn=head and holds what"),
-        ({"mitigation": "eigen:negative"}, "optim.lr=1", "An eigen is put into them by acutance.fold"),
+        ({"mitigation": "eigen:negative"}, "optim.lr=1", "with eigen:negative .*An eigen is put into them"),
         ({"dim": 16}, "optim.lr=1", "does not fit the model .*of another size"),
     ],
 )
@@ -112,10 +110,9 @@ def test_what_is_not_there_leaves_no_run_behind(tmp_path, name, message):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("mitigation", ["neutreno:0.6", "eigen:negative"])
-def test_a_run_goes_on_to_the_same_bits_when_what_it_started_from_is_gone(tmp_path, mitigation):
+def test_a_run_goes_on_to_the_same_bits_when_what_it_started_from_is_gone(tmp_path):
     """Exports on the way read the file no more, either."""
-    config = starting_from(saved(tmp_path), f"task.model.mitigation={mitigation}", "loop.epochs=1.5")
+    config = starting_from(saved(tmp_path), "task.model.mitigation=eigen:negative", "loop.epochs=1.5")
     fit(config, tmp_path / "whole")
     die_in(7, config, tmp_path / "cut")
     (tmp_path / "start.safetensors").unlink()

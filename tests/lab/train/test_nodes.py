@@ -1,31 +1,33 @@
-"""Training over two machines, each with a torchrun of its own: as one process trains, in a folder that they share.
+"""Training over two machines: as one process trains, in a folder that they share.
 
-As a program, this is what torchrun starts: the command line, in float64, that loses its machine in a step. Arguments:
-the folder whose changes are told, the step (or none), and those of acutance.
+As a program, this is what torchrun starts: the command line, in float64, that loses its machine in step 7 where the
+first argument, its folder, is followed by "dies".
 """
 
 import json
 import os
 import signal
-import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import assert_close, bits, fit, stepping, use_float64
+from tiny_runs import assert_close, bits, fit, in_float64, stepping, use_float64
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import run
 
 from acutance import cli
 from acutance.lab import recipes
 from acutance.lab.train import override
-from forked import free_port, run_as_torchrun
+from forked import FORKS, free_port, run_as_torchrun
 
 WRITES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
 PATIENCE = 300  # seconds: a hang fails
 CHANGES = [
     "task.fraction=0.1", "task.model.dim=8", "task.model.depth=2", "task.model.heads=2", "task.model.dropout=0.1",
-    "optim.lr=1e-2", "schedule.warmup=0.5", "loop.epochs=2", "loop.batch_size=16", "loop.ema=0.9",
+    "optim.lr=1e-2", "schedule.warmup=0.5", "loop.epochs=1.25", "loop.batch_size=16", "loop.ema=0.9",
     "loop.checkpoint_every=5", "loop.log_every=3", "loop.evaluate_every=1", "loop.monitor_every=5",
 ]  # fmt: skip
 TRAIN = ["train", "digits", "--device", "cpu", *(word for change in CHANGES for word in ("--set", change))]
@@ -35,13 +37,20 @@ def prepare(folder):
     """Before a command, in a process of its own: float64, and every change in the folder is printed."""
     torch.set_num_threads(1)
     use_float64(pytest.MonkeyPatch())
+    wait = PrefixStore.wait
 
     def hook(event, arguments):
         writes = event in WRITES or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
         if writes and str(arguments[0]).startswith(str(folder)):
             print(f"process {os.environ['RANK']} wrote: {event} {Path(arguments[0]).name}", flush=True)
 
+    def late(store, keys, *timeout):
+        """The second process then meets the first at its old store, which must not be closed."""
+        wait(store, keys, *timeout)
+        time.sleep(keys == ["all have read"])
+
     sys.addaudithook(hook)
+    PrefixStore.wait = late
 
 
 def lose_machine():
@@ -50,32 +59,38 @@ def lose_machine():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def by_torchruns(folder, command, second_dies_in):
-    """Run a command on both machines by a torchrun each; gives exit status and output of each."""
+def agent(words, printed):
+    """A torchrun, forked from a process that has imported torch already."""
     here = Path(__file__)
-    path = [str(here.parent), str(here.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(here.parent), str(here.parents[2])])}
+    with printed.open("w") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    run.main([*map(str, words)])
+
+
+def by_torchruns(folder, printed):
+    """Begin a run on both machines by a torchrun each, of which the second dies; gives both exit statuses."""
     meeting = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", free_port()]
     agents = []
-    for node, step in enumerate(("none", second_dies_in)):
-        words = [*meeting, "--node-rank", node, here, folder, step, *command]
-        command_line = [sys.executable, "-m", "torch.distributed.run", *map(str, words)]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        agents.append(subprocess.Popen(command_line, env=environment, **streams))
-    try:
-        printed = [agent.communicate(timeout=PATIENCE)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    return [(agent.returncode, words) for agent, words in zip(agents, printed, strict=True)]
+    for node, fate in enumerate(("lives", "dies")):
+        words = [*meeting, "--node-rank", node, __file__, folder, fate, *TRAIN, "--out", folder]
+        agents.append(FORKS.Process(target=agent, args=(words, printed.with_suffix(f".{node}"))))
+        agents[-1].start()
+    for one in agents:
+        one.join(PATIENCE)
+        one.kill()
+        one.join()
+    return [one.exitcode for one in agents]
 
 
 @pytest.mark.slow
 def test_two_machines_of_which_one_dies_go_on_and_equal_one_process(tmp_path):
     """Begun in DDP by two torchruns, resumed in FSDP2; in float64, so that what is left is the order of summation."""
     folder = tmp_path / "run"
-    (status, printed), (dead, _) = by_torchruns(folder, [*TRAIN, "--out", folder], second_dies_in=7)
-    assert status != 0
+    status, dead = by_torchruns(folder, tmp_path / "printed")
+    printed = (tmp_path / "printed.0").read_text()
+    assert status not in (0, -9), printed
     assert dead == -9
     assert "ddp, 2 × 1 parts of a batch of 16" in printed
     assert (folder / "checkpoints/step-000000005").is_dir()
@@ -90,12 +105,8 @@ def test_two_machines_of_which_one_dies_go_on_and_equal_one_process(tmp_path):
     assert "process 0 wrote" in first
     assert "process 1 wrote" not in second
     assert [session["processes"] for session in json.loads((folder / "run.json").read_bytes())["sessions"]] == [2, 2]
-    with pytest.MonkeyPatch.context() as patch:
-        use_float64(patch)
-        try:
-            fit(override(recipes.load("digits"), [*CHANGES, "loop.accumulate=2"]), tmp_path / "alone")
-        finally:
-            torch.set_default_dtype(torch.float32)
+    with in_float64():
+        fit(override(recipes.load("digits"), [*CHANGES, "loop.accumulate=2"]), tmp_path / "alone")
     assert_close(bits(folder), bits(tmp_path / "alone"))
 
 
@@ -120,8 +131,8 @@ def test_machines_that_share_no_folder_are_refused_and_none_waits(tmp_path):
 
 
 if __name__ == "__main__":
-    _, folder, step, *command = sys.argv
+    _, folder, fate, *command = sys.argv
     prepare(folder)
     sys.argv = ["acutance", *command]
-    with stepping(None if step == "none" else int(step), lose_machine):
+    with stepping(7 if fate == "dies" else None, lose_machine):
         cli.run()

@@ -14,20 +14,20 @@ STEPS = 12
 
 
 class Stream:
-    """A queue of work and of things to wait for."""
+    """A queue of work, each with what it waits for."""
 
     def __init__(self, device=None):
         self.device, self.queue, self.done = device, [], 0
 
-    def enqueue(self, work):
-        self.queue.append((lambda: True, work))
+    def enqueue(self, work, ready=lambda: True):
+        self.queue.append((ready, work))
 
     def record_event(self):
         position = len(self.queue)
         return lambda: self.done >= position
 
     def wait_event(self, event):
-        self.queue.append((event, lambda: None))
+        self.enqueue(lambda: None, event)
 
     def wait_stream(self, other):
         self.wait_event(other.record_event())
@@ -58,7 +58,6 @@ class Gpu:
             "set_sync_debug_mode": lambda mode: setattr(self, "mode", mode),
         }.items():
             monkeypatch.setattr(torch.cuda, name, fake)
-        _side_stream.cache_clear()
 
     def new_stream(self, device=None):
         assert self.side is None
@@ -78,23 +77,19 @@ class Gpu:
     def replay(self):
         self.replays += 1
 
-    def batches(self):
-        for number in count():
-            yield Batch(self, number)
-
-    def enqueue_all(self):
-        """Everything is asked for before anything is done: the host is as far ahead as it can be."""
-        for batch in islice(prefetch(self.batches(), torch.device("cuda")), STEPS):
-            self.step(batch.place, batch.number)
-            del batch
-
-    def step(self, place, number):
-        self.current.enqueue(lambda: (self.order.append(("step", number)), self.read.append(self.memory.get(place))))
-
     def play(self, choose):
+        """Everything is asked for before anything is done: the host is as far ahead as it can be."""
+        batches = (Batch(self, number) for number in count())
+        for batch in islice(prefetch(batches, torch.device("cuda")), STEPS):
+            self.work(("step", batch.number), lambda place=batch.place: self.read.append(self.memory.get(place)))
+            del batch
+        self.work("data freed", lambda: None)
         while ready := [stream for stream in (self.main, self.side) if stream.can_go_on()]:
             choose(ready).go_on()
         assert all(stream.done == len(stream.queue) for stream in (self.main, self.side))
+
+    def work(self, name, act):
+        self.current.enqueue(lambda: (self.order.append(name), act()))
 
 
 class Batch:
@@ -102,7 +97,7 @@ class Batch:
         self.gpu, self.number = gpu, number
         self.place = place = gpu.free.pop() if gpu.free else len(gpu.memory)
         gpu.memory.setdefault(place, None)
-        gpu.current.enqueue(lambda: (gpu.order.append(("batch", number)), gpu.memory.update({place: number})))
+        gpu.work(("batch", number), lambda: gpu.memory.update({place: number}))
 
     def __del__(self):
         self.gpu.free.append(self.place)
@@ -110,21 +105,21 @@ class Batch:
 
 @pytest.fixture
 def gpu(monkeypatch):
+    _side_stream.cache_clear()
     yield Gpu(monkeypatch)
     _side_stream.cache_clear()
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_step_reads_its_own_batch_in_whatever_order_the_streams_are_served(gpu, seed):
-    gpu.enqueue_all()
     gpu.play(random.Random(seed).choice)
     assert gpu.read == list(range(STEPS))
     assert len(gpu.memory) <= 3  # memory of batches that were used is used again, however far the host is
+    assert gpu.order.index("data freed") > gpu.order.index(("batch", STEPS))  # which nobody wants, but reads the data
 
 
 @pytest.mark.parametrize("first", ["main", "side"])
 def test_a_batch_is_made_beside_the_step_before_it_and_not_earlier(gpu, first):
-    gpu.enqueue_all()
     gpu.play(lambda ready: next((stream for stream in ready if stream is getattr(gpu, first)), ready[0]))
     at = {what: position for position, what in enumerate(gpu.order)}
     for number in range(1, STEPS - 1):
@@ -132,18 +127,11 @@ def test_a_batch_is_made_beside_the_step_before_it_and_not_earlier(gpu, first):
         assert (at["batch", number + 1] < at["step", number]) == (first == "side")
 
 
-def test_the_data_outlive_the_last_batch_which_nobody_wants(gpu):
-    gpu.enqueue_all()
-    gpu.main.enqueue(lambda: gpu.order.append("data freed"))
-    gpu.play(lambda ready: ready[0])
-    assert gpu.order[-1] == "data freed"
-    assert ("batch", STEPS) in gpu.order
-
-
-def graphed(gpu, work=lambda: None):
+def graphed(gpu, fails=lambda: False):
     def step(batch):
         gpu.modes.append(gpu.mode)
-        work()
+        if fails():
+            raise RuntimeError("not permitted")
         return batch.sum()
 
     return CUDAGraphStep(step)
@@ -155,35 +143,16 @@ def test_waiting_is_refused_in_the_last_call_before_the_capture(gpu):
         step(torch.ones(2))
     assert gpu.modes == [0] * (WARM_UP - 1) + ["error"] + [0]  # the last one is captured
     assert (gpu.captures, gpu.replays) == (1, 3)
-
-
-def test_a_step_that_waits_is_never_captured(gpu):
-    def wait():
-        if gpu.mode == "error":
-            raise RuntimeError("called a synchronizing CUDA operation")
-
-    step = graphed(gpu, wait)
-    for _ in range(WARM_UP - 1):
-        step(torch.ones(2))
-    with pytest.raises(AcutanceError, match=r"synchronizing.*loop\.graph=false trains without$"):
-        step(torch.ones(2))
-    assert (gpu.captures, gpu.mode) == (0, 0)
-
-
-def test_a_capture_that_fails_after_all_asks_for_a_new_process(gpu):
-    def work():
-        if gpu.captures:
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-    step = graphed(gpu, work)
-    for _ in range(WARM_UP):
-        step(torch.ones(2))
-    with pytest.raises(AcutanceError, match=r"not permitted.*in a new process$"):
-        step(torch.ones(2))
-
-
-def test_batches_have_one_shape(gpu):
-    step = graphed(gpu)
-    step(torch.ones(2))
     with pytest.raises(AcutanceError, match=r"\(3,\).*\(2,\)"):
-        step(torch.ones(3))
+        step(torch.ones(3))  # batches have one shape
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_step_that_waits_is_never_captured_and_a_failed_capture_asks_for_a_new_process(gpu, waits):
+    step = graphed(gpu, lambda: gpu.mode == "error" if waits else gpu.captures)
+    for _ in range(WARM_UP - waits):
+        step(torch.ones(2))
+    advice = r"trains without$" if waits else "in a new process$"
+    with pytest.raises(AcutanceError, match=rf"not permitted.*loop\.graph=false {advice}" if waits else advice):
+        step(torch.ones(2))
+    assert (gpu.captures, gpu.mode) == (not waits, 0)

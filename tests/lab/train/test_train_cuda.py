@@ -49,10 +49,6 @@ def test_a_run_that_is_cut_resumes_to_the_same_bits(tmp_path, how):
     assert_same_bits(bits(tmp_path / "cut"), bits(tmp_path / "whole"))
 
 
-def test_compiled(tmp_path):
-    assert train(tmp_path / "run", "loop.compile=true")["step"] == 16
-
-
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "muon"])
 def test_a_graph_gives_the_bits_of_a_step_that_is_none(tmp_path, name):
     train(tmp_path / "plain", f"optim.name={name}")

@@ -103,3 +103,13 @@ def use_float64(patch):
     patch.setattr(Augment, "__call__", lambda *given: tuple(x.double() for x in call(*given)))
     patch.setattr(Augment, "plain", lambda *given: plain(*given).double())
     patch.setattr(segmentation, "normalised", lambda images: normalised(images).double())
+
+
+@contextmanager
+def in_float64():
+    with pytest.MonkeyPatch.context() as patch:
+        use_float64(patch)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)

@@ -2,7 +2,7 @@
 
 from acutance.lab.data.images import IMAGE_SETS, Images, Split, digits, load_images
 from acutance.lab.data.segmentation import SegmentationSet, load_segmentation
-from acutance.lab.data.subsets import fraction, held_out
+from acutance.lab.data.source import fraction, held_out
 from acutance.lab.data.tokens import CORPORA, Corpus, load_corpus
 
 __all__ = [

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,8 +28,7 @@ from acutance.errors import AcutanceError
 from acutance.files.atomic import atomic_write, read_json
 from acutance.io.inputs import pillow
 from acutance.lab.data.seeds import epoch_order
-from acutance.lab.data.source import Bytes, Source, channels_first
-from acutance.lab.data.subsets import SplitName, held_out
+from acutance.lab.data.source import Bytes, Source, SplitName, channels_first, held_out
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -69,13 +68,13 @@ class ImageFolder:
     def __init__(self, root: Path | str, split: SplitName | None, *, every: int = HELD_OUT_EVERY) -> None:
         root = Path(root)
         folder = IMAGENET.folder(root if split is None else root / ("val" if split == "test" else "train"))
-        folders = _class_folders(folder)
+        folders = _visible(folder, Path.is_dir)
         self.classes = tuple(path.name for path in folders)
-        found = [(path, label) for label, kind in enumerate(folders) for path in _images(kind)]
+        found = [(path, label) for label, kind in enumerate(folders) for path in _visible(kind, _is_image)]
         if not found:
             raise IMAGENET.missing(folder / "<class>" / "<image>")
         if split == "test" and (root / "train").is_dir():  # elsewhere the training images are in shards
-            _refuse_other_classes(folder, set(self.classes), {path.name for path in _class_folders(root / "train")})
+            _refuse_other_classes(folder, set(self.classes), root / "train")
         labels = torch.tensor([label for _, label in found])
         chosen = choose(labels, split, every, folder)
         self.paths = [found[i][0] for i in chosen.tolist()]
@@ -125,21 +124,18 @@ def refuse_empty_slice(held: Tensor, every: int, place: object) -> None:
         raise AcutanceError(f"{place}: no class has {every} images to hold one out for val; lower task.held_out_every")
 
 
-def _class_folders(folder: Path) -> list[Path]:
-    return [path for path in _visible(folder) if path.is_dir()]
-
-
-def _images(folder: Path) -> list[Path]:
-    return [path for path in _visible(folder) if path.suffix.lower() in SUFFIXES]
-
-
-def _visible(folder: Path) -> Iterator[Path]:
+def _visible(folder: Path, wanted: Callable[[Path], bool]) -> list[Path]:
     """Without hidden files, which systems and tools leave behind: .cache/, ._n01440764_18.JPEG."""
-    return (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
+    return [path for path in sorted(folder.iterdir()) if wanted(path) and not path.name.startswith(".")]
 
 
-def _refuse_other_classes(folder: Path, found: set[str], expected: set[str]) -> None:
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES
+
+
+def _refuse_other_classes(folder: Path, found: set[str], train: Path) -> None:
     """One folder more or less would move the labels of all that follow it, and every score would be wrong."""
+    expected = {path.name for path in _visible(train, Path.is_dir)}
     for names, what in ((sorted(expected - found), "missing"), (sorted(found - expected), "not in train/")):
         if names:
             which = f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more are"

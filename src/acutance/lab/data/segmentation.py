@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from acutance.io.inputs import pillow
-from acutance.lab.data.source import Bytes, Source, channels_first, data_folder
-from acutance.lab.data.subsets import SplitName
+from acutance.lab.data.source import Bytes, Source, SplitName, channels_first, data_folder
 
 IGNORED = 255  # pixels without a class
 REFUSED = -1  # values that a label file must not have

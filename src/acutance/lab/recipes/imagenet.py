@@ -35,9 +35,7 @@ def deit_tiny() -> Config:
     """
     model = ViTConfig(image_size=224, patch_size=16, num_classes=1000, dim=192, depth=12, heads=3, drop_path=0.1)
     return Config(
-        task=ImageNetConfig(
-            model=model, train_on="all"
-        ),  # with DeiT's augmentation, every image three times in a batch
+        task=ImageNetConfig(model=model, train_on="all"),  # its defaults are DeiT's augmentation and repeats
         optim=OptimConfig(name="adamw", lr=5e-4 * BATCH / 512, weight_decay=0.05),
         schedule=ScheduleConfig(name="cosine", warmup=5, start=1e-6, final=1e-5, per="epoch", warmup_inside=True),
         loop=LoopConfig(

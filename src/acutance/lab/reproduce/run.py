@@ -37,7 +37,7 @@ from acutance.lab.tasks import samples as samples_of
 from acutance.lab.tasks.base import STARTS
 from acutance.lab.tasks.imagenet import load_imagenet
 from acutance.lab.train.config import Config, incidental_fields, override
-from acutance.lab.train.diverged import DivergedError
+from acutance.lab.train.log import DivergedError
 from acutance.lab.train.run import Run, changes, command_line, git_state, hardware, versions
 from acutance.lab.train.start import train
 

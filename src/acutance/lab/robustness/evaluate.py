@@ -22,8 +22,8 @@ from acutance.errors import AcutanceError, NonFiniteError, ShapeError
 from acutance.files.atomic import read_json
 from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD, Crops
 from acutance.lab.data.images import Images, load_images
+from acutance.lab.data.source import SplitName
 from acutance.lab.data.stream import evaluation_batches
-from acutance.lab.data.subsets import SplitName
 from acutance.lab.robustness.attacks import FGSM, PGD, Attack, as_attack
 from acutance.lab.robustness.corruptions import AT_ONCE, CORRUPTIONS, SEVERITIES, check_names, corrupt_part
 from acutance.lab.robustness.filters import Draws

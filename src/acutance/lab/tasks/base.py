@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError
+from acutance.io.saving import load_checkpoint
+from acutance.mitigations import as_mitigation
 
 ConfigT = TypeVar("ConfigT")
 STARTS = ("weights", "encoder_weights")  # fields of a task's configuration that name initial weights
@@ -105,6 +107,14 @@ class Task(ABC, Generic[ConfigT]):
     @abstractmethod
     def evaluate(self, model: nn.Module, *, split: str = "val") -> dict[str, float]:
         """The scores on a split, `headline` among them; the same in every process."""
+
+
+def load_and_install(model: Any, weights: str | None, mitigation: str | None, layers: Any = None) -> None:
+    """Load initial weights, then install the mitigation: an eigen starts from the weights it finds."""
+    if weights is not None:
+        load_checkpoint(model, weights)
+    if mitigation is not None:
+        model.install(as_mitigation(mitigation), layers)
 
 
 def epoch_steps(name: str, images: int, batch_size: int) -> int:

@@ -13,14 +13,20 @@ from torch.nn import functional as F
 
 from acutance.distributed import gather, rank_and_world_size
 from acutance.errors import AcutanceError
-from acutance.io.saving import load_checkpoint
 from acutance.lab.data.augment import Augment, AugmentConfig
 from acutance.lab.data.images import Images, load_images
 from acutance.lab.data.seeds import epoch_order, generator
-from acutance.lab.data.subsets import fraction
+from acutance.lab.data.source import fraction
 from acutance.lab.studies.depth import draw_xavier
-from acutance.lab.tasks.base import BatchSlice, ConfigT, Task, epoch_steps, incidental, refuse_other_classes
-from acutance.mitigations import as_mitigation
+from acutance.lab.tasks.base import (
+    BatchSlice,
+    ConfigT,
+    Task,
+    epoch_steps,
+    incidental,
+    load_and_install,
+    refuse_other_classes,
+)
 from acutance.models import ViT, ViTConfig
 
 
@@ -33,7 +39,7 @@ class ClassificationConfig:
     model: ViTConfig
     data_dir: str | None = incidental(None)
     train_on: Literal["train", "all"] = "train"  # all includes the slice "val": for a last run, when nothing is chosen
-    fraction: float = 1.0  # of the images trained on: the first of each class, see data.subsets
+    fraction: float = 1.0  # of the images trained on: the first of each class, see data.source
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     compile_augment: bool = incidental(False)
     repeats: int = 1  # times an image comes in a batch, augmented anew (DeiT's repeated augmentation: 3)
@@ -50,11 +56,29 @@ class ImageTask(Task[ConfigT]):
 
     headline: ClassVar[str] = "top1"
     evaluated_at_once: ClassVar[int]  # images in a forward pass of `evaluate`
-    _augment: Augment
+    _train: Any
+
+    def __init__(self, config: ConfigT, *, seed: int, device: torch.device) -> None:
+        super().__init__(config, seed=seed, device=device)
+        self._splits: dict[str, Any] = {}
+
+    def _make_augment(self, classes: int, mean: Sequence[float], std: Sequence[float]) -> None:
+        config: Any = self.config
+        self._augment = Augment(config.augment, classes=classes, mean=mean, std=std, device=self.device)
+        self._augmented: Any = self._augment
+        if config.compile_augment:
+            # Never with inductor's CUDA graphs, which write every batch to the same place: one is made ahead.
+            self._augmented = torch.compile(self._augment, options={"triton.cudagraphs": False})
+
+    def _images(self, split: str) -> Any:
+        """A split, loaded once: listing a million files takes a while."""
+        if split not in self._splits:
+            self._splits[split] = self._load(split)
+        return self._splits[split]
 
     @abstractmethod
-    def _images(self, split: str) -> Any:
-        """A split, loaded once."""
+    def _load(self, split: str) -> Any:
+        """A split of the data."""
 
     @abstractmethod
     def _read(self, images: Any, indices: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -70,6 +94,11 @@ class ImageTask(Task[ConfigT]):
         scores = model(images)
         heads = (scores,) if isinstance(scores, Tensor) else scores
         return torch.stack([F.cross_entropy(head, targets) for head in heads]).mean()
+
+    def steps_per_epoch(self, batch_size: int) -> int:
+        """Repeats do not make an epoch longer."""
+        name = getattr(self.config, "dataset", "ImageNet")
+        return epoch_steps(name, len(self._train), batch_size)
 
     def size(self, split: str) -> int:
         return len(self._images(split))
@@ -106,24 +135,13 @@ class ClassificationTask(ImageTask[ClassificationConfig]):
     ) -> None:
         """`images` to train on replace those of the configuration."""
         super().__init__(config, seed=seed, device=device)
-        self._splits: dict[str, Images] = {}
         self._visits = -1, torch.empty(0)  # an epoch and its order, so that it is drawn once
         images = load_images(config.dataset, config.data_dir, config.train_on) if images is None else images
         if config.fraction < 1:
             images = images.subset(fraction(images.labels, config.fraction))
         _check_fits(config.model, images)
         self._train = images.to(device)
-        self._augment = Augment(
-            config.augment, classes=len(images.classes), mean=images.mean, std=images.std, device=device
-        )
-        self._augmented: Any = self._augment
-        if config.compile_augment:
-            # Never with inductor's CUDA graphs, which write every batch to the same place: one is made ahead.
-            self._augmented = torch.compile(self._augment, options={"triton.cudagraphs": False})
-
-    def steps_per_epoch(self, batch_size: int) -> int:
-        """Repeats do not make an epoch longer."""
-        return epoch_steps(self.config.dataset, len(self._train), batch_size)
+        self._make_augment(len(images.classes), images.mean, images.std)
 
     def batches(self, batch_size: int, first_step: int, part: BatchSlice) -> Iterator[tuple[Tensor, Tensor]]:
         """Augmented images and soft targets."""
@@ -149,11 +167,8 @@ class ClassificationTask(ImageTask[ClassificationConfig]):
     def evaluated_by(cls, split: str) -> tuple[str, ...]:
         return ("dataset",)
 
-    def _images(self, split: str) -> Images:
-        if split not in self._splits:
-            found = load_images(self.config.dataset, self.config.data_dir, cast(Any, split))
-            self._splits[split] = found.to(self.device)
-        return self._splits[split]
+    def _load(self, split: str) -> Images:
+        return load_images(self.config.dataset, self.config.data_dir, cast(Any, split)).to(self.device)
 
     def _read(self, images: Images, indices: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         for chunk in torch.tensor(indices).to(self.device).split(self.evaluated_at_once):
@@ -161,15 +176,12 @@ class ClassificationTask(ImageTask[ClassificationConfig]):
 
 
 def build_vit(chosen: ViTConfig, *, weights: str | None, xavier: bool = False) -> ViT:
-    """A ViT, from weights if there are any; its mitigation comes last, since an eigen starts from what it finds."""
+    """A ViT, from weights if there are any, with its mitigation."""
     model = ViT(**replace(chosen, mitigation=None, mitigation_layers=None).to_dict())
     if xavier:  # DeiT's σ = 0.02 suits 192 channels and more; at 48 a short training hardly leaves the origin
         draw_xavier(model)
         nn.init.normal_(model.pos_embed, std=0.2)
-    if weights is not None:
-        load_checkpoint(model, weights)
-    if chosen.mitigation is not None:
-        model.install(as_mitigation(chosen.mitigation), chosen.mitigation_layers)
+    load_and_install(model, weights, chosen.mitigation, chosen.mitigation_layers)
     return model
 
 

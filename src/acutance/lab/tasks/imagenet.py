@@ -5,26 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from acutance.errors import AcutanceError
-from acutance.lab.data.augment import DEIT, Augment, AugmentConfig
-from acutance.lab.data.imagenet import (
-    HELD_OUT_EVERY,
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    Crops,
-    ImageFolder,
-    WebShards,
-    refuse_empty_slice,
-)
+from acutance.lab.data import imagenet as data
+from acutance.lab.data.augment import DEIT, AugmentConfig
+from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD, Crops, ImageFolder, WebShards
 from acutance.lab.data.seeds import generator
+from acutance.lab.data.source import SplitName, held_out
 from acutance.lab.data.stream import REPEATS, evaluation_batches, repeated, training_batches
-from acutance.lab.data.subsets import SplitName, held_out
-from acutance.lab.tasks.base import BatchSlice, epoch_steps, incidental, refuse_other_classes
+from acutance.lab.tasks.base import BatchSlice, incidental, refuse_other_classes
 from acutance.lab.tasks.classification import ImageTask
 from acutance.models import ViTConfig
 
@@ -39,7 +32,7 @@ class ImageNetConfig:
     shards: str | None = incidental(None)  # instead of train/: tar files like /data/imagenet-train-{000000..000146}.tar
     test_shards: str | None = incidental(None)  # instead of val/
     train_on: Literal["train", "all"] = "train"  # all includes the slice "val": for a last run, when nothing is chosen
-    held_out_every: int = HELD_OUT_EVERY  # one training image in so many of each class is the slice "val"
+    held_out_every: int = data.HELD_OUT_EVERY  # one training image in so many of each class is the slice "val"
     augment: AugmentConfig = DEIT
     compile_augment: bool = incidental(False)
     repeats: int = REPEATS  # times an image comes in a batch; an epoch then sees that much fewer of them
@@ -60,19 +53,11 @@ class ImageNetTask(ImageTask[ImageNetConfig]):
 
     def __init__(self, config: ImageNetConfig, *, seed: int, device: torch.device) -> None:
         super().__init__(config, seed=seed, device=device)
-        self._splits: dict[str, ImageFolder | WebShards] = {}
         self._train = self._images(config.train_on)
         if config.train_on == "all":  # the slice is scored all the same, but not before some epochs are trained
             every = config.held_out_every
-            refuse_empty_slice(held_out(self._train.labels, every), every, config.shards or config.data_dir)
-        self._augment = Augment(
-            config.augment, classes=config.model.num_classes, mean=IMAGENET_MEAN, std=IMAGENET_STD, device=self.device
-        )
-        self._augmented: Any = torch.compile(self._augment) if config.compile_augment else self._augment
-
-    def steps_per_epoch(self, batch_size: int) -> int:
-        """Repeats do not make an epoch longer."""
-        return epoch_steps("ImageNet", len(self._train), batch_size)
+            data.refuse_empty_slice(held_out(self._train.labels, every), every, config.shards or config.data_dir)
+        self._make_augment(config.model.num_classes, IMAGENET_MEAN, IMAGENET_STD)
 
     def batches(self, batch_size: int, first_step: int, part: BatchSlice) -> Iterator[tuple[Tensor, Tensor]]:
         """Augmented images and soft targets."""
@@ -95,12 +80,10 @@ class ImageNetTask(ImageTask[ImageNetConfig]):
     def evaluated_by(cls, split: str) -> tuple[str, ...]:
         return ("test_shards",) if split == "test" else ("shards", "held_out_every")
 
-    def _images(self, split: str) -> ImageFolder | WebShards:
-        if split not in ("train", "val", "test", "all"):
+    def _load(self, split: str) -> ImageFolder | WebShards:
+        if split not in get_args(SplitName):
             raise AcutanceError(f"no split {split!r}; there are train, val, test")
-        if split not in self._splits:  # listing a million files takes a while
-            self._splits[split] = load_imagenet(self.config, cast(Any, split))
-        return self._splits[split]
+        return load_imagenet(self.config, cast(Any, split))
 
     def _read(self, images: ImageFolder | WebShards, indices: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         return evaluation_batches(

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from acutance.distributed import gather, rank_and_world_size
 from acutance.errors import AcutanceError
-from acutance.io.saving import load_checkpoint
 from acutance.lab.data.tokens import Corpus, load_corpus
-from acutance.lab.tasks.base import BatchSlice, Task, incidental
-from acutance.mitigations import as_mitigation
+from acutance.lab.tasks.base import BatchSlice, Task, incidental, load_and_install
 from acutance.models import LanguageConfig
 from acutance.models.language import LanguageModel
 
@@ -81,10 +79,7 @@ class LanguageTask(Task[LanguageTaskConfig]):
         cutoffs = tuple(cutoff for cutoff in chosen.cutoffs if cutoff < vocabulary)
         plain = replace(chosen, vocabulary=vocabulary, cutoffs=cutoffs, mitigation=None, mitigation_layers=None)
         model = LanguageModel(**plain.to_dict())
-        if self.config.weights is not None:
-            load_checkpoint(model, self.config.weights)
-        if chosen.mitigation is not None:  # last, since an eigen starts from the weights it finds
-            model.install(as_mitigation(chosen.mitigation), chosen.mitigation_layers)
+        load_and_install(model, self.config.weights, chosen.mitigation, chosen.mitigation_layers)
         return model
 
     def units(self, batch_size: int) -> int:
@@ -196,17 +191,14 @@ def _window_ends(words: int, window: int, stride: int) -> Tensor:
     last = words - 1
     if last < 1:
         raise AcutanceError(f"a text of {words} words has none to predict: two are needed")
-    first = min(window, last)
-    ends = torch.arange(first, last + 1, stride)
-    return ends if int(ends[-1]) == last else torch.cat([ends, torch.tensor([last])])
+    return torch.tensor([*range(min(window, last), last, stride), last])
 
 
 def _window_sum(
     model: nn.Module, text: Tensor, ends: Tensor, window: int, count: int, weight: Tensor | None = None
 ) -> float:
     """Σ −log p of the last `count` targets of the windows that end there, or of those with a weight."""
-    inside = ends[:, None] + torch.arange(-window, 0)
-    inside = inside.to(text.device)
+    inside = (ends[:, None] + torch.arange(-window, 0)).to(text.device)
     losses = model(text[inside], text[inside[:, -count:] + 1]).double()
     if weight is not None:
         losses = losses * weight.to(losses.device)

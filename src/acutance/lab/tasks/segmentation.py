@@ -12,17 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from acutance.distributed import gather
-from acutance.io.saving import load_checkpoint
+from acutance.lab.data.augment import normalise
+from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD
 from acutance.lab.data.seeds import epoch_order
 from acutance.lab.data.segmentation import IGNORED, SegmentationCrops, SegmentationSet, load_segmentation
 from acutance.lab.data.stream import training_batches
-from acutance.lab.tasks.base import BatchSlice, Task, epoch_steps, incidental, refuse_other_classes
+from acutance.lab.tasks.base import BatchSlice, Task, epoch_steps, incidental, load_and_install, refuse_other_classes
 from acutance.lab.tasks.windows import LONGEST, MULTI, SINGLE, View, WindowConfig, confusion, scores, segmented
-from acutance.mitigations import as_mitigation
 from acutance.models import SegmenterConfig
 from acutance.models.segmenter import Segmenter
-
-MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's, of 255, as DeiT's weights expect
 
 
 @dataclass(frozen=True)
@@ -67,14 +65,11 @@ class SegmentationTask(Task[SegmentationConfig]):
         return load_segmentation(self.config.dataset, self.config.data_dir, cast(Any, split))
 
     def build_model(self) -> nn.Module:
-        """The Segmenter of the configuration; a mitigation is put in last."""
+        """The mitigation is installed in encoder and decoder."""
         chosen = self.config.model
         model = Segmenter(**replace(chosen, mitigation=None).to_dict())
-        if self.config.encoder_weights is not None:
-            load_checkpoint(model.encoder, self.config.encoder_weights)
-        if chosen.mitigation is not None:
-            model.encoder.install(as_mitigation(chosen.mitigation))
-            model.decoder.install(as_mitigation(chosen.mitigation))
+        load_and_install(model.encoder, self.config.encoder_weights, chosen.mitigation)
+        load_and_install(model.decoder, None, chosen.mitigation)
         return model
 
     def steps_per_epoch(self, batch_size: int) -> int:
@@ -144,6 +139,6 @@ class SegmentationTask(Task[SegmentationConfig]):
 
 
 def normalised(images: Tensor) -> Tensor:
-    """(…, 3, height, width) in 0 … 255 as the pretrained encoders expect it."""
-    mean, std = (torch.tensor(values, device=images.device)[:, None, None] for values in (MEAN, STD))
-    return (images.float() - mean) / std
+    """(…, 3, height, width) in 0 … 255 as encoders pretrained on ImageNet expect it."""
+    mean, std = (torch.tensor(values, device=images.device) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    return normalise(images.float(), mean, std)

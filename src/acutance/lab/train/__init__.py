@@ -1,8 +1,7 @@
 """Training: one loop for one process or many, whose runs can be cut anywhere and go on to the same bits."""
 
 from acutance.lab.train.config import Config, LoopConfig, OptimConfig, ScheduleConfig, override
-from acutance.lab.train.diverged import DivergedError
-from acutance.lab.train.log import StoppedError
+from acutance.lab.train.log import DivergedError, StoppedError
 from acutance.lab.train.run import Run
 from acutance.lab.train.start import train
 

@@ -31,8 +31,8 @@ from acutance.explain.steer import check_spectrum
 from acutance.files.atomic import finite
 from acutance.io.saving import save
 from acutance.lab.tasks import Task
-from acutance.lab.train.diverged import DivergedError, nonfinite_names
 from acutance.lab.train.engine import Engine
+from acutance.lab.train.log import DivergedError, nonfinite_names
 from acutance.lab.train.optim import persistent
 from acutance.lab.train.run import Run
 from acutance.lab.train.step import TrainStep

@@ -18,9 +18,17 @@ from acutance.errors import AcutanceError
 from acutance.lab.tasks import Task, task_class
 from acutance.lab.train.checkpointer import Checkpointer, checkpoint_paths, step_of
 from acutance.lab.train.config import Config
-from acutance.lab.train.diverged import DivergedError, locate, nonfinite_names
 from acutance.lab.train.engine import Engine
-from acutance.lab.train.log import Bar, Interrupt, Log, StoppedError, attention_backend
+from acutance.lab.train.log import (
+    Bar,
+    DivergedError,
+    Interrupt,
+    Log,
+    StoppedError,
+    attention_backend,
+    locate,
+    nonfinite_names,
+)
 from acutance.lab.train.optim import learning_rate, persistent
 from acutance.lab.train.run import Run
 from acutance.lab.train.step import Parts, TrainStep
