@@ -26,15 +26,17 @@ BASES = {**orthogonal.BASES, "inverse": orthogonal.Basis(lambda theta: theta)}
 EDGE = 1e-3
 
 
-class _Running(threading.local):
-    """The layer whose block is running in this thread, and its weights once they have been made."""
+class _Local(threading.local):
+    """The layer whose block is running in this thread, by its id, and its W_V and W_proj once they have been made.
 
-    layer: Eigen | None = None
-    value: Tensor | None = None
-    output: Tensor | None = None
+    A list in the thread's own space, and no module in it: these Dynamo can guard.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[Any] = [None, None, None]
 
 
-_RUNNING = _Running()
+_LOCAL = _Local()
 
 
 @register("eigen")
@@ -102,28 +104,29 @@ class Eigen(Mitigation):
 
     def enter(self) -> None:
         """Until `leave`, V is made once for W_V and W_proj; a graph has it before the attention, which is watched."""
-        _RUNNING.layer = self
-        _RUNNING.value, _RUNNING.output = self.weights() if torch.compiler.is_compiling() else (None, None)
+        made = self.weights() if torch.compiler.is_compiling() else (None, None)
+        _LOCAL.running[:] = [id(self), *made]
 
     def leave(self) -> None:
         """Nothing outlives the block's run: the next optimiser step changes Θ."""
-        if _RUNNING.layer is self:
-            _RUNNING.layer = _RUNNING.value = _RUNNING.output = None
+        if _LOCAL.running[0] == id(self):
+            _LOCAL.running[:] = [None, None, None]
 
     def _value(self) -> Tensor:
         """W_V, always made where it is asked for: what checkpointing runs again must be what ran before."""
-        if _RUNNING.layer is not self:
+        if _LOCAL.running[0] != id(self):
             return self.weights()[0]
-        if _RUNNING.value is not None:
-            return _RUNNING.value
-        value, _RUNNING.output = self.weights()
+        value: Tensor | None = _LOCAL.running[1]
+        if value is None:
+            value, _LOCAL.running[2] = self.weights()
         return value
 
     def _output(self) -> Tensor:
         """W_proj, made with W_V if that was in the same run of the block."""
         learns = torch.is_grad_enabled() and (self.theta.requires_grad or self.psi.requires_grad)
-        if _RUNNING.layer is self:
-            output, _RUNNING.output = _RUNNING.output, None
+        if _LOCAL.running[0] == id(self):
+            output: Tensor | None = _LOCAL.running[2]
+            _LOCAL.running[2] = None
             if output is not None and (output.requires_grad or not learns):  # re-entrant checkpointing: not W_V's
                 return output
         elif learns and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
