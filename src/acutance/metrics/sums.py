@@ -16,7 +16,6 @@ from torch import Tensor
 
 from acutance.attention import AttentionCall
 from acutance.attention.kernels import attention_sums
-from acutance.attention.products import accumulation_dtype
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
 from acutance.metrics.kernels.token_sums import FIELDS
 
@@ -105,7 +104,7 @@ def from_rows(record: AttentionCall, mask: Tensor | None) -> dict[str, tuple[Ten
 
 def upcast(tensor: Tensor) -> Tensor:
     """The tensor in float32 or better: half precision accumulates badly."""
-    return tensor.to(accumulation_dtype(tensor))
+    return tensor.to(torch.promote_types(torch.float32, tensor.dtype))
 
 
 def valid_positions(mask: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
