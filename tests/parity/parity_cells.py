@@ -11,7 +11,8 @@ from itertools import product
 
 import torch
 import torch.distributed as dist
-from parity_subjects import SUBJECTS, Subject, subject_of
+from parity_formula import with_plain_weights
+from parity_subjects import MITIGATIONS, SUBJECTS, Subject, subject_of
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
@@ -23,14 +24,12 @@ RUNS = ("eager", "compile")
 DEPTH = {"eager": 3, "compile": 2}  # compiling is slow
 CHECKPOINTING = ("none", "non-reentrant", "re-entrant")
 PROCESSES = ("one process", "DDP", "FSDP2")
-PRECISIONS = ("float32", "bfloat16")
-EXACTLY = "float64"  # beside them, where it is cheap: eagerly in one process
+EXACTLY = "float64"  # of every mitigation
+PRECISIONS = ("float32", "bfloat16")  # of all mitigations in one model
 # Of a parameter's own gradient, or of a tenth of all where its own is smaller; docs/parity.md says why these.
 TOLERANCE = {"float64": 2**-43, "float32": 2**-17, "bfloat16": 2**-4}
 FLOOR = 0.1
-# Every cell that is refused, and what the refusal says; all others are exact.
 LOST = r"first layer's values, did not come through this activation checkpointing.*use_reentrant=False"
-REFUSED = {(library, "re-entrant"): LOST for library in ("transformers", "torch.nn", "timm", "hand-written")}
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 STEPS = (2, 1)  # seeds of the batches; the gradients of the last one are compared
 BUCKET = 16 * 2**10  # bytes
@@ -38,11 +37,12 @@ BUCKET = 16 * 2**10  # bytes
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to train."""
+    """One mitigation and one way to train."""
 
+    heads: str
+    mitigation: str
     run: str
     checkpointing: str
-    heads: str
     processes: str
     precision: str
 
@@ -68,9 +68,9 @@ class Outcome:
 
 def cells(library: str) -> list[Cell]:
     """All of a library's."""
-    heads = SUBJECTS[library].heads
-    exactly = product(("eager",), CHECKPOINTING, heads, ("one process",), (EXACTLY,))
-    return [Cell(*choice) for choice in (*exactly, *product(RUNS, CHECKPOINTING, heads, PROCESSES, PRECISIONS))]
+    heads, ways = SUBJECTS[library].heads, (RUNS, CHECKPOINTING, PROCESSES)
+    exactly = product(heads, MITIGATIONS, *ways, (EXACTLY,))
+    return [Cell(*choice) for choice in (*exactly, *product(heads, ("all",), *ways, PRECISIONS))]
 
 
 def backend(library: str, cell: Cell) -> str:
@@ -80,7 +80,9 @@ def backend(library: str, cell: Cell) -> str:
 
 def refusal(library: str, cell: Cell) -> str | None:
     """What the cell's refusal must say; None where it must be exact."""
-    return REFUSED.get((library, cell.checkpointing))
+    is_lost = library != "acutance.models" and cell.checkpointing == "re-entrant"
+    lost = LOST if is_lost and cell.mitigation in ("neutreno", "all") else None
+    return SUBJECTS[library].refused.get((cell.heads, cell.mitigation), lost)
 
 
 def assert_as_pinned(library: str, cell: Cell, outcome: Outcome) -> None:
@@ -93,20 +95,30 @@ def assert_as_pinned(library: str, cell: Cell, outcome: Outcome) -> None:
 
 @cache
 def plain_gradients(
-    subject: Subject, heads: str, precision: str, *, cut: int | None = None, device: str = "cpu"
+    subject: Subject,
+    heads: str,
+    precision: str,
+    mitigation: str = "all",
+    *,
+    cut: int | None = None,
+    device: str = "cpu",
 ) -> dict[str, Tensor]:
     """By the plain formula: whole batch, eagerly, in one process, without checkpointing; cut at a layer if asked."""
-    model = moved(subject.mitigated(heads), precision, device)
+    model = moved(subject.mitigated(heads, mitigation), precision, device)
     state = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    plain, inputs = with_plain_weights(state, *subject.weights), subject.batch(STEPS[-1], heads)
     with autocast(precision, device):
-        output = subject.plain_output(heads, state, moved(subject.batch(STEPS[-1], heads), precision, device), cut)
+        output = subject.plain_output(heads, plain, moved(inputs, precision, device), cut)
     loss_of(output).backward()
     return {name: parameter.grad for name, parameter in state.items()}
 
 
-def wanted_gradients(subject: Subject, heads: str, precision: str, device: str = "cpu") -> dict[str, Tensor]:
+def wanted_gradients(
+    subject: Subject, heads: str, precision: str, mitigation: str = "all", device: str = "cpu"
+) -> dict[str, Tensor]:
     """What a cell is compared with: float64 for float32 too, since nothing plain is as exact; else the like."""
-    return plain_gradients(subject, heads, EXACTLY if precision == "float32" else precision, device=device)
+    precision = EXACTLY if precision == "float32" else precision
+    return plain_gradients(subject, heads, precision, mitigation, device=device)
 
 
 def run_cell(library: str, cell: Cell, device: str = "cpu") -> Outcome:
@@ -124,13 +136,13 @@ def run_cell(library: str, cell: Cell, device: str = "cpu") -> Outcome:
         return Outcome.of_error(error)
     if cell.run == "compile" and not counters["stats"]["unique_graphs"]:
         return Outcome("crashed", message="nothing was compiled")
-    error = distance(found, wanted_gradients(subject, cell.heads, cell.precision, device))
+    error = distance(found, wanted_gradients(subject, cell.heads, cell.precision, cell.mitigation, device))
     return Outcome("exact" if error < TOLERANCE[cell.precision] else "wrong", error)
 
 
 def gradients(subject: Subject, cell: Cell, device: str = "cpu") -> dict[str, Tensor]:
     """Of the second of two steps: the first would leave behind what must not be found in the second."""
-    model = moved(subject.mitigated(cell.heads), cell.precision, device)
+    model = moved(subject.mitigated(cell.heads, cell.mitigation), cell.precision, device)
     if cell.checkpointing != "none":
         subject.checkpoint(model, cell.checkpointing == "re-entrant")
     wrapped = distribute(subject, model, cell.processes)

@@ -1,9 +1,11 @@
 """All cells of one library, those of two processes together; the evidence of them; and the tests of both."""
 
+import csv
 import json
 import os
 import tempfile
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, fields
+from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 
@@ -12,7 +14,6 @@ import torch
 import torch.distributed as dist
 from parity_cells import (
     BUCKET,
-    CHECKPOINTING,
     DEPTH,
     EXACTLY,
     PRECISIONS,
@@ -28,12 +29,10 @@ from parity_cells import (
     run_cell,
     wanted_gradients,
 )
-from parity_subjects import SUBJECTS, subject_of
-
-from together import in_two_processes
+from parity_subjects import MITIGATIONS, SUBJECTS, subject_of
 
 MARGIN = {EXACTLY: 1e6, "float32": 1e4, "bfloat16": 5}  # by how much the smallest mistake is to exceed the tolerance
-ALL = "ALL_CELLS"  # set in the environment, it runs all cells of two processes too, and writes the evidence
+ALL = "ALL_CELLS"  # set in the environment, it runs all cells, and writes the evidence
 DOCS = Path(__file__).parents[2] / "docs"
 EVIDENCE = DOCS / "evidence" / "parity"
 
@@ -53,53 +52,101 @@ class Matrix:
             self.found |= _in_two_processes(self.library)
         return self.found[cell]
 
-    def record(self) -> dict:
-        """What docs/evidence/parity keeps."""
-        cuts = {precision: _rounded(smallest_cut(self.library, precision)) for precision in MARGIN}
-        rounding = {precision: _rounded(plain_rounding(self.library, precision)) for precision in PRECISIONS}
-        found = [(cell, self.outcome(cell)) for cell in cells(self.library)]
-        return {
-            "library": self.library,
-            "versions": {"torch": torch.__version__.partition("+")[0]},
-            "smallest cut": cuts,
-            "plain rounding": rounding,
-            "cells": [asdict(cell) | asdict(got) | {"error": _rounded(got.error)} for cell, got in found],
+    def write(self) -> None:
+        """The evidence: every cell of the library, and how small a mistake these models would show."""
+        with _evidence(self.library).open("w", newline="") as file:
+            rows = csv.writer(file, lineterminator="\n")
+            rows.writerow([*(field.name for field in fields(Cell)), "result", "error"])
+            for cell in cells(self.library):
+                got = self.outcome(cell)
+                rows.writerow([*astuple(cell), got.result, "" if got.error is None else f"{got.error:.1e}"])
+        file = EVIDENCE / "libraries.json"
+        known = json.loads(file.read_text()) if file.exists() else {}
+        known[self.library] = {
+            "torch": torch.__version__.partition("+")[0],
+            "smallest cut": {precision: float(f"{smallest_cut(self.library, precision):.1e}") for precision in MARGIN},
+            "plain rounding": {each: float(f"{plain_rounding(self.library, each):.1e}") for each in PRECISIONS},
         }
+        file.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 
 
-def _rounded(error: float | None) -> float | None:
-    return None if error is None else float(f"{error:.1e}")
+def _evidence(library: str) -> Path:
+    return EVIDENCE / f"{library}.csv"
+
+
+def read_evidence(library: str) -> dict[Cell, tuple[str, float]]:
+    """The result and the error of every cell."""
+    with _evidence(library).open(newline="") as file:
+        return {Cell(*row[:6]): (row[6], float(row[7] or 0)) for row in list(csv.reader(file))[1:]}
 
 
 def table() -> str:
-    """The evidence of all libraries: a row for each kind of heads and checkpointing, a column for each way to run."""
+    """The evidence of all libraries: a row for each kind of heads and mitigation, a column for each way to run."""
     columns = list(product(RUNS, PROCESSES))
-    lines = [["library", "heads", "checkpointing", *(f"{run}, {processes}" for run, processes in columns)]]
-    lines.append(["---"] * len(lines[0]))
+    lines = [["library", "heads", "mitigation", *(f"{run}, {processes}" for run, processes in columns)]]
     for library, subject in SUBJECTS.items():
-        found = json.loads((EVIDENCE / f"{library}.json").read_text())["cells"]
-        for row in product(subject.heads, CHECKPOINTING):
-            mine = [cell for cell in found if (cell["heads"], cell["checkpointing"]) == row]
-            results = [{c["result"] for c in mine if (c["run"], c["processes"]) == column} for column in columns]
-            lines.append([library, *row, *("/".join(sorted(result)) for result in results)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        found = read_evidence(library)
+        for row in product(subject.heads, MITIGATIONS):
+            mine = {cell: result for cell, (result, _) in found.items() if (cell.heads, cell.mitigation) == row}
+            lines.append([library, *row, *(_in_words(mine, *column) for column in columns)])
+    return _as_table(lines)
+
+
+def _in_words(results: dict[Cell, str], run: str, processes: str) -> str:
+    """One word, or what re-entrant checkpointing gives beside it."""
+    found = [
+        (c.checkpointing == "re-entrant", r) for c, r in results.items() if (c.run, c.processes) == (run, processes)
+    ]
+    usual, other = ("/".join(sorted({r for is_other, r in found if is_other == which})) for which in (False, True))
+    return usual if usual == other else f"{usual}, re-entrant {other}"
+
+
+def table_of_errors() -> str:
+    """What each precision allows, and what was found in all libraries together."""
+    lines = [
+        ["precision", "tolerance", "largest error of a cell", "rounding of the formula itself", "smallest mistake"]
+    ]
+    libraries = json.loads((EVIDENCE / "libraries.json").read_text()).values()
+    for precision, tolerance in TOLERANCE.items():
+        errors = [e for name in SUBJECTS for c, (_, e) in read_evidence(name).items() if c.precision == precision]
+        rounding = [library["plain rounding"].get(precision, 0) for library in libraries]
+        cuts = [library["smallest cut"][precision] for library in libraries]
+        figures = [tolerance, max(errors), max(rounding), min(cuts)]
+        lines.append([precision, *(f"{figure:.2g}" if figure else "" for figure in figures)])
+    return _as_table(lines)
+
+
+def _as_table(lines: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], ["---"] * len(lines[0]), *lines[1:]])
 
 
 def tested(library: str) -> list[Cell]:
-    """All cells of one process, and of those of two, which are slow, so many that every pair of settings occurs."""
-    alone = [cell for cell in cells(library) if cell.processes == "one process"]
+    """All eager cells of one process. Of the others, which are slow, so many that every pair of settings occurs."""
     if ALL in os.environ:
         return cells(library)
-    rest = {cell: set(combinations(enumerate(astuple(cell)), 2)) for cell in cells(library) if cell not in alone}
-    chosen, wanted = [], set().union(*rest.values())
+    return [cell for cell in cells(library) if is_quick(cell) or (library, cell) in every_pair()]
+
+
+@cache
+def every_pair() -> list[tuple[str, Cell]]:
+    """Slow cells of all libraries together in which every two settings meet, the library being one."""
+    slow = [(library, cell) for library in SUBJECTS for cell in cells(library) if not is_quick(cell)]
+    pairs = {each: set(combinations(enumerate((each[0], *astuple(each[1]))), 2)) for each in slow}
+    chosen, wanted = [], set().union(*pairs.values())
     while wanted:
-        best = max(rest, key=lambda cell: len(rest[cell] & wanted))
+        best = max(pairs, key=lambda each: len(pairs[each] & wanted))
         chosen.append(best)
-        wanted -= rest[best]
-    return alone + chosen
+        wanted -= pairs[best]
+    return chosen
+
+
+def is_quick(cell: Cell) -> bool:
+    return (cell.run, cell.processes) == ("eager", "one process")
 
 
 def _in_two_processes(library: str) -> dict[Cell, Outcome]:
+    from together import in_two_processes  # the script that writes the page has no tests/ to import from
+
     chosen = [cell for cell in tested(library) if cell.processes != "one process"]
     with tempfile.TemporaryDirectory() as folder:
         in_two_processes(_worker, library, chosen, folder)
@@ -146,10 +193,7 @@ class MatrixChecks:
 
     def pytest_generate_tests(self, metafunc):
         if "cell" in metafunc.fixturenames:
-            quick = ("eager", "one process")
-            marks = {
-                cell: () if (cell.run, cell.processes) == quick else pytest.mark.slow for cell in tested(self.library)
-            }
+            marks = {cell: () if is_quick(cell) else pytest.mark.slow for cell in tested(self.library)}
             metafunc.parametrize("cell", [pytest.param(cell, marks=marks[cell], id=str(cell)) for cell in marks])
 
     @pytest.fixture(scope="class")
@@ -162,10 +206,9 @@ class MatrixChecks:
 
     @pytest.mark.slow
     def test_the_evidence_is_what_was_found(self, matrix):
-        file = EVIDENCE / f"{self.library}.json"
         if ALL in os.environ:
-            file.write_text(json.dumps(matrix.record(), indent=1) + "\n")
-        kept = {Cell(*list(cell.values())[:5]): cell["result"] for cell in json.loads(file.read_text())["cells"]}
+            matrix.write()
+        kept = {cell: result for cell, (result, _) in read_evidence(self.library).items()}
         assert {cell: matrix.outcome(cell).result for cell in tested(self.library)}.items() <= kept.items()
 
     @pytest.mark.parametrize("precision", MARGIN)

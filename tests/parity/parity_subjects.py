@@ -4,16 +4,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from inspect import signature
+from typing import ClassVar
 
 import torch
-from parity_formula import HIGH, LOW, STRENGTH, Names, attend, embed_patches, encode, learnt, rescale, rotate
+from parity_formula import Names, attend, embed_patches, encode, learnt, rescale, rotate
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn import functional as F
 
 import acutance as ac
 
-NEUTRENO, BOTH = "neutreno:0.6,learn=head", "neutreno:0.6,learn=head+featscale"
+# All learn, so that their gradients are compared too.
+SPECS = {
+    "attnscale": "attnscale",
+    "neutreno": "neutreno:0.6,learn=head",
+    "featscale": "featscale",
+    "eigen": "eigen:negative,basis=cayley",
+}
+MITIGATIONS = (*SPECS, "all")
 DIM, HEADS, BATCH = 32, 4, 4
 IMAGES = {"image_size": 8, "patch_size": 4}
 
@@ -23,13 +31,17 @@ class Subject:
 
     name: str
     heads = ("multi-head",)
+    refused: ClassVar = {("grouped-query", "eigen"): "a value head for every query head"}
+    weights = ("qkv.weight", "proj.weight")  # of W_V, or q, k and v in one, and of W_proj in an attention
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
 
-    def mitigation(self, heads: str) -> str:
-        """With learnt parameters, so that their gradients are compared too."""
-        return BOTH
+    def spec(self, heads: str, mitigation: str) -> str:
+        """Of one mitigation, or of all that the model takes."""
+        if mitigation != "all":
+            return SPECS[mitigation]
+        return "+".join(spec for name, spec in SPECS.items() if (heads, name) not in self.refused)
 
     def has(self, heads: str) -> bool:
         """Whether the version of the library that is installed has them."""
@@ -63,14 +75,14 @@ class Subject:
         for index, block in enumerate(layers):
             layers[index] = checkpoint_wrapper(block, kind)
 
-    def mitigated(self, heads: str) -> nn.Module:
+    def mitigated(self, heads: str, mitigation: str = "all") -> nn.Module:
         """The model in float32 and training mode, all parameters away from what would hide a mistake."""
         torch.manual_seed(0)
         model = self.library_model(heads).train()
-        ac.mitigate(model, self.mitigation(heads))
+        ac.mitigate(model, self.spec(heads, mitigation))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if STRENGTH in name:
+                if name.endswith("learnt_strength"):
                     parameter.uniform_(1.0, 2.0)
                 elif parameter.ndim > 1:
                     parameter.normal_(std=0.15)
@@ -97,7 +109,7 @@ class Reference(Subject):
 
     def plain_output(self, heads, state, inputs, cut):
         x = embed_patches(state, inputs["images"], IMAGES["patch_size"])
-        x = encode(state, x, heads=HEADS, depth=self.depth, names=self.names, activation=F.gelu, eps=1e-6, cut=cut)
+        x = encode(state, x, heads=HEADS, depth=self.depth, names=self.names, eps=1e-6, cut=cut)
         x = F.layer_norm(x, (DIM,), state["norm.weight"], state["norm.bias"], 1e-6)
         return F.linear(x[:, 0], state["head.weight"], state["head.bias"])
 
@@ -147,9 +159,9 @@ def written_out(model, projection, state, inputs, cut):
         q, k, v = (part(x).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for part in parts)
         first.setdefault("v", v)
         q, k = (q, k) if rope is None else (rotate(q, rope), rotate(k, rope))
-        u = attend(q, k, v, first["v"], learnt(state, name, STRENGTH), cut=layer == cut)
-        y = module.get_submodule(projection)(u.transpose(1, 2).flatten(2))
-        return rescale(y, learnt(state, name, LOW), learnt(state, name, HIGH))
+        own = learnt(state, name)
+        u = attend(q, k, v, first["v"], own, cut=layer == cut)
+        return rescale(module.get_submodule(projection)(u.transpose(1, 2).flatten(2)), own)
 
     for layer, block in enumerate(model.blocks, 1):
         block.attn.forward = partial(attention, layer, block.attn)
@@ -177,6 +189,7 @@ class Torch(Subject):
 
     name = "torch.nn"
     names = Names("encoder.layers", "self_attn", "in_proj_", "out_proj", "linear1", "linear2")
+    weights = ("in_proj_weight", "out_proj.weight")
 
     def library_model(self, heads):
         return TorchTransformer(self.depth)
@@ -186,7 +199,7 @@ class Torch(Subject):
 
     def plain_output(self, heads, state, inputs, cut):
         x = F.linear(inputs["x"], state["embed.weight"], state["embed.bias"])
-        x = encode(state, x, heads=HEADS, depth=self.depth, names=self.names, activation=F.gelu, eps=1e-5, cut=cut)
+        x = encode(state, x, heads=HEADS, depth=self.depth, names=self.names, eps=1e-5, cut=cut)
         return F.linear(x, state["head.weight"], state["head.bias"])
 
 
@@ -195,10 +208,9 @@ class Transformers(Subject):
 
     name = "transformers"
     heads = ("multi-head", "grouped-query")
+    weights = ("v_proj.weight", "out_proj.weight")
+    refused: ClassVar = Subject.refused | {("grouped-query", "featscale"): "would show them the future"}
     padded = True  # flash attention on CUDA takes no masks
-
-    def mitigation(self, heads):
-        return BOTH if heads == "multi-head" else NEUTRENO  # FeatScale's mean would show Llama the future
 
     def library_model(self, heads):
         from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaModel
@@ -235,13 +247,12 @@ class Transformers(Subject):
 
         def attention(module, query, key, value, attention_mask, **_):
             first.setdefault("v", value)
-            strength = learnt(state, names[id(module)], STRENGTH)
-            is_cut = cut is not None and module is layers[cut - 1]
-            u = attend(query, key, value, first["v"], strength, mask=attention_mask, cut=is_cut)
+            own, is_cut = learnt(state, names[id(module)]), cut is not None and module is layers[cut - 1]
+            u = attend(query, key, value, first["v"], own, mask=attention_mask, cut=is_cut)
             return u.transpose(1, 2), None
 
         def featscale(name, _module, _args, y):
-            return rescale(y, learnt(state, name, LOW), learnt(state, name, HIGH))
+            return rescale(y, learnt(state, name))
 
         for layer in layers:
             projection = layer.out_proj if heads == "multi-head" else layer.o_proj
@@ -309,6 +320,7 @@ class Written(Subject):
 
     name = "hand-written"
     heads = ("multi-head", "grouped-query")
+    weights = Transformers.weights
 
     def library_model(self, heads):
         return WrittenTransformer(self.depth, HEADS if heads == "multi-head" else HEADS // 2)

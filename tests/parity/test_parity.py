@@ -1,14 +1,13 @@
 """The matrix of each library but timm, whose tests have an environment of their own.
 
-    ALL_CELLS=1 pytest -n 0 tests/parity/test_parity.py
-    python tests/parity/test_parity.py
-
-The first writes the evidence of all cells, the second the table of docs/parity.md.
+docs/parity.md has the commands that write the evidence of all cells, and its tables.
 """
 
-from parity_matrix import DOCS, MatrixChecks, table
+import re
 
-PAGE, START = DOCS / "parity.md", "<!-- parity -->\n"
+from parity_matrix import DOCS, MatrixChecks, table, table_of_errors
+
+PAGE = DOCS / "parity.md"
 
 
 class TestModels(MatrixChecks):
@@ -27,11 +26,15 @@ class TestWritten(MatrixChecks):
     library = "hand-written"
 
 
+def with_tables(page: str) -> str:
+    for name, made in (("parity", table()), ("errors", table_of_errors())):
+        page = re.sub(rf"(?s)(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{made}\n\g<2>", page)
+    return page
+
+
 def test_the_page_shows_the_evidence():
-    shown = PAGE.read_text().split(START)[1].partition("\n<!-- end -->")[0]
-    assert shown == table(), "run python tests/parity/test_parity.py"
+    assert PAGE.read_text() == with_tables(PAGE.read_text()), "run python tests/parity/test_parity.py"
 
 
 if __name__ == "__main__":
-    before, after = PAGE.read_text().split(START)
-    PAGE.write_text(before + START + table() + "\n<!-- end -->" + after.partition("\n<!-- end -->")[2])
+    PAGE.write_text(with_tables(PAGE.read_text()))

@@ -115,8 +115,8 @@ def test_first_layers_frozen_by_no_grad_are_not_taken_for_checkpointing(model):
 
     run_by(model.encoder, forward)
     train(model)
-    assert model.encoder.layers[0].self_attn.in_proj_weight.grad is None
-    assert model.encoder.layers[1].self_attn.in_proj_weight.grad is not None
+    assert model.encoder.layers[0].self_attn.in_proj_bias.grad is None
+    assert model.encoder.layers[1].self_attn.in_proj_bias.grad is not None
 
 
 @pytest.mark.parametrize("kind", [NON_REENTRANT, REENTRANT])

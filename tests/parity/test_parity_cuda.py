@@ -30,7 +30,7 @@ KERNELS = [
 ]
 INSTALLED = [name for name in SUBJECTS if name in ("acutance.models", "torch.nn") or find_spec(name) is not None]
 WAYS = [
-    (library, kernel, Cell(run, checkpointing, heads, "one process", precision))
+    (library, kernel, Cell(heads, "all", run, checkpointing, "one process", precision))
     for library in INSTALLED
     for (kernel, precision), run, checkpointing, heads in product(KERNELS, RUNS, CHECKPOINTING, SUBJECTS[library].heads)
 ]
