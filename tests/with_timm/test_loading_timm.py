@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import timm
 import torch
+from huggingface_hub import HfApi
 from PIL import Image
 from safetensors.torch import save_file
 
 from acutance.errors import AcutanceError
-from acutance.io import hub
 from acutance.io.inputs import centre_crop
 from acutance.io.loading import load_model
 
@@ -95,6 +95,9 @@ def test_an_empty_folder_is_one_line(tmp_path: Path) -> None:
 
 
 def test_without_a_network_there_is_one_line(monkeypatch) -> None:
-    monkeypatch.setattr(hub, "_silence", lambda repository: OSError(f"no route to {repository}"))
+    def silent(_self, repository, **_options):
+        raise OSError(f"no route to {repository}")
+
+    monkeypatch.setattr(HfApi, "model_info", silent)
     with pytest.raises(AcutanceError, match=r"timm:vit_tiny_patch16_224 cannot be downloaded: .* does not answer \(no"):
         load_model("timm:vit_tiny_patch16_224")
