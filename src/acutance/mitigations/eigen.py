@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ EDGE = 1e-3
 
 
 class _Local(threading.local):
-    """The layer whose block is running in this thread, by its id, and its W_V and W_proj once they have been made.
+    """The layer whose block is running in this thread, by its key, and its W_V and W_proj once they have been made.
 
     A list in the thread's own space, and no module in it: these Dynamo can guard.
     """
@@ -37,6 +38,7 @@ class _Local(threading.local):
 
 
 _LOCAL = _Local()
+_KEYS = itertools.count()
 
 
 @register("eigen")
@@ -72,6 +74,11 @@ class Eigen(Mitigation):
         self.sign, self.basis, self.spectrum = sign, basis, spectrum
         self.check_options()
         self._biases: tuple[Tensor, Tensor] | None = None  # of its projection, before and after parametrise
+        self.key = next(_KEYS)  # Dynamo of torch 2.6 knows no id of a module
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.key = next(_KEYS)  # a copy is another layer
 
     def build(self, shape: LayerShape) -> None:
         """Θ and ψ of one layer, which `parametrise` fills from the layer's own weights."""
@@ -105,16 +112,16 @@ class Eigen(Mitigation):
     def enter(self) -> None:
         """Until `leave`, V is made once for W_V and W_proj; a graph has it before the attention, which is watched."""
         made = self.weights() if torch.compiler.is_compiling() else (None, None)
-        _LOCAL.running[:] = [id(self), *made]
+        _LOCAL.running[:] = [self.key, *made]
 
     def leave(self) -> None:
         """Nothing outlives the block's run: the next optimiser step changes Θ."""
-        if _LOCAL.running[0] == id(self):
+        if _LOCAL.running[0] == self.key:
             _LOCAL.running[:] = [None, None, None]
 
     def _value(self) -> Tensor:
         """W_V, always made where it is asked for: what checkpointing runs again must be what ran before."""
-        if _LOCAL.running[0] != id(self):
+        if _LOCAL.running[0] != self.key:
             return self.weights()[0]
         value: Tensor | None = _LOCAL.running[1]
         if value is None:
@@ -124,7 +131,7 @@ class Eigen(Mitigation):
     def _output(self) -> Tensor:
         """W_proj, made with W_V if that was in the same run of the block."""
         learns = torch.is_grad_enabled() and (self.theta.requires_grad or self.psi.requires_grad)
-        if _LOCAL.running[0] == id(self):
+        if _LOCAL.running[0] == self.key:
             output: Tensor | None = _LOCAL.running[2]
             _LOCAL.running[2] = None
             if output is not None and (output.requires_grad or not learns):  # re-entrant checkpointing: not W_V's
