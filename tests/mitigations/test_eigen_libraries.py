@@ -301,6 +301,17 @@ def test_every_step_has_its_own_weights(name):
     assert_same(gradients(model, batch), written_out(name, plain, model, "qr", batch))
 
 
+def test_a_copy_does_not_take_what_the_original_made():
+    model, _, _ = steered("gpt")
+    other = copy.deepcopy(model)
+    original, copied = find(model)[0], find(other)[0]
+    copied.mitigation.psi.data.mul_(2)
+    original.mitigation.enter()
+    original.value_weight()  # which makes W_proj too, for the block that runs
+    torch.testing.assert_close(copied.projection_weight(), 4 * original.projection_weight())
+    original.mitigation.leave()
+
+
 def test_threads_do_not_mix():
     model, _, _ = steered("gpt")
     batches = [inputs("words", seed) for seed in range(4)]
