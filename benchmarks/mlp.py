@@ -28,8 +28,7 @@ from acutance.attention.kernels import packed
 from acutance.lab.bench import results
 from acutance.lab.bench.floor import Ceilings, graphed, measured_ceilings
 from acutance.lab.bench.results import Row
-from acutance.lab.bench.settings import Settings
-from acutance.lab.bench.timing import Candidate, Pace, Step, compare
+from acutance.lab.bench.timing import Candidate, Pace, Settings, Step, compare
 from acutance.models.block import Mlp
 from acutance.models.kernels import mlp
 from acutance.models.kernels.mlp import Tile

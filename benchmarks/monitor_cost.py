@@ -27,8 +27,7 @@ from torch.nn import functional as F
 import acutance as ac
 from acutance.lab.bench import results
 from acutance.lab.bench.results import Row
-from acutance.lab.bench.settings import training_step
-from acutance.lab.bench.timing import Step, repeat, seconds_per_step, spread
+from acutance.lab.bench.timing import Step, repeat, seconds_per_step, spread, training_step
 from acutance.measure import DEFAULT_METRICS
 from acutance.measure.monitor import CHEAP_METRICS, INTERVAL
 from acutance.models import ViT, deit_tiny

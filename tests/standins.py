@@ -13,7 +13,7 @@ import numpy as np
 from acutance.io.inputs import pillow
 from acutance.lab.data.augment import AugmentConfig
 from acutance.lab.data.images import load_images
-from acutance.lab.tasks.windows import WindowConfig
+from acutance.lab.tasks.segmentation import WindowConfig
 
 CLASSES = 3  # of the stand-in for ImageNet
 PER_CLASS = 20

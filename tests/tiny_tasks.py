@@ -5,8 +5,7 @@ import torch
 from PIL import Image
 
 from acutance.lab.tasks.language import LanguageTaskConfig
-from acutance.lab.tasks.segmentation import SegmentationConfig
-from acutance.lab.tasks.windows import WindowConfig
+from acutance.lab.tasks.segmentation import SegmentationConfig, WindowConfig
 from acutance.models import LanguageConfig, SegmenterConfig
 
 COMMON, MIDDLE, RARE, RAREST = ([f"{name}{i}" for i in range(4)] for name in ("common", "middle", "rare", "rarest"))

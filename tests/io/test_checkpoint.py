@@ -6,12 +6,10 @@ import struct
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from acutance import sites
 from acutance.errors import AcutanceError, ShapeError
-from acutance.io import saving
 from acutance.io.saving import load, load_checkpoint, save
 from acutance.mitigations import NeuTRENO
 from acutance.models import ViT, resize_position_embedding
@@ -117,17 +115,16 @@ def test_every_misfit_is_listed_and_nothing_is_loaded(tmp_path):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = make(seed=1, num_classes=9).state_dict()
     state["blocks.0.attn.rotary"] = state.pop("norm.bias")
-    with pytest.raises(AcutanceError) as caught:
-        load_checkpoint(model, state)
-    for words in ("missing: norm.bias", "unexpected: blocks.0.attn.rotary", "head.weight (9, 12) for (5, 12)"):
-        assert words in str(caught.value)
-    with pytest.raises(AcutanceError, match="epoch are no tensors"):
-        load_checkpoint(model, {**before, "epoch": 3})
     torch.save([torch.zeros(2)], tmp_path / "list.pth")
-    with pytest.raises(AcutanceError, match="holds a list"):
-        load_checkpoint(model, tmp_path / "list.pth")
-    with pytest.raises(AcutanceError, match=r"mitigate\(model"):
-        load_checkpoint(make(mitigation="featscale"), before)
+    misfits = r"missing: norm\.bias; unexpected: blocks\.0\.attn\.rotary; .*head\.weight \(9, 12\) for \(5, 12\)"
+    for target, source, message in (
+        (model, state, misfits),
+        (model, {**before, "epoch": 3}, "epoch are no tensors"),
+        (model, tmp_path / "list.pth", "holds a list"),
+        (make(mitigation="featscale"), before, r"mitigate\(model"),
+    ):
+        with pytest.raises(AcutanceError, match=message):
+            load_checkpoint(target, source)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -137,8 +134,6 @@ def test_resizing_keeps_the_prefix_and_reproduces_what_it_can():
     resized = resize_position_embedding(pos, (6, 3), 2)
     assert resized.shape == (1, 2 + 18, 6)
     assert torch.equal(resized[:, :2], pos[:, :2])
-    constant = torch.full((1, 16, 6), 0.7)
-    torch.testing.assert_close(resize_position_embedding(constant, (7, 2), 0), torch.full((1, 14, 6), 0.7))
     half = resize_position_embedding(pos.bfloat16(), (5, 5), 2)  # rounded once
     assert torch.equal(half, resize_position_embedding(pos.bfloat16().float(), (5, 5), 2).bfloat16())
     for shape, prefix in (((1, 18, 6), 1), ((1, 1, 6), 1), ((16, 6), 0)):
@@ -160,14 +155,3 @@ def test_equal_models_are_equal_files(tmp_path):
     mitigate(other, "neutreno:0.6")
     for model in (make(mitigation="neutreno:0.6"), other):
         assert len({save(model, tmp_path / "one.safetensors").read_bytes() for _ in range(5)}) == 1
-
-
-def test_sorting_metadata_changes_nothing_else(tmp_path):
-    tensors = {"b": torch.arange(6.0), "a": torch.ones(2, 3, dtype=torch.bfloat16)}
-    metadata = {"λ": 'quotes "…" \\ and\nlines \x01\x7f/', "b": "", "a": "1"}
-    save_file(tensors, file := tmp_path / "file.safetensors", metadata)
-    saving._sort_metadata(file)
-    with safe_open(file, framework="pt") as opened:
-        assert opened.metadata() == metadata
-    found = load_file(file)
-    assert all(torch.equal(found[name], value) for name, value in tensors.items())

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_folders import DECLARATION, save_bert, save_vit, tiny_tokenizer
+from tiny_folders import DECLARATION, save_bert, save_vit, tiny, tiny_tokenizer
 from typer.testing import CliRunner
 
 import acutance as ac
@@ -33,14 +33,12 @@ WEIGHTS = ("config.json", "model.safetensors")
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory) -> Path:
-    torch.manual_seed(0)
     save_bert(folder := tmp_path_factory.mktemp("bert"))
     return folder
 
 
 @pytest.fixture(scope="module")
 def vit(tmp_path_factory) -> Path:
-    torch.manual_seed(0)
     save_vit(folder := tmp_path_factory.mktemp("vit"))
     return folder
 
@@ -73,7 +71,7 @@ def test_text_and_images_run_through_what_was_loaded(bert: Path, vit: Path, pict
     loaded = load_model(f"hf:{bert}", dtype="float64")
     batches = loaded.text_batches(DECLARATION, batch=4, limit=5)
     assert batches[0]["input_ids"].shape == (4, 64), "the context of the model is the default"
-    batch = {name: value for name, value in batches[1].items() if name != "special_tokens_mask"}
+    (batch := batches[1]).pop("special_tokens_mask")
     output = loaded.model(**batch).last_hidden_state
     assert (output.shape, output.dtype) == ((1, 64, 16), torch.float64)
     with pytest.raises(AcutanceError, match=r"windows of 65 tokens are longer than .* takes: 64 at most"):
@@ -133,16 +131,7 @@ FROM_PADDING = ["roberta", "mpnet", "luke", "longformer"]
 
 @pytest.mark.parametrize("kind", [*FROM_ZERO, *FROM_PADDING])
 def test_the_context_is_what_the_model_really_takes(kind: str, tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModel
-
-    sizes = {"hidden_size": 16, "embedding_size": 16, "d_model": 16, "word_embed_proj_dim": 16, "entity_emb_size": 16}
-    depths = {"num_hidden_layers": 1, "encoder_layers": 1, "decoder_layers": 1}
-    heads = {"num_attention_heads": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "n_heads": 2}
-    config = AutoConfig.for_model(kind, vocab_size=60, max_position_embeddings=20, pad_token_id=1)
-    for name, value in (sizes | depths | heads).items():
-        if hasattr(config, name):
-            setattr(config, name, value)
-    AutoModel.from_config(config).save_pretrained(tmp_path)
+    tiny(kind, vocab_size=60, max_position_embeddings=20, pad_token_id=1).save_pretrained(tmp_path)
     loaded = load_model(f"hf:{tmp_path}")
     assert loaded.context == (18 if kind in FROM_PADDING else 20)
     loaded.model(input_ids=torch.full((1, loaded.context), 7))
@@ -151,15 +140,11 @@ def test_the_context_is_what_the_model_really_takes(kind: str, tmp_path: Path) -
 
 
 def test_models_without_a_bound_and_with_a_decoder_are_fed(tmp_path: Path) -> None:
-    from transformers import T5Config, T5Model, XLNetConfig, XLNetModel
-
-    xlnet = XLNetModel(XLNetConfig(vocab_size=60, d_model=16, n_layer=1, n_head=2, d_inner=16))
-    xlnet.save_pretrained(tmp_path / "xlnet")
+    tiny("xlnet", vocab_size=60).save_pretrained(tmp_path / "xlnet")
     assert load_model(f"hf:{tmp_path / 'xlnet'}").context is None
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path / "t5")
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
-    T5Model(T5Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "t5")
+    tiny("t5", vocab_size=len(tokenizer), decoder_start_token_id=0).save_pretrained(tmp_path / "t5")
     loaded = load_model(f"hf:{tmp_path / 't5'}")
     batch = loaded.text_batches(DECLARATION, tokens=12)[0]
     batch.pop("special_tokens_mask")
@@ -331,7 +316,7 @@ def test_a_language_model_gets_windows_of_its_corpus_which_may_have_moved(tmp_pa
 
 def test_a_mitigated_model_is_saved_with_all_it_needs_and_read_again(bert: Path, tmp_path: Path) -> None:
     def acutance(*arguments: object) -> str:
-        done = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+        done = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "200"})
         assert done.exit_code == 0, done.output
         return done.output
 

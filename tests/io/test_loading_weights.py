@@ -83,19 +83,14 @@ def compare(profile: Profile, oracle: dict, metrics=METRICS, rel: float = 1e-9) 
         assert found[key] == pytest.approx(value, rel=rel), key
 
 
-def test_minilm_reads_as_it_returns(minilm: LoadedModel) -> None:
+@pytest.mark.parametrize(("prefix", "metrics"), [("in", METRICS), ("out", ["token_cosine"])])
+def test_minilm_reads_as_it_returns_with_special_tokens_and_without(minilm: LoadedModel, prefix, metrics) -> None:
     batches = minilm.text_batches(DECLARATION, tokens=200, batch=3)
     assert batches[-1]["attention_mask"].sum(1).tolist()[-1] < 200, "the last window is shorter: there is padding"
-    profile = ac.measure(minilm.model, batches, metrics=METRICS, progress=False)
+    profile = ac.measure(minilm.model, batches, metrics=metrics, prefix=prefix, progress=False)
     assert profile.context["samples"] == len(batches.samples)
-    compare(profile, expected(minilm.model, batches, last_is_normed=False))
-
-
-def test_special_tokens_are_left_out_on_request(minilm: LoadedModel, two_texts: Path) -> None:
-    batches = minilm.text_batches(two_texts)
-    profile = ac.measure(minilm.model, batches, metrics="token_cosine", prefix="out", progress=False)
-    oracle = expected(minilm.model, batches, last_is_normed=False, content_only=True)
-    compare(profile, oracle, ["token_cosine"])
+    oracle = expected(minilm.model, batches, last_is_normed=False, content_only=prefix == "out")
+    compare(profile, oracle, metrics)
 
 
 @pytest.mark.slow

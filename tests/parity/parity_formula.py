@@ -1,7 +1,7 @@
 """The mitigations of the matrix written from their formulas, in plain PyTorch, with v⁰ passed on explicitly.
 
 Nothing here is the package's. `cut` leaves out the gradient through v⁰ at one layer: the smallest of the mistakes that
-the matrix must be able to see.
+the matrix must be able to see. Other tests take their formulas from here too.
 """
 
 import re
@@ -10,11 +10,13 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+HIDDEN = -1e30  # what a mask adds to the logits of what is not seen is lower
+
 
 class Names(NamedTuple):
-    """What a library calls the parts of a Pre-LN block."""
+    """What a library calls the parts of a block."""
 
-    blocks: str
+    blocks: str  # with the dot behind it
     attention: str
     joint: str  # the projection to q, k and v
     output: str
@@ -41,21 +43,23 @@ def with_plain_weights(state, value, output):
     return plain
 
 
-def attend(q, k, v, first, own, *, mask=None, cut=False):
+def attend(q, k, v, first, own, *, mask=None, cut=False, strength=0.0, scale=None, softcap=None):
     """u per head, (batch, heads, tokens, head_dim); k, v and first may have fewer heads; `own` is what is learnt.
 
     AttnScale: u ← (1 + ω) u − ω U v, U the mean over what a token sees. NeuTRENO: u ← u + λ̃ (v⁰ − v).
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     u = (scores if mask is None else scores + mask).softmax(-1).to(v.dtype) @ v
     if "gain" in own:
         gain, seen = own["gain"].to(u.dtype)[:, None, None], torch.ones_like(scores)
-        seen = seen if mask is None else seen * (mask == 0)
+        seen = seen if mask is None else seen * (mask > HIDDEN)
         u = (1 + gain) * u - gain * ((seen / seen.sum(-1, keepdim=True)).to(v.dtype) @ v)
-    if "learnt_strength" in own:  # not in the first layer
+    if first is not None and ("learnt_strength" in own or strength):  # learnt in all layers but the first
         first = first.repeat_interleave(q.shape[1] // first.shape[1], dim=1)
-        u = u + own["learnt_strength"].to(u.dtype)[:, None, None] * ((first.detach() if cut else first) - v)
+        pull = own["learnt_strength"].to(u.dtype)[:, None, None] if "learnt_strength" in own else strength
+        u = u + pull * ((first.detach() if cut else first) - v)
     return u
 
 
@@ -75,27 +79,56 @@ def rescale(y, own):
     return y + own["low"].to(y.dtype) * mean + own["high"].to(y.dtype) * (y - mean)
 
 
-def encode(state, x, *, heads, depth, names, eps, cut):
-    """Pre-LN blocks on a state dict, in plain sight."""
+def encode(
+    state,
+    x,
+    *,
+    heads,
+    depth,
+    names,
+    eps=1e-5,
+    cut=None,
+    norm_first=True,
+    activation=F.gelu,
+    memory=None,
+    mask=None,
+    strength=0.0,
+):
+    """Blocks on a state dict, in plain sight, and the norm after them if it is called `norm`."""
     first = None
+
+    def norm(x, part, name):
+        return F.layer_norm(x, x.shape[-1:], part[f"{name}.weight"], part.get(f"{name}.bias"), eps)
+
     for layer in range(1, depth + 1):
-        prefix = f"{names.blocks}.{layer - 1}."
+        prefix = f"{names.blocks}{layer - 1}."
         block = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        own, values = learnt(block, names.attention), []
 
         def linear(x, name, block=block):
-            return F.linear(x, block[f"{name}weight"], block[f"{name}bias"])
+            return F.linear(x, block[f"{name}weight"], block.get(f"{name}bias"))
 
-        def norm(x, name, block=block):
-            return F.layer_norm(x, x.shape[-1:], block[f"{name}.weight"], block[f"{name}.bias"], eps)
+        def attention(x, name, source, linear=linear, values=values, **options):
+            joint = [linear(each, f"{name}.{names.joint}").chunk(3, -1) for each in (x, source)]
+            parts = joint[0][0], *joint[1][1:]
+            q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in parts)
+            values.append(v)
+            u = attend(q, k, v, **options)
+            return linear(u.transpose(1, 2).flatten(2), f"{name}.{names.output}.")
 
-        own = learnt(block, names.attention)
-        joint = linear(norm(x, "norm1"), f"{names.attention}.{names.joint}")
-        q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in joint.chunk(3, -1))
-        u = attend(q, k, v, first, own, cut=layer == cut)
-        x = x + rescale(linear(u.transpose(1, 2).flatten(2), f"{names.attention}.{names.output}."), own)
-        x = x + linear(F.gelu(linear(norm(x, "norm2"), f"{names.up}.")), f"{names.down}.")
-        first = v if first is None else first
-    return x
+        def self_attention(x, block=block, own=own, layer=layer, first=first):
+            options = {"first": first, "own": own, "mask": mask, "cut": layer == cut, "strength": strength}
+            return rescale(attention(x, names.attention, x, **options), own) * block.get("gain", 1.0)
+
+        branches = [self_attention]
+        if memory is not None:
+            branches.append(lambda x: attention(x, "multihead_attn", memory, first=None, own={}))
+        branches.append(lambda x: linear(activation(linear(x, f"{names.up}.")), f"{names.down}."))
+        for number, branch in enumerate(branches, 1):
+            name = f"norm{number}"
+            x = x + branch(norm(x, block, name)) if norm_first else norm(x + branch(x), block, name)
+        first = values[0] if first is None else first
+    return norm(x, state, "norm") if "norm.weight" in state else x
 
 
 def embed_patches(state, images, patch):
@@ -103,3 +136,27 @@ def embed_patches(state, images, patch):
     x = F.conv2d(images, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"], stride=patch)
     x = x.flatten(2).transpose(1, 2)
     return torch.cat([state["cls_token"].expand(len(x), -1, -1), x], 1) + state["pos_embed"]
+
+
+def use_formula(model, layers, own, *, strength=0.0, cut=None):
+    """Let a model of transformers attend so; `layers` are its attentions and their W_proj, `own` what each learns."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    first = {}
+
+    def attention(module, query, key, value, attention_mask, scaling=None, softcap=None, position_bias=None, **_):
+        layer = next((n for n, (known, _) in enumerate(layers) if known is module), None)
+        masks = [term for term in (attention_mask, position_bias) if term is not None]
+        options = {"mask": sum(masks) if masks else None, "scale": scaling, "softcap": softcap}
+        if layer is None:  # cross-attention
+            return attend(query, key, value, None, {}, **options).transpose(1, 2).contiguous(), None
+        first["v"] = value if layer == 0 else first["v"]
+        options |= {"strength": strength, "cut": cut == layer + 1}
+        return attend(query, key, value, first["v"], own[layer], **options).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("plain_formula", attention)
+    AttentionMaskInterface.register("plain_formula", eager_mask)
+    model.set_attn_implementation("plain_formula")
+    for (_, projection), learnt_here in zip(layers, own, strict=True):
+        projection.register_forward_hook(lambda _module, _args, y, own=learnt_here: rescale(y, own))

@@ -7,7 +7,7 @@ from inspect import signature
 from typing import ClassVar
 
 import torch
-from parity_formula import Names, attend, embed_patches, encode, learnt, rescale, rotate
+from parity_formula import Names, attend, embed_patches, encode, learnt, rescale, rotate, use_formula
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn import functional as F
@@ -99,7 +99,7 @@ class Reference(Subject):
     """acutance.models, whose blocks pass v⁰ on in their signature."""
 
     name = "acutance.models"
-    names = Names("blocks", "attn", "qkv.", "proj", "mlp.fc1", "mlp.fc2")
+    names = Names("blocks.", "attn", "qkv.", "proj", "mlp.fc1", "mlp.fc2")
 
     def library_model(self, heads):
         return ac.models.ViT(**IMAGES, dim=DIM, depth=self.depth, heads=HEADS, num_classes=5, mlp_ratio=2)
@@ -110,7 +110,6 @@ class Reference(Subject):
     def plain_output(self, heads, state, inputs, cut):
         x = embed_patches(state, inputs["images"], IMAGES["patch_size"])
         x = encode(state, x, heads=HEADS, depth=self.depth, names=self.names, eps=1e-6, cut=cut)
-        x = F.layer_norm(x, (DIM,), state["norm.weight"], state["norm.bias"], 1e-6)
         return F.linear(x[:, 0], state["head.weight"], state["head.bias"])
 
     def checkpoint(self, model, reentrant):
@@ -188,7 +187,7 @@ class Torch(Subject):
     """torch.nn."""
 
     name = "torch.nn"
-    names = Names("encoder.layers", "self_attn", "in_proj_", "out_proj", "linear1", "linear2")
+    names = Names("encoder.layers.", "self_attn", "in_proj_", "out_proj", "linear1", "linear2")
     weights = ("in_proj_weight", "out_proj.weight")
 
     def library_model(self, heads):
@@ -199,7 +198,7 @@ class Torch(Subject):
 
     def plain_output(self, heads, state, inputs, cut):
         x = F.linear(inputs["x"], state["embed.weight"], state["embed.bias"])
-        x = encode(state, x, heads=HEADS, depth=self.depth, names=self.names, eps=1e-5, cut=cut)
+        x = encode(state, x, heads=HEADS, depth=self.depth, names=self.names, cut=cut)
         return F.linear(x, state["head.weight"], state["head.bias"])
 
 
@@ -237,29 +236,11 @@ class Transformers(Subject):
 
     def plain_output(self, heads, state, inputs, cut):
         """The library's model with an attention function that keeps v⁰ in a dictionary."""
-        from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import eager_mask
-
         model = self.library_model(heads).to(next(iter(state.values())))
-        layers = [block.self_attn for block in self.blocks(model)]
-        names = {id(module): name for name, module in model.named_modules() if module in layers}
-        first = {}
-
-        def attention(module, query, key, value, attention_mask, **_):
-            first.setdefault("v", value)
-            own, is_cut = learnt(state, names[id(module)]), cut is not None and module is layers[cut - 1]
-            u = attend(query, key, value, first["v"], own, mask=attention_mask, cut=is_cut)
-            return u.transpose(1, 2), None
-
-        def featscale(name, _module, _args, y):
-            return rescale(y, learnt(state, name))
-
-        for layer in layers:
-            projection = layer.out_proj if heads == "multi-head" else layer.o_proj
-            projection.register_forward_hook(partial(featscale, names[id(layer)]))
-        AttentionInterface.register("plain_parity", attention)
-        AttentionMaskInterface.register("plain_parity", eager_mask)
-        model.set_attn_implementation("plain_parity")
+        output = "out_proj" if heads == "multi-head" else "o_proj"
+        names = {module: name for name, module in model.named_modules()}
+        layers = [(b.self_attn, getattr(b.self_attn, output)) for b in self.blocks(model)]
+        use_formula(model, layers, [learnt(state, names[attention]) for attention, _ in layers], cut=cut)
         own = {name: value for name, value in state.items() if "mitigation" not in name}
         return _all_of(torch.func.functional_call(model, own, kwargs=inputs))
 

@@ -2,11 +2,13 @@
 
 import warnings
 from functools import partial
+from itertools import islice
 
 import pytest
 import torch
 from parity_cells import STEPS, TOLERANCE, distance, loss_of, moved, plain_gradients, plain_name
 from parity_subjects import subject_of
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
@@ -49,62 +51,43 @@ def assert_exact(model, run=None):
     assert distance(found, plain_gradients(SUBJECT, "multi-head", "float64")) < TOLERANCE["float64"]
 
 
-@pytest.mark.parametrize("layers", [(1,), (2,), (3,), (1, 2), (1, 3), (2, 3)])
-def test_checkpointing_some_of_the_blocks(model, layers):
-    wrap(model, NON_REENTRANT, *layers)
-    assert_exact(model)
-
-
-@pytest.mark.parametrize("layers", [(1,), (2,), (3,), (1, 2), (1, 3), (2, 3)])
-def test_reentrant_checkpointing_of_some_blocks_is_refused(model, layers):
-    """Of the first alone too, where no later block is run again and only v⁰ itself has lost its gradient."""
-    wrap(model, REENTRANT, *layers)
-    with pytest.raises(AcutanceError, match="use_reentrant=False"):
+def assert_refused(model, match):
+    with pytest.raises(AcutanceError, match=match):
         train(model)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_all_blocks_in_one_checkpoint(model, reentrant):
-    """Even re-entrant: the first block runs again before the others."""
-
-    def forward(layers, x, **_):
-        return checkpoint(lambda x: layers[2](layers[1](layers[0](x))), x, use_reentrant=reentrant)
-
-    run_by(model.encoder, forward)
-    assert_exact(model)
+@pytest.mark.parametrize("kind", [NON_REENTRANT, REENTRANT])
+@pytest.mark.parametrize("layers", [(1,), (2,), (3,), (1, 2), (1, 3), (2, 3)])
+def test_checkpointing_some_of_the_blocks(model, layers, kind):
+    """Re-entrant of the first alone too, where no later block is run again and only v⁰ itself has lost its gradient."""
+    wrap(model, kind, *layers)
+    assert_exact(model) if kind is NON_REENTRANT else assert_refused(model, "use_reentrant=False")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_of_several_blocks(model, reentrant):
+@pytest.mark.parametrize("lengths", [(3,), (2, 1)])
+def test_checkpoints_of_several_blocks(model, lengths, reentrant):
+    """Of all in one even re-entrant: the first block runs again before the others."""
+
     def forward(layers, x, **_):
-        x = checkpoint(lambda x: layers[1](layers[0](x)), x, use_reentrant=reentrant)
-        return checkpoint(layers[2], x, use_reentrant=reentrant)
+        rest = iter(layers)
+        for length in lengths:
+            x = checkpoint(nn.Sequential(*islice(rest, length)), x, use_reentrant=reentrant)
+        return x
 
     run_by(model.encoder, forward)
-    if not reentrant:
-        assert_exact(model)
-        return
-    with pytest.raises(AcutanceError, match="use_reentrant=False"):
-        train(model)
+    assert_refused(model, "use_reentrant=False") if reentrant and len(lengths) > 1 else assert_exact(model)
 
 
-def wrap_attention(model, kind, *layers):
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [*((NON_REENTRANT, layers) for layers in ((1, 2, 3), (1,), (2, 3))), (REENTRANT, (1, 2, 3)), (REENTRANT, (1,))],
+)
+def test_checkpointing_the_attention_alone(model, kind, layers):
     for layer in layers:
         block = model.encoder.layers[layer - 1]
         block.self_attn = checkpoint_wrapper(block.self_attn, kind)
-
-
-@pytest.mark.parametrize("layers", [(1, 2, 3), (1,), (2, 3)])
-def test_checkpointing_the_attention_alone(model, layers):
-    wrap_attention(model, NON_REENTRANT, *layers)
-    assert_exact(model)
-
-
-@pytest.mark.parametrize("layers", [(1, 2, 3), (1,)])
-def test_reentrant_checkpointing_of_the_attention_alone_is_refused(model, layers):
-    wrap_attention(model, REENTRANT, *layers)
-    with pytest.raises(AcutanceError, match="around whole blocks"):
-        train(model)
+    assert_exact(model) if kind is NON_REENTRANT else assert_refused(model, "around whole blocks")
 
 
 def test_first_layers_frozen_by_no_grad_are_not_taken_for_checkpointing(model):
@@ -134,15 +117,9 @@ def test_what_does_without_first_values_may_be_checkpointed_in_any_way(model, ki
 
 
 @pytest.mark.slow
-def test_compiled_block_by_block(model):
-    for layer in model.encoder.layers:
-        layer.compile(backend="aot_eager")
-    assert_exact(model)
-
-
-@pytest.mark.slow
-def test_compiled_outside_of_checkpoints(model):
-    wrap(model, NON_REENTRANT, 1, 2, 3)
+@pytest.mark.parametrize("checkpointed", [(), (1, 2, 3)])
+def test_compiled_block_by_block_outside_of_checkpoints(model, checkpointed):
+    wrap(model, NON_REENTRANT, *checkpointed)
     for layer in model.encoder.layers:
         layer.compile(backend="aot_eager")
     assert_exact(model)
@@ -154,8 +131,7 @@ def test_compiled_inside_of_checkpoints_is_refused(model, kind, layers):
     for layer in model.encoder.layers:
         layer.compile(backend="aot_eager")
     wrap(model, kind, *layers)
-    with pytest.raises(AcutanceError, match=r"torch\.compile around it"):
-        train(model)
+    assert_refused(model, r"torch\.compile around it")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import acutance as ac
 from acutance import sites
 from acutance.errors import AcutanceError
+from parity.parity_formula import attend
 
 DIM, HEADS, DEPTH, WORDS = 16, 4, 3, 23
 STRENGTH = 0.6
@@ -108,10 +109,10 @@ def formula(model, tokens, strength=STRENGTH, sharpness=1):
     x, v0 = model.wte(tokens), None
     for layer in model.h:
         q, k, v = (split(part) for part in layer.attn.c_attn(layer.ln_1(x)).chunk(3, dim=-1))
-        logits = sharpness * q @ k.transpose(-2, -1) / (DIM // HEADS) ** 0.5
-        u = logits.masked_fill(~mask_of(x.shape[1]), float("-inf")).softmax(-1) @ v
         v0 = v if v0 is None else v0
-        x = x + layer.attn.c_proj(merge(u + strength * (v0 - v)))
+        hidden = torch.zeros(x.shape[1], x.shape[1]).masked_fill(~mask_of(x.shape[1]), float("-inf"))
+        u = attend(sharpness * q, k, v, v0, {}, mask=hidden, strength=strength)
+        x = x + layer.attn.c_proj(merge(u))
         x = x + layer.mlp(layer.ln_2(x))
     return model.head(model.ln_f(x))
 

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from hf_plain import Plain
 from hf_zoo import ZOO, batch, build, in_float64, output, part_of
 
 import acutance as ac
 from acutance import sites
+from parity.parity_formula import use_formula
 
 pytestmark = pytest.mark.usefixtures("transformers")
 WITH_FIRST_VALUES = [name for name, entry in ZOO.items() if entry.first_values]
@@ -53,17 +53,7 @@ def gradients(model, inputs):
     return value.detach(), {path: p.grad for path, p in model.named_parameters()}
 
 
-def learnt(found, name):
-    """The parameters called `name` that a mitigation put in, layer by layer; a layer without one has zeros."""
-    parameters = [dict(site.mitigation.named_parameters()) for site in found]
-    return [next((p for path, p in own.items() if path.endswith(name)), None) for own in parameters]
-
-
-def leaf(parameter, like=0):
-    return torch.zeros(like).double() if parameter is None else parameter.detach().clone().requires_grad_()
-
-
-def assert_parity(name, mitigation, inputs, implementation=None):
+def assert_parity(name, spec, inputs, implementation=None):
     """The model mitigated in place, and the same model with the plain formulas."""
     model = build(name)
     plain = copy.deepcopy(model)
@@ -72,26 +62,14 @@ def assert_parity(name, mitigation, inputs, implementation=None):
     if implementation is not None:
         model.set_attn_implementation(implementation)
     found, theirs = sites.find(part_of(name, model)), sites.find(part_of(name, plain))
-    ac.mitigate(part_of(name, model), mitigation)
+    ac.mitigate(part_of(name, model), spec)
     shake(model)
-    formulas = Plain([site.attention for site in theirs])
-    ours: list[tuple[torch.Tensor, torch.Tensor]] = []  # a learnt parameter and its counterpart in the formula
-
-    def counterparts(parameter_name, like):
-        parameters = learnt(found, parameter_name)
-        leaves = [leaf(parameter, like) for parameter in parameters]
-        ours.extend((p, q) for p, q in zip(parameters, leaves, strict=True) if p is not None)
-        return leaves
-
-    spec = mitigation if isinstance(mitigation, str) else mitigation.spec
-    if "neutreno" in spec:
-        formulas.strength = counterparts("learnt_strength", 1) if "learn=" in spec else [0.6] * len(found)
-    if "attnscale" in spec:
-        formulas.gain = counterparts("gain", 1)
-    if "featscale" in spec:
-        formulas.scales = list(zip(counterparts("low", 1), counterparts("high", 1), strict=True))
-    formulas.install(plain, [site.output_projection() for site in theirs])
-
+    own = [
+        {path.rpartition(".")[2]: p.detach().clone().requires_grad_() for path, p in site.mitigation.named_parameters()}
+        for site in found
+    ]
+    layers = [(site.attention, site.output_projection()) for site in theirs]
+    use_formula(plain, layers, own, strength=0.6 if "neutreno" in spec else 0.0)
     value, grads = gradients(model, inputs)
     expected, expected_grads = gradients(plain, inputs)
     assert abs(expected - unmitigated) > 1e-3  # the mitigation does something
@@ -99,9 +77,10 @@ def assert_parity(name, mitigation, inputs, implementation=None):
     for path, gradient in expected_grads.items():
         assert_gradients(path, grads.pop(path), gradient)
     assert all(".mitigation." in path for path in grads)
-    assert len(grads) == len(ours)
-    for parameter, counterpart in ours:
+    ours = [p for site in found for p in site.mitigation.parameters()]
+    for parameter, counterpart in zip(ours, [p for learnt in own for p in learnt.values()], strict=True):
         assert_gradients("mitigation", parameter.grad, counterpart.grad)
+    assert len(grads) == len(ours)
 
 
 def assert_gradients(path, gradient, expected):
@@ -113,7 +92,7 @@ def assert_gradients(path, gradient, expected):
 
 @pytest.mark.parametrize("name", WITH_FIRST_VALUES)
 def test_neutreno(name):
-    assert_parity(name, ac.NeuTRENO(0.6), batch(name))
+    assert_parity(name, "neutreno:0.6", batch(name))
 
 
 @pytest.mark.parametrize("name", ZOO)

@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 import torch
-from plain_torch_nn import plain_layers
 from torch import nn
 from torch_nn_models import (
     BATCH,
@@ -27,11 +26,14 @@ from torch_nn_models import (
 from acutance.errors import AcutanceError
 from acutance.mitigations import Mitigation
 from acutance.sites.mitigate import mitigate
+from parity.parity_formula import Names, encode
 
 SPECS = ["neutreno:0.6", "neutreno:0.6,learn=head", "featscale", "attnscale", "attnscale+neutreno:0.4+featscale"]
 LAYERS = [{}, {"norm_first": True}, {"batch_first": False}, {"batch_first": False, "norm_first": True, "bias": False}]
 HIDDEN = torch.triu(torch.ones(TOKENS, TOKENS, dtype=torch.bool), 1)
 CAUSAL = torch.zeros(TOKENS, TOKENS, dtype=torch.float64).masked_fill(HIDDEN, -torch.inf)
+NAMES = Names("layers.", "self_attn", "in_proj_", "out_proj", "linear1", "linear2")
+SOMEBODYS = Names("", "attention.mha", "in_proj_", "out_proj", "mlp.0", "mlp.2")
 GENERATOR = torch.Generator().manual_seed(5)
 BIAS = torch.randn(BATCH * HEADS, TOKENS, TOKENS, generator=GENERATOR, dtype=torch.float64)
 
@@ -70,10 +72,12 @@ def loss_of(output):
     return (output * weights).sum()
 
 
-def plain(model, x, rename=lambda name: name, **options):
+def plain(model, x, *, bias=None, norm_first=False, names=NAMES, **options):
     """The output by the plain formulas and its loss's gradients, by parameter name."""
     leaves = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    output = plain_layers({rename(n): t for n, t in leaves.items()}, x, heads=HEADS, **options)
+    depth = len({n.removeprefix(names.blocks).split(".")[0] for n in leaves if n.startswith(names.blocks)})
+    options |= {"heads": HEADS, "depth": depth, "names": names, "norm_first": norm_first, "activation": torch.relu}
+    output = encode(leaves, x, mask=bias, **options)
     loss_of(output).backward()
     return output.detach(), {n: t.grad for n, t in leaves.items()}
 
@@ -93,7 +97,7 @@ def test_an_encoder_equals_the_formulas(options, spec):
     model = encoder(norm=True, **options)
     mitigated(model, spec)
     x = tokens()
-    expected = plain(model, x, bias=None, norm_first=options.get("norm_first", False), strength=strength_of(spec))
+    expected = plain(model, x, norm_first=options.get("norm_first", False), strength=strength_of(spec))
     turned = x if options.get("batch_first", True) else x.transpose(0, 1)
     output = model(turned)
     assert_equals_plain(model, output if turned is x else output.transpose(0, 1), expected)
@@ -125,17 +129,11 @@ def test_a_decoders_self_attention(norm_first):
     assert_equals_plain(model, output, expected)
 
 
-def renamed(name):
-    for old, new in {"attention.mha": "self_attn", "mlp.0": "linear1", "mlp.2": "linear2"}.items():
-        name = name.replace(old, new)
-    return f"layers.{name}"
-
-
 @pytest.mark.parametrize(("turn", "batch_first"), [(False, True), (True, False), (True, True), (False, False)])
 def test_somebodys_blocks(turn, batch_first):
     model = shaken(nn.Sequential(*(Block(turn, batch_first) for _ in range(DEPTH)))).double()
     mitigated(model, "neutreno:0.6,learn=head+featscale")
-    expected = plain(model, tokens(), rename=renamed, bias=None, norm_first=True)
+    expected = plain(model, tokens(), names=SOMEBODYS, norm_first=True)
     turned = tokens() if turn != batch_first else tokens().transpose(0, 1)
     output = model(turned)
     assert_equals_plain(model, output if turn != batch_first else output.transpose(0, 1), expected)
@@ -144,7 +142,7 @@ def test_somebodys_blocks(turn, batch_first):
 def test_one_sample_without_a_batch_axis():
     model = encoder()
     mitigated(model, "neutreno:0.6,learn=head+featscale")
-    expected = plain(model, tokens(batch=1), bias=None)
+    expected = plain(model, tokens(batch=1))
     assert_equals_plain(model, model(tokens(batch=1)[0])[None], expected)
 
 
@@ -266,14 +264,14 @@ def test_a_copy_is_mitigated_too_and_independent():
     assert torch.equal(twin(tokens()), output)
     twin.layers[1].self_attn.mitigation.learnt_strength.data.zero_()
     assert not torch.equal(twin(tokens()), output)
-    assert_equals_plain(twin, twin(tokens()), plain(twin, tokens(), bias=None))
+    assert_equals_plain(twin, twin(tokens()), plain(twin, tokens()))
 
 
 def test_non_reentrant_checkpointing_with_two_forward_passes_under_way():
     model = Checkpointed(encoder().layers, reentrant=False)
     mitigated(model, "neutreno:0.6,learn=head+featscale")
-    _, one = plain(model, tokens(1), bias=None)
-    _, two = plain(model, tokens(2), bias=None)
+    _, one = plain(model, tokens(1))
+    _, two = plain(model, tokens(2))
     first, second = loss_of(model(tokens(1))), loss_of(model(tokens(2)))
     first.backward()
     second.backward()

@@ -5,7 +5,7 @@ import torch
 
 import acutance as ac
 from acutance.lab.bench import measuring, steps
-from acutance.lab.bench.settings import Settings
+from acutance.lab.bench.timing import Settings
 
 CPU = Settings("cpu")
 

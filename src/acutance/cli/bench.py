@@ -34,7 +34,7 @@ def bench(
     """
     from acutance.distributed import device as device_of
     from acutance.lab.bench.run import chosen_groups, run_groups
-    from acutance.lab.bench.settings import Settings
+    from acutance.lab.bench.timing import Settings
 
     names = chosen_groups(only)
     settings = Settings(device_of(device), quick, max_autotune)

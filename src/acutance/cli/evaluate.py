@@ -70,7 +70,7 @@ def compare(
     acutance compare runs/plain-seed* runs/neutreno-seed* --robustness
     """
     from acutance.lab.evaluate.compare import compare as compared
-    from acutance.lab.evaluate.robust import compare_robustness
+    from acutance.lab.evaluate.compare import compare_robustness
 
     if robustness and assignments:
         raise AcutanceError("--robustness takes no --set: it finds the tables that were measured in the same way")

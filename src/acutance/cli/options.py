@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Column, Table
 
 from acutance.errors import AcutanceError
 
@@ -110,6 +111,14 @@ def write(path: Path | None, content: bytes | Callable[[Path], object]) -> None:
 
     if path is not None:
         say(f"wrote {atomic_write(path, content)}")
+
+
+def list_rows(rows: Iterable[Sequence[str]], *columns: str) -> None:
+    """Print a table of words; the first column is not broken."""
+    table = Table(Column(columns[0], no_wrap=True), *columns[1:], box=None)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
 
 
 def show(result: Any, json_path: Path | None, html_path: Path | None) -> None:

@@ -4,10 +4,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Column, Table
 
-from acutance.cli.options import Changes, Device, console, option, say, stoppable
+from acutance.cli.options import Changes, Device, console, list_rows, option, say, stoppable
 from acutance.errors import AcutanceError
 
 TIMES = (
@@ -42,10 +40,8 @@ def reproduce(
     from acutance.lab.reproduce.run import Session
 
     if show_list:
-        table = Table(Column("target", no_wrap=True), "what", "needs", box=None)
-        for one in TARGETS.values():
-            table.add_row(one.name, escape(one.title), escape(one.needs or one.notes))
-        console.print(table)
+        rows = ((one.name, one.title, one.needs or one.notes) for one in TARGETS.values())
+        list_rows(rows, "target", "what", "needs")
         say(f"\n{TIMES}")
         return
     if target is None:

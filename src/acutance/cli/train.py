@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
-from acutance.cli.options import Changes, Device, console, is_first_process, option, say, stoppable
+from acutance.cli.options import Changes, Device, console, is_first_process, list_rows, option, say, stoppable
 from acutance.errors import AcutanceError
 
 
@@ -39,10 +37,7 @@ def train(
     from acutance.lab.train.start import train as start
 
     if show_list:
-        table = Table("recipe", "what it is", box=None)
-        for name in recipes.names():
-            table.add_row(name, escape(recipes.summary(name)))
-        console.print(table)
+        list_rows(((name, recipes.summary(name)) for name in recipes.names()), "recipe", "what it is")
         return
     if resume and out is None:
         raise AcutanceError("--resume goes on with a run: name its folder with --out")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -30,12 +30,14 @@ Preprocess = Callable[[Sequence["Image.Image"]], Any]  # images to a batch that 
 Window = NDArray[np.int64]
 
 
+@dataclass(frozen=True, eq=False)
 class Batches(Sequence[Any]):
     """Samples in batches: counted beforehand, made one at a time, always the same."""
 
-    def __init__(self, samples: Sequence[Any], batch: int, description: str, make: Callable[[Any], Any]) -> None:
-        self.samples, self.batch, self.make = samples, batch, make
-        self.description = description  # what a profile says it was read on
+    samples: Sequence[Any]
+    batch: int
+    description: str  # what a profile says it was read on
+    make: Callable[[Any], Any]
 
     def __len__(self) -> int:
         return -(-len(self.samples) // self.batch)
@@ -108,8 +110,7 @@ def batches_for(
     if data == "own" and loaded.own is None:
         raise AcutanceError(f"--data own is what a run of `acutance train` was tested on; {loaded.name} is no such run")
     own = loaded.digits if data == "digits" or loaded.own is None else loaded.own
-    is_given = text is not None or images is not None
-    if data_dir is not None and (is_given or own is None or own is not loaded.own):
+    if data_dir is not None and (text or images or own is None or own is not loaded.own):
         raise AcutanceError(f"--data-dir says where a run's own data lies, which {loaded.name} is not to read")
     if tokens is not None and text is None:
         raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
@@ -123,11 +124,9 @@ def batches_for(
             samples = samples.to(next(loaded.model.parameters()).dtype)
         return Batches(samples.unbind(), batch or 64, f"{len(samples)} {own.name}", torch.stack)
     options = {"--text FILE": loaded.tokenizer, "--images DIR": loaded.preprocess}
-    wanted = " or ".join(option for option, reads in options.items() if reads is not None)
-    raise AcutanceError(
-        f"{loaded.name} does not take the embedded digits: say what it shall read with {wanted or 'Python'}. "
-        "From Python, ac.measure(model, batches) takes any data"
-    )
+    wanted = " or ".join(option for option, reads in options.items() if reads is not None) or "Python"
+    advice = f"say what it shall read with {wanted}. From Python, ac.measure(model, batches) takes any data"
+    raise AcutanceError(f"{loaded.name} does not take the embedded digits: {advice}")
 
 
 def text_batches(
@@ -183,13 +182,13 @@ def image_batches(
     pillow()
     found = _files(Path(folder), SUFFIXES)[:limit]
 
-    def cast(made: Any) -> Any:
+    def of_dtype(made: Any) -> Any:
         if isinstance(made, Mapping):
-            return {name: cast(value) for name, value in made.items()}
+            return {name: of_dtype(value) for name, value in made.items()}
         return made.to(dtype) if isinstance(made, Tensor) and made.is_floating_point() else made
 
     description = f"{len(found)} images from {Path(folder).resolve().name}"
-    return Batches(found, batch, description, lambda files: cast(preprocess([_decoded(file) for file in files])))
+    return Batches(found, batch, description, lambda files: of_dtype(preprocess([_decoded(file) for file in files])))
 
 
 def centre_crop(
@@ -250,8 +249,7 @@ def _decoded(file: Path) -> Image.Image:
     library = pillow()
     try:
         with library.open(file) as image:
-            rgb: Image.Image = image.convert("RGB")
-            return rgb
+            return cast("Image.Image", image.convert("RGB"))
     except (OSError, ValueError, SyntaxError, library.DecompressionBombError) as error:
         raise AcutanceError(f"{file} cannot be read as an image: {error}") from error
 
@@ -278,10 +276,9 @@ def _padded(rows: Sequence[Window], value: int) -> Tensor:
 
 def _special_tokens(tokenizer: Any) -> tuple[Window, Window]:
     """The tokens that the tokenizer puts before and after a text."""
-    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    full = np.array(tokenizer("a")["input_ids"], dtype=np.int64)
+    plain, full = (np.array(tokenizer("a", add_special_tokens=each)["input_ids"], np.int64) for each in (False, True))
     for start in range(len(full) - len(plain) + 1):
         end = start + len(plain)
-        if full[start:end].tolist() == plain:
+        if np.array_equal(full[start:end], plain):
             return full[:start], full[end:]
     raise AcutanceError(f"{type(tokenizer).__name__} changes the text when it adds its special tokens")

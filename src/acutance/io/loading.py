@@ -1,22 +1,33 @@
-"""Models by name, as the command line takes them."""
+"""Models by name, as the command line takes them: of transformers, of timm, and checkpoints and runs of our own."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
+from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import nn
 
-from acutance.errors import AcutanceError
-from acutance.io import pretrained
+from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError, first_line, import_extra
 from acutance.io.inputs import LoadedModel, Preprocess, centre_crop
-from acutance.io.saving import load
+from acutance.io.saving import listed, load
 from acutance.models import LanguageModel, ViT
+from acutance.sites.transformers import notes_of
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as DeiT's
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+PATIENCE = 10  # seconds that the Hub has to answer in
 
 
 def load_model(
@@ -37,9 +48,9 @@ def load_model(
     if name in ("", "hf:", "timm:"):  # an empty path is the current folder
         raise AcutanceError(f"{name!r} names no model: write hf:NAME, timm:NAME or the path of a checkpoint or run")
     if name.startswith("hf:"):
-        loaded = pretrained.load_transformers(name, head=head)
+        loaded = _transformers(name, head)
     else:
-        loaded = pretrained.load_timm(name) if name.startswith("timm:") else _own(Path(name))
+        loaded = _timm(name) if name.startswith("timm:") else _own(Path(name))
     loaded.model.to(device=device, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype)
     return loaded
 
@@ -74,3 +85,206 @@ def _own(path: Path) -> LoadedModel:
 def _runs() -> Any:
     """What lab knows of runs and of the digits. The core does not import lab, so it is found by an entry point."""
     return next((found.load() for found in entry_points(group="acutance.loaders")), None)
+
+
+def _transformers(name: str, head: bool) -> LoadedModel:
+    """The model behind `hf:…`: its backbone, or with `head` the class its checkpoint was saved from."""
+    transformers = import_extra("transformers", "hf: models need transformers: pip install 'acutance[hf]'")
+    place, options, repository = _source(name)
+    with _loading(name, repository), _quiet(transformers, repository is None):
+        config = transformers.AutoConfig.from_pretrained(place, **options)
+        if notes_of(config):  # saved with its mitigation, whose record names layers of the whole
+            from huggingface_hub import snapshot_download
+
+            model: Any = load(place if repository is None else snapshot_download(repository))
+        else:
+            # A GGUF file does not name the class it was saved from; it holds a language model.
+            whole = transformers.AutoModelForCausalLM if "gguf_file" in options else transformers.AutoModel
+            whole = getattr(transformers, (config.architectures or [""])[0], whole)
+            kind = whole if head else transformers.AutoModel
+            model, report = kind.from_pretrained(place, config=config, output_loading_info=True, **options)
+            # Poolers are left out: nothing after them is measured, and checkpoints often come without.
+            if random := sorted(key for key in report["missing_keys"] if "pooler" not in key.split(".")):
+                message = f"{name} holds no {listed(random, 4)}: random there, as in an untrained model"
+                warnings.warn(message, AcutanceWarning, stacklevel=3)
+
+    def part(kind: Any, what: str, **options: Any) -> Any:
+        with _loading(f"the {what} of {name}", repository), _quiet(transformers, True):
+            return kind.from_pretrained(place, **options)
+
+    @cache
+    def tokenizer() -> Any:
+        found = part(transformers.AutoTokenizer, "tokenizer", config=config, **options)
+        if len(found) <= len(found.all_special_tokens):  # the library makes an empty one where there is none
+            raise AcutanceError(f"{name} comes without a tokenizer's vocabulary, such as tokenizer.json: put it there")
+        return found
+
+    @cache
+    def processor() -> Any:  # PIL's gives the same pictures with and without torchvision
+        return part(transformers.AutoImageProcessor, "image processor", backend="pil")
+
+    def preprocess() -> Preprocess:
+        prepare = processor()
+        return lambda images: dict(prepare(images=list(images), return_tensors="pt"))
+
+    inputs = signature(model.forward).parameters
+    return LoadedModel(
+        name,
+        model,
+        tokenizer=tokenizer if "input_ids" in inputs else None,
+        preprocess=preprocess if "pixel_values" in inputs else None,
+        save_inputs=lambda folder, text: (tokenizer if text else processor)().save_pretrained(folder),
+        context=_context(model, config),
+        decoder_start=_decoder_start(model, config) if "decoder_input_ids" in inputs else None,
+    )
+
+
+def _source(name: str) -> tuple[str, dict[str, str], str | None]:
+    """A folder or a name on the Hub, options for from_pretrained, and the repository on the Hub, if it is one."""
+    place = name.removeprefix("hf:")
+    path = Path(place).expanduser()
+    if path.is_dir():
+        found = sorted(path.glob("*.gguf"))
+        if (path / "config.json").is_file() or not found:
+            return str(path), {}, None
+        if len(found) > 1:
+            raise AcutanceError(
+                f"{name} holds several GGUF files ({', '.join(f.name for f in found)}): name one of them"
+            )
+        path = found[0]
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise AcutanceError(f"{name} is a file, but no GGUF: name the folder with config.json and the weights")
+        missing = [library for library in ("gguf", "accelerate") if importlib.util.find_spec(library) is None]
+        if missing:
+            raise MissingExtraError(f"a GGUF file needs {' and '.join(missing)}: pip install 'acutance[hf]'")
+        return str(path.parent), {"gguf_file": path.name}, None
+    if path.suffix == ".gguf" or not HUB_NAME.fullmatch(place):
+        raise AcutanceError(f"{name}: there is no file or folder {path}, and a name on the Hub looks like owner/model")
+    return place, {}, place
+
+
+def _context(model: nn.Module, config: Any) -> int | None:
+    """The most tokens a text may have; None where the configuration names no bound, or −1 as XLNet's does."""
+    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is None or positions <= 0:
+        return None
+    for name, table in model.named_modules():
+        # RoBERTa and its kin number positions from behind the padding token's number. The tables of BART and OPT have
+        # two more rows instead, which their configurations do not count.
+        padding = getattr(table, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding is not None and len(table.weight) == positions:
+            return positions - int(padding) - 1
+    return positions
+
+
+def _decoder_start(model: nn.Module, config: Any) -> int | None:
+    """The token a decoder starts from: as configured, or padding, which is what T5 starts from."""
+    if not config.is_encoder_decoder:
+        return None
+    text = config.get_text_config(decoder=True)
+    places = (text, config, getattr(model, "generation_config", None))
+    found = (getattr(place, "decoder_start_token_id", None) for place in places)
+    return next((token for token in found if token is not None), text.pad_token_id or 0)
+
+
+def _timm(name: str) -> LoadedModel:
+    """The pretrained model behind `timm:…`."""
+    try:
+        timm = import_extra("timm", "timm: models need timm: pip install 'acutance[timm]'")
+    except RuntimeError as error:  # how torchvision says that it was built for another torch
+        raise AcutanceError(f"timm cannot be imported beside this torchvision and torch: {error}") from error
+    wanted = name.removeprefix("timm:")
+    is_local = (folder := Path(wanted).expanduser()).is_dir()
+    with _loading(name, None if is_local else _repository(timm, name, wanted)):
+        model = timm.create_model(f"local-dir:{folder}" if is_local else wanted, pretrained=True)
+    return LoadedModel(name, model, preprocess=cache(lambda: _timm_preprocess(timm, name, model)))
+
+
+def _repository(timm: Any, name: str, wanted: str) -> str | None:
+    """The weights' repository on the Hub; None where they come from elsewhere."""
+    if wanted.startswith("hf-hub:"):
+        return wanted.removeprefix("hf-hub:")
+    if not timm.is_model(wanted.split(".")[0]):
+        close = get_close_matches(wanted, timm.list_models(), n=3)
+        hint = f"; did you mean {', '.join(close)}?" if close else ""
+        raise AcutanceError(f"{name}: timm {timm.__version__} knows no such model, and there is no such folder{hint}")
+    if wanted not in timm.list_pretrained() and not timm.models.is_model_pretrained(wanted):
+        raise AcutanceError(f"{name}: timm {timm.__version__} has no pretrained weights under this name")
+    repository: str | None = timm.models.get_pretrained_cfg(wanted).hf_hub_id
+    return repository
+
+
+def _timm_preprocess(timm: Any, name: str, model: nn.Module) -> Preprocess:
+    """Evaluation's preprocessing by the model's own data configuration; timm's transforms need torchvision."""
+    config = timm.data.resolve_model_data_config(model)
+    mode, fraction, interpolation = config["crop_mode"], config["crop_pct"], config["interpolation"]
+    if mode not in ("center", "squash"):
+        raise AcutanceError(f"{name} crops by {mode!r}, which is not known here: give ac.measure(model, batches) yours")
+    embedding = getattr(model, "patch_embed", None)
+    # The configuration may have the size of the weights that the model was made from.
+    only = getattr(embedding, "img_size", None) if getattr(embedding, "strict_img_size", False) else None
+    size = only or tuple(config["input_size"][1:])
+    return centre_crop(size, config["mean"], config["std"], fraction=fraction, interpolation=interpolation, mode=mode)
+
+
+@contextmanager
+def _loading(name: str, repository: str | None) -> Iterator[None]:
+    """Load inside; whatever goes wrong becomes one line, with its cause kept. Local files have no `repository`.
+
+    The Hub's client would ask an unreachable Hub six times for every file, for half a minute each. Here it is asked
+    once; if it does not answer, only what was downloaded before is read.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    silence: Exception | None = None  # why the Hub does not answer
+    try:
+        if repository is not None:
+            HfApi().model_info(repository, timeout=PATIENCE)
+    except (RepositoryNotFoundError, HFValidationError):
+        pass  # loading will find out, and say so
+    except Exception as error:  # no name service, no route, no answer in time, a proxy's page, offline mode
+        silence = error
+    # Its environment variable is read at import only.
+    with patch.object(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or silence is not None):
+        try:
+            yield
+        except AcutanceError:
+            raise
+        except Exception as error:  # whatever a network or a damaged file provokes
+            raise AcutanceError(f"{name} {_reason(repository, error, silence)}") from error
+
+
+def _reason(repository: str | None, error: Exception, silence: Exception | None) -> str:
+    from huggingface_hub import constants, errors
+
+    causes: list[BaseException] = [error]
+    while cause := causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(cause)
+
+    def is_caused_by(*kinds: type[BaseException]) -> bool:
+        return repository is not None and any(isinstance(cause, kinds) for cause in causes)
+
+    hub = constants.ENDPOINT
+    if is_caused_by(errors.GatedRepoError):
+        return f"is gated: accept its terms at {hub}/{repository}, then log in with `hf auth login`"
+    if is_caused_by(errors.RepositoryNotFoundError):
+        return f"is not there: no public model {repository!r} on the Hub, and no such file or folder here"
+    if silence is not None and is_caused_by(errors.LocalEntryNotFoundError, FileNotFoundError):
+        why = f"{hub} does not answer ({first_line(silence)})"
+        return f"cannot be downloaded: {why}, it was not downloaded before, and {repository!r} is no file or folder"
+    return f"cannot be loaded: {first_line(error)}"
+
+
+@contextmanager
+def _quiet(transformers: Any, bars_too: bool) -> Iterator[None]:
+    """Without the library's load reports; its bars are wanted only while something is downloaded."""
+    log = transformers.utils.logging
+    with ExitStack() as stack:
+        stack.callback(log.set_verbosity, log.get_verbosity())
+        log.set_verbosity_error()
+        if bars_too and log.is_progress_bar_enabled():
+            stack.callback(log.enable_progress_bar)
+            log.disable_progress_bar()
+        yield

@@ -24,9 +24,7 @@ from acutance.sites.mitigate import reinstate
 from acutance.sites.transformers import is_pretrained, note, notes_of
 
 PathLike = str | os.PathLike[str]
-OWN: dict[str, type[ViT | LanguageModel | Segmenter]] = {
-    kind.__name__: kind for kind in (ViT, LanguageModel, Segmenter)
-}
+OWN: dict[str, Any] = {kind.__name__: kind for kind in (ViT, LanguageModel, Segmenter)}
 CONFIG_KEY = "acutance.config"  # in the safetensors metadata
 CLASS_KEY = "acutance.model"  # a ViT where it is missing, as in the first files
 RECORD_KEY = "acutance.mitigations"  # of other models; transformers' config.json has it too
@@ -76,12 +74,11 @@ def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
     where = where / "model.safetensors" if where.is_dir() else where  # of a run, or of `acutance mitigate --out`
     with _reading(where), safe_open(str(where), framework="pt") as opened:
         metadata = opened.metadata() or {}
+        config, record = (json.loads(metadata.get(key, "{}")) for key in (CONFIG_KEY, RECORD_KEY))
     if model is None:
-        own = _build(metadata, where)
+        own = _build(metadata, config, where)
         load_checkpoint(own, where)
         return own
-    with _reading(where):
-        record = json.loads(metadata.get(RECORD_KEY, "{}"))
     reinstate(model, _specs(record, where))
     try:
         load_model(model, where)
@@ -97,8 +94,8 @@ def load_checkpoint(model: BlockStack | Segmenter, source: PathLike | Mapping[st
     """
     label, state = "the state dict", cast(Any, source)
     if not isinstance(source, Mapping):
-        label, file = str(source), Path(source)
-        with _reading(file):
+        label = str(source)
+        with _reading(file := Path(source)):
             is_safe = file.suffix == ".safetensors"
             state = load_file(file) if is_safe else torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(state, Mapping):
@@ -139,7 +136,7 @@ def _reading(file: Path) -> Iterator[None]:
         ) from error
 
 
-def _build(metadata: Mapping[str, str], path: Path) -> ViT | LanguageModel | Segmenter:
+def _build(metadata: Mapping[str, str], config: Any, path: Path) -> BlockStack | Segmenter:
     """The model that a file of ours describes, with new weights."""
     if CONFIG_KEY not in metadata:
         advice = "build a plain one and pass it as model=, or for published weights use acutance.io.load_checkpoint"
@@ -147,9 +144,8 @@ def _build(metadata: Mapping[str, str], path: Path) -> ViT | LanguageModel | Seg
     name = metadata.get(CLASS_KEY, "ViT")
     if name not in OWN:
         raise AcutanceError(f"{path} holds a {name}, which this version does not know; known: {', '.join(OWN)}")
-    with _reading(path):
-        options = json.loads(metadata[CONFIG_KEY])
-    return OWN[name](**OWN[name].config_class.from_dict(options).to_dict())
+    made: BlockStack | Segmenter = OWN[name](**OWN[name].config_class.from_dict(config).to_dict())
+    return made
 
 
 def _check_match(own: Mapping[str, Tensor], state: Mapping[str, Tensor], label: str) -> None:

@@ -20,9 +20,8 @@ from acutance.cli.bench import bench
 from acutance.errors import AcutanceError
 from acutance.lab.bench import language, measuring, results, run, steps
 from acutance.lab.bench.language import WithBackend
-from acutance.lab.bench.settings import Settings, Table, inference_step, training_step, unfused
 from acutance.lab.bench.steps import TOY
-from acutance.lab.bench.timing import Candidate, Pace
+from acutance.lab.bench.timing import Candidate, Pace, Settings, Table, inference_step, training_step, unfused
 from acutance.metrics import ATTENTION_METRICS
 from acutance.models import LanguageModel, ViT
 
@@ -83,27 +82,20 @@ def test_on_a_gpu_every_mode_of_timm_is_a_baseline_at_the_sizes_of_the_papers():
     """Only what would be timed is looked at: nothing is built. `max-autotune` is for the baseline alone."""
     tuned = Settings("cuda:0", quick=True, max_autotune=True)
     assert tuned.options == " --quick --max-autotune"
+    assert tuned.pace() == Pace(repetitions=4, steps=6, warm_up=5, refresh=2)
     found = steps.candidates(steps.SHAPES["steps-32"], True, tuned, timm=True)
     modes = {name: [(c.mode, c.static) for c in found if c.variant == name] for name in {c.variant for c in found}}
     both = [("default", False), ("reduce-overhead", True)]
     assert (modes["timm's ViT"], modes["NeuTRENO"]) == ([*both, ("max-autotune", True)], both)
     assert modes["plain ViT"] == modes["NeuTRENO, no fused kernel"] == both[1:]
     assert {c.variant for c in found if c.baseline} == {"timm's ViT"}
+    eigen = steps.eigen_candidates(steps.SHAPES["steps-32"], GPU, "reduce-overhead")
+    assert {c.mode for c in eigen[1:]} == {"reduce-overhead"}
+    whole = {batch: [c.mode for c in steps.end_to_end_candidates(batch, GPU)] for batch in (256, 1024)}
+    assert whole == {256: ["recorded"] * 2, 1024: ["recorded"] * 2 + ["launched"] * 2}
     titles = {table.title for name in run.GROUPS for table in run.GROUPS[name](GPU)}
     assert {"ViT-Ti/4, 32×32, batch 1024, training", "DeiT-Ti/16, 224×224, batch 512, inference"} <= titles
     assert {"measuring DeiT-Ti/16, 224×224, batch 256", "ViT-Ti/4, 32×32, end to end, batch 2048"} <= titles
-
-
-def test_on_a_gpu_spectra_and_whole_steps_are_timed_in_the_mode_of_their_baseline():
-    """Steps are recorded, and at one batch size launched too."""
-    found = steps.eigen_candidates(steps.SHAPES["steps-32"], GPU, "reduce-overhead")
-    assert [c.variant.rpartition("=")[2] for c in found] == ["plain ViT", *steps.BASES]
-    assert {(c.mode, c.baseline) for c in found[1:]} == {("reduce-overhead", False)}
-    for batch, modes in ((256, ["recorded"]), (1024, ["recorded", "launched"])):
-        found = steps.end_to_end_candidates(batch, GPU)
-        assert [(c.variant, c.mode, c.baseline) for c in found] == [
-            (name, mode, name == "plain ViT") for mode in modes for name in ("plain ViT", "NeuTRENO")
-        ]
 
 
 def test_groups_by_name_and_by_beginning():
@@ -124,16 +116,13 @@ def growing(error):
     return lambda _settings: [Table("stops", rows)]
 
 
-def test_what_is_done_stays_when_a_table_fails_and_the_next_goes_on(monkeypatch, tmp_path, capsys, no_collection):
+def test_what_is_done_stays_when_a_table_fails_or_is_interrupted(monkeypatch, tmp_path_factory, capsys, command):
     errors = (RuntimeError("out of memory"), AcutanceError("no recording"), AttributeError("another version"))
     monkeypatch.setattr(run, "GROUPS", {str(error): growing(error) for error in errors})
-    written = run.run_groups(list(run.GROUPS), CPU, tmp_path, Console(quiet=True))
+    written = run.run_groups(list(run.GROUPS), CPU, tmp_path_factory.mktemp("failing"), Console(quiet=True))
     for path, error in zip(written, errors, strict=True):
         assert [(row["ms"], row["note"]) for row in read(path)] == [("2.0", ""), ("", f"stopped: {error}")]
     assert "AttributeError: another version" in capsys.readouterr().err
-
-
-def test_an_interruption_keeps_what_is_done(command, monkeypatch):
     monkeypatch.setattr(run, "GROUPS", {"a": growing(KeyboardInterrupt())})
     text, _, rows = command("a", status=130)
     assert "Stopped" in text
@@ -149,27 +138,18 @@ def test_the_summary_has_the_fastest_mode_at_the_most_tokens():
     assert found == [True, False, False, False]
 
 
-def test_quick_has_fewer_repetitions_and_the_cpu_the_fewest():
-    assert Settings("cuda").pace() == Pace(repetitions=7, steps=12, warm_up=5, refresh=2)
-    assert Settings("cuda", quick=True).pace() == Pace(repetitions=4, steps=6, warm_up=5, refresh=2)
-    assert CPU.pace(steps=50, calls=10) == Pace(repetitions=2, steps=1, warm_up=1, refresh=0, calls=10)
-
-
-def test_the_name_of_a_file_says_device_dtype_versions_and_labels(monkeypatch):
+def test_the_name_of_a_file_says_device_dtype_versions_and_labels(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H200")
     found = results.file_name("eigen_step", "cuda", "bfloat16", "reduce-overhead", "", "Longer, 12×40")
     assert found == "eigen_step-nvidia-h200-bfloat16-torch2.11.0-cuda13.0-reduce-overhead-longer-12-40.csv"
     assert results.file_name("augment", "cpu", "float32") == "augment-cpu-float32-torch2.11.0.csv"
-    for where in (["--results", "a b"], ["--results=a b"]):  # which is not part of the command
-        assert results.command("python x.py", ["--steps", "3", *where, "--tf32"]) == "python x.py --steps 3 --tf32"
-
-
-def test_what_a_row_does_not_have_stays_empty(tmp_path):
     path = results.write_rows(tmp_path / "new" / "a.csv", [{"a": 1}, {"b": "x, y"}], {"device": "CPU"})
     assert read(path) == [{"a": "1", "b": "", "device": "CPU"}, {"a": "", "b": "x, y", "device": "CPU"}]
     assert path.read_bytes().count(b"\r") == 0
+    for where in (["--results", "a b"], ["--results=a b"]):  # which is not part of the command
+        assert results.command("python x.py", ["--steps", "3", *where, "--tf32"]) == "python x.py --steps 3 --tf32"
 
 
 def test_a_training_step_is_that_of_a_plain_loop_and_inference_leaves_no_graph():
@@ -206,6 +186,11 @@ def test_the_model_asks_for_the_kernel_unless_it_is_switched_off(monkeypatch):
     assert asked == []
     neutreno.make()()
     assert asked
+    assert [flash.variant, neutreno.variant] == ["plain, SDPA flash", "NeuTRENO, SDPA"]
+    monkeypatch.setattr(packed, "is_available", lambda qkv, heads: qkv.shape == (1, 16, 3 * 64 * heads))
+    found = [(c.variant, c.baseline) for c in language.candidates(language.TOY[0], CPU)]
+    assert found[0] == ("plain, SDPA flash", True)
+    assert found[2:] == [("plain, fused kernel", False), ("NeuTRENO, fused kernel", False)]
 
 
 def test_the_obvious_way_reads_the_same_figures():
@@ -241,14 +226,6 @@ def test_the_second_back_end_is_not_the_first_ones_compiled_code():
         WithBackend(LanguageModel(**WORDS), SDPBackend.CUDNN_ATTENTION)(words, words)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_kernel_has_rows_where_it_applies(fused, monkeypatch):
-    monkeypatch.setattr(packed, "is_available", lambda qkv, heads: fused and qkv.shape == (1, 16, 3 * 64 * heads))
-    found = [(c.variant, c.baseline) for c in language.candidates(language.TOY[0], CPU)]
-    ours = [("plain, fused kernel", False), ("NeuTRENO, fused kernel", False)] if fused else [("NeuTRENO, SDPA", False)]
-    assert found == [("plain, SDPA flash", True), ("plain, SDPA cuDNN", False), *ours]
-
-
 def test_what_fails_or_takes_long_is_left_out_at_more_tokens(monkeypatch, no_collection):
     now, tried = [0.0], []
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
@@ -276,13 +253,3 @@ def test_what_fails_or_takes_long_is_left_out_at_more_tokens(monkeypatch, no_col
     assert {tokens for name, tokens in tried if name == "dense"} == {2, 4}
     assert [row["tokens"] for row in rows if row["variant"] == "plain"] == [2, 4, 8, 16]
     assert {*ATTENTION_METRICS, "attention_cosine"} <= measuring.OPERATIONS.keys()
-
-
-def test_a_small_call_comes_before_the_first_reading_of_memory(monkeypatch):
-    """Or else what the first product of all takes for good would be the first length's."""
-    seen, batch = [], {"input_ids": torch.zeros(1, 1000)}
-    monkeypatch.setattr(measuring, "llama_subject", lambda *_: measuring.Subject(None, batch, None))
-    monkeypatch.setattr(measuring, "forward", lambda subject, _: seen.append(subject.batch["input_ids"].shape[1]))
-    candidates, pace = measuring._readings(1000, CPU)
-    candidates[0].make()()
-    assert (seen, pace.warm_up) == ([measuring.FEW, 1000], 0)

@@ -4,13 +4,9 @@ import pytest
 import torch
 
 from acutance.lab.bench import floor
-from acutance.lab.bench.settings import Settings
-from acutance.lab.bench.timing import peak_mib, seconds_per_step
+from acutance.lab.bench.timing import Settings, peak_mib, seconds_per_step
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 GPU = Settings("cuda:0", quick=True)
 
 

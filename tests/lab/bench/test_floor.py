@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from acutance.lab.bench import floor
 from acutance.lab.bench.floor import Ceilings, Problem, linear, of_vit, with_floor
 from acutance.lab.bench.language import Size
-from acutance.lab.bench.settings import Settings
 from acutance.lab.bench.steps import TOY
+from acutance.lab.bench.timing import Settings
 from acutance.models import LanguageModel, ViT
 
 
@@ -28,6 +28,10 @@ def test_flops_of_a_vit_are_those_pytorch_counts(training):
     # What keeps the matrix need not make it again in its backward pass, as a kernel does that never writes it.
     again = TOY["depth"] * 2 * 3 * TOY["dim"] * 5**2 if training else 0
     assert flops(of_vit(model, 3, 2, training=training)) == counter.get_total_flops() + again
+    products, pointwise = floor.count_flops(model, images[:1])
+    assert products == flops(of_vit(model, 1, 2, training=False))
+    with_term = floor.count_flops(ViT(**TOY, mitigation="neutreno:0.6"), images[:1])  # but for the first layer
+    assert with_term == (products, pointwise + 3 * 5 * TOY["dim"] * (TOY["depth"] - 1))
 
 
 def test_flops_and_parameters_of_a_language_model_are_those_of_the_model():
@@ -39,14 +43,6 @@ def test_flops_and_parameters_of_a_language_model_are_those_of_the_model():
     unseen = 2 * 2 * 2 * 2 * size.dim * (6 * 5 // 2)  # both products of both layers and texts: pairs above the diagonal
     assert flops(size.kernels(2, training=False)) == counter.get_total_flops() - unseen
     assert size.parameters == sum(p.numel() for p in model.parameters() if p.ndim == 2)
-
-
-def test_the_term_costs_three_operations_a_value_in_every_layer_but_the_first():
-    images = torch.randn(1, 3, 8, 8)
-    products, pointwise = floor.count_flops(ViT(**TOY), images)
-    with_term = floor.count_flops(ViT(**TOY, mitigation="neutreno:0.6"), images)
-    assert with_term == (products, pointwise + 3 * 5 * TOY["dim"] * (TOY["depth"] - 1))
-    assert products == flops(of_vit(ViT(**TOY), 1, 2, training=False))
 
 
 def test_bytes_and_flops_counted_by_hand():

@@ -80,10 +80,7 @@ def test_the_fastest_baseline_divides_all_others(rows_of):
         ("ours", "", "1.5000", None),
     ]
     assert (rows[2]["ms"], rows[2]["ratios"], rows[2]["timings"]) == ("3000.0000", "1.5000 1.5000 1.5000", 3)
-
-
-def test_figures_are_of_one_call(rows_of):
-    assert rows_of(("plain", 4.0, BASELINE), steps=3, calls=8)[0]["ms"] == "500.0000"
+    assert rows_of(("plain", 4.0, BASELINE), steps=3, calls=8)[0]["ms"] == "500.0000"  # figures are of one call
 
 
 def test_a_candidate_is_timed_before_the_next_is_made_and_rows_come_after_every_repetition(clock):
@@ -126,11 +123,6 @@ def test_what_fails_on_the_way_keeps_what_it_has(rows_of):
     assert (ours["timings"], ours["ratio"], ours["note"]) == (1, "3.0000", "left out: illegal memory access")
 
 
-def test_an_interruption_is_no_failure_of_a_candidate(rows_of):
-    with pytest.raises(KeyboardInterrupt):
-        rows_of(("plain", KeyboardInterrupt(), BASELINE))
-
-
 def test_one_baseline_is_enough_and_is_timed_by_itself_where_all_others_fail(rows_of):
     broken = ("plain", MEMORY, {"mode": "graphs", **BASELINE})
     assert rows_of(broken, PLAIN, ("ours", 3.0))[2]["ratio"] == "3.0000"
@@ -138,6 +130,8 @@ def test_one_baseline_is_enough_and_is_timed_by_itself_where_all_others_fail(row
     assert (alone["ms"], alone["timings"], alone["note"]) == ("2000.0000", 2, "the baseline")
     with pytest.raises(RuntimeError, match="plain, graphs: out of memory"):
         rows_of(broken, ("ours", 3.0))
+    with pytest.raises(KeyboardInterrupt):  # is no failure of a candidate
+        rows_of(("plain", KeyboardInterrupt(), BASELINE))
 
 
 def test_memory_is_divided_by_the_first_baseline_that_shows_any(rows_of, monkeypatch):

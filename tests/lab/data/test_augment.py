@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from acutance.errors import AcutanceError, ShapeError
 from acutance.lab.data import augment as augmentation
 from acutance.lab.data.augment import DEIT, DEIT_SMALL_IMAGES, Augment, AugmentConfig, mix, mix_plan, soft_targets
+from acutance.lab.data.rand_augment import NOTHING, RandDraws, rand_augment, rand_draws, warp
 from acutance.lab.data.seeds import generator
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
@@ -47,12 +48,6 @@ def test_rows_get_what_the_whole_batch_would_give_them(config, channels):
         assert part[0].isfinite().all()
         for one, other in zip(part, whole, strict=True):
             assert torch.equal(one, other[rows])
-
-
-def test_draws_are_a_function_of_the_generator_alone():
-    one, same, other = (augment().draw(8, generator("cpu", 1, step)) for step in (5, 5, 6))
-    assert all(map(torch.equal, one, same))
-    assert not any(map(torch.equal, one, other))
 
 
 def test_a_batch_is_drawn_by_ten_launches_at_most():
@@ -106,7 +101,7 @@ def test_the_pipeline_never_waits_for_the_device_and_compiles():
     torch.testing.assert_close(compiled[1], plain[1])
 
 
-def test_crops_are_windows_of_the_padded_image():
+def test_crops_are_windows_of_the_padded_image_and_chosen_ones_are_mirrored():
     images = some(12, 11)[0][..., :9, :]
     offsets = torch.randint(5, (len(images), 2), generator=torch.Generator().manual_seed(1))
     padded = torch.nn.functional.pad(images, (2, 2, 2, 2))
@@ -114,10 +109,6 @@ def test_crops_are_windows_of_the_padded_image():
         augmentation.random_crop(images, 2, offsets), padded, offsets.tolist(), strict=True
     ):
         assert torch.equal(image, whole[:, down : down + 9, right : right + 11])
-
-
-def test_mirror_images_where_chosen():
-    images = some()[0]
     flipped = augmentation.flip(images, torch.arange(len(images)) % 2 == 0)
     assert torch.equal(flipped[1::2], images[1::2])
     assert torch.equal(flipped[::2], images[::2].flip(-1))
@@ -188,15 +179,12 @@ def test_neighbours_are_blended_or_cut_and_targets_by_the_true_area(seed, cutmix
     torch.testing.assert_close(soft, keep * targets + (1 - keep) * targets[PARTNERS])
 
 
-def test_lambda_is_beta_and_the_switch_is_even():
+def test_lambda_is_beta_the_switch_is_even_and_rectangles_have_the_images_proportions_unless_cut_off():
     drawn = [mixing(0.8, 1.0, 64, 64, step) for step in range(2000)]
     cut = np.array([draws[1][0].item() for draws in drawn])
     assert abs(cut.mean() - 0.5) < 0.04
     keep = np.array([draws[0][0].item() for draws in drawn])[~cut]
     assert stats.kstest(keep, "beta", args=(0.8, 0.8)).pvalue > 0.01
-
-
-def test_rectangles_of_cutmix_have_the_images_proportions_unless_cut_off():
     boxes = torch.stack([mixing(0.0, 1.0, 64, 48, step)[2][0] for step in range(500)])
     top, bottom, left, right = boxes.T
     assert 0 <= boxes.min() <= bottom.max() <= 64
@@ -213,3 +201,42 @@ def test_odd_batches_cannot_be_mixed_and_impossible_settings_are_named():
     for change in ({"flip": 1.5}, {"erase": -0.1}, {"mixup": -1.0}, {"crop_pad": -1}):
         with pytest.raises(AcutanceError, match=f"augment.{next(iter(change))}"):
             replace(DEIT, **change)
+
+
+# RandAugment as a whole; with_timm has each operation
+
+
+def test_identities_change_nothing_to_the_bit():
+    images = some(12, 27)[0][..., :20, :].float()
+    identity = torch.eye(3)[:2].expand(len(images), 2, 3)
+    assert torch.equal(warp(images, identity, torch.zeros(3)), images)
+    nothing = RandDraws(*(torch.full((len(images), 2), value) for value in (NOTHING, 9.0, 1.0)))
+    assert torch.equal(rand_augment(images, nothing, torch.zeros(3)), images)
+
+
+def test_every_image_gets_its_own_operations_in_its_own_order():
+    images = some(15)[0].float()
+    operation = torch.stack([torch.arange(15), torch.arange(15).flip(0)], 1)
+    magnitude, sign = torch.full((15, 2), 7.3), torch.ones(15, 2)
+    together = rand_augment(images, RandDraws(operation, magnitude, sign), torch.zeros(3))
+    for i, image in enumerate(images):
+        alone = image[None]
+        for layer in range(2):
+            one = RandDraws(operation[i : i + 1, layer, None], magnitude[:1, :1], sign[:1, :1])
+            alone = rand_augment(alone, one, torch.zeros(3))
+        assert torch.equal(together[i], alone[0])
+
+
+def test_draws_have_deits_distribution():
+    raw = augment(AugmentConfig(rand_layers=2)).draw(20_000, torch.Generator())
+    drawn = rand_draws(raw.operation, raw.applied, raw.noise, raw.sign, 9.0, 0.5, 0.5)
+    shares = drawn.operation.flatten().bincount(minlength=16) / drawn.operation.numel()
+    torch.testing.assert_close(shares[:15], torch.full((15,), 0.5 / 15), atol=0.004, rtol=0)
+    assert abs(shares[NOTHING] - 0.5) < 0.01
+    assert drawn.magnitude.max() == 10  # cut off there
+    assert abs(drawn.magnitude.mean() - 9) < 0.02
+    assert abs(drawn.magnitude.std() - 0.5) < 0.03
+    assert abs(drawn.sign.mean()) < 0.02
+    # With replacement, and independent of the first: the same operation twice in a quarter of a fifteenth.
+    twice = (drawn.operation[:, 0] == drawn.operation[:, 1]) & (drawn.operation[:, 0] != NOTHING)
+    assert abs(twice.float().mean() - 0.25 / 15) < 0.005

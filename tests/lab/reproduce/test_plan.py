@@ -17,7 +17,6 @@ from acutance.lab.reproduce import TARGETS
 from acutance.lab.reproduce import run as run_room
 from acutance.lab.train import Run, override
 from acutance.lab.train.log import DivergedError
-from forked import run_beside
 
 FAMILIES = ("deit-tiny-symmetric", "ade20k-symmetric", "deit-tiny-symmetric-neutreno", "ade20k-symmetric-neutreno")
 
@@ -30,9 +29,14 @@ def command(tmp_path, *options):
     return CliRunner().invoke(app, ["reproduce", "neutreno-table8", "--seeds", "1", "--out", str(tmp_path), *options])
 
 
-def test_a_run_stands_after_the_one_it_starts_from(session):
-    labels = [planned.label for planned in session("neutreno-table6", seeds=2).plan]
-    assert labels == [f"{name}-seed{seed}" for seed in (0, 1) for name in FAMILIES]
+def test_a_run_stands_after_the_one_it_starts_from_and_waits_for_it(session, monkeypatch):
+    plan = session("neutreno-table6", seeds=2).plan
+    assert [planned.label for planned in plan] == [f"{name}-seed{seed}" for seed in (0, 1) for name in FAMILIES]
+    with locks.held(plan[0].lock_path):  # what the second starts from; the other family goes on
+        assert session("neutreno-table6").run().pending == ("deit-tiny-symmetric-seed0", "ade20k-symmetric-seed0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(AcutanceError, match="start it once for each GPU"):
+        session()
 
 
 def test_what_is_there_is_reused_and_a_part_is_not_written_over_the_whole(session, monkeypatch):
@@ -137,12 +141,6 @@ def test_every_command_of_every_plan_says_the_whole_configuration(session):
             assert override(recipes.load(recipe), rest[1::2]) == planned.config, planned.label
 
 
-def test_several_processes_are_told_what_to_do(session, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(AcutanceError, match="start it once for each GPU"):
-        session()
-
-
 @pytest.mark.parametrize("by_command", [False, True], ids=["reproduce", "train"])
 def test_what_another_process_trains_is_left_to_it_until_it_ends(session, capsys, by_command):
     first = session().plan[0]
@@ -152,12 +150,6 @@ def test_what_another_process_trains_is_left_to_it_until_it_ends(session, capsys
     assert [planned.state for planned in session().plan] == ["new", "finished"]
     assert not session().run().pending
     assert [trained(planned) for planned in session().plan] == [1, 1]
-
-
-def test_nobody_starts_from_a_run_that_is_not_finished(session):
-    """The first of Table 6 is what the second starts from; the other family goes on."""
-    with locks.held(session("neutreno-table6").plan[0].lock_path):
-        assert session("neutreno-table6").run().pending == ("deit-tiny-symmetric-seed0", "ade20k-symmetric-seed0")
 
 
 def test_what_was_held_up_is_trained_in_a_second_round(session, monkeypatch):
@@ -178,27 +170,8 @@ def test_what_was_held_up_is_trained_in_a_second_round(session, monkeypatch):
     assert order == [f"{kind}-seed0" for kind in FAMILIES[2:] + FAMILIES[:2]]
 
 
-def shrink_in_process():
-    """In a process of its own; Table 8 needs no files."""
-    real = recipes.load
-    recipes.load = lambda name: standins.shrink(real(name), None)
-
-
-@pytest.mark.slow
-def test_two_commands_at_once_train_each_run_once(session, tmp_path):
-    words = ("reproduce", "neutreno-table8", "--seeds", "1", "--device", "cpu", "--out", tmp_path)
-    both = run_beside(2 * [(words, {})], seconds=300, prepare=shrink_in_process)
-    assert [done.returncode for done in both] == [0, 0], both
-    plan = session().plan
-    assert [planned.state for planned in plan] == ["finished"] * 2
-    assert [trained(planned) for planned in plan] == [1] * 2
-    result = json.loads((tmp_path / "neutreno-table8" / "result.json").read_text())
-    assert result["pending"] == []
-    assert all("0" in row["measured"]["accuracy"]["by_seed"] for row in result["sheets"][0]["rows"])
-
-
 @pytest.mark.usefixtures("full_scale")
-def test_data_is_looked_for_before_the_first_training(session, tmp_path):
+def test_data_is_looked_for_before_the_first_training_and_each_missing_set_is_one_line(session, tmp_path):
     """Table 2 needs ImageNet first and ADE20K weeks later."""
     data, out = standins.imagenet(tmp_path / "data").parent, tmp_path / "out"
     for number in range(100):  # one in a hundred of a class is held out
@@ -217,10 +190,6 @@ def test_data_is_looked_for_before_the_first_training(session, tmp_path):
     assert second.startswith("ADE20K: ")
     with pytest.raises(AcutanceError, match="cifar10 is read from a folder: name it with --data-dir"):
         session(out=out).run()
-
-
-@pytest.mark.usefixtures("full_scale")
-def test_each_missing_set_is_one_line(session, tmp_path):
     with pytest.raises(AcutanceError) as caught:
         session("oversmoothing-fig5", data_dir=tmp_path).run()
     assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == ["CIFAR-100", "WikiText-103"]

@@ -108,24 +108,21 @@ def test_values_are_cut_to_whole_levels_and_not_rounded():
     assert found.unique().tolist() == [89, 165]
 
 
-@pytest.mark.parametrize("severity", SEVERITIES)
-def test_pixelate_is_pillows_box_and_nearest(severity):
-    images, scale = pictures(size=(28, 45)), (0.6, 0.5, 0.4, 0.3, 0.25)[severity - 1]
-    for image, after in zip(images, corrupt(images, "pixelate", severity), strict=True):
-        picture = Image.fromarray(image.permute(1, 2, 0).numpy())
-        small = picture.resize((int(45 * scale), int(28 * scale)), Image.Resampling.BOX)
-        expected = np.asarray(small.resize((45, 28), Image.Resampling.NEAREST))
-        np.testing.assert_array_equal(after.permute(1, 2, 0).numpy(), expected)
-
-
 @pytest.mark.parametrize("channels", [1, 3])
-def test_jpeg_is_pillows(channels):
-    images = pictures(channels=channels)
-    for image, after in zip(images, corrupt(images, "jpeg_compression", 2), strict=True):
-        buffer = BytesIO()
-        Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy()).save(buffer, "JPEG", quality=18)
-        expected = np.asarray(Image.open(buffer)).reshape(32, 32, channels)
-        np.testing.assert_array_equal(after.permute(1, 2, 0).numpy(), expected)
+def test_pixelate_is_pillows_box_and_nearest_and_jpeg_pillows(channels):
+    images = pictures(channels=channels, size=(28, 45))
+    for severity, scale, quality in zip(SEVERITIES, (0.6, 0.5, 0.4, 0.3, 0.25), (25, 18, 15, 10, 7), strict=True):
+        coarse, packed = (corrupt(images, name, severity) for name in ("pixelate", "jpeg_compression"))
+        for index, image in enumerate(images):
+            picture, buffer = Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy()), BytesIO()
+            small = picture.resize((int(45 * scale), int(28 * scale)), Image.Resampling.BOX)
+            picture.save(buffer, "JPEG", quality=quality)
+            for found, expected in (
+                (coarse, small.resize((45, 28), Image.Resampling.NEAREST)),
+                (packed, Image.open(buffer)),
+            ):
+                expected = np.asarray(expected).reshape(28, 45, channels)
+                np.testing.assert_array_equal(found[index].permute(1, 2, 0).numpy(), expected)
 
 
 def test_elastic_is_scipys_interpolation_at_the_same_places():
@@ -153,13 +150,6 @@ def test_glass_copies_from_the_neighbourhood_one_pixel_after_the_other():
                 levels[n, :, i, j] = levels[n, :, i + int(steps[0, index, n]), j + int(steps[1, index, n])]
     expected = ndimage.gaussian_filter(levels, (0, 0, 0.7, 0.7), mode="nearest")
     torch.testing.assert_close(found, torch.from_numpy(expected))
-
-
-def test_zoom_blur_of_severity_1_averages_twelve_enlargements(monkeypatch):
-    factors = []
-    monkeypatch.setattr(filters, "zoomed", lambda x, factor: factors.append(factor) or x)
-    corrupt(pictures(1), "zoom_blur", 1)
-    assert factors == pytest.approx([1 + i / 100 for i in range(12)])
 
 
 def test_fog_is_clouds_from_0_to_1_that_leave_the_brightest_value():
@@ -256,7 +246,7 @@ def test_filters_are_scipys(border, size):
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.3000000000000003, 4.5])
-def test_zoomed_is_scipys_zoom_of_the_middle(factor):
+def test_zoomed_is_scipys_zoom_of_the_middle_and_zoom_blur_averages_several(factor, monkeypatch):
     x = noise(32, 20)
     high, wide = math.ceil(32 / factor), math.ceil(20 / factor)
     top, left = (32 - high) // 2, (20 - wide) // 2
@@ -265,6 +255,10 @@ def test_zoomed_is_scipys_zoom_of_the_middle(factor):
     assert found.size(-2) >= 32
     assert found.size(-1) >= 20
     torch.testing.assert_close(found, torch.from_numpy(ndimage.zoom(middle, (1, 1, factor, factor), order=1)))
+    factors = []
+    monkeypatch.setattr(filters, "zoomed", lambda x, factor: factors.append(factor) or x)
+    corrupt(pictures(1), "zoom_blur", 1)
+    assert factors == pytest.approx([1 + i / 100 for i in range(12)])
 
 
 def test_streak_is_half_a_bell_along_a_line_for_each_image():

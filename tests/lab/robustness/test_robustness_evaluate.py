@@ -112,7 +112,7 @@ def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert set(more.cells) == {*whole.cells, "fgsm:1"}
 
 
-def test_a_table_of_something_else_is_not_gone_on_with(tmp_path):
+def test_a_table_of_something_else_is_not_gone_on_with_and_some_models_cannot_be_judged(tmp_path):
     model, images = classifier(), data(10)
     settings = {"corruptions": [], "attacks": [], "path": tmp_path / "table.json"}
     evaluate(model, images, **settings)
@@ -127,15 +127,11 @@ def test_a_table_of_something_else_is_not_gone_on_with(tmp_path):
     settings["path"].write_text("{")
     with pytest.raises(AcutanceError, match="not a file of the format"):
         evaluate(model, images, **settings)
-
-
-def test_models_that_cannot_be_judged_are_refused():
     with pytest.raises(ShapeError, match=r"\(10, 3\) for 10 images of 4 classes"):
-        evaluate(nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 3)), data(10))
-    model = classifier()
+        evaluate(nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 3)), images)
     nn.init.constant_(model[2].bias, torch.nan)
     with pytest.raises(NonFiniteError, match="not finite"):
-        evaluate(model, data(10))
+        evaluate(model, images)
 
 
 def publish(folder, images):

@@ -44,9 +44,7 @@ def test_the_command_writes_what_a_direct_computation_gives(tmp_path):
     row = next(r for r in body["summary"] if (r["init"], r["variant"], r["depth"]) == ("xavier", "Post-LN", 3))
     assert row["token_cosine"]["mean"] == pytest.approx(both["token_cosine"].mean(), rel=1e-4)
     assert row["token_cosine"]["spread"] == pytest.approx(both["token_cosine"].std(), rel=1e-2)
-    assert {path.name for path in tmp_path.glob("depth.*")} == {
-        f"depth.{kind}" for kind in ("csv", "json", "png", "svg")
-    }
+    assert {path.suffix for path in tmp_path.glob("depth.*")} == {".csv", ".json", ".png", ".svg"}
 
 
 def test_finished_networks_are_reused_and_others_are_not(tmp_path, monkeypatch):
@@ -71,19 +69,6 @@ def test_variants_share_their_first_weights():
         found = [sites.find(model)[layer - 1] for model in (plain, minus)]
         before, after = (torch.linalg.matrix_norm(site.projection_weight() @ site.value_weight()) for site in found)
         assert before.item() == pytest.approx(after.item(), rel=1e-3)
-
-
-def test_a_shallow_network_is_the_beginning_of_a_deep_one():
-    deep, shallow = (random_network(DepthConfig(depths=(n,), dim=12), "Post-LN", "deit", 0) for n in (4, 2))
-    kept = {k: v for k, v in deep.state_dict().items() if not k.startswith(("blocks.2", "blocks.3"))}
-    shallow.load_state_dict(kept)
-    reached = []
-    deep.blocks[1].register_forward_hook(lambda *args: reached.append(args[-1][0]))
-    images = digits()[1].images[:3]
-    with torch.no_grad():
-        deep(images)
-        expected = shallow.norm(reached[0])
-        torch.testing.assert_close(shallow.forward_features(images), expected)
 
 
 def test_post_norm_is_the_formula_and_keeps_the_keys():

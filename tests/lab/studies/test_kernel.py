@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -23,6 +24,7 @@ from acutance.lab.studies.kernel import MEASURES, asymmetry, negative_share, per
 from acutance.models import ViT
 
 OPTIONS = {"image_size": 8, "patch_size": 2, "in_chans": 1, "dim": 12, "depth": 2, "heads": 3, "num_classes": 10}
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 50}
 
 
 def normal(*shape, seed=0):
@@ -40,23 +42,21 @@ def vit(seed=0, **options):
 def llama(**options):
     from transformers import LlamaConfig, LlamaModel
 
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 50}
     torch.manual_seed(0)
-    model = LlamaModel(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, **options)).double().eval()
+    model = LlamaModel(LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, **options)).double().eval()
     for layer in model.layers:  # from the start, all attention is nearly uniform
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
             torch.nn.init.normal_(projection.weight, std=0.5)
     return model
 
 
-def gemma(**options):
+def gemma():
     """Its logits are capped."""
     from transformers import Gemma2Config, Gemma2Model
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 50, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "attn_logit_softcapping": 0.5}
-    model = Gemma2Model(Gemma2Config(**sizes, **heads, attn_implementation="eager")).double().eval()
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "attn_logit_softcapping": 0.5}
+    model = Gemma2Model(Gemma2Config(**SIZES, **heads, attn_implementation="eager")).double().eval()
     torch.nn.init.normal_(model.layers[1].self_attn.q_proj.weight)
     return model
 
@@ -105,8 +105,8 @@ def test_readings_are_those_of_each_layer_and_head_before_any_mask(name):
     assert np.isfinite(found.weights_asymmetry).all()
 
 
-def test_the_baselines_are_those_of_the_permuted_logits():
-    model, images, records = vit().double(), normal(3, 1, 8, 8), []
+def test_the_baselines_are_those_of_the_permuted_logits_and_symmetric_attention_meets_every_assumption():
+    model, images, records = vit(attention="symmetric").double(), normal(3, 1, 8, 8), []
     found = kernel_assumptions(model, [images])
     with torch.no_grad(), sites.find(model)[0].observe(records.append):
         model(images)
@@ -116,10 +116,6 @@ def test_the_baselines_are_those_of_the_permuted_logits():
     for sample, head in np.ndindex(3, 3):
         expected = [*oracle(mixed[sample, head].numpy()), *oracle(mixed[sample, head].exp().numpy())]
         assert [found.samples[name][0, sample, head] for name in kernel.PERMUTED] == pytest.approx(expected, abs=1e-7)
-
-
-def test_symmetric_attention_meets_every_assumption():
-    found = kernel_assumptions(vit(attention="symmetric").double(), [normal(3, 1, 8, 8)])
     for row in found.rows():
         assert row["alignment"] == pytest.approx(1, abs=1e-6)
         deviations = [row[name] for name in (*MEASURES, "weights_asymmetry", "weights_negative")]
@@ -135,14 +131,11 @@ def test_the_form_of_the_weights_with_grouped_queries_or_unknown():
         first = 3 * (head // 2)
         form = (query[3 * head : 3 * head + 3].mT @ key[first : first + 3]).numpy()
         assert found[:, head] == pytest.approx(oracle(form), abs=1e-7)
-
-    def refuse():
-        raise AcutanceError("does not know where W_Q is")
-
+    refuse = Mock(side_effect=AcutanceError("does not know where W_Q is"))
     assert np.isnan(kernel._of_weights(SimpleNamespace(heads=4, query_weight=refuse))).all()
 
 
-def test_correlations_within_a_layer_do_not_see_the_depth():
+def test_correlations_share_ties_and_within_a_layer_do_not_see_the_depth():
     """In each layer the measure falls with the alignment; layers are shifted so that pooled it seems to rise."""
     alignment = np.linspace(0, 0.1, 6).reshape(1, 3, 2) + np.array([0.0, 0.5]).reshape(2, 1, 1)
     measure = -np.linspace(0, 0.1, 6).reshape(1, 3, 2) + np.array([0.3, 0.9]).reshape(2, 1, 1)
@@ -152,14 +145,11 @@ def test_correlations_within_a_layer_do_not_see_the_depth():
     assert found.correlations()["kernel_asymmetry"] == pytest.approx(expected)
     assert expected > 0.4
     np.testing.assert_allclose(found.layer_correlations()["kernel_asymmetry"], [-1, -1])
-    rounding = {**dict.fromkeys(MEASURES, 1e-8 * measure), "alignment": 1 + 1e-7 * alignment}
-    assert np.isnan(list(kernel.KernelAssumptions(rounding, weights, weights).correlations().values())).all()
-
-
-def test_rank_correlation_shares_ties():
     a, b = np.array([1.0, 2.0, 2.0, 5.0, 0.0]), np.array([3.0, 3.0, 1.0, 9.0, 2.0])
     assert rank_correlation(a, b) == pytest.approx(spearmanr(a, b).statistic)
     assert np.isnan(rank_correlation(a, np.ones(5)))
+    rounding = {**dict.fromkeys(MEASURES, 1e-8 * measure), "alignment": 1 + 1e-7 * alignment}
+    assert np.isnan(list(kernel.KernelAssumptions(rounding, weights, weights).correlations().values())).all()
 
 
 def test_padding_and_packed_documents_change_nothing():

@@ -1,7 +1,6 @@
 """ImageNet's task on a tree of folders: batches by (seed, step) alone, scores against a plain count."""
 
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import standins
 from acutance.errors import AcutanceError
 from acutance.lab.data.augment import AugmentConfig
-from acutance.lab.tasks import BatchSlice, classification
+from acutance.lab.tasks import BatchSlice
 from acutance.lab.tasks.imagenet import ImageNetConfig, ImageNetTask
 from acutance.models import ViTConfig
 
@@ -38,15 +37,6 @@ def batch(made, step, part=None):
     return next(iter(made.batches(12, step, part or BatchSlice())))
 
 
-def test_a_batch_is_a_function_of_seed_and_step_and_slices_are_its_rows(config):
-    straight = list(islice(task(config).batches(12, 0, BatchSlice()), 6))[5]
-    halves = [batch(task(config), 5, BatchSlice(i, 2)) for i in range(2)]
-    for entry in range(2):
-        assert torch.equal(batch(task(config), 5)[entry], straight[entry])
-        assert torch.equal(torch.cat([half[entry] for half in halves]), straight[entry])
-    assert not torch.equal(batch(task(config, seed=1), 5)[0], straight[0])
-
-
 def test_repeated_augmentation_shows_an_image_thrice_a_batch_and_each_time_anew(config):
     images, targets = batch(task(replace(config, augment=AugmentConfig())), 0)
     assert torch.equal(targets[:4], targets[4:8])
@@ -54,13 +44,7 @@ def test_repeated_augmentation_shows_an_image_thrice_a_batch_and_each_time_anew(
     assert not torch.equal(images[:4], images[4:8])
 
 
-def test_an_epoch_has_the_training_images_without_the_slice(config):
-    kept = standins.CLASSES * (standins.PER_CLASS - standins.PER_CLASS // standins.HELD_OUT_EVERY)
-    assert task(config).steps_per_epoch(6) == kept // 6
-    assert task(replace(config, train_on="all")).steps_per_epoch(6) == standins.CLASSES * standins.PER_CLASS // 6
-
-
-def test_scores_are_a_plain_count(config):
+def test_images_are_trained_on_but_for_the_slice_and_scores_are_a_plain_count(config):
     made = task(config)
     model = made.build_model().eval()
     labels = torch.arange(standins.CLASSES).repeat_interleave(5)
@@ -68,26 +52,11 @@ def test_scores_are_a_plain_count(config):
         right = model(made.inputs("test", range(made.size("test")))).argmax(-1) == labels
     assert made.evaluate(model, split="test")["top1"] == pytest.approx(100 * float(right.double().mean()))
     assert made.probe().shape[0] == made.size("val")
+    kept = standins.CLASSES * (standins.PER_CLASS - standins.PER_CLASS // standins.HELD_OUT_EVERY)
+    assert made.steps_per_epoch(6) == kept // 6  # without the slice
+    assert task(replace(config, train_on="all")).steps_per_epoch(6) == standins.CLASSES * standins.PER_CLASS // 6
     beside = task(replace(config, data_dir=str(Path(config.data_dir).parent)))  # where other data sets are, too
     assert beside.size("test") == made.size("test")
-
-
-def test_two_processes_share_an_evaluation_exactly(config, monkeypatch):
-    """Each is asked for its part by itself; together, the last chunk once, they are the whole."""
-    monkeypatch.setattr(ImageNetTask, "evaluated_at_once", 6)  # 15 images: chunks of 6, 6 and 3
-    torch.manual_seed(0)
-    made = task(config)
-    model = made.build_model()
-    whole = made.evaluate(model, split="test")
-    parts, forwards, nothing = [], [], dict.fromkeys(range(3), (0, 0, 0))
-    model.register_forward_hook(lambda *_: forwards.append(1))
-    for rank in range(2):
-        monkeypatch.setattr(classification, "rank_and_world_size", lambda rank=rank: (rank, 2))
-        monkeypatch.setattr(classification, "gather", lambda own: parts.append(own) or [nothing])
-        made.evaluate(model, split="test")
-    assert len(forwards) == 4  # as often in one as in the other
-    monkeypatch.setattr(classification, "gather", lambda own: parts)
-    assert made.evaluate(model, split="test") == pytest.approx(whole)
 
 
 @pytest.mark.parametrize(

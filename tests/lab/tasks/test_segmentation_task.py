@@ -10,8 +10,7 @@ import acutance as ac
 from acutance.errors import AcutanceError
 from acutance.lab.data import load_segmentation
 from acutance.lab.tasks import BatchSlice
-from acutance.lab.tasks.segmentation import SegmentationTask, normalised
-from acutance.lab.tasks.windows import MULTI, confusion, probabilities, scores
+from acutance.lab.tasks.segmentation import MULTI, SegmentationTask, confusion, normalised, probabilities, scores
 from acutance.models import ViT
 from tiny_tasks import SEGMENTER, WINDOWS, segmentation
 
@@ -40,21 +39,13 @@ def model(task):
     return model.eval()
 
 
-def test_batches_are_normalised_crops_by_their_step_alone_and_slices_make_up_the_whole(task):
-    made = task.batches(2, 0, BatchSlice())
-    first = [next(made) for _ in range(5)]
-    images, labels = first[0]
+def test_batches_are_normalised_crops(task):
+    images, labels = next(task.batches(2, 0, BatchSlice()))
     assert (images.shape, images.dtype) == ((2, 3, 16, 16), torch.float32)
     assert (labels.shape, labels.dtype) == ((2, 16, 16), torch.int64)
     assert set(labels.unique().tolist()) <= {*range(11), 255}
     assert images.abs().max() < 3
     assert task.steps_per_epoch(2) == 4
-    for step in (0, 1, 4):
-        for entry in (0, 1):
-            assert torch.equal(next(task.batches(2, step, BatchSlice()))[entry], first[step][entry])
-            parts = [next(task.batches(2, step, BatchSlice(i, 2)))[entry] for i in range(2)]
-            assert torch.equal(torch.cat(parts), first[step][entry])
-    assert not torch.equal(first[0][0], first[4][0])
 
 
 def test_the_loss_counts_labelled_pixels_only(task, model):
@@ -79,6 +70,8 @@ def test_whole_images_are_scored_at_one_scale_and_on_test_at_several(task, model
     assert test["miou_ms"] == pytest.approx(scores(total)["miou"], abs=1e-9)
     with pytest.raises(AcutanceError, match="no split 'dev'"):
         task.evaluate(model, split="dev")
+    perfect = task.evaluate(Oracle(), split="train")  # whose short side is that of the windows: nothing is resized
+    assert perfect == {"miou": 100.0, "mean_accuracy": 100.0, "pixel_accuracy": 100.0}
 
 
 class Oracle(torch.nn.Module):
@@ -89,11 +82,6 @@ class Oracle(torch.nn.Module):
         return -50 * (red[:, None] / 20 - torch.arange(11.0)[:, None, None]).abs()
 
 
-def test_a_perfect_model_scores_100(task):
-    found = task.evaluate(Oracle(), split="train")  # whose short side is that of the windows: nothing is resized
-    assert found == {"miou": 100.0, "mean_accuracy": 100.0, "pixel_accuracy": 100.0}
-
-
 def test_a_mitigation_is_installed_in_both_parts_after_the_encoders_weights(folder):
     torch.manual_seed(3)
     vit = ViT(image_size=8, patch_size=4, dim=12, depth=3, heads=3, num_classes=7)
@@ -102,10 +90,6 @@ def test_a_mitigation_is_installed_in_both_parts_after_the_encoders_weights(fold
     model = task_on(folder, model=chosen, encoder_weights=str(path)).build_model()
     assert model.config == chosen
     assert torch.equal(model.encoder.blocks[1].attn.qkv.weight, vit.blocks[1].attn.qkv.weight)
-
-
-def test_the_probe_is_what_the_model_takes(task, model):
-    assert model(task.probe()).shape == (2, 11, 16, 16)
 
 
 def test_what_does_not_fit_is_refused(task, folder):

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from io import StringIO
+from itertools import islice
 
 import pytest
 import torch
@@ -10,15 +11,21 @@ from rich.console import Console
 from torch.distributed.fsdp import fully_shard
 
 import acutance as ac
+import standins
 from acutance.lab import recipes
-from acutance.lab.tasks import TASKS, config_class, task_class
+from acutance.lab.data.augment import AugmentConfig
+from acutance.lab.tasks import TASKS, BatchSlice, config_class, task_class
+from acutance.lab.tasks.classification import ClassificationConfig
+from acutance.lab.tasks.imagenet import ImageNetConfig
 from acutance.lab.tasks.language import sliding_loss
-from acutance.lab.tasks.windows import MULTI, segmented
+from acutance.lab.tasks.segmentation import MULTI, segmented
 from acutance.lab.train import Config, LoopConfig, OptimConfig, train
 from acutance.lab.train.log import read_log
-from acutance.models import LanguageModel, Segmenter
+from acutance.models import LanguageModel, Segmenter, ViTConfig
 from tiny_tasks import LANGUAGE, SEGMENTER, WINDOWS, language, segmentation
 from together import in_two_processes
+
+VIT = ViTConfig(image_size=8, patch_size=4, in_chans=1, dim=8, depth=1, heads=2, num_classes=10)
 
 
 @pytest.mark.parametrize("kind", TASKS)
@@ -26,6 +33,33 @@ def test_the_kind_leads_to_its_classes(kind):
     assert config_class(kind).kind == kind
     assert kind in {recipes.load(name).task.kind for name in recipes.names()}
     assert task_class(kind).headline
+
+
+def classification(folder):
+    augment = AugmentConfig(crop_pad=1, flip=0.5, rand_layers=1, erase=0.5, mixup=0.8, cutmix=1.0, smoothing=0.1)
+    return ClassificationConfig("digits", VIT, augment=augment, repeats=3)
+
+
+def imagenet(folder):
+    where = {"data_dir": str(standins.imagenet(folder)), "held_out_every": standins.HELD_OUT_EVERY}
+    model = replace(VIT, image_size=16, patch_size=8, in_chans=3, num_classes=standins.CLASSES)
+    return ImageNetConfig(model=model, **where, workers=0, repeats=3)
+
+
+@pytest.mark.parametrize("make", [classification, imagenet, language, segmentation])
+def test_a_batch_is_a_function_of_seed_and_step_and_slices_are_its_rows(make, tmp_path):
+    config = make(tmp_path)
+    task, other = (task_class(config.kind)(config, seed=seed, device=torch.device("cpu")) for seed in (0, 1))
+    late = task.steps_per_epoch(8) + 1  # beyond the first epoch
+    straight = list(islice(task.batches(8, 0, BatchSlice()), late + 1))
+    for step in (0, 1, late):
+        parts = [next(task.batches(8, step, BatchSlice(index, 4))) for index in range(4)]
+        for entry, expected in enumerate(straight[step]):
+            assert torch.equal(next(task.batches(8, step, BatchSlice()))[entry], expected)
+            assert torch.equal(torch.cat([part[entry] for part in parts]), expected)
+    if make is not language:  # whose epochs all read the text from its beginning
+        assert not torch.equal(next(other.batches(8, 0, BatchSlice()))[0], straight[0][0])
+        assert not torch.equal(straight[0][0], straight[late - 1][0])
 
 
 @pytest.mark.parametrize(("make", "model"), [(language, LANGUAGE), (segmentation, SEGMENTER)])

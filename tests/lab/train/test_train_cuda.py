@@ -13,7 +13,7 @@ from acutance.lab.train import DivergedError
 from acutance.lab.train.loop import Loop
 from acutance.lab.train.step import prefetch
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.cuda
 AUGMENT = ("task.augment.crop_pad=1", "task.augment.rand_layers=2", "task.augment.erase=0.5", "task.augment.mixup=0.8")
 GPU = ("loop.precision=bf16", "loop.deterministic=true", "task.model.drop_path=0.2", *AUGMENT)
 GRAPH = "loop.graph=true"

@@ -1,8 +1,7 @@
 """The fused attention by itself, and floors: the bytes and FLOPs of a kernel at what this machine can do.
 
 A product of matrices, or an attention, is one kernel: it reads its operands once, writes its result once, and takes the
-longer of what its bytes and its FLOPs take. Norms, activations and residual sums cost nothing beside them. The
-optimiser reads and writes its numbers once.
+longer of what its bytes and its FLOPs take. All else costs nothing beside them. The optimiser reads and writes once.
 """
 
 from __future__ import annotations
@@ -21,8 +20,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from acutance.attention.kernels import packed
 from acutance.lab.bench.results import Row
-from acutance.lab.bench.settings import Settings, Table, without_fused_kernel
-from acutance.lab.bench.timing import Candidate, Step, compare, repeat, seconds_per_step
+from acutance.lab.bench.timing import (
+    Candidate,
+    Settings,
+    Step,
+    Table,
+    compare,
+    repeat,
+    seconds_per_step,
+    without_fused_kernel,
+)
 from acutance.models import ViT
 
 STRENGTH = 0.6
@@ -79,8 +86,7 @@ class Problem:
     def kernels(self, itemsize: int, *, training: bool, term: bool = False) -> list[Kernel]:
         """Forward, and in training backward: every input read once and every output written once.
 
-        Forward: q, k, v and v⁰ to u, with one log-sum a row in float32. Backward: q, k, v, u and its gradient to those
-        of q, k, v and v⁰, which itself is not needed where λ is a constant.
+        Forward: q, k, v and v⁰ to u, with one log-sum a row in float32. Backward: q, k, v, u and its gradient.
         """
         activation = self.batch * self.tokens * self.heads * self.width * itemsize
         sums = self.batch * self.heads * self.tokens * 4
@@ -121,9 +127,7 @@ def of_vit(model: ViT, batch: int, itemsize: int, *, training: bool) -> list[Ker
 class PointwiseCounter(TorchDispatchMode):
     """Counts one operation per number that a pointwise operation gives: NeuTRENO's term is nothing else."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operations = 0
+    operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run it, and count."""
@@ -139,7 +143,7 @@ def count_flops(model: nn.Module, images: Tensor) -> tuple[int, int]:
     with without_fused_kernel(), sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         with FlopCounterMode(display=False) as products:
             model(images)
-        with PointwiseCounter() as pointwise:
+        with PointwiseCounter() as pointwise:  # type: ignore[no-untyped-call]
             model(images)
     return products.get_total_flops(), pointwise.operations
 

@@ -13,8 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from acutance.attention.kernels import packed
 from acutance.lab.bench.floor import ADAMW_BYTES, Kernel, Problem, linear, of_blocks, with_floor
 from acutance.lab.bench.results import Row
-from acutance.lab.bench.settings import Settings, Table, training_step, unfused
-from acutance.lab.bench.timing import Candidate, Step, compare
+from acutance.lab.bench.timing import Candidate, Settings, Step, Table, compare, training_step, unfused
 from acutance.models import LanguageModel
 
 NEUTRENO = "neutreno:0.4"
@@ -97,11 +96,7 @@ def _step(size: Size, settings: Settings, mode: str, spec: str | None, backend: 
 
 
 class WithBackend(nn.Module):
-    """A model whose attention is one back-end's.
-
-    The choice must be made inside what is compiled: models of one class share their compiled code, and around it the
-    first choice would hold for all.
-    """
+    """A model whose attention is one back-end's, chosen inside what is compiled: a class shares its compiled code."""
 
     def __init__(self, model: nn.Module, backend: SDPBackend) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -16,9 +17,8 @@ from acutance import metrics, sites
 from acutance.attention import AttentionCall
 from acutance.attention.operator import AttentionOperator
 from acutance.lab.bench.results import Row
-from acutance.lab.bench.settings import Settings, Table, free
 from acutance.lab.bench.steps import Shape, shape_for, timm_model
-from acutance.lab.bench.timing import Candidate, Pace, Step, compare, repeat
+from acutance.lab.bench.timing import Candidate, Pace, Settings, Step, Table, compare, free, repeat
 from acutance.measure import DEFAULT_METRICS, measure
 from acutance.measure.monitor import CHEAP_METRICS
 from acutance.measure.walk import feed
@@ -29,6 +29,7 @@ SPECTRAL_BATCH = 32  # the eigenvalues of each image's tokens in every layer tak
 # Read by one call of `measure`, whose beginning and end are part of the cost.
 IMAGES, TEXT_BATCHES = 4096, 4
 IMAGE_BATCH = 256
+OURS: Callable[[Shape], nn.Module] = methodcaller("ours")
 DEIT, SMALL = "steps-224", "steps-32"  # the small one waits for the host
 LARGE_BATCH = 1024  # meant to keep a GPU busy for longer than the host needs to ask for it
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
@@ -70,7 +71,7 @@ def tables(settings: Settings) -> list[Table]:
     shapes = [(DEIT, IMAGE_BATCH), (DEIT, LARGE_BATCH), (SMALL, IMAGE_BATCH)][: None if settings.on_gpu else 1]
     subjects = [("timm's ", timm_model, *each) for each in shapes] if find_spec("timm") is not None else []
     found = []
-    for whose, build, shape, batch in [*subjects, ("", _ours, DEIT, IMAGE_BATCH)]:
+    for whose, build, shape, batch in [*subjects, ("", OURS, DEIT, IMAGE_BATCH)]:
         make = partial(_vit, batch, settings, shape, build)
         title = f"measuring {whose}{shape_for(shape, settings).title}, batch {batch}"
         found.append(Table(title, partial(_rows, make, IMAGES // batch, settings)))
@@ -83,24 +84,27 @@ def tables(settings: Settings) -> list[Table]:
 
 
 def _rows(make: Callable[[], Subject], batches: int, settings: Settings) -> Iterator[list[Row]]:
-    subject = make()
-    candidates = [
-        Candidate("plain forward pass", lambda: partial(forward, subject, batches), baseline=True),
-        Candidate("token metrics", lambda: partial(read_metrics, subject, CHEAP_METRICS, batches)),
-        Candidate("and attention energy and entropy", lambda: partial(read_metrics, subject, WITH_ATTENTION, batches)),
-        Candidate("the same by whole matrices", lambda: partial(repeat, subject.obvious, batches)),
-    ]
-    return compare(candidates, settings.pace(steps=1, refresh=0, calls=batches), settings.device)
+    readings = {"token metrics": CHEAP_METRICS, "and attention energy and entropy": WITH_ATTENTION}
+    found = candidates(make(), batches, readings, "the same by whole matrices")
+    return compare(found, settings.pace(steps=1, refresh=0, calls=batches), settings.device)
 
 
 def _spectral_rows(settings: Settings) -> Iterator[list[Row]]:
     """The default of `measure`: eigenvalues of every sample's tokens, which take seconds."""
-    subject = _vit(SPECTRAL_BATCH, settings)
-    candidates = [
-        Candidate("plain forward pass", lambda: partial(forward, subject, 1), baseline=True),
-        Candidate("default token metrics", lambda: partial(read_metrics, subject, DEFAULT_METRICS, 1)),
-    ]
-    return compare(candidates, settings.pace(steps=1, refresh=0, repetitions=3), settings.device)
+    found = candidates(_vit(SPECTRAL_BATCH, settings), 1, {"default token metrics": DEFAULT_METRICS})
+    return compare(found, settings.pace(steps=1, refresh=0, repetitions=3), settings.device)
+
+
+def candidates(
+    subject: Subject, batches: int, readings: Mapping[str, Sequence[str]], matrices: str | None = None
+) -> list[Candidate]:
+    """A forward pass, `measure` with metrics by variant, and the same by whole matrices where that has a name."""
+    made: dict[str, Any] = {"plain forward pass": partial(forward, subject, batches)}
+    for variant, names in readings.items():
+        made[variant] = partial(measure, subject.model, [subject.batch] * batches, metrics=names, progress=False)
+    if matrices is not None:
+        made[matrices] = partial(repeat, subject.obvious, batches)
+    return [Candidate(name, partial(made.__getitem__, name), baseline=name.startswith("plain")) for name in made]
 
 
 def forward(subject: Subject, batches: int) -> None:
@@ -110,16 +114,7 @@ def forward(subject: Subject, batches: int) -> None:
             feed(subject.model, subject.batch)
 
 
-def read_metrics(subject: Subject, names: Sequence[str], batches: int) -> None:
-    """By `acutance.measure`."""
-    measure(subject.model, [subject.batch] * batches, metrics=names, progress=False)
-
-
-def _ours(shape: Shape) -> nn.Module:
-    return shape.ours()
-
-
-def _vit(batch: int, settings: Settings, shape: str = DEIT, build: Callable[[Shape], nn.Module] = _ours) -> Subject:
+def _vit(batch: int, settings: Settings, shape: str = DEIT, build: Callable[[Shape], nn.Module] = OURS) -> Subject:
     chosen = shape_for(shape, settings)
     model = build(chosen).to(settings.device, settings.dtype)
     size, batch = chosen.image_size, batch if settings.on_gpu else chosen.batch
@@ -209,15 +204,15 @@ def in_turn(lengths: tuple[int, ...], work: Work, settings: Settings) -> Iterato
     done: list[Row] = []
     given_up: dict[str, str] = {}
     for tokens in lengths:
-        candidates, pace = work(tokens, settings)
-        tried = [candidate for candidate in candidates if candidate.variant not in given_up]
+        found, pace = work(tokens, settings)
+        tried = [candidate for candidate in found if candidate.variant not in given_up]
         rows: list[Row] = [{"tokens": tokens, "variant": name, "note": why} for name, why in given_up.items()]
-        for found in compare(tried, pace, settings.device):
-            rows = [*rows[: len(given_up)], *({"tokens": tokens, **row} for row in found)]
+        for timed in compare(tried, pace, settings.device):
+            rows = [*rows[: len(given_up)], *({"tokens": tokens, **row} for row in timed)]
             yield [*done, *rows]
         done += rows
         given_up |= {row["variant"]: why for row in rows if (why := _reason_to_stop(row))}
-        del candidates, tried
+        del found, tried
         free()
 
 
@@ -238,10 +233,8 @@ def _operations(tokens: int, settings: Settings) -> tuple[list[Candidate], Pace]
         # Anew: an operator remembers the sums of its rows.
         return torch.no_grad()(lambda: operation(AttentionOperator(q, k), v))
 
-    candidates = [
-        Candidate(name, partial(step, operation), baseline=name == "A v") for name, operation in OPERATIONS.items()
-    ]
-    return candidates, settings.pace(steps=1, refresh=0, repetitions=3)
+    found = [Candidate(name, partial(step, made), baseline=name == "A v") for name, made in OPERATIONS.items()]
+    return found, settings.pace(steps=1, refresh=0, repetitions=3)
 
 
 def _readings(tokens: int, settings: Settings) -> tuple[list[Candidate], Pace]:
@@ -249,11 +242,6 @@ def _readings(tokens: int, settings: Settings) -> tuple[list[Candidate], Pace]:
     # A few of the tokens first: the memory that the first product takes for good is no part of any reading.
     words: Tensor = subject.batch["input_ids"]
     forward(replace(subject, batch={**subject.batch, "input_ids": words[:, :FEW]}), 1)
-    candidates = [
-        Candidate("plain forward pass", lambda: partial(forward, subject, 1), baseline=True),
-        Candidate("measure", lambda: partial(read_metrics, subject, WITH_ATTENTION, 1)),
-        Candidate("by whole matrices", lambda: subject.obvious),
-    ]
     # A call takes seconds in the end; reading its memory is warm-up enough.
     pace = settings.pace(steps=1, refresh=0, repetitions=3 if tokens <= 8192 else 1)
-    return candidates, replace(pace, warm_up=0)
+    return candidates(subject, 1, {"measure": WITH_ATTENTION}, "by whole matrices"), replace(pace, warm_up=0)

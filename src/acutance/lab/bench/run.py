@@ -17,7 +17,7 @@ from rich.table import Table as Picture
 from acutance.errors import AcutanceError, first_line
 from acutance.lab.bench import floor, language, measuring, results, steps
 from acutance.lab.bench.results import Row
-from acutance.lab.bench.settings import Settings, Table, free
+from acutance.lab.bench.timing import Settings, Table, free
 
 HEADINGS = {
     "heading": "",
@@ -74,7 +74,8 @@ def run_groups(names: Sequence[str], settings: Settings, out: Path, console: Con
         for name in names:
             command = f"acutance bench --only {name}{settings.options}"
             shared = results.provenance(settings.device, command, toy=not settings.on_gpu)
-            path = out / results.file_name(f"bench-{name}", settings.device, settings.dtype_name)
+            dtype = str(settings.dtype).removeprefix("torch.")
+            path = out / results.file_name(f"bench-{name}", settings.device, dtype)
             done: list[Row] = []
             for table in GROUPS[name](settings):
                 rows: list[Row] = []

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from acutance.lab import recipes
 from acutance.lab.bench.floor import count_flops, of_vit, with_floor
 from acutance.lab.bench.results import Row
-from acutance.lab.bench.settings import Settings, Table, inference_step, training_step, unfused
-from acutance.lab.bench.timing import Candidate, Step, compare
+from acutance.lab.bench.timing import Candidate, Settings, Step, Table, compare, inference_step, training_step, unfused
 from acutance.lab.data.images import Images
 from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train.engine import Engine

@@ -10,12 +10,16 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor, nn
 
+from acutance.attention.kernels import packed
 from acutance.errors import first_line
 from acutance.lab.bench.results import Row
 
@@ -113,8 +117,8 @@ def timed(step: Step, pace: Pace, device: str) -> float:
 def compare(candidates: Sequence[Candidate], pace: Pace, device: str) -> Iterator[list[Row]]:
     """The rows there are so far, after every repetition.
 
-    The fastest baseline is chosen first. Then one candidate after another is made ready and timed beside it, so results
-    are known before the next is compiled. A candidate that cannot run is a row that says why.
+    The fastest baseline is chosen first. Then one candidate after another is made ready and timed beside it. One that
+    cannot run is a row that says why.
     """
     entries = [_Entry(candidate, pace, device) for candidate in candidates]
     baselines = [entry for entry in entries if entry.candidate.baseline]
@@ -124,7 +128,7 @@ def compare(candidates: Sequence[Candidate], pace: Pace, device: str) -> Iterato
     if not ready:
         failures = (f"{entry.candidate.name}: {entry.failed}" for entry in baselines)
         raise RuntimeError("; ".join(failures) or "there is no baseline to compare with")
-    fastest = ready[0] if len(ready) == 1 else min(ready, key=lambda entry: timed(entry.ready, pace, device))
+    fastest = ready[0] if len(ready) == 1 else min(ready, key=lambda entry: timed(entry.step, pace, device))
 
     def rows() -> list[Row]:
         plain_peak = next((entry.peak for entry in baselines if entry.peak is not None), None)
@@ -146,15 +150,10 @@ class _Entry:
     candidate: Candidate
     pace: Pace
     device: str
-    step: Step | None = None
+    step: Any = None  # a Step, once it is prepared
     peak: float | None = None
     pairs: list[tuple[float, float]] = field(default_factory=list)
     failed: str = ""  # not the error, whose traceback keeps memory alive
-
-    @property
-    def ready(self) -> Step:
-        assert self.step is not None, "it was prepared"
-        return self.step
 
     def prepare(self) -> None:
         """Build it, warm it up and read its memory, once."""
@@ -169,14 +168,15 @@ class _Entry:
                 torch.cuda.synchronize()
             self.peak = None if self.candidate.static else peak_mib(step, self.device)
             self.step = step
-            _say(f"{self.candidate.name}: ready after {time.perf_counter() - start:.0f} s")
+            seconds = time.perf_counter() - start
+            print(f"{self.candidate.name}: ready after {seconds:.0f} s", file=sys.stderr, flush=True)
 
     def timed_beside(self, baseline: _Entry) -> Iterator[None]:
         """Yields after every repetition, and once if it fails."""
         self.prepare()
         if self.step is not None:
             with self._noting_failure():
-                for pair in paired(self.ready, baseline.ready, self.pace, self.device):
+                for pair in paired(self.step, baseline.step, self.pace, self.device):
                     self.pairs.append(pair)
                     yield
         if self.failed:
@@ -204,7 +204,7 @@ class _Entry:
         except Exception as error:
             traceback.print_exc()
             self.failed = first_line(error)
-            _say(f"{self.candidate.name}: left out: {self.failed}")
+            print(f"{self.candidate.name}: left out: {self.failed}", file=sys.stderr, flush=True)
 
 
 def figures(pairs: Sequence[tuple[float, float]]) -> Row:
@@ -225,5 +225,118 @@ def spread(name: str, values: Sequence[float], spec: str) -> Row:
     return {f"{name}{ending}": format(value, spec) for ending, value in found.items()}
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+@dataclass(frozen=True)
+class Settings:
+    """Where and how long; on the CPU everything has toy size and nothing is compiled."""
+
+    device: str
+    quick: bool = False
+    max_autotune: bool = False  # timm's ViT in that mode of torch.compile too
+
+    @property
+    def options(self) -> str:
+        return " --quick" * self.quick + " --max-autotune" * self.max_autotune
+
+    @property
+    def on_gpu(self) -> bool:
+        return torch.device(self.device).type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.on_gpu else torch.float32
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """Of `torch.compile`, in the order in which they are tried; the memory is read in the first."""
+        return ("default", "reduce-overhead") if self.on_gpu else ("eager",)
+
+    @property
+    def baseline_modes(self) -> tuple[str, ...]:
+        """Those of the baseline, which is to be as fast as it can be."""
+        return (*self.modes, "max-autotune") if self.max_autotune and self.on_gpu else self.modes
+
+    def pace(self, *, steps: int = 12, refresh: int = 2, repetitions: int = 7, calls: int = 1) -> Pace:
+        """So often on a GPU, a third of it when quick, and as little as can be on the CPU."""
+        if not self.on_gpu:
+            return Pace(repetitions=2, steps=1, warm_up=1, refresh=0, calls=calls)
+        if self.quick:  # of two repetitions there would be no spread: rather four shorter ones
+            repetitions, steps = min(repetitions, 4), -(-steps // 2)
+        return Pace(repetitions, steps, warm_up=2 * refresh + 1, refresh=refresh, calls=calls)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under one title; `rows` gives all it has so far, again and again."""
+
+    title: str
+    rows: Callable[[], Iterable[list[Row]]]
+
+
+def free() -> None:
+    """Compiled code, the pools of CUDA graphs and cached memory of what came before."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def training_step(
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    loss_of: Callable[[Any], Tensor],
+    *,
+    mode: str = "eager",
+    dtype: torch.dtype = torch.float32,
+) -> Step:
+    """Forward in autocast, backward and fused AdamW, with no wait for the device in between."""
+    model = model.to(inputs[0].device).train()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=inputs[0].is_cuda)
+    loss = _forward(model, inputs, loss_of, mode, dtype)
+
+    def step() -> None:
+        loss().backward()
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+
+    return step
+
+
+def inference_step(
+    model: nn.Module, inputs: Sequence[Tensor], *, mode: str = "eager", dtype: torch.dtype = torch.float32
+) -> Step:
+    """A forward pass without gradients in autocast."""
+    model = model.to(inputs[0].device).eval()
+    return torch.no_grad()(_forward(model, inputs, lambda out: out, mode, dtype))
+
+
+def _forward(
+    model: nn.Module, inputs: Sequence[Tensor], then: Callable[[Any], Any], mode: str, dtype: torch.dtype
+) -> Callable[[], Any]:
+    """The model in autocast, by `torch.compile` in this mode; `eager` is as it is."""
+    run: Any = model if mode == "eager" else torch.compile(model, dynamic=False, mode=mode)
+
+    def call() -> Any:
+        torch.compiler.cudagraph_mark_step_begin()  # the models take turns: none may count on another's memory
+        with torch.autocast(inputs[0].device.type, dtype=dtype, enabled=dtype != torch.float32):
+            return then(run(*inputs))
+
+    return call
+
+
+def without_fused_kernel() -> AbstractContextManager[Any]:
+    """Inside, the reference models compute attention by the operator, as they do where the kernel is not available."""
+    return mock.patch.object(packed, "is_available", _never)
+
+
+def unfused(step: Step) -> Step:
+    """The step with the kernel off in every call: compiled code is guarded on which function decides."""
+
+    def run() -> None:
+        with without_fused_kernel():
+            step()
+
+    return run
+
+
+def _never(_qkv: Tensor, _heads: int, _kv_heads: int | None = None) -> bool:
+    return False

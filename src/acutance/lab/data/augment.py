@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +57,7 @@ class AugmentConfig:
 # rand-m9-mstd0.5-inc1 and the rest of https://arxiv.org/abs/2012.12877; the random resized crop is made on decoding.
 DEIT = AugmentConfig(flip=0.5, rand_layers=2, erase=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1)
 # Up to 32×32, DeiT's code cuts a window out of the padded image instead.
-DEIT_SMALL_IMAGES = AugmentConfig(crop_pad=4, flip=0.5, rand_layers=2, erase=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1)
+DEIT_SMALL_IMAGES = replace(DEIT, crop_pad=4)
 
 
 class Draws(NamedTuple):

@@ -1,9 +1,8 @@
 """ImageNet as a tree of folders or as shards, and the crops that DeiT trains and evaluates on.
 
-Shards are tar files as webdataset writes them, for storage that dislikes millions of small files. Each sample is two
-neighbouring members, `<key>.jpg` and `<key>.cls` (the label in digits). The tar files are not unpacked: their headers
-are read once, and samples from where they lie. The index of `part-0.tar` is kept beside it as `.part-0.tar.index.json`,
-where one may write there, with the size and the time of the tar file it was made of.
+Shards are tar files as webdataset writes them. Each sample is two neighbouring members, `<key>.jpg` and `<key>.cls`
+(the label in digits). The tar files are not unpacked: their headers are read once, and samples from where they lie. The
+index of `part-0.tar` is kept beside it as `.part-0.tar.index.json`, where one may write there.
 """
 
 from __future__ import annotations
@@ -70,7 +69,8 @@ class ImageFolder:
         folder = IMAGENET.folder(root if split is None else root / ("val" if split == "test" else "train"))
         folders = _visible(folder, Path.is_dir)
         self.classes = tuple(path.name for path in folders)
-        found = [(path, label) for label, kind in enumerate(folders) for path in _visible(kind, _is_image)]
+        images = (_visible(kind, lambda path: path.suffix.lower() in SUFFIXES) for kind in folders)
+        found = [(path, label) for label, paths in enumerate(images) for path in paths]
         if not found:
             raise IMAGENET.missing(folder / "<class>" / "<image>")
         if split == "test" and (root / "train").is_dir():  # elsewhere the training images are in shards
@@ -127,10 +127,6 @@ def refuse_empty_slice(held: Tensor, every: int, place: object) -> None:
 def _visible(folder: Path, wanted: Callable[[Path], bool]) -> list[Path]:
     """Without hidden files, which systems and tools leave behind: .cache/, ._n01440764_18.JPEG."""
     return [path for path in sorted(folder.iterdir()) if wanted(path) and not path.name.startswith(".")]
-
-
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES
 
 
 def _refuse_other_classes(folder: Path, found: set[str], train: Path) -> None:

@@ -1,8 +1,8 @@
 """RandAugment with DeiT's operations and magnitudes (https://arxiv.org/abs/1909.13719, rand-m9-mstd0.5-inc1).
 
-Every image of a batch draws its own operations. Each layer is one affine map, one table look-up and one blend for the
-whole batch; an image with an operation of another kind passes through with an identity, exactly. The arithmetic is
-Pillow's, value for value. Images are (batch, channels, height, width) floats that hold whole numbers from 0 to 255.
+Each layer is one affine map, one table look-up and one blend for the whole batch; an image with an operation of another
+kind passes through with an identity, exactly. The arithmetic is Pillow's, value for value. Images are (batch, channels,
+height, width) floats that hold whole numbers from 0 to 255.
 """
 
 from __future__ import annotations

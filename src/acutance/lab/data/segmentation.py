@@ -1,7 +1,6 @@
 """ADE20K (https://arxiv.org/abs/1608.05442) and CamVid: images with a class for every pixel.
 
-Segmenter's training augmentation (https://arxiv.org/abs/2105.05633) scales, crops, flips and distorts colours; it runs
-in worker processes, because the images of ADE20K differ in size.
+Segmenter's augmentation (https://arxiv.org/abs/2105.05633) runs in worker processes: the images differ in size.
 """
 
 from __future__ import annotations

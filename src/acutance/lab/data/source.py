@@ -1,8 +1,7 @@
 """Reading a data set's files, and its splits.
 
-Errors name the file that is missing or damaged, the layout, and where to get it. Splits follow a rule, so anybody who
-has the data has the same ones. The rule counts the images of each class in the data set's order, from 0: an image's
-*rank* in its class.
+Errors name the file that is missing or damaged, the layout, and where to get it. Splits follow a rule that counts the
+images of each class in the data set's order, from 0: an image's *rank* in its class.
 """
 
 from __future__ import annotations

@@ -82,8 +82,7 @@ def evaluation_batches(
 def repeated(order: Tensor, batch_size: int, repeats: int = REPEATS) -> Tensor:
     """Repeated augmentation: an epoch of a third of the samples, three times each (https://arxiv.org/abs/1902.05509).
 
-    The repetitions share a batch, but stand a third of it apart, as in DeiT's code: rows that are mixed in pairs are
-    different images, and processes get different ones.
+    The repetitions share a batch, but stand a third of it apart: rows that are mixed in pairs are different images.
     """
     batches = order.repeat_interleave(repeats)[: len(order) // batch_size * batch_size].view(-1, batch_size)
     return torch.cat([batches[:, start::repeats] for start in range(repeats)], 1).flatten()

@@ -13,14 +13,18 @@ from numpy.typing import NDArray
 
 from acutance.errors import AcutanceError
 from acutance.files.atomic import digest, finite
+from acutance.io.saving import load
 from acutance.lab.evaluate import evaluate as evaluation
 from acutance.lab.evaluate.evaluate import SPLITS, Weights, changed_settings, refuse_seen, weights_file
+from acutance.lab.robustness import RobustnessTable
+from acutance.lab.robustness.evaluate import weights_digest
 from acutance.lab.tasks import task_class
 from acutance.lab.tasks.base import STARTS
-from acutance.lab.train.initial_weights import config_without_incidentals
-from acutance.lab.train.run import Run, changes
+from acutance.lab.train.run import Run, changes, config_without_incidentals
 
-FORMAT = "acutance-comparison/1"
+FORMAT, ROBUSTNESS_FORMAT = "acutance-comparison/1", "acutance-robustness-comparison/1"
+# What a table of robustness depends on, beside the weights and the precision.
+FIELDS = ("data", "images", "pixels", "corruptions", "seed")
 MOST_PAIRS = 40  # 2²⁰ sums in each half
 ROUNDING = 1e-9  # of the sum of sizes: below it two sums are equal
 
@@ -43,15 +47,13 @@ class Paired:
 def paired(first: Sequence[float], second: Sequence[float]) -> Paired:
     """second − first, pair by pair."""
     differences = np.subtract(second, first, dtype=np.float64)
-    spread = float(differences.std(ddof=1)) if len(differences) > 1 else float("nan")
-    return Paired(float(differences.mean()), spread, sign_flip_p(differences), len(differences))
+    return Paired(float(differences.mean()), spread_of(differences), sign_flip_p(differences), len(differences))
 
 
 def sign_flip_p(differences: Sequence[float] | NDArray[np.float64]) -> float:
     """The share of all 2ⁿ choices of signs whose sum is at least as far from 0 as the one observed.
 
-    Exact: if the two groups do not differ, each pair's difference is as likely to have either sign. The sums of the
-    first half of the pairs meet the sorted ones of the second, so 40 pairs cost two million sums instead of 2⁴⁰.
+    Exact. The sums of the first half of the pairs meet the sorted ones of the second: 40 pairs cost two million sums.
     """
     values = np.asarray(differences, dtype=np.float64)
     if not 1 <= len(values) <= MOST_PAIRS or not np.isfinite(values).all():
@@ -132,9 +134,7 @@ class Group:
 
     @property
     def spread(self) -> float:
-        """The standard deviation over seeds; NaN for one."""
-        values = list(self.scores.values())
-        return float(np.std(values, ddof=1)) if len(values) > 1 else float("nan")
+        return spread_of(list(self.scores.values()))
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,6 @@ class Comparison:
         return [score, ("+" if test.mean >= 0 else "") + with_spread(test.mean, test.spread), f"{test.p:.3g}{note}"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
         how = self.settings
         about = {"score": self.score, "split": self.split, "higher_is_better": self.higher_is_better}
         about |= {"weights": how.weights, "settings": list(how.fields), "precision": how.precision}
@@ -316,6 +315,91 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
+def spread_of(values: Sequence[float] | NDArray[np.float64]) -> float:
+    """The standard deviation over seeds; NaN for one."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else float("nan")
+
+
 def with_spread(mean: float, spread: float, digits: int = 2) -> str:
     """`72.17 ± 0.10`, or the mean alone where there is one seed."""
     return f"{mean:.{digits}f}" + (f" ± {spread:.{digits}f}" if np.isfinite(spread) else "")
+
+
+@dataclass(frozen=True)
+class RobustnessComparison:
+    """Groups of runs side by side, by what was measured: `clean`, `fog`, `severity 3`, `fog:3`."""
+
+    comparisons: Mapping[str, Comparison]
+    shown: tuple[str, ...]  # of these, in the table
+
+    def to_markdown(self) -> str:
+        """A line for each attack, corruption and severity; single cells are in the JSON."""
+        first = self.comparisons[self.shown[0]]
+        header, *others = ([f"{group.label}, seeds: {len(group.scores)}"] for group in first.groups)
+        header = ["top-1, %", *header, *(cell for other in others for cell in (*other, "beside the first", "p"))]
+        rows = []
+        for name in self.shown:
+            found = self.comparisons[name]
+            alone, *beside = (found.cells(group) for group in found.groups)
+            rows.append([name, alone[0], *(cell for cells in beside for cell in cells)])
+        about = f"On {first.split}: {first.settings}. Attacks are L∞, ε in levels of 255."
+        return f"{markdown([header, ['---'] * len(header), *rows])}\n{about}\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        comparisons = {name: found.to_dict() for name, found in self.comparisons.items()}
+        return {"format": ROBUSTNESS_FORMAT, "comparisons": comparisons}
+
+
+def compare_robustness(
+    folders: Sequence[Path | str], *, split: str = "test", score: str | None = None, weights: Weights = "last"
+) -> list[RobustnessComparison]:
+    """Group runs by configuration and compare what `acutance robustness` measured of them.
+
+    There is one comparison for each way in which all runs were measured: with drawn corruptions, with published files.
+    `score` is one cell or mean alone, such as `fog:3`, `fog` or `severity 3`.
+    """
+    check_request(folders, split, weights)
+    tables = {Path(folder): _tables(Path(folder), split, weights) for folder in folders}
+    first = next(iter(tables.values()))
+    shared = [settings for settings in first if all(settings in found for found in tables.values())]
+    if not shared:
+        listed = "; ".join(f"{folder}: {' / '.join(map(str, found))}" for folder, found in tables.items())
+        raise AcutanceError(f"these runs were not measured in one common way ({listed}): use the same options for all")
+    return [_compared({folder: found[s] for folder, found in tables.items()}, s, split, score) for s in shared]
+
+
+def _tables(folder: Path, split: str, weights: Weights) -> dict[EvaluationSettings, RobustnessTable]:
+    refuse_seen(folder, Run(folder).config(), split, weights)
+    found: dict[EvaluationSettings, RobustnessTable] = {}
+    for path in sorted(folder.glob("robustness*.json")):
+        table = RobustnessTable.load(path)
+        context = table.context
+        if (context.get("split"), context.get("which")) == (split, weights):
+            fields = tuple(f"{key}={context[key]}" for key in FIELDS)
+            found[EvaluationSettings(weights, fields, str(context["dtype"]))] = table
+    if not found:
+        raise AcutanceError(
+            f"{folder} has no robustness on {split!r} with the {weights} weights: acutance robustness {folder}"
+        )
+    file = weights_file(folder, weights)
+    if file.is_file() and any(t.context["weights"] != weights_digest(load(file)) for t in found.values()):
+        raise AcutanceError(f"{folder} went on after its robustness was measured: measure it again")
+    return found
+
+
+def _compared(
+    tables: Mapping[Path, RobustnessTable], settings: EvaluationSettings, split: str, score: str | None
+) -> RobustnessComparison:
+    (folder, first), *others = tables.items()
+    for other, table in others:  # or a mean would be over other cells
+        if differing := sorted(first.cells.keys() ^ table.cells.keys()):
+            lacking = other if differing[0] in first.cells else folder
+            raise AcutanceError(f"{lacking} lacks {', '.join(differing)}: measure all runs with the same options")
+    runs = [
+        replace(ScoredRun.read(place, split), scores={settings: {**table.cells, **table.summary()}})
+        for place, table in tables.items()
+    ]
+    shown = tuple(first.summary()) if score is None else (score,)
+    names = [*shown, *first.cells] if score is None else shown
+    comparisons = {name: Comparison(name, split, True, settings, groups_of(runs, name, settings)) for name in names}
+    return RobustnessComparison(comparisons, shown)

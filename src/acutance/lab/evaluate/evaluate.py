@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from datetime import UTC, datetime
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +20,7 @@ from acutance.files.atomic import atomic_write, digest, read_json
 from acutance.io.saving import load
 from acutance.lab.tasks import Task, task_class
 from acutance.lab.train.config import Config, override
-from acutance.lab.train.run import Run, changes, command_line, git_state, hardware, in_a_name, versions
+from acutance.lab.train.run import Run, changes, in_a_name, made
 
 FORMAT = "acutance-evaluation/1"
 Weights = Literal["last", "best"]
@@ -44,7 +43,7 @@ class Evaluation:
     higher_is_better: bool
     model: str  # SHA-256 of the weights' file
     precision: str
-    command: tuple[str, ...]
+    command: list[str]
     evaluated: str
     versions: Mapping[str, str]
     hardware: Mapping[str, Any]
@@ -63,7 +62,7 @@ class Evaluation:
     def from_dict(cls, body: Mapping[str, Any]) -> Evaluation:
         """What `save` wrote; fields that it did not know yet have their defaults."""
         parts = {field.name: body[field.name] for field in fields(cls) if field.name in body}
-        return cls(**{**parts, "settings": tuple(parts["settings"]), "command": tuple(parts["command"])})
+        return cls(**{**parts, "settings": tuple(parts["settings"])})
 
 
 def weights_file(folder: Path, weights: Weights) -> Path:
@@ -167,12 +166,8 @@ def evaluate_run(
             higher_is_better=task.higher_is_better,
             model=digest(path),
             precision="float32",
-            command=tuple(command_line()),
-            evaluated=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions=versions(),
-            hardware=hardware(),
-            git=git_state(),
             processes=world,
+            **made("evaluated"),
         )
         if rank == 0:
             found.save(where)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable
-from difflib import get_close_matches
 from importlib import import_module
 from inspect import isfunction
 
 from acutance.errors import AcutanceError
-from acutance.lab.train.config import Config
+from acutance.lab.train.config import Config, hint
 
 _FILES = [import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__)]
 RECIPES: dict[str, Callable[[], Config]] = {
@@ -40,7 +39,5 @@ def load(name: str) -> Config:
 
 def _recipe(name: str) -> Callable[[], Config]:
     if name not in RECIPES:
-        close = get_close_matches(name, names(), n=1)
-        hint = f", did you mean {close[0]}?" if close else ""
-        raise AcutanceError(f"there is no recipe {name!r}{hint}; there are {', '.join(names())}")
+        raise AcutanceError(f"there is no recipe {name!r}{hint(name, names())}; there are {', '.join(names())}")
     return RECIPES[name]

@@ -24,7 +24,6 @@ def deit_tiny() -> Config:
     the held-out slice too, since nothing is chosen; the score to report is that of the last weights on the test set.
 
     Needs ImageNet (train/ and val/, a folder per class, or shards) and GPUs: 384 million images go forward and back.
-
     Time: not measured. Divide the images by the images/s of your GPU (`acutance bench --only steps-224`, batch over
     time of a step), and by the number of GPUs; decoding may be slower, and `acutance train` shows the time left.
 
@@ -50,9 +49,7 @@ def deit_small() -> Config:
     Published (https://arxiv.org/abs/2312.00751): 79.97 % top-1, 95.05 % top-5; with NeuTRENO 80.68 / 95.30, with
     FeatScale 79.96 / 95.06. Not measured here yet.
 
-    Needs what `deit_tiny` needs, for some four times the parameters.
-
-    Time: not measured, and no bench has this size; `acutance train` shows images/s and the time left.
+    Needs what `deit_tiny` needs, for some four times the parameters. Time: not measured, and no bench has this size.
 
         acutance train deit_small --data-dir /data/imagenet
         acutance train deit_small --data-dir /data/imagenet --set task.model.mitigation=neutreno:0.6
@@ -67,9 +64,7 @@ def deit_tiny_symmetric() -> Config:
     Published (https://arxiv.org/abs/2312.00751): 71.14 % top-1, 90.54 % top-5; with NeuTRENO 72.07 / 91.22. Not
     measured here yet.
 
-    Needs what `deit_tiny` needs.
-
-    Time: not measured, and no bench has this attention; `acutance train` shows images/s and the time left.
+    Needs what `deit_tiny` needs. Time: not measured, and no bench has this attention.
 
         acutance train deit_tiny_symmetric --data-dir /data/imagenet
         acutance train deit_tiny_symmetric --data-dir /data/imagenet --set task.model.mitigation=neutreno:0.6
@@ -86,9 +81,7 @@ def deit_tiny_adapt() -> Config:
     of training from scratch, with the same warm-up and augmentation.
 
     Needs ImageNet, GPUs and the weights of a DeiT-tiny: by default those of `acutance train deit_tiny`, or the
-    published .pth file. 128 million images go forward and back.
-
-    Time: not measured; a third of what `deit_tiny` takes with NeuTRENO.
+    published .pth file. 128 million images go forward and back. Time: not measured; a third of `deit_tiny`'s.
 
         acutance train deit_tiny_adapt --data-dir /data/imagenet
         acutance train deit_tiny_adapt --data-dir /data/imagenet --set task.weights=deit_tiny_patch16_224-a1311bcf.pth

@@ -18,7 +18,6 @@ def ade20k() -> Config:
 
     Needs `ADEChallengeData2016/`, one GPU and an encoder trained on ImageNet (with the same mitigation): by default
     that of `acutance train deit_tiny`, or DeiT's published .pth file. 1.3 million crops of 512 go forward and back.
-
     Time: not measured, and no bench has a Segmenter; `acutance train` shows images/s and the time left.
 
         acutance train ade20k --data-dir /data
@@ -42,10 +41,8 @@ def camvid() -> Config:
     spread (docs/evidence/camvid; the first two commands with `--set loop.epochs=100 --set loop.batch_size=16`).
 
     Needs `CamVid/` (367 frames to train on) and one GPU; 73,000 crops of 352 go forward and back. AdamW and a warm-up
-    are for an encoder without pretraining.
-
-    Time: 278 s of the loop for those 100 epochs on one H200 (torch 2.11.0), with NeuTRENO 279 s, both at once and
-    beside other work, with six loader processes each; not timed by itself, and no bench has a Segmenter.
+    are for an encoder without pretraining. Time: 278 s of the loop for those 100 epochs on one H200 (torch 2.11.0),
+    with NeuTRENO 279 s, both at once and beside other work, with six loader processes each; not timed by itself.
 
         acutance train camvid --data-dir /data
         acutance train camvid --data-dir /data --set task.model.mitigation=neutreno:0.6

@@ -45,7 +45,6 @@ def cifar100() -> Config:
     Choices are made on the held-out slice; for a result, `--set task.train_on=all` and the test set.
 
     Needs `cifar-100-python/` and one GPU; 5 million images go forward and back, which are held and augmented there.
-
     Time: 93 s of the loop on one H200 (torch 2.11.0) at 71,224 images/s, with NeuTRENO 94 to 98 s at 68,655 images/s,
     about 20 s of them before step 50; the first run of all, which compiled everything, took 141 s. Spectra (eigen) have
     not been timed, nor tried with `loop.graph`; `acutance bench --only eigen` times polar, householder and qr.
@@ -72,9 +71,8 @@ def cifar10() -> Config:
 
     No figure of either paper belongs to it (their CIFAR-10 is `cifar10_kernel`). Not measured here yet.
 
-    Needs `cifar-10-batches-py/` and one GPU; 5 million images go forward and back.
-
-    Time: not measured; model, images and steps are those of `cifar100`.
+    Needs `cifar-10-batches-py/` and one GPU; 5 million images go forward and back. Time: not measured; model, images
+    and steps are those of `cifar100`.
 
         acutance train cifar10 --data-dir /data --set task.train_on=all
         acutance train cifar10 --data-dir /data --set task.train_on=all --set task.model.mitigation=neutreno:0.6
@@ -91,9 +89,8 @@ def cifar10_kernel() -> Config:
     neither which kernel nor which training; chosen here are the RBF kernel and the recipe of `cifar10`, so expect more
     than 75.89 %. The other kernels are one field away: softmax, linear, polynomial.
 
-    Needs `cifar-10-batches-py/` and one GPU; 5 million images go forward and back.
-
-    Time: not measured, and no bench has this kernel; `acutance train` shows images/s and the time left.
+    Needs `cifar-10-batches-py/` and one GPU; 5 million images go forward and back. Time: not measured, and no bench has
+    this kernel.
 
         acutance train cifar10_kernel --data-dir /data --set task.train_on=all
         acutance train cifar10_kernel --data-dir /data --set task.train_on=all --set task.model.mitigation=neutreno:0.6
@@ -109,9 +106,7 @@ def fashion_mnist() -> Config:
     No figure of either paper belongs to it. Not measured here yet. Augmentation is milder than CIFAR's, since colour
     and most turns mean nothing here.
 
-    Needs `fashion-mnist/` (the four idx files) and one GPU; 3 million images go forward and back.
-
-    Time: not measured; `acutance train` shows images/s and the time left.
+    Needs `fashion-mnist/` (the four idx files) and one GPU; 3 million images go forward and back. Time: not measured.
 
         acutance train fashion_mnist --data-dir /data --set task.train_on=all
     """

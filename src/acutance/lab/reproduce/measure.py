@@ -39,7 +39,7 @@ def table(*reads: Read, title: str = "", digits: int = 2) -> Measure:
     """One sheet with the numbers of all reads; its columns are the names they give, then those only published."""
 
     def sheets(session: Session) -> list[Sheet]:
-        lines = session.lines(*reads)
+        lines = [session.line(row, reads) for row in session.target.rows]
         names = [name for line in lines for name in line.measured] + [name for line in lines for name in line.published]
         return [Sheet(title or session.target.title, list(dict.fromkeys(names)), lines, digits)]
 
@@ -158,7 +158,8 @@ def robustness(columns: Mapping[str, str]) -> Measure:
         return {**found, **{column: found[name] for column, name in columns.items()}}
 
     def sheets(session: Session) -> list[Sheet]:
-        whole = Sheet(session.target.title, list(columns), session.lines(read))
+        lines = [session.line(row, [read]) for row in session.target.rows]
+        whole = Sheet(session.target.title, list(columns), lines)
         single = replace(whole, columns=CORRUPTION_NAMES).transposed("By corruption, mean over severities")
         return [whole, single] if corrupted else [whole]
 

@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import cache, cached_property, partial
 from itertools import product
 from pathlib import Path
@@ -36,9 +35,9 @@ from acutance.lab.studies.pictures import save_picture
 from acutance.lab.tasks import samples as samples_of
 from acutance.lab.tasks.base import STARTS
 from acutance.lab.tasks.imagenet import load_imagenet
-from acutance.lab.train.config import Config, incidental_fields, override
+from acutance.lab.train.config import Config, override
 from acutance.lab.train.log import DivergedError
-from acutance.lab.train.run import Run, changes, command_line, git_state, hardware, versions
+from acutance.lab.train.run import Run, changes, differences, listed, made
 from acutance.lab.train.start import train
 
 if TYPE_CHECKING:
@@ -67,7 +66,6 @@ class Planned:
 
     @property
     def label(self) -> str:
-        """The name of its folder."""
         return self.run.folder.name
 
     @property
@@ -118,15 +116,11 @@ class Planned:
 
     def check(self) -> None:
         """Refuse to go on with a run that was begun with other settings."""
-        if not self.run.exists():
-            return
-        found = changes(self.run.config().to_dict(), self.config.to_dict())
-        free = incidental_fields(self.config) | {f"task.{name}" for name in STARTS}
-        differing = {name: pair for name, pair in found.items() if name not in free}
-        if differing:
-            words = ", ".join(f"{name} {old!r} instead of {new!r}" for name, (old, new) in differing.items())
+        free = {f"task.{name}" for name in STARTS}
+        if self.run.exists() and (found := differences(self.config, self.run.config(), free)):
             raise AcutanceError(
-                f"{self.run.folder} is a run with {words}: name another folder with --out, or the same --set as then"
+                f"{self.run.folder} is a run with {listed(found)}: name another folder with --out, or the same --set "
+                "as then"
             )
 
     def train(self, device: str, console: Console) -> None:
@@ -233,12 +227,8 @@ class Session:
         record = {
             "changes": list(self.changes),
             "samples": self.samples,
-            "command": command_line(),
-            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-            "versions": versions(),
-            "hardware": hardware(),
-            "git": git_state(),
             "runs": {planned.label: planned.state for planned in self.plan},
+            **made("finished"),
         }
         return Result(self.target, len(self.seeds), tuple(sheets), pending, record)
 
@@ -259,7 +249,6 @@ class Session:
         return some
 
     def pending(self) -> tuple[str, ...]:
-        """The runs that are not finished."""
         return tuple(planned.label for planned in self.plan if planned.is_open)
 
     def write(self, result: Result) -> list[Path]:
@@ -274,17 +263,11 @@ class Session:
 
     def script(self) -> str:
         """The plan as a shell script: how each run could be trained by itself."""
-        lines = [HINT]
-        for planned in self.plan:
-            command = planned.command()
-            lines += [f"# {planned.label}: {planned.state}", *([] if command is None else [command])]
-        return "\n".join(lines)
+        runs = ([f"# {planned.label}: {planned.state}", planned.command()] for planned in self.plan)
+        return "\n".join([HINT, *(line for lines in runs for line in lines if line is not None)])
 
-    def lines(self, *reads: Callable[[RowModel], Mapping[str, float]]) -> list[Line]:
-        """A line for each row: the numbers by name that `reads` find in its models, and notes on what is missing."""
-        return [self._line(row, reads) for row in self.target.rows]
-
-    def _line(self, row: Row, reads: Iterable[Callable[[RowModel], Mapping[str, float]]]) -> Line:
+    def line(self, row: Row, reads: Iterable[Callable[[RowModel], Mapping[str, float]]]) -> Line:
+        """The numbers by name that `reads` find in a row's models, and notes on what is missing."""
         found: dict[str, dict[int, float]] = {}
         notes: list[str] = []
         task: Any = None if row.training is None else self.planned(row.training, 0).config.task

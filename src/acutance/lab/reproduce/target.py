@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from acutance.files.atomic import finite
-from acutance.lab.evaluate.compare import markdown, with_spread
+from acutance.lab.evaluate.compare import markdown, spread_of, with_spread
 
 if TYPE_CHECKING:
     from acutance.lab.reproduce.run import Session
@@ -76,9 +76,7 @@ class Line:
     def mean_and_spread(self, column: str) -> tuple[float, float] | None:
         """Over seeds; the spread of one seed is NaN."""
         values = list(self.measured.get(column, {}).values())
-        if not values:
-            return None
-        return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else float("nan")
+        return (float(np.mean(values)), spread_of(values)) if values else None
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,6 @@ class Sheet:
         return markdown([header, ["---"] * len(header), *rows])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data with every seed's value."""
         rows = []
         for line in self.lines:
             measured = {}
@@ -135,7 +132,6 @@ class Result:
     record: Mapping[str, Any]  # versions, hardware, command
 
     def to_markdown(self) -> str:
-        """The whole page."""
         parts = [f"## {self.target.title}\n"]
         for sheet in self.sheets:
             parts += [*([f"### {sheet.title}\n"] if len(self.sheets) > 1 else []), sheet.to_markdown()]
@@ -148,7 +144,6 @@ class Result:
         return "\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
         about = {name: getattr(self.target, name) for name in ("title", "paper", "notes")}
         sheets = [sheet.to_dict() for sheet in self.sheets]
         found = {"seeds": self.seeds, "pending": list(self.pending), "sheets": sheets}

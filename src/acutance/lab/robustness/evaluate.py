@@ -40,11 +40,6 @@ ACCURACY = "accuracy in %, by severity"
 DECODED_AT_ONCE = 256
 
 
-def cell_name(corruption: str, severity: int) -> str:
-    """How the cell of a corruption is called, such as fog:3."""
-    return f"{corruption}:{severity}"
-
-
 def table_name(split: str = "test", weights: str = "last", corrupted_dir: Path | None = None) -> str:
     """The file in a run's folder: robustness.json for the last weights and drawn corruptions of the test set."""
     others = [split] * (split != "test") + [weights] * (weights != "last")
@@ -73,7 +68,7 @@ class RobustnessTable(Result):
     @property
     def severities(self) -> list[int]:
         """Those measured for some corruption at least."""
-        return [s for s in SEVERITIES if any(cell_name(name, s) in self.cells for name in CORRUPTIONS)]
+        return [s for s in SEVERITIES if any(f"{name}:{s}" in self.cells for name in CORRUPTIONS)]
 
     @property
     def attacks(self) -> dict[str, float]:
@@ -83,7 +78,7 @@ class RobustnessTable(Result):
         """The plain mean of a row, a column or all corruptions; None unless every cell in it was measured."""
         names = self.corruptions if corruption is None else [corruption]
         levels = self.severities if severity is None else [severity]
-        values = [self.cells.get(cell_name(name, level)) for name in names for level in levels]
+        values = [self.cells.get(f"{name}:{level}") for name in names for level in levels]
         known = [value for value in values if value is not None]
         return fmean(known) if known and len(known) == len(values) else None
 
@@ -111,7 +106,7 @@ class RobustnessTable(Result):
         clean = {CLEAN: self.cells[CLEAN]} if CLEAN in self.cells else {}
         found: dict[str, list[Any]] = {name: [""] * len(levels) + [v] for name, v in {**clean, **self.attacks}.items()}
         for name in self.corruptions:
-            found[name] = [*(self.cells.get(cell_name(name, s)) for s in levels), self.mean(corruption=name)]
+            found[name] = [*(self.cells.get(f"{name}:{s}") for s in levels), self.mean(corruption=name)]
         if self.corruptions:
             found["mean of corruptions"] = [*(self.mean(severity=level) for level in levels), self.mean()]
         header = (ACCURACY, *map(str, levels), "mean" if levels else "all")
@@ -183,7 +178,7 @@ def evaluate(
 
     # By the cell's name, what gives the images `part` · AT_ONCE and following: bytes, or attacked in [0, 1].
     cells: dict[str, Callable[[int], Tensor]] = {CLEAN: partial(_part, images.images)}
-    cells |= {cell_name(name, level): partial(source, name, level) for name in corruptions for level in severities}
+    cells |= {f"{name}:{level}": partial(source, name, level) for name in corruptions for level in severities}
     cells |= {attack.name: partial(attacked, attack) for attack in map(as_attack, attacks)}
     missing = [name for name in cells if name not in table.cells]
     with ExitStack() as stack, evaluating(model):
@@ -203,10 +198,9 @@ def _drawn(images: Images, seed: int) -> Callable[[str, int, int], Tensor]:
 
 
 def _published(folder: Path, images: Images) -> Callable[[str, int, int], Tensor]:
-    """From `<corruption>.npy` (5 · n, height, width, channels), severity after severity, and `labels.npy`.
+    """From `<corruption>.npy` (5 · n, height, width, channels), severity after severity, and `labels.npy`; mapped.
 
-    The files are mapped, not read into memory, and nothing is unpickled. `images` are the clean test set in its own
-    order, or the first of it.
+    `images` are the clean test set in its own order, or the first of it.
     """
     if not np.array_equal(_mapped(folder / "labels.npy")[: len(images)], images.labels.cpu().numpy()):
         raise AcutanceError(

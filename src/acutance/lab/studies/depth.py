@@ -1,7 +1,6 @@
 """How smoothing grows with depth at random initialisation, up to 96 layers and beyond, on real digits.
 
-Nothing in a block depends on how many follow it, so a network of 12 layers at initialisation is the beginning of one of
-96: one network per variant and seed is read at every depth.
+A network of 12 layers at initialisation is the beginning of one of 96: one per variant and seed is read at every depth.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Are learnt affinities a symmetric positive definite kernel, as NeuTRENO (https://arxiv.org/abs/2312.00751) assumes?
 
-Theorem 1 needs the affinity k(x, y) only through k + kᵀ, and takes exp(k_i·k_j/√d) for it, a symmetric positive
-definite kernel. A learnt exp(q_i·k_j/√d) is neither by construction. Table 4's alignment says how much that matters.
+Theorem 1 needs the affinity k(x, y) only through k + kᵀ, and takes exp(k_i·k_j/√d), a symmetric positive definite
+kernel. A learnt exp(q_i·k_j/√d) is neither by construction. Table 4's alignment says how much that matters.
 """
 
 from __future__ import annotations
@@ -124,9 +124,8 @@ class KernelAssumptions:
     `logits` is S = q kᵀ, `kernel` is exp(S/√d), `weights` is the form W_QᵀW_K by itself (biases, and rotations by
     position, left out). `permuted` is the same entries in random order: what a matrix without any structure gives.
 
-    All are about the affinities as they are before a mask: causality and windows decide which of them a model uses,
-    not what they are. Of a causal model no pair of tokens is used both ways; the half that is never used was never
-    trained either. The alignment is of the gradients over the pairs that are used.
+    All are about the affinities before a mask. Of a causal model half of them are never used, nor were they trained.
+    The alignment is of the gradients over the pairs that are used.
     """
 
     samples: dict[str, NDArray[np.float64]]  # MEASURES, PERMUTED and alignment, each (layers, samples, heads)
@@ -168,11 +167,9 @@ class KernelAssumptions:
 def kernel_assumptions(model: nn.Module, batches: Iterable[Any]) -> KernelAssumptions:
     """How far a model's learnt affinities are from symmetric and from positive definite, per layer and head.
 
-    The order of the permuted entries is random with a fixed seed: the same call gives the same figures.
-
     The model is any that `acutance.sites.find` knows, with softmax self-attention, causal or not; batches are as for
     `measure`. Padding does not count, and packed documents are samples of their own, refused where the model lets them
-    see each other.
+    see each other. Entries are permuted with a fixed seed: the same call gives the same figures.
     """
     bare = bare_module(model)
     refuse_sharded(bare, "kernel_assumptions")

@@ -53,7 +53,7 @@ def post_norm(H: Tensor, mu: Tensor, weight: Tensor | float = 1.0) -> PostNorm:
     out of the numerator, so Post-LN smooths at least as fast as no norm with the same λ, and can smooth with all λ in
     [−1, 0], where a layer without a norm cannot.
 
-    H is Wᵀ (d, d), mu the eigenvalues of A, (N,), real or complex, μ = 1 among them; weight is γ, one number or (d,).
+    H is Wᵀ (d, d), mu the eigenvalues of A, (N,), μ = 1 among them; weight is γ, one number or (d,).
     """
     basis = _centred_basis(H)
 

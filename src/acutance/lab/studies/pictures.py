@@ -73,9 +73,8 @@ def repeat_picture(
         axis.set_title(setting, fontsize=9)
     for axis in axes[-1]:
         axis.set_xlabel("layers")
-    if any(name for curves in trajectories.values() for name in curves):
-        handles, labels = axes[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=9)
+    if names := [name for name in next(iter(trajectories.values())) if name]:
+        _legend(figure, axes[0][0], columns=len(names))
     return figure
 
 
@@ -91,14 +90,9 @@ def depth_picture(
         for axis, title in zip(row, definitions, strict=True):
             metric, scale = DEPTH_PANELS[title]
             for variant, colour in zip(variants, PALETTE, strict=False):
-                chosen = frame[(frame["init"] == init) & (frame["variant"] == variant)]
-                by_depth = chosen.groupby("layer")[metric].agg(["mean", "std"]).fillna(0)
-                mean, spread = by_depth["mean"].clip(lower=FLOOR / 10), by_depth["std"]
-                low, high = (mean - spread).clip(lower=FLOOR / 10), mean + spread
-                if scale == "linear":  # a cosine may be negative
-                    mean, low = by_depth["mean"], by_depth["mean"] - spread
-                axis.plot(mean.index, mean, color=colour, label=variant, linewidth=1.3)
-                axis.fill_between(mean.index, low, high, color=colour, alpha=0.15, linewidth=0)
+                chosen = frame[(frame["init"] == init) & (frame["variant"] == variant)].set_index("layer")
+                floor = FLOOR / 10 if scale == "log" else -np.inf  # a cosine may be negative
+                spread_curve(axis, chosen[metric], "layer", colour, "-", variant, floor)
             axis.set(yscale=scale, xticks=[0, *sorted(depths)])
             axis.set_title(f"{title}\n{INITS.get(init, init)}", fontsize=9)
             axis.minorticks_off()
@@ -132,12 +126,15 @@ def kernel_picture(frame: pd.DataFrame) -> Figure:
     return figure
 
 
-def spread_curve(axis: Axes, values: pd.Series[float], over: str, colour: str, style: str, label: str) -> None:
+def spread_curve(
+    axis: Axes, values: pd.Series[float], over: str, colour: str, style: str, label: str, floor: float = -np.inf
+) -> None:
     """Mean and spread over runs of what is grouped by (over, run); a variant without numbers draws nothing."""
     by = values.groupby(over).agg(["mean", "std"])
-    spread = by["std"].fillna(0)
-    axis.plot(by.index, by["mean"], style, color=colour, label=label, linewidth=1.3)
-    axis.fill_between(by.index, by["mean"] - spread, by["mean"] + spread, color=colour, alpha=0.15, linewidth=0)
+    mean, spread = by["mean"].clip(lower=floor), by["std"].fillna(0)
+    axis.plot(by.index, mean, style, color=colour, label=label, linewidth=1.3)
+    low = (mean - spread).clip(lower=floor)
+    axis.fill_between(by.index, low, mean + spread, color=colour, alpha=0.15, linewidth=0)
 
 
 def _legend(figure: Figure, axis: Axes, columns: int) -> None:
@@ -147,9 +144,8 @@ def _legend(figure: Figure, axis: Axes, columns: int) -> None:
 
 def data_frame(rows: Any) -> pd.DataFrame:
     """What pandas makes of them."""
-    frame: pd.DataFrame = import_extra("pandas", "to_frame needs pandas: pip install 'acutance[report]'").DataFrame(
-        rows
-    )
+    pandas = import_extra("pandas", "to_frame needs pandas: pip install 'acutance[report]'")
+    frame: pd.DataFrame = pandas.DataFrame(rows)
     return frame
 
 

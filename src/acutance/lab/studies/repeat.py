@@ -68,27 +68,16 @@ class Trajectory:
 
 @torch.no_grad()
 def repeat(
-    x: Tensor,
-    W: Tensor,
-    attention: Attention,
-    *,
-    layers: int,
-    norm: Norm = "none",
-    norm_weight: Tensor | float = 1.0,
+    x: Tensor, W: Tensor, attention: Attention, *, layers: int, norm: Norm = "none", norm_weight: Tensor | float = 1.0
 ) -> Trajectory:
     """Apply one layer over and over and follow what becomes of the tokens.
 
     `none`: X + A X W. `pre`: X + A LN(X) W. `post`: LN(X + A X W). Without a norm X is brought back to its first size
     after every layer, which changes none of the definitions but keeps any depth finite; attention that is computed from
-    X sees it at that size.
+    X sees it at that size. The norm's weights are one number or (d,); it has no bias.
 
-    Args:
-        x: tokens (..., N, d); leading axes are samples. Use float64 to follow a ratio far down.
-        W: W_V W_proj (d, d), so H = Wᵀ.
-        attention: A (..., N, N), or a function (tokens entering the branch, layer) → A.
-        layers: how often.
-        norm: none, pre or post.
-        norm_weight: the norm's weights, one number or (d,). The norm has no bias.
+    Tokens x are (..., N, d), leading axes samples, in float64 to follow a ratio far down. W is W_V W_proj (d, d), so
+    H = Wᵀ. Attention is A (..., N, N), or a function (tokens entering the branch, layer) → A.
     """
     if x.ndim < 2 or W.shape != (x.shape[-1], x.shape[-1]):
         raise ShapeError(f"x {tuple(x.shape)} and W {tuple(W.shape)} do not fit: expected (..., N, d) and (d, d)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -18,6 +18,23 @@ ConfigT = TypeVar("ConfigT")
 STARTS = ("weights", "encoder_weights")  # fields of a task's configuration that name initial weights
 
 
+RANGES: Mapping[str, Callable[[Any], bool]] = {
+    "more than 0": lambda value: value > 0,
+    "1 or more": lambda value: value >= 1,
+    "0 or more": lambda value: value >= 0,
+    "at least 0 and less than 1": lambda value: 0 <= value < 1,
+}
+
+
+def check_ranges(part: str, config: Any, ranges: Mapping[str, str]) -> None:
+    """Refuse fields outside their range; `ranges` has the names of fields by one of `RANGES`, with spaces between."""
+    for words, names in ranges.items():
+        for name in names.split():
+            value = getattr(config, name)
+            if value is not None and not all(map(RANGES[words], value if isinstance(value, tuple) else (value,))):
+                raise AcutanceError(f"{part}.{name} must be {words}, not {value}")
+
+
 def incidental(default: Any) -> Any:
     """A field that says where, how fast or how often, but not what is trained: runs that differ in it are the same."""
     return field(default=default, metadata={"incidental": True})
@@ -25,11 +42,7 @@ def incidental(default: Any) -> Any:
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """Which rows of every global batch are wanted: part `index` of `count` equal ones.
-
-    Processes and accumulated parts are slices alike, so that one process, several, and accumulation see the same
-    batches.
-    """
+    """Which rows of every global batch are wanted: part `index` of `count` equal ones, by process or accumulated."""
 
     index: int = 0
     count: int = 1

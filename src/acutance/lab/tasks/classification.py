@@ -22,6 +22,7 @@ from acutance.lab.tasks.base import (
     BatchSlice,
     ConfigT,
     Task,
+    check_ranges,
     epoch_steps,
     incidental,
     load_and_install,
@@ -47,8 +48,7 @@ class ClassificationConfig:
     xavier: bool = False  # start wider than DeiT's σ = 0.02, which is too narrow for few channels
 
     def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise AcutanceError(f"task.repeats must be 1 or more, not {self.repeats}")
+        check_ranges("task", self, {"1 or more": "repeats"})
 
 
 class ImageTask(Task[ConfigT]):

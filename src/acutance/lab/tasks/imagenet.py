@@ -17,7 +17,7 @@ from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD, Crops, Image
 from acutance.lab.data.seeds import generator
 from acutance.lab.data.source import SplitName, held_out
 from acutance.lab.data.stream import REPEATS, evaluation_batches, repeated, training_batches
-from acutance.lab.tasks.base import BatchSlice, incidental, refuse_other_classes
+from acutance.lab.tasks.base import BatchSlice, check_ranges, incidental, refuse_other_classes
 from acutance.lab.tasks.classification import ImageTask
 from acutance.models import ViTConfig
 
@@ -40,8 +40,7 @@ class ImageNetConfig:
     workers: int = incidental(8)  # processes that decode, for each process that trains
 
     def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise AcutanceError(f"task.repeats must be 1 or more, not {self.repeats}")
+        check_ranges("task", self, {"1 or more": "repeats"})
         if self.model.in_chans != 3:
             raise AcutanceError(f"ImageNet's images have 3 channels, task.model.in_chans is {self.model.in_chans}")
 

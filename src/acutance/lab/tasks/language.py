@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from acutance.distributed import gather, rank_and_world_size
 from acutance.errors import AcutanceError
 from acutance.lab.data.tokens import Corpus, load_corpus
-from acutance.lab.tasks.base import BatchSlice, Task, incidental, load_and_install
+from acutance.lab.tasks.base import BatchSlice, Task, check_ranges, incidental, load_and_install
 from acutance.models import LanguageConfig
 from acutance.models.language import LanguageModel
 
@@ -38,9 +38,7 @@ class LanguageTaskConfig:
     weights: str | None = None  # start from these, e.g. to fine-tune; a file that acutance.io.load_checkpoint reads
 
     def __post_init__(self) -> None:
-        for name in ("length", "val_stride", "test_stride", "windows"):
-            if getattr(self, name) < 1:
-                raise AcutanceError(f"task.{name} must be 1 or more, not {getattr(self, name)}")
+        check_ranges("task", self, {"1 or more": "length val_stride test_stride windows"})
         if max(self.val_stride, self.test_stride) > self.length:
             raise AcutanceError(
                 f"windows of {self.length} words that move on by {max(self.val_stride, self.test_stride)} leave words "
@@ -109,11 +107,7 @@ class LanguageTask(Task[LanguageTaskConfig]):
         return steps
 
     def batches(self, batch_size: int, first_step: int, part: BatchSlice) -> Iterator[tuple[Tensor, Tensor]]:
-        """Words and the words that follow, (columns, length).
-
-        The text is cut into `batch_size` columns of which each is read from top to bottom, in every epoch alike, as in
-        the public code: nothing is random.
-        """
+        """Words and the words that follow, from `batch_size` columns of the text, read down in every epoch alike."""
         steps, length, step = self.steps_per_epoch(batch_size), self.config.length, first_step
         height = len(self._text) // batch_size
         columns = self._text[: height * batch_size].view(batch_size, height)[part.rows(batch_size)]
@@ -149,12 +143,9 @@ class LanguageTask(Task[LanguageTaskConfig]):
 def sliding_loss(model: nn.Module, text: Tensor, *, window: int = 256, stride: int = 1, batch_size: int = 64) -> float:
     """The mean of −log p over all words of a text but the first; e to the power of it is the perplexity.
 
-    A window moves over the text; of the first one all words count, then the last `stride`, which no window counted
-    before. This gives what `sliding_loss_one_by_one` gives, many windows at a time, with the softmax of the words that
-    count only. Under a process group each process takes its part of every batch.
-
-    `model(tokens, targets)` gives −log p of the targets. `text` is (words,) indices on the model's device. `batch_size`
-    counts the windows at a time in each process.
+    A window moves over the text (words,); of the first one all words count, then the last `stride`. This gives what
+    `sliding_loss_one_by_one` gives, `batch_size` windows at a time in each process, with the softmax of the words that
+    count only. `model(tokens, targets)` gives −log p of the targets.
     """
     ends = _window_ends(len(text), window, stride)
     window = int(ends[0])

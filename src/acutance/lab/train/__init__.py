@@ -6,13 +6,6 @@ from acutance.lab.train.run import Run
 from acutance.lab.train.start import train
 
 __all__ = [
-    "Config",
-    "DivergedError",
-    "LoopConfig",
-    "OptimConfig",
-    "Run",
-    "ScheduleConfig",
-    "StoppedError",
-    "override",
+    "Config", "DivergedError", "LoopConfig", "OptimConfig", "Run", "ScheduleConfig", "StoppedError", "override",
     "train",
-]
+]  # fmt: skip

@@ -11,22 +11,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 
 from acutance.errors import AcutanceError
 from acutance.lab.tasks import config_class
-from acutance.lab.tasks.base import incidental
-
-RANGES = {
-    "more than 0": lambda value: value > 0,
-    "1 or more": lambda value: value >= 1,
-    "0 or more": lambda value: value >= 0,
-    "at least 0 and less than 1": lambda value: 0 <= value < 1,
-}
-
-
-def _check_ranges(part: str, config: Any, ranges: Mapping[str, str]) -> None:
-    for words, names in ranges.items():
-        for name in names.split():
-            value = getattr(config, name)
-            if value is not None and not all(map(RANGES[words], value if isinstance(value, tuple) else (value,))):
-                raise AcutanceError(f"{part}.{name} must be {words}, not {value}")
+from acutance.lab.tasks.base import check_ranges, incidental
 
 
 @dataclass(frozen=True)
@@ -43,7 +28,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         names = {"0 or more": "lr weight_decay eps", "at least 0 and less than 1": "betas momentum"}
-        _check_ranges("optim", self, names | {"more than 0": "clip"})
+        check_ranges("optim", self, names | {"more than 0": "clip"})
 
 
 @dataclass(frozen=True)
@@ -59,7 +44,7 @@ class ScheduleConfig:
     warmup_inside: bool = False  # the curve runs from step 0, hidden by the warm-up (DeiT), instead of following it
 
     def __post_init__(self) -> None:
-        _check_ranges("schedule", self, {"0 or more": "warmup start final"})
+        check_ranges("schedule", self, {"0 or more": "warmup start final"})
 
 
 @dataclass(frozen=True)
@@ -85,7 +70,7 @@ class LoopConfig:
     def __post_init__(self) -> None:
         counts = "batch_size accumulate checkpoint_every keep_last log_every monitor_every"
         names = {"more than 0": "epochs evaluate_every", "1 or more": counts, "at least 0 and less than 1": "ema"}
-        _check_ranges("loop", self, names)
+        check_ranges("loop", self, names)
         if self.batch_size % self.accumulate:
             raise AcutanceError(
                 f"a batch of {self.batch_size} cannot be cut into {self.accumulate} equal parts: choose "
@@ -120,9 +105,7 @@ class Config:
 def override(config: Config, assignments: Iterable[str]) -> Config:
     """The configuration with these fields replaced, all at once; of a field that comes twice, the last counts.
 
-    Args:
-        config: of a run.
-        assignments: `name.of.field=value`, the value as in JSON; a text needs no quotes.
+    Assignments are `name.of.field=value`, the value as in JSON; a text needs no quotes.
     """
     data = config.to_dict()
     for assignment in assignments:
@@ -230,14 +213,14 @@ def _dataclass_from(kind: Any, value: Any, where: str) -> Any:
 
 def _unknown_field(where: str, name: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> AcutanceError:
     place = f"{where} has no field" if where else "there is no field"
-    hint = f", did you mean {' or '.join(elsewhere)}?" if elsewhere else _hint(name, known)
-    return AcutanceError(f"{place} {name!r}{hint}; known: {', '.join(known)}")
+    meant = f", did you mean {' or '.join(elsewhere)}?" if elsewhere else hint(name, known)
+    return AcutanceError(f"{place} {name!r}{meant}; known: {', '.join(known)}")
 
 
 def _misfit(kind: Any, value: Any, where: str) -> AcutanceError:
-    hint = _hint(value, get_args(kind)) if get_origin(kind) is Literal else ""
+    meant = hint(value, get_args(kind)) if get_origin(kind) is Literal else ""
     shown = json.dumps(value, ensure_ascii=False, default=str)
-    return AcutanceError(f"{where} is {_described(kind)}, not {shown}{hint}")
+    return AcutanceError(f"{where} is {_described(kind)}, not {shown}{meant}")
 
 
 def _described(kind: Any) -> str:
@@ -254,6 +237,7 @@ def _described(kind: Any) -> str:
     return names.get(kind, f"a {getattr(kind, '__name__', kind)}")
 
 
-def _hint(name: object, known: Iterable[object]) -> str:
+def hint(name: object, known: Iterable[object]) -> str:
+    """For an error: the name that was probably meant, if any is close."""
     close = get_close_matches(str(name), [str(one) for one in known], n=1)
     return f", did you mean {close[0]}?" if close else ""

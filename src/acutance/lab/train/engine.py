@@ -1,8 +1,4 @@
-"""Where and over how many processes a run trains: Lightning Fabric, and torch's own FSDP2 and tensors beneath it.
-
-Fabric starts or finds the processes (its own or torchrun's), chooses devices, wraps for DDP and casts to bfloat16. Its
-checkpoints are pickles, so ours are written by `checkpointer`.
-"""
+"""Where and over how many processes a run trains: Lightning Fabric, and torch's own FSDP2 and tensors beneath it."""
 
 from __future__ import annotations
 
@@ -38,10 +34,7 @@ LEFT: list[Any] = []
 class Engine:
     """The processes of a run, and the model as it is trained in them.
 
-    Args:
-        loop: strategy, precision and compilation.
-        device: cpu, cuda or auto, which takes a GPU where there is one.
-        processes: how many to start on this machine for ddp or fsdp; None takes torchrun's, else every GPU or 1.
+    `device` auto takes a GPU where there is one; `processes` None takes torchrun's, else every GPU or 1.
     """
 
     def __init__(self, loop: LoopConfig, *, device: str = "auto", processes: int | None = None) -> None:
@@ -58,6 +51,8 @@ class Engine:
         self._fabric.launch()
         self.rank, self.world = self._fabric.global_rank, self._fabric.world_size
         self.device: torch.device = self._fabric.device
+        self.backward = self._fabric.backward
+        self.precision = self._fabric.autocast  # the casts of training, for a model called without its wrapper
 
     @property
     def is_main(self) -> bool:
@@ -73,17 +68,9 @@ class Engine:
             warnings.simplefilter("ignore", UserWarning)
             return self._fabric.setup_module(compiled)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add to the gradients."""
-        self._fabric.backward(loss)
-
     def no_sync(self, wrapped: nn.Module, *, enabled: bool) -> AbstractContextManager[Any]:
         """Inside, gradients are added up without being exchanged."""
         return self._fabric.no_backward_sync(wrapped, enabled=enabled and self.world > 1)  # type: ignore[arg-type]
-
-    def precision(self) -> AbstractContextManager[Any]:
-        """The same casts as in training, for a model that is called without its wrapper."""
-        return self._fabric.autocast()
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean over the processes, entry by entry."""

@@ -8,10 +8,10 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -80,23 +80,16 @@ class Bar:
     def __init__(self, console: Console, *, first: int, total: int, unit: str, shown: bool) -> None:
         speed, left = TextColumn("{task.fields[speed]}"), TextColumn("left")
         columns = BarColumn(), MofNCompleteColumn(), speed, TimeElapsedColumn(), left, TimeRemainingColumn()
-        self._progress = Progress(TextColumn("{task.description}"), *columns, console=console, disable=not shown)
+        self.progress = Progress(TextColumn("{task.description}"), *columns, console=console, disable=not shown)
         self._unit, self._units, self._since = unit, 0, time.perf_counter()
         self._lines = console if shown and not (console.is_terminal or console.is_jupyter) else None
         self._told = time.monotonic()
-        self._task = self._progress.add_task("training", total=total, completed=first, speed="")
-
-    def __enter__(self) -> Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
+        self._task = self.progress.add_task("training", total=total, completed=first, speed="")
 
     def advance(self, units: int) -> None:
         """One step further, with so many units more handed to the device."""
         self._units += units
-        self._progress.advance(self._task)
+        self.progress.advance(self._task)
 
     def speed(self) -> float:
         """Units a second since it was last asked; to be asked when the device has finished."""
@@ -112,10 +105,10 @@ class Bar:
     def tell(self, epoch: float, loss: float, speed: float) -> None:
         """What is known since the last log point."""
         words = f"{speed:,.0f} {self._unit}/s"
-        self._progress.update(self._task, description=f"epoch {epoch:.2f}  loss {loss:.4f}", speed=words)
+        self.progress.update(self._task, description=f"epoch {epoch:.2f}  loss {loss:.4f}", speed=words)
         if self._lines is not None and time.monotonic() - self._told >= SECONDS_BETWEEN_LINES:
             self._told = time.monotonic()
-            task = self._progress.tasks[self._task]
+            task = self.progress.tasks[self._task]
             left = "" if task.time_remaining is None else f"  {timedelta(seconds=int(task.time_remaining))} left"
             line = f"step {task.completed:.0f} of {task.total:.0f}  {task.description}  {words}{left}"
             self._lines.print(line, highlight=False, soft_wrap=True)
@@ -125,27 +118,24 @@ class StoppedError(AcutanceError):
     """Training was stopped on request; the message says how to go on."""
 
 
-class Interrupt:
-    """Inside, the first SIGINT or SIGTERM sets `wanted`; a second SIGINT is an ordinary KeyboardInterrupt."""
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """Inside, SIGINT and SIGTERM are noted in the list; a second one that is SIGINT is a KeyboardInterrupt."""
+    seen: list[int] = []  # no Event, whose lock a second signal would wait for
 
-    def __init__(self) -> None:
-        self.wanted = False
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Interrupt:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def ask(number: int, frame: object) -> None:
         # torchrun passes a Ctrl-C on as SIGTERM, after the terminal sent SIGINT: only a second SIGINT is impatience.
-        if self.wanted and number == signal.SIGINT:
+        if seen and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.wanted = True
+        seen.append(number)
+
+    alone = threading.current_thread() is threading.main_thread()  # elsewhere Python allows no handlers
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM) if alone}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def attention_backend(model: nn.Module, forward: Callable[[], object]) -> str:

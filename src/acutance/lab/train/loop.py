@@ -22,10 +22,10 @@ from acutance.lab.train.engine import Engine
 from acutance.lab.train.log import (
     Bar,
     DivergedError,
-    Interrupt,
     Log,
     StoppedError,
     attention_backend,
+    interruptible,
     locate,
     nonfinite_names,
 )
@@ -82,7 +82,7 @@ class Loop:
         losses = torch.zeros(loop.log_every, device=engine.device)  # read on the host at log points only
         pending, scores = 0, self.checkpointer.scores
         bar = Bar(self.console, first=step, total=self.total, unit=self.task.unit, shown=engine.is_main)
-        with bar, Interrupt() as interrupt:
+        with bar.progress, interruptible() as interrupts:
             while step < self.total:
                 losses[pending].copy_(self._step(step, next(batches)))
                 step, pending = step + 1, pending + 1
@@ -91,10 +91,10 @@ class Loop:
                     monitor.step(step)
                 last = step == self.total
                 evaluating, saving = last or step % evaluate_every == 0, last or step % loop.checkpoint_every == 0
-                alone = interrupt.wanted and engine.world == 1  # several processes agree at the next log point
+                alone = bool(interrupts) and engine.world == 1  # several processes agree at the next log point
                 if not (pending == loop.log_every or evaluating or saving or alone):
                     continue
-                loss, stop = self._read(step, losses[:pending], interrupt)
+                loss, stop = self._read(step, losses[:pending], interrupts)
                 speed, pending, began = bar.speed(), 0, time.perf_counter()
                 epoch = step / self.steps_per_epoch
                 bar.tell(epoch, loss, speed)
@@ -131,9 +131,9 @@ class Loop:
     def _rate(self, step: int) -> float:
         return learning_rate(self.config.schedule, self.config.optim.lr, step, self.steps_per_epoch, self.total)
 
-    def _read(self, step: int, losses: Tensor, interrupt: Interrupt) -> tuple[float, bool]:
+    def _read(self, step: int, losses: Tensor, interrupts: list[int]) -> tuple[float, bool]:
         """The one place where the host waits for the device: the mean loss so far, and whether to stop."""
-        wanted = torch.full((1,), float(interrupt.wanted), device=losses.device)
+        wanted = torch.full((1,), float(bool(interrupts)), device=losses.device)
         *found, stop = self.engine.mean(torch.cat([losses, wanted])).tolist()
         for index, loss in enumerate(found):
             if not math.isfinite(loss):

@@ -115,19 +115,15 @@ def _muon_pieces(name: str, parameter: nn.Parameter) -> int:
 class Muon(AdamW):
     """Muon (https://kellerjordan.github.io/posts/muon/) for groups with `pieces`, AdamW for everything else.
 
-    A matrix moves by its momentum made nearly orthogonal, so that all directions move alike. `pieces` says how many
-    projections a matrix holds one below the other, as a joint one of queries, keys and values does: each is moved by
-    itself. `torch.optim.Muon` takes one matrix after another; here the matrices of one shape, upright or lying, go
-    together.
+    A matrix moves by its momentum made nearly orthogonal. `pieces` says how many projections it holds one below the
+    other, as a joint one of queries, keys and values does: each is moved by itself. Unlike in `torch.optim.Muon`, the
+    matrices of one shape, upright or lying, go together.
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Move the matrices, then all the others."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         matrices = [group for group in self.param_groups if group.get("pieces")]
         for pairs in self._by_shape(matrices):
             self._move(pairs)

@@ -10,7 +10,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -21,6 +22,7 @@ import torch
 
 from acutance.errors import AcutanceError
 from acutance.files.atomic import atomic_write, read_json
+from acutance.lab.tasks import task_class
 from acutance.lab.tasks.base import STARTS
 from acutance.lab.train.config import Config, incidental_fields
 from acutance.version import __version__
@@ -57,13 +59,13 @@ class Run:
     def begin(self, config: Config, recipe: str | None, processes: int, start: Mapping[str, Any] | None = None) -> None:
         """Record what the run is made of, and which weights it starts from, if any."""
         body = {"format": FORMAT, "recipe": recipe, "config": config.to_dict(), "start": start}
-        _write_json(self.record_path, {**body, "sessions": [_session(processes)]})
+        _write_json(self.record_path, {**body, "sessions": [{**made("started"), "processes": processes}]})
 
     def go_on(self, config: Config, processes: int) -> None:
         """Add a session to the record, and the configuration in case it was changed."""
         body = self._record()
-        added = {**_session(processes), "changed": changes(body["config"], config.to_dict())}
-        body["sessions"] = [*body["sessions"], added]
+        changed = changes(body["config"], config.to_dict())
+        body["sessions"].append({**made("started"), "processes": processes, "changed": changed})
         _write_json(self.record_path, {**body, "config": config.to_dict()})
 
     def config(self) -> Config:
@@ -94,9 +96,8 @@ class Run:
 
 def default_folder(recipe: str, plain: Config, config: Config) -> Path:
     """`runs/cifar100-neutreno-0.6-seed0`: the recipe, every field in which the run differs from it, and the seed."""
-    hidden = incidental_fields(config) | {"loop.seed"}
-    differing = changes(plain.to_dict(), config.to_dict())
-    words = ",".join(_word(name, new) for name, (_, new) in differing.items() if name not in hidden)
+    differing = differences(plain, config, {"loop.seed"})
+    words = ",".join(_word(name, new) for name, (_, new) in differing.items())
     return Path("runs") / "-".join(filter(None, [recipe, in_a_name(words), f"seed{config.loop.seed}"]))
 
 
@@ -116,16 +117,10 @@ def _word(name: str, value: Any) -> str:
     return f"{field}={','.join(map(str, value)) if isinstance(value, list) else value}"
 
 
-def _session(processes: int) -> dict[str, Any]:
-    """When, with what and on what a run was started or went on."""
-    return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command_line(),
-        "versions": versions(),
-        "hardware": hardware(),
-        "processes": processes,
-        "git": git_state(),
-    }
+def made(when: str) -> dict[str, Any]:
+    """When, by which command, with what and on what something was made; `when` is what the time is called."""
+    now, command = datetime.now(UTC).isoformat(timespec="seconds"), command_line()
+    return {when: now, "command": command, "versions": versions(), "hardware": hardware(), "git": git_state()}
 
 
 def command_line() -> list[str]:
@@ -139,10 +134,8 @@ def versions() -> dict[str, str]:
     """Of everything that influences the numbers."""
     found = {"acutance": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -182,6 +175,47 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "
         elif old != new:
             found[prefix + name] = [old, new]
     return found
+
+
+def differences(before: Config, after: Config, free: Collection[str] = ()) -> dict[str, list[Any]]:
+    """The fields that make it another run: `changes` without what is incidental and without the `free` ones."""
+    ignored = {*incidental_fields(after), *free}
+    found = changes(before.to_dict(), after.to_dict())
+    return {name: pair for name, pair in found.items() if name not in ignored}
+
+
+def config_without_incidentals(run: Run) -> dict[str, Any]:
+    """What a run is made of, without its seed, what is incidental and what only its test reads.
+
+    Runs that share it differ in their seeds, and so may the runs that they start from.
+    """
+    config, start = run.config(), run.start()
+    task = task_class(config.task.kind)
+    tested = {f"task.{name}" for name in {*task.evaluated_by("test")} - {*task.evaluated_by("val")}}
+    found = _without(config.to_dict(), incidental_fields(config) | tested | {"loop.seed"})
+    for name in STARTS:
+        if found["task"].get(name) is not None and start is not None:  # without a record there is only the path
+            trained, sha256 = start.get("trained"), f"sha256 {start['sha256'][:16]}"
+            found["task"][name] = {"file": Path(start["file"]).name, **trained} if trained else sha256
+    return found
+
+
+def _without(data: Mapping[str, Any], names: set[str], prefix: str = "") -> dict[str, Any]:
+    return {
+        name: _without(value, names, f"{prefix}{name}.") if isinstance(value, Mapping) else value
+        for name, value in data.items()
+        if prefix + name not in names
+    }
+
+
+def shown(value: Any) -> str:
+    """A value in a message."""
+    return "none" if value is None else str(value)
+
+
+def listed(changed: Mapping[str, list[Any]]) -> str:
+    """Changed fields in a message, e.g. `loop.seed 1 instead of 0`."""
+    return ", ".join(f"{name} {shown(new)} instead of {shown(old)}" for name, (old, new) in changed.items())
 
 
 def _write_json(path: Path, body: Any) -> None:

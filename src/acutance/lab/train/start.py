@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
+from safetensors import SafetensorError, safe_open
 
 from acutance.distributed import raise_on_all_ranks
 from acutance.errors import AcutanceError
 from acutance.files.atomic import digest
 from acutance.files.locks import held, holder
+from acutance.io.saving import CLASS_KEY, CONFIG_KEY
 from acutance.lab.tasks.base import STARTS
 from acutance.lab.train.checkpointer import checkpoint_paths
-from acutance.lab.train.config import Config, incidental_fields
+from acutance.lab.train.config import Config
 from acutance.lab.train.engine import Engine
-from acutance.lab.train.initial_weights import InitialWeights, initial_weights, shown
 from acutance.lab.train.loop import Loop
-from acutance.lab.train.run import Run, changes
+from acutance.lab.train.run import Run, changes, config_without_incidentals, differences, listed, shown
 
 Say = Callable[[str], None]
 # How far a run goes and how fast it learns: a resumed run may change these for the steps that are left.
 COURSE = re.compile(r"loop\.epochs|schedule\..*|optim\.(?!name$).*")
+# With these the same tensors are another model, which nothing would notice: shapes stay as they are.
+NEVER_MEANT = ("heads", "norm", "cutoffs")
 
 
 def train(
@@ -43,14 +48,9 @@ def train(
 ) -> dict[str, Any]:
     """Train, or go on training, and give the result: step, scores on the held-out slice, the best of them.
 
-    Args:
-        config: what the run is made of; it is written to run.json.
-        folder: the run's folder.
-        recipe: its name, for the record.
-        resume: go on from the newest checkpoint that is whole.
-        device: cpu, cuda or auto.
-        processes: how many to start on this machine, for ddp and fsdp without torchrun.
-        console: where progress is shown.
+    Everything is written into the run's folder; `recipe` is a name for its record. `resume` goes on from the newest
+    checkpoint that is whole. `device` is cpu, cuda or auto; `processes` are started on this machine, for ddp and fsdp
+    without torchrun.
     """
     run, console = Run(Path(folder)), console or Console()
 
@@ -107,18 +107,18 @@ def _refuse_another_run(run: Run, config: Config, changed: Mapping[str, list[Any
             f"{run.folder} is trained by {old}, whose moments {new} cannot go on from: leave optim.name as it is, or "
             f"start anew from its weights (--set task.weights={run.model_path})"
         )
-    free, weights = incidental_fields(config), run.start() or {}
+    weights = run.start() or {}
 
     def moved(name: str, new: str | None) -> bool:
         """Whether initial weights have another path, but the same content."""
         same = name in {f"task.{field}" for field in STARTS} and new is not None and Path(new).is_file()
         return same and digest(Path(str(new))) == weights.get("sha256")
 
-    others = [name for name in changed if name not in free and not COURSE.fullmatch(name)]
-    if others := [name for name in others if not moved(name, changed[name][1])]:
+    found = differences(run.config(), config).items()
+    if others := {name: pair for name, pair in found if not COURSE.fullmatch(name) and not moved(name, pair[1])}:
         raise AcutanceError(
-            f"{run.folder} cannot go on with {_listed(changed, others)}, which would make it another run: leave that "
-            "as it was, or begin one with another --out"
+            f"{run.folder} cannot go on with {listed(others)}, which would make it another run: leave that as it was, "
+            "or begin one with another --out"
         )
 
 
@@ -126,26 +126,26 @@ def _refuse_unshared_folder(run: Run, engine: Engine) -> None:
     """The main process writes and all read, so all machines must see the same folder."""
     if engine.world == 1:
         return
-    with ExitStack() as stack:
 
-        def remove_if_empty() -> None:
-            with suppress(OSError):
-                run.folder.rmdir()
+    def mark() -> str:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        return Path(mkdtemp(dir=run.folder, prefix=".seen-")).name
 
-        def mark() -> str:
-            run.folder.mkdir(parents=True, exist_ok=True)
-            stack.callback(remove_if_empty)
-            return Path(stack.enter_context(NamedTemporaryFile(dir=run.folder, prefix=".seen-")).name).name
+    def find() -> None:
+        if not mine.exists():
+            raise AcutanceError(
+                f"{run.folder.absolute()} is not the folder that the first process writes to: all machines need "
+                "the same one, on a file system that they share. Name it with --out"
+            )
 
-        def find() -> None:
-            if not (run.folder / name).exists():
-                raise AcutanceError(
-                    f"{run.folder.absolute()} is not the folder that the first process writes to: all machines need "
-                    "the same one, on a file system that they share. Name it with --out"
-                )
-
-        name = engine.on_main(mark)
+    mine = run.folder / engine.on_main(mark)
+    try:
         raise_on_all_ranks(find)
+    finally:
+        if engine.is_main:
+            mine.rmdir()
+            with suppress(OSError):  # a folder that holds a run stays
+                run.folder.rmdir()
 
 
 def _lock(run: Run, alone: ExitStack) -> None:
@@ -167,21 +167,17 @@ def _record_new(
 
 
 def _record_resumed(run: Run, config: Config, step: int, total: int, world: int, say: Say) -> None:
-    changed = changes(run.config().to_dict(), config.to_dict())
-    allowed = set() if run.result_path.exists() else incidental_fields(config) | {"loop.epochs"}
-    if step >= total and (idle := [name for name in changed if name not in allowed]):
+    before, done = run.config(), run.result_path.exists()
+    idle = changes(before.to_dict(), config.to_dict()) if done else differences(before, config, {"loop.epochs"})
+    if step >= total and idle:
         raise AcutanceError(
-            f"nothing is left to train: {run.folder} is at step {step} of {total}, so {_listed(changed, idle)} would "
-            "change its record alone. Leave that as it was, or set more epochs (--set loop.epochs=…)"
+            f"nothing is left to train: {run.folder} is at step {step} of {total}, so {listed(idle)} would change its "
+            "record alone. Leave that as it was, or set more epochs (--set loop.epochs=…)"
         )
     if not checkpoint_paths(run.checkpoints):
         say(f"{run.checkpoints} holds no checkpoint: starting over from step 0")
     run.result_path.unlink(missing_ok=True)  # a finished run that is made longer is unfinished again
     run.go_on(config, world)
-
-
-def _listed(changed: Mapping[str, list[Any]], names: Iterable[str]) -> str:
-    return ", ".join(f"{name} {shown(changed[name][1])} instead of {shown(changed[name][0])}" for name in names)
 
 
 @contextmanager
@@ -197,3 +193,89 @@ def deterministic(wanted: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """The file a run starts from."""
+
+    file: str
+    sha256: str
+    model: str | None  # its class, if the file says so
+    recipe: str | None  # of the run it lies in, if it does
+    differs: dict[str, list[Any]]  # fields of the model: what the weights were trained with, what is being built
+    trained: dict[str, Any] | None = None  # what that run is made of, if these are its last or its best weights
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if self.model is None:
+            return f"starts from {self.file}, which does not say what it was trained with: only shapes are compared"
+        by = "" if self.recipe is None else f" of the recipe {self.recipe}"
+        words = [f"{name} {shown(old)} there, {shown(new)} here" for name, (old, new) in self.differs.items()]
+        return f"starts from {self.file}, a {self.model}{by}: {'; '.join(words) or 'the same model'}"
+
+
+def initial_weights(task: Any) -> InitialWeights | None:
+    """What a task's configuration starts from, checked; None if it starts from scratch."""
+    named = {name: value for name in STARTS if (value := getattr(task, name, None)) is not None}
+    if not named:
+        return None
+    field, path = next(iter(named.items()))
+    file = Path(path)
+    if not file.is_file():
+        raise _missing(field, file)
+    model, trained = _read(file)
+    choices = task.model.to_dict()
+    wanted = "LanguageModel" if "vocabulary" in choices else "ViT"  # of a Segmenter, the encoder
+    if model not in (None, wanted):
+        raise AcutanceError(f"{file} holds a {model}, and this run starts from a {wanted}: name other weights")
+    built = {"norm": "pre"} | choices  # a Segmenter's norm is always pre, without a field for it
+    if "vocabulary" in trained:  # a language task takes its text's, and the cut-offs below it
+        built["vocabulary"] = trained["vocabulary"]
+        built["cutoffs"] = [cutoff for cutoff in built["cutoffs"] if cutoff < trained["vocabulary"]]
+    if field == "encoder_weights":
+        del built["num_classes"]  # of the head, which is not used
+    differs = {name: [trained[name], new] for name, new in built.items() if trained.get(name, new) != new}
+    for name in NEVER_MEANT:
+        if name in differs:
+            old, new = map(shown, differs[name])
+            choice = f"--set task.model.{name}={old}, or " if name in choices else ""
+            raise AcutanceError(
+                f"{file} was trained with {name} {old}, and a model with {name} {new} would take the same tensors for "
+                f"something else: {choice}start from other weights"
+            )
+    run = Run(file.parent)
+    recipe = run.recipe() if run.exists() else None
+    of_run = config_without_incidentals(run) if run.exists() and file in (run.model_path, run.best_path) else None
+    return InitialWeights(str(file), digest(file), model, recipe, differs, of_run)
+
+
+def _read(file: Path) -> tuple[str | None, dict[str, Any]]:
+    """Class and configuration of the model; published weights tell neither. What a mitigation learnt is refused."""
+    if file.suffix != ".safetensors":
+        return None, {}
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            metadata, names = opened.metadata() or {}, list(opened.keys())
+        trained = json.loads(metadata.get(CONFIG_KEY, "{}"))
+    except (SafetensorError, ValueError) as error:
+        raise AcutanceError(f"{file} is not a safetensors file, or it is damaged: {error}") from error
+    if learnt := [name for name in names if ".mitigation." in name]:
+        raise AcutanceError(
+            f"{file} was trained with {trained.get('mitigation') or 'a mitigation'} and holds what that learnt "
+            f"({learnt[0]}); a run starts from plain weights only. An eigen is put into them by acutance.fold; with "
+            "another mitigation, go on with its own run (--resume --set loop.epochs=…)"
+        )
+    return metadata.get(CLASS_KEY, "ViT") if trained else None, trained
+
+
+def _missing(field: str, file: Path) -> AcutanceError:
+    if file.is_dir():
+        run = Run(file)
+        inside = run.model_path if run.exists() else file / "….safetensors"
+        return AcutanceError(f"{file} is a folder: name the file, --set task.{field}={inside}")
+    run = Run(file.parent)
+    advice = f"its run is not finished. {run.how_to_go_on()}" if run.exists() else "train it first, or name another"
+    return AcutanceError(f"there is no {file} to start from (task.{field}): {advice}")

@@ -104,9 +104,8 @@ class TrainStep:
 class CUDAGraphStep:
     """A function of a batch on a GPU that is captured on its fourth call and replayed from then on.
 
-    The host launches one graph instead of a thousand kernels. The function may change weights and draw random numbers,
-    which follow from `torch.manual_seed` as they do without a graph. It must not wait for the device, and batches must
-    have one shape.
+    The function may change weights and draw random numbers, which follow from `torch.manual_seed` as they do without a
+    graph. It must not wait for the device, and batches must have one shape.
     """
 
     def __init__(self, function: Callable[[Any], Tensor]) -> None:
@@ -184,12 +183,10 @@ def _waiting_refused() -> Iterator[None]:
 def prefetch(batches: Iterator[T], device: torch.device) -> Iterator[T]:
     """The same batches, to the bit; a GPU makes each on a stream of its own beside the step before it.
 
-    - The stream that trains waits for a batch before it reads it.
-    - The side stream waits, before each batch, for all that was asked of the other one so far. So it is never more than
-      a batch ahead, and memory that a used batch left to it is not written to while a step still reads it: the
-      allocator gives memory of a stream to that stream alone. `record_stream` would keep memory until the host sees an
-      event, and the host is many steps ahead.
-    - A CUDA graph copies the batch into memory of its own, from a pool of its own.
+    The stream that trains waits for a batch before it reads it. The side stream waits, before each batch, for all that
+    was asked of the other one so far: it is never more than a batch ahead, and memory that a used batch left to it is
+    not written to while a step still reads it. `record_stream` would keep memory until the host, many steps ahead,
+    sees an event.
     """
     side = _side_stream(device)
 
