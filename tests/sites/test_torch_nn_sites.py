@@ -112,6 +112,8 @@ def test_records_hold_the_attention_that_torch_reports(batch_first, masks, need_
     torch.testing.assert_close(records[0].output, weights @ records[0].values, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(records[0].branch, plain if batch_first else plain.transpose(0, 1))
     assert not need_weights or torch.equal(output, plain)
+    assert records[0].A.scale == (DIM // HEADS) ** -0.5  # torch scales the queries before the product
+    torch.testing.assert_close(records[0].A.symmetrised().q, records[0].k)
 
 
 def test_a_causal_hint_needs_no_mask_in_the_record():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,13 +33,21 @@ CARRY = (
 # Key heads are repeated for the queries by one function, or as a view with one more axis that is then merged.
 REPEAT = (torch.repeat_interleave, Tensor.repeat_interleave, Tensor.expand, Tensor.reshape)
 TRANSPOSE = (Tensor.transpose, torch.transpose)
+MULTIHEAD = F.multi_head_attention_forward
 WATCHED = (
-    *(F.scaled_dot_product_attention, torch.einsum, Tensor.unflatten),
-    *(*SOFTMAX, *PRODUCT, *REPEAT, *TRANSPOSE),
+    *(F.scaled_dot_product_attention, MULTIHEAD, torch.einsum, torch.baddbmm, Tensor.unflatten),
+    *(*SOFTMAX, *PRODUCT, *REPEAT, *TRANSPOSE, *FACTORS),
 )
 WATCHED_SET = frozenset(WATCHED)
 SINKS = "its tokens may attend to nothing (sinks), so A's rows do not sum to one"
 MIXED = "it mixes its heads before or after the softmax, so there is no attention operator per head"
+
+
+# torch hands this function to a mode as a whole. The same code, with another answer to "is anybody looking?", shows the
+# mode what is inside. Without a __name__ Dynamo looks names up here; it does not trace the check of a mask's shape.
+_NAMES = {name: value for name, value in vars(F).items() if name != "__name__"}
+_NAMES |= {"has_torch_function": lambda _: False, "_check_key_padding_mask": lambda *_: None}
+_multihead = FunctionType(MULTIHEAD.__code__, _NAMES, MULTIHEAD.__name__, MULTIHEAD.__defaults__)
 
 
 class Product(NamedTuple):
@@ -105,6 +114,7 @@ class Intercept(TorchFunctionMode):
         self.maps: list[tuple[Tensor, Map]] = []
         self.repeated: list[tuple[Tensor, Tensor]] = []  # and what was repeated, its heads first after the batch
         self.scores: Scores | None = None
+        self.scaled: Any = (None, None, 1.0)  # the last tensor that was multiplied by a number, its source, the number
         self.products = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,6 +128,9 @@ class Intercept(TorchFunctionMode):
             func = torch.unflatten
         if func is F.scaled_dot_product_attention:
             return self._attend(sdpa_product(self.x, *args, **kwargs))
+        if func is MULTIHEAD:
+            with self:
+                return _multihead(*args, **kwargs)
         found = self._of_maps(func, args, kwargs) if self.maps else None
         if found is not None:
             return found
@@ -128,7 +141,9 @@ class Intercept(TorchFunctionMode):
         elif func in REPEAT:
             self._note_repetition(out, args[0])
         elif func in PRODUCT:
-            self.scores = Scores(out, args[0], self._source(args[1]).transpose(-2, -1)) if out.ndim > 2 else None
+            self.scores = self._product(out, *args) if out.ndim > 2 else None
+        elif func is torch.baddbmm:
+            self.scores = self._product(out, args[1], args[2], args[0])
         elif func in TRANSPOSE and self.repeated and (source := self._source(args[0])) is not args[0]:
             self.repeated.append((out, func(source, *args[1:], **kwargs)))
         elif self.scores is not None and isinstance(out, Tensor) and args and args[0] is self.scores.logits:
@@ -136,7 +151,14 @@ class Intercept(TorchFunctionMode):
         elif func is torch.einsum:
             pair = _as_matmul(args[0], _operands(args))
             self.scores = None if pair is None else Scores(out, pair[0], pair[1].transpose(-2, -1))
+        elif func in FACTORS and isinstance(args[1], float):
+            self.scaled = (out, *args)
         return out
+
+    def _product(self, out: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Scores:
+        """Products q kᵀ, of queries that may have been scaled before."""
+        q, scale = self.scaled[1:] if self.scaled[0] is q else (q, 1.0)
+        return Scores(out, q, self._source(k).transpose(-2, -1), scale, mask=mask)
 
     def _note_repetition(self, out: Tensor, x: Tensor) -> None:
         """Of (batch, key heads, tokens, width), or with one more axis behind the heads."""
@@ -179,8 +201,13 @@ class Intercept(TorchFunctionMode):
                 "so which is its self-attention is not clear"
             )
         product = self._grouped(product) if self.repeated else product
-        self.maps, self.repeated, self.scores = [], [], None  # nothing is held longer than the model does
-        self.watched = (F.scaled_dot_product_attention, Tensor.unflatten)
+        self.maps, self.repeated, self.scores, self.scaled = (
+            [],
+            [],
+            None,
+            (None, None, 1.0),
+        )  # held no longer than needed
+        self.watched = (F.scaled_dot_product_attention, MULTIHEAD, Tensor.unflatten)
         return product.back(self.attend(product))
 
     def _grouped(self, product: Product) -> Product:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,13 +10,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.mitigations.projection import Projection, Projections
 from acutance.sites import find
 from acutance.sites.discovery import is_norm
-from acutance.sites.intercept import Map, Product, Scores, sdpa_product, written_product
+from acutance.sites.forward_pass import ForwardPass
 from acutance.sites.named import NamedSite, Sizes
 from acutance.sites.site import TOKENS_REMAIN, Library
 from acutance.sites.structure import (
@@ -32,7 +30,6 @@ from acutance.sites.structure import (
     unwrapped,
 )
 
-F: Any = functional  # some of what torch itself composes its forward of has no public name
 CROSS = re.compile("cross|multihead_attn|enc.*attn|memory", re.IGNORECASE)  # beside a self-attention in one block
 TORCH_STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 
@@ -90,10 +87,8 @@ class MultiheadSite(NamedSite):
         return batch_first != bool(swaps)
 
     def route(self) -> None:
-        """A forward of our own, where no mode can look; hooks on the block alone switch off torch's fast path."""
+        """Intercepted: hooks on the block switch off its fast path, whoever intercepts switches off the attention's."""
         attention = self.attention
-        if type(attention).forward is not nn.MultiheadAttention.forward or "forward" in vars(attention):
-            raise AcutanceError(f"{self.name} ({type(attention).__name__}) has a forward of its own, unknown to us")
         if attention.bias_k is not None or attention.add_zero_attn:
             raise AcutanceError(
                 f"{self.name} attends to a key that is no token (add_bias_kv or add_zero_attn), so its A is not "
@@ -114,60 +109,31 @@ class MultiheadSite(NamedSite):
             raise AcutanceError(f"the block of {self.name} was given a nested tensor: pass a padded one and a mask")
         super()._enter_block(block, args, kwargs)
 
+    def now(self, x: Tensor) -> ForwardPass:
+        now = super().now(x)
+        now.entering = self._batched(x)
+        return now
+
+    def finish(self, y: Tensor, now: ForwardPass) -> Tensor:
+        done = super().finish(self._batched(y), now)
+        return done[0] if y.ndim == 2 else done if self.attention.batch_first else done.transpose(0, 1)
+
+    def _batched(self, x: Tensor) -> Tensor:
+        """What the attention is given or returns, as (batch, tokens, dim)."""
+        return x[None] if x.ndim == 2 else x if self.attention.batch_first else x.transpose(0, 1)
+
     def _run(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return self._self_attention(*args, **kwargs)
-
-    def _self_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """`nn.MultiheadAttention.forward` without its fast path, operation for operation, with our hooks in it."""
-        if is_causal and attn_mask is None:
-            raise AcutanceError(f"{self.name}: is_causal is a hint about attn_mask, which has to be passed too")
-        if not _is_same(query, key):
-            flags = need_weights, attn_mask, average_attn_weights, is_causal
-            return self._cross_attention(query, key, value, key_padding_mask, *flags)
-        mha, now = self.attention, self.now(query)
-        is_batched = F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, mha.num_heads)
-        projected = _project(mha, query, key, value)
-        tokens, batch, dim = projected[0].shape
-        q, k, v = (x.view(tokens, batch, mha.num_heads, -1).permute(1, 2, 0, 3) for x in projected)
-        causal = is_causal and key_padding_mask is None and not need_weights  # the hint is taken only then
-        mask = None if causal else _mask(key_padding_mask, attn_mask, q)
-        dropout = mha.dropout if mha.training else 0.0
-        if need_weights:
-            product = _written(q, k, v, mask, dropout)
-        else:
-            product = sdpa_product(query, q, k, v, mask, dropout, causal)
-        now.entering = query if mha.batch_first or query.ndim == 2 else query.transpose(0, 1)
-        u = self.attend(product)
-        merged = u.permute(2, 0, 1, 3).reshape(tokens * batch, dim)
-        y = F.linear(merged, mha.out_proj.weight, mha.out_proj.bias).view(tokens, batch, dim)
-        y = self.finish(y.transpose(0, 1), now)
-        weights: Tensor | None = product.about.get("weights")
-        if weights is not None and average_attn_weights:
-            weights = weights.mean(dim=1)
-        if not is_batched:
-            return y.squeeze(0), None if weights is None else weights.squeeze(0)
-        return y if mha.batch_first else y.transpose(0, 1), weights
-
-    def _cross_attention(self, query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
-        """In this forward pass: nothing of ours."""
+        key: Tensor = kwargs["key"] if "key" in kwargs else args[1]
+        if _is_same(x, key):
+            return super()._run(x, args, kwargs)
         if self.mitigation is not None:
             raise AcutanceError(
-                f"{self.name} is called as cross-attention (query {tuple(query.shape)} and key {tuple(key.shape)} are "
-                f"not the same tensor), which {self.mitigation.spec} is not made for: leave layer {self.layer} out, or "
-                "pass one tensor as both if it is self-attention"
+                f"{self.name} is called as cross-attention (query {tuple(x.shape)} and key {tuple(key.shape)} are not "
+                f"the same tensor), which {self.mitigation.spec} is not made for: leave layer {self.layer} out, or pass "
+                "one tensor as both if it is self-attention"
             )
-        self.now(query).attended += 1
-        return nn.MultiheadAttention.forward(self.attention, query, key, *rest)
+        self.now(x).attended += 1
+        return nn.MultiheadAttention.forward(self.attention, *args, **kwargs)
 
 
 def _is_same(query: Tensor, key: Tensor) -> bool:
@@ -175,57 +141,6 @@ def _is_same(query: Tensor, key: Tensor) -> bool:
     if query is key:
         return True
     return query.shape == key.shape and not torch.compiler.is_compiling() and torch.equal(query, key)
-
-
-def _project(mha: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
-    """Queries, keys and values as (tokens, batch, dim). In a batch, one tensor stays one: torch looks at that."""
-    q, k, v = query, key, value
-    if query.ndim == 2:
-        q, k, v = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
-    elif mha.batch_first:
-        q = query.transpose(0, 1)
-        k = q if key is query else key.transpose(0, 1)
-        v = k if value is key else value.transpose(0, 1)
-    joint = mha.in_proj_weight  # asked for once: a mitigation may make it
-    projected: Sequence[Tensor]
-    if joint is not None:
-        projected = F._in_projection_packed(q, k, v, joint, mha.in_proj_bias)
-    else:
-        weights = mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight
-        biases = (None, None, None) if mha.in_proj_bias is None else mha.in_proj_bias.chunk(3)
-        projected = F._in_projection(q, k, v, *weights, *biases)
-    return projected
-
-
-def _mask(padding: Tensor | None, mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Both masks as one that is added to the logits (batch, heads, queries, keys); a bool one is True where hidden."""
-    bias: Tensor | None = _added("attn_mask", mask, None, q)
-    if bias is not None:
-        bias = bias[None, None] if bias.ndim == 2 else bias.view(*q.shape[:2], *bias.shape[1:])
-    if padding is not None:
-        hidden: Tensor = _added("key_padding_mask", padding, mask, q).view(len(q), 1, 1, -1)
-        return hidden.expand(-1, q.shape[1], -1, -1) if bias is None else bias + hidden
-    return bias
-
-
-def _added(name: str, mask: Tensor | None, other: Tensor | None, q: Tensor) -> Any:
-    return F._canonical_mask(mask, name, None if other is None else other.dtype, "attn_mask", q.dtype)
-
-
-def _written(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Product:
-    """The product as torch computes it where the weights are asked for."""
-    scale = math.sqrt(1.0 / q.shape[-1])
-    scaled, keys = q.flatten(0, 1) * scale, k.flatten(0, 1).transpose(-2, -1)
-    if mask is None:
-        logits = torch.bmm(scaled, keys)
-    else:
-        logits = torch.baddbmm(mask.expand(*q.shape[:2], -1, -1).flatten(0, 1), scaled, keys)
-    logits = logits.view(*q.shape[:2], *logits.shape[1:])
-    weights = logits.softmax(dim=-1)
-    weights = F.dropout(weights, dropout) if dropout > 0.0 else weights
-    return written_product(
-        v, Map(weights, logits, dropout=dropout, scores=Scores(logits, q, k, scale, mask=mask)), torch.matmul, v
-    )
 
 
 def _layers(model: nn.Module) -> list[Layer]:
