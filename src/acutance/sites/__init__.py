@@ -4,8 +4,6 @@ There is one file per library, each with a `LIBRARY`. A site makes an `Attention
 of a metric or a mitigation stands here.
 """
 
-from __future__ import annotations
-
 import pkgutil
 import re
 from collections.abc import Callable, Collection, Container, Iterator, Sequence

@@ -4,8 +4,6 @@ The run shows which norm's output enters the attention, and what happens to the 
 sum. Where the attention does not run without masks, positions or a cache, a stub returns random tokens in its place.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator

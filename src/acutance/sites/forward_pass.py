@@ -5,8 +5,6 @@ first layer, would be silently wrong. Checkpointing runs a block again during th
 forward passes: the memory of the block's input, or of its attention's, tells which pass it belongs to.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from typing import Any
@@ -28,7 +26,7 @@ CHECKPOINT_ADVICE = (
 class ForwardPass:
     """One forward pass of the layers that share a v⁰, or the part of one that checkpointing runs again."""
 
-    def __init__(self, graph: int, outer: ForwardPass | None, again: bool = False) -> None:
+    def __init__(self, graph: int, outer: "ForwardPass | None", again: bool = False) -> None:
         self.v0: Tensor | None = None
         self.graph = graph  # the backward pass it runs in, −1 for none
         self.outer = outer  # what was under way before
@@ -69,7 +67,7 @@ class Passes:
         # By the memory of an input: its pass; None where it was the input in several, as a frozen embedding may be.
         self._by_input: dict[int, tuple[StorageWeakRef, ForwardPass | None]] = {}
 
-    def __reduce__(self) -> tuple[type[Passes], tuple[()]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return Passes, ()  # a copied model has no forward pass under way
 
     def current(self) -> ForwardPass | None:

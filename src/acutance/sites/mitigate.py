@@ -1,7 +1,5 @@
 """mitigate: put a mitigation into a model in place, and take it out again."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Models of no known library are read by them too: blocks told by structure, attention by its name.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -15,21 +13,11 @@ from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.mitigations.projection import Projection, Projections
+from acutance.sites import structure
 from acutance.sites.discovery import Surroundings, discover, is_norm, same_values
 from acutance.sites.patched import PatchedSite
 from acutance.sites.site import TOKENS_REMAIN, Library
-from acutance.sites.structure import (
-    ADVICE,
-    PARAMETRIZATIONS,
-    Layer,
-    modules_of,
-    norm_after,
-    outwards,
-    path_of,
-    repeated_blocks,
-    tokens_by_name,
-    unwrapped,
-)
+from acutance.sites.structure import ADVICE, Layer, modules_of, path_of
 
 SEPARATE = {
     "query": ("q_proj", "query", "query_proj", "q_lin", "q", "to_q", "wq", "q_linear", "W_q", "Wq"),
@@ -166,7 +154,7 @@ class NamedSite(PatchedSite):
 def output_of(block: nn.Module, attention: nn.Module) -> nn.Module | None:
     """The module of W_proj, in the attention or in what is around it."""
     found = _child(attention, OUTPUT)
-    for path in [] if block is attention else list(outwards(path_of(block, attention)))[1:-1]:
+    for path in [] if block is attention else list(structure.outwards(path_of(block, attention)))[1:-1]:
         found = found or _child(block.get_submodule(path), OUTPUT_BESIDE)
     return found
 
@@ -224,7 +212,7 @@ class AnybodySite(NamedSite):
 
 
 def _layers(model: nn.Module) -> list[Layer]:
-    blocks = [(path, unwrapped(block)) for path, block in repeated_blocks(model)]
+    blocks = [(path, structure.unwrapped(block)) for path, block in structure.repeated_blocks(model)]
     found = [_attention_of(path, block) for path, block in blocks]
     return [
         Layer(layer, path_of(model, attention), block, attention, path.rpartition(".")[0])
@@ -239,7 +227,7 @@ def _attention_of(path: str, block: nn.Module) -> nn.Module | None:
         name: module
         for name, module in modules_of(block).items()
         if name and ATTENTION.search(f"{type(module).__name__} {name.rpartition('.')[2]}")
-        if module._modules.keys() - {PARAMETRIZATIONS}
+        if module._modules.keys() - {structure.PARAMETRIZATIONS}
     }
     inner = {name: m for name, m in named.items() if not any(other.startswith(f"{name}.") for other in named)}
     if len(inner) > 1:
@@ -260,7 +248,7 @@ LIBRARY = Library(
     generality=3,
     layers=_layers,
     site=AnybodySite,
-    final_norm=lambda model: norm_after(model, _layers(model)[-1].attention),
-    special_tokens=lambda model: tokens_by_name(model.named_parameters()),
+    final_norm=lambda model: structure.norm_after(model, _layers(model)[-1].attention),
+    special_tokens=lambda model: structure.tokens_by_name(model.named_parameters()),
     is_watched=lambda model: True,
 )

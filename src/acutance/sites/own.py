@@ -1,7 +1,5 @@
 """Acutance's own models."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

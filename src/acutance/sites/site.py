@@ -1,12 +1,10 @@
 """An attention layer of any library's model, seen the same way for all of them."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -14,12 +12,29 @@ from acutance.attention import AttentionCall
 from acutance.errors import TOKENS_REMAIN as TOKENS_REMAIN
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.mitigations import LayerShape, Mitigation, UnknownShape
+from acutance.mitigations.projection import Projection, Projections
 from acutance.sites.structure import Layer, SpecialTokens
 
-if TYPE_CHECKING:
-    from acutance.mitigations.projection import Projection, Projections
-
 Observer = Callable[[AttentionCall], None]
+
+
+class Undo:
+    """A change that can be taken back, once, by `remove()` or by leaving a with block."""
+
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self._undo: Callable[[], None] | None = undo
+
+    def remove(self) -> None:
+        """Take the change back; a second call does nothing."""
+        if self._undo is not None:
+            self._undo()
+        self._undo = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
 
 class AttentionSite(ABC):
@@ -151,25 +166,6 @@ class AttentionSite(ABC):
             return LayerShape(self.layer, self.dim, self.heads, self.head_dim, self.kv_heads, pretrained)
         except NoSitesError as error:
             return UnknownShape(self.layer, pretrained, str(error))
-
-
-class Undo:
-    """A change that can be taken back, once, by `remove()` or by leaving a with block."""
-
-    def __init__(self, undo: Callable[[], None]) -> None:
-        self._undo: Callable[[], None] | None = undo
-
-    def remove(self) -> None:
-        """Take the change back; a second call does nothing."""
-        if self._undo is not None:
-            self._undo()
-        self._undo = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ Lists of equal modules may also run side by side (CrossViT), be branches whose r
 or pass several kinds of tokens on. So every tensor is traced to the last block that it was computed from.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping
 from typing import Any
 

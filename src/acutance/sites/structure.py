@@ -1,7 +1,5 @@
 """What modules alone tell of a model: paths, wrappers, lists of blocks, special tokens and norms by their names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar

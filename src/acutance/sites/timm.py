@@ -1,7 +1,5 @@
 """Models of timm, and anybody's models that are built of timm's blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -10,19 +8,11 @@ from torch import Tensor, nn
 
 from acutance.errors import NoSitesError
 from acutance.mitigations.projection import Projection, Projections
-from acutance.sites import find
+from acutance.sites import find, structure
 from acutance.sites.intercept import sdpa_product
 from acutance.sites.named import NamedSite
 from acutance.sites.site import TOKENS_REMAIN, Library
-from acutance.sites.structure import (
-    CONTAINERS,
-    Layer,
-    SpecialTokens,
-    modules_of,
-    norm_after,
-    places_of,
-    tokens_by_name,
-)
+from acutance.sites.structure import Layer, SpecialTokens, modules_of
 
 # Attentions whose layers are numbered and whose weights are read here, by the class that wrote their forward.
 PLAIN = "timm.layers.attention.Attention"
@@ -101,10 +91,10 @@ def _layers(model: nn.Module) -> list[Layer]:
     if any(type(module).__name__ == "CrossVit" for module in modules.values()):
         raise NoSitesError("the layers of CrossVit run in branches side by side, so they have no one order")
     blocks = {name: modules[name.rpartition(".")[0]] for name in found}
-    beside = next((name for name, block in blocks.items() if isinstance(block, CONTAINERS)), None)
+    beside = next((name for name, block in blocks.items() if isinstance(block, structure.CONTAINERS)), None)
     if beside is not None:
         raise NoSitesError(f"{beside} stands beside others in one layer: mitigations and measures are not made for it")
-    stages = {name: place.stage for name, place in places_of(model, found).items()}
+    stages = {name: place.stage for name, place in structure.places_of(model, found).items()}
     return [Layer(layer, name, blocks[name], modules[name], stages[name]) for layer, name in enumerate(found, 1)]
 
 
@@ -115,7 +105,7 @@ def _special_tokens(model: nn.Module) -> SpecialTokens:
         return SpecialTokens(int(root.num_prefix_tokens))
     if type(root).__name__ == "Cait":  # its class token joins the others after these layers
         return SpecialTokens()
-    return tokens_by_name(root.named_parameters(recurse=False))
+    return structure.tokens_by_name(root.named_parameters(recurse=False))
 
 
 LIBRARY = Library(
@@ -123,6 +113,6 @@ LIBRARY = Library(
     generality=1,
     layers=_layers,
     site=TimmSite,
-    final_norm=lambda model: norm_after(model, _layers(model)[-1].attention),
+    final_norm=lambda model: structure.norm_after(model, _layers(model)[-1].attention),
     special_tokens=_special_tokens,
 )

@@ -1,7 +1,5 @@
 """Models made of `nn.MultiheadAttention`: torch's own Transformer layers, and anybody's blocks that hold one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,22 +11,12 @@ from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.mitigations.projection import Projection, Projections
-from acutance.sites import find
+from acutance.sites import find, structure
 from acutance.sites.discovery import is_norm
 from acutance.sites.forward_pass import ForwardPass
 from acutance.sites.named import NamedSite, Sizes
 from acutance.sites.site import TOKENS_REMAIN, Library
-from acutance.sites.structure import (
-    Layer,
-    Place,
-    modules_of,
-    norm_after,
-    place_of,
-    refuse_several_stacks,
-    tokens_by_name,
-    tokens_in,
-    unwrapped,
-)
+from acutance.sites.structure import Layer, Place, modules_of
 
 CROSS = re.compile("cross|multihead_attn|enc.*attn|memory", re.IGNORECASE)  # beside a self-attention in one block
 TORCH_STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
@@ -105,7 +93,7 @@ class MultiheadSite(NamedSite):
             encoder.use_nested_tensor = True
 
     def _enter_block(self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if tokens_in(args, kwargs).is_nested:
+        if structure.tokens_in(args, kwargs).is_nested:
             raise AcutanceError(f"the block of {self.name} was given a nested tensor: pass a padded one and a mask")
         super()._enter_block(block, args, kwargs)
 
@@ -128,9 +116,8 @@ class MultiheadSite(NamedSite):
             return super()._run(x, args, kwargs)
         if self.mitigation is not None:
             raise AcutanceError(
-                f"{self.name} is called as cross-attention (query {tuple(x.shape)} and key {tuple(key.shape)} are not "
-                f"the same tensor), which {self.mitigation.spec} is not made for: leave layer {self.layer} out, or pass "
-                "one tensor as both if it is self-attention"
+                f"{self.name} is called as cross-attention (query {tuple(x.shape)}, key {tuple(key.shape)}), which "
+                f"{self.mitigation.spec} is not made for: leave layer {self.layer} out, or pass one tensor as both"
             )
         self.now(x).attended += 1
         return nn.MultiheadAttention.forward(self.attention, *args, **kwargs)
@@ -148,10 +135,12 @@ def _layers(model: nn.Module) -> list[Layer]:
     if not found:
         return []
     # Outside of any list of blocks the attention's parent is the block.
-    places = {name: place_of(model, name) or Place(name.rpartition(".")[0], stage="", stack="") for name in found}
+    places = {
+        name: structure.place_of(model, name) or Place(name.rpartition(".")[0], stage="", stack="") for name in found
+    }
     places = _self_attentions(_in_stacks(model, places), found)
-    refuse_several_stacks(model, places.values())
-    blocks = [unwrapped(model.get_submodule(place.block)) for place in places.values()]
+    structure.refuse_several_stacks(model, places.values())
+    blocks = [structure.unwrapped(model.get_submodule(place.block)) for place in places.values()]
     if isinstance(blocks[0], nn.ModuleList):
         where = next(iter(places.values())).block
         raise AcutanceError(f"the block {where} is a list of modules without a forward: make it a module that has one")
@@ -203,7 +192,7 @@ def _final_norm(model: nn.Module) -> nn.Module:
         later = (holder.get_submodule(name) for name in names[names.index(blocks) + 1 :])
         return next((module for module in later if is_norm(module)), None)
 
-    return norm_after(model, last.attention, choose)
+    return structure.norm_after(model, last.attention, choose)
 
 
 @contextmanager
@@ -223,6 +212,6 @@ LIBRARY = Library(
     layers=_layers,
     site=MultiheadSite,
     final_norm=_final_norm,
-    special_tokens=lambda model: tokens_by_name(model.named_parameters()),
+    special_tokens=lambda model: structure.tokens_by_name(model.named_parameters()),
     reading=_without_fast_path,
 )

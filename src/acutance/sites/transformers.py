@@ -1,7 +1,5 @@
 """Models of Hugging Face transformers."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -12,21 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NoSitesError
-from acutance.sites import record
+from acutance.sites import record, structure
 from acutance.sites.intercept import SINKS, Product, causal_mask, with_bias
 from acutance.sites.named import NamedSite
 from acutance.sites.patched import SITE
 from acutance.sites.site import TOKENS_REMAIN, Library
-from acutance.sites.structure import (
-    Layer,
-    SpecialTokens,
-    cached,
-    modules_of,
-    norm_after,
-    places_of,
-    tokens_by_name,
-    unwrapped,
-)
+from acutance.sites.structure import Layer, SpecialTokens, modules_of
 
 NOTE = "acutance"  # where a configuration says what its model carries
 CROSS = re.compile("cross|encoder_attn|encdec", re.IGNORECASE)
@@ -142,12 +131,12 @@ def _attends(module: nn.Module) -> bool:
     return named and any(parent.__module__.startswith("transformers.") for parent in cls.__mro__)
 
 
-@cached
+@structure.cached
 def _layers(model: nn.Module) -> list[Layer]:
     found = _attentions(model)
     if not found:
         return []
-    places = places_of(model, found)
+    places = structure.places_of(model, found)
     blocks = [place.block for place in places.values()]
     if any(place.block == name for name, place in places.items()):
         raise NoSitesError(
@@ -160,14 +149,16 @@ def _layers(model: nn.Module) -> list[Layer]:
         raise AcutanceError(f"the block {twice} holds several self-attentions ({names}): which is meant is not clear")
     interface = all(getattr(module, "_supports_attention_backend", True) for module in modules_of(model).values())
     return [
-        Layer(layer, name, unwrapped(model.get_submodule(place.block)), found[name], place.stage, interface)
+        Layer(layer, name, structure.unwrapped(model.get_submodule(place.block)), found[name], place.stage, interface)
         for layer, (name, place) in enumerate(places.items(), 1)
     ]
 
 
 def _special_tokens(model: nn.Module) -> SpecialTokens:
     """Those of the embeddings: pooling heads have such parameters too, which are no tokens. Text has none."""
-    return tokens_by_name((path, p) for path, p in model.named_parameters() if "embeddings" in path.split("."))
+    return structure.tokens_by_name(
+        (path, p) for path, p in model.named_parameters() if "embeddings" in path.split(".")
+    )
 
 
 def is_pretrained(module: nn.Module) -> bool:
@@ -228,7 +219,7 @@ LIBRARY = Library(
     name="transformers",
     layers=_layers,
     site=HuggingFaceSite,
-    final_norm=lambda model: norm_after(model, list(_attentions(model).values())[-1]),
+    final_norm=lambda model: structure.norm_after(model, list(_attentions(model).values())[-1]),
     special_tokens=_special_tokens,
     reading=_without_cache,
     # Models from before the attention interface, whose blocks may pass something else on than tokens.
