@@ -1,5 +1,7 @@
 """Any model's attention, seen as it runs: `scaled_dot_product_attention`, or a softmax and the product after it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -67,7 +69,7 @@ class Scores(NamedTuple):
     softcap: float | None = None  # 0.0 between tanh and its factor
     mask: Tensor | None = None
 
-    def after(self, func: Any, out: Tensor, args: Any) -> "Scores | None":
+    def after(self, func: Any, out: Tensor, args: Any) -> Scores | None:
         """The scores after one more operation; None where it is not one of the above."""
         scale, softcap, mask = self.scale, self.softcap, self.mask
         other: Any = args[1] if len(args) > 1 else None

@@ -35,7 +35,6 @@ OUTPUT = (
 OUTPUT_BESIDE = ("output.dense", "output", "dense")  # in the module around the attention, as BERT has it
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "nheads")
 ATTENTION = re.compile("attention|attn|mhsa", re.IGNORECASE)
-CROSS = re.compile("cross|enc.*attn|memory", re.IGNORECASE)
 
 
 class Sizes(NamedTuple):
@@ -230,15 +229,8 @@ def _attention_of(path: str, block: nn.Module) -> nn.Module | None:
         if module._modules.keys() - {structure.PARAMETRIZATIONS}
     }
     inner = {name: m for name, m in named.items() if not any(other.startswith(f"{name}.") for other in named)}
-    if len(inner) > 1:
-        inner = {name: m for name, m in inner.items() if not CROSS.search(f"{name} {type(m).__name__}")}
-    if len(inner) > 1:
-        raise NoSitesError(
-            f"the block {path} holds several attentions ({', '.join(inner)}), and which is its self-attention is not "
-            f"clear. {ADVICE}"
-        )
     if inner:
-        return next(iter(inner.values()))
+        return inner[structure.self_attention_in(path, inner)]
     children = {name for name, _ in block.named_children()}
     return block if children.intersection((*JOINT, *SEPARATE["value"])) else None
 

@@ -1,5 +1,7 @@
 """Attention layers of libraries we did not write: led through us while something is installed or observed."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -1,5 +1,6 @@
 """What modules alone tell of a model: paths, wrappers, lists of blocks, special tokens and norms by their names."""
 
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from acutance.errors import AcutanceError, SeveralStacksError, ShapeError
+from acutance.errors import TOKENS_REMAIN, AcutanceError, NoSitesError, SeveralStacksError, ShapeError
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
 PARAMETRIZATIONS = "parametrizations"  # what torch.nn.utils.parametrize adds to a module
@@ -21,6 +22,7 @@ IN_FRONT = (
 )
 BEHIND = ("detection_tokens",)  # YOLOS
 FINAL_NORMS = ("norm", "layernorm", "layer_norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f")
+CROSS = re.compile("cross|multihead_attn|enc.*attn|encdec|memory", re.IGNORECASE)  # beside a self-attention
 ADVICE = "Describe the model in a Library of its own"
 
 Look = TypeVar("Look", bound=Callable[..., Any])
@@ -134,24 +136,51 @@ def place_of(model: nn.Module, path: str) -> Place | None:
     return Place(block=join(equals[-1], member.split(".")[0]), stage=equals[-1], stack=equals[0])
 
 
-def places_of(model: nn.Module, paths: Iterable[str]) -> dict[str, Place]:
-    """The places of modules in one stack; several stacks are refused."""
-    found = {path: place_of(model, path) for path in paths}
-    places = {path: place for path, place in found.items() if place is not None}
-    outside = [path for path in found if path not in places]
-    if not places:
-        raise AcutanceError(f"{outside[0]} is not inside a list of blocks, so its depth in the model cannot be told")
-    refuse_several_stacks(model, places.values(), outside)
-    return places
+def layers_in(model: nn.Module, found: Mapping[str, nn.Module], *, interface: bool = False) -> list[Layer]:
+    """The layers of these attentions, by path: one in every block of one stack.
 
-
-def refuse_several_stacks(model: nn.Module, places: Iterable[Place], outside: Sequence[str] = ()) -> None:
-    """Refuse several stacks, or modules `outside` of one: layers are numbered within one stack."""
-    stacks = list(dict.fromkeys(place.stack for place in places))
-    if len(stacks) > 1 or outside:
+    Outside of lists the parent is the block. An attention beside the stack, such as a pooling head's, is no layer.
+    """
+    places = {path: place_of(model, path) or Place(path.rpartition(".")[0], "", "") for path in found}
+    stacks = list(dict.fromkeys(place.stack for place in places.values()))
+    outer = {a for a in stacks for b in stacks if a != b and (a == "" or b.startswith(f"{a}."))}
+    stacks = [stack for stack in stacks if stack not in outer]
+    if len(stacks) > 1:
         around = [stack.rpartition(".")[0] for stack in stacks]
         parts = [up if up and around.count(up) == 1 else stack for up, stack in zip(around, stacks, strict=True)]
-        raise several_stacks(model, [*stacks, *outside], parts)
+        raise several_stacks(model, stacks, parts)
+    inside: dict[str, dict[str, nn.Module]] = {}  # by the path of the block
+    for path, place in places.items():
+        if place.stack in stacks:
+            inside.setdefault(place.block, {})[path] = found[path]
+    modules = modules_of(model)
+    for path, place in places.items():
+        if place.stack in outer and type(modules[place.block]) in {type(modules[block]) for block in inside}:
+            where = f"{path} is in a block like those of {stacks[0]}, but outside of it"
+            raise AcutanceError(f"{where}, so its depth is not known: put all blocks into one nn.ModuleList. {ADVICE}")
+    chosen = [self_attention_in(block, attentions) for block, attentions in inside.items()]
+    for path in chosen:
+        block, stage, _ = places[path]
+        if isinstance(modules[block], nn.ModuleList) or (block == path and stage):
+            what = f"{block} is a list of modules without a forward, or the attention itself"
+            raise NoSitesError(f"{what}, so the residual stream is not known: make it a block. {TOKENS_REMAIN}")
+    return [
+        Layer(layer, path, unwrapped(modules[places[path].block]), found[path], places[path].stage, interface)
+        for layer, path in enumerate(chosen, 1)
+    ]
+
+
+def self_attention_in(block: str, found: Mapping[str, nn.Module]) -> str:
+    """The path of the self-attention among a block's attentions: names tell the cross-attention of a decoder."""
+    labels = {path: f"{path.removeprefix(block)} {type(found[path]).__name__}" for path in found}
+    own = [path for path in found if len(found) == 1 or not CROSS.search(labels[path])]
+    if len(own) != 1:
+        # Tokens can be measured without any site, where they are given batch by batch.
+        is_readable = all(getattr(attention, "batch_first", True) for attention in found.values())
+        what = f"the block {block!r} holds several attentions ({', '.join(found)})"
+        error = NoSitesError if is_readable else AcutanceError
+        raise error(f"{what}, and which is its self-attention is not clear. {ADVICE}")
+    return own[0]
 
 
 def several_stacks(model: nn.Module, found: Sequence[str], parts: list[str]) -> SeveralStacksError:

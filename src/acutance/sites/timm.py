@@ -85,17 +85,14 @@ def _author(attention: nn.Module) -> str:
 
 def _layers(model: nn.Module) -> list[Layer]:
     modules = modules_of(model)
-    found = [name for name, module in modules.items() if _author(module) in KNOWN]
-    if not found:
-        return []
-    if any(type(module).__name__ == "CrossVit" for module in modules.values()):
+    found = {path: module for path, module in modules.items() if _author(module) in KNOWN}
+    if found and any(type(module).__name__ == "CrossVit" for module in modules.values()):
         raise NoSitesError("the layers of CrossVit run in branches side by side, so they have no one order")
-    blocks = {name: modules[name.rpartition(".")[0]] for name in found}
-    beside = next((name for name, block in blocks.items() if isinstance(block, structure.CONTAINERS)), None)
+    layers = structure.layers_in(model, found) if found else []
+    beside = next((layer.name for layer in layers if isinstance(layer.block, structure.CONTAINERS)), None)
     if beside is not None:
         raise NoSitesError(f"{beside} stands beside others in one layer: mitigations and measures are not made for it")
-    stages = {name: place.stage for name, place in structure.places_of(model, found).items()}
-    return [Layer(layer, name, blocks[name], modules[name], stages[name]) for layer, name in enumerate(found, 1)]
+    return layers
 
 
 def _special_tokens(model: nn.Module) -> SpecialTokens:

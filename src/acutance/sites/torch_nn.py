@@ -1,6 +1,5 @@
 """Models made of `nn.MultiheadAttention`: torch's own Transformer layers, and anybody's blocks that hold one."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -9,16 +8,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from acutance.errors import AcutanceError, NoSitesError
+from acutance.errors import AcutanceError
 from acutance.mitigations.projection import Projection, Projections
 from acutance.sites import find, structure
 from acutance.sites.discovery import is_norm
 from acutance.sites.forward_pass import ForwardPass
 from acutance.sites.named import NamedSite, Sizes
 from acutance.sites.site import TOKENS_REMAIN, Library
-from acutance.sites.structure import Layer, Place, modules_of
+from acutance.sites.structure import Layer, modules_of
 
-CROSS = re.compile("cross|multihead_attn|enc.*attn|memory", re.IGNORECASE)  # beside a self-attention in one block
 TORCH_STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 
 
@@ -131,54 +129,8 @@ def _is_same(query: Tensor, key: Tensor) -> bool:
 
 
 def _layers(model: nn.Module) -> list[Layer]:
-    found = {name: m for name, m in modules_of(model).items() if isinstance(m, nn.MultiheadAttention)}
-    if not found:
-        return []
-    # Outside of any list of blocks the attention's parent is the block.
-    places = {
-        name: structure.place_of(model, name) or Place(name.rpartition(".")[0], stage="", stack="") for name in found
-    }
-    places = _self_attentions(_in_stacks(model, places), found)
-    structure.refuse_several_stacks(model, places.values())
-    blocks = [structure.unwrapped(model.get_submodule(place.block)) for place in places.values()]
-    if isinstance(blocks[0], nn.ModuleList):
-        where = next(iter(places.values())).block
-        raise AcutanceError(f"the block {where} is a list of modules without a forward: make it a module that has one")
-    return [
-        Layer(layer, name, block, found[name], place.stage)
-        for layer, (block, (name, place)) in enumerate(zip(blocks, places.items(), strict=True), 1)
-    ]
-
-
-def _in_stacks(model: nn.Module, places: Mapping[str, Place]) -> dict[str, Place]:
-    """Those in the innermost stacks: one beside a stack, such as a pooling head's, is none of its layers."""
-    stacks = {place.stack for place in places.values()}
-    outer = {a for a in stacks for b in stacks if a != b and (a == "" or b.startswith(f"{a}."))}
-    inside = {name: place for name, place in places.items() if place.stack not in outer}
-    kinds = {type(model.get_submodule(place.block)) for place in inside.values()}
-    for name in places.keys() - inside.keys():
-        if type(model.get_submodule(places[name].block)) in kinds:
-            raise AcutanceError(
-                f"{name} is in a block like those of {', '.join(stacks - outer)}, but outside of it, so its depth is "
-                "not known: put all blocks into one nn.ModuleList, or describe the model in a Library of its own"
-            )
-    return inside
-
-
-def _self_attentions(places: Mapping[str, Place], found: Mapping[str, nn.MultiheadAttention]) -> dict[str, Place]:
-    """One per block: beside a self-attention, a decoder's block holds its cross-attention."""
-    chosen = {}
-    for block in dict.fromkeys(place.block for place in places.values()):
-        names = [name for name, place in places.items() if place.block == block]
-        own = [name for name in names if not CROSS.search(name[len(block) :])] if len(names) > 1 else names
-        if len(own) != 1:
-            readable = all(found[name].batch_first for name in names)  # tokens can be measured without any site
-            raise (NoSitesError if readable else AcutanceError)(
-                f"the block {block!r} holds several attentions ({', '.join(names)}), and which is its self-attention "
-                "is not clear: describe the model in a Library of its own"
-            )
-        chosen[own[0]] = places[own[0]]
-    return chosen
+    found = {path: m for path, m in modules_of(model).items() if isinstance(m, nn.MultiheadAttention)}
+    return structure.layers_in(model, found) if found else []
 
 
 def _final_norm(model: nn.Module) -> nn.Module:

@@ -1,5 +1,7 @@
 """Models of Hugging Face transformers."""
 
+from __future__ import annotations
+
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -9,16 +11,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from acutance.errors import AcutanceError, NoSitesError
+from acutance.errors import AcutanceError
 from acutance.sites import record, structure
 from acutance.sites.intercept import SINKS, Product, causal_mask, with_bias
 from acutance.sites.named import NamedSite
 from acutance.sites.patched import SITE
-from acutance.sites.site import TOKENS_REMAIN, Library
+from acutance.sites.site import Library
 from acutance.sites.structure import Layer, SpecialTokens, modules_of
 
 NOTE = "acutance"  # where a configuration says what its model carries
-CROSS = re.compile("cross|encoder_attn|encdec", re.IGNORECASE)
 
 
 class HuggingFaceSite(NamedSite):
@@ -119,7 +120,9 @@ def _attentions(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in modules_of(model).items()
         if _attends(module)
         and not any(_attends(child) for child in module.modules() if child is not module)
-        and not CROSS.search(re.split(r"\.\d+\.", name)[-1])  # inside the block: the model's own name is its user's
+        and not structure.CROSS.search(
+            re.split(r"\.\d+\.", name)[-1]
+        )  # inside the block: the model's own name is its user's
         and not getattr(module, "is_cross_attention", False)
     }
 
@@ -134,24 +137,8 @@ def _attends(module: nn.Module) -> bool:
 @structure.cached
 def _layers(model: nn.Module) -> list[Layer]:
     found = _attentions(model)
-    if not found:
-        return []
-    places = structure.places_of(model, found)
-    blocks = [place.block for place in places.values()]
-    if any(place.block == name for name, place in places.items()):
-        raise NoSitesError(
-            f"the attentions of {type(model).__name__} stand in a list of their own ({places[blocks[0]].stage}), so "
-            f"the residual stream around them is not known. {TOKENS_REMAIN}"
-        )
-    twice = next((block for block in blocks if blocks.count(block) > 1), None)
-    if twice is not None:
-        names = ", ".join(name for name, place in places.items() if place.block == twice)
-        raise AcutanceError(f"the block {twice} holds several self-attentions ({names}): which is meant is not clear")
     interface = all(getattr(module, "_supports_attention_backend", True) for module in modules_of(model).values())
-    return [
-        Layer(layer, name, structure.unwrapped(model.get_submodule(place.block)), found[name], place.stage, interface)
-        for layer, (name, place) in enumerate(places.items(), 1)
-    ]
+    return structure.layers_in(model, found, interface=interface) if found else []
 
 
 def _special_tokens(model: nn.Module) -> SpecialTokens:
