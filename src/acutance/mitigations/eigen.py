@@ -120,12 +120,12 @@ class Eigen(Mitigation):
             _LOCAL.running[:] = [None, None, None]
 
     def _value(self) -> Tensor:
-        """W_V, always made where it is asked for: what checkpointing runs again must be what ran before."""
+        """W_V, made once in a run of the block, however often it is read; elsewhere whenever it is asked for."""
         if _LOCAL.running[0] != self.key:
             return self.weights()[0]
-        value: Tensor | None = _LOCAL.running[1]
-        if value is None:
-            value, _LOCAL.running[2] = self.weights()
+        if _LOCAL.running[1] is None:
+            _LOCAL.running[1:] = self.weights()
+        value: Tensor = _LOCAL.running[1]
         return value
 
     def _output(self) -> Tensor:
