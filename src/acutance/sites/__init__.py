@@ -14,35 +14,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from acutance.errors import TOKENS_REMAIN, AcutanceError, SeveralStacksError
-from acutance.errors import NoSitesError as NoSitesError
+from acutance.errors import TOKENS_REMAIN, AcutanceError, NoSitesError, SeveralStacksError
 from acutance.mitigations import Mitigation
-from acutance.sites.patched import PatchedSite as PatchedSite
-from acutance.sites.patched import make_sites
-from acutance.sites.site import AttentionSite as AttentionSite
-from acutance.sites.site import Library as Library
-from acutance.sites.site import Undo as Undo
+from acutance.sites import structure
+from acutance.sites.patched import PatchedSite, make_sites
+from acutance.sites.site import AttentionSite, Library, Undo
 from acutance.sites.stream import StreamCheck
-from acutance.sites.structure import (
-    CONTAINERS,
-    cached,
-    grid_as_tokens,
-    join,
-    modules_of,
-    outwards,
-    path_of,
-    refuse_other_rows,
-    repeated_blocks,
-    several_stacks,
-    unwrapped,
-)
-from acutance.sites.structure import Layer as Layer
-from acutance.sites.structure import SpecialTokens as SpecialTokens
-from acutance.sites.structure import cached_lookup as cached_lookup
-from acutance.sites.structure import tokens_in as tokens_in
-from acutance.sites.structure import tokens_out as tokens_out
+from acutance.sites.structure import Layer, SpecialTokens, cached, cached_lookup, modules_of, tokens_in, tokens_out
 
-NO_KIND = {cls for container in CONTAINERS for cls in container.__mro__}  # two such need not be alike
+__all__ = ["AttentionSite", "Layer", "Library", "NoSitesError", "PatchedSite", "SpecialTokens", "Undo"]
+__all__ += ["cached_lookup", "tokens_in", "tokens_out"]
+NO_KIND = {cls for container in structure.CONTAINERS for cls in container.__mro__}  # two such need not be alike
 ATTENTION = re.compile("Attention|HeadAttn")  # in the names of classes; CaiT's is TalkingHeadAttn
 
 LIBRARIES: list[Library] = []  # in the order they are asked
@@ -91,22 +73,22 @@ def _refuse_layers_elsewhere(model: nn.Module, found: Sequence[Layer]) -> None:
             if child in blocks:
                 continue
             if known.intersection(child.modules()):
-                yield from layers_beside(child, join(path, name))
+                yield from layers_beside(child, structure.join(path, name))
             elif any(map(_lists_attentions, child.modules())):
-                yield join(path, name)
+                yield structure.join(path, name)
 
     parts = list(layers_beside(model, ""))
     if parts:
-        around = list(outwards(path_of(model, found[0].block)))[-2::-1]
+        around = list(structure.outwards(structure.path_of(model, found[0].block)))[-2::-1]
         own = next(up for up in around if not any(f"{part}.".startswith(f"{up}.") for part in parts))
-        raise several_stacks(model, [own, *parts], [own, *parts])
+        raise structure.several_stacks(model, [own, *parts], [own, *parts])
 
 
 def _lists_attentions(module: nn.Module) -> bool:
     """Whether it lists several blocks of one class that have attention inside."""
     attending = [
-        type(unwrapped(block))
-        for block in (module.children() if isinstance(module, CONTAINERS) else ())
+        type(structure.unwrapped(block))
+        for block in (module.children() if isinstance(module, structure.CONTAINERS) else ())
         if any(ATTENTION.search(type(inside).__name__) for inside in block.modules())
     ]
     return len(attending) > len(set(attending))
@@ -122,15 +104,19 @@ def blocks(model: nn.Module) -> list[tuple[int, nn.Module, Callable[[Tensor], Te
     try:
         library, layers = _known(model)
     except NoSitesError:
-        repeated = repeated_blocks(model)
+        repeated = structure.repeated_blocks(model)
         if not repeated:
             raise
-        return [(layer, block, partial(grid_as_tokens, block)) for layer, (_, block) in enumerate(repeated, 1)]
+        return [
+            (layer, block, partial(structure.grid_as_tokens, block)) for layer, (_, block) in enumerate(repeated, 1)
+        ]
     by_grid = getattr(library.site, "tokens", None) is AttentionSite.tokens  # others ask the site
     found: Sequence[Any] = layers if by_grid else find(model)
-    as_tokens = {layer.block: getattr(layer, "tokens", partial(grid_as_tokens, layer.block)) for layer in found}
+    as_tokens = {
+        layer.block: getattr(layer, "tokens", partial(structure.grid_as_tokens, layer.block)) for layer in found
+    }
     kinds = {kind for block in as_tokens for kind in type(block).__mro__} - NO_KIND
-    members = [unwrapped(member) for listed in _lists_of(model, as_tokens) for _, member in listed]
+    members = [member for listed in _lists_of(model, as_tokens) for _, member in listed]
     every = [member for member in members if member in as_tokens or not kinds.isdisjoint(type(member).__mro__)]
     if not as_tokens.keys() <= set(every) or len(every) > len(set(every)):
         every = list(as_tokens)
@@ -138,18 +124,20 @@ def blocks(model: nn.Module) -> list[tuple[int, nn.Module, Callable[[Tensor], Te
 
 
 def _lists_of(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[list[tuple[str, nn.Module]]]:
-    """The lists that hold some of the blocks, their members by path."""
+    """The lists that hold some of the blocks: their members by path, without wrappers."""
     for path, module in modules_of(model).items():
-        if isinstance(module, CONTAINERS) and any(unwrapped(member) in blocks for member in module.children()):
-            yield [(join(path, name), child) for name, child in module.named_children()]
+        children = module.named_children() if isinstance(module, structure.CONTAINERS) else ()
+        members = [(structure.join(path, name), structure.unwrapped(child)) for name, child in children]
+        if any(member in blocks for _, member in members):
+            yield members
 
 
 def modules_between(model: nn.Module) -> list[str]:
     """The paths of what stands between the blocks, learns something, and is neither a block nor a norm."""
     known, found = {block for _, block, _ in blocks(model)}, []
     for members in _lists_of(model, known):
-        places = [place for place, (_, member) in enumerate(members) if unwrapped(member) in known]
-        between = [(path, member) for path, member in members[places[0] : places[-1]] if unwrapped(member) not in known]
+        places = [place for place, (_, member) in enumerate(members) if member in known]
+        between = [(path, member) for path, member in members[places[0] : places[-1]] if member not in known]
         found += [path for path, member in between if any(p.ndim > 1 for p in member.parameters())]
     return found
 
@@ -167,7 +155,7 @@ def special_tokens(model: nn.Module, part: str | None = None) -> SpecialTokens:
     Of a part, those of the models around it that have no other stack: embeddings are outside of an encoder.
     """
     with suppress(SeveralStacksError):
-        for around in map(model.get_submodule, outwards(part)):
+        for around in map(model.get_submodule, structure.outwards(part)):
             if any(found := _known(around)[0].special_tokens(around)):
                 return found
     return SpecialTokens()
@@ -177,8 +165,8 @@ def special_tokens(model: nn.Module, part: str | None = None) -> SpecialTokens:
 def token_kind(model: nn.Module, part: str | None) -> dict[str, bool]:
     """Whether the part's tokens are a decoder's, by its path, or an image's, as `TokenLayout.of` takes it."""
     _, block, _ = blocks(part_of(model, part))[0]
-    names = re.findall("encoder|decoder", path_of(model, block))
-    inputs = (getattr(model.get_submodule(path), "main_input_name", None) for path in outwards(part))
+    names = re.findall("encoder|decoder", structure.path_of(model, block))
+    inputs = (getattr(model.get_submodule(path), "main_input_name", None) for path in structure.outwards(part))
     return {"decoder": names[-1:] == ["decoder"], "images": next(filter(None, inputs), None) == "pixel_values"}
 
 
@@ -191,7 +179,8 @@ def reading(model: nn.Module) -> AbstractContextManager[None]:
 
 def final_norm(model: nn.Module) -> nn.Module:
     """The norm after the last block."""
-    return _known(model)[0].final_norm(model)
+    library, layers = _known(model)
+    return library.final_norm(model) if library.final_norm else structure.norm_after(model, layers[-1].attention)
 
 
 def all_sites(model: nn.Module) -> dict[str, AttentionSite]:
@@ -232,7 +221,7 @@ def checking_blocks(model: nn.Module, possible: Container[int], most: int) -> It
     def refuse(block: nn.Module, args: Any, kwargs: Any) -> None:
         tokens = as_tokens(tokens_in(args, kwargs))
         if len(tokens) > most:  # fewer are known from codebooks, which are rows of their own
-            refuse_other_rows(f"the block of {layers[0].name} ({type(block).__name__})", tokens, possible)
+            structure.refuse_other_rows(f"the block of {layers[0].name} ({type(block).__name__})", tokens, possible)
 
     with ExitStack() as stack:
         is_watched = True
@@ -241,7 +230,7 @@ def checking_blocks(model: nn.Module, possible: Container[int], most: int) -> It
             is_watched = library.is_watched(model)
         if is_watched:
             check = stack.enter_context(StreamCheck(possible))
-            for path, block in repeated_blocks(model):
+            for path, block in structure.repeated_blocks(model):
                 enter, leave = partial(check.enter_block, path), partial(check.leave_block, path)
                 stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
                 stack.callback(block.register_forward_hook(leave).remove)

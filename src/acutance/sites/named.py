@@ -240,7 +240,5 @@ LIBRARY = Library(
     generality=3,
     layers=_layers,
     site=AnybodySite,
-    final_norm=lambda model: structure.norm_after(model, _layers(model)[-1].attention),
-    special_tokens=lambda model: structure.tokens_by_name(model.named_parameters()),
     is_watched=lambda model: True,
 )

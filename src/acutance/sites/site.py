@@ -13,7 +13,7 @@ from acutance.errors import TOKENS_REMAIN as TOKENS_REMAIN
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.mitigations import LayerShape, Mitigation, UnknownShape
 from acutance.mitigations.projection import Projection, Projections
-from acutance.sites.structure import Layer, SpecialTokens
+from acutance.sites.structure import Layer, SpecialTokens, tokens_by_name
 
 Observer = Callable[[AttentionCall], None]
 
@@ -175,8 +175,9 @@ class Library:
     name: str  # as error messages list it
     layers: Callable[[nn.Module], list[Layer]]  # in depth order, by modules alone; empty for another library's model
     site: Callable[[Any, Layer], AttentionSite]  # made with the `Stack` of the layers
-    final_norm: Callable[[nn.Module], nn.Module]
-    special_tokens: Callable[[nn.Module], SpecialTokens] = lambda model: SpecialTokens()  # before and after the content
+    final_norm: Callable[[nn.Module], nn.Module] | None = None  # by its name, if nobody knows better
+    # Before and after the content; by the names of their parameters, if nobody knows better.
+    special_tokens: Callable[[nn.Module], SpecialTokens] = lambda model: tokens_by_name(model.named_parameters())
     reading: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()  # around a reading
     generality: int = 0  # libraries that know models by their parts are asked after those that know their own models
     is_watched: Callable[[nn.Module], bool] = lambda model: False  # whether its blocks may be no residual stream

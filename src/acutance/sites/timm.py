@@ -110,6 +110,5 @@ LIBRARY = Library(
     generality=1,
     layers=_layers,
     site=TimmSite,
-    final_norm=lambda model: structure.norm_after(model, _layers(model)[-1].attention),
     special_tokens=_special_tokens,
 )

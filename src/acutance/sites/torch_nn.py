@@ -164,6 +164,5 @@ LIBRARY = Library(
     layers=_layers,
     site=MultiheadSite,
     final_norm=_final_norm,
-    special_tokens=lambda model: structure.tokens_by_name(model.named_parameters()),
     reading=_without_fast_path,
 )

@@ -206,7 +206,6 @@ LIBRARY = Library(
     name="transformers",
     layers=_layers,
     site=HuggingFaceSite,
-    final_norm=lambda model: structure.norm_after(model, list(_attentions(model).values())[-1]),
     special_tokens=_special_tokens,
     reading=_without_cache,
     # Models from before the attention interface, whose blocks may pass something else on than tokens.
