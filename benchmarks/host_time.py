@@ -72,7 +72,7 @@ def llama() -> tuple[nn.Module, Tensor]:
 
 MODELS: dict[str, tuple[str, Callable[[], tuple[nn.Module, Tensor]]]] = {
     "acutance ViT": ("own forward", own),
-    "torch.nn encoder": ("own forward", torch_nn),
+    "torch.nn encoder": ("intercepted", torch_nn),
     "timm ViT": ("own forward", timm_vit),
     "transformers Llama": ("interface", llama),
     "hand-written": ("intercepted", written),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -43,11 +44,21 @@ SINKS = "its tokens may attend to nothing (sinks), so A's rows do not sum to one
 MIXED = "it mixes its heads before or after the softmax, so there is no attention operator per head"
 
 
-# torch hands this function to a mode as a whole. The same code, with another answer to "is anybody looking?", shows the
-# mode what is inside. Without a __name__ Dynamo looks names up here; it does not trace the check of a mask's shape.
+class _Local(threading.local):
+    mode: Any = None  # that runs `_direct` in this thread
+
+
+# torch hands this function to a mode as a whole. The same code with other names shows what is inside: to the mode, by
+# another answer to "is anybody looking?", or directly, by our own product, which spares the mode 40 operations.
+# Without a __name__ Dynamo looks names up here; it does not trace the check of a mask's shape.
+_LOCAL = _Local()
 _NAMES = {name: value for name, value in vars(F).items() if name != "__name__"}
 _NAMES |= {"has_torch_function": lambda _: False, "_check_key_padding_mask": lambda *_: None}
-_multihead = FunctionType(MULTIHEAD.__code__, _NAMES, MULTIHEAD.__name__, MULTIHEAD.__defaults__)
+_OURS = {"scaled_dot_product_attention": lambda *args, **kwargs: _LOCAL.mode.sdpa(*args, **kwargs)}
+_watched, _direct = (
+    FunctionType(MULTIHEAD.__code__, names, MULTIHEAD.__name__, MULTIHEAD.__defaults__)
+    for names in (_NAMES, _NAMES | _OURS)
+)
 
 
 class Product(NamedTuple):
@@ -127,10 +138,9 @@ class Intercept(TorchFunctionMode):
         if func is Tensor.unflatten:  # a method in Python, whose super() Dynamo does not trace here
             func = torch.unflatten
         if func is F.scaled_dot_product_attention:
-            return self._attend(sdpa_product(self.x, *args, **kwargs))
+            return self.sdpa(*args, **kwargs)
         if func is MULTIHEAD:
-            with self:
-                return _multihead(*args, **kwargs)
+            return self._multihead(args, kwargs)
         found = self._of_maps(func, args, kwargs) if self.maps else None
         if found is not None:
             return found
@@ -154,6 +164,20 @@ class Intercept(TorchFunctionMode):
         elif func in FACTORS and isinstance(args[1], float):
             self.scaled = (out, *args)
         return out
+
+    def sdpa(self, *args: Any, **kwargs: Any) -> Tensor:
+        """In place of `scaled_dot_product_attention`."""
+        return self._attend(sdpa_product(self.x, *args, **kwargs))
+
+    def _multihead(self, args: Any, kwargs: Any) -> Any:
+        if kwargs.get("need_weights", True) or torch.compiler.is_compiling():
+            with self:
+                return _watched(*args, **kwargs)
+        before, _LOCAL.mode = _LOCAL.mode, self
+        try:
+            return _direct(*args, **kwargs)
+        finally:
+            _LOCAL.mode = before
 
     def _product(self, out: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Scores:
         """Products q kᵀ, of queries that may have been scaled before."""
