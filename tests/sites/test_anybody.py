@@ -54,7 +54,16 @@ def by_einsum(q, k, v):
     return torch.einsum("bhij,bjhd->bihd", logits.softmax(dim=-1), v).flatten(2)
 
 
-FORMS = {"sdpa": by_sdpa, "matmul": by_matmul, "bmm": by_bmm, "einsum": by_einsum}
+def by_function(q, k, v):
+    """torch's own function, tokens first, as fairseq's models call it; projections of its own that change nothing."""
+    same = torch.eye(DIM, dtype=q.dtype)
+    own = {"use_separate_proj_weight": True, "q_proj_weight": same, "k_proj_weight": same, "v_proj_weight": same}
+    tokens_first, fixed = (x.transpose(0, 1) for x in (q, k, v)), (None, None, None, None, False, 0.0, same, None)
+    options = {"need_weights": False, "attn_mask": ~mask_of(q.shape[1]), **own}
+    return F.multi_head_attention_forward(*tokens_first, DIM, HEADS, *fixed, **options)[0].transpose(0, 1)
+
+
+FORMS = {"function": by_function, "sdpa": by_sdpa, "matmul": by_matmul, "bmm": by_bmm, "einsum": by_einsum}
 WRITTEN = ["matmul", "bmm", "einsum"]
 
 
@@ -143,7 +152,7 @@ def test_neutreno_equals_the_formula_and_so_do_all_gradients(form):
         assert torch.equal(model(ids()), before)
 
 
-@pytest.mark.parametrize("form", ["bmm", "einsum"])  # all four are exported in test_passes.py
+@pytest.mark.parametrize("form", ["function", "bmm", "einsum"])  # the others are exported in test_passes.py
 def test_compiled_as_one_graph(form):
     torch._dynamo.reset()
     model = gpt(form)
