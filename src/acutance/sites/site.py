@@ -13,7 +13,7 @@ from acutance.errors import TOKENS_REMAIN as TOKENS_REMAIN
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.mitigations import LayerShape, Mitigation, UnknownShape
 from acutance.mitigations.projection import Projection, Projections
-from acutance.sites.structure import Layer, SpecialTokens, tokens_by_name
+from acutance.sites.structure import Layer, SpecialTokens, grid_as_tokens, tokens_by_name
 
 Observer = Callable[[AttentionCall], None]
 
@@ -126,9 +126,7 @@ class AttentionSite(ABC):
 
     def tokens(self, x: Tensor) -> Tensor:
         """What goes through the block, as (batch, tokens, dim); a grid of tokens is read row by row."""
-        if x.ndim == 4 and x.shape[-1] == self.dim:
-            return x.flatten(1, 2)
-        return x.flatten(2).transpose(1, 2) if x.ndim == 4 and x.shape[1] == self.dim else x
+        return grid_as_tokens(self.block, x)
 
     def refuse(self, mitigation: Mitigation) -> None:
         """Raise where this layer does not have what the mitigation requires."""
