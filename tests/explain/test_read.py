@@ -100,7 +100,8 @@ def test_outcomes_by_prediction() -> None:
     ranks = np.array([[0, 1, 4, 5, 2, 3], [0, 1, 2, 5, 4, 3]])  # of change and of predicted
     assert found.correlation == pytest.approx(np.corrcoef(ranks)[0, 1])
     never = compare(change, np.ones(6), np.full(6, -0.1))
-    assert np.isnan([never.rose_if_sharpening, never.correlation, compare(change, None, None).agreement]).all()
+    unknown = compare(change, *np.full((2, 6), np.nan))
+    assert np.isnan([never.rose_if_sharpening, never.correlation, unknown.agreement, unknown.correlation]).all()
 
 
 def test_batches_add_up_to_one() -> None:

@@ -93,7 +93,7 @@ def test_heads_do_not_decide_for_a_wide_layer(model: ViT) -> None:
     spectrum, whole = (ac.explain(model, data, whole=w, progress=False) for w in (False, True))
     by_head = spectrum[1]
     np.testing.assert_allclose(by_head.heads, [[0.5] * 6, [-1.9] * 6], atol=1e-6)
-    assert (by_head.smoothing_gain, by_head.verdict) == (pytest.approx(1.5), "unknown")
+    assert (by_head.strongest, by_head.verdict) == (pytest.approx(0.5), "unknown")
     assert whole[1].verdict == "sharpening"
     assert by_head.dominance.predicted is None
     assert math.isnan(by_head.dominance.branch.agreement)

@@ -1,7 +1,5 @@
 """explain: the spectra of a model's weights, and with data what attention and tokens did in every layer."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +15,7 @@ from torch.nn import functional as F
 
 from acutance import sites
 from acutance.attention import AttentionCall, spectra
-from acutance.attention.operator import AttentionOperator
+from acutance.attention.operator import AttentionOperator, is_visible
 from acutance.attention.products import accumulation_dtype
 from acutance.attention.spectra import DENSE_TOKENS
 from acutance.errors import AcutanceError, AcutanceWarning
@@ -120,12 +118,11 @@ def warn_beyond_bound(layer: LayerSpectrum) -> None:
     """Warn if a negative spectrum has left the disc in which μ_min beats μ = 1."""
     if layer.crossing is not None:
         outcome = "and the layer smooths" if layer.verdict == "smoothing" else "though the layer does not smooth by it"
-        warnings.warn(
+        words = (
             f"layer {layer.layer}: the negative spectrum of H crosses the bound, {layer.crossing_words}: for that "
-            f"eigenvalue μ = 1 beats μ_min, {outcome}. Bound it, e.g. with a bounded Eigen spectrum",
-            AcutanceWarning,
-            stacklevel=3,
+            f"eigenvalue μ = 1 beats μ_min, {outcome}. Bound it, e.g. with a bounded Eigen spectrum"
         )
+        warnings.warn(words, AcutanceWarning, stacklevel=3)
 
 
 class LayerReader(Visitor):
@@ -142,7 +139,7 @@ class LayerReader(Visitor):
         self.lam = {"heads": convex_hull(layer.heads)}
         if layer.whole is not None:
             self.lam["whole"] = convex_hull(layer.whole[None])
-        self.layer, self.update = layer, update
+        self.layer, self.update, self.decides = layer, update, layer.deciding is not None
         self.counted = self.present = TokenLayout()
         self.tokens = self.before = torch.empty(0)
         self.valid: Tensor | None = None  # (samples, tokens), False where there is padding
@@ -176,13 +173,11 @@ class LayerReader(Visitor):
         for scope, points in self.lam.items():
             lam, error = points.to(A.device), self.layer.error if scope == "whole" else 0.0
             self._keep(scope, families(lam, others.values, error, others.residuals).leaning)
-        if self.layer.deciding is not None:  # by the whole H, or by the only head
-            # All heads share the constant vector: on constant tokens the layer is exactly I + H. On the others it is
-            # I + Σ H_h⊗A_h, and the largest |1 + λμ| over the heads' A_h stands in for its largest eigenvalue.
-            found = families(lam, others.values.flatten(1), error, others.residuals.flatten(1))
-            self._keep("lean", found.leaning)
-            self._keep("undecided", found.undecided)
-            self._keep("predicted", found.log_rate)
+        # All heads share the constant vector: on constant tokens the layer is exactly I + H. On the others it is
+        # I + Σ H_h⊗A_h, and the largest |1 + λμ| over the heads' A_h stands in for its largest eigenvalue.
+        found = families(lam[:1], others.values.flatten(1), error, others.residuals.flatten(1))
+        for name, prediction in (("lean", found.leaning), ("undecided", found.undecided), ("rate", found.log_rate)):
+            self._keep(name, prediction if self.decides else torch.full_like(found.constant, torch.nan))
         self._keep("mu_min", others.values.real.amin(-1))
         self._keep("mu_largest", others.values.abs().amax(-1))
         self._compare("branch", self.tokens + self.update(call.branch))
@@ -194,27 +189,25 @@ class LayerReader(Visitor):
     def result(self) -> Dominance:
         """What was found so far; warns of eigenvalues of A that have not converged."""
         if self.mu_error > self.tolerance:
-            warnings.warn(
+            words = (
                 f"layer {self.layer.layer}: eigenvalues of A have not converged in a Krylov space, the largest "
                 f"residual is {self.mu_error:.1e}, wanted {self.tolerance:.1e}. A verdict within it is unknown. "
-                f"{EXACT_MU}",
-                AcutanceWarning,
-                stacklevel=2,
             )
+            warnings.warn(words + EXACT_MU, AcutanceWarning, stacklevel=2)
         series = {name: torch.cat(parts).cpu().numpy() for name, parts in self.kept.items()}
-        lean, predicted = series.get("lean"), series.get("predicted")
+        lean, rate = series["lean"], series["rate"]
         return Dominance(
-            samples=len(series["block"]),
+            samples=len(lean),
             mu_min_by_sample=series["mu_min"],
             mu_largest_by_sample=series["mu_largest"],
             mu_error=self.mu_error,
             heads=tuple(map(_share, series["heads"].T)),
             whole=tuple(map(_share, series["whole"].T)) if "whole" in series else None,
-            predicted=None if lean is None else _share(lean),
-            undecided=float(series["undecided"].mean()) if "undecided" in series else math.nan,
-            predicted_change=math.nan if predicted is None else float(predicted.mean()),
-            branch=compare(series["branch"], lean, predicted),
-            block=compare(series["block"], lean, predicted),
+            predicted=_share(lean) if self.decides else None,
+            undecided=float(series["undecided"].mean()),
+            predicted_change=float(rate.mean()),
+            branch=compare(series["branch"], lean, rate),
+            block=compare(series["block"], lean, rate),
         )
 
     def _ratio(self, tokens: Tensor) -> Tensor:
@@ -236,20 +229,17 @@ def _share(lean: Series) -> Share:
     return Share(float((lean > 0).mean()), float((lean < 0).mean()))
 
 
-def compare(change: Series, lean: Series | None, predicted: Series | None) -> Outcome:
-    """The measured log change of HFC/LFC per sample against the leaning (1 smoothing) and the predicted log change."""
+def compare(change: Series, lean: Series, predicted: Series) -> Outcome:
+    """The measured log change of HFC/LFC per sample against the leaning (1 smoothing) and the predicted one, or NaN."""
     moved = np.where(np.abs(change) <= TIE, 0, -np.sign(change))  # 1 where it fell
-    fell, mean = float((moved > 0).mean()), float(change.mean())
-    if lean is None or predicted is None:
-        return Outcome(fell, math.nan, mean, math.nan, math.nan, math.nan)
 
     def share(event: NDArray[np.bool_], given: NDArray[np.bool_]) -> float:
         return float(event[given].mean()) if given.any() else math.nan
 
     return Outcome(
-        fell=fell,
-        agreement=float((moved == lean).mean()),
-        change=mean,
+        fell=float((moved > 0).mean()),
+        agreement=float(np.where(np.isnan(lean), math.nan, moved == lean).mean()),
+        change=float(change.mean()),
         fell_if_smoothing=share(moved > 0, lean > 0),
         rose_if_sharpening=share(moved < 0, lean < 0),
         correlation=rank_correlation(predicted, change),
@@ -274,24 +264,18 @@ def other_eigenvalues_of(
     tokens) is False there is padding: A is restricted to the other tokens.
     """
     A.require_row_sums_of_one("the verdict on a layer")
+    is_exact = A.shape[-1] <= DENSE_TOKENS or A.is_triangular
     # Among long samples with masks of their own, some may be triangular and others not.
-    is_mixed = A.mask4 is not None and A.mask4.size(0) > 1 and A.shape[-1] > DENSE_TOKENS and not A.is_triangular
-    if valid is None or bool(valid.all()):
-        if not is_mixed:
-            return _unpadded(A, points)
-        valid = torch.ones(A.shape[0], A.shape[-1], dtype=torch.bool, device=A.device)
-    found = [_unpadded(_one_sample(A, sample, keep), points) for sample, keep in enumerate(valid)]
-    # Repeating a μ fills a short row and changes no maximum.
-    places = torch.arange(max(one.values.shape[-1] for one in found), device=A.device)
-    values, residuals = (
-        torch.cat([x[..., places.clamp(max=x.shape[-1] - 1)] for x in parts])
-        for parts in ([one.values for one in found], [one.residuals for one in found])
-    )
-    return OtherEigenvalues(values, residuals, max(one.tolerance for one in found))
-
-
-def _unpadded(A: AttentionOperator, points: Sequence[Tensor]) -> OtherEigenvalues:
-    if A.shape[-1] <= DENSE_TOKENS or A.is_triangular:
+    is_mixed = not is_exact and A.mask4 is not None and A.mask4.size(0) > 1
+    if is_mixed or (valid is not None and not valid.all()):
+        valid = torch.ones(A.shape[0], A.shape[-1], dtype=torch.bool) if valid is None else valid
+        alone = [other_eigenvalues_of(_one_sample(A, sample, keep), points) for sample, keep in enumerate(valid)]
+        values, residuals, tolerances = zip(*alone, strict=True)
+        # Repeating a μ fills a short row and changes no maximum.
+        places = torch.arange(max(x.shape[-1] for x in values), device=A.device)
+        filled = [[x[..., places.clamp(max=x.shape[-1] - 1)] for x in parts] for parts in (values, residuals)]
+        return OtherEigenvalues(torch.cat(filled[0]), torch.cat(filled[1]), max(tolerances))
+    if is_exact:
         others = other_eigenvalues(A.eigenvalues())
         return OtherEigenvalues(others, torch.zeros_like(others.real))
     precise = A.to(accumulation_dtype(A.q, A.k))
@@ -325,14 +309,12 @@ def without_constant_mode(A: AttentionOperator) -> Callable[[Tensor], Tensor]:
 
 def _one_sample(A: AttentionOperator, sample: int, keep: Tensor) -> AttentionOperator:
     """Attention among the kept tokens of one sample: no row of theirs takes anything from the others."""
-    chosen = slice(sample, sample + 1)
-    k = A.k[chosen, :, keep]
-    q = k if A.q is A.k else A.q[chosen, :, keep]
-    mask = A.mask4
-    if mask is not None:
-        mask = mask[chosen] if mask.size(0) > 1 else mask
-        mask = mask[..., keep, :] if mask.size(-2) > 1 else mask
-        mask = mask[..., keep] if mask.size(-1) > 1 else mask
+    chosen, places = slice(sample, sample + 1), keep.nonzero()[:, 0].to(A.device)
+    k = A.k[chosen, :, places]
+    q = k if A.q is A.k else A.q[chosen, :, places]
+    mask = None if A.mask4 is None else A.mask4.expand(A.shape[0], -1, -1, -1)[chosen]
+    for axis in (-2, -1):
+        mask = mask if mask is None or mask.size(axis) == 1 else mask.index_select(axis, places)
     return A.replace(q=q, k=k, mask=mask)
 
 
@@ -340,5 +322,5 @@ def visible_keys(A: AttentionOperator) -> Tensor | None:
     """(batch, tokens), True for tokens that some token sees; None if nothing is masked. The others are padding."""
     if A.mask4 is None:
         return None
-    mask = A.mask4 if A.mask4.dtype == torch.bool else A.mask4 > torch.finfo(A.mask4.dtype).min / 2
+    mask = A.mask4 if A.mask4.dtype == torch.bool else is_visible(A.mask4)
     return mask.any(-2).any(1).expand(A.shape[0], A.shape[-1])
