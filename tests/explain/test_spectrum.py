@@ -164,9 +164,9 @@ def test_conditional_shares_are_pooled_over_cases_not_over_layers(read: Spectrum
     assert found.outcome().fell_if_smoothing == pytest.approx((0.9 + 0.25 * 0.4) / 1.25)
     assert found.outcome().rose_if_sharpening == pytest.approx(0.6)
     assert found.outcome().correlation == pytest.approx(0.5)  # ranks 1, 3, 2 against 1, 2, 3
-    assert found.cells()[0]["fell|smooth / rose|sharp"] == "90% / –"
+    assert found[1].cells()["fell|smooth / rose|sharp"] == "90% / –"
     values = read[1].dominance.mu_min_by_sample
-    assert found.cells()[0]["μ_min"] == f"{values.mean():.2f} ({values.min():.2f} to {values.max():.2f})"
+    assert found[1].cells()["μ_min"] == f"{values.mean():.2f} ({values.min():.2f} to {values.max():.2f})"
 
 
 def test_histograms_count_every_eigenvalue_on_its_side(read: Spectrum) -> None:

@@ -74,7 +74,10 @@ def explain(
         walked = track(found, "spectra of H" if progress and len(found) > 1 else None, stack)
         layers = [layer_spectrum(site, norm, whole) for site in walked]
     states = "; ".join(dict.fromkeys(NORM_STATES[layer.norm] for layer in layers))
-    context = describe(bare, part) | {"norm": states, "outside H": _outside(found)}
+    # What the layers do that H⊗A does not say: mitigations beside the weights, a norm before W_proj.
+    beside = [m.spec for site in found if (m := site.mitigation) and any(map(m.overrides, HOOKS_BESIDE_H))]
+    outside = ", ".join(dict.fromkeys([*beside, *filter(None, (site.between() for site in found))]))
+    context = describe(bare, part) | {"norm": states, "outside H": outside or None}
     if batches is not None:
         layers = with_data(bare, found, layers, batches, part=part, prefix=prefix, progress=progress)
         assert layers[0].dominance is not None
@@ -104,14 +107,6 @@ def with_data(
     if not readers[0].kept:
         raise AcutanceError("explain got no batches: pass an iterable with at least one, or None for the weights only")
     return [replace(layer, dominance=reader.result()) for layer, reader in zip(layers, readers, strict=True)]
-
-
-def _outside(found: Sequence[sites.AttentionSite]) -> str | None:
-    """What the layers do that H⊗A does not say: mitigations beside the weights, a norm before W_proj."""
-    carried = [site.mitigation for site in found if site.mitigation is not None]
-    specs = [m.spec for m in carried if any(m.overrides(hook) for hook in HOOKS_BESIDE_H)]
-    between = [part for site in found if (part := site.between()) is not None]
-    return ", ".join(dict.fromkeys([*specs, *between])) or None
 
 
 def warn_beyond_bound(layer: LayerSpectrum) -> None:

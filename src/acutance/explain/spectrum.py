@@ -288,10 +288,6 @@ class Spectrum(Result):
         correlation = theory.rank_correlation(predicted, change)
         return Outcome(fell.mean(), agreement.mean(), change.mean(), *conditional, correlation)
 
-    def cells(self) -> list[dict[str, str]]:
-        """The table's cells, a mapping per layer."""
-        return [layer.cells() for layer in self.layers]
-
     def rows(self) -> list[dict[str, Any]]:
         names = "layer verdict negative_share smoothing_gain mean_symmetry mu_min bound reason lowest median highest"
         rows = []
@@ -332,7 +328,8 @@ class Spectrum(Result):
         if any(layer.eigenvalues is None for layer in self.layers):
             notes.append("not all eigenvalues of the whole H were found: the columns on λ are about its heads'")
         title, caption = f"{self.title}: spectra of H = W_projᵀW_Vᵀ", f"{self.summary()}\n{'; '.join(notes)}"
-        return FittedTable(title, self.cells(), caption, left=("verdict", "reason"), sentences="reason")
+        cells = [layer.cells() for layer in self.layers]
+        return FittedTable(title, cells, caption, left=("verdict", "reason"), sentences="reason")
 
     def to_json(self) -> str:
         # The verdict and its reason are for readers of the file; they are computed again when it is loaded.
@@ -352,7 +349,8 @@ class Spectrum(Result):
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one offline page with the table and the charts."""
-        return write_spectrum_page(path, self._layer_rows(), self.title, self.summary(), self.cells(), self.context)
+        cells = self.table().rows
+        return write_spectrum_page(path, self._layer_rows(), self.title, self.summary(), cells, self.context)
 
     def _layer_rows(self) -> list[LayerRow]:
         return [LayerRow(layer.layer, layer.verdict, layer.spectrum, layer.percent()) for layer in self.layers]
