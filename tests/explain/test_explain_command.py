@@ -35,8 +35,7 @@ def test_options_reach_explain(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "drawn"),
-    [("", "histogram"), ("--data digits", "dominance"), ("--kind plane", "plane")],
+    ("options", "drawn"), [("", "histogram"), ("--data digits", "dominance"), ("--kind plane", "plane")]
 )
 def test_the_picture_is_the_one_asked_for(options, drawn, checkpoint: Path, tmp_path: Path, monkeypatch) -> None:
     kinds, draw = [], Spectrum.plot
