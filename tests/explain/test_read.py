@@ -213,17 +213,6 @@ def test_eigenvalues_of_attention_that_have_not_converged_make_the_verdict_unkno
     assert (clear.verdict, clear.dominance.undecided) == ("smoothing", 0)
 
 
-def test_a_short_batch_after_a_long_one_keeps_its_tolerance() -> None:
-    """600 tokens by products, whose residuals are not 0 but as wanted, then 20 tokens from the matrix."""
-    reader = LayerReader(one_head())
-    for tokens in (600, 20):
-        q, k = normal(2, 1, 1, tokens, 4).float()
-        run(reader, AttentionOperator(q, k), *normal(3, 1, tokens, 4, seed=1).float())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert reader.result().mu_error > 0
-
-
 @pytest.mark.parametrize(
     ("batches", "options", "error", "message"),
     [

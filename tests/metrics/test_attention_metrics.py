@@ -264,8 +264,8 @@ def test_low_precision_input_costs_only_its_own_rounding(name, dtype):
         assert value.dtype == torch.float32
         exact = METRICS[name](AttentionOperator(q.double(), k.double()), tokens.double())
         assert_close(value.double(), exact, rtol=1e-5, atol=1e-5)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_close(METRICS[name](AttentionOperator(q, k), tokens), value)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_close(METRICS[name](AttentionOperator(q, k), tokens), value)
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "symmetric", "rbf"])

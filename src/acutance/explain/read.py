@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -162,19 +162,18 @@ class LayerReader(Visitor):
         _, told = self.present.tokens(self.tokens)
         self.valid = visible_keys(A) if told is None else told
         self.before = self._ratio(self.tokens)
-        others = other_eigenvalues_of(A, list(self.lam.values()), self.valid)
-        self.mu_error = max(self.mu_error, float(others.residuals.max()))
-        self.tolerance = max(self.tolerance, others.tolerance)
+        others, residuals = other_eigenvalues_of(A, list(self.lam.values()), self.valid)
+        self.mu_error, self.tolerance = max(self.mu_error, float(residuals.max())), tolerance_of(A)
         for scope, points in self.lam.items():
             lam, error = points.to(A.device), self.layer.error if scope == "whole" else 0.0
-            self._keep(scope, families(lam, others.values, error, others.residuals).leaning)
+            self._keep(scope, families(lam, others, error, residuals).leaning)
         # All heads share the constant vector: on constant tokens the layer is exactly I + H. On the others it is
         # I + Σ H_h⊗A_h, and the largest |1 + λμ| over the heads' A_h stands in for its largest eigenvalue.
-        found = families(lam[:1], others.values.flatten(1), error, others.residuals.flatten(1))
+        found = families(lam[:1], others.flatten(1), error, residuals.flatten(1))
         for name, prediction in (("lean", found.leaning), ("undecided", found.undecided), ("rate", found.log_rate)):
             self._keep(name, prediction if self.decides else torch.full_like(found.constant, torch.nan))
-        self._keep("mu_min", others.values.real.amin(-1))
-        self._keep("mu_largest", others.values.abs().amax(-1))
+        self._keep("mu_min", others.real.amin(-1))
+        self._keep("mu_largest", others.abs().amax(-1))
         self._compare("branch", self.tokens + self.update(call.branch))
 
     def leave(self, layer: int, tokens: Tensor) -> None:
@@ -241,22 +240,20 @@ def compare(change: Series, lean: Series, predicted: Series) -> Outcome:
     )
 
 
-class OtherEigenvalues(NamedTuple):
-    """Eigenvalues of A other than 1, and how well each is known."""
-
-    values: Tensor  # complex (batch, heads, m)
-    residuals: Tensor  # (batch, heads, m): ‖Az − μz‖ of each one's unit vector z; 0 if the matrix gave them
-    tolerance: float = 0.0  # what the residuals should be
+def tolerance_of(A: AttentionOperator) -> float:
+    """What residuals of eigenvalues of A should be."""
+    return float(torch.finfo(accumulation_dtype(A.q, A.k)).eps ** (2 / 3))
 
 
 def other_eigenvalues_of(
     A: AttentionOperator, points: Sequence[Tensor], valid: Tensor | None = None
-) -> OtherEigenvalues:
-    """The μ other than 1 that can dominate beside given λ, sets of (heads or 1, k) each.
+) -> tuple[Tensor, Tensor]:
+    """The μ other than 1 that can dominate beside given λ, sets of (heads or 1, k) each; complex (batch, heads, m).
 
     Up to 512 tokens and for a triangular A that is every other μ. Above, without the matrix: the μ of smallest real
     part, that of largest modulus, and for each set of λ the one with the largest |1 + λμ|. Where `valid` (batch,
-    tokens) is False there is padding: A is restricted to the other tokens.
+    tokens) is False there is padding: A is restricted to the other tokens. The second tensor has the residuals
+    ‖Az − μz‖ of the μ's unit vectors z, 0 if the matrix gave them.
     """
     A.require_row_sums_of_one("the verdict on a layer")
     is_exact = A.shape[-1] <= DENSE_TOKENS or A.is_triangular
@@ -265,14 +262,13 @@ def other_eigenvalues_of(
     if is_mixed or (valid is not None and not valid.all()):
         valid = torch.ones(A.shape[0], A.shape[-1], dtype=torch.bool) if valid is None else valid
         alone = [other_eigenvalues_of(_one_sample(A, sample, keep), points) for sample, keep in enumerate(valid)]
-        values, residuals, tolerances = zip(*alone, strict=True)
         # Repeating a μ fills a short row and changes no maximum.
-        places = torch.arange(max(x.shape[-1] for x in values), device=A.device)
-        filled = [[x[..., places.clamp(max=x.shape[-1] - 1)] for x in parts] for parts in (values, residuals)]
-        return OtherEigenvalues(torch.cat(filled[0]), torch.cat(filled[1]), max(tolerances))
+        places = torch.arange(max(values.shape[-1] for values, _ in alone), device=A.device)
+        filled = [[x[..., places.clamp(max=x.shape[-1] - 1)] for x in parts] for parts in zip(*alone, strict=True)]
+        return torch.cat(filled[0]), torch.cat(filled[1])
     if is_exact:
         others = other_eigenvalues(A.eigenvalues())
-        return OtherEigenvalues(others, torch.zeros_like(others.real))
+        return others, torch.zeros_like(others.real)
     precise = A.to(accumulation_dtype(A.q, A.k))
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(*A.shape[:2], A.shape[-1] - 1, spectra.BLOCK, generator=generator, dtype=precise.dtype)
@@ -282,10 +278,9 @@ def other_eigenvalues_of(
         gains = [growth(p[..., :, None] * values[..., None, :]).amax(-2) for p in lam]
         return torch.stack([values.real.argmin(-1), values.abs().argmax(-1), *(g.argmax(-1) for g in gains)], dim=-1)
 
-    tolerance = torch.finfo(start.dtype).eps ** (2 / 3)
     multiply = without_constant_mode(precise)
-    found = spectra.arnoldi(multiply, start.to(A.device), dominating, 2 + len(points), tolerance)
-    return OtherEigenvalues(found.values, found.residuals.to(A.device), tolerance)
+    found = spectra.arnoldi(multiply, start.to(A.device), dominating, 2 + len(points), tolerance_of(A))
+    return found.values, found.residuals.to(A.device)
 
 
 def without_constant_mode(A: AttentionOperator) -> Callable[[Tensor], Tensor]:

@@ -253,10 +253,10 @@ class Spectrum(Result):
     context: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, layer: int) -> LayerSpectrum:
-        for spectrum in self.layers:
-            if spectrum.layer == layer:
-                return spectrum
-        raise KeyError(f"no layer {layer}: this spectrum has layers 1 to {len(self.layers)}")
+        found = {at.layer: at for at in self.layers}
+        if layer not in found:
+            raise KeyError(f"no layer {layer}: this spectrum has layers 1 to {len(self.layers)}")
+        return found[layer]
 
     @property
     def has_data(self) -> bool:

@@ -68,7 +68,9 @@ def layer_spectrum(site: sites.AttentionSite, norm: Norm = "fold", whole: bool |
     heads, head_symmetry = _eigenvalues(value @ projection), symmetry(projection, value).cpu().numpy()
     every, outer, error = None, None, 0.0
     if whole or (whole is None and min(left.shape) <= WHOLE_UP_TO):
-        every = _whole_eigenvalues(left, right)
+        dim, inner = left.shape
+        every = _eigenvalues(left @ right if dim <= inner else right @ left)
+        every = np.pad(every, (0, dim - len(every)))  # the smaller product lacks zeros
     else:
         # Reading the weights is what takes the time: no more of their digits than there were.
         dtype = torch.promote_types(site.value_weight().dtype, torch.float32)
@@ -81,13 +83,6 @@ def layer_spectrum(site: sites.AttentionSite, norm: Norm = "fold", whole: bool |
 
 def _eigenvalues(matrix: Tensor) -> Eigenvalues:
     return np.asarray(torch.linalg.eigvals(matrix.cpu()).numpy(), dtype=np.complex128)
-
-
-def _whole_eigenvalues(projection: Tensor, value: Tensor) -> Eigenvalues:
-    """All dim eigenvalues of projection @ value; from the other product and zeros where that is smaller."""
-    dim, inner = projection.shape
-    found = _eigenvalues(projection @ value if dim <= inner else value @ projection)
-    return np.pad(found, (0, dim - len(found)))
 
 
 def arnoldi_hull(projection: Tensor, value: Tensor, *, layer: int) -> tuple[Eigenvalues, float]:
