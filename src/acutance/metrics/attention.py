@@ -93,14 +93,6 @@ def upcast_operator(A: AttentionOperator, dtype: torch.dtype | None = None) -> A
     return A if A.dtype == A.k.dtype == dtype else A.to(dtype)
 
 
-def product(A: AttentionOperator, x: Tensor) -> Tensor:
-    """A x in the precision of A and x, whatever autocast would prefer."""
-    with torch.autocast(A.device.type, enabled=False):
-        rows = A @ x
-    # The flash kernel on CPU answers a NaN query with zeros, which would pass for a fully masked row.
-    return torch.where(torch.isfinite(A.q).all(-1, keepdim=True), rows, torch.nan)
-
-
 def query_rows(A: AttentionOperator, mask: Tensor | None) -> Tensor:
     """Which query rows count (batch, heads, queries), from a mask (batch, queries)."""
     return valid_positions(None if mask is None else mask.unsqueeze(-2), torch.Size(A.shape[:-1]), A.q)

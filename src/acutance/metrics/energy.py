@@ -16,7 +16,7 @@ from acutance.attention.kernels import attention_sums
 from acutance.attention.operator import AttentionOperator
 from acutance.attention.products import Tiles, repeat_heads
 from acutance.errors import ShapeError
-from acutance.metrics.attention import product, query_rows, upcast_operator
+from acutance.metrics.attention import query_rows, upcast_operator
 from acutance.metrics.sums import masked_mean, metric, safe_logsumexp, split_mean, unit_vectors, upcast, valid_positions
 
 
@@ -92,19 +92,16 @@ def _check_fits(A: AttentionOperator, x: Tensor) -> None:
         words = f"the energy compares tokens with one another, but A has {queries} queries and {keys} keys"
         raise ShapeError(f"{words}; it is not defined for cross-attention or cached generation")
     if x.ndim != 4 or x.shape[:1] + x.shape[2:3] != (batch, keys) or x.shape[1] not in (heads, A.key_heads):
-        raise ShapeError(
-            f"tokens of shape {tuple(x.shape)} do not fit an operator of shape {A.shape}; "
-            f"expected (batch, heads, tokens, channels) = ({batch}, {heads}, {keys}, any)"
-        )
+        expected = f"expected (batch, heads, tokens, channels) = ({batch}, {heads}, {keys}, any)"
+        raise ShapeError(f"tokens of shape {tuple(x.shape)} do not fit an operator of shape {A.shape}; {expected}")
 
 
 def _row_energies(A: AttentionOperator, u: Tensor, valid: Tensor) -> Tensor:
-    """Σ_j A_ij ‖u_i − u_j‖² for every row, by one product with A of u, ‖u‖² and 1, which gives 0 for a masked row."""
+    """Σ_j A_ij ‖u_i − u_j‖² for every row, by one product with A: ‖u‖² travels as a channel."""
     _, u = split_mean(u, valid)  # differences are unchanged, cancellation shrinks
     squares = u.square().sum(-1, keepdim=True)
-    mixed = product(A, torch.cat([u, squares, torch.ones_like(squares)], dim=-1))
-    mean, mean_square, row_sum = mixed[..., :-2], mixed[..., -2], mixed[..., -1]
-    return (row_sum * squares.squeeze(-1) + mean_square - 2 * (u * mean).sum(-1)).clamp_min(0)
+    mixed, row_sum = _mixed(A, torch.cat([u, squares], dim=-1))
+    return (row_sum * squares.squeeze(-1) + mixed[..., -1] - 2 * (u * mixed[..., :-1]).sum(-1)).clamp_min(0)
 
 
 def _log_row_energies(tiles: Tiles, u: Tensor, rows: slice) -> Tensor:
@@ -119,8 +116,16 @@ def _log_row_energies(tiles: Tiles, u: Tensor, rows: slice) -> Tensor:
 
 def _gradient_direction(A: AttentionOperator, v: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
     """The direction of v_i − (Av)_i, zero where it is no more than rounding, and which rows see any key."""
-    mixed = product(A, torch.cat([v, torch.ones_like(v[..., :1])], dim=-1))
-    row_sum = mixed[..., -1:]
-    gradient = row_sum * v - mixed[..., :-1]
+    mixed, row_sum = _mixed(A, v)
+    gradient = row_sum.unsqueeze(-1) * v - mixed
     vanishes = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True) <= floor
-    return unit_vectors(gradient.masked_fill(vanishes, 0)), row_sum.squeeze(-1) != 0
+    return unit_vectors(gradient.masked_fill(vanishes, 0)), row_sum != 0
+
+
+def _mixed(A: AttentionOperator, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A x in the precision of A and x, whatever autocast would prefer, and the row sums: 0 for a fully masked row."""
+    with torch.autocast(A.device.type, enabled=False):
+        rows = A @ torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
+    # The flash kernel on CPU answers a NaN query with zeros, which would pass for a fully masked row.
+    rows = torch.where(torch.isfinite(A.q).all(-1, keepdim=True), rows, torch.nan)
+    return rows[..., :-1], rows[..., -1]
