@@ -135,32 +135,26 @@ def test_prefix_is_left_out_of_the_measurement() -> None:
     assert out[2].dominance.block.change != pytest.approx(inside, abs=1e-4)
 
 
-FOUR_OF_SIX = torch.arange(6) < torch.tensor([[6], [4]])
-DOCUMENT = torch.tensor([0, 0, 1, 1, 1, 1])
+# Which sample a token belongs to, by row; −1 is padding.
+PADDED = torch.tensor([[0] * 6, [1] * 4 + [-1] * 2])
+PACKED = torch.tensor([[0, 0, 1, 1, 1, 1], [2, 2, 3, 3, 3, 3]])
+TOLD = [{"attention_mask": (PADDED >= 0).long()}, None, {"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]] * 2)}]
 
 
-@pytest.mark.parametrize(
-    ("told", "options", "samples"),
-    [
-        ({"attention_mask": FOUR_OF_SIX.long()}, {"mask": FOUR_OF_SIX}, [(0, FOUR_OF_SIX[0]), (1, FOUR_OF_SIX[1])]),
-        ({}, {"mask": FOUR_OF_SIX}, [(0, FOUR_OF_SIX[0]), (1, FOUR_OF_SIX[1])]),
-        (
-            {"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]] * 2)},
-            {"mask": (DOCUMENT[:, None] == DOCUMENT)[None, None], "causal": True},
-            [(0, DOCUMENT == 0), (0, DOCUMENT == 1), (1, DOCUMENT == 0), (1, DOCUMENT == 1)],
-        ),
-    ],
-    ids=["padding told by the batch", "padding shown by attention", "packed documents"],
-)
-def test_samples_are_read_as_if_each_came_alone(told, options, samples) -> None:
+@pytest.mark.parametrize(("owner", "told"), [*zip([PADDED, PADDED, PACKED], TOLD, strict=True)])
+def test_samples_are_read_as_if_each_came_alone(owner, told) -> None:
+    """Padding is told by the batch, or shown by attention; positions that start anew tell packed documents."""
     weights = {"heads": np.array([[0.5 + 0j], [-0.9 + 0.1j]]), "eigenvalues": np.array([-0.9, 0.3 + 0j])}
     together, apart = (LayerReader(LayerSpectrum(1, head_symmetry=np.ones(2), **weights)) for _ in range(2))
-    (q, k), stream = normal(2, 2, 2, 6, 3), normal(3, 2, 6, 4, seed=1)
-    if told:
+    (q, k), stream, causal = normal(2, 2, 2, 6, 3), normal(3, 2, 6, 4, seed=1), owner is PACKED
+    if told is not None:
         together.counted = together.present = TokenLayout.of(told)
-    run(together, AttentionOperator(q, k, **options), *stream)
-    for row, own in samples:
-        alone = AttentionOperator(q[row, None][:, :, own], k[row, None][:, :, own], causal="causal" in options)
+    mask = (owner[:, :, None] == owner[:, None, :])[:, None] if causal else owner >= 0
+    run(together, AttentionOperator(q, k, mask=mask, causal=causal), *stream)
+    for sample in range(int(owner.max()) + 1):
+        row = int((owner == sample).any(1).nonzero())
+        own = owner[row] == sample
+        alone = AttentionOperator(q[row, None][:, :, own], k[row, None][:, :, own], causal=causal)
         run(apart, alone, *stream[:, row, None][:, :, own])
     a, b = together.result(), apart.result()
     assert (a.samples, a.predicted) == (b.samples, b.predicted)

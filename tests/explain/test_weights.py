@@ -81,7 +81,7 @@ def test_post_norm_and_missing_weights_have_nothing_to_fold() -> None:
 def test_a_wide_layer_of_low_rank_is_read_whole_unless_told_not_to() -> None:
     site = BareSite(1026, 2, 2, 3)
     H, found = sum(head_matrices(site)), layer_spectrum(site, whole=False)
-    assert found.whole is None
+    assert found.deciding is None
     assert found.symmetry == pytest.approx(np.sum(H * H.T) / np.sum(H * H), rel=1e-9)
     every = layer_spectrum(site).eigenvalues  # wide, but of low rank: all of them are cheap
     assert (every == 0).sum() == 1026 - 6  # rank heads · head_dim, the rest exactly zero

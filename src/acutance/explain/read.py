@@ -106,7 +106,7 @@ def with_data(
     walk(model, batches, *readers, part=part, progress="explaining" if progress else None)
     if not readers[0].kept:
         raise AcutanceError("explain got no batches: pass an iterable with at least one, or None for the weights only")
-    return [replace(layer, dominance=reader.result()) for layer, reader in zip(layers, readers, strict=True)]
+    return [replace(reader.layer, dominance=reader.result()) for reader in readers]
 
 
 def warn_beyond_bound(layer: LayerSpectrum) -> None:
@@ -132,9 +132,9 @@ class LayerReader(Visitor):
     ) -> None:
         self.needs, self.prefix = dict.fromkeys(("enter", "attend", "leave"), (number,)), prefix
         self.lam = {"heads": convex_hull(layer.heads)}
-        if layer.whole is not None:
-            self.lam["whole"] = convex_hull(layer.whole[None])
-        self.layer, self.update, self.decides = layer, update, layer.deciding is not None
+        if layer.deciding is not None:
+            self.lam["whole"] = convex_hull(layer.deciding[None])
+        self.layer, self.update = layer, update
         self.counted = self.present = TokenLayout()
         self.tokens = self.before = torch.empty(0)
         self.valid: Tensor | None = None  # (samples, tokens), False where there is padding
@@ -171,7 +171,7 @@ class LayerReader(Visitor):
         # I + Σ H_h⊗A_h, and the largest |1 + λμ| over the heads' A_h stands in for its largest eigenvalue.
         found = families(lam[:1], others.flatten(1), error, residuals.flatten(1))
         for name, prediction in (("lean", found.leaning), ("undecided", found.undecided), ("rate", found.log_rate)):
-            self._keep(name, prediction if self.decides else torch.full_like(found.constant, torch.nan))
+            self._keep(name, prediction if "whole" in self.lam else torch.full_like(found.constant, torch.nan))
         self._keep("mu_min", others.real.amin(-1))
         self._keep("mu_largest", others.abs().amax(-1))
         self._compare("branch", self.tokens + self.update(call.branch))
@@ -197,7 +197,7 @@ class LayerReader(Visitor):
             mu_error=self.mu_error,
             heads=tuple(map(_share, series["heads"].T)),
             whole=tuple(map(_share, series["whole"].T)) if "whole" in series else None,
-            predicted=_share(lean) if self.decides else None,
+            predicted=_share(lean) if "whole" in series else None,
             undecided=float(series["undecided"].mean()),
             predicted_change=float(rate.mean()),
             branch=compare(series["branch"], lean, rate),

@@ -109,14 +109,10 @@ class LayerSpectrum:
         return learnt if len(learnt) else known
 
     @property
-    def whole(self) -> Eigenvalues | None:
-        """The eigenvalues of the whole H as far as they are known: all, or those that can dominate."""
-        return self.outer if self.eigenvalues is None else self.eigenvalues
-
-    @property
     def deciding(self) -> Eigenvalues | None:
-        """What the verdict is made from; None for several heads alone, whose spectra do not determine their sum's."""
-        return self.heads[0] if self.whole is None and len(self.heads) == 1 else self.whole
+        """Of the whole H, all or the outer ones; None for several heads alone, which do not decide for their sum."""
+        known = self.outer if self.eigenvalues is None else self.eigenvalues
+        return self.heads[0] if known is None and len(self.heads) == 1 else known
 
     @property
     def strongest(self) -> complex:
