@@ -87,6 +87,7 @@ def test_heads_do_not_decide_for_a_wide_layer(model: ViT) -> None:
     assert (whole[1].verdict, by_head.dominance.predicted) == ("sharpening", None)
     assert math.isnan(by_head.dominance.branch.agreement)
     assert by_head.dominance.branch.fell == whole[1].dominance.branch.fell
+    assert by_head.cells()["agrees (base)"] == by_head.cells()["rank"] == "–"
     assert "No prediction" in spectrum.summary()
     assert spectrum.share() == spectrum.share("heads")
     with pytest.raises(AcutanceError, match="whole=True"):

@@ -359,8 +359,8 @@ class Spectrum(Result):
 
 
 def _dash(text: str) -> str:
-    """The text with a dash for what is not known."""
-    return re.sub(r"\+?\bnan\b%?", "–", text)
+    """The text with a dash for what is not known, its base rate included."""
+    return re.sub(r"\+?\bnan\b%?( \([^)]*\))?", "–", text)
 
 
 def _mean(shares: Sequence[Share]) -> Share:
