@@ -275,14 +275,13 @@ class Spectrum(Result):
 
     def outcome(self, place: Literal["branch", "block"] = "branch") -> Outcome:
         """Prediction against measurement, over all layers and samples; the correlation is that of the layers' means."""
-        table = [
-            (*astuple(getattr(d, place)), *astuple(d.predicted or Share(math.nan, math.nan)), d.predicted_change)
-            for d in self._dominances()
-        ]
-        fell, agreement, change, fell_if, rose_if, _, smoothing, sharpening, predicted = np.array(table).T
-        conditional = _pooled(fell_if, smoothing), _pooled(rose_if, sharpening)
-        correlation = theory.rank_correlation(predicted, change)
-        return Outcome(fell.mean(), agreement.mean(), change.mean(), *conditional, correlation)
+        layers = self._dominances()
+        figures = np.array([astuple(getattr(d, place)) for d in layers]).T
+        odds = np.array([astuple(d.predicted or Share(math.nan, math.nan)) for d in layers]).T
+        fell, agreement, change = figures[:3].mean(1).tolist()
+        conditional = _pooled(figures[3], odds[0]), _pooled(figures[4], odds[1])
+        correlation = theory.rank_correlation([d.predicted_change for d in layers], figures[2])
+        return Outcome(fell, agreement, change, *conditional, correlation)
 
     def rows(self) -> list[dict[str, Any]]:
         names = "layer verdict negative_share smoothing_gain mean_symmetry mu_min bound reason lowest median highest"
