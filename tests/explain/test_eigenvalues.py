@@ -108,24 +108,20 @@ def test_counting_is_exact_for_one_head_and_for_equal_attention(heads, equal, ke
     assert np.abs(constant - varying).min() > 1e-4, "near ties are not what this is about"
 
 
-def shifted(dim: int, scale: float, shift: float) -> Tensor:
+def shifted(dim: int, scale: float, shift: float, turn: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Symmetric, but for a conjugate pair that turns; if it does so fast, it has the largest |1 + λ|."""
     M = normal(dim, dim) / (4 * dim) ** 0.5
-    return scale * (M + M.mT) + shift * torch.eye(dim)
-
-
-def turning(dim: int) -> Tensor:
-    """A conjugate pair 0.3 ± 2i stands out: it has the largest |1 + λ|."""
-    M = 0.3 * normal(dim, dim, seed=3) / dim**0.5
-    M[:2, :2] += torch.tensor([[0.3, -2.0], [2.0, 0.3]])
-    return M
+    H = scale * (M + M.mT) + shift * torch.eye(dim)
+    H[:2, :2] += turn * torch.tensor([[0, -1], [1, 0]])
+    return H, torch.eye(dim).double()
 
 
 CASES = {
-    "symmetric": lambda dim: (shifted(dim, 1.0, 0.0), torch.eye(dim).double()),
-    "negative": lambda dim: (shifted(dim, 0.2, -0.5), torch.eye(dim).double()),
-    "one eigenvalue, which exhausts the Krylov space": lambda dim: (shifted(dim, 0.0, -0.7), torch.eye(dim).double()),
+    "symmetric": lambda dim: shifted(dim, 1.0, 0.0),
+    "negative": lambda dim: shifted(dim, 0.2, -0.5),
+    "one eigenvalue, which exhausts the Krylov space": lambda dim: shifted(dim, 0.0, -0.7),
     "general": lambda dim: (normal(dim, dim, seed=1) / dim**0.5, normal(dim, dim, seed=2) / dim**0.5),
-    "turning": lambda dim: (turning(dim), torch.eye(dim).double()),
+    "turning": lambda dim: shifted(dim, 0.2, 0.3, turn=2.0),
     "zero": lambda dim: (torch.zeros(dim, 4).double(), normal(4, dim)),
     "low rank": lambda dim: (normal(dim, 7, seed=4) / dim**0.5, normal(7, dim, seed=5) / dim**0.5),
     "low rank, so that 0 is a corner": lambda dim: (-normal(3, dim).mT / dim**0.5, normal(3, dim) / dim**0.5),

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from spectrum_worlds import watch
+from spectrum_worlds import small_vit, watch
 
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain import explain
@@ -13,19 +13,16 @@ from acutance.explain.spectral_theory import layer_smooths, sharpening_bound
 from acutance.explain.steer import check_spectrum, fold
 from acutance.io.saving import load, save
 from acutance.mitigations import parse
-from acutance.models import Segmenter, ViT
+from acutance.models import Segmenter
 from acutance.sites import find
 from acutance.sites.mitigate import mitigate
 
-TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
 
-
-def make(mitigation=None, dtype=torch.float64, **options):
-    torch.manual_seed(0)
-    model = ViT(**{**TINY, **options}, mitigation=mitigation)
+def make(mitigation=None, **options):
+    model = small_vit(in_chans=3, heads=3, num_classes=5, mitigation=mitigation, **options)
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
-    return model.to(dtype).eval()
+    return model.double().eval()
 
 
 def images(dtype=torch.float64):
