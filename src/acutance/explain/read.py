@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
@@ -79,7 +79,7 @@ def explain(
     outside = ", ".join(dict.fromkeys([*beside, *filter(None, (site.between() for site in found))]))
     context = describe(bare, part) | {"norm": states, "outside H": outside or None}
     if batches is not None:
-        layers = with_data(bare, found, layers, batches, part=part, prefix=prefix, progress=progress)
+        layers = with_data(bare, dict(zip(found, layers, strict=True)), batches, part, prefix, progress)
         assert layers[0].dominance is not None
         special = f"{sites.special_tokens(bare, part)} {prefix}"
         read = f"HFC/LFC in the spectral norm, {special}, no padding; A in evaluation mode"
@@ -91,18 +91,15 @@ def explain(
 
 def with_data(
     model: nn.Module,
-    found: Sequence[sites.AttentionSite],
-    layers: Sequence[LayerSpectrum],
+    layers: Mapping[sites.AttentionSite, LayerSpectrum],
     batches: Iterable[Any],
-    *,
     part: str | None = None,
     prefix: str = "in",
     progress: bool = False,
 ) -> list[LayerSpectrum]:
     """The layers of these sites, with what attention and tokens did in them; `part` is where in the model they are."""
     numbers = {site.attention: number for site, number in sites.layers_of(sites.part_of(model, part))}
-    pairs = zip(layers, found, strict=True)
-    readers = [LayerReader(layer, site.update, numbers[site.attention], prefix) for layer, site in pairs]
+    readers = [LayerReader(layer, site.update, numbers[site.attention], prefix) for site, layer in layers.items()]
     walk(model, batches, *readers, part=part, progress="explaining" if progress else None)
     if not readers[0].kept:
         raise AcutanceError("explain got no batches: pass an iterable with at least one, or None for the weights only")

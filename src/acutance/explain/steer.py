@@ -56,9 +56,8 @@ def check_spectrum(
         The eigenvalue furthest beyond the bound of each layer that crosses it, by layer.
     """
     steered = [site for site in sites.find(sites.part_of(model, part)) if eigen_of(site.mitigation) is not None]
-    layers = [layer_spectrum(site, whole=True) for site in steered]
-    if batch is not None and steered:
-        layers = with_data(model, steered, layers, [batch], part=part)
+    spectra = {site: layer_spectrum(site, whole=True) for site in steered}
+    layers = with_data(model, spectra, [batch], part) if batch is not None and spectra else spectra.values()
     crossing: dict[int, complex] = {}
     listed, smoothing = [], []
     for layer in layers:
