@@ -95,7 +95,7 @@ def benchmark(arguments: argparse.Namespace) -> Row:
         "resident_mib": f"{resident / MIB:.0f}",
         "json_mib": f"{written / MIB:.1f}",
         "layer_weights_mib": f"{(weights.value.nbytes + weights.projection.nbytes) / MIB:.0f}",
-        "eigenvalues_kept": sum(s.heads.size + (0 if s.whole is None else s.whole.size) for s in kept),
+        "eigenvalues_kept": sum(s.heads.size + (0 if s.deciding is None else s.deciding.size) for s in kept),
         "threads": torch.get_num_threads(),
         **results.provenance("cpu", command),
     }

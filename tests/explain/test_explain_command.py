@@ -29,14 +29,13 @@ def test_options_reach_explain(checkpoint: Path, tmp_path: Path) -> None:
     found = Spectrum.load(tmp_path / "s.json")
     assert found.context["prefix"] == "1 prefix tokens out"
     assert found.context["norm"] == "pre-norm weight γ left out of H"
-    assert [layer.whole for layer in found.layers] == [None, None]
+    assert [layer.deciding for layer in found.layers] == [None, None]
     run(checkpoint, "--whole", "--json", tmp_path / "w.json")
     assert all(layer.eigenvalues is not None for layer in Spectrum.load(tmp_path / "w.json").layers)
 
 
 @pytest.mark.parametrize(
-    ("options", "drawn"),
-    [("", "histogram"), ("--data digits", "dominance"), ("--kind plane", "plane")],
+    ("options", "drawn"), [("", "histogram"), ("--data digits", "dominance"), ("--kind plane", "plane")]
 )
 def test_the_picture_is_the_one_asked_for(options, drawn, checkpoint: Path, tmp_path: Path, monkeypatch) -> None:
     kinds, draw = [], Spectrum.plot

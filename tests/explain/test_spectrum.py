@@ -35,10 +35,6 @@ def strict_json(text: str):
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def charts_of(page: str):
-    return strict_json(page.split("const charts = ")[1].split(";\nawait")[0])
-
-
 def test_verdicts_follow_the_sign_of_the_spectrum(model: ViT, read: Spectrum) -> None:
     spectrum = ac.explain(model, progress=False)
     for found in (spectrum, read):
@@ -51,12 +47,7 @@ def test_verdicts_follow_the_sign_of_the_spectrum(model: ViT, read: Spectrum) ->
 
 @pytest.mark.parametrize(
     ("smoothing", "sharpening", "undecided", "verdict"),
-    [
-        (0.2, 0.8, 0.0, "sharpening"),
-        (0.6, 0.0, 0.4, "smoothing"),
-        (0.4, 0.0, 0.2, "unknown"),
-        (0.3, 0.0, 0.1, "neutral"),
-    ],
+    [(0.2, 0.8, 0, "sharpening"), (0.6, 0, 0.4, "smoothing"), (0.4, 0, 0.2, "unknown"), (0.3, 0, 0.1, "neutral")],
 )
 def test_a_majority_makes_the_verdict(read: Spectrum, smoothing, sharpening, undecided, verdict) -> None:
     seen = replace(read[1].dominance, predicted=Share(smoothing, sharpening), undecided=undecided, mu_error=0.1)
@@ -78,8 +69,7 @@ def test_a_complex_pair_crosses_the_bound_outside_the_disc(model: ViT) -> None:
     set_branch(model, 1, torch.block_diag(*[turn] * (DIM // 2)))
     with pytest.warns(AcutanceWarning, match=r"λ = -0.1±0.6i lies outside the disc over −2/\(1\+μ_min\) = -2 to 0"):
         found = ac.explain(model, progress=False)[1]
-    assert found.crossing is not None
-    assert found.verdict == "smoothing"
+    assert (found.crossing is not None, found.verdict) == (True, "smoothing")
     assert "outside the disc" in found.reason
     set_branch(model, 1, torch.block_diag(*[turn - 0.3 * torch.eye(2)] * (DIM // 2)))  # −0.4 ± 0.6i: |1 + λ| = 0.85
     assert ac.explain(model, progress=False)[1].crossing is None
@@ -93,11 +83,11 @@ def test_heads_do_not_decide_for_a_wide_layer(model: ViT) -> None:
     spectrum, whole = (ac.explain(model, data, whole=w, progress=False) for w in (False, True))
     by_head = spectrum[1]
     np.testing.assert_allclose(by_head.heads, [[0.5] * 6, [-1.9] * 6], atol=1e-6)
-    assert (by_head.smoothing_gain, by_head.verdict) == (pytest.approx(1.5), "unknown")
-    assert whole[1].verdict == "sharpening"
-    assert by_head.dominance.predicted is None
+    assert (by_head.strongest, by_head.verdict) == (pytest.approx(0.5), "unknown")
+    assert (whole[1].verdict, by_head.dominance.predicted) == ("sharpening", None)
     assert math.isnan(by_head.dominance.branch.agreement)
     assert by_head.dominance.branch.fell == whole[1].dominance.branch.fell
+    assert by_head.cells()["agrees (base)"] == by_head.cells()["rank"] == "–"
     assert "No prediction" in spectrum.summary()
     assert spectrum.share() == spectrum.share("heads")
     with pytest.raises(AcutanceError, match="whole=True"):
@@ -124,8 +114,7 @@ def test_round_trip(model: ViT, data: bool, whole: bool, tmp_path) -> None:
     assert back.context.get("samples") == (3 if data else None)
     if data:
         assert math.isnan(back[1].dominance.branch.change)
-        for name in ("mu_min_by_sample", "mu_largest_by_sample"):
-            np.testing.assert_array_equal(getattr(back[2].dominance, name), getattr(spectrum[2].dominance, name))
+        np.testing.assert_array_equal(back[2].dominance.mu_min_by_sample, spectrum[2].dominance.mu_min_by_sample)
 
 
 def test_errors_name_the_file_and_the_layer(read: Spectrum, tmp_path) -> None:
@@ -149,27 +138,24 @@ def test_frame_and_totals(model: ViT, read: Spectrum) -> None:
 
 def test_conditional_shares_are_pooled_over_cases_not_over_layers(read: Spectrum) -> None:
     """Layer 1 predicts smoothing in all samples and layer 2 in a quarter: its share counts a quarter as much."""
-    figures = [  # predicted share, P(fell | smoothing), P(rose | sharpening), predicted and measured change
-        (Share(1.0, 0.0), 0.9, math.nan, -0.3, -0.1),
-        (Share(0.25, 0.75), 0.4, 0.6, 0.1, 0.0),
-        (Share(0.0, 0.0), math.nan, math.nan, 0.0, 0.2),
-    ]
+    nan = math.nan
+    # Predicted share, P(fell | smoothing), P(rose | sharpening), predicted and measured change.
+    figures = [((1, 0), 0.9, nan, -0.3, -0.1), ((0.25, 0.75), 0.4, 0.6, 0.1, 0.0), ((0, 0), nan, nan, 0.0, 0.2)]
     layers = []
     for layer, (share, fell, rose, predicted, change) in zip(read.layers, figures, strict=True):
         seen = layer.dominance
         branch = replace(seen.branch, fell_if_smoothing=fell, rose_if_sharpening=rose, change=change)
-        seen = replace(seen, predicted=share, predicted_change=predicted, branch=branch)
+        seen = replace(seen, predicted=Share(*share), predicted_change=predicted, branch=branch)
         layers.append(replace(layer, dominance=seen))
-    found = Spectrum(tuple(layers))
-    assert found.outcome().fell_if_smoothing == pytest.approx((0.9 + 0.25 * 0.4) / 1.25)
-    assert found.outcome().rose_if_sharpening == pytest.approx(0.6)
-    assert found.outcome().correlation == pytest.approx(0.5)  # ranks 1, 3, 2 against 1, 2, 3
-    assert found.cells()[0]["fell|smooth / rose|sharp"] == "90% / –"
+    found, total = Spectrum(tuple(layers)), Spectrum(tuple(layers)).outcome()
+    assert (total.fell_if_smoothing, total.rose_if_sharpening) == pytest.approx(((0.9 + 0.25 * 0.4) / 1.25, 0.6))
+    assert total.correlation == pytest.approx(0.5)  # ranks 1, 3, 2 against 1, 2, 3
+    assert found[1].cells()["fell|smooth / rose|sharp"] == "90% / –"
     values = read[1].dominance.mu_min_by_sample
-    assert found.cells()[0]["μ_min"] == f"{values.mean():.2f} ({values.min():.2f} to {values.max():.2f})"
+    assert found[1].cells()["μ_min"] == f"{values.mean():.2f} ({values.min():.2f} to {values.max():.2f})"
 
 
-def test_histograms_count_every_eigenvalue_on_its_side(read: Spectrum) -> None:
+def test_pictures_show_every_eigenvalue_on_its_side(read: Spectrum) -> None:
     from matplotlib.colors import to_hex
 
     figure = read.plot("histogram")
@@ -179,9 +165,6 @@ def test_histograms_count_every_eigenvalue_on_its_side(read: Spectrum) -> None:
             bars[to_hex(bar.get_facecolor())] += bar.get_height()
         assert (bars[COLOURS["sharpening"].lower()], bars[COLOURS["smoothing"].lower()]) == counts
     assert figure.axes[1].get_title() == "layer 2: sharpening"
-
-
-def test_plane_shows_every_eigenvalue(read: Spectrum) -> None:
     for axis, layer in zip(read.plot("plane").axes, read.layers, strict=False):
         points = axis.collections[0].get_offsets()
         np.testing.assert_allclose(points[:, 0] + 1j * points[:, 1], layer.spectrum)
@@ -203,7 +186,7 @@ def test_dominance_bars_are_the_shares(model: ViT, read: Spectrum) -> None:
 
 def test_page_holds_table_and_charts(model: ViT, read: Spectrum, tmp_path) -> None:
     text = read.to_html(tmp_path / "p.html").read_text()
-    charts = charts_of(text)
+    charts = strict_json(text.split("const charts = ")[1].split(";\nawait")[0])
     assert list(charts) == ["dominance", "histogram", "plane"]
     assert all(layer.reason in text for layer in read.layers)
     assert sum(bar["count"] for bar in charts["histogram"]["data"]["values"]) == 3 * DIM

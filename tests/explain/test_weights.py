@@ -9,7 +9,7 @@ from torch import nn
 import acutance as ac
 from acutance.errors import AcutanceError
 from acutance.explain import symmetry_over
-from acutance.explain.weights import branch, layer_spectrum, symmetry
+from acutance.explain.weights import factors, layer_spectrum, symmetry, whole_factors
 
 SHAPES = {
     "plain": (12, 3, 3, 4),
@@ -29,7 +29,7 @@ def test_heads_and_the_whole_match_numpy(site: BareSite) -> None:
     found, matrices = layer_spectrum(site), head_matrices(site)
     for own, H in zip(found.heads, matrices, strict=True):
         assert_same_eigenvalues(np.concatenate([own, np.zeros(site.dim - site.head_dim)]), H)
-    projection, value = branch(site).merged
+    projection, value = whole_factors(*factors(site)[:2])
     np.testing.assert_allclose((projection @ value).numpy(), sum(matrices), atol=1e-12)
     assert_same_eigenvalues(found.eigenvalues, sum(matrices))
 
@@ -75,13 +75,13 @@ def test_norm_is_folded_as_the_jacobian_says() -> None:
 def test_post_norm_and_missing_weights_have_nothing_to_fold() -> None:
     assert ac.explain(small_vit(norm="post"), progress=False).context["norm"] == "no pre-norm weight"
     for kind in (nn.LayerNorm, nn.RMSNorm):
-        assert branch(BareSite(8, 2, 2, 4, kind(8, elementwise_affine=False))).norm == "none"
+        assert factors(BareSite(8, 2, 2, 4, kind(8, elementwise_affine=False)))[2] == "none"
 
 
 def test_a_wide_layer_of_low_rank_is_read_whole_unless_told_not_to() -> None:
     site = BareSite(1026, 2, 2, 3)
     H, found = sum(head_matrices(site)), layer_spectrum(site, whole=False)
-    assert found.whole is None
+    assert found.deciding is None
     assert found.symmetry == pytest.approx(np.sum(H * H.T) / np.sum(H * H), rel=1e-9)
     every = layer_spectrum(site).eigenvalues  # wide, but of low rank: all of them are cheap
     assert (every == 0).sum() == 1026 - 6  # rank heads · head_dim, the rest exactly zero

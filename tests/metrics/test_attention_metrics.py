@@ -7,23 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from acutance.attention import AttentionCall, products
 from acutance.attention.operator import AttentionOperator
 from acutance.errors import ShapeError
-from acutance.metrics import (
-    ATTENTION_METRICS,
-    MEANINGS,
-    TOKEN_METRICS,
-    attention_cosine,
-    attention_entropy,
-    energy,
-    fidelity,
-    gradient_alignment,
-    head_cosine,
-    log_nonlocal_energy_raw,
-    nonlocal_energy,
-)
+from acutance.metrics.attention import attention_cosine, attention_entropy, head_cosine
+from acutance.metrics.energy import energy, fidelity, gradient_alignment, log_nonlocal_energy_raw, nonlocal_energy
+from acutance.metrics.sums import ATTENTION_METRICS, MEANINGS, TOKEN_METRICS
 from attention.operator_cases import KERNELS, MASKINGS, LargestTensor, formula, make_case, with_heads
 
 laws = settings(max_examples=20, deadline=None, derandomize=True)
@@ -38,14 +29,18 @@ METRICS = {  # as functions of one operator, tokens and query rows
 ALL = pytest.mark.parametrize("name", METRICS)
 COMBINATIONS = [(kernel, masking) for kernel in KERNELS for masking in MASKINGS]
 COMBINATIONS += [(kernel, "bias") for kernel in ("softmax", "symmetric", "rbf")]
+HALF = torch.rand(2, 11, generator=torch.Generator().manual_seed(3)) > 0.4  # of the cases' rows
+
+
+@pytest.fixture(params=[None, 2], ids=["one tile", "many tiles"])
+def tile_rows(request, monkeypatch):
+    if request.param is not None:
+        monkeypatch.setattr(products, "CPU_TILE", 1)
+        monkeypatch.setattr(products, "FEWEST_ROWS", request.param)
 
 
 def random(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def random_operator(tokens=7, seed=0, **options):
-    return AttentionOperator(*random(2, 2, 3, tokens, 4, seed=seed), **options)
 
 
 def frobenius_cosine(a, b):
@@ -79,69 +74,50 @@ def written_out(c, rows):
 @pytest.mark.parametrize("grouped", [False, True])
 def test_every_metric_is_the_sum_written_out(kernel, masking, grouped, tile_rows):
     c = make_case(kernel, masking, grouped)
-    half = torch.rand(2, 11, generator=torch.Generator().manual_seed(3)) > 0.4
-    for rows in (torch.ones_like(half), half):
+    for rows in (torch.ones_like(HALF), HALF):
         for name, expected in written_out(c, rows).items():
             value = METRICS[name](c.operator, c.x if name == "gradient_alignment" else c.y, rows)
-            torch.testing.assert_close(value, expected, rtol=1e-8, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+            assert_close(value, expected, rtol=1e-8, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
             lowest, highest = MEANINGS[name].range
             assert ((lowest <= value) & (value <= highest)).all()
     assert {**METRICS, **TOKEN_METRICS}.keys() == MEANINGS.keys()
-
-
-@pytest.mark.parametrize("name", ENERGIES)
-def test_grouped_values_count_once_per_query_head(name):
-    c = make_case("softmax", grouped=True)
-    assert torch.equal(METRICS[name](c.operator, c.x), METRICS[name](c.operator, c.values))
 
 
 @pytest.mark.parametrize("strength", [0.6, torch.tensor([0.1, 0.2, 0.3, 0.4])], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_energy_adds_the_weighted_sum_of_squares(strength, masked):
     c = make_case("softmax", "causal", grouped=True)
-    rows = torch.rand(2, 11, generator=torch.Generator().manual_seed(3)) > 0.4 if masked else None
-    kept = torch.ones(2, 11) if rows is None else rows
+    kept = HALF if masked else torch.ones_like(HALF)
     expected = strength / 2 * ((c.y - c.values).square().sum(-1) * kept[:, None]).sum(-1)
-    torch.testing.assert_close(fidelity(c.y, c.x, strength, rows), expected)
-    if masked:
-        spoilt = c.y.masked_fill(~rows[:, None, :, None], math.nan)
-        torch.testing.assert_close(fidelity(spoilt, c.x, strength, rows), expected)
-    torch.testing.assert_close(
-        energy(c.operator, c.y, c.x, strength, rows), nonlocal_energy(c.operator, c.y, rows) + expected
-    )
-
-
-# --- laws and exact values -------------------------------------------------------------------------
+    spoilt = c.y.masked_fill(~kept[:, None, :, None], math.nan)
+    assert_close(fidelity(spoilt, c.x, strength, HALF if masked else None), expected)
+    assert_close(energy(c.operator, c.y, c.x, strength, kept), nonlocal_energy(c.operator, c.y, kept) + expected)
+    for metric in ENERGIES.values():  # grouped values count once per query head
+        assert torch.equal(metric(c.operator, c.x), metric(c.operator, c.values))
 
 
 @laws
 @given(seed=seeds, factor=st.floats(0.01, 100))
 def test_energies_do_not_see_offset_rotation_or_order_and_know_their_scale(seed, factor):
-    A, u = random_operator(seed=seed), random(2, 3, 7, 5, seed=seed + 1)
+    A, u = AttentionOperator(*random(2, 2, 3, 7, 4, seed=seed)), random(2, 3, 7, 5, seed=seed + 1)
     Q, offset = torch.linalg.qr(random(5, 5, seed=seed + 2)).Q, random(1, 1, 1, 5, seed=seed + 3)
     order = torch.randperm(7, generator=torch.Generator().manual_seed(seed))
     shuffled = AttentionOperator(A.q[..., order, :], A.k[..., order, :])
     for name, metric in ENERGIES.items():
         value = metric(A, u)
-        torch.testing.assert_close(metric(A, u @ Q + offset), value)
-        torch.testing.assert_close(metric(shuffled, u[..., order, :]), value)
+        assert_close(metric(A, u @ Q + offset), value)
+        assert_close(metric(shuffled, u[..., order, :]), value)
         scaled = {"nonlocal_energy": factor**2 * value, "log_nonlocal_energy_raw": value + 2 * math.log(factor)}
-        torch.testing.assert_close(metric(A, factor * u), scaled.get(name, value))
+        assert_close(metric(A, factor * u), scaled.get(name, value))
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "rbf", "linear", "polynomial"])
-def test_gradient_alignment_is_one_when_queries_are_keys(kernel):
-    k = random(2, 3, 7, 4)
-    A = AttentionOperator(k, k, kernel=kernel)
-    torch.testing.assert_close(gradient_alignment(A, random(2, 3, 7, 5, seed=1)), torch.ones(2, 3).double())
-
-
-def test_gradient_alignment_is_about_the_gradient_of_the_energy():
-    # With q := k, ∇_u ½ΣΣ k_ij‖u_i − u_j‖² = 2 Σ_j k_ij (u_i − u_j): the sums compared by Table 4.
-    A, u = random_operator(kernel="symmetric"), random(2, 3, 7, 5, seed=1).requires_grad_()
-    log_nonlocal_energy_raw(A, u).exp().sum().backward()
-    kernel = A.dense() * A.logsumexp().exp()[..., None]
-    torch.testing.assert_close(u.grad, 2 * (kernel.sum(-1, keepdim=True) * u - kernel @ u).detach())
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradient_alignment_is_one_when_queries_are_keys(kernel, causal):
+    """The first of n causal rows sees itself alone: it counts, with cosine 0."""
+    k, v = random(2, 2, 3, 5, 4)
+    found = gradient_alignment(AttentionOperator(k, k, kernel=kernel, causal=causal), v)
+    assert_close(found, torch.full((2, 3), 0.8 if causal else 1.0).double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -175,48 +151,30 @@ def test_rounding_pushes_no_value_out_of_its_range(seed):
     assert (attention_entropy(sharp) >= 0).all()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_entropy_between_one_key_and_all(kernel):
-    alike = torch.zeros(1, 2, 5, 3, dtype=torch.float64)
-    uniform = attention_entropy(AttentionOperator(alike, alike, kernel=kernel))
-    torch.testing.assert_close(uniform, torch.full((1, 2), math.log(5)).double())
-    itself = torch.eye(5, dtype=torch.bool)[None, None]
-    alone = attention_entropy(AttentionOperator(alike, alike, mask=itself, kernel=kernel))
-    torch.testing.assert_close(alone, torch.zeros(1, 2).double(), atol=1e-12, rtol=0)
-    causal = attention_entropy(AttentionOperator(alike, alike, causal=True, kernel=kernel))
-    torch.testing.assert_close(causal, torch.full((1, 2), math.log(math.factorial(5)) / 5).double())
-
-
 def test_entropy_does_not_see_where_the_keys_start():
     q, k = random(2, 2, 3, 30, 8)
     value = attention_entropy(AttentionOperator(q, k))
-    torch.testing.assert_close(attention_entropy(AttentionOperator(q, k + 5 * random(8, seed=1))), value)
+    assert_close(attention_entropy(AttentionOperator(q, k + 5 * random(8, seed=1))), value)
     # With a bias the entropy comes from the entries, without one from an identity.
     zero = torch.zeros(1, 1, 30, 30, dtype=torch.float64)
-    torch.testing.assert_close(attention_entropy(AttentionOperator(q, k, mask=zero)), value)
+    assert_close(attention_entropy(AttentionOperator(q, k, mask=zero)), value)
+    A = AttentionOperator(q[..., :3, :], k, causal=True)  # more keys than queries
+    assert_close(attention_entropy(A), torch.special.entr(A.dense()).sum(-1).mean(-1))
     # The same offset in every key adds up to 10⁵ to the logits of a row and nothing to its entropy.
     q, far = q.float(), k.float() + 2**16
     exact = attention_entropy(AttentionOperator(q.double(), far.double()))
-    torch.testing.assert_close(attention_entropy(AttentionOperator(q, far)).double(), exact, rtol=1e-5, atol=0)
+    assert_close(attention_entropy(AttentionOperator(q, far)).double(), exact, rtol=1e-5, atol=0)
 
 
-def test_cosines_of_equal_and_disjoint_attention():
-    q, k = random(2, 2, 3, 6, 4)
-    A, itself = AttentionOperator(q, k), torch.eye(6, dtype=torch.bool)
-    torch.testing.assert_close(attention_cosine(A, A), torch.ones(2, 3).double())
-    apart = AttentionOperator(q, k, mask=itself), AttentionOperator(q, k, mask=~itself)
-    torch.testing.assert_close(attention_cosine(*apart), torch.zeros(2, 3).double())
-    same_heads = AttentionOperator(q[:, :1].expand(-1, 3, -1, -1), k[:, :1].expand(-1, 3, -1, -1))
-    torch.testing.assert_close(head_cosine(same_heads), torch.ones(2).double())
-    disjoint = AttentionOperator(q[:, :2], k[:, :2], mask=torch.stack([itself, ~itself])[None])
-    torch.testing.assert_close(head_cosine(disjoint), torch.zeros(2).double())
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        value = head_cosine(AttentionOperator(q[:, :1].to(dtype), k[:, :1].to(dtype)))  # one head is like itself
-        assert value.tolist() == [1.0, 1.0]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_heads_that_are_alone_or_disjoint(dtype):
+    q, k = random(2, 2, 2, 6, 4, dtype=dtype)
+    itself = torch.eye(6, dtype=torch.bool)
+    disjoint = AttentionOperator(q, k, mask=torch.stack([itself, ~itself])[None])
+    for A, cosine in ((AttentionOperator(q[:, :1], k[:, :1]), 1.0), (disjoint, 0.0)):
+        value = head_cosine(A)
+        assert value.tolist() == [cosine, cosine]
         assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-
-
-# --- edge cases ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ["constant", "one token", "all rows dropped", "all keys masked"])
@@ -229,7 +187,7 @@ def test_edge_cases(case, dtype):
     A = AttentionOperator(q, k, mask=nothing if case == "all keys masked" else None)
     rows = nothing if case == "all rows dropped" else None
     values = {name: metric(A, u, rows) for name, metric in METRICS.items()}
-    torch.testing.assert_close(values["nonlocal_energy"], torch.zeros(1, 2, dtype=dtype), atol=1e-10, rtol=0)
+    assert_close(values["nonlocal_energy"], torch.zeros(1, 2, dtype=dtype), atol=1e-10, rtol=0)
     assert (values["gradient_alignment"] == 0).all()
     assert (values["log_nonlocal_energy_raw"] == -math.inf).all()
     if case.startswith("all"):
@@ -238,24 +196,11 @@ def test_edge_cases(case, dtype):
     assert torch.isfinite(u.grad).all()
 
 
-def test_a_row_that_sees_only_itself_has_no_gradient():
-    # Causal: the first of n rows. It counts, with cosine 0, so q := k gives (n − 1)/n.
-    k, v = random(2, 1, 2, 5, 4, dtype=torch.float32)
-    value = gradient_alignment(AttentionOperator(k, k, causal=True), v)
-    torch.testing.assert_close(value, torch.full((1, 2), 0.8))
-
-
-def test_more_keys_than_queries():
-    q, k = random(1, 2, 3, 4), random(1, 2, 7, 4, seed=1)
-    A = AttentionOperator(q, k, causal=True)
-    torch.testing.assert_close(attention_entropy(A), torch.special.entr(A.dense()).sum(-1).mean(-1))
-    torch.testing.assert_close(attention_cosine(A, A), torch.ones(1, 2).double())
-
-
 @ALL
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_nan_is_not_hidden(name, biased):
-    A, u = random_operator(mask=torch.zeros(7, 7).double() if biased else None), random(2, 3, 7, 5, seed=1)
+    A = AttentionOperator(*random(2, 2, 3, 7, 4), mask=torch.zeros(7, 7).double() if biased else None)
+    u = random(2, 3, 7, 5, seed=1)
     A.q[1, 2, 3, 0] = math.nan
     assert METRICS[name](A, u).isnan().nonzero().tolist() == ([[1]] if name == "head_cosine" else [[1, 2]])
     if name in ENERGIES:
@@ -280,55 +225,38 @@ def test_what_does_not_fit_is_refused():
         attention_cosine(A, AttentionOperator(k[:, :1], k[:, :1]))
 
 
-# --- precision and gradients -----------------------------------------------------------------------
-
-
 @ALL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_input_costs_only_its_own_rounding(name, dtype):
     q, k, u = random(3, 2, 2, 48, 8, dtype=dtype)
-    value = METRICS[name](AttentionOperator(q, k), u)
-    assert value.dtype == torch.float32
-    exact = METRICS[name](AttentionOperator(q.double(), k.double()), u.double())
-    torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-5)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(METRICS[name](AttentionOperator(q, k), u), value)
-
-
-@pytest.mark.parametrize("name", ENERGIES)
-def test_nearly_constant_tokens_keep_their_energy(name):
-    q, k = random(2, 1, 2, 50, 8, dtype=torch.float32)
-    u = (1e3 + 1e-3 * random(1, 2, 50, 8, seed=1)).float()
-    exact = METRICS[name](AttentionOperator(q.double(), k.double()), u.double())
-    torch.testing.assert_close(METRICS[name](AttentionOperator(q, k), u).double(), exact, rtol=1e-5, atol=1e-5)
+    for tokens in (u, (1e3 + 1e-3 * u.double()).float()):  # the second are nearly constant
+        value = METRICS[name](AttentionOperator(q, k), tokens)
+        assert value.dtype == torch.float32
+        exact = METRICS[name](AttentionOperator(q.double(), k.double()), tokens.double())
+        assert_close(value.double(), exact, rtol=1e-5, atol=1e-5)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_close(METRICS[name](AttentionOperator(q, k), tokens), value)
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "symmetric", "rbf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_huge_logits_stay_finite(kernel, dtype):
-    q, k, u = random(3, 1, 3, 12, 4)
-    q, k = (100 * x for x in (q, k))  # logits of ±10⁴ and more: exp overflows and underflows everywhere
+    q, k, u = random(3, 1, 3, 12, 4) * torch.tensor([100, 100, 1]).view(3, 1, 1, 1, 1)
     one = k if kernel == "symmetric" else q
     logs = -0.25 * torch.cdist(one, k).square() if kernel == "rbf" else 0.5 * one @ k.mT
-    assert logs.abs().max() > 1e4
+    assert logs.abs().max() > 1e4, "exp is meant to overflow and underflow"
     expected = (logs + (torch.cdist(u, u).square() / 2).log()).flatten(2).logsumexp(-1)
     A = AttentionOperator(q.to(dtype), k.to(dtype), kernel=kernel)
     value = log_nonlocal_energy_raw(A, u.to(dtype))
-    torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
-    assert torch.isfinite(nonlocal_energy(A, u.to(dtype))).all()
-    assert torch.isfinite(gradient_alignment(A, u.to(dtype))).all()
+    assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
+    assert all(torch.isfinite(metric(A, u.to(dtype))).all() for metric in (nonlocal_energy, gradient_alignment))
 
 
 @ALL
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"kernel": "linear"}, {"kernel": "rbf"}], ids=str)
 def test_gradients_are_right(name, options, tile_rows):
-    q, k, u = (x.requires_grad_() for x in random(3, 1, 2, 5, 3))
-    rows = torch.tensor([[True, True, False, True, True]])
-
-    def value(q, k, u):
-        return METRICS[name](AttentionOperator(q, k, **options), u, rows)
-
-    assert torch.autograd.gradcheck(value, (q, k, u))
+    inputs, rows = [x.requires_grad_() for x in random(3, 1, 2, 5, 3)], torch.tensor([[True, True, False, True, True]])
+    assert torch.autograd.gradcheck(lambda q, k, u: METRICS[name](AttentionOperator(q, k, **options), u, rows), inputs)
 
 
 def test_gradients_of_the_fidelity_and_past_rows_that_see_nothing():
@@ -340,22 +268,17 @@ def test_gradients_of_the_fidelity_and_past_rows_that_see_nothing():
     assert all(torch.isfinite(x.grad).all() for x in (q, k, u))
 
 
-# --- the registries, and memory --------------------------------------------------------------------
-
-
 def record_of(A, v, u):
     return AttentionCall(operator=A, v=v, values=v, output=u, branch=u)
 
 
 def test_attention_metrics_read_the_right_part_of_a_record():
-    assert list(TOKEN_METRICS) == [metric.__name__ for metric in TOKEN_METRICS.values()]
-    c, rows = make_case("softmax", "keys", grouped=True), torch.arange(11).expand(2, -1) > 3
-    record = record_of(c.operator, c.x, c.y)
+    c = make_case("softmax", "keys", grouped=True)
     assert {*ATTENTION_METRICS, "attention_cosine"} == {*METRICS}
     for name, metric in ATTENTION_METRICS.items():
-        tokens = c.x if name == "gradient_alignment" else c.y
-        assert torch.equal(metric(record, rows), METRICS[name](c.operator, tokens, rows))
-        assert metric(record, None).shape in {(2,), (2, 4)}
+        found = metric(record_of(c.operator, c.x, c.y), HALF)
+        assert torch.equal(found, METRICS[name](c.operator, c.x if name == "gradient_alignment" else c.y, HALF))
+        assert found.shape in {(2,), (2, 4)}
 
 
 READ = {
@@ -384,4 +307,4 @@ def test_cuda_agrees_with_float64_on_the_cpu(name):
         q, k, u = random(3, 2, 2, 197, 64, dtype=torch.float32).to(device, dtype)
         return READ[name](record_of(AttentionOperator(q, k), u, u)).double().cpu()
 
-    torch.testing.assert_close(value("cuda", torch.float32), value("cpu", torch.float64), rtol=1e-4, atol=1e-5)
+    assert_close(value("cuda", torch.float32), value("cpu", torch.float64), rtol=1e-4, atol=1e-5)

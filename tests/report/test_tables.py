@@ -52,7 +52,7 @@ def test_a_spectrum_with_data_can_be_read(width: int) -> None:
     found = ac.explain(model, [torch.rand(4, 1, 8, 8)], progress=False)
     text = printed(found.table(), width)
     assert "…" not in text
-    for row in found.cells():
+    for row in found.table().rows:
         for column, cell in row.items():
             assert column == "reason" or (column in text and cell in text)
 

@@ -1,13 +1,11 @@
 """explain: the spectra of a model's weights, and with data what attention and tokens did in every layer."""
 
-from __future__ import annotations
-
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,7 +15,7 @@ from torch.nn import functional as F
 
 from acutance import sites
 from acutance.attention import AttentionCall, spectra
-from acutance.attention.operator import AttentionOperator
+from acutance.attention.operator import AttentionOperator, is_visible
 from acutance.attention.products import accumulation_dtype
 from acutance.attention.spectra import DENSE_TOKENS
 from acutance.errors import AcutanceError, AcutanceWarning
@@ -76,9 +74,12 @@ def explain(
         walked = track(found, "spectra of H" if progress and len(found) > 1 else None, stack)
         layers = [layer_spectrum(site, norm, whole) for site in walked]
     states = "; ".join(dict.fromkeys(NORM_STATES[layer.norm] for layer in layers))
-    context = describe(bare, part) | {"norm": states, "outside H": _outside(found)}
+    # What the layers do that H⊗A does not say: mitigations beside the weights, a norm before W_proj.
+    beside = [m.spec for site in found if (m := site.mitigation) and any(map(m.overrides, HOOKS_BESIDE_H))]
+    outside = ", ".join(dict.fromkeys([*beside, *filter(None, (site.between() for site in found))]))
+    context = describe(bare, part) | {"norm": states, "outside H": outside or None}
     if batches is not None:
-        layers = with_data(bare, found, layers, batches, part=part, prefix=prefix, progress=progress)
+        layers = with_data(bare, dict(zip(found, layers, strict=True)), batches, part, prefix, progress)
         assert layers[0].dominance is not None
         special = f"{sites.special_tokens(bare, part)} {prefix}"
         read = f"HFC/LFC in the spectral norm, {special}, no padding; A in evaluation mode"
@@ -90,42 +91,30 @@ def explain(
 
 def with_data(
     model: nn.Module,
-    found: Sequence[sites.AttentionSite],
-    layers: Sequence[LayerSpectrum],
+    layers: Mapping[sites.AttentionSite, LayerSpectrum],
     batches: Iterable[Any],
-    *,
     part: str | None = None,
     prefix: str = "in",
     progress: bool = False,
 ) -> list[LayerSpectrum]:
     """The layers of these sites, with what attention and tokens did in them; `part` is where in the model they are."""
     numbers = {site.attention: number for site, number in sites.layers_of(sites.part_of(model, part))}
-    pairs = zip(layers, found, strict=True)
-    readers = [LayerReader(layer, site.update, numbers[site.attention], prefix) for layer, site in pairs]
+    readers = [LayerReader(layer, site.update, numbers[site.attention], prefix) for site, layer in layers.items()]
     walk(model, batches, *readers, part=part, progress="explaining" if progress else None)
     if not readers[0].kept:
         raise AcutanceError("explain got no batches: pass an iterable with at least one, or None for the weights only")
-    return [replace(layer, dominance=reader.result()) for layer, reader in zip(layers, readers, strict=True)]
-
-
-def _outside(found: Sequence[sites.AttentionSite]) -> str | None:
-    """What the layers do that H⊗A does not say: mitigations beside the weights, a norm before W_proj."""
-    carried = [site.mitigation for site in found if site.mitigation is not None]
-    specs = [m.spec for m in carried if any(m.overrides(hook) for hook in HOOKS_BESIDE_H)]
-    between = [part for site in found if (part := site.between()) is not None]
-    return ", ".join(dict.fromkeys([*specs, *between])) or None
+    return [replace(reader.layer, dominance=reader.result()) for reader in readers]
 
 
 def warn_beyond_bound(layer: LayerSpectrum) -> None:
     """Warn if a negative spectrum has left the disc in which μ_min beats μ = 1."""
     if layer.crossing is not None:
         outcome = "and the layer smooths" if layer.verdict == "smoothing" else "though the layer does not smooth by it"
-        warnings.warn(
+        words = (
             f"layer {layer.layer}: the negative spectrum of H crosses the bound, {layer.crossing_words}: for that "
-            f"eigenvalue μ = 1 beats μ_min, {outcome}. Bound it, e.g. with a bounded Eigen spectrum",
-            AcutanceWarning,
-            stacklevel=3,
+            f"eigenvalue μ = 1 beats μ_min, {outcome}. Bound it, e.g. with a bounded Eigen spectrum"
         )
+        warnings.warn(words, AcutanceWarning, stacklevel=3)
 
 
 class LayerReader(Visitor):
@@ -140,8 +129,8 @@ class LayerReader(Visitor):
     ) -> None:
         self.needs, self.prefix = dict.fromkeys(("enter", "attend", "leave"), (number,)), prefix
         self.lam = {"heads": convex_hull(layer.heads)}
-        if layer.whole is not None:
-            self.lam["whole"] = convex_hull(layer.whole[None])
+        if layer.deciding is not None:
+            self.lam["whole"] = convex_hull(layer.deciding[None])
         self.layer, self.update = layer, update
         self.counted = self.present = TokenLayout()
         self.tokens = self.before = torch.empty(0)
@@ -170,21 +159,18 @@ class LayerReader(Visitor):
         _, told = self.present.tokens(self.tokens)
         self.valid = visible_keys(A) if told is None else told
         self.before = self._ratio(self.tokens)
-        others = other_eigenvalues_of(A, list(self.lam.values()), self.valid)
-        self.mu_error = max(self.mu_error, float(others.residuals.max()))
-        self.tolerance = max(self.tolerance, others.tolerance)
+        others, residuals = other_eigenvalues_of(A, list(self.lam.values()), self.valid)
+        self.mu_error, self.tolerance = max(self.mu_error, float(residuals.max())), tolerance_of(A)
         for scope, points in self.lam.items():
             lam, error = points.to(A.device), self.layer.error if scope == "whole" else 0.0
-            self._keep(scope, families(lam, others.values, error, others.residuals).leaning)
-        if self.layer.deciding is not None:  # by the whole H, or by the only head
-            # All heads share the constant vector: on constant tokens the layer is exactly I + H. On the others it is
-            # I + Σ H_h⊗A_h, and the largest |1 + λμ| over the heads' A_h stands in for its largest eigenvalue.
-            found = families(lam, others.values.flatten(1), error, others.residuals.flatten(1))
-            self._keep("lean", found.leaning)
-            self._keep("undecided", found.undecided)
-            self._keep("predicted", found.log_rate)
-        self._keep("mu_min", others.values.real.amin(-1))
-        self._keep("mu_largest", others.values.abs().amax(-1))
+            self._keep(scope, families(lam, others, error, residuals).leaning)
+        # All heads share the constant vector: on constant tokens the layer is exactly I + H. On the others it is
+        # I + Σ H_h⊗A_h, and the largest |1 + λμ| over the heads' A_h stands in for its largest eigenvalue.
+        found = families(lam[:1], others.flatten(1), error, residuals.flatten(1))
+        for name, prediction in (("lean", found.leaning), ("undecided", found.undecided), ("rate", found.log_rate)):
+            self._keep(name, prediction if "whole" in self.lam else torch.full_like(found.constant, torch.nan))
+        self._keep("mu_min", others.real.amin(-1))
+        self._keep("mu_largest", others.abs().amax(-1))
         self._compare("branch", self.tokens + self.update(call.branch))
 
     def leave(self, layer: int, tokens: Tensor) -> None:
@@ -194,27 +180,25 @@ class LayerReader(Visitor):
     def result(self) -> Dominance:
         """What was found so far; warns of eigenvalues of A that have not converged."""
         if self.mu_error > self.tolerance:
-            warnings.warn(
+            words = (
                 f"layer {self.layer.layer}: eigenvalues of A have not converged in a Krylov space, the largest "
                 f"residual is {self.mu_error:.1e}, wanted {self.tolerance:.1e}. A verdict within it is unknown. "
-                f"{EXACT_MU}",
-                AcutanceWarning,
-                stacklevel=2,
             )
+            warnings.warn(words + EXACT_MU, AcutanceWarning, stacklevel=2)
         series = {name: torch.cat(parts).cpu().numpy() for name, parts in self.kept.items()}
-        lean, predicted = series.get("lean"), series.get("predicted")
+        lean, rate = series["lean"], series["rate"]
         return Dominance(
-            samples=len(series["block"]),
+            samples=len(lean),
             mu_min_by_sample=series["mu_min"],
             mu_largest_by_sample=series["mu_largest"],
             mu_error=self.mu_error,
             heads=tuple(map(_share, series["heads"].T)),
             whole=tuple(map(_share, series["whole"].T)) if "whole" in series else None,
-            predicted=None if lean is None else _share(lean),
-            undecided=float(series["undecided"].mean()) if "undecided" in series else math.nan,
-            predicted_change=math.nan if predicted is None else float(predicted.mean()),
-            branch=compare(series["branch"], lean, predicted),
-            block=compare(series["block"], lean, predicted),
+            predicted=_share(lean) if "whole" in series else None,
+            undecided=float(series["undecided"].mean()),
+            predicted_change=float(rate.mean()),
+            branch=compare(series["branch"], lean, rate),
+            block=compare(series["block"], lean, rate),
         )
 
     def _ratio(self, tokens: Tensor) -> Tensor:
@@ -236,64 +220,52 @@ def _share(lean: Series) -> Share:
     return Share(float((lean > 0).mean()), float((lean < 0).mean()))
 
 
-def compare(change: Series, lean: Series | None, predicted: Series | None) -> Outcome:
-    """The measured log change of HFC/LFC per sample against the leaning (1 smoothing) and the predicted log change."""
+def compare(change: Series, lean: Series, predicted: Series) -> Outcome:
+    """The measured log change of HFC/LFC per sample against the leaning (1 smoothing) and the predicted one, or NaN."""
     moved = np.where(np.abs(change) <= TIE, 0, -np.sign(change))  # 1 where it fell
-    fell, mean = float((moved > 0).mean()), float(change.mean())
-    if lean is None or predicted is None:
-        return Outcome(fell, math.nan, mean, math.nan, math.nan, math.nan)
 
     def share(event: NDArray[np.bool_], given: NDArray[np.bool_]) -> float:
         return float(event[given].mean()) if given.any() else math.nan
 
     return Outcome(
-        fell=fell,
-        agreement=float((moved == lean).mean()),
-        change=mean,
+        fell=float((moved > 0).mean()),
+        agreement=float(np.where(np.isnan(lean), math.nan, moved == lean).mean()),
+        change=float(change.mean()),
         fell_if_smoothing=share(moved > 0, lean > 0),
         rose_if_sharpening=share(moved < 0, lean < 0),
         correlation=rank_correlation(predicted, change),
     )
 
 
-class OtherEigenvalues(NamedTuple):
-    """Eigenvalues of A other than 1, and how well each is known."""
-
-    values: Tensor  # complex (batch, heads, m)
-    residuals: Tensor  # (batch, heads, m): ‖Az − μz‖ of each one's unit vector z; 0 if the matrix gave them
-    tolerance: float = 0.0  # what the residuals should be
+def tolerance_of(A: AttentionOperator) -> float:
+    """What residuals of eigenvalues of A should be."""
+    return float(torch.finfo(accumulation_dtype(A.q, A.k)).eps ** (2 / 3))
 
 
 def other_eigenvalues_of(
     A: AttentionOperator, points: Sequence[Tensor], valid: Tensor | None = None
-) -> OtherEigenvalues:
-    """The μ other than 1 that can dominate beside given λ, sets of (heads or 1, k) each.
+) -> tuple[Tensor, Tensor]:
+    """The μ other than 1 that can dominate beside given λ, sets of (heads or 1, k) each; complex (batch, heads, m).
 
     Up to 512 tokens and for a triangular A that is every other μ. Above, without the matrix: the μ of smallest real
     part, that of largest modulus, and for each set of λ the one with the largest |1 + λμ|. Where `valid` (batch,
-    tokens) is False there is padding: A is restricted to the other tokens.
+    tokens) is False there is padding: A is restricted to the other tokens. The second tensor has the residuals
+    ‖Az − μz‖ of the μ's unit vectors z, 0 if the matrix gave them.
     """
     A.require_row_sums_of_one("the verdict on a layer")
+    is_exact = A.shape[-1] <= DENSE_TOKENS or A.is_triangular
     # Among long samples with masks of their own, some may be triangular and others not.
-    is_mixed = A.mask4 is not None and A.mask4.size(0) > 1 and A.shape[-1] > DENSE_TOKENS and not A.is_triangular
-    if valid is None or bool(valid.all()):
-        if not is_mixed:
-            return _unpadded(A, points)
-        valid = torch.ones(A.shape[0], A.shape[-1], dtype=torch.bool, device=A.device)
-    found = [_unpadded(_one_sample(A, sample, keep), points) for sample, keep in enumerate(valid)]
-    # Repeating a μ fills a short row and changes no maximum.
-    places = torch.arange(max(one.values.shape[-1] for one in found), device=A.device)
-    values, residuals = (
-        torch.cat([x[..., places.clamp(max=x.shape[-1] - 1)] for x in parts])
-        for parts in ([one.values for one in found], [one.residuals for one in found])
-    )
-    return OtherEigenvalues(values, residuals, max(one.tolerance for one in found))
-
-
-def _unpadded(A: AttentionOperator, points: Sequence[Tensor]) -> OtherEigenvalues:
-    if A.shape[-1] <= DENSE_TOKENS or A.is_triangular:
+    is_mixed = not is_exact and A.mask4 is not None and A.mask4.size(0) > 1
+    if is_mixed or (valid is not None and not valid.all()):
+        valid = torch.ones(A.shape[0], A.shape[-1], dtype=torch.bool) if valid is None else valid
+        alone = [other_eigenvalues_of(_one_sample(A, sample, keep), points) for sample, keep in enumerate(valid)]
+        # Repeating a μ fills a short row and changes no maximum.
+        places = torch.arange(max(values.shape[-1] for values, _ in alone), device=A.device)
+        filled = [[x[..., places.clamp(max=x.shape[-1] - 1)] for x in parts] for parts in zip(*alone, strict=True)]
+        return torch.cat(filled[0]), torch.cat(filled[1])
+    if is_exact:
         others = other_eigenvalues(A.eigenvalues())
-        return OtherEigenvalues(others, torch.zeros_like(others.real))
+        return others, torch.zeros_like(others.real)
     precise = A.to(accumulation_dtype(A.q, A.k))
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(*A.shape[:2], A.shape[-1] - 1, spectra.BLOCK, generator=generator, dtype=precise.dtype)
@@ -303,10 +275,9 @@ def _unpadded(A: AttentionOperator, points: Sequence[Tensor]) -> OtherEigenvalue
         gains = [growth(p[..., :, None] * values[..., None, :]).amax(-2) for p in lam]
         return torch.stack([values.real.argmin(-1), values.abs().argmax(-1), *(g.argmax(-1) for g in gains)], dim=-1)
 
-    tolerance = torch.finfo(start.dtype).eps ** (2 / 3)
     multiply = without_constant_mode(precise)
-    found = spectra.arnoldi(multiply, start.to(A.device), dominating, 2 + len(points), tolerance)
-    return OtherEigenvalues(found.values, found.residuals.to(A.device), tolerance)
+    found = spectra.arnoldi(multiply, start.to(A.device), dominating, 2 + len(points), tolerance_of(A))
+    return found.values, found.residuals.to(A.device)
 
 
 def without_constant_mode(A: AttentionOperator) -> Callable[[Tensor], Tensor]:
@@ -325,14 +296,12 @@ def without_constant_mode(A: AttentionOperator) -> Callable[[Tensor], Tensor]:
 
 def _one_sample(A: AttentionOperator, sample: int, keep: Tensor) -> AttentionOperator:
     """Attention among the kept tokens of one sample: no row of theirs takes anything from the others."""
-    chosen = slice(sample, sample + 1)
-    k = A.k[chosen, :, keep]
-    q = k if A.q is A.k else A.q[chosen, :, keep]
-    mask = A.mask4
-    if mask is not None:
-        mask = mask[chosen] if mask.size(0) > 1 else mask
-        mask = mask[..., keep, :] if mask.size(-2) > 1 else mask
-        mask = mask[..., keep] if mask.size(-1) > 1 else mask
+    chosen, places = slice(sample, sample + 1), keep.nonzero()[:, 0].to(A.device)
+    k = A.k[chosen, :, places]
+    q = k if A.q is A.k else A.q[chosen, :, places]
+    mask = None if A.mask4 is None else A.mask4.expand(A.shape[0], -1, -1, -1)[chosen]
+    for axis in (-2, -1):
+        mask = mask if mask is None or mask.size(axis) == 1 else mask.index_select(axis, places)
     return A.replace(q=q, k=k, mask=mask)
 
 
@@ -340,5 +309,5 @@ def visible_keys(A: AttentionOperator) -> Tensor | None:
     """(batch, tokens), True for tokens that some token sees; None if nothing is masked. The others are padding."""
     if A.mask4 is None:
         return None
-    mask = A.mask4 if A.mask4.dtype == torch.bool else A.mask4 > torch.finfo(A.mask4.dtype).min / 2
+    mask = A.mask4 if A.mask4.dtype == torch.bool else is_visible(A.mask4)
     return mask.any(-2).any(1).expand(A.shape[0], A.shape[-1])

@@ -7,8 +7,6 @@ it belongs to μ = 1, tokens that differ if it belongs to any other μ.
 `lam` and `mu` are eigenvalues, real or complex: (d,) of H and (N,) of a row-stochastic A, so that μ = 1 is among them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from acutance.errors import AcutanceError
 
@@ -47,10 +46,8 @@ def other_eigenvalues(mu: Tensor) -> Tensor:
     """All μ but that of the constant mode, (..., N − 1)."""
     if mu.shape[-1] == 1:  # one token: μ = 1 stands in for its competitors, so that neither family dominates
         return mu
-    others = torch.ones(mu.shape, dtype=torch.bool, device=mu.device)
-    others.scatter_(-1, constant_mode(mu).unsqueeze(-1), False)
-    remaining: Tensor = mu[others].unflatten(0, (*mu.shape[:-1], -1))
-    return remaining
+    others = torch.arange(mu.shape[-1], device=mu.device) != constant_mode(mu).unsqueeze(-1)
+    return mu[others].view(*mu.shape[:-1], -1)
 
 
 def growth(z: Any) -> Any:
@@ -112,11 +109,8 @@ class DominatingPair:
 
 def dominance(lam: Tensor, mu: Tensor) -> DominatingPair:
     """Which pair (λ, μ) dominates, and which family; neither if they tie. A conjugate pair ties with itself: rate 1."""
-    gains = layer_eigenvalues(lam, mu).abs()
-    order = gains.flatten().argsort(descending=True)
-    j, i = divmod(int(order[0]), len(mu))
-    largest = float(gains[j, i])
-    second = float(gains.flatten()[order[1]]) if len(order) > 1 else 0.0
+    gains, places = pad(layer_eigenvalues(lam, mu).abs().flatten(), (0, 1)).topk(2)  # one alone has a second of 0
+    (largest, second), (j, i) = gains.tolist(), divmod(int(places[0]), len(mu))
     lean = int(families(lam, other_eigenvalues(mu)).leaning)
     rate = second / largest if largest else 1.0
     return DominatingPair(FAMILIES[lean], complex(lam[j]), complex(mu[i]), largest, rate)
@@ -165,8 +159,7 @@ def sharpening_bound(mu_min: float) -> float:
 
 def layer_smooths(lam: Tensor, mu_min: float) -> bool:
     """Whether max_j |1 + λ_j| > max_j |1 + λ_j μ_min|; exact for real eigenvalues of A, as |1 + λμ| is convex in μ."""
-    others = torch.tensor([mu_min], dtype=torch.float64, device=lam.device)
-    return bool(families(lam, others).leaning > 0)
+    return bool(families(lam, torch.tensor([mu_min], dtype=torch.float64, device=lam.device)).leaning > 0)
 
 
 def beats_constant(lam: Tensor, mu: Tensor) -> Tensor:
@@ -238,9 +231,8 @@ def format_complex(z: complex) -> str:
 
 def rank_correlation(a: Sequence[float] | Series, b: Sequence[float] | Series) -> float:
     """Spearman's: Pearson's correlation of the ranks, ties sharing their mean rank; NaN if either does not vary."""
-    ranks: list[Series] = []
+    ranks = []
     for values in (a, b):
         _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
         ranks.append((np.cumsum(counts) - (counts - 1) / 2)[where])
-    constant = any(np.ptp(own) == 0 for own in ranks)
-    return math.nan if constant else float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1]) if np.ptp(ranks, axis=1).all() else math.nan

@@ -1,14 +1,13 @@
 """Spectrum: the eigenvalues of every layer's H, a verdict and its reason, as a table, JSON, pictures and a page."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -29,6 +28,11 @@ if TYPE_CHECKING:
 FORMAT = "acutance-spectrum/3"
 EXACT_MU = f"Read at most {DENSE_TOKENS} tokens a sample: there all eigenvalues of A are found"
 Verdict = Literal["smoothing", "sharpening", "neutral", "unknown"]
+BY_WEIGHTS = {
+    "smoothing": "is above 1: the constant component grows fastest",
+    "sharpening": "is below 1: every constant component shrinks against the rest",
+    "neutral": "is 1: neither family dominates",
+}
 Picture = Literal["histogram", "plane", "dominance"]
 Eigenvalues = NDArray[np.complex128]
 
@@ -93,7 +97,7 @@ class LayerSpectrum:
     eigenvalues: Eigenvalues | None = None  # (dim,): of the whole H; None if it is too large
     outer: Eigenvalues | None = None  # (k,): then the corners of their convex hull, found without H
     error: float = 0.0  # the largest residual of the outer eigenvalues that decide
-    symmetry: float | None = None  # cosine between the whole H and its transpose
+    symmetry: float = math.nan  # cosine between the whole H and its transpose
     norm: str = "none"  # the pre-norm's weight: folded, left out, or none
     dominance: Dominance | None = None  # with data only
 
@@ -105,25 +109,16 @@ class LayerSpectrum:
         return learnt if len(learnt) else known
 
     @property
-    def whole(self) -> Eigenvalues | None:
-        """The eigenvalues of the whole H as far as they are known: all, or those that can dominate."""
-        return self.outer if self.eigenvalues is None else self.eigenvalues
-
-    @property
     def deciding(self) -> Eigenvalues | None:
-        """What the verdict is made from; None for several heads alone, whose spectra do not determine their sum's."""
-        return self.heads[0] if self.whole is None and len(self.heads) == 1 else self.whole
+        """Of the whole H, all or the outer ones; None for several heads alone, which do not decide for their sum."""
+        known = self.outer if self.eigenvalues is None else self.eigenvalues
+        return self.heads[0] if known is None and len(self.heads) == 1 else known
 
     @property
     def strongest(self) -> complex:
-        """The λ with the largest |1 + λ|."""
+        """The λ with the largest |1 + λ|, which is the growth of the smoothest component (μ = 1)."""
         values = self.spectrum if self.deciding is None else self.deciding
         return complex(values[np.abs(1 + values).argmax()])
-
-    @property
-    def smoothing_gain(self) -> float:
-        """max_j |1 + λ_j|: the growth of the smoothest component (μ = 1)."""
-        return abs(1 + self.strongest)
 
     @property
     def negative_share(self) -> float:
@@ -134,11 +129,6 @@ class LayerSpectrum:
     def quantiles(self) -> tuple[float, ...]:
         """Minimum, 5 %, median, 95 % and maximum of the eigenvalues' real parts."""
         return tuple(np.quantile(self.spectrum.real, [0, 0.05, 0.5, 0.95, 1]).tolist())
-
-    @property
-    def mean_symmetry(self) -> float:
-        """That of the whole H if known, else the mean over heads."""
-        return float(self.head_symmetry.mean()) if self.symmetry is None else self.symmetry
 
     @property
     def mu_min(self) -> float:
@@ -186,7 +176,7 @@ class LayerSpectrum:
         """The verdict in words."""
         if self.deciding is None:
             return "the spectra of the heads do not decide for their sum: explain(…, whole=True) finds that of H"
-        gain = f"max|1+λ| = {self.smoothing_gain:.3f} (λ = {format_complex(self.strongest)})"
+        gain = f"max|1+λ| = {abs(1 + self.strongest):.3f} (λ = {format_complex(self.strongest)})"
         seen, verdict = self.dominance, self.verdict
         if verdict == "unknown":  # because λ or μ, whichever is the worse, is not known well enough
             if seen is None or seen.mu_error * abs(self.strongest) <= self.error:
@@ -195,43 +185,38 @@ class LayerSpectrum:
                 f"in {seen.undecided:.0%} of samples the families differ by less than their error: μ of A is known to "
                 f"{seen.mu_error:.1g} only. {EXACT_MU}"
             )
-        crossing = f"; {self.crossing_words}" if self.crossing_words else ""
-        if seen is not None and seen.predicted is not None:
-            constant, varying = f"μ = 1 in {seen.predicted.smoothing:.0%}", f"μ ≠ 1 in {seen.predicted.sharpening:.0%}"
-            shares = {"smoothing": constant, "sharpening": varying, "neutral": f"{constant}, {varying}"}
-            return f"{shares[verdict]}: {gain}{crossing}"
-        words = {
-            "smoothing": "is above 1: the constant component grows fastest",
-            "sharpening": "is below 1: every constant component shrinks against the rest",
-            "neutral": "is 1: neither family dominates",
-        }
-        return f"{gain} {words[verdict]}{crossing}"
+        words = f"{gain} {BY_WEIGHTS[verdict]}"
+        if seen is not None and (share := seen.predicted) is not None:
+            constant, varying = f"μ = 1 in {share.smoothing:.0%}", f"μ ≠ 1 in {share.sharpening:.0%}"
+            both = {"smoothing": constant, "sharpening": varying, "neutral": f"{constant}, {varying}"}
+            words = f"{both[verdict]}: {gain}"
+        return "; ".join(filter(None, (words, self.crossing_words)))
 
     def cells(self) -> dict[str, str]:
         """The layer's row in a table."""
         low, half, high = self.quantiles[::2]
-        row: dict[str, str] = {
+        row = {
             "layer": str(self.layer),
             "verdict": self.verdict,
             "λ < 0": f"{self.negative_share:.0%}",
             "Re λ min / median / max": f"{low:.3f} / {half:.3f} / {high:.3f}",
-            "symmetry": f"{self.mean_symmetry:.2f}",
+            "symmetry": f"{self.symmetry:.2f}",
             "reason": self.reason,
         }
-        if (seen := self.dominance) is not None:
-            branch = seen.branch
-            row |= {
-                "μ_min": _spread(seen.mu_min_by_sample),
-                "max|μ|": _spread(seen.mu_largest_by_sample),
-                "H⊗A %": "–" if seen.whole is None else str(_mean(seen.whole)),
-                "by head %": str(_mean(seen.heads)),
-                "HFC/LFC fell": f"{branch.fell:.0%}",
-                "fell|smooth / rose|sharp": f"{_known(branch.fell_if_smoothing)} / {_known(branch.rose_if_sharpening)}",
-                "rank": _known(branch.correlation, "+.2f"),
-                "agrees (base)": _agreement(branch),
-                "block (base)": _agreement(seen.block),
-            }
-        return row
+        if (seen := self.dominance) is None:
+            return row
+        branch, block = seen.branch, seen.block
+        for name, mu in (("μ_min", seen.mu_min_by_sample), ("max|μ|", seen.mu_largest_by_sample)):
+            row[name] = f"{mu.mean():.2f} ({mu.min():.2f} to {mu.max():.2f})"
+        return row | {
+            "H⊗A %": "–" if seen.whole is None else str(_mean(seen.whole)),
+            "by head %": str(_mean(seen.heads)),
+            "HFC/LFC fell": f"{branch.fell:.0%}",
+            "fell|smooth / rose|sharp": _dash(f"{branch.fell_if_smoothing:.0%} / {branch.rose_if_sharpening:.0%}"),
+            "rank": _dash(f"{branch.correlation:+.2f}"),
+            "agrees (base)": _dash(f"{branch.agreement:.0%} ({branch.base_rate:.0%})"),
+            "block (base)": _dash(f"{block.agreement:.0%} ({block.base_rate:.0%})"),
+        }
 
     def percent(self) -> dict[str, float]:
         """What dominates, and how often the tokens did as predicted, in percent; empty without data."""
@@ -264,10 +249,10 @@ class Spectrum(Result):
     context: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, layer: int) -> LayerSpectrum:
-        for spectrum in self.layers:
-            if spectrum.layer == layer:
-                return spectrum
-        raise KeyError(f"no layer {layer}: this spectrum has layers 1 to {len(self.layers)}")
+        found = {at.layer: at for at in self.layers}
+        if layer not in found:
+            raise KeyError(f"no layer {layer}: this spectrum has layers 1 to {len(self.layers)}")
+        return found[layer]
 
     @property
     def has_data(self) -> bool:
@@ -291,26 +276,21 @@ class Spectrum(Result):
     def outcome(self, place: Literal["branch", "block"] = "branch") -> Outcome:
         """Prediction against measurement, over all layers and samples; the correlation is that of the layers' means."""
         layers = self._dominances()
-        found: list[Outcome] = [getattr(d, place) for d in layers]
-        predicted = [Share(math.nan, math.nan) if d.predicted is None else d.predicted for d in layers]
-        fell, agreement, change = np.mean([(o.fell, o.agreement, o.change) for o in found], axis=0).tolist()
-        fell_if_smoothing = _pooled([(o.fell_if_smoothing, p.smoothing) for o, p in zip(found, predicted, strict=True)])
-        rose = _pooled([(o.rose_if_sharpening, p.sharpening) for o, p in zip(found, predicted, strict=True)])
-        correlation = theory.rank_correlation([d.predicted_change for d in layers], [o.change for o in found])
-        return Outcome(fell, agreement, change, fell_if_smoothing, rose, correlation)
-
-    def cells(self) -> list[dict[str, str]]:
-        """The table's cells, a mapping per layer."""
-        return [layer.cells() for layer in self.layers]
+        figures = np.array([astuple(getattr(d, place)) for d in layers]).T
+        odds = np.array([astuple(d.predicted or Share(math.nan, math.nan)) for d in layers]).T
+        fell, agreement, change = figures[:3].mean(1).tolist()
+        conditional = _pooled(figures[3], odds[0]), _pooled(figures[4], odds[1])
+        correlation = theory.rank_correlation([d.predicted_change for d in layers], figures[2])
+        return Outcome(fell, agreement, change, *conditional, correlation)
 
     def rows(self) -> list[dict[str, Any]]:
-        names = ("layer", "verdict", "negative_share", "smoothing_gain", "mean_symmetry", "mu_min", "bound", "reason")
-        return [
-            {name: getattr(layer, name) for name in names}
-            | dict(zip(("lowest", "median", "highest"), layer.quantiles[::2], strict=True))
-            | layer.percent()
-            for layer in self.layers
-        ]
+        names = "layer verdict negative_share smoothing_gain mean_symmetry mu_min bound reason lowest median highest"
+        rows = []
+        for at in self.layers:
+            row: list[Any] = [at.layer, at.verdict, at.negative_share, abs(1 + at.strongest), at.symmetry, at.mu_min]
+            row += [at.bound, at.reason, *at.quantiles[::2]]
+            rows.append(dict(zip(names.split(), row, strict=True)) | at.percent())
+        return rows
 
     def summary(self) -> str:
         """The model in a sentence or three."""
@@ -326,13 +306,13 @@ class Spectrum(Result):
         )
         if math.isnan(branch.agreement):
             return f"{text} No prediction: not every layer has a verdict."
-        return (
+        return _dash(
             f"{text} The prediction agrees with HFC/LFC across the attention branch "
             f"in {branch.agreement:.1%} (base rate {branch.base_rate:.1%}), across the block in "
             f"{block.agreement:.1%} (base rate {block.base_rate:.1%}). Across the branch it fell in "
-            f"{_known(branch.fell_if_smoothing)} of the cases predicted to smooth and rose in "
-            f"{_known(branch.rose_if_sharpening)} of those predicted to sharpen; rank correlation of predicted and "
-            f"measured change over layers {_known(branch.correlation, '+.2f')}."
+            f"{branch.fell_if_smoothing:.0%} of the cases predicted to smooth and rose in "
+            f"{branch.rose_if_sharpening:.0%} of those predicted to sharpen; rank correlation of predicted and "
+            f"measured change over layers {branch.correlation:+.2f}."
         )
 
     def table(self) -> FittedTable:
@@ -343,7 +323,8 @@ class Spectrum(Result):
         if any(layer.eigenvalues is None for layer in self.layers):
             notes.append("not all eigenvalues of the whole H were found: the columns on λ are about its heads'")
         title, caption = f"{self.title}: spectra of H = W_projᵀW_Vᵀ", f"{self.summary()}\n{'; '.join(notes)}"
-        return FittedTable(title, self.cells(), caption, left=("verdict", "reason"), sentences="reason")
+        cells = [layer.cells() for layer in self.layers]
+        return FittedTable(title, cells, caption, left=("verdict", "reason"), sentences="reason")
 
     def to_json(self) -> str:
         # The verdict and its reason are for readers of the file; they are computed again when it is loaded.
@@ -351,11 +332,11 @@ class Spectrum(Result):
         return json.dumps({"format": FORMAT, "context": dict(self.context), "layers": layers}, allow_nan=False)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Spectrum:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a spectrum that `save` wrote."""
-        return read_json(path, FORMAT, lambda body: cls(tuple(map(_layer, body["layers"])), body["context"]))
+        return read_json(path, FORMAT, lambda body: cls(tuple(map(_from_plain, body["layers"])), body["context"]))
 
-    def plot(self, kind: Picture = "histogram") -> Figure:
+    def plot(self, kind: Picture = "histogram") -> "Figure":
         """A matplotlib figure: eigenvalues by layer as a `histogram` or in the complex `plane`, or `dominance` bars."""
         if kind == "dominance":
             self._dominances()
@@ -363,7 +344,8 @@ class Spectrum(Result):
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one offline page with the table and the charts."""
-        return write_spectrum_page(path, self._layer_rows(), self.title, self.summary(), self.cells(), self.context)
+        cells = self.table().rows
+        return write_spectrum_page(path, self._layer_rows(), self.title, self.summary(), cells, self.context)
 
     def _layer_rows(self) -> list[LayerRow]:
         return [LayerRow(layer.layer, layer.verdict, layer.spectrum, layer.percent()) for layer in self.layers]
@@ -375,45 +357,30 @@ class Spectrum(Result):
         return found
 
 
-def _agreement(found: Outcome) -> str:
-    return "–" if math.isnan(found.agreement) else f"{found.agreement:.0%} ({found.base_rate:.0%})"
-
-
-def _spread(per_sample: Series) -> str:
-    """Mean, lowest and highest over samples and heads."""
-    return f"{per_sample.mean():.2f} ({per_sample.min():.2f} to {per_sample.max():.2f})"
-
-
-def _known(value: float, form: str = ".0%") -> str:
-    return "–" if math.isnan(value) else format(value, form)
+def _dash(text: str) -> str:
+    """The text with a dash for what is not known, its base rate included."""
+    return re.sub(r"\+?\bnan\b%?( \([^)]*\))?", "–", text)
 
 
 def _mean(shares: Sequence[Share]) -> Share:
-    return Share(*np.mean([(share.smoothing, share.sharpening) for share in shares], axis=0).tolist())
+    return Share(*np.mean([astuple(share) for share in shares], axis=0).tolist())
 
 
-def _pooled(weighted: Sequence[tuple[float, float]]) -> float:
+def _pooled(shares: Series, weights: Series) -> float:
     """The share over all layers, from each layer's and from how often its condition was met."""
-    met = [(share, weight) for share, weight in weighted if weight > 0]
-    return sum(share * weight for share, weight in met) / sum(weight for _, weight in met) if met else math.nan
+    met = weights > 0
+    return float(np.average(shares[met], weights=weights[met])) if met.any() else math.nan
 
 
 def _from_plain(value: Any) -> Any:
-    """The arrays, shares and numbers that `to_plain` took apart; other dataclasses stay mappings."""
+    """What `to_plain` took apart; the name of its first field tells a dataclass."""
     if isinstance(value, dict):
         inside = {name: _from_plain(item) for name, item in value.items()}
         if inside.keys() == {"real", "imag"}:
             return inside["real"] + 1j * inside["imag"]
-        return Share(**inside) if inside.keys() == {"smoothing", "sharpening"} else inside
+        named = [kind for kind in (Share, Outcome, Dominance, LayerSpectrum) if kind.__match_args__[0] in inside]
+        return named[0](**{name: inside[name] for name in named[0].__match_args__})
     if isinstance(value, list):
         items = [_from_plain(item) for item in value]
         return tuple(items) if items and isinstance(items[0], Share) else np.array(items, np.float64)
     return float(value) if value in ("nan", "inf", "-inf") else value
-
-
-def _layer(data: Mapping[str, Any]) -> LayerSpectrum:
-    known = {f.name: _from_plain(data[f.name]) for f in fields(LayerSpectrum)}
-    if (seen := known["dominance"]) is not None:
-        outcomes = {place: Outcome(**seen[place]) for place in ("branch", "block")}
-        known["dominance"] = Dominance(**seen | outcomes)
-    return LayerSpectrum(**known)

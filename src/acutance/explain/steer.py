@@ -1,7 +1,5 @@
 """Around `Eigen`: fold a steered model into a plain one, and see whether its spectrum does what its sign promises."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any, TypeVar
@@ -14,7 +12,8 @@ from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain.read import with_data
 from acutance.explain.spectral_theory import format_complex, furthest_beyond, layer_smooths, sharpening_bound
 from acutance.explain.weights import layer_spectrum
-from acutance.mitigations import Combined, Mitigation, eigen_of
+from acutance.mitigations import Combined, Eigen, eigen_of
+from acutance.mitigations.base import parts_of
 from acutance.sites.structure import refuse_sharded
 from acutance.sites.transformers import note
 
@@ -27,12 +26,11 @@ def fold(model: Model) -> Model:
     """A copy with the same outputs in which every `Eigen` has become plain W_V and W_proj; other mitigations stay."""
     refuse_sharded(model, "fold")
     plain = copy.deepcopy(model)
-    steered = [(site, eigen) for site in sites.find(plain) if (eigen := eigen_of(site.mitigation)) is not None]
+    steered = [(site, parts_of(m)) for site in sites.find(plain) if (m := site.mitigation) and eigen_of(m)]
     if not steered:
         raise AcutanceError(f"this {type(model).__name__} carries no eigen: there is nothing to fold")
-    for site, eigen in steered:
-        parts = list(site.mitigation.parts) if isinstance(site.mitigation, Combined) else [site.mitigation]
-        rest = [part for part in parts if part is not eigen and isinstance(part, Mitigation)]
+    for site, parts in steered:
+        rest = [part for part in parts if not isinstance(part, Eigen)]
         for projection in site.projections()[2:]:
             projection.unparametrise(keep=True)
         site.replace(rest[0] if len(rest) == 1 else Combined(rest) if rest else None)
@@ -58,28 +56,25 @@ def check_spectrum(
         The eigenvalue furthest beyond the bound of each layer that crosses it, by layer.
     """
     steered = [site for site in sites.find(sites.part_of(model, part)) if eigen_of(site.mitigation) is not None]
-    layers = [layer_spectrum(site, whole=True) for site in steered]
-    if batch is not None and steered:
-        layers = with_data(model, steered, layers, [batch], part=part)
+    spectra = {site: layer_spectrum(site, whole=True) for site in steered}
+    layers = with_data(model, spectra, [batch], part) if batch is not None and spectra else spectra.values()
     crossing: dict[int, complex] = {}
     listed, smoothing = [], []
     for layer in layers:
         assert layer.eigenvalues is not None, "all of them were asked for"
         every, mu = torch.from_numpy(layer.eigenvalues), mu_min if layer.dominance is None else layer.mu_min
-        if (lam := furthest_beyond(every, mu)) is None:
-            continue
-        crossing[layer.layer] = lam
-        listed.append(f"{layer.layer} (λ = {format_complex(lam)}, bound {sharpening_bound(mu):.3g})")
-        verdict = layer.verdict if layer.dominance is not None else "smoothing" if layer_smooths(every, mu) else ""
-        if verdict in ("smoothing", "unknown"):
-            smoothing.append(f"{layer.layer}{'' if verdict == 'smoothing' else ' (unknown)'}")
+        if (lam := furthest_beyond(every, mu)) is not None:
+            crossing[layer.layer] = lam
+            listed.append(f"{layer.layer} (λ = {format_complex(lam)}, bound {sharpening_bound(mu):.3g})")
+            verdict = layer.verdict if layer.dominance else "smoothing" if layer_smooths(every, mu) else ""
+            named = {"smoothing": f"{layer.layer}", "unknown": f"{layer.layer} (unknown)"}
+            smoothing += [named[verdict]] if verdict in named else []
     if crossing:
-        warnings.warn(
+        words = (
             f"layers {', '.join(listed)} cross the bound −2/(1 + μ_min), "
             f"μ_min {f'taken as {mu_min:.3g}' if batch is None else 'as read on the batch'}: for that eigenvalue μ = 1 "
             f"beats μ_min. Of these, smoothing as a whole: {', '.join(smoothing) or 'none'}. "
-            "spectrum='bounded' or 'clipped' keeps Λ in [−1, 0]",
-            AcutanceWarning,
-            stacklevel=2,
+            "spectrum='bounded' or 'clipped' keeps Λ in [−1, 0]"
         )
+        warnings.warn(words, AcutanceWarning, stacklevel=2)
     return crossing

@@ -4,12 +4,9 @@ In torch's layout H = W_proj W_V (dim × dim), and head h contributes H_h = W_pr
 Σ_h H_h = H. A bias of either projection adds the same vector to every token: it is no part of H.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -28,27 +25,13 @@ WHOLE_UP_TO = 1024  # up to this rank all eigenvalues of the whole H take second
 ROUNDING = 100  # how many times a dtype's precision a residual may be, as a share of the rms of H's singular values
 
 
-@dataclass(frozen=True)
-class Branch:
-    """The two factors of H in float64."""
+def factors(site: sites.AttentionSite, norm: Norm = "fold") -> tuple[Tensor, Tensor, str]:
+    """W_V (kv_heads, head_dim, dim) and W_proj (heads, dim, head_dim) of one layer in float64, and the norm's state.
 
-    value: Tensor  # W_V (kv_heads, head_dim, dim), the pre-norm's weight folded in if asked for
-    projection: Tensor  # W_proj (heads, dim, head_dim), LayerScale folded in
-    norm: str  # what was done with the pre-norm
-
-    @property
-    def merged(self) -> tuple[Tensor, Tensor]:
-        """Factors (dim, r) and (r, dim) of the whole H: query heads that share values add up in W_proj."""
-        groups = self.projection.unflatten(0, (len(self.value), -1)).sum(1)
-        return groups.transpose(0, 1).flatten(1), self.value.flatten(0, 1)
-
-
-def branch(site: sites.AttentionSite, norm: Norm = "fold") -> Branch:
-    """The factors of one layer's H, or of H_eff = diag(s) W_proj W_V diag(γ).
-
-    γ is the pre-norm's weight, so H_eff acts on tokens that were divided by their size (and centred, unless the norm
-    is an RMSNorm), but not yet weighted; s is the gain between projection and residual (LayerScale). Both can flip
-    signs of the spectrum. A norm there, as in Gemma 2, has a size that no H has: a warning says so.
+    They are those of H_eff = diag(s) W_proj W_V diag(γ). γ is the pre-norm's weight, so H_eff acts on tokens that were
+    divided by their size (and centred, unless the norm is an RMSNorm), but not yet weighted; s is the gain between
+    projection and residual (LayerScale). Both can flip signs of the spectrum. A norm there, as in Gemma 2, has a size
+    that no H has: a warning says so.
     """
     value = site.value_weight().detach().double().unflatten(0, (site.kv_heads, site.head_dim))
     projection = site.projection_weight().detach().double().unflatten(1, (site.heads, site.head_dim))
@@ -56,17 +39,22 @@ def branch(site: sites.AttentionSite, norm: Norm = "fold") -> Branch:
     if gain is not None:
         projection = projection * gain.detach().double()[:, None, None]
     if site.post_norm() is not None:
-        warnings.warn(
+        words = (
             f"layer {site.layer} normalises what its attention adds ({type(site.post_norm()).__name__}): H says how "
             "tokens are mixed before that norm, not how much of it reaches the residual stream. Take the verdict from "
-            "weights with caution; what is measured on data includes the norm",
-            AcutanceWarning,
-            stacklevel=2,
+            "weights with caution; what is measured on data includes the norm"
         )
+        warnings.warn(words, AcutanceWarning, stacklevel=2)
     if weight is not None and norm == "fold":
         value = value * weight.detach().double()
     state = "none" if weight is None else "folded" if norm == "fold" else "left out"
-    return Branch(value, projection.transpose(0, 1), state)
+    return value, projection.transpose(0, 1), state
+
+
+def whole_factors(value: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors (dim, r) and (r, dim) of the whole H: query heads that share values add up in W_proj."""
+    groups = projection.unflatten(0, (len(value), -1)).sum(1)
+    return groups.transpose(0, 1).flatten(1), value.flatten(0, 1)
 
 
 def layer_spectrum(site: sites.AttentionSite, norm: Norm = "fold", whole: bool | None = None) -> LayerSpectrum:
@@ -74,32 +62,27 @@ def layer_spectrum(site: sites.AttentionSite, norm: Norm = "fold", whole: bool |
 
     By default all eigenvalues of H up to rank 1024, and those that can dominate above; `whole` asks for all or none.
     """
-    parts = branch(site, norm)
-    value, merged = repeat_heads(parts.value[None], site.heads)[0], parts.merged
-    found = LayerSpectrum(
-        layer=site.layer,
-        heads=_eigenvalues(value @ parts.projection),
-        head_symmetry=symmetry(parts.projection, value).cpu().numpy(),
-        norm=parts.norm,
+    value, projection, state = factors(site, norm)
+    left, right = whole_factors(value, projection)
+    value = repeat_heads(value[None], site.heads)[0]
+    heads, head_symmetry = _eigenvalues(value @ projection), symmetry(projection, value).cpu().numpy()
+    every, outer, error = None, None, 0.0
+    if whole or (whole is None and min(left.shape) <= WHOLE_UP_TO):
+        dim, inner = left.shape
+        every = _eigenvalues(left @ right if dim <= inner else right @ left)
+        every = np.pad(every, (0, dim - len(every)))  # the smaller product lacks zeros
+    else:
+        # Reading the weights is what takes the time: no more of their digits than there were.
+        dtype = torch.promote_types(site.value_weight().dtype, torch.float32)
+        left, right = left.to(dtype), right.to(dtype)
+        outer, error = (None, 0.0) if whole is False else arnoldi_hull(left, right, layer=site.layer)
+    return LayerSpectrum(
+        site.layer, heads, head_symmetry, every, outer, error, symmetry=float(symmetry(left, right)), norm=state
     )
-    if whole or (whole is None and min(merged[0].shape) <= WHOLE_UP_TO):
-        return replace(found, eigenvalues=_whole_eigenvalues(*merged), symmetry=float(symmetry(*merged)))
-    # Reading the weights is what takes the time: no more of their digits than there were.
-    dtype = torch.promote_types(site.value_weight().dtype, torch.float32)
-    projection, wide = (factor.to(dtype) for factor in merged)
-    outer, error = (None, 0.0) if whole is False else arnoldi_hull(projection, wide, layer=site.layer)
-    return replace(found, symmetry=float(symmetry(projection, wide)), outer=outer, error=error)
 
 
 def _eigenvalues(matrix: Tensor) -> Eigenvalues:
     return np.asarray(torch.linalg.eigvals(matrix.cpu()).numpy(), dtype=np.complex128)
-
-
-def _whole_eigenvalues(projection: Tensor, value: Tensor) -> Eigenvalues:
-    """All dim eigenvalues of projection @ value; from the other product and zeros where that is smaller."""
-    dim, inner = projection.shape
-    found = _eigenvalues(projection @ value if dim <= inner else value @ projection)
-    return np.pad(found, (0, dim - len(found)))
 
 
 def arnoldi_hull(projection: Tensor, value: Tensor, *, layer: int) -> tuple[Eigenvalues, float]:
@@ -111,32 +94,28 @@ def arnoldi_hull(projection: Tensor, value: Tensor, *, layer: int) -> tuple[Eige
     tolerance = ROUNDING * torch.finfo(projection.dtype).eps
     dim, inner = projection.shape
     left, right = (projection, value) if dim <= inner else (value, projection)
-    generator = torch.Generator().manual_seed(0)
     # One vector at a time: a block finds repeated eigenvalues, which a maximum has no use for, but reaches a lower
     # power of H with as many vectors.
-    start = torch.randn(len(left), 1, dtype=left.dtype, generator=generator).to(left.device)
+    start = torch.randn(len(left), 1, dtype=left.dtype, generator=torch.Generator().manual_seed(0)).to(left.device)
     start = start / start.norm()
     size = float((left @ (right @ start)).norm())  # ‖H‖_F/√d on average
     if size == 0:
         return np.zeros(1, dtype=np.complex128), 0.0
-    found = arnoldi(
-        lambda x: left @ (right @ x) / size,
-        start,
-        lambda values: torch.tensor(hull_indices(values.numpy())),
-        16,
-        tolerance,
-    )
+
+    def corners(ritz: Tensor) -> Tensor:
+        return torch.tensor(hull_indices(ritz.numpy()))
+
+    found = arnoldi(lambda x: left @ (right @ x) / size, start, corners, 16, tolerance)
     values = size * found.values.cpu().numpy().astype(np.complex128)
     ends = [int(np.abs(1 + values).argmax()), int(values.real.argmin()), int(values.real.argmax())]
     error = size * max(float(found.residuals[ends].max()), tolerance)
     if found.residual > tolerance:
-        warnings.warn(
+        words = (
             f"layer {layer}: the outermost eigenvalues of the whole H have not all converged in a Krylov space of "
-            f"{found.size} vectors; the residual of those that count is {error:.1e}, wanted "
-            f"{size * tolerance:.1e}. explain(…, whole=True) finds all eigenvalues exactly",
-            AcutanceWarning,
-            stacklevel=2,
+            f"{found.size} vectors; the residual of those that count is {error:.1e}, wanted {size * tolerance:.1e}. "
+            "explain(…, whole=True) finds all eigenvalues exactly"
         )
+        warnings.warn(words, AcutanceWarning, stacklevel=2)
     if dim > inner:  # the other product has every eigenvalue but dim − inner zeros
         values = np.append(values, 0)
         values = values[hull_indices(values)]
@@ -185,14 +164,14 @@ def symmetry_over(checkpoints: Iterable[nn.Module | str | os.PathLike[str]], *, 
     """The symmetry of every layer's H over a training run: (checkpoints, layers).
 
     Args:
-        checkpoints: models, or files written by `ac.save`, in the order of training; one is held
-            at a time if the iterable makes them one at a time.
+        checkpoints: models or files of `ac.save`, in the order of training; an iterator holds one at a time.
         norm: whether the pre-norm's weight is folded into H.
     """
     from acutance.io.saving import load
 
     models = (model if isinstance(model, nn.Module) else load(model) for model in checkpoints)
-    rows = [[float(symmetry(*branch(site, norm).merged)) for site in sites.find(model)] for model in models]
+    parts = ([factors(site, norm)[:2] for site in sites.find(model)] for model in models)
+    rows = [[float(symmetry(*whole_factors(*pair))) for pair in layers] for layers in parts]
     if not rows or any(len(row) != len(rows[0]) for row in rows):
         raise AcutanceError(f"checkpoints of one model are needed; theirs have {[len(row) for row in rows]} layers")
     return np.array(rows)

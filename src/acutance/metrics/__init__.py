@@ -20,28 +20,8 @@ from acutance.metrics.tokens import (
     token_cosine,
 )
 
-__all__ = [
-    "ATTENTION_METRICS",
-    "MEANINGS",
-    "TOKEN_METRICS",
-    "attention_cosine",
-    "attention_entropy",
-    "check_finite",
-    "effective_rank",
-    "energy",
-    "fidelity",
-    "gradient_alignment",
-    "head_cosine",
-    "hfc_lfc_frobenius",
-    "hfc_lfc_spectral",
-    "high_frequency",
-    "log_nonlocal_energy_raw",
-    "low_frequency",
-    "nonlocal_energy",
-    "norm_spread",
-    "rank_residual",
-    "singular_ratio",
-    "stable_rank",
-    "token_cosine",
-    "unit_vectors",
-]
+__all__ = ["ATTENTION_METRICS", "MEANINGS", "TOKEN_METRICS", "check_finite", "unit_vectors"]
+__all__ += ["attention_cosine", "attention_entropy", "head_cosine"]
+__all__ += ["energy", "fidelity", "gradient_alignment", "log_nonlocal_energy_raw", "nonlocal_energy"]
+__all__ += ["effective_rank", "hfc_lfc_frobenius", "hfc_lfc_spectral", "high_frequency", "low_frequency"]
+__all__ += ["norm_spread", "rank_residual", "singular_ratio", "stable_rank", "token_cosine"]

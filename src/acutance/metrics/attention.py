@@ -48,31 +48,23 @@ def attention_cosine(A: AttentionOperator, B: AttentionOperator, mask: Tensor | 
     """
     if A.shape != B.shape:
         raise ShapeError(f"both operators must have the same (batch, heads, queries, keys): {A.shape} and {B.shape}")
-    rows_valid = query_rows(A, mask).unsqueeze(-1)
-    inner = norm_a = norm_b = torch.zeros((), device=A.device)
+    valid, sums = query_rows(A, mask).unsqueeze(-1), torch.zeros((), device=A.device)
     for (rows, a), (_, b) in zip(A.tiles(), B.tiles(), strict=True):
-        a = a.masked_fill(~rows_valid[..., rows, :], 0)
-        b = b.masked_fill(~rows_valid[..., rows, :], 0)
-        inner = inner + (a * b).sum((-2, -1))
-        norm_a = norm_a + a.square().sum((-2, -1))
-        norm_b = norm_b + b.square().sum((-2, -1))
-    return ratio(inner, safe_sqrt(norm_a) * safe_sqrt(norm_b)).clamp(0, 1)
+        a, b = (x.masked_fill(~valid[..., rows, :], 0) for x in (a, b))
+        sums = sums + torch.stack([(a * b).sum((-2, -1)), a.square().sum((-2, -1)), b.square().sum((-2, -1))])
+    inner, *norms = sums.unbind()
+    return ratio(inner, safe_sqrt(norms[0]) * safe_sqrt(norms[1])).clamp(0, 1)
 
 
 @metric("A", "neither", (0, 1), "How alike the heads attend: 1 when all do the same.")
 def head_cosine(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
-    """The mean Frobenius cosine over all pairs of heads (batch,): 1 when every head does the same.
-
-    One head alone gives 1.
-    """
-    heads = A.heads
-    rows_valid = query_rows(A, mask).unsqueeze(-1)
+    """The mean Frobenius cosine over all pairs of heads (batch,): 1 when every head does the same, or is alone."""
+    heads, valid, gram = A.heads, query_rows(A, mask).unsqueeze(-1), torch.zeros((), device=A.device)
     if heads == 1:
-        return rows_valid.new_ones(A.shape[0], dtype=upcast_operator(A).dtype)
-    gram = torch.zeros((), device=A.device)
+        return valid.new_ones(A.shape[0], dtype=upcast_operator(A).dtype)
     with torch.autocast(A.device.type, enabled=False):
         for rows, weights in A.tiles():
-            flat = weights.masked_fill(~rows_valid[..., rows, :], 0).flatten(2)
+            flat = weights.masked_fill(~valid[..., rows, :], 0).flatten(2)
             gram = gram + flat @ flat.mT
     norms = safe_sqrt(gram.diagonal(dim1=-2, dim2=-1))
     cosines = ratio(gram, norms.unsqueeze(-1) * norms.unsqueeze(-2))
@@ -99,14 +91,6 @@ def upcast_operator(A: AttentionOperator, dtype: torch.dtype | None = None) -> A
     """The operator in float32 or better, and in no less than `dtype`."""
     dtype = torch.promote_types(accumulation_dtype(A.q), dtype or A.dtype)
     return A if A.dtype == A.k.dtype == dtype else A.to(dtype)
-
-
-def product(A: AttentionOperator, x: Tensor) -> Tensor:
-    """A x in the precision of A and x, whatever autocast would prefer."""
-    with torch.autocast(A.device.type, enabled=False):
-        rows = A @ x
-    # The flash kernel on CPU answers a NaN query with zeros, which would pass for a fully masked row.
-    return torch.where(torch.isfinite(A.q).all(-1, keepdim=True), rows, torch.nan)
 
 
 def query_rows(A: AttentionOperator, mask: Tensor | None) -> Tensor:

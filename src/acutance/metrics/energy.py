@@ -2,7 +2,7 @@
 
 A is an `AttentionOperator`; u, v and f are (batch, heads, tokens, channels), with the operator's query heads
 or, for grouped queries, its fewer key heads. Results are (batch, heads). `mask` (batch, tokens) drops query
-rows; which keys a row may see is the operator's own mask. No function here forms the N×N matrix.
+rows; which keys a row may see is the operator's own mask. Nothing here forms the N×N matrix.
 """
 
 import math
@@ -16,7 +16,7 @@ from acutance.attention.kernels import attention_sums
 from acutance.attention.operator import AttentionOperator
 from acutance.attention.products import Tiles, repeat_heads
 from acutance.errors import ShapeError
-from acutance.metrics.attention import product, query_rows, upcast_operator
+from acutance.metrics.attention import query_rows, upcast_operator
 from acutance.metrics.sums import masked_mean, metric, safe_logsumexp, split_mean, unit_vectors, upcast, valid_positions
 
 
@@ -40,19 +40,17 @@ def log_nonlocal_energy_raw(A: AttentionOperator, u: Tensor, mask: Tensor | None
     the largest kernel and the smallest energy, which a difference of large sums would not survive.
     """
     A, u = _matched(A, u)
-    valid = query_rows(A, mask)
     tiles = Tiles(A)
     logs = tiles.stack(partial(_log_row_energies, tiles, u), u)
-    return safe_logsumexp(logs.masked_fill(~valid, -torch.inf)) - math.log(2)
+    return safe_logsumexp(logs.masked_fill(~query_rows(A, mask), -torch.inf)) - math.log(2)
 
 
 def fidelity(u: Tensor, f: Tensor, strength: float | Tensor, mask: Tensor | None = None) -> Tensor:
     """G(u, f) = λ/2 Σ_i ‖u_i − f_i‖², the pull NeuTRENO adds; λ is one number or one per head."""
-    u, f, shapes = upcast(u), upcast(f), f"{tuple(u.shape)} and {tuple(f.shape)}"
-    fits = u.ndim == f.ndim == 4 and u.shape[1] % f.shape[1] == 0
-    f = repeat_heads(f, u.shape[1]) if fits else f
-    if not fits or u.shape != f.shape:
+    shapes = f"{tuple(u.shape)} and {tuple(f.shape)}"
+    if u.ndim != 4 or f.shape[:1] + f.shape[2:] != u.shape[:1] + u.shape[2:] or u.shape[1] % f.shape[1] != 0:
         raise ShapeError(f"u and f must have the same shape (batch, heads, tokens, channels), got {shapes}")
+    u, f = upcast(u), repeat_heads(upcast(f), u.shape[1])
     valid = valid_positions(None if mask is None else mask.unsqueeze(-2), u.shape[:-1], u)
     return strength * (u - f).masked_fill(~valid.unsqueeze(-1), 0).square().sum((-2, -1)) / 2
 
@@ -73,7 +71,9 @@ def gradient_alignment(A: AttentionOperator, v: Tensor, mask: Tensor | None = No
     A, v = _matched(A, v)
     valid = query_rows(A, mask)
     mean, v = split_mean(v, valid)
-    floor = _rounding_level(mean, v)
+    # A difference of values below this length (batch, heads, 1, 1) is rounding and has no direction.
+    offset, spread = (torch.linalg.vector_norm(x.detach(), dim=-1).amax(-1)[..., None, None] for x in (mean, v))
+    floor = 32 * torch.finfo(v.dtype).eps * (spread + torch.finfo(v.dtype).eps * offset)
     own, sees_keys = _gradient_direction(A, v, floor)
     symmetric, _ = _gradient_direction(A.symmetrised(), v, floor)
     return masked_mean((own * symmetric).sum(-1).clamp(-1, 1), valid & sees_keys)
@@ -89,27 +89,19 @@ def _matched(A: AttentionOperator, x: Tensor) -> tuple[AttentionOperator, Tensor
 def _check_fits(A: AttentionOperator, x: Tensor) -> None:
     batch, heads, queries, keys = A.shape
     if queries != keys:
-        raise ShapeError(
-            f"the energy compares tokens with one another, but A has {queries} queries and {keys} keys; "
-            "it is not defined for cross-attention or cached generation"
-        )
+        words = f"the energy compares tokens with one another, but A has {queries} queries and {keys} keys"
+        raise ShapeError(f"{words}; it is not defined for cross-attention or cached generation")
     if x.ndim != 4 or x.shape[:1] + x.shape[2:3] != (batch, keys) or x.shape[1] not in (heads, A.key_heads):
-        raise ShapeError(
-            f"tokens of shape {tuple(x.shape)} do not fit an operator of shape {A.shape}; "
-            f"expected (batch, heads, tokens, channels) = ({batch}, {heads}, {keys}, any)"
-        )
+        expected = f"expected (batch, heads, tokens, channels) = ({batch}, {heads}, {keys}, any)"
+        raise ShapeError(f"tokens of shape {tuple(x.shape)} do not fit an operator of shape {A.shape}; {expected}")
 
 
 def _row_energies(A: AttentionOperator, u: Tensor, valid: Tensor) -> Tensor:
-    """Σ_j A_ij ‖u_i − u_j‖² for every row, by one product with A: u, ‖u‖² and 1 travel as channels.
-
-    The channel of ones gives the row sums: 1, or 0 for a fully masked row.
-    """
+    """Σ_j A_ij ‖u_i − u_j‖² for every row, by one product with A: ‖u‖² travels as a channel."""
     _, u = split_mean(u, valid)  # differences are unchanged, cancellation shrinks
     squares = u.square().sum(-1, keepdim=True)
-    mixed = product(A, torch.cat([u, squares, torch.ones_like(squares)], dim=-1))
-    mean, mean_square, row_sum = mixed[..., :-2], mixed[..., -2], mixed[..., -1]
-    return (row_sum * squares.squeeze(-1) + mean_square - 2 * (u * mean).sum(-1)).clamp_min(0)
+    mixed, row_sum = _mixed(A, torch.cat([u, squares], dim=-1))
+    return (row_sum * squares.squeeze(-1) + mixed[..., -1] - 2 * (u * mixed[..., :-1]).sum(-1)).clamp_min(0)
 
 
 def _log_row_energies(tiles: Tiles, u: Tensor, rows: slice) -> Tensor:
@@ -124,16 +116,16 @@ def _log_row_energies(tiles: Tiles, u: Tensor, rows: slice) -> Tensor:
 
 def _gradient_direction(A: AttentionOperator, v: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
     """The direction of v_i − (Av)_i, zero where it is no more than rounding, and which rows see any key."""
-    mixed = product(A, torch.cat([v, torch.ones_like(v[..., :1])], dim=-1))
-    row_sum = mixed[..., -1:]
-    gradient = row_sum * v - mixed[..., :-1]
+    mixed, row_sum = _mixed(A, v)
+    gradient = row_sum.unsqueeze(-1) * v - mixed
     vanishes = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True) <= floor
-    return unit_vectors(gradient.masked_fill(vanishes, 0)), row_sum.squeeze(-1) != 0
+    return unit_vectors(gradient.masked_fill(vanishes, 0)), row_sum != 0
 
 
-def _rounding_level(mean: Tensor, deviation: Tensor) -> Tensor:
-    """The length (batch, heads, 1, 1) below which a difference of values is rounding and has no direction."""
-    eps, norm = torch.finfo(mean.dtype).eps, torch.linalg.vector_norm
-    offset, spread = (norm(x.detach(), dim=-1, keepdim=True).amax(-2, keepdim=True) for x in (mean, deviation))
-    level: Tensor = 32 * eps * (spread + eps * offset)
-    return level
+def _mixed(A: AttentionOperator, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A x in the precision of A and x, whatever autocast would prefer, and the row sums: 0 for a fully masked row."""
+    with torch.autocast(A.device.type, enabled=False):
+        rows = A @ torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
+    # The flash kernel on CPU answers a NaN query with zeros, which would pass for a fully masked row.
+    rows = torch.where(torch.isfinite(A.q).all(-1, keepdim=True), rows, torch.nan)
+    return rows[..., :-1], rows[..., -1]

@@ -4,8 +4,6 @@ A metric needs few sums over tokens or rows. Kernels compute them in one pass, p
 turn them into the metric are here, once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
@@ -63,7 +61,7 @@ def mean_cosine(pairs: Array, count: Array) -> Array:
 
 def hfc_over_lfc(high: Array, low: Array) -> Array:
     """‖HFC‖ / ‖LFC‖; infinite where the mean token alone is zero."""
-    return ratio(high, low, at_zero=_where(high)(high > 0, torch.inf, 0.0))
+    return ratio(high, low, at_zero=_where(high > 0, torch.inf, 0.0))
 
 
 def residual(high: Array, low: Array) -> Array:
@@ -90,10 +88,7 @@ FROM_SUMS: dict[str, Callable[[Numbers], Numbers]] = {
 
 
 def from_rows(record: AttentionCall, mask: Tensor | None) -> dict[str, tuple[Tensor, float]]:
-    """`FROM_ROWS` by one reduction: numbers (batch, heads) and what the host multiplies them by.
-
-    None of them where some rows do not count.
-    """
+    """`FROM_ROWS` by one reduction, if all rows count: numbers (batch, heads) and what the host multiplies them by."""
     A, u = record.A, record.output
     fits = u.ndim == 4 and A.shape[2] == A.shape[3] == u.shape[2] and u.shape[1] in (A.heads, A.key_heads)
     if mask is not None or A.mask is not None or not fits or not attention_sums.is_available(A, u):
@@ -112,48 +107,40 @@ def valid_positions(mask: Tensor | None, shape: torch.Size, like: Tensor) -> Ten
     if mask is None:
         return torch.ones(shape, dtype=torch.bool, device=like.device)
     if mask.dtype != torch.bool:
-        raise AcutanceError(
-            f"a token mask must be bool (True = the token counts), got {mask.dtype}; "
-            "for a mask of zeros and ones pass mask.bool()"
-        )
+        raise AcutanceError(f"a token mask must be bool (True = the token counts), got {mask.dtype}: pass mask.bool()")
     try:
         return mask.expand(shape)
     except RuntimeError:
-        raise ShapeError(
-            f"a mask of shape {tuple(mask.shape)} does not fit tokens of shape {tuple(shape)}; "
-            "give one True or False per token, shaped like the tokens without their channels"
-        ) from None
+        shapes = f"a mask of shape {tuple(mask.shape)} does not fit tokens of shape {tuple(shape)}"
+        raise ShapeError(f"{shapes}; give it the shape of the tokens without their channels") from None
 
 
 def split_mean(x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """The mean over the valid tokens (..., 1, channels), and every token less that mean.
 
-    The mean is taken twice: the first subtraction is nearly exact, so the second mean repairs the rounding of
-    the first. Tokens that differ by one part in a million keep their differences.
+    It is taken twice: the second mean repairs the rounding of the first, so that tokens that differ by one part in a
+    million keep their differences.
     """
-    valid = valid.unsqueeze(-1)
-    count = valid.sum(-2, keepdim=True).clamp_min(1).to(x.dtype)
-    mean = x.masked_fill(~valid, 0).sum(-2, keepdim=True) / count
+    mean = masked_mean(x.mT, valid.unsqueeze(-2)).unsqueeze(-2)
     deviation = x - mean
-    remainder = deviation.masked_fill(~valid, 0).sum(-2, keepdim=True) / count
+    remainder = masked_mean(deviation.mT, valid.unsqueeze(-2)).unsqueeze(-2)
     return mean + remainder, deviation - remainder
 
 
-def _where(x: Any) -> Callable[..., Any]:
-    return torch.where if isinstance(x, Tensor) else np.where
+def _where(condition: Any, yes: Any, no: Any) -> Any:
+    return (torch if isinstance(condition, Tensor) else np).where(condition, yes, no)
 
 
 def ratio(numerator: Array, denominator: Array, at_zero: Any = 0.0) -> Array:
     """The quotient, with `at_zero` where the denominator is 0; gradients stay finite there."""
-    nonzero, where = denominator != 0, _where(denominator)
-    quotient: Array = where(nonzero, numerator / where(nonzero, denominator, 1), at_zero)
+    nonzero = denominator != 0
+    quotient: Array = _where(nonzero, numerator / _where(nonzero, denominator, 1), at_zero)
     return quotient
 
 
 def safe_sqrt(x: Array) -> Array:
     """The square root with gradient 0, not infinity, at 0."""
-    zero, where = x <= 0, _where(x)
-    root: Array = where(zero, 0, where(zero, 1, x) ** 0.5)
+    root: Array = _where(x <= 0, 0, _where(x <= 0, 1, x) ** 0.5)
     return root
 
 
@@ -166,8 +153,7 @@ def safe_logsumexp(logs: Tensor) -> Tensor:
 def unit_vectors(x: Tensor) -> Tensor:
     """The vectors along the last dimension divided by their length; a zero vector stays zero."""
     # Dividing by the largest entry first keeps the squares inside the range of float32.
-    largest = x.detach().abs().amax(-1, keepdim=True)
-    x = x / torch.where(largest > 0, largest, 1)
+    x = ratio(x, x.detach().abs().amax(-1, keepdim=True))
     length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return ratio(x, length)
 
@@ -186,9 +172,8 @@ def check_finite(tensor: Tensor, *, metric: str, layer: int | str, mask: Tensor 
 
 def finite_flags(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """The `FLAGS` of tokens (..., tokens, channels), left on the device."""
-    bad = ~torch.isfinite(tokens).all(-1)
-    valid = valid_positions(mask, bad.shape, tokens)
-    bad = bad & valid
+    valid = valid_positions(mask, tokens.shape[:-1], tokens)
+    bad = valid & ~torch.isfinite(tokens).all(-1)
     return torch.stack([valid.sum(-1), bad.sum(-1), bad.int().argmax(-1)], -1).double()
 
 
@@ -198,9 +183,9 @@ def complain(flags: Numbers, *, metric: str, layer: int | str) -> NoReturn:
     leading = tuple(np.argwhere(bad)[0].tolist())
     place = [*leading, int(first[leading])]
     names = [*("sample", "head")[: len(leading)], "token"]
-    where = ", ".join(f"{name} {i}" for name, i in zip(names, place, strict=False))
+    where = ", ".join(map("{} {}".format, names, place)) if len(place) <= 3 else f"index {place}"
     raise NonFiniteError(
-        f"layer {layer}: {metric}: {int(bad.sum())} of {int(valid.sum())} tokens hold NaN or infinity "
-        f"(first: {where if len(place) <= 3 else f'index {place}'}). Look at the model's output and at its precision "
-        "(float16 overflows at 65504: try bfloat16 or float32), and mask out padding that was never meant to be read."
+        f"layer {layer}: {metric}: {int(bad.sum())} of {int(valid.sum())} tokens hold NaN or infinity (first: {where})."
+        " Look at the model's output and at its precision (float16 overflows at 65504: try bfloat16 or float32), and "
+        "mask out padding that was never meant to be read."
     )

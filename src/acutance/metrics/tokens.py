@@ -75,8 +75,7 @@ def effective_rank(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     sigma = _relative_spectrum(tokens, mask)
     share = ratio(sigma, sigma.sum(-1, keepdim=True))
     share = torch.where(share == 0, 1, share)  # 1·log 1 = 0: an absent direction adds nothing
-    rank = torch.exp(-(share * share.log()).sum(-1))
-    return torch.where(sigma[..., 0] == 0, 0, rank)
+    return torch.where(sigma[..., 0] == 0, 0, torch.exp(-(share * share.log()).sum(-1)))
 
 
 @metric("tokens", "sharper", (0, inf), "How many directions the tokens use, by their energy.")
@@ -99,10 +98,8 @@ def norm_spread(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
 def _select(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The tokens upcast, with zeros where masked out, and the mask (..., tokens) itself."""
     if tokens.ndim < 2 or 0 in tokens.shape:
-        raise ShapeError(
-            f"tokens must be (..., tokens, channels) and not empty, got shape {tuple(tokens.shape)}; "
-            "to leave tokens out, mask them"
-        )
+        shape = tuple(tokens.shape)
+        raise ShapeError(f"tokens must be (..., tokens, channels) and not empty, got {shape}; mask what to leave out")
     valid = valid_positions(mask, tokens.shape[:-1], tokens)
     return upcast(tokens).masked_fill(~valid.unsqueeze(-1), 0), valid
 
@@ -136,15 +133,12 @@ def _frobenius(x: Tensor) -> Tensor:
 def _singular_values(x: Tensor) -> Tensor:
     """Singular values (float64, decreasing) from the Gram matrix of the smaller side: quick and batched.
 
-    An eigenvalue of the Gram matrix is known to about max(tokens, channels)·ε of the largest one; what is
-    below that is rounding, and is set to 0.
+    Its eigenvalues are known to about max(tokens, channels)·ε of the largest; below that is rounding, set to 0.
     """
-    x = x.to(torch.float64)
-    rows, columns = x.shape[-2:]
-    gram = x @ x.mT if rows <= columns else x.mT @ x
+    x = x.double()
+    gram = x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x
     # LAPACK raises on NaN and would take the whole batch with it: answer NaN for the sample concerned.
     finite = torch.isfinite(gram).all(-1).all(-1)
     squares = torch.linalg.eigvalsh(torch.where(finite[..., None, None], gram, 0)).flip(-1)
-    floor = squares[..., :1] * max(rows, columns) * torch.finfo(torch.float64).eps
-    squares = torch.where(squares > floor, squares, 0)
-    return torch.where(finite.unsqueeze(-1), safe_sqrt(squares), torch.nan)
+    floor = squares[..., :1] * max(x.shape[-2:]) * torch.finfo(torch.float64).eps
+    return torch.where(finite.unsqueeze(-1), safe_sqrt(torch.where(squares > floor, squares, 0)), torch.nan)
