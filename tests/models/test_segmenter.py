@@ -97,7 +97,7 @@ def test_each_part_is_measured_and_mitigated_by_name(part, depth, special):
 
 
 def test_without_a_part_the_parts_are_named():
-    with pytest.raises(SeveralStacksError, match=r"\(encoder, decoder\): pass one of them, or name it with part="):
+    with pytest.raises(SeveralStacksError, match=r"\(encoder, decoder\): name one with part="):
         ac.measure(seeded(), [images()], progress=False)
     with pytest.raises(SeveralStacksError, match="encoder, decoder"):
         ac.mitigate(seeded(), "neutreno:0.6")

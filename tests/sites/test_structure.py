@@ -161,7 +161,7 @@ def test_checkpoints_around_blocks_may_be_there_before_the_mitigation(name):
 
 
 def test_models_without_one_stack_are_refused():
-    with pytest.raises(AcutanceError, match=r"several ViTs \(student, teacher\)"):
+    with pytest.raises(AcutanceError, match=r"several stacks of layers \(student, teacher\)"):
         sites.find(Wrapper(student=ViT(**TINY), teacher=ViT(**TINY)))
     with pytest.raises(AcutanceError, match=r"no attention found in torch\.nn\..*Linear; .*acutance\.models"):
         sites.find(nn.Linear(2, 2))

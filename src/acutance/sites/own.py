@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from acutance.errors import AcutanceError, SeveralStacksError
+from acutance.errors import AcutanceError
 from acutance.mitigations import Mitigation
 from acutance.mitigations.projection import Projections
 from acutance.models.block import Attention, Block, LayerScale
 from acutance.models.vit import BlockStack
 from acutance.sites.site import AttentionSite, Library, Observer, Undo
-from acutance.sites.structure import Layer, SpecialTokens, join, modules_of
+from acutance.sites.structure import Layer, SpecialTokens, join, modules_of, several_stacks
 
 
 class BlockSite(AttentionSite):
@@ -55,13 +55,8 @@ def _stacks(model: nn.Module) -> list[tuple[str, BlockStack]]:
     """The stack inside any wrappers, if there is one; two would make layer numbers ambiguous."""
     found = [(name, module) for name, module in modules_of(model).items() if isinstance(module, BlockStack)]
     if len(found) > 1:
-        names, kinds = [name for name, _ in found], {type(stack).__name__ for _, stack in found}
-        what = f"several {kinds.pop()}s" if len(kinds) == 1 else "several stacks of layers"
-        raise SeveralStacksError(
-            f"{type(model).__name__} holds {what} ({', '.join(names)}): pass one of them, or name it with part=, "
-            f"e.g. part={names[0]!r}",
-            names,
-        )
+        names = [name for name, _ in found]
+        raise several_stacks(model, names, names)
     return found
 
 
