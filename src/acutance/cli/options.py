@@ -4,10 +4,10 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from functools import wraps
+from dataclasses import dataclass
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,9 +15,6 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from acutance.errors import AcutanceError
-
-if TYPE_CHECKING:
-    from acutance.io.inputs import Batches, LoadedModel
 
 
 def option(help: str, *names: str, **more: Any) -> Any:
@@ -41,6 +38,7 @@ HTML = Annotated[Path | None, option("Also write an offline page here.", "--html
 Markdown = Annotated[Path | None, option("Also write the table here.", "--markdown")]
 
 console = Console(emoji=False)  # timm:tm: would become a trade mark
+say = partial(console.out, highlight=False)  # text as it is: no markup, no wrapping
 
 
 @dataclass(frozen=True)
@@ -56,14 +54,17 @@ class DataOptions:
     device: Device = "auto"
     dtype: Annotated[str | None, option("float32, float64, bfloat16 or float16.")] = None
 
-    def load(self, model: str, *, head: bool = False) -> "LoadedModel":
+    def load(self, model: str, **more: Any) -> Any:
         """The model, on its device."""
+        import torch
+
         from acutance.distributed import device
         from acutance.io.loading import load_model
 
-        return load_model(model, head=head, device=device(self.device), dtype=self.dtype)
+        torch.manual_seed(0)  # the same command writes the same file
+        return load_model(model, device=device(self.device), dtype=self.dtype, **more)
 
-    def batches(self, loaded: "LoadedModel", data: str | None = None) -> "Batches":
+    def batches(self, loaded: Any, data: str | None = None) -> Any:
         """What the model reads."""
         from acutance.io.inputs import batches_for
 
@@ -75,15 +76,14 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     """The command with its argument `options`, a dataclass, replaced by the options that are its fields."""
     own = dict(inspect.signature(command).parameters)
     group = own.pop("options").annotation
-    kind = inspect.Parameter.KEYWORD_ONLY
-    shared = [inspect.Parameter(f.name, kind, default=f.default, annotation=f.type) for f in fields(group)]
+    shared = inspect.signature(group).parameters
 
     @wraps(command)
     def run(**given: Any) -> None:
-        command(options=group(**{field.name: given.pop(field.name) for field in fields(group)}), **given)
+        command(options=group(**{name: given.pop(name) for name in shared}), **given)
 
-    parameters = [*shared, *(parameter.replace(kind=kind) for parameter in own.values())]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    every = (parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*shared.values(), *own.values()))
+    run.__signature__ = inspect.Signature(list(every))  # type: ignore[attr-defined]
     return run
 
 
@@ -100,11 +100,6 @@ def ints(text: str, option: str) -> list[int]:
         raise AcutanceError(f"{option} takes numbers with commas between, such as 1,6,12, not {text!r}") from error
 
 
-def say(text: str, end: str = "\n") -> None:
-    """Print text as it is: no markup, no wrapping."""
-    console.print(escape(text), highlight=False, soft_wrap=True, end=end)
-
-
 def write(path: Path | None, content: bytes | Callable[[Path], object]) -> None:
     """Write a file that was asked for, and say so."""
     from acutance.files.atomic import atomic_write
@@ -119,14 +114,6 @@ def list_rows(rows: Iterable[Sequence[str]], *columns: str) -> None:
     for row in rows:
         table.add_row(*map(escape, row))
     console.print(table)
-
-
-def show(result: Any, json_path: Path | None, html_path: Path | None) -> None:
-    """Print a profile or a spectrum, and write it where that is asked for."""
-    console.print(result.table())
-    for path, save in ((json_path, result.save), (html_path, result.to_html)):
-        if path is not None:
-            say(f"wrote {save(path)}")
 
 
 @contextmanager
