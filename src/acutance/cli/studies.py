@@ -78,8 +78,7 @@ def reproduce(
     with stoppable():
         result = session.run()
     say(result.to_markdown(), end="")
-    written = session.write(result)
-    for path in written:
+    for path in (written := session.write(result)):
         say(f"wrote {path}")
     if not written:
         say("Another process has finished the rest meanwhile, and writes the whole.")
