@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 
 import acutance as ac
 from acutance.cli import app
+from acutance.cli.options import DataOptions
 from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError
-from acutance.io import batches_for, load_model
+from acutance.io import load_model
 from acutance.lab import recipes
 from acutance.lab.data import load_images
 from acutance.lab.data.augment import normalise
@@ -29,6 +30,10 @@ from acutance.models import ViT
 
 pytest.importorskip("transformers", reason="models of transformers are loaded")
 WEIGHTS = ("config.json", "model.safetensors")
+
+
+def batches_for(loaded, data=None, **options):
+    return DataOptions(**options).batches(loaded, data)
 
 
 @pytest.fixture(scope="module")

@@ -65,11 +65,30 @@ class DataOptions:
         return load_model(model, device=device(self.device), dtype=self.dtype, **more)
 
     def batches(self, loaded: Any, data: str | None = None) -> Any:
-        """What the model reads."""
-        from acutance.io.inputs import batches_for
-
-        names = ("text", "images", "data_dir", "tokens", "batch", "limit")
-        return batches_for(loaded, data=data, **{name: getattr(self, name) for name in names})
+        """What the model reads; by default a run's own test data, or else the embedded digits."""
+        if sum(given is not None for given in (data, self.text, self.images)) > 1:
+            raise AcutanceError("--data, --text and --images each say what to read: give one of them")
+        if data not in (None, "digits", "own"):
+            raise AcutanceError(f"--data takes digits or own, not {data!r}; other data come by --text or --images")
+        if data == "own" and loaded.own is None:
+            where = f"{loaded.name} is no such run"
+            raise AcutanceError(f"--data own is what a run of `acutance train` was tested on; {where}")
+        own = loaded.digits if data == "digits" else loaded.own or loaded.digits
+        if self.data_dir is not None and (self.text or self.images or own is None or own is not loaded.own):
+            raise AcutanceError(f"--data-dir says where a run's own data lies, which {loaded.name} is not to read")
+        if self.tokens is not None and self.text is None:
+            raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
+        how = {"limit": self.limit} | ({} if self.batch is None else {"batch": self.batch})
+        if self.text is not None:
+            return loaded.text_batches(self.text, tokens=self.tokens, **how)
+        if self.images is not None:
+            return loaded.image_batches(self.images, **how)
+        if own is not None:
+            return loaded.own_batches(own, data_dir=self.data_dir, **how)
+        options = {"--text FILE": loaded.tokenizer, "--images DIR": loaded.preprocess}
+        wanted = " or ".join(option for option, reads in options.items() if reads is not None) or "Python"
+        advice = f"say what it shall read with {wanted}. From Python, ac.measure(model, batches) takes any data"
+        raise AcutanceError(f"{loaded.name} does not take the embedded digits: {advice}")
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:

@@ -180,10 +180,8 @@ def robustness(
     from acutance.lab.robustness import CORRUPTIONS, evaluate, images_of, table_name
     from acutance.lab.train.run import Run
 
-    config = Run(run).config()
-    if weights not in ("last", "best"):
-        raise AcutanceError(f"--weights are last or best, not {weights!r}")
-    chosen: Any = weights
+    config, chosen = Run(run).config(), cast(Any, weights)
+    path = weights_path(run, chosen)  # which refuses unknown ones
     refuse_seen(run, config, split, chosen)
     images = images_of(config.task, split, data_dir=data_dir, limit=limit)
     target = json_path or run / table_name(split, weights, corrupted_dir)
@@ -194,7 +192,7 @@ def robustness(
         "context": {"name": run.name, "split": split, "which": weights},
     }
     with stoppable():
-        model = load(weights_path(run, chosen)).to(device_of(device))
+        model = load(path).to(device_of(device))
         table = evaluate(model, images, seed=seed, path=target, corrupted_dir=corrupted_dir, progress=True, **how)
     options.console.print(table.table())
     say(f"wrote {target}")

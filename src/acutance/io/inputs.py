@@ -1,7 +1,5 @@
 """A loaded model, and the batches of text and images that it is fed with."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +48,7 @@ class Batches(Sequence[Any]):
 
 
 class OwnData(NamedTuple):
-    """Test data of a run, or the digits: its name, and `read(limit, data_dir)`, which gives samples as one tensor."""
+    """Test data of a run, or the digits; `read(limit, data_dir)` gives samples as one tensor."""
 
     name: str
     read: Callable[[int | None, Path | None], Tensor]
@@ -87,46 +85,15 @@ class LoadedModel:
         """`image_batches` of a folder, prepared as the model was trained to see them."""
         if self.preprocess is None:
             raise AcutanceError(f"{self.name} does not read images: give it text (--text FILE)")
-        dtype = next(self.model.parameters()).dtype
-        return image_batches(folder, self.preprocess(), batch=batch, limit=limit, dtype=dtype)
+        weight = next(self.model.parameters())
+        return image_batches(folder, self.preprocess(), batch=batch, limit=limit, dtype=weight.dtype)
 
-
-def batches_for(
-    loaded: LoadedModel,
-    *,
-    data: str | None = None,
-    text: Path | None = None,
-    images: Path | None = None,
-    tokens: int | None = None,
-    batch: int | None = None,
-    limit: int | None = None,
-    data_dir: Path | None = None,
-) -> Batches:
-    """The batches that a command's options ask for; by default a run's own test data, or else the embedded digits."""
-    if sum(given is not None for given in (data, text, images)) > 1:
-        raise AcutanceError("--data, --text and --images each say what to read: give one of them")
-    if data not in (None, "digits", "own"):
-        raise AcutanceError(f"--data takes digits or own, not {data!r}; other data come by --text or --images")
-    if data == "own" and loaded.own is None:
-        raise AcutanceError(f"--data own is what a run of `acutance train` was tested on; {loaded.name} is no such run")
-    own = loaded.digits if data == "digits" or loaded.own is None else loaded.own
-    if data_dir is not None and (text or images or own is None or own is not loaded.own):
-        raise AcutanceError(f"--data-dir says where a run's own data lies, which {loaded.name} is not to read")
-    if tokens is not None and text is None:
-        raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
-    if text is not None:
-        return loaded.text_batches(text, tokens=tokens, limit=limit, batch=batch or 8)
-    if images is not None:
-        return loaded.image_batches(images, limit=limit, batch=batch or 32)
-    if own is not None:
-        samples = own.read(limit, data_dir)
-        if samples.is_floating_point():
-            samples = samples.to(next(loaded.model.parameters()).dtype)
-        return Batches(samples.unbind(), batch or 64, f"{len(samples)} {own.name}", torch.stack)
-    options = {"--text FILE": loaded.tokenizer, "--images DIR": loaded.preprocess}
-    wanted = " or ".join(option for option, reads in options.items() if reads is not None) or "Python"
-    advice = f"say what it shall read with {wanted}. From Python, ac.measure(model, batches) takes any data"
-    raise AcutanceError(f"{loaded.name} does not take the embedded digits: {advice}")
+    def own_batches(
+        self, data: OwnData, *, batch: int = 64, limit: int | None = None, data_dir: Path | None = None
+    ) -> Batches:
+        """Of a run's own test data, or of the digits."""
+        samples = _of_dtype(data.read(limit, data_dir), next(self.model.parameters()).dtype)
+        return Batches(samples.unbind(), batch, f"{len(samples)} {data.name}", torch.stack)
 
 
 def text_batches(
@@ -181,14 +148,14 @@ def image_batches(
     """
     pillow()
     found = _files(Path(folder), SUFFIXES)[:limit]
-
-    def of_dtype(made: Any) -> Any:
-        if isinstance(made, Mapping):
-            return {name: of_dtype(value) for name, value in made.items()}
-        return made.to(dtype) if isinstance(made, Tensor) and made.is_floating_point() else made
-
     description = f"{len(found)} images from {Path(folder).resolve().name}"
-    return Batches(found, batch, description, lambda files: of_dtype(preprocess([_decoded(file) for file in files])))
+    return Batches(found, batch, description, lambda files: _of_dtype(preprocess([*map(_decoded, files)]), dtype))
+
+
+def _of_dtype(made: Any, dtype: torch.dtype) -> Any:
+    if isinstance(made, Mapping):
+        return {name: _of_dtype(value, dtype) for name, value in made.items()}
+    return made.to(dtype) if isinstance(made, Tensor) and made.is_floating_point() else made
 
 
 def centre_crop(
@@ -199,7 +166,7 @@ def centre_crop(
     fraction: float = 1.0,
     interpolation: str = "bicubic",
     mode: Literal["center", "squash"] = "center",
-) -> Callable[[Sequence[Image.Image]], Tensor]:
+) -> Preprocess:
     """Evaluation's preprocessing without torchvision: resize, crop the middle to `size`, normalise per channel.
 
     The crop keeps `fraction` of the resized image's side. A mean of one channel makes grey images. `center` keeps the
@@ -210,7 +177,7 @@ def centre_crop(
     whole = int if scaled[0] == scaled[1] else round  # torchvision rounds down, timm's own resizing does not
     shift, scale = (torch.tensor(list(numbers)).view(-1, 1, 1) for numbers in (mean, std))
 
-    def prepare(image: Image.Image) -> Tensor:
+    def prepare(image: "Image.Image") -> Tensor:
         image = image.convert("RGB" if len(mean) == 3 else "L")
         height, width = scaled
         if mode == "center":  # the smallest size of the image's proportions that holds `scaled`
@@ -245,7 +212,7 @@ def _files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
     return found
 
 
-def _decoded(file: Path) -> Image.Image:
+def _decoded(file: Path) -> "Image.Image":
     library = pillow()
     try:
         with library.open(file) as image:

@@ -1,7 +1,5 @@
 """Models by name, as the command line takes them: of transformers, of timm, and checkpoints and runs of our own."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import warnings
@@ -33,15 +31,12 @@ PATIENCE = 10  # seconds that the Hub has to answer in
 def load_model(
     name: str, *, head: bool = False, device: str | torch.device = "cpu", dtype: str | torch.dtype | None = None
 ) -> LoadedModel:
-    """A pretrained model and what is needed to feed it.
+    """A pretrained model and what is needed to feed it, on a device; weights stay as they are stored without `dtype`.
 
-    Args:
-        name: `hf:` and a model on the Hugging Face Hub, a folder or a GGUF file; `timm:` and a pretrained model's name
-            or a folder; or the path of a checkpoint or run of our own.
-        head: for `hf:`, the whole model its checkpoint was saved from (for generating, training, saving again)
-            instead of the bare backbone, which is all that measuring needs and cheaper to run. Others are always whole.
-        device: where the model goes.
-        dtype: what its weights are turned into, e.g. `bfloat16`; by default they stay as they are stored.
+    The name is `hf:` and a model on the Hugging Face Hub, a folder or a GGUF file; `timm:` and a pretrained model's
+    name or a folder; or the path of a checkpoint or run of our own. With `head` a model of `hf:` is the whole that its
+    checkpoint was saved from (for generating, training, saving again) instead of the bare backbone, which is all that
+    measuring needs and cheaper to run. Others are always whole.
     """
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise AcutanceError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -91,7 +86,7 @@ def _transformers(name: str, head: bool) -> LoadedModel:
     """The model behind `hf:…`: its backbone, or with `head` the class its checkpoint was saved from."""
     transformers = import_extra("transformers", "hf: models need transformers: pip install 'acutance[hf]'")
     place, options, repository = _source(name)
-    with _loading(name, repository), _quiet(transformers, repository is None):
+    with _loading(name, repository, transformers, bars=repository is not None):
         config = transformers.AutoConfig.from_pretrained(place, **options)
         if notes_of(config):  # saved with its mitigation, whose record names layers of the whole
             from huggingface_hub import snapshot_download
@@ -109,7 +104,7 @@ def _transformers(name: str, head: bool) -> LoadedModel:
                 warnings.warn(message, AcutanceWarning, stacklevel=3)
 
     def part(kind: Any, what: str, **options: Any) -> Any:
-        with _loading(f"the {what} of {name}", repository), _quiet(transformers, True):
+        with _loading(f"the {what} of {name}", repository, transformers):
             return kind.from_pretrained(place, **options)
 
     @cache
@@ -148,15 +143,13 @@ def _source(name: str) -> tuple[str, dict[str, str], str | None]:
         if (path / "config.json").is_file() or not found:
             return str(path), {}, None
         if len(found) > 1:
-            raise AcutanceError(
-                f"{name} holds several GGUF files ({', '.join(f.name for f in found)}): name one of them"
-            )
+            names = ", ".join(file.name for file in found)
+            raise AcutanceError(f"{name} holds several GGUF files ({names}): name one of them")
         path = found[0]
     if path.is_file():
         if path.suffix != ".gguf":
             raise AcutanceError(f"{name} is a file, but no GGUF: name the folder with config.json and the weights")
-        missing = [library for library in ("gguf", "accelerate") if importlib.util.find_spec(library) is None]
-        if missing:
+        if missing := [library for library in ("gguf", "accelerate") if importlib.util.find_spec(library) is None]:
             raise MissingExtraError(f"a GGUF file needs {' and '.join(missing)}: pip install 'acutance[hf]'")
         return str(path.parent), {"gguf_file": path.name}, None
     if path.suffix == ".gguf" or not HUB_NAME.fullmatch(place):
@@ -180,8 +173,6 @@ def _context(model: nn.Module, config: Any) -> int | None:
 
 def _decoder_start(model: nn.Module, config: Any) -> int | None:
     """The token a decoder starts from: as configured, or padding, which is what T5 starts from."""
-    if not config.is_encoder_decoder:
-        return None
     text = config.get_text_config(decoder=True)
     places = (text, config, getattr(model, "generation_config", None))
     found = (getattr(place, "decoder_start_token_id", None) for place in places)
@@ -229,11 +220,12 @@ def _timm_preprocess(timm: Any, name: str, model: nn.Module) -> Preprocess:
 
 
 @contextmanager
-def _loading(name: str, repository: str | None) -> Iterator[None]:
+def _loading(name: str, repository: str | None, transformers: Any = None, bars: bool = False) -> Iterator[None]:
     """Load inside; whatever goes wrong becomes one line, with its cause kept. Local files have no `repository`.
 
     The Hub's client would ask an unreachable Hub six times for every file, for half a minute each. Here it is asked
-    once; if it does not answer, only what was downloaded before is read.
+    once; if it does not answer, only what was downloaded before is read. Load reports of transformers are not shown,
+    and its bars only while something is downloaded.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
@@ -246,8 +238,17 @@ def _loading(name: str, repository: str | None) -> Iterator[None]:
         pass  # loading will find out, and say so
     except Exception as error:  # no name service, no route, no answer in time, a proxy's page, offline mode
         silence = error
-    # Its environment variable is read at import only.
-    with patch.object(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or silence is not None):
+    with ExitStack() as stack:
+        # Its environment variable is read at import only.
+        offline = constants.HF_HUB_OFFLINE or silence is not None
+        stack.enter_context(patch.object(constants, "HF_HUB_OFFLINE", offline))
+        if transformers is not None:
+            log = transformers.utils.logging
+            stack.callback(log.set_verbosity, log.get_verbosity())
+            log.set_verbosity_error()
+            if not bars and log.is_progress_bar_enabled():
+                stack.callback(log.enable_progress_bar)
+                log.disable_progress_bar()
         try:
             yield
         except AcutanceError:
@@ -275,16 +276,3 @@ def _reason(repository: str | None, error: Exception, silence: Exception | None)
         why = f"{hub} does not answer ({first_line(silence)})"
         return f"cannot be downloaded: {why}, it was not downloaded before, and {repository!r} is no file or folder"
     return f"cannot be loaded: {first_line(error)}"
-
-
-@contextmanager
-def _quiet(transformers: Any, bars_too: bool) -> Iterator[None]:
-    """Without the library's load reports; its bars are wanted only while something is downloaded."""
-    log = transformers.utils.logging
-    with ExitStack() as stack:
-        stack.callback(log.set_verbosity, log.get_verbosity())
-        log.set_verbosity_error()
-        if bars_too and log.is_progress_bar_enabled():
-            stack.callback(log.enable_progress_bar)
-            log.disable_progress_bar()
-        yield

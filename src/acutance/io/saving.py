@@ -1,7 +1,5 @@
 """Models on disk, together with the mitigations they carry. Nothing is ever unpickled but tensors."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -49,11 +47,10 @@ def save(model: nn.Module, path: PathLike) -> Path:
         return Path(path)
     if Path(path).suffix != ".safetensors":
         raise AcutanceError(f"{path}: a {kind} is written as one file, name it ….safetensors")
-    metadata = {}
+    metadata = {RECORD_KEY: json.dumps(sites.record(model))}
     if type(model) in OWN.values():
         with suppress(AcutanceError):  # layers that differ in their mitigation, which a configuration cannot say
             metadata = {CLASS_KEY: kind, CONFIG_KEY: json.dumps(cast(Any, model).config.to_dict())}
-    metadata = metadata or {RECORD_KEY: json.dumps(sites.record(model))}
 
     def write(file: Path) -> None:
         save_model(model, str(file), {"format": "pt", **metadata})
@@ -76,9 +73,8 @@ def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
         metadata = opened.metadata() or {}
         config, record = (json.loads(metadata.get(key, "{}")) for key in (CONFIG_KEY, RECORD_KEY))
     if model is None:
-        own = _build(metadata, config, where)
-        load_checkpoint(own, where)
-        return own
+        load_checkpoint(model := _build(metadata, config, where), where)
+        return model
     reinstate(model, _specs(record, where))
     try:
         load_model(model, where)
@@ -136,23 +132,22 @@ def _reading(file: Path) -> Iterator[None]:
         ) from error
 
 
-def _build(metadata: Mapping[str, str], config: Any, path: Path) -> BlockStack | Segmenter:
+def _build(metadata: Mapping[str, str], config: Any, path: Path) -> Any:
     """The model that a file of ours describes, with new weights."""
     if CONFIG_KEY not in metadata:
         advice = "build a plain one and pass it as model=, or for published weights use acutance.io.load_checkpoint"
         raise AcutanceError(f"{path} does not say what model it is: {advice}")
     name = metadata.get(CLASS_KEY, "ViT")
-    if name not in OWN:
+    if (kind := OWN.get(name)) is None:
         raise AcutanceError(f"{path} holds a {name}, which this version does not know; known: {', '.join(OWN)}")
-    made: BlockStack | Segmenter = OWN[name](**OWN[name].config_class.from_dict(config).to_dict())
-    return made
+    return kind(**kind.config_class.from_dict(config).to_dict())
 
 
 def _check_match(own: Mapping[str, Tensor], state: Mapping[str, Tensor], label: str) -> None:
     """Compare before touching the model: load_state_dict copies what fits even when it then complains."""
-    shapes = {n: (tuple(state[n].shape), tuple(own[n].shape)) for n in sorted(own.keys() & state.keys())}
     missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    sizes = [f"{name} {found} for {wanted}" for name, (found, wanted) in shapes.items() if found != wanted]
+    pairs = ((name, *(tuple(side[name].shape) for side in (state, own))) for name in sorted(own.keys() & state.keys()))
+    sizes = [f"{name} {found} for {wanted}" for name, found, wanted in pairs if found != wanted]
     problems = {"missing": missing, "unexpected": unexpected, "of another size": sizes}
     if found := "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names):
         advice = "build the model with the options the weights were trained with"
