@@ -142,14 +142,6 @@ def test_the_middle_is_kept_and_normalised(size: tuple[int, int], left: int, top
     assert centre_crop((8, 8), (0.5,), (0.5,))([image, image]).shape == (2, 1, 8, 8), "one channel is grey"
 
 
-def test_squashing_is_what_the_vit_processor_does() -> None:
-    transformers = pytest.importorskip("transformers.models.vit.image_processing_pil_vit")
-    processor = transformers.ViTImageProcessorPil(size={"height": 24, "width": 24})
-    expected = processor([picture()], return_tensors="pt")["pixel_values"]
-    found = centre_crop((24, 24), HALF, HALF, interpolation="bilinear", mode="squash")([picture()])
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-
-
 def test_images_that_are_not_there_are_said_by_name(folder: Path, tmp_path: Path) -> None:
     prepare = centre_crop((8, 8), HALF, HALF)
     (tmp_path / "empty").mkdir()

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -159,37 +160,22 @@ def _of_dtype(made: Any, dtype: torch.dtype) -> Any:
 
 
 def centre_crop(
-    size: tuple[int, int],
-    mean: Sequence[float],
-    std: Sequence[float],
-    *,
-    fraction: float = 1.0,
-    interpolation: str = "bicubic",
-    mode: Literal["center", "squash"] = "center",
+    size: tuple[int, int], mean: Sequence[float], std: Sequence[float], *, fraction: float = 1.0
 ) -> Preprocess:
-    """Evaluation's preprocessing without torchvision: resize, crop the middle to `size`, normalise per channel.
+    """Evaluation's preprocessing without torchvision: resize bicubically, crop the middle to `size`, normalise.
 
-    The crop keeps `fraction` of the resized image's side. A mean of one channel makes grey images. `center` keeps the
-    proportions when resizing, `squash` does not. `interpolation` is one of PIL's resampling names.
+    The crop keeps `fraction` of the resized image's side. A mean of one channel makes grey images.
     """
-    resampling = pillow().Resampling[interpolation.upper()]
-    scaled = [math.floor(side / fraction) for side in size]
-    whole = int if scaled[0] == scaled[1] else round  # torchvision rounds down, timm's own resizing does not
+    resampling, (height, width) = pillow().Resampling.BICUBIC, size
     shift, scale = (torch.tensor(list(numbers)).view(-1, 1, 1) for numbers in (mean, std))
 
     def prepare(image: "Image.Image") -> Tensor:
         image = image.convert("RGB" if len(mean) == 3 else "L")
-        height, width = scaled
-        if mode == "center":  # the smallest size of the image's proportions that holds `scaled`
-            wide, high = image.size
-            if wide / high < width / height:
-                height = whole(width * high / wide)
-            else:
-                width = whole(height * wide / high)
-        image = image.resize((width, height), resampling)
-        top, left = round((height - size[0]) / 2), round((width - size[1]) / 2)
-        image = image.crop((left, top, left + size[1], top + size[0]))
-        pixels = torch.from_numpy(np.array(image, dtype=np.float32) / 255).reshape(*size, len(mean))
+        growth = max(Fraction(math.floor(a / fraction), b) for a, b in ((width, image.width), (height, image.height)))
+        image = image.resize((int(growth * image.width), int(growth * image.height)), resampling)
+        left, top = round((image.width - width) / 2), round((image.height - height) / 2)
+        image = image.crop((left, top, left + width, top + height))
+        pixels = torch.from_numpy(np.array(image, dtype=np.float32) / 255).reshape(height, width, len(mean))
         return (pixels.permute(2, 0, 1) - shift) / scale
 
     return lambda images: torch.stack([prepare(image) for image in images])

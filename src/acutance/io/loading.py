@@ -189,7 +189,7 @@ def _timm(name: str) -> LoadedModel:
     is_local = (folder := Path(wanted).expanduser()).is_dir()
     with _loading(name, None if is_local else _repository(timm, name, wanted)):
         model = timm.create_model(f"local-dir:{folder}" if is_local else wanted, pretrained=True)
-    return LoadedModel(name, model, preprocess=cache(lambda: _timm_preprocess(timm, name, model)))
+    return LoadedModel(name, model, preprocess=cache(lambda: _timm_preprocess(timm, model)))
 
 
 def _repository(timm: Any, name: str, wanted: str) -> str | None:
@@ -206,17 +206,15 @@ def _repository(timm: Any, name: str, wanted: str) -> str | None:
     return repository
 
 
-def _timm_preprocess(timm: Any, name: str, model: nn.Module) -> Preprocess:
-    """Evaluation's preprocessing by the model's own data configuration; timm's transforms need torchvision."""
+def _timm_preprocess(timm: Any, model: nn.Module) -> Preprocess:
+    """Evaluation's preprocessing by the model's own data configuration."""
     config = timm.data.resolve_model_data_config(model)
-    mode, fraction, interpolation = config["crop_mode"], config["crop_pct"], config["interpolation"]
-    if mode not in ("center", "squash"):
-        raise AcutanceError(f"{name} crops by {mode!r}, which is not known here: give ac.measure(model, batches) yours")
-    embedding = getattr(model, "patch_embed", None)
+    embedding: Any = getattr(model, "patch_embed", None)
     # The configuration may have the size of the weights that the model was made from.
-    only = getattr(embedding, "img_size", None) if getattr(embedding, "strict_img_size", False) else None
-    size = only or tuple(config["input_size"][1:])
-    return centre_crop(size, config["mean"], config["std"], fraction=fraction, interpolation=interpolation, mode=mode)
+    if getattr(embedding, "strict_img_size", False) and embedding.img_size:
+        config["input_size"] = (config["input_size"][0], *embedding.img_size)
+    transform = timm.data.create_transform(**config)
+    return lambda images: torch.stack([transform(image) for image in images])
 
 
 @contextmanager
