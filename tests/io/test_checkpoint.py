@@ -62,18 +62,16 @@ def test_published_weights_load_and_are_left_alone(tmp_path, layout):
 
 
 class Malicious:
-    def __init__(self, path):
-        self.path = path
-
     def __reduce__(self):
-        return (os.mkdir, (self.path,))
+        return (os.mkdir, ("trap",))
 
 
-def test_a_pickle_that_runs_code_is_refused(tmp_path):
-    torch.save({"model": Malicious(str(tmp_path / "trap"))}, tmp_path / "weights.pth")
+def test_a_pickle_that_runs_code_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": Malicious()}, "weights.pth")
     with pytest.raises(AcutanceError, match="unpickling could run code"):
-        load_checkpoint(make(), tmp_path / "weights.pth")
-    assert not (tmp_path / "trap").exists()
+        load_checkpoint(make(), "weights.pth")
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.pth"]
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "weights.pth"])
