@@ -103,7 +103,7 @@ def test_our_own_models_read_images_or_the_digits(pictures: Path, tmp_path: Path
     assert [len(batch) for batch in batches] == [50, 50, 20]
     assert loaded.model(batches[0]).dtype == torch.float64
     with pytest.raises(AcutanceError, match="the model has 1 channels"):
-        loaded.image_batches(tmp_path)
+        loaded.image_batches(pictures)[0]
 
 
 def test_commands_say_which_data_is_missing(bert: Path, vit: Path) -> None:
@@ -191,7 +191,7 @@ def test_what_is_not_there_is_never_made_up(bert: Path, vit: Path, pictures: Pat
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is not None
     with pytest.raises(AcutanceError, match=r"the image processor of hf:.* cannot be loaded"):
-        load_model(f"hf:{tmp_path / vit.name}").image_batches(pictures)
+        load_model(f"hf:{tmp_path / vit.name}").image_batches(pictures)[0]
     (folder / "model.safetensors").write_bytes((bert / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(AcutanceError, match=f"hf:{folder} cannot be loaded"):
         load_model(f"hf:{folder}")

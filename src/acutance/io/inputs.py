@@ -62,7 +62,7 @@ class LoadedModel:
     name: str  # as the user wrote it
     model: Module
     tokenizer: Callable[[], Any] | None = None  # None: it does not read text
-    preprocess: Callable[[], Preprocess] | None = None  # None: it does not read images
+    preprocess: Preprocess | None = None  # None: it does not read images
     save_inputs: Callable[[Path, bool], None] | None = None  # writes the tokenizer, or the image processor, to a folder
     context: int | None = None  # the most tokens it takes; None: not limited
     decoder_start: int | None = None  # the token a decoder starts from, in models with an encoder and a decoder
@@ -87,7 +87,7 @@ class LoadedModel:
         if self.preprocess is None:
             raise AcutanceError(f"{self.name} does not read images: give it text (--text FILE)")
         weight = next(self.model.parameters())
-        return image_batches(folder, self.preprocess(), batch=batch, limit=limit, dtype=weight.dtype)
+        return image_batches(folder, self.preprocess, batch=batch, limit=limit, dtype=weight.dtype)
 
     def own_batches(
         self, data: OwnData, *, batch: int = 64, limit: int | None = None, data_dir: Path | None = None

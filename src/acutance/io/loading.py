@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError, first_line, import_extra
-from acutance.io.inputs import LoadedModel, Preprocess, centre_crop
+from acutance.io.inputs import LoadedModel, centre_crop
 from acutance.io.saving import listed, load
 from acutance.models import LanguageModel, ViT
 from acutance.sites.transformers import notes_of
@@ -68,10 +68,10 @@ def _own(path: Path) -> LoadedModel:
     takes_digits = isinstance(model, ViT) and (model.config.image_size, model.config.in_chans) == (8, 1)
     digits = runs.digits() if runs is not None and takes_digits else None
 
-    def preprocess() -> Preprocess:
+    def preprocess(images: Any) -> Any:
         if (channels := model.config.in_chans) != 3:
             raise AcutanceError(f"--images takes colour images, the model has {channels} channels: use Python")
-        return centre_crop((model.config.image_size,) * 2, MEAN, STD, fraction=224 / 256)
+        return centre_crop((model.config.image_size,) * 2, MEAN, STD, fraction=224 / 256)(images)
 
     return LoadedModel(str(path), model, preprocess=preprocess, own=own, digits=digits)
 
@@ -118,9 +118,8 @@ def _transformers(name: str, head: bool) -> LoadedModel:
     def processor() -> Any:  # PIL's gives the same pictures with and without torchvision
         return part(transformers.AutoImageProcessor, "image processor", backend="pil")
 
-    def preprocess() -> Preprocess:
-        prepare = processor()
-        return lambda images: dict(prepare(images=list(images), return_tensors="pt"))
+    def preprocess(images: Any) -> Any:
+        return dict(processor()(images=list(images), return_tensors="pt"))
 
     inputs = signature(model.forward).parameters
     return LoadedModel(
@@ -189,7 +188,12 @@ def _timm(name: str) -> LoadedModel:
     is_local = (folder := Path(wanted).expanduser()).is_dir()
     with _loading(name, None if is_local else _repository(timm, name, wanted)):
         model = timm.create_model(f"local-dir:{folder}" if is_local else wanted, pretrained=True)
-    return LoadedModel(name, model, preprocess=cache(lambda: _timm_preprocess(timm, model)))
+    config = timm.data.resolve_model_data_config(model)
+    # The configuration may have the size of the weights that the model was made from.
+    if getattr(patches := getattr(model, "patch_embed", model), "strict_img_size", False) and patches.img_size:
+        config["input_size"] = (config["input_size"][0], *patches.img_size)
+    prepare = timm.data.create_transform(**config)
+    return LoadedModel(name, model, preprocess=lambda images: torch.stack([prepare(image) for image in images]))
 
 
 def _repository(timm: Any, name: str, wanted: str) -> str | None:
@@ -204,17 +208,6 @@ def _repository(timm: Any, name: str, wanted: str) -> str | None:
         raise AcutanceError(f"{name}: timm {timm.__version__} has no pretrained weights under this name")
     repository: str | None = timm.models.get_pretrained_cfg(wanted).hf_hub_id
     return repository
-
-
-def _timm_preprocess(timm: Any, model: nn.Module) -> Preprocess:
-    """Evaluation's preprocessing by the model's own data configuration."""
-    config = timm.data.resolve_model_data_config(model)
-    embedding: Any = getattr(model, "patch_embed", None)
-    # The configuration may have the size of the weights that the model was made from.
-    if getattr(embedding, "strict_img_size", False) and embedding.img_size:
-        config["input_size"] = (config["input_size"][0], *embedding.img_size)
-    transform = timm.data.create_transform(**config)
-    return lambda images: torch.stack([transform(image) for image in images])
 
 
 @contextmanager
@@ -255,22 +248,20 @@ def _loading(name: str, repository: str | None, transformers: Any = None, bars: 
             raise AcutanceError(f"{name} {_reason(repository, error, silence)}") from error
 
 
-def _reason(repository: str | None, error: Exception, silence: Exception | None) -> str:
+def _reason(repository: str | None, error: BaseException, silence: Exception | None) -> str:
     from huggingface_hub import constants, errors
 
-    causes: list[BaseException] = [error]
-    while cause := causes[-1].__cause__ or causes[-1].__context__:
-        causes.append(cause)
-
-    def is_caused_by(*kinds: type[BaseException]) -> bool:
-        return repository is not None and any(isinstance(cause, kinds) for cause in causes)
-
+    kinds: list[type] = []
+    cause = error if repository is not None else None
+    while cause is not None:
+        kinds += type(cause).__mro__
+        cause = cause.__cause__ or cause.__context__
     hub = constants.ENDPOINT
-    if is_caused_by(errors.GatedRepoError):
+    if errors.GatedRepoError in kinds:
         return f"is gated: accept its terms at {hub}/{repository}, then log in with `hf auth login`"
-    if is_caused_by(errors.RepositoryNotFoundError):
+    if errors.RepositoryNotFoundError in kinds:
         return f"is not there: no public model {repository!r} on the Hub, and no such file or folder here"
-    if silence is not None and is_caused_by(errors.LocalEntryNotFoundError, FileNotFoundError):
+    if silence is not None and FileNotFoundError in kinds:  # of the Hub's client too
         why = f"{hub} does not answer ({first_line(silence)})"
         return f"cannot be downloaded: {why}, it was not downloaded before, and {repository!r} is no file or folder"
     return f"cannot be loaded: {first_line(error)}"
