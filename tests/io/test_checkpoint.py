@@ -143,7 +143,6 @@ def test_resizing_keeps_rows_and_columns_apart():
     rows = torch.arange(8.0).repeat_interleave(8)[None, :, None]  # the value is the row
     upscaled = resize_position_embedding(rows, (16, 16), 0)[0, :, 0].reshape(16, 16)
     torch.testing.assert_close(upscaled, upscaled[:, :1].expand(16, 16))
-    assert (upscaled[:, 0].diff() > 0).all()
     torch.testing.assert_close(upscaled[4:12, 0], torch.arange(4, 12) / 2 - 0.25)  # cubic is exact on a ramp
 
 
