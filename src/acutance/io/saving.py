@@ -4,7 +4,7 @@ import json
 import os
 import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -39,11 +39,9 @@ def save(model: nn.Module, path: PathLike) -> Path:
     if is_pretrained(model):
         if Path(path).is_file():  # transformers would log that, and write nothing
             raise AcutanceError(f"{path} is a file: a {kind} is written as a folder, name another")
-        forget = note(model)  # of the whole: a part that was mitigated by itself did not know it
-        try:
+        with ExitStack() as stack:
+            stack.callback(note(model))  # of the whole: a part that was mitigated by itself did not know it
             model.save_pretrained(path)  # type: ignore[operator]
-        finally:
-            forget()
         return Path(path)
     if Path(path).suffix != ".safetensors":
         raise AcutanceError(f"{path}: a {kind} is written as one file, name it ….safetensors")
