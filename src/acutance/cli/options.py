@@ -14,7 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+import acutance as ac
 from acutance.errors import AcutanceError
+from acutance.files.atomic import atomic_write
 
 
 def option(help: str, *names: str, **more: Any) -> Any:
@@ -59,10 +61,9 @@ class DataOptions:
         import torch
 
         from acutance.distributed import device
-        from acutance.io.loading import load_model
 
         torch.manual_seed(0)  # the same command writes the same file
-        return load_model(model, device=device(self.device), dtype=self.dtype, **more)
+        return ac.io.load_model(model, device=device(self.device), dtype=self.dtype, **more)
 
     def batches(self, loaded: Any, data: str | None = None) -> Any:
         """What the model reads; by default a run's own test data, or else the embedded digits."""
@@ -121,8 +122,6 @@ def ints(text: str, option: str) -> list[int]:
 
 def write(path: Path | None, content: bytes | Callable[[Path], object]) -> None:
     """Write a file that was asked for, and say so."""
-    from acutance.files.atomic import atomic_write
-
     if path is not None:
         say(f"wrote {atomic_write(path, content)}")
 

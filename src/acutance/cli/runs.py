@@ -7,6 +7,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
+import acutance as ac
 from acutance.cli import options
 from acutance.cli.options import JSON, Changes, DataDir, Device, Markdown, Split, Weights, option, say, stoppable, write
 from acutance.errors import AcutanceError
@@ -175,7 +176,6 @@ def robustness(
     Example: acutance robustness runs/digits-seed0 --corruptions fog,contrast --attacks fgsm:8,pgd:8:20
     """
     from acutance.distributed import device as device_of
-    from acutance.io.saving import load
     from acutance.lab.evaluate.evaluate import refuse_seen, weights_path
     from acutance.lab.robustness import CORRUPTIONS, evaluate, images_of, table_name
     from acutance.lab.train.run import Run
@@ -192,7 +192,7 @@ def robustness(
         "context": {"name": run.name, "split": split, "which": weights},
     }
     with stoppable():
-        model = load(path).to(device_of(device))
+        model = ac.load(path).to(device_of(device))
         table = evaluate(model, images, seed=seed, path=target, corrupted_dir=corrupted_dir, progress=True, **how)
     options.console.print(table.table())
     say(f"wrote {target}")

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+import acutance as ac
 from acutance.cli.options import Changes, Device, console, ints, list_rows, option, say, stoppable
 from acutance.errors import AcutanceError
 
@@ -165,12 +166,11 @@ def kernel(
 
     acutance lab kernel hf:gpt2 --text wiki.test.txt --tokens 128 --samples 16
     """
-    from acutance.io.loading import load_model
     from acutance.lab.studies.kernel import batch_count, kernel_study
 
     if text is None and tokens is not None:
         raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
-    models = {_run_name(run): partial(load_model, run) for run in runs}
+    models = {_run_name(run): partial(ac.io.load_model, run) for run in runs}
     if len(models) < len(runs):
         raise AcutanceError(f"two of these runs have one name: {', '.join(map(_run_name, runs))}. Rename one of them")
     with _progress(len(models) * batch_count(samples, text=text is not None)) as advance:

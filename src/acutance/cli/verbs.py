@@ -6,6 +6,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+import acutance as ac
 from acutance.cli.options import HTML, JSON, DataOptions, Model, Part, console, ints, option, say, spread, words, write
 from acutance.errors import AcutanceError
 from acutance.measure import DEFAULT_METRICS
@@ -24,8 +25,6 @@ class MeasureOptions(DataOptions):
 
     def profile(self, loaded: Any, batches: Any) -> Any:
         """The model's profile on these batches."""
-        import acutance as ac
-
         metrics = "all" if self.metrics.strip() == "all" else words(self.metrics)
         chosen: dict[str, Any] = {"prefix": self.prefix, "part": self.part}  # measure refuses unknown ones
         found = ac.measure(loaded.model, batches, metrics=metrics, tap=words(self.tap), across_processes=True, **chosen)
@@ -67,7 +66,6 @@ def mitigate(
 
     Example: acutance mitigate hf:gpt2 neutreno:0.4 --text wiki.test.txt --limit 64 --out gpt2-neutreno
     """
-    import acutance as ac
     from acutance.mitigations import as_mitigation
 
     chosen = None if layers is None else ints(layers, "--layers")
@@ -106,7 +104,6 @@ def explain(
 
     acutance explain hf:gpt2 --text wiki.test.txt --tokens 128 --limit 16
     """
-    import acutance as ac
     from acutance.explain.spectrum import Picture
 
     with_data = (data, options.text, options.images) != (None, None, None)
