@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,15 +17,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from acutance.errors import AcutanceError, import_extra
 
-if TYPE_CHECKING:
-    from PIL import Image
-
 DEFAULT_TOKENS = 512  # a window of text, where the model's context would allow more
 SHORTEST = 2  # tokens of text in a window; a single one has nothing to be compared with
 PIECE = 1 << 20  # characters tokenised at once, to the end of the line: large files do not fill the memory
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
-Preprocess = Callable[[Sequence["Image.Image"]], Any]  # images to a batch that the model takes
+Preprocess = Callable[[Sequence[Any]], Any]  # images of Pillow to a batch that the model takes
 Window = NDArray[np.int64]
 
 
@@ -169,7 +166,7 @@ def centre_crop(
     resampling, (height, width) = pillow().Resampling.BICUBIC, size
     shift, scale = (torch.tensor(list(numbers)).view(-1, 1, 1) for numbers in (mean, std))
 
-    def prepare(image: "Image.Image") -> Tensor:
+    def prepare(image: Any) -> Tensor:
         image = image.convert("RGB" if len(mean) == 3 else "L")
         growth = max(Fraction(math.floor(a / fraction), b) for a, b in ((width, image.width), (height, image.height)))
         image = image.resize((int(growth * image.width), int(growth * image.height)), resampling)
@@ -198,11 +195,11 @@ def _files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
     return found
 
 
-def _decoded(file: Path) -> "Image.Image":
+def _decoded(file: Path) -> Any:
     library = pillow()
     try:
         with library.open(file) as image:
-            return cast("Image.Image", image.convert("RGB"))
+            return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, library.DecompressionBombError) as error:
         raise AcutanceError(f"{file} cannot be read as an image: {error}") from error
 

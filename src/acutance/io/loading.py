@@ -24,7 +24,6 @@ from acutance.sites.transformers import notes_of
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as DeiT's
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PATIENCE = 10  # seconds that the Hub has to answer in
 
 
@@ -54,7 +53,8 @@ def _own(path: Path) -> LoadedModel:
     """A checkpoint of our own, or the one in a run's folder."""
     if (path / "config.json").is_file():
         raise AcutanceError(f"{path} is a folder of transformers: write hf:{path}")
-    runs = _runs()
+    # What lab knows of runs and of the digits. The core does not import lab, so it is found by an entry point.
+    runs = next((found.load() for found in entry_points(group="acutance.loaders")), None)
     checkpoint = path / "model.safetensors" if path.is_dir() else path
     if not checkpoint.is_file():
         if runs is not None:
@@ -74,12 +74,6 @@ def _own(path: Path) -> LoadedModel:
         return centre_crop((model.config.image_size,) * 2, MEAN, STD, fraction=224 / 256)(images)
 
     return LoadedModel(str(path), model, preprocess=preprocess, own=own, digits=digits)
-
-
-@cache
-def _runs() -> Any:
-    """What lab knows of runs and of the digits. The core does not import lab, so it is found by an entry point."""
-    return next((found.load() for found in entry_points(group="acutance.loaders")), None)
 
 
 def _transformers(name: str, head: bool) -> LoadedModel:
@@ -151,7 +145,7 @@ def _source(name: str) -> tuple[str, dict[str, str], str | None]:
         if missing := [library for library in ("gguf", "accelerate") if importlib.util.find_spec(library) is None]:
             raise MissingExtraError(f"a GGUF file needs {' and '.join(missing)}: pip install 'acutance[hf]'")
         return str(path.parent), {"gguf_file": path.name}, None
-    if path.suffix == ".gguf" or not HUB_NAME.fullmatch(place):
+    if path.suffix == ".gguf" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", place):
         raise AcutanceError(f"{name}: there is no file or folder {path}, and a name on the Hub looks like owner/model")
     return place, {}, place
 
