@@ -10,9 +10,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from acutance.cli import studies
 from acutance.cli.options import console
 from acutance.cli.runs import compare, evaluate, robustness, train
+from acutance.cli.studies import app as studies
+from acutance.cli.studies import bench, demo, reproduce
 from acutance.cli.verbs import explain, measure, mitigate
 from acutance.errors import AcutanceError
 from acutance.version import __version__
@@ -24,10 +25,9 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-runs = (train, evaluate, compare, robustness)
-for verb in (studies.demo, measure, mitigate, explain, *runs, studies.reproduce, studies.bench):
+for verb in (demo, measure, mitigate, explain, train, evaluate, compare, robustness, reproduce, bench):
     app.command()(verb)
-app.add_typer(studies.app, name="lab")
+app.add_typer(studies, name="lab")
 
 
 @app.callback(invoke_without_command=True)
