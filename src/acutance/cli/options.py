@@ -24,11 +24,9 @@ def option(help: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, **more)
 
 
-MODEL_HELP = (
-    "hf: and a model on the Hugging Face Hub, a folder or a GGUF file; timm: and a pretrained model or a folder; a "
-    "checkpoint written by Acutance (model.safetensors), or the folder of a run."
-)
-Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
+_MODEL = "hf: and a model on the Hugging Face Hub, a folder or a GGUF file; timm: and a pretrained model or a folder; "
+_MODEL += "a checkpoint written by Acutance (model.safetensors), or the folder of a run."
+Model = Annotated[str, typer.Argument(help=_MODEL)]
 DataDir = Annotated[Path | None, option("Where the data is now, if not where it was.")]
 Split = Annotated[str, option("test, or val or train of the training set.")]
 Weights = Annotated[str, option("last, which recipes report, or best on the held-out slice.")]

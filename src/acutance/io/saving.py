@@ -71,8 +71,14 @@ def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
         metadata = opened.metadata() or {}
         config, record = (json.loads(metadata.get(key, "{}")) for key in (CONFIG_KEY, RECORD_KEY))
     if model is None:
-        load_checkpoint(model := _build(metadata, config, where), where)
-        return model
+        if CONFIG_KEY not in metadata:
+            advice = "build a plain one and pass it as model=, or for published weights use acutance.io.load_checkpoint"
+            raise AcutanceError(f"{where} does not say what model it is: {advice}")
+        name = metadata.get(CLASS_KEY, "ViT")
+        if (kind := OWN.get(name)) is None:
+            raise AcutanceError(f"{where} holds a {name}, which this version does not know; known: {', '.join(OWN)}")
+        load_checkpoint(own := kind(**kind.config_class.from_dict(config).to_dict()), where)
+        return cast(nn.Module, own)
     reinstate(model, _specs(record, where))
     try:
         load_model(model, where)
@@ -128,17 +134,6 @@ def _reading(file: Path) -> Iterator[None]:
             f"{file} cannot be read as weights: it is damaged, or holds more than tensors, which is refused "
             f"because unpickling could run code{reason}. Fetch it again, or save its state dict alone"
         ) from error
-
-
-def _build(metadata: Mapping[str, str], config: Any, path: Path) -> Any:
-    """The model that a file of ours describes, with new weights."""
-    if CONFIG_KEY not in metadata:
-        advice = "build a plain one and pass it as model=, or for published weights use acutance.io.load_checkpoint"
-        raise AcutanceError(f"{path} does not say what model it is: {advice}")
-    name = metadata.get(CLASS_KEY, "ViT")
-    if (kind := OWN.get(name)) is None:
-        raise AcutanceError(f"{path} holds a {name}, which this version does not know; known: {', '.join(OWN)}")
-    return kind(**kind.config_class.from_dict(config).to_dict())
 
 
 def _check_match(own: Mapping[str, Tensor], state: Mapping[str, Tensor], label: str) -> None:
