@@ -62,20 +62,14 @@ def train(
     how: dict[str, Any] = {"recipe": recipe, "resume": resume, "device": device, "processes": processes}
     with stoppable(f"The last checkpoint is kept. {Run(folder).how_to_go_on()}"):
         result = start(config, folder, console=options.console, **how)
-    if options.is_first_process():
-        say(_verdict(folder, config, result))
-
-
-def _verdict(folder: Path, config: Any, result: dict[str, Any]) -> str:
-    name, best = result["headline"], result["best"]
-    score = result["scores"][name]  # null if it is no number
-    seen = getattr(config.task, "train_on", None) == "all"
+    if not options.is_first_process():
+        return
+    name, best, seen = result["headline"], result["best"], getattr(config.task, "train_on", None) == "all"
+    score = "no number" if result["scores"][name] is None else f"{result['scores'][name]:.4g}"
     where = "a slice that was trained on (task.train_on=all)" if seen else "the held-out slice"
-    words = f"{name} {'no number' if score is None else f'{score:.4g}'} on {where} after step {result['step']}"
-    if best is not None:
-        words += f", best {best['score']:.4g} after step {best['step']}"
+    better = "" if best is None else f", best {best['score']:.4g} after step {best['step']}"
     test = f"; acutance evaluate {folder} scores it on the test set" if seen else ""
-    return f"{words}; models and logs are in {folder}{test}"
+    say(f"{name} {score} on {where} after step {result['step']}{better}; models and logs are in {folder}{test}")
 
 
 def evaluate(
