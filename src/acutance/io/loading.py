@@ -115,7 +115,11 @@ def _transformers(name: str, head: bool) -> LoadedModel:
     def preprocess(images: Any) -> Any:
         return dict(processor()(images=list(images), return_tensors="pt"))
 
-    inputs = signature(model.forward).parameters
+    inputs, text = signature(model.forward).parameters, config.get_text_config(decoder=True)
+    places = (text, config, getattr(model, "generation_config", None))
+    starts = (getattr(place, "decoder_start_token_id", None) for place in places)
+    # As configured, or padding, which is what T5 starts from.
+    start = next((token for token in starts if token is not None), getattr(text, "pad_token_id", None) or 0)
     return LoadedModel(
         name,
         model,
@@ -123,7 +127,7 @@ def _transformers(name: str, head: bool) -> LoadedModel:
         preprocess=preprocess if "pixel_values" in inputs else None,
         save_inputs=lambda folder, text: (tokenizer if text else processor)().save_pretrained(folder),
         context=_context(model, config),
-        decoder_start=_decoder_start(model, config) if "decoder_input_ids" in inputs else None,
+        decoder_start=start if "decoder_input_ids" in inputs else None,
     )
 
 
@@ -162,14 +166,6 @@ def _context(model: nn.Module, config: Any) -> int | None:
         if name.endswith("position_embeddings") and padding is not None and len(table.weight) == positions:
             return positions - int(padding) - 1
     return positions
-
-
-def _decoder_start(model: nn.Module, config: Any) -> int | None:
-    """The token a decoder starts from: as configured, or padding, which is what T5 starts from."""
-    text = config.get_text_config(decoder=True)
-    places = (text, config, getattr(model, "generation_config", None))
-    found = (getattr(place, "decoder_start_token_id", None) for place in places)
-    return next((token for token in found if token is not None), text.pad_token_id or 0)
 
 
 def _timm(name: str) -> LoadedModel:

@@ -52,7 +52,14 @@ def save(model: nn.Module, path: PathLike) -> Path:
 
     def write(file: Path) -> None:
         save_model(model, str(file), {"format": "pt", **metadata})
-        _sort_metadata(file)
+        with file.open("rb+") as opened:  # the library writes metadata in random order; equal models are equal files
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(size))
+            header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+            text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+            assert len(text) <= size, "the same entries in another order, and spaces"
+            opened.seek(8)
+            opened.write(text.ljust(size))
 
     return atomic_write(path, write)
 
@@ -103,21 +110,18 @@ def load_checkpoint(model: BlockStack | Segmenter, source: PathLike | Mapping[st
     state = state["model"] if isinstance(state.get("model"), Mapping) else state
     if other := [str(name) for name, value in state.items() if not isinstance(value, Tensor)]:
         raise AcutanceError(f"{label} is not a state dict: {listed(other)} are no tensors. Pass the state dict itself")
-    state = model.fit_state(state)
-    _check_match(model.state_dict(), state, label)
+    state, own = model.fit_state(state), model.state_dict()
+    # Compared before touching the model: load_state_dict copies what fits even when it then complains.
+    missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    pairs = ((name, *(tuple(side[name].shape) for side in (state, own))) for name in sorted(own.keys() & state.keys()))
+    sizes = [f"{name} {found} for {wanted}" for name, found, wanted in pairs if found != wanted]
+    problems = {"missing": missing, "unexpected": unexpected, "of another size": sizes}
+    if found := "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names):
+        advice = "build the model with the options the weights were trained with"
+        if any(".mitigation." in name for name in missing):
+            advice = "load it into a plain model, then add the mitigation with mitigate(model, …)"
+        raise AcutanceError(f"{label} does not fit the model ({found}). To fix it, {advice}")
     model.load_state_dict(state)
-
-
-def _sort_metadata(file: Path) -> None:
-    """Sort a safetensors file's metadata, which the library writes in random order: equal models are equal files."""
-    with file.open("rb+") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-        assert len(text) <= size, "the same entries in another order, and spaces"
-        opened.seek(8)
-        opened.write(text.ljust(size))
 
 
 @contextmanager
@@ -134,19 +138,6 @@ def _reading(file: Path) -> Iterator[None]:
             f"{file} cannot be read as weights: it is damaged, or holds more than tensors, which is refused "
             f"because unpickling could run code{reason}. Fetch it again, or save its state dict alone"
         ) from error
-
-
-def _check_match(own: Mapping[str, Tensor], state: Mapping[str, Tensor], label: str) -> None:
-    """Compare before touching the model: load_state_dict copies what fits even when it then complains."""
-    missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    pairs = ((name, *(tuple(side[name].shape) for side in (state, own))) for name in sorted(own.keys() & state.keys()))
-    sizes = [f"{name} {found} for {wanted}" for name, found, wanted in pairs if found != wanted]
-    problems = {"missing": missing, "unexpected": unexpected, "of another size": sizes}
-    if found := "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names):
-        advice = "build the model with the options the weights were trained with"
-        if any(".mitigation." in name for name in missing):
-            advice = "load it into a plain model, then add the mitigation with mitigate(model, …)"
-        raise AcutanceError(f"{label} does not fit the model ({found}). To fix it, {advice}")
 
 
 def listed(names: list[str], limit: int = 8) -> str:
