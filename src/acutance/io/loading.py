@@ -175,29 +175,30 @@ def _timm(name: str) -> LoadedModel:
     except RuntimeError as error:  # how torchvision says that it was built for another torch
         raise AcutanceError(f"timm cannot be imported beside this torchvision and torch: {error}") from error
     wanted = name.removeprefix("timm:")
-    is_local = (folder := Path(wanted).expanduser()).is_dir()
-    with _loading(name, None if is_local else _repository(timm, name, wanted)):
-        model = timm.create_model(f"local-dir:{folder}" if is_local else wanted, pretrained=True)
-    config = timm.data.resolve_model_data_config(model)
-    # The configuration may have the size of the weights that the model was made from.
-    if getattr(patches := getattr(model, "patch_embed", model), "strict_img_size", False) and patches.img_size:
-        config["input_size"] = (config["input_size"][0], *patches.img_size)
-    prepare = timm.data.create_transform(**config)
-    return LoadedModel(name, model, preprocess=lambda images: torch.stack([prepare(image) for image in images]))
-
-
-def _repository(timm: Any, name: str, wanted: str) -> str | None:
-    """The weights' repository on the Hub; None where they come from elsewhere."""
-    if wanted.startswith("hf-hub:"):
-        return wanted.removeprefix("hf-hub:")
-    if not timm.is_model(wanted.split(".")[0]):
+    here, repository = Path(wanted).expanduser(), None  # of the weights on the Hub; they may come from elsewhere
+    if here.is_dir():
+        wanted = f"local-dir:{here}"
+    elif wanted.startswith("hf-hub:"):
+        repository = wanted.removeprefix("hf-hub:")
+    elif not timm.is_model(wanted.split(".")[0]):
         close = get_close_matches(wanted, timm.list_models(), n=3)
         hint = f"; did you mean {', '.join(close)}?" if close else ""
         raise AcutanceError(f"{name}: timm {timm.__version__} knows no such model, and there is no such folder{hint}")
-    if wanted not in timm.list_pretrained() and not timm.models.is_model_pretrained(wanted):
+    elif wanted not in timm.list_pretrained() and not timm.models.is_model_pretrained(wanted):
         raise AcutanceError(f"{name}: timm {timm.__version__} has no pretrained weights under this name")
-    repository: str | None = timm.models.get_pretrained_cfg(wanted).hf_hub_id
-    return repository
+    else:
+        repository = timm.models.get_pretrained_cfg(wanted).hf_hub_id
+    with _loading(name, repository):
+        model = timm.create_model(wanted, pretrained=True)
+
+    def preprocess(images: Any) -> torch.Tensor:
+        config = timm.data.resolve_model_data_config(model)
+        # The configuration may have the size of the weights that the model was made from.
+        if getattr(patches := getattr(model, "patch_embed", model), "strict_img_size", False) and patches.img_size:
+            config["input_size"] = (config["input_size"][0], *patches.img_size)
+        return torch.stack([*map(timm.data.create_transform(**config), images)])
+
+    return LoadedModel(name, model, preprocess=preprocess)
 
 
 @contextmanager
