@@ -57,13 +57,6 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_name_that_says_nothing_is_not_the_current_folder(bert: Path, monkeypatch) -> None:
-    monkeypatch.chdir(bert)
-    for name in ("hf:", "timm:", ""):
-        with pytest.raises(AcutanceError, match=f"'{name}' names no model: write hf:NAME"):
-            load_model(name)
-
-
 def test_a_folder_gives_the_backbone_or_the_whole_model(bert: Path) -> None:
     backbone, whole = load_model(f"hf:{bert}"), load_model(f"hf:{bert}", head=True)
     assert type(backbone.model).__name__ == "BertModel"
@@ -166,9 +159,11 @@ def test_models_without_a_bound_and_with_a_decoder_are_fed(tmp_path: Path) -> No
         ("hf:{}/model.safetensors", {"model.safetensors": ""}, "name the folder with config.json"),
         ("hf:{}", {"a.gguf": "", "b.gguf": ""}, r"holds several GGUF files \(a.gguf, b.gguf\)"),
         ("hf:{}/a.gguf", {"a.gguf": "not one"}, "a.gguf cannot be loaded"),
+        *((name, {"config.json": "{}"}, f"'{name}' names no model: write hf:NAME") for name in ("hf:", "timm:", "")),
     ],
 )
-def test_local_models_that_cannot_be_loaded_are_one_line(name, content, message, tmp_path: Path) -> None:
+def test_local_models_that_cannot_be_loaded_are_one_line(name, content, message, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)  # which is not meant by an empty name
     for file, text in content.items():
         (tmp_path / file).write_text(text)
     with pytest.raises(AcutanceError, match=message) as caught:
