@@ -3,10 +3,10 @@
     python benchmarks/dominance.py random --device cuda --images FOLDER
     python benchmarks/dominance.py trained --seeds 5
 
-`random`: ViT-B/16 as initialised (the paper: 100/0), on the images of a folder (see `prepare`; the first by name, their
-hashes recorded) or, without one, on normal noise. `trained`: the demo's 12-layer ViT on the embedded digits, plain,
-ViT⁺ and ViT⁻, each explained on the test images before and after training. Both write a CSV, and a JSON with the
-figures per layer and head, the hardware, the versions and the command, in docs/evidence, over those of an earlier call.
+`random`: ViT-B/16 as initialised (the paper: 100/0), on the images of a folder (as DeiT is evaluated; the first by
+name, their hashes recorded) or, without one, on normal noise. `trained`: the demo's 12-layer ViT on the embedded
+digits, plain, ViT⁺ and ViT⁻, each explained on the test images before and after training. Both write a CSV, and a JSON
+with the figures per layer and head, hardware, versions and command, in docs/evidence, over those of an earlier call.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from hashlib import sha256
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,11 +28,10 @@ from torch import Tensor
 
 import acutance as ac
 from acutance.explain import Outcome, Spectrum
-from acutance.files.atomic import finite
-from acutance.io.inputs import pillow
-from acutance.io.saving import load
+from acutance.files.atomic import digest, finite
+from acutance.io import centre_crop, image_batches, load
 from acutance.lab.bench.results import Row, hardware, write_rows
-from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD, centre_crop
+from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD
 from acutance.lab.data.seeds import mixed_seed
 from acutance.lab.demo import demo_config
 from acutance.lab.tasks.classification import ClassificationTask
@@ -46,36 +44,24 @@ VARIANTS = {"plain": None, "positive": "eigen:positive", "negative": "eigen:nega
 
 
 def random_rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, Spectrum]]:
-    images, source, hashes = load_images(arguments)
-    arguments.hashes = hashes
+    batches, source, arguments.hashes = load_images(arguments)
     name = "ViT-B/16" if arguments.dim == 768 else f"ViT of {arguments.dim} channels"
     for seed in range(arguments.seeds):
         torch.manual_seed(seed)
         model = ac.models.deit_base(depth=arguments.depth, dim=arguments.dim, heads=arguments.heads)
-        model = model.to(arguments.device)
-        batches = images.split(arguments.batch)
-        yield explained(model, batches, {"model": name, "state": "random", "seed": seed, "data": source})
+        about = {"model": name, "state": "random", "seed": seed, "data": source}
+        yield explained(model.to(arguments.device), batches, about)
 
 
-def load_images(arguments: argparse.Namespace) -> tuple[Tensor, str, dict[str, str] | None]:
-    """Images (n, 3, 224, 224), where they come from, and the SHA-256 of every file."""
+def load_images(arguments: argparse.Namespace) -> tuple[Sequence[Tensor], str, dict[str, str] | None]:
+    """Batches of images (n, 3, 224, 224), where they come from, and the SHA-256 of every file."""
     if arguments.images is None:
         noise = torch.randn(arguments.samples, 3, 224, 224, generator=torch.Generator().manual_seed(0))
-        return noise, "normal noise", None
-    files = sorted(f for f in arguments.images.rglob("*") if f.suffix.lower() in (".jpeg", ".jpg", ".png", ".webp"))
-    files = files[: arguments.samples]
-    if not files:
-        raise SystemExit(f"no images in {arguments.images}: give a folder with JPEG, PNG or WebP files")
-    hashes = {f.relative_to(arguments.images).as_posix(): sha256(f.read_bytes()).hexdigest() for f in files}
-    return torch.stack([prepare(f) for f in files]), f"{len(files)} images of a folder", hashes
-
-
-def prepare(path: Path) -> Tensor:
-    """One image as DeiT is evaluated: the middle 224×224, normalised by ImageNet's mean and deviation."""
-    image = centre_crop(pillow().open(path).convert("RGB"), 224)
-    pixels = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) / 255
-    mean, deviation = torch.tensor([IMAGENET_MEAN, IMAGENET_STD])
-    return (pixels - mean[:, None, None]) / deviation[:, None, None]
+        return noise.split(arguments.batch), "normal noise", None
+    prepare = centre_crop((224, 224), IMAGENET_MEAN, IMAGENET_STD, fraction=224 / 256)
+    found = image_batches(arguments.images, prepare, batch=arguments.batch, limit=arguments.samples)
+    hashes = {f.relative_to(arguments.images).as_posix(): digest(f) for f in found.samples}
+    return found, f"{len(hashes)} images of a folder", hashes
 
 
 def trained_rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, Spectrum]]:
@@ -134,13 +120,8 @@ def by_layer(spectrum: Spectrum) -> list[Row]:
 
 
 def show(row: Row) -> None:
-    print(
-        f"{row['model']:<12}{row['state']:<9}seed {row['seed']}: {row['smoothing_percent']:.2f}/"
-        f"{row['sharpening_percent']:.2f} % (by head {row['smoothing_percent_by_head']:.2f}/"
-        f"{row['sharpening_percent_by_head']:.2f}), agreement across the branch {row['agreement_branch']:.1%} "
-        f"(base {row['base_rate_branch']:.1%}), {row['explain_seconds']:.0f} s"
-        + ("" if row["accuracy"] is None else f", accuracy {row['accuracy']:.2f} %")
-    )
+    shown = "model state seed smoothing_percent sharpening_percent smoothing_percent_by_head agreement_branch accuracy"
+    print(", ".join(f"{name} {row[name]}" for name in shown.split() if row[name] is not None))
 
 
 def in_words(found: Outcome) -> str:

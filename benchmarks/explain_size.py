@@ -72,18 +72,12 @@ def benchmark(arguments: argparse.Namespace) -> Row:
         kept.append(layer_spectrum(weights, whole=arguments.whole or None))
         elapsed.append(time.perf_counter() - start)
         seconds.append(time.process_time() - cpu)
-        verdict = kept[-1].verdict
-        print(f"layer {layer}/{arguments.layers}: {seconds[-1]:.2f} s of CPU, {verdict}", file=sys.stderr)
+        print(f"layer {layer}/{arguments.layers}: {seconds[-1]:.2f} s of CPU", file=sys.stderr)
     written = len(Spectrum(tuple(kept)).to_json().encode())
     resident = resident_peak_bytes()
     command = results.command("python benchmarks/explain_size.py", sys.argv[1:], without="--out")
     return {
-        "layers": arguments.layers,
-        "dim": arguments.dim,
-        "heads": arguments.heads,
-        "kv_heads": arguments.kv_heads,
-        "head_dim": arguments.head_dim,
-        "whole": arguments.whole,
+        **{name: getattr(arguments, name) for name in ("layers", "dim", "heads", "kv_heads", "head_dim", "whole")},
         "cpu_seconds": f"{sum(seconds):.1f}",
         "cpu_seconds_median": f"{statistics.median(seconds):.2f}",
         "cpu_seconds_lowest": f"{min(seconds):.2f}",

@@ -12,7 +12,6 @@ as many backward. On the CPU a toy size runs in Triton's interpreter (TRITON_INT
 runs, not what anything costs. Results go to benchmarks/results, one CSV per device, dtype and versions.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -49,38 +48,19 @@ class Tiles(NamedTuple):
         return Tiles(*(tiles[:count] for tiles in self))
 
 
-def each_once(*tiles: Tile) -> list[Tile]:
-    """In this order: those of the tables come first, and are among the others too."""
-    return list(dict.fromkeys(tiles))
+def tiles(first: Tile, others: str) -> list[Tile]:
+    """Each once: that of the tables comes first, and may be among the others too."""
+    return list(dict.fromkeys([first, *(Tile(*map(int, sizes.split())) for sizes in others.split(","))]))
 
 
 # Queries, keys, warps, stages, registers.
 TILES = Tiles(
-    each_once(
+    tiles(
         long_forward.TILES[2, 64],
-        Tile(128, 64, 8, 3, 128),
-        Tile(128, 64, 4, 3),
-        Tile(128, 64, 8, 4, 128),
-        Tile(128, 128, 8, 2),
-        Tile(256, 64, 8, 3),
-        Tile(64, 64, 4, 3, 128),
+        "128 64 8 3 128, 128 64 4 3, 128 64 8 4 128, 128 128 8 2, 256 64 8 3, 64 64 4 3 128",
     ),
-    each_once(
-        long_backward.QUERY_TILES[2, 64],
-        Tile(128, 64, 8, 3, 128),
-        Tile(128, 64, 8, 2, 128),
-        Tile(128, 32, 8, 4, 128),
-        Tile(128, 64, 8, 3),
-        Tile(128, 128, 8, 2),
-    ),
-    each_once(
-        long_backward.KEY_TILES[2, 64],
-        Tile(64, 128, 8, 3),
-        Tile(32, 128, 8, 3, 128),
-        Tile(64, 128, 8, 2),
-        Tile(32, 128, 8, 4, 128),
-        Tile(64, 64, 4, 3),
-    ),
+    tiles(long_backward.QUERY_TILES[2, 64], "128 64 8 3 128, 128 64 8 2 128, 128 32 8 4 128, 128 64 8 3, 128 128 8 2"),
+    tiles(long_backward.KEY_TILES[2, 64], "64 128 8 3, 32 128 8 3 128, 64 128 8 2, 32 128 8 4 128, 64 64 4 3"),
 )
 SMALL = Tiles([Tile(64, 32)], [Tile(64, 32)], [Tile(32, 64)])
 
@@ -129,11 +109,9 @@ class Inputs:
         """Normal numbers."""
         torch.manual_seed(0)
         batch, tokens, heads, kv_heads, width, _ = shape
-        qkv, before = (
-            torch.randn(batch, tokens, (heads + 2 * kv_heads) * width, device=device, dtype=dtype) for _ in range(2)
-        )
-        grad = torch.randn(batch, tokens, heads * width, device=device, dtype=dtype)
-        return cls(shape, qkv, before[..., -kv_heads * width :], grad)
+        draw = partial(torch.randn, batch, tokens, device=device, dtype=dtype)
+        qkv, before = (draw((heads + 2 * kv_heads) * width) for _ in range(2))
+        return cls(shape, qkv, before[..., -kv_heads * width :], draw(heads * width))
 
     def options(self) -> dict[str, Any]:
         """As the kernels take them: a correction of constant strength, and nothing else."""
@@ -154,12 +132,10 @@ class Inputs:
     def theirs(self, leaves: list[Tensor], backend: SDPBackend, corrected: bool) -> Tensor:
         """u by SDPA."""
         q, k, v = leaves
+        group = self.shape.heads // self.shape.kv_heads
         with sdpa_kernel(backend):
-            u = scaled_dot_product_attention(
-                q, k, v, is_causal=self.shape.causal, enable_gqa=self.shape.kv_heads < self.shape.heads
-            )
+            u = scaled_dot_product_attention(q, k, v, is_causal=self.shape.causal, enable_gqa=group > 1)
         if corrected:
-            group = self.shape.heads // self.shape.kv_heads
             first = self.first.unflatten(-1, (-1, self.shape.width)).transpose(1, 2)
             pull = STRENGTH * (first - v)
             u = u + (pull.repeat_interleave(group, 1) if group > 1 else pull)
@@ -172,6 +148,10 @@ class Inputs:
         return [part.detach().requires_grad_() for part in split]
 
 
+def made(step: Step) -> Callable[[], Step]:
+    return lambda: step
+
+
 def name_of(kernel: str, tile: Tile) -> str:
     return f"{kernel} " + " ".join(str(size) for size in tile if size is not None)
 
@@ -180,9 +160,9 @@ def forward_steps(inputs: Inputs, tiles: Tiles) -> Iterator[tuple[str, Callable[
     leaves = [leaf.detach() for leaf in inputs.leaves()]
     for backend, corrected in product(BACKENDS, (False, True)):
         step = partial(inputs.theirs, leaves, BACKENDS[backend], corrected)
-        yield f"SDPA {backend}{' + correction' * corrected}", partial(itself, step)
+        yield f"SDPA {backend}{' + correction' * corrected}", made(step)
     for tile in tiles.forward:
-        yield name_of("ours", tile), partial(itself, partial(inputs.ours, tile))
+        yield name_of("ours", tile), made(partial(inputs.ours, tile))
 
 
 def backward_steps(inputs: Inputs, tiles: Tiles) -> Iterator[tuple[str, Callable[[], Step]]]:
@@ -195,16 +175,11 @@ def backward_steps(inputs: Inputs, tiles: Tiles) -> Iterator[tuple[str, Callable
     ours = partial(long_backward.backward, **given, out=out, log_sums=log_sums, **inputs.options())
     queries, keys = tiles.over_queries[0], tiles.over_keys[0]
     both = f"{name_of('ours, over queries', queries)}, {name_of('over keys', keys)}"
-    yield both, partial(itself, partial(ours, query_tile=queries, key_tile=keys))
+    yield both, made(partial(ours, query_tile=queries, key_tile=keys))
     for tile in tiles.over_queries[1:]:
-        yield name_of("ours, over queries", tile), partial(itself, partial(ours, query_tile=tile, key_tile=keys))
+        yield name_of("ours, over queries", tile), made(partial(ours, query_tile=tile, key_tile=keys))
     for tile in tiles.over_keys[1:]:
-        yield name_of("ours, over keys", tile), partial(itself, partial(ours, query_tile=queries, key_tile=tile))
-
-
-def itself(step: Step) -> Step:
-    """What needs no making."""
-    return step
+        yield name_of("ours, over keys", tile), made(partial(ours, query_tile=queries, key_tile=tile))
 
 
 def their_backward(inputs: Inputs, backend: SDPBackend, corrected: bool) -> Step:
@@ -240,8 +215,7 @@ def main() -> None:
                 print(f"\n{part}, {shape}")
                 results.show(found, "variant", "ms", "tflops", "ratio", "note")
                 rows += [{"part": part, **shape._asdict(), **row} for row in found]
-                path = results.script_rows("long_kernels", rows, arguments.results, device, dtype)
-    print(f"written to {path}", file=sys.stderr)
+                print(results.script_rows("long_kernels", rows, arguments.results, device, dtype))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ in Triton's interpreter (TRITON_INTERPRET=1), which shows that the script runs, 
 benchmarks/results, one CSV per device, dtype and versions.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,23 +34,12 @@ from acutance.models.kernels.mlp import Tile
 
 CALLS = 10
 PARTS = ("training", "inference", "forward", "backward")
+FORWARD = [(128, 64, 8, 2), (128, 64, 8, 1), (128, 32, 8, 3), (64, 64, 4, 2)]
+BACKWARD = [(64, 128, 4, 1, 10**6, 168), (64, 64, 4, 2, 264, 128), (128, 64, 4, 1, 396, 168)]
+BACKWARD += [(128, 128, 8, 1, 264, 128), (64, 64, 4, 1, 528, 128)]
 TILES = {
-    "forward": [
-        mlp.FORWARD,
-        Tile(128, 64, 8, 2),
-        Tile(128, 64, 8, 1),
-        Tile(128, 32, 8, 3),
-        Tile(64, 64, 4, 2),
-        Tile(64, 64, 4, 1, registers=168),
-    ],
-    "backward": [
-        mlp.BACKWARD,
-        Tile(64, 128, 4, 1, 10**6, 168),
-        Tile(64, 64, 4, 2, 264, 128),
-        Tile(128, 64, 4, 1, 396, 168),
-        Tile(128, 128, 8, 1, 264, 128),
-        Tile(64, 64, 4, 1, 528, 128),
-    ],
+    "forward": [mlp.FORWARD, *(Tile(*sizes) for sizes in FORWARD), Tile(64, 64, 4, 1, registers=168)],
+    "backward": [mlp.BACKWARD, *(Tile(*sizes) for sizes in BACKWARD)],
 }
 
 
@@ -185,19 +173,17 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5, help="on CUDA")
     arguments = parser.parse_args()
     device, name = ("cuda", "bfloat16") if on_gpu else ("cpu", "float16")
-    dtype = getattr(torch, name)
     pace = Pace(arguments.repetitions, steps=5, warm_up=3, refresh=1, calls=CALLS) if on_gpu else Pace(1, 1, 1, 0)
     ceilings = measured_ceilings(Settings(device))
     rows: list[Row] = []
     for shape in SHAPES if on_gpu else TOY:
-        inputs = Inputs(shape, device, dtype)
+        inputs = Inputs(shape, device, getattr(torch, name))
         parts = PARTS if shape is not SHAPES[-1] else PARTS[:2]
         for part in (part for part in parts if arguments.only in (None, part)):
             found = rows_of(part, shape, inputs, pace, ceilings)
             results.show(found, "part", "tokens", "variant", "ms", "ratio", "times_floor", "gb_per_second", "note")
             rows += found
-            path = results.script_rows("mlp", rows, arguments.results, device, name)
-    print(f"written to {path}", file=sys.stderr)
+            print(results.script_rows("mlp", rows, arguments.results, device, name))
 
 
 if __name__ == "__main__":

@@ -100,12 +100,11 @@ def benchmark(arguments: argparse.Namespace, folder: Path) -> list[Row]:
                 each = [seconds_per_step(monitors[name].record, 1, arguments.device) for _ in range(arguments.readings)]
                 readings[name].append(statistics.median(each))
         print(f"repetition {repetition + 1} of {arguments.repetitions}", file=sys.stderr, flush=True)
-    return [row(name, times[name], readings[name], times["without"], arguments) for name in monitors]
+    return [row(name, arguments, times[name], readings[name], times["without"]) for name in monitors]
 
 
-def row(
-    name: str, times: list[float], readings: list[float], without: list[float], arguments: argparse.Namespace
-) -> Row:
+def row(name: str, arguments: argparse.Namespace, *seconds: list[float]) -> Row:
+    times, readings, without = seconds
     ratios = [mine / plain for mine, plain in zip(times, without, strict=True)]
     in_steps = [one / (plain / arguments.every) for one, plain in zip(readings, without, strict=True)]
     chosen = VARIANTS[name]
@@ -129,9 +128,7 @@ def main() -> None:
     parser = results.script_parser(__doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of training's autocast; bfloat16 on CUDA")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument(
-        "--every", type=int, default=INTERVAL, help="the monitor's interval, and the steps timed together"
-    )
+    parser.add_argument("--every", type=int, default=INTERVAL, help="the interval, and the steps timed together")
     parser.add_argument("--batch", type=int, help="images a step; 256 on CUDA")
     parser.add_argument("--probe", type=int, help="images a reading; 64 on CUDA")
     parser.add_argument("--warm-up", type=int, default=10)
@@ -139,19 +136,16 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on CUDA only")
     arguments = parser.parse_args()
-    on_gpu = arguments.device == "cuda"
-    arguments.dtype = arguments.dtype or ("bfloat16" if on_gpu else "float32")
-    arguments.batch = arguments.batch or (256 if on_gpu else 16)
-    arguments.probe = arguments.probe or (64 if on_gpu else 4)
-    arguments.compile = on_gpu if arguments.compile is None else arguments.compile
+    usual = {"dtype": ("float32", "bfloat16"), "batch": (16, 256), "probe": (4, 64), "compile": (False, True)}
+    for name, values in usual.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, values[arguments.device == "cuda"])
     with tempfile.TemporaryDirectory() as folder:
         rows = benchmark(arguments, Path(folder))
-    shown = ("variant", "probe", "reading_ms", "reading_in_steps", "share_percent", "ratio", "every_for_2_percent")
-    results.show(rows, *shown)
+    results.show(rows, "variant", "probe", "reading_ms", "reading_in_steps", "share_percent", "ratio")
     shared = {name: getattr(arguments, name) for name in ("batch", "every", "repetitions")}
     where = arguments.results, arguments.device, arguments.dtype
-    path = results.script_rows("monitor_cost", rows, *where, **shared, compiled=arguments.compile)
-    print(f"written to {path}", file=sys.stderr)
+    print(results.script_rows("monitor_cost", rows, *where, **shared, compiled=arguments.compile))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,7 +71,7 @@ def measure(operation: str, tokens: int, device: str, dtype: str) -> Cell:
     seconds = time.perf_counter() - start
     after = torch.cuda.max_memory_allocated() if device == "cuda" else resident_peak_bytes()
     notes = "; ".join(str(warning.message) for warning in caught)
-    return {"peak_mib": (after - before) / MIB, "seconds": seconds, "note": notes}
+    return {"peak_mib": round((after - before) / MIB, 2), "seconds": round(seconds, 3), "note": notes}
 
 
 def measure_in_a_fresh_process(operation: str, tokens: int, device: str, dtype: str, limit: float) -> Cell:
@@ -82,7 +81,7 @@ def measure_in_a_fresh_process(operation: str, tokens: int, device: str, dtype: 
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=limit)
     except subprocess.TimeoutExpired:
-        return {"peak_mib": None, "seconds": None, "note": f"over {limit:g} s, not finished"}
+        return {"note": f"over {limit:g} s, not finished"}
     cell: Cell = json.loads(done.stdout)
     return cell
 
@@ -97,11 +96,11 @@ def benchmark(arguments: argparse.Namespace) -> list[Cell]:
                 cell = measure(operation, tokens, device, dtype)
             else:
                 cell = measure_in_a_fresh_process(operation, tokens, device, dtype, arguments.limit)
-            finished = cell["peak_mib"] is not None
-            done = f"{cell['peak_mib']:.1f} MiB, {cell['seconds']:.2f} s" if finished else cell["note"]
-            print(f" {done}", file=sys.stderr)
+            print(f" {cell}", file=sys.stderr)
             matrix = HEADS[device] * tokens**2 * getattr(torch, dtype).itemsize / MIB
-            rows.append({"tokens": tokens, "op": operation, "matrix_mib": matrix, **cell})
+            share = f"{cell['peak_mib'] / matrix:.5f}" if "peak_mib" in cell else ""
+            row = {"tokens": tokens, "op": operation, "peak_mib": "", "peak_to_matrix": share}
+            rows.append(row | {"matrix_mib": round(matrix), **cell})
     return rows
 
 
@@ -110,27 +109,6 @@ def growth(rows: list[Cell], operation: str) -> float | None:
     cells = [row for row in rows if row["op"] == operation and (row["peak_mib"] or 0) > 0]
     points = [(math.log(cell["tokens"]), math.log(cell["peak_mib"])) for cell in cells]
     return statistics.linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else None
-
-
-def write(rows: list[Cell], arguments: argparse.Namespace) -> Path:
-    table = []
-    for row in rows:
-        peak, seconds = row["peak_mib"], row["seconds"]  # None where it did not finish
-        table.append(
-            {
-                "tokens": row["tokens"],
-                "op": row["op"],
-                "peak_mib": "" if peak is None else f"{peak:.2f}",
-                "peak_to_matrix": "" if peak is None else f"{peak / row['matrix_mib']:.5f}",
-                "matrix_mib": f"{row['matrix_mib']:.0f}",
-                "seconds": "" if seconds is None else f"{seconds:.3f}",
-                "note": row["note"],
-            }
-        )
-    results.show(table, *table[0])
-    where = arguments.results, arguments.device, arguments.dtype
-    heads = HEADS[arguments.device]
-    return results.script_rows("operator_memory", table, *where, toy=False, heads=heads, width=WIDTH)
 
 
 def main() -> None:
@@ -149,7 +127,10 @@ def main() -> None:
     for operation in arguments.operations:
         if (slope := growth(rows, operation)) is not None:
             print(f"{operation}: memory grows as tokens^{slope:.2f}")
-    print(f"written to {write(rows, arguments)}", file=sys.stderr)
+    results.show(rows, *rows[0])
+    where = arguments.results, arguments.device, arguments.dtype
+    shared = {"heads": HEADS[arguments.device], "width": WIDTH}
+    print(results.script_rows("operator_memory", rows, *where, toy=False, **shared))
 
 
 if __name__ == "__main__":

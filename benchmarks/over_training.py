@@ -139,8 +139,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     arguments = parser.parse_args()
-    rows: list[Row] = []
-    records: list[Row] = []
+    rows, records = [], []
     wanted = [(seed, variant) for seed in range(arguments.seeds) for variant in arguments.variants]
     for seed, variant in track(wanted, console=Console(stderr=True)):
         config = demo_config(*chosen(arguments), f"loop.seed={seed}", *VARIANTS[variant])

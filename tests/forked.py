@@ -13,33 +13,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
 PRELOADED = "acutance.cli acutance.io acutance.explain.read acutance.measure.reader acutance.lab.reproduce.run "
 PRELOADED += "acutance.lab.train.loop lightning.fabric matplotlib.pyplot"
 FORKS.set_forkserver_preload(PRELOADED.split())
-Done = subprocess.CompletedProcess[str]
 
 
-def run_forked(*arguments: object, seconds: float = 600, **environment: str) -> Done:
+def run_forked(*arguments, seconds=600, **environment):
     """What `acutance` gives for these arguments in the current directory; killed after so many seconds."""
     (done,) = run_beside([(arguments, environment)], seconds)
     return done
 
 
-def run_as_torchrun(
-    first: Sequence[object],
-    second: Sequence[object] | None = None,
-    *,
-    machines: int = 1,
-    prepare: Callable[[], None] | None = None,
-    seconds: float = 600,
-    **environment: str,
-) -> list[Done]:
+def run_as_torchrun(first, second=None, *, machines=1, prepare=None, seconds=600, **environment):
     """What two processes give that torchrun would start, on one machine or on two, with arguments of their own.
 
     `prepare` is called in both, before the command. On a busy machine gloo's first connection breaks now and then,
@@ -60,7 +49,7 @@ def run_as_torchrun(
     return done
 
 
-def free_port() -> int:
+def free_port():
     """Below those that the system hands out: it might give such a one to somebody else before it is used."""
     while True:
         port = random.randrange(15_000, 32_000)
@@ -69,17 +58,13 @@ def free_port() -> int:
             return port
 
 
-def run_beside(
-    commands: Sequence[tuple[Sequence[object], dict[str, str]]],
-    seconds: float = 600,
-    prepare: Callable[[], None] | None = None,
-) -> list[Done]:
+def run_beside(commands, seconds=600, prepare=None):
     """What commands give that run at once, each of arguments and environment.
 
     Who is not done in time is ended, and says among its errors where it stood.
     """
     with tempfile.TemporaryDirectory() as folder:
-        started: list[tuple[list[str], BaseProcess, list[Path]]] = []
+        started = []
         for place, (arguments, environment) in enumerate(commands):
             streams = [Path(folder, f"{place} {name}") for name in ("output", "errors")]
             words = [str(argument) for argument in arguments]
@@ -90,22 +75,14 @@ def run_beside(
         for words, process, streams in started:
             process.join(max(0.0, end - time.monotonic()))
             if process.exitcode is None:
-                assert process.pid is not None
                 os.kill(process.pid, signal.SIGABRT)
                 process.join()
             printed = [stream.read_text(encoding="utf-8") if stream.exists() else "" for stream in streams]
-            assert process.exitcode is not None
             finished.append(subprocess.CompletedProcess(["acutance", *words], process.exitcode, *printed))
         return finished
 
 
-def _command(
-    arguments: list[str],
-    directory: Path,
-    environment: dict[str, str],
-    streams: list[Path],
-    prepare: Callable[[], None] | None,
-) -> None:
+def _command(arguments, directory, environment, streams, prepare):
     from acutance.cli import run
 
     os.chdir(directory)

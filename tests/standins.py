@@ -82,31 +82,18 @@ def shrink(config, folder):
     kind, batch = config.task.kind, 8 if config.task.kind == "segmentation" else 16
     sizes = {"classification": 1440, "imagenet": CLASSES * PER_CLASS, "segmentation": SCENES["training"]}
     steps = (WORDS["train"] // batch - 1) // LENGTH if kind == "language" else sizes[kind] // batch
-    loop = replace(
-        config.loop,
-        epochs=STEPS / max(1, steps),
-        batch_size=batch,
-        accumulate=1,
-        precision="fp32",
-        compile=False,
-        checkpoint_every=1000,
-        evaluate_every=1000,
-        keep_last=1,
-        monitor_every=None,
-    )
-    task = replace(config.task, **SHRINKING[kind](config.task.model, folder))
+    rarely = {"checkpoint_every": 1000, "evaluate_every": 1000, "keep_last": 1, "monitor_every": None}
+    plain = {"batch_size": batch, "accumulate": 1, "precision": "fp32", "compile": False}
+    loop = replace(config.loop, epochs=STEPS / max(1, steps), **plain, **rarely)
+    shrinking = {"classification": _digits, "imagenet": _imagenet, "segmentation": _segmentation, "language": _language}
+    task = replace(config.task, **shrinking[kind](config.task.model, folder))
     return replace(config, task=task, loop=loop, schedule=replace(config.schedule, warmup=0.0))
 
 
-def _classification(model, _folder):
-    return {
-        "dataset": "digits",
-        "data_dir": None,
-        "model": replace(model, image_size=8, patch_size=2, in_chans=1, num_classes=10, drop_path=0.0, **BODY),
-        "augment": AugmentConfig(crop_pad=1, mixup=0.2, smoothing=0.1),
-        "compile_augment": False,
-        "xavier": True,  # so that a few steps move it
-    }
+def _digits(model, _folder):
+    model = replace(model, image_size=8, patch_size=2, in_chans=1, num_classes=10, drop_path=0.0, **BODY)
+    augment = {"augment": AugmentConfig(crop_pad=1, mixup=0.2, smoothing=0.1), "compile_augment": False}
+    return {"dataset": "digits", "data_dir": None, "model": model, **augment, "xavier": True}  # a few steps move it
 
 
 def _imagenet(model, folder):
@@ -125,11 +112,3 @@ def _language(model, folder):
     model = replace(model, hidden=24, cutoffs=(50,), dim=16, depth=BODY["depth"])
     data_dir = str(wikitext(folder))
     return {"model": model, "data_dir": data_dir, "length": LENGTH, "val_stride": LENGTH, "windows": 256}
-
-
-SHRINKING = {
-    "classification": _classification,
-    "imagenet": _imagenet,
-    "segmentation": _segmentation,
-    "language": _language,
-}

@@ -1,12 +1,10 @@
 """conftest.py runs the documentation; here it is put to the test itself, and links are followed."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from unittest import SkipTest
 
 import pytest
-from sybil import Sybil
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -33,7 +31,7 @@ BAD = {
 
 
 @pytest.fixture
-def documentation(request: pytest.FixtureRequest) -> Sybil:
+def documentation(request):
     """What conftest.py reads the pages with."""
     plugins = request.config.pluginmanager.get_plugins()
     (found,) = (plugin.DOCUMENTATION for plugin in plugins if hasattr(plugin, "DOCUMENTATION"))
@@ -41,10 +39,10 @@ def documentation(request: pytest.FixtureRequest) -> Sybil:
 
 
 @pytest.fixture
-def read(documentation: Sybil, tmp_path: Path, working_directory: None) -> Callable[[str], list[str]]:
+def read(documentation, tmp_path, working_directory):
     """Runs a page as conftest.py does and gives its reasons to skip; what is wrong with it is raised."""
 
-    def run(text: str) -> list[str]:
+    def run(text):
         page, skipped = tmp_path / "page.md", []
         page.write_text(text)
         for example in documentation.parse(page).examples():
@@ -58,18 +56,18 @@ def read(documentation: Sybil, tmp_path: Path, working_directory: None) -> Calla
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_sound_pages_pass(name: str, read: Callable[[str], list[str]]) -> None:
+def test_sound_pages_pass(name, read):
     assert read(GOOD[name]) == (["a reason"] if "skip" in GOOD[name] else [])
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_unsound_pages_fail(name: str, read: Callable[[str], list[str]]) -> None:
+def test_unsound_pages_fail(name, read):
     text, error = BAD[name]
     with pytest.raises(Exception, match=error):
         read(text)
 
 
-def test_snippets_write_elsewhere(documentation: Sybil, read: Callable[[str], list[str]]) -> None:
+def test_snippets_write_elsewhere(documentation, read):
     """Every page of the documentation gets the empty directory that these pages have."""
     read("```python\nopen('a', 'w').close()\n```\n\n```bash\nacutance --version > b\n```\n")
     assert {path.name for path in Path.cwd().iterdir()} >= {"a", "b"}

@@ -4,7 +4,6 @@ import faulthandler
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -17,13 +16,13 @@ START = forked.FORKS.get_start_method()
 PATIENCE = timedelta(minutes=5)  # a hang fails
 
 
-def in_two_processes(work: Callable[..., None], *given: object) -> None:
+def in_two_processes(work, *given):
     """Run `work(rank, *given)` in both; an error in one of them is raised here."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_one, args=(f"file://{folder}/meeting", work, given), nprocs=2, start_method=START)
 
 
-def _one(rank: int, meeting: str, work: Callable[..., None], given: tuple[object, ...]) -> None:
+def _one(rank, meeting, work, given):
     faulthandler.enable()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=PATIENCE)

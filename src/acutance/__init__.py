@@ -28,59 +28,30 @@ if TYPE_CHECKING:
     from acutance.sites.mitigate import mitigate
 
 __all__ = [
-    "AcutanceError",
-    "AcutanceWarning",
-    "AttentionOperator",
-    "AttnScale",
-    "Eigen",
-    "FeatScale",
-    "Mitigation",
-    "Monitor",
-    "NeuTRENO",
-    "Profile",
-    "Spectrum",
-    "__version__",
-    "attention_maps",
-    "explain",
-    "fold",
-    "io",
-    "laboratory",
-    "load",
-    "measure",
-    "metrics",
-    "mitigate",
-    "models",
-    "save",
-    "sites",
-    "spectral_theory",
-    "steer",
-    "theory",
-]
+    "AcutanceError", "AcutanceWarning", "AttentionOperator", "AttnScale", "Eigen", "FeatScale", "Mitigation", "Monitor",
+    "NeuTRENO", "Profile", "Spectrum", "__version__", "attention_maps", "explain", "fold", "io", "laboratory", "load",
+    "measure", "metrics", "mitigate", "models", "save", "sites", "spectral_theory", "steer", "theory",
+]  # fmt: skip
 
-_HOMES = {  # torch is imported when one of these is first used, not before; a name its home lacks is the home itself
+_HOMES = {  # torch is imported when one of these is first used, not before
     "attention.operator": "AttentionOperator",
     "errors": "AcutanceError AcutanceWarning",
     "explain": "Spectrum explain",
-    "explain.spectral_theory": "spectral_theory",
-    "explain.steer": "fold steer",
-    "explain.theory": "theory",
-    "io": "io load save",
-    "lab.studies": "laboratory",
+    "explain.steer": "fold",
+    "io": "load save",
     "measure": "measure",
     "measure.maps": "attention_maps",
     "measure.monitor": "Monitor",
     "measure.profile": "Profile",
-    "metrics": "metrics",
     "mitigations": "AttnScale Eigen FeatScale Mitigation NeuTRENO",
-    "models": "models",
-    "sites": "sites",
     "sites.mitigate": "mitigate",
 }
 
 
 def __getattr__(name: str) -> Any:
     value = None
-    if home := next((home for home, names in _HOMES.items() if name in names.split()), None):
+    if name in __all__:  # all others are rooms, or modules that 0.1 had here
+        home = next((home for home, names in _HOMES.items() if name in names.split()), moved.MOVED.get(name, name))
         module = importlib.import_module(f"acutance.{home}")
         value = getattr(module, name, module)
     elif name[:1].isupper():  # any other mitigation, of a new file too

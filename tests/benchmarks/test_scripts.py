@@ -79,7 +79,7 @@ def test_the_sign_of_a_spectrum_decides_which_family_dominates(script, tmp_path)
 
 def test_a_random_vit_on_a_folder_of_images(script, tmp_path):
     (tmp_path / "images").mkdir()
-    with pytest.raises(SystemExit, match="no images in"):
+    with pytest.raises(AcutanceError, match="no file to read in"):
         script("dominance", "random", *CPU, "--images", "{}/images")
     pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "images" / "one.png")

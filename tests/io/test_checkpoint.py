@@ -62,18 +62,16 @@ def test_published_weights_load_and_are_left_alone(tmp_path, layout):
 
 
 class Malicious:
-    def __init__(self, path):
-        self.path = path
-
     def __reduce__(self):
-        return (os.mkdir, (self.path,))
+        return (os.mkdir, ("trap",))
 
 
-def test_a_pickle_that_runs_code_is_refused(tmp_path):
-    torch.save({"model": Malicious(str(tmp_path / "trap"))}, tmp_path / "weights.pth")
+def test_a_pickle_that_runs_code_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": Malicious()}, "weights.pth")
     with pytest.raises(AcutanceError, match="unpickling could run code"):
-        load_checkpoint(make(), tmp_path / "weights.pth")
-    assert not (tmp_path / "trap").exists()
+        load_checkpoint(make(), "weights.pth")
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.pth"]
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "weights.pth"])
@@ -145,7 +143,6 @@ def test_resizing_keeps_rows_and_columns_apart():
     rows = torch.arange(8.0).repeat_interleave(8)[None, :, None]  # the value is the row
     upscaled = resize_position_embedding(rows, (16, 16), 0)[0, :, 0].reshape(16, 16)
     torch.testing.assert_close(upscaled, upscaled[:, :1].expand(16, 16))
-    assert (upscaled[:, 0].diff() > 0).all()
     torch.testing.assert_close(upscaled[4:12, 0], torch.arange(4, 12) / 2 - 0.25)  # cubic is exact on a ramp
 
 

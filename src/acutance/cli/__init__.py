@@ -1,6 +1,6 @@
-"""The command line: one thin file per verb.
+"""The command line: one thin function per verb.
 
-A file turns options into one call of the library and prints what it gives. No formula stands here, and torch is not
+It turns options into one call of the library and prints what it gives. No formula stands here, and torch is not
 imported before a verb runs.
 """
 
@@ -10,17 +10,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from acutance.cli.bench import bench
-from acutance.cli.demo import demo
-from acutance.cli.evaluate import compare, evaluate
-from acutance.cli.explain import explain
-from acutance.cli.measure import measure
-from acutance.cli.mitigate import mitigate
 from acutance.cli.options import console
-from acutance.cli.reproduce import reproduce
-from acutance.cli.robustness import robustness
+from acutance.cli.runs import compare, evaluate, robustness, train
 from acutance.cli.studies import app as studies
-from acutance.cli.train import train
+from acutance.cli.studies import bench, demo, reproduce
+from acutance.cli.verbs import explain, measure, mitigate
 from acutance.errors import AcutanceError
 from acutance.version import __version__
 

@@ -4,20 +4,19 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from functools import wraps
+from dataclasses import dataclass
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+import acutance as ac
 from acutance.errors import AcutanceError
-
-if TYPE_CHECKING:
-    from acutance.io.inputs import Batches, LoadedModel
+from acutance.files.atomic import atomic_write
 
 
 def option(help: str, *names: str, **more: Any) -> Any:
@@ -25,11 +24,9 @@ def option(help: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, **more)
 
 
-MODEL_HELP = (
-    "hf: and a model on the Hugging Face Hub, a folder or a GGUF file; timm: and a pretrained model or a folder; a "
-    "checkpoint written by Acutance (model.safetensors), or the folder of a run."
-)
-Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
+_MODEL = "hf: and a model on the Hugging Face Hub, a folder or a GGUF file; timm: and a pretrained model or a folder; "
+_MODEL += "a checkpoint written by Acutance (model.safetensors), or the folder of a run."
+Model = Annotated[str, typer.Argument(help=_MODEL)]
 DataDir = Annotated[Path | None, option("Where the data is now, if not where it was.")]
 Split = Annotated[str, option("test, or val or train of the training set.")]
 Weights = Annotated[str, option("last, which recipes report, or best on the held-out slice.")]
@@ -41,6 +38,7 @@ HTML = Annotated[Path | None, option("Also write an offline page here.", "--html
 Markdown = Annotated[Path | None, option("Also write the table here.", "--markdown")]
 
 console = Console(emoji=False)  # timm:tm: would become a trade mark
+say = partial(console.out, highlight=False)  # text as it is: no markup, no wrapping
 
 
 @dataclass(frozen=True)
@@ -56,34 +54,54 @@ class DataOptions:
     device: Device = "auto"
     dtype: Annotated[str | None, option("float32, float64, bfloat16 or float16.")] = None
 
-    def load(self, model: str, *, head: bool = False) -> "LoadedModel":
+    def load(self, model: str, **more: Any) -> Any:
         """The model, on its device."""
+        import torch
+
         from acutance.distributed import device
-        from acutance.io.loading import load_model
 
-        return load_model(model, head=head, device=device(self.device), dtype=self.dtype)
+        torch.manual_seed(0)  # the same command writes the same file
+        return ac.io.load_model(model, device=device(self.device), dtype=self.dtype, **more)
 
-    def batches(self, loaded: "LoadedModel", data: str | None = None) -> "Batches":
-        """What the model reads."""
-        from acutance.io.inputs import batches_for
-
-        names = ("text", "images", "data_dir", "tokens", "batch", "limit")
-        return batches_for(loaded, data=data, **{name: getattr(self, name) for name in names})
+    def batches(self, loaded: Any, data: str | None = None) -> Any:
+        """What the model reads; by default a run's own test data, or else the embedded digits."""
+        if sum(given is not None for given in (data, self.text, self.images)) > 1:
+            raise AcutanceError("--data, --text and --images each say what to read: give one of them")
+        if data not in (None, "digits", "own"):
+            raise AcutanceError(f"--data takes digits or own, not {data!r}; other data come by --text or --images")
+        if data == "own" and loaded.own is None:
+            where = f"{loaded.name} is no such run"
+            raise AcutanceError(f"--data own is what a run of `acutance train` was tested on; {where}")
+        own = loaded.digits if data == "digits" else loaded.own or loaded.digits
+        if self.data_dir is not None and (self.text or self.images or own is None or own is not loaded.own):
+            raise AcutanceError(f"--data-dir says where a run's own data lies, which {loaded.name} is not to read")
+        if self.tokens is not None and self.text is None:
+            raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
+        how = {"limit": self.limit} | ({} if self.batch is None else {"batch": self.batch})
+        if self.text is not None:
+            return loaded.text_batches(self.text, tokens=self.tokens, **how)
+        if self.images is not None:
+            return loaded.image_batches(self.images, **how)
+        if own is not None:
+            return loaded.own_batches(own, data_dir=self.data_dir, **how)
+        options = {"--text FILE": loaded.tokenizer, "--images DIR": loaded.preprocess}
+        wanted = " or ".join(option for option, reads in options.items() if reads is not None) or "Python"
+        advice = f"say what it shall read with {wanted}. From Python, ac.measure(model, batches) takes any data"
+        raise AcutanceError(f"{loaded.name} does not take the embedded digits: {advice}")
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
     """The command with its argument `options`, a dataclass, replaced by the options that are its fields."""
     own = dict(inspect.signature(command).parameters)
     group = own.pop("options").annotation
-    kind = inspect.Parameter.KEYWORD_ONLY
-    shared = [inspect.Parameter(f.name, kind, default=f.default, annotation=f.type) for f in fields(group)]
+    shared = inspect.signature(group).parameters
 
     @wraps(command)
     def run(**given: Any) -> None:
-        command(options=group(**{field.name: given.pop(field.name) for field in fields(group)}), **given)
+        command(options=group(**{name: given.pop(name) for name in shared}), **given)
 
-    parameters = [*shared, *(parameter.replace(kind=kind) for parameter in own.values())]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    every = (parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*shared.values(), *own.values()))
+    run.__signature__ = inspect.Signature(list(every))  # type: ignore[attr-defined]
     return run
 
 
@@ -100,15 +118,8 @@ def ints(text: str, option: str) -> list[int]:
         raise AcutanceError(f"{option} takes numbers with commas between, such as 1,6,12, not {text!r}") from error
 
 
-def say(text: str, end: str = "\n") -> None:
-    """Print text as it is: no markup, no wrapping."""
-    console.print(escape(text), highlight=False, soft_wrap=True, end=end)
-
-
 def write(path: Path | None, content: bytes | Callable[[Path], object]) -> None:
     """Write a file that was asked for, and say so."""
-    from acutance.files.atomic import atomic_write
-
     if path is not None:
         say(f"wrote {atomic_write(path, content)}")
 
@@ -119,14 +130,6 @@ def list_rows(rows: Iterable[Sequence[str]], *columns: str) -> None:
     for row in rows:
         table.add_row(*map(escape, row))
     console.print(table)
-
-
-def show(result: Any, json_path: Path | None, html_path: Path | None) -> None:
-    """Print a profile or a spectrum, and write it where that is asked for."""
-    console.print(result.table())
-    for path, save in ((json_path, result.save), (html_path, result.to_html)):
-        if path is not None:
-            say(f"wrote {save(path)}")
 
 
 @contextmanager

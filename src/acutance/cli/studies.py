@@ -1,4 +1,4 @@
-"""`acutance lab`: the experiments of the laboratory as commands."""
+"""The laboratory's experiments: `acutance demo`, `reproduce` and `bench`, and the studies of `acutance lab`."""
 
 import platform
 import shlex
@@ -11,10 +11,117 @@ from typing import Annotated, Any
 
 import typer
 
-from acutance.cli.options import console, ints, option, say, stoppable
+import acutance as ac
+from acutance.cli.options import Changes, Device, console, ints, list_rows, option, say, stoppable
 from acutance.errors import AcutanceError
 
+TIMES = (
+    "A plain run of 5 million images of 32×32 took 93 s on an H200, with NeuTRENO 94 to 98 s; the first of all, which "
+    "compiled everything, 141 s. Other trainings on GPUs have not been timed as a whole: divide their images by what "
+    "`acutance bench` measures on your GPU, or start one, and it shows the time left."
+)
+
 app = typer.Typer(help="Studies: deep random networks, the affinities of trained ones.", no_args_is_help=True)
+
+
+def demo(
+    out: Annotated[Path, option("Where checkpoints, profiles and the page go.")] = Path("acutance-demo"),
+    seeds: Annotated[int, option("Runs per variant; with 2 or more, mean ± spread.", min=1)] = 1,
+    epochs: Annotated[int | None, option("Train for fewer or more epochs than the default.", min=1)] = None,
+) -> None:
+    """Train three small ViTs on real digits, measure each by layer, and compare them on one HTML page.
+
+    Needs no network and about a minute and a half on two CPU cores. Finished runs are reused and interrupted ones go
+    on, so it can be stopped and started again; nothing half-written is ever left behind.
+    """
+    from acutance.lab.demo import run_demo
+
+    with stoppable():
+        run_demo(out, seeds=seeds, changes=[] if epochs is None else [f"loop.epochs={epochs}"], console=console)
+
+
+def reproduce(
+    target: Annotated[str | None, typer.Argument(help="A table or figure; --list names them.")] = None,
+    data_dir: Annotated[Path | None, option("The folder with the data, in its usual layout.")] = None,
+    out: Annotated[Path, option("Runs and results; targets share runs.")] = Path("acutance-reproduce"),
+    seeds: Annotated[int | None, option("Runs for each row.", min=1, show_default="the target's own")] = None,
+    assignments: Changes = None,
+    samples: Annotated[int, option("Images or sequences on which models are read.", min=1)] = 1000,
+    device: Device = "auto",
+    plan: Annotated[bool, option("Print the runs as commands, and stop.", "--plan")] = False,
+    show_list: Annotated[bool, option("Name all tables and figures, needs and costs.", "--list")] = False,
+) -> None:
+    """Reproduce a table or figure: train what it needs, measure, and print the published beside the measured.
+
+    What is finished is reused, what was interrupted goes on. The same command started several times at once, on the
+    GPUs of one machine or on machines that share the folder, divides the runs: each takes the next that nobody trains,
+    and the last to end prints the whole table.
+
+    Examples: acutance reproduce neutreno-table1 --data-dir /data/imagenet --plan
+
+    acutance reproduce oversmoothing-fig4
+    """
+    from acutance.lab.reproduce import TARGETS, find
+    from acutance.lab.reproduce.run import Session
+
+    if show_list:
+        rows = ((one.name, one.title, one.needs or one.notes) for one in TARGETS.values())
+        list_rows(rows, "target", "what", "needs")
+        say(f"\n{TIMES}")
+        return
+    if target is None:
+        raise AcutanceError("name a table or figure; `acutance reproduce --list` has them all")
+    options: dict[str, Any] = {"data_dir": data_dir, "seeds": seeds, "samples": samples, "device": device}
+    session = Session(find(target), out, changes=tuple(assignments or ()), console=console, **options)
+    if plan:
+        typer.echo(session.script())
+        return
+    with stoppable():
+        result = session.run()
+    say(result.to_markdown(), end="")
+    for path in (written := session.write(result)):
+        say(f"wrote {path}")
+    if not written:
+        say("Another process has finished the rest meanwhile, and writes the whole.")
+
+
+def bench(
+    only: Annotated[str | None, option("Some groups, with commas between; all by default.")] = None,
+    quick: Annotated[bool, option("Four repetitions with half of the steps.", "--quick")] = False,
+    max_autotune: Annotated[bool, option("Also this mode of the baseline in steps.", "--max-autotune")] = False,
+    out: Annotated[Path, option("Where the CSV files go.")] = Path("acutance-bench"),
+    device: Device = "auto",
+) -> None:
+    """Time the library on your own GPU, and write CSV files named by GPU, dtype and versions.
+
+    All figures are ratios in one run: variants take turns beside a baseline. A group, or a part of one, is one file:
+
+    - steps: training and inference with NeuTRENO against timm's plain ViT (parts: steps-32, steps-224).
+    - end-to-end: images a second of the recipe for CIFAR-100, augmentation included (parts by batch: end-to-end-256,
+      end-to-end-512, end-to-end-1024, end-to-end-2048).
+    - eigen: training with a negative spectrum, ViT-Ti⁻, against ViT-Ti.
+    - micro: the fused attention by itself, against SDPA and against its floor in bytes and FLOPs.
+    - efficiency: NeuTRENO's FLOPs, memory and time against plain, at inference.
+    - measure: `measure` against a plain forward pass, and against whole attention matrices.
+    - long: language models, up to 131,072 tokens (parts: long-training, long-tokens, long-model).
+
+    Each part takes a few minutes on an H200. On a CPU toy sizes run, in less than a minute for all: they show that
+    everything works, not what it costs. Stop it when you like: finished figures are in the files, and a part that
+    fails does not stop the others.
+
+    Example: acutance bench --only micro,efficiency --quick
+    """
+    from acutance.distributed import device as device_of
+    from acutance.lab.bench.run import chosen_groups, run_groups
+    from acutance.lab.bench.timing import Settings
+
+    names = chosen_groups(only)
+    settings = Settings(device_of(device), quick, max_autotune)
+    if not settings.on_gpu:
+        say("No GPU: toy sizes on the CPU, to see that everything runs. The ratios mean nothing.")
+    with stoppable(f"Finished figures are in {out}."):
+        for path in run_groups(names, settings, out, console):
+            say(f"wrote {path}")
 
 
 @app.command()
@@ -59,12 +166,11 @@ def kernel(
 
     acutance lab kernel hf:gpt2 --text wiki.test.txt --tokens 128 --samples 16
     """
-    from acutance.io.loading import load_model
     from acutance.lab.studies.kernel import batch_count, kernel_study
 
     if text is None and tokens is not None:
         raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
-    models = {_run_name(run): partial(load_model, run) for run in runs}
+    models = {_run_name(run): partial(ac.io.load_model, run) for run in runs}
     if len(models) < len(runs):
         raise AcutanceError(f"two of these runs have one name: {', '.join(map(_run_name, runs))}. Rename one of them")
     with _progress(len(models) * batch_count(samples, text=text is not None)) as advance:

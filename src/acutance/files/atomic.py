@@ -1,16 +1,15 @@
 """Writing files so that an interruption never leaves half of one."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from acutance.errors import AcutanceError
 
@@ -27,24 +26,21 @@ def atomic_write(path: str | os.PathLike[str], content: bytes | Callable[[Path],
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.stem[:80]}.{uuid4().hex}{target.suffix}")
     try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=target.suffix)
-    except OSError as error:
-        error.filename = str(target)  # nobody has heard of the neighbour
-        raise
-    os.close(handle)
-    temporary = Path(name)
-    try:
+        temporary.touch()  # says at once, and always in the same words, where nothing can be written
         if callable(content):
             content(temporary)
         else:
             temporary.write_bytes(content)
         with temporary.open("rb+") as written:
             os.fsync(written.fileno())
-        temporary.chmod(0o644)  # mkstemp's 0600 would hide the result from colleagues
         temporary.replace(target)
-    except BaseException:  # Ctrl-C too: nothing half-written stays behind
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:  # Ctrl-C too: nothing half-written stays behind
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError) and error.filename == str(temporary):
+            error.filename = str(target)  # nobody has heard of the neighbour
         raise
     return target
 

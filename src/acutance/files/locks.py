@@ -1,7 +1,5 @@
 """Locks that a process holds as long as it lives: however it ends, the system releases them."""
 
-from __future__ import annotations
-
 import os
 import socket
 import warnings
@@ -28,13 +26,11 @@ def held(path: Path) -> Iterator[bool]:
     with path.open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
         except OSError as error:
-            why = f"{path.parent} is on a file system without locks ({error.strerror})"
-            warnings.warn(f"{why}: nothing keeps two processes from the same work", AcutanceWarning, stacklevel=3)
-            yield True
+            if not (taken := isinstance(error, BlockingIOError)):
+                why = f"{path.parent} is on a file system without locks ({error.strerror})"
+                warnings.warn(f"{why}: nothing keeps two processes from the same work", AcutanceWarning, stacklevel=3)
+            yield not taken
             return
         file.truncate(0)
         file.write(f"{socket.gethostname()}, process {os.getpid()}\n")

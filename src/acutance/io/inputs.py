@@ -1,13 +1,12 @@
 """A loaded model, and the batches of text and images that it is fed with."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,15 +17,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from acutance.errors import AcutanceError, import_extra
 
-if TYPE_CHECKING:
-    from PIL import Image
-
 DEFAULT_TOKENS = 512  # a window of text, where the model's context would allow more
 SHORTEST = 2  # tokens of text in a window; a single one has nothing to be compared with
 PIECE = 1 << 20  # characters tokenised at once, to the end of the line: large files do not fill the memory
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
-Preprocess = Callable[[Sequence["Image.Image"]], Any]  # images to a batch that the model takes
+Preprocess = Callable[[Sequence[Any]], Any]  # images of Pillow to a batch that the model takes
 Window = NDArray[np.int64]
 
 
@@ -50,7 +46,7 @@ class Batches(Sequence[Any]):
 
 
 class OwnData(NamedTuple):
-    """Test data of a run, or the digits: its name, and `read(limit, data_dir)`, which gives samples as one tensor."""
+    """Test data of a run, or the digits; `read(limit, data_dir)` gives samples as one tensor."""
 
     name: str
     read: Callable[[int | None, Path | None], Tensor]
@@ -63,7 +59,7 @@ class LoadedModel:
     name: str  # as the user wrote it
     model: Module
     tokenizer: Callable[[], Any] | None = None  # None: it does not read text
-    preprocess: Callable[[], Preprocess] | None = None  # None: it does not read images
+    preprocess: Preprocess | None = None  # None: it does not read images
     save_inputs: Callable[[Path, bool], None] | None = None  # writes the tokenizer, or the image processor, to a folder
     context: int | None = None  # the most tokens it takes; None: not limited
     decoder_start: int | None = None  # the token a decoder starts from, in models with an encoder and a decoder
@@ -87,46 +83,15 @@ class LoadedModel:
         """`image_batches` of a folder, prepared as the model was trained to see them."""
         if self.preprocess is None:
             raise AcutanceError(f"{self.name} does not read images: give it text (--text FILE)")
-        dtype = next(self.model.parameters()).dtype
-        return image_batches(folder, self.preprocess(), batch=batch, limit=limit, dtype=dtype)
+        weight = next(self.model.parameters())
+        return image_batches(folder, self.preprocess, batch=batch, limit=limit, dtype=weight.dtype)
 
-
-def batches_for(
-    loaded: LoadedModel,
-    *,
-    data: str | None = None,
-    text: Path | None = None,
-    images: Path | None = None,
-    tokens: int | None = None,
-    batch: int | None = None,
-    limit: int | None = None,
-    data_dir: Path | None = None,
-) -> Batches:
-    """The batches that a command's options ask for; by default a run's own test data, or else the embedded digits."""
-    if sum(given is not None for given in (data, text, images)) > 1:
-        raise AcutanceError("--data, --text and --images each say what to read: give one of them")
-    if data not in (None, "digits", "own"):
-        raise AcutanceError(f"--data takes digits or own, not {data!r}; other data come by --text or --images")
-    if data == "own" and loaded.own is None:
-        raise AcutanceError(f"--data own is what a run of `acutance train` was tested on; {loaded.name} is no such run")
-    own = loaded.digits if data == "digits" or loaded.own is None else loaded.own
-    if data_dir is not None and (text or images or own is None or own is not loaded.own):
-        raise AcutanceError(f"--data-dir says where a run's own data lies, which {loaded.name} is not to read")
-    if tokens is not None and text is None:
-        raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
-    if text is not None:
-        return loaded.text_batches(text, tokens=tokens, limit=limit, batch=batch or 8)
-    if images is not None:
-        return loaded.image_batches(images, limit=limit, batch=batch or 32)
-    if own is not None:
-        samples = own.read(limit, data_dir)
-        if samples.is_floating_point():
-            samples = samples.to(next(loaded.model.parameters()).dtype)
-        return Batches(samples.unbind(), batch or 64, f"{len(samples)} {own.name}", torch.stack)
-    options = {"--text FILE": loaded.tokenizer, "--images DIR": loaded.preprocess}
-    wanted = " or ".join(option for option, reads in options.items() if reads is not None) or "Python"
-    advice = f"say what it shall read with {wanted}. From Python, ac.measure(model, batches) takes any data"
-    raise AcutanceError(f"{loaded.name} does not take the embedded digits: {advice}")
+    def own_batches(
+        self, data: OwnData, *, batch: int = 64, limit: int | None = None, data_dir: Path | None = None
+    ) -> Batches:
+        """Of a run's own test data, or of the digits."""
+        samples = _of_dtype(data.read(limit, data_dir), next(self.model.parameters()).dtype)
+        return Batches(samples.unbind(), batch, f"{len(samples)} {data.name}", torch.stack)
 
 
 def text_batches(
@@ -181,48 +146,33 @@ def image_batches(
     """
     pillow()
     found = _files(Path(folder), SUFFIXES)[:limit]
-
-    def of_dtype(made: Any) -> Any:
-        if isinstance(made, Mapping):
-            return {name: of_dtype(value) for name, value in made.items()}
-        return made.to(dtype) if isinstance(made, Tensor) and made.is_floating_point() else made
-
     description = f"{len(found)} images from {Path(folder).resolve().name}"
-    return Batches(found, batch, description, lambda files: of_dtype(preprocess([_decoded(file) for file in files])))
+    return Batches(found, batch, description, lambda files: _of_dtype(preprocess([*map(_decoded, files)]), dtype))
+
+
+def _of_dtype(made: Any, dtype: torch.dtype) -> Any:
+    if isinstance(made, Mapping):
+        return {name: _of_dtype(value, dtype) for name, value in made.items()}
+    return made.to(dtype) if isinstance(made, Tensor) and made.is_floating_point() else made
 
 
 def centre_crop(
-    size: tuple[int, int],
-    mean: Sequence[float],
-    std: Sequence[float],
-    *,
-    fraction: float = 1.0,
-    interpolation: str = "bicubic",
-    mode: Literal["center", "squash"] = "center",
-) -> Callable[[Sequence[Image.Image]], Tensor]:
-    """Evaluation's preprocessing without torchvision: resize, crop the middle to `size`, normalise per channel.
+    size: tuple[int, int], mean: Sequence[float], std: Sequence[float], *, fraction: float = 1.0
+) -> Preprocess:
+    """Evaluation's preprocessing without torchvision: resize bicubically, crop the middle to `size`, normalise.
 
-    The crop keeps `fraction` of the resized image's side. A mean of one channel makes grey images. `center` keeps the
-    proportions when resizing, `squash` does not. `interpolation` is one of PIL's resampling names.
+    The crop keeps `fraction` of the resized image's side. A mean of one channel makes grey images.
     """
-    resampling = pillow().Resampling[interpolation.upper()]
-    scaled = [math.floor(side / fraction) for side in size]
-    whole = int if scaled[0] == scaled[1] else round  # torchvision rounds down, timm's own resizing does not
+    resampling, (height, width) = pillow().Resampling.BICUBIC, size
     shift, scale = (torch.tensor(list(numbers)).view(-1, 1, 1) for numbers in (mean, std))
 
-    def prepare(image: Image.Image) -> Tensor:
+    def prepare(image: Any) -> Tensor:
         image = image.convert("RGB" if len(mean) == 3 else "L")
-        height, width = scaled
-        if mode == "center":  # the smallest size of the image's proportions that holds `scaled`
-            wide, high = image.size
-            if wide / high < width / height:
-                height = whole(width * high / wide)
-            else:
-                width = whole(height * wide / high)
-        image = image.resize((width, height), resampling)
-        top, left = round((height - size[0]) / 2), round((width - size[1]) / 2)
-        image = image.crop((left, top, left + size[1], top + size[0]))
-        pixels = torch.from_numpy(np.array(image, dtype=np.float32) / 255).reshape(*size, len(mean))
+        growth = max(Fraction(math.floor(a / fraction), b) for a, b in ((width, image.width), (height, image.height)))
+        image = image.resize((int(growth * image.width), int(growth * image.height)), resampling)
+        left, top = round((image.width - width) / 2), round((image.height - height) / 2)
+        image = image.crop((left, top, left + width, top + height))
+        pixels = torch.from_numpy(np.array(image, dtype=np.float32) / 255).reshape(height, width, len(mean))
         return (pixels.permute(2, 0, 1) - shift) / scale
 
     return lambda images: torch.stack([prepare(image) for image in images])
@@ -245,11 +195,11 @@ def _files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
     return found
 
 
-def _decoded(file: Path) -> Image.Image:
+def _decoded(file: Path) -> Any:
     library = pillow()
     try:
         with library.open(file) as image:
-            return cast("Image.Image", image.convert("RGB"))
+            return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, library.DecompressionBombError) as error:
         raise AcutanceError(f"{file} cannot be read as an image: {error}") from error
 

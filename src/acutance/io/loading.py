@@ -1,7 +1,5 @@
 """Models by name, as the command line takes them: of transformers, of timm, and checkpoints and runs of our own."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import warnings
@@ -19,29 +17,25 @@ import torch
 from torch import nn
 
 from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError, first_line, import_extra
-from acutance.io.inputs import LoadedModel, Preprocess, centre_crop
+from acutance.io.inputs import LoadedModel, centre_crop
 from acutance.io.saving import listed, load
 from acutance.models import LanguageModel, ViT
 from acutance.sites.transformers import notes_of
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as DeiT's
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PATIENCE = 10  # seconds that the Hub has to answer in
 
 
 def load_model(
     name: str, *, head: bool = False, device: str | torch.device = "cpu", dtype: str | torch.dtype | None = None
 ) -> LoadedModel:
-    """A pretrained model and what is needed to feed it.
+    """A pretrained model and what is needed to feed it, on a device; weights stay as they are stored without `dtype`.
 
-    Args:
-        name: `hf:` and a model on the Hugging Face Hub, a folder or a GGUF file; `timm:` and a pretrained model's name
-            or a folder; or the path of a checkpoint or run of our own.
-        head: for `hf:`, the whole model its checkpoint was saved from (for generating, training, saving again)
-            instead of the bare backbone, which is all that measuring needs and cheaper to run. Others are always whole.
-        device: where the model goes.
-        dtype: what its weights are turned into, e.g. `bfloat16`; by default they stay as they are stored.
+    The name is `hf:` and a model on the Hugging Face Hub, a folder or a GGUF file; `timm:` and a pretrained model's
+    name or a folder; or the path of a checkpoint or run of our own. With `head` a model of `hf:` is the whole that its
+    checkpoint was saved from (for generating, training, saving again) instead of the bare backbone, which is all that
+    measuring needs and cheaper to run. Others are always whole.
     """
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise AcutanceError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -59,7 +53,8 @@ def _own(path: Path) -> LoadedModel:
     """A checkpoint of our own, or the one in a run's folder."""
     if (path / "config.json").is_file():
         raise AcutanceError(f"{path} is a folder of transformers: write hf:{path}")
-    runs = _runs()
+    # What lab knows of runs and of the digits. The core does not import lab, so it is found by an entry point.
+    runs = next((found.load() for found in entry_points(group="acutance.loaders")), None)
     checkpoint = path / "model.safetensors" if path.is_dir() else path
     if not checkpoint.is_file():
         if runs is not None:
@@ -73,25 +68,19 @@ def _own(path: Path) -> LoadedModel:
     takes_digits = isinstance(model, ViT) and (model.config.image_size, model.config.in_chans) == (8, 1)
     digits = runs.digits() if runs is not None and takes_digits else None
 
-    def preprocess() -> Preprocess:
+    def preprocess(images: Any) -> Any:
         if (channels := model.config.in_chans) != 3:
             raise AcutanceError(f"--images takes colour images, the model has {channels} channels: use Python")
-        return centre_crop((model.config.image_size,) * 2, MEAN, STD, fraction=224 / 256)
+        return centre_crop((model.config.image_size,) * 2, MEAN, STD, fraction=224 / 256)(images)
 
     return LoadedModel(str(path), model, preprocess=preprocess, own=own, digits=digits)
-
-
-@cache
-def _runs() -> Any:
-    """What lab knows of runs and of the digits. The core does not import lab, so it is found by an entry point."""
-    return next((found.load() for found in entry_points(group="acutance.loaders")), None)
 
 
 def _transformers(name: str, head: bool) -> LoadedModel:
     """The model behind `hf:…`: its backbone, or with `head` the class its checkpoint was saved from."""
     transformers = import_extra("transformers", "hf: models need transformers: pip install 'acutance[hf]'")
     place, options, repository = _source(name)
-    with _loading(name, repository), _quiet(transformers, repository is None):
+    with _loading(name, repository, transformers, bars=repository is not None):
         config = transformers.AutoConfig.from_pretrained(place, **options)
         if notes_of(config):  # saved with its mitigation, whose record names layers of the whole
             from huggingface_hub import snapshot_download
@@ -109,7 +98,7 @@ def _transformers(name: str, head: bool) -> LoadedModel:
                 warnings.warn(message, AcutanceWarning, stacklevel=3)
 
     def part(kind: Any, what: str, **options: Any) -> Any:
-        with _loading(f"the {what} of {name}", repository), _quiet(transformers, True):
+        with _loading(f"the {what} of {name}", repository, transformers):
             return kind.from_pretrained(place, **options)
 
     @cache
@@ -123,11 +112,14 @@ def _transformers(name: str, head: bool) -> LoadedModel:
     def processor() -> Any:  # PIL's gives the same pictures with and without torchvision
         return part(transformers.AutoImageProcessor, "image processor", backend="pil")
 
-    def preprocess() -> Preprocess:
-        prepare = processor()
-        return lambda images: dict(prepare(images=list(images), return_tensors="pt"))
+    def preprocess(images: Any) -> Any:
+        return dict(processor()(images=list(images), return_tensors="pt"))
 
-    inputs = signature(model.forward).parameters
+    inputs, text = signature(model.forward).parameters, config.get_text_config(decoder=True)
+    places = (text, config, getattr(model, "generation_config", None))
+    starts = (getattr(place, "decoder_start_token_id", None) for place in places)
+    # As configured, or padding, which is what T5 starts from.
+    start = next((token for token in starts if token is not None), getattr(text, "pad_token_id", None) or 0)
     return LoadedModel(
         name,
         model,
@@ -135,7 +127,7 @@ def _transformers(name: str, head: bool) -> LoadedModel:
         preprocess=preprocess if "pixel_values" in inputs else None,
         save_inputs=lambda folder, text: (tokenizer if text else processor)().save_pretrained(folder),
         context=_context(model, config),
-        decoder_start=_decoder_start(model, config) if "decoder_input_ids" in inputs else None,
+        decoder_start=start if "decoder_input_ids" in inputs else None,
     )
 
 
@@ -148,18 +140,16 @@ def _source(name: str) -> tuple[str, dict[str, str], str | None]:
         if (path / "config.json").is_file() or not found:
             return str(path), {}, None
         if len(found) > 1:
-            raise AcutanceError(
-                f"{name} holds several GGUF files ({', '.join(f.name for f in found)}): name one of them"
-            )
+            names = ", ".join(file.name for file in found)
+            raise AcutanceError(f"{name} holds several GGUF files ({names}): name one of them")
         path = found[0]
     if path.is_file():
         if path.suffix != ".gguf":
             raise AcutanceError(f"{name} is a file, but no GGUF: name the folder with config.json and the weights")
-        missing = [library for library in ("gguf", "accelerate") if importlib.util.find_spec(library) is None]
-        if missing:
+        if missing := [library for library in ("gguf", "accelerate") if importlib.util.find_spec(library) is None]:
             raise MissingExtraError(f"a GGUF file needs {' and '.join(missing)}: pip install 'acutance[hf]'")
         return str(path.parent), {"gguf_file": path.name}, None
-    if path.suffix == ".gguf" or not HUB_NAME.fullmatch(place):
+    if path.suffix == ".gguf" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", place):
         raise AcutanceError(f"{name}: there is no file or folder {path}, and a name on the Hub looks like owner/model")
     return place, {}, place
 
@@ -178,16 +168,6 @@ def _context(model: nn.Module, config: Any) -> int | None:
     return positions
 
 
-def _decoder_start(model: nn.Module, config: Any) -> int | None:
-    """The token a decoder starts from: as configured, or padding, which is what T5 starts from."""
-    if not config.is_encoder_decoder:
-        return None
-    text = config.get_text_config(decoder=True)
-    places = (text, config, getattr(model, "generation_config", None))
-    found = (getattr(place, "decoder_start_token_id", None) for place in places)
-    return next((token for token in found if token is not None), text.pad_token_id or 0)
-
-
 def _timm(name: str) -> LoadedModel:
     """The pretrained model behind `timm:…`."""
     try:
@@ -195,45 +175,39 @@ def _timm(name: str) -> LoadedModel:
     except RuntimeError as error:  # how torchvision says that it was built for another torch
         raise AcutanceError(f"timm cannot be imported beside this torchvision and torch: {error}") from error
     wanted = name.removeprefix("timm:")
-    is_local = (folder := Path(wanted).expanduser()).is_dir()
-    with _loading(name, None if is_local else _repository(timm, name, wanted)):
-        model = timm.create_model(f"local-dir:{folder}" if is_local else wanted, pretrained=True)
-    return LoadedModel(name, model, preprocess=cache(lambda: _timm_preprocess(timm, name, model)))
-
-
-def _repository(timm: Any, name: str, wanted: str) -> str | None:
-    """The weights' repository on the Hub; None where they come from elsewhere."""
-    if wanted.startswith("hf-hub:"):
-        return wanted.removeprefix("hf-hub:")
-    if not timm.is_model(wanted.split(".")[0]):
+    here, repository = Path(wanted).expanduser(), None  # of the weights on the Hub; they may come from elsewhere
+    if here.is_dir():
+        wanted = f"local-dir:{here}"
+    elif wanted.startswith("hf-hub:"):
+        repository = wanted.removeprefix("hf-hub:")
+    elif not timm.is_model(wanted.split(".")[0]):
         close = get_close_matches(wanted, timm.list_models(), n=3)
         hint = f"; did you mean {', '.join(close)}?" if close else ""
         raise AcutanceError(f"{name}: timm {timm.__version__} knows no such model, and there is no such folder{hint}")
-    if wanted not in timm.list_pretrained() and not timm.models.is_model_pretrained(wanted):
+    elif wanted not in timm.list_pretrained() and not timm.models.is_model_pretrained(wanted):
         raise AcutanceError(f"{name}: timm {timm.__version__} has no pretrained weights under this name")
-    repository: str | None = timm.models.get_pretrained_cfg(wanted).hf_hub_id
-    return repository
+    else:
+        repository = timm.models.get_pretrained_cfg(wanted).hf_hub_id
+    with _loading(name, repository):
+        model = timm.create_model(wanted, pretrained=True)
 
+    def preprocess(images: Any) -> torch.Tensor:
+        config = timm.data.resolve_model_data_config(model)
+        # The configuration may have the size of the weights that the model was made from.
+        if getattr(patches := getattr(model, "patch_embed", model), "strict_img_size", False) and patches.img_size:
+            config["input_size"] = (config["input_size"][0], *patches.img_size)
+        return torch.stack([*map(timm.data.create_transform(**config), images)])
 
-def _timm_preprocess(timm: Any, name: str, model: nn.Module) -> Preprocess:
-    """Evaluation's preprocessing by the model's own data configuration; timm's transforms need torchvision."""
-    config = timm.data.resolve_model_data_config(model)
-    mode, fraction, interpolation = config["crop_mode"], config["crop_pct"], config["interpolation"]
-    if mode not in ("center", "squash"):
-        raise AcutanceError(f"{name} crops by {mode!r}, which is not known here: give ac.measure(model, batches) yours")
-    embedding = getattr(model, "patch_embed", None)
-    # The configuration may have the size of the weights that the model was made from.
-    only = getattr(embedding, "img_size", None) if getattr(embedding, "strict_img_size", False) else None
-    size = only or tuple(config["input_size"][1:])
-    return centre_crop(size, config["mean"], config["std"], fraction=fraction, interpolation=interpolation, mode=mode)
+    return LoadedModel(name, model, preprocess=preprocess)
 
 
 @contextmanager
-def _loading(name: str, repository: str | None) -> Iterator[None]:
+def _loading(name: str, repository: str | None, transformers: Any = None, bars: bool = False) -> Iterator[None]:
     """Load inside; whatever goes wrong becomes one line, with its cause kept. Local files have no `repository`.
 
     The Hub's client would ask an unreachable Hub six times for every file, for half a minute each. Here it is asked
-    once; if it does not answer, only what was downloaded before is read.
+    once; if it does not answer, only what was downloaded before is read. Load reports of transformers are not shown,
+    and its bars only while something is downloaded.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
@@ -246,8 +220,17 @@ def _loading(name: str, repository: str | None) -> Iterator[None]:
         pass  # loading will find out, and say so
     except Exception as error:  # no name service, no route, no answer in time, a proxy's page, offline mode
         silence = error
-    # Its environment variable is read at import only.
-    with patch.object(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or silence is not None):
+    with ExitStack() as stack:
+        # Its environment variable is read at import only.
+        offline = constants.HF_HUB_OFFLINE or silence is not None
+        stack.enter_context(patch.object(constants, "HF_HUB_OFFLINE", offline))
+        if transformers is not None:
+            log = transformers.utils.logging
+            stack.callback(log.set_verbosity, log.get_verbosity())
+            log.set_verbosity_error()
+            if not bars and log.is_progress_bar_enabled():
+                stack.callback(log.enable_progress_bar)
+                log.disable_progress_bar()
         try:
             yield
         except AcutanceError:
@@ -256,35 +239,20 @@ def _loading(name: str, repository: str | None) -> Iterator[None]:
             raise AcutanceError(f"{name} {_reason(repository, error, silence)}") from error
 
 
-def _reason(repository: str | None, error: Exception, silence: Exception | None) -> str:
+def _reason(repository: str | None, error: BaseException, silence: Exception | None) -> str:
     from huggingface_hub import constants, errors
 
-    causes: list[BaseException] = [error]
-    while cause := causes[-1].__cause__ or causes[-1].__context__:
-        causes.append(cause)
-
-    def is_caused_by(*kinds: type[BaseException]) -> bool:
-        return repository is not None and any(isinstance(cause, kinds) for cause in causes)
-
+    kinds: list[type] = []
+    cause = error if repository is not None else None
+    while cause is not None:
+        kinds += type(cause).__mro__
+        cause = cause.__cause__ or cause.__context__
     hub = constants.ENDPOINT
-    if is_caused_by(errors.GatedRepoError):
+    if errors.GatedRepoError in kinds:
         return f"is gated: accept its terms at {hub}/{repository}, then log in with `hf auth login`"
-    if is_caused_by(errors.RepositoryNotFoundError):
+    if errors.RepositoryNotFoundError in kinds:
         return f"is not there: no public model {repository!r} on the Hub, and no such file or folder here"
-    if silence is not None and is_caused_by(errors.LocalEntryNotFoundError, FileNotFoundError):
+    if silence is not None and FileNotFoundError in kinds:  # of the Hub's client too
         why = f"{hub} does not answer ({first_line(silence)})"
         return f"cannot be downloaded: {why}, it was not downloaded before, and {repository!r} is no file or folder"
     return f"cannot be loaded: {first_line(error)}"
-
-
-@contextmanager
-def _quiet(transformers: Any, bars_too: bool) -> Iterator[None]:
-    """Without the library's load reports; its bars are wanted only while something is downloaded."""
-    log = transformers.utils.logging
-    with ExitStack() as stack:
-        stack.callback(log.set_verbosity, log.get_verbosity())
-        log.set_verbosity_error()
-        if bars_too and log.is_progress_bar_enabled():
-            stack.callback(log.enable_progress_bar)
-            log.disable_progress_bar()
-        yield

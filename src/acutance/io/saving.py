@@ -1,12 +1,10 @@
 """Models on disk, together with the mitigations they carry. Nothing is ever unpickled but tensors."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -41,23 +39,27 @@ def save(model: nn.Module, path: PathLike) -> Path:
     if is_pretrained(model):
         if Path(path).is_file():  # transformers would log that, and write nothing
             raise AcutanceError(f"{path} is a file: a {kind} is written as a folder, name another")
-        forget = note(model)  # of the whole: a part that was mitigated by itself did not know it
-        try:
+        with ExitStack() as stack:
+            stack.callback(note(model))  # of the whole: a part that was mitigated by itself did not know it
             model.save_pretrained(path)  # type: ignore[operator]
-        finally:
-            forget()
         return Path(path)
     if Path(path).suffix != ".safetensors":
         raise AcutanceError(f"{path}: a {kind} is written as one file, name it ….safetensors")
-    metadata = {}
+    metadata = {RECORD_KEY: json.dumps(sites.record(model))}
     if type(model) in OWN.values():
         with suppress(AcutanceError):  # layers that differ in their mitigation, which a configuration cannot say
             metadata = {CLASS_KEY: kind, CONFIG_KEY: json.dumps(cast(Any, model).config.to_dict())}
-    metadata = metadata or {RECORD_KEY: json.dumps(sites.record(model))}
 
     def write(file: Path) -> None:
         save_model(model, str(file), {"format": "pt", **metadata})
-        _sort_metadata(file)
+        with file.open("rb+") as opened:  # the library writes metadata in random order; equal models are equal files
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(size))
+            header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+            text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+            assert len(text) <= size, "the same entries in another order, and spaces"
+            opened.seek(8)
+            opened.write(text.ljust(size))
 
     return atomic_write(path, write)
 
@@ -76,9 +78,14 @@ def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
         metadata = opened.metadata() or {}
         config, record = (json.loads(metadata.get(key, "{}")) for key in (CONFIG_KEY, RECORD_KEY))
     if model is None:
-        own = _build(metadata, config, where)
-        load_checkpoint(own, where)
-        return own
+        if CONFIG_KEY not in metadata:
+            advice = "build a plain one and pass it as model=, or for published weights use acutance.io.load_checkpoint"
+            raise AcutanceError(f"{where} does not say what model it is: {advice}")
+        name = metadata.get(CLASS_KEY, "ViT")
+        if (kind := OWN.get(name)) is None:
+            raise AcutanceError(f"{where} holds a {name}, which this version does not know; known: {', '.join(OWN)}")
+        load_checkpoint(own := kind(**kind.config_class.from_dict(config).to_dict()), where)
+        return cast(nn.Module, own)
     reinstate(model, _specs(record, where))
     try:
         load_model(model, where)
@@ -103,21 +110,18 @@ def load_checkpoint(model: BlockStack | Segmenter, source: PathLike | Mapping[st
     state = state["model"] if isinstance(state.get("model"), Mapping) else state
     if other := [str(name) for name, value in state.items() if not isinstance(value, Tensor)]:
         raise AcutanceError(f"{label} is not a state dict: {listed(other)} are no tensors. Pass the state dict itself")
-    state = model.fit_state(state)
-    _check_match(model.state_dict(), state, label)
+    state, own = model.fit_state(state), model.state_dict()
+    # Compared before touching the model: load_state_dict copies what fits even when it then complains.
+    missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    pairs = ((name, *(tuple(side[name].shape) for side in (state, own))) for name in sorted(own.keys() & state.keys()))
+    sizes = [f"{name} {found} for {wanted}" for name, found, wanted in pairs if found != wanted]
+    problems = {"missing": missing, "unexpected": unexpected, "of another size": sizes}
+    if found := "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names):
+        advice = "build the model with the options the weights were trained with"
+        if any(".mitigation." in name for name in missing):
+            advice = "load it into a plain model, then add the mitigation with mitigate(model, …)"
+        raise AcutanceError(f"{label} does not fit the model ({found}). To fix it, {advice}")
     model.load_state_dict(state)
-
-
-def _sort_metadata(file: Path) -> None:
-    """Sort a safetensors file's metadata, which the library writes in random order: equal models are equal files."""
-    with file.open("rb+") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-        assert len(text) <= size, "the same entries in another order, and spaces"
-        opened.seek(8)
-        opened.write(text.ljust(size))
 
 
 @contextmanager
@@ -134,31 +138,6 @@ def _reading(file: Path) -> Iterator[None]:
             f"{file} cannot be read as weights: it is damaged, or holds more than tensors, which is refused "
             f"because unpickling could run code{reason}. Fetch it again, or save its state dict alone"
         ) from error
-
-
-def _build(metadata: Mapping[str, str], config: Any, path: Path) -> BlockStack | Segmenter:
-    """The model that a file of ours describes, with new weights."""
-    if CONFIG_KEY not in metadata:
-        advice = "build a plain one and pass it as model=, or for published weights use acutance.io.load_checkpoint"
-        raise AcutanceError(f"{path} does not say what model it is: {advice}")
-    name = metadata.get(CLASS_KEY, "ViT")
-    if name not in OWN:
-        raise AcutanceError(f"{path} holds a {name}, which this version does not know; known: {', '.join(OWN)}")
-    made: BlockStack | Segmenter = OWN[name](**OWN[name].config_class.from_dict(config).to_dict())
-    return made
-
-
-def _check_match(own: Mapping[str, Tensor], state: Mapping[str, Tensor], label: str) -> None:
-    """Compare before touching the model: load_state_dict copies what fits even when it then complains."""
-    shapes = {n: (tuple(state[n].shape), tuple(own[n].shape)) for n in sorted(own.keys() & state.keys())}
-    missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    sizes = [f"{name} {found} for {wanted}" for name, (found, wanted) in shapes.items() if found != wanted]
-    problems = {"missing": missing, "unexpected": unexpected, "of another size": sizes}
-    if found := "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names):
-        advice = "build the model with the options the weights were trained with"
-        if any(".mitigation." in name for name in missing):
-            advice = "load it into a plain model, then add the mitigation with mitigate(model, …)"
-        raise AcutanceError(f"{label} does not fit the model ({found}). To fix it, {advice}")
 
 
 def listed(names: list[str], limit: int = 8) -> str:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import acutance as ac
 from acutance import cli
 from acutance.attention.kernels import packed
-from acutance.cli.bench import bench
+from acutance.cli.studies import bench
 from acutance.errors import AcutanceError
 from acutance.lab.bench import language, measuring, results, run, steps
 from acutance.lab.bench.language import WithBackend

@@ -1,0 +1,131 @@
+"""`acutance measure`, `acutance explain` and `acutance mitigate`."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+import acutance as ac
+from acutance.cli.options import HTML, JSON, DataOptions, Model, Part, console, ints, option, say, spread, words, write
+from acutance.errors import AcutanceError
+from acutance.measure import DEFAULT_METRICS
+
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps")
+
+
+@dataclass(frozen=True)
+class MeasureOptions(DataOptions):
+    """What is measured, and where."""
+
+    metrics: Annotated[str, option("Comma-separated names, or all.")] = ",".join(DEFAULT_METRICS)
+    tap: Annotated[str, option("Comma-separated: block, attention, values, final.")] = "block"
+    prefix: Annotated[str, option("Class, register and special tokens in or out of the metrics.")] = "in"
+    part: Part = None
+
+    def profile(self, loaded: Any, batches: Any) -> Any:
+        """The model's profile on these batches."""
+        metrics = "all" if self.metrics.strip() == "all" else words(self.metrics)
+        chosen: dict[str, Any] = {"prefix": self.prefix, "part": self.part}  # measure refuses unknown ones
+        found = ac.measure(loaded.model, batches, metrics=metrics, tap=words(self.tap), across_processes=True, **chosen)
+        return replace(found, context={**found.context, "name": loaded.name, "data": batches.description})
+
+
+@spread
+def measure(model: Model, options: MeasureOptions, json_path: JSON = None, html_path: HTML = None) -> None:
+    """Print how smooth a model's tokens are, layer by layer, read on text, on images or on the embedded digits.
+
+    A run is read on its own test data.
+
+    Examples: acutance measure acutance-demo/plain-seed0 --tap block,attention --html profile.html
+
+    acutance measure runs/cifar100-seed0 --limit 200
+
+    acutance measure hf:gpt2 --text wiki.test.txt --limit 64
+
+    Several processes share the work: torchrun --nproc-per-node 2 -m acutance measure …
+    """
+    from acutance.distributed import joined
+
+    with joined() as (rank, _):
+        loaded = options.load(model)
+        profile = options.profile(loaded, options.batches(loaded))
+    if rank == 0:
+        show(profile, json_path, html_path)
+
+
+@spread
+def mitigate(
+    model: Model,
+    spec: Annotated[str, typer.Argument(help="The mitigation, e.g. neutreno:0.6 or neutreno:0.4+featscale.")],
+    options: MeasureOptions,
+    layers: Annotated[str | None, option("Comma-separated numbers, 1 the first; all by default.")] = None,
+    out: Annotated[Path | None, option("Save the mitigated model in this folder.")] = None,
+) -> None:
+    """Put a mitigation into a model, print its smoothness before and after, and save it, ready for fine-tuning.
+
+    Example: acutance mitigate hf:gpt2 neutreno:0.4 --text wiki.test.txt --limit 64 --out gpt2-neutreno
+    """
+    from acutance.mitigations import as_mitigation
+
+    chosen = None if layers is None else ints(layers, "--layers")
+    mitigation = as_mitigation(spec)
+    loaded = options.load(model, head=True)
+    batches = options.batches(loaded)
+    before = options.profile(loaded, batches)
+    ac.mitigate(loaded.model, mitigation, layers=chosen, part=options.part)
+    console.print(before.compare(options.profile(loaded, batches)))
+    if out is not None:
+        is_folder = loaded.save_inputs is not None  # a model of transformers
+        say(f"wrote {ac.save(loaded.model, out if is_folder else out / 'model.safetensors')}")
+        if is_folder:
+            loaded.save_inputs(out, options.text is not None)
+
+
+@spread
+def explain(
+    model: Model,
+    options: DataOptions,
+    data: Annotated[str | None, option("Read attention too, on the digits, or a run's own test data.")] = None,
+    prefix: Annotated[str, option("Class and register tokens in or out of HFC/LFC.")] = "in",
+    part: Part = None,
+    norm: Annotated[str, option("fold the pre-norm's weight into H, or ignore it.")] = "fold",
+    whole: Annotated[bool | None, option("All eigenvalues of H, or the largest; by rank if not given.")] = None,
+    json_path: JSON = None,
+    html_path: HTML = None,
+    picture_path: Annotated[Path | None, option("Also draw it here: .png, .svg, …", "--picture")] = None,
+    kind: Annotated[str | None, option("What to draw: histogram, plane or, with data, dominance.")] = None,
+) -> None:
+    """Print, per layer, whether the spectra of H = W_projᵀW_Vᵀ and A smooth or sharpen, and why.
+
+    Without data the weights decide alone; text, images or the digits are read for the attention too.
+
+    Examples: acutance explain acutance-demo/plain-seed0 --data digits --html spectrum.html
+
+    acutance explain hf:gpt2 --text wiki.test.txt --tokens 128 --limit 16
+    """
+    from acutance.explain.spectrum import Picture
+
+    with_data = (data, options.text, options.images) != (None, None, None)
+    if not with_data and (options.tokens, options.batch, options.limit) != (None, None, None):
+        raise AcutanceError("--tokens, --batch and --limit are about data: give --text, --images or --data too")
+    if kind is not None and picture_path is None:
+        raise AcutanceError(f"--kind says what --picture draws: give --picture FILE with --kind {kind}")
+    if kind not in (None, *get_args(Picture)):
+        raise AcutanceError(f"unknown picture {kind!r}; known: {', '.join(get_args(Picture))}")
+    if picture_path is not None and picture_path.suffix.lower() not in PICTURES:
+        raise AcutanceError(f"--picture {picture_path}: its ending says the format: one of {', '.join(PICTURES)}")
+    loaded = options.load(model)
+    batches = options.batches(loaded, data) if with_data else None
+    choices: dict[str, Any] = {"norm": norm, "prefix": prefix}  # explain refuses unknown ones
+    spectrum = ac.explain(loaded.model, batches, whole=whole, part=part, **choices)
+    show(spectrum, json_path, html_path)
+    drawn: Any = kind or ("dominance" if spectrum.has_data else "histogram")
+    write(picture_path, lambda path: spectrum.plot(drawn).savefig(path, dpi=150))
+
+
+def show(result: Any, json_path: Path | None, html_path: Path | None) -> None:
+    """Print a profile or a spectrum, and write it where that is asked for."""
+    console.print(result.table())
+    write(json_path, result.save)
+    write(html_path, result.to_html)
