@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import acutance as ac
 from acutance.errors import AcutanceError
-from acutance.mitigations import Eigen, eigen, weights_together
+from acutance.mitigations import Eigen, eigen
+from acutance.mitigations.eigen import weights_together
 from together import in_two_processes
 
 NEUTRENO = "neutreno:0.6"

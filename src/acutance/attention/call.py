@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.attention.operator import AttentionOperator, is_visible
+from acutance.attention.operator import OPTIONS, AttentionOperator, is_visible
 from acutance.attention.products import repeat_heads
 from acutance.errors import AcutanceError, ShapeError
 
 MISSING = object()  # what `first` holds where the first layer's values are not known
-OPTIONS = ("mask", "causal", "scale", "softcap", "sink", "kernel")  # of the operator
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)

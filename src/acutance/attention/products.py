@@ -285,17 +285,7 @@ def tiled_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
 def diagonal(A: AttentionOperator) -> Tensor:
     """The entries A_ii of a square operator, in float32 or better."""
     tiles = Tiles(A)
-    if A.mask4 is not None and A.mask4.is_floating_point():  # a row of very low numbers has no useful log-sum
-        parts = [weights.diagonal(rows.start, dim1=-2, dim2=-1) for rows, weights in tiles]
-        return torch.cat(parts, dim=-1)
-    # Every token is a problem of one query and one key.
-    log_weights = log_kernel(A, tiles.q.unsqueeze(-2), tiles.k.unsqueeze(-2)).flatten(-3)
-    if A.mask4 is not None:
-        own = A.mask4.expand(-1, -1, A.shape[-2], -1).diagonal(dim1=-2, dim2=-1)
-        log_weights = add_mask(log_weights, own)
-    row_sums = A.logsumexp() if A.is_exponential else tiled_logsumexp(A)
-    dead = row_sums == -torch.inf
-    return (log_weights - row_sums.masked_fill(dead, 0.0)).exp().masked_fill(dead, 0.0)
+    return tiles.stack(lambda rows: tiles.weights(rows).diagonal(rows.start, -2, -1))
 
 
 def can_fuse(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> bool:
@@ -324,21 +314,6 @@ def fused_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor
     width += -width % 8
     q, k, *pieces = (F.pad(tensor, (0, width - tensor.size(-1))) for tensor in (q, k, *x.split(width, dim=-1)))
     return torch.cat([_sdpa(A, q, k, piece, dropout) for piece in pieces], dim=-1)[..., : x.size(-1)]
-
-
-def fused_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
-    """Aᵀ y, outside autograd: the vector-Jacobian product of A with respect to its values."""
-    # Inference tensors cannot be differentiated; their copies made outside inference mode can.
-    with torch.inference_mode(False), torch.enable_grad():
-        tensors = {"q": A.q, "k": A.k, "mask": A.mask}
-        A = A.replace(**{name: None if x is None else _constant(x) for name, x in tensors.items()})
-        values = y.new_zeros(*A.shape[:2], A.shape[-1], y.size(-1)).requires_grad_()
-        (product,) = torch.autograd.grad(fused_apply(A, values), values, _constant(y))
-    return product
-
-
-def _constant(x: Tensor) -> Tensor:
-    return x.clone() if x.is_inference() else x.detach()
 
 
 def _sdpa(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float) -> Tensor:

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from acutance.attention import AttentionCall, attend, finish
 from acutance.attention.operator import AttentionOperator
-from acutance.mitigations import Mitigation, Weights, weights_together
+from acutance.mitigations import Mitigation
+from acutance.mitigations.eigen import Weights, weights_together
 from acutance.mitigations.projection import Projection, weight_with
 from acutance.models.kernels import mlp
 

@@ -52,7 +52,6 @@ class LanguageModel(BlockStack):
     """
 
     config_class = LanguageConfig
-    undecayed = ("embed.weight",)
 
     def __init__(self, *, mitigation: Mitigation | str | None = None, **options: Any) -> None:
         super().__init__()
