@@ -18,14 +18,13 @@ KERNELS = ("softmax", "symmetric", "rbf", "linear", "polynomial")
 MASKINGS = ("none", "keys", "full", "causal", "causal+keys")
 
 
-def formula(
-    q: Tensor, k: Tensor, mask: Tensor | None = None, causal: bool = False, kernel: str = "softmax", scale: float = 0
-) -> tuple[Tensor, Tensor]:
+def formula(q, k, mask=None, causal=False, kernel="softmax", scale=0, sink=None, softcap=None):
     """The matrix and its log row sums, in plain autograd and float64: masks are factors; no log, softmax or tile."""
     q, k, scale = q.double(), with_heads(k.double(), q.size(1)), scale or q.size(-1) ** -0.5
     q = k if kernel == "symmetric" else q
     if kernel in ("softmax", "symmetric"):
-        values = (scale * q @ k.mT).exp()
+        logits = scale * q @ k.mT
+        values = (logits if softcap is None else softcap * torch.tanh(logits / softcap)).exp()
     elif kernel == "rbf":
         values = (-scale * (q[:, :, :, None] - k[:, :, None]).square().sum(-1) / 2).exp()
     elif kernel == "linear":
@@ -40,7 +39,8 @@ def formula(
     sums = values.sum(-1)
     nothing = sums == 0
     sums = sums.masked_fill(nothing, 1)
-    return values / sums[..., None], sums.log().masked_fill(nothing, -torch.inf)
+    whole = sums if sink is None else sums + sink.double().exp()[:, None]
+    return values / whole[..., None], sums.log().masked_fill(nothing, -torch.inf)
 
 
 def with_heads(x: Tensor, heads: int) -> Tensor:

@@ -24,17 +24,8 @@ def attention(kv_heads=H, **options):
 
 
 def call_of(A=None, v=None, v0=None):
-    return AttentionCall(
-        layer=2,
-        v=draw(B, H, N, D) if v is None else v,
-        first=v0,
-        q=A.q,
-        k=A.k,
-        mask=A.mask,
-        causal=A.causal,
-        operator=A,
-        kernel=A.kernel,
-    )
+    options = {"q": A.q, "k": A.k, "mask": A.mask, "causal": A.causal, "operator": A, "kernel": A.kernel}
+    return AttentionCall(layer=2, v=draw(B, H, N, D) if v is None else v, first=v0, **options)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
