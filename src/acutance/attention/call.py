@@ -55,10 +55,8 @@ class AttentionCall:
     def v0(self) -> Tensor | None:
         """The first layer's values, like v; None in the first layer, whose own they are."""
         if self.first is MISSING:
-            raise AcutanceError(
-                f"{self.name}: the first layer's values are not known here. A mitigation that looks at call.v0 says "
-                'so: requires = ("first_values",)'
-            )
+            advice = 'a mitigation that looks at call.v0 says so: requires = ("first_values",)'
+            raise AcutanceError(f"{self.name}: the first layer's values are not known here; {advice}")
         first: Tensor | None = self.first
         return first
 
@@ -73,10 +71,8 @@ class AttentionCall:
         assert self.product is not None, "a record has no product"
         self.products += 1
         if self.products > 1 and self.dropout > 0 and self.weights is None:
-            raise AcutanceError(
-                f"{self.name}: attention dropout ({self.dropout:g}) draws anew in every product, and this mitigation "
-                "needs several of one A: set the attention's dropout to 0, or train in evaluation mode"
-            )
+            why = "draws anew in every product, and this mitigation needs several of one A: set it to 0"
+            raise AcutanceError(f"{self.name}: attention dropout ({self.dropout:g}) {why}, or train in evaluation mode")
         return self.product(values) if q is k is bias is None else self.product(values, q, k, bias)
 
     def keep(self, x: Any) -> None:
@@ -109,10 +105,8 @@ class AttentionCall:
             raise ShapeError(f"values {tuple(values.shape)} cannot be matched to an attention output {tuple(u.shape)}")
         if values.shape[2] > rows:
             if self.v.shape[2] == rows:
-                raise ShapeError(
-                    f"{self.name}: the first layer's values {tuple(values.shape)} and this layer's "
-                    f"{tuple(self.v.shape)} are not of the same tokens: tokens were dropped or merged on the way"
-                )
+                why = f"{tuple(values.shape)} and this layer's {tuple(self.v.shape)} are not of the same tokens"
+                raise ShapeError(f"{self.name}: the first layer's values {why}: some were dropped or merged on the way")
             values = values[:, :, -rows:]
         return repeat_heads(values, heads)
 
@@ -136,8 +130,6 @@ class AttentionCall:
             visible = self.visible()
             hides = visible is not None and (torch.compiler.is_compiling() or not bool(visible.all()))
         if hides:
-            raise AcutanceError(
-                f"{spec} averages over all tokens, but a mask hides some of them (padding, another document, the "
-                "future), which the mean would let through: use it on batches without padding, uncompiled if there is "
-                "a mask all the same; attnscale knows masks"
-            )
+            hidden = "a mask hides some of them (padding, another document, the future)"
+            advice = "use it on batches without padding, uncompiled if there is a mask all the same"
+            raise AcutanceError(f"{spec} averages over all tokens, but {hidden}: {advice}; attnscale knows masks")

@@ -176,10 +176,8 @@ class AttentionOperator:
     def require_row_sums_of_one(self, what: str) -> None:
         """Refuse what is only defined for rows that sum to one."""
         if self.sink is not None:
-            raise AcutanceError(
-                f"{what} needs rows that sum to one, but this attention has a sink; use A.without_sink() for the "
-                "attention among the tokens alone"
-            )
+            advice = "use A.without_sink() for the attention among the tokens alone"
+            raise AcutanceError(f"{what} needs rows that sum to one, but this attention has a sink; {advice}")
 
     def dense(self) -> Tensor:
         """The whole matrix (batch, heads, queries, keys): for tests and few tokens."""
@@ -223,10 +221,8 @@ class AttentionOperator:
     def symmetrised(self) -> AttentionOperator:
         """The operator with q := k and everything else the same."""
         if not self.has_keys:
-            raise AcutanceError(
-                "the symmetric kernel needs the keys, but this model wrote its softmax out, and only its logits are "
-                "known: use a model that calls scaled_dot_product_attention, or metrics that need A alone"
-            )
+            why = "but this model wrote its softmax out, and only its logits are known"
+            raise AcutanceError(f"the symmetric kernel needs the keys, {why}: use metrics that need A alone")
         k = repeat_heads(self.k, self.heads)
         return self.replace(q=k, k=k, kernel="symmetric" if self.kernel == "softmax" else self.kernel)
 

@@ -114,10 +114,10 @@ def as_four_axes(mask: Tensor, shape: tuple[int, int, int, int], *, exponential:
         return mask[:, None, None, :]
     axes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
     if len(axes) != 4 or any(size not in (1, full) for size, full in zip(axes, shape, strict=True)):
-        raise ShapeError(
-            f"mask {tuple(mask.shape)} is neither a key mask (batch, keys) = {(batch, keys)} "
-            f"nor broadcastable to (batch, heads, queries, keys) = {tuple(shape)}"
+        wanted = (
+            f"neither a key mask (batch, keys) = {(batch, keys)} nor broadcastable to (batch, heads, queries, keys)"
         )
+        raise ShapeError(f"mask {tuple(mask.shape)} is {wanted} = {tuple(shape)}")
     return mask.view(axes).expand(-1, -1, -1, keys)
 
 

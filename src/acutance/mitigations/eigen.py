@@ -91,11 +91,9 @@ class Eigen(Mitigation):
             projection.refuse_parametrisation()
         before, shape = (value.matrix(), output.matrix()), self.shape
         if not before[0].shape == before[1].shape == (shape.dim, shape.dim):
-            raise ShapeError(
-                f"eigen: layer {shape.layer} has {shape.heads} query and {shape.kv_heads} value heads of "
-                f"{shape.head_dim} for {shape.dim} channels: V Λ Vᵀ needs heads · head_dim = dim and a value head for "
-                "every query head. Leave such layers out with mitigate(..., layers=[...])"
-            )
+            sizes = f"{shape.heads} query and {shape.kv_heads} value heads of {shape.head_dim} for {shape.dim} channels"
+            needs = "heads · head_dim = dim and a value head for every query head; name the layers that have them"
+            raise ShapeError(f"eigen: layer {shape.layer} has {sizes}: V Λ Vᵀ needs {needs} in layers=[...]")
         if not before[0].is_meta:
             self._start(*before)
         if shape.pretrained:

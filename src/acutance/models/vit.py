@@ -117,11 +117,9 @@ class BlockStack(ReferenceModel):
                 x, v0 = block(x, v0, *weights)
             is_cut = not torch.compiler.is_compiling() and torch.is_grad_enabled() and not x.requires_grad
             if is_cut and any(parameter.requires_grad for parameter in block.parameters()):
-                raise AcutanceError(
-                    "a block has parameters to train but its output carries no gradient. Re-entrant checkpointing does "
-                    "this when the block's input needs none (frozen embeddings, say): use "
-                    "model.set_grad_checkpointing(), which is non-reentrant, or use_reentrant=False"
-                )
+                cause = "re-entrant checkpointing of an input that needs none, behind frozen embeddings, say"
+                advice = "use model.set_grad_checkpointing() or use_reentrant=False"
+                raise AcutanceError(f"a block to train gives no gradient ({cause}): {advice}")
         return x
 
     def named_blocks(self) -> list[tuple[str, Block]]:
@@ -211,10 +209,8 @@ def resize_position_embedding(
     patches = pos_embed.shape[1] - prefix_tokens if pos_embed.ndim == 3 else -1
     side = math.isqrt(max(patches, 0))
     if side == 0 or side * side != patches:
-        raise ShapeError(
-            f"position embedding {tuple(pos_embed.shape)} with {prefix_tokens} prefix tokens is not "
-            "(1, prefix + side², dim): check class_token, distilled and registers"
-        )
+        wanted = f"(1, {prefix_tokens} prefix tokens + side², dim): check class_token, distilled and registers"
+        raise ShapeError(f"position embedding {tuple(pos_embed.shape)} is not {wanted}")
     if (side, side) == tuple(grid):
         return pos_embed
     prefix, image = pos_embed[:, :prefix_tokens], pos_embed[:, prefix_tokens:]
