@@ -57,12 +57,9 @@ class AttentionCall:
         if self.first is MISSING:
             advice = 'a mitigation that looks at call.v0 says so: requires = ("first_values",)'
             raise AcutanceError(f"{self.name}: the first layer's values are not known here; {advice}")
-        first: Tensor | None = self.first
-        return first
+        return self.first  # type: ignore[no-any-return]
 
-    def own(
-        self, values: Tensor, q: Tensor | None = None, k: Tensor | None = None, bias: Tensor | None = None
-    ) -> Tensor:
+    def own(self, values: Tensor, q: Any = None, k: Any = None, bias: Any = None) -> Tensor:
         """A w by the model's own product: bit-exact, with its sinks, cache and dropout.
 
         w is (batch, key heads, keys, any), all rows. A mitigation that changes scores gives other queries and keys, and

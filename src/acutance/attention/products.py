@@ -335,21 +335,15 @@ def _sdpa(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float)
 
 def associative_apply(A: AttentionOperator, x: Tensor, *, transposed: bool = False) -> Tensor:
     """A x, or Aᵀ x, in the dtype of x."""
+    dtype = accumulation_dtype(A.q, A.k)
     with _full_precision(A):
-        query_features, key_features, row_sums = _factors(A)
+        log_q, log_k = (_log_elu_plus_one(t.to(dtype)) for t in (A.q, repeat_heads(A.k, A.heads)))
+        if A.mask4 is not None:
+            log_k = log_k.masked_fill(~A.mask4.mT, -torch.inf)
+        query_features, key_features, _ = _scaled_features(log_q, log_k)
+        row_sums = query_features @ key_features.sum(dim=-2, keepdim=True).mT
+        row_sums = row_sums.clamp(min=0.5)  # at least one, or zero where no key is seen, and so are the products
         values = repeat_heads(x, A.heads).to(accumulation_dtype(query_features, x))
         if transposed:
             return (key_features @ (query_features.mT @ (values / row_sums))).to(x.dtype)
         return (query_features @ (key_features.mT @ values) / row_sums).to(x.dtype)
-
-
-def _factors(A: AttentionOperator) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled φ(q), φ(k) and the row sums of their product."""
-    dtype = accumulation_dtype(A.q, A.k)
-    log_q, log_k = (_log_elu_plus_one(x.to(dtype)) for x in (A.q, repeat_heads(A.k, A.heads)))
-    if A.mask4 is not None:
-        log_k = log_k.masked_fill(~A.mask4.mT, -torch.inf)
-    query_features, key_features, _ = _scaled_features(log_q, log_k)
-    row_sums = query_features @ key_features.sum(dim=-2, keepdim=True).mT
-    # With a key in sight the sum is at least one; without any it is zero and so are the products.
-    return query_features, key_features, row_sums.clamp(min=0.5)

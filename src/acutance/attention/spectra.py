@@ -46,12 +46,8 @@ def eigenvalues(A: AttentionOperator, k: int | None) -> Tensor:
 
 def extreme_eigenvalues(A: AttentionOperator) -> tuple[Tensor, Tensor]:
     """The eigenvalues with the most positive and the most negative real part."""
-
-    def extremes(values: Tensor) -> Tensor:
-        return torch.stack([values.real.argmax(dim=-1), values.real.argmin(dim=-1)], dim=-1)
-
-    highest, lowest = _selected(A, extremes, 2).unbind(-1)
-    return highest, lowest
+    found = _selected(A, lambda values: torch.stack([values.real.argmax(-1), values.real.argmin(-1)], -1), 2)
+    return found[..., 0], found[..., 1]
 
 
 def _selected(A: AttentionOperator, select: Select, count: int) -> Tensor:

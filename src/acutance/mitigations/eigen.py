@@ -28,10 +28,7 @@ EDGE = 1e-3
 
 
 class _Local(threading.local):
-    """The layer whose block is running in this thread, by its key, and its W_V and W_proj once they have been made.
-
-    A list in the thread's own space, and no module in it: these Dynamo can guard.
-    """
+    """Of this thread: the key of the layer whose block runs, its W_V and W_proj once made. Dynamo can guard a list."""
 
     def __init__(self) -> None:
         self.running: list[Any] = [None, None, None]
@@ -151,8 +148,7 @@ class Eigen(Mitigation):
         return eigenvalues(self.psi, self.sign, self.spectrum).reshape(self.shape.heads, self.shape.head_dim)
 
     def extra_repr(self) -> str:
-        moved = "" if self.distance is None else f", distance={self.distance:.3g}"
-        return super().extra_repr() + moved
+        return super().extra_repr() + ("" if self.distance is None else f", distance={self.distance:.3g}")
 
     @torch.no_grad()
     def _start(self, value: Tensor, projection: Tensor) -> None:
@@ -202,7 +198,8 @@ def weights_together(mitigations: Sequence[Mitigation]) -> list[Weights | None]:
     """
     layers = [eigen_of(mitigation) for mitigation in mitigations]
     eigens = [layer for layer in layers if layer is not None]
-    if any(_kind(layer) != _kind(eigens[0]) for layer in eigens):
+    kinds = [(e.sign, e.basis, e.spectrum, e.theta.shape, e.theta.dtype, e.theta.device) for e in eigens]
+    if any(kind != kinds[0] for kind in kinds):
         return [None if layer is None else layer.weights() for layer in layers]
     made = iter(_weights_of(eigens) if eigens else [])
     return [None if layer is None else next(made) for layer in layers]
@@ -212,12 +209,6 @@ def eigen_of(mitigation: Mitigation | None) -> Eigen | None:
     """The Eigen that a mitigation is, or has as a part."""
     parts = [] if mitigation is None else parts_of(mitigation)
     return next((part for part in parts if isinstance(part, Eigen)), None)
-
-
-def _kind(eigen: Eigen) -> tuple[object, ...]:
-    """What layers must have in common to be computed together."""
-    theta = eigen.theta
-    return eigen.sign, eigen.basis, eigen.spectrum, theta.shape, theta.dtype, theta.device
 
 
 def _weights_of(layers: Sequence[Eigen]) -> list[Weights]:
