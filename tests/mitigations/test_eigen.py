@@ -7,7 +7,7 @@ from eigen_formulas import basis_of, spectrum_of
 from acutance.explain.steer import fold
 from acutance.mitigations import Eigen, LayerShape
 from acutance.mitigations import eigen as spectra
-from acutance.models import ViT, vit_tiny_cifar, vit_tiny_minus, vit_tiny_plus
+from acutance.models import ViT
 from acutance.sites import find
 from acutance.sites.mitigate import mitigate
 
@@ -165,17 +165,6 @@ def test_theta_and_psi_are_parameters_instead_of_w_v_and_w_proj(attention):
     assert added <= steered.no_weight_decay() & dict(steered.named_parameters()).keys()
     plain.load_state_dict({name: tensor for name, tensor in steered.state_dict().items() if name not in added})
     torch.testing.assert_close(plain(images()), steered(images()), rtol=0, atol=1e-13)
-
-
-def test_presets():
-    for build, sign in ((vit_tiny_plus, 1), (vit_tiny_minus, -1)):
-        model = build(depth=2)
-        assert model.config == vit_tiny_cifar(depth=2, mitigation=model.config.mitigation).config
-        for site in find(model):
-            assert site.mitigation.basis == "qr"
-            assert site.mitigation.spectrum == "square"
-            assert (sign * site.mitigation.eigenvalues() > 0).all()
-    assert vit_tiny_minus(depth=1, mitigation="eigen:negative,basis=polar").config.mitigation.endswith("polar")
 
 
 @pytest.mark.parametrize("basis", BASES)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from small_models import VIT, images, seeded, shapes_of
 
-from acutance.models import ViT, ViTConfig, deit_base, deit_small, deit_tiny, vit_tiny_cifar
+from acutance import models
+from acutance.models import ViT, ViTConfig
 from acutance.models.block import DropPath
 
 
@@ -15,12 +16,14 @@ def initial(mitigation=None, **options):
 
 def test_presets_have_the_published_sizes_and_take_overrides():
     with torch.device("meta"):
-        for make, expected in ((deit_tiny, 5_717_416), (deit_small, 22_050_664), (deit_base, 86_567_656)):
-            assert sum(p.numel() for p in make(mitigation="neutreno:0.6").parameters()) == expected
-        model = vit_tiny_cifar(depth=2, num_classes=10, mitigation="neutreno:0.4")
+        for name, expected in {"deit_tiny": 5_717_416, "deit_small": 22_050_664, "deit_base": 86_567_656}.items():
+            assert sum(p.numel() for p in getattr(models, name)(mitigation="neutreno:0.6").parameters()) == expected
+        model = models.vit_tiny_cifar(depth=2, num_classes=10, mitigation="neutreno:0.4")
     assert model.config == ViTConfig(
         image_size=32, patch_size=4, dim=192, depth=2, heads=3, num_classes=10, mitigation="neutreno:0.4"
     )
+    for make, spec in ((models.vit_tiny_plus, "eigen:positive"), (models.vit_tiny_minus, "eigen:negative")):
+        assert make(depth=2).config == models.vit_tiny_cifar(depth=2, mitigation=spec).config
     assert model.pos_embed.shape == (1, 65, 192)
 
 
