@@ -1,7 +1,5 @@
 """One layer's attention in one forward pass, made the same way for every model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

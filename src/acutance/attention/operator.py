@@ -1,7 +1,5 @@
 """The attention operator: A acting on values, without ever forming the matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
@@ -74,7 +72,7 @@ class AttentionOperator:
         self.remembered: tuple[tuple[int, ...], Tensor] | None = None  # by `attention_sums`
 
     @classmethod
-    def from_logits(cls, logits: Tensor, sink: Tensor | None = None) -> AttentionOperator:
+    def from_logits(cls, logits: Tensor, sink: Tensor | None = None) -> "AttentionOperator":
         """The operator softmax(logits), of a model that wrote its attention out: (batch, heads, queries, keys).
 
         The logits are the queries and unit vectors the keys, so q kᵀ is the logits. What is hidden becomes a mask.
@@ -121,7 +119,7 @@ class AttentionOperator:
             return not any(weights.triu(rows.start + 1).any() for rows, weights in products.Tiles(self))
 
     @property
-    def T(self) -> TransposedOperator:  # noqa: N802
+    def T(self) -> "TransposedOperator":  # noqa: N802
         """The transpose: `A.T @ y` is Aᵀy."""
         return TransposedOperator(self)
 
@@ -166,10 +164,9 @@ class AttentionOperator:
         return torch.sigmoid(sums - self.sink.to(sums.dtype).clamp(min=lowest)[:, None, None])
 
     def _scaled(self, x: Tensor) -> Tensor:
-        """Rows times `row_scale`, in the wider dtype of A and x."""
         return (self.row_scale * x).to(torch.promote_types(self.dtype, x.dtype))
 
-    def without_sink(self) -> AttentionOperator:
+    def without_sink(self) -> "AttentionOperator":
         """The operator whose rows sum to one: every row divided by its `row_scale`."""
         return self if self.sink is None else self.replace(sink=None)
 
@@ -218,7 +215,7 @@ class AttentionOperator:
         self.require_row_sums_of_one("a stationary distribution")
         return spectra.stationary(self)
 
-    def symmetrised(self) -> AttentionOperator:
+    def symmetrised(self) -> "AttentionOperator":
         """The operator with q := k and everything else the same."""
         if not self.has_keys:
             why = "but this model wrote its softmax out, and only its logits are known"
@@ -226,21 +223,20 @@ class AttentionOperator:
         k = repeat_heads(self.k, self.heads)
         return self.replace(q=k, k=k, kernel="symmetric" if self.kernel == "softmax" else self.kernel)
 
-    def to(self, dtype: torch.dtype) -> AttentionOperator:
+    def to(self, dtype: torch.dtype) -> "AttentionOperator":
         """The operator computed in another floating-point dtype."""
         k = self.k.to(dtype)
         q = k if self.q is self.k else self.q.to(dtype)
         mask, sink = (x.to(dtype) if x is not None and x.is_floating_point() else x for x in (self.mask, self.sink))
         return self.replace(q=q, k=k, mask=mask, sink=sink)
 
-    def replace(self, **changes: Any) -> AttentionOperator:
-        """The operator with some of the constructor's arguments changed."""
+    def replace(self, **changes: Any) -> "AttentionOperator":
         given = {name: getattr(self, name) for name in ("q", "k", *OPTIONS)}
         other = AttentionOperator(**{**given, **changes})
         other.key_heads, other.has_keys = self.key_heads, self.has_keys
         return other
 
-    def _promoted(self, x: Tensor) -> tuple[AttentionOperator, Tensor]:
+    def _promoted(self, x: Tensor) -> "tuple[AttentionOperator, Tensor]":
         """Operator and operand in one dtype, the wider of the two; autocast chooses its own."""
         if x.dtype == self.q.dtype == self.k.dtype or torch.is_autocast_enabled(x.device.type):
             return self, x

@@ -229,7 +229,6 @@ class Tiles:
             yield checkpoint(function, rows, use_reentrant=False) if several else function(rows)
 
     def stack(self, function: Callable[[slice], Tensor], *others: Tensor) -> Tensor:
-        """The results (batch, heads, rows, ...) of `each`, one after the other."""
         parts = self.each(function, *others)
         if len(self.blocks) == 1 or needs_grad(self.q, self.k, self.operator.mask, *others):
             return torch.cat(list(parts), dim=2)

@@ -155,7 +155,6 @@ class Ritz(NamedTuple):
 
     @property
     def residual(self) -> float:
-        """The largest of the residuals."""
         return float(self.residuals.max())
 
 
@@ -198,7 +197,6 @@ def _orthogonalise(block: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ritz(projected: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Ritz values and the residuals of their unit vectors."""
     size = projected.size(-1)
     projected = require_finite(projected.cpu(), "A")  # small, and LAPACK is the faster there
     values, vectors = torch.linalg.eig(projected[..., :size, :])

@@ -228,7 +228,6 @@ class Combined(Mitigation):
 
     @property
     def requires(self) -> tuple[str, ...]:  # type: ignore[override]
-        """All that the parts need."""
         return tuple(dict.fromkeys(need for part in self.parts for need in part.requires))
 
     @property

@@ -1,7 +1,5 @@
 """Eigen: a layer whose H has the spectrum you choose (Setting the Record Straight on Oversmoothing, 2401.04301)."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading
@@ -132,10 +130,9 @@ class Eigen(Mitigation):
             if output is not None and (output.requires_grad or not learns):  # re-entrant checkpointing: not W_V's
                 return output
         elif learns and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-            raise AcutanceError(  # within a backward pass: a part of the forward pass is recomputed
-                f"eigen: activation checkpointing of layer {self.shape.layer} has W_proj in it but not W_V, which are "
-                "made together: put it around the attention or around the whole block"
-            )
+            # Within a backward pass: a part of the forward pass is recomputed.
+            advice = "W_V, which are made together: put it around the attention or around the whole block"
+            raise AcutanceError(f"eigen: checkpointing in layer {self.shape.layer} has W_proj in it but not {advice}")
         return self.weights()[1]
 
     def weights(self) -> Weights:

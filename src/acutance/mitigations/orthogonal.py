@@ -4,8 +4,6 @@ Each map has a preimage: a Θ that it sends to a given orthogonal V, up to the s
 not see. Errors in float32, without TF32, are those of 192×192 matrices in benchmarks/orthogonal_precision.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ numbers, so that files load without the mitigation; loading takes from it the ro
 model it has the parameters as they are, since nobody can make a weight from parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -109,7 +107,7 @@ class Projection:
         places = [place for place in made.places if place in module._parameters]
         module._parameters.update({place: module._parameters.pop(place) for place in places})
 
-    def _made(self) -> MadeRows | None:
+    def _made(self) -> "MadeRows | None":
         if not parametrize.is_parametrized(self.module, self.weight):
             return None
         found = self.module.parametrizations[self.weight][0]
@@ -147,7 +145,6 @@ class MadeRows(nn.Module):
         self.order = [first.index(run) for run in range(len(first))]  # among those that stay, then those that are made
 
     def forward(self, *kept: Tensor) -> Tensor:
-        """The whole weight, as the module stores it."""
         return self.whole(self.make().mT if self.dim == 1 else self.make(), *kept)
 
     def whole(self, made: Tensor, *kept: Tensor) -> Tensor:
@@ -163,7 +160,6 @@ class MadeRows(nn.Module):
         return torch.cat([piece for piece, (made, _) in zip(pieces, self.runs, strict=True) if made is which], self.dim)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """The rows that stay parameters."""
         return (self.pick(weight, False),) if self.sizes[0] else ()
 
     def originals(self, module: Any) -> list[nn.Parameter]:
@@ -171,7 +167,6 @@ class MadeRows(nn.Module):
         return list(module.parametrizations[self.name].parameters(recurse=False))
 
     def sources(self, module: Any) -> list[nn.Parameter]:
-        """What the weight is made from."""
         return [*self.owner[0].parameters(), *self.originals(module)]
 
     def is_sharded(self, module: Any) -> bool:
@@ -180,7 +175,6 @@ class MadeRows(nn.Module):
 
     @torch.no_grad()
     def write(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        """Put the whole weight into a state dict."""
         if self.is_sharded(module):
             return
         for key in [key for key in state if key.startswith(f"{prefix}parametrizations.{self.name}.")]:
@@ -192,7 +186,6 @@ class MadeRows(nn.Module):
     def read(
         self, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, *lists: list[str]
     ) -> None:
-        """Take the rows that stay from a state dict; the others follow from the mitigation's own parameters."""
         whole, shape = state.pop(prefix + self.name, None), self.before[0].shape
         if whole is not None and whole.shape != shape:
             lists[-1].append(f"size mismatch for {prefix}{self.name}: {tuple(whole.shape)} for {tuple(shape)}")

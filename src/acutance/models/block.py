@@ -4,8 +4,6 @@ The first layer's values travel in plain sight: every block is called `x, v0 = b
 side, so checkpointing, compiling and sharding see all there is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -184,7 +182,6 @@ class Block(nn.Module):
         self.drop_path2 = DropPath(drop_path)
 
     def forward(self, x: Tensor, v0: Tensor | None, weights: Weights | None = None) -> tuple[Tensor, Tensor]:
-        """The next tokens, and the first layer's values passed on."""
         residual = x
         y, first, call = self.attn(x if self.post_norm else self.norm1(x), v0, weights, residual)
         x = x + self.drop_path1(self.ls1(y))

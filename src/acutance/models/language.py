@@ -4,8 +4,6 @@ Its public code is that of "Linear Transformers Are Secretly Fast Weight Program
 which is Transformer-XL's with absolute positions and no memory.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache

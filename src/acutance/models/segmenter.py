@@ -3,8 +3,6 @@
 NeuTRENO stands in both, each with its own v⁰, as in its public code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -3,8 +3,6 @@
 `ModelConfig` and `BlockStack`, the stack of blocks with v⁰ passed along, are shared with the other reference models.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -48,9 +46,7 @@ class ModelConfig:
             raise AcutanceError(f"mitigation_layers {unknown}: the layers are numbered 1 to {own.depth}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
-        own: Any = self
-        return asdict(own)
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -62,7 +58,6 @@ class ModelConfig:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Patches down and across."""
         own: Any = self
         return (own.image_size // own.patch_size,) * 2
 
@@ -104,7 +99,6 @@ class BlockStack(ReferenceModel):
 
     @property
     def final_norm(self) -> nn.Module:
-        """The norm after the last block."""
         return self.norm
 
     def run_blocks(self, x: Tensor) -> Tensor:
@@ -280,7 +274,6 @@ class ViT(BlockStack):
         self.install(mitigation, config.mitigation_layers)
 
     def fit_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A position embedding of another image size is resized, bicubic."""
         fitted = dict(state)
         if "pos_embed" in fitted and fitted["pos_embed"].shape != self.pos_embed.shape:
             fitted["pos_embed"] = resize_position_embedding(fitted["pos_embed"], self._config.grid, self.prefix_tokens)
