@@ -114,22 +114,14 @@ def as_four_axes(mask: Tensor, shape: tuple[int, int, int, int], *, exponential:
         return mask[:, None, None, :]
     axes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
     if len(axes) != 4 or any(size not in (1, full) for size, full in zip(axes, shape, strict=True)):
-        wanted = (
-            f"neither a key mask (batch, keys) = {(batch, keys)} nor broadcastable to (batch, heads, queries, keys)"
-        )
-        raise ShapeError(f"mask {tuple(mask.shape)} is {wanted} = {tuple(shape)}")
+        wanted = f"(batch, keys) = {(batch, keys)} nor broadcastable to (batch, heads, queries, keys) = {tuple(shape)}"
+        raise ShapeError(f"mask {tuple(mask.shape)} is neither a key mask {wanted}")
     return mask.view(axes).expand(-1, -1, -1, keys)
 
 
-def _seen_keys(A: AttentionOperator, rows: slice) -> int:
-    """How many of the first keys these rows may look at: all of them, unless A is causal."""
-    queries, keys = A.shape[-2:]
-    return min(keys, max(1, rows.stop + keys - queries)) if A.causal else keys
-
-
-def _mask_rows(A: AttentionOperator, rows: slice) -> Tensor | None:
-    """The mask, causality included, of some query rows against the keys they may see."""
-    mask, keys = A.mask4, _seen_keys(A, rows)
+def _mask_rows(A: AttentionOperator, rows: slice, keys: int) -> Tensor | None:
+    """The mask, causality included, of some query rows against the first keys."""
+    mask = A.mask4
     if mask is not None:
         mask = mask[..., :keys] if mask.size(-2) == 1 else mask[..., rows, :keys]
     if not A.causal:
@@ -184,13 +176,6 @@ def _full_precision(A: AttentionOperator) -> torch.autocast:
     return torch.autocast(A.device.type, enabled=False)
 
 
-def log_kernel(A: AttentionOperator, q: Tensor, k: Tensor) -> Tensor:
-    """log k(q, k) of A's kernel, a softcap included."""
-    with _full_precision(A):
-        logs = KERNELS[A.kernel].log_weights(q, k, A.scale)
-        return logs if A.softcap is None else A.softcap * torch.tanh(logs / A.softcap)
-
-
 class Tiles:
     """The operator's entries, one block of query rows at a time, in float32 or better."""
 
@@ -200,9 +185,12 @@ class Tiles:
 
     def log_weights(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | float]:
         """Log-weights of some rows and the keys they may see; `open_rows` says what the others are."""
-        A = self.operator
-        keys, mask = self.k[..., : _seen_keys(A, rows), :], _mask_rows(A, rows)
-        log_weights = log_kernel(A, self.q[..., rows, :], keys)
+        A, keys = self.operator, self.k.size(-2)
+        keys = min(keys, max(1, rows.stop + keys - A.shape[-2])) if A.causal else keys
+        with _full_precision(A):
+            log_weights = KERNELS[A.kernel].log_weights(self.q[..., rows, :], self.k[..., :keys, :], A.scale)
+            log_weights = log_weights if A.softcap is None else A.softcap * torch.tanh(log_weights / A.softcap)
+        mask = _mask_rows(A, rows, keys)
         if mask is None:
             return log_weights, None, 0.0
         mask, dead, top = open_rows(mask, self.q.dtype)
