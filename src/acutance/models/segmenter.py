@@ -3,7 +3,7 @@
 NeuTRENO stands in both, each with its own v⁰, as in its public code.
 """
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,13 +44,13 @@ class SegmenterConfig(vit.ModelConfig):
 class Encoder(vit.BlockStack):
     """A ViT without its head, for images of any size that is a multiple of the patch."""
 
-    prefix_tokens = 1
+    prefix_tokens, resizing = 1, "bilinear"
 
     def __init__(self, config: SegmenterConfig) -> None:
         super().__init__()
         self.grid = config.grid
         self.cls_token = vit.learnt_tokens(1, config.dim)
-        self.pos_embed = vit.learnt_tokens(1 + config.grid[0] * config.grid[1], config.dim)
+        self.pos_embed = vit.learnt_tokens(1 + math.prod(config.grid), config.dim)
         self.patch_embed = vit.PatchEmbed(config.in_chans, config.patch_size, config.dim)
         self.dropout = nn.Dropout(config.dropout)
         options = {"norm_eps": NORM_EPS, "attention_dropout": config.dropout}
@@ -58,18 +58,11 @@ class Encoder(vit.BlockStack):
         self.norm = nn.LayerNorm(config.dim, eps=NORM_EPS)
         self.apply(vit.init_linear)
 
-    def fit_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A classifier's weights without its head, its position embedding resized, bilinear."""
-        fitted = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
-        if "pos_embed" in fitted:
-            fitted["pos_embed"] = _resized(fitted["pos_embed"], self.grid)
-        return fitted
-
     def forward(self, images: Tensor) -> Tensor:
         """Tokens after the final norm, class token first: (batch, 1 + patches, dim)."""
         side = self.patch_embed.proj.kernel_size[0]
         x = torch.cat([self.cls_token.expand(len(images), -1, -1), self.patch_embed(images)], dim=1)
-        x = self.dropout(x + _resized(self.pos_embed, (images.shape[-2] // side, images.shape[-1] // side)))
+        x = self.dropout(x + self.resized(self.pos_embed, (images.shape[-2] // side, images.shape[-1] // side)))
         out: Tensor = self.norm(self.run_blocks(x))
         return out
 
@@ -130,12 +123,6 @@ class Segmenter(vit.ReferenceModel):
             raise AcutanceError(f"one configuration cannot say what differs: encoder {encoder}, decoder {decoder}")
         return replace(self._config, mitigation=encoder[0])
 
-    def fit_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The public code's weights: without the encoder's head, positions resized."""
-        inner = {n.removeprefix("encoder."): t for n, t in state.items() if n.startswith("encoder.")}
-        outer = {n: t for n, t in state.items() if not n.startswith("encoder.")}
-        return outer | {f"encoder.{n}": t for n, t in self.encoder.fit_state(inner).items()}
-
     def forward(self, images: Tensor) -> Tensor:
         """Images (batch, channels, height, width) of any size to scores (batch, classes, height, width)."""
         config = self._config
@@ -148,7 +135,3 @@ class Segmenter(vit.ReferenceModel):
         patches = self.encoder(padded)[:, self.encoder.prefix_tokens :]
         masks = self.decoder(patches).transpose(1, 2).unflatten(2, grid)
         return F.interpolate(masks, size=padded.shape[2:], mode="bilinear")[..., :height, :width]
-
-
-def _resized(pos_embed: Tensor, grid: tuple[int, int]) -> Tensor:
-    return vit.resize_position_embedding(pos_embed, grid, 1, "bilinear")

@@ -78,8 +78,16 @@ class ReferenceModel(nn.Module):
         return {n for n, _ in self.named_parameters() if n.endswith(UNDECAYED) or ".mitigation." in n}
 
     def fit_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Another model's weights as this one wants them, where that takes no guess: another image size, say."""
-        return dict(state)
+        """Another model's weights as this one wants them: positions resized, no head where an encoder has none."""
+        fitted = dict(state)
+        for path, part in self.named_modules():
+            if isinstance(part, BlockStack) and hasattr(part, "pos_embed"):
+                prefix = f"{path}." if path else ""
+                if not hasattr(part, "head"):
+                    fitted = {name: tensor for name, tensor in fitted.items() if not name.startswith(f"{prefix}head.")}
+                if (key := f"{prefix}pos_embed") in fitted:
+                    fitted[key] = part.resized(fitted[key])
+        return fitted
 
 
 class BlockStack(ReferenceModel):
@@ -89,6 +97,8 @@ class BlockStack(ReferenceModel):
     norm: nn.Module
     prefix_tokens: int = 0  # in front of the content, such as a class token
     suffix_tokens: int = 0  # behind the content, such as a decoder's embeddings of classes
+    grid: tuple[int, int]  # patches down and across that positions are learnt for
+    resizing: Literal["bicubic", "bilinear"] = "bicubic"  # of positions, as timm does it
     _config: Any
 
     @property
@@ -115,6 +125,10 @@ class BlockStack(ReferenceModel):
                 advice = "use model.set_grad_checkpointing() or use_reentrant=False"
                 raise AcutanceError(f"a block to train gives no gradient ({cause}): {advice}")
         return x
+
+    def resized(self, positions: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        """A position embedding for so many patches down and across, the model's own by default."""
+        return resize_position_embedding(positions, grid or self.grid, self.prefix_tokens, self.resizing)
 
     def named_blocks(self) -> list[tuple[str, Block]]:
         """The blocks with their paths in `blocks`, first to last; they may sit inside wrappers."""
@@ -203,8 +217,8 @@ def resize_position_embedding(
     patches = pos_embed.shape[1] - prefix_tokens if pos_embed.ndim == 3 else -1
     side = math.isqrt(max(patches, 0))
     if side == 0 or side * side != patches:
-        wanted = f"(1, {prefix_tokens} prefix tokens + side², dim): check class_token, distilled and registers"
-        raise ShapeError(f"position embedding {tuple(pos_embed.shape)} is not {wanted}")
+        shapes = f"{tuple(pos_embed.shape)} with {prefix_tokens} prefix tokens is not (1, prefix + side², dim)"
+        raise ShapeError(f"position embedding {shapes}: check class_token, distilled and registers")
     if (side, side) == tuple(grid):
         return pos_embed
     prefix, image = pos_embed[:, :prefix_tokens], pos_embed[:, prefix_tokens:]
@@ -263,7 +277,8 @@ class ViT(BlockStack):
         self.cls_token = learnt_tokens(1, config.dim) if config.class_token else None
         self.dist_token = learnt_tokens(1, config.dim) if config.distilled else None
         self.reg_token = learnt_tokens(config.registers, config.dim) if config.registers else None
-        self.pos_embed = learnt_tokens(self.prefix_tokens + config.grid[0] * config.grid[1], config.dim)
+        self.grid = config.grid
+        self.pos_embed = learnt_tokens(self.prefix_tokens + math.prod(config.grid), config.dim)
         self.patch_embed = PatchEmbed(config.in_chans, config.patch_size, config.dim)
         self.pos_drop = nn.Dropout(config.dropout)
         self.blocks = make_blocks(config, config.depth, config.drop_path)
@@ -272,12 +287,6 @@ class ViT(BlockStack):
         self.head_dist = nn.Linear(config.dim, config.num_classes) if config.distilled else None
         self.apply(init_linear)
         self.install(mitigation, config.mitigation_layers)
-
-    def fit_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        fitted = dict(state)
-        if "pos_embed" in fitted and fitted["pos_embed"].shape != self.pos_embed.shape:
-            fitted["pos_embed"] = resize_position_embedding(fitted["pos_embed"], self._config.grid, self.prefix_tokens)
-        return fitted
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Tokens after the final norm, prefix tokens first: (batch, tokens, dim)."""
