@@ -37,14 +37,20 @@ TOKENS = {"cls_token": (1, 1, 12)}
         ({"distilled": True}, TOKENS | {"dist_token": (1, 1, 12), "head_dist.weight": (5, 12), "head_dist.bias": (5,)}),
         ({"registers": 2}, TOKENS | {"reg_token": (1, 2, 12)}),
         ({"class_token": False}, {}),
+        ({"class_token": False, "registers": 3}, {"reg_token": (1, 3, 12)}),
         ({"layer_scale": 1e-5}, TOKENS | {f"blocks.{i}.ls{j}.gamma": (12,) for i in range(3) for j in (1, 2)}),
     ],
 )
-def test_state_dict_has_the_names_and_shapes_of_timm(options, more):
-    found = {name: tuple(tensor.shape) for name, tensor in seeded(**options).state_dict().items()}
+def test_names_and_shapes_are_those_of_timm_with_prefix_tokens_before_the_patches(options, more):
+    model, prefix = seeded(**options), sum(s[1] for n, s in more.items() if n.endswith("token"))
+    found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     linear = {"head": (5, 12), "patch_embed.proj": (12, 3, 4, 4)}
     expected = shapes_of(linear, {"norm": 12}, [f"blocks.{i}" for i in range(3)], 12) | more
-    assert found == expected | {"pos_embed": (1, 4 + sum(s[1] for n, s in more.items() if n.endswith("token")), 12)}
+    assert found == expected | {"pos_embed": (1, 4 + prefix, 12)}
+    tokens = model.forward_features(images())
+    assert tokens.shape == (4, model.prefix_tokens + 4, 12) == (4, prefix + 4, 12)
+    if "cls_token" not in more:
+        torch.testing.assert_close(model(images()), model.head(tokens[:, prefix:].mean(1)))
 
 
 def test_initial_weights():
@@ -122,20 +128,3 @@ def test_distilled_heads_are_a_pair_in_training_and_a_mean_in_evaluation():
     assert not torch.equal(head, head_dist)
     assert torch.equal(model.eval()(images()), (head + head_dist) / 2)
     assert torch.equal(model.head_dist(model.forward_features(images())[:, 1]), head_dist)
-
-
-@pytest.mark.parametrize(
-    ("options", "prefix"),
-    [
-        ({"distilled": True, "registers": 3}, 5),
-        ({"class_token": False}, 0),
-        ({"class_token": False, "registers": 2}, 2),
-    ],
-)
-def test_prefix_tokens_stand_before_the_patches(options, prefix):
-    model = seeded(**options)
-    assert model.prefix_tokens == prefix
-    tokens = model.forward_features(images())
-    assert tokens.shape == (4, prefix + 4, 12)
-    if not options.get("class_token", True):
-        torch.testing.assert_close(model(images()), model.head(tokens[:, prefix:].mean(1)))
