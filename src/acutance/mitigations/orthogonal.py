@@ -22,8 +22,7 @@ def qr(theta: Tensor) -> Tensor:
     """
     q, r = torch.linalg.qr(theta)
     negative = r.detach().diagonal(dim1=-2, dim2=-1) < 0
-    signed: Tensor = q * torch.where(negative, -1.0, 1.0).to(q.dtype).unsqueeze(-2)
-    return signed
+    return q * torch.where(negative, -1.0, 1.0).to(q.dtype).unsqueeze(-2)  # type: ignore[no-any-return]
 
 
 def polar(theta: Tensor) -> Tensor:

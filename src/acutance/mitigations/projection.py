@@ -197,8 +197,7 @@ class MadeRows(nn.Module):
 def weight_with(module: Any, rows: Tensor) -> Tensor:
     """The whole weight of a linear layer, given the rows that a mitigation would make."""
     made = module.parametrizations["weight"][0]
-    whole: Tensor = made.whole(rows, *made.originals(module))
-    return whole
+    return made.whole(rows, *made.originals(module))  # type: ignore[no-any-return]
 
 
 def _is_conv1d(module: nn.Module) -> bool:

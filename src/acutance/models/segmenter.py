@@ -63,8 +63,7 @@ class Encoder(vit.BlockStack):
         side = self.patch_embed.proj.kernel_size[0]
         x = torch.cat([self.cls_token.expand(len(images), -1, -1), self.patch_embed(images)], dim=1)
         x = self.dropout(x + self.resized(self.pos_embed, (images.shape[-2] // side, images.shape[-1] // side)))
-        out: Tensor = self.norm(self.run_blocks(x))
-        return out
+        return self.norm(self.run_blocks(x))  # type: ignore[no-any-return]
 
 
 class MaskTransformer(vit.BlockStack):
@@ -95,8 +94,7 @@ class MaskTransformer(vit.BlockStack):
         x = self.decoder_norm(self.run_blocks(x))
         seen, classes = x[:, : -self.suffix_tokens] @ self.proj_patch, x[:, -self.suffix_tokens :] @ self.proj_classes
         cosines = F.normalize(seen, dim=-1) @ F.normalize(classes, dim=-1).transpose(1, 2)
-        out: Tensor = self.mask_norm(cosines)
-        return out
+        return self.mask_norm(cosines)  # type: ignore[no-any-return]
 
 
 class Segmenter(vit.ReferenceModel):

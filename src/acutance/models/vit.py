@@ -298,8 +298,7 @@ class ViT(BlockStack):
         patches = self.patch_embed(images)
         x = torch.cat([*(token.expand(len(images), -1, -1) for token in learnt), patches], dim=1) + self.pos_embed
         x = self.pos_drop(x.to(patches.dtype) if self._config.stream == "autocast" else x)
-        out: Tensor = self.norm(self.run_blocks(x))
-        return out
+        return self.norm(self.run_blocks(x))  # type: ignore[no-any-return]
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Class scores; when distilled, (head, head_dist) in training and their mean in evaluation."""
