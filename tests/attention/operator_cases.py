@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,14 +17,13 @@ KERNELS = ("softmax", "symmetric", "rbf", "linear", "polynomial")
 MASKINGS = ("none", "keys", "full", "causal", "causal+keys")
 
 
-def formula(
-    q: Tensor, k: Tensor, mask: Tensor | None = None, causal: bool = False, kernel: str = "softmax", scale: float = 0
-) -> tuple[Tensor, Tensor]:
+def formula(q, k, mask=None, causal=False, kernel="softmax", scale=0, sink=None, softcap=None):
     """The matrix and its log row sums, in plain autograd and float64: masks are factors; no log, softmax or tile."""
     q, k, scale = q.double(), with_heads(k.double(), q.size(1)), scale or q.size(-1) ** -0.5
     q = k if kernel == "symmetric" else q
     if kernel in ("softmax", "symmetric"):
-        values = (scale * q @ k.mT).exp()
+        logits = scale * q @ k.mT
+        values = (logits if softcap is None else softcap * torch.tanh(logits / softcap)).exp()
     elif kernel == "rbf":
         values = (-scale * (q[:, :, :, None] - k[:, :, None]).square().sum(-1) / 2).exp()
     elif kernel == "linear":
@@ -40,15 +38,15 @@ def formula(
     sums = values.sum(-1)
     nothing = sums == 0
     sums = sums.masked_fill(nothing, 1)
-    return values / sums[..., None], sums.log().masked_fill(nothing, -torch.inf)
+    whole = sums if sink is None else sums + sink.double().exp()[:, None]
+    return values / whole[..., None], sums.log().masked_fill(nothing, -torch.inf)
 
 
-def with_heads(x: Tensor, heads: int) -> Tensor:
+def with_heads(x, heads):
     return torch.stack([x[:, h // (heads // x.size(1))] for h in range(heads)], dim=1)
 
 
-@dataclass
-class Case:
+class Case(NamedTuple):
     kernel: str
     q: Tensor
     k: Tensor
@@ -57,40 +55,20 @@ class Case:
     mask: Tensor | None
     causal: bool
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"mask": self.mask, "causal": self.causal, "kernel": self.kernel}
-
-    @property
-    def operator(self) -> AttentionOperator:
-        return AttentionOperator(self.q, self.k, **self.options)
-
-    @property
-    def expected(self) -> tuple[Tensor, Tensor]:
-        return formula(self.q, self.k, **self.options)
-
-    @property
-    def values(self) -> Tensor:
-        """x in float64, with the heads of the queries."""
-        return with_heads(self.x.double(), self.q.size(1))
+    options = property(lambda self: {"mask": self.mask, "causal": self.causal, "kernel": self.kernel})
+    operator = property(lambda self: AttentionOperator(self.q, self.k, **self.options))
+    expected = property(lambda self: formula(self.q, self.k, **self.options))
+    values = property(lambda self: with_heads(self.x.double(), self.q.size(1)))  # x, with the heads of the queries
 
 
 def make_case(
-    kernel: str,
-    masking: str = "none",
-    grouped: bool = False,
-    *,
-    tokens: int = 11,
-    width: int = 6,
-    dtype: torch.dtype = torch.float64,
-    device: str = "cpu",
-    sharpness: float = 1.5,
-) -> Case:
+    kernel, masking="none", grouped=False, *, tokens=11, width=6, dtype=torch.float64, device="cpu", sharpness=1.5
+):
     """A random problem; with a mask, some rows of it see nothing at all."""
     generator = torch.Generator().manual_seed(len(kernel) + 7 * len(masking) + 3 * grouped)
     batch, heads, key_heads = 2, 4, 2 if grouped else 4
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
     mask = None
@@ -101,18 +79,8 @@ def make_case(
     if masking == "full":
         mask = torch.rand(batch, heads, tokens, tokens, generator=generator) > 0.3
         mask[0, 1, 2] = False
-    if masking == "bias":
-        mask = draw(batch, heads, tokens, tokens)
-        mask[..., 1, 3] = mask[..., 4, :] = -torch.inf
-    return Case(
-        kernel,
-        q=sharpness * draw(batch, heads, tokens, width),
-        k=draw(batch, key_heads, tokens, width),
-        x=draw(batch, key_heads, tokens, width),
-        y=draw(batch, heads, tokens, width),
-        mask=None if mask is None else mask.to(device),
-        causal="causal" in masking,
-    )
+    q, k, x, y = (draw(batch, h, tokens, width) for h in (heads, key_heads, key_heads, heads))
+    return Case(kernel, sharpness * q, k, x, y, None if mask is None else mask.to(device), "causal" in masking)
 
 
 # Parametrises `case` over kernels × masks × grouped heads, as arguments of `make_case`.

@@ -91,11 +91,6 @@ def test_memory_is_far_below_the_matrix(dtype, kernel, masking, key_heads):
     A = operator(q, k)
     for function in (lambda: A @ v, lambda: A @ v[..., :3], lambda: A.T @ q, A.logsumexp, train):
         assert peak_bytes(function) < matrix_bytes / 4
-
-
-@pytest.mark.parametrize("kernel", ["softmax", "symmetric"])
-def test_spectra_stay_far_below_the_matrix(kernel):
-    q, k = (torch.randn(1, 2, 16384, 64, device="cuda", dtype=torch.bfloat16) / 2 for _ in range(2))
-    A = AttentionOperator(q, k, kernel=kernel)
-    for function in (lambda: A.eigenvalues(1), A.stationary):
-        assert peak_bytes(function) < 2 * 16384**2 * 4 / 4
+    if kernel in ("softmax", "symmetric") and masking == "none" and key_heads == 2:
+        for function in (lambda: A.eigenvalues(1), A.stationary):
+            assert peak_bytes(function) < 2 * tokens**2

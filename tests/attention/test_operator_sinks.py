@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from operator_cases import assert_close, assert_same_gradients, make_case, with_heads
+from operator_cases import assert_close, assert_same_gradients, formula, make_case, with_heads
 
 from acutance import metrics
 from acutance.attention import AttentionCall
@@ -11,19 +11,6 @@ from acutance.errors import AcutanceError
 
 MASKINGS = ("none", "keys", "full", "causal+keys")
 CAP = 1.5
-
-
-def written_out(c, q, k, sink=None, cap=None):
-    """The matrix as the models compute it, and the whole distribution with the sink's column."""
-    logits = 6**-0.5 * q @ with_heads(k, 4).mT
-    logits = logits if cap is None else cap * torch.tanh(logits / cap)
-    if c.mask is not None:
-        logits = logits.masked_fill(~(c.mask if c.mask.ndim == 4 else c.mask[:, None, None, :]), -torch.inf)
-    if c.causal:
-        logits = logits.masked_fill(torch.ones(11, 11).triu(1).bool(), -torch.inf)
-    sink = q.new_full((4,), -1e4) if sink is None else sink
-    whole = torch.cat([logits, sink[:, None, None].expand(2, 4, 11, 1)], -1).softmax(-1)
-    return whole[..., :-1], whole
 
 
 @pytest.mark.parametrize("masking", MASKINGS)
@@ -36,10 +23,9 @@ def test_values_and_gradients_are_those_of_the_softmax_written_out(masking, grou
     sink = torch.randn(4, dtype=torch.float64, requires_grad=True) if has_sink else None
     inputs += [sink] if has_sink else []
     A = AttentionOperator(q, k, **c.options, sink=sink, softcap=cap)
-    expected, whole = written_out(c, q, k, sink, cap)
-    sees = (A.logsumexp() > -torch.inf).detach()
-    expected = expected.masked_fill(~sees[..., None], 0)
-    entropy = torch.special.entr(whole.detach()).sum(-1)
+    expected, sums = formula(q, k, **c.options, sink=sink, softcap=cap)
+    sees, known = sums > -torch.inf, expected.detach()
+    entropy = torch.special.entr(torch.cat([known, (1 - known.sum(-1, keepdim=True)).clamp(min=0)], -1)).sum(-1)
     assert_close(metrics.attention_entropy(A), (entropy * sees).sum(-1) / sees.sum(-1))
     assert_close(A.logsumexp(), AttentionOperator(q, k, **c.options, softcap=cap).logsumexp())
     assert_same_gradients(A.apply(x), expected @ with_heads(x, 4), inputs)
@@ -89,11 +75,11 @@ def test_an_operator_and_its_copies_keep_sink_and_cap():
     logits = 6**-0.5 * c.q @ c.k.mT
     for A in (call.A, call.A.to(torch.float64), AttentionCall(v=c.x, logits=logits, sink=sink).A):
         assert "sink" in repr(A)
-        assert_close(A.dense().double(), written_out(c, c.q, c.k, sink)[0].double(), 1e-5)
+        assert_close(A.dense().double(), formula(c.q, c.k, sink=sink)[0], 1e-5)
     assert (call.A @ c.x).dtype == torch.float32
     assert (call.A @ c.x.double()).dtype == torch.float64
     none = AttentionOperator(c.q, c.k, sink=torch.full((4,), -torch.inf))
     assert_close(none.dense(), c.operator.dense(), 1e-6)
     capped = AttentionOperator(c.q, c.k, softcap=CAP)
     assert f"softcap={CAP}" in repr(capped)
-    assert_close(capped.to(torch.float64).dense(), written_out(c, c.q, c.k, cap=CAP)[0], 1e-6)
+    assert_close(capped.to(torch.float64).dense(), formula(c.q, c.k, softcap=CAP)[0], 1e-6)

@@ -105,28 +105,22 @@ def test_a_mask_can_make_attention_triangular(padded, hidden):
 
 
 def test_triangular_is_said_of_all_samples_heads_and_rows():
-    tokens = 9
-    q = torch.randn(2, 2, tokens, 4, generator=torch.Generator().manual_seed(0))
-
-    def is_triangular(mask: Tensor | None, queries: int = tokens, **options) -> bool:
-        return AttentionOperator(q[..., -queries:, :], q, mask=mask, **options).is_triangular
-
-    assert is_triangular(None, causal=True)
-    assert not is_triangular(None)
-    assert not is_triangular(None, queries=3, causal=True), "not square"
-    assert is_triangular(triangular(tokens)[:1])
-    assert is_triangular(triangular(tokens).triu(-2)), "a sliding window"
-    assert not is_triangular(torch.ones(2, tokens, dtype=torch.bool))
-    for sample, head in np.ndindex(2, 2):
-        mask = triangular(tokens).repeat(1, 2, 1, 1)
-        mask[sample, head, 4, 5] = True
-        assert not is_triangular(mask)
-    dead = triangular(tokens)
+    q = torch.randn(2, 2, 9, 4, generator=torch.Generator().manual_seed(0))
+    lower, dead = triangular(9), triangular(9)
     dead[1, 0, 2] = False
-    assert is_triangular(dead), "a row of zeros"
-    assert is_triangular(torch.zeros(dead.shape).masked_fill(~dead, -torch.inf))
-    finite = torch.zeros(dead.shape).masked_fill(~dead, torch.finfo(torch.float32).min)
-    assert not is_triangular(finite), "a softmax over equal logits: this row sees all tokens"
+    yes = {"a sample": lower[:1], "a sliding window": lower.triu(-2), "a row of zeros": dead}
+    yes["a row of −∞"] = torch.zeros(dead.shape).masked_fill(~dead, -torch.inf)
+    no = {"all": None, "keys": torch.ones(2, 9, dtype=torch.bool)}
+    for sample, head in np.ndindex(2, 2):
+        no[sample, head] = lower.repeat(1, 2, 1, 1)
+        no[sample, head][sample, head, 4, 5] = True
+    # A softmax over equal logits: this row sees all tokens.
+    no["a row of the lowest number"] = torch.zeros(dead.shape).masked_fill(~dead, torch.finfo(torch.float32).min)
+    for masks, expected in ((yes, True), (no, False)):
+        for name, mask in masks.items():
+            assert AttentionOperator(q, q, mask=mask).is_triangular is expected, name
+    assert AttentionOperator(q, q, causal=True).is_triangular
+    assert not AttentionOperator(q[..., -3:, :], q, causal=True).is_triangular, "not square"
 
 
 def test_arnoldi_counts_repeated_eigenvalues_and_survives_an_invariant_space():
@@ -232,17 +226,11 @@ def test_iterations_end_where_the_theorems_say():
 def test_walking_agrees_with_solving(masked, monkeypatch):
     c = make_case("softmax", "keys" if masked else "none", tokens=40)
     solved = c.operator.stationary()
-    monkeypatch.setattr(spectra, "DENSE_TOKENS", 10)
+    monkeypatch.setattr(spectra, "DENSE_TOKENS", 1)
     monkeypatch.setattr(AttentionOperator, "dense", None)
     assert_close(c.operator.stationary(), solved, 1e-9)
-
-
-def test_walking_settles_where_attention_is_periodic(monkeypatch):
-    # Two tokens that swap: the plain walk never settles, the lazy one does.
-    monkeypatch.setattr(spectra, "DENSE_TOKENS", 1)
-    q = torch.tensor([[-20.0], [20.0]])[None, None].double()
-    A = AttentionOperator(q, -q, scale=1.0)
-    assert_close(A.stationary(), torch.full((1, 1, 2), 0.5).double())
+    q = torch.tensor([[-20.0], [20.0]])[None, None].double()  # two tokens that swap: the plain walk never settles
+    assert_close(AttentionOperator(q, -q, scale=1.0).stationary(), torch.full((1, 1, 2), 0.5).double())
 
 
 def test_no_distribution_is_better_than_a_wrong_one(monkeypatch):

@@ -24,28 +24,21 @@ def attention(kv_heads=H, **options):
 
 
 def call_of(A=None, v=None, v0=None):
-    return AttentionCall(
-        layer=2,
-        v=draw(B, H, N, D) if v is None else v,
-        first=v0,
-        q=A.q,
-        k=A.k,
-        mask=A.mask,
-        causal=A.causal,
-        operator=A,
-        kernel=A.kernel,
-    )
+    options = {"q": A.q, "k": A.k, "mask": A.mask, "causal": A.causal, "operator": A, "kernel": A.kernel}
+    return AttentionCall(layer=2, v=draw(B, H, N, D) if v is None else v, first=v0, **options)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_neutreno_reads_the_values_of_each_query_head(kv_heads):
     v, v0, u = draw(B, kv_heads, N, D), draw(B, kv_heads, N, D, seed=1), draw(B, H, N, D, seed=2)
-    built = NeuTRENO(0.6).for_layer(layer_shape(kv_heads=kv_heads))
-    out = built.output(u, v, call_of(attention(kv_heads), v, v0))
-    for head in range(H):
-        shared = head // (H // kv_heads)
-        expected = u[:, head] + 0.6 * (v0[:, shared] - v[:, shared])
-        torch.testing.assert_close(out[:, head], expected, rtol=1e-14, atol=1e-14)
+    call, learnt = call_of(attention(kv_heads), v, v0), [0.1, -0.2, 0.0, 2.0]
+    constant, built = (NeuTRENO(0.6, each).for_layer(layer_shape(kv_heads=kv_heads)) for each in (None, "head"))
+    built.learnt_strength.data = torch.tensor(learnt, dtype=torch.float64)
+    for found, strengths in ((constant.output(u, v, call), [0.6] * H), (built.output(u, v, call), learnt)):
+        for head, strength in enumerate(strengths):
+            shared = head // (H // kv_heads)
+            expected = u[:, head] + strength * (v0[:, shared] - v[:, shared])
+            torch.testing.assert_close(found[:, head], expected, rtol=1e-14, atol=1e-14)
 
 
 def test_neutreno_with_a_cache_uses_the_rows_of_its_own_queries():
@@ -69,14 +62,6 @@ def test_values_that_cannot_be_matched_are_named(values, first, message):
     v = draw(*values)
     with pytest.raises(ShapeError, match=message):
         built.output(draw(B, H, N, D), v, call_of(attention(), v, draw(*first)))
-
-
-def test_learnt_strength_per_head_reaches_its_own_head():
-    built = NeuTRENO(0.6, learn="head").for_layer(layer_shape())
-    built.learnt_strength.data = torch.tensor([0.1, -0.2, 0.0, 2.0], dtype=torch.float64)
-    v, v0, u = draw(B, H, N, D), draw(B, H, N, D, seed=1), draw(B, H, N, D, seed=2)
-    expected = torch.stack([u[:, h] + s * (v0 - v)[:, h] for h, s in enumerate([0.1, -0.2, 0.0, 2.0])], dim=1)
-    torch.testing.assert_close(built.output(u, v, call_of(attention(), v, v0)), expected, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize(

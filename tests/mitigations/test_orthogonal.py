@@ -77,15 +77,6 @@ def test_gradients_against_finite_differences(name):
     assert torch.autograd.gradcheck(BASES[name].map, theta)
 
 
-@pytest.mark.parametrize("condition", [1, 30, 300])
-def test_polar_is_the_polar_factor_and_has_its_gradient(condition):
-    theta, g = with_condition(condition), draw(D, D, seed=3)
-    v, gradient = value_and_gradient(polar, theta, g)
-    torch.testing.assert_close(v, polar_by_svd(theta), rtol=0, atol=1e-13)
-    expected = polar_gradient(theta, g)
-    assert (gradient - expected).norm() < 1e-11 * expected.norm()
-
-
 @pytest.mark.parametrize("norm", [0.0, 0.5, 40, 500])
 @pytest.mark.parametrize("dim", [2, 7, WIDE])
 def test_cayley_by_products_is_the_inverse_and_has_its_gradient(norm, dim):

@@ -1,12 +1,15 @@
 """The reference models written a second time, from the formulas, on plain dictionaries of float64 tensors.
 
-They share no code with the package: patches are cut by hand, every attention matrix is formed, head by head, as is
-every word's probability, and bilinear interpolation is a sum over neighbours. NeuTRENO's λ̃ is a number, or learnt.
+They share no code with the package: every attention matrix is formed, as is every word's probability, and bilinear
+interpolation is a sum over neighbours. NeuTRENO's λ̃ is a number, or learnt.
 """
 
 import math
 
 import torch
+from torch.nn import functional as F
+
+from attention.operator_cases import formula
 
 
 def plain_vit(state, images, *, heads=3, **options):
@@ -79,17 +82,12 @@ def _linear(x, state, name):
 
 
 def _norm(x, state, name, eps):
-    centred = x - x.mean(-1, keepdim=True)
-    variance = (centred**2).mean(-1, keepdim=True)
-    return centred / torch.sqrt(variance + eps) * state[f"{name}.weight"] + state[f"{name}.bias"]
+    return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"], eps)
 
 
 def _patches(state, images):
     weight, bias = state["patch_embed.proj.weight"], state["patch_embed.proj.bias"]
-    side, (height, width) = weight.shape[-1], images.shape[2:]
-    places = [(top, left) for top in range(0, height, side) for left in range(0, width, side)]
-    cut = [[(weight * i[:, t : t + side, c : c + side]).sum((1, 2, 3)) + bias for t, c in places] for i in images]
-    return torch.stack([torch.stack(tokens) for tokens in cut])
+    return F.conv2d(images, weight, bias, stride=weight.shape[-1]).flatten(2).mT
 
 
 def _blocks(state, x, heads, *, eps=1e-6, post=False, causal=False, kernel="softmax", strength=0.0):
@@ -109,31 +107,11 @@ def _blocks(state, x, heads, *, eps=1e-6, post=False, causal=False, kernel="soft
 
 
 def _attention(block, x, first, heads, kernel, strength, causal):
-    width, symmetric = x.shape[-1] // heads, kernel == "symmetric"
+    symmetric = kernel == "symmetric"
     parts = _linear(x, block, "attn.kv" if symmetric else "attn.qkv").chunk(2 if symmetric else 3, dim=-1)
-    q, k, v = parts[0], parts[-2], parts[-1]
-    learnt = block.get("attn.mitigation.learnt_strength")
-    outputs = []
-    for head in range(heads):
-        part = slice(head * width, (head + 1) * width)
-        weights = _kernel_matrix(kernel, q[..., part], k[..., part])
-        weights = weights.tril() if causal else weights
-        u = weights / weights.sum(-1, keepdim=True) @ v[..., part]
-        if first is not None:
-            pull = strength if learnt is None else learnt[head % len(learnt)]
-            u = u + pull * (first[..., part] - v[..., part])
-        outputs.append(u)
-    return _linear(torch.cat(outputs, -1), block, "attn.proj"), v
-
-
-def _kernel_matrix(kernel, q, k):
-    scale = 1 / math.sqrt(q.shape[-1])
-    products = torch.einsum("bid,bjd->bij", q, k)
-    if kernel in ("softmax", "symmetric"):
-        return torch.exp(scale * products)
-    if kernel == "rbf":
-        return torch.exp(-scale * ((q[:, :, None] - k[:, None]) ** 2).sum(-1) / 2)
-    if kernel == "polynomial":
-        return (1 + scale * products) ** 2
-    positive = [torch.where(t > 0, t + 1, torch.exp(t)) for t in (q, k)]
-    return torch.einsum("bid,bjd->bij", *positive)
+    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in (parts[0], parts[-2], parts[-1]))
+    u = formula(q, k, causal=causal, kernel=kernel)[0] @ v
+    if first is not None:
+        learnt = block.get("attn.mitigation.learnt_strength")
+        u = u + (strength if learnt is None else learnt[:, None, None]) * (first - v)
+    return _linear(u.transpose(1, 2).flatten(2), block, "attn.proj"), v

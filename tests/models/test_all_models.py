@@ -10,6 +10,7 @@ from small_models import KINDS, assert_same, gradients, images, inputs, seeded, 
 import acutance as ac
 from acutance.errors import AcutanceError, ShapeError
 from acutance.mitigations import Mitigation
+from acutance.models import Block
 
 NEUTRENO = {"mitigation": "neutreno:0.6"}
 
@@ -96,12 +97,15 @@ DROPOUTS = {
 @pytest.mark.parametrize("mitigation", [None, "neutreno:0.6,learn=head", "attnscale"])
 def test_gradient_checkpointing_changes_nothing(kind, mitigation):
     model = seeded(kind, mitigation, **DROPOUTS[kind])
-    results = []
+    results, runs = [], []
+    for block in (module for module in model.modules() if isinstance(module, Block)):
+        block.register_forward_pre_hook(lambda *_: runs.append(enable))
     for enable in (False, True):
         model.set_grad_checkpointing(enable)
         torch.manual_seed(5)
         results.append(gradients(model, kind))
     assert_same(*results)
+    assert runs.count(True) == 2 * runs.count(False)
     assert not torch.equal(model(*inputs(kind)), model(*inputs(kind))), "dropout draws"
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from small_models import VIT, images, seeded, shapes_of
 
-from acutance.models import ViT, ViTConfig, deit_base, deit_small, deit_tiny, vit_tiny_cifar
+from acutance import models
+from acutance.models import ViT, ViTConfig
 from acutance.models.block import DropPath
 
 
@@ -15,12 +16,14 @@ def initial(mitigation=None, **options):
 
 def test_presets_have_the_published_sizes_and_take_overrides():
     with torch.device("meta"):
-        for make, expected in ((deit_tiny, 5_717_416), (deit_small, 22_050_664), (deit_base, 86_567_656)):
-            assert sum(p.numel() for p in make(mitigation="neutreno:0.6").parameters()) == expected
-        model = vit_tiny_cifar(depth=2, num_classes=10, mitigation="neutreno:0.4")
+        for name, expected in {"deit_tiny": 5_717_416, "deit_small": 22_050_664, "deit_base": 86_567_656}.items():
+            assert sum(p.numel() for p in getattr(models, name)(mitigation="neutreno:0.6").parameters()) == expected
+        model = models.vit_tiny_cifar(depth=2, num_classes=10, mitigation="neutreno:0.4")
     assert model.config == ViTConfig(
         image_size=32, patch_size=4, dim=192, depth=2, heads=3, num_classes=10, mitigation="neutreno:0.4"
     )
+    for make, spec in ((models.vit_tiny_plus, "eigen:positive"), (models.vit_tiny_minus, "eigen:negative")):
+        assert make(depth=2).config == models.vit_tiny_cifar(depth=2, mitigation=spec).config
     assert model.pos_embed.shape == (1, 65, 192)
 
 
@@ -34,14 +37,20 @@ TOKENS = {"cls_token": (1, 1, 12)}
         ({"distilled": True}, TOKENS | {"dist_token": (1, 1, 12), "head_dist.weight": (5, 12), "head_dist.bias": (5,)}),
         ({"registers": 2}, TOKENS | {"reg_token": (1, 2, 12)}),
         ({"class_token": False}, {}),
+        ({"class_token": False, "registers": 3}, {"reg_token": (1, 3, 12)}),
         ({"layer_scale": 1e-5}, TOKENS | {f"blocks.{i}.ls{j}.gamma": (12,) for i in range(3) for j in (1, 2)}),
     ],
 )
-def test_state_dict_has_the_names_and_shapes_of_timm(options, more):
-    found = {name: tuple(tensor.shape) for name, tensor in seeded(**options).state_dict().items()}
+def test_names_and_shapes_are_those_of_timm_with_prefix_tokens_before_the_patches(options, more):
+    model, prefix = seeded(**options), sum(s[1] for n, s in more.items() if n.endswith("token"))
+    found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     linear = {"head": (5, 12), "patch_embed.proj": (12, 3, 4, 4)}
     expected = shapes_of(linear, {"norm": 12}, [f"blocks.{i}" for i in range(3)], 12) | more
-    assert found == expected | {"pos_embed": (1, 4 + sum(s[1] for n, s in more.items() if n.endswith("token")), 12)}
+    assert found == expected | {"pos_embed": (1, 4 + prefix, 12)}
+    tokens = model.forward_features(images())
+    assert tokens.shape == (4, model.prefix_tokens + 4, 12) == (4, prefix + 4, 12)
+    if "cls_token" not in more:
+        torch.testing.assert_close(model(images()), model.head(tokens[:, prefix:].mean(1)))
 
 
 def test_initial_weights():
@@ -119,20 +128,3 @@ def test_distilled_heads_are_a_pair_in_training_and_a_mean_in_evaluation():
     assert not torch.equal(head, head_dist)
     assert torch.equal(model.eval()(images()), (head + head_dist) / 2)
     assert torch.equal(model.head_dist(model.forward_features(images())[:, 1]), head_dist)
-
-
-@pytest.mark.parametrize(
-    ("options", "prefix"),
-    [
-        ({"distilled": True, "registers": 3}, 5),
-        ({"class_token": False}, 0),
-        ({"class_token": False, "registers": 2}, 2),
-    ],
-)
-def test_prefix_tokens_stand_before_the_patches(options, prefix):
-    model = seeded(**options)
-    assert model.prefix_tokens == prefix
-    tokens = model.forward_features(images())
-    assert tokens.shape == (4, prefix + 4, 12)
-    if not options.get("class_token", True):
-        torch.testing.assert_close(model(images()), model.head(tokens[:, prefix:].mean(1)))

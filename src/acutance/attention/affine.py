@@ -1,13 +1,10 @@
 """Mitigations as numbers: what they do before and after attention, for a kernel and for plain torch alike."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from acutance.attention.call import AttentionCall
+from acutance.attention.call import AttentionCall
 
 
 class Program(NamedTuple):
@@ -22,20 +19,20 @@ class Program(NamedTuple):
     residual: Tensor | float = 0.0  # ρ, the same for all heads of the values or one each
     detach: bool = False  # whether the gradient stops at v⁰
 
-    def corrected(self, strength: Tensor | float, *, detach: bool = False) -> Program | None:
+    def corrected(self, strength: Tensor | float, *, detach: bool = False) -> "Program | None":
         """u + λ (v⁰ − w); None where v⁰ would be needed both with and without its gradient."""
         if self.uses_first_values and detach != self.detach:
             return None
         both = strength if _is_zero(self.strength) else self.strength + strength
         return Program(both, self.gain, self.residual, detach)
 
-    def sharpened(self, gain: Tensor) -> Program:
+    def sharpened(self, gain: Tensor) -> "Program":
         """(1 + ω) u − ω U w, for the u so far, its correction included."""
         strength = self.strength if _is_zero(self.strength) else (1 + gain) * self.strength
         both = gain if self.gain is None else gain + self.gain + gain * self.gain
         return Program(strength, both, self.residual, self.detach)
 
-    def mixed(self, residual: Tensor | float, *, detach: bool = False) -> Program | None:
+    def mixed(self, residual: Tensor | float, *, detach: bool = False) -> "Program | None":
         """w + ρ (v⁰ − w), for the w so far."""
         if self.uses_first_values and detach != self.detach:
             return None
@@ -44,11 +41,9 @@ class Program(NamedTuple):
 
     @property
     def uses_first_values(self) -> bool:
-        """Whether v⁰ occurs in it."""
         return not (_is_zero(self.strength) and _is_zero(self.residual))
 
     def values(self, v: Tensor, call: AttentionCall) -> Tensor:
-        """w, in plain torch."""
         if _is_zero(self.residual) or (first := self._first(call)) is None:
             return v
         return v + _by_head(self.residual, v) * (first - v)

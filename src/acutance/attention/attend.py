@@ -1,35 +1,19 @@
 """The one way through attention: a fused kernel, or the model's own product with the mitigation's hooks around it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 
-from acutance.attention.affine import NOTHING, Program
+from acutance.attention.affine import NOTHING
 from acutance.attention.call import AttentionCall
 from acutance.attention.kernels import packed
 
 Observer = Callable[[AttentionCall], None]
-MaybeTensor = Tensor | None
+Hooks = Any  # a Mitigation, whose room is above this one
 
 
-class Hooks(Protocol):
-    """What `attend` asks of a mitigation."""
-
-    def overrides(self, hook: str) -> bool: ...
-    def check(self, call: AttentionCall) -> None: ...
-    def program(self, so_far: Program, call: AttentionCall) -> Program | None: ...
-    def scores(self, q: MaybeTensor, k: MaybeTensor, call: AttentionCall) -> tuple[MaybeTensor, ...]: ...
-    def values(self, v: Tensor, call: AttentionCall) -> Tensor: ...
-    def output(self, u: Tensor, w: Tensor, call: AttentionCall) -> Tensor: ...
-    def features(self, y: Tensor, call: AttentionCall) -> Tensor: ...
-
-
-def attend(
-    call: AttentionCall, mitigation: Hooks | None = None, observer: Observer | None = None
-) -> tuple[Tensor, Tensor]:
+def attend(call: AttentionCall, mitigation: Hooks = None, observer: Observer | None = None) -> tuple[Tensor, Tensor]:
     """u, laid out as the model's own product would have returned it, and the values that later layers get as v⁰."""
     if mitigation is not None:
         mitigation.check(call)
@@ -48,7 +32,7 @@ def attend(
     return u, call.v
 
 
-def finish(y: Tensor, call: AttentionCall, mitigation: Hooks | None, observer: Observer | None) -> Tensor:
+def finish(y: Tensor, call: AttentionCall, mitigation: Hooks, observer: Observer | None) -> Tensor:
     """The branch's output, given what came out of W_proj."""
     if mitigation is not None:
         y = mitigation.features(y, call)
@@ -58,7 +42,7 @@ def finish(y: Tensor, call: AttentionCall, mitigation: Hooks | None, observer: O
     return y
 
 
-def _in_one_kernel(call: AttentionCall, mitigation: Hooks | None) -> tuple[Tensor, Tensor] | None:
+def _in_one_kernel(call: AttentionCall, mitigation: Hooks) -> tuple[Tensor, Tensor] | None:
     """The same by one kernel; None where there is none for it."""
     qkv, heads = call.packed, call.v.shape[1]
     if qkv is None or call.dropout > 0 or call.sink is not None or call.kernel != "softmax":

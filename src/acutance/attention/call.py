@@ -1,7 +1,5 @@
 """One layer's attention in one forward pass, made the same way for every model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.attention.operator import AttentionOperator, is_visible
+from acutance.attention.operator import OPTIONS, AttentionOperator, is_visible
 from acutance.attention.products import repeat_heads
 from acutance.errors import AcutanceError, ShapeError
 
 MISSING = object()  # what `first` holds where the first layer's values are not known
-OPTIONS = ("mask", "causal", "scale", "softcap", "sink", "kernel")  # of the operator
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
@@ -56,16 +53,11 @@ class AttentionCall:
     def v0(self) -> Tensor | None:
         """The first layer's values, like v; None in the first layer, whose own they are."""
         if self.first is MISSING:
-            raise AcutanceError(
-                f"{self.name}: the first layer's values are not known here. A mitigation that looks at call.v0 says "
-                'so: requires = ("first_values",)'
-            )
-        first: Tensor | None = self.first
-        return first
+            advice = 'a mitigation that looks at call.v0 says so: requires = ("first_values",)'
+            raise AcutanceError(f"{self.name}: the first layer's values are not known here; {advice}")
+        return self.first  # type: ignore[no-any-return]
 
-    def own(
-        self, values: Tensor, q: Tensor | None = None, k: Tensor | None = None, bias: Tensor | None = None
-    ) -> Tensor:
+    def own(self, values: Tensor, q: Any = None, k: Any = None, bias: Any = None) -> Tensor:
         """A w by the model's own product: bit-exact, with its sinks, cache and dropout.
 
         w is (batch, key heads, keys, any), all rows. A mitigation that changes scores gives other queries and keys, and
@@ -74,10 +66,8 @@ class AttentionCall:
         assert self.product is not None, "a record has no product"
         self.products += 1
         if self.products > 1 and self.dropout > 0 and self.weights is None:
-            raise AcutanceError(
-                f"{self.name}: attention dropout ({self.dropout:g}) draws anew in every product, and this mitigation "
-                "needs several of one A: set the attention's dropout to 0, or train in evaluation mode"
-            )
+            why = "draws anew in every product, and this mitigation needs several of one A: set it to 0"
+            raise AcutanceError(f"{self.name}: attention dropout ({self.dropout:g}) {why}, or train in evaluation mode")
         return self.product(values) if q is k is bias is None else self.product(values, q, k, bias)
 
     def keep(self, x: Any) -> None:
@@ -110,10 +100,8 @@ class AttentionCall:
             raise ShapeError(f"values {tuple(values.shape)} cannot be matched to an attention output {tuple(u.shape)}")
         if values.shape[2] > rows:
             if self.v.shape[2] == rows:
-                raise ShapeError(
-                    f"{self.name}: the first layer's values {tuple(values.shape)} and this layer's "
-                    f"{tuple(self.v.shape)} are not of the same tokens: tokens were dropped or merged on the way"
-                )
+                why = f"{tuple(values.shape)} and this layer's {tuple(self.v.shape)} are not of the same tokens"
+                raise ShapeError(f"{self.name}: the first layer's values {why}: some were dropped or merged on the way")
             values = values[:, :, -rows:]
         return repeat_heads(values, heads)
 
@@ -137,8 +125,6 @@ class AttentionCall:
             visible = self.visible()
             hides = visible is not None and (torch.compiler.is_compiling() or not bool(visible.all()))
         if hides:
-            raise AcutanceError(
-                f"{spec} averages over all tokens, but a mask hides some of them (padding, another document, the "
-                "future), which the mean would let through: use it on batches without padding, uncompiled if there is "
-                "a mask all the same; attnscale knows masks"
-            )
+            hidden = "a mask hides some of them (padding, another document, the future)"
+            advice = "use it on batches without padding, uncompiled if there is a mask all the same"
+            raise AcutanceError(f"{spec} averages over all tokens, but {hidden}: {advice}; attnscale knows masks")

@@ -1,8 +1,7 @@
 """The attention operator: A acting on values, without ever forming the matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +13,10 @@ from acutance.attention.kernels import attention_sums
 from acutance.attention.products import KERNELS, repeat_heads
 from acutance.errors import AcutanceError, ShapeError
 
+OPTIONS = ("mask", "causal", "scale", "softcap", "sink", "kernel")
 
+
+@dataclass(eq=False, repr=False)
 class AttentionOperator:
     """Self-attention as a linear operator A on values: row i holds what token i takes from every token.
 
@@ -34,45 +36,43 @@ class AttentionOperator:
     the wider dtype of A and their operand; entries, sums and spectra are float32 or better.
     """
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        *,
-        mask: Tensor | None = None,
-        causal: bool = False,
-        scale: float | None = None,
-        kernel: str = "softmax",
-        softcap: float | None = None,
-        sink: Tensor | None = None,
-    ) -> None:
+    q: Tensor
+    k: Tensor
+    _: KW_ONLY
+    mask: Tensor | None = None
+    causal: bool = False
+    scale: Any = None
+    kernel: str = "softmax"
+    softcap: float | None = None
+    sink: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        q, k, kernel, sink = self.q, self.k, self.kernel, self.sink
         both = _check_inputs(q, k)
-        _check_devices(q, k=k, mask=mask, sink=sink)
+        _check_devices(q, k=k, mask=self.mask, sink=sink)
         if kernel not in KERNELS:
             raise AcutanceError(f"unknown kernel {kernel!r}; the known ones are {', '.join(sorted(KERNELS))}")
         self.is_exponential = KERNELS[kernel].channels is not None  # an exponential of logits: softmax, symmetric, rbf
-        if softcap is not None and not (self.is_exponential and softcap > 0):
-            raise AcutanceError(f"a softcap is positive and for exponential kernels; got {softcap} for {kernel!r}")
-        self.kernel, self.mask, self.causal, self.softcap, self.sink = kernel, mask, causal, softcap, sink
-        self.scale = q.size(-1) ** -0.5 if scale is None else scale
+        if self.softcap is not None and not (self.is_exponential and self.softcap > 0):
+            raise AcutanceError(f"a softcap is positive and for exponential kernels; got {self.softcap} for {kernel!r}")
+        self.scale = q.size(-1) ** -0.5 if self.scale is None else self.scale
         self.heads, self.key_heads = q.size(1), k.size(1)
         if KERNELS[kernel].queries_are_keys:
             if q.size(-2) != k.size(-2):
                 raise ShapeError(f"kernel {kernel!r} needs as many queries as keys; {both}")
-            q = k = repeat_heads(k, self.heads)
-        self.q, self.k, self.dtype, self.device = q, k, q.dtype, q.device
+            self.q = self.k = q = k = repeat_heads(k, self.heads)
+        self.dtype, self.device = q.dtype, q.device
         self.shape: tuple[int, int, int, int] = (q.size(0), self.heads, q.size(-2), k.size(-2))
-        self.mask4 = None if mask is None else products.as_four_axes(mask, self.shape, exponential=self.is_exponential)
-        if sink is not None and (sink.shape != (self.heads,) or not self.is_exponential):
-            raise ShapeError(
-                f"a sink is one logit per head ({self.heads},) of an exponential kernel; got {tuple(sink.shape)}, "
-                f"{kernel!r}"
-            )
+        mask, exponential = self.mask, self.is_exponential
+        self.mask4 = None if mask is None else products.as_four_axes(mask, self.shape, exponential=exponential)
+        if sink is not None and (sink.shape != (self.heads,) or not exponential):
+            given = f"got {tuple(sink.shape)}, {kernel!r}"
+            raise ShapeError(f"a sink is one logit per head ({self.heads},) of an exponential kernel; {given}")
         self.has_keys = True  # False where only logits are known
         self.remembered: tuple[tuple[int, ...], Tensor] | None = None  # by `attention_sums`
 
     @classmethod
-    def from_logits(cls, logits: Tensor, sink: Tensor | None = None) -> AttentionOperator:
+    def from_logits(cls, logits: Tensor, sink: Tensor | None = None) -> "AttentionOperator":
         """The operator softmax(logits), of a model that wrote its attention out: (batch, heads, queries, keys).
 
         The logits are the queries and unit vectors the keys, so q kᵀ is the logits. What is hidden becomes a mask.
@@ -119,7 +119,7 @@ class AttentionOperator:
             return not any(weights.triu(rows.start + 1).any() for rows, weights in products.Tiles(self))
 
     @property
-    def T(self) -> TransposedOperator:  # noqa: N802
+    def T(self) -> "TransposedOperator":  # noqa: N802
         """The transpose: `A.T @ y` is Aᵀy."""
         return TransposedOperator(self)
 
@@ -146,8 +146,7 @@ class AttentionOperator:
         A, y = self._promoted(y)
         if self.is_associative:
             return products.associative_apply(A, y, transposed=True)
-        by_backward = products.can_fuse(A, y) and not products.needs_grad(A.q, A.k, A.mask, y)
-        return products.fused_transpose(A, y) if by_backward else products.tiled_transpose(A, y)
+        return products.tiled_transpose(A, y)
 
     def logsumexp(self) -> Tensor:
         """log Σ_j kernel(i, j) over the keys of every row (batch, heads, queries); a sink is not one of them."""
@@ -165,20 +164,17 @@ class AttentionOperator:
         return torch.sigmoid(sums - self.sink.to(sums.dtype).clamp(min=lowest)[:, None, None])
 
     def _scaled(self, x: Tensor) -> Tensor:
-        """Rows times `row_scale`, in the wider dtype of A and x."""
         return (self.row_scale * x).to(torch.promote_types(self.dtype, x.dtype))
 
-    def without_sink(self) -> AttentionOperator:
+    def without_sink(self) -> "AttentionOperator":
         """The operator whose rows sum to one: every row divided by its `row_scale`."""
         return self if self.sink is None else self.replace(sink=None)
 
     def require_row_sums_of_one(self, what: str) -> None:
         """Refuse what is only defined for rows that sum to one."""
         if self.sink is not None:
-            raise AcutanceError(
-                f"{what} needs rows that sum to one, but this attention has a sink; use A.without_sink() for the "
-                "attention among the tokens alone"
-            )
+            advice = "use A.without_sink() for the attention among the tokens alone"
+            raise AcutanceError(f"{what} needs rows that sum to one, but this attention has a sink; {advice}")
 
     def dense(self) -> Tensor:
         """The whole matrix (batch, heads, queries, keys): for tests and few tokens."""
@@ -219,33 +215,28 @@ class AttentionOperator:
         self.require_row_sums_of_one("a stationary distribution")
         return spectra.stationary(self)
 
-    def symmetrised(self) -> AttentionOperator:
+    def symmetrised(self) -> "AttentionOperator":
         """The operator with q := k and everything else the same."""
         if not self.has_keys:
-            raise AcutanceError(
-                "the symmetric kernel needs the keys, but this model wrote its softmax out, and only its logits are "
-                "known: use a model that calls scaled_dot_product_attention, or metrics that need A alone"
-            )
+            why = "but this model wrote its softmax out, and only its logits are known"
+            raise AcutanceError(f"the symmetric kernel needs the keys, {why}: use metrics that need A alone")
         k = repeat_heads(self.k, self.heads)
         return self.replace(q=k, k=k, kernel="symmetric" if self.kernel == "softmax" else self.kernel)
 
-    def to(self, dtype: torch.dtype) -> AttentionOperator:
+    def to(self, dtype: torch.dtype) -> "AttentionOperator":
         """The operator computed in another floating-point dtype."""
         k = self.k.to(dtype)
         q = k if self.q is self.k else self.q.to(dtype)
         mask, sink = (x.to(dtype) if x is not None and x.is_floating_point() else x for x in (self.mask, self.sink))
         return self.replace(q=q, k=k, mask=mask, sink=sink)
 
-    def replace(self, **changes: Any) -> AttentionOperator:
-        """The operator with some of the constructor's arguments changed."""
-        tensors = {"q": self.q, "k": self.k, "mask": self.mask, "sink": self.sink}
-        options = {"causal": self.causal, "scale": self.scale, "kernel": self.kernel, "softcap": self.softcap}
-        made: dict[str, Any] = {**tensors, **options, **changes}
-        other = AttentionOperator(**made)
+    def replace(self, **changes: Any) -> "AttentionOperator":
+        given = {name: getattr(self, name) for name in ("q", "k", *OPTIONS)}
+        other = AttentionOperator(**{**given, **changes})
         other.key_heads, other.has_keys = self.key_heads, self.has_keys
         return other
 
-    def _promoted(self, x: Tensor) -> tuple[AttentionOperator, Tensor]:
+    def _promoted(self, x: Tensor) -> "tuple[AttentionOperator, Tensor]":
         """Operator and operand in one dtype, the wider of the two; autocast chooses its own."""
         if x.dtype == self.q.dtype == self.k.dtype or torch.is_autocast_enabled(x.device.type):
             return self, x
@@ -258,11 +249,9 @@ class AttentionOperator:
 
     def _check_operand(self, name: str, x: Tensor, *, tokens: int, heads: set[int]) -> None:
         if x.ndim != 4 or x.size(0) != self.shape[0] or x.size(1) not in heads or x.size(-2) != tokens:
-            expected = f"({self.shape[0]}, {' or '.join(str(h) for h in sorted(heads))}, {tokens}, any)"
-            raise ShapeError(
-                f"{name} {tuple(x.shape)} does not fit A {self.shape}: expected (batch, heads, tokens, channels) = "
-                f"{expected}"
-            )
+            expected = f"({self.shape[0]}, {' or '.join(map(str, sorted(heads)))}, {tokens}, any)"
+            wanted = f"expected (batch, heads, tokens, channels) = {expected}"
+            raise ShapeError(f"{name} {tuple(x.shape)} does not fit A {self.shape}: {wanted}")
         _check_devices(self.q, **{name: x})
 
 
@@ -285,17 +274,13 @@ def is_visible(logits: Tensor) -> Tensor:
 def _check_inputs(q: Tensor, k: Tensor) -> str:
     """Refuse queries and keys that do not fit; returns their shapes in words."""
     both = f"q {tuple(q.shape)}, k {tuple(k.shape)}"
-    if q.ndim != 4 or k.ndim != 4:
-        raise ShapeError(f"q and k are (batch, heads, tokens, width); got {both}")
-    if 0 in (*q.shape, *k.shape):
-        raise ShapeError(f"q and k (batch, heads, tokens, width) need at least one of each; got {both}")
+    if q.ndim != 4 or k.ndim != 4 or 0 in (*q.shape, *k.shape):
+        raise ShapeError(f"q and k are (batch, heads, tokens, width), at least one of each; got {both}")
     for name, tensor in (("q", q), ("k", k)):
         if not tensor.is_floating_point():
             raise AcutanceError(f"{name} is {tensor.dtype}; queries and keys are floating point, give {name}.float()")
-    if q.size(0) != k.size(0) or q.size(-1) != k.size(-1):
-        raise ShapeError(f"q and k differ in batch or width: {both}")
-    if q.size(1) % k.size(1) != 0:
-        raise ShapeError(f"the heads of q are no multiple of the heads of k: {both}")
+    if q.size(0) != k.size(0) or q.size(-1) != k.size(-1) or q.size(1) % k.size(1):
+        raise ShapeError(f"q and k differ in batch or width, or the heads of q are no multiple of those of k: {both}")
     return both
 
 

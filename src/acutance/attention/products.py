@@ -114,22 +114,14 @@ def as_four_axes(mask: Tensor, shape: tuple[int, int, int, int], *, exponential:
         return mask[:, None, None, :]
     axes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
     if len(axes) != 4 or any(size not in (1, full) for size, full in zip(axes, shape, strict=True)):
-        raise ShapeError(
-            f"mask {tuple(mask.shape)} is neither a key mask (batch, keys) = {(batch, keys)} "
-            f"nor broadcastable to (batch, heads, queries, keys) = {tuple(shape)}"
-        )
+        wanted = f"(batch, keys) = {(batch, keys)} nor broadcastable to (batch, heads, queries, keys) = {tuple(shape)}"
+        raise ShapeError(f"mask {tuple(mask.shape)} is neither a key mask {wanted}")
     return mask.view(axes).expand(-1, -1, -1, keys)
 
 
-def _seen_keys(A: AttentionOperator, rows: slice) -> int:
-    """How many of the first keys these rows may look at: all of them, unless A is causal."""
-    queries, keys = A.shape[-2:]
-    return min(keys, max(1, rows.stop + keys - queries)) if A.causal else keys
-
-
-def _mask_rows(A: AttentionOperator, rows: slice) -> Tensor | None:
-    """The mask, causality included, of some query rows against the keys they may see."""
-    mask, keys = A.mask4, _seen_keys(A, rows)
+def _mask_rows(A: AttentionOperator, rows: slice, keys: int) -> Tensor | None:
+    """The mask, causality included, of some query rows against the first keys."""
+    mask = A.mask4
     if mask is not None:
         mask = mask[..., :keys] if mask.size(-2) == 1 else mask[..., rows, :keys]
     if not A.causal:
@@ -184,13 +176,6 @@ def _full_precision(A: AttentionOperator) -> torch.autocast:
     return torch.autocast(A.device.type, enabled=False)
 
 
-def log_kernel(A: AttentionOperator, q: Tensor, k: Tensor) -> Tensor:
-    """log k(q, k) of A's kernel, a softcap included."""
-    with _full_precision(A):
-        logs = KERNELS[A.kernel].log_weights(q, k, A.scale)
-        return logs if A.softcap is None else A.softcap * torch.tanh(logs / A.softcap)
-
-
 class Tiles:
     """The operator's entries, one block of query rows at a time, in float32 or better."""
 
@@ -200,9 +185,12 @@ class Tiles:
 
     def log_weights(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | float]:
         """Log-weights of some rows and the keys they may see; `open_rows` says what the others are."""
-        A = self.operator
-        keys, mask = self.k[..., : _seen_keys(A, rows), :], _mask_rows(A, rows)
-        log_weights = log_kernel(A, self.q[..., rows, :], keys)
+        A, keys = self.operator, self.k.size(-2)
+        keys = min(keys, max(1, rows.stop + keys - A.shape[-2])) if A.causal else keys
+        with _full_precision(A):
+            log_weights = KERNELS[A.kernel].log_weights(self.q[..., rows, :], self.k[..., :keys, :], A.scale)
+            log_weights = log_weights if A.softcap is None else A.softcap * torch.tanh(log_weights / A.softcap)
+        mask = _mask_rows(A, rows, keys)
         if mask is None:
             return log_weights, None, 0.0
         mask, dead, top = open_rows(mask, self.q.dtype)
@@ -229,7 +217,6 @@ class Tiles:
             yield checkpoint(function, rows, use_reentrant=False) if several else function(rows)
 
     def stack(self, function: Callable[[slice], Tensor], *others: Tensor) -> Tensor:
-        """The results (batch, heads, rows, ...) of `each`, one after the other."""
         parts = self.each(function, *others)
         if len(self.blocks) == 1 or needs_grad(self.q, self.k, self.operator.mask, *others):
             return torch.cat(list(parts), dim=2)
@@ -285,17 +272,7 @@ def tiled_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
 def diagonal(A: AttentionOperator) -> Tensor:
     """The entries A_ii of a square operator, in float32 or better."""
     tiles = Tiles(A)
-    if A.mask4 is not None and A.mask4.is_floating_point():  # a row of very low numbers has no useful log-sum
-        parts = [weights.diagonal(rows.start, dim1=-2, dim2=-1) for rows, weights in tiles]
-        return torch.cat(parts, dim=-1)
-    # Every token is a problem of one query and one key.
-    log_weights = log_kernel(A, tiles.q.unsqueeze(-2), tiles.k.unsqueeze(-2)).flatten(-3)
-    if A.mask4 is not None:
-        own = A.mask4.expand(-1, -1, A.shape[-2], -1).diagonal(dim1=-2, dim2=-1)
-        log_weights = add_mask(log_weights, own)
-    row_sums = A.logsumexp() if A.is_exponential else tiled_logsumexp(A)
-    dead = row_sums == -torch.inf
-    return (log_weights - row_sums.masked_fill(dead, 0.0)).exp().masked_fill(dead, 0.0)
+    return tiles.stack(lambda rows: tiles.weights(rows).diagonal(rows.start, -2, -1))
 
 
 def can_fuse(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> bool:
@@ -326,21 +303,6 @@ def fused_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor
     return torch.cat([_sdpa(A, q, k, piece, dropout) for piece in pieces], dim=-1)[..., : x.size(-1)]
 
 
-def fused_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
-    """Aᵀ y, outside autograd: the vector-Jacobian product of A with respect to its values."""
-    # Inference tensors cannot be differentiated; their copies made outside inference mode can.
-    with torch.inference_mode(False), torch.enable_grad():
-        tensors = {"q": A.q, "k": A.k, "mask": A.mask}
-        A = A.replace(**{name: None if x is None else _constant(x) for name, x in tensors.items()})
-        values = y.new_zeros(*A.shape[:2], A.shape[-1], y.size(-1)).requires_grad_()
-        (product,) = torch.autograd.grad(fused_apply(A, values), values, _constant(y))
-    return product
-
-
-def _constant(x: Tensor) -> Tensor:
-    return x.clone() if x.is_inference() else x.detach()
-
-
 def _sdpa(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float) -> Tensor:
     heads, mask, dead, causal = A.heads, A.mask4, None, A.causal
     if A.shape[-2] == 1:  # it sees all keys
@@ -360,21 +322,15 @@ def _sdpa(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float)
 
 def associative_apply(A: AttentionOperator, x: Tensor, *, transposed: bool = False) -> Tensor:
     """A x, or Aᵀ x, in the dtype of x."""
+    dtype = accumulation_dtype(A.q, A.k)
     with _full_precision(A):
-        query_features, key_features, row_sums = _factors(A)
+        log_q, log_k = (_log_elu_plus_one(t.to(dtype)) for t in (A.q, repeat_heads(A.k, A.heads)))
+        if A.mask4 is not None:
+            log_k = log_k.masked_fill(~A.mask4.mT, -torch.inf)
+        query_features, key_features, _ = _scaled_features(log_q, log_k)
+        row_sums = query_features @ key_features.sum(dim=-2, keepdim=True).mT
+        row_sums = row_sums.clamp(min=0.5)  # at least one, or zero where no key is seen, and so are the products
         values = repeat_heads(x, A.heads).to(accumulation_dtype(query_features, x))
         if transposed:
             return (key_features @ (query_features.mT @ (values / row_sums))).to(x.dtype)
         return (query_features @ (key_features.mT @ values) / row_sums).to(x.dtype)
-
-
-def _factors(A: AttentionOperator) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled φ(q), φ(k) and the row sums of their product."""
-    dtype = accumulation_dtype(A.q, A.k)
-    log_q, log_k = (_log_elu_plus_one(x.to(dtype)) for x in (A.q, repeat_heads(A.k, A.heads)))
-    if A.mask4 is not None:
-        log_k = log_k.masked_fill(~A.mask4.mT, -torch.inf)
-    query_features, key_features, _ = _scaled_features(log_q, log_k)
-    row_sums = query_features @ key_features.sum(dim=-2, keepdim=True).mT
-    # With a key in sight the sum is at least one; without any it is zero and so are the products.
-    return query_features, key_features, row_sums.clamp(min=0.5)

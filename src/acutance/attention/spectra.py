@@ -22,6 +22,9 @@ POWER_ITERATIONS = 2000
 BLOCK = 8  # a fused product costs the same for a few vectors as for one, and a block finds repeated eigenvalues
 LARGEST_SPACE = 512
 MOST_VALUES = LARGEST_SPACE // 4  # more would not converge in the largest space
+NOT_ONE = (
+    "attention this sharp mixes too slowly, or the mask leaves a seen token no keys, or cuts the tokens into parts"
+)
 
 Select = Callable[[Tensor], Tensor]  # Ritz values (..., m) -> indices (..., k) of the wanted ones
 
@@ -43,12 +46,8 @@ def eigenvalues(A: AttentionOperator, k: int | None) -> Tensor:
 
 def extreme_eigenvalues(A: AttentionOperator) -> tuple[Tensor, Tensor]:
     """The eigenvalues with the most positive and the most negative real part."""
-
-    def extremes(values: Tensor) -> Tensor:
-        return torch.stack([values.real.argmax(dim=-1), values.real.argmin(dim=-1)], dim=-1)
-
-    highest, lowest = _selected(A, extremes, 2).unbind(-1)
-    return highest, lowest
+    found = _selected(A, lambda values: torch.stack([values.real.argmax(-1), values.real.argmin(-1)], -1), 2)
+    return found[..., 0], found[..., 1]
 
 
 def _selected(A: AttentionOperator, select: Select, count: int) -> Tensor:
@@ -57,10 +56,8 @@ def _selected(A: AttentionOperator, select: Select, count: int) -> Tensor:
     if not A.is_triangular and tokens > DENSE_TOKENS and count <= MOST_VALUES:
         return _by_arnoldi(A, select, count)
     if not A.is_triangular and tokens > LARGEST_DENSE_TOKENS:
-        raise AcutanceError(
-            f"{count} eigenvalues of {tokens} tokens would need the {tokens} × {tokens} matrix; pass "
-            f"k <= {MOST_VALUES} for the k largest (all of them up to {LARGEST_DENSE_TOKENS} tokens)"
-        )
+        advice = f"pass k <= {MOST_VALUES} for the k largest (all of them up to {LARGEST_DENSE_TOKENS} tokens)"
+        raise AcutanceError(f"{count} eigenvalues would need the {tokens} × {tokens} matrix; {advice}")
     if A.is_triangular:
         values = require_finite(A.diagonal(), "the diagonal of A")
     elif A.is_reversible:
@@ -82,11 +79,9 @@ def _by_arnoldi(A: AttentionOperator, select: Select, count: int) -> Tensor:
     multiply = plain.apply if scale is None else lambda x: scale * plain.apply(x)
     found = arnoldi(multiply, start, select, count, tolerance)
     if not found.residual <= tolerance:
-        message = (
-            f"eigenvalues not converged in a Krylov space of {found.size} vectors: the largest residual ‖Az − μz‖ "
-            f"is {found.residual:.1e}, wanted {tolerance:.1e}; the largest ones are good, ask for fewer"
-        )
-        warnings.warn(message, AcutanceWarning, stacklevel=3)
+        where = f"not converged in a Krylov space of {found.size} vectors: the largest residual ‖Az − μz‖"
+        message = f"is {found.residual:.1e}, wanted {tolerance:.1e}; the largest ones are good, ask for fewer"
+        warnings.warn(f"eigenvalues {where} {message}", AcutanceWarning, stacklevel=3)
     return found.values
 
 
@@ -120,11 +115,7 @@ def _by_solving(A: AttentionOperator) -> Tensor:
     found = solution.clamp(min=0.0).to(accumulation_dtype(A.q, A.k))
     error = (entries.mT @ found.double() - found).abs().sum(-2) + (solution.sum(-2) - 1).abs()
     if not (error.max() <= MOST_ERROR and probe.abs().max() <= 1e10):  # NaN included
-        raise AcutanceError(
-            f"no unique stationary distribution was found (residual {error.max():.1e}): attention this "
-            "sharp mixes too slowly, or the mask cuts the tokens into parts that never see each other, or leaves a "
-            "seen token no keys"
-        )
+        raise AcutanceError(f"no unique stationary distribution was found (residual {error.max():.1e}): {NOT_ONE}")
     return found.squeeze(-1)
 
 
@@ -146,11 +137,8 @@ def _by_walking(A: AttentionOperator) -> Tensor:
         mass = (mass + moved) / (mass + moved).sum(dim=-2, keepdim=True)
         if residual <= tolerance and apart <= 10 * tolerance:
             return mass[..., 0]
-    raise AcutanceError(
-        f"the stationary distribution did not settle in {POWER_ITERATIONS} steps (residual ‖πᵀA − πᵀ‖ = "
-        f"{residual:.1e}, two walks {apart:.1e} apart, wanted {tolerance:.1e}): attention this sharp mixes "
-        "too slowly, or the mask cuts the tokens into parts that never see each other"
-    )
+    found = f"residual ‖πᵀA − πᵀ‖ = {residual:.1e}, two walks {apart:.1e} apart, wanted {tolerance:.1e}"
+    raise AcutanceError(f"the walk did not settle in {POWER_ITERATIONS} steps ({found}): {NOT_ONE}")
 
 
 def _random_like(x: Tensor) -> Tensor:
@@ -167,7 +155,6 @@ class Ritz(NamedTuple):
 
     @property
     def residual(self) -> float:
-        """The largest of the residuals."""
         return float(self.residuals.max())
 
 
@@ -210,7 +197,6 @@ def _orthogonalise(block: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ritz(projected: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Ritz values and the residuals of their unit vectors."""
     size = projected.size(-1)
     projected = require_finite(projected.cpu(), "A")  # small, and LAPACK is the faster there
     values, vectors = torch.linalg.eig(projected[..., :size, :])

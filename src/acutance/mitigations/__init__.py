@@ -6,30 +6,19 @@ Every file of this folder is imported, so a new one needs `@register` and nothin
 import pkgutil
 from importlib import import_module
 
-from acutance.mitigations.attnscale import AttnScale
-from acutance.mitigations.base import Combined, LayerShape, Mitigation, UnknownShape
-from acutance.mitigations.eigen import Eigen, Weights, eigen_of, weights_together
-from acutance.mitigations.featscale import FeatScale
-from acutance.mitigations.neutreno import NeuTRENO
-from acutance.mitigations.spec import REGISTRY, as_mitigation, parse, register
-
-__all__ = [
-    "REGISTRY",
-    "AttnScale",
-    "Combined",
-    "Eigen",
-    "FeatScale",
-    "LayerShape",
-    "Mitigation",
-    "NeuTRENO",
-    "UnknownShape",
-    "Weights",
-    "as_mitigation",
-    "eigen_of",
-    "parse",
-    "register",
-    "weights_together",
-]
+from acutance.mitigations.attnscale import AttnScale as AttnScale
+from acutance.mitigations.base import REGISTRY as REGISTRY
+from acutance.mitigations.base import Combined as Combined
+from acutance.mitigations.base import LayerShape as LayerShape
+from acutance.mitigations.base import Mitigation as Mitigation
+from acutance.mitigations.base import UnknownShape as UnknownShape
+from acutance.mitigations.base import register as register
+from acutance.mitigations.eigen import Eigen as Eigen
+from acutance.mitigations.eigen import eigen_of as eigen_of
+from acutance.mitigations.featscale import FeatScale as FeatScale
+from acutance.mitigations.neutreno import NeuTRENO as NeuTRENO
+from acutance.mitigations.spec import as_mitigation as as_mitigation
+from acutance.mitigations.spec import parse as parse
 
 for _file in pkgutil.iter_modules(__path__):
     import_module(f"{__name__}.{_file.name}")

@@ -1,17 +1,10 @@
 """AttnScale (Anti-Oversmoothing in Deep Vision Transformers via the Fourier Domain Analysis, 2203.05962)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
-from acutance.attention.affine import Program
+from acutance.attention import AttentionCall, Program
 from acutance.mitigations.base import LayerShape, Mitigation, register
-
-if TYPE_CHECKING:
-    from acutance.attention.call import AttentionCall
 
 
 @register("attnscale")

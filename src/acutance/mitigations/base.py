@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import inspect
+import math
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar, get_args, get_type_hints
 
 from torch import Tensor, nn
 
 from acutance.attention.affine import NOTHING, Program
+from acutance.attention.call import AttentionCall
 from acutance.errors import AcutanceError
-from acutance.mitigations.spec import check_options, options_of, spec_of
-from acutance.mitigations.spec import register as register
-
-if TYPE_CHECKING:
-    from acutance.attention.call import AttentionCall
-    from acutance.mitigations.projection import Projection
+from acutance.mitigations.projection import Projection
 
 MaybeTensor = Tensor | None
 Scores = tuple[MaybeTensor, MaybeTensor, MaybeTensor]
+REGISTRY: dict[str, type[Mitigation]] = {}
+TYPES = {float: "a finite number", bool: "true or false", type(None): "none"}
+_MitigationClass = TypeVar("_MitigationClass", bound="type[Mitigation]")
+
+
+def register(name: str) -> Callable[[_MitigationClass], _MitigationClass]:
+    """Make a class known to `parse` under `name`."""
+
+    def decorate(cls: _MitigationClass) -> _MitigationClass:
+        holder = REGISTRY.get(name, cls)
+        if (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):  # a cell may be run again
+            raise AcutanceError(f"the mitigation name {name!r} is taken by {holder.__name__}: choose another")
+        REGISTRY[name] = cls
+        cls.name = name
+        return cls
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -115,10 +130,10 @@ class Mitigation(nn.Module):
         """`so_far` with all that `values` and `output` do; None where a `Program` cannot express it."""
         return so_far
 
-    def program(self, so_far: Program, call: AttentionCall) -> Program | None:
-        """`affine` for a kernel; None where a subclass overrides what it stands for."""
+    def program(self, so_far: Program | None, call: AttentionCall) -> Program | None:
+        """`affine` for a kernel; None after None, and where a subclass overrides what it stands for."""
         own = self.overrides("values") or self.overrides("output") or self.overrides("scores")
-        return None if own else self.affine(so_far, call)
+        return None if own or so_far is None else self.affine(so_far, call)
 
     def overrides(self, hook: str) -> bool:
         """Whether that hook does anything here."""
@@ -129,24 +144,60 @@ class Mitigation(nn.Module):
         if "all_visible" in self.requires:
             call.refuse_hidden(self.spec)
 
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """The constructor's options and their defaults."""
+        parameters = inspect.signature(cls).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
     def check_options(self) -> None:
         """Refuse options that are not what the constructor's annotations say; a number becomes a float."""
-        check_options(self)
+        hints = get_type_hints(type(self).__init__)
+        for key in self.options():
+            value, kinds = getattr(self, key), _kinds(hints[key])
+            if not any(_is(value, kind) for kind in kinds):
+                words = " or ".join(TYPES.get(kind, repr(kind)) for kind in kinds)
+                raise AcutanceError(f"{self.name}: {key} must be {words}, not {value!r}")
+            setattr(self, key, float(value) if float in kinds and value is not None else value)
 
     @property
     def spec(self) -> str:
-        """The mitigation in one line; `parse` turns it back into an equal one."""
-        return spec_of(self)
+        """The mitigation in one line, with the options that are not at their default; `parse` turns it back."""
+        cls, said = type(self), []
+        for key, default in self.options().items():
+            value = getattr(self, key)
+            text = (str(value).lower() if isinstance(value, bool) else str(value)).replace("e+", "e")  # + joins specs
+            if key == cls.positional or value != default:
+                said.append(text if key == cls.positional else f"{key}={text}")
+        name = self.name if cls is REGISTRY.get(self.name) else cls.__name__.lower()
+        return ":".join(filter(None, [name, ",".join(said)]))
 
     def __add__(self, other: Mitigation) -> Combined:
         return Combined([self, other])
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{key}={getattr(self, key)!r}" for key, _ in options_of(type(self)))
+        return ", ".join(f"{key}={getattr(self, key)!r}" for key in self.options())
+
+
+def _in_turn(hook: str, passed_on: int | None = None) -> Any:
+    """A combination's hook: that of each part, first to last. What it returns is argument `passed_on` of the next."""
+
+    def run(self: Combined, *arguments: Any) -> Any:
+        for part in self.parts:
+            result = getattr(part, hook)(*arguments)
+            if passed_on is not None:
+                arguments = (*arguments[:passed_on], result, *arguments[passed_on + 1 :])
+        return None if passed_on is None else arguments[passed_on]
+
+    return run
 
 
 class Combined(Mitigation):
     """Several mitigations in one flat list, applied hook by hook in the order written."""
+
+    enter, leave, check = _in_turn("enter"), _in_turn("leave"), _in_turn("check")
+    values, output, features = _in_turn("values", 0), _in_turn("output", 0), _in_turn("features", 0)
+    stream, program = _in_turn("stream", 1), _in_turn("program", 0)
 
     def __init__(self, parts: Iterable[Mitigation]) -> None:
         super().__init__()
@@ -164,14 +215,6 @@ class Combined(Mitigation):
         for part in reversed(self.parts):
             part.unparametrise(value, output)
 
-    def enter(self) -> None:
-        for part in self.parts:
-            part.enter()
-
-    def leave(self) -> None:
-        for part in self.parts:
-            part.leave()
-
     def scores(self, q: MaybeTensor, k: MaybeTensor, call: AttentionCall) -> Scores:
         """First to last; biases add up."""
         total: MaybeTensor = None
@@ -180,42 +223,11 @@ class Combined(Mitigation):
             total = bias if total is None else total if bias is None else total + bias
         return q, k, total
 
-    def values(self, v: Tensor, call: AttentionCall) -> Tensor:
-        for part in self.parts:
-            v = part.values(v, call)
-        return v
-
-    def output(self, u: Tensor, w: Tensor, call: AttentionCall) -> Tensor:
-        for part in self.parts:
-            u = part.output(u, w, call)
-        return u
-
-    def features(self, y: Tensor, call: AttentionCall) -> Tensor:
-        for part in self.parts:
-            y = part.features(y, call)
-        return y
-
-    def stream(self, x_in: Tensor, x_out: Tensor, call: AttentionCall) -> Tensor:
-        for part in self.parts:
-            x_out = part.stream(x_in, x_out, call)
-        return x_out
-
-    def program(self, so_far: Program, call: AttentionCall) -> Program | None:
-        found: Program | None = so_far
-        for part in self.parts:
-            found = None if found is None else part.program(found, call)
-        return found
-
     def overrides(self, hook: str) -> bool:
         return any(part.overrides(hook) for part in self.parts)
 
-    def check(self, call: AttentionCall) -> None:
-        for part in self.parts:
-            part.check(call)
-
     @property
     def requires(self) -> tuple[str, ...]:  # type: ignore[override]
-        """All that the parts need."""
         return tuple(dict.fromkeys(need for part in self.parts for need in part.requires))
 
     @property
@@ -229,3 +241,14 @@ class Combined(Mitigation):
 def parts_of(mitigation: Mitigation) -> list[Mitigation]:
     """The parts of a combination, or the mitigation itself."""
     return list(mitigation.parts) if isinstance(mitigation, Combined) else [mitigation]
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """The types and words that a union or a Literal lists."""
+    return [kind for part in get_args(hint) for kind in _kinds(part)] or [hint]
+
+
+def _is(value: object, kind: Any) -> bool:
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) is kind if isinstance(kind, type) else value == kind

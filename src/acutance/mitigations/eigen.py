@@ -1,7 +1,5 @@
 """Eigen: a layer whose H has the spectrum you choose (Setting the Record Straight on Oversmoothing, 2401.04301)."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading
@@ -28,10 +26,7 @@ EDGE = 1e-3
 
 
 class _Local(threading.local):
-    """The layer whose block is running in this thread, by its key, and its W_V and W_proj once they have been made.
-
-    A list in the thread's own space, and no module in it: these Dynamo can guard.
-    """
+    """Of this thread: the key of the layer whose block runs, its W_V and W_proj once made. Dynamo can guard a list."""
 
     def __init__(self) -> None:
         self.running: list[Any] = [None, None, None]
@@ -91,11 +86,9 @@ class Eigen(Mitigation):
             projection.refuse_parametrisation()
         before, shape = (value.matrix(), output.matrix()), self.shape
         if not before[0].shape == before[1].shape == (shape.dim, shape.dim):
-            raise ShapeError(
-                f"eigen: layer {shape.layer} has {shape.heads} query and {shape.kv_heads} value heads of "
-                f"{shape.head_dim} for {shape.dim} channels: V Λ Vᵀ needs heads · head_dim = dim and a value head for "
-                "every query head. Leave such layers out with mitigate(..., layers=[...])"
-            )
+            sizes = f"{shape.heads} query and {shape.kv_heads} value heads of {shape.head_dim} for {shape.dim} channels"
+            needs = "heads · head_dim = dim and a value head for every query head; name the layers that have them"
+            raise ShapeError(f"eigen: layer {shape.layer} has {sizes}: V Λ Vᵀ needs {needs} in layers=[...]")
         if not before[0].is_meta:
             self._start(*before)
         if shape.pretrained:
@@ -137,10 +130,9 @@ class Eigen(Mitigation):
             if output is not None and (output.requires_grad or not learns):  # re-entrant checkpointing: not W_V's
                 return output
         elif learns and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-            raise AcutanceError(  # within a backward pass: a part of the forward pass is recomputed
-                f"eigen: activation checkpointing of layer {self.shape.layer} has W_proj in it but not W_V, which are "
-                "made together: put it around the attention or around the whole block"
-            )
+            # Within a backward pass: a part of the forward pass is recomputed.
+            advice = "W_V, which are made together: put it around the attention or around the whole block"
+            raise AcutanceError(f"eigen: checkpointing in layer {self.shape.layer} has W_proj in it but not {advice}")
         return self.weights()[1]
 
     def weights(self) -> Weights:
@@ -153,8 +145,7 @@ class Eigen(Mitigation):
         return eigenvalues(self.psi, self.sign, self.spectrum).reshape(self.shape.heads, self.shape.head_dim)
 
     def extra_repr(self) -> str:
-        moved = "" if self.distance is None else f", distance={self.distance:.3g}"
-        return super().extra_repr() + moved
+        return super().extra_repr() + ("" if self.distance is None else f", distance={self.distance:.3g}")
 
     @torch.no_grad()
     def _start(self, value: Tensor, projection: Tensor) -> None:
@@ -204,7 +195,8 @@ def weights_together(mitigations: Sequence[Mitigation]) -> list[Weights | None]:
     """
     layers = [eigen_of(mitigation) for mitigation in mitigations]
     eigens = [layer for layer in layers if layer is not None]
-    if any(_kind(layer) != _kind(eigens[0]) for layer in eigens):
+    kinds = [(e.sign, e.basis, e.spectrum, e.theta.shape, e.theta.dtype, e.theta.device) for e in eigens]
+    if any(kind != kinds[0] for kind in kinds):
         return [None if layer is None else layer.weights() for layer in layers]
     made = iter(_weights_of(eigens) if eigens else [])
     return [None if layer is None else next(made) for layer in layers]
@@ -214,12 +206,6 @@ def eigen_of(mitigation: Mitigation | None) -> Eigen | None:
     """The Eigen that a mitigation is, or has as a part."""
     parts = [] if mitigation is None else parts_of(mitigation)
     return next((part for part in parts if isinstance(part, Eigen)), None)
-
-
-def _kind(eigen: Eigen) -> tuple[object, ...]:
-    """What layers must have in common to be computed together."""
-    theta = eigen.theta
-    return eigen.sign, eigen.basis, eigen.spectrum, theta.shape, theta.dtype, theta.device
 
 
 def _weights_of(layers: Sequence[Eigen]) -> list[Weights]:

@@ -1,16 +1,10 @@
 """FeatScale (Anti-Oversmoothing in Deep Vision Transformers via the Fourier Domain Analysis, 2203.05962)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
+from acutance.attention import AttentionCall
 from acutance.mitigations.base import LayerShape, Mitigation, register
-
-if TYPE_CHECKING:
-    from acutance.attention.call import AttentionCall
 
 
 @register("featscale")

@@ -1,18 +1,13 @@
 """NeuTRENO (Mitigating Over-smoothing in Transformers via Regularized Nonlocal Functionals, 2312.00751)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
-from acutance.attention.affine import Program
+from acutance.attention import AttentionCall, Program
 from acutance.errors import AcutanceError
 from acutance.mitigations.base import LayerShape, Mitigation, register
-
-if TYPE_CHECKING:
-    from acutance.attention.call import AttentionCall
 
 
 @register("neutreno")

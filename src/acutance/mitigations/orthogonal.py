@@ -4,8 +4,6 @@ Each map has a preimage: a Θ that it sends to a given orthogonal V, up to the s
 not see. Errors in float32, without TF32, are those of 192×192 matrices in benchmarks/orthogonal_precision.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,8 +22,7 @@ def qr(theta: Tensor) -> Tensor:
     """
     q, r = torch.linalg.qr(theta)
     negative = r.detach().diagonal(dim1=-2, dim2=-1) < 0
-    signed: Tensor = q * torch.where(negative, -1.0, 1.0).to(q.dtype).unsqueeze(-2)
-    return signed
+    return q * torch.where(negative, -1.0, 1.0).to(q.dtype).unsqueeze(-2)  # type: ignore[no-any-return]
 
 
 def polar(theta: Tensor) -> Tensor:

@@ -6,12 +6,11 @@ numbers, so that files load without the mitigation; loading takes from it the ro
 model it has the parameters as they are, since nobody can make a weight from parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Self
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ class Projection:
     The weight is read at every call, because training replaces what is stored.
     """
 
-    module: nn.Module
+    module: Any  # an nn.Module
     rows: Rows = None
     weight: str = "weight"
     bias: str = "bias"
@@ -67,10 +66,8 @@ class Projection:
         if self._made() is not None:
             raise AcutanceError("another mitigation makes W_V and W_proj already: choose one of the two")
         if self.is_adapted:
-            raise AcutanceError(
-                f"a projection of the attention is a {kind}, which does more than multiply by its weight: merge an "
-                "adapter into the layer first (with peft, merge_and_unload())"
-            )
+            advice = "merge an adapter into the layer first (with peft, merge_and_unload())"
+            raise AcutanceError(f"a projection is a {kind}, which does more than multiply by its weight: {advice}")
         if not isinstance(self.module._parameters.get(self.weight), nn.Parameter):
             raise AcutanceError(f"{self.weight} of a {kind} is not a parameter: remove what parametrises it first")
 
@@ -87,31 +84,33 @@ class Projection:
         module, name, made = self.module, self.weight, self._made()
         if made is None:  # done before something else was in the way
             return
-        what, others = f"{name} of a {type(module).__name__}", list(_parametrizations(module)[name])[1:]
+        what, others = f"{name} of a {type(module).__name__}", list(module.parametrizations[name])[1:]
         if others:
             raise AcutanceError(f"{what} was parametrised once more by {type(others[0]).__name__}: take that off first")
         if made.is_sharded(module):
-            raise AcutanceError(
-                f"{what} is made from parameters of which FSDP leaves each process a part: take the mitigation out of "
-                "a model that is not sharded, with the full state dict in it"
-            )
-        (parameter,) = made.before
-        with torch.no_grad():
-            now = getattr(module, name)
-            parameter.data = now.clone(memory_format=torch.contiguous_format) if keep else parameter.data.to(now)
-            for kept in made.originals(module):  # they have what they have learnt since
-                parameter.data.index_copy_(made.dim, made.kept.to(kept.device), kept)
+            advice = "take the mitigation out of a model that is not sharded, with the full state dict in it"
+            raise AcutanceError(f"{what} is made from parameters of which FSDP leaves each process a part: {advice}")
+        (parameter,), now = made.before, getattr(module, name).detach()
+        with torch.no_grad():  # rows that stayed have what they have learnt since
+            data = now if keep else made.whole(made.pick(parameter.data.to(now), True), *made.originals(module))
+            parameter.data = data.clone(memory_format=torch.contiguous_format)
         for hook in made.hooks:
             hook.remove()
-        _leave_class(module, name)
+        cls = type(module)  # given by parametrize; copies share it, so it is not changed
+        del module.parametrizations[name]
+        if len(module.parametrizations) == 0:
+            del module.parametrizations
+            module.__class__ = cls.__bases__[0]
+        else:
+            module.__class__ = type(cls.__name__, cls.__bases__, {k: v for k, v in vars(cls).items() if k != name})
         module._parameters[name] = parameter
         places = [place for place in made.places if place in module._parameters]
         module._parameters.update({place: module._parameters.pop(place) for place in places})
 
-    def _made(self) -> MadeRows | None:
+    def _made(self) -> "MadeRows | None":
         if not parametrize.is_parametrized(self.module, self.weight):
             return None
-        found = _parametrizations(self.module)[self.weight][0]
+        found = self.module.parametrizations[self.weight][0]
         return found if isinstance(found, MadeRows) else None
 
 
@@ -131,68 +130,62 @@ class MadeRows(nn.Module):
 
     def __init__(self, projection: Projection, owner: nn.Module, make: Callable[[], Tensor]) -> None:
         super().__init__()
-        module, self.name, rows = projection.module, projection.weight, projection.rows
-        weight: Any = module._parameters[self.name]
+        module, self.name = projection.module, projection.weight
+        weight = module._parameters[self.name]
         self.make, self.dim = make, int(_is_conv1d(module))  # make is a bound method: a copied model gets its own
         self.owner = (owner,)  # whose parameters it is made from; in a tuple, since they are not this module's
         self.before = (weight,)  # the model's own parameter, which `unparametrise` gives back
         self.places = list(module._parameters)
-        every = torch.arange(weight.shape[self.dim], device="cpu")
-        made = every if rows is None else every[rows.cpu() if isinstance(rows, Tensor) else rows]
-        self.kept = every[~torch.isin(every, made)]
-        order = torch.cat([self.kept, made]).argsort()
-        self.order = None if order.equal(every) else order  # no buffer: `to_empty` would empty it
-        self._apply(lambda tensor: tensor.to(weight.device))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """As every module, and the order of the rows follows to the device."""
-        if self.order is not None:
-            device = fn(self.order.new_empty(0)).device
-            self.order = self.order if device.type == "meta" else self.order.to(device)
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+        is_made = torch.zeros(weight.shape[self.dim], dtype=torch.bool, device="cpu")
+        is_made[slice(None) if projection.rows is None else projection.rows] = True
+        # Runs of rows that stay or are made. `make` has its rows in the order of the weight's.
+        self.runs = [(made, len(list(rows))) for made, rows in groupby(is_made.tolist())]
+        self.sizes = [[size for made, size in self.runs if made is which] for which in (False, True)]
+        first = sorted(range(len(self.runs)), key=lambda run: self.runs[run][0])
+        self.order = [first.index(run) for run in range(len(first))]  # among those that stay, then those that are made
 
     def forward(self, *kept: Tensor) -> Tensor:
-        """The whole weight, as the module stores it."""
-        return self.whole(self.make(), *kept)
+        return self.whole(self.make().mT if self.dim == 1 else self.make(), *kept)
 
     def whole(self, made: Tensor, *kept: Tensor) -> Tensor:
-        """The whole weight, given the rows that `make` returned."""
-        made = made.mT if self.dim == 1 else made
+        """The whole weight, given the rows that are made; all as the module stores them."""
         if not kept:
             return made
-        joint = torch.cat([*kept, made], self.dim)
-        return joint if self.order is None else joint.index_select(self.dim, self.order.to(joint.device))
+        pieces = [*kept[0].split(self.sizes[0], self.dim), *made.split(self.sizes[1], self.dim)]
+        return torch.cat([pieces[place] for place in self.order], self.dim)
+
+    def pick(self, weight: Tensor, which: bool) -> Tensor:
+        """The rows of a whole weight that are made, or those that stay."""
+        pieces = weight.split([size for _, size in self.runs], self.dim)
+        return torch.cat([piece for piece, (made, _) in zip(pieces, self.runs, strict=True) if made is which], self.dim)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """The rows that stay parameters."""
-        return (weight.index_select(self.dim, self.kept.to(weight.device)),) if len(self.kept) else ()
+        return (self.pick(weight, False),) if self.sizes[0] else ()
 
-    def originals(self, module: nn.Module) -> list[nn.Parameter]:
+    def originals(self, module: Any) -> list[nn.Parameter]:
         """The rows that stay, as one parameter or none."""
-        return list(_parametrizations(module)[self.name].parameters(recurse=False))
+        return list(module.parametrizations[self.name].parameters(recurse=False))
 
-    def is_sharded(self, module: nn.Module) -> bool:
-        """Whether FSDP has split what the weight is made from."""
-        return any(hasattr(source, "full_tensor") for source in self._sources(module))
-
-    def _sources(self, module: nn.Module) -> list[nn.Parameter]:
+    def sources(self, module: Any) -> list[nn.Parameter]:
         return [*self.owner[0].parameters(), *self.originals(module)]
+
+    def is_sharded(self, module: Any) -> bool:
+        """Whether FSDP has split what the weight is made from."""
+        return any(hasattr(source, "full_tensor") for source in self.sources(module))
 
     @torch.no_grad()
     def write(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        """Put the whole weight into a state dict."""
         if self.is_sharded(module):
             return
         for key in [key for key in state if key.startswith(f"{prefix}parametrizations.{self.name}.")]:
             del state[key]
-        is_meta = any(source.is_meta for source in self._sources(module))
+        is_meta = any(source.is_meta for source in self.sources(module))
         whole = torch.empty_like(self.before[0], device="meta") if is_meta else getattr(module, self.name)
         state[prefix + self.name] = whole.detach().clone(memory_format=torch.contiguous_format)
 
     def read(
         self, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, *lists: list[str]
     ) -> None:
-        """Take the rows that stay from a state dict; the others follow from the mitigation's own parameters."""
         whole, shape = state.pop(prefix + self.name, None), self.before[0].shape
         if whole is not None and whole.shape != shape:
             lists[-1].append(f"size mismatch for {prefix}{self.name}: {tuple(whole.shape)} for {tuple(shape)}")
@@ -201,27 +194,10 @@ class MadeRows(nn.Module):
                 state[f"{prefix}parametrizations.{self.name}.original{i}"] = kept
 
 
-def weight_with(module: nn.Module, rows: Tensor) -> Tensor:
-    """The module's whole weight, given the rows that a mitigation would make."""
-    made = _parametrizations(module)["weight"][0]
-    whole: Tensor = made.whole(rows, *made.originals(module))
-    return whole
-
-
-def _parametrizations(module: Any) -> Any:
-    return module.parametrizations
-
-
-def _leave_class(module: nn.Module, name: str) -> None:
-    """Give the module the class it had before parametrize; copies share the other class, so that is not changed."""
-    cls: Any = type(module)
-    listed = _parametrizations(module)
-    del listed[name]
-    if len(listed) == 0:
-        del module.parametrizations
-        module.__class__ = cls.__bases__[0]
-    else:
-        module.__class__ = type(cls.__name__, cls.__bases__, {k: v for k, v in vars(cls).items() if k != name})
+def weight_with(module: Any, rows: Tensor) -> Tensor:
+    """The whole weight of a linear layer, given the rows that a mitigation would make."""
+    made = module.parametrizations["weight"][0]
+    return made.whole(rows, *made.originals(module))  # type: ignore[no-any-return]
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -274,7 +250,5 @@ def _through(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _refusal(module: nn.Module, reason: str) -> NoSitesError:
-    return NoSitesError(
-        f"a projection of the attention is a {type(module).__name__}, and {reason}, so it has no matrix to read: merge "
-        f"an adapter into the layer it is around (with peft, merge_and_unload()). {TOKENS_REMAIN}"
-    )
+    advice = f"merge an adapter into the layer it is around (with peft, merge_and_unload()). {TOKENS_REMAIN}"
+    return NoSitesError(f"a projection is a {type(module).__name__}, and {reason}, so it has no matrix: {advice}")

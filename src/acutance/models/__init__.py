@@ -4,42 +4,23 @@ They carry v⁰ in plain sight and their state-dict keys are timm's. They know m
 nothing of measuring.
 """
 
-from acutance.models.block import Attention, Block, BlockConfig
-from acutance.models.language import LanguageConfig, LanguageModel
-from acutance.models.segmenter import Encoder, MaskTransformer, Segmenter, SegmenterConfig
-from acutance.models.vit import (
-    BlockStack,
-    ViT,
-    ViTConfig,
-    deit_base,
-    deit_small,
-    deit_tiny,
-    resize_position_embedding,
-    vit_digits,
-    vit_tiny_cifar,
-    vit_tiny_minus,
-    vit_tiny_plus,
-)
-
-__all__ = [
-    "Attention",
-    "Block",
-    "BlockConfig",
-    "BlockStack",
-    "Encoder",
-    "LanguageConfig",
-    "LanguageModel",
-    "MaskTransformer",
-    "Segmenter",
-    "SegmenterConfig",
-    "ViT",
-    "ViTConfig",
-    "deit_base",
-    "deit_small",
-    "deit_tiny",
-    "resize_position_embedding",
-    "vit_digits",
-    "vit_tiny_cifar",
-    "vit_tiny_minus",
-    "vit_tiny_plus",
-]
+from acutance.models.block import Attention as Attention
+from acutance.models.block import Block as Block
+from acutance.models.block import BlockConfig as BlockConfig
+from acutance.models.language import LanguageConfig as LanguageConfig
+from acutance.models.language import LanguageModel as LanguageModel
+from acutance.models.segmenter import Encoder as Encoder
+from acutance.models.segmenter import MaskTransformer as MaskTransformer
+from acutance.models.segmenter import Segmenter as Segmenter
+from acutance.models.segmenter import SegmenterConfig as SegmenterConfig
+from acutance.models.vit import BlockStack as BlockStack
+from acutance.models.vit import ViT as ViT
+from acutance.models.vit import ViTConfig as ViTConfig
+from acutance.models.vit import deit_base as deit_base
+from acutance.models.vit import deit_small as deit_small
+from acutance.models.vit import deit_tiny as deit_tiny
+from acutance.models.vit import resize_position_embedding as resize_position_embedding
+from acutance.models.vit import vit_digits as vit_digits
+from acutance.models.vit import vit_tiny_cifar as vit_tiny_cifar
+from acutance.models.vit import vit_tiny_minus as vit_tiny_minus
+from acutance.models.vit import vit_tiny_plus as vit_tiny_plus

@@ -4,8 +4,6 @@ The first layer's values travel in plain sight: every block is called `x, v0 = b
 side, so checkpointing, compiling and sharding see all there is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +14,8 @@ from torch.nn import functional as F
 
 from acutance.attention import AttentionCall, attend, finish
 from acutance.attention.operator import AttentionOperator
-from acutance.mitigations import Mitigation, Weights, weights_together
+from acutance.mitigations import Mitigation
+from acutance.mitigations.eigen import Weights, weights_together
 from acutance.mitigations.projection import Projection, weight_with
 from acutance.models.kernels import mlp
 
@@ -49,15 +48,10 @@ class Attention(nn.Module):
     def __init__(self, config: BlockConfig, layer: int = 1) -> None:
         super().__init__()
         self.layer = layer  # depth; 1 is the first
-        self.heads = config.heads
-        self.head_dim = config.dim // config.heads
-        self.kernel = config.attention
-        self.causal = config.causal
-        self.attention_dropout = config.attention_dropout
-        if self.kernel == "symmetric":
-            self.kv = nn.Linear(config.dim, 2 * config.dim, bias=config.qkv_bias)
-        else:
-            self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=config.qkv_bias)
+        self.heads, self.head_dim = config.heads, config.dim // config.heads
+        self.kernel, self.causal, self.attention_dropout = config.attention, config.causal, config.attention_dropout
+        self.joint, count = ("kv", 2) if self.kernel == "symmetric" else ("qkv", 3)
+        setattr(self, self.joint, nn.Linear(config.dim, count * config.dim, bias=config.qkv_bias))
         self.proj = nn.Linear(config.dim, config.dim, bias=config.proj_bias)
         self.proj_drop = nn.Dropout(config.dropout)
         self.mitigation = Mitigation()
@@ -66,7 +60,7 @@ class Attention(nn.Module):
     @property
     def value_projection(self) -> nn.Linear:
         """The linear layer whose last `dim` rows are W_V."""
-        return self.kv if self.kernel == "symmetric" else self.qkv
+        return getattr(self, self.joint)  # type: ignore[no-any-return]
 
     def projections(self) -> tuple[Projection, Projection, Projection, Projection]:
         """W_Q, W_K, W_V and W_proj. In symmetric attention W_Q is W_K."""
@@ -122,8 +116,7 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if mlp.is_available(x, self.fc1, self.fc2) and self._can_fuse():
             return mlp.mlp(x, self.fc1, self.fc2)
-        out: Tensor = self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
-        return out
+        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))  # type: ignore[no-any-return]
 
     def _can_fuse(self) -> bool:
         """Whether this is fc2(GELU(fc1(x))) and nothing else: no dropout, no hooks on the layers."""
@@ -183,7 +176,6 @@ class Block(nn.Module):
         self.drop_path2 = DropPath(drop_path)
 
     def forward(self, x: Tensor, v0: Tensor | None, weights: Weights | None = None) -> tuple[Tensor, Tensor]:
-        """The next tokens, and the first layer's values passed on."""
         residual = x
         y, first, call = self.attn(x if self.post_norm else self.norm1(x), v0, weights, residual)
         x = x + self.drop_path1(self.ls1(y))

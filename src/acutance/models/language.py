@@ -4,8 +4,6 @@ Its public code is that of "Linear Transformers Are Secretly Fast Weight Program
 which is Transformer-XL's with absolute positions and no memory.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -52,7 +50,6 @@ class LanguageModel(BlockStack):
     """
 
     config_class = LanguageConfig
-    undecayed = ("embed.weight",)
 
     def __init__(self, *, mitigation: Mitigation | str | None = None, **options: Any) -> None:
         super().__init__()
@@ -76,8 +73,7 @@ class LanguageModel(BlockStack):
             raise ShapeError(f"tokens {tuple(tokens.shape)} of {tokens.dtype}: give indices (batch, tokens)")
         x = self.embed(tokens) * math.sqrt(self._config.dim)
         x = self.drop(x + positions_from_the_end(tokens.shape[1], x))
-        out: Tensor = self.drop(self.run_blocks(x))
-        return out
+        return self.drop(self.run_blocks(x))  # type: ignore[no-any-return]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """−log p of the targets, (batch, targets); without targets, the features.
@@ -89,8 +85,7 @@ class LanguageModel(BlockStack):
             return features
         if targets.ndim != 2 or len(targets) != len(tokens) or not 0 < targets.shape[1] <= tokens.shape[1]:
             raise ShapeError(f"targets {tuple(targets.shape)} are not the words after tokens {tuple(tokens.shape)}")
-        loss: Tensor = self.softmax(features[:, -targets.shape[1] :], targets, self.embed.weight)
-        return loss
+        return self.softmax(features[:, -targets.shape[1] :], targets, self.embed.weight)  # type: ignore[no-any-return]
 
     def log_probabilities(self, tokens: Tensor) -> Tensor:
         """log p of every word after every token, (batch, tokens, vocabulary): for few tokens."""

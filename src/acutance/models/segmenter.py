@@ -3,9 +3,7 @@
 NeuTRENO stands in both, each with its own v⁰, as in its public code.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,22 +13,14 @@ from torch.nn import functional as F
 
 from acutance.errors import AcutanceError, ShapeError
 from acutance.mitigations import Mitigation
+from acutance.models import vit
 from acutance.models.block import AttentionKind
-from acutance.models.vit import (
-    BlockStack,
-    ModelConfig,
-    PatchEmbed,
-    init_linear,
-    learnt_tokens,
-    make_blocks,
-    resize_position_embedding,
-)
 
 NORM_EPS = 1e-5  # the public code's, unlike timm's 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class SegmenterConfig(ModelConfig):
+class SegmenterConfig(vit.ModelConfig):
     """The choices behind a `Segmenter`; the defaults are the public code's, with DeiT-tiny as the encoder."""
 
     num_classes: int
@@ -51,44 +41,33 @@ class SegmenterConfig(ModelConfig):
     decoder_drop_path: float = 0.0  # the public code has none in the decoder
 
 
-class Encoder(BlockStack):
+class Encoder(vit.BlockStack):
     """A ViT without its head, for images of any size that is a multiple of the patch."""
 
-    prefix_tokens = 1
-    undecayed = ("pos_embed", "cls_token")
+    prefix_tokens, resizing = 1, "bilinear"
 
     def __init__(self, config: SegmenterConfig) -> None:
         super().__init__()
         self.grid = config.grid
-        self.cls_token = learnt_tokens(1, config.dim)
-        self.pos_embed = learnt_tokens(1 + config.grid[0] * config.grid[1], config.dim)
-        self.patch_embed = PatchEmbed(config.in_chans, config.patch_size, config.dim)
+        self.cls_token = vit.learnt_tokens(1, config.dim)
+        self.pos_embed = vit.learnt_tokens(1 + math.prod(config.grid), config.dim)
+        self.patch_embed = vit.PatchEmbed(config.in_chans, config.patch_size, config.dim)
         self.dropout = nn.Dropout(config.dropout)
         options = {"norm_eps": NORM_EPS, "attention_dropout": config.dropout}
-        self.blocks = make_blocks(config, config.depth, config.drop_path, **options)
+        self.blocks = vit.make_blocks(config, config.depth, config.drop_path, **options)
         self.norm = nn.LayerNorm(config.dim, eps=NORM_EPS)
-        self.apply(init_linear)
-
-    def fit_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A classifier's weights without its head, its position embedding resized, bilinear."""
-        fitted = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
-        if "pos_embed" in fitted:
-            fitted["pos_embed"] = _resized(fitted["pos_embed"], self.grid)
-        return fitted
+        self.apply(vit.init_linear)
 
     def forward(self, images: Tensor) -> Tensor:
         """Tokens after the final norm, class token first: (batch, 1 + patches, dim)."""
         side = self.patch_embed.proj.kernel_size[0]
         x = torch.cat([self.cls_token.expand(len(images), -1, -1), self.patch_embed(images)], dim=1)
-        x = self.dropout(x + _resized(self.pos_embed, (images.shape[-2] // side, images.shape[-1] // side)))
-        out: Tensor = self.norm(self.run_blocks(x))
-        return out
+        x = self.dropout(x + self.resized(self.pos_embed, (images.shape[-2] // side, images.shape[-1] // side)))
+        return self.norm(self.run_blocks(x))  # type: ignore[no-any-return]
 
 
-class MaskTransformer(BlockStack):
+class MaskTransformer(vit.BlockStack):
     """The decoder: patches and one embedding per class attend to each other; a mask is the cosine between the two."""
-
-    undecayed = ("cls_emb",)
 
     def __init__(self, config: SegmenterConfig) -> None:
         super().__init__()
@@ -96,14 +75,14 @@ class MaskTransformer(BlockStack):
         options = {"heads": config.decoder_heads, "dropout": dropout, "attention_dropout": dropout}
         self.suffix_tokens = config.num_classes
         depth, drop_path = config.decoder_depth, config.decoder_drop_path
-        self.blocks = make_blocks(config, depth, drop_path, norm_eps=NORM_EPS, **options)
-        self.cls_emb = learnt_tokens(config.num_classes, config.dim)
+        self.blocks = vit.make_blocks(config, depth, drop_path, norm_eps=NORM_EPS, **options)
+        self.cls_emb = vit.learnt_tokens(config.num_classes, config.dim)
         self.proj_dec = nn.Linear(config.dim, config.dim)
         self.proj_patch = nn.Parameter(scale * torch.randn(config.dim, config.dim))
         self.proj_classes = nn.Parameter(scale * torch.randn(config.dim, config.dim))
         self.decoder_norm = nn.LayerNorm(config.dim, eps=NORM_EPS)
         self.mask_norm = nn.LayerNorm(config.num_classes, eps=NORM_EPS)
-        self.apply(init_linear)
+        self.apply(vit.init_linear)
 
     @property
     def final_norm(self) -> nn.Module:
@@ -115,11 +94,10 @@ class MaskTransformer(BlockStack):
         x = self.decoder_norm(self.run_blocks(x))
         seen, classes = x[:, : -self.suffix_tokens] @ self.proj_patch, x[:, -self.suffix_tokens :] @ self.proj_classes
         cosines = F.normalize(seen, dim=-1) @ F.normalize(classes, dim=-1).transpose(1, 2)
-        out: Tensor = self.mask_norm(cosines)
-        return out
+        return self.mask_norm(cosines)  # type: ignore[no-any-return]
 
 
-class Segmenter(nn.Module):
+class Segmenter(vit.ReferenceModel):
     """Scores of every class at every pixel.
 
     Its arguments are the fields of `SegmenterConfig`; `mitigation`, of both parts, may also be a `Mitigation`.
@@ -143,22 +121,6 @@ class Segmenter(nn.Module):
             raise AcutanceError(f"one configuration cannot say what differs: encoder {encoder}, decoder {decoder}")
         return replace(self._config, mitigation=encoder[0])
 
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute each block in the backward pass instead of keeping its activations (non-reentrant)."""
-        self.encoder.set_grad_checkpointing(enable)
-        self.decoder.set_grad_checkpointing(enable)
-
-    def no_weight_decay(self) -> set[str]:
-        """Parameters that an optimiser should leave out of weight decay, beside biases and norms."""
-        parts = {"encoder": self.encoder, "decoder": self.decoder}
-        return {f"{part}.{name}" for part, stack in parts.items() for name in stack.no_weight_decay()}
-
-    def fit_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The public code's weights: without the encoder's head, positions resized."""
-        inner = {n.removeprefix("encoder."): t for n, t in state.items() if n.startswith("encoder.")}
-        outer = {n: t for n, t in state.items() if not n.startswith("encoder.")}
-        return outer | {f"encoder.{n}": t for n, t in self.encoder.fit_state(inner).items()}
-
     def forward(self, images: Tensor) -> Tensor:
         """Images (batch, channels, height, width) of any size to scores (batch, classes, height, width)."""
         config = self._config
@@ -171,7 +133,3 @@ class Segmenter(nn.Module):
         patches = self.encoder(padded)[:, self.encoder.prefix_tokens :]
         masks = self.decoder(patches).transpose(1, 2).unflatten(2, grid)
         return F.interpolate(masks, size=padded.shape[2:], mode="bilinear")[..., :height, :width]
-
-
-def _resized(pos_embed: Tensor, grid: tuple[int, int]) -> Tensor:
-    return resize_position_embedding(pos_embed, grid, 1, "bilinear")

@@ -3,12 +3,11 @@
 `ModelConfig` and `BlockStack`, the stack of blocks with v⁰ passed along, are shared with the other reference models.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, Self, cast, get_args, get_origin, get_type_hints
+from functools import partial
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +15,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from acutance.errors import AcutanceError, ShapeError
-from acutance.mitigations import LayerShape, Mitigation, Weights, as_mitigation, weights_together
+from acutance.mitigations import LayerShape, Mitigation, as_mitigation
+from acutance.mitigations.eigen import Weights, weights_together
 from acutance.models.block import AttentionKind, Block, BlockConfig, NormPlace
 
 INIT_STD = 0.02
+UNDECAYED = ("pos_embed", "cls_token", "dist_token", "reg_token", "cls_emb", "embed.weight")
 
 
 class ModelConfig:
@@ -27,7 +28,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Refuse counts below 1, unknown words, heads that do not divide dim, patches that do not tile the image."""
-        own = cast(Any, self)
+        own: Any = self
         for name, kind in get_type_hints(type(self)).items():
             value = getattr(own, name)
             if kind is int and value < (least := 0 if name == "registers" else 1):
@@ -45,8 +46,7 @@ class ModelConfig:
             raise AcutanceError(f"mitigation_layers {unknown}: the layers are numbered 1 to {own.depth}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
-        return asdict(cast(Any, self))
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -58,20 +58,47 @@ class ModelConfig:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Patches down and across."""
-        side: int = cast(Any, self).image_size // cast(Any, self).patch_size
-        return side, side
+        own: Any = self
+        return (own.image_size // own.patch_size,) * 2
 
 
-class BlockStack(nn.Module):
+class ReferenceModel(nn.Module):
+    """What training and loading ask of a model, or of a part that has blocks."""
+
+    checkpointing = False
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations (non-reentrant)."""
+        for part in self.modules():
+            if isinstance(part, ReferenceModel):
+                part.checkpointing = enable
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that an optimiser should leave out of weight decay, beside biases and norms."""
+        return {n for n, _ in self.named_parameters() if n.endswith(UNDECAYED) or ".mitigation." in n}
+
+    def fit_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Another model's weights as this one wants them: positions resized, no head where an encoder has none."""
+        fitted = dict(state)
+        for path, part in self.named_modules():
+            if isinstance(part, BlockStack) and hasattr(part, "pos_embed"):
+                prefix = f"{path}." if path else ""
+                if not hasattr(part, "head"):
+                    fitted = {name: tensor for name, tensor in fitted.items() if not name.startswith(f"{prefix}head.")}
+                if (key := f"{prefix}pos_embed") in fitted:
+                    fitted[key] = part.resized(fitted[key])
+        return fitted
+
+
+class BlockStack(ReferenceModel):
     """Blocks that run one after another and hand on the first one's values; layers are numbered from 1."""
 
     blocks: nn.ModuleList
     norm: nn.Module
-    checkpointing = False
     prefix_tokens: int = 0  # in front of the content, such as a class token
     suffix_tokens: int = 0  # behind the content, such as a decoder's embeddings of classes
-    undecayed: tuple[str, ...] = ()
+    grid: tuple[int, int]  # patches down and across that positions are learnt for
+    resizing: Literal["bicubic", "bilinear"] = "bicubic"  # of positions, as timm does it
     _config: Any
 
     @property
@@ -82,20 +109,7 @@ class BlockStack(nn.Module):
 
     @property
     def final_norm(self) -> nn.Module:
-        """The norm after the last block."""
         return self.norm
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute each block in the backward pass instead of keeping its activations (non-reentrant)."""
-        self.checkpointing = enable
-
-    def no_weight_decay(self) -> set[str]:
-        """Parameters that an optimiser should leave out of weight decay, beside biases and norms."""
-        return {n for n, _ in self.named_parameters() if n in self.undecayed or ".mitigation." in n}
-
-    def fit_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Another model's weights as this one wants them, where that takes no guess: another image size, say."""
-        return dict(state)
 
     def run_blocks(self, x: Tensor) -> Tensor:
         """All blocks, with v⁰ passed from each to the next."""
@@ -107,12 +121,14 @@ class BlockStack(nn.Module):
                 x, v0 = block(x, v0, *weights)
             is_cut = not torch.compiler.is_compiling() and torch.is_grad_enabled() and not x.requires_grad
             if is_cut and any(parameter.requires_grad for parameter in block.parameters()):
-                raise AcutanceError(
-                    "a block has parameters to train but its output carries no gradient. Re-entrant checkpointing does "
-                    "this when the block's input needs none (frozen embeddings, say): use "
-                    "model.set_grad_checkpointing(), which is non-reentrant, or use_reentrant=False"
-                )
+                cause = "re-entrant checkpointing of an input that needs none, behind frozen embeddings, say"
+                advice = "use model.set_grad_checkpointing() or use_reentrant=False"
+                raise AcutanceError(f"a block to train gives no gradient ({cause}): {advice}")
         return x
+
+    def resized(self, positions: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        """A position embedding for so many patches down and across, the model's own by default."""
+        return resize_position_embedding(positions, grid or self.grid, self.prefix_tokens, self.resizing)
 
     def named_blocks(self) -> list[tuple[str, Block]]:
         """The blocks with their paths in `blocks`, first to last; they may sit inside wrappers."""
@@ -201,10 +217,8 @@ def resize_position_embedding(
     patches = pos_embed.shape[1] - prefix_tokens if pos_embed.ndim == 3 else -1
     side = math.isqrt(max(patches, 0))
     if side == 0 or side * side != patches:
-        raise ShapeError(
-            f"position embedding {tuple(pos_embed.shape)} with {prefix_tokens} prefix tokens is not "
-            "(1, prefix + side², dim): check class_token, distilled and registers"
-        )
+        shapes = f"{tuple(pos_embed.shape)} with {prefix_tokens} prefix tokens is not (1, prefix + side², dim)"
+        raise ShapeError(f"position embedding {shapes}: check class_token, distilled and registers")
     if (side, side) == tuple(grid):
         return pos_embed
     prefix, image = pos_embed[:, :prefix_tokens], pos_embed[:, prefix_tokens:]
@@ -255,7 +269,6 @@ class ViT(BlockStack):
     """
 
     config_class = ViTConfig
-    undecayed = ("pos_embed", "cls_token", "dist_token", "reg_token")
 
     def __init__(self, *, mitigation: Mitigation | str | None = None, **options: Any) -> None:
         super().__init__()
@@ -264,7 +277,8 @@ class ViT(BlockStack):
         self.cls_token = learnt_tokens(1, config.dim) if config.class_token else None
         self.dist_token = learnt_tokens(1, config.dim) if config.distilled else None
         self.reg_token = learnt_tokens(config.registers, config.dim) if config.registers else None
-        self.pos_embed = learnt_tokens(self.prefix_tokens + config.grid[0] * config.grid[1], config.dim)
+        self.grid = config.grid
+        self.pos_embed = learnt_tokens(self.prefix_tokens + math.prod(config.grid), config.dim)
         self.patch_embed = PatchEmbed(config.in_chans, config.patch_size, config.dim)
         self.pos_drop = nn.Dropout(config.dropout)
         self.blocks = make_blocks(config, config.depth, config.drop_path)
@@ -273,13 +287,6 @@ class ViT(BlockStack):
         self.head_dist = nn.Linear(config.dim, config.num_classes) if config.distilled else None
         self.apply(init_linear)
         self.install(mitigation, config.mitigation_layers)
-
-    def fit_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A position embedding of another image size is resized, bicubic."""
-        fitted = dict(state)
-        if "pos_embed" in fitted and fitted["pos_embed"].shape != self.pos_embed.shape:
-            fitted["pos_embed"] = resize_position_embedding(fitted["pos_embed"], self._config.grid, self.prefix_tokens)
-        return fitted
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Tokens after the final norm, prefix tokens first: (batch, tokens, dim)."""
@@ -291,8 +298,7 @@ class ViT(BlockStack):
         patches = self.patch_embed(images)
         x = torch.cat([*(token.expand(len(images), -1, -1) for token in learnt), patches], dim=1) + self.pos_embed
         x = self.pos_drop(x.to(patches.dtype) if self._config.stream == "autocast" else x)
-        out: Tensor = self.norm(self.run_blocks(x))
-        return out
+        return self.norm(self.run_blocks(x))  # type: ignore[no-any-return]
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Class scores; when distilled, (head, head_dist) in training and their mean in evaluation."""
@@ -305,42 +311,22 @@ class ViT(BlockStack):
         return (scores, distilled) if self.training else (scores + distilled) / 2
 
 
-def deit_tiny(**options: Any) -> ViT:
-    """DeiT-tiny/16 for 224×224 (https://arxiv.org/abs/2012.12877): 5,717,416 parameters."""
-    body = {"image_size": 224, "patch_size": 16, "dim": 192, "depth": 12, "heads": 3, "num_classes": 1000}
-    return ViT(**{**body, **options})
+Preset = Callable[..., ViT]  # the papers' models by name; options of a ViT can be given, or given anew
+deit_tiny: Preset = partial(ViT, image_size=224, patch_size=16, dim=192, depth=12, heads=3, num_classes=1000)
+"""DeiT-tiny/16 for 224×224 (https://arxiv.org/abs/2012.12877): 5,717,416 parameters."""
+deit_small: Preset = partial(deit_tiny, dim=384, heads=6)
+"""DeiT-small/16 for 224×224 (https://arxiv.org/abs/2012.12877): 22,050,664 parameters."""
+deit_base: Preset = partial(deit_tiny, dim=768, heads=12)
+"""DeiT-base/16 for 224×224 (https://arxiv.org/abs/2012.12877): 86,567,656 parameters."""
+vit_tiny_cifar: Preset = partial(deit_tiny, image_size=32, patch_size=4, num_classes=100)
+"""DeiT-tiny's body on 32×32 images in 4×4 patches, 100 classes."""
+vit_tiny_plus: Preset = partial(vit_tiny_cifar, mitigation="eigen:positive")
+"""ViT-Ti⁺: `vit_tiny_cifar` with H = V ψ² Vᵀ, V by QR, which smooths (https://arxiv.org/abs/2401.04301)."""
+vit_tiny_minus: Preset = partial(vit_tiny_cifar, mitigation="eigen:negative")
+"""ViT-Ti⁻: `vit_tiny_cifar` with H = −V ψ² Vᵀ, V by QR, which sharpens (https://arxiv.org/abs/2401.04301).
 
-
-def deit_small(**options: Any) -> ViT:
-    """DeiT-small/16 for 224×224 (https://arxiv.org/abs/2012.12877): 22,050,664 parameters."""
-    return deit_tiny(**{"dim": 384, "heads": 6, **options})
-
-
-def deit_base(**options: Any) -> ViT:
-    """DeiT-base/16 for 224×224 (https://arxiv.org/abs/2012.12877): 86,567,656 parameters."""
-    return deit_tiny(**{"dim": 768, "heads": 12, **options})
-
-
-def vit_tiny_cifar(**options: Any) -> ViT:
-    """DeiT-tiny's body on 32×32 images in 4×4 patches, 100 classes."""
-    return deit_tiny(**{"image_size": 32, "patch_size": 4, "num_classes": 100, **options})
-
-
-def vit_tiny_plus(**options: Any) -> ViT:
-    """ViT-Ti⁺: `vit_tiny_cifar` with H = V ψ² Vᵀ, V by QR, which smooths (https://arxiv.org/abs/2401.04301)."""
-    return vit_tiny_cifar(**{"mitigation": "eigen:positive", **options})
-
-
-def vit_tiny_minus(**options: Any) -> ViT:
-    """ViT-Ti⁻: `vit_tiny_cifar` with H = −V ψ² Vᵀ, V by QR, which sharpens (https://arxiv.org/abs/2401.04301).
-
-    QR is the paper's, and the slowest basis on a GPU. Faster ones reach the same H: `eigen:negative,basis=polar` with
-    CUDA graphs, `eigen:negative,basis=householder` without.
-    """
-    return vit_tiny_cifar(**{"mitigation": "eigen:negative", **options})
-
-
-def vit_digits(**options: Any) -> ViT:
-    """A ViT for the embedded 8×8 digits in 2×2 patches: 16 patches and a class token."""
-    body = {"image_size": 8, "patch_size": 2, "in_chans": 1, "dim": 48, "depth": 12, "heads": 3, "num_classes": 10}
-    return ViT(**{**body, **options})
+QR is the paper's, and the slowest basis on a GPU. Faster ones reach the same H: `eigen:negative,basis=polar` with CUDA
+graphs, `eigen:negative,basis=householder` without.
+"""
+vit_digits: Preset = partial(ViT, image_size=8, patch_size=2, in_chans=1, dim=48, depth=12, heads=3, num_classes=10)
+"""A ViT for the embedded 8×8 digits in 2×2 patches: 16 patches and a class token."""
