@@ -57,3 +57,18 @@ def test_autocast_does_not_coarsen_row_sums(kernel, masking):
     assert_close(diagonal, c.operator.diagonal(), 1e-6)
     for product in (out, mixed):
         assert_close(product, weights @ c.values, 6e-2)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.enable_grad])
+def test_every_grad_mode_gives_the_same(kernel, context):
+    c = make_case(kernel, "causal+keys", grouped=True)
+    transposed, product, row_sums = c.operator.T @ c.y, c.operator @ c.x, c.operator.logsumexp()
+    with context():
+        q, k, y = c.q.clone().requires_grad_(context is torch.enable_grad), c.k.clone(), c.y.clone()
+        A = AttentionOperator(q, k, **c.options)
+        assert_close(A.T @ y, transposed)
+        assert_close(A @ c.x, product)
+        assert_close(A.logsumexp(), row_sums)
+        assert (A.T @ y).requires_grad == (context is torch.enable_grad and kernel != "symmetric")
+        assert not A.eigenvalues(2).requires_grad

@@ -146,7 +146,8 @@ class AttentionOperator:
         A, y = self._promoted(y)
         if self.is_associative:
             return products.associative_apply(A, y, transposed=True)
-        return products.tiled_transpose(A, y)
+        by_backward = products.can_fuse(A, y) and not products.needs_grad(A.q, A.k, A.mask, y)
+        return products.fused_transpose(A, y) if by_backward else products.tiled_transpose(A, y)
 
     def logsumexp(self) -> Tensor:
         """log Σ_j kernel(i, j) over the keys of every row (batch, heads, queries); a sink is not one of them."""

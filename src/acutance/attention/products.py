@@ -303,6 +303,21 @@ def fused_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor
     return torch.cat([_sdpa(A, q, k, piece, dropout) for piece in pieces], dim=-1)[..., : x.size(-1)]
 
 
+def fused_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
+    """Aᵀ y, outside autograd: the vector-Jacobian product of A with respect to its values."""
+    # Inference tensors cannot be differentiated; their copies made outside inference mode can.
+    with torch.inference_mode(False), torch.enable_grad():
+        tensors = {"q": A.q, "k": A.k, "mask": A.mask}
+        A = A.replace(**{name: None if x is None else _constant(x) for name, x in tensors.items()})
+        values = y.new_zeros(*A.shape[:2], A.shape[-1], y.size(-1)).requires_grad_()
+        (product,) = torch.autograd.grad(fused_apply(A, values), values, _constant(y))
+    return product
+
+
+def _constant(x: Tensor) -> Tensor:
+    return x.clone() if x.is_inference() else x.detach()
+
+
 def _sdpa(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float) -> Tensor:
     heads, mask, dead, causal = A.heads, A.mask4, None, A.causal
     if A.shape[-2] == 1:  # it sees all keys
