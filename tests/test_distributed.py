@@ -14,40 +14,25 @@ from torch.utils.data import DataLoader, IterableDataset
 import acutance as ac
 from acutance import distributed as processes
 from acutance.errors import AcutanceError
-from acutance.measure.reader import MetricReader, Running
+from acutance.measure.reader import MetricReader
+
+FAR = np.random.default_rng(0).normal(1000.0, 0.1, 9)  # a mean far above the spread shows a careless formula
 
 
-def running(values) -> Running:
-    return Running.of(np.asarray([values], dtype=np.float64))
-
-
-def test_merged_statistics_are_those_of_the_whole() -> None:
-    values = np.random.default_rng(0).normal(1000.0, 0.1, 9)  # a mean far above the spread shows a careless formula
-    first, *others = (running(part) for part in np.split(values, [1, 2, 6]))
-    for other in others:
-        first += other
-    assert first.count == 9
-    assert first.mean[0] == pytest.approx(values.mean(), rel=1e-15)
-    assert first.std[0] == pytest.approx(values.std(ddof=1), rel=1e-9)
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations([[1.0, 2.0], [math.inf], [3.0]])))
-def test_an_infinity_stays_one_whatever_comes_before_or_after(order) -> None:
-    first, *others = (running(part) for part in order)
-    for other in others:
-        first += other
-    assert (first.mean[0], first.std[0], first.count) == (math.inf, math.inf, 4)
-
-
-def test_keys_that_not_all_batches_have_are_merged_by_themselves() -> None:
-    a, b = ("block", 1, "token_cosine"), ("block", 2, "token_cosine")
-    values = np.random.default_rng(2).normal(size=(2, 6))
+@pytest.mark.parametrize(
+    ("parts", "mean", "std"),
+    [(np.split(FAR, [1, 2, 6]), FAR.mean(), FAR.std(ddof=1))]
+    + [(parts, math.inf, math.inf) for parts in itertools.permutations([[1.0, 2.0], [math.inf], [3.0]])],
+)
+def test_merged_statistics_are_those_of_the_whole_and_keep_infinities(parts, mean, std) -> None:
     reader = MetricReader(["token_cosine"], ["block"])
-    reader.statistics = {(a, b): Running.of(values[:, :2]), (b,): Running.of(values[1:, 2:])}
-    first, second = reader.readings()
-    assert (first.count, second.count) == (2, 6)
-    assert first.mean == pytest.approx(values[0, :2].mean(), rel=1e-14)
-    assert second.std == pytest.approx(values[1].std(ddof=1), rel=1e-12)
+    for part in parts:
+        reader.take_in((("block", 1, "token_cosine"),), np.array([part]))
+    reader.take_in((("block", 0, "token_cosine"), ("block", 2, "token_cosine")), np.zeros((2, 1)))  # not in all batches
+    found = reader.readings()[1]
+    assert found.mean == pytest.approx(mean, rel=1e-15)
+    assert found.std == pytest.approx(std, rel=1e-9)
+    assert [r.count for r in reader.readings()] == [1, sum(map(len, parts)), 1]
 
 
 @pytest.mark.parametrize("kind", [list, iter])

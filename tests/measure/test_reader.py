@@ -132,13 +132,11 @@ def test_sums_give_what_the_formulas_give(batch, monkeypatch):
 def test_heads_and_windows_are_averaged():
     out = PendingValues(samples=2)
     value = torch.arange(12.0).reshape(4, 3)  # two windows of each sample, three heads
-    out.add(("attention_matrix", 1, "attention_entropy"), value)
-    out.add(("attention_matrix", 2, "attention_entropy"), value[:2, 0].double())
-    out.add(("attention_matrix", 2, "nonlocal_energy"), value, 0.5)
-    found = values(out)
-    assert found["attention_matrix", 1, "attention_entropy"].tolist() == [2.5, 8.5]
-    assert found["attention_matrix", 2, "attention_entropy"].tolist() == [0.0, 3.0]
-    assert found["attention_matrix", 2, "nonlocal_energy"].tolist() == [1.25, 4.25]
+    out.add("block", 1, ["effective_rank"], value)
+    out.add("block", 2, ["effective_rank"], value[:2, 0].double())
+    out.add("block", 2, ["token_cosine"], value, 0.5)
+    found = [value.tolist() for value in values(out).values()]
+    assert found == [[2.5, 8.5], [0.0, 3.0], [1.25, 4.25]]
 
 
 @pytest.mark.usefixtures("by_sums")
