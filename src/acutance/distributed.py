@@ -91,9 +91,7 @@ def pad_uneven_batches(own: Iterable[T], *, wait: bool) -> Iterator[tuple[T, boo
 def refuse_shares(batches: Iterable[Any]) -> None:
     """Refuse batches that were already divided among the processes: some would be skipped silently."""
     if isinstance(getattr(batches, "sampler", None), DistributedSampler):
-        done = (
-            "across_processes=True shares batches out, but this loader's DistributedSampler has done so already"
-        )
+        done = "across_processes=True shares batches out, but this loader's DistributedSampler has done so already"
         raise AcutanceError(f"{done}: give every process a loader of all samples")
     if len(set(lengths := gather(length_of(batches)))) > 1:
         given = f"the processes were given {', '.join(map(str, lengths))} batches"

@@ -1,10 +1,8 @@
 """walk: the one pass of batches through a model, with the hooks that its visitors need and no others."""
 
-from __future__ import annotations
-
 import platform
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -95,15 +93,14 @@ def walk(
     refuse_single(batches)
     bare = bare_module(model)  # a compiled model would not see hooks added now
     target = sites.part_of(bare, part)
+    batch: Batch | None = None
+
+    def refuse_mixing(call: AttentionCall) -> None:
+        if batch is not None and batch.packed is not None:
+            batch.packed.refuse_mixing(call.A)
+
     with evaluating(bare), sites.cached_lookup(), sites.reading(target), ExitStack() as stack:
-        batch: Batch | None = None
-
-        def refuse_mixing(call: AttentionCall) -> None:
-            if batch is not None and batch.packed is not None:
-                batch.packed.refuse_mixing(call.A)
-
         stack.enter_context(hooked(target, *visitors, check=refuse_mixing))
-        attends = any("attend" in visitor.needs for visitor in visitors)
         for fed, counts in _shared(batches, progress, stack, is_sharded(bare) if across_processes else None):
             is_first, batch = batch is None, Batch(bare, part, fed, counts)
             for visitor in visitors:
@@ -111,12 +108,16 @@ def walk(
             with ExitStack() as around:
                 if is_first:  # once only: the check waits for the device
                     around.enter_context(sites.checking_blocks(target, *possible_rows(fed)))
-                if batch.packed is not None and not attends:
+                if batch.packed is not None and not _attend(visitors):
                     with suppress(AcutanceError):  # attention that cannot be read cannot be checked
                         around.enter_context(sites.find(target)[0].observe(refuse_mixing))
                 feed(bare, fed)
             for visitor in visitors:
                 visitor.end()
+
+
+def _attend(visitors: Sequence[Visitor]) -> bool:
+    return any("attend" in visitor.needs for visitor in visitors)
 
 
 def _shared(
@@ -133,41 +134,36 @@ def _shared(
 
 @contextmanager
 def hooked(
-    model: nn.Module, *visitors: Visitor, check: Callable[[AttentionCall], None] = lambda call: None
+    model: nn.Module, *visitors: Visitor, check: Callable[[AttentionCall], object] = lambda call: None
 ) -> Iterator[None]:
     """Set the hooks that the visitors need, for the time of a with block; `check` sees attention before they do."""
 
-    def hook(method: str, layer: int, read: Callable[..., Any]) -> Callable[..., None] | None:
-        """Calls this method of the visitors that need it at this layer, with what `read` makes of its arguments."""
-        methods = [getattr(visitor, method) for visitor in visitors if layer in visitor.needs.get(method, ())]
+    def listen(method: str, layer: int, register: Callable[..., Any], read: Callable[..., Any]) -> None:
+        """Have visitors that need this method at this layer told what `read` makes of the hook's arguments."""
+        told = [getattr(visitor, method) for visitor in visitors if layer in visitor.needs.get(method, ())]
 
-        def called(*args: Any) -> None:
+        def hook(*args: Any) -> None:
             seen = read(*args)
-            for call in methods:
-                call(layer, seen)
+            for tell in told:
+                tell(layer, seen)
 
-        return called if methods else None
-
-    def tokens_out(as_tokens: Callable[[Tensor], Tensor], _block: nn.Module, _args: Any, output: Any) -> Tensor:
-        return as_tokens(sites.tokens_out(output))
-
-    def checked(call: AttentionCall) -> AttentionCall:
-        check(call)
-        return call
+        if told:
+            stack.callback(register(hook).remove)
 
     with ExitStack() as stack:
         blocks = sites.blocks(model)
-        for layer, block, as_tokens in blocks:
-            if enter := hook("enter", layer, lambda _, *given, f=as_tokens: f(sites.tokens_in(*given))):
-                stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            if leave := hook("leave", layer, partial(tokens_out, as_tokens)):
-                stack.callback(block.register_forward_hook(leave).remove)
-        if any("attend" in visitor.needs for visitor in visitors):
-            for site, layer in sites.layers_of(model):
-                if attend := hook("attend", layer, checked):
-                    stack.callback(site.observe(attend).remove)
-        if final := hook("final", blocks[-1][0], lambda *args: tokens_out(sites.find(model)[-1].tokens, *args)):
-            stack.callback(sites.final_norm(model).register_forward_hook(final).remove)
+        for layer, block, tokens in blocks:
+            before, after = partial(block.register_forward_pre_hook, with_kwargs=True), block.register_forward_hook
+            listen("enter", layer, before, lambda _, *given, tokens=tokens: tokens(sites.tokens_in(*given)))
+            listen("leave", layer, after, lambda *args, tokens=tokens: tokens(sites.tokens_out(args[-1])))
+        for site, layer in sites.layers_of(model) if _attend(visitors) else ():
+            listen("attend", layer, site.observe, lambda call: check(call) or call)
+        listen(
+            "final",
+            blocks[-1][0],
+            lambda hook: sites.final_norm(model).register_forward_hook(hook),
+            lambda *args: sites.find(model)[-1].tokens(sites.tokens_out(args[-1])),
+        )
         yield
 
 
