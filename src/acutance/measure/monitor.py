@@ -76,14 +76,11 @@ class Monitor:
             pass  # what cannot be read fails now, not after hundreds of steps
         self.every = every
         self.history = History() if jsonl is None else History.load(jsonl, missing_ok=True)
-        self._probe = _copy_probe(probe)
-        self._autocast = autocast
+        self._probe, self._autocast = _copy_probe(probe), autocast
         self._step: int | None = None
         self._writers: list[Callable[[int, Profile], None]] = []
-        if jsonl is not None:
-            self._writers.append(partial(_append_line, Path(jsonl)))
-        if tensorboard is not None:
-            self._writers.append(_tensorboard_writer(tensorboard))
+        self._writers += [] if jsonl is None else [partial(_append_line, Path(jsonl))]
+        self._writers += [] if tensorboard is None else [_tensorboard_writer(tensorboard)]
 
     def step(self, step: int | None = None) -> None:
         """Count an optimiser step, or give the number taken so far; read the model if a reading is due."""
@@ -117,35 +114,26 @@ class Monitor:
     def for_trainer(self) -> Any:
         """A `TrainerCallback` for Hugging Face's Trainer: reads at the start, every so many steps, and at the end."""
         needed = "for_trainer needs transformers: pip install 'acutance[hf]' accelerate"
-        transformers, monitor = import_extra("transformers", needed), self
 
-        class MonitorCallback(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
-            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                monitor._start(kwargs["model"], state.global_step)
+        def after_step(_args: Any, state: Any, _control: Any, **_: Any) -> None:
+            self.step(state.global_step)
+            if state.global_step >= state.max_steps:  # on_train_end may come after the best weights were restored
+                self.finish(state.global_step)
 
-            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                monitor.step(state.global_step)
-                if state.global_step >= state.max_steps:  # on_train_end may come after the best weights were restored
-                    monitor.finish(state.global_step)
-
-        return MonitorCallback()
+        return _callback(
+            import_extra("transformers", needed).TrainerCallback,
+            on_train_begin=lambda _args, state, _control, **given: self._start(given["model"], state.global_step),
+            on_step_end=after_step,
+        )
 
     def for_lightning(self) -> Any:
         """A `Callback` for Lightning's Trainer, likewise; its `global_step` counts the steps of all optimisers."""
-        lightning = import_extra("lightning.pytorch", "for_lightning needs lightning: pip install lightning")
-        monitor = self
-
-        class MonitorCallback(lightning.Callback):  # type: ignore[misc,name-defined]
-            def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-                monitor._start(pl_module, trainer.global_step)
-
-            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-                monitor.step(trainer.global_step)
-
-            def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-                monitor.finish(trainer.global_step)
-
-        return MonitorCallback()
+        return _callback(
+            import_extra("lightning.pytorch", "for_lightning needs lightning: pip install lightning").Callback,
+            on_train_start=lambda trainer, module: self._start(module, trainer.global_step),
+            on_train_batch_end=lambda trainer, *_: self.step(trainer.global_step),
+            on_train_end=lambda trainer, _: self.finish(trainer.global_step),
+        )
 
     def _start(self, trained: nn.Module, step: int) -> None:
         if not any(module is self.model for module in trained.modules()):
@@ -166,11 +154,12 @@ class Monitor:
     def _read(self, step: int) -> Profile:
         seed = torch.initial_seed()
         weights = next(self.model.parameters())
-        kind, dtype = weights.device.type, weights.dtype if weights.is_floating_point() else None
+        dtype = weights.dtype if weights.is_floating_point() else None
         probe = map_tensors(self._probe, lambda x: x.to(weights.device, dtype if x.is_floating_point() else None))
         # Uncached: older versions of torch would go on to train with weights that were cast here, without gradients
         # (https://github.com/pytorch/pytorch/issues/112583).
-        autocast = torch.autocast(kind, self._autocast, enabled=self._autocast is not None, cache_enabled=False)
+        kind, low = weights.device.type, self._autocast
+        autocast = torch.autocast(kind, low, enabled=low is not None, cache_enabled=False)
         with own_randomness(), shards_put_back(self.model), autocast:
             profile = measure(self.model, [probe], progress=False, **self._options)
         return Profile(profile.readings, {**profile.context, "seed": seed, "step": step})
@@ -199,11 +188,7 @@ class History(dict[int, Profile]):
         """A panel per metric and tap: the metric over the training steps, a curve per layer."""
         if not self:
             raise AcutanceError("nothing was recorded yet: a plot needs at least one step")
-        charts: dict[str, dict[int, list[tuple[int, float]]]] = {}
-        for step, profile in self.items():
-            for r in profile.readings:
-                charts.setdefault(f"{r.metric} ({r.tap})", {}).setdefault(r.layer, []).append((step, r.mean))
-        return plot_steps(charts, next(iter(self.values())).title)
+        return plot_steps(self, next(iter(self.values())).title)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, missing_ok: bool = False) -> History:
@@ -220,6 +205,10 @@ class History(dict[int, Profile]):
                 where = f"{path}, line {number}"
                 raise AcutanceError(f"{where} was not written by a Monitor: {error!r}; name another file") from error
         return history
+
+
+def _callback(base: type, **events: Callable[..., None]) -> Any:
+    return type("MonitorCallback", (base,), {name: staticmethod(event) for name, event in events.items()})()
 
 
 def _append_line(path: Path, step: int, profile: Profile) -> None:
