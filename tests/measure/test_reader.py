@@ -1,6 +1,7 @@
 """What a batch's readings cost on their way to the host, and that they are the same by sums and by formulas."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,7 +116,8 @@ def test_sums_give_what_the_formulas_give(batch, monkeypatch):
 
     def read():
         reader = MetricReader(list(metrics.TOKEN_METRICS), ["block"])
-        reader.start(TokenLayout.of(batch, special_token_counts=(1, 1)))
+        layout = TokenLayout.of(batch, special_token_counts=(1, 1))
+        reader.begin(SimpleNamespace(samples=lambda prefix: layout, counts=True))
         for layer, x in enumerate(tokens):
             reader.tokens("block", layer, x)
         return values(reader.out)

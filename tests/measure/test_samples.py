@@ -126,7 +126,7 @@ def test_special_tokens_and_prefix_are_left_out_on_request():
     assert TokenLayout.of(batch, special=False).mask.tolist() == [[False, True, True, False]]
     _, mask = TokenLayout.of(batch, special_token_counts=(2, 0)).tokens(torch.zeros(1, 4, 5))
     assert mask.tolist() == [[False, False, True, False]]
-    for back in range(4):
+    for back in range(3):
         _, mask = TokenLayout(special_token_counts=(1, back)).tokens(torch.zeros(2, 4, 5))
         assert mask.tolist() == [[False] + [True] * (3 - back) + [False] * back] * 2
 

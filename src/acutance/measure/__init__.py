@@ -49,13 +49,13 @@ def measure(
     """
     from acutance import sites
     from acutance.measure.profile import Profile
-    from acutance.measure.reader import metric_reader
+    from acutance.measure.reader import MetricReader
     from acutance.measure.walk import describe, walk
     from acutance.sites.structure import bare_module
 
     bare = bare_module(model)
     with sites.cached_lookup():
-        reader = metric_reader(sites.part_of(bare, part), metrics, tap, prefix)
+        reader = MetricReader(metrics, tap, prefix, sites.part_of(bare, part))
         title = "measuring" if progress else None
         walk(bare, batches, reader, part=part, progress=title, across_processes=across_processes)
         # The device is still at work on the last batch.

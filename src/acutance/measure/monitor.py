@@ -21,7 +21,7 @@ from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError, impo
 from acutance.files.atomic import read_bytes
 from acutance.measure import measure
 from acutance.measure.profile import FORMAT, Profile
-from acutance.measure.reader import metric_reader
+from acutance.measure.reader import MetricReader
 from acutance.measure.walk import hooked, map_tensors
 from acutance.report.pictures import plot_steps
 from acutance.sites.structure import bare_module, shards_put_back
@@ -72,7 +72,7 @@ class Monitor:
         self.model = bare_module(model)
         self._options: dict[str, Any] = {"metrics": metrics, "tap": tap, "prefix": prefix, "part": part}
         target = sites.part_of(self.model, part)
-        with sites.reading(target), hooked(target, metric_reader(target, metrics, tap, prefix)):
+        with sites.reading(target), hooked(target, MetricReader(metrics, tap, prefix, target)):
             pass  # what cannot be read fails now, not after hundreds of steps
         self.every = every
         self.history = History() if jsonl is None else History.load(jsonl, missing_ok=True)

@@ -6,7 +6,7 @@ at most eight batches later, so a NaN error may come that late.
 
 import warnings
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -100,43 +100,50 @@ class PendingValues:
 
 
 class MetricReader(Visitor):
-    """Reads metrics at every layer; `moving` are the layers whose windows hold other tokens than before."""
+    """Reads metrics at every layer, as `measure` takes them.
+
+    Of a `target` it also knows which windows move from layer to layer, and warns of modules that it cannot see.
+    """
 
     def __init__(
-        self, names: Sequence[str], taps: Sequence[str], prefix: str = "in", moving: Container[int] = ()
+        self,
+        metrics: str | Sequence[str],
+        tap: str | Sequence[str],
+        prefix: str = "in",
+        target: nn.Module | None = None,
     ) -> None:
-        self.names, self.taps, self.prefix, self.moving = names, taps, prefix, moving
-        self.token_metrics = [n for n in names if n in metric_room.TOKEN_METRICS]
-        self.attention_metrics = [n for n in names if n not in self.token_metrics]
-        attends = {"attention", "values"} & set(taps) or self.attention_metrics
-        wanted = {"leave": "block" in taps, "attend": attends, "final": "final" in taps}
+        check_prefix(prefix)
+        known, self.prefix, self.taps = available_metrics(), prefix, _chosen("tap", tap, TAPS)
+        self.names = _chosen("metric", known if metrics == "all" else metrics, [*known, "all"])
+        self.token_metrics = [n for n in self.names if n in metric_room.TOKEN_METRICS]
+        self.attention_metrics = [n for n in self.names if n not in self.token_metrics]
+        attends = {"attention", "values"} & set(self.taps) or self.attention_metrics
+        wanted = {"leave": "block" in self.taps, "attend": attends, "final": "final" in self.taps}
         self.needs = {"enter": (1,)} | {method: EVERY for method, is_wanted in wanted.items() if is_wanted}
+        if target is not None and "block" in self.taps and (unread := sites.modules_between(target)):
+            words = f"modules between blocks are not read and not counted as layers: {', '.join(unread)}"
+            warnings.warn(words, AcutanceWarning, stacklevel=3)
+        layers = sites.layers_of(target) if target is not None and ATTENTION_COSINE in self.names else []
+        self.moving = [number for site, number in layers if has_windows(site.attention)]
         self.autocast: str | None = None  # the dtype that the blocks run in; a model's forward may enter its own
+        self.samples, self.out = TokenLayout(), PendingValues()
         self.pending: deque[PendingValues] = deque()
         # By the keys that are read together, of each batch: samples, means, sums of squared deviations.
         self.moments: dict[tuple[Key, ...], list[tuple[int, Numbers, Numbers]]] = {}
-        self.start(TokenLayout())
-
-    def start(self, samples: TokenLayout, *, counts: bool = True) -> None:
-        """Start a batch whose tokens fall into these samples."""
-        self.samples, self.counts = samples, counts
-        self.out = PendingValues(filled=samples.filled)
-        self.width = 0  # tokens in a sample at the first reading
-        self.ran: dict[str, dict[int, int]] = {}  # by tap, the depth of each block that ran
-        self.previous: AttentionOperator | None = None
 
     def begin(self, batch: Batch) -> None:
-        self.start(batch.samples(self.prefix), counts=batch.counts)
+        self.samples, self.counts = batch.samples(self.prefix), batch.counts
+        self.out = PendingValues(filled=self.samples.filled)
+        self.ran: dict[str, dict[int, int]] = {}  # by tap, the depth of each block that ran
+        self.previous: AttentionOperator | None = None
 
     def depth(self, tap: str, layer: int) -> int:
         """How deep a block is that runs now: its number, or one more than before if layers share a module."""
         ran = self.ran.setdefault(tap, {})
         last = next(reversed(ran), 0)
         if layer in ran and layer != last:
-            raise AcutanceError(
-                f"layer {layer} ran again after layer {last} in one forward pass, so its readings cannot be told "
-                "apart: feed what runs the layers once"
-            )
+            again = f"layer {layer} ran again after layer {last} in one forward pass"
+            raise AcutanceError(f"{again}, so its readings cannot be told apart: feed what runs the layers once")
         ran[layer] = max(layer, ran.get(last, 0) + 1)
         return ran[layer]
 
@@ -146,9 +153,6 @@ class MetricReader(Visitor):
         kind = tokens.device.type
         on = torch.is_autocast_enabled(kind)
         self.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if on else None
-        special = sum(self.samples.special_token_counts)
-        if special and tokens.ndim == 3 and tokens.shape[1] <= special:
-            raise AcutanceError(f"all {tokens.shape[1]} tokens of a sample are special: read with prefix='in'")
         packed_in = self.samples.documents
         self.out.samples = len(tokens if packed_in is None else packed_in.rows)  # attention may have windows as rows
         if "block" in self.taps:
@@ -162,7 +166,7 @@ class MetricReader(Visitor):
 
     def attend(self, layer: int, call: AttentionCall) -> None:
         windows_move, layer = layer in self.moving, self.depth(MATRIX, layer)
-        _, mask = self._counted(layer, call.branch)
+        _, mask = self.samples.tokens(call.branch)
         record = self.samples.record(call)
         if "attention" in self.taps:
             self._read_tokens("attention", layer, record.branch, mask)
@@ -192,11 +196,10 @@ class MetricReader(Visitor):
         """Send the batch's values off, and take in those that have arrived."""
         if not any(names for _, _, names, *_ in self.out.read):
             raise AcutanceError(
-                f"nothing was read: {ATTENTION_COSINE} compares successive layers and needs two of them, of the same "
-                "tokens: windows that move from layer to layer have none"
+                f"nothing was read: {ATTENTION_COSINE} needs two layers of the same tokens, not windows that move"
                 if MATRIX in self.ran
-                else "nothing was read: no block of the model was called as a module. Some models (SqueezeBERT) run "
-                "block.forward(…) past all hooks, and can be read only through a Library of their own"
+                else "nothing was read: no block of the model was called as a module. Some (SqueezeBERT) "
+                "run block.forward(…) past all hooks, and can be read only through a Library of their own"
             )
         self.out.send()
         if self.counts:
@@ -214,11 +217,8 @@ class MetricReader(Visitor):
                 for place, key in enumerate(keys):
                     parts.setdefault(key, []).extend((n, mean[place], more[place]) for n, mean, more in batches)
         if not parts:
-            raise AcutanceError(
-                "no sample has a token that counts: masks and prefix='out' leave none"
-                if self.out.read
-                else "measure got no batches: pass an iterable with at least one"
-            )
+            masked = "no sample has a token that counts: masks and prefix='out' leave none"
+            raise AcutanceError(masked if self.out.read else "measure got no batches: pass at least one")
         taps = [*self.taps, MATRIX]
         ordered = sorted(parts, key=lambda key: (taps.index(key[0]), key[1], self.names.index(key[2])))
         return tuple(MetricValue(*key, *pooled(parts[key])) for key in ordered)
@@ -235,18 +235,7 @@ class MetricReader(Visitor):
         """Read the token metrics at one tap."""
         if tokens.ndim != 3:
             raise ShapeError(f"{tap} of layer {layer} is {tuple(tokens.shape)}, not (batch, tokens, channels)")
-        self._read_tokens(tap, layer, *self._counted(layer, tokens))
-
-    def _counted(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The tokens by sample, and which of them count."""
-        self.width = self.width or tokens.shape[1]
-        # Tokens that join on the way, such as EoMT's queries, move the special tokens away from the ends.
-        if any(self.samples.special_token_counts) and tokens.shape[1] > self.width:
-            raise AcutanceError(
-                f"layer {layer} has {tokens.shape[1]} tokens, the first reading had {self.width}: some were added on "
-                "the way, so where the special tokens are is not known. Read with prefix='in'"
-            )
-        return self.samples.tokens(tokens)
+        self._read_tokens(tap, layer, *self.samples.tokens(tokens))
 
     def _read_tokens(self, tap: str, layer: int, tokens: Tensor, mask: Tensor | None) -> None:
         for name in self._read_sums(tap, layer, self.token_metrics, tokens, mask) if self.token_metrics else ():
@@ -276,20 +265,6 @@ def pooled(parts: Sequence[tuple[int, float, float]]) -> tuple[float, float, int
         mean = (counts * means).sum() / counts.sum()
         variance = (squares + counts * np.square(means - mean)).sum() / max(counts.sum() - 1, 1)
     return float(mean), float(np.sqrt(variance)) if np.isfinite(mean) else np.inf, int(counts.sum())
-
-
-def metric_reader(
-    target: nn.Module, metrics: str | Sequence[str], tap: str | Sequence[str], prefix: str
-) -> MetricReader:
-    """The visitor that reads these metrics; refuses unknown names and warns of blocks that it cannot see."""
-    check_prefix(prefix)
-    names = _chosen("metric", available_metrics() if metrics == "all" else metrics, [*available_metrics(), "all"])
-    taps = _chosen("tap", tap, TAPS)
-    if unread := sites.modules_between(target) if "block" in taps else []:
-        words = f"modules between blocks are not read and not counted as layers: {', '.join(unread)}"
-        warnings.warn(words, AcutanceWarning, stacklevel=3)
-    layers = sites.layers_of(target) if ATTENTION_COSINE in names else []
-    return MetricReader(names, taps, prefix, [n for site, n in layers if has_windows(site.attention)])
 
 
 def _chosen(what: str, choice: str | Sequence[str], known: Sequence[str]) -> list[str]:

@@ -130,6 +130,14 @@ class TokenLayout:
             )
         mask = None if mask is None else mask.to(device)
         if front or back:
+            (_, first), _ = next(iter(self._kept), (shape, device))
+            if shape[1] <= front + back:
+                raise AcutanceError(f"all {shape[1]} tokens of a sample are special: read with prefix='in'")
+            if shape[1] > first:  # such as EoMT's queries
+                raise AcutanceError(
+                    f"a layer has {shape[1]} tokens, the first reading had {first}: where the special tokens are among "
+                    "those that were added is not known. Read with prefix='in'"
+                )
             content = torch.ones(shape, dtype=torch.bool, device=device)
             content[:, :front] = content[:, shape[1] - back :] = False
             mask = content if mask is None else mask & content
