@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,11 +135,18 @@ def merge(profiles: Iterable[Profile]) -> Profile:
     keys = [[(r.tap, r.layer, r.metric) for r in p.readings] for p in runs]
     if not runs or any(k != keys[0] for k in keys):
         raise AcutanceError("only profiles of the same taps, layers and metrics can be merged")
-    means = np.array([[r.mean for r in p.readings] for p in runs])
-    spread = means.std(axis=0, ddof=1) if len(runs) > 1 else np.zeros(means.shape[1])
-    rows = zip(keys[0], means.mean(axis=0).tolist(), spread.tolist(), strict=True)
-    values = tuple(MetricValue(*key, mean, std, len(runs)) for key, mean, std in rows)
+    means = zip(*([(1, r.mean, 0.0) for r in p.readings] for p in runs), strict=True)
+    values = tuple(MetricValue(*key, *pooled(parts)) for key, parts in zip(keys[0], means, strict=True))
     return Profile(values, {**runs[0].context, "runs": len(runs)})
+
+
+def pooled(parts: Sequence[tuple[int, float, float]]) -> tuple[float, float, int]:
+    """Mean, standard deviation (infinite if the mean is) and count of the whole, from the moments of its parts."""
+    counts, means, squares = np.array(parts).T
+    with np.errstate(invalid="ignore"):
+        mean = (counts * means).sum() / counts.sum()
+        variance = (squares + counts * np.square(means - mean)).sum() / max(counts.sum() - 1, 1)
+    return float(mean), float(np.sqrt(variance)) if np.isfinite(mean) else np.inf, int(counts.sum())
 
 
 def _table(title: str, cells: Mapping[tuple[str, int, str], str], caption: str) -> FittedTable:
