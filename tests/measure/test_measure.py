@@ -161,10 +161,7 @@ def test_batches_may_be_tuples_or_mappings(model: ViT, images: torch.Tensor) -> 
         ({"batches": []}, "no batches"),
         ({"batches": ["text"]}, "not str"),
         ({"batches": torch.zeros(2, 1, 8, 8)}, r"a tensor \(2, 1, 8, 8\), which is one batch: write \[batch\]"),
-        (
-            {"model": small_vit(depth=1), "metrics": "attention_cosine"},
-            "nothing was read: .* needs two layers",
-        ),
+        ({"model": small_vit(depth=1), "metrics": "attention_cosine"}, "nothing was read: .* needs two layers"),
     ],
 )
 def test_errors_say_what_to_do(model: ViT, images: torch.Tensor, arguments: dict, message: str) -> None:

@@ -7,7 +7,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -214,10 +214,9 @@ def _callback(base: type, **events: Callable[..., None]) -> Any:
 def _append_line(path: Path, step: int, profile: Profile) -> None:
     """Append a profile's own JSON and the step to a file, after dropping a line that a crash cut off."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = path.read_bytes() if path.exists() else b""
-    if content and not content.endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
-    with path.open("ab") as file:
+    with path.open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
         file.write(json.dumps({"step": step, **profile.to_dict()}, allow_nan=False).encode() + b"\n")
 
 
@@ -255,16 +254,13 @@ def _copy_probe(probe: Any) -> Any:
 @contextmanager
 def own_randomness(seed: int = 0) -> Iterator[None]:
     """Seed all global generators, so that what is drawn is the same each time; restore their states afterwards."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 # the global one
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
-        try:
-            random.seed(seed)
-            np.random.seed(seed)  # noqa: NPY002
-            torch.default_generator.manual_seed(seed)
-            if devices:
-                torch.cuda.manual_seed_all(seed)
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002
+    with torch.random.fork_rng(devices), ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 # the global one
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed_all(seed)
+        yield

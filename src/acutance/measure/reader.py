@@ -102,15 +102,11 @@ class PendingValues:
 class MetricReader(Visitor):
     """Reads metrics at every layer, as `measure` takes them.
 
-    Of a `target` it also knows which windows move from layer to layer, and warns of modules that it cannot see.
+    Of a `model` it also knows which windows move from layer to layer, and warns of modules that it cannot see.
     """
 
     def __init__(
-        self,
-        metrics: str | Sequence[str],
-        tap: str | Sequence[str],
-        prefix: str = "in",
-        target: nn.Module | None = None,
+        self, metrics: str | Sequence[str], tap: str | Sequence[str], prefix: str = "in", model: nn.Module | None = None
     ) -> None:
         check_prefix(prefix)
         known, self.prefix, self.taps = available_metrics(), prefix, _chosen("tap", tap, TAPS)
@@ -120,10 +116,10 @@ class MetricReader(Visitor):
         attends = {"attention", "values"} & set(self.taps) or self.attention_metrics
         wanted = {"leave": "block" in self.taps, "attend": attends, "final": "final" in self.taps}
         self.needs = {"enter": (1,)} | {method: EVERY for method, is_wanted in wanted.items() if is_wanted}
-        if target is not None and "block" in self.taps and (unread := sites.modules_between(target)):
+        if model is not None and "block" in self.taps and (unread := sites.modules_between(model)):
             words = f"modules between blocks are not read and not counted as layers: {', '.join(unread)}"
             warnings.warn(words, AcutanceWarning, stacklevel=3)
-        layers = sites.layers_of(target) if target is not None and ATTENTION_COSINE in self.names else []
+        layers = sites.layers_of(model) if model is not None and ATTENTION_COSINE in self.names else []
         self.moving = [number for site, number in layers if has_windows(site.attention)]
         self.autocast: str | None = None  # the dtype that the blocks run in; a model's forward may enter its own
         self.samples, self.out = TokenLayout(), PendingValues()

@@ -38,6 +38,7 @@ POINTS = 2000  # eigenvalues of a layer shown on a page: keeps the page of a wid
 CONTEXT = ("model", "mitigation", "parameters", "samples", "dtype", "device", "seed", "versions")
 NEEDS = "an HTML page needs altair and vl-convert-python: pip install 'acutance[report]'"
 
+AnyPath = str | os.PathLike[str]
 Charts = Mapping[str, tuple[str, Any]]  # name to heading and Altair chart
 
 
@@ -62,28 +63,16 @@ class LayerRow:
         return np.where(np.abs(1 + self.eigenvalues) > 1, *COLOURS)
 
 
-def write_page(
-    runs: Mapping[str, Result],
-    path: str | os.PathLike[str],
-    *,
-    title: str = "Over-smoothing, layer by layer",
-    verdict: str = "",
-    summary: Rows = (),
-) -> Path:
+def write_page(runs: Mapping[str, Result], path: AnyPath, *, verdict: str = "", summary: Rows = ()) -> Path:
     """Write the page of some runs, a curve each in every chart."""
     taps = dict.fromkeys(row["tap"] for run in runs.values() for row in run.rows())
     charts = {tap: (TAP_NAMES.get(tap, tap), _curve_charts(runs, tap)) for tap in taps}
     context = [_context_row(name, run.context, "prefix", "data") for name, run in runs.items()]
-    return _write(path, title, verdict, summary, HINT, charts, context)
+    return _write(path, "Over-smoothing, layer by layer", verdict, summary, HINT, charts, context)
 
 
 def write_spectrum_page(
-    path: str | os.PathLike[str],
-    layers: Sequence[LayerRow],
-    title: str,
-    verdict: str,
-    summary: Rows,
-    context: Mapping[str, Any],
+    path: AnyPath, layers: Sequence[LayerRow], title: str, verdict: str, summary: Rows, context: Mapping[str, Any]
 ) -> Path:
     """One offline page: the verdict per layer, the eigenvalues and, where it was read on data, what dominates."""
     hint = "H = W_projᵀW_Vᵀ with eigenvalues λ, A attention with eigenvalues μ. Orange smooths, blue sharpens."
@@ -91,9 +80,7 @@ def write_spectrum_page(
     return _write(path, f"Why {title} smooths or sharpens", verdict, summary, hint, _spectrum_charts(layers), rows)
 
 
-def _write(
-    path: str | os.PathLike[str], title: str, verdict: str, summary: Rows, hint: str, charts: Charts, context: Rows
-) -> Path:
+def _write(path: AnyPath, title: str, verdict: str, summary: Rows, hint: str, charts: Charts, context: Rows) -> Path:
     """Write one page: verdict, summary, a heading and a chart per entry of `charts`, what was read."""
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     body = template.substitute(

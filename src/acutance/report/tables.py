@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -41,11 +41,13 @@ class FittedTable:
     sentences: str | None = None  # the column that may wrap
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names = dict.fromkeys((*self.keys, *(self.rows[0] if self.rows else ())))
+        widths = {name: max(cell_len(text) for text in (name, *(row[name] for row in self.rows))) + 3 for name in names}
+        if self.sentences in widths:
+            widths[self.sentences] = WRAPPED
         groups: list[list[str]] = [[]]
-        for column in self.rows[0] if self.rows else ():
-            if column in self.keys:
-                continue
-            if groups[-1] and self._width([*groups[-1], column], console, options) > options.max_width:
+        for column in [name for name in names if name not in self.keys]:
+            if groups[-1] and 1 + sum(widths[name] for name in (*self.keys, *groups[-1], column)) > options.max_width:
                 groups.append([])
             groups[-1].append(column)
         for number, group in enumerate(groups):
@@ -71,11 +73,6 @@ class FittedTable:
             if any(cells):
                 table.add_row(*(row[key] for key in self.keys), *cells)
         return table
-
-    def _width(self, columns: list[str], console: Console, options: ConsoleOptions) -> int:
-        table = self._table([column for column in columns if column != self.sentences])
-        unwrapped = Measurement.get(console, options.update(max_width=10_000), table).maximum
-        return unwrapped + (WRAPPED if self.sentences in columns else 0)
 
 
 class Result(ABC):
