@@ -56,13 +56,13 @@ def test_documents_that_see_each_other_are_refused(causal):
     for mask, mixes in ((None, True), (open_once, True), (future, not causal), (APART, False)):
         additive = [] if mask is None else [torch.zeros(2, 1, 7, 7).masked_fill(~mask, low) for low in (-1e4, -3e38)]
         for form in (mask, *additive):
-            A = record(causal=causal, mask=form).A
+            call = record(causal=causal, mask=form)
             if mixes:
                 with pytest.raises(AcutanceError, match=r"does not keep such documents apart.*rows of their own"):
-                    samples.refuse_mixing(A)
+                    samples.refuse_mixing(call)
             else:
-                samples.refuse_mixing(A)
-    TokenLayout().refuse_mixing(record(causal=causal).A)
+                samples.refuse_mixing(call)
+    TokenLayout().refuse_mixing(record(causal=causal))
 
 
 @pytest.mark.parametrize("kind", ["bool mask", "float mask", "causal"])

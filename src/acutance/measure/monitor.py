@@ -24,6 +24,7 @@ from acutance.measure.profile import FORMAT, Profile
 from acutance.measure.reader import MetricReader
 from acutance.measure.walk import hooked, map_tensors
 from acutance.report.pictures import plot_steps
+from acutance.report.tables import data_frame
 from acutance.sites.structure import bare_module, shards_put_back
 
 if TYPE_CHECKING:
@@ -179,10 +180,7 @@ class History(dict[int, Profile]):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per step and reading, as a pandas DataFrame."""
-        frames = [profile.to_frame().assign(step=step) for step, profile in self.items()]
-        import pandas as pd
-
-        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+        return data_frame([{**row, "step": step} for step, profile in self.items() for row in profile.rows()])
 
     def plot(self) -> Figure:
         """A panel per metric and tap: the metric over the training steps, a curve per layer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,6 +131,8 @@ class Profile(Result):
 
 def merge(profiles: Iterable[Profile]) -> Profile:
     """The mean over several runs (seeds) of the same measurement; `std` is then the spread over runs."""
+    from acutance.measure.reader import pooled
+
     runs = list(profiles)
     keys = [[(r.tap, r.layer, r.metric) for r in p.readings] for p in runs]
     if not runs or any(k != keys[0] for k in keys):
@@ -138,15 +140,6 @@ def merge(profiles: Iterable[Profile]) -> Profile:
     means = zip(*([(1, r.mean, 0.0) for r in p.readings] for p in runs), strict=True)
     values = tuple(MetricValue(*key, *pooled(parts)) for key, parts in zip(keys[0], means, strict=True))
     return Profile(values, {**runs[0].context, "runs": len(runs)})
-
-
-def pooled(parts: Sequence[tuple[int, float, float]]) -> tuple[float, float, int]:
-    """Mean, standard deviation (infinite if the mean is) and count of the whole, from the moments of its parts."""
-    counts, means, squares = np.array(parts).T
-    with np.errstate(invalid="ignore"):
-        mean = (counts * means).sum() / counts.sum()
-        variance = (squares + counts * np.square(means - mean)).sum() / max(counts.sum() - 1, 1)
-    return float(mean), float(np.sqrt(variance)) if np.isfinite(mean) else np.inf, int(counts.sum())
 
 
 def _table(title: str, cells: Mapping[tuple[str, int, str], str], caption: str) -> FittedTable:

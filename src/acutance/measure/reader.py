@@ -23,7 +23,7 @@ from acutance.attention.kernels import packed
 from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, AcutanceWarning, ShapeError
 from acutance.measure import TAPS
-from acutance.measure.profile import MATRIX, MetricValue, pooled
+from acutance.measure.profile import MATRIX, MetricValue
 from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import EVERY, Batch, Visitor
 from acutance.metrics.kernels import token_sums
@@ -252,6 +252,15 @@ class MetricReader(Visitor):
                 mean = values.mean(1)
                 moments = values.shape[1], mean, np.square(values - mean[:, None]).sum(1)
             self.moments.setdefault(keys, []).append(moments)
+
+
+def pooled(parts: Sequence[tuple[int, float, float]]) -> tuple[float, float, int]:
+    """Mean, standard deviation (infinite if the mean is) and count of the whole, from the moments of its parts."""
+    counts, means, squares = np.array(parts).T
+    with np.errstate(invalid="ignore"):
+        mean = (counts * means).sum() / counts.sum()
+        variance = (squares + counts * np.square(means - mean)).sum() / max(counts.sum() - 1, 1)
+    return float(mean), float(np.sqrt(variance)) if np.isfinite(mean) else np.inf, int(counts.sum())
 
 
 def _chosen(what: str, choice: str | Sequence[str], known: Sequence[str]) -> list[str]:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from acutance.attention import AttentionCall
-from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, ShapeError
 
 SPECIAL = "special_tokens_mask"  # the tokeniser's class and separator tokens; no model takes it
@@ -146,10 +145,11 @@ class TokenLayout:
         documents = self.documents.to(device)
         return documents, documents.inside if mask is None else documents.inside & documents.split(mask)
 
-    def refuse_mixing(self, A: AttentionOperator) -> None:
+    def refuse_mixing(self, call: AttentionCall) -> None:
         """Raise if the attention's mask lets packed documents see each other."""
         if self.documents is None:
             return
+        A = call.A
         labels = self.documents.labels.to(A.device)
         across = labels[:, None, :, None] != labels[:, None, None, :]
         visible = A.mask4 is None or (A.mask4 if A.mask4.dtype == torch.bool else A.mask4 > HIDDEN)
@@ -160,9 +160,10 @@ class TokenLayout:
             )
 
     def record(self, record: AttentionCall) -> AttentionCall:
-        """The record with each document as a sample."""
+        """The record with each document as a sample; refuses documents that see each other."""
         if self.documents is None:
             return record
+        self.refuse_mixing(record)
         documents, A = self.documents.to(record.branch.device), record.A
 
         def split(x: Tensor) -> Tensor:  # (batch, heads, tokens, width)

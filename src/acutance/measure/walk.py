@@ -2,7 +2,7 @@
 
 import platform
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,32 +92,23 @@ def walk(
     """
     refuse_single(batches)
     bare = bare_module(model)  # a compiled model would not see hooks added now
-    target = sites.part_of(bare, part)
-    batch: Batch | None = None
-
-    def refuse_mixing(call: AttentionCall) -> None:
-        if batch is not None and batch.packed is not None:
-            batch.packed.refuse_mixing(call.A)
-
+    target, is_first = sites.part_of(bare, part), True
     with evaluating(bare), sites.cached_lookup(), sites.reading(target), ExitStack() as stack:
-        stack.enter_context(hooked(target, *visitors, check=refuse_mixing))
+        stack.enter_context(hooked(target, *visitors))
         for fed, counts in _shared(batches, progress, stack, is_sharded(bare) if across_processes else None):
-            is_first, batch = batch is None, Batch(bare, part, fed, counts)
+            batch = Batch(bare, part, fed, counts)
             for visitor in visitors:
                 visitor.begin(batch)
             with ExitStack() as around:
                 if is_first:  # once only: the check waits for the device
                     around.enter_context(sites.checking_blocks(target, *possible_rows(fed)))
-                if batch.packed is not None and not _attend(visitors):
-                    with suppress(AcutanceError):  # attention that cannot be read cannot be checked
-                        around.enter_context(sites.find(target)[0].observe(refuse_mixing))
+                if batch.packed is not None:
+                    with suppress(AcutanceError):  # a visitor reads this attention and checks it, or nobody can
+                        around.enter_context(sites.find(target)[0].observe(batch.packed.refuse_mixing))
                 feed(bare, fed)
+            is_first = False
             for visitor in visitors:
                 visitor.end()
-
-
-def _attend(visitors: Sequence[Visitor]) -> bool:
-    return any("attend" in visitor.needs for visitor in visitors)
 
 
 def _shared(
@@ -133,10 +124,8 @@ def _shared(
 
 
 @contextmanager
-def hooked(
-    model: nn.Module, *visitors: Visitor, check: Callable[[AttentionCall], object] = lambda call: None
-) -> Iterator[None]:
-    """Set the hooks that the visitors need, for the time of a with block; `check` sees attention before they do."""
+def hooked(model: nn.Module, *visitors: Visitor) -> Iterator[None]:
+    """Set the hooks that the visitors need, for the time of a with block."""
 
     def listen(method: str, layer: int, register: Callable[..., Any], read: Callable[..., Any]) -> None:
         """Have visitors that need this method at this layer told what `read` makes of the hook's arguments."""
@@ -156,14 +145,11 @@ def hooked(
             before, after = partial(block.register_forward_pre_hook, with_kwargs=True), block.register_forward_hook
             listen("enter", layer, before, lambda _, *given, tokens=tokens: tokens(sites.tokens_in(*given)))
             listen("leave", layer, after, lambda *args, tokens=tokens: tokens(sites.tokens_out(args[-1])))
-        for site, layer in sites.layers_of(model) if _attend(visitors) else ():
-            listen("attend", layer, site.observe, lambda call: check(call) or call)
-        listen(
-            "final",
-            blocks[-1][0],
-            lambda hook: sites.final_norm(model).register_forward_hook(hook),
-            lambda *args: sites.find(model)[-1].tokens(sites.tokens_out(args[-1])),
-        )
+        for site, layer in sites.layers_of(model) if any("attend" in v.needs for v in visitors) else ():
+            listen("attend", layer, site.observe, lambda call: call)
+        if any("final" in v.needs for v in visitors):
+            norm, tokens = sites.final_norm(model), sites.find(model)[-1].tokens
+            listen("final", blocks[-1][0], norm.register_forward_hook, lambda *args: tokens(sites.tokens_out(args[-1])))
         yield
 
 

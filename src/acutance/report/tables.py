@@ -101,13 +101,18 @@ class Result(ABC):
 
     def to_frame(self) -> pd.DataFrame:
         """The rows as a pandas DataFrame."""
-        pandas = import_extra("pandas", "to_frame needs pandas: pip install 'acutance[report]'")
-        frame: pd.DataFrame = pandas.DataFrame(self.rows())
-        return frame
+        return data_frame(self.rows())
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write JSON, atomically."""
         return atomic_write(path, self.to_json().encode())
+
+
+def data_frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """The rows as a pandas DataFrame."""
+    pandas = import_extra("pandas", "to_frame needs pandas: pip install 'acutance[report]'")
+    frame: pd.DataFrame = pandas.DataFrame(rows)
+    return frame
 
 
 def html_table(rows: Rows) -> str:
