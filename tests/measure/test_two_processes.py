@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from monitor_worlds import assert_same, build, data, outcome, probe, seed_everything
+from monitor_worlds import assert_same, build, data, draws, outcome, probe
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -70,7 +70,7 @@ def fit(wrapped, model, rank, monitor=None, before_step=lambda: None):
     """Two batches an optimiser step, each rank its own half."""
     pictures, labels = (x[8 * rank : 8 * rank + 8] for x in data())
     optimiser = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
-    seed_everything(rank)
+    draws(seed=rank)
     for _ in range(STEPS):
         optimiser.zero_grad()
         for last in (False, True):
