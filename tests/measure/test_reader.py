@@ -157,11 +157,3 @@ def test_no_batch_is_let_off(model, images):
     batches[-1][1, 0, 0, 0] = torch.inf
     with pytest.raises(NonFiniteError, match=r"layer 0: token_cosine at block: .*sample 1"):
         ac.measure(model, batches, metrics="token_cosine", progress=False)
-
-
-def test_masks_are_made_once_for_all_layers():
-    samples = TokenLayout.of({"attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}, special_token_counts=(0, 1))
-    tokens = torch.randn(2, 3, 4)
-    first = samples.tokens(tokens)[1]
-    assert first.tolist() == [[False, True, False], [True, True, False]]
-    assert samples.tokens(tokens + 1)[1] is first
