@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from measured_vit import embedded, hooks_of, small_images, small_vit
+from torch.utils.data import DataLoader, IterableDataset
 
 import acutance as ac
 from acutance import sites
@@ -130,10 +131,19 @@ def test_a_documented_infinity_is_reported_as_such(model: ViT, images: torch.Ten
     assert (reading.mean, reading.std, reading.count) == (np.inf, np.inf, 7)
 
 
-def test_batches_may_be_tuples_or_mappings(model: ViT, images: torch.Tensor) -> None:
-    forms = ([images], [(images, torch.zeros(7))], iter([{"images": images}]))
-    plain, labelled, named = (ac.measure(model, form, metrics="token_cosine") for form in forms)
-    assert plain.readings == labelled.readings == named.readings
+class Endless(IterableDataset):
+    """Samples of which nobody knows the number, such as a stream's."""
+
+    def __iter__(self):
+        return iter(small_images())
+
+
+def test_batches_may_be_tuples_mappings_or_a_stream(model: ViT, images: torch.Tensor) -> None:
+    stream = DataLoader(Endless(), batch_size=7)
+    forms = ([images], [(images, torch.zeros(7))], iter([{"images": images}]), stream)
+    plain, *others = (ac.measure(model, form, metrics="token_cosine") for form in forms)
+    others.append(ac.measure(model, stream, metrics="token_cosine", across_processes=True))
+    assert [other.readings for other in others] == [plain.readings] * 4
 
 
 @pytest.mark.parametrize(

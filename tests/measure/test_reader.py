@@ -1,8 +1,11 @@
 """What a batch's readings cost on their way to the host, and that they are the same by sums and by formulas."""
 
+import itertools
+import math
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from measured_vit import small_images, small_vit
@@ -104,6 +107,25 @@ def test_the_host_waits_for_a_batch_only_if_too_many_are_under_way(model, images
     options = {"metrics": [*FROM_SUMS, *ATTENTION], "tap": ["block", "attention", "values", "final"], "prefix": "out"}
     assert operations(lambda: ac.measure(model, images.split(1), progress=False, **options)).waits == 0
     assert seen == received
+
+
+FAR = np.random.default_rng(0).normal(1000.0, 0.1, 9)  # a mean far above the spread shows a careless formula
+
+
+@pytest.mark.parametrize(
+    ("parts", "mean", "std"),
+    [(np.split(FAR, [1, 2, 6]), FAR.mean(), FAR.std(ddof=1))]
+    + [(parts, math.inf, math.inf) for parts in itertools.permutations([[1.0, 2.0], [math.inf], [3.0]])],
+)
+def test_merged_statistics_are_those_of_the_whole_and_keep_infinities(parts, mean, std) -> None:
+    reader = MetricReader(["token_cosine"], ["block"])
+    for part in parts:
+        reader.take_in((("block", 1, "token_cosine"),), np.array([part]))
+    reader.take_in((("block", 0, "token_cosine"), ("block", 2, "token_cosine")), np.zeros((2, 1)))  # not in all batches
+    found = reader.readings()[1]
+    assert found.mean == pytest.approx(mean, rel=1e-15)
+    assert found.std == pytest.approx(std, rel=1e-9)
+    assert [r.count for r in reader.readings()] == [1, sum(map(len, parts)), 1]
 
 
 PADDING = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]])}
