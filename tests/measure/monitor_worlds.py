@@ -1,6 +1,7 @@
 """A small training whose outcome depends on everything a monitor could disturb."""
 
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -50,22 +51,22 @@ def draws(device="cpu", seed=None):
     return [random.random(), float(np.random.rand()), float(torch.rand(())), float(torch.rand((), device=device))]  # noqa: NPY002
 
 
-def train(model, steps=6, after_step=lambda step: None, amid=lambda: None, autocast=False, run=None):
-    """A plain loop with augmentation from all generators; returns the outcome."""
+def train(model, steps=6, after_step=lambda _: None, amid=lambda: None, autocast=False, run=None, rank=None):
+    """A plain loop, two batches a step, with augmentation from all generators; returns the outcome."""
     run, device = model if run is None else run, next(model.parameters()).device
-    images, labels = (x.to(device) for x in data())
+    images, labels = (x.to(device) if rank is None else x[8 * rank :][:8] for x in data())
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    draws(seed=3)
+    draws(seed=rank or 3)
     model.train()
     for step in range(1, steps + 1):
         optimiser.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            amid()
-            gain = 1 + random.random() + np.random.rand()  # noqa: NPY002
-            loss = F.cross_entropy(run(gain * images + torch.randn(images.shape, device=device)), labels)
-            amid()
-            loss = loss + F.cross_entropy(run(images), labels)
-        loss.backward()
+        for is_last in (False, True):
+            waits = getattr(run, "no_sync", nullcontext) if not is_last else nullcontext
+            with waits(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                amid()
+                gain = 1 + random.random() + np.random.rand()  # noqa: NPY002
+                F.cross_entropy(run(gain * images + torch.randn(images.shape, device=device)), labels).backward()
+        amid()
         optimiser.step()
         after_step(step)
     return outcome(model, optimiser)
@@ -79,7 +80,8 @@ def outcome(model, optimiser):
         found |= {f"optimiser {index} {name}": torch.as_tensor(value) for name, value in slots.items()}
     found |= {f"mode {k}": torch.tensor(m.training) for k, m in model.named_modules()}
     drawn = draws(next(model.parameters()).device)
-    return found | {f"generator {i}": torch.tensor(x, dtype=torch.float64) for i, x in enumerate(drawn)}
+    found |= {f"generator {i}": torch.tensor(x, dtype=torch.float64) for i, x in enumerate(drawn)}
+    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items()}
 
 
 def assert_same(found, expected):
