@@ -21,16 +21,6 @@ from acutance.models import ViT
 measure = partial(ac.measure, progress=False)
 
 
-@pytest.fixture
-def model() -> ViT:
-    return small_vit(registers=1, drop_path=0.5)
-
-
-@pytest.fixture
-def images() -> torch.Tensor:
-    return small_images()
-
-
 @torch.no_grad()
 def residual_stream(model: ViT, images: torch.Tensor) -> list[torch.Tensor]:
     """Written out, block by block."""

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from measured_vit import small_images, small_vit
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import acutance as ac
@@ -22,7 +21,6 @@ from acutance.metrics.sums import FROM_SUMS
 from acutance.sites.structure import evaluating
 from token_fields import stand_in
 
-DEPTH = 3
 WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
 ATTENTION = ["nonlocal_energy", "attention_entropy"]
 
@@ -42,16 +40,6 @@ class Operations(TorchDispatchMode):
     def waits(self):
         """How often a number was needed on the host."""
         return sum(self.counts[name] for name in WAITS)
-
-
-@pytest.fixture
-def model():
-    return small_vit(DEPTH)
-
-
-@pytest.fixture
-def images():
-    return small_images(6)
 
 
 @pytest.fixture(params=[False, True], ids=["formulas", "sums"])
@@ -79,7 +67,7 @@ def test_a_reading_by_sums_costs_a_launch_and_little_else(model, images, monkeyp
 
     asked = stand_in(monkeypatch)
     reading = operations(lambda: ac.measure(model, [images], metrics=list(FROM_SUMS), progress=False))
-    assert len(asked) == DEPTH + 1
+    assert len(asked) == 4
     more = reading.counts.total() - operations(plain).counts.total()
     # Of a reading the launch and a view of what it gives; of a batch what joins and sends these.
     assert more <= 2 * len(asked) + 3
@@ -89,10 +77,10 @@ def test_a_reading_by_sums_costs_a_launch_and_little_else(model, images, monkeyp
 def test_tokens_are_not_summed_up_again_for_attention(model, images, monkeypatch):
     asked = stand_in(monkeypatch)
     ac.measure(model, [images], metrics=["token_cosine", *ATTENTION], progress=False)
-    assert len(asked) == DEPTH + 1
+    assert len(asked) == 4
     asked.clear()
     ac.measure(model, [images], metrics=ATTENTION, progress=False)
-    assert len(asked) == DEPTH, "with nothing else read, the branches are watched"
+    assert len(asked) == 3, "with nothing else read, the branches are watched"
 
 
 @pytest.mark.usefixtures("by_sums")
@@ -105,7 +93,7 @@ def test_the_host_waits_for_a_batch_only_if_too_many_are_under_way(model, images
     monkeypatch.setattr(PendingValues, "send", lambda self: sent.append(1) or send(self))
     monkeypatch.setattr(PendingValues, "received", lambda self: seen.append(len(sent)) or receive(self))
     options = {"metrics": [*FROM_SUMS, *ATTENTION], "tap": ["block", "attention", "values", "final"], "prefix": "out"}
-    assert operations(lambda: ac.measure(model, images.split(1), progress=False, **options)).waits == 0
+    assert operations(lambda: ac.measure(model, images[:6].split(1), progress=False, **options)).waits == 0
     assert seen == received
 
 
@@ -170,12 +158,12 @@ def test_the_first_layer_that_is_spoilt_is_named(model, images):
     )
     with pytest.raises(NonFiniteError) as error:
         ac.measure(model, images.split(2), metrics=["norm_spread", "effective_rank"], progress=False)
-    message = "layer 2: norm_spread at block: 2 of 34 tokens hold NaN or infinity (first: sample 0, token 4). "
+    message = "layer 2: norm_spread at block: 2 of 36 tokens hold NaN or infinity (first: sample 0, token 4). "
     assert str(error.value).startswith(message)
 
 
 def test_no_batch_is_let_off(model, images):
-    batches = list(images.clone().split(2))
+    batches = list(images[:6].clone().split(2))
     batches[-1][1, 0, 0, 0] = torch.inf
     with pytest.raises(NonFiniteError, match=r"layer 0: token_cosine at block: .*sample 1"):
         ac.measure(model, batches, metrics="token_cosine", progress=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from measured_vit import hooks_of, small_images, small_vit
+from measured_vit import hooks_of
 
 import acutance as ac
 from acutance import sites
@@ -19,19 +19,8 @@ from acutance.measure.maps import MapReader
 from acutance.measure.reader import MetricReader
 from acutance.measure.walk import EVERY, Visitor, walk
 
-DEPTH = 3
 NAMES = ["token_cosine", "effective_rank", "attention_entropy", "attention_cosine"]
 TAPS = ["block", "attention", "values", "final"]
-
-
-@pytest.fixture
-def model():
-    return small_vit(DEPTH)
-
-
-@pytest.fixture
-def batches():
-    return list(small_images(5).split(2))
 
 
 class Seen(Visitor):
@@ -56,7 +45,7 @@ class Seen(Visitor):
 
 
 def test_a_visitor_is_told_what_it_asked_for_in_order_by_no_more_hooks(model):
-    shape = (2, 17, 24)
+    shape = (2, 18, 24)
     seen = Seen(enter=[1], attend=[2], leave=(1, 3), final=EVERY)
     walk(model.train(), [torch.randn(2, 1, 8, 8)], seen)
     assert seen.events == [
@@ -74,7 +63,8 @@ def test_a_visitor_is_told_what_it_asked_for_in_order_by_no_more_hooks(model):
     assert not hooks_of(model)
 
 
-def test_visitors_in_one_walk_give_what_they_give_alone(model, batches):
+def test_visitors_in_one_walk_give_what_they_give_alone(model, images):
+    batches = list(images.split(3))
     runs = []
     model.register_forward_pre_hook(lambda *_: runs.append(1))
     profile = ac.measure(model, batches, metrics=NAMES, tap=TAPS, prefix="out", progress=False)
@@ -101,7 +91,7 @@ WORDS = [{"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}]
 @pytest.fixture
 def llama():
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": DEPTH}
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
     return transformers.LlamaModel(transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
 
 
