@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from acutance.errors import AcutanceError
-from acutance.measure.profile import MetricValue, Profile, merge
+from acutance.lab.studies.runs import merge
+from acutance.measure.profile import MetricValue, Profile
 
 
 def make(shift: float = 0.0, taps: tuple[str, ...] = ("block",)) -> Profile:

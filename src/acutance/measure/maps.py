@@ -28,7 +28,7 @@ class AttentionMaps(dict[int, NDArray[np.float32]]):
 
     def plot(self) -> Figure:
         """A matplotlib figure: a row per layer, a column per head."""
-        from acutance.report import plot_attention
+        from acutance.report.pictures import plot_attention
 
         return plot_attention(self)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from acutance.errors import AcutanceError
 from acutance.files.atomic import read_json
-from acutance.report import plot_curves, write_page
+from acutance.report.page import write_page
+from acutance.report.pictures import plot_curves
 from acutance.report.tables import FittedTable, Result, to_plain
 
 if TYPE_CHECKING:
@@ -127,19 +127,6 @@ class Profile(Result):
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one offline page with the per-layer curves."""
         return write_page({self.title: self}, path)
-
-
-def merge(profiles: Iterable[Profile]) -> Profile:
-    """The mean over several runs (seeds) of the same measurement; `std` is then the spread over runs."""
-    from acutance.measure.reader import pooled
-
-    runs = list(profiles)
-    keys = [[(r.tap, r.layer, r.metric) for r in p.readings] for p in runs]
-    if not runs or any(k != keys[0] for k in keys):
-        raise AcutanceError("only profiles of the same taps, layers and metrics can be merged")
-    means = zip(*([(1, r.mean, 0.0) for r in p.readings] for p in runs), strict=True)
-    values = tuple(MetricValue(*key, *pooled(parts)) for key, parts in zip(keys[0], means, strict=True))
-    return Profile(values, {**runs[0].context, "runs": len(runs)})
 
 
 def _table(title: str, cells: Mapping[tuple[str, int, str], str], caption: str) -> FittedTable:

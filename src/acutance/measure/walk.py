@@ -53,29 +53,20 @@ class Batch:
 class Visitor:
     """Sees what happens in a model: every method does nothing unless it is overridden.
 
-    `needs` names the methods among `enter`, `leave`, `attend` and `final` that are to be called, and at which layers.
+    `begin` and `end` are called before and after a batch; `enter` and `leave` with the tokens (batch, tokens, channels)
+    of a block; `attend` when its attention branch is done; `final` with the tokens after the final norm, as the last
+    layer's. `needs` names those of `enter`, `attend`, `leave` and `final` that are to be called, and at which layers.
     Layers are numbered from 1 over all blocks, also those without attention.
     """
 
     needs: Mapping[str, Container[int]] = {}
 
-    def begin(self, batch: Batch) -> None:
-        """A batch is about to run."""
-
-    def enter(self, layer: int, tokens: Tensor) -> None:
-        """Tokens (batch, tokens, channels) come into the block."""
-
-    def attend(self, layer: int, call: AttentionCall) -> None:
-        """The block's attention branch is done."""
-
-    def leave(self, layer: int, tokens: Tensor) -> None:
-        """Tokens (batch, tokens, channels) leave the block."""
-
-    def final(self, layer: int, tokens: Tensor) -> None:
-        """The tokens after the final norm; the layer is the last."""
-
-    def end(self) -> None:
-        """The batch has run."""
+    def begin(self, batch: Batch) -> None: ...
+    def enter(self, layer: int, tokens: Tensor) -> None: ...
+    def attend(self, layer: int, call: AttentionCall) -> None: ...
+    def leave(self, layer: int, tokens: Tensor) -> None: ...
+    def final(self, layer: int, tokens: Tensor) -> None: ...
+    def end(self) -> None: ...
 
 
 def walk(
