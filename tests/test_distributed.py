@@ -26,8 +26,7 @@ def test_a_process_that_ran_out_runs_along(monkeypatch) -> None:
     """The other process, played here, has two batches; this one has one, then none."""
     turns = iter([[True, True], [False, True], [None, "theirs"], [False, False]])
     monkeypatch.setattr(processes, "gather", lambda own: next(turns))
-    assert list(processes.pad_uneven_batches(["mine"], wait=True)) == [("mine", True), ("theirs", False)]
-    assert list(processes.pad_uneven_batches(iter("ab"), wait=False)) == [("a", True), ("b", True)]
+    assert list(processes.pad_uneven_batches(["mine"])) == [("mine", True), ("theirs", False)]
 
 
 def test_one_process_needs_no_others_and_a_device_is_chosen_or_refused() -> None:

@@ -73,15 +73,15 @@ def length_of(batches: Iterable[Any]) -> int | None:
     return None
 
 
-def pad_uneven_batches(own: Iterable[T], *, wait: bool) -> Iterator[tuple[T, bool]]:
+def pad_uneven_batches(own: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """This rank's batches, each with True if it counts.
 
-    FSDP needs every rank in each forward pass (`wait`), so a rank without batches reruns another's, with False.
+    FSDP needs every rank in each forward pass, so a rank without batches reruns another's, with False.
     """
     rest = iter(own)
     while True:
         batch = next(rest, None)
-        there = gather(batch is not None) if wait else [batch is not None]
+        there = gather(batch is not None)
         if not any(there):
             return
         offered = [batch] if all(there) else gather(batch)

@@ -1,7 +1,5 @@
 """Attention maps of chosen layers, per head: Fig. 4 of arXiv 2312.00751."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +21,9 @@ class AttentionMaps(dict[int, NDArray[np.float32]]):
     """Layer number (1 is the first) to an array (heads, tokens, tokens) whose rows sum to one."""
 
     def __repr__(self) -> str:
-        shapes = ", ".join(f"{layer}: {maps.shape}" for layer, maps in self.items())
-        return f"AttentionMaps({{{shapes}}})"
+        return f"AttentionMaps({ {layer: maps.shape for layer, maps in self.items()} })"
 
-    def plot(self) -> Figure:
+    def plot(self) -> "Figure":
         """A matplotlib figure: a row per layer, a column per head."""
         from acutance.report.pictures import plot_attention
 
@@ -56,8 +53,7 @@ class MapReader(Visitor):
     """Keeps the attention of one sample at some layers."""
 
     def __init__(self, layers: Sequence[int]) -> None:
-        self.needs = {"attend": layers}
-        self.maps = AttentionMaps()
+        self.needs, self.maps = {"attend": layers}, AttentionMaps()
 
     def attend(self, layer: int, call: AttentionCall) -> None:
         if call.A.shape[0] != 1:

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,12 @@ def walk(
     target, is_first = sites.part_of(bare, part), True
     with evaluating(bare), sites.cached_lookup(), sites.reading(target), ExitStack() as stack:
         stack.enter_context(hooked(target, *visitors))
-        for fed, counts in _shared(batches, progress, stack, is_sharded(bare) if across_processes else None):
+        rank, size = processes.rank_and_world_size() if across_processes else (0, 1)
+        if across_processes:
+            processes.refuse_shares(batches)
+            batches = processes.share(batches, rank, size)
+        own, waits = track(batches, progress if rank == 0 else None, stack), across_processes and is_sharded(bare)
+        for fed, counts in processes.pad_uneven_batches(own) if waits else zip(own, repeat(True), strict=False):
             batch = Batch(bare, part, fed, counts)
             for visitor in visitors:
                 visitor.begin(batch)
@@ -100,18 +106,6 @@ def walk(
             is_first = False
             for visitor in visitors:
                 visitor.end()
-
-
-def _shared(
-    batches: Iterable[Any], progress: str | None, stack: ExitStack, sharded: bool | None
-) -> Iterable[tuple[Any, bool]]:
-    """The batches of this process and whether they count; `sharded` is None if the process has all of them."""
-    if sharded is None:
-        return ((batch, True) for batch in track(batches, progress, stack))
-    processes.refuse_shares(batches)
-    rank, size = processes.rank_and_world_size()
-    own = track(processes.share(batches, rank, size), progress if rank == 0 else None, stack)
-    return processes.pad_uneven_batches(own, wait=sharded)
 
 
 @contextmanager
@@ -162,9 +156,8 @@ def feed(model: nn.Module, batch: Any) -> Any:
         return model(**map_tensors(inputs, lambda tensor: tensor.to(device)))
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     if not isinstance(inputs, Tensor):
-        raise AcutanceError(
-            f"a batch must be a tensor, a (tensor, …) tuple or a mapping of arguments, not {type(inputs).__name__}"
-        )
+        given = type(inputs).__name__
+        raise AcutanceError(f"a batch must be a tensor, a (tensor, …) tuple or a mapping of arguments, not {given}")
     return model(inputs.to(device))
 
 
