@@ -43,7 +43,6 @@ def measure(
             side by side) and `final` (after the final norm). Attention metrics read the operator.
         prefix: class, register and detection tokens, and those that a `special_tokens_mask` marks, `in` or `out`.
         part: path of the submodule to read, if a model has several stacks of layers, e.g. `model.encoder`.
-        progress: show a progress bar.
         across_processes: inside a `torch.distributed` process group, every process is given all batches and reads its
             share of them. All return the profile of the whole. The model may be in DDP or FSDP.
     """

@@ -33,10 +33,7 @@ class AttentionMaps(dict[int, NDArray[np.float32]]):
 def attention_maps(model: nn.Module, sample: Tensor | Mapping[str, Any], layers: Sequence[int]) -> AttentionMaps:
     """The attention matrices of one sample, per head: whole N×N matrices, meant to be looked at.
 
-    Args:
-        model: any model `acutance.sites.find` knows.
-        sample: one input, with or without a batch axis of one for image tensors; or keyword arguments.
-        layers: 1 is the first; for example `[1, 6, 12]`.
+    The sample is an image, with or without a batch axis of one, or keyword arguments; layers are such as `[1, 6, 12]`.
     """
     bare = bare_module(model)
     found = {site.layer: number for site, number in sites.layers_of(bare)}

@@ -6,7 +6,7 @@ import json
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from acutance.files.atomic import read_bytes
 from acutance.measure import measure
 from acutance.measure.profile import FORMAT, Profile
 from acutance.measure.reader import MetricReader
+from acutance.measure.samples import inputs_of
 from acutance.measure.walk import hooked, map_tensors
 from acutance.report.pictures import plot_steps
 from acutance.report.tables import data_frame
@@ -239,14 +240,12 @@ def _tensorboard_writer(target: str | os.PathLike[str] | SummaryWriter) -> Calla
 
 
 def _copy_probe(probe: Any) -> Any:
-    batch = probe[0] if isinstance(probe, (tuple, list)) and probe else probe
-    given = batch.values() if isinstance(batch, Mapping) else [batch]
-    if not any(isinstance(value, Tensor) and value.numel() for value in given):
+    if not any(isinstance(value, Tensor) and value.numel() for value in inputs_of(probe)):
         raise AcutanceError(
             "the monitor needs a probe, one batch to read the model on: a tensor, a (tensor, …) tuple or a mapping of "
             f"arguments such as next(iter(loader)), not {type(probe).__name__}"
         )
-    return map_tensors(batch, lambda tensor: tensor.detach().clone())
+    return map_tensors(probe[0] if isinstance(probe, (tuple, list)) else probe, lambda tensor: tensor.detach().clone())
 
 
 @contextmanager

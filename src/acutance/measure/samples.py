@@ -24,7 +24,7 @@ HIDDEN = -1e4  # a bias as low as that hides a key: libraries write −10000, th
 
 def possible_rows(batch: Any) -> tuple[Container[int], int]:
     """How many rows of tokens a model may make of a batch, if its first axis is the samples; and the most if not."""
-    fed = _fed(batch)
+    fed = inputs_of(batch)
     tensors = [x for x in fed if isinstance(x, Tensor) and x.ndim > 0]
     if not tensors or any(isinstance(x, (list, tuple)) for x in fed):  # samples of any shape, one by one
         return range(sys.maxsize), sys.maxsize
@@ -187,10 +187,10 @@ def refuse_single(batches: object) -> None:
         raise AcutanceError(f"batches is {what}, which is one batch: write [batch], or pass a DataLoader")
 
 
-def _fed(batch: Any) -> list[Any]:
+def inputs_of(batch: Any) -> list[Any]:
     """The arguments that a batch of any accepted form feeds."""
     if isinstance(batch, Mapping):
-        return [x for value in batch.values() for x in (_fed(value) if isinstance(value, Mapping) else [value])]
+        return [x for value in batch.values() for x in (inputs_of(value) if isinstance(value, Mapping) else [value])]
     return [batch[0] if isinstance(batch, (tuple, list)) and batch else batch]
 
 

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +51,13 @@ class FittedTable:
             if groups[-1] and 1 + sum(widths[name] for name in (*self.keys, *groups[-1], column)) > options.max_width:
                 groups.append([])
             groups[-1].append(column)
-        for number, group in enumerate(groups):
-            yield self._table(group, self.title if number == 0 else None)
+        for title, group in zip_longest([self.title], groups):
+            table = Table(title=title, title_justify="left")
+            for column in (*self.keys, *group):
+                table.add_column(column, justify="left" if column in self.left else "right")
+            for row in [row for row in self.rows if any(row[column] for column in group)]:
+                table.add_row(*(row[column] for column in (*self.keys, *group)))
+            yield table
         yield Text(self.caption, style="table.caption")
 
     def __str__(self) -> str:
@@ -62,17 +68,6 @@ class FittedTable:
 
     def _repr_html_(self) -> str:
         return f"<h4>{escape(self.title)}</h4>{html_table(self.rows)}<p>{escape(self.caption)}</p>"
-
-    def _table(self, columns: Sequence[str], title: str | None = None) -> Table:
-        """Some of the columns, and the rows that have a cell in them."""
-        table = Table(title=title, title_justify="left")
-        for column in (*self.keys, *columns):
-            table.add_column(column, justify="left" if column in self.left else "right")
-        for row in self.rows:
-            cells = [row[column] for column in columns]
-            if any(cells):
-                table.add_row(*(row[key] for key in self.keys), *cells)
-        return table
 
 
 class Result(ABC):
