@@ -91,12 +91,11 @@ class TokenLayout:
             return cls(None, special_token_counts)
         for inside in [value for value in batch.values() if isinstance(value, Mapping)]:
             batch = {**inside, **batch}  # NaFlex models of timm may be given everything in one argument
-        if images:
-            return cls(_padding(batch, IMAGE_PADDING), special_token_counts)
         decoder = decoder and any(str(name).startswith(("decoder_", "tgt")) for name in batch)  # OPT's has none
-        documents = None if decoder else _packed(batch)
-        padding = mask = _padding(batch, DECODER_PADDING if decoder else PADDING, is_packed=documents is not None)
-        excludes_special = not special and not decoder and isinstance(batch.get(SPECIAL), Tensor)
+        names = IMAGE_PADDING if images else DECODER_PADDING if decoder else PADDING
+        documents = _packed(batch) if names is PADDING else None
+        padding = mask = _padding(batch, names, is_packed=documents is not None)
+        excludes_special = not special and names is PADDING and isinstance(batch.get(SPECIAL), Tensor)
         if excludes_special:
             content = ~batch[SPECIAL].bool()
             mask = content if padding is None else padding & content
@@ -209,7 +208,7 @@ def _packed(batch: Mapping[str, Any]) -> Documents | None:
     return documents if len(documents.rows) > len(positions) else None
 
 
-def _padding(batch: Mapping[str, Any], names: Sequence[str], *, is_packed: bool = False) -> Tensor | None:
+def _padding(batch: Mapping[str, Any], names: Sequence[str], *, is_packed: bool) -> Tensor | None:
     """(batch, tokens), False where an argument of one of these names marks padding; None if none is given."""
     for name in names:
         mask, marks_padding = batch.get(name), name.endswith("key_padding_mask")
