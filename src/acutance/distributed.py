@@ -17,9 +17,7 @@ T = TypeVar("T")
 
 def rank_and_world_size() -> tuple[int, int]:
     """(0, 1) outside a process group."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0, 1
-    return dist.get_rank(), dist.get_world_size()
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
 @contextmanager

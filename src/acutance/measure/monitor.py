@@ -139,18 +139,14 @@ class Monitor:
 
     def _start(self, trained: nn.Module, step: int) -> None:
         if not any(module is self.model for module in trained.modules()):
-            raise AcutanceError(
-                f"the monitor watches a {type(self.model).__name__} that is not part of the {type(trained).__name__} "
-                "being trained: give both the same object"
-            )
+            kinds = f"a {type(self.model).__name__} that is not part of the {type(trained).__name__} being trained"
+            raise AcutanceError(f"the monitor watches {kinds}: give both the same object")
         self.record(step)
 
     def _current(self) -> int:
         if self._step is None and self.history:  # they are from the file
-            raise AcutanceError(
-                f"the file holds steps up to {max(self.history)} from an earlier run. To continue it, pass the number "
-                "of steps taken: monitor.step(step). To start again, name another file or remove this one"
-            )
+            held = f"the file holds steps up to {max(self.history)} from an earlier run"
+            raise AcutanceError(f"{held}: go on with monitor.step(step), the steps taken, or name another file")
         return self._step or 0
 
     def _read(self, step: int) -> Profile:
@@ -241,10 +237,8 @@ def _tensorboard_writer(target: str | os.PathLike[str] | SummaryWriter) -> Calla
 
 def _copy_probe(probe: Any) -> Any:
     if not any(isinstance(value, Tensor) and value.numel() for value in inputs_of(probe)):
-        raise AcutanceError(
-            "the monitor needs a probe, one batch to read the model on: a tensor, a (tensor, …) tuple or a mapping of "
-            f"arguments such as next(iter(loader)), not {type(probe).__name__}"
-        )
+        forms = "a tensor, a (tensor, …) tuple or a mapping of arguments, such as next(iter(loader))"
+        raise AcutanceError(f"the monitor needs a probe, one batch to read: {forms}, not {type(probe).__name__}")
     return map_tensors(probe[0] if isinstance(probe, (tuple, list)) else probe, lambda tensor: tensor.detach().clone())
 
 

@@ -93,8 +93,7 @@ class Profile(Result):
     @property
     def caption(self) -> str:
         """Where and how it was read, in one line."""
-        runs = self.context.get("runs")
-        spread = f"over {runs} runs" if runs else "over samples"
+        spread = f"over {self.context['runs']} runs" if self.context.get("runs") else "over samples"
         parts = [f"{self.context.get('samples', '?')} samples, mean ± standard deviation {spread}"]
         parts += [f"{key}: {self.context[key]}" for key in ("data", "prefix", "dtype", "device") if key in self.context]
         return "; ".join(parts)

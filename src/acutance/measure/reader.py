@@ -100,10 +100,7 @@ class PendingValues:
 
 
 class MetricReader(Visitor):
-    """Reads metrics at every layer, as `measure` takes them.
-
-    Of a `model` it also knows which windows move from layer to layer, and warns of modules that it cannot see.
-    """
+    """Reads metrics at every layer; of a `model` it knows which windows move, and warns of modules it cannot see."""
 
     def __init__(
         self, metrics: str | Sequence[str], tap: str | Sequence[str], prefix: str = "in", model: nn.Module | None = None
@@ -191,12 +188,10 @@ class MetricReader(Visitor):
     def end(self) -> None:
         """Send the batch's values off, and take in those that have arrived."""
         if not any(names for _, _, names, *_ in self.out.read):
-            raise AcutanceError(
-                f"nothing was read: {ATTENTION_COSINE} needs two layers of the same tokens, not windows that move"
-                if MATRIX in self.ran
-                else "nothing was read: no block of the model was called as a module. Some (SqueezeBERT) "
-                "run block.forward(…) past all hooks, and can be read only through a Library of their own"
-            )
+            why = "no block of the model was called as a module: past hooks, only a Library of its own can read it"
+            if MATRIX in self.ran:
+                why = f"{ATTENTION_COSINE} needs two layers of the same tokens, not windows that move"
+            raise AcutanceError(f"nothing was read: {why}")
         self.out.send()
         if self.counts:
             self.pending.append(self.out)

@@ -122,9 +122,9 @@ class TokenLayout:
         mask, (front, back) = self.mask, self.special_token_counts
         if mask is not None and mask.shape != shape:
             raise ShapeError(
-                f"the batch's mask is {tuple(mask.shape)}, but the tokens are {tuple(shape)}, so which of them are "
-                "padding is not known: measure samples of one size together, or one by one, without padding. A model "
-                "that takes only padded samples, such as Whisper, is fed without this mask, and padding counts"
+                f"the batch's mask is {tuple(mask.shape)}, but the tokens are {tuple(shape)}: which are padding is "
+                "not known. Measure samples of one size together, without padding. A model that takes only padded "
+                "samples, such as Whisper, is fed without this mask, and padding counts"
             )
         mask = None if mask is None else mask.to(device)
         if front or back:
@@ -132,10 +132,8 @@ class TokenLayout:
             if shape[1] <= front + back:
                 raise AcutanceError(f"all {shape[1]} tokens of a sample are special: read with prefix='in'")
             if shape[1] > first:  # such as EoMT's queries
-                raise AcutanceError(
-                    f"a layer has {shape[1]} tokens, the first reading had {first}: where the special tokens are among "
-                    "those that were added is not known. Read with prefix='in'"
-                )
+                added = f"a layer has {shape[1]} tokens, the first reading had {first}"
+                raise AcutanceError(f"{added}: where the special ones are now is not known. Read with prefix='in'")
             content = torch.ones(shape, dtype=torch.bool, device=device)
             content[:, :front] = content[:, shape[1] - back :] = False
             mask = content if mask is None else mask & content
@@ -153,10 +151,8 @@ class TokenLayout:
         across = labels[:, None, :, None] != labels[:, None, None, :]
         visible = A.mask4 is None or (A.mask4 if A.mask4.dtype == torch.bool else A.mask4 > HIDDEN)
         if bool((visible & (across.tril() if A.causal else across)).any()):
-            raise AcutanceError(
-                "position_ids start anew, as for documents packed into one row, but this model does not keep such "
-                "documents apart. Give the documents as rows of their own"
-            )
+            seen = "position_ids start anew, as for documents packed into a row, but this model"
+            raise AcutanceError(f"{seen} does not keep such documents apart. Give the documents as rows of their own")
 
     def record(self, record: AttentionCall) -> AttentionCall:
         """The record with each document as a sample; refuses documents that see each other."""
@@ -218,10 +214,8 @@ def _padding(batch: Mapping[str, Any], names: Sequence[str], *, is_packed: bool)
             marked: Tensor = torch.atleast_2d(mask).bool()
             return ~marked if marks_padding else marked
         if names is IMAGE_PADDING:
-            raise ShapeError(
-                f"{name} is {tuple(mask.shape)} and marks padding, but which tokens are padding is known only from "
-                "(batch, tokens): measure images without padding, those of one size together"
-            )
+            given = f"{name} is {tuple(mask.shape)}, but tells which tokens are padding only as (batch, tokens)"
+            raise ShapeError(f"{given}: measure images without padding, those of one size together")
         if mask.ndim > 2 and not marks_padding:
             return _padding_of_pairs(name, mask, _rows(batch), is_packed=is_packed)
     return None
@@ -240,7 +234,5 @@ def _padding_of_pairs(name: str, mask: Tensor, rows: int, *, is_packed: bool) ->
             return one.flatten(1).expand(rows if len(one) == 1 else -1, -1)
         if is_packed:  # it keeps documents apart, which `refuse_mixing` checks
             return None
-    raise ShapeError(
-        f"{name} is {tuple(mask.shape)} and does not clearly hide the same keys from all queries, so which tokens are "
-        f"padding is not known: give {name} as (batch, tokens), with 0 for padding"
-    )
+    given = f"{name} is {tuple(mask.shape)} and does not clearly hide the same keys from all queries"
+    raise ShapeError(f"{given}, which would be padding: give {name} as (batch, tokens), with 0 for padding")

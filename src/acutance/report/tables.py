@@ -105,9 +105,8 @@ class Result(ABC):
 
 def data_frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
     """The rows as a pandas DataFrame."""
-    pandas = import_extra("pandas", "to_frame needs pandas: pip install 'acutance[report]'")
-    frame: pd.DataFrame = pandas.DataFrame(rows)
-    return frame
+    needed = "to_frame needs pandas: pip install 'acutance[report]'"
+    return import_extra("pandas", needed).DataFrame(rows)  # type: ignore[no-any-return]
 
 
 def html_table(rows: Rows) -> str:
