@@ -33,7 +33,6 @@ HINT += "Layer 0 is what enters the first block."
 COLOURS = {"smoothing": "#D55E00", "sharpening": "#0072B2"}
 FELL = "HFC/LFC fell across the branch"
 COLUMNS = 4  # charts of eigenvalues side by side
-BINS = 40
 POINTS = 2000  # eigenvalues of a layer shown on a page: keeps the page of a wide model small
 CONTEXT = ("model", "mitigation", "parameters", "samples", "dtype", "device", "seed", "versions")
 NEEDS = "an HTML page needs altair and vl-convert-python: pip install 'acutance[report]'"
@@ -82,16 +81,14 @@ def write_spectrum_page(
 
 def _write(path: AnyPath, title: str, verdict: str, summary: Rows, hint: str, charts: Charts, context: Rows) -> Path:
     """Write one page: verdict, summary, a heading and a chart per entry of `charts`, what was read."""
+    sections = [f"<h2>{escape(text)}</h2><div class='chart' id='chart-{id}'></div>" for id, (text, _) in charts.items()]
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     body = template.substitute(
         title=escape(title),
         verdict=f"<p class='verdict'>{escape(verdict)}</p>" if verdict else "",
         summary=html_table(summary),
         hint=escape(hint),
-        sections="".join(
-            f"<h2>{escape(heading)}</h2><div class='chart' id='chart-{name}'></div>"
-            for name, (heading, _) in charts.items()
-        ),
+        sections="".join(sections),
         context=html_table(context),
         # Safe inside a script element, whatever a run is called.
         charts=json.dumps({name: chart.to_dict() for name, (_, chart) in charts.items()}).replace("<", "\\u003c"),
@@ -149,14 +146,12 @@ def _spectrum_charts(layers: Sequence[LayerRow]) -> Charts:
     x, y = alt.X("re:Q", title="Re λ"), alt.Y("im:Q", title="Im λ")
     tooltip = [alt.Tooltip(f"{name}:Q", format=".4g") for name in ("re", "im")]
     plane = by_layer(points, {"type": "circle", "size": 14}, 160, x=x, y=y, tooltip=tooltip)
-    charts = {
-        "histogram": ("Eigenvalues of H by layer", histogram),
-        "plane": ("Eigenvalues of H in the complex plane", plane),
-    }
-    if not all(row.percent for row in layers):
-        return charts
-    heading = f"Which family dominates I + H⊗A (bars); how often {FELL} (dots)"
-    return {"dominance": (heading, _dominance_chart(layers, side)), **charts}
+    charts = {}
+    if all(row.percent for row in layers):
+        heading = f"Which family dominates I + H⊗A (bars); how often {FELL} (dots)"
+        charts["dominance"] = heading, _dominance_chart(layers, side)
+    charts["histogram"] = "Eigenvalues of H by layer", histogram
+    return charts | {"plane": ("Eigenvalues of H in the complex plane", plane)}
 
 
 def _dominance_chart(layers: Sequence[LayerRow], side: Any) -> Any:
@@ -176,7 +171,7 @@ def _dominance_chart(layers: Sequence[LayerRow], side: Any) -> Any:
 def bins(layers: Sequence[LayerRow]) -> tuple[NDArray[np.float64], list[str]]:
     """The edges of bins of one width for all layers, and the bins' sides: 0 is an edge, so that no bar mixes signs."""
     real = np.concatenate([np.zeros(1), *(row.eigenvalues.real for row in layers)])
-    step = float(np.ptp(real)) / BINS or 1.0
+    step = float(np.ptp(real)) / 40 or 1.0
     edges = step * np.arange(math.floor(real.min() / step) - 1, math.ceil(real.max() / step) + 2, dtype=np.float64)
     return edges, np.where(edges[:-1] >= 0, *COLOURS).tolist()
 

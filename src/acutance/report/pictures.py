@@ -96,9 +96,7 @@ def plot_spectrum(layers: Sequence[LayerRow], kind: str, title: str) -> Figure:
 def _plot_dominance(layers: Sequence[LayerRow], title: str) -> Figure:
     figure, axes = blank_figure(1, 1, width=max(4.5, 0.6 * len(layers) + 2), height=3.4)
     axis, numbers = axes[0][0], [row.layer for row in layers]
-    smoothing, sharpening, fell = (
-        np.array([row.percent[name] for row in layers]) for name in ("smoothing", "sharpening", FELL)
-    )
+    smoothing, sharpening, fell = (np.array([row.percent[name] for row in layers]) for name in (*COLOURS, FELL))
     axis.bar(numbers, smoothing, color=COLOURS["smoothing"], label="μ = 1 dominates: smoothing")
     axis.bar(numbers, sharpening, bottom=smoothing, color=COLOURS["sharpening"], label="μ ≠ 1: sharpening")
     axis.plot(numbers, fell, "o", color="black", label=FELL)

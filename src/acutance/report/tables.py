@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 WRAPPED = 40  # least width of a column of sentences, borders included
-PRINTED = 160  # width of `str(table)`
 
 Rows = Sequence[Mapping[str, str]]  # column name to text; every row has the same columns
 
@@ -61,7 +60,7 @@ class FittedTable:
         yield Text(self.caption, style="table.caption")
 
     def __str__(self) -> str:
-        console = Console(width=PRINTED, no_color=True)
+        console = Console(width=160, no_color=True)
         with console.capture() as capture:
             console.print(self)
         return capture.get()
