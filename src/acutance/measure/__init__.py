@@ -3,8 +3,6 @@
 `walk` is the one pass through a model, visitors read it on the way, and a `Profile` holds what they found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +16,7 @@ DEFAULT_METRICS = ("token_cosine", "hfc_lfc_spectral", "rank_residual", "effecti
 
 
 def measure(
-    model: nn.Module,
+    model: "nn.Module",
     batches: Iterable[Any],
     *,
     metrics: str | Sequence[str] = DEFAULT_METRICS,
@@ -27,7 +25,7 @@ def measure(
     part: str | None = None,
     progress: bool = True,
     across_processes: bool = False,
-) -> Profile:
+) -> "Profile":
     """Stream batches through a model and read smoothing metrics at every layer: mean and spread over samples.
 
     Memory is that of one forward pass. The model is read in evaluation mode and left as it was found.

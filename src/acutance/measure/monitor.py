@@ -1,7 +1,5 @@
 """Monitor: metrics on a fixed probe batch while a model trains, with no effect on the training."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -10,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -66,7 +64,7 @@ class Monitor:
         part: str | None = None,
         every: int = INTERVAL,
         jsonl: str | os.PathLike[str] | None = None,
-        tensorboard: str | os.PathLike[str] | SummaryWriter | None = None,
+        tensorboard: "str | os.PathLike[str] | SummaryWriter | None" = None,
         autocast: torch.dtype | None = None,
     ) -> None:
         if every < 1:
@@ -109,13 +107,12 @@ class Monitor:
         if step not in self.history:
             self.record(step)
 
-    def plot(self) -> Figure:
+    def plot(self) -> "Figure":
         """Every metric over the training steps, a curve per layer, as a matplotlib figure."""
         return self.history.plot()
 
     def for_trainer(self) -> Any:
         """A `TrainerCallback` for Hugging Face's Trainer: reads at the start, every so many steps, and at the end."""
-        needed = "for_trainer needs transformers: pip install 'acutance[hf]' accelerate"
 
         def after_step(_args: Any, state: Any, _control: Any, **_: Any) -> None:
             self.step(state.global_step)
@@ -123,7 +120,7 @@ class Monitor:
                 self.finish(state.global_step)
 
         return _callback(
-            import_extra("transformers", needed).TrainerCallback,
+            import_extra("transformers", "for_trainer needs: pip install 'acutance[hf]' accelerate").TrainerCallback,
             on_train_begin=lambda _args, state, _control, **given: self._start(given["model"], state.global_step),
             on_step_end=after_step,
         )
@@ -175,18 +172,18 @@ class History(dict[int, Profile]):
             del self[later]
         self[step] = profile
 
-    def to_frame(self) -> pd.DataFrame:
+    def to_frame(self) -> "pd.DataFrame":
         """One row per step and reading, as a pandas DataFrame."""
         return data_frame([{**row, "step": step} for step, profile in self.items() for row in profile.rows()])
 
-    def plot(self) -> Figure:
+    def plot(self) -> "Figure":
         """A panel per metric and tap: the metric over the training steps, a curve per layer."""
         if not self:
             raise AcutanceError("nothing was recorded yet: a plot needs at least one step")
         return plot_steps(self, next(iter(self.values())).title)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, missing_ok: bool = False) -> History:
+    def load(cls, path: str | os.PathLike[str], *, missing_ok: bool = False) -> Self:
         """Read the lines a Monitor wrote, without a last line that a crash cut off."""
         history = cls()
         *lines, _unfinished = [b""] if missing_ok and not Path(path).exists() else read_bytes(path).split(b"\n")
@@ -215,7 +212,7 @@ def _append_line(path: Path, step: int, profile: Profile) -> None:
         file.write(json.dumps({"step": step, **profile.to_dict()}, allow_nan=False).encode() + b"\n")
 
 
-def _tensorboard_writer(target: str | os.PathLike[str] | SummaryWriter) -> Callable[[int, Profile], None]:
+def _tensorboard_writer(target: "str | os.PathLike[str] | SummaryWriter") -> Callable[[int, Profile], None]:
     """Writes a scalar per metric, tap and layer, and charts of them; the first call opens the file."""
     needed = "TensorBoard is not installed: pip install 'acutance[monitor]'"
     kind = import_extra("torch.utils.tensorboard.writer", needed).SummaryWriter

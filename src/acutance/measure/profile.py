@@ -1,13 +1,11 @@
 """Profile: what was measured, layer by layer, and where it was read."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,7 +81,7 @@ class Profile(Result):
         cells = {(r.tap, r.layer, r.metric): f"{r.mean:.4f} ± {r.std:.4f}" for r in self.readings}
         return _table(self.title, cells, self.caption)
 
-    def compare(self, other: Profile) -> FittedTable:
+    def compare(self, other: Self) -> FittedTable:
         """This profile's means → another's, for example before and after a mitigation."""
         before, after = ({(r.tap, r.layer, r.metric): f"{r.mean:.4f}" for r in p.readings} for p in (self, other))
         cells = {key: f"{before.get(key, '–')} → {after.get(key, '–')}" for key in before | after}
@@ -103,7 +101,7 @@ class Profile(Result):
         return {"format": FORMAT, "context": dict(self.context), "readings": to_plain(self.readings)}
 
     @classmethod
-    def from_dict(cls, body: Mapping[str, Any]) -> Profile:
+    def from_dict(cls, body: Mapping[str, Any]) -> Self:
         """The profile that `to_dict` took apart."""
         # Version 0.1 called this tap `map`.
         rows = [row | {"tap": MATRIX if row["tap"] == "map" else row["tap"]} for row in body["readings"]]
@@ -114,11 +112,11 @@ class Profile(Result):
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Profile:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a profile that `save` wrote."""
         return read_json(path, FORMAT, cls.from_dict)
 
-    def plot(self) -> Figure:
+    def plot(self) -> "Figure":
         """A matplotlib figure: a panel per metric and tap, with a band of one standard deviation."""
         charts = list(dict.fromkeys((r.metric, r.tap) for r in self.readings))
         return plot_curves({self.title: self}, charts, self.title)

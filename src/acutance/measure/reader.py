@@ -33,8 +33,7 @@ from acutance.sites.patched import has_windows
 ATTENTION_COSINE = "attention_cosine"  # of a layer's attention with the layer before (Fig. 5 of arXiv 2312.00751)
 MAX_PENDING_BATCHES = 8
 Key = tuple[str, int, str]  # tap, layer, metric
-# What is worked out together: shape, dtype, the metrics, what values are multiplied by, and the name that stands for
-# sums in errors; None for values.
+# Worked out together: shape, dtype, metrics, what values are multiplied by, and a name for sums in errors.
 Group = tuple[tuple[int, ...], torch.dtype, tuple[str, ...], float, str | None]
 
 

@@ -1,7 +1,5 @@
 """Tables of text for terminals of any width, for notebooks and for pages."""
 
-from __future__ import annotations
-
 import math
 import os
 from abc import ABC, abstractmethod
@@ -93,7 +91,7 @@ class Result(ABC):
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
 
-    def to_frame(self) -> pd.DataFrame:
+    def to_frame(self) -> "pd.DataFrame":
         """The rows as a pandas DataFrame."""
         return data_frame(self.rows())
 
@@ -102,7 +100,7 @@ class Result(ABC):
         return atomic_write(path, self.to_json().encode())
 
 
-def data_frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
+def data_frame(rows: list[dict[str, Any]]) -> "pd.DataFrame":
     """The rows as a pandas DataFrame."""
     needed = "to_frame needs pandas: pip install 'acutance[report]'"
     return import_extra("pandas", needed).DataFrame(rows)  # type: ignore[no-any-return]
