@@ -1,53 +1,15 @@
-"""Several processes share one measurement: how it is shared out, and put together again."""
+"""Several processes share one measurement: how it is shared out."""
 
 import itertools
-import math
 import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
-import acutance as ac
 from acutance import distributed as processes
 from acutance.errors import AcutanceError
-from acutance.measure.reader import MetricReader, Running
-
-
-def running(values) -> Running:
-    return Running.of(np.asarray([values], dtype=np.float64))
-
-
-def test_merged_statistics_are_those_of_the_whole() -> None:
-    values = np.random.default_rng(0).normal(1000.0, 0.1, 9)  # a mean far above the spread shows a careless formula
-    first, *others = (running(part) for part in np.split(values, [1, 2, 6]))
-    for other in others:
-        first += other
-    assert first.count == 9
-    assert first.mean[0] == pytest.approx(values.mean(), rel=1e-15)
-    assert first.std[0] == pytest.approx(values.std(ddof=1), rel=1e-9)
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations([[1.0, 2.0], [math.inf], [3.0]])))
-def test_an_infinity_stays_one_whatever_comes_before_or_after(order) -> None:
-    first, *others = (running(part) for part in order)
-    for other in others:
-        first += other
-    assert (first.mean[0], first.std[0], first.count) == (math.inf, math.inf, 4)
-
-
-def test_keys_that_not_all_batches_have_are_merged_by_themselves() -> None:
-    a, b = ("block", 1, "token_cosine"), ("block", 2, "token_cosine")
-    values = np.random.default_rng(2).normal(size=(2, 6))
-    reader = MetricReader(["token_cosine"], ["block"])
-    reader.statistics = {(a, b): Running.of(values[:, :2]), (b,): Running.of(values[1:, 2:])}
-    first, second = reader.readings()
-    assert (first.count, second.count) == (2, 6)
-    assert first.mean == pytest.approx(values[0, :2].mean(), rel=1e-14)
-    assert second.std == pytest.approx(values[1].std(ddof=1), rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", [list, iter])
@@ -56,44 +18,15 @@ def test_shares_are_disjoint_and_complete(kind, size: int) -> None:
     shares = [list(processes.share(kind(range(7)), rank, size)) for rank in range(size)]
     assert sorted(itertools.chain(*shares)) == list(range(7))
     assert shares[0] == list(range(0, 7, size))
-
-
-def test_batches_of_other_processes_are_never_made() -> None:
-    class Precious(list):
-        asked: list[int] = []  # noqa: RUF012
-
-        def __getitem__(self, index):
-            self.asked.append(index)
-            return super().__getitem__(index)
-
-    batches = Precious(range(7))
-    share = processes.share(batches, 1, 3)
-    assert (len(share), list(share), batches.asked) == (2, [1, 4], [1, 4])
-
-
-class Endless(IterableDataset):
-    """Samples of which nobody knows the number, such as a stream's."""
-
-    def __iter__(self):
-        return iter(torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)))
-
-
-@pytest.mark.parametrize("options", [{"progress": True}, {"progress": False, "across_processes": True}], ids=str)
-def test_a_loader_without_a_length_is_measured(options) -> None:
-    torch.manual_seed(0)
-    model = ac.models.ViT(image_size=8, patch_size=4, dim=8, depth=1, heads=2, num_classes=3)
-    expected = ac.measure(model, [torch.stack(list(Endless()))], metrics="token_cosine", progress=False)
-    found = ac.measure(model, DataLoader(Endless(), batch_size=2), metrics="token_cosine", **options)
-    assert [r.count for r in found.readings] == [4, 4]
-    assert [r.mean for r in found.readings] == pytest.approx([r.mean for r in expected.readings], rel=1e-6)
+    share = processes.share(range(7), 1, 3)  # batches of other processes are never made
+    assert (len(share), share.indices) == (2, range(1, 7, 3))
 
 
 def test_a_process_that_ran_out_runs_along(monkeypatch) -> None:
     """The other process, played here, has two batches; this one has one, then none."""
     turns = iter([[True, True], [False, True], [None, "theirs"], [False, False]])
     monkeypatch.setattr(processes, "gather", lambda own: next(turns))
-    assert list(processes.pad_uneven_batches(["mine"], wait=True)) == [("mine", True), ("theirs", False)]
-    assert list(processes.pad_uneven_batches(iter("ab"), wait=False)) == [("a", True), ("b", True)]
+    assert list(processes.pad_uneven_batches(["mine"])) == [("mine", True), ("theirs", False)]
 
 
 def test_one_process_needs_no_others_and_a_device_is_chosen_or_refused() -> None:

@@ -42,34 +42,31 @@ def data(samples=16):
     return images, torch.randint(CLASSES, (samples,), generator=generator)
 
 
-def seed_everything(seed=3):
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
-    torch.manual_seed(seed)
+def draws(device="cpu", seed=None):
+    """Numbers from every global generator, seeded first if asked: equal only if nobody else drew."""
+    if seed is not None:
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        torch.manual_seed(seed)
+    return [random.random(), float(np.random.rand()), float(torch.rand(())), float(torch.rand((), device=device))]  # noqa: NPY002
 
 
-def draws():
-    """One number from every global generator: equal only if nobody else drew."""
-    return [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002
-
-
-def train(model, steps=6, after_step=lambda step: None, amid=lambda: None, autocast=False, run=None):
-    """A plain loop with augmentation from three generators; returns the outcome."""
-    run = model if run is None else run
-    images, labels = data()
+def train(model, steps=6, after_step=lambda _: None, amid=lambda: None, autocast=False, run=None, rank=None):
+    """A plain loop, two batches a step, with augmentation from all generators; returns the outcome."""
+    run, device = model if run is None else run, next(model.parameters()).device
+    images, labels = (x.to(device) if rank is None else x[8 * rank :][:8] for x in data())
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    seed_everything()
-    context = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    draws(seed=rank or 3)
     model.train()
     for step in range(1, steps + 1):
         optimiser.zero_grad()
-        with context:
-            amid()
-            gain = 1 + random.random() + np.random.rand()  # noqa: NPY002
-            loss = F.cross_entropy(run(gain * images + torch.randn(images.shape)), labels)
-            amid()
-            loss = loss + F.cross_entropy(run(images), labels)
-        loss.backward()
+        for is_last in (False, True):
+            waits = getattr(run, "no_sync", nullcontext) if not is_last else nullcontext
+            with waits(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                amid()
+                gain = 1 + random.random() + np.random.rand()  # noqa: NPY002
+                F.cross_entropy(run(gain * images + torch.randn(images.shape, device=device)), labels).backward()
+        amid()
         optimiser.step()
         after_step(step)
     return outcome(model, optimiser)
@@ -77,16 +74,14 @@ def train(model, steps=6, after_step=lambda step: None, amid=lambda: None, autoc
 
 def outcome(model, optimiser):
     """Everything a training leaves behind, by name."""
-    state = {f"state {k}": v for k, v in model.state_dict().items()}
-    grads = {f"gradient {k}": p.grad for k, p in model.named_parameters() if p.grad is not None}
-    moments = {
-        f"optimiser {index} {name}": torch.as_tensor(value)
-        for index, slots in optimiser.state_dict()["state"].items()
-        for name, value in slots.items()
-    }
-    modes = {f"mode {k}": torch.tensor(m.training) for k, m in model.named_modules()}
-    generators = {f"generator {i}": torch.tensor(x, dtype=torch.float64) for i, x in enumerate(draws())}
-    return {**state, **grads, **moments, **modes, **generators}
+    found = {f"state {k}": v for k, v in model.state_dict().items()}
+    found |= {f"gradient {k}": p.grad for k, p in model.named_parameters() if p.grad is not None}
+    for index, slots in optimiser.state_dict()["state"].items():
+        found |= {f"optimiser {index} {name}": torch.as_tensor(value) for name, value in slots.items()}
+    found |= {f"mode {k}": torch.tensor(m.training) for k, m in model.named_modules()}
+    drawn = draws(next(model.parameters()).device)
+    found |= {f"generator {i}": torch.tensor(x, dtype=torch.float64) for i, x in enumerate(drawn)}
+    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items()}
 
 
 def assert_same(found, expected):

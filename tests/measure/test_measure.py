@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from measured_vit import embedded, hooks_of, small_images, small_vit
+from torch.utils.data import DataLoader, IterableDataset
 
 import acutance as ac
 from acutance import sites
@@ -18,16 +19,6 @@ from acutance.measure.reader import available_metrics
 from acutance.models import ViT
 
 measure = partial(ac.measure, progress=False)
-
-
-@pytest.fixture
-def model() -> ViT:
-    return small_vit(registers=1, drop_path=0.5)
-
-
-@pytest.fixture
-def images() -> torch.Tensor:
-    return small_images()
 
 
 @torch.no_grad()
@@ -41,14 +32,16 @@ def residual_stream(model: ViT, images: torch.Tensor) -> list[torch.Tensor]:
     return stream
 
 
-def test_block_tap_is_the_residual_stream(model: ViT, images: torch.Tensor) -> None:
-    profile = measure(model, images.split(3), metrics=["token_cosine", "rank_residual"])
+@pytest.mark.parametrize(("prefix", "skipped"), [("in", 0), ("out", 2)])  # class token and one register
+def test_block_tap_is_the_residual_stream(model: ViT, images: torch.Tensor, prefix, skipped) -> None:
+    profile = measure(model, images.split(3), metrics=["token_cosine", "rank_residual"], prefix=prefix)
     for layer, tokens in enumerate(residual_stream(model, images)):
-        per_sample = ac.metrics.token_cosine(tokens).double()
+        per_sample = ac.metrics.token_cosine(tokens[:, skipped:]).double()
         reading = profile.select("token_cosine")[layer]
         assert (reading.layer, reading.count) == (layer, 7)
-        assert reading.mean == pytest.approx(per_sample.mean().item(), abs=1e-6)
-        assert reading.std == pytest.approx(per_sample.std().item(), abs=1e-6)
+        expected = per_sample.mean().item(), per_sample.std().item()
+        assert (reading.mean, reading.std) == pytest.approx(expected, abs=1e-6)
+    assert profile.context["prefix"] == f"2 prefix tokens {prefix}"
 
 
 def test_batch_size_does_not_matter(model: ViT, images: torch.Tensor) -> None:
@@ -72,15 +65,6 @@ def test_other_taps_read_the_branch_the_values_and_the_final_norm(model: ViT, im
         assert profile["norm_spread", tap][0] == pytest.approx(want, abs=1e-6)
     assert profile.layers("norm_spread", "final") == [3]
     assert profile.layers("norm_spread", "values") == [1, 2, 3]
-
-
-def test_prefix_tokens_in_or_out(model: ViT, images: torch.Tensor) -> None:
-    out, inside = (measure(model, [images], metrics="token_cosine", prefix=prefix) for prefix in ("out", "in"))
-    patches = [tokens[:, 2:] for tokens in residual_stream(model, images)]  # class token and one register
-    want = [ac.metrics.token_cosine(tokens).mean().item() for tokens in patches]
-    np.testing.assert_allclose(out["token_cosine"], want, atol=1e-6)
-    assert out.context["prefix"] == "2 prefix tokens out"
-    assert np.abs(inside["token_cosine"] - out["token_cosine"]).max() > 1e-4
 
 
 def test_attention_metrics_read_the_operator(model: ViT, images: torch.Tensor) -> None:
@@ -118,25 +102,16 @@ def test_every_reader_leaves_the_model_as_it_found_it(model: ViT, images: torch.
     assert not hooks_of(model)
 
 
-def test_hooks_go_even_when_a_batch_fails(model: ViT) -> None:
-    with pytest.raises(AcutanceError):
-        measure(model, [torch.randn(2, 1, 9, 9)], tap=["block", "attention"])
-    assert not hooks_of(model)
-
-
-@pytest.mark.parametrize("metric", available_metrics())
-def test_no_metric_averages_a_nan(model: ViT, images: torch.Tensor, metric: str) -> None:
+@pytest.mark.parametrize(
+    ("block", "options", "message"),
+    [(0, {"metrics": metric, "tap": "attention"}, metric) for metric in available_metrics()]
+    + [(1, {"metrics": ["token_cosine", "nonlocal_energy"]}, r"layer 2.*token_cosine at block")],  # read anyway
+)
+def test_no_metric_averages_a_nan(model: ViT, images: torch.Tensor, block, options, message) -> None:
     with torch.no_grad():
-        model.blocks[0].attn.qkv.weight[0, 0] = torch.nan
-    with pytest.raises(NonFiniteError, match=metric):
-        measure(model, [images], metrics=metric, tap="attention")
-
-
-def test_a_nan_in_attention_is_told_of_by_the_block_that_is_read_anyway(model: ViT, images: torch.Tensor) -> None:
-    with torch.no_grad():
-        model.blocks[1].attn.qkv.weight[0, 0] = torch.nan
-    with pytest.raises(NonFiniteError, match=r"layer 2.*token_cosine at block"):
-        measure(model, [images], metrics=["token_cosine", "nonlocal_energy"])
+        model.blocks[block].attn.qkv.weight[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match=message):
+        measure(model, [images], **options)
 
 
 def test_a_documented_infinity_is_reported_as_such(model: ViT, images: torch.Tensor) -> None:
@@ -146,10 +121,19 @@ def test_a_documented_infinity_is_reported_as_such(model: ViT, images: torch.Ten
     assert (reading.mean, reading.std, reading.count) == (np.inf, np.inf, 7)
 
 
-def test_batches_may_be_tuples_or_mappings(model: ViT, images: torch.Tensor) -> None:
-    forms = ([images], [(images, torch.zeros(7))], iter([{"images": images}]))
-    plain, labelled, named = (ac.measure(model, form, metrics="token_cosine") for form in forms)
-    assert plain.readings == labelled.readings == named.readings
+class Endless(IterableDataset):
+    """Samples of which nobody knows the number, such as a stream's."""
+
+    def __iter__(self):
+        return iter(small_images())
+
+
+def test_batches_may_be_tuples_mappings_or_a_stream(model: ViT, images: torch.Tensor) -> None:
+    stream = DataLoader(Endless(), batch_size=7)
+    forms = ([images], [(images, torch.zeros(7))], iter([{"images": images}]), stream)
+    plain, *others = (ac.measure(model, form, metrics="token_cosine") for form in forms)
+    others.append(ac.measure(model, stream, metrics="token_cosine", across_processes=True))
+    assert [other.readings for other in others] == [plain.readings] * 4
 
 
 @pytest.mark.parametrize(
@@ -160,13 +144,15 @@ def test_batches_may_be_tuples_or_mappings(model: ViT, images: torch.Tensor) -> 
         ({"tap": "head"}, "unknown tap head; known: block"),
         ({"batches": []}, "no batches"),
         ({"batches": ["text"]}, "not str"),
+        ({"batches": [torch.randn(2, 1, 9, 9)], "tap": ["block", "attention"]}, r"images \(2, 1, 9, 9\)"),
         ({"batches": torch.zeros(2, 1, 8, 8)}, r"a tensor \(2, 1, 8, 8\), which is one batch: write \[batch\]"),
-        ({"model": small_vit(depth=1), "metrics": "attention_cosine"}, "nothing was read: .* needs two of them"),
+        ({"model": small_vit(depth=1), "metrics": "attention_cosine"}, "nothing was read: .* needs two layers"),
     ],
 )
 def test_errors_say_what_to_do(model: ViT, images: torch.Tensor, arguments: dict, message: str) -> None:
     with pytest.raises(AcutanceError, match=message):
         measure(**{"model": model, "batches": [images], **arguments})
+    assert not hooks_of(model)
 
 
 @pytest.mark.parametrize("verb", [ac.measure, ac.explain, ac.mitigate])
@@ -208,26 +194,21 @@ def test_compiled_models_are_measured_eagerly(images: torch.Tensor) -> None:
         assert measure(compiled, [images], metrics=plain.metrics).readings == plain.readings
 
 
-def encoder() -> torch.nn.TransformerEncoder:
+def test_fully_masked_samples_are_skipped() -> None:
+    def padded(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
+        src = torch.randn(len(lengths), 6, 16, generator=torch.Generator().manual_seed(seed))
+        return {"src": src, "src_key_padding_mask": torch.arange(6) >= torch.tensor(lengths)[:, None]}
+
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    return torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
-
-
-def padded(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
-    src = torch.randn(len(lengths), 6, 16, generator=torch.Generator().manual_seed(seed))
-    return {"src": src, "src_key_padding_mask": torch.arange(6) >= torch.tensor(lengths)[:, None]}
-
-
-def test_fully_masked_samples_are_skipped() -> None:
+    encoder = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
     first, second, third = padded([6, 4, 0]), padded([0, 0, 0], 1), padded([0, 5, 6], 2)
-    read = partial(measure, encoder(), metrics="all", tap=["block", "attention", "values"])
+    read = partial(measure, encoder, metrics="all", tap=["block", "attention", "values"])
     profile = read([first, second, third])
     alone = read([{k: v[:2] for k, v in first.items()}, {k: v[1:] for k, v in third.items()}])
     assert profile.context["samples"] == 4
-    assert {r.count for r in profile.readings} == {4}
     for a, b in zip(profile.readings, alone.readings, strict=True):
-        assert (a.mean, a.std) == pytest.approx((b.mean, b.std), rel=1e-5, abs=1e-6)
+        assert (a.mean, a.std, a.count) == pytest.approx((b.mean, b.std, 4), rel=1e-5, abs=1e-6)
     with pytest.raises(AcutanceError, match="no sample has a token that counts"):
         read([padded([0, 0])])
 
@@ -253,8 +234,8 @@ def test_maps_are_the_softmax_matrices() -> None:
 
 def test_maps_are_those_of_evaluation_and_training_goes_on(images: torch.Tensor) -> None:
     model = small_vit(depth=2, dropout=0.5)
-    expected = ac.attention_maps(model.eval(), images[0], layers=[2])
-    np.testing.assert_array_equal(ac.attention_maps(model.train(), images[0], layers=[2])[2], expected[2])
+    expected, found = (ac.attention_maps(model.train(mode), images[0], layers=[2])[2] for mode in (False, True))
+    np.testing.assert_array_equal(found, expected)
     assert model.training
 
 

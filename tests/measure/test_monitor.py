@@ -2,29 +2,43 @@
 
 import json
 import random
-import sys
 
 import numpy as np
 import pytest
 import torch
-from monitor_worlds import assert_same, build, draws, probe, seed_everything, train
+from monitor_worlds import assert_same, build, draws, probe, train
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import acutance as ac
-from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError
+from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.measure.monitor import History
 
 EVERYTHING = {"metrics": "all", "tap": ("block", "attention", "values", "final")}
 
 
-def test_training_gives_the_same_bits_with_and_without():
-    expected = train(build())
-    model = build()
-    monitor = ac.Monitor(model, probe(), every=2, **EVERYTHING)
-    monitor.record()
-    assert_same(train(model, after_step=lambda _: monitor.step()), expected)
+def readings(monitor, *steps):
+    """What it reads now, as each of these steps."""
+    for step in steps:
+        monitor.record(step)
+    return [monitor.history[step].readings for step in steps]
+
+
+GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_training_gives_the_same_bits_with_and_without(device):
+    """The probe is moved to the model, and the device's generator, which dropout draws from, is left alone."""
+    with sdpa_kernel(SDPBackend.MATH):  # gives the same bits each time
+        expected = train(build().to(device))
+        model = build()
+        monitor = ac.Monitor(model, probe(), every=2, autocast=torch.bfloat16, **EVERYTHING)
+        monitor.record()
+        assert_same(train(model.to(device), after_step=lambda _: monitor.step()), expected)
     assert list(monitor.history) == [0, 2, 4, 6]
+    assert monitor.history[2].context["autocast"] == "bfloat16"
 
 
 def test_reading_before_and_between_forwards_disturbs_neither():
@@ -36,32 +50,20 @@ def test_reading_before_and_between_forwards_disturbs_neither():
     assert monitor.history[0].context["autocast"] == "bfloat16"
 
 
-def test_a_recording_equals_a_measurement():
-    model = build().train()
-    monitor = ac.Monitor(model, probe(), every=1, **EVERYTHING)
-    torch.manual_seed(11)
-    monitor.step()
-    expected = ac.measure(model, [probe()], progress=False, **EVERYTHING)
-    assert monitor.history[1].readings == expected.readings
-    context = monitor.history[1].context
-    assert context["step"] == 1
-    assert context["seed"] == torch.initial_seed() == expected.context["seed"] == 11
-
-
 def test_precision_is_the_one_asked_for_and_the_one_stated():
     model = build()
-    low, full = ac.Monitor(model, probe(), autocast=torch.bfloat16), ac.Monitor(model, probe())
-    low.record()
-    full.record(0)
+    full, low = ac.Monitor(model, probe()), ac.Monitor(model, probe(), autocast=torch.bfloat16)
+    before = readings(full, 0)
     with torch.autocast("cpu", torch.bfloat16):  # around the call it changes nothing
-        full.record(1)
-        expected = ac.measure(model, [probe()], metrics="token_cosine", progress=False)
-    np.testing.assert_array_equal(low.history[0]["token_cosine"], expected["token_cosine"])
-    assert (low.history[0]["token_cosine"] != full.history[0]["token_cosine"]).any()
-    assert full.history[1].readings == full.history[0].readings
+        assert readings(full, 1) == before
+        expected = ac.measure(model, [probe()], metrics=full.history[0].metrics, progress=False)
+    assert readings(low, 0) == [expected.readings] != before
     model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)  # as Accelerate does to a model
     full.record(2)
     assert full.history[2].context["autocast"] == "bfloat16"
+    half = ac.Monitor(build().bfloat16(), probe())  # the probe follows the weights
+    half.record()
+    assert half.history[0].context["dtype"] == "bfloat16"
 
 
 class Drawing(nn.Module):
@@ -69,18 +71,6 @@ class Drawing(nn.Module):
 
     def forward(self, images):
         return images + torch.randn(images.shape) + random.random() + np.random.rand()  # noqa: NPY002
-
-
-def test_randomness_at_evaluation_is_the_same_each_time_and_leaves_no_trace():
-    model = nn.Sequential(Drawing(), build())
-    monitor = ac.Monitor(model, probe())
-    seed_everything()
-    expected = draws()
-    seed_everything()
-    monitor.record(0)
-    assert draws() == expected
-    monitor.record(1)
-    assert monitor.history[0].readings == monitor.history[1].readings
 
 
 class Merging(nn.Identity):
@@ -93,11 +83,15 @@ class Merging(nn.Identity):
         return super().train(mode)
 
 
-def test_modules_that_act_on_a_change_of_mode_are_not_told():
-    model = nn.Sequential(Merging(), build()).train()
-    ac.Monitor(model, probe()).record()
-    assert not model[0].merged
-    assert model[0].training
+def test_randomness_at_evaluation_is_the_same_each_time_and_nobody_is_told():
+    model = nn.Sequential(Drawing(), Merging(), build()).train()
+    monitor = ac.Monitor(model, probe())
+    _, expected = draws(seed=3), draws()
+    draws(seed=3)
+    first = readings(monitor, 0)
+    assert draws() == expected
+    assert readings(monitor, 1) == first
+    assert (model[1].merged, model[1].training) == (False, True)
 
 
 @pytest.mark.parametrize("form", [lambda x: (x, torch.zeros(4)), lambda x: {"images": x}, lambda x: x.double()])
@@ -105,9 +99,7 @@ def test_probes_of_every_form_give_the_same_and_are_copied(form):
     model, images = build(), probe()
     one, other = ac.Monitor(model, probe()), ac.Monitor(model, form(images))
     images.zero_()
-    one.record()
-    other.record()
-    assert one.history[0].readings == other.history[0].readings
+    assert readings(one, 0) == readings(other, 0)
 
 
 def test_a_compiled_model_trains_the_same_and_is_not_compiled_again():
@@ -123,13 +115,9 @@ def test_a_compiled_model_trains_the_same_and_is_not_compiled_again():
     found, compiles_watched, monitor = compiled_training(every=2)
     assert_same(found, expected)
     assert compiles_watched == compiles > 0
-    assert monitor.history[6].readings == ac.measure(monitor.model, [probe()], progress=False, **EVERYTHING).readings
-
-
-def test_a_probe_follows_the_weights_into_half_precision():
-    monitor = ac.Monitor(build().bfloat16(), probe())
-    monitor.record()
-    assert monitor.history[0].context["dtype"] == "bfloat16"
+    measured = ac.measure(monitor.model, [probe()], progress=False, **EVERYTHING)
+    assert monitor.history[6].readings == measured.readings
+    assert monitor.history[6].context == measured.context | {"step": 6}
 
 
 @pytest.mark.parametrize(
@@ -150,13 +138,10 @@ def test_an_interruption_in_the_middle_of_a_reading_leaves_the_model_as_it_was()
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    hook = model.vit.blocks[1].register_forward_hook(interrupt)
-    seed_everything()
-    expected = draws()
-    seed_everything()
-    with pytest.raises(KeyboardInterrupt):
+    _, expected = draws(seed=3), draws()
+    draws(seed=3)
+    with model.vit.blocks[1].register_forward_hook(interrupt), pytest.raises(KeyboardInterrupt):
         ac.Monitor(model, probe(), **EVERYTHING).record()
-    hook.remove()
     assert draws() == expected
     assert all(module.training for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -172,15 +157,14 @@ def test_a_reading_that_is_not_finite_warns_and_lets_training_go_on():
     assert not monitor.history
 
 
-@pytest.mark.parametrize("nothing", [None, [], {"text": "words"}, torch.zeros(0, 1, 8, 8)])
-def test_no_probe_is_refused_at_once(nothing):
-    with pytest.raises(AcutanceError, match="needs a probe"):
-        ac.Monitor(build(), nothing)
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"tap": "x"}, "unknown tap x"), ({"every": 0}, "1 or more, not 0"), ({"model": nn.Linear(2, 2)}, "no attention")],
+    [
+        *[({"probe": nothing}, "needs a probe") for nothing in (None, [], {"text": "words"}, torch.zeros(0, 1, 8, 8))],
+        ({"tap": "x"}, "unknown tap x"),
+        ({"every": 0}, "1 or more, not 0"),
+        ({"model": nn.Linear(2, 2)}, "no attention"),
+    ],
 )
 def test_wrong_choices_are_refused_at_once(wrong, message):
     with pytest.raises(AcutanceError, match=message):
@@ -192,29 +176,19 @@ def test_wrong_choices_are_refused_at_once(wrong, message):
 
 @pytest.fixture
 def path(tmp_path):
-    return tmp_path / "monitor.jsonl"
+    return tmp_path / "new" / "monitor.jsonl"
 
 
-def recorded(path, steps, **options):
+def recorded(path, *steps, **options):
     monitor = ac.Monitor(build(), probe(), jsonl=path, **options)
     for step in steps:
         monitor.record(step)
+        assert json.loads(path.read_text().splitlines()[-1])["step"] == step, "it is there at once"
     return monitor
 
 
-def test_every_line_stands_alone_and_is_there_at_once(tmp_path):
-    path = tmp_path / "new" / "monitor.jsonl"
-    monitor = ac.Monitor(build(), probe(), jsonl=path, every=1)
-    for count in (1, 2, 3):
-        monitor.step()
-        lines = path.read_text().splitlines()
-        assert len(lines) == count
-        assert json.loads(lines[-1])["step"] == count
-    assert dict(History.load(path)) == dict(monitor.history)
-
-
 def test_a_resumed_run_continues_the_file(path):
-    recorded(path, [0, 100, 200])
+    recorded(path, 0, 100, 200)
     second = ac.Monitor(build(seed=1), probe(), jsonl=path, every=100)
     first_try = second.history[200]
     for step in range(151, 301):  # resumed from a checkpoint of step 150
@@ -226,107 +200,79 @@ def test_a_resumed_run_continues_the_file(path):
 
 
 def test_what_a_restarted_run_has_not_reached_again_does_not_count(path):
-    recorded(path, [0, 100, 200])
-    assert list(recorded(path, [0, 50]).history) == list(History.load(path)) == [0, 50]
-
-
-def test_resuming_without_a_number_is_refused(path):
-    recorded(path, [0, 100])
+    recorded(path, 0, 100, 200)
+    assert list(recorded(path, 0, 50).history) == list(History.load(path)) == [0, 50]
     for call in ("step", "record"):
         monitor = ac.Monitor(build(), probe(), jsonl=path)
-        with pytest.raises(AcutanceError, match=r"up to 100.*monitor\.step\(step\)"):
+        with pytest.raises(AcutanceError, match=r"up to 50.*monitor\.step\(step\)"):
             getattr(monitor, call)()
     monitor.step(101)
     monitor.step()  # counted on from there
     monitor.record()
-    assert list(monitor.history) == [0, 100, 102]
+    assert list(monitor.history) == [0, 50, 102]
 
 
 @pytest.mark.parametrize("cut", [1, 30])
 def test_a_line_cut_off_by_a_crash_is_dropped(path, cut):
-    recorded(path, [0, 100])
+    recorded(path, 0, 100)
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
     assert list(History.load(path)) == [0]
-    recorded(path, [100])
+    recorded(path, 100)
     assert path.read_bytes() == whole
 
 
-def test_another_file_is_refused_and_left_alone(path, tmp_path):
-    for content in ("my diary\n", '{"step": 3}\n', '{"format": "other/1"}\n', "[]\n"):
-        path.write_text(content)
-        with pytest.raises(AcutanceError, match="line 1"):
-            ac.Monitor(build(), probe(), jsonl=path)
-        assert path.read_text() == content
+@pytest.mark.parametrize("content", ["my diary\n", '{"step": 3}\n', '{"format": "other/1"}\n', "[]\n"])
+def test_another_file_is_refused_and_left_alone(tmp_path, content):
+    path = tmp_path / "diary"
+    path.write_text(content)
+    with pytest.raises(AcutanceError, match="line 1"):
+        ac.Monitor(build(), probe(), jsonl=path)
+    assert path.read_text() == content
     with pytest.raises(FileNotFoundError):
         History.load(tmp_path / "missing.jsonl")
 
 
-def test_tensorboard_gets_every_layer_and_one_chart_per_metric(tmp_path):
+@pytest.mark.parametrize("is_own", [False, True], ids=["a folder", "a writer of the caller"])
+def test_tensorboard_gets_every_layer_and_one_chart_per_metric_at_once(tmp_path, is_own):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
 
     options = {"metrics": ["token_cosine", "attention_entropy"], "tap": ["block", "attention"]}
-    monitor = ac.Monitor(build(), probe(), tensorboard=tmp_path, every=1, **options)
+    target = SummaryWriter(str(tmp_path), max_queue=1000, flush_secs=1000) if is_own else tmp_path
+    monitor = ac.Monitor(build(), probe(), tensorboard=target, every=1, **options)
     monitor.step()
     monitor.step()
     events = EventAccumulator(str(tmp_path)).Reload()
-    tags = set(events.Tags()["scalars"])
-    assert tags == (
+    assert set(events.Tags()["scalars"]) == (
         {f"token_cosine block/layer {layer:02d}" for layer in (0, 1, 2)}
         | {f"token_cosine attention/layer {layer:02d}" for layer in (1, 2)}
         | {f"attention_entropy attention_matrix/layer {layer:02d}" for layer in (1, 2)}
     )
-    found = events.Scalars("token_cosine block/layer 02")
-    assert [event.step for event in found] == [1, 2]
-    expected = [monitor.history[step]["token_cosine", "block"][2] for step in (1, 2)]
-    np.testing.assert_allclose([event.value for event in found], expected, rtol=1e-6)
+    found = {event.step: event.value for event in events.Scalars("token_cosine block/layer 02")}
+    expected = {step: monitor.history[step]["token_cosine", "block"][2] for step in (1, 2)}
+    assert found == pytest.approx(expected, rel=1e-6)
     assert "custom_scalars__config__" in events.Tags()["tensors"]
-
-
-def test_tensorboard_writes_into_a_writer_of_the_caller_at_once(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(tmp_path), max_queue=1000, flush_secs=1000) as writer:
-        writer.add_scalar("loss", 1.0, 0)
-        ac.Monitor(build(), probe(), metrics="token_cosine", tensorboard=writer).record()
-        found = EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"]
-    assert {"loss", "token_cosine block/layer 02"} <= set(found)
     assert len(list(tmp_path.glob("events*"))) == 1
 
 
-def test_a_missing_tensorboard_is_told_at_once(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
-    with pytest.raises(MissingExtraError, match=r"acutance\[monitor\]"):
-        ac.Monitor(build(), probe(), tensorboard=tmp_path)
-
-
-def test_frame_has_a_row_per_step_and_reading(tmp_path):
-    monitor = recorded(tmp_path / "monitor.jsonl", [0, 5], metrics=["token_cosine", "norm_spread"])
-    frame = monitor.history.to_frame()
-    assert len(frame) == 2 * 2 * 3
-    row = frame[(frame.step == 5) & (frame.layer == 2) & (frame.metric == "norm_spread")]
-    assert row["mean"].item() == monitor.history[5]["norm_spread"][2]
-    assert History().to_frame().empty
-
-
-def test_picture_draws_every_layer_over_the_steps():
+def test_frame_and_picture_hold_every_layer_over_the_steps():
     model = build(depth=3)
     monitor = ac.Monitor(model, probe(), metrics=["token_cosine", "attention_entropy"], tap=["block", "attention"])
     for step in (0, 10, 20):
         monitor.record(step)
         with torch.no_grad():
             model.vit.blocks[0].mlp.fc2.bias += 1
+    last = [monitor.history[step]["token_cosine", "block"][3] for step in (0, 10, 20)]
+    frame = monitor.history.to_frame()
+    assert len(frame) == 3 * (4 + 3 + 3)
+    chosen = frame[(frame.layer == 3) & (frame.metric == "token_cosine") & (frame.tap == "block")]
+    assert (chosen["step"].tolist(), chosen["mean"].tolist()) == ([0, 10, 20], last)
     axes = {axis.get_title(): axis for axis in monitor.plot().axes}
     assert {"token_cosine (block)", "token_cosine (attention)", "attention_entropy (attention_matrix)"} < set(axes)
     lines = axes["token_cosine (block)"].get_lines()
-    assert len(lines) == 4
-    assert len({line.get_color() for line in lines}) == 4
-    last = [monitor.history[step]["token_cosine", "block"][3] for step in (0, 10, 20)]
-    np.testing.assert_array_equal(lines[3].get_xdata(), [0, 10, 20])
-    np.testing.assert_array_equal(lines[3].get_ydata(), last)
-
-
-def test_a_picture_of_nothing_is_refused():
+    assert len({line.get_color() for line in lines}) == len(lines) == 4
+    np.testing.assert_array_equal(lines[3].get_xydata(), np.transpose([[0, 10, 20], last]))
+    assert History().to_frame().empty
     with pytest.raises(AcutanceError, match="nothing was recorded"):
         History().plot()

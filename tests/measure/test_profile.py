@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from acutance.errors import AcutanceError
-from acutance.measure.profile import MetricValue, Profile, merge
+from acutance.lab.studies.runs import merge
+from acutance.measure.profile import MetricValue, Profile
 
 
 def make(shift: float = 0.0, taps: tuple[str, ...] = ("block",)) -> Profile:
@@ -18,22 +19,16 @@ def make(shift: float = 0.0, taps: tuple[str, ...] = ("block",)) -> Profile:
     return Profile(tuple(readings), {"model": "ViT", "samples": 7, "dtype": "float32"})
 
 
-def test_indexing_gives_the_curve_by_depth() -> None:
+def test_indexing_gives_the_curve_by_depth_and_needs_the_tap_when_there_are_several() -> None:
     profile = make()
-    np.testing.assert_array_equal(profile["token_cosine"], [0, 1, 2])
-    assert profile.layers("token_cosine") == [0, 1, 2]
-    assert profile.metrics == ["token_cosine", "rank_residual"]
-
-
-def test_indexing_needs_the_tap_when_there_are_several() -> None:
-    profile = make(taps=("block", "attention"))
-    with pytest.raises(KeyError, match="read at block, attention"):
-        profile["token_cosine"]
-    np.testing.assert_array_equal(profile["token_cosine", "attention"], [0, 1, 2])
-    with pytest.raises(KeyError, match="read at block, attention: name one"):
-        profile["token_cosine", "values"]
-    with pytest.raises(KeyError, match=r"no metric 'entropy'.*token_cosine, rank_residual"):
-        profile["entropy"]
+    assert (profile.layers("token_cosine"), profile.metrics) == ([0, 1, 2], ["token_cosine", "rank_residual"])
+    both = make(taps=("block", "attention"))
+    for curve in (profile["token_cosine"], both["token_cosine", "attention"]):
+        np.testing.assert_array_equal(curve, [0, 1, 2])
+    several, unknown = "read at block, attention: name one", r"no metric 'entropy'.*token_cosine, rank_residual"
+    for key, message in (("token_cosine", several), (("token_cosine", "values"), several), ("entropy", unknown)):
+        with pytest.raises(KeyError, match=message):
+            both[key]
 
 
 def test_save_and_load_round_trip_with_infinities(tmp_path) -> None:
@@ -43,7 +38,10 @@ def test_save_and_load_round_trip_with_infinities(tmp_path) -> None:
     back = Profile.load(path)
     assert back.readings[0].mean == math.inf
     assert math.isnan(back.readings[0].std)
-    assert Profile.load(make().save(tmp_path / "q.json")) == make()
+    for tap in ("attention_matrix", "map"):  # as version 0.1 called it
+        expected = make(taps=("attention_matrix",))
+        path.write_text(expected.to_json().replace("attention_matrix", tap))
+        assert Profile.load(path) == expected
 
 
 @pytest.mark.parametrize("content", ["", '{"format": "other/1"}', "[1]", '{"format": "acutance-profile/1"}'])
@@ -54,21 +52,12 @@ def test_loading_something_else_names_the_file(tmp_path, content: str) -> None:
         Profile.load(path)
 
 
-def test_a_file_of_0_1_is_read_with_its_old_tap(tmp_path) -> None:
-    value = MetricValue("attention_matrix", 1, "attention_entropy", 1.0, 0.1, 7)
-    path = Profile((value,)).save(tmp_path / "p.json")
-    path.write_text(path.read_text().replace("attention_matrix", "map"))
-    assert Profile.load(path).readings == (value,)
-
-
 def test_frame_and_table_hold_every_reading() -> None:
     profile = make(shift=0.25, taps=("block", "attention"))
     frame = profile.to_frame()
-    assert len(frame) == 12
-    assert list(frame.columns) == ["tap", "layer", "metric", "mean", "std", "count"]
-    text = str(profile)
-    assert "2.2500 ± 0.5000" in text
-    assert "7 samples" in text
+    assert (len(frame), list(frame.columns)) == (12, ["tap", "layer", "metric", "mean", "std", "count"])
+    assert "2.2500 ± 0.5000" in str(profile)
+    assert "7 samples" in str(profile)
 
 
 def test_merge_is_the_mean_and_the_spread_over_runs() -> None:

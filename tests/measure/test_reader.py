@@ -1,10 +1,13 @@
 """What a batch's readings cost on their way to the host, and that they are the same by sums and by formulas."""
 
+import itertools
+import math
 from collections import Counter
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from measured_vit import small_images, small_vit
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import acutance as ac
@@ -18,7 +21,6 @@ from acutance.metrics.sums import FROM_SUMS
 from acutance.sites.structure import evaluating
 from token_fields import stand_in
 
-DEPTH = 3
 WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
 ATTENTION = ["nonlocal_energy", "attention_entropy"]
 
@@ -26,28 +28,17 @@ ATTENTION = ["nonlocal_energy", "attention_entropy"]
 class Operations(TorchDispatchMode):
     """Counts what PyTorch is asked to do."""
 
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.counts[func.__name__.split(".")[0]] += 1
         return func(*args, **(kwargs or {}))
 
-    @property
-    def waits(self):
-        """How often a number was needed on the host."""
-        return sum(self.counts[name] for name in WAITS)
 
-
-@pytest.fixture
-def model():
-    return small_vit(DEPTH)
-
-
-@pytest.fixture
-def images():
-    return small_images(6)
+def operations(run):
+    """How many operations it takes, and how often a number is needed on the host."""
+    with Operations() as seen:
+        seen.counts = Counter()
+        run()
+    return seen.counts.total(), sum(seen.counts[name] for name in WAITS)
 
 
 @pytest.fixture(params=[False, True], ids=["formulas", "sums"])
@@ -62,33 +53,25 @@ def values(out):
     return dict(zip(*out.received(), strict=True))
 
 
-def operations(run):
-    with Operations() as seen:
-        run()
-    return seen
-
-
 def test_a_reading_by_sums_costs_a_launch_and_little_else(model, images, monkeypatch):
     def plain():
         with evaluating(model):
             feed(model, images)
 
     asked = stand_in(monkeypatch)
-    reading = operations(lambda: ac.measure(model, [images], metrics=list(FROM_SUMS), progress=False))
-    assert len(asked) == DEPTH + 1
-    more = reading.counts.total() - operations(plain).counts.total()
+    total, waits = operations(lambda: ac.measure(model, [images], metrics=list(FROM_SUMS), progress=False))
     # Of a reading the launch and a view of what it gives; of a batch what joins and sends these.
-    assert more <= 2 * len(asked) + 3
-    assert reading.waits == 0
+    assert total - operations(plain)[0] <= 2 * len(asked) + 3
+    assert (len(asked), waits) == (4, 0)
 
 
 def test_tokens_are_not_summed_up_again_for_attention(model, images, monkeypatch):
     asked = stand_in(monkeypatch)
     ac.measure(model, [images], metrics=["token_cosine", *ATTENTION], progress=False)
-    assert len(asked) == DEPTH + 1
+    assert len(asked) == 4
     asked.clear()
     ac.measure(model, [images], metrics=ATTENTION, progress=False)
-    assert len(asked) == DEPTH, "with nothing else read, the branches are watched"
+    assert len(asked) == 3, "with nothing else read, the branches are watched"
 
 
 @pytest.mark.usefixtures("by_sums")
@@ -101,8 +84,27 @@ def test_the_host_waits_for_a_batch_only_if_too_many_are_under_way(model, images
     monkeypatch.setattr(PendingValues, "send", lambda self: sent.append(1) or send(self))
     monkeypatch.setattr(PendingValues, "received", lambda self: seen.append(len(sent)) or receive(self))
     options = {"metrics": [*FROM_SUMS, *ATTENTION], "tap": ["block", "attention", "values", "final"], "prefix": "out"}
-    assert operations(lambda: ac.measure(model, images.split(1), progress=False, **options)).waits == 0
+    assert operations(lambda: ac.measure(model, images[:6].split(1), progress=False, **options))[1] == 0
     assert seen == received
+
+
+FAR = np.random.default_rng(0).normal(1000.0, 0.1, 9)  # a mean far above the spread shows a careless formula
+
+
+@pytest.mark.parametrize(
+    ("parts", "mean", "std"),
+    [(np.split(FAR, [1, 2, 6]), FAR.mean(), FAR.std(ddof=1))]
+    + [(parts, math.inf, math.inf) for parts in itertools.permutations([[1.0, 2.0], [math.inf], [3.0]])],
+)
+def test_merged_statistics_are_those_of_the_whole_and_keep_infinities(parts, mean, std) -> None:
+    reader = MetricReader(["token_cosine"], ["block"])
+    for part in parts:
+        reader.take_in((("block", 1, "token_cosine"),), np.array([part]))
+    reader.take_in((("block", 0, "token_cosine"), ("block", 2, "token_cosine")), np.zeros((2, 1)))  # not in all batches
+    found = reader.readings()[1]
+    assert found.mean == pytest.approx(mean, rel=1e-15)
+    assert found.std == pytest.approx(std, rel=1e-9)
+    assert [r.count for r in reader.readings()] == [1, sum(map(len, parts)), 1]
 
 
 PADDING = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]])}
@@ -115,7 +117,8 @@ def test_sums_give_what_the_formulas_give(batch, monkeypatch):
 
     def read():
         reader = MetricReader(list(metrics.TOKEN_METRICS), ["block"])
-        reader.start(TokenLayout.of(batch, special_token_counts=(1, 1)))
+        layout = TokenLayout.of(batch, special_token_counts=(1, 1))
+        reader.begin(SimpleNamespace(samples=lambda prefix: layout, counts=True))
         for layer, x in enumerate(tokens):
             reader.tokens("block", layer, x)
         return values(reader.out)
@@ -132,13 +135,11 @@ def test_sums_give_what_the_formulas_give(batch, monkeypatch):
 def test_heads_and_windows_are_averaged():
     out = PendingValues(samples=2)
     value = torch.arange(12.0).reshape(4, 3)  # two windows of each sample, three heads
-    out.add(("attention_matrix", 1, "attention_entropy"), value)
-    out.add(("attention_matrix", 2, "attention_entropy"), value[:2, 0].double())
-    out.add(("attention_matrix", 2, "nonlocal_energy"), value, 0.5)
-    found = values(out)
-    assert found["attention_matrix", 1, "attention_entropy"].tolist() == [2.5, 8.5]
-    assert found["attention_matrix", 2, "attention_entropy"].tolist() == [0.0, 3.0]
-    assert found["attention_matrix", 2, "nonlocal_energy"].tolist() == [1.25, 4.25]
+    out.add("block", 1, ["effective_rank"], value)
+    out.add("block", 2, ["effective_rank"], value[:2, 0].double())
+    out.add("block", 2, ["token_cosine"], value, 0.5)
+    found = [value.tolist() for value in values(out).values()]
+    assert found == [[2.5, 8.5], [0.0, 3.0], [1.25, 4.25]]
 
 
 @pytest.mark.usefixtures("by_sums")
@@ -148,20 +149,12 @@ def test_the_first_layer_that_is_spoilt_is_named(model, images):
     )
     with pytest.raises(NonFiniteError) as error:
         ac.measure(model, images.split(2), metrics=["norm_spread", "effective_rank"], progress=False)
-    message = "layer 2: norm_spread at block: 2 of 34 tokens hold NaN or infinity (first: sample 0, token 4). "
+    message = "layer 2: norm_spread at block: 2 of 36 tokens hold NaN or infinity (first: sample 0, token 4). "
     assert str(error.value).startswith(message)
 
 
 def test_no_batch_is_let_off(model, images):
-    batches = list(images.clone().split(2))
+    batches = list(images[:6].clone().split(2))
     batches[-1][1, 0, 0, 0] = torch.inf
     with pytest.raises(NonFiniteError, match=r"layer 0: token_cosine at block: .*sample 1"):
         ac.measure(model, batches, metrics="token_cosine", progress=False)
-
-
-def test_masks_are_made_once_for_all_layers():
-    samples = TokenLayout.of({"attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}, special_token_counts=(0, 1))
-    tokens = torch.randn(2, 3, 4)
-    first = samples.tokens(tokens)[1]
-    assert first.tolist() == [[False, True, False], [True, True, False]]
-    assert samples.tokens(tokens + 1)[1] is first

@@ -1,5 +1,7 @@
 """Padding, packed documents and special tokens: what counts in a batch."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from acutance.measure.samples import Documents, TokenLayout, possible_rows
 LENGTHS = [[4, 3], [2, 1, 4]]  # documents in the two rows of a batch
 SPANS = [(0, slice(0, 4)), (0, slice(4, 7)), (1, slice(0, 2)), (1, slice(2, 3)), (1, slice(3, 7))]
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
+PACKED = {"position_ids": POSITIONS}
 IDS = torch.stack([torch.cat([torch.full((n,), i) for i, n in enumerate(row)]) for row in LENGTHS])
 APART = IDS[:, None, :, None] == IDS[:, None, None, :]
 
@@ -19,14 +22,9 @@ APART = IDS[:, None, :, None] == IDS[:, None, None, :]
 def record(causal=False, mask=None):
     g = torch.Generator().manual_seed(0)
     q, k, v, u = (torch.randn(2, 2, 7, 4, generator=g, dtype=torch.float64) for _ in range(4))
+    branch = torch.randn(2, 7, 8, generator=g, dtype=torch.float64)
     A = AttentionOperator(q, k, mask=mask, causal=causal, scale=0.7)
-    return AttentionCall(
-        operator=A, v=v, values=v, output=u, branch=torch.randn(2, 7, 8, generator=g, dtype=torch.float64)
-    )
-
-
-def listed(mask):
-    return None if mask is None else mask.tolist()
+    return AttentionCall(operator=A, v=v, values=v, output=u, branch=branch)
 
 
 def test_documents_are_found_where_positions_start_anew():
@@ -40,29 +38,25 @@ def test_documents_are_found_where_positions_start_anew():
 
 
 def test_when_rows_are_documents():
-    assert TokenLayout.of({"position_ids": torch.arange(7).expand(2, 7)}).documents is None
-    assert TokenLayout.of({"position_ids": POSITIONS, "attention_mask": torch.ones(2, 7)}).documents is None
-    found = TokenLayout.of({"position_ids": POSITIONS, "attention_mask": APART})  # the mask keeps documents apart
-    assert found.mask is None
-    assert found.documents.rows.tolist() == [0, 0, 1, 1, 1]
+    for plain in ({"position_ids": torch.arange(7).expand(2, 7)}, PACKED | {"attention_mask": torch.ones(2, 7)}):
+        assert TokenLayout.of(plain).documents is None
+    found = TokenLayout.of(PACKED | {"attention_mask": APART})  # the mask keeps documents apart
+    assert (found.mask, found.documents.rows.tolist()) == (None, [0, 0, 1, 1, 1])
     one = TokenLayout.of({"input_ids": torch.zeros(3, 7, dtype=torch.long), "position_ids": POSITIONS[1:]}).documents
     assert one.rows.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]  # one row of positions is every row's
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_documents_that_see_each_other_are_refused(causal):
-    samples, open_once, future = TokenLayout.of({"position_ids": POSITIONS}), APART.clone(), APART.clone()
+    samples, open_once, future = TokenLayout.of(PACKED), APART.clone(), APART.clone()
     open_once[1, 0, 6, 0] = future[1, 0, 0, 6] = True
     for mask, mixes in ((None, True), (open_once, True), (future, not causal), (APART, False)):
         additive = [] if mask is None else [torch.zeros(2, 1, 7, 7).masked_fill(~mask, low) for low in (-1e4, -3e38)]
+        refused = pytest.raises(AcutanceError, match=r"does not keep such documents apart.*rows of their own")
         for form in (mask, *additive):
-            A = record(causal=causal, mask=form).A
-            if mixes:
-                with pytest.raises(AcutanceError, match=r"does not keep such documents apart.*rows of their own"):
-                    samples.refuse_mixing(A)
-            else:
-                samples.refuse_mixing(A)
-    TokenLayout().refuse_mixing(record(causal=causal).A)
+            with refused if mixes else nullcontext():
+                samples.refuse_mixing(record(causal=causal, mask=form))
+    TokenLayout().refuse_mixing(record(causal=causal))
 
 
 @pytest.mark.parametrize("kind", ["bool mask", "float mask", "causal"])
@@ -71,7 +65,7 @@ def test_every_document_has_the_readings_it_has_alone(kind):
     if kind == "float mask":
         bias = torch.randn(2, 1, 7, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
         mask = (0.1 * bias).masked_fill(~APART, -torch.inf)
-    whole, samples = record(causal=kind == "causal", mask=mask), TokenLayout.of({"position_ids": POSITIONS})
+    whole, samples = record(causal=kind == "causal", mask=mask), TokenLayout.of(PACKED)
     apart, (tokens, inside), A = samples.record(whole), samples.tokens(whole.branch), whole.A
     for document, (row, span) in enumerate(SPANS):
         one = slice(row, row + 1)
@@ -108,25 +102,19 @@ SHORT, WHOLE = torch.tensor([[1, 1, 0]]), torch.ones(1, 3)
     ],
 )
 def test_padding_does_not_count(batch, options, expected):
-    assert listed(TokenLayout.of(batch, **options).mask) == expected
-
-
-def test_padding_that_cannot_be_placed_is_refused():
-    pixels = torch.ones(2, 8, 8)
-    pixels[1, 4:] = 0
-    with pytest.raises(ShapeError, match=r"pixel_mask is \(2, 8, 8\).*images without padding"):
-        TokenLayout.of({"pixel_mask": pixels}, images=True)
-    with pytest.raises(ShapeError, match=r"\(1, 3\).*\(1, 4, 5\).*without padding"):
-        TokenLayout.of({"attention_mask": SHORT}).tokens(torch.zeros(1, 4, 5))
+    mask = TokenLayout.of(batch, **options).mask
+    assert (mask if mask is None else mask.tolist()) == expected
 
 
 def test_special_tokens_and_prefix_are_left_out_on_request():
     batch = {"attention_mask": torch.tensor([[1, 1, 1, 0]]), "special_tokens_mask": torch.tensor([[1, 0, 0, 1]])}
     assert TokenLayout.of(batch).mask.tolist() == [[True, True, True, False]]
     assert TokenLayout.of(batch, special=False).mask.tolist() == [[False, True, True, False]]
-    _, mask = TokenLayout.of(batch, special_token_counts=(2, 0)).tokens(torch.zeros(1, 4, 5))
+    layout, tokens = TokenLayout.of(batch, special_token_counts=(2, 0)), torch.zeros(1, 4, 5)
+    mask = layout.tokens(tokens)[1]
     assert mask.tolist() == [[False, False, True, False]]
-    for back in range(4):
+    assert layout.tokens(tokens + 1)[1] is mask, "made once for all layers"
+    for back in range(3):
         _, mask = TokenLayout(special_token_counts=(1, back)).tokens(torch.zeros(2, 4, 5))
         assert mask.tolist() == [[False] + [True] * (3 - back) + [False] * back] * 2
 
@@ -165,12 +153,19 @@ UNCLEAR = {
     "added to the logits, or zeros and ones": torch.ones(2, 1, 4, 4).tril(),
     "heads differ": PAIRS["heads"] & torch.tensor([1, 1, 0]).bool()[:, None, None],
 }
+BY_TOKEN = r"attention_mask is \(2, .*\).*give attention_mask as \(batch, tokens\)"
+HALF = torch.ones(2, 8, 8).index_fill(1, torch.arange(4, 8), 0)
+REFUSED = {name: ({"attention_mask": mask}, {}, BY_TOKEN) for name, mask in UNCLEAR.items()} | {
+    "of pixels": ({"pixel_mask": HALF}, {"images": True}, r"pixel_mask is \(2, 8, 8\).*images without padding"),
+    "of another size": ({"attention_mask": SHORT}, {}, r"\(1, 3\).*\(1, 4\).*without padding"),
+}
 
 
-@pytest.mark.parametrize("kind", UNCLEAR)
-def test_other_masks_of_queries_and_keys_are_refused(kind):
-    with pytest.raises(ShapeError, match=r"attention_mask is \(2, .*\).*give attention_mask as \(batch, tokens\)"):
-        TokenLayout.of({"attention_mask": UNCLEAR[kind]})
+@pytest.mark.parametrize("kind", REFUSED)
+def test_padding_that_cannot_be_placed_is_refused(kind):
+    batch, options, message = REFUSED[kind]
+    with pytest.raises(ShapeError, match=message):
+        TokenLayout.of(batch, **options).tokens(torch.zeros(1, 4, 5))
 
 
 def test_samples_without_a_token_that_counts_are_told():

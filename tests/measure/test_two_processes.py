@@ -1,13 +1,10 @@
 """A model in DDP or FSDP2, read by two processes: the numbers of one, and a training that does not notice."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.distributed as dist
-from monitor_worlds import assert_same, build, data, outcome, probe, seed_everything
+from monitor_worlds import assert_same, build, probe, train
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -16,8 +13,6 @@ from acutance.errors import AcutanceError
 from acutance.lab.studies import kernel_assumptions
 from acutance.measure.monitor import History
 from together import in_two_processes
-
-STEPS, EVERY = 4, 2
 
 
 def sharded(model):
@@ -66,44 +61,24 @@ def test_two_processes_with_unequal_shares_give_the_numbers_of_one():
     in_two_processes(measuring)
 
 
-def fit(wrapped, model, rank, monitor=None, before_step=lambda: None):
-    """Two batches an optimiser step, each rank its own half."""
-    pictures, labels = (x[8 * rank : 8 * rank + 8] for x in data())
-    optimiser = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
-    seed_everything(rank)
-    for _ in range(STEPS):
-        optimiser.zero_grad()
-        for last in (False, True):
-            waits = hasattr(wrapped, "no_sync") and not last
-            with wrapped.no_sync() if waits else contextlib.nullcontext():
-                F.cross_entropy(wrapped(pictures + torch.randn(pictures.shape)), labels).backward()
-        before_step()
-        optimiser.step()
-        if monitor is not None:
-            monitor.step()
-    left = outcome(model, optimiser)
-    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in left.items()}
-
-
 def monitoring(rank, folder):
     plain, model = build(), build()
-    expected = fit(DistributedDataParallel(plain), plain, rank)
+    expected = train(plain, run=DistributedDataParallel(plain), rank=rank)
     wrapped = DistributedDataParallel(model)
-    monitor = ac.Monitor(wrapped, probe(), every=EVERY, jsonl=f"{folder}/ddp.jsonl", tensorboard=f"{folder}/ddp")
-    assert_same(fit(wrapped, model, rank, monitor), expected)
-    assert list(monitor.history) == [2, 4]
+    monitor = ac.Monitor(wrapped, probe(), every=3, jsonl=f"{folder}/ddp.jsonl", tensorboard=f"{folder}/ddp")
+    assert_same(train(model, run=wrapped, rank=rank, after_step=lambda _: monitor.step()), expected)
+    assert list(monitor.history) == [3, 6]
 
-    plain, model = sharded(build()), sharded(build())
-    expected = fit(plain, plain, rank)
-    monitor = ac.Monitor(model, probe(), every=EVERY, jsonl=f"{folder}/fsdp.jsonl")
+    expected = train(sharded(build()), rank=rank)
+    monitor = ac.Monitor(sharded(build()), probe(), jsonl=f"{folder}/fsdp.jsonl")
     # Also between backward and step: gathered weights must not outlive the reading.
-    assert_same(fit(model, model, rank, monitor, before_step=monitor.record), expected)
+    assert_same(train(monitor.model, rank=rank, amid=monitor.record), expected)
 
 
 @pytest.mark.slow
 def test_both_ranks_train_as_without_and_one_writes(tmp_path):
     in_two_processes(monitoring, tmp_path)
-    assert list(History.load(tmp_path / "ddp.jsonl")) == [2, 4]
+    assert list(History.load(tmp_path / "ddp.jsonl")) == [3, 6]
     assert len(list((tmp_path / "ddp").glob("events*"))) == 1
-    for kind, lines in (("ddp", 2), ("fsdp", STEPS + STEPS // EVERY)):
+    for kind, lines in (("ddp", 2), ("fsdp", 6 * 3)):
         assert len((tmp_path / f"{kind}.jsonl").read_text().splitlines()) == lines

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from measured_vit import hooks_of, small_images, small_vit
+from measured_vit import hooks_of
 
 import acutance as ac
 from acutance import sites
@@ -19,26 +19,8 @@ from acutance.measure.maps import MapReader
 from acutance.measure.reader import MetricReader
 from acutance.measure.walk import EVERY, Visitor, walk
 
-DEPTH = 3
 NAMES = ["token_cosine", "effective_rank", "attention_entropy", "attention_cosine"]
 TAPS = ["block", "attention", "values", "final"]
-
-
-@pytest.fixture
-def model():
-    return small_vit(DEPTH)
-
-
-@pytest.fixture
-def batches():
-    return list(small_images(5).split(2))
-
-
-def counted(model):
-    """How often the model runs."""
-    runs = []
-    model.register_forward_pre_hook(lambda *_: runs.append(1))
-    return runs
 
 
 class Seen(Visitor):
@@ -48,54 +30,43 @@ class Seen(Visitor):
         self.needs, self.events = needs, []
 
     def begin(self, batch):
-        self.events.append(("begin", tuple(batch.fed.shape)))
+        attention = [block.attn for block in batch.model.blocks]
+        hooks = [(len(block._forward_pre_hooks), len(block._forward_hooks)) for block in batch.model.blocks]
+        self.events += [("begin", tuple(batch.fed.shape)), hooks, [a.observer is not None for a in attention]]
 
-    def saw(self, name, layer, tokens):
-        self.events.append((name, layer, tuple(tokens.shape)))
+    def saw(self, name, layer, seen):
+        self.events.append((name, layer, tuple(getattr(seen, "branch", seen).shape)))
 
     enter, leave, final = partialmethod(saw, "enter"), partialmethod(saw, "leave"), partialmethod(saw, "final")
-
-    def attend(self, layer, call):
-        self.saw("attend", layer, call.branch)
+    attend = partialmethod(saw, "attend")
 
     def end(self):
         self.events.append(("end",))
 
 
-def test_a_visitor_is_told_what_it_asked_for_in_order(model):
-    shape = (2, 17, 24)
-    seen = Seen(enter=[1], attend=[2], leave=EVERY, final=EVERY)
+def test_a_visitor_is_told_what_it_asked_for_in_order_by_no_more_hooks(model):
+    shape = (2, 18, 24)
+    seen = Seen(enter=[1], attend=[2], leave=(1, 3), final=EVERY)
     walk(model.train(), [torch.randn(2, 1, 8, 8)], seen)
     assert seen.events == [
         ("begin", (2, 1, 8, 8)),
+        [(1, 1), (0, 0), (0, 1)],
+        [False, True, False],
         ("enter", 1, shape),
         ("leave", 1, shape),
         ("attend", 2, shape),
-        ("leave", 2, shape),
         ("leave", 3, shape),
         ("final", 3, shape),
         ("end",),
     ]
     assert model.training
-
-
-def test_only_the_hooks_that_are_needed_are_set(model, batches):
-    hooks = []
-
-    class Looks(Visitor):
-        def begin(self, batch):
-            for block in model.blocks:
-                observed = block.attn.observer is not None
-                hooks.append((len(block._forward_pre_hooks), len(block._forward_hooks), observed))
-
-    other = Seen(enter=[1], leave=[2], attend=[3])
-    walk(model, batches[:1], Looks(), other)
-    assert hooks == [(1, 0, False), (0, 1, False), (0, 0, True)]
     assert not hooks_of(model)
 
 
-def test_visitors_in_one_walk_give_what_they_give_alone(model, batches):
-    runs = counted(model)
+def test_visitors_in_one_walk_give_what_they_give_alone(model, images):
+    batches = list(images.split(3))
+    runs = []
+    model.register_forward_pre_hook(lambda *_: runs.append(1))
     profile = ac.measure(model, batches, metrics=NAMES, tap=TAPS, prefix="out", progress=False)
     spectrum = ac.explain(model, batches, prefix="out", progress=False)
     assumptions = kernel_assumptions(model, batches)
@@ -113,24 +84,25 @@ def test_visitors_in_one_walk_give_what_they_give_alone(model, batches):
         np.testing.assert_array_equal(torch.cat(found["alignment"]).double().numpy(), expected)
 
 
+IDS = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(0))
+WORDS = [{"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}]
+
+
 @pytest.fixture
 def llama():
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": DEPTH}
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
     return transformers.LlamaModel(transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
 
 
-def words():
-    ids = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
 def test_packed_documents_that_see_each_other_are_refused_whoever_reads_attention(llama):
-    packed = {"input_ids": torch.randint(0, 50, (1, 6)), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
-    apart = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).tril().bool()[None, None]
+    packed = {"input_ids": IDS[:1, :6], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    apart = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).tril()
+    hidden, across = (
+        torch.zeros(1, 1, 6, 6).masked_fill(seen == 0, torch.finfo(torch.float32).min)
+        for seen in (apart, torch.ones(6, 6).tril())
+    )
     llama.set_attn_implementation("eager")
-    hidden = torch.zeros(1, 1, 6, 6).masked_fill(~apart, torch.finfo(torch.float32).min)
-    across = torch.zeros(1, 1, 6, 6).masked_fill(~torch.ones(6, 6).tril().bool(), torch.finfo(torch.float32).min)
     for visitors in ([], [MapReader([2])]):
         reader = MetricReader(["token_cosine"], ["block"])
         walk(llama, [packed | {"attention_mask": hidden}], reader, *visitors)
@@ -154,7 +126,7 @@ def test_reading_the_stream_of_a_transformers_model_enters_few_files(llama, monk
 
     sys.setprofile(enter)
     try:
-        measure(llama, [words()], tap="block", progress=False)
+        measure(llama, WORDS, tap="block", progress=False)
     finally:
         sys.setprofile(None)
     # Four of measure, three of sites, two of metrics.
@@ -165,9 +137,9 @@ def test_reading_the_stream_looks_at_no_weight_and_no_source(llama, monkeypatch)
     def refuse(*_args, **_options):
         raise AssertionError("not to be called")
 
-    expected = ac.measure(llama, [words()], tap="block", progress=False)
+    expected = ac.measure(llama, WORDS, tap="block", progress=False)
     monkeypatch.setattr("acutance.sites.named.discover", refuse)
     monkeypatch.setattr("acutance.sites.named.output_of", refuse)
     monkeypatch.setattr("inspect.getsource", refuse)
     monkeypatch.setattr("ast.parse", refuse)
-    assert ac.measure(llama, [words()], tap="block", progress=False).readings == expected.readings
+    assert ac.measure(llama, WORDS, tap="block", progress=False).readings == expected.readings

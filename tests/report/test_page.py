@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from acutance.measure.profile import MetricValue, Profile
-from acutance.report import plot_attention, plot_curves, write_page
+from acutance.report.page import write_page
+from acutance.report.pictures import plot_attention, plot_curves
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync", "--no-first-run"]

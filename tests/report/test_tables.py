@@ -3,10 +3,8 @@
 import re
 
 import pytest
-import torch
 from rich.console import Console
 
-import acutance as ac
 from acutance.measure.profile import MetricValue, Profile
 from acutance.measure.reader import available_metrics
 from acutance.report.tables import FittedTable
@@ -44,17 +42,6 @@ def test_a_table_has_the_rows_of_its_columns_only() -> None:
     first, second = printed(Profile(readings, {}).table(), 40).split("norm_spread")
     assert ("block" in first, "final" in first) == (True, False)
     assert ("block" in second, "final" in second) == (False, True)
-
-
-@pytest.mark.parametrize("width", [80, 110])
-def test_a_spectrum_with_data_can_be_read(width: int) -> None:
-    model = ac.models.ViT(image_size=8, patch_size=4, in_chans=1, dim=12, depth=2, heads=2, num_classes=2)
-    found = ac.explain(model, [torch.rand(4, 1, 8, 8)], progress=False)
-    text = printed(found.table(), width)
-    assert "…" not in text
-    for row in found.table().rows:
-        for column, cell in row.items():
-            assert column == "reason" or (column in text and cell in text)
 
 
 def test_sentences_wrap_and_stay_in_their_table() -> None:

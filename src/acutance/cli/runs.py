@@ -32,9 +32,9 @@ def train(
 
     Several machines: torchrun --nnodes 2 --nproc-per-node 8 … -m acutance train RECIPE --strategy fsdp
     """
-    from acutance.distributed import gather_by_torchrun, raise_on_all_ranks
     from acutance.lab import recipes
     from acutance.lab.train import override
+    from acutance.lab.train.ranks import gather_by_torchrun, raise_on_all_ranks
     from acutance.lab.train.run import Run, default_folder
     from acutance.lab.train.start import train as start
 

@@ -18,12 +18,14 @@ from acutance.errors import AcutanceError
 from acutance.files.atomic import atomic_write
 from acutance.io.saving import load
 from acutance.lab import recipes
+from acutance.lab.studies.runs import merge
 from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train import Config, Run, override, train
 from acutance.lab.train.run import hardware, versions
 from acutance.measure import measure
-from acutance.measure.profile import Profile, merge
-from acutance.report import plot_curves, write_page
+from acutance.measure.profile import Profile
+from acutance.report.page import write_page
+from acutance.report.pictures import plot_curves
 
 VARIANTS = {"plain": "none", "NeuTRENO": "neutreno:0.6", "NeuTRENO + FeatScale": "neutreno:0.6+featscale"}
 # The digits recipe, deep enough (12 layers, as DeiT) for smoothing to show and short enough for two CPU cores.

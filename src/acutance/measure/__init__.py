@@ -3,8 +3,6 @@
 `walk` is the one pass through a model, visitors read it on the way, and a `Profile` holds what they found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +16,7 @@ DEFAULT_METRICS = ("token_cosine", "hfc_lfc_spectral", "rank_residual", "effecti
 
 
 def measure(
-    model: nn.Module,
+    model: "nn.Module",
     batches: Iterable[Any],
     *,
     metrics: str | Sequence[str] = DEFAULT_METRICS,
@@ -27,7 +25,7 @@ def measure(
     part: str | None = None,
     progress: bool = True,
     across_processes: bool = False,
-) -> Profile:
+) -> "Profile":
     """Stream batches through a model and read smoothing metrics at every layer: mean and spread over samples.
 
     Memory is that of one forward pass. The model is read in evaluation mode and left as it was found.
@@ -43,19 +41,18 @@ def measure(
             side by side) and `final` (after the final norm). Attention metrics read the operator.
         prefix: class, register and detection tokens, and those that a `special_tokens_mask` marks, `in` or `out`.
         part: path of the submodule to read, if a model has several stacks of layers, e.g. `model.encoder`.
-        progress: show a progress bar.
         across_processes: inside a `torch.distributed` process group, every process is given all batches and reads its
             share of them. All return the profile of the whole. The model may be in DDP or FSDP.
     """
     from acutance import sites
     from acutance.measure.profile import Profile
-    from acutance.measure.reader import metric_reader
+    from acutance.measure.reader import MetricReader
     from acutance.measure.walk import describe, walk
     from acutance.sites.structure import bare_module
 
     bare = bare_module(model)
     with sites.cached_lookup():
-        reader = metric_reader(sites.part_of(bare, part), metrics, tap, prefix)
+        reader = MetricReader(metrics, tap, prefix, sites.part_of(bare, part))
         title = "measuring" if progress else None
         walk(bare, batches, reader, part=part, progress=title, across_processes=across_processes)
         # The device is still at work on the last batch.

@@ -1,7 +1,5 @@
 """Attention maps of chosen layers, per head: Fig. 4 of arXiv 2312.00751."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +21,11 @@ class AttentionMaps(dict[int, NDArray[np.float32]]):
     """Layer number (1 is the first) to an array (heads, tokens, tokens) whose rows sum to one."""
 
     def __repr__(self) -> str:
-        shapes = ", ".join(f"{layer}: {maps.shape}" for layer, maps in self.items())
-        return f"AttentionMaps({{{shapes}}})"
+        return f"AttentionMaps({ {layer: maps.shape for layer, maps in self.items()} })"
 
-    def plot(self) -> Figure:
+    def plot(self) -> "Figure":
         """A matplotlib figure: a row per layer, a column per head."""
-        from acutance.report import plot_attention
+        from acutance.report.pictures import plot_attention
 
         return plot_attention(self)
 
@@ -36,10 +33,7 @@ class AttentionMaps(dict[int, NDArray[np.float32]]):
 def attention_maps(model: nn.Module, sample: Tensor | Mapping[str, Any], layers: Sequence[int]) -> AttentionMaps:
     """The attention matrices of one sample, per head: whole N×N matrices, meant to be looked at.
 
-    Args:
-        model: any model `acutance.sites.find` knows.
-        sample: one input, with or without a batch axis of one for image tensors; or keyword arguments.
-        layers: 1 is the first; for example `[1, 6, 12]`.
+    The sample is an image, with or without a batch axis of one, or keyword arguments; layers are such as `[1, 6, 12]`.
     """
     bare = bare_module(model)
     found = {site.layer: number for site, number in sites.layers_of(bare)}
@@ -56,8 +50,7 @@ class MapReader(Visitor):
     """Keeps the attention of one sample at some layers."""
 
     def __init__(self, layers: Sequence[int]) -> None:
-        self.needs = {"attend": layers}
-        self.maps = AttentionMaps()
+        self.needs, self.maps = {"attend": layers}, AttentionMaps()
 
     def attend(self, layer: int, call: AttentionCall) -> None:
         if call.A.shape[0] != 1:

@@ -1,16 +1,14 @@
 """Monitor: metrics on a fixed probe batch while a model trains, with no effect on the training."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -21,9 +19,11 @@ from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError, impo
 from acutance.files.atomic import read_bytes
 from acutance.measure import measure
 from acutance.measure.profile import FORMAT, Profile
-from acutance.measure.reader import metric_reader
+from acutance.measure.reader import MetricReader
+from acutance.measure.samples import inputs_of
 from acutance.measure.walk import hooked, map_tensors
 from acutance.report.pictures import plot_steps
+from acutance.report.tables import data_frame
 from acutance.sites.structure import bare_module, shards_put_back
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Monitor:
         part: str | None = None,
         every: int = INTERVAL,
         jsonl: str | os.PathLike[str] | None = None,
-        tensorboard: str | os.PathLike[str] | SummaryWriter | None = None,
+        tensorboard: "str | os.PathLike[str] | SummaryWriter | None" = None,
         autocast: torch.dtype | None = None,
     ) -> None:
         if every < 1:
@@ -72,18 +72,15 @@ class Monitor:
         self.model = bare_module(model)
         self._options: dict[str, Any] = {"metrics": metrics, "tap": tap, "prefix": prefix, "part": part}
         target = sites.part_of(self.model, part)
-        with sites.reading(target), hooked(target, metric_reader(target, metrics, tap, prefix)):
+        with sites.reading(target), hooked(target, MetricReader(metrics, tap, prefix, target)):
             pass  # what cannot be read fails now, not after hundreds of steps
         self.every = every
         self.history = History() if jsonl is None else History.load(jsonl, missing_ok=True)
-        self._probe = _copy_probe(probe)
-        self._autocast = autocast
+        self._probe, self._autocast = _copy_probe(probe), autocast
         self._step: int | None = None
         self._writers: list[Callable[[int, Profile], None]] = []
-        if jsonl is not None:
-            self._writers.append(partial(_append_line, Path(jsonl)))
-        if tensorboard is not None:
-            self._writers.append(_tensorboard_writer(tensorboard))
+        self._writers += [] if jsonl is None else [partial(_append_line, Path(jsonl))]
+        self._writers += [] if tensorboard is None else [_tensorboard_writer(tensorboard)]
 
     def step(self, step: int | None = None) -> None:
         """Count an optimiser step, or give the number taken so far; read the model if a reading is due."""
@@ -110,67 +107,54 @@ class Monitor:
         if step not in self.history:
             self.record(step)
 
-    def plot(self) -> Figure:
+    def plot(self) -> "Figure":
         """Every metric over the training steps, a curve per layer, as a matplotlib figure."""
         return self.history.plot()
 
     def for_trainer(self) -> Any:
         """A `TrainerCallback` for Hugging Face's Trainer: reads at the start, every so many steps, and at the end."""
-        needed = "for_trainer needs transformers: pip install 'acutance[hf]' accelerate"
-        transformers, monitor = import_extra("transformers", needed), self
 
-        class MonitorCallback(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
-            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                monitor._start(kwargs["model"], state.global_step)
+        def after_step(_args: Any, state: Any, _control: Any, **_: Any) -> None:
+            self.step(state.global_step)
+            if state.global_step >= state.max_steps:  # on_train_end may come after the best weights were restored
+                self.finish(state.global_step)
 
-            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                monitor.step(state.global_step)
-                if state.global_step >= state.max_steps:  # on_train_end may come after the best weights were restored
-                    monitor.finish(state.global_step)
-
-        return MonitorCallback()
+        return _callback(
+            import_extra("transformers", "for_trainer needs: pip install 'acutance[hf]' accelerate").TrainerCallback,
+            on_train_begin=lambda _args, state, _control, **given: self._start(given["model"], state.global_step),
+            on_step_end=after_step,
+        )
 
     def for_lightning(self) -> Any:
         """A `Callback` for Lightning's Trainer, likewise; its `global_step` counts the steps of all optimisers."""
-        lightning = import_extra("lightning.pytorch", "for_lightning needs lightning: pip install lightning")
-        monitor = self
-
-        class MonitorCallback(lightning.Callback):  # type: ignore[misc,name-defined]
-            def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-                monitor._start(pl_module, trainer.global_step)
-
-            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-                monitor.step(trainer.global_step)
-
-            def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-                monitor.finish(trainer.global_step)
-
-        return MonitorCallback()
+        return _callback(
+            import_extra("lightning.pytorch", "for_lightning needs lightning: pip install lightning").Callback,
+            on_train_start=lambda trainer, module: self._start(module, trainer.global_step),
+            on_train_batch_end=lambda trainer, *_: self.step(trainer.global_step),
+            on_train_end=lambda trainer, _: self.finish(trainer.global_step),
+        )
 
     def _start(self, trained: nn.Module, step: int) -> None:
         if not any(module is self.model for module in trained.modules()):
-            raise AcutanceError(
-                f"the monitor watches a {type(self.model).__name__} that is not part of the {type(trained).__name__} "
-                "being trained: give both the same object"
-            )
+            kinds = f"a {type(self.model).__name__} that is not part of the {type(trained).__name__} being trained"
+            raise AcutanceError(f"the monitor watches {kinds}: give both the same object")
         self.record(step)
 
     def _current(self) -> int:
         if self._step is None and self.history:  # they are from the file
-            raise AcutanceError(
-                f"the file holds steps up to {max(self.history)} from an earlier run. To continue it, pass the number "
-                "of steps taken: monitor.step(step). To start again, name another file or remove this one"
-            )
+            held = f"the file holds steps up to {max(self.history)} from an earlier run"
+            raise AcutanceError(f"{held}: go on with monitor.step(step), the steps taken, or name another file")
         return self._step or 0
 
     def _read(self, step: int) -> Profile:
         seed = torch.initial_seed()
         weights = next(self.model.parameters())
-        kind, dtype = weights.device.type, weights.dtype if weights.is_floating_point() else None
+        dtype = weights.dtype if weights.is_floating_point() else None
         probe = map_tensors(self._probe, lambda x: x.to(weights.device, dtype if x.is_floating_point() else None))
         # Uncached: older versions of torch would go on to train with weights that were cast here, without gradients
         # (https://github.com/pytorch/pytorch/issues/112583).
-        autocast = torch.autocast(kind, self._autocast, enabled=self._autocast is not None, cache_enabled=False)
+        kind, low = weights.device.type, self._autocast
+        autocast = torch.autocast(kind, low, enabled=low is not None, cache_enabled=False)
         with own_randomness(), shards_put_back(self.model), autocast:
             profile = measure(self.model, [probe], progress=False, **self._options)
         return Profile(profile.readings, {**profile.context, "seed": seed, "step": step})
@@ -188,25 +172,18 @@ class History(dict[int, Profile]):
             del self[later]
         self[step] = profile
 
-    def to_frame(self) -> pd.DataFrame:
+    def to_frame(self) -> "pd.DataFrame":
         """One row per step and reading, as a pandas DataFrame."""
-        frames = [profile.to_frame().assign(step=step) for step, profile in self.items()]
-        import pandas as pd
+        return data_frame([{**row, "step": step} for step, profile in self.items() for row in profile.rows()])
 
-        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
-
-    def plot(self) -> Figure:
+    def plot(self) -> "Figure":
         """A panel per metric and tap: the metric over the training steps, a curve per layer."""
         if not self:
             raise AcutanceError("nothing was recorded yet: a plot needs at least one step")
-        charts: dict[str, dict[int, list[tuple[int, float]]]] = {}
-        for step, profile in self.items():
-            for r in profile.readings:
-                charts.setdefault(f"{r.metric} ({r.tap})", {}).setdefault(r.layer, []).append((step, r.mean))
-        return plot_steps(charts, next(iter(self.values())).title)
+        return plot_steps(self, next(iter(self.values())).title)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, missing_ok: bool = False) -> History:
+    def load(cls, path: str | os.PathLike[str], *, missing_ok: bool = False) -> Self:
         """Read the lines a Monitor wrote, without a last line that a crash cut off."""
         history = cls()
         *lines, _unfinished = [b""] if missing_ok and not Path(path).exists() else read_bytes(path).split(b"\n")
@@ -222,17 +199,20 @@ class History(dict[int, Profile]):
         return history
 
 
+def _callback(base: type, **events: Callable[..., None]) -> Any:
+    return type("MonitorCallback", (base,), {name: staticmethod(event) for name, event in events.items()})()
+
+
 def _append_line(path: Path, step: int, profile: Profile) -> None:
     """Append a profile's own JSON and the step to a file, after dropping a line that a crash cut off."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = path.read_bytes() if path.exists() else b""
-    if content and not content.endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
-    with path.open("ab") as file:
+    with path.open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
         file.write(json.dumps({"step": step, **profile.to_dict()}, allow_nan=False).encode() + b"\n")
 
 
-def _tensorboard_writer(target: str | os.PathLike[str] | SummaryWriter) -> Callable[[int, Profile], None]:
+def _tensorboard_writer(target: "str | os.PathLike[str] | SummaryWriter") -> Callable[[int, Profile], None]:
     """Writes a scalar per metric, tap and layer, and charts of them; the first call opens the file."""
     needed = "TensorBoard is not installed: pip install 'acutance[monitor]'"
     kind = import_extra("torch.utils.tensorboard.writer", needed).SummaryWriter
@@ -253,29 +233,22 @@ def _tensorboard_writer(target: str | os.PathLike[str] | SummaryWriter) -> Calla
 
 
 def _copy_probe(probe: Any) -> Any:
-    batch = probe[0] if isinstance(probe, (tuple, list)) and probe else probe
-    given = batch.values() if isinstance(batch, Mapping) else [batch]
-    if not any(isinstance(value, Tensor) and value.numel() for value in given):
-        raise AcutanceError(
-            "the monitor needs a probe, one batch to read the model on: a tensor, a (tensor, …) tuple or a mapping of "
-            f"arguments such as next(iter(loader)), not {type(probe).__name__}"
-        )
-    return map_tensors(batch, lambda tensor: tensor.detach().clone())
+    if not any(isinstance(value, Tensor) and value.numel() for value in inputs_of(probe)):
+        forms = "a tensor, a (tensor, …) tuple or a mapping of arguments, such as next(iter(loader))"
+        raise AcutanceError(f"the monitor needs a probe, one batch to read: {forms}, not {type(probe).__name__}")
+    return map_tensors(probe[0] if isinstance(probe, (tuple, list)) else probe, lambda tensor: tensor.detach().clone())
 
 
 @contextmanager
 def own_randomness(seed: int = 0) -> Iterator[None]:
     """Seed all global generators, so that what is drawn is the same each time; restore their states afterwards."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 # the global one
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
-        try:
-            random.seed(seed)
-            np.random.seed(seed)  # noqa: NPY002
-            torch.default_generator.manual_seed(seed)
-            if devices:
-                torch.cuda.manual_seed_all(seed)
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002
+    with torch.random.fork_rng(devices), ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 # the global one
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed_all(seed)
+        yield

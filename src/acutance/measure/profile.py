@@ -1,20 +1,18 @@
 """Profile: what was measured, layer by layer, and where it was read."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from acutance.errors import AcutanceError
 from acutance.files.atomic import read_json
-from acutance.report import plot_curves, write_page
+from acutance.report.page import write_page
+from acutance.report.pictures import plot_curves
 from acutance.report.tables import FittedTable, Result, to_plain
 
 if TYPE_CHECKING:
@@ -83,7 +81,7 @@ class Profile(Result):
         cells = {(r.tap, r.layer, r.metric): f"{r.mean:.4f} ± {r.std:.4f}" for r in self.readings}
         return _table(self.title, cells, self.caption)
 
-    def compare(self, other: Profile) -> FittedTable:
+    def compare(self, other: Self) -> FittedTable:
         """This profile's means → another's, for example before and after a mitigation."""
         before, after = ({(r.tap, r.layer, r.metric): f"{r.mean:.4f}" for r in p.readings} for p in (self, other))
         cells = {key: f"{before.get(key, '–')} → {after.get(key, '–')}" for key in before | after}
@@ -93,8 +91,7 @@ class Profile(Result):
     @property
     def caption(self) -> str:
         """Where and how it was read, in one line."""
-        runs = self.context.get("runs")
-        spread = f"over {runs} runs" if runs else "over samples"
+        spread = f"over {self.context['runs']} runs" if self.context.get("runs") else "over samples"
         parts = [f"{self.context.get('samples', '?')} samples, mean ± standard deviation {spread}"]
         parts += [f"{key}: {self.context[key]}" for key in ("data", "prefix", "dtype", "device") if key in self.context]
         return "; ".join(parts)
@@ -104,7 +101,7 @@ class Profile(Result):
         return {"format": FORMAT, "context": dict(self.context), "readings": to_plain(self.readings)}
 
     @classmethod
-    def from_dict(cls, body: Mapping[str, Any]) -> Profile:
+    def from_dict(cls, body: Mapping[str, Any]) -> Self:
         """The profile that `to_dict` took apart."""
         # Version 0.1 called this tap `map`.
         rows = [row | {"tap": MATRIX if row["tap"] == "map" else row["tap"]} for row in body["readings"]]
@@ -115,11 +112,11 @@ class Profile(Result):
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Profile:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a profile that `save` wrote."""
         return read_json(path, FORMAT, cls.from_dict)
 
-    def plot(self) -> Figure:
+    def plot(self) -> "Figure":
         """A matplotlib figure: a panel per metric and tap, with a band of one standard deviation."""
         charts = list(dict.fromkeys((r.metric, r.tap) for r in self.readings))
         return plot_curves({self.title: self}, charts, self.title)
@@ -127,19 +124,6 @@ class Profile(Result):
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one offline page with the per-layer curves."""
         return write_page({self.title: self}, path)
-
-
-def merge(profiles: Iterable[Profile]) -> Profile:
-    """The mean over several runs (seeds) of the same measurement; `std` is then the spread over runs."""
-    runs = list(profiles)
-    keys = [[(r.tap, r.layer, r.metric) for r in p.readings] for p in runs]
-    if not runs or any(k != keys[0] for k in keys):
-        raise AcutanceError("only profiles of the same taps, layers and metrics can be merged")
-    means = np.array([[r.mean for r in p.readings] for p in runs])
-    spread = means.std(axis=0, ddof=1) if len(runs) > 1 else np.zeros(means.shape[1])
-    rows = zip(keys[0], means.mean(axis=0).tolist(), spread.tolist(), strict=True)
-    values = tuple(MetricValue(*key, mean, std, len(runs)) for key, mean, std in rows)
-    return Profile(values, {**runs[0].context, "runs": len(runs)})
 
 
 def _table(title: str, cells: Mapping[tuple[str, int, str], str], caption: str) -> FittedTable:

@@ -4,20 +4,16 @@ The numbers of a batch are copied to the host asynchronously, in one transfer. T
 at most eight batches later, so a NaN error may come that late.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import prod
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from acutance import distributed as processes
 from acutance import metrics as metric_room
@@ -31,16 +27,14 @@ from acutance.measure.profile import MATRIX, MetricValue
 from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import EVERY, Batch, Visitor
 from acutance.metrics.kernels import token_sums
-from acutance.metrics.kernels.token_sums import FIELDS
 from acutance.metrics.sums import FLAGS, FROM_ROWS, FROM_SUMS, Numbers, complain, finite_flags, from_rows
 from acutance.sites.patched import has_windows
 
 ATTENTION_COSINE = "attention_cosine"  # of a layer's attention with the layer before (Fig. 5 of arXiv 2312.00751)
 MAX_PENDING_BATCHES = 8
 Key = tuple[str, int, str]  # tap, layer, metric
-# What is worked out together: shape, dtype, and the metrics that follow from sums; None for values.
-Group = tuple[tuple[int, ...], torch.dtype, tuple[str, ...] | None]
-BAD = FLAGS.index("bad")
+# Worked out together: shape, dtype, metrics, what values are multiplied by, and a name for sums in errors.
+Group = tuple[tuple[int, ...], torch.dtype, tuple[str, ...], float, str | None]
 
 
 def available_metrics() -> list[str]:
@@ -54,66 +48,94 @@ def check_prefix(prefix: str) -> None:
         raise AcutanceError(f"prefix says whether class and register tokens count: 'in' or 'out', not {prefix!r}")
 
 
-def metric_reader(
-    target: nn.Module, metrics: str | Sequence[str], tap: str | Sequence[str], prefix: str
-) -> MetricReader:
-    """The visitor that reads these metrics; refuses unknown names and warns of blocks that it cannot see."""
-    check_prefix(prefix)
-    names = _chosen("metric", available_metrics() if metrics == "all" else metrics, [*available_metrics(), "all"])
-    taps = _chosen("tap", tap, TAPS)
-    if unread := sites.modules_between(target) if "block" in taps else []:
-        words = f"modules between blocks are not read and not counted as layers: {', '.join(unread)}"
-        warnings.warn(words, AcutanceWarning, stacklevel=3)
-    layers = sites.layers_of(target) if ATTENTION_COSINE in names else []
-    return MetricReader(names, taps, prefix, [n for site, n in layers if has_windows(site.attention)])
+@dataclass
+class PendingValues:
+    """What was read in one batch; after `send`, on its way from the device to the host."""
 
+    samples: int = 0
+    filled: NDArray[np.bool_] | None = None  # which samples have a token that counts; None if all have
+    read: dict[Group, list[tuple[str, int, Tensor]]] = field(default_factory=dict)  # tap, layer, numbers
+    numbers: Tensor = field(default_factory=lambda: torch.empty(0))
+    done: torch.cuda.Event | None = None
 
-def _chosen(what: str, choice: str | Sequence[str], known: Sequence[str]) -> list[str]:
-    names = [choice] if isinstance(choice, str) else list(choice)
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        raise AcutanceError(f"unknown {what} {', '.join(unknown) or '(none)'}; known: {', '.join(known)}")
-    return names
+    def add(
+        self, tap: str, layer: int, names: Sequence[str], values: Tensor, factor: float = 1.0, sums: str | None = None
+    ) -> None:
+        """Add values by sample, and by head or window of it, which are averaged; or sums that metrics follow from."""
+        self.samples = self.samples or len(values)
+        group = tuple(values.shape), values.dtype, tuple(names), factor, sums
+        self.read.setdefault(group, []).append((tap, layer, values))
+
+    def send(self) -> None:
+        """Start the one transfer."""
+        alike = [torch.stack([values for *_, values in group]) for group in self.read.values()]
+        numbers = torch.cat([values.flatten().double() for values in alike])
+        self.numbers = numbers.to("cpu", non_blocking=True)
+        if numbers.is_cuda:
+            self.done = torch.cuda.current_stream(numbers.device).record_event()
+
+    def is_there(self) -> bool:
+        """Whether the device is done with it."""
+        return self.done is None or self.done.query()
+
+    def received(self) -> tuple[tuple[Key, ...], Numbers]:
+        """What was read, and its values (keys, samples with tokens), means over heads or windows; waits for them."""
+        if self.done is not None:
+            self.done.synchronize()
+        keys: list[Key] = []
+        rows, rest = [], self.numbers.numpy()
+        for (shape, _, names, factor, sums), group in self.read.items():
+            own, rest = np.split(rest, [len(group) * np.prod(shape, dtype=int)])
+            own = own.reshape(len(group), *shape)
+            for place in np.flatnonzero(own[..., FLAGS.index("bad")].any(1)) if sums else ():
+                tap, layer, _values = group[place]
+                complain(own[place, :, : len(FLAGS)], metric=f"{sums} at {tap}", layer=layer)
+            for name in names:
+                keys += [(tap, layer, name) for tap, layer, _values in group]
+                values = FROM_SUMS[name](own) if sums else factor * own
+                rows.append(values.reshape(len(group), self.samples, -1).mean(-1))
+        table = np.concatenate(rows)
+        return tuple(keys), table if self.filled is None else table[:, self.filled]
 
 
 class MetricReader(Visitor):
-    """Reads metrics at every layer; `moving` are the layers whose windows hold other tokens than before."""
+    """Reads metrics at every layer; of a `model` it knows which windows move, and warns of modules it cannot see."""
 
     def __init__(
-        self, names: Sequence[str], taps: Sequence[str], prefix: str = "in", moving: Container[int] = ()
+        self, metrics: str | Sequence[str], tap: str | Sequence[str], prefix: str = "in", model: nn.Module | None = None
     ) -> None:
-        self.names, self.taps, self.prefix, self.moving = names, taps, prefix, moving
-        self.token_metrics = [n for n in names if n in metric_room.TOKEN_METRICS]
-        self.attention_metrics = [n for n in names if n not in self.token_metrics]
-        attends = {"attention", "values"} & set(taps) or self.attention_metrics
-        wanted = {"leave": "block" in taps, "attend": attends, "final": "final" in taps}
+        check_prefix(prefix)
+        known, self.prefix, self.taps = available_metrics(), prefix, _chosen("tap", tap, TAPS)
+        self.names = _chosen("metric", known if metrics == "all" else metrics, [*known, "all"])
+        self.token_metrics = [n for n in self.names if n in metric_room.TOKEN_METRICS]
+        self.attention_metrics = [n for n in self.names if n not in self.token_metrics]
+        attends = {"attention", "values"} & set(self.taps) or self.attention_metrics
+        wanted = {"leave": "block" in self.taps, "attend": attends, "final": "final" in self.taps}
         self.needs = {"enter": (1,)} | {method: EVERY for method, is_wanted in wanted.items() if is_wanted}
-        self.batches = 0  # that ran
+        if model is not None and "block" in self.taps and (unread := sites.modules_between(model)):
+            words = f"modules between blocks are not read and not counted as layers: {', '.join(unread)}"
+            warnings.warn(words, AcutanceWarning, stacklevel=3)
+        layers = sites.layers_of(model) if model is not None and ATTENTION_COSINE in self.names else []
+        self.moving = [number for site, number in layers if has_windows(site.attention)]
         self.autocast: str | None = None  # the dtype that the blocks run in; a model's forward may enter its own
+        self.samples, self.out = TokenLayout(), PendingValues()
         self.pending: deque[PendingValues] = deque()
-        self.statistics: dict[tuple[Key, ...], Running] = {}  # by the keys that are read together
-        self.start(TokenLayout())
-
-    def start(self, samples: TokenLayout, *, counts: bool = True) -> None:
-        """Start a batch whose tokens fall into these samples."""
-        self.samples, self.counts = samples, counts
-        self.out = PendingValues(filled=samples.filled)
-        self.width = 0  # tokens in a sample at the first reading
-        self.ran: dict[str, dict[int, int]] = {}  # by tap, the depth of each block that ran
-        self.previous: AttentionOperator | None = None
+        # By the keys that are read together, of each batch: samples, means, sums of squared deviations.
+        self.moments: dict[tuple[Key, ...], list[tuple[int, Numbers, Numbers]]] = {}
 
     def begin(self, batch: Batch) -> None:
-        self.start(batch.samples(self.prefix), counts=batch.counts)
+        self.samples, self.counts = batch.samples(self.prefix), batch.counts
+        self.out = PendingValues(filled=self.samples.filled)
+        self.ran: dict[str, dict[int, int]] = {}  # by tap, the depth of each block that ran
+        self.previous: AttentionOperator | None = None
 
     def depth(self, tap: str, layer: int) -> int:
         """How deep a block is that runs now: its number, or one more than before if layers share a module."""
         ran = self.ran.setdefault(tap, {})
         last = next(reversed(ran), 0)
         if layer in ran and layer != last:
-            raise AcutanceError(
-                f"layer {layer} ran again after layer {last} in one forward pass, so its readings cannot be told "
-                "apart: feed what runs the layers once"
-            )
+            again = f"layer {layer} ran again after layer {last} in one forward pass"
+            raise AcutanceError(f"{again}, so its readings cannot be told apart: feed what runs the layers once")
         ran[layer] = max(layer, ran.get(last, 0) + 1)
         return ran[layer]
 
@@ -123,9 +145,6 @@ class MetricReader(Visitor):
         kind = tokens.device.type
         on = torch.is_autocast_enabled(kind)
         self.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if on else None
-        special = sum(self.samples.special_token_counts)
-        if special and tokens.ndim == 3 and tokens.shape[1] <= special:
-            raise AcutanceError(f"all {tokens.shape[1]} tokens of a sample are special: read with prefix='in'")
         packed_in = self.samples.documents
         self.out.samples = len(tokens if packed_in is None else packed_in.rows)  # attention may have windows as rows
         if "block" in self.taps:
@@ -137,67 +156,8 @@ class MetricReader(Visitor):
     def final(self, layer: int, tokens: Tensor) -> None:
         self.tokens("final", layer, tokens)
 
-    def end(self) -> None:
-        """Send the batch's values off, and take in those that have arrived."""
-        self.batches += 1
-        if all(derived == () for _, _, derived in self.out.keys):
-            raise AcutanceError(
-                f"nothing was read: {ATTENTION_COSINE} compares successive layers and needs two of them, of the same "
-                "tokens: windows that move from layer to layer have none"
-                if MATRIX in self.ran
-                else "nothing was read: no block of the model was called as a module. Some models (SqueezeBERT) run "
-                "block.forward(…) past all hooks, and can be read only through a Library of their own"
-            )
-        self.out.send()
-        if self.counts:
-            self.pending.append(self.out)
-        while self.pending and (len(self.pending) > MAX_PENDING_BATCHES or self.pending[0].is_there()):
-            self.take_in(self.pending.popleft())
-
-    def take_in(self, batch: PendingValues) -> None:
-        """Add a batch's values to the statistics."""
-        keys, values = batch.received()
-        if values.shape[1]:
-            self.statistics[keys] = self.statistics.get(keys, NOTHING) + Running.of(values)
-
-    def readings(self, *, across_processes: bool = False) -> tuple[MetricValue, ...]:
-        """Mean and standard deviation over samples, by tap as asked for and by depth; of all processes together."""
-        while self.pending:
-            self.take_in(self.pending.popleft())
-        each: dict[Key, Running] = {}
-        for statistics in processes.gather(self.statistics) if across_processes else [self.statistics]:
-            for keys, found in statistics.items():
-                for place, key in enumerate(keys):
-                    one = Running(found.count, found.mean[place], found.squares[place])
-                    each[key] = each.get(key, NOTHING) + one
-        if not each:
-            raise AcutanceError(
-                "no sample has a token that counts: masks and prefix='out' leave none"
-                if self.batches
-                else "measure got no batches: pass an iterable with at least one"
-            )
-        taps = [*self.taps, MATRIX]
-        ordered = sorted(each, key=lambda key: (taps.index(key[0]), key[1], self.names.index(key[2])))
-        return tuple(MetricValue(*key, float(each[key].mean), float(each[key].std), each[key].count) for key in ordered)
-
-    def describe_prefix(self, model: nn.Module, part: str | None) -> str:
-        """Which special tokens were in or out of the metrics, told from the last batch."""
-        marked = ["the tokeniser's special tokens"] if self.samples.excludes_special else []
-        with suppress(sites.NoSitesError):
-            known = sites.special_tokens(model, part)
-            marked = [str(known), *marked] if any(known) or not marked else marked
-        return f"{' and '.join(marked) or 'prefix tokens'} {self.prefix}"
-
-    def tokens(self, tap: str, layer: int, tokens: Tensor) -> None:
-        """Read the token metrics at one tap."""
-        if tokens.ndim != 3:
-            raise ShapeError(f"{tap} of layer {layer} is {tuple(tokens.shape)}, not (batch, tokens, channels)")
-        self._refuse_added(layer, tokens)
-        self._read_tokens(tap, layer, *self.samples.tokens(tokens))
-
     def attend(self, layer: int, call: AttentionCall) -> None:
         windows_move, layer = layer in self.moving, self.depth(MATRIX, layer)
-        self._refuse_added(layer, call.branch)
         _, mask = self.samples.tokens(call.branch)
         record = self.samples.record(call)
         if "attention" in self.taps:
@@ -215,126 +175,91 @@ class MetricReader(Visitor):
         rows = from_rows(record, mask) if set(FROM_ROWS) <= set(self.names) else {}
         for name in self.attention_metrics:
             if name in rows:
-                self.out.add((MATRIX, layer, name), *rows[name])
+                self.out.add(MATRIX, layer, [name], *rows[name])
             elif name != ATTENTION_COSINE:
-                self.out.add((MATRIX, layer, name), metric_room.ATTENTION_METRICS[name](record, mask))
+                self.out.add(MATRIX, layer, [name], metric_room.ATTENTION_METRICS[name](record, mask))
         if ATTENTION_COSINE in self.names:
             before, self.previous = self.previous, None if windows_move else record.A
             if before is not None and self.previous is not None and before.shape == self.previous.shape:  # one stage's
                 cosine = metric_room.attention_cosine(before, self.previous, mask)
-                self.out.add((MATRIX, layer, ATTENTION_COSINE), cosine)
+                self.out.add(MATRIX, layer, [ATTENTION_COSINE], cosine)
 
-    def _refuse_added(self, layer: int, tokens: Tensor) -> None:
-        """Tokens that join on the way, such as EoMT's queries, move the special tokens away from the ends."""
-        self.width = self.width or tokens.shape[1]
-        if any(self.samples.special_token_counts) and tokens.shape[1] > self.width:
-            raise AcutanceError(
-                f"layer {layer} has {tokens.shape[1]} tokens, the first reading had {self.width}: some were added on "
-                "the way, so where the special tokens are is not known. Read with prefix='in'"
-            )
+    def end(self) -> None:
+        """Send the batch's values off, and take in those that have arrived."""
+        if not any(names for _, _, names, *_ in self.out.read):
+            why = "no block of the model was called as a module: past hooks, only a Library of its own can read it"
+            if MATRIX in self.ran:
+                why = f"{ATTENTION_COSINE} needs two layers of the same tokens, not windows that move"
+            raise AcutanceError(f"nothing was read: {why}")
+        self.out.send()
+        if self.counts:
+            self.pending.append(self.out)
+        while self.pending and (len(self.pending) > MAX_PENDING_BATCHES or self.pending[0].is_there()):
+            self.take_in(*self.pending.popleft().received())
+
+    def readings(self, *, across_processes: bool = False) -> tuple[MetricValue, ...]:
+        """Mean and standard deviation over samples, by tap as asked for and by depth; of all processes together."""
+        while self.pending:
+            self.take_in(*self.pending.popleft().received())
+        parts: dict[Key, list[tuple[int, float, float]]] = {}
+        for moments in processes.gather(self.moments) if across_processes else [self.moments]:
+            for keys, batches in moments.items():
+                for place, key in enumerate(keys):
+                    parts.setdefault(key, []).extend((n, mean[place], more[place]) for n, mean, more in batches)
+        if not parts:
+            masked = "no sample has a token that counts: masks and prefix='out' leave none"
+            raise AcutanceError(masked if self.out.read else "measure got no batches: pass at least one")
+        taps = [*self.taps, MATRIX]
+        ordered = sorted(parts, key=lambda key: (taps.index(key[0]), key[1], self.names.index(key[2])))
+        return tuple(MetricValue(*key, *pooled(parts[key])) for key in ordered)
+
+    def describe_prefix(self, model: nn.Module, part: str | None) -> str:
+        """Which special tokens were in or out of the metrics, told from the last batch."""
+        marked = ["the tokeniser's special tokens"] if self.samples.excludes_special else []
+        with suppress(sites.NoSitesError):
+            known = sites.special_tokens(model, part)
+            marked = [str(known), *marked] if any(known) or not marked else marked
+        return f"{' and '.join(marked) or 'prefix tokens'} {self.prefix}"
+
+    def tokens(self, tap: str, layer: int, tokens: Tensor) -> None:
+        """Read the token metrics at one tap."""
+        if tokens.ndim != 3:
+            raise ShapeError(f"{tap} of layer {layer} is {tuple(tokens.shape)}, not (batch, tokens, channels)")
+        self._read_tokens(tap, layer, *self.samples.tokens(tokens))
 
     def _read_tokens(self, tap: str, layer: int, tokens: Tensor, mask: Tensor | None) -> None:
-        if self.token_metrics:
-            derived = self._read_sums(tap, layer, self.token_metrics, tokens, mask)
-            for name in [name for name in self.token_metrics if name not in derived]:
-                self.out.add((tap, layer, name), metric_room.TOKEN_METRICS[name](tokens, mask))
+        for name in self._read_sums(tap, layer, self.token_metrics, tokens, mask) if self.token_metrics else ():
+            self.out.add(tap, layer, [name], metric_room.TOKEN_METRICS[name](tokens, mask))
 
-    def _read_sums(
-        self, tap: str, layer: int, names: Sequence[str], tokens: Tensor, mask: Tensor | None
-    ) -> Sequence[str]:
-        """Sums over tokens that tell whether all are finite, and the metrics that follow from them."""
+    def _read_sums(self, tap: str, layer: int, names: list[str], tokens: Tensor, mask: Tensor | None) -> list[str]:
+        """Read sums that tell whether all tokens are finite; returns the metrics that do not follow from them."""
         is_summed = packed.TRITON and token_sums.is_available(tokens, mask)
-        derived = tuple(name for name in names if name in FROM_SUMS and is_summed)
-        if is_summed:
-            sums = token_sums.token_sums(tokens, mask)
-        else:
-            sums = F.pad(finite_flags(tokens, mask), (0, len(FIELDS) - len(FLAGS)))
-        self.out.add((tap, layer, names[0]), sums, derived=derived)
-        return derived
+        derived = [name for name in names if is_summed and name in FROM_SUMS]
+        sums = token_sums.token_sums(tokens, mask) if is_summed else finite_flags(tokens, mask)
+        self.out.add(tap, layer, derived, sums, sums=names[0])
+        return [name for name in names if name not in derived]
+
+    def take_in(self, keys: tuple[Key, ...], values: Numbers) -> None:
+        """Keep the moments of a batch's values (keys, samples)."""
+        if values.shape[1]:
+            with np.errstate(invalid="ignore"):  # infinities of both signs make NaN
+                mean = values.mean(1)
+                moments = values.shape[1], mean, np.square(values - mean[:, None]).sum(1)
+            self.moments.setdefault(keys, []).append(moments)
 
 
-@dataclass
-class PendingValues:
-    """What was read in one batch; after `send`, on its way from the device to the host."""
-
-    samples: int = 0
-    filled: NDArray[np.bool_] | None = None  # which samples have a token that counts; None if all have
-    keys: dict[Group, list[tuple[Key, float]]] = field(default_factory=dict)  # and what the host multiplies values by
-    tensors: dict[Group, list[Tensor]] = field(default_factory=dict)
-    numbers: Tensor = field(default_factory=lambda: torch.empty(0))
-    done: torch.cuda.Event | None = None
-
-    def add(self, key: Key, values: Tensor, factor: float = 1.0, derived: tuple[str, ...] | None = None) -> None:
-        """Add values by sample, and by head or window of it, which are averaged; or sums (rows, FIELDS)."""
-        self.samples = self.samples or len(values)
-        group = tuple(values.shape), values.dtype, derived
-        self.keys.setdefault(group, []).append((key, factor))
-        self.tensors.setdefault(group, []).append(values)
-
-    def send(self) -> None:
-        """Start the one transfer."""
-        numbers = torch.cat([torch.stack(alike).flatten().double() for alike in self.tensors.values()])
-        self.tensors, self.numbers = {}, numbers.to("cpu", non_blocking=True)
-        if numbers.is_cuda:
-            self.done = torch.cuda.current_stream(numbers.device).record_event()
-
-    def is_there(self) -> bool:
-        """Whether the device is done with it."""
-        return self.done is None or self.done.query()
-
-    def received(self) -> tuple[tuple[Key, ...], Numbers]:
-        """What was read, and its values (keys, samples with tokens), means over heads or windows; waits for them."""
-        if self.done is not None:
-            self.done.synchronize()
-        keys: list[Key] = []
-        rows, numbers, start = [], self.numbers.numpy(), 0
-        for (shape, _, derived), group in self.keys.items():
-            stop = start + len(group) * prod(shape)
-            own, start = numbers[start:stop].reshape(len(group), *shape), stop
-            if derived is None:
-                keys += [key for key, _ in group]
-                rows.append(np.array([[factor] for _, factor in group]) * self._by_sample(own))
-                continue
-            for place in np.flatnonzero(own[..., BAD].any(1)):
-                tap, layer, metric = group[place][0]
-                complain(own[place, :, : len(FLAGS)], metric=f"{metric} at {tap}", layer=layer)
-            for name in derived:
-                keys += [(tap, layer, name) for (tap, layer, _), _ in group]
-                rows.append(self._by_sample(FROM_SUMS[name](own)))
-        values = np.concatenate(rows)
-        return tuple(keys), values if self.filled is None else values[:, self.filled]
-
-    def _by_sample(self, values: Numbers) -> Numbers:
-        by_sample: Numbers = values.reshape(len(values), self.samples, -1).mean(-1)
-        return by_sample
+def pooled(parts: Sequence[tuple[int, float, float]]) -> tuple[float, float, int]:
+    """Mean, standard deviation (infinite if the mean is) and count of the whole, from the moments of its parts."""
+    counts, means, squares = np.array(parts).T
+    with np.errstate(invalid="ignore"):
+        mean = (counts * means).sum() / counts.sum()
+        variance = (squares + counts * np.square(means - mean)).sum() / max(counts.sum() - 1, 1)
+    return float(mean), float(np.sqrt(variance)) if np.isfinite(mean) else np.inf, int(counts.sum())
 
 
-@dataclass(frozen=True)
-class Running:
-    """Means and standard deviations, added up batch by batch and process by process (Chan's update)."""
-
-    count: int  # of samples
-    mean: Numbers  # of each of several metrics, or of one
-    squares: Numbers  # the sums of squared deviations from the mean
-
-    @classmethod
-    def of(cls, values: Numbers) -> Running:
-        """Of an array (metrics, samples)."""
-        with np.errstate(invalid="ignore"):  # infinities of both signs make NaN
-            mean = values.mean(1)
-            return cls(values.shape[1], mean, np.square(values - mean[:, None]).sum(1))
-
-    def __add__(self, other: Running) -> Running:
-        total = self.count + other.count
-        with np.errstate(invalid="ignore"):
-            between = np.square(other.mean - self.mean) * (self.count * other.count / total)
-            mean = (self.count * self.mean + other.count * other.mean) / total
-            return Running(total, mean, self.squares + other.squares + between)
-
-    @property
-    def std(self) -> Numbers:
-        """The standard deviations over samples; infinite if the mean is."""
-        return np.where(np.isfinite(self.mean), np.sqrt(self.squares / max(self.count - 1, 1)), np.inf)
-
-
-NOTHING = Running(0, np.zeros(()), np.zeros(()))
+def _chosen(what: str, choice: str | Sequence[str], known: Sequence[str]) -> list[str]:
+    names = [choice] if isinstance(choice, str) else list(choice)
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise AcutanceError(f"unknown {what} {', '.join(unknown) or '(none)'}; known: {', '.join(known)}")
+    return names

@@ -1,12 +1,10 @@
 """Which tokens of a batch count, and how they fall into samples: padding, packed documents, special tokens."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -14,20 +12,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from acutance.attention import AttentionCall
-from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, ShapeError
 
 SPECIAL = "special_tokens_mask"  # the tokeniser's class and separator tokens; no model takes it
-# The usual arguments, and whether they mark content or padding. NaFlex models of timm take patch_valid.
-PADDING = {"attention_mask": True, "src_key_padding_mask": False, "key_padding_mask": False, "patch_valid": True}
-DECODER_PADDING = {"decoder_attention_mask": True, "tgt_key_padding_mask": False}
-IMAGE_PADDING = ("pixel_attention_mask", "pixel_mask", "patch_valid")  # True where there is an image
+# The usual arguments. Those of torch end in key_padding_mask and are True for padding. NaFlex models take patch_valid.
+PADDING = ("attention_mask", "src_key_padding_mask", "key_padding_mask", "patch_valid")
+DECODER_PADDING = ("decoder_attention_mask", "tgt_key_padding_mask")
+IMAGE_PADDING = ("pixel_attention_mask", "pixel_mask", "patch_valid")
 HIDDEN = -1e4  # a bias as low as that hides a key: libraries write −10000, the lowest number of a dtype, or −∞
 
 
 def possible_rows(batch: Any) -> tuple[Container[int], int]:
     """How many rows of tokens a model may make of a batch, if its first axis is the samples; and the most if not."""
-    fed = _fed(batch)
+    fed = inputs_of(batch)
     tensors = [x for x in fed if isinstance(x, Tensor) and x.ndim > 0]
     if not tensors or any(isinstance(x, (list, tuple)) for x in fed):  # samples of any shape, one by one
         return range(sys.maxsize), sys.maxsize
@@ -47,7 +44,7 @@ class Documents(NamedTuple):
     inside: Tensor  # whether there is a token, (documents, longest)
 
     @classmethod
-    def of(cls, position_ids: Tensor) -> Documents:
+    def of(cls, position_ids: Tensor) -> Self:
         """Split rows into documents where positions stop counting up."""
         starts = torch.ones_like(position_ids, dtype=torch.bool)
         starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
@@ -57,8 +54,8 @@ class Documents(NamedTuple):
         steps = torch.arange(int(lengths.max()))
         return cls(labels, rows, (first[:, None] + steps).clamp(max=starts.shape[1] - 1), steps < lengths[:, None])
 
-    def to(self, device: torch.device) -> Documents:
-        return Documents(*(x.to(device) for x in self))
+    def to(self, device: torch.device) -> Self:
+        return type(self)(*(x.to(device) for x in self))
 
     def split(self, x: Tensor) -> Tensor:
         """Rows (batch, tokens, …) to documents (documents, longest, …); places outside repeat other tokens."""
@@ -84,7 +81,7 @@ class TokenLayout:
         special: bool = True,
         decoder: bool = False,
         images: bool = False,
-    ) -> TokenLayout:
+    ) -> Self:
         """Read the arguments that `measure` feeds to a model.
 
         Tokens that the tokeniser marked count if `special`. A `decoder` may have its own masks. Beside `images`, other
@@ -94,12 +91,11 @@ class TokenLayout:
             return cls(None, special_token_counts)
         for inside in [value for value in batch.values() if isinstance(value, Mapping)]:
             batch = {**inside, **batch}  # NaFlex models of timm may be given everything in one argument
-        if images:
-            return cls(_image_padding(batch), special_token_counts)
         decoder = decoder and any(str(name).startswith(("decoder_", "tgt")) for name in batch)  # OPT's has none
-        documents = None if decoder else _packed(batch)
-        padding = mask = _padding(batch, DECODER_PADDING if decoder else PADDING, is_packed=documents is not None)
-        excludes_special = not special and not decoder and isinstance(batch.get(SPECIAL), Tensor)
+        names = IMAGE_PADDING if images else DECODER_PADDING if decoder else PADDING
+        documents = _packed(batch) if names is PADDING else None
+        padding = mask = _padding(batch, names, is_packed=documents is not None)
+        excludes_special = not special and names is PADDING and isinstance(batch.get(SPECIAL), Tensor)
         if excludes_special:
             content = ~batch[SPECIAL].bool()
             mask = content if padding is None else padding & content
@@ -110,62 +106,59 @@ class TokenLayout:
     @cached_property
     def filled(self) -> NDArray[np.bool_] | None:
         """Which samples have a token that counts; None where all have."""
-        if self.mask is None:
-            return None
-        counts, (front, back) = self.mask.cpu(), self.special_token_counts
-        if self.documents is None:
-            counts = counts[:, front : counts.shape[1] - back]
-        else:
-            counts = self.documents.inside & self.documents.split(counts)
-        filled = counts.any(1).numpy()
-        return None if filled.all() else filled
+        counts = None if self.mask is None else self._counted(self.mask.shape, torch.device("cpu"))[1]
+        return None if counts is None or bool(counts.any(1).all()) else counts.any(1).numpy()
 
     def tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens (samples, tokens, channels), and which of them count."""
-        kind = (tokens.shape[:2], tokens.device)  # mostly that of every layer
+        kind = tokens.shape[:2], tokens.device  # mostly that of every layer
         if kind not in self._kept:
-            self._kept[kind] = self._counted(tokens)
+            self._kept[kind] = self._counted(*kind)
         documents, mask = self._kept[kind]
         return (tokens if documents is None else documents.split(tokens)), mask
 
-    def _counted(self, tokens: Tensor) -> tuple[Documents | None, Tensor | None]:
-        """The documents the tokens are in, and which of the tokens count."""
+    def _counted(self, shape: torch.Size, device: torch.device) -> tuple[Documents | None, Tensor | None]:
+        """The documents that tokens of this shape are in, and which of the tokens count."""
         mask, (front, back) = self.mask, self.special_token_counts
-        if mask is not None and mask.shape != tokens.shape[:2]:
+        if mask is not None and mask.shape != shape:
             raise ShapeError(
-                f"the batch's mask is {tuple(mask.shape)}, but the tokens are {tuple(tokens.shape)}, so which of them "
-                "are padding is not known: measure samples of one size together, or one by one, without padding. A "
-                "model that takes only padded samples, such as Whisper, is fed without this mask, and padding counts"
+                f"the batch's mask is {tuple(mask.shape)}, but the tokens are {tuple(shape)}: which are padding is "
+                "not known. Measure samples of one size together, without padding. A model that takes only padded "
+                "samples, such as Whisper, is fed without this mask, and padding counts"
             )
-        mask = None if mask is None else mask.to(tokens.device)
+        mask = None if mask is None else mask.to(device)
         if front or back:
-            content = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-            content[:, :front] = content[:, tokens.shape[1] - back :] = False
+            (_, first), _ = next(iter(self._kept), (shape, device))
+            if shape[1] <= front + back:
+                raise AcutanceError(f"all {shape[1]} tokens of a sample are special: read with prefix='in'")
+            if shape[1] > first:  # such as EoMT's queries
+                added = f"a layer has {shape[1]} tokens, the first reading had {first}"
+                raise AcutanceError(f"{added}: where the special ones are now is not known. Read with prefix='in'")
+            content = torch.ones(shape, dtype=torch.bool, device=device)
+            content[:, :front] = content[:, shape[1] - back :] = False
             mask = content if mask is None else mask & content
         if self.documents is None:
             return None, mask
-        documents = self.documents.to(tokens.device)
+        documents = self.documents.to(device)
         return documents, documents.inside if mask is None else documents.inside & documents.split(mask)
 
-    def refuse_mixing(self, A: AttentionOperator) -> None:
+    def refuse_mixing(self, call: AttentionCall) -> None:
         """Raise if the attention's mask lets packed documents see each other."""
         if self.documents is None:
             return
-        if A.mask4 is not None:
-            labels = self.documents.labels.to(A.device)
-            across = labels[:, None, :, None] != labels[:, None, None, :]
-            visible = A.mask4 if A.mask4.dtype == torch.bool else A.mask4 > HIDDEN
-            if not bool((visible & (across.tril() if A.causal else across)).any()):
-                return
-        raise AcutanceError(
-            "position_ids start anew, as for documents packed into one row, but this model does not keep such "
-            "documents apart. Give the documents as rows of their own"
-        )
+        A = call.A
+        labels = self.documents.labels.to(A.device)
+        across = labels[:, None, :, None] != labels[:, None, None, :]
+        visible = A.mask4 is None or (A.mask4 if A.mask4.dtype == torch.bool else A.mask4 > HIDDEN)
+        if bool((visible & (across.tril() if A.causal else across)).any()):
+            seen = "position_ids start anew, as for documents packed into a row, but this model"
+            raise AcutanceError(f"{seen} does not keep such documents apart. Give the documents as rows of their own")
 
     def record(self, record: AttentionCall) -> AttentionCall:
-        """The record with each document as a sample."""
+        """The record with each document as a sample; refuses documents that see each other."""
         if self.documents is None:
             return record
+        self.refuse_mixing(record)
         documents, A = self.documents.to(record.branch.device), record.A
 
         def split(x: Tensor) -> Tensor:  # (batch, heads, tokens, width)
@@ -189,10 +182,10 @@ def refuse_single(batches: object) -> None:
         raise AcutanceError(f"batches is {what}, which is one batch: write [batch], or pass a DataLoader")
 
 
-def _fed(batch: Any) -> list[Any]:
+def inputs_of(batch: Any) -> list[Any]:
     """The arguments that a batch of any accepted form feeds."""
     if isinstance(batch, Mapping):
-        return [x for value in batch.values() for x in (_fed(value) if isinstance(value, Mapping) else [value])]
+        return [x for value in batch.values() for x in (inputs_of(value) if isinstance(value, Mapping) else [value])]
     return [batch[0] if isinstance(batch, (tuple, list)) and batch else batch]
 
 
@@ -211,50 +204,35 @@ def _packed(batch: Mapping[str, Any]) -> Documents | None:
     return documents if len(documents.rows) > len(positions) else None
 
 
-def _image_padding(batch: Mapping[str, Any]) -> Tensor | None:
-    for name in IMAGE_PADDING:
-        mask = batch.get(name)
-        if not isinstance(mask, Tensor) or bool(mask.all()):
+def _padding(batch: Mapping[str, Any], names: Sequence[str], *, is_packed: bool) -> Tensor | None:
+    """(batch, tokens), False where an argument of one of these names marks padding; None if none is given."""
+    for name in names:
+        mask, marks_padding = batch.get(name), name.endswith("key_padding_mask")
+        if not isinstance(mask, Tensor) or (names is IMAGE_PADDING and bool(mask.all())):
             continue
-        if mask.ndim == 2:
-            return mask.bool()
-        raise ShapeError(
-            f"{name} is {tuple(mask.shape)} and marks padding, but which tokens are padding is known only from "
-            "(batch, tokens): measure images without padding, those of one size together"
-        )
-    return None
-
-
-def _padding(batch: Mapping[str, Any], names: Mapping[str, bool], *, is_packed: bool) -> Tensor | None:
-    for name, marks_content in names.items():
-        mask = batch.get(name)
-        if not isinstance(mask, Tensor):
-            continue
-        if marks_content and mask.ndim > 2:
+        if mask.ndim == 2 or (mask.ndim == 1 and marks_padding):  # one axis: a sample by itself
+            marked: Tensor = torch.atleast_2d(mask).bool()
+            return ~marked if marks_padding else marked
+        if names is IMAGE_PADDING:
+            given = f"{name} is {tuple(mask.shape)}, but tells which tokens are padding only as (batch, tokens)"
+            raise ShapeError(f"{given}: measure images without padding, those of one size together")
+        if mask.ndim > 2 and not marks_padding:
             return _padding_of_pairs(name, mask, _rows(batch), is_packed=is_packed)
-        if mask.ndim == 2 or (mask.ndim == 1 and not marks_content):  # one axis: a sample by itself
-            content: Tensor = torch.atleast_2d(mask).bool()
-            return content if marks_content else ~content
     return None
 
 
 def _padding_of_pairs(name: str, mask: Tensor, rows: int, *, is_packed: bool) -> Tensor | None:
     """The padding in a mask (batch, heads, queries, keys), if every query sees the same keys."""
-    is_clear, visible = True, mask.bool()
-    if mask.is_floating_point():  # added to the logits, or zeros and ones
-        is_added = bool((mask <= 0).all()) or bool((mask <= HIDDEN).any())
-        is_clear = is_added or mask.ndim == 3 or bool((mask == 1).all())
-        visible = mask > HIDDEN if is_added else visible
-    if is_clear:
+    is_float = mask.is_floating_point()  # added to the logits, or zeros and ones
+    is_added = is_float and (bool((mask <= 0).all()) or bool((mask <= HIDDEN).any()))
+    visible = mask > HIDDEN if is_added else mask.bool()
+    if is_added or not is_float or mask.ndim == 3 or bool((mask == 1).all()):
         keys = visible.any(-2, keepdim=True)
         is_seeing = visible.any(-1, keepdim=True)  # padding may be kept from seeing anything
         one = keys[:, :1] if mask.ndim == 4 else keys
         if bool((keys == one).all()) and bool((visible == keys & is_seeing).all()):
-            tokens = one.flatten(1)
-            return tokens.expand(rows, -1) if len(tokens) == 1 else tokens
+            return one.flatten(1).expand(rows if len(one) == 1 else -1, -1)
         if is_packed:  # it keeps documents apart, which `refuse_mixing` checks
             return None
-    raise ShapeError(
-        f"{name} is {tuple(mask.shape)} and does not clearly hide the same keys from all queries, so which tokens are "
-        f"padding is not known: give {name} as (batch, tokens), with 0 for padding"
-    )
+    given = f"{name} is {tuple(mask.shape)} and does not clearly hide the same keys from all queries"
+    raise ShapeError(f"{given}, which would be padding: give {name} as (batch, tokens), with 0 for padding")

@@ -1,7 +1,5 @@
 """walk: the one pass of batches through a model, with the hooks that its visitors need and no others."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -9,6 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -55,29 +54,20 @@ class Batch:
 class Visitor:
     """Sees what happens in a model: every method does nothing unless it is overridden.
 
-    `needs` names the methods among `enter`, `leave`, `attend` and `final` that are to be called, and at which layers.
+    `begin` and `end` are called before and after a batch; `enter` and `leave` with the tokens (batch, tokens, channels)
+    of a block; `attend` when its attention branch is done; `final` with the tokens after the final norm, as the last
+    layer's. `needs` names those of `enter`, `attend`, `leave` and `final` that are to be called, and at which layers.
     Layers are numbered from 1 over all blocks, also those without attention.
     """
 
     needs: Mapping[str, Container[int]] = {}
 
-    def begin(self, batch: Batch) -> None:
-        """A batch is about to run."""
-
-    def enter(self, layer: int, tokens: Tensor) -> None:
-        """Tokens (batch, tokens, channels) come into the block."""
-
-    def attend(self, layer: int, call: AttentionCall) -> None:
-        """The block's attention branch is done."""
-
-    def leave(self, layer: int, tokens: Tensor) -> None:
-        """Tokens (batch, tokens, channels) leave the block."""
-
-    def final(self, layer: int, tokens: Tensor) -> None:
-        """The tokens after the final norm; the layer is the last."""
-
-    def end(self) -> None:
-        """The batch has run."""
+    def begin(self, batch: Batch) -> None: ...
+    def enter(self, layer: int, tokens: Tensor) -> None: ...
+    def attend(self, layer: int, call: AttentionCall) -> None: ...
+    def leave(self, layer: int, tokens: Tensor) -> None: ...
+    def final(self, layer: int, tokens: Tensor) -> None: ...
+    def end(self) -> None: ...
 
 
 def walk(
@@ -94,80 +84,57 @@ def walk(
     """
     refuse_single(batches)
     bare = bare_module(model)  # a compiled model would not see hooks added now
-    target = sites.part_of(bare, part)
+    target, is_first = sites.part_of(bare, part), True
     with evaluating(bare), sites.cached_lookup(), sites.reading(target), ExitStack() as stack:
-        batch: Batch | None = None
-
-        def refuse_mixing(call: AttentionCall) -> None:
-            if batch is not None and batch.packed is not None:
-                batch.packed.refuse_mixing(call.A)
-
-        stack.enter_context(hooked(target, *visitors, check=refuse_mixing))
-        attends = any("attend" in visitor.needs for visitor in visitors)
-        for fed, counts in _shared(batches, progress, stack, is_sharded(bare) if across_processes else None):
-            is_first, batch = batch is None, Batch(bare, part, fed, counts)
+        stack.enter_context(hooked(target, *visitors))
+        rank, size = processes.rank_and_world_size() if across_processes else (0, 1)
+        if across_processes:
+            processes.refuse_shares(batches)
+            batches = processes.share(batches, rank, size)
+        own, waits = track(batches, progress if rank == 0 else None, stack), across_processes and is_sharded(bare)
+        for fed, counts in processes.pad_uneven_batches(own) if waits else zip(own, repeat(True), strict=False):
+            batch = Batch(bare, part, fed, counts)
             for visitor in visitors:
                 visitor.begin(batch)
             with ExitStack() as around:
                 if is_first:  # once only: the check waits for the device
                     around.enter_context(sites.checking_blocks(target, *possible_rows(fed)))
-                if batch.packed is not None and not attends:
-                    with suppress(AcutanceError):  # attention that cannot be read cannot be checked
-                        around.enter_context(sites.find(target)[0].observe(refuse_mixing))
+                if batch.packed is not None:
+                    with suppress(AcutanceError):  # a visitor reads this attention and checks it, or nobody can
+                        around.enter_context(sites.find(target)[0].observe(batch.packed.refuse_mixing))
                 feed(bare, fed)
+            is_first = False
             for visitor in visitors:
                 visitor.end()
 
 
-def _shared(
-    batches: Iterable[Any], progress: str | None, stack: ExitStack, sharded: bool | None
-) -> Iterable[tuple[Any, bool]]:
-    """The batches of this process and whether they count; `sharded` is None if the process has all of them."""
-    if sharded is None:
-        return ((batch, True) for batch in track(batches, progress, stack))
-    processes.refuse_shares(batches)
-    rank, size = processes.rank_and_world_size()
-    own = track(processes.share(batches, rank, size), progress if rank == 0 else None, stack)
-    return processes.pad_uneven_batches(own, wait=sharded)
-
-
 @contextmanager
-def hooked(
-    model: nn.Module, *visitors: Visitor, check: Callable[[AttentionCall], None] = lambda call: None
-) -> Iterator[None]:
-    """Set the hooks that the visitors need, for the time of a with block; `check` sees attention before they do."""
+def hooked(model: nn.Module, *visitors: Visitor) -> Iterator[None]:
+    """Set the hooks that the visitors need, for the time of a with block."""
 
-    def hook(method: str, layer: int, read: Callable[..., Any]) -> Callable[..., None] | None:
-        """Calls this method of the visitors that need it at this layer, with what `read` makes of its arguments."""
-        methods = [getattr(visitor, method) for visitor in visitors if layer in visitor.needs.get(method, ())]
+    def listen(method: str, layer: int, register: Callable[..., Any], read: Callable[..., Any]) -> None:
+        """Have visitors that need this method at this layer told what `read` makes of the hook's arguments."""
+        told = [getattr(visitor, method) for visitor in visitors if layer in visitor.needs.get(method, ())]
 
-        def called(*args: Any) -> None:
+        def hook(*args: Any) -> None:
             seen = read(*args)
-            for call in methods:
-                call(layer, seen)
+            for tell in told:
+                tell(layer, seen)
 
-        return called if methods else None
-
-    def tokens_out(as_tokens: Callable[[Tensor], Tensor], _block: nn.Module, _args: Any, output: Any) -> Tensor:
-        return as_tokens(sites.tokens_out(output))
-
-    def checked(call: AttentionCall) -> AttentionCall:
-        check(call)
-        return call
+        if told:
+            stack.callback(register(hook).remove)
 
     with ExitStack() as stack:
         blocks = sites.blocks(model)
-        for layer, block, as_tokens in blocks:
-            if enter := hook("enter", layer, lambda _, *given, f=as_tokens: f(sites.tokens_in(*given))):
-                stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            if leave := hook("leave", layer, partial(tokens_out, as_tokens)):
-                stack.callback(block.register_forward_hook(leave).remove)
-        if any("attend" in visitor.needs for visitor in visitors):
-            for site, layer in sites.layers_of(model):
-                if attend := hook("attend", layer, checked):
-                    stack.callback(site.observe(attend).remove)
-        if final := hook("final", blocks[-1][0], lambda *args: tokens_out(sites.find(model)[-1].tokens, *args)):
-            stack.callback(sites.final_norm(model).register_forward_hook(final).remove)
+        for layer, block, tokens in blocks:
+            before, after = partial(block.register_forward_pre_hook, with_kwargs=True), block.register_forward_hook
+            listen("enter", layer, before, lambda _, *given, tokens=tokens: tokens(sites.tokens_in(*given)))
+            listen("leave", layer, after, lambda *args, tokens=tokens: tokens(sites.tokens_out(args[-1])))
+        for site, layer in sites.layers_of(model) if any("attend" in v.needs for v in visitors) else ():
+            listen("attend", layer, site.observe, lambda call: call)
+        if any("final" in v.needs for v in visitors):
+            norm, tokens = sites.final_norm(model), sites.find(model)[-1].tokens
+            listen("final", blocks[-1][0], norm.register_forward_hook, lambda *args: tokens(sites.tokens_out(args[-1])))
         yield
 
 
@@ -189,9 +156,8 @@ def feed(model: nn.Module, batch: Any) -> Any:
         return model(**map_tensors(inputs, lambda tensor: tensor.to(device)))
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     if not isinstance(inputs, Tensor):
-        raise AcutanceError(
-            f"a batch must be a tensor, a (tensor, …) tuple or a mapping of arguments, not {type(inputs).__name__}"
-        )
+        given = type(inputs).__name__
+        raise AcutanceError(f"a batch must be a tensor, a (tensor, …) tuple or a mapping of arguments, not {given}")
     return model(inputs.to(device))
 
 

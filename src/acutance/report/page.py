@@ -1,7 +1,5 @@
 """One offline HTML page: the curves of some runs by layer, or the eigenvalues of one; and what was read where."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -16,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from acutance.errors import import_extra
-from acutance.files.atomic import atomic_write
+from acutance.files.atomic import atomic_write, finite
 from acutance.report.tables import Result, Rows, html_table
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart too.
@@ -35,9 +33,12 @@ HINT += "Layer 0 is what enters the first block."
 COLOURS = {"smoothing": "#D55E00", "sharpening": "#0072B2"}
 FELL = "HFC/LFC fell across the branch"
 COLUMNS = 4  # charts of eigenvalues side by side
-BINS = 40
 POINTS = 2000  # eigenvalues of a layer shown on a page: keeps the page of a wide model small
 CONTEXT = ("model", "mitigation", "parameters", "samples", "dtype", "device", "seed", "versions")
+NEEDS = "an HTML page needs altair and vl-convert-python: pip install 'acutance[report]'"
+
+AnyPath = str | os.PathLike[str]
+Charts = Mapping[str, tuple[str, Any]]  # name to heading and Altair chart
 
 
 def curve(run: Result, metric: str, tap: str) -> list[dict[str, Any]]:
@@ -61,157 +62,105 @@ class LayerRow:
         return np.where(np.abs(1 + self.eigenvalues) > 1, *COLOURS)
 
 
-def write_page(
-    runs: Mapping[str, Result],
-    path: str | os.PathLike[str],
-    *,
-    title: str = "Over-smoothing, layer by layer",
-    verdict: str = "",
-    summary: Rows = (),
-) -> Path:
+def write_page(runs: Mapping[str, Result], path: AnyPath, *, verdict: str = "", summary: Rows = ()) -> Path:
     """Write the page of some runs, a curve each in every chart."""
     taps = dict.fromkeys(row["tap"] for run in runs.values() for row in run.rows())
-    return compose(
-        path,
-        title=title,
-        verdict=verdict,
-        summary=summary,
-        charts={tap: (TAP_NAMES.get(tap, tap), _charts(runs, tap)) for tap in taps},
-        context=[context_row(name, run.context, ["prefix", "data"]) for name, run in runs.items()],
-        hint=HINT,
-    )
+    charts = {tap: (TAP_NAMES.get(tap, tap), _curve_charts(runs, tap)) for tap in taps}
+    context = [_context_row(name, run.context, "prefix", "data") for name, run in runs.items()]
+    return _write(path, "Over-smoothing, layer by layer", verdict, summary, HINT, charts, context)
 
 
-def compose(
-    path: str | os.PathLike[str],
-    *,
-    title: str,
-    verdict: str = "",
-    summary: Rows = (),
-    charts: Mapping[str, tuple[str, Any]],
-    context: Rows,
-    hint: str = "",
+def write_spectrum_page(
+    path: AnyPath, layers: Sequence[LayerRow], title: str, verdict: str, summary: Rows, context: Mapping[str, Any]
 ) -> Path:
-    """Write one page: verdict, summary, a heading and an Altair chart per entry of `charts`, what was read."""
+    """One offline page: the verdict per layer, the eigenvalues and, where it was read on data, what dominates."""
+    hint = "H = W_projᵀW_Vᵀ with eigenvalues λ, A attention with eigenvalues μ. Orange smooths, blue sharpens."
+    rows = [_context_row(title, context, "norm", "outside H", "read")]
+    return _write(path, f"Why {title} smooths or sharpens", verdict, summary, hint, _spectrum_charts(layers), rows)
+
+
+def _write(path: AnyPath, title: str, verdict: str, summary: Rows, hint: str, charts: Charts, context: Rows) -> Path:
+    """Write one page: verdict, summary, a heading and a chart per entry of `charts`, what was read."""
+    sections = [f"<h2>{escape(text)}</h2><div class='chart' id='chart-{id}'></div>" for id, (text, _) in charts.items()]
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     body = template.substitute(
         title=escape(title),
         verdict=f"<p class='verdict'>{escape(verdict)}</p>" if verdict else "",
         summary=html_table(summary),
         hint=escape(hint),
-        sections="".join(
-            f"<h2>{escape(heading)}</h2><div class='chart' id='chart-{name}'></div>"
-            for name, (heading, _) in charts.items()
-        ),
+        sections="".join(sections),
         context=html_table(context),
         # Safe inside a script element, whatever a run is called.
         charts=json.dumps({name: chart.to_dict() for name, (_, chart) in charts.items()}).replace("<", "\\u003c"),
-        bundle=_bundle(),
+        # Vega's JavaScript, embedded so that the page works offline.
+        bundle=import_extra("vl_convert", NEEDS).javascript_bundle().replace("</script", "<\\/script"),
     )
     return atomic_write(path, body.encode())
 
 
-def _charts(runs: Mapping[str, Result], tap: str) -> Any:
+def _curve_charts(runs: Mapping[str, Result], tap: str) -> Any:
     """A grid of small charts, one per metric, that share colours, legend and selection."""
-    alt = load_altair()
+    alt = import_extra("altair", NEEDS)
     pick = alt.selection_point(fields=["run"], bind="legend")
-    metrics = dict.fromkeys(row["metric"] for run in runs.values() for row in run.rows() if row["tap"] == tap)
-    first, *others = [_chart(alt, runs, tap, metric, pick) for metric in metrics]
-    grid = alt.concat(first.add_params(pick), *others, columns=3)  # one legend picks in all charts
+    faint, bold = (alt.condition(pick, *map(alt.value, pair)) for pair in ((0.15, 0.0), (1.0, 0.1)))
+    low, mean = (alt.Y(f"{name}:Q", scale=alt.Scale(zero=False), title=None) for name in ("low", "mean"))
+    charts = []
+    for metric in dict.fromkeys(row["metric"] for run in runs.values() for row in run.rows() if row["tap"] == tap):
+        rows = [
+            {"run": name, **r, "low": r["mean"] - r["std"], "high": r["mean"] + r["std"]}
+            for name, run in runs.items()
+            for r in curve(run, metric, tap)
+            if math.isfinite(r["mean"])  # JSON has no infinity
+        ]
+        base = alt.Chart(alt.Data(values=rows)).encode(
+            x=alt.X("layer:Q", axis=alt.Axis(tickMinStep=1), title="layer"),
+            color=alt.Color("run:N", scale=alt.Scale(range=PALETTE), sort=list(runs), title=None),
+            tooltip=[alt.Tooltip("run:N"), alt.Tooltip("layer:Q"), alt.Tooltip("mean:Q", format=".4g")],
+        )
+        band = base.mark_area().encode(y=low, y2="high:Q", opacity=faint)
+        line = base.mark_line(point=True).encode(y=mean, opacity=bold)
+        charts.append(alt.layer(band, line).properties(width=300, height=190, title=metric))
+    grid = alt.concat(charts[0].add_params(pick), *charts[1:], columns=3)  # one legend picks in all charts
     return grid.configure_legend(orient="top", labelLimit=400, symbolOpacity=1)
 
 
-def _chart(alt: Any, runs: Mapping[str, Result], tap: str, metric: str, pick: Any) -> Any:
-    rows = [
-        {"run": name, "layer": r["layer"], "mean": r["mean"], "low": r["mean"] - r["std"], "high": r["mean"] + r["std"]}
-        for name, run in runs.items()
-        for r in curve(run, metric, tap)
-        if math.isfinite(r["mean"])  # JSON has no infinity
-    ]
-    base = alt.Chart(alt.Data(values=rows)).encode(
-        x=alt.X("layer:Q", axis=alt.Axis(tickMinStep=1), title="layer"),
-        color=alt.Color("run:N", scale=alt.Scale(range=PALETTE), sort=list(runs), title=None),
-        tooltip=[alt.Tooltip("run:N"), alt.Tooltip("layer:Q"), alt.Tooltip("mean:Q", format=".4g")],
-    )
-    low, mean = (alt.Y(f"{name}:Q", scale=alt.Scale(zero=False), title=None) for name in ("low", "mean"))
-    faint, bold = (alt.condition(pick, *map(alt.value, pair)) for pair in ((0.15, 0.0), (1.0, 0.1)))
-    band = base.mark_area().encode(y=low, y2="high:Q", opacity=faint)
-    line = base.mark_line(point=True).encode(y=mean, opacity=bold)
-    return alt.layer(band, line).properties(width=300, height=190, title=metric)
+def _spectrum_charts(layers: Sequence[LayerRow]) -> Charts:
+    alt, (edges, sides) = import_extra("altair", NEEDS), bins(layers)
+    side = alt.Color("side:N", scale=alt.Scale(domain=list(COLOURS), range=list(COLOURS.values())), title=None)
+    bars: list[dict[str, Any]] = []
+    points: list[dict[str, Any]] = []
+    for row in layers:
+        counts = np.histogram(row.eigenvalues.real, edges)[0].tolist()
+        found = zip(edges[:-1].tolist(), edges[1:].tolist(), counts, sides, strict=True)
+        bars += [{"layer": row.layer, "from": a, "to": b, "count": n, "side": colour} for a, b, n, colour in found if n]
+        every = slice(None, None, math.ceil(len(row.eigenvalues) / POINTS))
+        shown = zip(row.eigenvalues[every].tolist(), row.sides[every].tolist(), strict=True)
+        points += [{"layer": row.layer, "re": z.real, "im": z.imag, "side": colour} for z, colour in shown]
 
+    def by_layer(rows: list[dict[str, Any]], mark: dict[str, Any], height: int, **encoding: Any) -> Any:
+        chart = alt.Chart(alt.Data(values=rows), mark=mark, width=210, height=height)
+        return chart.encode(color=side, **encoding).facet("layer:O", columns=COLUMNS)
 
-def write_spectrum_page(
-    path: str | os.PathLike[str],
-    layers: Sequence[LayerRow],
-    title: str,
-    verdict: str,
-    summary: Rows,
-    context: Mapping[str, Any],
-) -> Path:
-    """One offline page: the verdict per layer, the eigenvalues and, where it was read on data, what dominates."""
+    x, y = alt.X("from:Q", bin="binned", title="Re λ"), alt.Y("count:Q", title=None)
+    histogram = by_layer(bars, {"type": "bar", "stroke": None}, 120, x=x, x2="to:Q", y=y)
+    x, y = alt.X("re:Q", title="Re λ"), alt.Y("im:Q", title="Im λ")
+    tooltip = [alt.Tooltip(f"{name}:Q", format=".4g") for name in ("re", "im")]
+    plane = by_layer(points, {"type": "circle", "size": 14}, 160, x=x, y=y, tooltip=tooltip)
     charts = {}
     if all(row.percent for row in layers):
         heading = f"Which family dominates I + H⊗A (bars); how often {FELL} (dots)"
-        charts["dominance"] = heading, _dominance_chart(layers)
-    charts["histogram"] = "Eigenvalues of H by layer", _histogram_chart(layers)
-    charts["plane"] = "Eigenvalues of H in the complex plane", _plane_chart(layers)
-    return compose(
-        path,
-        title=f"Why {title} smooths or sharpens",
-        verdict=verdict,
-        summary=summary,
-        charts=charts,
-        context=[context_row(title, context, ["norm", "outside H", "read"])],
-        hint="H = W_projᵀW_Vᵀ with eigenvalues λ, A attention with eigenvalues μ. Orange smooths, blue sharpens.",
-    )
+        charts["dominance"] = heading, _dominance_chart(layers, side)
+    charts["histogram"] = "Eigenvalues of H by layer", histogram
+    return charts | {"plane": ("Eigenvalues of H in the complex plane", plane)}
 
 
-def _histogram_chart(layers: Sequence[LayerRow]) -> Any:
-    alt, (edges, sides) = load_altair(), bins(layers)
-    bars = list(zip(edges[:-1].tolist(), edges[1:].tolist(), sides, strict=True))
-    data = [
-        {"layer": row.layer, "from": low, "to": high, "count": int(count), "side": side}
-        for row in layers
-        for (low, high, side), count in zip(bars, np.histogram(row.eigenvalues.real, edges)[0], strict=True)
-        if count
-    ]
-    x, y = alt.X("from:Q", bin="binned", title="Re λ"), alt.Y("count:Q", title=None)
-    return _by_layer(alt.Chart(alt.Data(values=data)).mark_bar(stroke=None).encode(x=x, x2="to:Q", y=y), height=120)
-
-
-def _plane_chart(layers: Sequence[LayerRow]) -> Any:
-    alt, data = load_altair(), []
-    for row in layers:
-        every = slice(None, None, math.ceil(len(row.eigenvalues) / POINTS))
-        for value, side in zip(row.eigenvalues[every].tolist(), row.sides[every].tolist(), strict=True):
-            data.append({"layer": row.layer, "re": value.real, "im": value.imag, "side": side})
-    x, y = alt.X("re:Q", title="Re λ"), alt.Y("im:Q", title="Im λ")
-    tooltip = [alt.Tooltip(f"{name}:Q", format=".4g") for name in ("re", "im")]
-    points = alt.Chart(alt.Data(values=data)).mark_circle(size=14).encode(x=x, y=y, tooltip=tooltip)
-    return _by_layer(points, height=160)
-
-
-def _by_layer(chart: Any, height: int) -> Any:
-    return _coloured(chart).properties(width=210, height=height).facet("layer:O", columns=COLUMNS)
-
-
-def _coloured(chart: Any) -> Any:
-    alt = load_altair()
-    scale = alt.Scale(domain=list(COLOURS), range=list(COLOURS.values()))
-    return chart.encode(color=alt.Color("side:N", scale=scale, title=None))
-
-
-def _dominance_chart(layers: Sequence[LayerRow]) -> Any:
-    alt = load_altair()
-    # JSON has no NaN, which stands for percentages of nothing.
-    data = [
-        {"layer": row.layer} | {name: value if math.isfinite(value) else None for name, value in row.percent.items()}
-        for row in layers
-    ]
-    shares = [{"layer": row["layer"], "side": side, "percent": row[side]} for row in data for side in COLOURS]
+def _dominance_chart(layers: Sequence[LayerRow], side: Any) -> Any:
+    alt = import_extra("altair", NEEDS)
+    data = [finite({"layer": row.layer, **row.percent}) for row in layers]  # NaN: percentages of nothing
+    shares = [{"layer": row["layer"], "side": name, "percent": row[name]} for row in data for name in COLOURS]
     x = alt.X("layer:O", title="layer", axis=alt.Axis(labelAngle=0))
     y = alt.Y("percent:Q", title="% of samples and heads", scale=alt.Scale(domain=[0, 100]))
-    bars = _coloured(alt.Chart(alt.Data(values=shares)).mark_bar().encode(x=x, y=y))
+    bars = alt.Chart(alt.Data(values=shares)).mark_bar().encode(x=x, y=y, color=side)
     shown = [name for name in layers[0].percent if name not in COLOURS]
     tooltip = [alt.Tooltip(f"{name}:Q", title=f"{name}, %", format=".1f") for name in shown]
     dots = alt.Chart(alt.Data(values=data)).mark_point(color="black", filled=True, size=50)
@@ -222,12 +171,12 @@ def _dominance_chart(layers: Sequence[LayerRow]) -> Any:
 def bins(layers: Sequence[LayerRow]) -> tuple[NDArray[np.float64], list[str]]:
     """The edges of bins of one width for all layers, and the bins' sides: 0 is an edge, so that no bar mixes signs."""
     real = np.concatenate([np.zeros(1), *(row.eigenvalues.real for row in layers)])
-    step = float(np.ptp(real)) / BINS or 1.0
+    step = float(np.ptp(real)) / 40 or 1.0
     edges = step * np.arange(math.floor(real.min() / step) - 1, math.ceil(real.max() / step) + 2, dtype=np.float64)
     return edges, np.where(edges[:-1] >= 0, *COLOURS).tolist()
 
 
-def context_row(name: str, context: Mapping[str, Any], more: Sequence[str] = ()) -> dict[str, str]:
+def _context_row(name: str, context: Mapping[str, Any], *more: str) -> dict[str, str]:
     """One run's context as cells of the page's last table."""
     return {"run": name} | {key: _text(context.get(key)) for key in (*CONTEXT, *more)}
 
@@ -236,15 +185,3 @@ def _text(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{k} {v}" for k, v in value.items())
     return "–" if value is None else f"{value:,}" if isinstance(value, int) and value < 10**12 else str(value)
-
-
-def load_altair() -> Any:
-    """Import altair, or say how to install it."""
-    return import_extra("altair", "an HTML page needs altair: pip install 'acutance[report]'")
-
-
-def _bundle() -> str:
-    """Vega's JavaScript, embedded so that the page works offline."""
-    converter = import_extra("vl_convert", "an HTML page needs vl-convert-python: pip install 'acutance[report]'")
-    bundle: str = converter.javascript_bundle()
-    return bundle.replace("</script", "<\\/script")

@@ -1,10 +1,8 @@
 """Figures for papers, READMEs and slides, drawn with matplotlib."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
-from itertools import cycle
+from itertools import cycle, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,44 +15,41 @@ from acutance.report.tables import Result
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Points = Mapping[int, Sequence[tuple[int, float]]]  # layer to (step, value)
 
-
-def plot_curves(runs: Mapping[str, Result], charts: Sequence[tuple[str, str]], title: str = "") -> Figure:
+def plot_curves(runs: Mapping[str, Result], charts: Sequence[tuple[str, str]], title: str = "") -> "Figure":
     """One panel per (metric, tap), one curve per run, a band of one standard deviation."""
-    figure, panels = blank_panels(len(charts), 3, width=4.2, height=3.4)
+    figure, panels = _panels([f"{metric} ({tap})" for metric, tap in charts], title, "layer")
     for axis, (metric, tap) in zip(panels, charts, strict=True):
+        axis.grid(alpha=0.3)
         for (name, run), colour, style in zip(runs.items(), PALETTE, cycle(["-", "-", "--"]), strict=False):
             rows = curve(run, metric, tap)
-            layers = [row["layer"] for row in rows]
-            mean, std = np.array([row["mean"] for row in rows]), np.array([row["std"] for row in rows])
+            layers, mean, std = (np.array([row[field] for row in rows]) for field in ("layer", "mean", "std"))
             axis.plot(layers, mean, style, marker="o", markersize=3, color=colour, label=name)
             axis.fill_between(layers, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
-        axis.set(xlabel="layer", title=f"{metric} ({tap})")
-        axis.grid(alpha=0.3)
     panels[0].legend(frameon=False, fontsize=8)
-    figure.suptitle(title)
     return figure
 
 
-def plot_steps(charts: Mapping[str, Points], title: str = "") -> Figure:
-    """One panel per chart: a value over the training steps, one curve per layer, dark first and light last."""
-    figure, panels = blank_panels(len(charts), 3, width=4.2, height=3.2)
-    from matplotlib.cm import ScalarMappable, viridis  # `blank_panels` has checked that matplotlib is installed
+def plot_steps(history: Mapping[int, Result], title: str = "") -> "Figure":
+    """One panel per (metric, tap): means over the training steps, one curve per layer, dark first and light last."""
+    points: dict[str, dict[int, list[tuple[int, float]]]] = {}
+    for step, row in [(step, row) for step, run in history.items() for row in run.rows()]:
+        layers = points.setdefault(f"{row['metric']} ({row['tap']})", {})
+        layers.setdefault(row["layer"], []).append((step, row["mean"]))
+    figure, panels = _panels(list(points), title, "optimiser step")
+    from matplotlib.cm import ScalarMappable, viridis  # `blank_figure` has checked that matplotlib is installed
     from matplotlib.colors import Normalize
 
-    deepest = max(layer for layers in charts.values() for layer in layers)
-    for axis, (name, layers) in zip(panels, charts.items(), strict=True):
-        for layer, points in layers.items():
-            axis.plot(*zip(*points, strict=True), marker=".", markersize=4, color=viridis(layer / deepest))
-        axis.set(xlabel="optimiser step", title=name)
+    deepest = max(max(layers) for layers in points.values())
+    for axis, layers in zip(panels, points.values(), strict=True):
         axis.grid(alpha=0.3)
+        for layer, line in layers.items():
+            axis.plot(*zip(*line, strict=True), marker=".", markersize=4, color=viridis(layer / deepest))
     figure.colorbar(ScalarMappable(Normalize(0, deepest), viridis), ax=panels, label="layer")
-    figure.suptitle(title)
     return figure
 
 
-def plot_attention(maps: Mapping[int, NDArray[Any]]) -> Figure:
+def plot_attention(maps: Mapping[int, NDArray[Any]]) -> "Figure":
     """Attention maps as in Fig. 4 of arXiv 2312.00751: a row per layer, a column per head."""
     heads = max(len(layer) for layer in maps.values())
     figure, axes = blank_figure(len(maps), heads, width=2.3, height=2.3)
@@ -67,13 +62,15 @@ def plot_attention(maps: Mapping[int, NDArray[Any]]) -> Figure:
     return figure
 
 
-def plot_spectrum(layers: Sequence[LayerRow], kind: str, title: str) -> Figure:
+def plot_spectrum(layers: Sequence[LayerRow], kind: str, title: str) -> "Figure":
     """Eigenvalues as a `histogram` (Fig. 5 of arXiv 2401.04301) or in the complex `plane`, or `dominance` bars."""
     if kind not in ("histogram", "plane", "dominance"):
         raise AcutanceError(f"unknown picture {kind!r}; known: histogram, plane, dominance")
     if kind == "dominance":
         return _plot_dominance(layers, title)
-    figure, panels = blank_panels(len(layers), COLUMNS, width=3.2, height=2.6)
+    titles = [f"layer {row.layer}: {row.verdict}" for row in layers]
+    title = title if kind == "histogram" else f"{title}: |1 + λ| = 1 dashed"
+    figure, panels = _panels(titles, title, "Re λ", COLUMNS, width=3.2, height=2.6)
     from matplotlib.patches import Circle
 
     edges, sides = bins(layers)
@@ -82,7 +79,6 @@ def plot_spectrum(layers: Sequence[LayerRow], kind: str, title: str) -> Figure:
     margin = 0.08 * float(np.abs(values).max()) or 1.0
     xlim, ylim = ((part.min() - margin, part.max() + margin) for part in (values.real, values.imag))
     for axis, row in zip(panels, layers, strict=True):
-        axis.set(title=f"layer {row.layer}: {row.verdict}", xlabel="Re λ")
         if kind == "histogram":
             counts, _ = np.histogram(row.eigenvalues.real, edges)
             axis.bar(edges[:-1], counts, width=np.diff(edges), align="edge", color=[COLOURS[side] for side in sides])
@@ -92,16 +88,13 @@ def plot_spectrum(layers: Sequence[LayerRow], kind: str, title: str) -> Figure:
             axis.scatter(row.eigenvalues.real, row.eigenvalues.imag, s=6, c=[COLOURS[side] for side in row.sides])
             axis.add_patch(Circle((-1, 0), 1, fill=False, color="#666666", linestyle="--"))
             axis.set(ylabel="Im λ", xlim=xlim, ylim=ylim)
-    figure.suptitle(title if kind == "histogram" else f"{title}: |1 + λ| = 1 dashed")
     return figure
 
 
-def _plot_dominance(layers: Sequence[LayerRow], title: str) -> Figure:
+def _plot_dominance(layers: Sequence[LayerRow], title: str) -> "Figure":
     figure, axes = blank_figure(1, 1, width=max(4.5, 0.6 * len(layers) + 2), height=3.4)
     axis, numbers = axes[0][0], [row.layer for row in layers]
-    smoothing, sharpening, fell = (
-        np.array([row.percent[name] for row in layers]) for name in ("smoothing", "sharpening", FELL)
-    )
+    smoothing, sharpening, fell = (np.array([row.percent[name] for row in layers]) for name in (*COLOURS, FELL))
     axis.bar(numbers, smoothing, color=COLOURS["smoothing"], label="μ = 1 dominates: smoothing")
     axis.bar(numbers, sharpening, bottom=smoothing, color=COLOURS["sharpening"], label="μ ≠ 1: sharpening")
     axis.plot(numbers, fell, "o", color="black", label=FELL)
@@ -110,16 +103,19 @@ def _plot_dominance(layers: Sequence[LayerRow], title: str) -> Figure:
     return figure
 
 
-def blank_panels(count: int, columns: int, *, width: float, height: float) -> tuple[Figure, list[Any]]:
-    """A figure of that many panels, at most `columns` side by side, and the panels' axes."""
-    columns = min(columns, count)
-    figure, axes = blank_figure(math.ceil(count / columns), columns, width=width, height=height)
-    for spare in axes.flat[count:]:
-        spare.remove()
-    return figure, list(axes.flat[:count])
+def _panels(
+    titles: Sequence[str], title: str, xlabel: str, columns: int = 3, *, width: float = 4.2, height: float = 3.4
+) -> tuple["Figure", list[Any]]:
+    """A figure with a panel of each title, at most `columns` side by side, and the panels' axes."""
+    columns = min(columns, len(titles))
+    figure, axes = blank_figure(math.ceil(len(titles) / columns), columns, width=width, height=height)
+    figure.suptitle(title)
+    for axis, name in zip_longest(axes.flat, titles):
+        axis.set(title=name, xlabel=xlabel) if name else axis.remove()
+    return figure, list(axes.flat[: len(titles)])
 
 
-def blank_figure(rows: int, columns: int, *, width: float, height: float) -> tuple[Figure, Any]:
+def blank_figure(rows: int, columns: int, *, width: float, height: float) -> tuple["Figure", Any]:
     """A figure of panels, each that many inches wide and high, and its axes by row and column."""
     matplotlib = import_extra("matplotlib.figure", "a figure needs matplotlib: pip install 'acutance[report]'")
     # Figure instead of pyplot: no global state, no display needed.

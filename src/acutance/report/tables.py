@@ -1,19 +1,18 @@
 """Tables of text for terminals of any width, for notebooks and for pages."""
 
-from __future__ import annotations
-
 import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 WRAPPED = 40  # least width of a column of sentences, borders included
-PRINTED = 160  # width of `str(table)`
 
 Rows = Sequence[Mapping[str, str]]  # column name to text; every row has the same columns
 
@@ -41,41 +39,32 @@ class FittedTable:
     sentences: str | None = None  # the column that may wrap
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names = dict.fromkeys((*self.keys, *(self.rows[0] if self.rows else ())))
+        widths = {name: max(cell_len(text) for text in (name, *(row[name] for row in self.rows))) + 3 for name in names}
+        if self.sentences in widths:
+            widths[self.sentences] = WRAPPED
         groups: list[list[str]] = [[]]
-        for column in self.rows[0] if self.rows else ():
-            if column in self.keys:
-                continue
-            if groups[-1] and self._width([*groups[-1], column], console, options) > options.max_width:
+        for column in [name for name in names if name not in self.keys]:
+            if groups[-1] and 1 + sum(widths[name] for name in (*self.keys, *groups[-1], column)) > options.max_width:
                 groups.append([])
             groups[-1].append(column)
-        for number, group in enumerate(groups):
-            yield self._table(group, self.title if number == 0 else None)
+        for title, group in zip_longest([self.title], groups):
+            table = Table(title=title, title_justify="left")
+            for column in (*self.keys, *group):
+                table.add_column(column, justify="left" if column in self.left else "right")
+            for row in [row for row in self.rows if any(row[column] for column in group)]:
+                table.add_row(*(row[column] for column in (*self.keys, *group)))
+            yield table
         yield Text(self.caption, style="table.caption")
 
     def __str__(self) -> str:
-        console = Console(width=PRINTED, no_color=True)
+        console = Console(width=160, no_color=True)
         with console.capture() as capture:
             console.print(self)
         return capture.get()
 
     def _repr_html_(self) -> str:
         return f"<h4>{escape(self.title)}</h4>{html_table(self.rows)}<p>{escape(self.caption)}</p>"
-
-    def _table(self, columns: Sequence[str], title: str | None = None) -> Table:
-        """Some of the columns, and the rows that have a cell in them."""
-        table = Table(title=title, title_justify="left")
-        for column in (*self.keys, *columns):
-            table.add_column(column, justify="left" if column in self.left else "right")
-        for row in self.rows:
-            cells = [row[column] for column in columns]
-            if any(cells):
-                table.add_row(*(row[key] for key in self.keys), *cells)
-        return table
-
-    def _width(self, columns: list[str], console: Console, options: ConsoleOptions) -> int:
-        table = self._table([column for column in columns if column != self.sentences])
-        unwrapped = Measurement.get(console, options.update(max_width=10_000), table).maximum
-        return unwrapped + (WRAPPED if self.sentences in columns else 0)
 
 
 class Result(ABC):
@@ -102,15 +91,19 @@ class Result(ABC):
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
 
-    def to_frame(self) -> pd.DataFrame:
+    def to_frame(self) -> "pd.DataFrame":
         """The rows as a pandas DataFrame."""
-        pandas = import_extra("pandas", "to_frame needs pandas: pip install 'acutance[report]'")
-        frame: pd.DataFrame = pandas.DataFrame(self.rows())
-        return frame
+        return data_frame(self.rows())
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write JSON, atomically."""
         return atomic_write(path, self.to_json().encode())
+
+
+def data_frame(rows: list[dict[str, Any]]) -> "pd.DataFrame":
+    """The rows as a pandas DataFrame."""
+    needed = "to_frame needs pandas: pip install 'acutance[report]'"
+    return import_extra("pandas", needed).DataFrame(rows)  # type: ignore[no-any-return]
 
 
 def html_table(rows: Rows) -> str:

@@ -18,8 +18,9 @@ from torch import nn
 from acutance.errors import AcutanceError
 from acutance.lab.data import digits
 from acutance.lab.studies.pictures import data_frame, depth_picture, save_study
+from acutance.lab.studies.runs import merge
 from acutance.measure import measure
-from acutance.measure.profile import Profile, merge
+from acutance.measure.profile import Profile
 from acutance.mitigations import parse
 from acutance.models import ViT, vit_digits
 from acutance.report.tables import FittedTable

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from acutance import sites
-from acutance.distributed import raise_on_all_ranks
 from acutance.errors import AcutanceError
 from acutance.explain.steer import check_spectrum
 from acutance.files.atomic import finite
@@ -34,6 +33,7 @@ from acutance.lab.tasks import Task
 from acutance.lab.train.engine import Engine
 from acutance.lab.train.log import DivergedError, nonfinite_names
 from acutance.lab.train.optim import persistent
+from acutance.lab.train.ranks import raise_on_all_ranks
 from acutance.lab.train.run import Run
 from acutance.lab.train.step import TrainStep
 from acutance.measure.monitor import own_randomness

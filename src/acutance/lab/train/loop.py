@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
 
-from acutance.distributed import gather, raise_on_all_ranks
+from acutance.distributed import gather
 from acutance.errors import AcutanceError
 from acutance.lab.tasks import Task, task_class
 from acutance.lab.train.checkpointer import Checkpointer, checkpoint_paths, step_of
@@ -30,6 +30,7 @@ from acutance.lab.train.log import (
     nonfinite_names,
 )
 from acutance.lab.train.optim import learning_rate, persistent
+from acutance.lab.train.ranks import raise_on_all_ranks
 from acutance.lab.train.run import Run
 from acutance.lab.train.step import Parts, TrainStep
 from acutance.measure.monitor import Monitor

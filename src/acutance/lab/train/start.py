@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.markup import escape
 from safetensors import SafetensorError, safe_open
 
-from acutance.distributed import raise_on_all_ranks
 from acutance.errors import AcutanceError
 from acutance.files.atomic import digest
 from acutance.files.locks import held, holder
@@ -27,6 +26,7 @@ from acutance.lab.train.checkpointer import checkpoint_paths
 from acutance.lab.train.config import Config
 from acutance.lab.train.engine import Engine
 from acutance.lab.train.loop import Loop
+from acutance.lab.train.ranks import raise_on_all_ranks
 from acutance.lab.train.run import Run, changes, config_without_incidentals, differences, listed, shown
 
 Say = Callable[[str], None]
