@@ -11,9 +11,7 @@ CPU = Settings("cpu")
 
 
 def test_timms_vit_is_the_baseline() -> None:
-    training, inference = steps.tables(CPU, "steps-224")
-    for table in (training, inference):
-        *_, rows = table.rows()
+    for _, (*_, rows) in steps.tables(CPU, "steps-224"):
         assert rows[0]["variant"] == "timm's ViT"
         assert rows[0]["note"] == "the baseline"
         variants = ("", ", tokens in bfloat16 between blocks", ", no fused kernel")
@@ -33,7 +31,7 @@ def test_both_models_are_of_one_size(name: str) -> None:
 
 
 def test_timms_vit_is_measured_first() -> None:
-    titles = [table.title.removeprefix("measuring ") for table in measuring.tables(Settings("cuda:0"))]
+    titles = [title.removeprefix("measuring ") for title, _ in measuring.tables(Settings("cuda:0"))]
     assert titles[:4] == [
         "timm's DeiT-Ti/16, 224×224, batch 256",
         "timm's DeiT-Ti/16, 224×224, batch 1024",

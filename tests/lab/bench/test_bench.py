@@ -21,7 +21,7 @@ from acutance.errors import AcutanceError
 from acutance.lab.bench import language, measuring, results, run, steps
 from acutance.lab.bench.language import WithBackend
 from acutance.lab.bench.steps import TOY
-from acutance.lab.bench.timing import Candidate, Pace, Settings, Table, inference_step, training_step, unfused
+from acutance.lab.bench.timing import Candidate, Pace, Settings, inference_step, training_step, unfused
 from acutance.metrics import ATTENTION_METRICS
 from acutance.models import LanguageModel, ViT
 
@@ -93,7 +93,7 @@ def test_on_a_gpu_every_mode_of_timm_is_a_baseline_at_the_sizes_of_the_papers():
     assert {c.mode for c in eigen[1:]} == {"reduce-overhead"}
     whole = {batch: [c.mode for c in steps.end_to_end_candidates(batch, GPU)] for batch in (256, 1024)}
     assert whole == {256: ["recorded"] * 2, 1024: ["recorded"] * 2 + ["launched"] * 2}
-    titles = {table.title for name in run.GROUPS for table in run.GROUPS[name](GPU)}
+    titles = {title for name in run.GROUPS for title, _ in run.GROUPS[name](GPU)}
     assert {"ViT-Ti/4, 32×32, batch 1024, training", "DeiT-Ti/16, 224×224, batch 512, inference"} <= titles
     assert {"measuring DeiT-Ti/16, 224×224, batch 256", "ViT-Ti/4, 32×32, end to end, batch 2048"} <= titles
 
@@ -113,7 +113,7 @@ def growing(error):
         yield [{"variant": "plain", "ms": "2.0", "ratio": "1.0000"}]
         raise error
 
-    return lambda _settings: [Table("stops", rows)]
+    return lambda _settings: [("stops", rows())]
 
 
 def test_what_is_done_stays_when_a_table_fails_or_is_interrupted(monkeypatch, tmp_path_factory, capsys, command):

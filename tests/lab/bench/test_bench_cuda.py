@@ -1,5 +1,7 @@
 """On a GPU: memory as the allocator sees it, time as the device sees it, and kernels in graphs."""
 
+from itertools import islice
+
 import pytest
 import torch
 
@@ -32,7 +34,6 @@ def test_a_graph_does_the_step_so_many_times():
 
 
 def test_every_attention_is_timed_and_none_is_below_its_floor():
-    for table in floor.tables(GPU)[:2]:
-        *_, rows = table.rows()
+    for _, (*_, rows) in islice(floor.tables(GPU), 2):
         assert len(rows) == 4
         assert all(float(row["times_floor"]) > 0.9 for row in rows), rows

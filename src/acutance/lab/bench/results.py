@@ -1,7 +1,5 @@
 """Results as CSV: the file's name and its columns say how they came about."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import io

@@ -1,12 +1,10 @@
 """compare: runs that differ in their seed only are one group; groups are compared over the seeds they share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,7 +99,7 @@ class ScoredRun:
     models: Mapping[EvaluationSettings, str]  # checksums of the weights; none where training itself scored them
 
     @classmethod
-    def read(cls, folder: Path, split: str) -> ScoredRun:
+    def read(cls, folder: Path, split: str) -> Self:
         """Read its record and its evaluations; on the held-out slice also what training itself found."""
         run = Run(folder)
         config = run.config()

@@ -3,14 +3,12 @@
 What was evaluated names the file, so that the last and the best weights, or one scale and several, stand side by side.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -59,7 +57,7 @@ class Evaluation:
         return atomic_write(self.path(folder), json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode())
 
     @classmethod
-    def from_dict(cls, body: Mapping[str, Any]) -> Evaluation:
+    def from_dict(cls, body: Mapping[str, Any]) -> Self:
         """What `save` wrote; fields that it did not know yet have their defaults."""
         parts = {field.name: body[field.name] for field in fields(cls) if field.name in body}
         return cls(**{**parts, "settings": tuple(parts["settings"])})

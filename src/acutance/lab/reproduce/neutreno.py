@@ -1,7 +1,5 @@
 """The tables and figures of NeuTRENO (https://arxiv.org/abs/2312.00751), an ablation of λ̃, and its robustness."""
 
-from __future__ import annotations
-
 from acutance.lab.reproduce import measure
 from acutance.lab.reproduce.target import Row, Target, Training
 

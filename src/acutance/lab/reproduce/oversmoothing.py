@@ -3,8 +3,6 @@
 Tables and their numbers are those of the poster (the first version); figures are numbered as in the later version.
 """
 
-from __future__ import annotations
-
 from acutance.lab.reproduce import measure
 from acutance.lab.reproduce.neutreno import CIFAR100, WIKITEXT
 from acutance.lab.reproduce.target import Published, Row, Target, Training

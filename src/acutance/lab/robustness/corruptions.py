@@ -5,8 +5,6 @@ corruption, the severity and the image's place among the images. Each function t
 to that. These are not the published files of CIFAR-10-C and CIFAR-100-C, which are gentler; `evaluate` reads them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import reduce
 from io import BytesIO

@@ -1,7 +1,5 @@
 """How much accuracy is left on corrupted and on adversarial images: the table, and how it is measured."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -11,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, cast, get_args
+from typing import Any, Self, cast, get_args
 
 import numpy as np
 import torch
@@ -132,7 +130,7 @@ class RobustnessTable(Result):
         return json.dumps(body, indent=1, ensure_ascii=False, allow_nan=False)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> RobustnessTable:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         return read_json(
             path, FORMAT, lambda body: cls({str(k): float(v) for k, v in body["cells"].items()}, dict(body["context"]))
         )

@@ -13,8 +13,6 @@ All tokens have one size after Post-LN with equal γ, so input convergence and a
 (`ratio_at_equal_size`).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
