@@ -3,6 +3,8 @@
 import timm
 import torch
 
+import acutance as ac
+
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 STAGES = {"num_classes": 5, "depths": (2, 2), "num_heads": (2, 4)}
 SWIN = {**STAGES, "img_size": 32, "patch_size": 2, "embed_dim": 8, "window_size": 4}
@@ -64,6 +66,28 @@ def gradients(model, loss):
     model.zero_grad()
     loss.backward()
     return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def mitigated(model, spec):
+    """The learnt parameters away from the identity."""
+    handle = ac.mitigate(model, spec)
+    for name, parameter in model.named_parameters():
+        if ".mitigation." in name:
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3), dtype=parameter.dtype)
+            parameter.data += 0.3 * noise
+    return handle
+
+
+def loss_of(output):
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(4), dtype=output.dtype)
+    return (output * weights).sum()
+
+
+def assert_parity(model, expected, run=None, tolerance=1e-10, **arguments):
+    """The model's output and gradients, however it runs, are the expected ones."""
+    output = (model if run is None else run)(images(), **arguments)
+    torch.testing.assert_close(output.detach(), expected[0], rtol=tolerance, atol=tolerance)
+    assert_same(gradients(model, loss_of(output)), expected[1], tolerance)
 
 
 def assert_same(ours, theirs, tolerance=1e-10):
