@@ -2,6 +2,7 @@
 
 import timm
 import torch
+from timm.models import vision_transformer, vision_transformer_relpos
 
 import acutance as ac
 
@@ -19,14 +20,17 @@ FLAT = {
     "vit_wee_patch16_reg1_gap_256": {},  # no class token, LayerScale, norm after pooling
     "vit_little_patch16_reg4_gap_256": {"qk_norm": True},
     "vit_tiny_patch16_224 scale norms": {"scale_attn_norm": True, "scale_mlp_norm": True},
-    "vit_tiny_patch16_224 norms after": {"block_fn": "ResPostBlock", "init_values": 0.5},
+    "vit_tiny_patch16_224 norms after": {"block_fn": vision_transformer.ResPostBlock, "init_values": 0.5},
     "deit_tiny_distilled_patch16_224": {},
     "deit3_small_patch16_224": {},
     "beit_base_patch16_224": {},  # a relative position bias per layer, q and v biases, LayerScale
     "beitv2_base_patch16_224 shared": {"use_rel_pos_bias": False, "use_shared_rel_pos_bias": True},
     "vit_relpos_small_patch16_224": {},  # position biases by an MLP
     "vit_srelpos_small_patch16_224": {},  # one for all layers
-    "vit_relpos_small_patch16_224 norms after": {"block_fn": "ResPostRelPosBlock", "init_values": 0.5},
+    "vit_relpos_small_patch16_224 norms after": {
+        "block_fn": vision_transformer_relpos.ResPostRelPosBlock,
+        "init_values": 0.5,
+    },
     "eva02_tiny_patch14_224": {},  # EvaAttention: rotation, three projections
     "eva02_tiny_patch14_224 joint": {"qkv_fused": True, "scale_attn_inner": True},
     "eva02_tiny_patch14_224 norms after": {"use_post_norm": True},
@@ -44,7 +48,8 @@ FUSED = {"fused": True, "unfused": False}
 
 def create(name, *, fused=True, **options):
     """A model in float64 whose parameters are away from what would hide a mistake, such as zero biases."""
-    options = {**_sizes(name), **_classes(name, MEASURED[name]), **options}
+    sizes = {} if name in SHIFTED | MERGED else {**SMALL, "num_heads": 4} if name in MIXED_HEADS else SMALL
+    options = {**sizes, **MEASURED[name], **options}
     torch.manual_seed(0)
     model = timm.create_model(name.split()[0], **options).double().eval()
     generator = torch.Generator().manual_seed(1)
@@ -93,19 +98,5 @@ def assert_parity(model, expected, run=None, tolerance=1e-10, **arguments):
 def assert_same(ours, theirs, tolerance=1e-10):
     assert ours.keys() == theirs.keys()
     for name, gradient in ours.items():
-        torch.testing.assert_close(
-            gradient, theirs[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-def _sizes(name):
-    if name in SHIFTED | MERGED:
-        return {}
-    return {**SMALL, "num_heads": 4} if name in MIXED_HEADS else SMALL
-
-
-def _classes(name, options):
-    """Classes by their names, so that the table above can be read without timm."""
-    modules = timm.models.vision_transformer, timm.models.vision_transformer_relpos
-    kinds = {cls: getattr(module, cls) for module in modules for cls in dir(module) if cls.endswith("Block")}
-    return {key: kinds.get(value, value) if isinstance(value, str) else value for key, value in options.items()}
+        same = {"rtol": tolerance, "atol": tolerance, "msg": lambda text, name=name: f"{name}: {text}"}
+        torch.testing.assert_close(gradient, theirs[name], **same)
