@@ -33,27 +33,22 @@ def model_and_images(mitigation, size):
     return kernel_cases.vit(mitigation, size, depth=2), kernel_cases.images(size, count=1)
 
 
-@pytest.mark.parametrize(("mitigation", "size"), [*((name, SHORT) for name in MITIGATIONS), ("neutreno", LONG)])
-def test_a_vit_by_the_kernel_learns_as_by_the_operator(mitigation, size, monkeypatch, asked):
+LEARNT = [*((name, SHORT, False) for name in MITIGATIONS), ("neutreno", LONG, False)]
+CHECKPOINTED = [("together", SHORT, True), ("together", LONG, True)]  # blocks run the kernel again
+COMPILED = [("neutreno", SHORT, False), ("learnt", SHORT, True), ("together", SHORT, False), ("together", LONG, False)]
+
+
+@pytest.mark.parametrize(("mitigation", "size", "checkpointed"), LEARNT + CHECKPOINTED)
+def test_a_vit_by_the_kernel_learns_as_by_the_operator(mitigation, size, checkpointed, monkeypatch, asked):
     model, given = model_and_images(mitigation, size)
     expected = by_operator(model, monkeypatch, given)
     assert not asked
+    model.set_grad_checkpointing(checkpointed)
     assert_equal_gradients(gradients(model, model, given), expected)
-    assert asked == [17 if size == SHORT else 82] * 2
+    assert asked == [17 if size == SHORT else 82] * (4 if checkpointed else 2)
 
 
-def test_checkpointed_blocks_run_the_kernel_again(size, monkeypatch, asked):
-    model, given = model_and_images("together", size)
-    expected = by_operator(model, monkeypatch, given)
-    model.set_grad_checkpointing()
-    assert_equal_gradients(gradients(model, model, given), expected)
-    assert len(asked) == 4
-
-
-@pytest.mark.parametrize(
-    ("mitigation", "size", "checkpointed"),
-    [("neutreno", SHORT, False), ("learnt", SHORT, True), ("together", SHORT, False), ("together", LONG, False)],
-)
+@pytest.mark.parametrize(("mitigation", "size", "checkpointed"), COMPILED)
 def test_a_compiled_vit_is_one_graph_with_the_kernel_in_it(mitigation, size, checkpointed, monkeypatch):
     model, given = model_and_images(mitigation, size)
     expected = by_operator(model, monkeypatch, given)
@@ -83,14 +78,12 @@ def test_a_causal_model_by_the_kernel_is_that_by_the_operator(count, monkeypatch
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not CUDA or torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("count", [65, 300])
+@pytest.mark.parametrize("count", [17, 300])
 def test_kernels_run_where_their_tensors_are(count):
-    qkv = torch.randn(1, count, 3 * 64, dtype=torch.bfloat16)
-    on_first, on_second = (
-        packed_operation.packed_attention(qkv.to(device), None, None, None, None, 0.0, 1, 1, 0.3, False)[0]
-        for device in ("cuda:0", "cuda:1")
-    )
-    assert torch.equal(on_first.cpu(), on_second.cpu())
+    qkv = kernel_cases.random(1, count, 3 * 64, dtype=torch.bfloat16)
+    numbers = (None, None, None, None, 0.0, 1, 1, 0.3, False)
+    first, second = (packed_operation.packed_attention(qkv.to(f"cuda:{n}"), *numbers)[0] for n in (0, 1))
+    assert torch.equal(first.cpu(), second.cpu())
 
 
 def test_the_kernel_does_not_hide_that_a_mean_would_look_ahead():

@@ -96,14 +96,13 @@ def test_what_is_not_finite_is_counted_in_its_own_sample(value, dtype, programs)
     assert torch.equal(found[[0, 2]], expected[[0, 2]])
 
 
-@pytest.mark.parametrize("case", ["nearly equal", "equal", "a large channel", "a large token", "a large last token"])
+@pytest.mark.parametrize("case", ["nearly equal", "a large channel", "a large token", "a large last token"])
 def test_small_differences_are_kept(case, dtype, programs):
     tokens = tokens_of(2, 131, 16, dtype=dtype)
-    if case.endswith("equal"):
+    if case == "nearly equal":
         tokens = tokens[:, :1].expand(2, 131, 16)
-    if case == "equal":
         assert token_sums.token_sums(tokens)[:, token_sums.FIELDS.index("high")].tolist() == [0, 0]
-    elif case == "nearly equal":
+        assert_close_metrics(tokens, rtol=1e-9)
         bits = torch.int16 if dtype.itemsize == 2 else torch.int32
         steps = torch.randint(-1, 2, tokens.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE, bits)
         tokens = (tokens.view(bits) + steps).view(dtype)  # by the last bit

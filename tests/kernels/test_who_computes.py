@@ -25,23 +25,13 @@ def program_of(mitigation, layer=2):
     return built.program(Program(), AttentionCall(layer=layer, v=v, first=None if layer == 1 else v))
 
 
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        ("none", Program()),
-        ("neutreno:0.6", Program(0.6)),
-        ("neutreno:0.6+featscale", Program(0.6)),
-        ("neutreno:0.25+neutreno:0.5", Program(0.75)),
-        ("featscale+neutreno:0.6,detach=true", Program(0.6, detach=True)),
-        ("neutreno:0.6,detach=true+neutreno:0.2", None),  # v⁰ with and without its gradient
-    ],
-)
-def test_what_the_kernel_can_add_is_given_to_it(spec, expected):
-    assert program_of(spec) == expected
+def test_what_the_kernel_can_add_is_given_to_it_and_a_later_contrast_sharpens_an_earlier_correction():
+    assert program_of("none") == Program()
+    assert program_of("neutreno:0.6") == program_of("neutreno:0.6+featscale") == Program(0.6)
+    assert program_of("neutreno:0.25+neutreno:0.5") == Program(0.75)
+    assert program_of("featscale+neutreno:0.6,detach=true") == Program(0.6, detach=True)
+    assert program_of("neutreno:0.6,detach=true+neutreno:0.2") is None  # v⁰ with and without its gradient
     assert not program_of("neutreno:0.6,learn=head", layer=1).uses_first_values
-
-
-def test_a_later_contrast_sharpens_an_earlier_correction():
     before, after = program_of("neutreno:0.5+attnscale"), program_of("attnscale+neutreno:0.5")
     assert before.gain.tolist() == after.gain.tolist() == [1.0, 2.0]  # ω
     assert before.strength.tolist() == [1.0, 1.5]
@@ -103,20 +93,15 @@ def test_which_gpu_it_is_can_be_asked_in_a_compiled_graph():
     assert chosen(torch.zeros(1)) == 1
 
 
+TAKEN = [({"packed": 128}, (4, 2)), ({"tokens": 256, "packed": 6 * 128}, (2,))]
+TAKEN += [({"tokens": 2048, "packed": 6 * width}, (2,)) for width in (16, 32, 64)]
+OTHERS = [({"packed": 128}, (4, 3)), *(({"tokens": count, "packed": 6 * 128}, (2,)) for count in (257, 2048))]
+OTHERS += [(given, (2,)) for given in ({"packed": 97}, {"dtype": torch.float64}, {"tokens": 0})]
+OTHERS += [({"tokens": count, "packed": 6 * 64, "dtype": torch.float32}, (2,)) for count in (65, 2048)]
+
+
 @pytest.mark.parametrize(
-    ("given", "heads", "expected"),
-    [
-        ({"tokens": 257, "packed": 6 * 128}, (2,), False),
-        ({"packed": 97}, (2,), False),
-        ({"dtype": torch.float64}, (2,), False),
-        ({"packed": 128}, (4, 3), False),
-        ({"packed": 128}, (4, 2), True),
-        ({"tokens": 0}, (2,), False),
-        *(({"tokens": 2048, "packed": 6 * width}, (2,), width < 128) for width in (16, 32, 64, 128)),
-        ({"tokens": 256, "packed": 6 * 128}, (2,), True),
-        ({"tokens": 2048, "packed": 6 * 64, "dtype": torch.float32}, (2,), False),
-        ({"packed": 6 * 64, "dtype": torch.float32}, (2,), False),
-    ],
+    ("given", "heads", "expected"), [*((*one, True) for one in TAKEN), *((*one, False) for one in OTHERS)]
 )
 @pytest.mark.usefixtures("gpu")
 def test_odd_shapes_are_for_the_operator(given, heads, expected):
