@@ -1,6 +1,8 @@
 """The sites found in timm's models: what they say about the weights, and what an observer is shown."""
 
+from collections import defaultdict
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import timm
@@ -48,36 +50,27 @@ def test_records_are_what_timm_computes(name, fused):
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_weights_and_biases_make_the_values(name):
-    model = create(name)
-    entered = {}
+def test_weights_make_the_values_and_norms_and_gains_are_those_of_the_residual_branch(name):
+    """x + gain · attention(pre_norm(x)), or with a norm after the attention instead."""
+    model, seen = create(name), defaultdict(dict)
     for site in ac.sites.find(model):
-        layer = getattr(site.attention, "kv", site.attention)  # PVT projects tokens that were merged before
-        layer.register_forward_pre_hook(lambda _, args, site=site: entered.__setitem__(site.layer, args[0]))
+        projected = getattr(site.attention, "kv", site.attention)  # PVT projects tokens that were merged before
+        for what, module in {"x": site.block, "inside": site.attention, "projected": projected}.items():
+            into = partial(seen[site.layer].__setitem__, what)
+            module.register_forward_pre_hook(lambda _, args, into=into: into(args[0]))
     _, records = observed(model)
     for site in ac.sites.find(model):
-        values = nn.functional.linear(entered[site.layer], site.value_weight(), site.value_bias())
+        values = nn.functional.linear(seen[site.layer]["projected"], site.value_weight(), site.value_bias())
         merged = records[site.layer].values.transpose(1, 2).flatten(2)
         torch.testing.assert_close(values, merged, rtol=1e-10, atol=1e-10)
         assert site.value_weight().shape == site.key_weight().shape == (site.kv_heads * site.head_dim, site.dim)
         assert site.query_weight().shape == (site.heads * site.head_dim, site.dim)
         assert site.projection_weight().shape == (site.dim, site.heads * site.head_dim)
         assert site.projection_bias() is site.attention.proj.bias
-
-
-@pytest.mark.parametrize("name", MEASURED)
-def test_blocks_norms_and_gains_are_those_of_the_residual_branch(name):
-    """x + gain · attention(pre_norm(x)), or with a norm after the attention instead."""
-    model = create(name)
-    for site in ac.sites.find(model):
-        seen = {}
-        site.block.register_forward_pre_hook(lambda _, args, seen=seen: seen.update(x=args[0]))
-        site.attention.register_forward_pre_hook(lambda _, args, seen=seen: seen.update(inside=args[0]))
-        model(images())
-        norm = site.pre_norm()
+        norm, x = site.pre_norm(), seen[site.layer]["x"]
         assert (norm is None) == ("norms after" in name)
         if name not in SHIFTED:
-            torch.testing.assert_close(seen["x"] if norm is None else norm(seen["x"]), seen["inside"])
+            torch.testing.assert_close(x if norm is None else norm(x), seen[site.layer]["inside"])
         gains = [p for n, p in site.block.named_parameters(recurse=True) if n in ("ls1.gamma", "gamma_1")]
         assert [site.branch_gain()] == (gains or [None])
 

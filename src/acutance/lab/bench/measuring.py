@@ -1,6 +1,7 @@
 """What measuring costs: `measure` against a forward pass and against whole matrices, and its growth with the tokens."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -73,19 +74,16 @@ def tables(settings: Settings) -> Iterator[Table]:
         make = partial(llama_subject, *((4, 2048) if settings.on_gpu else (2, 16)), settings)
         yield f"measuring {llama}", _rows(make, TEXT_BATCHES, settings)
     title = f"measuring {shape_for(DEIT, settings).title}, batch {SPECTRAL_BATCH}, spectral metrics"
-    yield title, _spectral_rows(settings)
+    yield title, _rows(partial(_vit, SPECTRAL_BATCH, settings), 1, settings, spectral=True)
 
 
-def _rows(make: Callable[[], Subject], batches: int, settings: Settings) -> Iterator[list[Row]]:
+def _rows(make: Callable[[], Subject], batches: int, settings: Settings, spectral: bool = False) -> Iterator[list[Row]]:
     readings = {"token metrics": CHEAP_METRICS, "and attention energy and entropy": WITH_ATTENTION}
-    found = candidates(make(), batches, readings, "the same by whole matrices")
-    yield from compare(found, settings.pace(steps=1, refresh=0, calls=batches), settings.device)
-
-
-def _spectral_rows(settings: Settings) -> Iterator[list[Row]]:
-    """The default of `measure`: eigenvalues of every sample's tokens, which take seconds."""
-    found = candidates(_vit(SPECTRAL_BATCH, settings), 1, {"default token metrics": DEFAULT_METRICS})
-    yield from compare(found, settings.pace(steps=1, refresh=0, repetitions=3), settings.device)
+    matrices: str | None = "the same by whole matrices"
+    if spectral:  # the default of `measure`: eigenvalues of every sample's tokens, which take seconds
+        readings, matrices = {"default token metrics": DEFAULT_METRICS}, None
+    pace = settings.pace(steps=1, refresh=0, calls=batches, repetitions=3 if spectral else 7)
+    yield from compare(candidates(make(), batches, readings, matrices), pace, settings.device)
 
 
 def candidates(
@@ -118,19 +116,15 @@ def _vit_obvious(model: nn.Module, images: Tensor) -> list[list[float]]:
     """Hooks that keep every layer's tokens, matrix and outputs, then the formulas."""
     tokens: list[Tensor] = []
     records: list[AttentionCall] = []
-    hooks: list[Any] = [
-        block.register_forward_hook(lambda _m, _i, out: tokens.append(sites.tokens_out(out)))
-        for _, block, _ in sites.blocks(model)
-    ]
-    hooks += [site.observe(records.append) for site in sites.find(model)]
-    try:
-        with evaluating(model):
-            feed(model, images)
-            matrices = [(r.A.q @ r.A.k.mT * r.A.scale).softmax(-1) for r in records]
-            return read_obvious(tokens, [(A, r.output) for A, r in zip(matrices, records, strict=True)])
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack, evaluating(model):
+        for _, block, _ in sites.blocks(model):
+            hook = block.register_forward_hook(lambda _m, _i, out: tokens.append(sites.tokens_out(out)))
+            stack.callback(hook.remove)
+        for site in sites.find(model):
+            stack.enter_context(site.observe(records.append))
+        feed(model, images)
+        matrices = [(r.A.q @ r.A.k.mT * r.A.scale).softmax(-1) for r in records]
+        return read_obvious(tokens, [(A, r.output) for A, r in zip(matrices, records, strict=True)])
 
 
 def llama_subject(texts: int, tokens: int, settings: Settings) -> Subject:

@@ -71,10 +71,9 @@ def _rows(shape: Shape, training: bool, settings: Settings) -> Iterator[list[Row
     has_timm = find_spec("timm") is not None
     kernels = of_vit(shape.ours(), shape.batch, settings.dtype.itemsize, training=training)
     found = compare(candidates(shape, training, settings, timm=has_timm), settings.pace(), settings.device)
-    for rows in with_floor(kernels, found, settings):
-        if not has_timm:
-            rows[0]["note"] = "; ".join(filter(None, [rows[0].get("note"), NO_TIMM]))
-        yield rows
+    for first, *others in with_floor(kernels, found, settings):
+        note = {} if has_timm else {"note": "; ".join(filter(None, [first.get("note"), NO_TIMM]))}
+        yield [{**first, **note}, *others]
 
 
 def candidates(shape: Shape, training: bool, settings: Settings, *, timm: bool) -> list[Candidate]:

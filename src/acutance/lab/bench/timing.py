@@ -218,12 +218,8 @@ class _Entry:
 def figures(pairs: Sequence[tuple[float, float]]) -> Row:
     """Milliseconds and ratios of (seconds, seconds of the baseline beside it), one pair per repetition."""
     ratios = [mine / plain for mine, plain in pairs]
-    return {
-        **spread("ms", [1e3 * mine for mine, _ in pairs], ".4f"),
-        **spread("ratio", ratios, ".4f"),
-        "ratios": " ".join(f"{ratio:.4f}" for ratio in ratios),
-        "timings": len(pairs),
-    }
+    found = spread("ms", [1e3 * mine for mine, _ in pairs], ".4f") | spread("ratio", ratios, ".4f")
+    return found | {"ratios": " ".join(f"{ratio:.4f}" for ratio in ratios), "timings": len(pairs)}
 
 
 def spread(name: str, values: Sequence[float], spec: str) -> Row:
