@@ -69,6 +69,7 @@ def test_tokens_that_begin_anywhere_are_read_in_turn_with_others():
 @pytest.mark.parametrize("kind", ["slice", "transposed", "channels first", "mask of one row", "long mask"])
 def test_tokens_and_masks_may_be_views(kind, programs):
     late = torch.arange(2100, device=DEVICE) >= torch.tensor([[2050], [2100]], device=DEVICE)
+    late[1, 3] = True
     tokens, mask = {
         "slice": (tokens_of(3, 12, 40)[:, 2:11, 8:29], None),
         "transposed": (tokens_of(9, 3, 20).transpose(0, 1), None),

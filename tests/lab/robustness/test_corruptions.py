@@ -75,8 +75,7 @@ def test_an_image_is_corrupted_by_its_place_among_the_images():
 def test_noise_has_the_stated_moments():
     grey = torch.full((20, 3, 32, 32), 0.4)
     count = grey.numel()
-    found = corruptions.gaussian_noise(grey, draws(), 0.1)
-    assert float(found.std()) == pytest.approx(0.1, rel=5 / count**0.5)
+    assert float(corruptions.gaussian_noise(grey, draws(), 0.1).std()) == pytest.approx(0.1, rel=5 / count**0.5)
     found = corruptions.shot_noise(grey, draws(), 12)
     assert float(found.mean()) == pytest.approx(0.4, abs=5 * (0.4 / 12 / count) ** 0.5)
     assert float(found.var()) == pytest.approx(0.4 / 12, rel=0.05)  # Poisson: mean = variance
@@ -178,10 +177,8 @@ def test_frost_has_the_stated_brightness_contrast_and_spectrum():
 
 
 def test_snow_whitens_and_lies_on_its_point_reflection():
-    x = torch.full((4, 3, 32, 32), 0.2)
-    found = corruptions.snow(x, draws(), 0.55, 0.3, 4.0, 0.9, 12, 8, 0.7)
-    whitened = 0.7 * 0.2 + 0.3 * (1.5 * 0.2 + 0.5)
-    flakes = found - whitened
+    found = corruptions.snow(torch.full((4, 3, 32, 32), 0.2), draws(), 0.55, 0.3, 4.0, 0.9, 12, 8, 0.7)
+    flakes = found - (0.7 * 0.2 + 0.3 * (1.5 * 0.2 + 0.5))  # over the whitened image
     assert float(flakes.min()) >= -1e-6
     assert float(flakes.max()) > 0.1
     torch.testing.assert_close(flakes, flakes.rot90(2, (-2, -1)))
@@ -247,8 +244,7 @@ def test_zoomed_is_scipys_zoom_of_the_middle_and_zoom_blur_averages_several(fact
     top, left = (32 - high) // 2, (20 - wide) // 2
     middle = x.numpy()[..., top : top + high, left : left + wide]
     found = filters.zoomed(x, factor)
-    assert found.size(-2) >= 32
-    assert found.size(-1) >= 20
+    assert (found.size(-2) >= 32, found.size(-1) >= 20) == (True, True)
     torch.testing.assert_close(found, torch.from_numpy(ndimage.zoom(middle, (1, 1, factor, factor), order=1)))
     factors = []
     monkeypatch.setattr(filters, "zoomed", lambda x, factor: factors.append(factor) or x)

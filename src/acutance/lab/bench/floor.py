@@ -183,14 +183,10 @@ def _rows(problem: Problem, backward: bool, settings: Settings) -> Iterator[list
         return graphed(once, CALLS) if settings.on_gpu else partial(repeat, once, CALLS)
 
     fused = {"fused kernel": packed.attention} if packed.is_available(qkv, problem.heads) else {}
-    candidates = [
-        Candidate(
-            f"{name}, {what}", partial(step, attention, what != "plain"), baseline=at == 0, static=settings.on_gpu
-        )
-        for at, ((name, attention), what) in enumerate(
-            product({"SDPA": sdpa, **fused}.items(), ("plain", "with the term"))
-        )
-    ]
+    candidates = []
+    for (name, attention), term in product({"SDPA": sdpa, **fused}.items(), (False, True)):
+        variant, make = f"{name}, {'with the term' if term else 'plain'}", partial(step, attention, term)
+        candidates.append(Candidate(variant, make, baseline=variant == "SDPA, plain", static=settings.on_gpu))
     for rows in compare(candidates, settings.pace(steps=10, calls=CALLS), settings.device):
         for row in rows:
             term = not row["variant"].endswith("plain")
