@@ -1,13 +1,11 @@
-"""Log-sums, entropies and energies of rows against float64: on a GPU, and on the CPU in Triton's interpreter.
-
-The interpreter needs triton and TRITON_INTERPRET=1: `make test` runs this folder a second time so.
-"""
+"""Log-sums, entropies and energies of rows against float64."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
-from packed_cases import CUDA, DEVICE, RUNS
+from kernel_cases import CUDA, DEVICE, each, random, require_kernels
 
 from acutance.attention import AttentionCall, products
 from acutance.attention.kernels import attention_sums
@@ -15,24 +13,19 @@ from acutance.attention.operator import AttentionOperator
 from acutance.metrics import attention_entropy, nonlocal_energy
 from acutance.metrics.sums import FROM_ROWS, from_rows
 
-if not RUNS:
-    pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)
-
-from acutance.attention.kernels import attention_sums_tiles
-from acutance.attention.kernels.long_tiles import Tile
+require_kernels()
+from acutance.attention.kernels import attention_sums_tiles  # noqa: E402
+from acutance.attention.kernels.long_tiles import Tile  # noqa: E402
 
 DTYPES = list(attention_sums.DTYPES) if CUDA else [torch.float16]  # NumPy, the interpreter's base, has no bfloat16
 SMALL = Tile(32, 16)  # so that few tokens are many tiles
 MASKS = ("none", "causal", "keys", "causal keys", "entries")
+dtype, causal, kind = each(DTYPES), each([False, True]), each(MASKS)
 # batch, tokens, heads, key heads, heads of u, width, channels: one tile, whole tiles, several and a tail.
 SHAPES = [(2, 7, 2, 2, 2, 16, 16), (1, 64, 2, 1, 2, 16, 16), (1, 43, 4, 2, 2, 16, 24), (1, 33, 3, 3, 3, 40, 8)]
 FLOAT32 = 5e-6 if CUDA else 2e-6  # a GPU's exponentials and logarithms are not the closest
 # Of the energy relative to Σ ‖u_i − ū‖²: what two numbers leave of a third, squared, or else float32.
 ROUNDING = {torch.float16: 1e-6, torch.bfloat16: 2.0**-16}
-
-
-def random(*shape, dtype=torch.float16, seed=0, size=1.0):
-    return (size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(DEVICE, dtype)
 
 
 def inputs(shape, dtype=torch.float16, size=1.0):
@@ -43,14 +36,17 @@ def inputs(shape, dtype=torch.float16, size=1.0):
 
 
 def mask_of(kind, batch, heads, tokens):
-    generator = torch.Generator().manual_seed(3)
     if kind.endswith("keys"):  # padding on the left: with causality the first rows see nothing
         return (torch.arange(tokens) >= torch.arange(1, batch + 1)[:, None]).to(DEVICE)
     if kind == "entries":
-        mask = torch.rand(batch, heads, tokens, tokens, generator=generator) > 0.4
+        mask = random(batch, heads, tokens, tokens, seed=3) > -0.25
         mask[:, 0, tokens // 2] = False
-        return mask.to(DEVICE)
+        return mask
     return None
+
+
+def masked(q, k, kind, **options):
+    return AttentionOperator(q, k, mask=mask_of(kind, *q.shape[:3]), causal=kind.startswith("causal"), **options)
 
 
 def expected(A, u=None):
@@ -81,49 +77,40 @@ def spread(u):
     return (u - u.mean(-2, keepdim=True)).square().sum((-2, -1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", MASKS)
+def check(A, u, tile=SMALL, size=1.0):
+    """All that is found of every row; the room for log-sums grows with the logits."""
+    theirs, ours = expected(A, u), found(A, u, tile=tile).double()
+    torch.testing.assert_close(ours[:2], torch.stack(theirs[:2]), rtol=1e-6, atol=FLOAT32 * max(1, size**2))
+    largest = theirs[2].max() + (0 if tile is None else u.double().square().sum(-1).max())
+    assert ((ours[2] - theirs[2]).abs() <= ROUNDING[u.dtype] * largest).all()
+    return ours
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_follow_the_formula(shape, kind, dtype):
     q, k, u = inputs(shape, dtype)
-    A = AttentionOperator(q, k, mask=mask_of(kind, *q.shape[:3]), causal=kind.startswith("causal"))
-    theirs = expected(A, u)
-    ours = found(A, u).double()
-    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=FLOAT32)
-    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-6, atol=FLOAT32)
-    room = ROUNDING[dtype] * (u.double().square().sum(-1).amax(-1) + theirs[2].amax((-2, -1))[:, None])
-    assert ((ours[2] - theirs[2]).abs() <= room.repeat_interleave(A.heads // u.shape[1], 1)[..., None]).all()
-    torch.testing.assert_close(found(A).double(), ours[:2], rtol=1e-6, atol=1e-6)
+    A = masked(q, k, kind)
+    torch.testing.assert_close(found(A).double(), check(A, u)[:2], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("shape", [SHAPES[0], (1, 9, 1, 1, 1, 16, 16)], ids=str)
 def test_kernels_launched_again_read_what_is_there_then(shape, kind):
     """From the second launch on Triton is not asked which code to run."""
     q, k, u = inputs(shape)
-    mask, causal = mask_of(kind, *q.shape[:3]), kind.startswith("causal")
     for size in (1.0, 0.5, 2.0):
-        A, tokens = AttentionOperator(size * q, k, mask=mask, causal=causal, scale=size / 3), size * u
-        theirs, ours = expected(A, tokens), found(A, tokens).double()
-        torch.testing.assert_close(ours[:2], torch.stack(theirs[:2]), rtol=1e-6, atol=FLOAT32 * max(1, size**2))
-        assert ((ours[2] - theirs[2]).abs() <= 2e-6 * (theirs[2].max() + spread(tokens).max())).all()
+        check(masked(size * q, k, kind, scale=size / 3), size * u, size=size)
 
 
 @pytest.mark.parametrize("width", [16, *(pytest.param(width, marks=pytest.mark.cuda) for width in (64, 80, 128))])
 @pytest.mark.parametrize("kind", ["none", "causal", "causal keys"])
 @pytest.mark.parametrize("tokens", [40, 300])
-def test_the_tables_own_tiles(tokens, kind, width):
+def test_the_tables_own_tiles(tokens, kind, width, dtype):
     if not CUDA and (width > 16 or (tokens > 40 and kind != "causal")):
         pytest.skip("the interpreter is too slow")
-    for dtype in DTYPES:
-        q, k, u = inputs((1, tokens, 2, 1, 2, width, width), dtype)
-        A = AttentionOperator(q, k, mask=mask_of(kind, 1, 2, tokens), causal=kind.startswith("causal"))
-        theirs, ours = expected(A, u), found(A, u, tile=None).double()
-        torch.testing.assert_close(ours[:2], torch.stack(theirs[:2]), rtol=1e-6, atol=FLOAT32)
-        assert ((ours[2] - theirs[2]).abs() <= ROUNDING[dtype] * theirs[2].max()).all()
+    q, k, u = inputs((1, tokens, 2, 1, 2, width, width), dtype)
+    check(masked(q, k, kind), u, tile=None)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tokens_that_are_nearly_equal_keep_their_energy(dtype):
     """A few units in the last place apart, so that squares of tokens are 10⁴ or 10⁶ times those of differences."""
     q, k, steps = inputs((1, 60, 2, 2, 2, 16, 16), dtype)
@@ -137,7 +124,6 @@ def test_tokens_that_are_nearly_equal_keep_their_energy(dtype):
     assert (found(A, same)[2] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_token_far_from_the_others_does_not_hide_them(dtype):
     """As in language models, whose first token holds nothing: its difference from the mean is no 16-bit number."""
     q, k, steps = inputs((1, 60, 2, 2, 2, 16, 16), dtype)
@@ -151,8 +137,6 @@ def test_one_token_far_from_the_others_does_not_hide_them(dtype):
     assert ((ours - theirs).abs().sum(-1) <= ROUNDING[dtype] * spread(u)).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 def test_extreme_logits_and_tokens(causal, dtype):
     q, k, u = inputs((1, 50, 2, 1, 2, 16, 16), dtype, size=100.0)
     A = AttentionOperator(q, k, causal=causal)
@@ -190,52 +174,31 @@ def test_a_nan_stays_where_it_is_seen():
 
 def test_rows_may_lie_apart():
     """q, k and u as the model has them: heads beside each other in a wider tensor."""
-    shape = (2, 40, 2, 2, 2, 16, 16)
-    q, k, u = inputs(shape)
-    wide = random(2, 40, 3, 2, 16, seed=5)
-    apart = [wide[:, :, i].transpose(1, 2) for i in range(3)]
-    for x, y in zip(apart, (q, k, u), strict=True):
-        x.copy_(y)
-    options = {"mask": mask_of("keys", 2, 2, 40)}
-    together = found(AttentionOperator(q, k, **options), u)
-    assert torch.equal(found(AttentionOperator(*apart[:2], **options), apart[2]), together)
-
-
-# --- what the metrics and the operator make of it ----------------------------------------------------
-
-
-def without(monkeypatch, function):
-    with monkeypatch.context() as patch:
-        patch.setattr(attention_sums, "ENABLED", False)
-        return function()
+    q, k, u = inputs((2, 40, 2, 2, 2, 16, 16))
+    apart = [x.transpose(1, 2) for x in torch.stack([q, k, u], 2).transpose(1, 3).contiguous().unbind(2)]
+    assert all(not x.is_contiguous() and torch.equal(x, y) for x, y in zip(apart, (q, k, u), strict=True))
+    assert torch.equal(found(masked(*apart[:2], "keys"), apart[2]), found(masked(q, k, "keys"), u))
 
 
 @pytest.mark.parametrize(("kernel", "kind"), [*(("softmax", kind) for kind in MASKS), ("symmetric", "keys")])
 def test_metrics_are_the_same_with_and_without(kernel, kind, monkeypatch):
     q, k, u = inputs((2, 43, 2, 1, 2, 16, 16))
-    mask = mask_of(kind, 2, 2, 43)
-    A = AttentionOperator(q, k, mask=mask, causal=kind.startswith("causal"), kernel=kernel)
+    A = masked(q, k, kind, kernel=kernel)
     rows = torch.arange(43, device=DEVICE) < torch.tensor([[30], [43]], device=DEVICE)
-    for counted in (None, rows):
-        for read in (
-            lambda counted=counted: nonlocal_energy(A, u, counted),
-            lambda counted=counted: attention_entropy(A, counted),
-            lambda: A.logsumexp(),
-            lambda: A.diagonal(),
-        ):
-            ours = read()
-            assert ours.dtype == torch.float32
-            torch.testing.assert_close(ours, without(monkeypatch, read), rtol=FLOAT32, atol=FLOAT32)
-
-
-def counted_passes(monkeypatch):
-    passes, forward = [], attention_sums_tiles.forward
-    monkeypatch.setattr(attention_sums_tiles, "forward", lambda *args: passes.append(1) or forward(*args))
-    return passes
+    reads = [partial(nonlocal_energy, A, u, counted) for counted in (None, rows)]
+    reads += [partial(attention_entropy, A, counted) for counted in (None, rows)]
+    for read in (*reads, A.logsumexp, A.diagonal):
+        with monkeypatch.context() as patch:
+            patch.setattr(attention_sums, "ENABLED", False)
+            expected = read()
+        ours = read()
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, expected, rtol=FLOAT32, atol=FLOAT32)
 
 
 def test_energy_and_entropy_take_one_pass(monkeypatch):
-    passes = counted_passes(monkeypatch)
+    passes, forward = [], attention_sums_tiles.forward
+    monkeypatch.setattr(attention_sums_tiles, "forward", lambda *args: passes.append(1) or forward(*args))
     q, k, u = inputs((1, 20, 2, 2, 2, 16, 16))
     A = AttentionOperator(q, k)
     nonlocal_energy(A, u)
@@ -252,15 +215,13 @@ def test_energy_and_entropy_take_one_pass(monkeypatch):
         assert (attention_entropy(A) < before).all()
 
 
-def test_what_the_kernel_does_not_know_is_left_to_others(monkeypatch):
+def test_what_the_kernel_does_not_know_is_left_to_others():
     q, k, u = inputs((1, 20, 2, 2, 2, 16, 16))
-    bias, wide = torch.zeros(1, 1, 20, 20, device=DEVICE, dtype=q.dtype), random(1, 2, 20, 144)
+    bias, wide = torch.zeros(1, 1, 20, 20, device=DEVICE, dtype=q.dtype), random(1, 2, 20, 144, dtype=q.dtype)
     assert attention_sums.is_available(AttentionOperator(q, k), u)
+    options = {"mask": bias}, {"softcap": 30.0}, {"kernel": "rbf"}, {"kernel": "linear"}
     others = [
-        AttentionOperator(q, k, mask=bias),
-        AttentionOperator(q, k, softcap=30.0),
-        AttentionOperator(q, k, kernel="rbf"),
-        AttentionOperator(q, k, kernel="linear"),
+        *(AttentionOperator(q, k, **each) for each in options),
         AttentionOperator(q.float(), k.float()),
         AttentionOperator(wide, wide),
         AttentionOperator(q[..., :5, :], k, causal=True),
@@ -306,19 +267,17 @@ def test_the_operation_keeps_its_promises():
         torch.library.opcheck(attention_sums.attention_sums, (q, k, None, tokens, None, 0.25, True))
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 def test_one_reduction_gives_energy_and_entropy_where_all_rows_count(causal):
     q, k, u = inputs(SHAPES[1])
     A, seen = AttentionOperator(q, k, causal=causal), torch.ones(1, 64, dtype=torch.bool, device=DEVICE)
-    found = from_rows(record_of(A, u), None)
+
+    def rows(A, u, counted=None):
+        record = AttentionCall(operator=A, v=u, values=u, output=u, branch=u.transpose(1, 2).flatten(2))
+        return from_rows(record, counted)
+
+    found = rows(A, u)
     assert tuple(found) == FROM_ROWS
     for name, alone in (("nonlocal_energy", nonlocal_energy(A, u)), ("attention_entropy", attention_entropy(A))):
         numbers, factor = found[name]
         torch.testing.assert_close(factor * numbers, alone, rtol=1e-6, atol=1e-6)
-    assert from_rows(record_of(A, u), seen) == {}
-    assert from_rows(record_of(AttentionOperator(q, k, mask=seen), u), None) == {}
-    assert from_rows(record_of(A, u[:, :, 1:]), None) == {}
-
-
-def record_of(A, u):
-    return AttentionCall(operator=A, v=u, values=u, output=u, branch=u.transpose(1, 2).flatten(2))
+    assert rows(A, u, seen) == rows(AttentionOperator(q, k, mask=seen), u) == rows(A, u[:, :, 1:]) == {}

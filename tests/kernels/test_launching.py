@@ -1,64 +1,31 @@
 """Launching again: the compiled code gets the arguments, then the constants, and none of Triton's options."""
 
+from unittest.mock import MagicMock, Mock, call
+
 import pytest
 import torch
 
-from acutance.attention.kernels import packed
-
-if not packed.TRITON:
-    pytest.skip("needs Triton", allow_module_level=True)
-
 from acutance.attention.kernels import launching
-
-
-class Kernel:
-    """What a launch is asked for, and what of it is compiled."""
-
-    arg_names = ("x", "count", "WIDTH", "CAUSAL")
-
-    def __init__(self, compiles=True):
-        self.compiles, self.asked, self.ran = compiles, [], []
-
-    def __getitem__(self, grid):
-        def launch(*args, **constants):
-            self.asked.append((grid, args, constants))
-            return Compiled(self) if self.compiles else None
-
-        return launch
-
-
-class Compiled:
-    function, packed_metadata = "code", "metadata"
-
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def run(self, *args):
-        self.kernel.ran.append(args)
-
 
 CONSTANTS = {"CAUSAL": True, "WIDTH": 64, "num_warps": 4}  # in any order
 
 
-def test_the_second_launch_is_direct(monkeypatch):
-    kernel = Kernel()
+@pytest.mark.parametrize("compiles", [True, False])
+def test_the_second_launch_is_direct_where_something_is_compiled(compiles, monkeypatch):
+    kernel, compiled = (
+        MagicMock(arg_names=("x", "count", "WIDTH", "CAUSAL")),
+        Mock(function="code", packed_metadata="of"),
+    )
+    kernel.__getitem__.return_value.return_value = compiled if compiles else None
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: ("stream of", device), raising=False)
-    launch = launching.Launch(kernel, (3,), CONSTANTS)
-    x, y = torch.zeros(2)
+    launch, (x, y) = launching.Launch(kernel, (3,), CONSTANTS), torch.arange(2.0)
     launch([x], 1)
     launch([y], 2)
-    assert kernel.asked == [((3, 1, 1), (x, 1), CONSTANTS)]
-    grid, stream, code, no_hooks = (3, 1, 1), ("stream of", -1), ("code", "metadata"), (None, None, None)
-    assert kernel.ran == [(*grid, stream, *code, *no_hooks, y.data_ptr(), 2, 64, True)]
-
-
-def test_every_launch_is_tritons_where_nothing_is_compiled():
-    kernel = Kernel(compiles=False)
-    launch = launching.Launch(kernel, (3, 2), CONSTANTS)
-    launch(["x"], 1)
-    launch(["y"], 2)
-    assert [(grid, args) for grid, args, _ in kernel.asked] == [((3, 2, 1), ("x", 1)), ((3, 2, 1), ("y", 2))]
-    assert kernel.ran == []
+    grid, asked = (3, 1, 1), [call(x, 1, **CONSTANTS), call(y, 2, **CONSTANTS)]
+    assert kernel.__getitem__.call_args_list == [call(grid)] * (1 if compiles else 2)
+    assert kernel.__getitem__.return_value.call_args_list == asked[: 1 if compiles else 2]
+    direct = call(*grid, ("stream of", -1), "code", "of", None, None, None, y.data_ptr(), 2, 64, True)
+    assert compiled.run.call_args_list == [direct] * compiles
 
 
 def test_placement_is_that_of_the_first_number():

@@ -1,16 +1,16 @@
-"""The kernels for long sequences against the formula in float64: on a GPU, and on the CPU in Triton's interpreter."""
+"""The kernels for long sequences against the formula in float64."""
 
-import packed_cases
+import csv
+import runpy
+import sys
+from pathlib import Path
+
+import kernel_cases
 import pytest
 import torch
-from packed_cases import DEVICE, DTYPES, TOLERANCE
+from kernel_cases import CUDA, DEVICE, DTYPES, TOLERANCE, each, needs_gpu, random
 
-from acutance.attention.kernels import packed
-
-CUDA = torch.cuda.is_available() and packed.TRITON
-if not (CUDA or (packed.INTERPRETED and packed.TRITON)):
-    pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)
-
+kernel_cases.require_kernels()
 from acutance.attention.kernels import long_backward, long_forward, long_means, long_tiles  # noqa: E402
 from acutance.attention.kernels.long_tiles import Tile  # noqa: E402
 
@@ -20,15 +20,13 @@ OWN = {"query_tile": None, "key_tile": None}
 # One tile, a tile and a token, whole tiles, whole tiles of keys only, several and a tail; grouped queries among them.
 SHAPES = [(1, 64, 1, 1, 16), (1, 65, 2, 1, 16), (2, 128, 2, 2, 32), (1, 160, 4, 2, 16), (1, 300, 2, 1, 16)]
 STRENGTH, ALL_PARTS = ("strength",), ("strength", "contrast", "residual")
-NUMBERS = ("strength", "contrast", "residual")
-BOTH = pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
+causal, dtype = each([False, True]), each(DTYPES)
 
 
 def inputs(shape, dtype=torch.float32, size=1.0):
     """q, k and v, v⁰, λ and c per head, ρ per head of the keys, and a gradient."""
     batch, tokens, heads, kv_heads, width = shape
-    return packed_cases.inputs(batch, tokens, heads, width, dtype, size, kv_heads=kv_heads)
+    return kernel_cases.inputs(batch, tokens, heads, width, dtype, size, kv_heads=kv_heads)
 
 
 def by_kernels(given, grad, shape, causal, constant=0.0, later=None, query_tile=None, key_tile=None):
@@ -40,9 +38,9 @@ def by_kernels(given, grad, shape, causal, constant=0.0, later=None, query_tile=
     )
 
 
-def found(qkv, first, strength, grad, shape, causal, **tiles):
+def found(qkv, first, strength, grad, shape, causal):
     """u and its gradients, with nothing but a strength."""
-    out, grads = by_kernels((qkv, first, strength, None, None), grad, shape, causal, **(tiles or SMALL))
+    out, grads = by_kernels((qkv, first, strength, None, None), grad, shape, causal, **SMALL)
     return out, *grads[:3]
 
 
@@ -53,10 +51,10 @@ def check(shape, parts, causal, dtype=torch.float32, size=0.5, tolerance=None, c
         change(qkv, numbers)
     heads, kv_heads, width = shape[2:]
     identity = (torch.zeros_like(numbers[0]), torch.ones_like(numbers[1]), torch.zeros_like(numbers[2]))
-    named = list(zip(NUMBERS, numbers, identity, strict=True))
+    named = list(zip(ALL_PARTS, numbers, identity, strict=True))
     kept = [number if name in parts else one for name, number, one in named]
     given = [number if name in parts else None for name, number, _ in named]
-    theirs, (of_qkv, of_first, *of_numbers) = packed_cases.expected(
+    theirs, (of_qkv, of_first, *of_numbers) = kernel_cases.expected(
         (qkv, first, *kept), grad, heads, kv_heads, 0.3, causal
     )
     later = torch.randn_like(first).contiguous()
@@ -70,7 +68,7 @@ def check(shape, parts, causal, dtype=torch.float32, size=0.5, tolerance=None, c
     if "residual" in parts:
         pairs.append((grad_first, of_first - pulled.sum(3).flatten(2)))
     for mine, other in pairs:
-        assert packed_cases.error(mine, other) < (tolerance or TOLERANCE[dtype])
+        assert kernel_cases.error(mine, other) < (tolerance or TOLERANCE[dtype])
 
 
 # Code and tiles for float16 are bfloat16's but for the type, so that one shape and one width of it are enough.
@@ -82,22 +80,18 @@ CHECKS = [
 ]
 
 
-@BOTH
 @pytest.mark.parametrize(("shape", "parts", "dtype"), CHECKS, ids=lambda value: str(value) or "plain")
 def test_outputs_and_gradients_follow_the_formula(shape, parts, dtype, causal):
     check(shape, parts, causal, dtype)
 
 
-@BOTH
 @pytest.mark.parametrize("width", [16, *(pytest.param(w, marks=[pytest.mark.cuda, needs_gpu]) for w in (32, 64, 128))])
-def test_the_tables_own_tiles(causal, width):
-    for dtype in DTYPES:
-        check((1, 300, 2, 1, width), STRENGTH, causal, dtype, **OWN)
-        if CUDA:
-            check((1, 1000, 2, 1, width), ALL_PARTS, causal, dtype, **OWN)
+def test_the_tables_own_tiles(causal, width, dtype):
+    check((1, 300, 2, 1, width), STRENGTH, causal, dtype, **OWN)
+    if CUDA:
+        check((1, 1000, 2, 1, width), ALL_PARTS, causal, dtype, **OWN)
 
 
-@BOTH
 @pytest.mark.parametrize("constant", [0.6, None], ids=["constant", "uncorrected"])
 def test_a_strength_may_be_constant_or_left_out(constant, causal):
     shape = (1, 100, 2, 1, 16)
@@ -106,10 +100,9 @@ def test_a_strength_may_be_constant_or_left_out(constant, causal):
     given = (qkv, None if constant is None else first, None, None, None)
     u, (grad_qkv, *_) = by_kernels(given, grad, shape, causal, constant or 0.0, **SMALL)
     for mine, other in zip((u, grad_qkv), by_head, strict=False):
-        assert packed_cases.error(mine, other.double()) < 2e-5
+        assert kernel_cases.error(mine, other.double()) < 2e-5
 
 
-@BOTH
 def test_a_contrast_may_be_zero(causal):
     check((1, 100, 2, 2, 16), (*STRENGTH, "contrast"), causal, change=lambda _, numbers: numbers[1].zero_())
 
@@ -126,15 +119,12 @@ def test_very_low_logits_leave_nothing_behind_the_last_token():
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's: weights that are hidden afterwards
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@BOTH
 def test_extreme_logits_give_no_nan(causal, dtype):
     shape = (1, 100, 2, 1, 16)
     qkv, first, strength, *_, grad = inputs(shape, dtype, size=100.0)
     assert all(result.isfinite().all() for result in found(qkv, first, strength, grad, shape, causal))
 
 
-@BOTH
 def test_rows_may_lie_apart(causal):
     """q, k and v as a part of a wider tensor, every second sample of it."""
     shape = (2, 70, 2, 1, 16)
@@ -158,7 +148,6 @@ def test_the_order_of_programs_changes_nothing(at_a_time, monkeypatch):
 
 @pytest.mark.cuda
 @needs_gpu
-@BOTH
 @pytest.mark.parametrize("tokens", [2048, 8192])
 def test_long_ones_follow_the_formula(tokens, causal):
     for dtype in (torch.bfloat16, torch.float16):
@@ -177,9 +166,21 @@ def test_the_same_inputs_give_the_same_gradients():
 
 @pytest.mark.parametrize("tiles", [1, 64, 150])
 def test_sums_before_and_behind_a_tile(tiles):
-    sums = torch.randn(1, 2, tiles, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    sums = random(1, 2, tiles, 16)
     exact = sums.double()
     before, behind = (long_means._running(sums.clone(), backwards=backwards) for backwards in (False, True))
     assert (before - (exact.cumsum(2) - exact)).abs().max() < 1e-5
     assert (behind - (exact.flip(2).cumsum(2).flip(2) - exact)).abs().max() < 1e-5
     assert before[:, :, 0].abs().max() == behind[:, :, -1].abs().max() == 0
+
+
+@pytest.mark.skipif(CUDA, reason="the toy is for the CPU")
+def test_the_benchmark_runs_at_toy_size(monkeypatch, tmp_path):
+    script = str(Path(__file__).parents[2] / "benchmarks" / "long_kernels.py")
+    monkeypatch.setattr(sys, "argv", [script, "--results", str(tmp_path)])
+    runpy.run_path(script, run_name="__main__")
+    (path,) = tmp_path.iterdir()
+    rows = csv.DictReader(path.read_text().splitlines())
+    ours = {row["variant"]: row["ms"] for row in rows if row["variant"].startswith("ours")}
+    assert list(ours) == ["ours 64 32 4 2", "ours, over queries 64 32 4 2, over keys 32 64 4 2"]
+    assert all(ours.values())

@@ -1,16 +1,16 @@
-"""The packed kernels against the formula in float64: on a GPU, and on the CPU in Triton's interpreter.
+"""The packed kernels against the formula in float64."""
 
-The interpreter needs triton and TRITON_INTERPRET=1: `make test` runs this folder a second time so.
-"""
-
-import packed_cases
+import kernel_cases
 import pytest
 import torch
-from packed_cases import CUDA, DEVICE, DTYPES, TOLERANCE, needs_kernels
+from kernel_cases import CUDA, DEVICE, DTYPES, TOLERANCE, each, random
 
 from acutance.attention.kernels import packed, packed_operation
-from acutance.errors import ShapeError
 
+kernel_cases.require_kernels()
+from acutance.attention.kernels import packed_backward  # noqa: E402
+
+dtype, causal = each(DTYPES), each([False, True])
 # Smaller than a block, a block, a block and a tail, several blocks, several and a tail; the papers' sizes among them.
 SMALL = [(3, 17, 2, 16), (1, 64, 1, 16), (2, 65, 2, 32), (1, 128, 1, 128), (1, 197, 1, 16)]
 LARGE = [(4, 65, 3, 64), (2, 50, 3, 128), (2, 197, 3, 64), (1, 256, 2, 32), (1, 1, 2, 16)]
@@ -22,18 +22,17 @@ def check(shape, parts, dtype=torch.float32, causal=False, kv_heads=None, scale=
     """Output and all gradients, with the named parts in play and the others left out."""
     batch, tokens, heads, width = shape
     kv_heads = kv_heads or heads
-    *given, grad = packed_cases.inputs(batch, tokens, heads, width, dtype, kv_heads=kv_heads)
+    *given, grad = kernel_cases.inputs(batch, tokens, heads, width, dtype, kv_heads=kv_heads)
     given = dict(zip(PARTS, given, strict=True))
     identity = {"strength": torch.zeros(heads), "contrast": torch.ones(heads), "residual": torch.zeros(kv_heads)}
     leaves = {name: given[name] if name in ("qkv", "first", *parts) else identity[name].to(DEVICE) for name in PARTS}
-    out, grads = packed_cases.expected(leaves.values(), grad, heads, kv_heads, scale, causal)
+    out, grads = kernel_cases.expected(leaves.values(), grad, heads, kv_heads, scale, causal)
     used = {name: leaves[name].detach().requires_grad_() for name in ("qkv", *parts)}
     ours = packed.attention(**used, heads=heads, scale=scale, causal=causal, kv_heads=kv_heads)
-    assert packed_cases.error(ours, out) < TOLERANCE[dtype]
-    found = dict(zip(used, torch.autograd.grad(ours, list(used.values()), grad), strict=True))
-    for name, theirs in zip(PARTS, grads, strict=True):
-        if name in found:
-            assert packed_cases.error(found[name], theirs) < TOLERANCE[dtype], name
+    assert kernel_cases.error(ours, out) < TOLERANCE[dtype]
+    expected = dict(zip(PARTS, grads, strict=True))
+    for name, mine in zip(used, torch.autograd.grad(ours, list(used.values()), grad), strict=True):
+        assert kernel_cases.error(mine, expected[name]) < TOLERANCE[dtype], name
 
 
 CORRECTED, ALL_PARTS = ("first", "strength"), ("first", "strength", "contrast", "residual")
@@ -53,30 +52,21 @@ CHECKS = [
 ]
 
 
-@needs_kernels
 @pytest.mark.parametrize(("shape", "parts", "options"), CHECKS, ids=lambda value: str(value) or "plain")
 def test_outputs_and_gradients_follow_the_formula(shape, parts, options):
     check(shape, parts, **options)
 
 
-@needs_kernels
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("parts", [(), ("first", "strength")], ids=["plain", "corrected"])
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("parts", [(), CORRECTED], ids=["plain", "corrected"])
 def test_one_token_more_than_a_block_has_a_kernel_of_its_own(parts, causal, dtype, monkeypatch):
-    from acutance.attention.kernels import packed_backward  # needs Triton
-
     monkeypatch.setattr(packed_backward, "backward_head", None)  # which would be called otherwise
     check((2, 65, 3, 64 if CUDA and dtype != torch.float32 else 16), parts, dtype, causal)
 
 
-@needs_kernels
 def test_one_token_more_gets_what_later_layers_owe_as_with_a_contrast_of_one():
     """Where there is a contrast, another kernel takes a block and a token."""
-    from acutance.attention.kernels import packed_backward
-
-    qkv, first, _, _, _, grad = packed_cases.inputs(2, 65, 2, 16)
-    later = torch.randn(2, 65, 32, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    qkv, first, *_, grad = kernel_cases.inputs(2, 65, 2, 16)
+    later = random(2, 65, 32, seed=9)
     out, log_sums, _ = packed.packed_attention(qkv, first, None, None, None, 0.6, 2, 2, 0.3, False)
     found, expected = (
         packed_backward.backward(grad, later, qkv, first, None, c, None, out, log_sums, 0.6, 2, 2, 0.3, False)[0]
@@ -85,24 +75,21 @@ def test_one_token_more_gets_what_later_layers_owe_as_with_a_contrast_of_one():
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@needs_kernels
 @pytest.mark.parametrize("tokens", [17, 65, 150])
 def test_a_constant_is_one_for_all_heads(tokens):
-    qkv, first, *_, grad = packed_cases.inputs(1, tokens, 4, 16, kv_heads=2)
+    qkv, first, *_, grad = kernel_cases.inputs(1, tokens, 4, 16, kv_heads=2)
     leaves = [x.detach().requires_grad_() for x in (qkv, first)]
     results = []
-    for strength, residual in ((0.6, 0.5), (torch.full((4,), 0.6), torch.full((2,), 0.5))):
-        numbers = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in (strength, residual)]
-        u = packed.attention(leaves[0], 4, 0.3, leaves[1], numbers[0], residual=numbers[1], kv_heads=2)
+    for strength, residual in ((0.6, 0.5), [torch.full((n,), x, device=DEVICE) for n, x in ((4, 0.6), (2, 0.5))]):
+        u = packed.attention(leaves[0], 4, 0.3, leaves[1], strength, residual=residual, kv_heads=2)
         results.append((u, *torch.autograd.grad(u, leaves, grad)))
     for mine, theirs in zip(*results, strict=True):
-        assert packed_cases.error(mine, theirs.double()) < 1e-6
+        assert kernel_cases.error(mine, theirs.double()) < 1e-6
 
 
-@needs_kernels
 def test_a_contrast_of_zero_is_the_mean_and_has_a_gradient():
     """Where dividing by the contrast, to have A w from u, would fail."""
-    qkv, _, _, _, _, grad = packed_cases.inputs(1, 65, 2, 16)
+    qkv, *_, grad = kernel_cases.inputs(1, 65, 2, 16)
     leaves = [qkv.requires_grad_(), torch.zeros(2, device=DEVICE, requires_grad=True)]
     u = packed.attention(leaves[0], 2, 0.3, contrast=leaves[1])
     mean = qkv.detach()[..., 64:].unflatten(-1, (2, 16)).mean(1, keepdim=True)
@@ -114,11 +101,9 @@ def test_a_contrast_of_zero_is_the_mean_and_has_a_gradient():
     assert grad_qkv[..., :64].abs().max() < 1e-5  # nothing depends on queries and keys
 
 
-@needs_kernels
 @pytest.mark.parametrize("tokens", [65, 150])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_extreme_logits_give_no_nan(tokens, dtype):
-    qkv, first, strength, contrast, _, grad = packed_cases.inputs(1, tokens, 2, 16, dtype, size=60.0)
+    qkv, first, strength, contrast, _, grad = kernel_cases.inputs(1, tokens, 2, 16, dtype, size=60.0)
     leaf = qkv.detach().requires_grad_()
     for sharper in (None, contrast):
         ours = packed.attention(leaf, 2, 1.0, first, strength, contrast=sharper)
@@ -129,11 +114,10 @@ def test_extreme_logits_give_no_nan(tokens, dtype):
 TRACED = [(0, 17), (3, 17), (5, 17), (5, 82)]  # how many tensors are given, and tokens
 
 
-@needs_kernels
 @pytest.mark.parametrize(("count", "tokens"), TRACED, ids=["plain", "corrected", "together", "long"])
 def test_the_operations_are_sound_to_trace(count, tokens, monkeypatch):
     monkeypatch.setattr(packed_operation, "MOST_TOKENS", 64)  # of more the interpreter is slow
-    *given, grad = packed_cases.inputs(1, tokens, 2, 16, kv_heads=1)
+    *given, grad = kernel_cases.inputs(1, tokens, 2, 16, kv_heads=1)
     leaves = [x.detach().requires_grad_() if place < max(count, 1) else None for place, x in enumerate(given)]
     numbers, utils = (0.0, 2, 1, 0.3, False), ("test_schema", "test_faketensor")
     both = (*utils, "test_autograd_registration")
@@ -143,9 +127,3 @@ def test_the_operations_are_sound_to_trace(count, tokens, monkeypatch):
     for owed in (None, torch.randn(stand_in.shape, device=DEVICE)):
         arguments = (grad, owed, *given, *made, *numbers)
         torch.library.opcheck(packed_operation.packed_attention_backward, arguments, test_utils=utils)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (4, 0), (5, None)])
-def test_heads_that_do_not_fit_are_named(heads, kv_heads):
-    with pytest.raises(ShapeError, match=rf"\(1, 17, 96\) does not hold {heads} heads"):
-        packed.attention(torch.zeros(1, 17, 96), heads, 1.0, kv_heads=kv_heads)

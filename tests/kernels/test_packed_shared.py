@@ -1,29 +1,27 @@
 """v⁰ that many layers share: its gradient, gathered from all of them, against the formula in float64."""
 
-import packed_cases
+import kernel_cases
 import pytest
 import torch
-from model_cases import assert_equal_gradients, by_operator, gradients, images, vit
-from packed_cases import DEVICE, DTYPES, RUNS, TOLERANCE
+from kernel_cases import DEVICE, DTYPES, TOLERANCE, assert_equal_gradients, by_operator, gradients, images, random
 
 from acutance.attention.kernels import packed, packed_operation
 
-if not RUNS:
-    pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)
+pytestmark = kernel_cases.needs_kernels
 LAYERS = 4
 # One program per head, with and without a tail; two passes, with and without; heads that share keys; a long sequence.
 SHAPES = [(2, 17, 2, 2), (1, 64, 2, 2), (1, 65, 2, 2), (1, 150, 2, 2), (1, 128, 1, 1), (1, 65, 4, 2), (1, 260, 1, 1)]
 
+CHECKS = [*((shape, {}) for shape in SHAPES), *(((1, 65, 2, 2), {"dtype": dtype}) for dtype in DTYPES[1:])]
+CHECKS += [((1, 80, 2, 1), {"causal": True})]
 
-def layers(shape, dtype=torch.float32, count=LAYERS):
+
+def layers(shape, dtype=torch.float32):
     """Each layer's q, k and v, λ per head of all but the first, and each output's gradient."""
     batch, tokens, heads, kv_heads = shape
-    g = torch.Generator().manual_seed(0)
-    qkvs = [torch.randn(batch, tokens, (heads + 2 * kv_heads) * 16, generator=g) for _ in range(count)]
-    strengths = [torch.rand(heads, generator=g) for _ in range(count - 1)]
-    grads = [torch.randn(batch, tokens, heads * 16, generator=g) for _ in range(count)]
-    qkvs, grads = ([x.to(DEVICE, dtype) for x in tensors] for tensors in (qkvs, grads))
-    return qkvs, [x.to(DEVICE) for x in strengths], grads
+    qkvs = random(LAYERS, batch, tokens, (heads + 2 * kv_heads) * 16, dtype=dtype)
+    grads = random(LAYERS, batch, tokens, heads * 16, dtype=dtype, seed=1)
+    return [*qkvs], [*random(LAYERS - 1, heads, seed=2).abs()], [*grads]
 
 
 def leaves(tensors, dtype=None):
@@ -32,13 +30,10 @@ def leaves(tensors, dtype=None):
 
 def plainly(qkvs, strengths, shape, causal):
     heads, kv_heads = shape[2:]
-    none, one, no_share = (
-        torch.full((n,), x, device=DEVICE).double() for n, x in ((heads, 0), (heads, 1), (kv_heads, 0))
-    )
-    first = qkvs[0][..., -16 * kv_heads :]
+    one, first = torch.ones(heads, device=DEVICE).double(), qkvs[0][..., -16 * kv_heads :]
     return [
-        packed_cases.plain(qkv, first, strength, one, no_share, heads, kv_heads, 0.3, causal)
-        for qkv, strength in zip(qkvs, [none, *strengths], strict=True)
+        kernel_cases.plain(qkv, first, strength, one, 0 * one[:kv_heads], heads, kv_heads, 0.3, causal)
+        for qkv, strength in zip(qkvs, [0 * one, *strengths], strict=True)
     ]
 
 
@@ -52,7 +47,9 @@ def by_kernels(qkvs, strengths, shape, causal):
     return [u, *others]
 
 
-def check(shape, dtype=torch.float32, causal=False):
+@pytest.mark.parametrize(("shape", "options"), CHECKS, ids=str)
+def test_the_first_layer_gathers_from_all_later_ones(shape, options):
+    dtype, causal = options.get("dtype", torch.float32), "causal" in options
     qkvs, strengths, grads = layers(shape, dtype)
     exact = leaves(qkvs, torch.float64), leaves(strengths, torch.float64)
     outputs = plainly(*exact, shape, causal)
@@ -60,15 +57,7 @@ def check(shape, dtype=torch.float32, causal=False):
     ours = leaves(qkvs), leaves(strengths)
     found = torch.autograd.grad(by_kernels(*ours, shape, causal), [*ours[0], *ours[1]], grads)
     for mine, theirs in zip(found, expected, strict=True):
-        assert packed_cases.error(mine, theirs) < TOLERANCE[dtype]
-
-
-CHECKS = [*((shape, {}) for shape in SHAPES), *(((1, 65, 2, 2), {"dtype": dtype}) for dtype in DTYPES[1:])]
-
-
-@pytest.mark.parametrize(("shape", "options"), [*CHECKS, ((1, 80, 2, 1), {"causal": True})], ids=str)
-def test_the_first_layer_gathers_from_all_later_ones(shape, options):
-    check(shape, **options)
+        assert kernel_cases.error(mine, theirs) < TOLERANCE[dtype]
 
 
 def gradient(use, shape=(1, 65, 2, 2)):
@@ -117,29 +106,16 @@ def test_one_backward_pass_of_all_adds_what_later_layers_owe(monkeypatch):
     torch.testing.assert_close(first, 0.5 * grads[1] + 0.25 * grads[2] + 2.0 * grads[3])
 
 
-OPTIONS = {"some-layers": {"layers": (2, 4)}, "drop-path": {"drop_path": 0.5}}
+MODELS = {"some layers": {"layers": (2, 4)}, "drop path": {"drop_path": 0.5}, "first layer frozen": {}, "exported": {}}
 
 
-def of_four_layers(**options):
-    return vit("by head", depth=4, **options)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_vit_gathers_as_by_the_operator(options, monkeypatch):
-    model, dtype = of_four_layers(**options), torch.float32 if "drop_path" in options else torch.float64
-    assert_equal_gradients(gradients(model, model, images()), by_operator(model, monkeypatch, images(), dtype))
-
-
-def test_a_frozen_first_layer_is_owed_nothing(monkeypatch):
-    model = of_four_layers()
-    for part in (model.patch_embed, model.blocks[0]):
-        part.requires_grad_(False)
-    model.pos_embed.requires_grad_(False)
-    model.cls_token.requires_grad_(False)
-    assert_equal_gradients(gradients(model, model, images()), by_operator(model, monkeypatch, images()))
-
-
-def test_an_exported_model_can_still_be_trained(monkeypatch):
-    model = of_four_layers()
-    exported = torch.export.export(model, (images(),)).module()
-    assert_equal_gradients(gradients(exported, exported, images()), by_operator(model, monkeypatch, images()))
+@pytest.mark.parametrize("case", MODELS)
+def test_a_vit_gathers_as_by_the_operator(case, monkeypatch):
+    model, dtype = kernel_cases.vit("by head", depth=4, **MODELS[case]), torch.float64
+    if case == "drop path":
+        dtype = torch.float32
+    if case == "first layer frozen":  # is owed nothing
+        for part in (model.patch_embed, model.blocks[0], model.pos_embed, model.cls_token):
+            part.requires_grad_(False)
+    run = torch.export.export(model, (images(),)).module() if case == "exported" else model
+    assert_equal_gradients(gradients(run, run, images()), by_operator(model, monkeypatch, images(), dtype))

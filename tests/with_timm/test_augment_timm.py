@@ -10,9 +10,7 @@ from PIL import Image
 
 from acutance.lab.data.rand_augment import NUMBER, OPERATIONS, RandDraws, rand_augment
 
-FILL = (124, 116, 104)
 AFFINE = {"rotate", "shear_x", "shear_y", "translate_x", "translate_y"}
-SETTINGS = {"img_mean": FILL, "interpolation": Image.Resampling.BICUBIC}
 
 
 @pytest.mark.parametrize(("name", "timms"), list(zip(OPERATIONS, theirs._RAND_INCREASING_TRANSFORMS, strict=True)))
@@ -24,8 +22,8 @@ def test_each_operation_is_timms(name: str, timms: str, channels: int) -> None:
         pixels = numbers.integers(0, 256, (24, 30, channels), dtype=np.uint8)
         pixels = np.full_like(pixels, 77) if seed == 7 else pixels // 64 * 50 + 20 if seed % 2 else pixels
         magnitude = 0.0 if seed == 0 else float(np.float32(numbers.uniform(0, 9.9)))
-        fill = FILL if channels == 3 else FILL[:1]
-        settings = {"img_mean": FILL if channels == 3 else FILL[0], "interpolation": Image.Resampling.BICUBIC}
+        fill = (124, 116, 104)[:channels]
+        settings = {"img_mean": fill if channels == 3 else fill[0], "interpolation": Image.Resampling.BICUBIC}
         operation = theirs.AugmentOp(timms, prob=1.0, magnitude=magnitude, hparams=settings)
         random.seed(seed)
         expected = np.atleast_3d(np.asarray(operation(Image.fromarray(pixels.squeeze()))))
@@ -33,13 +31,10 @@ def test_each_operation_is_timms(name: str, timms: str, channels: int) -> None:
         draws = RandDraws(torch.tensor([[NUMBER[name]]]), torch.tensor([[magnitude]]), torch.tensor([[sign]]))
         ours = rand_augment(torch.from_numpy(pixels).permute(2, 0, 1)[None].float(), draws, torch.tensor(fill).float())
         difference = np.abs(ours[0].permute(1, 2, 0).numpy() - expected)
-        if name in AFFINE:  # interpolated in single rather than double precision
-            assert (difference > 0).mean() < 0.005
-        else:
-            assert (difference == 0).all()
+        assert (difference > 0).mean() <= 0.005 * (name in AFFINE)  # interpolated in single, not double precision
 
 
 def test_the_configuration_is_deits() -> None:
-    deits = theirs.rand_augment_transform("rand-m9-mstd0.5-inc1", dict(SETTINGS))
+    deits = theirs.rand_augment_transform("rand-m9-mstd0.5-inc1", {})
     assert deits.num_layers == 2
     assert {(op.prob, op.magnitude, op.magnitude_std) for op in deits.ops} == {(0.5, 9, 0.5)}

@@ -11,20 +11,19 @@ THEIRS = {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 4, "num_hea
 OURS = {"image_size": 32, "patch_size": 4, "dim": 48, "depth": 4, "heads": 3, "num_classes": 10}
 
 
-def small(ours, distilled=False, **theirs):
-    module = timm.models.deit if distilled else timm.models.vision_transformer
-    cls = module.VisionTransformerDistilled if distilled else module.VisionTransformer
-    return cls(**THEIRS, **theirs), ViT(**OURS, **ours)
+def small(ours, name="vit_tiny_patch16_224", **theirs):
+    return timm.create_model(name, **THEIRS, **theirs), ViT(**OURS, **ours)
 
 
+DISTILLED = "deit_tiny_distilled_patch16_224"
 PAIRS = {
     "plain": lambda: small({}),
     "registers": lambda: small({"registers": 3}, reg_tokens=3),
     "layer scale": lambda: small({"layer_scale": 0.1}, init_values=0.1),
     "no class token": lambda: small({"class_token": False}, class_token=False, global_pool="avg", fc_norm=False),
-    "distilled": lambda: small({"distilled": True}, distilled=True),
+    "distilled": lambda: small({"distilled": True}, DISTILLED),
     "deit_tiny": lambda: (timm.create_model("deit_tiny_patch16_224"), deit_tiny()),
-    "deit_tiny distilled": lambda: (timm.create_model("deit_tiny_distilled_patch16_224"), deit_tiny(distilled=True)),
+    "deit_tiny distilled": lambda: (timm.create_model(DISTILLED), deit_tiny(distilled=True)),
 }
 
 

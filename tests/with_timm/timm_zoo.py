@@ -2,6 +2,9 @@
 
 import timm
 import torch
+from timm.models import vision_transformer, vision_transformer_relpos
+
+import acutance as ac
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 STAGES = {"num_classes": 5, "depths": (2, 2), "num_heads": (2, 4)}
@@ -17,14 +20,17 @@ FLAT = {
     "vit_wee_patch16_reg1_gap_256": {},  # no class token, LayerScale, norm after pooling
     "vit_little_patch16_reg4_gap_256": {"qk_norm": True},
     "vit_tiny_patch16_224 scale norms": {"scale_attn_norm": True, "scale_mlp_norm": True},
-    "vit_tiny_patch16_224 norms after": {"block_fn": "ResPostBlock", "init_values": 0.5},
+    "vit_tiny_patch16_224 norms after": {"block_fn": vision_transformer.ResPostBlock, "init_values": 0.5},
     "deit_tiny_distilled_patch16_224": {},
     "deit3_small_patch16_224": {},
     "beit_base_patch16_224": {},  # a relative position bias per layer, q and v biases, LayerScale
     "beitv2_base_patch16_224 shared": {"use_rel_pos_bias": False, "use_shared_rel_pos_bias": True},
     "vit_relpos_small_patch16_224": {},  # position biases by an MLP
     "vit_srelpos_small_patch16_224": {},  # one for all layers
-    "vit_relpos_small_patch16_224 norms after": {"block_fn": "ResPostRelPosBlock", "init_values": 0.5},
+    "vit_relpos_small_patch16_224 norms after": {
+        "block_fn": vision_transformer_relpos.ResPostRelPosBlock,
+        "init_values": 0.5,
+    },
     "eva02_tiny_patch14_224": {},  # EvaAttention: rotation, three projections
     "eva02_tiny_patch14_224 joint": {"qkv_fused": True, "scale_attn_inner": True},
     "eva02_tiny_patch14_224 norms after": {"use_post_norm": True},
@@ -42,7 +48,8 @@ FUSED = {"fused": True, "unfused": False}
 
 def create(name, *, fused=True, **options):
     """A model in float64 whose parameters are away from what would hide a mistake, such as zero biases."""
-    options = {**_sizes(name), **_classes(name, MEASURED[name]), **options}
+    sizes = {} if name in SHIFTED | MERGED else {**SMALL, "num_heads": 4} if name in MIXED_HEADS else SMALL
+    options = {**sizes, **MEASURED[name], **options}
     torch.manual_seed(0)
     model = timm.create_model(name.split()[0], **options).double().eval()
     generator = torch.Generator().manual_seed(1)
@@ -66,22 +73,30 @@ def gradients(model, loss):
     return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
 
+def mitigated(model, spec):
+    """The learnt parameters away from the identity."""
+    handle = ac.mitigate(model, spec)
+    for name, parameter in model.named_parameters():
+        if ".mitigation." in name:
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3), dtype=parameter.dtype)
+            parameter.data += 0.3 * noise
+    return handle
+
+
+def loss_of(output):
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(4), dtype=output.dtype)
+    return (output * weights).sum()
+
+
+def assert_parity(model, expected, run=None, tolerance=1e-10, **arguments):
+    """The model's output and gradients, however it runs, are the expected ones."""
+    output = (model if run is None else run)(images(), **arguments)
+    torch.testing.assert_close(output.detach(), expected[0], rtol=tolerance, atol=tolerance)
+    assert_same(gradients(model, loss_of(output)), expected[1], tolerance)
+
+
 def assert_same(ours, theirs, tolerance=1e-10):
     assert ours.keys() == theirs.keys()
     for name, gradient in ours.items():
-        torch.testing.assert_close(
-            gradient, theirs[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-def _sizes(name):
-    if name in SHIFTED | MERGED:
-        return {}
-    return {**SMALL, "num_heads": 4} if name in MIXED_HEADS else SMALL
-
-
-def _classes(name, options):
-    """Classes by their names, so that the table above can be read without timm."""
-    modules = timm.models.vision_transformer, timm.models.vision_transformer_relpos
-    kinds = {cls: getattr(module, cls) for module in modules for cls in dir(module) if cls.endswith("Block")}
-    return {key: kinds.get(value, value) if isinstance(value, str) else value for key, value in options.items()}
+        same = {"rtol": tolerance, "atol": tolerance, "msg": lambda text, name=name: f"{name}: {text}"}
+        torch.testing.assert_close(gradient, theirs[name], **same)

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -18,30 +19,27 @@ from acutance import cli
 from acutance.attention.kernels import packed
 from acutance.cli.studies import bench
 from acutance.errors import AcutanceError
-from acutance.lab.bench import language, measuring, results, run, steps
-from acutance.lab.bench.language import WithBackend
+from acutance.lab.bench import language, measuring, results, run, steps, timing
 from acutance.lab.bench.steps import TOY
-from acutance.lab.bench.timing import Candidate, Pace, Settings, Table, inference_step, training_step, unfused
+from acutance.lab.bench.timing import Candidate, Pace, Settings
 from acutance.metrics import ATTENTION_METRICS
 from acutance.models import LanguageModel, ViT
 
 CPU, GPU = Settings("cpu"), Settings("cuda:0")
-WORDS = {"vocabulary": 20, "dim": 16, "depth": 1, "heads": 1, "hidden": 16, "cutoffs": (), "dropout": 0.0}
 
 
 def read(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return list(csv.DictReader(path.read_text().splitlines()))
 
 
-@pytest.fixture
-def no_collection(monkeypatch):
+@pytest.fixture(autouse=True)
+def _no_collection(monkeypatch):
     """Of a heap as large as that of all tests it takes a second for each candidate."""
-    monkeypatch.setattr("gc.collect", lambda: 0)
+    monkeypatch.setattr("gc.collect", lambda *_: 0)
 
 
 @pytest.fixture
-def command(tmp_path, no_collection):
+def command(tmp_path):
     app = typer.Typer()
     app.command()(bench)
 
@@ -54,10 +52,10 @@ def command(tmp_path, no_collection):
     return call
 
 
-# Not those that differ on a GPU only.
-@pytest.mark.parametrize(
-    "group", [g for g in run.GROUPS if g not in (*(f"end-to-end-{n}" for n in (512, 1024, 2048)), "steps-224")]
-)
+GPU_ONLY = {f"end-to-end-{n}" for n in (512, 1024, 2048)} | {"steps-224"}  # those that differ there only
+
+
+@pytest.mark.parametrize("group", [group for group in run.GROUPS if group not in GPU_ONLY])
 def test_every_group_runs_and_names_its_file(group, command, monkeypatch):
     monkeypatch.setattr(steps, "find_spec", lambda _name: None)
     text, path, rows = command(group)
@@ -89,11 +87,9 @@ def test_on_a_gpu_every_mode_of_timm_is_a_baseline_at_the_sizes_of_the_papers():
     assert (modes["timm's ViT"], modes["NeuTRENO"]) == ([*both, ("max-autotune", True)], both)
     assert modes["plain ViT"] == modes["NeuTRENO, no fused kernel"] == both[1:]
     assert {c.variant for c in found if c.baseline} == {"timm's ViT"}
-    eigen = steps.eigen_candidates(steps.SHAPES["steps-32"], GPU, "reduce-overhead")
-    assert {c.mode for c in eigen[1:]} == {"reduce-overhead"}
     whole = {batch: [c.mode for c in steps.end_to_end_candidates(batch, GPU)] for batch in (256, 1024)}
     assert whole == {256: ["recorded"] * 2, 1024: ["recorded"] * 2 + ["launched"] * 2}
-    titles = {table.title for name in run.GROUPS for table in run.GROUPS[name](GPU)}
+    titles = {title for name in run.GROUPS for title, _ in run.GROUPS[name](GPU)}
     assert {"ViT-Ti/4, 32×32, batch 1024, training", "DeiT-Ti/16, 224×224, batch 512, inference"} <= titles
     assert {"measuring DeiT-Ti/16, 224×224, batch 256", "ViT-Ti/4, 32×32, end to end, batch 2048"} <= titles
 
@@ -109,21 +105,19 @@ def test_groups_by_name_and_by_beginning():
 
 
 def growing(error):
-    def rows():
-        yield [{"variant": "plain", "ms": "2.0", "ratio": "1.0000"}]
-        raise error
-
-    return lambda _settings: [Table("stops", rows)]
+    yield [{"variant": "plain", "ms": "2.0", "ratio": "1.0000"}]
+    raise error
 
 
 def test_what_is_done_stays_when_a_table_fails_or_is_interrupted(monkeypatch, tmp_path_factory, capsys, command):
     errors = (RuntimeError("out of memory"), AcutanceError("no recording"), AttributeError("another version"))
-    monkeypatch.setattr(run, "GROUPS", {str(error): growing(error) for error in errors})
+    groups = {str(error): lambda _, error=error: [("stops", growing(error))] for error in errors}
+    monkeypatch.setattr(run, "GROUPS", groups)
     written = run.run_groups(list(run.GROUPS), CPU, tmp_path_factory.mktemp("failing"), Console(quiet=True))
     for path, error in zip(written, errors, strict=True):
         assert [(row["ms"], row["note"]) for row in read(path)] == [("2.0", ""), ("", f"stopped: {error}")]
     assert "AttributeError: another version" in capsys.readouterr().err
-    monkeypatch.setattr(run, "GROUPS", {"a": growing(KeyboardInterrupt())})
+    monkeypatch.setattr(run, "GROUPS", {"a": lambda _: [("stops", growing(KeyboardInterrupt()))]})
     text, _, rows = command("a", status=130)
     assert "Stopped" in text
     assert [row["variant"] for row in rows] == ["plain"]
@@ -157,7 +151,7 @@ def test_a_training_step_is_that_of_a_plain_loop_and_inference_leaves_no_graph()
     model, twin, seen = ViT(**TOY), ViT(**TOY), []
     twin.load_state_dict(model.state_dict())
     images, labels = torch.randn(4, 3, 8, 8), torch.arange(4)
-    step = training_step(model, [images], lambda scores: F.cross_entropy(scores, labels))
+    step = timing.training_step(model, [images], lambda scores: F.cross_entropy(scores, labels))
     optimiser = torch.optim.AdamW(twin.parameters(), lr=1e-4)
     for _ in range(2):
         step()
@@ -168,7 +162,7 @@ def test_a_training_step_is_that_of_a_plain_loop_and_inference_leaves_no_graph()
         assert torch.equal(trained, expected), name
         assert trained.grad is None
     model.register_forward_hook(lambda module, _inputs, out: seen.append((module.training, out.requires_grad)))
-    inference_step(model, [images])()
+    timing.inference_step(model, [images])()
     assert seen == [(False, False)]
 
 
@@ -176,8 +170,8 @@ def test_the_model_asks_for_the_kernel_unless_it_is_switched_off(monkeypatch):
     """Or else switching it off would time the kernel against itself."""
     asked = []
     monkeypatch.setattr(packed, "is_available", lambda _qkv, heads: bool(asked.append(heads)))
-    model, images = ViT(**TOY, mitigation="neutreno:0.6"), torch.randn(1, 3, 8, 8)
-    for step, expected in ((lambda: model(images), 2), (unfused(lambda: model(images)), 2), (lambda: model(images), 4)):
+    fused = partial(ViT(**TOY, mitigation="neutreno:0.6"), torch.randn(1, 3, 8, 8))
+    for step, expected in ((fused, 2), (timing.unfused(fused), 2), (fused, 4)):
         step()
         assert asked == [3] * expected
     flash, _cudnn, neutreno = language.candidates(language.TOY[0], CPU)
@@ -214,19 +208,22 @@ def test_the_second_back_end_is_not_the_first_ones_compiled_code():
         seen.append({str(node.target) for node in graph.graph.nodes})
         return make_boxed_func(graph.forward)
 
-    words = torch.randint(20, (1, 4))
+    words, sizes = torch.randint(20, (1, 4)), {"vocabulary": 20, "dim": 16, "depth": 1, "heads": 1, "hidden": 16}
+
+    def model(backend):
+        return language.WithBackend(LanguageModel(**sizes, cutoffs=(), dropout=0.0), backend)
+
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
-        model = WithBackend(LanguageModel(**WORDS), backend)
-        compiled = torch.compile(model, backend=aot_autograd(fw_compiler=compiler), dynamic=False, fullgraph=True)
-        compiled(words, words).mean().backward()
+        how = {"backend": aot_autograd(fw_compiler=compiler), "dynamic": False, "fullgraph": True}
+        torch.compile(model(backend), **how)(words, words).mean().backward()
     assert len(seen) == 4  # forward and backward of each
     assert any("flash_attention" in name for name in seen[0] | seen[1])
     assert not any("flash_attention" in name for name in seen[2])
     with pytest.raises(RuntimeError, match="No viable backend"):
-        WithBackend(LanguageModel(**WORDS), SDPBackend.CUDNN_ATTENTION)(words, words)
+        model(SDPBackend.CUDNN_ATTENTION)(words, words)
 
 
-def test_what_fails_or_takes_long_is_left_out_at_more_tokens(monkeypatch, no_collection):
+def test_what_fails_or_takes_long_is_left_out_at_more_tokens(monkeypatch):
     now, tried = [0.0], []
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 

@@ -36,7 +36,7 @@ def test_flops_of_a_vit_are_those_pytorch_counts(training):
 
 def test_flops_and_parameters_of_a_language_model_are_those_of_the_model():
     size = Size(tokens=6, batch=2, heads=1, depth=2, vocabulary=50)
-    model = LanguageModel(vocabulary=50, dim=size.dim, depth=2, heads=1, hidden=size.hidden, cutoffs=(), dropout=0.0)
+    model = LanguageModel(vocabulary=50, dim=size.dim, depth=2, heads=1, hidden=4 * size.dim, cutoffs=(), dropout=0.0)
     words = torch.randint(50, (2, 7))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(words[:, :-1], words[:, 1:])

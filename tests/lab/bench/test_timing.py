@@ -1,6 +1,7 @@
 """Paired timing with a made-up clock: what a row says follows from what the steps took."""
 
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -34,16 +35,13 @@ def takes(clock, seconds):
 def rows_of(clock):
     """The last rows of a comparison; candidates are (name, seconds or what making them raises, options)."""
 
-    def candidate(name, seconds, **options):
-        def make():
-            if isinstance(seconds, BaseException):
-                raise seconds
-            return takes(clock, seconds)
-
-        return Candidate(name, make, **options)
+    def make(seconds):
+        if isinstance(seconds, BaseException):
+            raise seconds
+        return takes(clock, seconds)
 
     def last(*candidates, **pace):
-        made = [candidate(name, seconds, **dict(*options)) for name, seconds, *options in candidates]
+        made = [Candidate(name, partial(make, seconds), **dict(*more)) for name, seconds, *more in candidates]
         *_, rows = compare(made, Pace(**{"repetitions": 2, "steps": 1, **pace}), "cpu")
         return rows
 
@@ -86,15 +84,10 @@ def test_the_fastest_baseline_divides_all_others(rows_of):
 def test_a_candidate_is_timed_before_the_next_is_made_and_rows_come_after_every_repetition(clock):
     """Or else all would be lost where time runs out while the last is compiled."""
     made, grown = [], []
-
-    def noted(name, **options):
-        def make():
-            made.append(name)
-            return takes(clock, 1.0)
-
-        return Candidate(name, make, **options)
-
-    candidates = [noted("first"), noted("plain", baseline=True), noted("last")]
+    candidates = [
+        Candidate(name, lambda name=name: made.append(name) or takes(clock, 1.0), baseline=name == "plain")
+        for name in ("first", "plain", "last")
+    ]
     for rows in compare(candidates, Pace(repetitions=2, steps=1), "cpu"):
         grown.append(([*made], {row["variant"]: row["timings"] for row in rows}))
     early, late = ["plain", "first"], ["plain", "first", "last"]

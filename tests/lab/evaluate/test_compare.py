@@ -75,6 +75,11 @@ def measured(folder, *changes, plus=0.0, cells=CELLS, name="robustness.json", **
     return folder
 
 
+def against(*runs):
+    found = compare(runs)
+    return found.against_first(found.groups[1])
+
+
 def test_runs_are_grouped_by_all_but_the_seed(six, tmp_path):
     found = compare(six)
     assert [group.label for group in found.groups] == ["mitigation none", "mitigation neutreno:0.6"]
@@ -85,9 +90,7 @@ def test_runs_are_grouped_by_all_but_the_seed(six, tmp_path):
     assert (test.pairs, test.p) == (3, 0.25)
     assert test.mean == pytest.approx(np.mean([1.0, 2.0, 0.5]))
     assert found.against_first(plain) is None
-    for runs, pairs in (([six[0], *six[4:]], None), ([six[1], *six[3:5]], 1)):  # only shared seeds are paired
-        found = compare(runs)
-        assert getattr(found.against_first(found.groups[1]), "pairs", None) == pairs
+    assert [against(six[0], *six[4:]), against(six[1], *six[3:5]).pairs] == [None, 1]  # only shared seeds are paired
     here = top1(tmp_path / "a", "task.data_dir=/here", "loop.log_every=7")  # where the data lies makes no other group
     assert len(compare([here, top1(tmp_path / "b", "loop.seed=1")]).groups) == 1
 
@@ -104,25 +107,21 @@ def test_runs_are_grouped_by_all_but_the_seed(six, tmp_path):
 )
 def test_what_cannot_be_compared_is_said(tmp_path, first, second, message):
     scores = {"scores": {"top1": 1.0}}
-    runs = [record(tmp_path / "first", **scores | first), record(tmp_path / "second", **scores | second)]
     with pytest.raises(AcutanceError, match=message):
-        compare(runs)
+        compare([record(tmp_path / "first", **scores | first), record(tmp_path / "second", **scores | second)])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"split": "tset"}, "no split 'tset'; there are train, val, test"), ({"weights": "worst"}, "last or best, not")],
-)
-def test_what_no_run_can_have_is_named(six, tmp_path, options, message):
-    for comparing in (compare, compare_robustness):
-        with pytest.raises(AcutanceError, match=message):
-            comparing(six, **options)
-        with pytest.raises(AcutanceError, match="name the runs"):
-            comparing([])
+@pytest.mark.parametrize("comparing", [compare, compare_robustness])
+def test_what_no_run_can_have_is_named(six, tmp_path, comparing):
     seen = measured(top1(tmp_path / "a", "task.train_on=all", split="val"), split="val", name="robustness-val.json")
-    for comparing in (compare, compare_robustness):
-        with pytest.raises(AcutanceError, match="was trained on all of its training set"):
-            comparing([seen], split="val")
+    for runs, options, message in (
+        (six, {"split": "tset"}, "no split 'tset'; there are train, val, test"),
+        (six, {"weights": "worst"}, "last or best, not"),
+        ([], {}, "name the runs"),
+        ([seen], {"split": "val"}, "was trained on all of its training set"),
+    ):
+        with pytest.raises(AcutanceError, match=message):
+            comparing(runs, **options)
 
 
 @pytest.mark.parametrize("robustness", [False, True])
@@ -221,16 +220,14 @@ def test_every_cell_and_mean_of_robustness_has_mean_spread_and_paired_test(six):
         plain, steered = found.comparisons[name].groups
         assert list(plain.scores.values()) == [value, value + 1, value + 2]
         assert (steered.mean, steered.spread) == (value + 3, 2.0)
-        expected = paired(list(plain.scores.values()), list(steered.scores.values()))
-        assert found.comparisons[name].against_first(steered) == expected
+        assert found.comparisons[name].against_first(steered) == paired([0, 1, 2], [1, 3, 5])
     lines = found.to_markdown().splitlines()
     first, second = "mitigation none, seeds: 3", "mitigation neutreno:0.6, seeds: 3"
     assert lines[0] == f"| top-1, % | {first} | {second} | beside the first | p |"
     assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:9]] == list(means)[:7]
     assert lines[3].startswith("| fgsm:1 | 41.00 ± 1.00 | 43.00 ± 2.00 | +2.00 ± 1.00 | 0.25 (the least")
     assert "corruptions=drawn" in lines[-1]
-    (found,) = compare_robustness(six, score="fog:2")
-    assert list(found.comparisons) == ["fog:2"]
+    assert list(compare_robustness(six, score="fog:2")[0].comparisons) == ["fog:2"]
     with pytest.raises(AcutanceError, match="has no 'fog:9'; it has"):
         compare_robustness(six, score="fog:9")
 
@@ -272,10 +269,8 @@ def labels(*runs):
 
 
 def test_each_seed_may_start_from_a_seed_of_its_own(tmp_path):
-    plain = [
-        top1(tmp_path / f"from-{seed}", f"loop.seed={seed}", start=weights(tmp_path / str(seed), f"loop.seed={seed}"))
-        for seed in (0, 1)
-    ]
+    seeds = {seed: f"loop.seed={seed}" for seed in (0, 1)}
+    plain = [top1(tmp_path / f"from-{n}", seed, start=weights(tmp_path / str(n), seed)) for n, seed in seeds.items()]
     steered = top1(tmp_path / "from-steered", "loop.seed=1", start=weights(tmp_path / "steered", NEUTRENO))
     best = top1(tmp_path / "from-best", start=weights(tmp_path / "0", file="best.safetensors"))
     scratch = top1(tmp_path / "scratch")

@@ -20,13 +20,9 @@ from acutance.lab.reproduce.neutreno import DIGITS, steered
 from acutance.lab.robustness import RobustnessTable
 from acutance.lab.train import Run
 
-EXPECTED = {
-    *(f"neutreno-table{i}" for i in range(1, 9)),
-    *(f"neutreno-fig{i}" for i in range(1, 7)),
-    *(f"oversmoothing-table{i}" for i in range(1, 4)),
-    *(f"oversmoothing-fig{i}" for i in range(1, 6)),
-    *("neutreno-robustness", "neutreno-robustness-imagenet", "oversmoothing-attacks"),
-}
+COUNTS = {"neutreno-table": 8, "neutreno-fig": 6, "oversmoothing-table": 3, "oversmoothing-fig": 5}
+EXPECTED = {f"{name}{i}" for name, count in COUNTS.items() for i in range(1, count + 1)}
+EXPECTED |= {"neutreno-robustness", "neutreno-robustness-imagenet", "oversmoothing-attacks"}
 PICTURES = {"neutreno-fig4", "oversmoothing-fig4", "oversmoothing-fig5"}
 SECOND_SHEETS = {"lambda", "robustness", "table3"}  # of some rows only, or with rows as columns
 
@@ -122,13 +118,9 @@ def test_runs_carry_what_their_training_says(session, out):
     made = session("neutreno-table1", out)
     made.run()
     specs = {planned.label: ac.load(planned.run.model_path).config.mitigation for planned in made.plan}
-    assert specs == {
-        "deit-tiny-seed0": None,
-        "deit-tiny-neutreno-seed0": "neutreno:0.6",
-        "deit-tiny-adaptation-seed0": "neutreno:0.6",
-        "deit-tiny-featscale-seed0": "featscale",
-        "deit-tiny-neutreno-featscale-seed0": "neutreno:0.6+featscale",
-    }
+    steered = {"neutreno": "neutreno:0.6", "adaptation": "neutreno:0.6", "featscale": "featscale"}
+    steered |= {"neutreno-featscale": "neutreno:0.6+featscale"}
+    assert specs == {"deit-tiny-seed0": None, **{f"deit-tiny-{name}-seed0": spec for name, spec in steered.items()}}
     adapted = Run(out / "runs" / "deit-tiny-adaptation-seed0").config()
     assert adapted.task.weights == str(out / "runs" / "deit-tiny-seed0" / "model.safetensors")
 
@@ -150,8 +142,7 @@ def test_seeds_have_a_mean_and_a_spread_and_changes_are_said(session, out, no_hu
     mean, spread = line.mean_and_spread("layer 1")
     first, second = line.measured["layer 1"].values()
     assert first != second
-    assert mean == pytest.approx((first + second) / 2)
-    assert spread == pytest.approx(abs(first - second) / math.sqrt(2))
+    assert (mean, spread) == pytest.approx(((first + second) / 2, abs(first - second) / math.sqrt(2)))
     page = result.to_markdown()
     assert f"{mean:.4f} ± {spread:.4f}" in page
     assert "Changed in every run that has the field: loop.log_every=7." in page
@@ -178,22 +169,14 @@ def test_pretrained_models_are_read_on_their_own_data(session, tmp_path):
 
 
 def test_pretrained_language_models_are_read_on_wikitext(session, tmp_path, monkeypatch):
-    asked = []
-
-    class Loaded:
-        tokenizer = object()
-        model = ac.models.LanguageModel(vocabulary=20, dim=6, depth=1, heads=1, hidden=8, cutoffs=())
-
-        def text_batches(self, path, *, limit):
-            asked.append((path, limit))
-            return [torch.arange(12).view(2, 6)]
-
-    monkeypatch.setattr("acutance.io.loading.load_model", lambda name, device: Loaded())
+    loaded = Mock(model=ac.models.LanguageModel(vocabulary=20, dim=6, depth=1, heads=1, hidden=8, cutoffs=()))
+    loaded.text_batches.return_value = [torch.arange(12).view(2, 6)]
+    monkeypatch.setattr("acutance.io.loading.load_model", lambda name, device: loaded)
     (tmp_path / "wikitext-2").mkdir()
     text = tmp_path / "wikitext-2" / "wiki.test.tokens"
     text.touch()
     result = session(pretrained("hf:some"), data_dir=tmp_path, samples=5).run()
-    assert asked == [(text, 5)]
+    loaded.text_batches.assert_called_once_with(text, limit=5)
     assert list(result.sheets[0].lines[0].measured) == ["layer 0", "layer 1"]
 
 

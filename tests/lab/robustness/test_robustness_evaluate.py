@@ -21,7 +21,7 @@ from acutance.lab.data.imagenet import IMAGENET_MEAN, ImageFolder, centre_crop
 from acutance.lab.evaluate.evaluate import evaluate_run
 from acutance.lab.robustness import FGSM, PGD, RobustnessTable, corrupt, evaluate, images_of
 from acutance.lab.robustness.corruptions import AT_ONCE
-from acutance.lab.train import override, train
+from acutance.lab.train import Run, override, train
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
 module = sys.modules["acutance.lab.robustness.evaluate"]  # the function hides it
@@ -116,22 +116,21 @@ def test_a_table_of_something_else_is_not_gone_on_with_and_some_models_cannot_be
     model, images = classifier(), data(10)
     settings = {"corruptions": [], "attacks": [], "path": tmp_path / "table.json"}
     evaluate(model, images, **settings)
-    with pytest.raises(AcutanceError, match="seed: there 0, here 1"):
-        evaluate(model, images, **settings, seed=1)
-    with pytest.raises(AcutanceError, match="images: there 10, here 5"):
-        evaluate(model, images.subset(torch.arange(5)), **settings)
-    with torch.no_grad():
-        model[2].bias[0] += 1
-    with pytest.raises(AcutanceError, match="weights: there"):
-        evaluate(model, images, **settings)
+
+    def refused(error, words, model=model, images=images, **options):
+        with pytest.raises(error, match=words):
+            evaluate(model, images, **settings | options)
+
+    refused(AcutanceError, "seed: there 0, here 1", seed=1)
+    refused(AcutanceError, "images: there 10, here 5", images=images.subset(torch.arange(5)))
+    nn.init.ones_(model[2].bias)
+    refused(AcutanceError, "weights: there")
     settings["path"].write_text("{")
-    with pytest.raises(AcutanceError, match="not a file of the format"):
-        evaluate(model, images, **settings)
-    with pytest.raises(ShapeError, match=r"\(10, 3\) for 10 images of 4 classes"):
-        evaluate(nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 3)), images)
+    refused(AcutanceError, "not a file of the format")
+    three = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 3))
+    refused(ShapeError, r"\(10, 3\) for 10 images of 4 classes", model=three, path=None)
     nn.init.constant_(model[2].bias, torch.nan)
-    with pytest.raises(NonFiniteError, match="not finite"):
-        evaluate(model, images)
+    refused(NonFiniteError, "not finite", path=None)
 
 
 def publish(folder, images):
@@ -238,6 +237,10 @@ def test_the_command_measures_a_run_and_goes_on(run, tmp_path):
     again = invoke(run, "--corruptions", "none", "--attacks", "none", *options)
     assert again.exit_code == 0, again.output
     assert RobustnessTable.load(run / "robustness.json") == table
+    whole = invoke(run, "--corruptions", "none", "--attacks", "none", "--json", tmp_path / "whole.json")
+    assert whole.exit_code == 0, whole.output
+    expected = pytest.approx(evaluate_run(run, device="cpu").scores["top1"])
+    assert RobustnessTable.load(tmp_path / "whole.json").cells == {"clean": expected}
 
 
 def test_wrong_options_are_named(run, tmp_path):
@@ -246,44 +249,25 @@ def test_wrong_options_are_named(run, tmp_path):
         assert words in str(invoke(run, "--json", tmp_path / "t.json", option).exception)
         assert not (tmp_path / "t.json").exists()
     assert "is no run" in str(invoke(tmp_path).exception)
+    Run(tmp_path / "all").begin(override(recipes.load("digits"), ["task.train_on=all"]), "digits", 1)
+    assert "would flatter it" in str(invoke(tmp_path / "all", "--split", "val").exception)
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    return standins.shrink(recipes.load("deit_tiny"), tmp_path_factory.mktemp("stand-ins"))
-
-
-def test_images_of_imagenet_are_what_evaluation_cuts_out(config):
-    found, folder = images_of(config.task, "test"), ImageFolder(config.task.data_dir, "test")
-    assert found.labels.equal(folder.labels)
+def test_images_of_imagenet_are_what_evaluation_cuts_out_and_some_are_some_of_each_class(tmp_path):
+    task = standins.shrink(recipes.load("deit_tiny"), tmp_path).task
+    whole, folder = images_of(task, "test"), ImageFolder(task.data_dir, "test")
+    assert whole.labels.equal(folder.labels)
     for index in (0, 7, 14):
         expected = np.asarray(centre_crop(folder.read(index), 16)).transpose(2, 0, 1)
-        assert np.array_equal(found.images[index].numpy(), expected)
-    assert found.mean == IMAGENET_MEAN
-    assert found.classes == folder.classes
-    moved = replace(config.task, data_dir="/nowhere")
-    assert torch.equal(images_of(moved, "test", data_dir=config.task.data_dir).images, found.images)
-
-
-def test_some_of_imagenet_are_some_of_each_class_and_of_others_the_first(config):
-    whole, some = images_of(config.task, "test"), images_of(config.task, "test", limit=6)
+        assert np.array_equal(whole.images[index].numpy(), expected)
+    assert (whole.mean, whole.classes) == (IMAGENET_MEAN, folder.classes)
+    some = images_of(replace(task, data_dir="/nowhere"), "test", data_dir=task.data_dir, limit=6)
     assert some.labels.tolist() == [0, 0, 1, 1, 2, 2]
     assert some.images.equal(whole.images[[0, 2, 5, 7, 10, 12]])
-    assert len(images_of(config.task, "test", limit=99)) == len(whole) == standins.CLASSES * 5
+    assert len(images_of(task, "test", limit=99)) == len(whole) == standins.CLASSES * 5
     digits = images_of(recipes.load("digits").task, "test", limit=9)
     assert digits.images.equal(load_images("digits", None, "test").images[:9])
     with pytest.raises(AcutanceError, match="a run of language is no classifier of images"):
         images_of(recipes.load("wikitext2").task, "test")
     with pytest.raises(AcutanceError, match="no split 'both'"):
-        images_of(config.task, "both")
-
-
-def test_the_command_takes_a_run_on_imagenet_and_scores_it_as_evaluate_does(config, tmp_path):
-    train(override(config, ["task.train_on=all"]), tmp_path / "run", device="cpu")
-    options = ["--corruptions", "contrast", "--severities", "5", "--attacks", "fgsm:8"]
-    done = invoke(tmp_path / "run", *options)
-    assert done.exit_code == 0, done.output
-    table = RobustnessTable.load(tmp_path / "run" / "robustness.json")
-    assert list(table.cells) == ["clean", "contrast:5", "fgsm:8"]
-    assert table["clean"] == pytest.approx(evaluate_run(tmp_path / "run", device="cpu").scores["top1"])
-    assert "would flatter it" in str(invoke(tmp_path / "run", *options, "--split", "val").exception)
+        images_of(task, "both")

@@ -50,12 +50,10 @@ def test_the_command_writes_what_a_direct_computation_gives(tmp_path):
 def test_finished_networks_are_reused_and_others_are_not(tmp_path, monkeypatch):
     first = depth_study(TOY, seeds=1, folder=tmp_path)
     monkeypatch.setattr(room, "random_network", lambda *_: pytest.fail("built again"))
-    again = depth_study(TOY, seeds=1, folder=tmp_path)
-    assert again.summary() == first.summary()
+    assert depth_study(TOY, seeds=1, folder=tmp_path).summary() == first.summary()
     with pytest.raises(pytest.fail.Exception):
         depth_study(DepthConfig(depths=(1, 2), dim=12, samples=4), seeds=1, folder=tmp_path)
-    damaged = next((tmp_path / "profiles").iterdir())
-    damaged.write_text("{")
+    next((tmp_path / "profiles").iterdir()).write_text("{")  # damaged
     with pytest.raises(pytest.fail.Exception):
         depth_study(TOY, seeds=1, folder=tmp_path)
 
@@ -86,9 +84,10 @@ def test_post_norm_is_the_formula_and_keeps_the_keys():
 def test_wrong_options_are_named():
     done = CliRunner().invoke(app, ["depth", "--depths", "12,many"])
     assert "--depths takes numbers" in str(done.exception)
-    with pytest.raises(AcutanceError, match="depths"):
-        DepthConfig(depths=(0,))
-    with pytest.raises(AcutanceError, match="unknown init he"):
-        DepthConfig(inits=("he",))
-    with pytest.raises(AcutanceError, match="at least one seed"):
-        depth_study(TOY, seeds=0)
+    for make, words in (
+        (lambda: DepthConfig(depths=(0,)), "depths"),
+        (lambda: DepthConfig(inits=("he",)), "unknown init he"),
+        (lambda: depth_study(TOY, seeds=0), "at least one seed"),
+    ):
+        with pytest.raises(AcutanceError, match=words):
+            make()

@@ -39,25 +39,15 @@ def vit(seed=0, **options):
     return model
 
 
-def llama(**options):
-    from transformers import LlamaConfig, LlamaModel
+def transformer(kind="Llama", **options):
+    import transformers
 
     torch.manual_seed(0)
-    model = LlamaModel(LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, **options)).double().eval()
+    config = getattr(transformers, f"{kind}Config")(**SIZES, num_attention_heads=4, num_key_value_heads=2, **options)
+    model = getattr(transformers, f"{kind}Model")(config).double().eval()
     for layer in model.layers:  # from the start, all attention is nearly uniform
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
             torch.nn.init.normal_(projection.weight, std=0.5)
-    return model
-
-
-def gemma():
-    """Its logits are capped."""
-    from transformers import Gemma2Config, Gemma2Model
-
-    torch.manual_seed(0)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "attn_logit_softcapping": 0.5}
-    model = Gemma2Model(Gemma2Config(**SIZES, **heads, attn_implementation="eager")).double().eval()
-    torch.nn.init.normal_(model.layers[1].self_attn.q_proj.weight)
     return model
 
 
@@ -77,11 +67,12 @@ def test_grams_give_what_the_matrix_gives(tokens):
 
 
 IDS = torch.arange(14).reshape(2, 7)
+CAPPED = {"head_dim": 8, "attn_logit_softcapping": 0.5, "attn_implementation": "eager"}
 MODELS = {
     "vit": (lambda: vit().double(), normal(3, 1, 8, 8)),
-    "causal, grouped, rotated": (llama, {"input_ids": IDS}),
-    "causal, eager": (partial(llama, attn_implementation="eager"), {"input_ids": IDS}),
-    "capped": (gemma, {"input_ids": IDS}),
+    "causal, grouped, rotated": (transformer, {"input_ids": IDS}),
+    "causal, eager": (partial(transformer, attn_implementation="eager"), {"input_ids": IDS}),
+    "capped": (partial(transformer, "Gemma2", **CAPPED), {"input_ids": IDS}),
 }
 
 
@@ -153,15 +144,11 @@ def test_correlations_share_ties_and_within_a_layer_do_not_see_the_depth():
 
 
 def test_padding_and_packed_documents_change_nothing():
-    model, ids = llama(), torch.arange(12).reshape(2, 6)
+    model, ids = transformer(), torch.arange(12).reshape(2, 6)
     alone = [kernel_assumptions(model, [{"input_ids": row}]) for row in (ids[:1], ids[1:, :4])]
-    padding = torch.ones_like(ids)
-    padding[1, 4:] = 0
-    packed = torch.cat([ids[0], ids[1, :4]])[None], torch.tensor([[*range(6), *range(4)]])
-    for batch in (
-        {"input_ids": ids, "attention_mask": padding},
-        {"input_ids": packed[0], "position_ids": packed[1]},
-    ):
+    padded = {"input_ids": ids, "attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2])}
+    positions = torch.tensor([[*range(6), *range(4)]])
+    for batch in (padded, {"input_ids": torch.cat([ids[0], ids[1, :4]])[None], "position_ids": positions}):
         found = kernel_assumptions(model, [batch])
         for name in (*MEASURES, "alignment"):
             for sample in (0, 1):
@@ -252,17 +239,15 @@ def test_one_model_is_held_at_a_time_and_every_batch_announced():
 
 
 def test_a_causal_model_is_read_on_text(tmp_path):
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {word: n for n, word in enumerate(["[PAD]", "[UNK]", *"abcdefgh"])}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     folder, out, text = tmp_path / "causal-seed0", tmp_path / "out", tmp_path / "text.txt"
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(folder)
-    llama().float().save_pretrained(folder)
+    transformer().float().save_pretrained(folder)
     text.write_text("a b c d e f g h " * 9)
     command(f"hf:{folder}", "--text", text, "--tokens", 6, "--samples", 5, "--out", out)
     body = json.loads((out / "kernel.json").read_text())
@@ -277,11 +262,11 @@ def test_a_causal_model_is_read_on_text(tmp_path):
 
 def test_wrong_options_are_named(runs):
     even = runs / "even-seed0"
-    with pytest.raises(AcutanceError, match="no models"):
-        kernel_study({})
-    with pytest.raises(AcutanceError, match="bare ViT, without the tokenizer"):
-        kernel_study({"a": vit}, text="a.txt")
-    with pytest.raises(AcutanceError, match="needs --text"):
-        command(even, "--tokens", 8)
-    with pytest.raises(AcutanceError, match="one name: even-seed0, even-seed0"):
-        command(even, even / "model.safetensors")
+    for words, call in {
+        "no models": partial(kernel_study, {}),
+        "bare ViT, without the tokenizer": partial(kernel_study, {"a": vit}, text="a.txt"),
+        "needs --text": partial(command, even, "--tokens", 8),
+        "one name: even-seed0, even-seed0": partial(command, even, even / "model.safetensors"),
+    }.items():
+        with pytest.raises(AcutanceError, match=words):
+            call()

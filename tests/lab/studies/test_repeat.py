@@ -7,15 +7,8 @@ from torch.nn import functional as F
 
 from acutance import metrics
 from acutance.errors import AcutanceError, ShapeError
-from acutance.lab.studies import (
-    attention_from,
-    branch_with_spectrum,
-    drawn_attention,
-    norm_grid,
-    random_attention,
-    repeat,
-)
-from acutance.lab.studies.repeat import DEFINITIONS, READ_AT_ONCE
+from acutance.lab.studies import attention_from, branch_with_spectrum, drawn_attention, norm_grid, random_attention
+from acutance.lab.studies.repeat import DEFINITIONS, READ_AT_ONCE, repeat
 
 SAMPLES, TOKENS, WIDTH = 3, 6, 4
 
@@ -41,11 +34,8 @@ def test_it_is_the_plain_loop_up_to_scale(norm, kind):
         inner = F.layer_norm(x, (WIDTH,), gamma, eps=1e-12) if norm == "pre" else x
         if norm == "none":  # attention sees tokens of the first size
             inner = inner * tokens().norm(dim=(1, 2), keepdim=True) / inner.norm(dim=(1, 2), keepdim=True)
-        A = {
-            "fixed": fixed,
-            "drawn": drawn(x, layer),
-            "computed": ((inner @ w_q) @ (inner @ w_k).mT / 3**0.5).softmax(-1),
-        }[kind]
+        computed = ((inner @ w_q) @ (inner @ w_k).mT / 3**0.5).softmax(-1)
+        A = {"fixed": fixed, "drawn": drawn(x, layer), "computed": computed}[kind]
         x = (inner if norm == "none" else x) + A @ inner @ W
         x = F.layer_norm(x, (WIDTH,), gamma, eps=1e-12) if norm == "post" else x
         np.testing.assert_allclose(found.hfc_lfc[:, layer], metrics.hfc_lfc_spectral(x), rtol=1e-4)
@@ -68,11 +58,10 @@ def test_any_depth_stays_finite_and_complete():
 
 
 def test_helpers_keep_their_promises():
-    H = branch_with_spectrum([-0.5, 0.25, 1.0], seed=3)
-    torch.testing.assert_close(torch.linalg.eigvalsh(H), torch.tensor([-0.5, 0.25, 1.0], dtype=torch.float64))
+    lam = torch.tensor([-0.5, 0.25, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(torch.linalg.eigvalsh(branch_with_spectrum(lam, seed=3)), lam)
     mu = torch.linalg.eigvals(random_attention(TOKENS, symmetric=True, seed=2))
-    assert mu.imag.abs().max() < 1e-9
-    assert mu.real.min() > 0
+    assert mu.imag.abs().max() < 1e-9 < mu.real.min()
     assert (random_attention(TOKENS, causal=True).triu(1) == 0).all()
     draw = drawn_attention(TOKENS, seed=1)
     assert torch.equal(draw(tokens(), 2), drawn_attention(TOKENS, seed=1)(tokens(), 2))
@@ -107,12 +96,10 @@ def test_the_grid_shows_the_sign_flip_of_pre_norm_and_a_rank_lost_without_smooth
 
 
 def test_errors_say_what_is_wrong():
-    A = random_attention(TOKENS)
     with pytest.raises(ShapeError, match=r"\(3, 6, 4\) and W \(3, 3\)"):
-        repeat(tokens(), normal(3, 3), A, layers=1)
-    with pytest.raises(AcutanceError, match="unknown norm 'rms'; known: none, pre, post"):
-        repeat(tokens(), normal(WIDTH, WIDTH), A, layers=1, norm="rms")
-    with pytest.raises(AcutanceError, match="at least one layer"):
-        repeat(tokens(), normal(WIDTH, WIDTH), A, layers=0)
+        repeat(tokens(), normal(3, 3), random_attention(TOKENS), layers=1)
+    for options, words in ({"norm": "rms"}, "'rms'; known: none, pre, post"), ({"layers": 0}, "at least one layer"):
+        with pytest.raises(AcutanceError, match=words):
+            repeat(tokens(), normal(WIDTH, WIDTH), random_attention(TOKENS), **{"layers": 1, **options})
     with pytest.raises(AcutanceError, match="unknown attention 'new'"):
         norm_grid(attention="new")

@@ -4,11 +4,10 @@ A product of matrices, or an attention, is one kernel: it reads its operands onc
 longer of what its bytes and its FLOPs take. All else costs nothing beside them. The optimiser reads and writes once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,16 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from acutance.attention.kernels import packed
 from acutance.lab.bench.results import Row
-from acutance.lab.bench.timing import (
-    Candidate,
-    Settings,
-    Step,
-    Table,
-    compare,
-    repeat,
-    seconds_per_step,
-    without_fused_kernel,
-)
+from acutance.lab.bench.timing import Candidate, Settings, Step, Table, compare, repeat, seconds_per_step, unfused
 from acutance.models import ViT
 
 STRENGTH = 0.6
@@ -140,7 +130,7 @@ class PointwiseCounter(TorchDispatchMode):
 def count_flops(model: nn.Module, images: Tensor) -> tuple[int, int]:
     """Of one forward pass: those of matrix products and attention, and those of pointwise operations."""
     # On the path that is made of products: counters do not see into our kernel, nor into all of PyTorch's.
-    with without_fused_kernel(), sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+    with unfused, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         with FlopCounterMode(display=False) as products:
             model(images)
         with PointwiseCounter() as pointwise:  # type: ignore[no-untyped-call]
@@ -164,16 +154,12 @@ PROBLEMS = (Problem(1024, 64), Problem(1024, 65), Problem(512, 197))  # without 
 TOY = (Problem(2, 5, 2, 16),)
 
 
-def tables(settings: Settings) -> list[Table]:
+def tables(settings: Settings) -> Iterator[Table]:
     """Per problem: forward alone, and with the backward pass."""
-    return [
-        Table(
-            f"attention, batch {p.batch}, {p.tokens} tokens, {p.heads} heads of width {p.width}, {what}",
-            partial(_rows, p, backward, settings),
-        )
-        for p in (PROBLEMS if settings.on_gpu else TOY)
-        for what, backward in (("forward", False), ("forward and backward", True))
-    ]
+    for p in PROBLEMS if settings.on_gpu else TOY:
+        title = f"attention, batch {p.batch}, {p.tokens} tokens, {p.heads} heads of width {p.width}, forward"
+        yield title, _rows(p, False, settings)
+        yield f"{title} and backward", _rows(p, True, settings)
 
 
 def _rows(problem: Problem, backward: bool, settings: Settings) -> Iterator[list[Row]]:
@@ -196,19 +182,11 @@ def _rows(problem: Problem, backward: bool, settings: Settings) -> Iterator[list
 
         return graphed(once, CALLS) if settings.on_gpu else partial(repeat, once, CALLS)
 
-    attentions: dict[str, Any] = {"SDPA": sdpa}
-    if packed.is_available(qkv, problem.heads):
-        attentions["fused kernel"] = packed.attention
-    candidates = [
-        Candidate(
-            f"{name}, {'with the term' if term else 'plain'}",
-            partial(step, attention, term),
-            baseline=name == "SDPA" and not term,
-            static=settings.on_gpu,
-        )
-        for name, attention in attentions.items()
-        for term in (False, True)
-    ]
+    fused = {"fused kernel": packed.attention} if packed.is_available(qkv, problem.heads) else {}
+    candidates = []
+    for (name, attention), term in product({"SDPA": sdpa, **fused}.items(), (False, True)):
+        variant, make = f"{name}, {'with the term' if term else 'plain'}", partial(step, attention, term)
+        candidates.append(Candidate(variant, make, baseline=variant == "SDPA, plain", static=settings.on_gpu))
     for rows in compare(candidates, settings.pace(steps=10, calls=CALLS), settings.device):
         for row in rows:
             term = not row["variant"].endswith("plain")

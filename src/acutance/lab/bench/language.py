@@ -1,7 +1,5 @@
 """What NeuTRENO costs a causal language model, against the plain one with each of SDPA's fast back-ends."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -35,20 +33,15 @@ class Size:
         return 64 * self.heads
 
     @property
-    def hidden(self) -> int:
-        return 4 * self.dim
-
-    @property
     def parameters(self) -> int:
         """Norms and biases are left out."""
-        return self.dim * (self.vocabulary + self.depth * 2 * (2 * self.dim + self.hidden))
+        return self.dim * (self.vocabulary + self.depth * 12 * self.dim)
 
     def kernels(self, itemsize: int, *, training: bool) -> list[Kernel]:
         """Blocks, and a softmax whose weights are the embedding's."""
         attention = Problem(self.batch, self.tokens, self.heads, causal=True)
-        blocks = of_blocks(attention, self.hidden, self.depth, itemsize, training=training)
-        rows, passes = self.batch * self.tokens, 3 if training else 1
-        words = linear(rows, self.dim, self.vocabulary, itemsize, passes)
+        blocks = of_blocks(attention, 4 * self.dim, self.depth, itemsize, training=training)
+        words = linear(self.batch * self.tokens, self.dim, self.vocabulary, itemsize, 3 if training else 1)
         return [*blocks, *words, *([(ADAMW_BYTES * self.parameters, 0)] if training else [])]
 
 
@@ -60,13 +53,12 @@ def tables(settings: Settings) -> list[Table]:
     """One per length."""
     sizes = SIZES if settings.on_gpu else TOY
     title = "causal LM, {0.tokens} tokens, batch {0.batch}, {0.depth} layers of {0.dim} channels, training"
-    return [Table(title.format(size), partial(_rows, size, settings)) for size in sizes]
+    return [(title.format(size), _rows(size, settings)) for size in sizes]
 
 
 def _rows(size: Size, settings: Settings) -> Iterator[list[Row]]:
-    kernels = size.kernels(settings.dtype.itemsize, training=True)
     found = compare(candidates(size, settings), settings.pace(), settings.device)
-    return with_floor(kernels, found, settings)
+    yield from with_floor(size.kernels(settings.dtype.itemsize, training=True), found, settings)
 
 
 def candidates(size: Size, settings: Settings) -> list[Candidate]:
@@ -75,24 +67,19 @@ def candidates(size: Size, settings: Settings) -> list[Candidate]:
     probe = torch.empty(1, size.tokens, 3 * size.dim, device=settings.device, dtype=settings.dtype)
     fused = packed.is_available(probe, size.heads)
     plain, neutreno = (partial(_step, size, settings, mode, spec) for spec in (None, NEUTRENO))
-    return [
-        *(
-            Candidate(f"plain, {name}", partial(plain, backend), mode, baseline=name == "SDPA flash")
-            for name, backend in BACKENDS.items()
-        ),
-        *([Candidate("plain, fused kernel", plain, mode)] if fused else []),
-        Candidate("NeuTRENO, fused kernel" if fused else "NeuTRENO, SDPA", neutreno, mode),
-    ]
+    found = {f"plain, {name}": partial(plain, backend) for name, backend in BACKENDS.items()}
+    found |= {"plain, fused kernel": plain} if fused else {}
+    found["NeuTRENO, fused kernel" if fused else "NeuTRENO, SDPA"] = neutreno
+    return [Candidate(name, make, mode, baseline=name == "plain, SDPA flash") for name, make in found.items()]
 
 
 def _step(size: Size, settings: Settings, mode: str, spec: str | None, backend: SDPBackend | None = None) -> Step:
-    sizes = {"vocabulary": size.vocabulary, "dim": size.dim, "depth": size.depth, "hidden": size.hidden}
+    sizes = {"vocabulary": size.vocabulary, "dim": size.dim, "depth": size.depth, "hidden": 4 * size.dim}
     model = LanguageModel(**sizes, mitigation=spec, heads=size.heads, cutoffs=(), dropout=0.0)
     words = torch.randint(size.vocabulary, (size.batch, size.tokens + 1), device=settings.device)
-    make = partial(
-        training_step, inputs=[words[:, :-1], words[:, 1:]], loss_of=torch.mean, mode=mode, dtype=settings.dtype
-    )
-    return make(model) if backend is None else unfused(make(WithBackend(model, backend)))
+    run = model if backend is None else WithBackend(model, backend)
+    step = training_step(run, [words[:, :-1], words[:, 1:]], torch.mean, mode=mode, dtype=settings.dtype)
+    return step if backend is None else unfused(step)
 
 
 class WithBackend(nn.Module):

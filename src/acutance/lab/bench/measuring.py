@@ -1,8 +1,7 @@
 """What measuring costs: `measure` against a forward pass and against whole matrices, and its growth with the tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -32,14 +31,11 @@ IMAGE_BATCH = 256
 OURS: Callable[[Shape], nn.Module] = methodcaller("ours")
 DEIT, SMALL = "steps-224", "steps-32"  # the small one waits for the host
 LARGE_BATCH = 1024  # meant to keep a GPU busy for longer than the host needs to ask for it
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-HEADS = ("num_attention_heads", "num_key_value_heads")
 # As the smallest Llama 3.2 has it: 1.2 billion parameters.
-LLAMA = {
-    **dict(zip((*SIZES, *HEADS), (128_256, 2048, 8192, 16, 32, 8), strict=True)),
-    "max_position_embeddings": 131_072,
-}
-TOY_LLAMA = dict(zip((*SIZES, *HEADS), (100, 32, 64, 2, 2, 1), strict=True))
+LLAMA = {"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
+TOY_LLAMA = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+TOY_LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 WIDTH = 64  # of a head
 FEW = 16  # tokens of a call that only makes a model ready
 PATIENCE = 30.0  # seconds: what would take longer at twice the tokens is not tried there
@@ -66,44 +62,38 @@ class Subject:
     obvious: Step
 
 
-def tables(settings: Settings) -> list[Table]:
+def tables(settings: Settings) -> Iterator[Table]:
     """Our DeiT-Ti; with timm also timm's, and a smaller ViT that waits for the host; with transformers also a Llama."""
     shapes = [(DEIT, IMAGE_BATCH), (DEIT, LARGE_BATCH), (SMALL, IMAGE_BATCH)][: None if settings.on_gpu else 1]
     subjects = [("timm's ", timm_model, *each) for each in shapes] if find_spec("timm") is not None else []
-    found = []
     for whose, build, shape, batch in [*subjects, ("", OURS, DEIT, IMAGE_BATCH)]:
-        make = partial(_vit, batch, settings, shape, build)
         title = f"measuring {whose}{shape_for(shape, settings).title}, batch {batch}"
-        found.append(Table(title, partial(_rows, make, IMAGES // batch, settings)))
+        yield title, _rows(partial(_vit, batch, settings, shape, build), IMAGES // batch, settings)
     if find_spec("transformers") is not None:
         llama = "Llama of 1.2 billion parameters, 4 texts of 2048 tokens" if settings.on_gpu else "Llama at toy size"
         make = partial(llama_subject, *((4, 2048) if settings.on_gpu else (2, 16)), settings)
-        found.append(Table(f"measuring {llama}", partial(_rows, make, TEXT_BATCHES, settings)))
+        yield f"measuring {llama}", _rows(make, TEXT_BATCHES, settings)
     title = f"measuring {shape_for(DEIT, settings).title}, batch {SPECTRAL_BATCH}, spectral metrics"
-    return [*found, Table(title, partial(_spectral_rows, settings))]
+    yield title, _rows(partial(_vit, SPECTRAL_BATCH, settings), 1, settings, spectral=True)
 
 
-def _rows(make: Callable[[], Subject], batches: int, settings: Settings) -> Iterator[list[Row]]:
+def _rows(make: Callable[[], Subject], batches: int, settings: Settings, spectral: bool = False) -> Iterator[list[Row]]:
     readings = {"token metrics": CHEAP_METRICS, "and attention energy and entropy": WITH_ATTENTION}
-    found = candidates(make(), batches, readings, "the same by whole matrices")
-    return compare(found, settings.pace(steps=1, refresh=0, calls=batches), settings.device)
-
-
-def _spectral_rows(settings: Settings) -> Iterator[list[Row]]:
-    """The default of `measure`: eigenvalues of every sample's tokens, which take seconds."""
-    found = candidates(_vit(SPECTRAL_BATCH, settings), 1, {"default token metrics": DEFAULT_METRICS})
-    return compare(found, settings.pace(steps=1, refresh=0, repetitions=3), settings.device)
+    matrices: str | None = "the same by whole matrices"
+    if spectral:  # the default of `measure`: eigenvalues of every sample's tokens, which take seconds
+        readings, matrices = {"default token metrics": DEFAULT_METRICS}, None
+    pace = settings.pace(steps=1, refresh=0, calls=batches, repetitions=3 if spectral else 7)
+    yield from compare(candidates(make(), batches, readings, matrices), pace, settings.device)
 
 
 def candidates(
     subject: Subject, batches: int, readings: Mapping[str, Sequence[str]], matrices: str | None = None
 ) -> list[Candidate]:
     """A forward pass, `measure` with metrics by variant, and the same by whole matrices where that has a name."""
+    read = partial(measure, subject.model, [subject.batch] * batches, progress=False)
     made: dict[str, Any] = {"plain forward pass": partial(forward, subject, batches)}
-    for variant, names in readings.items():
-        made[variant] = partial(measure, subject.model, [subject.batch] * batches, metrics=names, progress=False)
-    if matrices is not None:
-        made[matrices] = partial(repeat, subject.obvious, batches)
+    made |= {variant: partial(read, metrics=names) for variant, names in readings.items()}
+    made |= {} if matrices is None else {matrices: partial(repeat, subject.obvious, batches)}
     return [Candidate(name, partial(made.__getitem__, name), baseline=name.startswith("plain")) for name in made]
 
 
@@ -126,19 +116,15 @@ def _vit_obvious(model: nn.Module, images: Tensor) -> list[list[float]]:
     """Hooks that keep every layer's tokens, matrix and outputs, then the formulas."""
     tokens: list[Tensor] = []
     records: list[AttentionCall] = []
-    hooks: list[Any] = [
-        block.register_forward_hook(lambda _m, _i, out: tokens.append(sites.tokens_out(out)))
-        for _, block, _ in sites.blocks(model)
-    ]
-    hooks += [site.observe(records.append) for site in sites.find(model)]
-    try:
-        with evaluating(model):
-            feed(model, images)
-            matrices = [(r.A.q @ r.A.k.mT * r.A.scale).softmax(-1) for r in records]
-            return read_obvious(tokens, [(A, r.output) for A, r in zip(matrices, records, strict=True)])
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack, evaluating(model):
+        for _, block, _ in sites.blocks(model):
+            hook = block.register_forward_hook(lambda _m, _i, out: tokens.append(sites.tokens_out(out)))
+            stack.callback(hook.remove)
+        for site in sites.find(model):
+            stack.enter_context(site.observe(records.append))
+        feed(model, images)
+        matrices = [(r.A.q @ r.A.k.mT * r.A.scale).softmax(-1) for r in records]
+        return read_obvious(tokens, [(A, r.output) for A, r in zip(matrices, records, strict=True)])
 
 
 def llama_subject(texts: int, tokens: int, settings: Settings) -> Subject:
@@ -187,7 +173,7 @@ def operator_tables(settings: Settings) -> list[Table]:
     """Every attention metric by itself, of one layer."""
     lengths = (2048, 4096, 8192, 16_384, 32_768) if settings.on_gpu else (16, 32)
     title = f"cost against tokens, {8 if settings.on_gpu else 2} heads of width {WIDTH}"
-    return [Table(title, partial(in_turn, lengths, _operations, settings))]
+    return [(title, in_turn(lengths, _operations, settings))]
 
 
 def model_tables(settings: Settings) -> list[Table]:
@@ -196,7 +182,7 @@ def model_tables(settings: Settings) -> list[Table]:
         return []
     lengths = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072) if settings.on_gpu else (16,)
     title = "one text in a Llama, cheap token metrics, energy and entropy in every layer"
-    return [Table(title, partial(in_turn, lengths, _readings, settings))]
+    return [(title, in_turn(lengths, _readings, settings))]
 
 
 def in_turn(lengths: tuple[int, ...], work: Work, settings: Settings) -> Iterator[list[Row]]:

@@ -1,7 +1,5 @@
 """Results as CSV: the file's name and its columns say how they came about."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import io
@@ -73,15 +71,9 @@ def show(rows: Sequence[Row], *columns: str) -> None:
 def file_name(stem: str, device: str, dtype: str, *labels: str) -> str:
     """All of a file's name, so that none needs to be given one by hand: device, dtype, versions, labels."""
     on_gpu = torch.device(device).type == "cuda"
-    parts = [
-        stem,
-        slug(hardware(device)) if on_gpu else "cpu",
-        dtype,
-        f"torch{torch.__version__.split('+')[0]}",
-        f"cuda{torch.version.cuda}" if on_gpu else "",
-        *(slug(label) for label in labels),
-    ]
-    return "-".join(part for part in parts if part) + ".csv"
+    parts = [stem, slug(hardware(device)) if on_gpu else "cpu", dtype, f"torch{torch.__version__.split('+')[0]}"]
+    parts += [f"cuda{torch.version.cuda}" if on_gpu else "", *map(slug, labels)]
+    return "-".join(filter(None, parts)) + ".csv"
 
 
 def slug(text: str) -> str:

@@ -1,11 +1,9 @@
 """Runs groups of tables one after another, writes their CSV as they grow, and sums them up."""
 
-from __future__ import annotations
-
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,25 +17,13 @@ from acutance.lab.bench import floor, language, measuring, results, steps
 from acutance.lab.bench.results import Row
 from acutance.lab.bench.timing import Settings, Table, free
 
-HEADINGS = {
-    "heading": "",
-    "tokens": "tokens",
-    "variant": "variant",
-    "mode": "mode",
-    "ms": "ms",
-    "images_per_s": "images/s",
-    "ratio": "÷ baseline (quartiles)",
-    "peak_mib": "peak MiB",
-    "memory_ratio": "memory ÷ baseline",
-    "flops_ratio": "FLOPs ÷ baseline",
-    "floor_ms": "floor ms",
-    "times_floor": "÷ floor",
-    "note": "",
-}
-COLUMNS = tuple(name for name in HEADINGS if name != "heading")
+HEADINGS = {"heading": "", "images_per_s": "images/s", "ratio": "÷ baseline (quartiles)", "peak_mib": "peak MiB"}
+HEADINGS |= {"memory_ratio": "memory ÷ baseline", "flops_ratio": "FLOPs ÷ baseline", "floor_ms": "floor ms"}
+HEADINGS |= {"times_floor": "÷ floor", "note": ""}  # others are called as they are
+COLUMNS = ("tokens", "variant", "mode", "ms", *list(HEADINGS)[1:])
 WORDS = ("heading", "variant", "mode", "note")
 # A group is a file; what it measures stands in its module.
-GROUPS: dict[str, Callable[[Settings], list[Table]]] = {
+GROUPS: dict[str, Callable[[Settings], Iterable[Table]]] = {
     "steps-32": partial(steps.tables, name="steps-32"),
     "steps-224": partial(steps.tables, name="steps-224"),
     **{f"end-to-end-{batch}": partial(steps.end_to_end_tables, batch=batch) for batch in steps.BATCHES},
@@ -77,12 +63,12 @@ def run_groups(names: Sequence[str], settings: Settings, out: Path, console: Con
             dtype = str(settings.dtype).removeprefix("torch.")
             path = out / results.file_name(f"bench-{name}", settings.device, dtype)
             done: list[Row] = []
-            for table in GROUPS[name](settings):
+            for title, growing in GROUPS[name](settings):
                 rows: list[Row] = []
-                for rows in _grown(table):
+                for rows in _grown(title, growing):
                     results.write_rows(path, [*done, *rows], shared)
                 done += rows
-                console.print(picture(table.title, rows))
+                console.print(picture(title, rows))
                 free()
             written += [path] if done else []
             everything += done
@@ -90,19 +76,19 @@ def run_groups(names: Sequence[str], settings: Settings, out: Path, console: Con
     return written
 
 
-def _grown(table: Table) -> Iterator[list[Row]]:
+def _grown(title: str, growing: Iterable[list[Row]]) -> Iterator[list[Row]]:
     """The table's rows so far; if it fails they stay, and a line says why."""
     start = time.perf_counter()
-    print(f"{table.title} …", file=sys.stderr, flush=True)
+    print(f"{title} …", file=sys.stderr, flush=True)
     rows: list[Row] = []
     try:
-        for found in table.rows():
-            rows = [{"table": table.title, **row} for row in found]
+        for found in growing:
+            rows = [{"table": title, **row} for row in found]
             yield rows
     except Exception as error:  # whatever it is, the other tables get their turn
         traceback.print_exc()
-        yield [*rows, {"table": table.title, "variant": "", "note": f"stopped: {first_line(error)}"}]
-    print(f"{table.title}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+        yield [*rows, {"table": title, "variant": "", "note": f"stopped: {first_line(error)}"}]
+    print(f"{title}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
 
 
 def headlines(rows: Sequence[Row]) -> Picture:
@@ -122,7 +108,7 @@ def picture(title: str, rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -
     drawn = Picture(title=escape(title), title_justify="left", title_style="bold")
     shown = [name for name in columns if any(row.get(name) for row in rows)]
     for name in shown:
-        drawn.add_column(HEADINGS[name], justify="left" if name in WORDS else "right")
+        drawn.add_column(HEADINGS.get(name, name), justify="left" if name in WORDS else "right")
     for row in rows:
         cells = {name: str(row.get(name, "")) for name in shown}
         if row.get("ratios") and "ratio" in cells:

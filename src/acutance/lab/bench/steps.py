@@ -1,12 +1,10 @@
 """What NeuTRENO and a chosen spectrum cost a ViT: steps, training end to end, and the paper's efficiency."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 import torch
@@ -65,20 +63,17 @@ def shape_for(name: str, settings: Settings) -> Shape:
 def tables(settings: Settings, name: str) -> list[Table]:
     """Training and inference at one size."""
     shape = shape_for(name, settings)
-    return [
-        Table(f"{shape.title}, batch {shape.batch}, {what}", partial(_rows, shape, what == "training", settings))
-        for what in ("training", "inference")
-    ]
+    title = f"{shape.title}, batch {shape.batch}, "
+    return [(title + what, _rows(shape, what == "training", settings)) for what in ("training", "inference")]
 
 
 def _rows(shape: Shape, training: bool, settings: Settings) -> Iterator[list[Row]]:
     has_timm = find_spec("timm") is not None
     kernels = of_vit(shape.ours(), shape.batch, settings.dtype.itemsize, training=training)
     found = compare(candidates(shape, training, settings, timm=has_timm), settings.pace(), settings.device)
-    for rows in with_floor(kernels, found, settings):
-        if not has_timm:
-            rows[0]["note"] = "; ".join(filter(None, [rows[0].get("note"), NO_TIMM]))
-        yield rows
+    for first, *others in with_floor(kernels, found, settings):
+        note = {} if has_timm else {"note": "; ".join(filter(None, [first.get("note"), NO_TIMM]))}
+        yield [{**first, **note}, *others]
 
 
 def candidates(shape: Shape, training: bool, settings: Settings, *, timm: bool) -> list[Candidate]:
@@ -124,15 +119,12 @@ def step_of(build: Callable[[], nn.Module], shape: Shape, training: bool, settin
     return training_step(build(), [images], loss, mode=mode, dtype=settings.dtype)
 
 
-def eigen_tables(settings: Settings) -> list[Table]:
+def eigen_tables(settings: Settings) -> Iterator[Table]:
     """A training step of ViT-Ti⁻ against ViT-Ti in every mode, the one with the least overhead first."""
     shape = shape_for("steps-32", settings)
-
-    def rows(mode: str) -> Iterator[list[Row]]:
-        return compare(eigen_candidates(shape, settings, mode), settings.pace(), settings.device)
-
-    title = f"ViT-Ti⁻ against ViT-Ti: {shape.title}, batch {shape.batch}, training"
-    return [Table(f"{title}, {mode}", partial(rows, mode)) for mode in settings.modes[::-1]]
+    for mode in settings.modes[::-1]:
+        title = f"ViT-Ti⁻ against ViT-Ti: {shape.title}, batch {shape.batch}, training, {mode}"
+        yield title, compare(eigen_candidates(shape, settings, mode), settings.pace(), settings.device)
 
 
 def eigen_candidates(shape: Shape, settings: Settings, mode: str) -> list[Candidate]:
@@ -147,8 +139,7 @@ def eigen_candidates(shape: Shape, settings: Settings, mode: str) -> list[Candid
 def end_to_end_tables(settings: Settings, batch: int) -> list[Table]:
     """The recipe for CIFAR-100 by the loop's own step: images are drawn, augmented and learnt from."""
     batch = batch if settings.on_gpu else 8
-    title = f"{shape_for('steps-32', settings).title}, end to end, batch {batch}"
-    return [Table(title, partial(_end_to_end_rows, batch, settings))]
+    return [(f"{shape_for('steps-32', settings).title}, end to end, batch {batch}", _end_to_end_rows(batch, settings))]
 
 
 def _end_to_end_rows(batch: int, settings: Settings) -> Iterator[list[Row]]:
@@ -161,17 +152,12 @@ def _end_to_end_rows(batch: int, settings: Settings) -> Iterator[list[Row]]:
 def end_to_end_candidates(batch: int, settings: Settings) -> list[Candidate]:
     """Plain and with the term; on the CPU nothing can be recorded."""
     ways = ((True, False) if batch == LAUNCHED else (True,)) if settings.on_gpu else (False,)
-    return [
-        Candidate(
-            variant,
-            partial(end_to_end_step, batch, spec, recorded, settings),
-            "recorded" if recorded else "launched",
-            baseline=spec is None,
-            static=recorded,
-        )
-        for recorded in ways
-        for variant, spec in (("plain ViT", None), ("NeuTRENO", NEUTRENO))
-    ]
+    found = []
+    for recorded, spec in product(ways, (None, NEUTRENO)):
+        variant, mode = "NeuTRENO" if spec else "plain ViT", "recorded" if recorded else "launched"
+        make = partial(end_to_end_step, batch, spec, recorded, settings)
+        found.append(Candidate(variant, make, mode, baseline=spec is None, static=recorded))
+    return found
 
 
 def end_to_end_step(batch: int, spec: str | None, recorded: bool, settings: Settings) -> Step:
@@ -199,22 +185,18 @@ def efficiency_tables(settings: Settings) -> list[Table]:
     if settings.on_gpu:  # so large that launching the kernels takes less time than they take
         shape = replace(shape, batch=1024)
     title = f"efficiency of {shape.title}, batch {shape.batch}, inference, not compiled"
-    return [Table(title, partial(_efficiency_rows, shape, settings))]
+    return [(title, _efficiency_rows(shape, settings))]
 
 
 def _efficiency_rows(shape: Shape, settings: Settings) -> Iterator[list[Row]]:
     models = {"plain": shape.ours(), "NeuTRENO": shape.ours(mitigation=NEUTRENO)}
     images = torch.randn(shape.batch, 3, shape.image_size, shape.image_size, device=settings.device)
-
-    def step(model: ViT, kernel: str) -> Step:
-        run = inference_step(model, [images], dtype=settings.dtype)
-        return run if kernel == "fused kernel" else unfused(run)
-
+    steps = {name: partial(inference_step, model, [images], dtype=settings.dtype) for name, model in models.items()}
     candidates = [
-        Candidate(name, partial(step, model, kernel), kernel, baseline=(name, kernel) == ("plain", "SDPA"))
-        for kernel in (("SDPA", "fused kernel") if settings.on_gpu else ("SDPA",))
-        for name, model in models.items()
+        Candidate(name, lambda make=make: unfused(make()), "SDPA", baseline=name == "plain")  # type: ignore[misc]
+        for name, make in steps.items()
     ]
+    candidates += [Candidate(name, make, "fused kernel") for name, make in steps.items() if settings.on_gpu]
     counted: dict[str, Row] = {}
     for name, model in models.items():
         products, pointwise = count_flops(model.to(settings.device).eval(), images[:1])

@@ -3,15 +3,13 @@
 What drifts (clocks, heat, other work on the machine) then reaches both of a pair alike.
 """
 
-from __future__ import annotations
-
 import gc
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -24,8 +22,16 @@ from acutance.errors import first_line
 from acutance.lab.bench.results import Row
 
 MIB = 2**20
-
 Step = Callable[[], object]
+Table = tuple[str, Iterable[list[Row]]]  # a title, and all the rows there are so far, again and again
+
+
+def _never(*_: Any) -> bool:  # always this one: compiled code is guarded on which function decides
+    return False
+
+
+# Around a step or a block: the reference models compute attention by the operator, as they do without the kernel.
+unfused = mock.patch.object(packed, "is_available", _never)
 
 
 @dataclass(frozen=True)
@@ -138,9 +144,9 @@ def compare(candidates: Sequence[Candidate], pace: Pace, device: str) -> Iterato
 
     for entry in entries:
         if entry is not fastest:
-            yield from (rows() for _ in entry.timed_beside(fastest))
+            yield from (rows() for _ in entry.timed_beside(fastest.step))
     if not any(entry.pairs for entry in entries):  # alone, the baseline is its own pair
-        yield from (rows() for _ in fastest.timed_beside(fastest))
+        yield from (rows() for _ in fastest.timed_beside(fastest.step))
 
 
 @dataclass
@@ -168,15 +174,14 @@ class _Entry:
                 torch.cuda.synchronize()
             self.peak = None if self.candidate.static else peak_mib(step, self.device)
             self.step = step
-            seconds = time.perf_counter() - start
-            print(f"{self.candidate.name}: ready after {seconds:.0f} s", file=sys.stderr, flush=True)
+            self._say(f"ready after {time.perf_counter() - start:.0f} s")
 
-    def timed_beside(self, baseline: _Entry) -> Iterator[None]:
+    def timed_beside(self, baseline: Step) -> Iterator[None]:
         """Yields after every repetition, and once if it fails."""
         self.prepare()
         if self.step is not None:
             with self._noting_failure():
-                for pair in paired(self.step, baseline.step, self.pace, self.device):
+                for pair in paired(self.step, baseline, self.pace, self.device):
                     self.pairs.append(pair)
                     yield
         if self.failed:
@@ -192,8 +197,8 @@ class _Entry:
         if self.failed:
             found["note"] = f"left out: {self.failed}"
         elif self.peak is not None:
-            found["peak_mib"] = f"{self.peak:.1f}"
-            found["memory_ratio"] = f"{self.peak / plain_peak:.4f}" if plain_peak else ""
+            ratio = f"{self.peak / plain_peak:.4f}" if plain_peak else ""
+            found |= {"peak_mib": f"{self.peak:.1f}", "memory_ratio": ratio}
         return found
 
     @contextmanager
@@ -204,18 +209,17 @@ class _Entry:
         except Exception as error:
             traceback.print_exc()
             self.failed = first_line(error)
-            print(f"{self.candidate.name}: left out: {self.failed}", file=sys.stderr, flush=True)
+            self._say(f"left out: {self.failed}")
+
+    def _say(self, what: str) -> None:
+        print(f"{self.candidate.name}: {what}", file=sys.stderr, flush=True)
 
 
 def figures(pairs: Sequence[tuple[float, float]]) -> Row:
     """Milliseconds and ratios of (seconds, seconds of the baseline beside it), one pair per repetition."""
     ratios = [mine / plain for mine, plain in pairs]
-    return {
-        **spread("ms", [1e3 * mine for mine, _ in pairs], ".4f"),
-        **spread("ratio", ratios, ".4f"),
-        "ratios": " ".join(f"{ratio:.4f}" for ratio in ratios),
-        "timings": len(pairs),
-    }
+    found = spread("ms", [1e3 * mine for mine, _ in pairs], ".4f") | spread("ratio", ratios, ".4f")
+    return found | {"ratios": " ".join(f"{ratio:.4f}" for ratio in ratios), "timings": len(pairs)}
 
 
 def spread(name: str, values: Sequence[float], spec: str) -> Row:
@@ -262,14 +266,6 @@ class Settings:
         if self.quick:  # of two repetitions there would be no spread: rather four shorter ones
             repetitions, steps = min(repetitions, 4), -(-steps // 2)
         return Pace(repetitions, steps, warm_up=2 * refresh + 1, refresh=refresh, calls=calls)
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows under one title; `rows` gives all it has so far, again and again."""
-
-    title: str
-    rows: Callable[[], Iterable[list[Row]]]
 
 
 def free() -> None:
@@ -321,22 +317,3 @@ def _forward(
             return then(run(*inputs))
 
     return call
-
-
-def without_fused_kernel() -> AbstractContextManager[Any]:
-    """Inside, the reference models compute attention by the operator, as they do where the kernel is not available."""
-    return mock.patch.object(packed, "is_available", _never)
-
-
-def unfused(step: Step) -> Step:
-    """The step with the kernel off in every call: compiled code is guarded on which function decides."""
-
-    def run() -> None:
-        with without_fused_kernel():
-            step()
-
-    return run
-
-
-def _never(_qkv: Tensor, _heads: int, _kv_heads: int | None = None) -> bool:
-    return False

@@ -1,12 +1,10 @@
 """compare: runs that differ in their seed only are one group; groups are compared over the seeds they share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations, pairwise
+from itertools import chain, combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +18,8 @@ from acutance.lab.robustness import RobustnessTable
 from acutance.lab.robustness.evaluate import weights_digest
 from acutance.lab.tasks import task_class
 from acutance.lab.tasks.base import STARTS
-from acutance.lab.train.run import Run, changes, config_without_incidentals
+from acutance.lab.train.config import Config
+from acutance.lab.train.run import Run, changes, config_without_incidentals, shown
 
 FORMAT, ROBUSTNESS_FORMAT = "acutance-comparison/1", "acutance-robustness-comparison/1"
 # What a table of robustness depends on, beside the weights and the precision.
@@ -92,16 +91,14 @@ class ScoredRun:
     """A run with all its scores on a split, by settings."""
 
     folder: Path
-    recipe: str | None
-    kind: str
-    seed: int
-    config: dict[str, Any]  # without what is incidental
+    own: Config
+    config: dict[str, Any]  # the same without what is incidental
     plain: EvaluationSettings  # of an evaluation in which nothing is changed
     scores: Mapping[EvaluationSettings, Mapping[str, float]]
     models: Mapping[EvaluationSettings, str]  # checksums of the weights; none where training itself scored them
 
     @classmethod
-    def read(cls, folder: Path, split: str) -> ScoredRun:
+    def read(cls, folder: Path, split: str) -> Self:
         """Read its record and its evaluations; on the held-out slice also what training itself found."""
         run = Run(folder)
         config = run.config()
@@ -114,8 +111,7 @@ class ScoredRun:
         if split == "val" and (result := run.result()) is not None:
             scores[replace(plain, precision=f"{config.loop.precision} in training")] = result["scores"]
         models = {settings: e.model for settings, e in found.items()}
-        named, own = (folder, run.recipe(), config.task.kind, config.loop.seed), config_without_incidentals(run)
-        return cls(*named, own, plain, scores, models)
+        return cls(folder, config, config_without_incidentals(run), plain, scores, models)
 
 
 @dataclass(frozen=True)
@@ -167,13 +163,13 @@ class Comparison:
         how = self.settings
         about = {"score": self.score, "split": self.split, "higher_is_better": self.higher_is_better}
         about |= {"weights": how.weights, "settings": list(how.fields), "precision": how.precision}
-        test = "paired sign-flip permutation over shared seeds, exact, two-sided, against the first group"
-        groups = []
-        for group in self.groups:
-            against = self.against_first(group)
-            numbers = {"mean": group.mean, "spread": group.spread, "against_first": against and asdict(against)}
-            groups.append({**asdict(group), **numbers})
-        body: dict[str, Any] = finite({"format": FORMAT, **about, "test": test, "groups": groups})
+        about["test"] = "paired sign-flip permutation over shared seeds, exact, two-sided, against the first group"
+        tests = [(test := self.against_first(group)) and asdict(test) for group in self.groups]
+        groups = [
+            {**asdict(group), "mean": group.mean, "spread": group.spread, "against_first": test}
+            for group, test in zip(self.groups, tests, strict=True)
+        ]
+        body: dict[str, Any] = finite({"format": FORMAT, **about, "groups": groups})
         return body
 
     def to_markdown(self) -> str:
@@ -204,16 +200,16 @@ def compare(
     """
     check_request(folders, split, weights)
     runs = [ScoredRun.read(Path(folder), split) for folder in folders]
-    kinds = {run.kind for run in runs}
-    if len(kinds) > 1:
-        raise AcutanceError(f"runs of different tasks cannot be compared: {', '.join(sorted(kinds))}")
+    kind, *others = sorted({run.own.task.kind for run in runs})
+    if others:
+        raise AcutanceError(f"runs of different tasks cannot be compared: {', '.join([kind, *others])}")
     shared = shared_settings(runs, split, weights, settings)
     for run in runs:
-        refuse_seen(run.folder, Run(run.folder).config(), split, shared.weights)
+        refuse_seen(run.folder, run.own, split, shared.weights)
         expected, file = run.models.get(shared), weights_file(run.folder, shared.weights)
         if expected is not None and file.is_file() and digest(file) != expected:
             raise AcutanceError(f"{run.folder} went on after it was evaluated: evaluate it again")
-    task = task_class(runs[0].kind)
+    task = task_class(kind)
     name = score or task.headline
     higher = task.higher_is_better if name == task.headline else name != "loss"
     return Comparison(name, split, higher, shared, groups_of(runs, name, shared))
@@ -238,18 +234,23 @@ def shared_settings(
     first, wanted = runs[0], None
     if settings is not None:
         wanted = _overlaid(first.plain.fields, changed_settings(first.folder, split, settings))
-    asked = [s for s in first.scores if weights in (None, s.weights) and wanted in (None, s.fields)]
-    shared = [settings for settings in asked if all(settings in run.scores for run in runs)]
+    in_all, listed = _in_all({run.folder: run.scores for run in runs})
+    shared = [s for s in in_all if weights in (None, s.weights) and wanted in (None, s.fields)]
     if len(shared) == 1:
         return shared[0]
     if first.plain in shared and all(run.plain == first.plain for run in runs):
         return first.plain
-    listed = "; ".join(f"{run.folder}: {' / '.join(map(str, run.scores))}" for run in runs)
-    advice = "choose one with --weights and --set" if shared else "evaluate them with the same options"
-    raise AcutanceError(
-        f"{'several sets of' if shared else 'no'} scores on {split!r} came about in the same way in all of these runs "
-        f"({listed}): {advice}"
-    )
+    number, advice = "no", "evaluate them with the same options"
+    if shared:
+        number, advice = "several sets of", "choose one with --weights and --set"
+    raise AcutanceError(f"{number} scores on {split!r} came about in the same way in all runs ({listed}): {advice}")
+
+
+def _in_all(found: Mapping[Path, Mapping[EvaluationSettings, Any]]) -> tuple[list[EvaluationSettings], str]:
+    """The settings that all runs have, and which each has, for a message."""
+    listed = "; ".join(f"{folder}: {' / '.join(map(str, has))}" for folder, has in found.items())
+    first = next(iter(found.values()))
+    return [settings for settings in first if all(settings in has for has in found.values())], listed
 
 
 def _overlaid(own: Sequence[str], settings: Sequence[str]) -> tuple[str, ...]:
@@ -268,32 +269,26 @@ def _how_to_get_them(run: Run, split: str) -> str:
 
 def groups_of(runs: Sequence[ScoredRun], score: str, settings: EvaluationSettings) -> tuple[Group, ...]:
     """Runs that differ in their seed only are one group, called by what makes it different from the others."""
-    grouped: dict[str, list[ScoredRun]] = {}
+    grouped: dict[str, dict[int, ScoredRun]] = {}
     for run in runs:
         if score not in (known := run.scores[settings]):
             raise AcutanceError(f"{run.folder} has no {score!r}; it has {', '.join(known)}")
-        grouped.setdefault(repr(run.config), []).append(run)
+        members, seed = grouped.setdefault(repr(run.config), {}), run.own.loop.seed
+        if (other := members.setdefault(seed, run)) is not run:
+            same = f"{other.folder}, {run.folder}"
+            raise AcutanceError(f"seed {seed} comes twice with one configuration: {same}. Leave one out")
+    firsts = [next(iter(members.values())) for members in grouped.values()]
+    # What makes each group different from the others, and nothing else.
+    pairs = combinations([run.config for run in firsts], 2)
+    differing = dict.fromkeys(name for one, other in pairs for name in changes(one, other))
     groups = []
-    for label, members in zip(_labels([members[0] for members in grouped.values()]), grouped.values(), strict=True):
-        ordered = sorted(members, key=lambda run: run.seed)
-        for one, other in pairwise(ordered):
-            if one.seed == other.seed:
-                same = f"{one.folder}, {other.folder}"
-                raise AcutanceError(f"seed {one.seed} comes twice with one configuration: {same}. Leave one out")
-        folders = {run.seed: str(run.folder) for run in ordered}
-        scores = {run.seed: float(run.scores[settings][score]) for run in ordered}
-        groups.append(Group(label, members[0].recipe, members[0].config["loop"]["ema"], folders, scores))
+    for first, members in zip(firsts, grouped.values(), strict=True):
+        recipe, by_seed = Run(first.folder).recipe(), dict(sorted(members.items()))
+        label = ", ".join(f"{_field(name)} {_value(first.config, name)}" for name in differing)
+        folders = {seed: str(run.folder) for seed, run in by_seed.items()}
+        scores = {seed: float(run.scores[settings][score]) for seed, run in by_seed.items()}
+        groups.append(Group(label or recipe or first.folder.name, recipe, first.own.loop.ema, folders, scores))
     return tuple(groups)
-
-
-def _labels(runs: Sequence[ScoredRun]) -> list[str]:
-    """What makes each group different from the others, and nothing else."""
-    differing: dict[str, None] = {}
-    for one, other in combinations(runs, 2):
-        differing |= dict.fromkeys(changes(one.config, other.config))
-    if not differing:
-        return [run.recipe or run.folder.name for run in runs]
-    return [", ".join(f"{_field(name)} {_value(run.config, name)}" for name in differing) for run in runs]
 
 
 def _field(name: str) -> str:
@@ -305,9 +300,7 @@ def _field(name: str) -> str:
 def _value(value: Any, name: str) -> str:
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    if isinstance(value, Mapping):  # of a run that is started from: which of its files
-        return str(value["file"])
-    return "none" if value is None else str(value)
+    return shown(value["file"] if isinstance(value, Mapping) else value)  # of a run that is started from: its file
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -335,15 +328,12 @@ class RobustnessComparison:
     def to_markdown(self) -> str:
         """A line for each attack, corruption and severity; single cells are in the JSON."""
         first = self.comparisons[self.shown[0]]
-        header, *others = ([f"{group.label}, seeds: {len(group.scores)}"] for group in first.groups)
-        header = ["top-1, %", *header, *(cell for other in others for cell in (*other, "beside the first", "p"))]
-        rows = []
-        for name in self.shown:
-            found = self.comparisons[name]
-            alone, *beside = (found.cells(group) for group in found.groups)
-            rows.append([name, alone[0], *(cell for cells in beside for cell in cells)])
+        heads = [(f"{group.label}, seeds: {len(group.scores)}", "beside the first", "p") for group in first.groups]
+        found = {name: map(self.comparisons[name].cells, self.comparisons[name].groups) for name in self.shown}
+        rows = [[name, *chain.from_iterable(cells)] for name, cells in {"top-1, %": heads, **found}.items()]
+        rows = [[*row[:2], *row[4:]] for row in rows]  # the first stands beside nothing
         about = f"On {first.split}: {first.settings}. Attacks are L∞, ε in levels of 255."
-        return f"{markdown([header, ['---'] * len(header), *rows])}\n{about}\n"
+        return f"{markdown([rows[0], ['---'] * len(rows[0]), *rows[1:]])}\n{about}\n"
 
     def to_dict(self) -> dict[str, Any]:
         comparisons = {name: found.to_dict() for name, found in self.comparisons.items()}
@@ -360,10 +350,8 @@ def compare_robustness(
     """
     check_request(folders, split, weights)
     tables = {Path(folder): _tables(Path(folder), split, weights) for folder in folders}
-    first = next(iter(tables.values()))
-    shared = [settings for settings in first if all(settings in found for found in tables.values())]
+    shared, listed = _in_all(tables)
     if not shared:
-        listed = "; ".join(f"{folder}: {' / '.join(map(str, found))}" for folder, found in tables.items())
         raise AcutanceError(f"these runs were not measured in one common way ({listed}): use the same options for all")
     return [_compared({folder: found[s] for folder, found in tables.items()}, s, split, score) for s in shared]
 

@@ -3,14 +3,12 @@
 What was evaluated names the file, so that the last and the best weights, or one scale and several, stand side by side.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -59,7 +57,7 @@ class Evaluation:
         return atomic_write(self.path(folder), json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode())
 
     @classmethod
-    def from_dict(cls, body: Mapping[str, Any]) -> Evaluation:
+    def from_dict(cls, body: Mapping[str, Any]) -> Self:
         """What `save` wrote; fields that it did not know yet have their defaults."""
         parts = {field.name: body[field.name] for field in fields(cls) if field.name in body}
         return cls(**{**parts, "settings": tuple(parts["settings"])})
@@ -85,11 +83,9 @@ def weights_path(folder: Path, weights: Weights) -> Path:
 def refuse_seen(folder: Path, config: Config, split: str, weights: Weights = "last") -> None:
     """Refuse the held-out slice, and weights chosen on it, for a run that was trained on all of the training set."""
     if getattr(config.task, "train_on", None) == "all" and (split == "val" or weights == "best"):
-        what = "the split val" if split == "val" else "weights chosen on it"
-        raise AcutanceError(
-            f"{folder} was trained on all of its training set, the held-out slice included, so {what} would flatter "
-            "it: use --split test with the last weights, or train with --set task.train_on=train"
-        )
+        what = f"{'the split val' if split == 'val' else 'weights chosen on it'} would flatter it"
+        advice = "use --split test with the last weights, or train with --set task.train_on=train"
+        raise AcutanceError(f"{folder} was trained on all of its training set, so {what}: {advice}")
 
 
 def read_evaluations(folder: Path, split: str) -> list[Evaluation]:
@@ -116,11 +112,9 @@ def changed_settings(folder: Path, split: str, settings: Sequence[str]) -> tuple
     task = task_class(own.task.kind)
     taken = {f"task.{name}" for split in SPLITS for name in task.evaluated_by(split)} - DATA
     if others := changes(own.to_dict(), changed.to_dict()).keys() - taken - ELSEWHERE:
-        raise AcutanceError(
-            f"an evaluation cannot change {', '.join(sorted(others))}: it takes the model as the run left it, on the "
-            "data it is for. A model is changed by training or by acutance mitigate; here, --set takes "
-            f"{', '.join(sorted({*taken, 'task.data_dir'}))}"
-        )
+        why = "it takes the model as the run left it, on the data it is for; here, --set takes"
+        known = ", ".join(sorted({*taken, "task.data_dir"}))
+        raise AcutanceError(f"an evaluation cannot change {', '.join(sorted(others))}: {why} {known}")
     return tuple(word for word in evaluated_with(changed, split) if word not in evaluated_with(own, split))
 
 
@@ -157,17 +151,11 @@ def evaluate_run(
     refuse_seen(where, config, split, weights)
     with processes.joined() as (rank, world):
         task = task_of(config, processes.device(device))
+        scores = task.evaluate(load(path).to(task.device), split=split)
         found = Evaluation(
-            split=split,
-            weights=weights,
-            settings=changed,
-            scores=task.evaluate(load(path).to(task.device), split=split),
-            headline=task.headline,
-            higher_is_better=task.higher_is_better,
-            model=digest(path),
-            precision="float32",
-            processes=world,
+            *(split, weights, changed, scores, task.headline, task.higher_is_better, digest(path), "float32"),
             **made("evaluated"),
+            processes=world,
         )
         if rank == 0:
             found.save(where)

@@ -1,7 +1,5 @@
 """Every table and figure of the two papers behind one command: the runs it needs, what is read, what was published."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from acutance.errors import AcutanceError

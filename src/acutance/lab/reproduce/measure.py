@@ -1,7 +1,5 @@
 """How targets are measured. Metrics, spectra and scores are defined elsewhere; here they are called."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import fmean, median

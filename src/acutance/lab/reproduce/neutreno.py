@@ -1,7 +1,5 @@
 """The tables and figures of NeuTRENO (https://arxiv.org/abs/2312.00751), an ablation of λ̃, and its robustness."""
 
-from __future__ import annotations
-
 from acutance.lab.reproduce import measure
 from acutance.lab.reproduce.target import Row, Target, Training
 
@@ -10,6 +8,7 @@ SAMPLES = "1000 images chosen at random, the same for all models; prefix tokens 
 SHARED = "the runs of Table 1, then minutes"
 STRENGTHS = (0.001, 0.01, 0.1, 0.3, 0.6, 1.0, 3.0, 10.0, 100.0)  # λ̃ of the ablation
 ALIGNED_ON = {"training data": "train", "test data": "test"}
+EFFICIENCY = {"operations": 1.00005, "memory": 1.000002, "time": 1.00013}
 
 # For a result nothing is chosen, so the held-out slice is trained on too.
 WHOLE, SYMMETRIC = "task.train_on=all", "task.model.attention=symmetric"
@@ -38,12 +37,10 @@ SEGMENTER_SYMMETRIC_NEUTRENO = _segmenter("-symmetric-neutreno", DEIT_SYMMETRIC_
 PAIR = (Row("DeiT", DEIT), Row("NeuTRENO DeiT", DEIT_NEUTRENO))
 
 
-def _accuracy(label: str, training: Training, top1: float, top5: float) -> Row:
-    return Row(label, training, {"top-1": top1, "top-5": top5})
-
-
-def _iou(label: str, training: Training, single: float, multiple: float) -> Row:
-    return Row(label, training, {"SS mIoU": single, "MS mIoU": multiple})
+def _row(label: str, training: Training, *numbers: float) -> Row:
+    """Top-1 and top-5, or single-scale and multi-scale mIoU."""
+    names = ("SS mIoU", "MS mIoU") if training.recipe == "ade20k" else ("top-1", "top-5")
+    return Row(label, training, dict(zip(names, numbers, strict=True)))
 
 
 def steered(training: Training, strength: str, spec: str | None = None) -> Training:
@@ -85,11 +82,11 @@ TARGETS = (
         "Table 1: DeiT-tiny on ImageNet, with NeuTRENO, adaptation and FeatScale",
         CLASSIFICATION,
         (
-            _accuracy("Softmax DeiT", DEIT, 72.17, 91.02),
-            _accuracy("NeuTRENO DeiT", DEIT_NEUTRENO, 73.01, 91.56),
-            _accuracy("NeuTRENO adaptation", DEIT_ADAPTED, 72.63, 91.38),
-            _accuracy("DeiT + FeatScale", DEIT.vary("featscale", FEATSCALE), 72.346, 91.22),
-            _accuracy("NeuTRENO DeiT + FeatScale", DEIT_BOTH, 73.23, 91.73),
+            _row("Softmax DeiT", DEIT, 72.17, 91.02),
+            _row("NeuTRENO DeiT", DEIT_NEUTRENO, 73.01, 91.56),
+            _row("NeuTRENO adaptation", DEIT_ADAPTED, 72.63, 91.38),
+            _row("DeiT + FeatScale", DEIT.vary("featscale", FEATSCALE), 72.346, 91.22),
+            _row("NeuTRENO DeiT + FeatScale", DEIT_BOTH, 73.23, 91.73),
         ),
         f"ImageNet; GPUs; for each seed 4 runs of {TINY_RUN}, and a third of one",
         "The rate of the adaptation is unstated: a tenth of that from scratch. FeatScale is its own paper's formula.",
@@ -98,7 +95,7 @@ TARGETS = (
         "neutreno-table2",
         "Table 2: Segmenter on ADE20K, DeiT against NeuTRENO DeiT",
         SEGMENTATION,
-        (_iou("Softmax DeiT", SEGMENTER, 35.72, 36.68), _iou("NeuTRENO DeiT", SEGMENTER_NEUTRENO, 37.24, 38.06)),
+        (_row("Softmax DeiT", SEGMENTER, 35.72, 36.68), _row("NeuTRENO DeiT", SEGMENTER_NEUTRENO, 37.24, 38.06)),
         "ADE20K and ImageNet; a GPU; for each seed 2 runs of 1.3 million crops of 512, after two of Table 1",
         "NeuTRENO is in encoder and decoder, each with its own v⁰, as in the public code.",
     ),
@@ -130,8 +127,8 @@ TARGETS = (
         "Table 5: DeiT-tiny with symmetric attention on ImageNet",
         CLASSIFICATION,
         (
-            _accuracy("Sym-DeiT", DEIT_SYMMETRIC, 71.14, 90.54),
-            _accuracy("Sym-NeuTRENO DeiT", DEIT_SYMMETRIC_NEUTRENO, 72.07, 91.22),
+            _row("Sym-DeiT", DEIT_SYMMETRIC, 71.14, 90.54),
+            _row("Sym-NeuTRENO DeiT", DEIT_SYMMETRIC_NEUTRENO, 72.07, 91.22),
         ),
         f"ImageNet; GPUs; for each seed 2 runs of {TINY_RUN}",
     ),
@@ -140,8 +137,8 @@ TARGETS = (
         "Table 6: Segmenter on ADE20K with symmetric attention",
         SEGMENTATION,
         (
-            _iou("Sym-DeiT", SEGMENTER_SYMMETRIC, 35.18, 36.00),
-            _iou("Sym-NeuTRENO DeiT", SEGMENTER_SYMMETRIC_NEUTRENO, 35.68, 36.39),
+            _row("Sym-DeiT", SEGMENTER_SYMMETRIC, 35.18, 36.00),
+            _row("Sym-NeuTRENO DeiT", SEGMENTER_SYMMETRIC_NEUTRENO, 35.68, 36.39),
         ),
         "ADE20K and ImageNet; a GPU; for each seed 2 runs of 1.3 million crops of 512, after those of Table 5",
         "The decoder's attention is symmetric too.",
@@ -151,9 +148,9 @@ TARGETS = (
         "Table 7: DeiT-small on ImageNet",
         CLASSIFICATION,
         (
-            _accuracy("DeiT-small", DEIT_SMALL, 79.97, 95.05),
-            _accuracy("DeiT-small + FeatScale", DEIT_SMALL.vary("featscale", FEATSCALE), 79.96, 95.06),
-            _accuracy("NeuTRENO DeiT-small", DEIT_SMALL.vary("neutreno", NEUTRENO), 80.68, 95.30),
+            _row("DeiT-small", DEIT_SMALL, 79.97, 95.05),
+            _row("DeiT-small + FeatScale", DEIT_SMALL.vary("featscale", FEATSCALE), 79.96, 95.06),
+            _row("NeuTRENO DeiT-small", DEIT_SMALL.vary("neutreno", NEUTRENO), 80.68, 95.30),
         ),
         f"ImageNet; GPUs; for each seed 3 runs of {TINY_RUN.replace('tiny', 'small')}",
     ),
@@ -222,14 +219,7 @@ TARGETS = (
         "neutreno-efficiency",
         "Appendix G.4: operations, memory and time of inference, NeuTRENO DeiT over DeiT",
         measure.table(measure.efficiency, digits=5),
-        (
-            Row(
-                "NeuTRENO DeiT / DeiT",
-                DEIT_NEUTRENO,
-                {"operations": 1.00005, "memory": 1.000002, "time": 1.00013},
-                state="initial",
-            ),
-        ),
+        (Row("NeuTRENO DeiT / DeiT", DEIT_NEUTRENO, EFFICIENCY, state="initial"),),
         "nothing; minutes; memory is read on a GPU only",
         "Ratios do not depend on the weights, so nothing is trained. Time is the median of interleaved calls.",
     ),
@@ -241,9 +231,7 @@ TARGETS = (
         ROBUSTNESS,
         (Row("ViT-Ti", CIFAR100), Row("NeuTRENO ViT-Ti, λ̃ = 0.6", steered(CIFAR100, "0.6"))),
         "CIFAR-100; a GPU; for each seed 2 runs of 5 million images of 32×32, then minutes",
-        ROBUSTNESS_NOTES(
-            "read from CIFAR-100-C/ in the data folder if it is there, else drawn with ImageNet-C's severities"
-        ),
+        ROBUSTNESS_NOTES("read from CIFAR-100-C/ in the data folder, or else drawn with ImageNet-C's severities"),
     ),
     Target(
         "neutreno-robustness-imagenet",

@@ -3,8 +3,6 @@
 Tables and their numbers are those of the poster (the first version); figures are numbered as in the later version.
 """
 
-from __future__ import annotations
-
 from acutance.lab.reproduce import measure
 from acutance.lab.reproduce.neutreno import CIFAR100, WIKITEXT
 from acutance.lab.reproduce.target import Published, Row, Target, Training
@@ -25,6 +23,7 @@ def _eigen(sign: str, name: str) -> Training:
 
 
 TRIO = {"ViT-Ti": CIFAR100, "ViT-Ti⁺": _eigen("positive", "plus"), "ViT-Ti⁻": _eigen("negative", "minus")}
+BASE = Training("vit-base", "deit_tiny", ("task.model.dim=768", "task.model.heads=12"))
 FRACTIONS = (1.0, 0.5, 0.1)  # of CIFAR-100
 ON_PARTS: dict[str, tuple[Published, ...]] = {
     "ViT-Ti": ((66.78, 0.1), (56.38, 0.5), (32.47, 0.9)),
@@ -36,10 +35,9 @@ CORRUPTION: dict[str, tuple[Published, ...]] = {  # of intensity 1 to 5
     "ViT-Ti⁺": ((58.36, 0.4), (53.83, 0.5), (49.03, 0.6), (45.15, 0.6), (35.86, 0.6)),
     "ViT-Ti⁻": ((61.62, 0.2), (58.00, 0.3), (53.56, 0.2), (49.70, 0.3), (40.07, 0.2)),
 }
+TITLES = {"hfc_lfc_spectral": "HFC/LFC", "token_cosine": "token cosine", "singular_ratio": "σ₂/σ₁"}
 DEFINITIONS = measure.together(
-    measure.table(measure.by_layer("hfc_lfc_spectral"), title="HFC/LFC", digits=4),
-    measure.table(measure.by_layer("token_cosine"), title="token cosine", digits=4),
-    measure.table(measure.by_layer("singular_ratio"), title="σ₂/σ₁", digits=4),
+    *(measure.table(measure.by_layer(metric), title=title, digits=4) for metric, title in TITLES.items())
 )
 
 
@@ -47,10 +45,8 @@ def _shares(smoothing: float) -> dict[str, Published]:
     return {"μ = 1 dominates": smoothing, "another μ dominates": round(100 - smoothing, 2)}
 
 
-def _part(training: Training, fraction: float) -> Training:
-    if fraction == 1:
-        return training
-    return training.vary(f"{100 * fraction:.0f}percent", f"task.fraction={fraction}")
+def _part(training: Training, part: float) -> Training:
+    return training if part == 1 else training.vary(f"{100 * part:.0f}percent", f"task.fraction={part}")
 
 
 TARGETS = (
@@ -59,12 +55,7 @@ TARGETS = (
         "Table 1: which eigenvalues of I + H⊗A dominate, % of cases",
         measure.table(measure.dominance),
         (
-            Row(
-                "ViT-B/16, random",
-                Training("vit-base", "deit_tiny", ("task.model.dim=768", "task.model.heads=12")),
-                _shares(100.0),
-                state="initial",
-            ),
+            Row("ViT-B/16, random", BASE, _shares(100.0), state="initial"),
             Row("ViT-B/16, ImageNet", None, _shares(70.27), model=VIT_BASE),
             Row("DeiT-B/16, ImageNet", None, _shares(57.82), model=DEIT_BASE),
             *(

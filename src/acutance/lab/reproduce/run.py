@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,10 +118,8 @@ class Planned:
         """Refuse to go on with a run that was begun with other settings."""
         free = {f"task.{name}" for name in STARTS}
         if self.run.exists() and (found := differences(self.config, self.run.config(), free)):
-            raise AcutanceError(
-                f"{self.run.folder} is a run with {listed(found)}: name another folder with --out, or the same --set "
-                "as then"
-            )
+            advice = "name another folder with --out, or the same --set as then"
+            raise AcutanceError(f"{self.run.folder} is a run with {listed(found)}: {advice}")
 
     def train(self, device: str, console: Console) -> None:
         """Train what is left. Divergence is a result too, and kept."""
@@ -173,9 +171,8 @@ class Session:
     ) -> None:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise AcutanceError(
-                "reproduce is one process: start it once for each GPU (CUDA_VISIBLE_DEVICES=0, 1, …), and they will "
-                "share the runs; or train single runs under torchrun by the commands that --plan prints, and reproduce "
-                "will find them finished"
+                "reproduce is one process: start it once for each GPU (CUDA_VISIBLE_DEVICES=0, 1, …), and they share "
+                "the runs; or train single runs under torchrun by the commands that --plan prints"
             )
         self.target, self.changes, self.samples = target, changes, samples
         self.seeds = range(seeds or target.seeds)
@@ -224,12 +221,8 @@ class Session:
             planned.check()
         pending = self.pending()
         sheets = self.target.measure(self)
-        record = {
-            "changes": list(self.changes),
-            "samples": self.samples,
-            "runs": {planned.label: planned.state for planned in self.plan},
-            **made("finished"),
-        }
+        states = {planned.label: planned.state for planned in self.plan}
+        record = {"changes": list(self.changes), "samples": self.samples, "runs": states, **made("finished")}
         return Result(self.target, len(self.seeds), tuple(sheets), pending, record)
 
     def _train(self) -> bool:
@@ -256,15 +249,13 @@ class Session:
         if result.pending and not self.pending():
             return []
         body = json.dumps(result.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
-        return [
-            atomic_write(self.folder / "result.md", result.to_markdown().encode()),
-            atomic_write(self.folder / "result.json", body.encode()),
-        ]
+        files = {"result.md": result.to_markdown(), "result.json": body}
+        return [atomic_write(self.folder / name, text.encode()) for name, text in files.items()]
 
     def script(self) -> str:
         """The plan as a shell script: how each run could be trained by itself."""
-        runs = ([f"# {planned.label}: {planned.state}", planned.command()] for planned in self.plan)
-        return "\n".join([HINT, *(line for lines in runs for line in lines if line is not None)])
+        runs = ((f"# {planned.label}: {planned.state}", planned.command()) for planned in self.plan)
+        return "\n".join([HINT, *filter(None, chain.from_iterable(runs))])
 
     def line(self, row: Row, reads: Iterable[Callable[[RowModel], Mapping[str, float]]]) -> Line:
         """The numbers by name that `reads` find in a row's models, and notes on what is missing."""
@@ -344,10 +335,9 @@ class RowModel:
     def scores(self, split: str, settings: tuple[str, ...] = ()) -> Mapping[str, float]:
         """The run's scores on a split; they are evaluated once and kept."""
         folder, session = self.run.run.folder, self.session
-        found = read_evaluation(folder, split, settings=settings)
-        if found is None:
-            data_dir, device = session.data_dir, session.chosen_device
-            found = evaluate_run(folder, split=split, settings=settings, data_dir=data_dir, device=device)
+        found = read_evaluation(folder, split, settings=settings) or evaluate_run(
+            folder, split=split, settings=settings, data_dir=session.data_dir, device=session.chosen_device
+        )
         return found.scores
 
     def save_picture(self, figure: Figure, kind: str) -> None:

@@ -109,11 +109,11 @@ class Sheet:
         return markdown([header, ["---"] * len(header), *rows])
 
     def to_dict(self) -> dict[str, Any]:
-        rows = []
+        rows, unknown = [], (float("nan"), float("nan"))
         for line in self.lines:
             measured = {}
             for column in (column for column in self.columns if column in line.measured):
-                mean, spread = line.mean_and_spread(column) or (float("nan"), float("nan"))
+                mean, spread = line.mean_and_spread(column) or unknown
                 measured[column] = {"mean": mean, "spread": spread, "by_seed": dict(line.measured[column])}
             numbers = {name: value if isinstance(value, tuple) else (value,) for name, value in line.published.items()}
             published = {name: dict(zip(("mean", "spread"), value, strict=False)) for name, value in numbers.items()}
@@ -152,6 +152,4 @@ class Result:
 
 
 def _published(value: Published | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value[0]} ± {value[1]}" if isinstance(value, tuple) else str(value)
+    return "–" if value is None else " ± ".join(map(str, value if isinstance(value, tuple) else (value,)))

@@ -3,8 +3,6 @@
 ε and step sizes are in levels of 255. Images are in [0, 1] and stay there; a model normalises them itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite

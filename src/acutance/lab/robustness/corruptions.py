@@ -5,9 +5,7 @@ corruption, the severity and the image's place among the images. Each function t
 to that. These are not the published files of CIFAR-10-C and CIFAR-100-C, which are gentler; `evaluate` reads them.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import reduce
 from io import BytesIO
 from typing import Any
@@ -39,12 +37,12 @@ def corrupt_part(images: Tensor, name: str, severity: int, seed: int, part: int)
     """The same for images `part` · AT_ONCE and following."""
     check_names([name], [severity])
     if images.dtype != torch.uint8 or images.ndim != 4 or images.size(1) not in (1, 3):
-        raise ShapeError(
-            f"corruptions take bytes (n, 1 or 3 channels, height, width), not {tuple(images.shape)} {images.dtype}"
-        )
-    function, levels = CORRUPTIONS[name]
+        found = f"{tuple(images.shape)} {images.dtype}"
+        raise ShapeError(f"corruptions take bytes (n, 1 or 3 channels, height, width), not {found}")
+    function, *levels = CORRUPTIONS[name]
     draws = Draws(images.device, seed, list(CORRUPTIONS).index(name), severity, part)
-    result = function(images.float() / 255, draws, *levels[severity - 1])
+    level = levels[severity - 1]
+    result: Tensor = function(images.float() / 255, draws, *(level if isinstance(level, tuple) else (level,)))
     # Cut to whole levels as the benchmark cuts, not rounded; a little up, for what is a whole number but for rounding.
     return (result.clamp(0, 1) * 255 + 1e-3).floor().byte()
 
@@ -224,10 +222,8 @@ def _distance(rims: Tensor, farthest: int = 20) -> Tensor:
     squares = torch.where(rims, 0.0, beyond)
     for axis in (-2, -1):
         wide = F.pad(squares, (0, 0, farthest, farthest) if axis == -2 else (farthest, farthest), value=beyond)
-        size = squares.size(axis)
-        squares = reduce(
-            torch.minimum, (wide.narrow(axis, farthest + i, size) + i**2 for i in range(-farthest, farthest + 1))
-        )
+        moved = (wide.narrow(axis, farthest + i, squares.size(axis)) + i**2 for i in range(-farthest, farthest + 1))
+        squares = reduce(torch.minimum, [*moved])
     return squares.sqrt().clamp(max=farthest)
 
 
@@ -317,20 +313,16 @@ def jpeg_compression(x: Tensor, draws: Draws, quality: int) -> Tensor:
     return torch.from_numpy(np.stack(read)).permute(0, 3, 1, 2).to(x) / 255
 
 
-def _by_severity(function: Callable[..., Tensor], *levels: Any) -> tuple[Callable[..., Tensor], list[tuple[Any, ...]]]:
-    return function, [level if isinstance(level, tuple) else (level,) for level in levels]
-
-
 # Functions of images and draws with their further arguments by severity. The order decides what is drawn.
-CORRUPTIONS: Mapping[str, tuple[Callable[..., Tensor], list[tuple[Any, ...]]]] = {
-    "gaussian_noise": _by_severity(gaussian_noise, 0.08, 0.12, 0.18, 0.26, 0.38),
-    "shot_noise": _by_severity(shot_noise, 60, 25, 12, 5, 3),
-    "impulse_noise": _by_severity(impulse_noise, 0.03, 0.06, 0.09, 0.17, 0.27),
-    "defocus_blur": _by_severity(defocus_blur, (3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
-    "glass_blur": _by_severity(glass_blur, (0.7, 1, 2), (0.9, 2, 1), (1.0, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
-    "motion_blur": _by_severity(motion_blur, (10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
-    "zoom_blur": _by_severity(zoom_blur, (1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03)),
-    "snow": _by_severity(
+CORRUPTIONS: Mapping[str, tuple[Any, ...]] = {
+    "gaussian_noise": (gaussian_noise, 0.08, 0.12, 0.18, 0.26, 0.38),
+    "shot_noise": (shot_noise, 60, 25, 12, 5, 3),
+    "impulse_noise": (impulse_noise, 0.03, 0.06, 0.09, 0.17, 0.27),
+    "defocus_blur": (defocus_blur, (3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
+    "glass_blur": (glass_blur, (0.7, 1, 2), (0.9, 2, 1), (1.0, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
+    "motion_blur": (motion_blur, (10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
+    "zoom_blur": (zoom_blur, (1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03)),
+    "snow": (
         snow,
         (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
         (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
@@ -338,16 +330,16 @@ CORRUPTIONS: Mapping[str, tuple[Callable[..., Tensor], list[tuple[Any, ...]]]] =
         (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
         (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
     ),
-    "frost": _by_severity(frost, (1.0, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75)),
-    "fog": _by_severity(fog, (1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4)),
-    "brightness": _by_severity(brightness, 0.1, 0.2, 0.3, 0.4, 0.5),
-    "contrast": _by_severity(contrast, 0.4, 0.3, 0.2, 0.1, 0.05),
-    "elastic_transform": _by_severity(elastic_transform, 12.5, 16.25, 21.25, 25.0, 30.0),
-    "pixelate": _by_severity(pixelate, 0.6, 0.5, 0.4, 0.3, 0.25),
-    "jpeg_compression": _by_severity(jpeg_compression, 25, 18, 15, 10, 7),
-    "speckle_noise": _by_severity(speckle_noise, 0.15, 0.2, 0.35, 0.45, 0.6),
-    "gaussian_blur": _by_severity(gaussian_blur, 1, 2, 3, 4, 6),
-    "spatter": _by_severity(
+    "frost": (frost, (1.0, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75)),
+    "fog": (fog, (1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4)),
+    "brightness": (brightness, 0.1, 0.2, 0.3, 0.4, 0.5),
+    "contrast": (contrast, 0.4, 0.3, 0.2, 0.1, 0.05),
+    "elastic_transform": (elastic_transform, 12.5, 16.25, 21.25, 25.0, 30.0),
+    "pixelate": (pixelate, 0.6, 0.5, 0.4, 0.3, 0.25),
+    "jpeg_compression": (jpeg_compression, 25, 18, 15, 10, 7),
+    "speckle_noise": (speckle_noise, 0.15, 0.2, 0.35, 0.45, 0.6),
+    "gaussian_blur": (gaussian_blur, 1, 2, 3, 4, 6),
+    "spatter": (
         spatter,
         (0.65, 0.3, 4, 0.69, 0.6, False),
         (0.65, 0.3, 3, 0.68, 0.6, False),
@@ -355,5 +347,5 @@ CORRUPTIONS: Mapping[str, tuple[Callable[..., Tensor], list[tuple[Any, ...]]]] =
         (0.65, 0.3, 1, 0.65, 1.5, True),
         (0.67, 0.4, 1, 0.65, 1.5, True),
     ),
-    "saturate": _by_severity(saturate, (0.3, 0.0), (0.1, 0.0), (2.0, 0.0), (5.0, 0.1), (20.0, 0.2)),
+    "saturate": (saturate, (0.3, 0.0), (0.1, 0.0), (2.0, 0.0), (5.0, 0.1), (20.0, 0.2)),
 }

@@ -1,7 +1,5 @@
 """How much accuracy is left on corrupted and on adversarial images: the table, and how it is measured."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -11,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, cast, get_args
+from typing import Any, Self, cast, get_args
 
 import numpy as np
 import torch
@@ -132,7 +130,7 @@ class RobustnessTable(Result):
         return json.dumps(body, indent=1, ensure_ascii=False, allow_nan=False)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> RobustnessTable:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         return read_json(
             path, FORMAT, lambda body: cls({str(k): float(v) for k, v in body["cells"].items()}, dict(body["context"]))
         )
@@ -160,13 +158,30 @@ def evaluate(
     """
     check_names(list(corruptions), list(severities))
     images = images.to(next((weight.device for weight in model.parameters()), torch.device("cpu")))
-    source, description = _drawn(images, seed), "drawn, at ImageNet-C's severities"
-    if corrupted_dir is not None:
-        source, description = _published(Path(corrupted_dir), images), f"the files in {Path(corrupted_dir).name}"
-    dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
-    known = {**_context(model, images, description, seed, dtype), **(context or {})}
-    table = _begun(path, known)
     device = images.images.device
+    dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
+
+    def drawn(name: str, severity: int, part: int) -> Tensor:
+        return corrupt_part(_part(images.images, part), name, severity, seed, part)
+
+    source: Callable[[str, int, int], Tensor] = drawn
+    described = "drawn, at ImageNet-C's severities"
+    if corrupted_dir is not None:
+        source, described = _published(Path(corrupted_dir), images), f"the files in {Path(corrupted_dir).name}"
+    known = {  # all that the numbers depend on
+        "model": type(model).__name__,
+        "weights": weights_digest(model),
+        "data": images.name,
+        "images": len(images),
+        "pixels": _digest([images.images, images.labels]),
+        "corruptions": described,
+        "seed": seed,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "versions": {"acutance": __version__, "torch": torch.__version__, "numpy": np.__version__},
+        **(context or {}),
+    }
+    table = _begun(path, known)
     mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (images.mean, images.std))
 
     def scores(shown: Tensor) -> Any:
@@ -193,10 +208,6 @@ def _part(rows: Tensor, part: int) -> Tensor:
     return rows[part * AT_ONCE : (part + 1) * AT_ONCE]
 
 
-def _drawn(images: Images, seed: int) -> Callable[[str, int, int], Tensor]:
-    return lambda name, severity, part: corrupt_part(_part(images.images, part), name, severity, seed, part)
-
-
 def _published(folder: Path, images: Images) -> Callable[[str, int, int], Tensor]:
     """From `<corruption>.npy` (5 · n, height, width, channels), severity after severity, and `labels.npy`; mapped.
 
@@ -204,18 +215,16 @@ def _published(folder: Path, images: Images) -> Callable[[str, int, int], Tensor
     """
     if not np.array_equal(_mapped(folder / "labels.npy")[: len(images)], images.labels.cpu().numpy()):
         raise AcutanceError(
-            f"{folder}/labels.npy does not begin with the labels of {images.name}: these are corruptions of other "
-            "images, or of the test set in another order"
+            f"{folder}/labels.npy does not begin with the labels of {images.name}: these are other images, or in "
+            "another order"
         )
 
     def read(name: str, severity: int, part: int) -> Tensor:
         array, shape = _mapped(folder / f"{name}.npy"), tuple(images.images.shape[1:])
         count = len(array) // len(SEVERITIES)
         if array.dtype != np.uint8 or array.ndim != 4 or len(array) % len(SEVERITIES) or count < len(images):
-            raise AcutanceError(
-                f"{folder}/{name}.npy holds {array.shape} {array.dtype}; expected are bytes (5 · n, height, width, "
-                f"channels) with n at least {len(images)}"
-            )
+            wanted = f"bytes (5 · n, height, width, channels) with n at least {len(images)}"
+            raise AcutanceError(f"{folder}/{name}.npy holds {array.shape} {array.dtype}; expected are {wanted}")
         first = (severity - 1) * count
         rows = slice(first + part * AT_ONCE, first + min((part + 1) * AT_ONCE, len(images)))
         chosen = torch.from_numpy(np.array(array[rows])).permute(0, 3, 1, 2)
@@ -247,10 +256,8 @@ def _accuracy(model: Callable[[Tensor], Any], images: Images, part_of: Callable[
         scores = model(shown if shown.is_floating_point() else shown.float() / 255)
         if not isinstance(scores, Tensor) or scores.shape != (len(labels), classes):
             found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-            raise ShapeError(
-                f"the model gave {found} for {len(labels)} images of {classes} classes: wrap it so that it gives "
-                "scores (images, classes)"
-            )
+            wanted = f"{len(labels)} images of {classes} classes: wrap it so that it gives scores (images, classes)"
+            raise ShapeError(f"the model gave {found} for {wanted}")
         if not bool(scores.isfinite().all()):
             raise NonFiniteError("the model's scores are not finite: accuracy would mean nothing")
         right += int((scores.argmax(-1) == labels).sum())
@@ -267,23 +274,6 @@ def _begun(path: str | os.PathLike[str] | None, context: Mapping[str, Any]) -> R
         shown = "; ".join(f"{key}: there {found.context.get(key)}, here {context.get(key)}" for key in differing)
         raise AcutanceError(f"{path} was measured otherwise ({shown}): name another file with --json, or remove it")
     return found
-
-
-def _context(model: nn.Module, images: Images, corruptions: str, seed: int, dtype: torch.dtype) -> dict[str, Any]:
-    """All that the numbers depend on."""
-    device = images.images.device
-    return {
-        "model": type(model).__name__,
-        "weights": weights_digest(model),
-        "data": images.name,
-        "images": len(images),
-        "pixels": _digest([images.images, images.labels]),
-        "corruptions": corruptions,
-        "seed": seed,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "dtype": str(dtype).removeprefix("torch."),
-        "versions": {"acutance": __version__, "torch": torch.__version__, "numpy": np.__version__},
-    }
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -318,13 +308,11 @@ def images_of(task: Any, split: str, *, data_dir: Path | str | None = None, limi
 
 def _imagenet(task: ImageNetConfig, split: SplitName, limit: int | None) -> Images:
     found = load_imagenet(task, split)
-    count = len(found) if limit is None else min(limit, len(found))
+    count, size = min(limit or len(found), len(found)), task.model.image_size
     indices = torch.arange(count) * len(found) // count
-    size = task.model.image_size
     pixels = torch.empty(count, 3, size, size, dtype=torch.uint8)  # filled in place: it may be half of the memory
-    batches = evaluation_batches(
-        Crops(found, size), batch_size=DECODED_AT_ONCE, indices=indices.tolist(), workers=task.workers
-    )
+    read: dict[str, Any] = {"batch_size": DECODED_AT_ONCE, "indices": indices.tolist(), "workers": task.workers}
+    batches = evaluation_batches(Crops(found, size), **read)
     for part, (images, _) in zip(pixels.split(DECODED_AT_ONCE), batches, strict=True):
         part.copy_(images)
     return Images("imagenet", pixels, found.labels[indices], found.classes, IMAGENET_MEAN, IMAGENET_STD)

@@ -1,7 +1,5 @@
 """What corruptions and attacks are made of: random numbers, and filters and zooms of (n, channels, height, width)."""
 
-from __future__ import annotations
-
 from math import ceil
 from typing import Literal
 

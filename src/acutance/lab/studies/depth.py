@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -84,17 +85,12 @@ class DepthStudy:
 
     def summary(self) -> list[dict[str, Any]]:
         """One row per init, variant and depth (0 is the input): mean and spread over seeds of every metric."""
-        return [
-            {"init": init, "variant": variant, "depth": depth}
-            | {
-                name: {"mean": reading.mean, "spread": reading.std}
-                for name in METRICS
-                for reading in profile.select(name)
-                if reading.layer == depth
-            }
-            for (init, variant), profile in self.merged().items()
-            for depth in (0, *sorted(self.config.depths))
-        ]
+        rows = []
+        for ((init, variant), profile), depth in product(self.merged().items(), (0, *sorted(self.config.depths))):
+            found = (r for name in METRICS for r in profile.select(name) if r.layer == depth)
+            figures = {r.metric: {"mean": r.mean, "spread": r.std} for r in found}
+            rows.append({"init": init, "variant": variant, "depth": depth, **figures})
+        return rows
 
     def table(self) -> FittedTable:
         """‖HFC‖/‖LFC‖ at every depth asked for, and the token cosine at the largest."""

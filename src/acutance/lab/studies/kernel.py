@@ -147,10 +147,8 @@ class KernelAssumptions:
 
     def layer_correlations(self) -> dict[str, NDArray[np.float64]]:
         """The same within each layer, over samples × heads: (layers,)."""
-        return {
-            name: np.array([_correlation(*layer) for layer in zip(self.samples[name], self.alignment, strict=True)])
-            for name in MEASURES
-        }
+        pairs = {name: zip(self.samples[name], self.alignment, strict=True) for name in MEASURES}
+        return {name: np.array([_correlation(*layer) for layer in layers]) for name, layers in pairs.items()}
 
     def rows(self) -> Iterator[dict[str, float]]:
         """One row per layer and head, means over samples; layers and heads are numbered from 1."""
@@ -178,9 +176,7 @@ def kernel_assumptions(model: nn.Module, batches: Iterable[Any]) -> KernelAssump
     if not reader.layers:
         raise AcutanceError("kernel_assumptions got no batches: pass an iterable with at least one")
     layers = [reader.layers[layer] for layer in sorted(reader.layers)]
-    samples = {
-        name: np.stack([torch.cat(layer[name]).double().cpu().numpy() for layer in layers]) for name in layers[0]
-    }
+    samples = {name: np.stack([torch.cat(each[name]).double().cpu().numpy() for each in layers]) for name in layers[0]}
     weights = np.stack([_of_weights(site) for site in sites.find(bare)])
     return KernelAssumptions(samples, weights[:, 0], weights[:, 1])
 
@@ -256,9 +252,7 @@ def _check(A: AttentionOperator, layer: int) -> None:
     if A.mask is not None and A.mask.is_floating_point():
         adds = (A.mask != 0) & (A.mask > torch.finfo(A.mask.dtype).min / 2)  # eager masks are 0 and the lowest number
         if adds.any():
-            raise AcutanceError(
-                f"layer {layer}: {A!r}: a bias is added to q·k, and the affinities q·k alone are not this layer's"
-            )
+            raise AcutanceError(f"layer {layer}: {A!r}: a bias is added to q·k, whose affinities alone are not its own")
 
 
 @dataclass(frozen=True)
@@ -351,10 +345,8 @@ def kernel_study(
             windows = loaded.text_batches(Path(text), tokens=tokens, batch=TEXT_BATCH, limit=samples)
             data = {Path(text).name: windows}
         else:
-            raise AcutanceError(
-                f"kernel_study(..., text=...) got a bare {type(loaded).__name__}, without the tokenizer that reads "
-                'text: give lambda: load_model("hf:…") of acutance.io.loading'
-            )
+            bare = f"a bare {type(loaded).__name__}, without the tokenizer that reads text"
+            raise AcutanceError(f'kernel_study got {bare}: give lambda: load_model("hf:…") of acutance.io.loading')
         for name, batches in data.items():
             runs[run, name] = kernel_assumptions(model, _announced(batches, partial(advance, f"{run}, {name}")))
             counts[name] = runs[run, name].alignment.shape[1]
@@ -378,11 +370,9 @@ def _announced(batches: Sequence[Any], announce: Callable[[], None]) -> Iterator
 
 
 def _digit_batches(samples: int) -> dict[str, Sequence[Tensor]]:
-    chosen = {}
-    for name, split in zip(("train", "test"), digits(), strict=True):
-        spaced = torch.linspace(0, len(split) - 1, min(samples, len(split))).round().long()
-        chosen[name] = split.images[spaced].split(BATCH)
-    return chosen
+    found = dict(zip(("train", "test"), digits(), strict=True))
+    spaced = {name: torch.linspace(0, len(of) - 1, min(samples, len(of))).round().long() for name, of in found.items()}
+    return {name: split.images[spaced[name]].split(BATCH) for name, split in found.items()}
 
 
 def _spread(values: list[float]) -> dict[str, float]:
@@ -396,6 +386,5 @@ def _shown(row: Mapping[str, Any], path: Sequence[str]) -> str:
     return f"{figure['mean']:.3f}" + (f" ± {figure['spread']:.3f}" if row["runs"] > 1 else "")
 
 
-def _known_mean(values: NDArray[np.float64]) -> float:
-    """The mean of the entries that are not NaN; NaN if there are none."""
+def _known_mean(values: NDArray[np.float64]) -> float:  # of the entries that are not NaN
     return float("nan") if np.isnan(values).all() else float(np.nanmean(values))

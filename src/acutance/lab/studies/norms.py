@@ -13,8 +13,6 @@ All tokens have one size after Post-LN with equal γ, so input convergence and a
 (`ratio_at_equal_size`).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -65,10 +63,8 @@ def post_norm(H: Tensor, mu: Tensor, weight: Tensor | float = 1.0) -> PostNorm:
     first = int(gains.abs().argmax())
     gain = complex(gains[first])
     if abs(gain.imag) > 1e-9 * abs(gain):
-        raise AcutanceError(
-            f"the dominating eigenvalue {gain:.3g} of P (I + H) diag(γ) P is complex: equal tokens turn in a plane for "
-            "ever, and there is no limit to come close to"
-        )
+        what = f"the dominating eigenvalue {gain:.3g} of P (I + H) diag(γ) P is complex"
+        raise AcutanceError(f"{what}: equal tokens turn in a plane for ever, and there is no limit")
     direction = (vectors[:, first] / vectors[vectors[:, first].abs().argmax(), first]).real
     direction = direction / direction.norm()
     across = _across(direction)

@@ -187,9 +187,8 @@ def norm_grid(
     }
     if attention not in choices:
         raise AcutanceError(f"unknown attention {attention!r}; known: {', '.join(choices)}")
-    branches = {
-        name: branch_with_spectrum(torch.linspace(low, high, width), seed=seed) for name, (low, high) in SPECTRA.items()
-    }
+    lams = {name: torch.linspace(low, high, width) for name, (low, high) in SPECTRA.items()}
+    branches = {name: branch_with_spectrum(lam, seed=seed) for name, lam in lams.items()}
     return {
         name: {
             spectrum: repeat(x, H.mT, choices[attention], layers=layers, norm=norm, norm_weight=weight)
