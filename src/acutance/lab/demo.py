@@ -1,7 +1,5 @@
 """The main job in small: train three 12-layer ViTs on real digits, measure them by layer, compare them."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

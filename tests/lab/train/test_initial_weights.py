@@ -13,7 +13,7 @@ from acutance.errors import AcutanceError
 from acutance.lab.tasks.language import LanguageTaskConfig
 from acutance.lab.tasks.segmentation import SegmentationConfig
 from acutance.lab.train import Run
-from acutance.lab.train.start import initial_weights
+from acutance.lab.train.start import described, initial_weights
 from acutance.models import LanguageConfig, LanguageModel, SegmenterConfig, ViT
 
 WORDS = {"vocabulary": 30, "dim": 8, "depth": 1, "heads": 2, "hidden": 12, "cutoffs": (5, 9)}
@@ -44,11 +44,13 @@ def test_what_differs_is_said_and_recorded(tmp_path):
 def test_the_recipe_of_a_run_is_named_and_published_weights_say_nothing(tmp_path):
     Run(tmp_path).begin(tiny(), "digits", 1)
     found = initial_weights(starting_from(saved(tmp_path)).task)
-    assert str(found).endswith("a ViT of the recipe digits: the same model")
+    assert described(found).endswith("a ViT of the recipe digits: the same model")
     torch.save({"model": {}}, tmp_path / "published.pth")
     save_file({"w": torch.ones(1)}, tmp_path / "other.safetensors")
     for name in ("published.pth", "other.safetensors"):
-        assert "does not say what it was trained with" in str(initial_weights(starting_from(tmp_path / name).task))
+        assert "does not say what it was trained with" in described(
+            initial_weights(starting_from(tmp_path / name).task)
+        )
 
 
 def test_an_encoder_is_compared_with_the_classifier_it_is_from(tmp_path):
@@ -56,7 +58,7 @@ def test_an_encoder_is_compared_with_the_classifier_it_is_from(tmp_path):
     sizes = {"image_size": 16, "patch_size": 2, "in_chans": 1, "dim": 8, "depth": 2, "heads": 2, "mlp_ratio": 2.0}
     model = SegmenterConfig(num_classes=11, drop_path=0.0, decoder_heads=2, **sizes)
     task = SegmentationConfig(dataset="camvid", model=model, encoder_weights=str(saved(tmp_path)))
-    assert initial_weights(task).differs == {"image_size": [8, 16], "dropout": [0.1, 0.0]}
+    assert initial_weights(task)["differs"] == {"image_size": [8, 16], "dropout": [0.1, 0.0]}
     with pytest.raises(AcutanceError, match="trained with heads 2, and a model with heads 4"):
         initial_weights(replace(task, model=replace(model, heads=4)))
     saved(tmp_path, norm="post")  # the same tensors, for what a Segmenter has no choice of
@@ -69,7 +71,7 @@ def test_a_language_model_is_compared_as_its_text_makes_it(tmp_path):
     path = ac.save(LanguageModel(**WORDS), tmp_path / "start.safetensors")
     model = LanguageConfig(**WORDS | {"vocabulary": 267_735, "cutoffs": (5, 9, 20_000)})
     task = LanguageTaskConfig(corpus="wikitext-2", model=model, weights=str(path))
-    assert initial_weights(task).differs == {}
+    assert initial_weights(task)["differs"] == {}
     with pytest.raises(AcutanceError, match=r"trained with cutoffs \[5, 9\], and a model with cutoffs \[5, 12\]"):
         initial_weights(replace(task, model=replace(model, cutoffs=(5, 12))))
     with pytest.raises(AcutanceError, match="holds a LanguageModel, and this run starts from a ViT"):

@@ -1,7 +1,5 @@
 """Images that fit into memory, held as bytes: scikit-learn's digits, CIFAR-10, CIFAR-100 and Fashion-MNIST."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import pickle
@@ -10,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -62,10 +60,10 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def to(self, device: torch.device | str) -> Images:
+    def to(self, device: torch.device | str) -> Self:
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
-    def subset(self, indices: Tensor) -> Images:
+    def subset(self, indices: Tensor) -> Self:
         """The images at these indices; mean and std stay those of the whole training set."""
         indices = indices.to(self.images.device)
         return replace(self, images=self.images[indices], labels=self.labels[indices])

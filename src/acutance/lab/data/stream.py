@@ -1,7 +1,5 @@
 """Batches of data too large for memory, decoded in worker processes; each a function of (seed, step) alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """DeiT on ImageNet (https://arxiv.org/abs/2012.12877)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from acutance.lab.tasks.imagenet import ImageNetConfig

@@ -1,7 +1,5 @@
 """Image classification from scratch on small images: digits, Fashion-MNIST, CIFAR."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is learnt: a task knows its data, model, loss and score; the loop knows nothing else about it."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Image classification with a ViT, on images that live on the device and are augmented there."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

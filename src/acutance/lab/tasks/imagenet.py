@@ -1,7 +1,5 @@
 """Image classification on ImageNet: decoded and cropped in worker processes, augmented further on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Language modelling: the next word, in sequences cut from one long text; perplexity over sliding windows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Semantic segmentation with a Segmenter: crops to train on, sliding windows and mean IoU to evaluate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -3,8 +3,6 @@
 A checkpoint is whole or not there. It is checked when written and when read, and never unpickled.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

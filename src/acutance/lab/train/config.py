@@ -1,13 +1,11 @@
 """What a run is made of, as plain data: written with the run, rebuilt from it, and overridable field by field."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, Union, cast, get_args, get_origin, get_type_hints
 
 from acutance.errors import AcutanceError
 from acutance.lab.tasks import config_class
@@ -93,13 +91,13 @@ class Config:
         return {**plain, "task": {"kind": self.task.kind, **plain["task"]}}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Config:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The inverse of `to_dict`; what is unknown, missing or of another type is named."""
         if not isinstance(data, Mapping) or not isinstance(data.get("task"), Mapping):
             raise AcutanceError("a configuration is a mapping with a task in it")
         task = {name: value for name, value in data["task"].items() if name != "kind"}
         built = from_dict(config_class(str(data["task"].get("kind"))), task, "task")
-        return cast(Config, from_dict(cls, {**data, "task": built}))
+        return cast(Self, from_dict(cls, {**data, "task": built}))
 
 
 def override(config: Config, assignments: Iterable[str]) -> Config:

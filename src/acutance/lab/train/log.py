@@ -1,7 +1,5 @@
 """What a run tells: its log, progress, attention back-end and where a NaN comes from; and the wish to stop it."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """Learning rate, optimiser, weight decay, and the running mean of the weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A run's folder: what it was made of, and where everything in it lies."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

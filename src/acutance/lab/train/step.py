@@ -1,7 +1,5 @@
 """One optimiser step, from a global batch to new weights. What is random in it is a function of (seed, step)."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
