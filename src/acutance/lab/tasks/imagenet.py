@@ -12,11 +12,10 @@ from acutance.errors import AcutanceError
 from acutance.lab.data import imagenet as data
 from acutance.lab.data.augment import DEIT, AugmentConfig
 from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD, Crops, ImageFolder, WebShards
-from acutance.lab.data.seeds import generator
 from acutance.lab.data.source import SplitName, held_out
 from acutance.lab.data.stream import REPEATS, evaluation_batches, repeated, training_batches
-from acutance.lab.tasks.base import BatchSlice, check_ranges, incidental, refuse_other_classes
-from acutance.lab.tasks.classification import ImageTask
+from acutance.lab.tasks.base import check_ranges, incidental, refuse_other_classes
+from acutance.lab.tasks.classification import Classification
 from acutance.models import ViTConfig
 
 
@@ -43,7 +42,7 @@ class ImageNetConfig:
             raise AcutanceError(f"ImageNet's images have 3 channels, task.model.in_chans is {self.model.in_chans}")
 
 
-class ImageNetTask(ImageTask[ImageNetConfig]):
+class ImageNetTask(Classification[ImageNetConfig]):
     """Images in files."""
 
     evaluated_at_once: ClassVar[int] = 256
@@ -56,22 +55,13 @@ class ImageNetTask(ImageTask[ImageNetConfig]):
             data.refuse_empty_slice(held_out(self._train.labels, every), every, config.shards or config.data_dir)
         self._make_augment(config.model.num_classes, IMAGENET_MEAN, IMAGENET_STD)
 
-    def batches(self, batch_size: int, first_step: int, part: BatchSlice) -> Iterator[tuple[Tensor, Tensor]]:
-        """Augmented images and soft targets."""
-        rows = part.rows(batch_size)
-        cropped = training_batches(
-            Crops(self._train, self.config.model.image_size),
-            lambda epoch: repeated(self._train.order(self.seed, epoch), batch_size, self.config.repeats),
-            batch_size=batch_size,
-            seed=self.seed,
-            first_step=first_step,
-            rows=rows,
-            workers=self.config.workers,
-            device=self.device,
-        )
-        for step, (images, labels) in enumerate(cropped, first_step):
-            draws = self._augment.draw(batch_size, generator(self.device, self.seed, step, batch_size))
-            yield self._augmented(images, labels, draws.rows(rows))
+    def _rows(self, batch_size: int, first_step: int, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
+        def order(epoch: int) -> Tensor:
+            return repeated(self._train.order(self.seed, epoch), batch_size, self.config.repeats)
+
+        crops = Crops(self._train, self.config.model.image_size)
+        how: dict[str, Any] = {"workers": self.config.workers, "device": self.device, "first_step": first_step}
+        return training_batches(crops, order, batch_size=batch_size, seed=self.seed, rows=rows, **how)
 
     @classmethod
     def evaluated_by(cls, split: str) -> tuple[str, ...]:
@@ -83,12 +73,9 @@ class ImageNetTask(ImageTask[ImageNetConfig]):
         return load_imagenet(self.config, cast(Any, split))
 
     def _read(self, images: ImageFolder | WebShards, indices: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        crops, how = Crops(images, self.config.model.image_size), {"workers": self.config.workers}
         return evaluation_batches(
-            Crops(images, self.config.model.image_size),
-            batch_size=self.evaluated_at_once,
-            indices=list(indices),
-            workers=self.config.workers,
-            device=self.device,
+            crops, batch_size=self.evaluated_at_once, indices=list(indices), device=self.device, **how
         )
 
 
