@@ -212,8 +212,8 @@ def test_an_update_that_overflows_is_not_saved_as_good(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("where", "name", "step", "words"),
     [
-        (checkpointer, "_write_through", "step-000000000", "checkpoint of step 0 .*No checkpoint was saved yet"),
-        (checkpointer, "_write_through", "step-000000010", "checkpoint of step 10 .*is .*step-000000005.*--resume"),
+        (checkpointer, "atomic_write", "step-000000000", "checkpoint of step 0 .*No checkpoint was saved yet"),
+        (checkpointer, "atomic_write", "step-000000010", "checkpoint of step 10 .*is .*step-000000005.*--resume"),
         (checkpointer, "save", "", r"best\.safetensors .*--resume"),
         (Log, "write", "", "the log .*--resume"),
         (Run, "write_result", "", "the result .*--resume"),

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from acutance import sites
 from acutance.distributed import raise_on_all_ranks
 from acutance.errors import AcutanceError
 from acutance.explain.steer import check_spectrum
-from acutance.files.atomic import finite
+from acutance.files.atomic import atomic_write, digest, finite
 from acutance.io.saving import save
 from acutance.lab.tasks import Task
 from acutance.lab.train.engine import Engine
@@ -74,18 +73,16 @@ def write_checkpoint(folder: Path, step: int, tensors: Tensors, notes: Mapping[s
 
 
 def _write(folder: Path, tensors: Tensors, notes: Mapping[str, Any]) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
     try:
-        temporary.mkdir()
         files = {}
         for name, content in tensors.items():
             body = tensor_bytes({key: value.contiguous() for key, value in content.items()})
             files[name] = {"sha256": hashlib.sha256(body).hexdigest(), "bytes": len(body)}
-            _write_through(temporary / name, body)
+            atomic_write(temporary / name, body)
         manifest = {"format": FORMAT, "files": files, "notes": notes}
-        _write_through(temporary / MANIFEST, json.dumps(manifest, indent=1, allow_nan=False).encode())
+        atomic_write(temporary / MANIFEST, json.dumps(manifest, indent=1, allow_nan=False).encode())
         _flush_folder(temporary)
         temporary.rename(folder)
         _flush_folder(folder.parent)
@@ -120,13 +117,10 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
         except DamagedError as error:
             damaged[path] = str(error)
             continue
-        complaints = []
-        for bad, words in damaged.items():
-            aside = bad.with_name(f"damaged-{bad.name}")
-            shutil.rmtree(aside, ignore_errors=True)
+        for bad in damaged:
+            shutil.rmtree(aside := bad.with_name(f"damaged-{bad.name}"), ignore_errors=True)
             bad.rename(aside)
-            complaints.append(f"{words}; put aside as {aside.name}")
-        return path, complaints
+        return path, [f"{words}; put aside as damaged-{bad.name}" for bad, words in damaged.items()]
     return None, list(damaged.values())
 
 
@@ -135,18 +129,14 @@ def _checked_manifest(folder: Path) -> Any:
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         if manifest["format"] != FORMAT:
-            raise AcutanceError(
-                f"{folder} has the format {manifest['format']!r} and this version of Acutance reads {FORMAT!r}: go on "
-                "with the version that wrote it"
-            )
+            found = f"{folder}: format {manifest['format']!r}, this version reads {FORMAT!r}"
+            raise AcutanceError(f"{found}: go on with the version that wrote it")
         for name, expected in manifest["files"].items():
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise DamagedError(f"{folder}: {name!r} is no name of a tensor file")
-            with (folder / name).open("rb") as file:
-                digest, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
-            if size != expected["bytes"]:
+            if (size := (folder / name).stat().st_size) != expected["bytes"]:
                 raise DamagedError(f"{folder}: {name} has {size} bytes of {expected['bytes']}")
-            if digest != expected["sha256"]:
+            if digest(folder / name) != expected["sha256"]:
                 raise DamagedError(f"{folder}: {name} was changed after it was written (its checksum differs)")
         if not isinstance(manifest["notes"], dict):
             raise DamagedError(f"{folder}: its notes are no table")
@@ -155,13 +145,6 @@ def _checked_manifest(folder: Path) -> Any:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DamagedError(f"{folder}: unreadable: {error!r}") from error
     return manifest
-
-
-def _write_through(path: Path, body: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(body)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _flush_folder(folder: Path) -> None:
@@ -186,7 +169,7 @@ class Checkpointer:
         self.scores: dict[str, float] = {}  # of the last evaluation
 
     def newest(self) -> Path | None:
-        return self._engine.on_main(lambda: next(iter(checkpoint_paths(self._run.checkpoints)), None))
+        return next(iter(checkpoint_paths(self._run.checkpoints)), None)
 
     def restore(self, say: Callable[[str], None] = lambda words: None) -> int:
         """Restore the newest checkpoint that is whole, saying what was wrong with newer ones; gives its step."""
@@ -206,30 +189,25 @@ class Checkpointer:
 
     def save(self, step: int) -> None:
         """Write a checkpoint, unless the weights hold a NaN or an infinity: then the last good one stays the last."""
-        tensors, folder, last = gather_state(self._train_step), self._run.checkpoints, self.newest()
+        tensors = gather_state(self._train_step)
         notes = {"step": step, "best": self.best, "scores": finite(self.scores), "processes": self._engine.world}
 
-        def write() -> list[str]:
-            bad = nonfinite_names(tensors[MODEL])
-            if not bad:
-                write_checkpoint(folder, step, tensors, notes, self._keep_last)
-            return bad
+        def write() -> None:
+            if bad := nonfinite_names(tensors[MODEL]):
+                raise DivergedError(
+                    f"after step {step}, whose loss was finite, {', '.join(bad[:3])} hold no numbers: its gradient "
+                    f"overflowed. The last good checkpoint is {self.newest()}. Lower optim.lr or set optim.clip"
+                )
+            write_checkpoint(self._run.checkpoints, step, tensors, notes, self._keep_last)
 
-        with self.writing(f"the checkpoint of step {step}"):
-            bad = self._engine.on_main(write)
-        if bad:
-            raise DivergedError(
-                f"after step {step}, whose loss was finite, {', '.join(bad[:3])} hold no numbers any more: the "
-                f"gradient overflowed. The last good checkpoint is {last}. Lower optim.lr or set optim.clip"
-            )
+        self.write(f"the checkpoint of step {step}", write)
 
-    @contextmanager
-    def writing(self, what: str) -> Iterator[None]:
-        """Inside, a disk that is full or gone is reported, with what is left to go on from."""
+    def write(self, what: str, function: Callable[[], None]) -> None:
+        """In the main process. A disk that is full or gone is reported, with what is left to go on from."""
         try:
-            yield
+            self._engine.on_main(function)
         except OSError as error:
-            last = next(iter(checkpoint_paths(self._run.checkpoints)), None)
+            last = self.newest()
             left = "No checkpoint was saved yet" if last is None else f"The last good checkpoint is {last}, untouched"
             raise AcutanceError(
                 f"{what} could not be written: {error}. {left}. Make room first. {self._run.how_to_go_on()}"
@@ -247,8 +225,7 @@ class Checkpointer:
         """Export the last model and write the result."""
         self._export(self._run.model_path, last=True)
         result = {"step": step, "scores": finite(scores), "headline": self._task.headline, "best": self.best}
-        with self.writing("the result"):
-            self._engine.on_main(lambda: self._run.write_result(result))
+        self.write("the result", lambda: self._run.write_result(result))
         return result
 
     def _export(self, path: Path, *, last: bool = False) -> None:
@@ -263,8 +240,7 @@ class Checkpointer:
             if last:
                 self._check_spectra(model)
 
-        with self.writing(str(path)):
-            self._engine.on_main(write)
+        self.write(str(path), write)
 
     def _check_spectra(self, model: nn.Module) -> None:
         """Warn of steered layers whose spectrum has crossed the bound, at the μ_min attention has on the probe."""

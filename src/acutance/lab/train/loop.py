@@ -3,6 +3,7 @@
 import math
 import time
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -51,7 +52,7 @@ class Loop:
 
     def restore(self) -> None:
         """Restore the newest checkpoint that is whole, if there is one."""
-        if self.checkpointer.newest() is not None:
+        if self.engine.on_main(self.checkpointer.newest) is not None:
             self.restored = self.checkpointer.restore(self.say)
 
     def fit(self) -> dict[str, Any]:
@@ -66,7 +67,7 @@ class Loop:
         self._announce(step, first := next(batches))
         batches = chain([first], batches)
         monitor = self._monitor(step)
-        log = logs.Log(self.run.folder, step) if engine.is_main else None
+        log: Any = logs.Log(self.run.folder, step) if engine.is_main else None
         evaluate_every = max(1, round(loop.evaluate_every * self.steps_per_epoch))
         losses = torch.zeros(loop.log_every, device=engine.device)  # read on the host at log points only
         pending, scores = 0, self.checkpointer.scores
@@ -96,9 +97,7 @@ class Loop:
                     seen = getattr(self.config.task, "train_on", None) == "all"
                     name = "val, which it is trained on" if seen else "val"
                     self.say(f"epoch {epoch:.2f}  loss {loss:.4f}  {name}: {listed}")
-                if log is not None:
-                    with self.checkpointer.writing("the log"):
-                        log.write(step, entry)
+                self.checkpointer.write("the log", partial(logs.Log.write, log, step, entry))
                 if saving or stop:
                     self.checkpointer.save(step)
                 if stop and not last:
