@@ -252,10 +252,6 @@ class Checkpointer:
 
 def gather_state(train_step: TrainStep) -> dict[str, dict[str, Tensor]]:
     """Weights, moments and running mean on the CPU, whole, by file and name."""
-
-    def whole(value: Tensor) -> Tensor:
-        return value.full_tensor() if isinstance(value, DTensor) else value
-
     moments = {
         f"{name}/{key}": value
         for name, parameter in _optimised(train_step)
@@ -264,7 +260,7 @@ def gather_state(train_step: TrainStep) -> dict[str, dict[str, Tensor]]:
     parts = {MODEL: persistent(train_step.model), OPTIMISER: moments}
     if train_step.ema is not None:
         parts[EMA] = train_step.ema.mean
-    return {file: {name: whole(value.detach()).cpu() for name, value in part.items()} for file, part in parts.items()}
+    return {file: {name: _whole(value.detach()) for name, value in part.items()} for file, part in parts.items()}
 
 
 def restore_state(train_step: TrainStep, tensors: Tensors) -> None:
@@ -282,9 +278,11 @@ def restore_state(train_step: TrainStep, tensors: Tensors) -> None:
     groups = train_step.optimiser.state_dict()["param_groups"]
     train_step.optimiser.load_state_dict({"state": state, "param_groups": groups})  # which places each counter
     if train_step.ema is not None:
-        if EMA not in tensors:
-            raise AcutanceError("the checkpoint has no running mean of the weights: leave loop.ema unset, as it was")
-        _copy(train_step.ema.mean, tensors[EMA])
+        _copy(train_step.ema.mean, tensors.get(EMA, {}))
+
+
+def _whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
 
 
 def _optimised(train_step: TrainStep) -> Iterator[tuple[str, Tensor]]:

@@ -208,11 +208,8 @@ def locate(model: nn.Module, forward: Callable[[], Tensor]) -> str:
 
 def _described(name: str, module: nn.Module) -> str:
     """A module as `layer 4 (blocks.3.attn.proj, Linear)`: paths count from 0, layers from 1."""
-    kind = type(module).__name__
-    number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
-    if number is None:
-        return f"{name or 'the model'} ({kind})"
-    return f"layer {int(number[1]) + 1} ({name}, {kind})"
+    kind, number = type(module).__name__, re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    return f"layer {int(number[1]) + 1} ({name}, {kind})" if number else f"{name or 'the model'} ({kind})"
 
 
 def _nonfinite(value: Any) -> bool:
