@@ -89,14 +89,9 @@ def choose(labels: Tensor, split: SplitName | None, every: int, place: Path | st
     if split not in ("train", "val"):
         return torch.arange(len(labels))
     held = held_out(labels, every)
-    refuse_empty_slice(held, every, place)
-    return (held if split == "val" else ~held).nonzero()[:, 0]
-
-
-def refuse_empty_slice(held: Tensor, every: int, place: object) -> None:
-    """Without a held-out image there is nothing to score during training."""
-    if not bool(held.any()):
+    if not bool(held.any()):  # then there is nothing to score during training
         raise AcutanceError(f"{place}: no class has {every} images to hold one out for val; lower task.held_out_every")
+    return (held if split == "val" else ~held).nonzero()[:, 0]
 
 
 def _visible(folder: Path, wanted: Callable[[Path], bool]) -> list[Path]:

@@ -12,7 +12,7 @@ from acutance.errors import AcutanceError
 from acutance.lab.data import imagenet as data
 from acutance.lab.data.augment import DEIT, AugmentConfig
 from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD, Crops, ImageFolder, WebShards
-from acutance.lab.data.source import SplitName, held_out
+from acutance.lab.data.source import SplitName
 from acutance.lab.data.stream import REPEATS, evaluation_batches, repeated, training_batches
 from acutance.lab.tasks.base import check_ranges, incidental, refuse_other_classes
 from acutance.lab.tasks.classification import Classification
@@ -50,9 +50,8 @@ class ImageNetTask(Classification[ImageNetConfig]):
     def __init__(self, config: ImageNetConfig, *, seed: int, device: torch.device) -> None:
         super().__init__(config, seed=seed, device=device)
         self._train = self._images(config.train_on)
-        if config.train_on == "all":  # the slice is scored all the same, but not before some epochs are trained
-            every = config.held_out_every
-            data.refuse_empty_slice(held_out(self._train.labels, every), every, config.shards or config.data_dir)
+        if config.train_on == "all":  # an empty slice to score is refused now, not after some epochs
+            data.choose(self._train.labels, "val", config.held_out_every, config.shards or str(config.data_dir))
         self._make_augment(config.model.num_classes, IMAGENET_MEAN, IMAGENET_STD)
 
     def _rows(self, batch_size: int, first_step: int, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
