@@ -1,14 +1,11 @@
-"""Training over two machines: as one process trains, in a folder that they share.
-
-As a program, this is what torchrun starts: the command line, in float64, that loses its machine in step 7 where the
-first argument, its folder, is followed by "dies".
-"""
+"""Training over two machines: as one process trains, in a folder that they share."""
 
 import json
 import os
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -16,15 +13,14 @@ import pytest
 import torch
 from tiny_runs import assert_close, bits, fit, in_float64, stepping, use_float64
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import run
 
-from acutance import cli
 from acutance.lab import recipes
 from acutance.lab.train import override
-from forked import FORKS, free_port, run_as_torchrun
+from forked import run_as_torchrun
 
 WRITES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
 PATIENCE = 300  # seconds: a hang fails
+FATE = ExitStack()
 CHANGES = [
     "task.fraction=0.1", "task.model.dim=8", "task.model.depth=2", "task.model.heads=2", "task.model.dropout=0.1",
     "optim.lr=1e-2", "schedule.warmup=0.5", "loop.epochs=1.25", "loop.batch_size=16", "loop.ema=0.9",
@@ -33,8 +29,11 @@ CHANGES = [
 TRAIN = ["train", "digits", "--device", "cpu", *(word for change in CHANGES for word in ("--set", change))]
 
 
-def prepare(folder):
-    """Before a command, in a process of its own: float64, and every change in the folder is printed."""
+def prepare(folder, dying=None):
+    """Before a command, in a process of its own: float64, and every change in the folder is printed.
+
+    The `dying` process loses its machine in step 7.
+    """
     torch.set_num_threads(1)
     use_float64(pytest.MonkeyPatch())
     wait = PrefixStore.wait
@@ -51,53 +50,23 @@ def prepare(folder):
 
     sys.addaudithook(hook)
     PrefixStore.wait = late
-
-
-def lose_machine():
-    """As when it burns: the agent of torchrun and the process it started, at once."""
-    os.kill(os.getppid(), signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def agent(words, printed):
-    """A torchrun, forked from a process that has imported torch already."""
-    here = Path(__file__)
-    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(here.parent), str(here.parents[2])])}
-    with printed.open("w") as file:
-        os.dup2(file.fileno(), sys.stdout.fileno())
-        os.dup2(file.fileno(), sys.stderr.fileno())
-    run.main([*map(str, words)])
-
-
-def by_torchruns(folder, printed):
-    """Begin a run on both machines by a torchrun each, of which the second dies; gives both exit statuses."""
-    meeting = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", free_port()]
-    agents = []
-    for node, fate in enumerate(("lives", "dies")):
-        words = [*meeting, "--node-rank", node, __file__, folder, fate, *TRAIN, "--out", folder]
-        agents.append(FORKS.Process(target=agent, args=(words, printed.with_suffix(f".{node}"))))
-        agents[-1].start()
-    for one in agents:
-        one.join(PATIENCE)
-        one.kill()
-        one.join()
-    return [one.exitcode for one in agents]
+    if os.environ["RANK"] == dying:
+        FATE.enter_context(stepping(7, lambda: os.kill(os.getpid(), signal.SIGKILL)))
 
 
 @pytest.mark.slow
 def test_two_machines_of_which_one_dies_go_on_and_equal_one_process(tmp_path):
-    """Begun in DDP by two torchruns, resumed in FSDP2; in float64, so that what is left is the order of summation."""
+    """Begun in DDP, resumed in FSDP2; in float64, so that what is left is the order of summation."""
     folder = tmp_path / "run"
-    status, dead = by_torchruns(folder, tmp_path / "printed")
-    printed = (tmp_path / "printed.0").read_text()
-    assert status not in (0, -9), printed
-    assert dead == -9
-    assert "ddp, 2 × 1 parts of a batch of 16" in printed
+    begin = partial(run_as_torchrun, machines=2, seconds=PATIENCE)
+    alive, dead = begin([*TRAIN, "--out", folder], prepare=partial(prepare, folder, dying="1"))
+    assert (alive.returncode in (0, -9), dead.returncode) == (False, -9), alive
+    assert "ddp, 2 × 1 parts of a batch of 16" in alive.stdout
     assert (folder / "checkpoints/step-000000005").is_dir()
     assert not (folder / "result.json").exists()
 
     go_on = ["train", "--device", "cpu", "--out", folder, "--resume", "--strategy", "fsdp"]
-    both = run_as_torchrun(go_on, machines=2, prepare=partial(prepare, folder), seconds=PATIENCE)
+    both = begin(go_on, prepare=partial(prepare, folder))
     assert [done.returncode for done in both] == [0, 0], both
     first, second = (done.stdout for done in both)
     assert "going on after step 5" in first
@@ -128,11 +97,3 @@ def test_machines_that_share_no_folder_are_refused_and_none_waits(tmp_path):
             assert "process 1 wrote" not in done.stdout
     assert [path.name for path in folders[0].iterdir()] == ["begun"]  # no trace of what was refused
     assert (folders[0] / "begun/run.json").read_bytes() == before
-
-
-if __name__ == "__main__":
-    _, folder, fate, *command = sys.argv
-    prepare(folder)
-    sys.argv = ["acutance", *command]
-    with stepping(7 if fate == "dies" else None, lose_machine):
-        cli.run()

@@ -19,15 +19,12 @@ class Stream:
     def __init__(self, device=None):
         self.device, self.queue, self.done = device, [], 0
 
-    def enqueue(self, work, ready=lambda: True):
-        self.queue.append((ready, work))
-
     def record_event(self):
         position = len(self.queue)
         return lambda: self.done >= position
 
     def wait_event(self, event):
-        self.enqueue(lambda: None, event)
+        self.queue.append((event, lambda: None))
 
     def wait_stream(self, other):
         self.wait_event(other.record_event())
@@ -44,8 +41,7 @@ class Gpu:
     """Two streams, memory that goes back to the stream it came from when a batch is dropped, and graphs."""
 
     def __init__(self, monkeypatch):
-        self.main = self.current = Stream()
-        self.side = None
+        self.main, self.side, self.current = (stream := Stream()), None, stream
         self.memory, self.free, self.read, self.order = {}, [], [], []
         self.mode, self.modes, self.captures, self.replays = 0, [], 0, 0
         for name, fake in {
@@ -53,7 +49,7 @@ class Gpu:
             "current_stream": lambda device=None: self.current,
             "stream": self.on,
             "CUDAGraph": lambda: self,
-            "graph": self.capturing,
+            "graph": lambda *args, **options: nullcontext(setattr(self, "captures", self.captures + 1)),
             "get_sync_debug_mode": lambda: self.mode,
             "set_sync_debug_mode": lambda mode: setattr(self, "mode", mode),
         }.items():
@@ -70,10 +66,6 @@ class Gpu:
         yield
         self.current = before
 
-    def capturing(self, *args, **options):
-        self.captures += 1
-        return nullcontext()
-
     def replay(self):
         self.replays += 1
 
@@ -89,7 +81,7 @@ class Gpu:
         assert all(stream.done == len(stream.queue) for stream in (self.main, self.side))
 
     def work(self, name, act):
-        self.current.enqueue(lambda: (self.order.append(name), act()))
+        self.current.queue.append((lambda: True, lambda: (self.order.append(name), act())))
 
 
 class Batch:
@@ -127,32 +119,22 @@ def test_a_batch_is_made_beside_the_step_before_it_and_not_earlier(gpu, first):
         assert (at["batch", number + 1] < at["step", number]) == (first == "side")
 
 
-def graphed(gpu, fails=lambda: False):
-    def step(batch):
+@pytest.mark.parametrize("harm", [None, "waits", "cannot be captured"])
+def test_waiting_is_refused_in_the_last_call_before_the_capture(gpu, harm):
+    """A step that waits is never captured; after a failed capture the advice is a new process."""
+    fails = {None: lambda: False, "waits": lambda: gpu.mode == "error", "cannot be captured": lambda: gpu.captures}
+
+    def plain(batch):
         gpu.modes.append(gpu.mode)
-        if fails():
+        if fails[harm]():
             raise RuntimeError("not permitted")
         return batch.sum()
 
-    return CUDAGraphStep(step)
-
-
-def test_waiting_is_refused_in_the_last_call_before_the_capture(gpu):
-    step = graphed(gpu)
-    for _ in range(WARM_UP + 3):
+    step = CUDAGraphStep(plain)
+    for _ in range(WARM_UP + 3 if harm is None else WARM_UP - (harm == "waits")):
         step(torch.ones(2))
-    assert gpu.modes == [0] * (WARM_UP - 1) + ["error"] + [0]  # the last one is captured
-    assert (gpu.captures, gpu.replays) == (1, 3)
-    with pytest.raises(AcutanceError, match=r"\(3,\).*\(2,\)"):
-        step(torch.ones(3))  # batches have one shape
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_step_that_waits_is_never_captured_and_a_failed_capture_asks_for_a_new_process(gpu, waits):
-    step = graphed(gpu, lambda: gpu.mode == "error" if waits else gpu.captures)
-    for _ in range(WARM_UP - waits):
-        step(torch.ones(2))
-    advice = r"trains without$" if waits else "in a new process$"
-    with pytest.raises(AcutanceError, match=rf"not permitted.*loop\.graph=false {advice}" if waits else advice):
-        step(torch.ones(2))
-    assert (gpu.captures, gpu.mode) == (not waits, 0)
+    advice = {None: r"\(3,\).*\(2,\)", "waits": r"loop\.graph=false trains without$"}  # batches have one shape
+    with pytest.raises(AcutanceError, match=advice.get(harm, "not permitted.*in a new process$")):
+        step(torch.ones(2 if harm else 3))
+    assert (gpu.captures, gpu.replays, gpu.mode) == (harm != "waits", 0 if harm else 3, 0)
+    assert gpu.modes == ([0] * (WARM_UP - 1) + ["error"] + [0])[: len(gpu.modes)]  # the last one is captured
