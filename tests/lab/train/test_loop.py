@@ -93,9 +93,9 @@ def test_the_bar_shows_how_far_how_fast_and_how_long_in_one_process(shown):
     bar = Bar(Console(file=output, force_terminal=True, width=160), first=4, total=8, unit="images", shown=shown)
     with bar.progress:
         bar.advance(16)
-        bar.tell(epoch=1.25, loss=0.5, speed=12345.6)
+        assert bar.tell(epoch=1.25, loss=0.5) > 0
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.getvalue())
-    found = re.search(r"epoch 1\.25  loss 0\.5000 .*5/8 12,346 images/s 0:00:00 left [\d:-]+", text)
+    found = re.search(r"epoch 1\.25  loss 0\.5000 .*5/8 [\d,]+ images/s 0:00:00 left [\d:-]+", text)
     assert found if shown else text.strip() == ""
 
 

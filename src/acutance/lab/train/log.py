@@ -89,19 +89,14 @@ class Bar:
         self._units += units
         self.progress.advance(self._task)
 
-    def speed(self) -> float:
-        """Units a second since it was last asked; to be asked when the device has finished."""
-        now = time.perf_counter()
-        speed = self._units / max(now - self._since, 1e-9)
-        self._units, self._since = 0, now
-        return speed
+    def skip(self) -> None:
+        """Do not count the time since it was told: an evaluation, a checkpoint."""
+        self._since = time.perf_counter()
 
-    def skip(self, since: float) -> None:
-        """Do not count the time since then: an evaluation, a checkpoint."""
-        self._since += time.perf_counter() - since
-
-    def tell(self, epoch: float, loss: float, speed: float) -> None:
-        """What is known since the last log point."""
+    def tell(self, epoch: float, loss: float) -> float:
+        """What is known since the last log point, when the device has finished; gives the units a second."""
+        speed = self._units / max(time.perf_counter() - self._since, 1e-9)
+        self._units = 0
         words = f"{speed:,.0f} {self._unit}/s"
         self.progress.update(self._task, description=f"epoch {epoch:.2f}  loss {loss:.4f}", speed=words)
         if self._lines is not None and time.monotonic() - self._told >= SECONDS_BETWEEN_LINES:
@@ -110,6 +105,7 @@ class Bar:
             left = "" if task.time_remaining is None else f"  {timedelta(seconds=int(task.time_remaining))} left"
             line = f"step {task.completed:.0f} of {task.total:.0f}  {task.description}  {words}{left}"
             self._lines.print(line, highlight=False, soft_wrap=True)
+        return speed
 
 
 class StoppedError(AcutanceError):

@@ -85,9 +85,8 @@ class Loop:
                 if not (pending == loop.log_every or evaluating or saving or alone):
                     continue
                 loss, stop = self._read(step, losses[:pending], interrupts)
-                speed, pending, began = bar.speed(), 0, time.perf_counter()
-                epoch = step / self.steps_per_epoch
-                bar.tell(epoch, loss, speed)
+                pending, epoch = 0, step / self.steps_per_epoch
+                speed = bar.tell(epoch, loss)
                 entry = {"epoch": epoch, "loss": loss, "lr": self._rate(step - 1), f"{self.task.unit}/s": speed}
                 entry["seconds"] = time.perf_counter() - beginning  # in this process, with all that is not training
                 if evaluating:
@@ -104,7 +103,7 @@ class Loop:
                     raise StoppedError(
                         f"stopped after step {step} of {self.total}, which is saved. {self.run.how_to_go_on()}"
                     )
-                bar.skip(began)
+                bar.skip()
             if first_step == self.total:  # nothing was left to train, and the last scores may be of an earlier step
                 scores = self._evaluate(step)
         if monitor is not None:
