@@ -57,7 +57,7 @@ def test_values_get_the_type_of_their_field(field, text, expected):
         ("loop.compile=yes", 'loop.compile is true or false, not "yes"'),
         ("optim.name=addamw", r'one of adamw, adam, sgd, muon, not "addamw", did you mean adamw\?'),
         ("optim.clip=much", 'optim.clip is a number or null, not "much"'),
-        ("optim.betas=[0.9]", r"optim.betas is a list of 2, such as \[0.9, 0.9\]"),
+        ("optim.betas=[0.9]", r"optim.betas is a list of 2, each a number, not \[0.9\]"),
         ("optim=3", "optim has fields of its own"),
         ("optim.lr.x=3", "optim.lr has no fields of its own"),
         ("loop.accumulate=3", "cannot be cut into 3 equal parts"),

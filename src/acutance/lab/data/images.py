@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from acutance.errors import MissingExtraError, ShapeError
-from acutance.lab.data.source import Source, SplitName, data_folder, held_out
+from acutance.lab.data.source import Source, SplitName, class_ranks, data_folder, held_out
 
 CIFAR10 = Source(
     "CIFAR-10",
@@ -132,10 +132,8 @@ def _raw_digits() -> tuple[Tensor, Tensor, Tensor]:
     except ImportError as error:
         raise MissingExtraError("the digits ship with scikit-learn: pip install 'acutance[train]'") from error
     raw = load_digits()
-    test = np.zeros(len(raw.target), dtype=bool)
-    for label in range(10):
-        test[np.flatnonzero(raw.target == label)[::5]] = True
-    return torch.tensor(raw.images, dtype=torch.float32)[:, None], torch.tensor(raw.target), torch.from_numpy(test)
+    labels = torch.tensor(raw.target)
+    return torch.tensor(raw.images, dtype=torch.float32)[:, None], labels, class_ranks(labels) % 5 == 0
 
 
 def _cifar10(data_dir: Path, train: bool) -> Part:

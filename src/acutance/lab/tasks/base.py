@@ -27,11 +27,10 @@ RANGES: Mapping[str, Callable[[Any], bool]] = {
 
 def check_ranges(part: str, config: Any, ranges: Mapping[str, str]) -> None:
     """Refuse fields outside their range; `ranges` has the names of fields by one of `RANGES`, with spaces between."""
-    for words, names in ranges.items():
-        for name in names.split():
-            value = getattr(config, name)
-            if value is not None and not all(map(RANGES[words], value if isinstance(value, tuple) else (value,))):
-                raise AcutanceError(f"{part}.{name} must be {words}, not {value}")
+    for words, name in ((words, name) for words, names in ranges.items() for name in names.split()):
+        value = getattr(config, name)
+        if value is not None and not all(map(RANGES[words], value if isinstance(value, tuple) else (value,))):
+            raise AcutanceError(f"{part}.{name} must be {words}, not {value}")
 
 
 def incidental(default: Any) -> Any:

@@ -207,15 +207,13 @@ def _misfit(kind: Any, value: Any, where: str) -> AcutanceError:
 
 def _described(kind: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "null"}
-    examples = {int: "1", float: "0.9", str: '"text"', bool: "true", Ellipsis: "…"}
     arguments, origin = get_args(kind), get_origin(kind)
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
     if origin in (Union, UnionType):
         return " or ".join(map(_described, arguments))
     if origin is tuple:
-        count = "" if arguments[-1] is Ellipsis else f" of {len(arguments)},"
-        return f"a list{count} such as [{', '.join(examples.get(one, '…') for one in arguments)}]"
+        return f"a list{'' if arguments[-1] is Ellipsis else f' of {len(arguments)}'}, each {_described(arguments[0])}"
     return names.get(kind, f"a {getattr(kind, '__name__', kind)}")
 
 

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -184,17 +185,11 @@ def locate(model: nn.Module, forward: Callable[[], Tensor]) -> str:
             found.append("in the batch, before any module has seen it")
 
     def look_out(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if not found and _nonfinite(output):
+        if not found and module in names and _nonfinite(output):
             found.append(f"in the output of {_described(names[module], module)}")
 
-    handles = [model.register_forward_pre_hook(look_in)]
-    handles += [module.register_forward_hook(look_out) for module in names]
-    try:
-        with torch.no_grad():
-            loss = forward()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), model.register_forward_pre_hook(look_in), register_module_forward_hook(look_out):
+        loss = forward()
     if found:
         return found[0]
     if _nonfinite(loss):
