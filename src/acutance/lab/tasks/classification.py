@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -15,6 +15,7 @@ from acutance.lab.data.augment import Augment, AugmentConfig
 from acutance.lab.data.images import Images, load_images
 from acutance.lab.data.seeds import epoch_order, generator
 from acutance.lab.data.source import fraction
+from acutance.lab.data.stream import repeated, visits
 from acutance.lab.studies.depth import draw_xavier
 from acutance.lab.tasks import base
 from acutance.lab.tasks.base import BatchSlice, ConfigT, incidental
@@ -109,7 +110,6 @@ class ClassificationTask(Classification[ClassificationConfig]):
     ) -> None:
         """`images` to train on replace those of the configuration."""
         super().__init__(config, seed=seed, device=device)
-        self._visits = -1, torch.empty(0)  # an epoch and its order, so that it is drawn once
         images = load_images(config.dataset, config.data_dir, config.train_on) if images is None else images
         if config.fraction < 1:
             images = images.subset(fraction(images.labels, config.fraction))
@@ -124,20 +124,14 @@ class ClassificationTask(Classification[ClassificationConfig]):
         self._make_augment(len(images.classes), images.mean, images.std)
 
     def _rows(self, batch_size: int, first_step: int, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
-        for step in count(first_step):
-            chosen = self._order(batch_size, step)[rows]
-            yield self._train.images[chosen], self._train.labels[chosen]
+        for chosen in visits(partial(self._order, batch_size), batch_size, first_step):
+            yield self._train.images[chosen[rows]], self._train.labels[chosen[rows]]
 
-    def _order(self, batch_size: int, step: int) -> Tensor:
-        """The images of a global batch. Repeated ones stand apart, so that none is mixed with itself."""
-        epoch, index = divmod(step, self.steps_per_epoch(batch_size))
-        unique = -(-batch_size // self.config.repeats)
-        if self._visits[0] != epoch:
-            order = epoch_order(len(self._train), self.seed, epoch)
-            if self.device.type == "cuda":
-                order = order.pin_memory()  # from memory that is not pinned the host would wait for all steps so far
-            self._visits = epoch, order.to(self.device, non_blocking=True)
-        return self._visits[1][index * unique : (index + 1) * unique].repeat(self.config.repeats)[:batch_size]
+    def _order(self, batch_size: int, epoch: int) -> Tensor:
+        order = repeated(epoch_order(len(self._train), self.seed, epoch), batch_size, self.config.repeats)
+        if self.device.type == "cuda":
+            order = order.pin_memory()  # from memory that is not pinned the host would wait for all steps so far
+        return order.to(self.device, non_blocking=True)
 
     @classmethod
     def evaluated_by(cls, split: str) -> tuple[str, ...]:
