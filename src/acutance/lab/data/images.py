@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from acutance.errors import MissingExtraError, ShapeError
+from acutance.errors import ShapeError, import_extra
 from acutance.lab.data.source import Source, SplitName, class_ranks, data_folder, held_out
 
 CIFAR10 = Source(
@@ -127,11 +127,8 @@ def _digits(data_dir: Path, train: bool) -> Part:
 
 def _raw_digits() -> tuple[Tensor, Tensor, Tensor]:
     """Images from 0 to 16, labels, and which of them are test images."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise MissingExtraError("the digits ship with scikit-learn: pip install 'acutance[train]'") from error
-    raw = load_digits()
+    missing = "the digits ship with scikit-learn: pip install 'acutance[train]'"
+    raw = import_extra("sklearn.datasets", missing).load_digits()
     labels = torch.tensor(raw.target)
     return torch.tensor(raw.images, dtype=torch.float32)[:, None], labels, class_ranks(labels) % 5 == 0
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from acutance import distributed
-from acutance.errors import AcutanceError, MissingExtraError
+from acutance.errors import AcutanceError, import_extra
 from acutance.lab.train.config import LoopConfig
 
 T = TypeVar("T")
@@ -92,12 +92,8 @@ class Engine:
 
 
 def _fabric(strategy: str, precision: str, device: str, processes: int | None) -> Any:
-    try:
-        from lightning.fabric import Fabric
-        from lightning.fabric.strategies.ddp import DDPStrategy
-        from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
-    except ImportError as error:
-        raise MissingExtraError("training runs on Lightning Fabric: pip install 'acutance[train]'") from error
+    fabric = import_extra("lightning.fabric", "training runs on Lightning Fabric: pip install 'acutance[train]'")
+    strategies = fabric.strategies
     for name in ("lightning.fabric", "lightning.fabric.utilities.rank_zero", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)  # it announces precision and every process
     accelerator = distributed.device(device).partition(":")[0]
@@ -107,11 +103,11 @@ def _fabric(strategy: str, precision: str, device: str, processes: int | None) -
         nodes = int(os.environ["WORLD_SIZE"]) // local
     elif processes is None and accelerator == "cuda" and strategy != "single":
         local = torch.cuda.device_count()
-    chosen: Any = DDPStrategy() if strategy == "ddp" else "auto"
+    chosen: Any = strategies.DDPStrategy() if strategy == "ddp" else "auto"
     if strategy == "fsdp":  # Fabric's own FSDPStrategy is FSDP1
-        chosen = ModelParallelStrategy(_shard, data_parallel_size=local * nodes, tensor_parallel_size=1)
+        chosen = strategies.ModelParallelStrategy(_shard, data_parallel_size=local * nodes, tensor_parallel_size=1)
     casts: Any = "bf16-mixed" if precision == "bf16" else "32-true"
-    return Fabric(accelerator=accelerator, devices=local, num_nodes=nodes, strategy=chosen, precision=casts)
+    return fabric.Fabric(accelerator=accelerator, devices=local, num_nodes=nodes, strategy=chosen, precision=casts)
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from acutance.errors import AcutanceError, MissingExtraError, NonFiniteError
+from acutance.errors import AcutanceError, NonFiniteError, import_extra
 from acutance.files.atomic import atomic_write, finite
 from acutance.measure.monitor import own_randomness
 from acutance.sites.structure import shards_put_back
@@ -41,15 +41,13 @@ class Log:
     """Appends to `log.jsonl` and to TensorBoard; what an earlier, interrupted run wrote after `step` is dropped."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        try:
-            from torch.utils.tensorboard.writer import SummaryWriter
-        except ImportError as error:
-            raise MissingExtraError("TensorBoard is not installed: pip install 'acutance[train]'") from error
+        missing = "TensorBoard is not installed: pip install 'acutance[train]'"
+        board = import_extra("torch.utils.tensorboard.writer", missing)
         self.path = folder / "log.jsonl"
         if self.path.exists():
             kept = [json.dumps(line) + "\n" for line in read_log(folder) if line["step"] <= step]
             atomic_write(self.path, "".join(kept).encode())
-        self._board: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self._board: Any = board.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         self.close = self._board.close
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
