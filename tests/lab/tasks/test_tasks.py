@@ -3,7 +3,6 @@
 And classification, of images in memory and of ImageNet's files: which images come, what is scored, what is refused.
 """
 
-import json
 from dataclasses import replace
 from io import StringIO
 from itertools import islice
@@ -12,7 +11,6 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import acutance as ac
 import standins
@@ -23,13 +21,10 @@ from acutance.lab.data.images import load_images
 from acutance.lab.tasks import TASKS, BatchSlice, config_class, task_class
 from acutance.lab.tasks.classification import ClassificationConfig, ClassificationTask
 from acutance.lab.tasks.imagenet import ImageNetConfig
-from acutance.lab.tasks.language import sliding_loss
-from acutance.lab.tasks.segmentation import MULTI, segmented
 from acutance.lab.train import Config, LoopConfig, OptimConfig, train
 from acutance.lab.train.log import read_log
-from acutance.models import LanguageModel, Segmenter, ViTConfig
-from tiny_tasks import LANGUAGE, SEGMENTER, WINDOWS, language, segmentation
-from together import in_two_processes
+from acutance.models import ViTConfig
+from tiny_tasks import LANGUAGE, SEGMENTER, language, segmentation
 
 VIT = ViTConfig(image_size=8, patch_size=4, in_chans=1, dim=8, depth=1, heads=2, num_classes=10)
 PHOTOS = replace(VIT, image_size=16, patch_size=8, in_chans=3, num_classes=standins.CLASSES)
@@ -187,43 +182,3 @@ def test_a_run_ends_with_scores_and_a_model_that_loads(make, model, tmp_path):
     scores = [line[f"val/{result['headline']}"] for line in (first, last)]
     assert result["scores"][result["headline"]] == scores[-1]
     assert result["best"]["score"] == (max if make is segmentation else min)(scores)
-
-
-def text_losses(shard):
-    torch.manual_seed(0)
-    model = shard(
-        LanguageModel(**replace(LANGUAGE, vocabulary=20, cutoffs=(5, 11), mitigation="neutreno:0.4").to_dict())
-    )
-    text = torch.randint(20, (45,), generator=torch.Generator().manual_seed(2))
-    return [sliding_loss(model, text, window=6, stride=stride, batch_size=4) for stride in (1, 4, 6)]
-
-
-def pixels(shard):
-    """Images of different numbers of windows, and no multiple of two images."""
-    torch.manual_seed(0)
-    model = shard(Segmenter(**replace(SEGMENTER, mitigation="neutreno:0.6").to_dict()))
-    images = [torch.randn(3, *size, dtype=torch.float64) for size in ((16, 16), (16, 40), (30, 18))]
-    found = segmented(model, images.__getitem__, len(images), MULTI, WINDOWS)
-    return {str(index): classes.flatten().bincount(minlength=11).tolist() for index, classes in found}
-
-
-def sharded(model):
-    model = model.double().eval()
-    for module in [*model.modules()]:
-        for block in getattr(module, "blocks", []):
-            fully_shard(block)
-    return fully_shard(model)
-
-
-def worker(rank, folder):
-    (folder / f"{rank}.json").write_text(json.dumps([text_losses(sharded), pixels(sharded)]), encoding="utf-8")
-
-
-def test_two_processes_with_sharded_models_find_what_one_finds(tmp_path):
-    """And nobody waits for ever."""
-    in_two_processes(worker, tmp_path)
-    (losses, first), (same, second) = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    alone = lambda model: model.double().eval()  # noqa: E731
-    assert losses == same == pytest.approx(text_losses(alone), rel=1e-12)
-    assert (first.keys(), second.keys()) == ({"0", "2"}, {"1"})
-    assert {**first, **second} == pixels(alone)

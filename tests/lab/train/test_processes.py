@@ -33,7 +33,7 @@ from together import in_two_processes
 LEARNT, CONSTANT = "neutreno:0.6,learn=head", "neutreno:0.6"
 vit = partial(tiny, f"task.model.mitigation={LEARNT}", "loop.epochs=1.25")
 TASKS = {
-    "language": lambda folder: of(language(folder, replace(LANGUAGE, mitigation=LEARNT))),
+    "language": lambda folder: of(language(folder, replace(LANGUAGE, mitigation=LEARNT), val_stride=3)),
     "segmenter": lambda folder: of(segmentation(folder, replace(SEGMENTER, mitigation=CONSTANT))),
 }
 

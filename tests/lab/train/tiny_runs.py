@@ -75,9 +75,10 @@ def weights_at(folder, step):
 
 
 def bits(folder):
-    """Everything the newest checkpoint holds, and the exported models."""
-    tensors, _ = read_checkpoint(checkpoint_paths(folder / "checkpoints")[0])
+    """Everything the newest checkpoint holds, its scores, and the exported models."""
+    tensors, notes = read_checkpoint(checkpoint_paths(folder / "checkpoints")[0])
     found = {f"{file}:{name}": value for file, part in tensors.items() for name, value in part.items()}
+    found |= {name: torch.tensor(score, dtype=torch.float64) for name, score in notes["scores"].items()}
     for file in ("model.safetensors", "best.safetensors"):
         found |= {f"exported {file}:{name}": value for name, value in load_file(folder / file).items()}
     return found
