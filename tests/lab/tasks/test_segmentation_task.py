@@ -175,17 +175,6 @@ def test_equals_the_plain_windows(size, views, scales, flips):
         assert not classes.requires_grad
 
 
-@pytest.mark.slow  # its import alone takes seconds
-@pytest.mark.parametrize("present", [5, 2, 1])
-def test_mean_iou_is_torchmetrics(present):
-    torchmetrics = pytest.importorskip("torchmetrics.classification")
-    guesses, labels = torch.randint(present, (2, 60, 7), generator=torch.Generator().manual_seed(0))
-    labels[::5] = 255
-    jaccard = torchmetrics.MulticlassJaccardIndex(5, average="macro", ignore_index=255)
-    expected = 100 * float(jaccard(guesses, labels))
-    assert scores(confusion(guesses, labels, 5))["miou"] == pytest.approx(expected, rel=1e-5)
-
-
 def test_scores_by_hand():
     labels = torch.tensor([[0, 0, 0, 1], [1, 255, 2, 255]])
     guesses = torch.tensor([[0, 0, 1, 1], [1, 0, 0, 3]])

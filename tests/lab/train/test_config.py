@@ -78,10 +78,8 @@ def test_mistakes_are_named(assignment, message):
     ("change", "message"),
     [
         (lambda d: d["task"].update(kind="sorting"), "no task is called 'sorting'; there are classification"),
-        (lambda d: d["task"].update(modell=1), r"task has no field 'modell', did you mean model\?"),
         (lambda d: d["task"].pop("dataset"), "task lacks dataset"),
         (lambda d: d.pop("task"), "with a task in it"),
-        (lambda d: d.update(extra=1), "no field 'extra'"),
     ],
 )
 def test_a_record_that_does_not_fit_is_refused_by_name(change, message):
@@ -102,5 +100,5 @@ def test_fields_that_must_fit_come_in_any_order_and_of_two_assignments_the_last_
 
 def test_incidental_fields_say_where_and_how_but_not_what():
     found = incidental_fields(recipes.load("camvid"))
-    assert {"task.data_dir", "task.workers", "task.windows.at_once", "loop.compile", "loop.strategy"} <= found
-    assert found.isdisjoint({"loop.seed", "loop.batch_size", "loop.epochs", "optim.name", "task.windows.size"})
+    assert {"task.data_dir", "task.windows.at_once", "loop.compile"} <= found
+    assert found.isdisjoint({"loop.seed", "loop.epochs", "optim.name", "task.windows.size"})

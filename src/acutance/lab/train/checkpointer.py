@@ -28,7 +28,6 @@ from acutance.explain.steer import check_spectrum
 from acutance.files.atomic import atomic_write, digest, finite
 from acutance.io.saving import save
 from acutance.lab.tasks import Task
-from acutance.lab.train.engine import Engine
 from acutance.lab.train.log import DivergedError, nonfinite_names
 from acutance.lab.train.optim import persistent
 from acutance.lab.train.run import Run
@@ -162,9 +161,9 @@ class Checkpointer:
     Tensors are saved whole, so that a run can go on with another number of processes or another strategy.
     """
 
-    def __init__(self, engine: Engine, run: Run, task: Task[Any], train_step: TrainStep, keep_last: int) -> None:
-        self._engine, self._run, self._task, self._train_step = engine, run, task, train_step
-        self._keep_last = keep_last
+    def __init__(self, run: Run, train_step: TrainStep) -> None:
+        self._run, self._train_step = run, train_step
+        self._engine, self._task = train_step.engine, train_step.task
         self.best: dict[str, Any] | None = None  # step and score
         self.scores: dict[str, float] = {}  # of the last evaluation
 
@@ -198,7 +197,7 @@ class Checkpointer:
                     f"after step {step}, whose loss was finite, {', '.join(bad[:3])} hold no numbers: its gradient "
                     f"overflowed. The last good checkpoint is {self.newest()}. Lower optim.lr or set optim.clip"
                 )
-            write_checkpoint(self._run.checkpoints, step, tensors, notes, self._keep_last)
+            write_checkpoint(self._run.checkpoints, step, tensors, notes, self._train_step.config.loop.keep_last)
 
         self.write(f"the checkpoint of step {step}", write)
 

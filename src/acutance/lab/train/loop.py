@@ -47,7 +47,7 @@ class Loop:
             )
         self.train_step = TrainStep(config, engine, self.task, bare=begun is not None)
         self.model = self.train_step.model
-        self.checkpointer = Checkpointer(engine, run, self.task, self.train_step, loop.keep_last)
+        self.checkpointer = Checkpointer(run, self.train_step)
         self.restored: int | None = None  # the step of the checkpoint that the run goes on from
 
     def restore(self) -> None:
