@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +131,10 @@ class Muon(AdamW):
             if not moved:
                 continue
             grads = [parameter.grad for parameter in moved]
-            momenta = [self._momentum(parameter) for parameter in moved]
+            for parameter in moved:
+                if not self.state[parameter]:  # AdamW looks for a counter wherever there is a state
+                    self.state[parameter] = {"momentum": torch.zeros_like(parameter), "step": torch.zeros(())}
+            momenta = [self.state[parameter]["momentum"] for parameter in moved]
             torch._foreach_lerp_(momenta, grads, 1 - MUON_MOMENTUM)
             torch._foreach_lerp_(grads, momenta, MUON_MOMENTUM)  # Nesterov's look ahead
             torch._foreach_mul_(moved, _scalar(1 - self._rate() * group["weight_decay"]))
@@ -154,11 +157,6 @@ class Muon(AdamW):
         """In float32 on the device and on the host: a CUDA graph gives the same bits."""
         rate = self.param_groups[0]["lr"]
         return rate if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float32)
-
-    def _momentum(self, parameter: Tensor) -> Tensor:
-        if not self.state[parameter]:  # AdamW looks for a counter wherever there is a state
-            self.state[parameter] = {"momentum": torch.zeros_like(parameter), "step": torch.zeros(())}
-        return cast(Tensor, self.state[parameter]["momentum"])
 
 
 def _scalar(value: Tensor) -> Any:
