@@ -15,7 +15,7 @@ SEGMENTER = SegmenterConfig(
     num_classes=11, image_size=16, patch_size=4, dim=12, depth=3, heads=3, decoder_heads=2, drop_path=0.1
 )
 WINDOWS = WindowConfig(short_side=18, size=16, stride=12, at_once=3)
-SIZES = {"train": [(18, 24)] * 8, "val": [(18, 24), (20, 24)], "test": [(18, 24), (18, 30), (25, 18)]}
+SIZES = {"train": [(18, 24)] * 8, "val": [(18, 24), (20, 24), (18, 50)], "test": [(18, 24), (18, 30), (25, 18)]}
 
 
 def language(folder, model=LANGUAGE, **options):

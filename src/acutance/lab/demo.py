@@ -1,7 +1,5 @@
 """The main job in small: train three 12-layer ViTs on real digits, measure them by layer, compare them."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -33,8 +31,14 @@ CHANGES = (
     "task.model.depth=12", "task.train_on=all", "task.augment.crop_pad=0", "optim.lr=1e-3", "optim.clip=none",
     "schedule.warmup=1.2", "loop.epochs=12", "loop.ema=none", "loop.monitor_every=none", "loop.evaluate_every=12",
 )  # fmt: skip
-METRICS = ["token_cosine", "hfc_lfc_spectral", "rank_residual", "effective_rank"]
-METRICS += ["nonlocal_energy", "attention_entropy"]
+METRICS = [
+    "token_cosine",
+    "hfc_lfc_spectral",
+    "rank_residual",
+    "effective_rank",
+    "nonlocal_energy",
+    "attention_entropy",
+]
 # The columns of the closing table: (metric, tap), at the last layer.
 SHOWN = {
     "cosine, stream": ("token_cosine", "block"),
@@ -65,15 +69,9 @@ def run_demo(
             own = override(config, [f"task.model.mitigation={mitigation}", f"loop.seed={seed}"])
             runs[variant].append(_train_and_measure(Run(place), own, console))
     summary, verdict = summarise(runs), conclude(runs)
-    results = {
-        "verdict": verdict,
-        "summary": summary,
-        "accuracy": {variant: [accuracy for accuracy, _ in done] for variant, done in runs.items()},
-        "seeds": seeds,
-        "config": config.to_dict(),
-        "versions": versions(),
-        "hardware": hardware(),
-    }
+    results = {"verdict": verdict, "summary": summary, "seeds": seeds, "config": config.to_dict()}
+    results["accuracy"] = {variant: [accuracy for accuracy, _ in done] for variant, done in runs.items()}
+    results |= {"versions": versions(), "hardware": hardware()}
     atomic_write(folder / "results.json", json.dumps(results, indent=1, ensure_ascii=False).encode())
     profiles = {v: merge(p for _, p in done) if seeds > 1 else done[0][1] for v, done in runs.items()}
     write_page(profiles, folder / "report.html", verdict=verdict, summary=summary)

@@ -1,7 +1,5 @@
 """What io asks about runs and the embedded digits, found by the entry point `acutance.loaders`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -122,3 +122,9 @@ def write_wikitext2(root):
     for part, text in {"train": train, "valid": " a b \n new \n", "test": " b \n"}.items():
         (folder / f"wiki.{part}.tokens").write_text(text, encoding="utf-8")
     return folder
+
+
+WRITERS = {
+    "cifar10": write_cifar10, "cifar100": write_cifar100, "fashion_mnist": write_fashion_mnist,
+    "camvid": write_camvid, "ade20k": write_ade20k, "wikitext-2": write_wikitext2,
+}  # fmt: skip

@@ -33,7 +33,7 @@ def record(folder, *changes, scores=None, recipe="digits", trained=None, start=N
     run = Run(folder)
     if not run.exists():
         config = override(recipes.load(recipe), [*changes, *([] if start is None else [f"task.weights={start}"])])
-        run.begin(config, recipe, 1, None if start is None else initial_weights(config.task).to_dict())
+        run.begin(config, recipe, 1, None if start is None else initial_weights(config.task))
         run.write_result({"step": 1, "scores": trained or {}, "headline": "top1", "best": None})
     if scores is not None:
         evaluated = {"split": "test", "weights": "last", "settings": (), "model": "", **evaluated}

@@ -1,18 +1,34 @@
-"""Segmentation on a tiny CamVid: what a batch is, the loss, and the scores of whole images."""
+"""Segmentation: batches, the loss, whole images through windows against a plain second implementation, scores."""
 
 from dataclasses import replace
+from itertools import product
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import acutance as ac
 from acutance.errors import AcutanceError
 from acutance.lab.data import load_segmentation
-from acutance.lab.tasks import BatchSlice
-from acutance.lab.tasks.segmentation import MULTI, SegmentationTask, confusion, normalised, probabilities, scores
+from acutance.lab.tasks import BatchSlice, segmentation
+from acutance.lab.tasks.segmentation import (
+    MULTI,
+    SINGLE,
+    SegmentationTask,
+    WindowConfig,
+    confusion,
+    normalised,
+    probabilities,
+    scores,
+    segmented,
+)  # fmt: skip
 from acutance.models import ViT
-from tiny_tasks import SEGMENTER, WINDOWS, segmentation
+from tiny_tasks import SEGMENTER, WINDOWS
+from tiny_tasks import segmentation as camvid
+
+SMALL = WindowConfig(short_side=16, size=12, stride=9, at_once=2)
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +37,10 @@ def folder(tmp_path_factory):
 
 
 def task_on(folder, **options):
-    return SegmentationTask(segmentation(folder, **options), seed=0, device=torch.device("cpu"))
+    return SegmentationTask(camvid(folder, **options), seed=0, device=torch.device("cpu"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def task(folder):
     return task_on(folder)
 
@@ -39,18 +55,13 @@ def model(task):
     return model.eval()
 
 
-def test_batches_are_normalised_crops(task):
-    images, labels = next(task.batches(2, 0, BatchSlice()))
-    assert (images.shape, images.dtype) == ((2, 3, 16, 16), torch.float32)
-    assert (labels.shape, labels.dtype) == ((2, 16, 16), torch.int64)
-    assert set(labels.unique().tolist()) <= {*range(11), 255}
-    assert images.abs().max() < 3
-    assert task.steps_per_epoch(2) == 4
-
-
 def test_the_loss_counts_labelled_pixels_only(task, model):
+    """Of normalised crops."""
     images, labels = next(task.batches(4, 0, BatchSlice()))
-    assert (labels == 255).any()
+    assert (images.shape, images.dtype) == ((4, 3, 16, 16), torch.float32)
+    assert (labels.shape, labels.dtype) == ((4, 16, 16), torch.int64)
+    assert {255} < set(labels.unique().tolist()) <= {*range(11), 255}
+    assert images.abs().max() < 3
     expected = F.cross_entropy(model(images), labels, ignore_index=255)
     torch.testing.assert_close(task.loss(model, (images, labels)), expected)
     nothing = task.loss(model, (images, torch.full_like(labels, 255)))
@@ -98,3 +109,85 @@ def test_what_does_not_fit_is_refused(task, folder):
     with pytest.raises(AcutanceError, match=r"camvid has 8 images to train on, fewer than a batch of 9"):
         task.steps_per_epoch(9)
     assert task_on(folder, train_on="all").steps_per_epoch(9) == 1
+
+
+class Score(nn.Module):
+    """Four classes whose scores depend on the pixel, on the whole window and on the place in it."""
+
+    def __init__(self):
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.float64, generator=draw))
+        self.calls = 0
+
+    def forward(self, images):
+        self.calls += 1
+        local = torch.einsum("cd,bdhw->bchw", self.weight, images)
+        place = torch.linspace(0, 1, images.shape[-1], dtype=torch.float64)
+        return local + local.mean((2, 3), keepdim=True) + place * self.weight.sum(1)[:, None, None]
+
+
+def plain_probabilities(score, image, scales, flips, *, short, window, stride):
+    """The mean over views of the softmax of averaged window scores, window by window in float64."""
+
+    def resized(image, *size):
+        return F.interpolate(image[None], size, mode="bilinear", align_corners=False)[0]
+
+    height, width = image.shape[1:]
+    found = []
+    for scale in scales:
+        factor = min(int(short * scale) / min(height, width), int(4 * short * scale) / max(height, width))
+        h, w = int(height * factor + 0.5), int(width * factor + 0.5)
+        view = resized(image, h, w)
+        if min(h, w) < window:
+            long = int(max(h, w) / min(h, w) * window)
+            view = resized(view, *((window, long) if h < w else (long, window)))
+        for flip in flips:
+            seen = view.flip(-1) if flip else view
+            total, count = torch.zeros(4, *seen.shape[1:], dtype=torch.float64), torch.zeros(seen.shape[1:])
+            starts = [[*range(0, extent - window, stride), extent - window] for extent in seen.shape[1:]]
+            for top, left in product(*starts):
+                inside = (slice(None), slice(top, top + window), slice(left, left + window))
+                total[inside] += score(seen[inside][None])[0].detach()
+                count[inside[1:]] += 1
+            scores = resized(total / count, height, width)
+            found.append((scores.flip(-1) if flip else scores).softmax(0))
+    return torch.stack(found).mean(0)
+
+
+def image(height, width, seed=1):
+    return torch.randn(3, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("size", [(16, 16), (20, 33), (33, 20), (5, 7), (8, 60), (16, 12)])
+@pytest.mark.parametrize(("views", "scales", "flips"), [
+    (SINGLE, [1.0], [False]),
+    (MULTI, [0.5, 0.75, 1.0, 1.25, 1.5, 1.75], [False, True]),
+])  # fmt: skip
+def test_equals_the_plain_windows(size, views, scales, flips):
+    score, picture = Score(), image(*size)
+    found = probabilities(score, picture, views, SMALL).detach()
+    assert score.calls == segmentation.forward_passes(size, views, SMALL)
+    expected = plain_probabilities(score, picture, scales, flips, short=16, window=12, stride=9)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for index, classes in segmented(score, [picture.flip(1), picture].__getitem__, 2, views, SMALL):
+        assert torch.equal(classes, found.argmax(0)) == bool(index)
+        assert not classes.requires_grad
+
+
+def test_scores_by_hand():
+    labels = torch.tensor([[0, 0, 0, 1], [1, 255, 2, 255]])
+    guesses = torch.tensor([[0, 0, 1, 1], [1, 0, 0, 3]])
+    found = scores(confusion(guesses, labels, 5))  # classes 3 and 4 neither labelled nor, where it counts, guessed
+    assert found["miou"] == pytest.approx(100 * np.mean([2 / 4, 2 / 3, 0]))
+    assert found["mean_accuracy"] == pytest.approx(100 * np.mean([2 / 3, 1, 0]))
+    assert found["pixel_accuracy"] == pytest.approx(100 * 4 / 6)
+
+
+def test_a_square_that_grows_to_a_window_is_a_whole_window_and_windows_leave_nothing_out():
+    for short, size in ((49, 64), (276, 352)):
+        config = WindowConfig(short_side=short, size=size, stride=size)
+        assert segmentation.view_sizes((short, short), 1.0, config)[1] == (size, size)
+    for options in ({"stride": 513}, {"stride": 0}, {"at_once": 0}):
+        with pytest.raises(AcutanceError, match="leave pixels out"):
+            WindowConfig(**options)

@@ -1,6 +1,8 @@
-"""What holds for every task: its name on disk, a run to a model that loads, evaluation shared by two processes."""
+"""What holds for every task: its name on disk, a run to a model that loads, evaluation shared by two processes.
 
-import json
+And classification, of images in memory and of ImageNet's files: which images come, what is scored, what is refused.
+"""
+
 from dataclasses import replace
 from io import StringIO
 from itertools import islice
@@ -8,24 +10,141 @@ from itertools import islice
 import pytest
 import torch
 from rich.console import Console
-from torch.distributed.fsdp import fully_shard
+from torch import nn
 
 import acutance as ac
 import standins
+from acutance.errors import AcutanceError
 from acutance.lab import recipes
 from acutance.lab.data.augment import AugmentConfig
+from acutance.lab.data.images import load_images
 from acutance.lab.tasks import TASKS, BatchSlice, config_class, task_class
-from acutance.lab.tasks.classification import ClassificationConfig
+from acutance.lab.tasks.classification import ClassificationConfig, ClassificationTask
 from acutance.lab.tasks.imagenet import ImageNetConfig
-from acutance.lab.tasks.language import sliding_loss
-from acutance.lab.tasks.segmentation import MULTI, segmented
 from acutance.lab.train import Config, LoopConfig, OptimConfig, train
 from acutance.lab.train.log import read_log
-from acutance.models import LanguageModel, Segmenter, ViTConfig
-from tiny_tasks import LANGUAGE, SEGMENTER, WINDOWS, language, segmentation
-from together import in_two_processes
+from acutance.models import ViTConfig
+from tiny_tasks import LANGUAGE, SEGMENTER, language, segmentation
 
 VIT = ViTConfig(image_size=8, patch_size=4, in_chans=1, dim=8, depth=1, heads=2, num_classes=10)
+PHOTOS = replace(VIT, image_size=16, patch_size=8, in_chans=3, num_classes=standins.CLASSES)
+AUGMENT = AugmentConfig(crop_pad=1, flip=0.5, rand_layers=1, erase=0.5, mixup=0.8, cutmix=1.0, smoothing=0.1)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    return tmp_path_factory.mktemp("photos")
+
+
+def classification(folder, **options):
+    return ClassificationConfig("digits", **{"model": VIT, "augment": AUGMENT, "repeats": 3, **options})
+
+
+def imagenet(folder, **options):
+    where = {"data_dir": str(standins.imagenet(folder)), "held_out_every": standins.HELD_OUT_EVERY}
+    return ImageNetConfig(**{"model": PHOTOS, "workers": 0, **where, **options})
+
+
+def task(config, seed=0, device="cpu"):
+    return task_class(config.kind)(config, seed=seed, device=torch.device(device))
+
+
+def digits(**options):
+    return task(ClassificationConfig("digits", **{"model": VIT, **options}))
+
+
+def test_an_epoch_visits_every_image_at_most_once_and_each_epoch_in_another_order():
+    made = digits()
+    steps = made.steps_per_epoch(16)
+    assert steps == len(load_images("digits", None, "train")) // 16
+    running = made.batches(16, 0, BatchSlice())
+    first = torch.cat([next(running)[0] for _ in range(steps)])
+    assert len(first.flatten(1).unique(dim=0)) > 0.99 * len(first)  # a few digits are drawn alike
+    assert not torch.equal(next(running)[0], first[:16])
+    sizes = {on: digits(train_on=on).steps_per_epoch(1) for on in ("train", "all")}
+    assert sizes["all"] == sizes["train"] + len(load_images("digits", None, "val"))
+    assert digits(fraction=0.1).steps_per_epoch(1) < 0.11 * sizes["train"] + 10
+
+
+class Told(nn.Module):
+    """Answers by the mean brightness: scores that are known without the task."""
+
+    def forward(self, images):
+        return -((images.mean((1, 2, 3))[:, None] - torch.linspace(-1, 1, 10)) ** 2)
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_scores_are_those_of_the_plain_formula(monkeypatch, split):
+    data = load_images("digits", None, split)
+    scores = Told()((data.images / 255 - data.mean[0]) / data.std[0]).double()
+    ranks = (scores > scores.gather(1, data.labels[:, None])).sum(1)
+    expected = {
+        "top1": 100 * float((ranks == 0).double().mean()),
+        "top5": 100 * float((ranks < 5).double().mean()),
+        "loss": float(-scores.log_softmax(-1).gather(1, data.labels[:, None]).mean()),
+    }
+    for at_once in (1000, 7):  # the last chunk is smaller
+        monkeypatch.setattr(ClassificationTask, "evaluated_at_once", at_once)
+        assert digits().evaluate(Told(), split=split) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_loss_of_a_distilled_model_is_the_mean_over_its_heads():
+    targets, heads = torch.rand(16, 10), torch.randn(2, 16, 10)
+    both = [-(targets * scores.log_softmax(-1)).sum(-1).mean() for scores in heads]
+    torch.testing.assert_close(digits().loss(lambda _: tuple(heads), (None, targets)), sum(both) / 2)
+
+
+def test_repeated_augmentation_shows_an_image_thrice_a_batch_and_each_time_anew(photos):
+    images, targets = next(task(imagenet(photos, augment=AugmentConfig())).batches(12, 0, BatchSlice()))
+    assert torch.equal(targets, targets[:4].repeat(3, 1))
+    assert not torch.equal(images[:4], images[4:8])
+
+
+def test_images_are_trained_on_but_for_the_slice_and_scores_are_a_plain_count(photos):
+    made = task(imagenet(photos))
+    model = made.build_model().eval()
+    labels = torch.arange(standins.CLASSES).repeat_interleave(5)
+    with torch.no_grad():
+        right = model(made.inputs("test", range(made.size("test")))).argmax(-1) == labels
+    assert made.evaluate(model, split="test")["top1"] == pytest.approx(100 * float(right.double().mean()))
+    assert made.probe().shape[0] == made.size("val")
+    kept = standins.CLASSES * (standins.PER_CLASS - standins.PER_CLASS // standins.HELD_OUT_EVERY)
+    assert made.steps_per_epoch(6) == kept // 6  # without the slice
+    everything = task(imagenet(photos, train_on="all", data_dir=str(photos)))  # where other data sets are, too
+    assert everything.steps_per_epoch(6) == standins.CLASSES * standins.PER_CLASS // 6
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "words"),
+    [
+        (classification, {"model": replace(VIT, in_chans=3)}, r"digits has images of 1×8×8; the model takes 3×8×8"),
+        (classification, {"model": replace(VIT, num_classes=7)}, "digits has 10 classes, the model 7"),
+        (classification, {}, r"fewer than a batch of 100000: lower loop.batch_size"),
+        (imagenet, {"data_dir": None}, "name it with --data-dir"),
+        (imagenet, {"model": replace(PHOTOS, num_classes=7)}, "the data has 3 classes, the model 7"),
+        (imagenet, {"repeats": 0}, "task.repeats must be 1 or more"),
+        (imagenet, {"held_out_every": 100}, "no class has 100 images.*lower task.held_out_every"),
+        (imagenet, {"held_out_every": 100, "train_on": "all"}, "no class has 100 images.*lower task.held_out_every"),
+        (imagenet, {"model": replace(PHOTOS, in_chans=1)}, "3 channels"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_training(photos, make, changes, words):
+    with pytest.raises(AcutanceError, match=words):
+        task(make(photos, **changes)).steps_per_epoch(100_000)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_no_batch_waits_for_the_device_nor_the_first_of_an_epoch():
+    made = task(classification(None), device="cuda")
+    batches = made.batches(16, made.steps_per_epoch(16) - 2, BatchSlice())
+    next(batches)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            next(batches)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("kind", TASKS)
@@ -35,27 +154,15 @@ def test_the_kind_leads_to_its_classes(kind):
     assert task_class(kind).headline
 
 
-def classification(folder):
-    augment = AugmentConfig(crop_pad=1, flip=0.5, rand_layers=1, erase=0.5, mixup=0.8, cutmix=1.0, smoothing=0.1)
-    return ClassificationConfig("digits", VIT, augment=augment, repeats=3)
-
-
-def imagenet(folder):
-    where = {"data_dir": str(standins.imagenet(folder)), "held_out_every": standins.HELD_OUT_EVERY}
-    model = replace(VIT, image_size=16, patch_size=8, in_chans=3, num_classes=standins.CLASSES)
-    return ImageNetConfig(model=model, **where, workers=0, repeats=3)
-
-
 @pytest.mark.parametrize("make", [classification, imagenet, language, segmentation])
 def test_a_batch_is_a_function_of_seed_and_step_and_slices_are_its_rows(make, tmp_path):
-    config = make(tmp_path)
-    task, other = (task_class(config.kind)(config, seed=seed, device=torch.device("cpu")) for seed in (0, 1))
-    late = task.steps_per_epoch(8) + 1  # beyond the first epoch
-    straight = list(islice(task.batches(8, 0, BatchSlice()), late + 1))
+    made, other = (task(make(tmp_path), seed) for seed in (0, 1))
+    late = made.steps_per_epoch(8) + 1  # beyond the first epoch
+    straight = list(islice(made.batches(8, 0, BatchSlice()), late + 1))
     for step in (0, 1, late):
-        parts = [next(task.batches(8, step, BatchSlice(index, 4))) for index in range(4)]
+        parts = [next(made.batches(8, step, BatchSlice(index, 4))) for index in range(4)]
         for entry, expected in enumerate(straight[step]):
-            assert torch.equal(next(task.batches(8, step, BatchSlice()))[entry], expected)
+            assert torch.equal(next(made.batches(8, step, BatchSlice()))[entry], expected)
             assert torch.equal(torch.cat([part[entry] for part in parts]), expected)
     if make is not language:  # whose epochs all read the text from its beginning
         assert not torch.equal(next(other.batches(8, 0, BatchSlice()))[0], straight[0][0])
@@ -64,9 +171,9 @@ def test_a_batch_is_a_function_of_seed_and_step_and_slices_are_its_rows(make, tm
 
 @pytest.mark.parametrize(("make", "model"), [(language, LANGUAGE), (segmentation, SEGMENTER)])
 def test_a_run_ends_with_scores_and_a_model_that_loads(make, model, tmp_path):
-    task = make(tmp_path, replace(model, mitigation="neutreno:0.4"))
+    chosen = make(tmp_path, replace(model, mitigation="neutreno:0.4"))
     loop = LoopConfig(epochs=2, batch_size=4, checkpoint_every=100, monitor_every=1)
-    config = Config(task=task, optim=OptimConfig(lr=1e-2, clip=0.25), loop=loop)
+    config = Config(task=chosen, optim=OptimConfig(lr=1e-2, clip=0.25), loop=loop)
     result = train(config, tmp_path / "run", device="cpu", console=Console(file=StringIO()))
     assert ac.load(tmp_path / "run" / "model.safetensors").config.mitigation == "neutreno:0.4"
     assert (tmp_path / "run" / "monitor.jsonl").read_text(encoding="utf-8").count("\n") > 2
@@ -75,43 +182,3 @@ def test_a_run_ends_with_scores_and_a_model_that_loads(make, model, tmp_path):
     scores = [line[f"val/{result['headline']}"] for line in (first, last)]
     assert result["scores"][result["headline"]] == scores[-1]
     assert result["best"]["score"] == (max if make is segmentation else min)(scores)
-
-
-def text_losses(shard):
-    torch.manual_seed(0)
-    model = shard(
-        LanguageModel(**replace(LANGUAGE, vocabulary=20, cutoffs=(5, 11), mitigation="neutreno:0.4").to_dict())
-    )
-    text = torch.randint(20, (45,), generator=torch.Generator().manual_seed(2))
-    return [sliding_loss(model, text, window=6, stride=stride, batch_size=4) for stride in (1, 4, 6)]
-
-
-def pixels(shard):
-    """Images of different numbers of windows, and no multiple of two images."""
-    torch.manual_seed(0)
-    model = shard(Segmenter(**replace(SEGMENTER, mitigation="neutreno:0.6").to_dict()))
-    images = [torch.randn(3, *size, dtype=torch.float64) for size in ((16, 16), (16, 40), (30, 18))]
-    found = segmented(model, images.__getitem__, len(images), MULTI, WINDOWS)
-    return {str(index): classes.flatten().bincount(minlength=11).tolist() for index, classes in found}
-
-
-def sharded(model):
-    model = model.double().eval()
-    for module in [*model.modules()]:
-        for block in getattr(module, "blocks", []):
-            fully_shard(block)
-    return fully_shard(model)
-
-
-def worker(rank, folder):
-    (folder / f"{rank}.json").write_text(json.dumps([text_losses(sharded), pixels(sharded)]), encoding="utf-8")
-
-
-def test_two_processes_with_sharded_models_find_what_one_finds(tmp_path):
-    """And nobody waits for ever."""
-    in_two_processes(worker, tmp_path)
-    (losses, first), (same, second) = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    alone = lambda model: model.double().eval()  # noqa: E731
-    assert losses == same == pytest.approx(text_losses(alone), rel=1e-12)
-    assert (first.keys(), second.keys()) == ({"0", "2"}, {"1"})
-    assert {**first, **second} == pixels(alone)

@@ -1,6 +1,7 @@
 """Configurations: there and back through JSON, and changed field by field with every mistake named."""
 
 import json
+from operator import attrgetter
 
 import pytest
 from tiny_runs import tiny
@@ -26,22 +27,21 @@ def test_any_field_can_be_set_to_what_it_is():
 
 
 @pytest.mark.parametrize(
-    ("assignment", "read", "expected"),
+    ("field", "text", "expected"),
     [
-        ("optim.lr=1e-3", lambda c: c.optim.lr, 1e-3),
-        ("optim.betas=[0.9, 0.98]", lambda c: c.optim.betas, (0.9, 0.98)),
-        ("optim.clip=none", lambda c: c.optim.clip, None),
-        ("loop.compile=True", lambda c: c.loop.compile, True),
-        ("loop.seed=3", lambda c: c.loop.seed, 3),
-        ("task.dataset=123", lambda c: c.task.dataset, "123"),
-        ("task.data_dir=/some=where", lambda c: c.task.data_dir, "/some=where"),
-        ("task.augment.mixup=0.8", lambda c: c.task.augment, AugmentConfig(mixup=0.8)),
+        ("optim.lr", "1e-3", 1e-3),
+        ("optim.betas", "[0.9, 0.98]", (0.9, 0.98)),
+        ("optim.clip", "none", None),
+        ("loop.compile", "True", True),
+        ("loop.seed", "3", 3),
+        ("task.dataset", "123", "123"),
+        ("task.data_dir", "/some=where", "/some=where"),
+        ("task.augment", '{"mixup": 0.8}', AugmentConfig(mixup=0.8)),
     ],
 )
-def test_values_get_the_type_of_their_field(assignment, read, expected):
-    found = read(override(tiny(), [assignment]))
-    assert found == expected
-    assert type(found) is type(expected)
+def test_values_get_the_type_of_their_field(field, text, expected):
+    found = attrgetter(field)(override(tiny(), [f"{field}={text}"]))
+    assert (found, type(found)) == (expected, type(expected))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_values_get_the_type_of_their_field(assignment, read, expected):
         ("loop.compile=yes", 'loop.compile is true or false, not "yes"'),
         ("optim.name=addamw", r'one of adamw, adam, sgd, muon, not "addamw", did you mean adamw\?'),
         ("optim.clip=much", 'optim.clip is a number or null, not "much"'),
-        ("optim.betas=[0.9]", r"optim.betas is a list of 2, such as \[0.9, 0.9\]"),
+        ("optim.betas=[0.9]", r"optim.betas is a list of 2, each a number, not \[0.9\]"),
         ("optim=3", "optim has fields of its own"),
         ("optim.lr.x=3", "optim.lr has no fields of its own"),
         ("loop.accumulate=3", "cannot be cut into 3 equal parts"),
@@ -78,10 +78,8 @@ def test_mistakes_are_named(assignment, message):
     ("change", "message"),
     [
         (lambda d: d["task"].update(kind="sorting"), "no task is called 'sorting'; there are classification"),
-        (lambda d: d["task"].update(modell=1), r"task has no field 'modell', did you mean model\?"),
         (lambda d: d["task"].pop("dataset"), "task lacks dataset"),
         (lambda d: d.pop("task"), "with a task in it"),
-        (lambda d: d.update(extra=1), "no field 'extra'"),
     ],
 )
 def test_a_record_that_does_not_fit_is_refused_by_name(change, message):
@@ -102,5 +100,5 @@ def test_fields_that_must_fit_come_in_any_order_and_of_two_assignments_the_last_
 
 def test_incidental_fields_say_where_and_how_but_not_what():
     found = incidental_fields(recipes.load("camvid"))
-    assert {"task.data_dir", "task.workers", "task.windows.at_once", "loop.compile", "loop.strategy"} <= found
-    assert found.isdisjoint({"loop.seed", "loop.batch_size", "loop.epochs", "optim.name", "task.windows.size"})
+    assert {"task.data_dir", "task.windows.at_once", "loop.compile"} <= found
+    assert found.isdisjoint({"loop.seed", "loop.epochs", "optim.name", "task.windows.size"})

@@ -6,11 +6,12 @@ import math
 import os
 import re
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from rich.console import Console
-from tiny_runs import STEPS_PER_EPOCH, assert_same_bits, bits, fit, tiny, weights_at
+from tiny_runs import MODEL, STEPS_PER_EPOCH, assert_same_bits, bits, fit, tiny, weights_at
 from torch import nn
 
 import acutance as ac
@@ -24,6 +25,10 @@ from acutance.measure.monitor import History
 
 LINE = r"^step \d+ of 16  epoch \d\.\d\d  loss \d\.\d{4}  [\d,]+ images/s  \d:\d\d:\d\d left$"
 WATCHED = ("loop.monitor_every=6", "loop.deterministic=true", "loop.graph=true")
+
+
+def task_of(config):
+    return ClassificationTask(config.task, seed=config.loop.seed, device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +50,14 @@ def test_the_log_has_the_loss_the_rate_the_speed_and_the_scores_of_the_exported_
     folder, result, _ = finished
     lines = read_log(folder)
     assert [line["step"] for line in lines] == [3, 5, 8, 10, 13, 15, 16]  # every 3, where it is saved or evaluated
-    assert all(line["images/s"] > 0 for line in lines)
-    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert all(line["images/s"] > 0 and math.isfinite(line["loss"]) for line in lines)
     assert lines[0]["lr"] == pytest.approx(1e-2 * 2 / 4)  # the third step of a warm-up of half an epoch
     evaluated = {line["step"]: line["val/top1"] for line in lines if "val/top1" in line}
     assert list(evaluated) == [8, 16]
     assert result["step"] == 2 * STEPS_PER_EPOCH
     assert result["scores"]["top1"] == evaluated[16]
     assert result["best"]["score"] == max(evaluated.values())
-    task = ClassificationTask(tiny().task, seed=0, device=torch.device("cpu"))
+    task = task_of(tiny())
     assert task.evaluate(ac.load(folder / "model.safetensors")) == result["scores"]
     assert task.evaluate(ac.load(folder / "best.safetensors"))["top1"] == result["best"]["score"]
     event = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -65,11 +69,9 @@ def test_the_log_has_the_loss_the_rate_the_speed_and_the_scores_of_the_exported_
 
 def test_it_records_and_says_what_the_run_is_made_of_and_how_it_goes(finished, plain):
     record = json.loads((finished[0] / "run.json").read_text())
-    assert (record["recipe"], record["start"]) == ("tiny", None)
     session = record["sessions"][0]
-    assert session["versions"]["torch"] == torch.__version__
-    assert session["hardware"]["cores"] > 0
-    assert len(session["git"]["commit"]) == 40
+    assert (record["recipe"], record["start"], session["versions"]["torch"]) == ("tiny", None, torch.__version__)
+    assert (session["hardware"]["cores"] > 0, len(session["git"]["commit"])) == (True, 40)
     assert Run(finished[0]).config() == tiny(*WATCHED)
     printed = finished[2]  # no graph without a GPU
     assert "ViT of 1,490 parameters on CPU: single, 1 × 1 parts of a batch of 16, fp32, deterministic\n" in printed
@@ -88,22 +90,13 @@ def test_smoothness_is_measured_on_the_way_and_training_does_not_notice(finished
 @pytest.mark.parametrize("shown", [True, False])
 def test_the_bar_shows_how_far_how_fast_and_how_long_in_one_process(shown):
     output = io.StringIO()
-    bar = Bar(Console(file=output, force_terminal=True, width=160), first=2, total=8, unit="images", shown=shown)
+    bar = Bar(Console(file=output, force_terminal=True, width=160), first=4, total=8, unit="images", shown=shown)
     with bar.progress:
-        for _ in range(3):
-            bar.advance(16)
-        bar.tell(epoch=1.25, loss=0.5, speed=12345.6)
+        bar.advance(16)
+        assert bar.tell(epoch=1.25, loss=0.5) > 0
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.getvalue())
-    found = re.search(r"epoch 1\.25  loss 0\.5000 .*5/8 12,346 images/s 0:00:00 left [\d:-]+", text)
+    found = re.search(r"epoch 1\.25  loss 0\.5000 .*5/8 [\d,]+ images/s 0:00:00 left [\d:-]+", text)
     assert found if shown else text.strip() == ""
-
-
-def test_what_is_no_number_is_null_in_the_log(tmp_path):
-    written = Log(tmp_path, 0)
-    written.write(1, {"loss": 0.5, "val/perplexity": math.inf, "val/loss": math.nan})
-    written.close()
-    assert read_log(tmp_path) == [{"step": 1, "loss": 0.5, "val/perplexity": None, "val/loss": None}]
-    assert json.loads((tmp_path / "log.jsonl").read_text(), parse_constant=pytest.fail)["loss"] == 0.5
 
 
 def test_steps_are_deterministic_and_in_bf16_if_asked_and_all_is_put_back(tmp_path, monkeypatch):
@@ -127,13 +120,13 @@ def test_the_step_is_that_of_the_plain_formula(tmp_path):
     """A loop written out by hand, without any of the machinery."""
     config = tiny("loop.ema=null", "loop.epochs=0.5", "loop.seed=1", "optim.name=sgd", "optim.clip=0.1")
     fit(config, tmp_path / "run")
-    task = ClassificationTask(config.task, seed=1, device=torch.device("cpu"))
+    task = task_of(config)
     torch.manual_seed(mixed_seed(1))
     model = task.build_model()
     spared = model.no_weight_decay()
     groups = [
-        {"params": [p for n, p in model.named_parameters() if p.ndim > 1 and n not in spared], "weight_decay": 0.05},
-        {"params": [p for n, p in model.named_parameters() if p.ndim < 2 or n in spared], "weight_decay": 0.0},
+        {"params": [p], "weight_decay": 0.05 if p.ndim > 1 and n not in spared else 0.0}
+        for n, p in model.named_parameters()
     ]
     optimiser = torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)  # whose steps show the clipping
     for step, (images, targets) in zip(range(4), task.batches(16, 0, BatchSlice()), strict=False):
@@ -145,17 +138,15 @@ def test_the_step_is_that_of_the_plain_formula(tmp_path):
         loss.backward()
         assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.2
         optimiser.step()
-    trained = ac.load(tmp_path / "run/model.safetensors")
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(trained.state_dict()[name], value, rtol=1e-5, atol=1e-7)
+    trained = ac.load(tmp_path / "run/model.safetensors").state_dict()
+    torch.testing.assert_close(trained, model.state_dict(), rtol=1e-5, atol=1e-7)
 
 
 def test_accumulated_parts_are_one_batch(tmp_path):
     for name, change in (("one", "loop.accumulate=1"), ("other", "loop.accumulate=4")):
         fit(tiny(change, "optim.name=sgd", "task.model.dropout=0", "loop.epochs=0.5"), tmp_path / name)
-    one, four = (ac.load(tmp_path / name / "model.safetensors").state_dict() for name in ("one", "other"))
-    for name, value in one.items():
-        torch.testing.assert_close(four[name], value, rtol=1e-4, atol=1e-6)
+    one, four = (weights_at(tmp_path / name, 4) for name in ("one", "other"))
+    torch.testing.assert_close(four, one, rtol=1e-4, atol=1e-6)
     losses = [[line["loss"] for line in read_log(tmp_path / name)] for name in ("one", "other")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
@@ -212,8 +203,8 @@ def test_an_update_that_overflows_is_not_saved_as_good(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("where", "name", "step", "words"),
     [
-        (checkpointer, "_write_through", "step-000000000", "checkpoint of step 0 .*No checkpoint was saved yet"),
-        (checkpointer, "_write_through", "step-000000010", "checkpoint of step 10 .*is .*step-000000005.*--resume"),
+        (checkpointer, "atomic_write", "step-000000000", "checkpoint of step 0 .*No checkpoint was saved yet"),
+        (checkpointer, "atomic_write", "step-000000010", "checkpoint of step 10 .*is .*step-000000005.*--resume"),
         (checkpointer, "save", "", r"best\.safetensors .*--resume"),
         (Log, "write", "", "the log .*--resume"),
         (Run, "write_result", "", "the result .*--resume"),
@@ -236,12 +227,10 @@ def test_a_full_disk_stops_the_run_and_names_what_is_left(tmp_path, monkeypatch,
     assert_same_bits(bits(tmp_path / "run"), bits(plain[0]))
 
 
-@pytest.mark.parametrize(("kernel", "expected"), [("softmax", "SDPA flash"), ("linear", NO_SDPA)])
-def test_the_back_end_is_that_of_the_models_own_shapes(kernel, expected):
-    options = {"image_size": 8, "patch_size": 4, "in_chans": 1, "dim": 8, "depth": 1, "heads": 2, "num_classes": 2}
-    model = ac.models.ViT(attention=kernel, **options)
+def test_a_model_without_sdpa_says_so_and_random_numbers_are_left_alone():
+    model = ac.models.ViT(**replace(MODEL, attention="linear").to_dict())
     state = torch.get_rng_state()
-    assert attention_backend(model, lambda: model(torch.randn(3, 1, 8, 8))).startswith(expected)
+    assert attention_backend(model, lambda: model(torch.randn(3, 1, 8, 8))) == NO_SDPA
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -278,3 +267,5 @@ def test_the_best_is_the_highest_or_the_lowest_number_as_the_task_says(tmp_path,
     monkeypatch.setattr(ClassificationTask, "higher_is_better", higher)
     result, _ = fit(tiny("loop.epochs=0.375", "loop.evaluate_every=0.125"), tmp_path / "run")
     assert (result["best"], result["scores"]["top1"]) == (best, scores[-1] if math.isfinite(scores[-1]) else None)
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "run/log.jsonl").open()]
+    assert [line["val/top1"] for line in lines] == [score if math.isfinite(score) else None for score in scores]

@@ -24,10 +24,10 @@ def rates(**options):
     return [learning_rate(config, 1.0, step, PER_EPOCH, TOTAL) for step in range(TOTAL + 1)]
 
 
-def test_the_warm_up_is_a_line_from_start_to_the_peak():
-    for name in ("cosine", "poly", "constant"):
-        found = rates(name=name, warmup=2, start=0.1)
-        assert found[:21] == pytest.approx([0.1 + 0.045 * step for step in range(21)])
+@pytest.mark.parametrize("name", ["cosine", "poly", "constant"])
+def test_the_warm_up_is_a_line_from_start_to_the_peak(name):
+    found = rates(name=name, warmup=2, start=0.1)
+    assert found[:21] == pytest.approx([0.1 + 0.045 * step for step in range(21)])
 
 
 def test_curves_follow_their_formulas_to_their_end():

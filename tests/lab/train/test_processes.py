@@ -1,40 +1,55 @@
-"""Two processes train as one does, every task, in DDP and FSDP2; a run goes on in another number of processes."""
+"""Two processes train as one does, in DDP and FSDP2, on one machine or two; a run goes on in another number of them."""
 
 import gc
+import json
 import os
+import signal
+import sys
+import time
 import weakref
-from bisect import bisect_right
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import islice, product
+from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_runs import MODEL, assert_close, assert_same_bits, bits, die_in, fit, in_float64, tiny, use_float64
+from tiny_runs import MODEL, assert_close, assert_same_bits, bits, die_in, fit, in_float64, stepping, tiny, use_float64
+from torch._C._distributed_c10d import PrefixStore
 from torch._dynamo.utils import counters
 
 import acutance as ac
 from acutance.errors import AcutanceError
-from acutance.lab.tasks import BatchSlice
-from acutance.lab.tasks.language import LanguageTask
-from acutance.lab.train import Config, LoopConfig, OptimConfig
+from acutance.lab import recipes
+from acutance.lab.train import Config, LoopConfig, OptimConfig, override
 from acutance.lab.train.engine import Engine
 from acutance.models import ViT
-from tiny_tasks import CUTOFFS, LANGUAGE, SEGMENTER, language, segmentation
+from forked import run_as_torchrun
+from tiny_tasks import LANGUAGE, SEGMENTER, language, segmentation
 from together import in_two_processes
 
-BATCH = 4
 LEARNT, CONSTANT = "neutreno:0.6,learn=head", "neutreno:0.6"
 vit = partial(tiny, f"task.model.mitigation={LEARNT}", "loop.epochs=1.25")
 TASKS = {
-    "language": lambda folder: of(language(folder, replace(LANGUAGE, mitigation=LEARNT))),
+    "language": lambda folder: of(language(folder, replace(LANGUAGE, mitigation=LEARNT), val_stride=3)),
     "segmenter": lambda folder: of(segmentation(folder, replace(SEGMENTER, mitigation=CONSTANT))),
 }
 
+WRITES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
+PATIENCE = 300  # seconds: a hang fails
+FATE = ExitStack()
+CHANGES = [
+    "task.fraction=0.1", "task.model.dim=8", "task.model.depth=2", "task.model.heads=2", "task.model.dropout=0.1",
+    "optim.lr=1e-2", "schedule.warmup=0.5", "loop.epochs=1.25", "loop.batch_size=16", "loop.ema=0.9",
+    "loop.checkpoint_every=5", "loop.log_every=3", "loop.evaluate_every=1", "loop.monitor_every=5",
+]  # fmt: skip
+TRAIN = ["train", "digits", "--device", "cpu", *(word for change in CHANGES for word in ("--set", change))]
+
 
 def of(task):
-    loop = LoopConfig(epochs=2, batch_size=BATCH, checkpoint_every=100, evaluate_every=2)
+    loop = LoopConfig(epochs=2, batch_size=4, checkpoint_every=100, evaluate_every=2)
     return Config(task=task, optim=OptimConfig(lr=1e-2, clip=1.0), loop=loop)
 
 
@@ -119,18 +134,6 @@ def test_two_processes_equal_one_with_the_same_global_batch(worlds, alone, names
     assert_same_bits(worlds["ddp cut"], worlds["ddp"])
 
 
-def test_one_process_has_no_word_of_some_clusters_and_no_process_any_of_the_last(tmp_path):
-    """What makes the language model's case a test of clusters without words."""
-    task = LanguageTask(language(tmp_path), seed=0, device=torch.device("cpu"))
-
-    def clusters(index):
-        batches = islice(task.batches(BATCH, 0, BatchSlice(index, 2)), task.steps_per_epoch(BATCH))
-        return {bisect_right(CUTOFFS, int(word)) for _, targets in batches for word in targets.unique()}
-
-    assert clusters(0) == {0}
-    assert clusters(1) == {0, 1, 2}
-
-
 def test_a_model_never_drops_its_group_last():
     """It would wait for the group's threads while holding Python's lock, which now and then they wait for too."""
     engine = Engine(LoopConfig(strategy="ddp"), device="cpu", processes=1)
@@ -139,3 +142,73 @@ def test_a_model_never_drops_its_group_last():
     del engine, wrapped
     gc.collect()
     assert group() is not None
+
+
+def prepare(folder, dying=None):
+    """Before a command, in a process of its own: float64, and every change in the folder is printed.
+
+    The `dying` process loses its machine in step 7.
+    """
+    torch.set_num_threads(1)
+    use_float64(pytest.MonkeyPatch())
+    wait = PrefixStore.wait
+
+    def hook(event, arguments):
+        writes = event in WRITES or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        if writes and str(arguments[0]).startswith(str(folder)):
+            print(f"process {os.environ['RANK']} wrote: {event} {Path(arguments[0]).name}", flush=True)
+
+    def late(store, keys, *timeout):
+        """The second process then meets the first at its old store, which must not be closed."""
+        wait(store, keys, *timeout)
+        time.sleep(keys == ["all have read"])
+
+    sys.addaudithook(hook)
+    PrefixStore.wait = late
+    if os.environ["RANK"] == dying:
+        FATE.enter_context(stepping(7, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+
+
+@pytest.mark.slow
+def test_two_machines_of_which_one_dies_go_on_and_equal_one_process(tmp_path):
+    """Begun in DDP, resumed in FSDP2; in float64, so that what is left is the order of summation."""
+    folder = tmp_path / "run"
+    begin = partial(run_as_torchrun, machines=2, seconds=PATIENCE)
+    alive, dead = begin([*TRAIN, "--out", folder], prepare=partial(prepare, folder, dying="1"))
+    assert (alive.returncode in (0, -9), dead.returncode) == (False, -9), alive
+    assert "ddp, 2 × 1 parts of a batch of 16" in alive.stdout
+    assert (folder / "checkpoints/step-000000005").is_dir()
+    assert not (folder / "result.json").exists()
+
+    go_on = ["train", "--device", "cpu", "--out", folder, "--resume", "--strategy", "fsdp"]
+    both = begin(go_on, prepare=partial(prepare, folder))
+    assert [done.returncode for done in both] == [0, 0], both
+    first, second = (done.stdout for done in both)
+    assert "going on after step 5" in first
+    assert "fsdp, 2 × 1 parts of a batch of 16" in first
+    assert "process 0 wrote" in first
+    assert "process 1 wrote" not in second
+    assert [session["processes"] for session in json.loads((folder / "run.json").read_bytes())["sessions"]] == [2, 2]
+    with in_float64():
+        fit(override(recipes.load("digits"), [*CHANGES, "loop.accumulate=2"]), tmp_path / "alone")
+    assert_close(bits(folder), bits(tmp_path / "alone"))
+
+
+@pytest.mark.slow
+def test_machines_that_share_no_folder_are_refused_and_none_waits(tmp_path):
+    """Resuming, where the second has nothing to resume; and beginning, where it would not find what the first wrote."""
+    folders = [tmp_path / "first machine", tmp_path / "second machine"]
+    fit(override(recipes.load("digits"), [*CHANGES, "loop.epochs=0.25"]), folders[0] / "begun")
+    before = (folders[0] / "begun/run.json").read_bytes()
+    resume = [["train", "--out", folder / "begun", "--resume", "--set", "loop.epochs=1"] for folder in folders]
+    begin = [[*TRAIN, "--out", folder / "new"] for folder in folders]
+    refused = f"there is no {folders[1]}/begun/run.json"
+    elsewhere = f"{folders[1]}/new is not the folder that the first process writes to"
+    for commands, words in ((resume, refused), (begin, elsewhere)):
+        both = run_as_torchrun(*commands, machines=2, prepare=partial(prepare, folders[1]), seconds=PATIENCE)
+        assert [done.returncode for done in both] == [2, 2], both
+        for done in both:
+            assert words in done.stdout + done.stderr
+            assert "process 1 wrote" not in done.stdout
+    assert [path.name for path in folders[0].iterdir()] == ["begun"]  # no trace of what was refused
+    assert (folders[0] / "begun/run.json").read_bytes() == before

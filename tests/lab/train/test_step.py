@@ -19,15 +19,12 @@ class Stream:
     def __init__(self, device=None):
         self.device, self.queue, self.done = device, [], 0
 
-    def enqueue(self, work, ready=lambda: True):
-        self.queue.append((ready, work))
-
     def record_event(self):
         position = len(self.queue)
         return lambda: self.done >= position
 
     def wait_event(self, event):
-        self.enqueue(lambda: None, event)
+        self.queue.append((event, lambda: None))
 
     def wait_stream(self, other):
         self.wait_event(other.record_event())
@@ -35,34 +32,24 @@ class Stream:
     def can_go_on(self):
         return self.done < len(self.queue) and self.queue[self.done][0]()
 
-    def go_on(self):
-        self.queue[self.done][1]()
-        self.done += 1
-
 
 class Gpu:
-    """Two streams, memory that goes back to the stream it came from when a batch is dropped, and graphs."""
+    """Two streams, and graphs that are counted."""
 
     def __init__(self, monkeypatch):
-        self.main = self.current = Stream()
-        self.side = None
-        self.memory, self.free, self.read, self.order = {}, [], [], []
+        self.main, self.side = Stream(), Stream("cuda")
+        self.current, self.order = self.main, []
         self.mode, self.modes, self.captures, self.replays = 0, [], 0, 0
         for name, fake in {
-            "Stream": self.new_stream,
+            "Stream": lambda device=None: self.side,
             "current_stream": lambda device=None: self.current,
             "stream": self.on,
             "CUDAGraph": lambda: self,
-            "graph": self.capturing,
+            "graph": lambda *args, **options: nullcontext(setattr(self, "captures", self.captures + 1)),
             "get_sync_debug_mode": lambda: self.mode,
             "set_sync_debug_mode": lambda mode: setattr(self, "mode", mode),
         }.items():
             monkeypatch.setattr(torch.cuda, name, fake)
-
-    def new_stream(self, device=None):
-        assert self.side is None
-        self.side = Stream(device)
-        return self.side
 
     @contextmanager
     def on(self, stream):
@@ -70,37 +57,24 @@ class Gpu:
         yield
         self.current = before
 
-    def capturing(self, *args, **options):
-        self.captures += 1
-        return nullcontext()
-
     def replay(self):
         self.replays += 1
 
+    def work(self, *name):
+        self.current.queue.append((lambda: True, lambda: self.order.append(name)))
+
     def play(self, choose):
         """Everything is asked for before anything is done: the host is as far ahead as it can be."""
-        batches = (Batch(self, number) for number in count())
-        for batch in islice(prefetch(batches, torch.device("cuda")), STEPS):
-            self.work(("step", batch.number), lambda place=batch.place: self.read.append(self.memory.get(place)))
-            del batch
-        self.work("data freed", lambda: None)
+        batches = (self.work("batch", number) or number for number in count())
+        for number in islice(prefetch(batches, torch.device("cuda")), STEPS):
+            self.work("step", number)
+        self.work("data freed")
         while ready := [stream for stream in (self.main, self.side) if stream.can_go_on()]:
-            choose(ready).go_on()
+            stream = choose(ready)
+            stream.queue[stream.done][1]()
+            stream.done += 1
         assert all(stream.done == len(stream.queue) for stream in (self.main, self.side))
-
-    def work(self, name, act):
-        self.current.enqueue(lambda: (self.order.append(name), act()))
-
-
-class Batch:
-    def __init__(self, gpu, number):
-        self.gpu, self.number = gpu, number
-        self.place = place = gpu.free.pop() if gpu.free else len(gpu.memory)
-        gpu.memory.setdefault(place, None)
-        gpu.work(("batch", number), lambda: gpu.memory.update({place: number}))
-
-    def __del__(self):
-        self.gpu.free.append(self.place)
+        return {what: position for position, what in enumerate(self.order)}
 
 
 @pytest.fixture
@@ -110,49 +84,35 @@ def gpu(monkeypatch):
     _side_stream.cache_clear()
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_every_step_reads_its_own_batch_in_whatever_order_the_streams_are_served(gpu, seed):
-    gpu.play(random.Random(seed).choice)
-    assert gpu.read == list(range(STEPS))
-    assert len(gpu.memory) <= 3  # memory of batches that were used is used again, however far the host is
-    assert gpu.order.index("data freed") > gpu.order.index(("batch", STEPS))  # which nobody wants, but reads the data
-
-
-@pytest.mark.parametrize("first", ["main", "side"])
-def test_a_batch_is_made_beside_the_step_before_it_and_not_earlier(gpu, first):
-    gpu.play(lambda ready: next((stream for stream in ready if stream is getattr(gpu, first)), ready[0]))
-    at = {what: position for position, what in enumerate(gpu.order)}
+@pytest.mark.parametrize("first", ["main", "side", *range(20)])
+def test_a_batch_is_made_beside_the_step_before_it_in_whatever_order_the_streams_are_served(gpu, first):
+    """Not earlier: it may get the memory of the batch before that one."""
+    drawn, favoured = random.Random(first), getattr(gpu, str(first), None)
+    at = gpu.play(lambda ready: favoured if favoured in ready else drawn.choice(ready))
     for number in range(1, STEPS - 1):
-        assert at["batch", number + 1] > at["step", number - 1]
-        assert (at["batch", number + 1] < at["step", number]) == (first == "side")
+        assert at["batch", number] < at["step", number]
+        assert at["step", number - 1] < at["batch", number + 1]
+        if first in ("main", "side"):
+            assert (at["batch", number + 1] < at["step", number]) == (first == "side")
+    assert at["data freed",] > at["batch", STEPS]  # which nobody wants, but reads the data
 
 
-def graphed(gpu, fails=lambda: False):
-    def step(batch):
+@pytest.mark.parametrize("harm", [None, "waits", "cannot be captured"])
+def test_waiting_is_refused_in_the_last_call_before_the_capture(gpu, harm):
+    """A step that waits is never captured; after a failed capture the advice is a new process."""
+    fails = {None: lambda: False, "waits": lambda: gpu.mode == "error", "cannot be captured": lambda: gpu.captures}
+
+    def plain(batch):
         gpu.modes.append(gpu.mode)
-        if fails():
+        if fails[harm]():
             raise RuntimeError("not permitted")
         return batch.sum()
 
-    return CUDAGraphStep(step)
-
-
-def test_waiting_is_refused_in_the_last_call_before_the_capture(gpu):
-    step = graphed(gpu)
-    for _ in range(WARM_UP + 3):
+    step = CUDAGraphStep(plain)
+    for _ in range(WARM_UP + 3 if harm is None else WARM_UP - (harm == "waits")):
         step(torch.ones(2))
-    assert gpu.modes == [0] * (WARM_UP - 1) + ["error"] + [0]  # the last one is captured
-    assert (gpu.captures, gpu.replays) == (1, 3)
-    with pytest.raises(AcutanceError, match=r"\(3,\).*\(2,\)"):
-        step(torch.ones(3))  # batches have one shape
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_step_that_waits_is_never_captured_and_a_failed_capture_asks_for_a_new_process(gpu, waits):
-    step = graphed(gpu, lambda: gpu.mode == "error" if waits else gpu.captures)
-    for _ in range(WARM_UP - waits):
-        step(torch.ones(2))
-    advice = r"trains without$" if waits else "in a new process$"
-    with pytest.raises(AcutanceError, match=rf"not permitted.*loop\.graph=false {advice}" if waits else advice):
-        step(torch.ones(2))
-    assert (gpu.captures, gpu.mode) == (not waits, 0)
+    advice = {None: r"\(3,\).*\(2,\)", "waits": r"loop\.graph=false trains without$"}  # batches have one shape
+    with pytest.raises(AcutanceError, match=advice.get(harm, "not permitted.*in a new process$")):
+        step(torch.ones(2 if harm else 3))
+    assert (gpu.captures, gpu.replays, gpu.mode) == (harm != "waits", 0 if harm else 3, 0)
+    assert gpu.modes == ([0] * (WARM_UP - 1) + ["error"] + [0])[: len(gpu.modes)]  # the last one is captured

@@ -2,6 +2,8 @@
 
 import io
 from contextlib import contextmanager
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -62,13 +64,9 @@ class DiedError(Exception):
     """As good as a crash: nothing runs afterwards that could save anything."""
 
 
-def _die():
-    raise DiedError
-
-
 def die_in(step, config, folder, **options):
     """Train until death in the middle of a step, when nothing of it has reached the weights."""
-    with stepping(step, _die), pytest.raises(DiedError):
+    with stepping(step, Mock(side_effect=DiedError)), pytest.raises(DiedError):
         fit(config, folder, **options)
 
 
@@ -77,24 +75,17 @@ def weights_at(folder, step):
 
 
 def bits(folder):
-    """Everything the newest checkpoint holds, and the exported models."""
-    tensors, _ = read_checkpoint(checkpoint_paths(folder / "checkpoints")[0])
+    """Everything the newest checkpoint holds, its scores, and the exported models."""
+    tensors, notes = read_checkpoint(checkpoint_paths(folder / "checkpoints")[0])
     found = {f"{file}:{name}": value for file, part in tensors.items() for name, value in part.items()}
+    found |= {name: torch.tensor(score, dtype=torch.float64) for name, score in notes["scores"].items()}
     for file in ("model.safetensors", "best.safetensors"):
         found |= {f"exported {file}:{name}": value for name, value in load_file(folder / file).items()}
     return found
 
 
-def assert_same_bits(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
-def assert_close(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        torch.testing.assert_close(value, other[name], rtol=0, atol=CLOSE, msg=lambda m, name=name: f"{name}: {m}")
+assert_same_bits = partial(torch.testing.assert_close, rtol=0, atol=0)
+assert_close = partial(torch.testing.assert_close, rtol=0, atol=CLOSE)
 
 
 def use_float64(patch):

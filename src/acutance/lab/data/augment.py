@@ -3,8 +3,6 @@
 Rows 2j and 2j + 1 are mixed with each other: a batch is a random choice of images, and a pair stays within one process.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -74,7 +72,7 @@ class Draws(NamedTuple):
     mix: Tensor  # (batch, 3), 0 to 1: mixup or CutMix, the centre of a rectangle; as in DeiT, one draw for all rows
     keep: Tensor  # (batch, 2): from mixup's and CutMix's Beta
 
-    def rows(self, chosen: slice) -> Draws:
+    def rows(self, chosen: slice) -> "Draws":
         """The draws of these rows: the same as if the whole batch were augmented, then cut."""
         return Draws(*(part[chosen] for part in self))
 

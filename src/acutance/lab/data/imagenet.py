@@ -5,8 +5,6 @@ Shards are tar files as webdataset writes them. Each sample is two neighbouring 
 index of `part-0.tar` is kept beside it as `.part-0.tar.index.json`, where one may write there.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -16,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,10 +24,7 @@ from acutance.errors import AcutanceError
 from acutance.files.atomic import atomic_write, read_json
 from acutance.io.inputs import pillow
 from acutance.lab.data.seeds import epoch_order
-from acutance.lab.data.source import Bytes, Source, SplitName, channels_first, held_out
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from acutance.lab.data.source import Bytes, Image, Source, SplitName, channels_first, held_out
 
 IMAGENET = Source(
     "ImageNet",
@@ -90,38 +84,14 @@ class ImageFolder:
         return epoch_order(len(self), seed, epoch)
 
 
-@dataclass(frozen=True)
-class Crops:
-    """Bytes (3, size, size) of images with their labels: DeiT's random resized crop, or the middle for evaluation.
-
-    The rest of DeiT's augmentation, mirror images included, happens in batches on the device.
-    """
-
-    images: ImageFolder | WebShards
-    size: int = 224
-
-    def __len__(self) -> int:
-        return len(self.images.labels)
-
-    def sample(self, index: int, random: np.random.Generator | None) -> tuple[Bytes, int]:
-        image = self.images.read(index)
-        cut = centre_crop(image, self.size) if random is None else random_resized_crop(image, self.size, random)
-        return channels_first(cut), int(self.images.labels[index])
-
-
 def choose(labels: Tensor, split: SplitName | None, every: int, place: Path | str) -> Tensor:
     """The indices that belong to a split of a training set (all of them for None, "all" and "test")."""
     if split not in ("train", "val"):
         return torch.arange(len(labels))
     held = held_out(labels, every)
-    refuse_empty_slice(held, every, place)
-    return (held if split == "val" else ~held).nonzero()[:, 0]
-
-
-def refuse_empty_slice(held: Tensor, every: int, place: object) -> None:
-    """Without a held-out image there is nothing to score during training."""
-    if not bool(held.any()):
+    if not bool(held.any()):  # then there is nothing to score during training
         raise AcutanceError(f"{place}: no class has {every} images to hold one out for val; lower task.held_out_every")
+    return (held if split == "val" else ~held).nonzero()[:, 0]
 
 
 def _visible(folder: Path, wanted: Callable[[Path], bool]) -> list[Path]:
@@ -140,7 +110,7 @@ def _refuse_other_classes(folder: Path, found: set[str], train: Path) -> None:
 
 def random_resized_crop(image: Image, size: int, random: np.random.Generator) -> Image:
     """A random part of the image, bicubically scaled to size × size (https://arxiv.org/abs/1409.4842)."""
-    left, top, width, height = random_part(*image.size, random)
+    left, top, width, height = random_part(image.width, image.height, random)
     # Cut first: `resize(box=…)` would let pixels from outside into the border.
     part = image.crop((left, top, left + width, top + height))
     return part.resize((size, size), pillow().Resampling.BICUBIC)
@@ -210,6 +180,25 @@ class WebShards:
         shuffled = epoch_order(len(self), seed, epoch)
         group = place[self._shards[shuffled]] // SHARDS_AT_ONCE
         return shuffled[torch.argsort(group, stable=True)]
+
+
+@dataclass(frozen=True)
+class Crops:
+    """Bytes (3, size, size) of images with their labels: DeiT's random resized crop, or the middle for evaluation.
+
+    The rest of DeiT's augmentation, mirror images included, happens in batches on the device.
+    """
+
+    images: ImageFolder | WebShards
+    size: int = 224
+
+    def __len__(self) -> int:
+        return len(self.images.labels)
+
+    def sample(self, index: int, random: np.random.Generator | None) -> tuple[Bytes, int]:
+        image = self.images.read(index)
+        cut = centre_crop(image, self.size) if random is None else random_resized_crop(image, self.size, random)
+        return channels_first(cut), int(self.images.labels[index])
 
 
 def expand(pattern: str) -> Iterator[Path]:

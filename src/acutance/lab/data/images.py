@@ -1,7 +1,5 @@
 """Images that fit into memory, held as bytes: scikit-learn's digits, CIFAR-10, CIFAR-100 and Fashion-MNIST."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import pickle
@@ -10,14 +8,14 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from acutance.errors import MissingExtraError, ShapeError
-from acutance.lab.data.source import Source, SplitName, data_folder, held_out
+from acutance.errors import ShapeError, import_extra
+from acutance.lab.data.source import Source, SplitName, class_ranks, data_folder, held_out
 
 CIFAR10 = Source(
     "CIFAR-10",
@@ -62,10 +60,10 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def to(self, device: torch.device | str) -> Images:
+    def to(self, device: torch.device | str) -> Self:
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
-    def subset(self, indices: Tensor) -> Images:
+    def subset(self, indices: Tensor) -> Self:
         """The images at these indices; mean and std stay those of the whole training set."""
         indices = indices.to(self.images.device)
         return replace(self, images=self.images[indices], labels=self.labels[indices])
@@ -129,15 +127,10 @@ def _digits(data_dir: Path, train: bool) -> Part:
 
 def _raw_digits() -> tuple[Tensor, Tensor, Tensor]:
     """Images from 0 to 16, labels, and which of them are test images."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise MissingExtraError("the digits ship with scikit-learn: pip install 'acutance[train]'") from error
-    raw = load_digits()
-    test = np.zeros(len(raw.target), dtype=bool)
-    for label in range(10):
-        test[np.flatnonzero(raw.target == label)[::5]] = True
-    return torch.tensor(raw.images, dtype=torch.float32)[:, None], torch.tensor(raw.target), torch.from_numpy(test)
+    missing = "the digits ship with scikit-learn: pip install 'acutance[train]'"
+    raw = import_extra("sklearn.datasets", missing).load_digits()
+    labels = torch.tensor(raw.target)
+    return torch.tensor(raw.images, dtype=torch.float32)[:, None], labels, class_ranks(labels) % 5 == 0
 
 
 def _cifar10(data_dir: Path, train: bool) -> Part:

@@ -5,8 +5,6 @@ kind passes through with an identity, exactly. The arithmetic is Pillow's, value
 height, width) floats that hold whole numbers from 0 to 255.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

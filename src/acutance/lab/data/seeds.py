@@ -1,7 +1,5 @@
 """Randomness as a function of numbers, such as (seed, step): nothing about the past has to be remembered."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -3,8 +3,6 @@
 Segmenter's augmentation (https://arxiv.org/abs/2105.05633) runs in worker processes: the images differ in size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

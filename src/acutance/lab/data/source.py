@@ -4,14 +4,12 @@ Errors name the file that is missing or damaged, the layout, and where to get it
 images of each class in the data set's order, from 0: an image's *rank* in its class.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +19,7 @@ from torch import Tensor
 from acutance.errors import AcutanceError
 from acutance.io.inputs import pillow
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
+Image: TypeAlias = Any  # Pillow's, which is optional
 Bytes = npt.NDArray[np.uint8]
 # "val" is a slice of the training set to choose by, "train" the rest, "all" both; no choice may rest on "test".
 SplitName = Literal["train", "val", "all", "test"]
@@ -66,8 +62,7 @@ class Source:
         try:
             with pillow().open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
                 image.load()
-                result: Image = image.convert("RGB") if colour else image.copy()
-                return result
+                return image.convert("RGB") if colour else image.copy()
         except FileNotFoundError as error:
             raise self.missing(place) from error
         # Pillow raises SyntaxError for broken PNGs and ValueError or its own errors for absurd sizes.

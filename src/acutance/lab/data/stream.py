@@ -1,7 +1,5 @@
 """Batches of data too large for memory, decoded in worker processes; each a function of (seed, step) alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -45,21 +43,24 @@ def training_batches(
     """
 
     def tickets() -> Iterator[list[Ticket]]:
-        steps = len(order(0)) // batch_size
-        if steps == 0:
-            raise AcutanceError(
-                f"an epoch has {len(order(0))} samples, fewer than a batch of {batch_size}: make it smaller"
-            )
-        epoch, first = divmod(first_step, steps)
-        while True:
-            whole = order(epoch)
-            for at in range(first, steps):
-                chosen = whole[at * batch_size : (at + 1) * batch_size].tolist()
-                seeds = [mixed_seed(seed, epoch * steps + at, row) for row in range(batch_size)[rows]]
-                yield list(zip(chosen[rows], seeds, strict=True))
-            epoch, first = epoch + 1, 0
+        for step, chosen in enumerate(visits(order, batch_size, first_step), first_step):
+            seeds = [mixed_seed(seed, step, row) for row in range(batch_size)[rows]]
+            yield list(zip(chosen[rows].tolist(), seeds, strict=True))
 
     return _load(samples, tickets(), workers, device)
+
+
+def visits(order: Callable[[int], Tensor], batch_size: int, first_step: int) -> Iterator[Tensor]:
+    """The indices of global batch `first_step`, the next, and so on, by the order of each epoch."""
+    epoch = order(0)
+    steps = len(epoch) // batch_size
+    if steps == 0:
+        raise AcutanceError(f"an epoch has {len(epoch)} samples, fewer than a batch of {batch_size}: make it smaller")
+    number, first = divmod(first_step, steps)
+    while True:
+        epoch = order(number) if number else epoch
+        yield from epoch[first * batch_size : steps * batch_size].split(batch_size)
+        number, first = number + 1, 0
 
 
 def evaluation_batches(

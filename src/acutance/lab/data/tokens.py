@@ -4,8 +4,6 @@ Each line is split at white space and ends in <eos>, empty lines too. <eos> is n
 frequency in the training file, as adaptive softmax wants them; words that only the other files have come last.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Every public function of a file in this folder is one. `acutance train --list` shows the first line of its docstring.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Callable
 from importlib import import_module

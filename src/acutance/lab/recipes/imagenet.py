@@ -1,15 +1,12 @@
 """DeiT on ImageNet (https://arxiv.org/abs/2012.12877)."""
 
-from __future__ import annotations
-
-from dataclasses import replace
-
 from acutance.lab.tasks.imagenet import ImageNetConfig
-from acutance.lab.train.config import Config, LoopConfig, OptimConfig, ScheduleConfig
+from acutance.lab.train.config import Config, LoopConfig, OptimConfig, ScheduleConfig, override
 from acutance.models import ViTConfig
 
 EPOCHS = 300
 BATCH = 1024
+RATE = 5e-4 * BATCH / 512
 TRAINED = "runs/deit_tiny-seed0/model.safetensors"  # where `acutance train deit_tiny` leaves its model
 
 
@@ -35,7 +32,7 @@ def deit_tiny() -> Config:
     model = ViTConfig(image_size=224, patch_size=16, num_classes=1000, dim=192, depth=12, heads=3, drop_path=0.1)
     return Config(
         task=ImageNetConfig(model=model, train_on="all"),  # its defaults are DeiT's augmentation and repeats
-        optim=OptimConfig(name="adamw", lr=5e-4 * BATCH / 512, weight_decay=0.05),
+        optim=OptimConfig(name="adamw", lr=RATE, weight_decay=0.05),
         schedule=ScheduleConfig(name="cosine", warmup=5, start=1e-6, final=1e-5, per="epoch", warmup_inside=True),
         loop=LoopConfig(
             epochs=EPOCHS, batch_size=BATCH, precision="bf16", compile=True, checkpoint_every=1000, evaluate_every=10
@@ -54,8 +51,7 @@ def deit_small() -> Config:
         acutance train deit_small --data-dir /data/imagenet
         acutance train deit_small --data-dir /data/imagenet --set task.model.mitigation=neutreno:0.6
     """
-    tiny = deit_tiny()
-    return replace(tiny, task=replace(tiny.task, model=replace(tiny.task.model, dim=384, heads=6)))
+    return override(deit_tiny(), ["task.model.dim=384", "task.model.heads=6"])
 
 
 def deit_tiny_symmetric() -> Config:
@@ -69,8 +65,7 @@ def deit_tiny_symmetric() -> Config:
         acutance train deit_tiny_symmetric --data-dir /data/imagenet
         acutance train deit_tiny_symmetric --data-dir /data/imagenet --set task.model.mitigation=neutreno:0.6
     """
-    tiny = deit_tiny()
-    return replace(tiny, task=replace(tiny.task, model=replace(tiny.task.model, attention="symmetric")))
+    return override(deit_tiny(), ["task.model.attention=symmetric"])
 
 
 def deit_tiny_adapt() -> Config:
@@ -86,10 +81,5 @@ def deit_tiny_adapt() -> Config:
         acutance train deit_tiny_adapt --data-dir /data/imagenet
         acutance train deit_tiny_adapt --data-dir /data/imagenet --set task.weights=deit_tiny_patch16_224-a1311bcf.pth
     """
-    tiny = deit_tiny()
-    return replace(
-        tiny,
-        task=replace(tiny.task, model=replace(tiny.task.model, mitigation="neutreno:0.6"), weights=TRAINED),
-        optim=replace(tiny.optim, lr=tiny.optim.lr / 10),
-        loop=replace(tiny.loop, epochs=EPOCHS / 3),
-    )
+    course = [f"optim.lr={RATE / 10}", f"loop.epochs={EPOCHS / 3}"]
+    return override(deit_tiny(), ["task.model.mitigation=neutreno:0.6", f"task.weights={TRAINED}", *course])

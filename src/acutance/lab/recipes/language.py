@@ -1,7 +1,5 @@
 """Language modelling: WikiText-103, WikiText-2."""
 
-from __future__ import annotations
-
 from acutance.lab.tasks.language import WIKITEXT_2, WIKITEXT_103
 from acutance.lab.train.config import Config, LoopConfig, OptimConfig, ScheduleConfig
 

@@ -1,7 +1,5 @@
 """Semantic segmentation with a Segmenter: ADE20K, CamVid."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from acutance.lab.recipes.imagenet import TRAINED

@@ -1,13 +1,10 @@
 """Image classification from scratch on small images: digits, Fashion-MNIST, CIFAR."""
 
-from __future__ import annotations
-
-from dataclasses import replace
 from typing import Any
 
 from acutance.lab.data.augment import DEIT_SMALL_IMAGES, AugmentConfig
 from acutance.lab.tasks.classification import ClassificationConfig
-from acutance.lab.train.config import Config, LoopConfig, OptimConfig, ScheduleConfig
+from acutance.lab.train.config import Config, LoopConfig, OptimConfig, ScheduleConfig, override
 from acutance.models import ViTConfig
 
 VIT_TINY: dict[str, Any] = {"patch_size": 4, "dim": 192, "depth": 12, "heads": 3, "class_token": False}
@@ -77,9 +74,7 @@ def cifar10() -> Config:
         acutance train cifar10 --data-dir /data --set task.train_on=all
         acutance train cifar10 --data-dir /data --set task.train_on=all --set task.model.mitigation=neutreno:0.6
     """
-    strong = cifar100()
-    model = replace(strong.task.model, num_classes=10)
-    return replace(strong, task=replace(strong.task, dataset="cifar10", model=model))
+    return override(cifar100(), ["task.dataset=cifar10", "task.model.num_classes=10"])
 
 
 def cifar10_kernel() -> Config:
@@ -96,8 +91,7 @@ def cifar10_kernel() -> Config:
         acutance train cifar10_kernel --data-dir /data --set task.train_on=all --set task.model.mitigation=neutreno:0.6
         acutance train cifar10_kernel --data-dir /data --set task.model.attention=linear
     """
-    softmax = cifar10()
-    return replace(softmax, task=replace(softmax.task, model=replace(softmax.task.model, attention="rbf")))
+    return override(cifar10(), ["task.model.attention=rbf"])
 
 
 def fashion_mnist() -> Config:
@@ -110,12 +104,6 @@ def fashion_mnist() -> Config:
 
         acutance train fashion_mnist --data-dir /data --set task.train_on=all
     """
-    strong = cifar10()
-    model = replace(strong.task.model, image_size=28, in_chans=1)
-    mild = AugmentConfig(crop_pad=2, flip=0.5, erase=0.25, mixup=0.2, smoothing=0.1)
-    return replace(
-        strong,
-        task=replace(strong.task, dataset="fashion_mnist", model=model, augment=mild),
-        schedule=replace(strong.schedule, warmup=5),
-        loop=replace(strong.loop, epochs=50),
-    )
+    mild = '{"crop_pad": 2, "flip": 0.5, "erase": 0.25, "mixup": 0.2, "smoothing": 0.1}'
+    sizes = ["task.model.image_size=28", "task.model.in_chans=1", "loop.epochs=50"]
+    return override(cifar10(), ["task.dataset=fashion_mnist", f"task.augment={mild}", *sizes])

@@ -1,7 +1,5 @@
 """What can be trained, by the kind that a configuration names."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any, get_args
 

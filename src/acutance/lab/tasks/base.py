@@ -1,22 +1,21 @@
 """What is learnt: a task knows its data, model, loss and score; the loop knows nothing else about it."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from acutance.distributed import gather, rank_and_world_size
 from acutance.errors import AcutanceError
 from acutance.io.saving import load_checkpoint
 from acutance.mitigations import as_mitigation
 
+T = TypeVar("T")
 ConfigT = TypeVar("ConfigT")
 STARTS = ("weights", "encoder_weights")  # fields of a task's configuration that name initial weights
-
 
 RANGES: Mapping[str, Callable[[Any], bool]] = {
     "more than 0": lambda value: value > 0,
@@ -28,11 +27,10 @@ RANGES: Mapping[str, Callable[[Any], bool]] = {
 
 def check_ranges(part: str, config: Any, ranges: Mapping[str, str]) -> None:
     """Refuse fields outside their range; `ranges` has the names of fields by one of `RANGES`, with spaces between."""
-    for words, names in ranges.items():
-        for name in names.split():
-            value = getattr(config, name)
-            if value is not None and not all(map(RANGES[words], value if isinstance(value, tuple) else (value,))):
-                raise AcutanceError(f"{part}.{name} must be {words}, not {value}")
+    for words, name in ((words, name) for words, names in ranges.items() for name in names.split()):
+        value = getattr(config, name)
+        if value is not None and not all(map(RANGES[words], value if isinstance(value, tuple) else (value,))):
+            raise AcutanceError(f"{part}.{name} must be {words}, not {value}")
 
 
 def incidental(default: Any) -> Any:
@@ -122,21 +120,60 @@ class Task(ABC, Generic[ConfigT]):
         """The scores on a split, `headline` among them; the same in every process."""
 
 
+class ImageTask(Task[ConfigT]):
+    """A task on images, whose splits are loaded once: listing a million files takes a while."""
+
+    _train: Any  # the images to train on
+
+    def __init__(self, config: ConfigT, *, seed: int, device: torch.device) -> None:
+        super().__init__(config, seed=seed, device=device)
+        self._splits: dict[str, Any] = {}
+
+    def _images(self, split: str) -> Any:
+        if split not in self._splits:
+            self._splits[split] = self._load(split)
+        return self._splits[split]
+
+    @abstractmethod
+    def _load(self, split: str) -> Any:
+        """A split of the data."""
+
+    def size(self, split: str) -> int:
+        return len(self._images(split))
+
+    def steps_per_epoch(self, batch_size: int) -> int:
+        """Repeats do not make an epoch longer."""
+        name, images = getattr(self.config, "dataset", "ImageNet"), len(self._train)
+        if images < batch_size:
+            raise AcutanceError(
+                f"{name} has {images} images to train on, fewer than a batch of {batch_size}: lower loop.batch_size"
+            )
+        return images // batch_size
+
+
+def turns(count: int) -> list[int]:
+    """Which of `count` parts of an evaluation this process does.
+
+    A sharded model needs all processes in every forward pass, so all have as many turns. The last part fills them up.
+    """
+    rank, world = rank_and_world_size()
+    return [min(first + rank, count - 1) for first in range(0, count, world)]
+
+
+def in_order(own: Sequence[int], results: Iterable[T]) -> list[T]:
+    """The results of all processes, each part once: sums over them are exact for any number of processes."""
+    found: dict[int, T] = {}
+    for part in gather(dict(zip(own, results, strict=True))):
+        found |= part
+    return [found[index] for index in sorted(found)]
+
+
 def load_and_install(model: Any, weights: str | None, mitigation: str | None, layers: Any = None) -> None:
     """Load initial weights, then install the mitigation: an eigen starts from the weights it finds."""
     if weights is not None:
         load_checkpoint(model, weights)
     if mitigation is not None:
         model.install(as_mitigation(mitigation), layers)
-
-
-def epoch_steps(name: str, images: int, batch_size: int) -> int:
-    """Global batches in an epoch over so many images."""
-    if images < batch_size:
-        raise AcutanceError(
-            f"{name} has {images} images to train on, fewer than a batch of {batch_size}: lower loop.batch_size"
-        )
-    return images // batch_size
 
 
 def refuse_other_classes(name: str, classes: int, model: int) -> None:

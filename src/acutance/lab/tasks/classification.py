@@ -1,33 +1,24 @@
 """Image classification with a ViT, on images that live on the device and are augmented there."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from acutance.distributed import gather, rank_and_world_size
 from acutance.errors import AcutanceError
 from acutance.lab.data.augment import Augment, AugmentConfig
 from acutance.lab.data.images import Images, load_images
 from acutance.lab.data.seeds import epoch_order, generator
 from acutance.lab.data.source import fraction
+from acutance.lab.data.stream import repeated, visits
 from acutance.lab.studies.depth import draw_xavier
-from acutance.lab.tasks.base import (
-    BatchSlice,
-    ConfigT,
-    Task,
-    check_ranges,
-    epoch_steps,
-    incidental,
-    load_and_install,
-    refuse_other_classes,
-)
+from acutance.lab.tasks import base
+from acutance.lab.tasks.base import BatchSlice, ConfigT, incidental
 from acutance.models import ViT, ViTConfig
 
 
@@ -48,19 +39,14 @@ class ClassificationConfig:
     xavier: bool = False  # start wider than DeiT's σ = 0.02, which is too narrow for few channels
 
     def __post_init__(self) -> None:
-        check_ranges("task", self, {"1 or more": "repeats"})
+        base.check_ranges("task", self, {"1 or more": "repeats"})
 
 
-class ImageTask(Task[ConfigT]):
+class Classification(base.ImageTask[ConfigT]):
     """Cross-entropy against soft targets; top-1 and top-5 accuracy in percent, and the plain cross-entropy."""
 
     headline: ClassVar[str] = "top1"
     evaluated_at_once: ClassVar[int]  # images in a forward pass of `evaluate`
-    _train: Any
-
-    def __init__(self, config: ConfigT, *, seed: int, device: torch.device) -> None:
-        super().__init__(config, seed=seed, device=device)
-        self._splits: dict[str, Any] = {}
 
     def _make_augment(self, classes: int, mean: Sequence[float], std: Sequence[float]) -> None:
         config: Any = self.config
@@ -70,15 +56,9 @@ class ImageTask(Task[ConfigT]):
             # Never with inductor's CUDA graphs, which write every batch to the same place: one is made ahead.
             self._augmented = torch.compile(self._augment, options={"triton.cudagraphs": False})
 
-    def _images(self, split: str) -> Any:
-        """A split, loaded once: listing a million files takes a while."""
-        if split not in self._splits:
-            self._splits[split] = self._load(split)
-        return self._splits[split]
-
     @abstractmethod
-    def _load(self, split: str) -> Any:
-        """A split of the data."""
+    def _rows(self, batch_size: int, first_step: int, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
+        """These rows of global batch `first_step`, the next, and so on: images as bytes, and their labels."""
 
     @abstractmethod
     def _read(self, images: Any, indices: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -95,13 +75,12 @@ class ImageTask(Task[ConfigT]):
         heads = (scores,) if isinstance(scores, Tensor) else scores
         return torch.stack([F.cross_entropy(head, targets) for head in heads]).mean()
 
-    def steps_per_epoch(self, batch_size: int) -> int:
-        """Repeats do not make an epoch longer."""
-        name = getattr(self.config, "dataset", "ImageNet")
-        return epoch_steps(name, len(self._train), batch_size)
-
-    def size(self, split: str) -> int:
-        return len(self._images(split))
+    def batches(self, batch_size: int, first_step: int, part: BatchSlice) -> Iterator[tuple[Tensor, Tensor]]:
+        """Augmented images and soft targets."""
+        rows = part.rows(batch_size)
+        for step, (images, labels) in enumerate(self._rows(batch_size, first_step, rows), first_step):
+            draws = self._augment.draw(batch_size, generator(self.device, self.seed, step, batch_size))
+            yield self._augmented(images, labels, draws.rows(rows))
 
     def inputs(self, split: str, indices: Sequence[int]) -> Tensor:
         return torch.cat([self._augment.plain(batch) for batch, _ in self._read(self._images(split), indices)])
@@ -111,20 +90,16 @@ class ImageTask(Task[ConfigT]):
         """The processes share the work, exactly: sums are added in the order of the chunks."""
         images = self._images(split)
         chunks = torch.arange(len(images)).split(self.evaluated_at_once)
-        rank, world = rank_and_world_size()
-        # Each process as often as the others: a sharded model needs all. Only last chunks are repeated for that.
-        own = [min(first + rank, len(chunks) - 1) for first in range(0, len(chunks), world)]
+        own = base.turns(len(chunks))
         model.eval()
         batches = self._read(images, torch.cat([chunks[index] for index in own]).tolist())
         sums = [_sums(model(self._augment.plain(batch)), labels) for batch, labels in batches]
-        found: dict[int, list[float]] = {}
-        for part in gather(dict(zip(own, torch.stack(sums).tolist(), strict=True))):  # the host waits here only
-            found |= part
-        loss, top1, top5 = (sum(found[index][i] for index in range(len(chunks))) / len(images) for i in range(3))
+        found = base.in_order(own, torch.stack(sums).tolist())  # the host waits here only
+        loss, top1, top5 = (sum(column) / len(images) for column in zip(*found, strict=True))
         return {"top1": 100 * top1, "top5": 100 * top5, "loss": loss}
 
 
-class ClassificationTask(ImageTask[ClassificationConfig]):
+class ClassificationTask(Classification[ClassificationConfig]):
     """Images on the device."""
 
     made_on_device: ClassVar[bool] = True
@@ -135,33 +110,28 @@ class ClassificationTask(ImageTask[ClassificationConfig]):
     ) -> None:
         """`images` to train on replace those of the configuration."""
         super().__init__(config, seed=seed, device=device)
-        self._visits = -1, torch.empty(0)  # an epoch and its order, so that it is drawn once
         images = load_images(config.dataset, config.data_dir, config.train_on) if images is None else images
         if config.fraction < 1:
             images = images.subset(fraction(images.labels, config.fraction))
-        _check_fits(config.model, images)
+        model, (channels, height, width) = config.model, images.images.shape[1:]
+        if (model.in_chans, model.image_size, model.image_size) != (channels, height, width):
+            raise AcutanceError(
+                f"{images.name} has images of {channels}×{height}×{width}; the model takes {model.in_chans}×"
+                f"{model.image_size}×{model.image_size}: set task.model.in_chans and task.model.image_size"
+            )
+        base.refuse_other_classes(images.name, len(images.classes), model.num_classes)
         self._train = images.to(device)
         self._make_augment(len(images.classes), images.mean, images.std)
 
-    def batches(self, batch_size: int, first_step: int, part: BatchSlice) -> Iterator[tuple[Tensor, Tensor]]:
-        """Augmented images and soft targets."""
-        rows, step = part.rows(batch_size), first_step
-        while True:
-            chosen = self._order(batch_size, step)[rows]
-            draws = self._augment.draw(batch_size, generator(self.device, self.seed, step, batch_size))
-            yield self._augmented(self._train.images[chosen], self._train.labels[chosen], draws.rows(rows))
-            step += 1
+    def _rows(self, batch_size: int, first_step: int, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
+        for chosen in visits(partial(self._order, batch_size), batch_size, first_step):
+            yield self._train.images[chosen[rows]], self._train.labels[chosen[rows]]
 
-    def _order(self, batch_size: int, step: int) -> Tensor:
-        """The images of a global batch. Repeated ones stand apart, so that none is mixed with itself."""
-        epoch, index = divmod(step, self.steps_per_epoch(batch_size))
-        unique = -(-batch_size // self.config.repeats)
-        if self._visits[0] != epoch:
-            order = epoch_order(len(self._train), self.seed, epoch)
-            if self.device.type == "cuda":
-                order = order.pin_memory()  # from memory that is not pinned the host would wait for all steps so far
-            self._visits = epoch, order.to(self.device, non_blocking=True)
-        return self._visits[1][index * unique : (index + 1) * unique].repeat(self.config.repeats)[:batch_size]
+    def _order(self, batch_size: int, epoch: int) -> Tensor:
+        order = repeated(epoch_order(len(self._train), self.seed, epoch), batch_size, self.config.repeats)
+        if self.device.type == "cuda":
+            order = order.pin_memory()  # from memory that is not pinned the host would wait for all steps so far
+        return order.to(self.device, non_blocking=True)
 
     @classmethod
     def evaluated_by(cls, split: str) -> tuple[str, ...]:
@@ -181,7 +151,7 @@ def build_vit(chosen: ViTConfig, *, weights: str | None, xavier: bool = False) -
     if xavier:  # DeiT's σ = 0.02 suits 192 channels and more; at 48 a short training hardly leaves the origin
         draw_xavier(model)
         nn.init.normal_(model.pos_embed, std=0.2)
-    load_and_install(model, weights, chosen.mitigation, chosen.mitigation_layers)
+    base.load_and_install(model, weights, chosen.mitigation, chosen.mitigation_layers)
     return model
 
 
@@ -191,13 +161,3 @@ def _sums(scores: Tensor, labels: Tensor) -> Tensor:
     best = scores.topk(min(5, scores.size(-1))).indices == labels[:, None]
     loss = F.cross_entropy(scores, labels, reduction="sum")
     return torch.stack([loss.double(), best[:, 0].sum(), best.any(-1).sum()])
-
-
-def _check_fits(model: ViTConfig, images: Images) -> None:
-    channels, height, width = images.images.shape[1:]
-    if (model.in_chans, model.image_size, model.image_size) != (channels, height, width):
-        raise AcutanceError(
-            f"{images.name} has images of {channels}×{height}×{width}; the model takes {model.in_chans}×"
-            f"{model.image_size}×{model.image_size}: set task.model.in_chans and task.model.image_size"
-        )
-    refuse_other_classes(images.name, len(images.classes), model.num_classes)

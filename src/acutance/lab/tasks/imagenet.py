@@ -1,7 +1,5 @@
 """Image classification on ImageNet: decoded and cropped in worker processes, augmented further on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +12,10 @@ from acutance.errors import AcutanceError
 from acutance.lab.data import imagenet as data
 from acutance.lab.data.augment import DEIT, AugmentConfig
 from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD, Crops, ImageFolder, WebShards
-from acutance.lab.data.seeds import generator
-from acutance.lab.data.source import SplitName, held_out
+from acutance.lab.data.source import SplitName
 from acutance.lab.data.stream import REPEATS, evaluation_batches, repeated, training_batches
-from acutance.lab.tasks.base import BatchSlice, check_ranges, incidental, refuse_other_classes
-from acutance.lab.tasks.classification import ImageTask
+from acutance.lab.tasks.base import check_ranges, incidental, refuse_other_classes
+from acutance.lab.tasks.classification import Classification
 from acutance.models import ViTConfig
 
 
@@ -45,7 +42,7 @@ class ImageNetConfig:
             raise AcutanceError(f"ImageNet's images have 3 channels, task.model.in_chans is {self.model.in_chans}")
 
 
-class ImageNetTask(ImageTask[ImageNetConfig]):
+class ImageNetTask(Classification[ImageNetConfig]):
     """Images in files."""
 
     evaluated_at_once: ClassVar[int] = 256
@@ -53,27 +50,17 @@ class ImageNetTask(ImageTask[ImageNetConfig]):
     def __init__(self, config: ImageNetConfig, *, seed: int, device: torch.device) -> None:
         super().__init__(config, seed=seed, device=device)
         self._train = self._images(config.train_on)
-        if config.train_on == "all":  # the slice is scored all the same, but not before some epochs are trained
-            every = config.held_out_every
-            data.refuse_empty_slice(held_out(self._train.labels, every), every, config.shards or config.data_dir)
+        if config.train_on == "all":  # an empty slice to score is refused now, not after some epochs
+            data.choose(self._train.labels, "val", config.held_out_every, config.shards or str(config.data_dir))
         self._make_augment(config.model.num_classes, IMAGENET_MEAN, IMAGENET_STD)
 
-    def batches(self, batch_size: int, first_step: int, part: BatchSlice) -> Iterator[tuple[Tensor, Tensor]]:
-        """Augmented images and soft targets."""
-        rows = part.rows(batch_size)
-        cropped = training_batches(
-            Crops(self._train, self.config.model.image_size),
-            lambda epoch: repeated(self._train.order(self.seed, epoch), batch_size, self.config.repeats),
-            batch_size=batch_size,
-            seed=self.seed,
-            first_step=first_step,
-            rows=rows,
-            workers=self.config.workers,
-            device=self.device,
-        )
-        for step, (images, labels) in enumerate(cropped, first_step):
-            draws = self._augment.draw(batch_size, generator(self.device, self.seed, step, batch_size))
-            yield self._augmented(images, labels, draws.rows(rows))
+    def _rows(self, batch_size: int, first_step: int, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
+        def order(epoch: int) -> Tensor:
+            return repeated(self._train.order(self.seed, epoch), batch_size, self.config.repeats)
+
+        crops = Crops(self._train, self.config.model.image_size)
+        how: dict[str, Any] = {"workers": self.config.workers, "device": self.device, "first_step": first_step}
+        return training_batches(crops, order, batch_size=batch_size, seed=self.seed, rows=rows, **how)
 
     @classmethod
     def evaluated_by(cls, split: str) -> tuple[str, ...]:
@@ -85,12 +72,9 @@ class ImageNetTask(ImageTask[ImageNetConfig]):
         return load_imagenet(self.config, cast(Any, split))
 
     def _read(self, images: ImageFolder | WebShards, indices: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        crops, how = Crops(images, self.config.model.image_size), {"workers": self.config.workers}
         return evaluation_batches(
-            Crops(images, self.config.model.image_size),
-            batch_size=self.evaluated_at_once,
-            indices=list(indices),
-            workers=self.config.workers,
-            device=self.device,
+            crops, batch_size=self.evaluated_at_once, indices=list(indices), device=self.device, **how
         )
 
 

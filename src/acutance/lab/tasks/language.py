@@ -1,7 +1,5 @@
 """Language modelling: the next word, in sequences cut from one long text; perplexity over sliding windows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,10 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from acutance.distributed import gather, rank_and_world_size
 from acutance.errors import AcutanceError
 from acutance.lab.data.tokens import Corpus, load_corpus
-from acutance.lab.tasks.base import BatchSlice, Task, check_ranges, incidental, load_and_install
+from acutance.lab.tasks.base import BatchSlice, Task, check_ranges, in_order, incidental, load_and_install, turns
 from acutance.models import LanguageConfig
 from acutance.models.language import LanguageModel
 
@@ -147,19 +144,20 @@ def sliding_loss(model: nn.Module, text: Tensor, *, window: int = 256, stride: i
     `sliding_loss_one_by_one` gives, `batch_size` windows at a time in each process, with the softmax of the words that
     count only. `model(tokens, targets)` gives −log p of the targets.
     """
-    ends = _window_ends(len(text), window, stride)
-    window = int(ends[0])
-    rank, world = rank_and_world_size()
-    first = _window_sum(model, text, ends[:1], window, window)  # by all: a sharded model needs every process each time
-    total = first if rank == 0 else 0.0
-    counts = ends.diff()
-    for chunk in range(0, len(counts), batch_size * world):
-        chosen = torch.arange(chunk + rank * batch_size, chunk + (rank + 1) * batch_size).clamp(max=len(counts) - 1)
-        once = torch.arange(len(chosen)) + chunk + rank * batch_size < len(counts)  # what is past the end repeats it
+    last = len(text) - 1
+    if last < 1:
+        raise AcutanceError(f"a text of {len(text)} words has none to predict: two are needed")
+    ends = torch.tensor([*range(min(window, last), last, stride), last])  # exclusive: the last word is a target only
+    counts, window = ends.diff(prepend=torch.zeros(1, dtype=torch.int64)), int(ends[0])
+    chunks = [slice(0, 1), *(slice(first, first + batch_size) for first in range(1, len(ends), batch_size))]
+    own, sums = turns(len(chunks)), []
+    for chosen in (chunks[index] for index in own):
         size = int(counts[chosen].max())
-        weight = (torch.arange(size, 0, -1) <= counts[chosen][:, None]) & once[:, None]
-        total += _window_sum(model, text, ends[chosen + 1], window, size, weight)
-    return sum(gather(total)) / (len(text) - 1)
+        inside = (ends[chosen, None] + torch.arange(-window, 0)).to(text.device)
+        losses = model(text[inside], text[inside[:, -size:] + 1]).double()
+        weight = torch.arange(size, 0, -1) <= counts[chosen, None]
+        sums.append(float((losses * weight.to(losses.device)).sum()))
+    return sum(in_order(own, sums)) / last
 
 
 @torch.no_grad()
@@ -175,22 +173,3 @@ def sliding_loss_one_by_one(model: nn.Module, text: Tensor, *, window: int = 256
         total += float(losses[0, done - end :].double().sum())
         done = end
     return total / last
-
-
-def _window_ends(words: int, window: int, stride: int) -> Tensor:
-    """Where windows end, exclusively; the last word of the text is a target only."""
-    last = words - 1
-    if last < 1:
-        raise AcutanceError(f"a text of {words} words has none to predict: two are needed")
-    return torch.tensor([*range(min(window, last), last, stride), last])
-
-
-def _window_sum(
-    model: nn.Module, text: Tensor, ends: Tensor, window: int, count: int, weight: Tensor | None = None
-) -> float:
-    """Σ −log p of the last `count` targets of the windows that end there, or of those with a weight."""
-    inside = (ends[:, None] + torch.arange(-window, 0)).to(text.device)
-    losses = model(text[inside], text[inside[:, -count:] + 1]).double()
-    if weight is not None:
-        losses = losses * weight.to(losses.device)
-    return float(losses.sum())

@@ -1,10 +1,9 @@
 """Semantic segmentation with a Segmenter: crops to train on, sliding windows and mean IoU to evaluate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -18,7 +17,7 @@ from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD
 from acutance.lab.data.seeds import epoch_order
 from acutance.lab.data.segmentation import IGNORED, SegmentationCrops, SegmentationSet, load_segmentation
 from acutance.lab.data.stream import training_batches
-from acutance.lab.tasks.base import BatchSlice, Task, epoch_steps, incidental, load_and_install, refuse_other_classes
+from acutance.lab.tasks.base import BatchSlice, ImageTask, incidental, load_and_install, refuse_other_classes
 from acutance.models import SegmenterConfig
 from acutance.models.segmenter import Segmenter
 
@@ -44,12 +43,6 @@ class WindowConfig:
             )
 
 
-def corners(extent: int, config: WindowConfig) -> list[int]:
-    """Where windows start along one side; the last one ends with the image."""
-    last = extent - config.size
-    return [*range(0, last, config.stride), last]
-
-
 def view_sizes(size: tuple[int, int], scale: float, config: WindowConfig) -> tuple[tuple[int, int], tuple[int, int]]:
     """Height and width that an image is resized to at a scale, and then again where that is less than a window.
 
@@ -67,11 +60,8 @@ def view_sizes(size: tuple[int, int], scale: float, config: WindowConfig) -> tup
 
 def forward_passes(size: tuple[int, int], views: Sequence[View], config: WindowConfig) -> int:
     """How often `probabilities` calls the model on an image of this size."""
-    total = 0
-    for scale, _ in views:
-        height, width = view_sizes(size, scale, config)[1]
-        total += -(-len(corners(height, config)) * len(corners(width, config)) // config.at_once)
-    return total
+    windows = [len(_places(view_sizes(size, scale, config)[1], config)) for scale, _ in views]
+    return sum(-(-count // config.at_once) for count in windows)
 
 
 def probabilities(model: nn.Module, image: Tensor, views: Sequence[View], config: WindowConfig) -> Tensor:
@@ -120,22 +110,26 @@ def segmented(
     """
     rank, world = rank_and_world_size()
     for first in range(0, count, world):
-        mine = first + rank < count
         image = read(min(first + rank, count - 1))
-        passes = forward_passes((image.shape[1], image.shape[2]), views, config) if mine else 0
+        passes = forward_passes((image.shape[1], image.shape[2]), views, config)
         most = max(gather(passes))
-        found = probabilities(model, image, views, config).argmax(0) if mine else None
+        found = probabilities(model, image, views, config).argmax(0)
         for _ in range(most - passes):
             model(image.new_zeros(config.at_once, image.shape[0], config.size, config.size))
-        if found is not None:
+        if first + rank < count:
             yield first + rank, found
+
+
+def _places(size: Sequence[int], config: WindowConfig) -> list[tuple[int, int]]:
+    """Top and left of all windows; the last ones end with the image."""
+    top, left = ([*range(0, side - config.size, config.stride), side - config.size] for side in size)
+    return list(product(top, left))
 
 
 def _merged(model: nn.Module, view: Tensor, config: WindowConfig) -> Tensor:
     """Scores of all windows, averaged where they overlap."""
-    places = [(top, left) for top in corners(view.shape[1], config) for left in corners(view.shape[2], config)]
-    total = view.new_zeros(())
-    covered = view.new_zeros(view.shape[1:])
+    places = _places(view.shape[1:], config)
+    total, covered = view.new_zeros(()), view.new_zeros(view.shape[1:])
     for first in range(0, len(places), config.at_once):
         group = places[first : first + config.at_once]
         found = model(torch.stack([_cut(view, place, config) for place in group]))
@@ -185,7 +179,7 @@ CAMVID = SegmentationConfig(  # images of 360 × 480
 )
 
 
-class SegmentationTask(Task[SegmentationConfig]):
+class SegmentationTask(ImageTask[SegmentationConfig]):
     """Cross-entropy over the pixels that count; mean IoU in percent."""
 
     headline: ClassVar[str] = "miou"
@@ -197,7 +191,7 @@ class SegmentationTask(Task[SegmentationConfig]):
         self._train = self._images(config.train_on)
         refuse_other_classes(config.dataset, len(self._train.classes), config.model.num_classes)
 
-    def _images(self, split: str) -> SegmentationSet:
+    def _load(self, split: str) -> SegmentationSet:
         return load_segmentation(self.config.dataset, self.config.data_dir, cast(Any, split))
 
     def build_model(self) -> nn.Module:
@@ -208,23 +202,13 @@ class SegmentationTask(Task[SegmentationConfig]):
         load_and_install(model.decoder, None, chosen.mitigation)
         return model
 
-    def steps_per_epoch(self, batch_size: int) -> int:
-        return epoch_steps(self.config.dataset, len(self._train), batch_size)
-
     def batches(self, batch_size: int, first_step: int, part: BatchSlice) -> Iterator[tuple[Tensor, Tensor]]:
         """Crops (rows, 3, size, size), normalised, and their classes (rows, size, size)."""
         short = self.config.windows.short_side
         crops = SegmentationCrops(self._train, self.config.model.image_size, scale=(LONGEST * short, short))
-        made = training_batches(
-            crops,
-            partial(epoch_order, len(crops), self.seed),
-            batch_size=batch_size,
-            seed=self.seed,
-            first_step=first_step,
-            rows=part.rows(batch_size),
-            workers=self.config.workers,
-            device=self.device,
-        )
+        how: dict[str, Any] = {"workers": self.config.workers, "device": self.device, "first_step": first_step}
+        order, rows = partial(epoch_order, len(crops), self.seed), part.rows(batch_size)
+        made = training_batches(crops, order, batch_size=batch_size, seed=self.seed, rows=rows, **how)
         for images, labels in made:
             yield normalised(images), labels
 
@@ -234,9 +218,6 @@ class SegmentationTask(Task[SegmentationConfig]):
         total = F.cross_entropy(model(images), labels, ignore_index=IGNORED, reduction="sum")
         mean: Tensor = total / (labels != IGNORED).sum().clamp(min=1)
         return mean
-
-    def size(self, split: str) -> int:
-        return len(self._images(split))
 
     def inputs(self, split: str, indices: Sequence[int]) -> Tensor:
         """The middle of each image, as large as a training crop."""

@@ -3,8 +3,6 @@
 A checkpoint is whole or not there. It is checked when written and when read, and never unpickled.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -13,7 +11,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +24,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from acutance import sites
 from acutance.errors import AcutanceError
 from acutance.explain.steer import check_spectrum
-from acutance.files.atomic import finite
+from acutance.files.atomic import atomic_write, digest, finite
 from acutance.io.saving import save
 from acutance.lab.tasks import Task
-from acutance.lab.train.engine import Engine
 from acutance.lab.train.log import DivergedError, nonfinite_names
 from acutance.lab.train.optim import persistent
 from acutance.lab.train.ranks import raise_on_all_ranks
@@ -76,18 +72,16 @@ def write_checkpoint(folder: Path, step: int, tensors: Tensors, notes: Mapping[s
 
 
 def _write(folder: Path, tensors: Tensors, notes: Mapping[str, Any]) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
     try:
-        temporary.mkdir()
         files = {}
         for name, content in tensors.items():
             body = tensor_bytes({key: value.contiguous() for key, value in content.items()})
             files[name] = {"sha256": hashlib.sha256(body).hexdigest(), "bytes": len(body)}
-            _write_through(temporary / name, body)
+            atomic_write(temporary / name, body)
         manifest = {"format": FORMAT, "files": files, "notes": notes}
-        _write_through(temporary / MANIFEST, json.dumps(manifest, indent=1, allow_nan=False).encode())
+        atomic_write(temporary / MANIFEST, json.dumps(manifest, indent=1, allow_nan=False).encode())
         _flush_folder(temporary)
         temporary.rename(folder)
         _flush_folder(folder.parent)
@@ -122,13 +116,10 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
         except DamagedError as error:
             damaged[path] = str(error)
             continue
-        complaints = []
-        for bad, words in damaged.items():
-            aside = bad.with_name(f"damaged-{bad.name}")
-            shutil.rmtree(aside, ignore_errors=True)
+        for bad in damaged:
+            shutil.rmtree(aside := bad.with_name(f"damaged-{bad.name}"), ignore_errors=True)
             bad.rename(aside)
-            complaints.append(f"{words}; put aside as {aside.name}")
-        return path, complaints
+        return path, [f"{words}; put aside as damaged-{bad.name}" for bad, words in damaged.items()]
     return None, list(damaged.values())
 
 
@@ -137,18 +128,14 @@ def _checked_manifest(folder: Path) -> Any:
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         if manifest["format"] != FORMAT:
-            raise AcutanceError(
-                f"{folder} has the format {manifest['format']!r} and this version of Acutance reads {FORMAT!r}: go on "
-                "with the version that wrote it"
-            )
+            found = f"{folder}: format {manifest['format']!r}, this version reads {FORMAT!r}"
+            raise AcutanceError(f"{found}: go on with the version that wrote it")
         for name, expected in manifest["files"].items():
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise DamagedError(f"{folder}: {name!r} is no name of a tensor file")
-            with (folder / name).open("rb") as file:
-                digest, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
-            if size != expected["bytes"]:
+            if (size := (folder / name).stat().st_size) != expected["bytes"]:
                 raise DamagedError(f"{folder}: {name} has {size} bytes of {expected['bytes']}")
-            if digest != expected["sha256"]:
+            if digest(folder / name) != expected["sha256"]:
                 raise DamagedError(f"{folder}: {name} was changed after it was written (its checksum differs)")
         if not isinstance(manifest["notes"], dict):
             raise DamagedError(f"{folder}: its notes are no table")
@@ -157,13 +144,6 @@ def _checked_manifest(folder: Path) -> Any:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DamagedError(f"{folder}: unreadable: {error!r}") from error
     return manifest
-
-
-def _write_through(path: Path, body: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(body)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _flush_folder(folder: Path) -> None:
@@ -181,14 +161,14 @@ class Checkpointer:
     Tensors are saved whole, so that a run can go on with another number of processes or another strategy.
     """
 
-    def __init__(self, engine: Engine, run: Run, task: Task[Any], train_step: TrainStep, keep_last: int) -> None:
-        self._engine, self._run, self._task, self._train_step = engine, run, task, train_step
-        self._keep_last = keep_last
+    def __init__(self, run: Run, train_step: TrainStep) -> None:
+        self._run, self._train_step = run, train_step
+        self._engine, self._task = train_step.engine, train_step.task
         self.best: dict[str, Any] | None = None  # step and score
         self.scores: dict[str, float] = {}  # of the last evaluation
 
     def newest(self) -> Path | None:
-        return self._engine.on_main(lambda: next(iter(checkpoint_paths(self._run.checkpoints)), None))
+        return next(iter(checkpoint_paths(self._run.checkpoints)), None)
 
     def restore(self, say: Callable[[str], None] = lambda words: None) -> int:
         """Restore the newest checkpoint that is whole, saying what was wrong with newer ones; gives its step."""
@@ -208,30 +188,25 @@ class Checkpointer:
 
     def save(self, step: int) -> None:
         """Write a checkpoint, unless the weights hold a NaN or an infinity: then the last good one stays the last."""
-        tensors, folder, last = gather_state(self._train_step), self._run.checkpoints, self.newest()
+        tensors = gather_state(self._train_step)
         notes = {"step": step, "best": self.best, "scores": finite(self.scores), "processes": self._engine.world}
 
-        def write() -> list[str]:
-            bad = nonfinite_names(tensors[MODEL])
-            if not bad:
-                write_checkpoint(folder, step, tensors, notes, self._keep_last)
-            return bad
+        def write() -> None:
+            if bad := nonfinite_names(tensors[MODEL]):
+                raise DivergedError(
+                    f"after step {step}, whose loss was finite, {', '.join(bad[:3])} hold no numbers: its gradient "
+                    f"overflowed. The last good checkpoint is {self.newest()}. Lower optim.lr or set optim.clip"
+                )
+            write_checkpoint(self._run.checkpoints, step, tensors, notes, self._train_step.config.loop.keep_last)
 
-        with self.writing(f"the checkpoint of step {step}"):
-            bad = self._engine.on_main(write)
-        if bad:
-            raise DivergedError(
-                f"after step {step}, whose loss was finite, {', '.join(bad[:3])} hold no numbers any more: the "
-                f"gradient overflowed. The last good checkpoint is {last}. Lower optim.lr or set optim.clip"
-            )
+        self.write(f"the checkpoint of step {step}", write)
 
-    @contextmanager
-    def writing(self, what: str) -> Iterator[None]:
-        """Inside, a disk that is full or gone is reported, with what is left to go on from."""
+    def write(self, what: str, function: Callable[[], None]) -> None:
+        """In the main process. A disk that is full or gone is reported, with what is left to go on from."""
         try:
-            yield
+            self._engine.on_main(function)
         except OSError as error:
-            last = next(iter(checkpoint_paths(self._run.checkpoints)), None)
+            last = self.newest()
             left = "No checkpoint was saved yet" if last is None else f"The last good checkpoint is {last}, untouched"
             raise AcutanceError(
                 f"{what} could not be written: {error}. {left}. Make room first. {self._run.how_to_go_on()}"
@@ -249,8 +224,7 @@ class Checkpointer:
         """Export the last model and write the result."""
         self._export(self._run.model_path, last=True)
         result = {"step": step, "scores": finite(scores), "headline": self._task.headline, "best": self.best}
-        with self.writing("the result"):
-            self._engine.on_main(lambda: self._run.write_result(result))
+        self.write("the result", lambda: self._run.write_result(result))
         return result
 
     def _export(self, path: Path, *, last: bool = False) -> None:
@@ -265,8 +239,7 @@ class Checkpointer:
             if last:
                 self._check_spectra(model)
 
-        with self.writing(str(path)):
-            self._engine.on_main(write)
+        self.write(str(path), write)
 
     def _check_spectra(self, model: nn.Module) -> None:
         """Warn of steered layers whose spectrum has crossed the bound, at the μ_min attention has on the probe."""
@@ -278,10 +251,6 @@ class Checkpointer:
 
 def gather_state(train_step: TrainStep) -> dict[str, dict[str, Tensor]]:
     """Weights, moments and running mean on the CPU, whole, by file and name."""
-
-    def whole(value: Tensor) -> Tensor:
-        return value.full_tensor() if isinstance(value, DTensor) else value
-
     moments = {
         f"{name}/{key}": value
         for name, parameter in _optimised(train_step)
@@ -290,7 +259,7 @@ def gather_state(train_step: TrainStep) -> dict[str, dict[str, Tensor]]:
     parts = {MODEL: persistent(train_step.model), OPTIMISER: moments}
     if train_step.ema is not None:
         parts[EMA] = train_step.ema.mean
-    return {file: {name: whole(value.detach()).cpu() for name, value in part.items()} for file, part in parts.items()}
+    return {file: {name: _whole(value.detach()) for name, value in part.items()} for file, part in parts.items()}
 
 
 def restore_state(train_step: TrainStep, tensors: Tensors) -> None:
@@ -308,9 +277,11 @@ def restore_state(train_step: TrainStep, tensors: Tensors) -> None:
     groups = train_step.optimiser.state_dict()["param_groups"]
     train_step.optimiser.load_state_dict({"state": state, "param_groups": groups})  # which places each counter
     if train_step.ema is not None:
-        if EMA not in tensors:
-            raise AcutanceError("the checkpoint has no running mean of the weights: leave loop.ema unset, as it was")
-        _copy(train_step.ema.mean, tensors[EMA])
+        _copy(train_step.ema.mean, tensors.get(EMA, {}))
+
+
+def _whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
 
 
 def _optimised(train_step: TrainStep) -> Iterator[tuple[str, Tensor]]:

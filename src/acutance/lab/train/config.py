@@ -1,13 +1,11 @@
 """What a run is made of, as plain data: written with the run, rebuilt from it, and overridable field by field."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, Union, cast, get_args, get_origin, get_type_hints
 
 from acutance.errors import AcutanceError
 from acutance.lab.tasks import config_class
@@ -89,17 +87,17 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON; the task says its kind."""
-        plain: dict[str, Any] = to_dict(self)
+        plain = json.loads(json.dumps(asdict(self)))
         return {**plain, "task": {"kind": self.task.kind, **plain["task"]}}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Config:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The inverse of `to_dict`; what is unknown, missing or of another type is named."""
         if not isinstance(data, Mapping) or not isinstance(data.get("task"), Mapping):
             raise AcutanceError("a configuration is a mapping with a task in it")
         task = {name: value for name, value in data["task"].items() if name != "kind"}
         built = from_dict(config_class(str(data["task"].get("kind"))), task, "task")
-        return cast(Config, from_dict(cls, {**data, "task": built}))
+        return cast(Self, from_dict(cls, {**data, "task": built}))
 
 
 def override(config: Config, assignments: Iterable[str]) -> Config:
@@ -128,14 +126,9 @@ def override(config: Config, assignments: Iterable[str]) -> Config:
 
 def incidental_fields(config: Any, prefix: str = "") -> set[str]:
     """Dotted names of the fields that say where, how fast or how often, but not what is trained."""
-    found: set[str] = set()
-    for one in fields(config):
-        value = getattr(config, one.name)
-        if one.metadata.get("incidental"):
-            found.add(prefix + one.name)
-        elif is_dataclass(value):
-            found |= incidental_fields(value, f"{prefix}{one.name}.")
-    return found
+    found = {prefix + one.name for one in fields(config) if one.metadata.get("incidental")}
+    inside = {one.name: value for one in fields(config) if is_dataclass(value := getattr(config, one.name))}
+    return found.union(*(incidental_fields(value, f"{prefix}{name}.") for name, value in inside.items()))
 
 
 class _Text(str):
@@ -156,13 +149,6 @@ def _paths_to(name: str, data: Mapping[str, Any], prefix: str = "") -> Iterator[
             yield from _paths_to(name, value, f"{prefix}{key}.")
 
 
-def to_dict(value: Any) -> Any:
-    """Dataclasses as dictionaries, tuples as lists: what `json.dumps` takes."""
-    if is_dataclass(value):
-        return {one.name: to_dict(getattr(value, one.name)) for one in fields(value)}
-    return [to_dict(entry) for entry in value] if isinstance(value, (list, tuple)) else value
-
-
 def from_dict(kind: Any, value: Any, where: str = "") -> Any:
     """A value of this annotated type, made from plain data; what does not fit is refused by its dotted name."""
     if isinstance(value, _Text):
@@ -174,8 +160,6 @@ def from_dict(kind: Any, value: Any, where: str = "") -> Any:
         return _dataclass_from(kind, value, where)
     if origin in (Union, UnionType):
         (inner,) = (choice for choice in arguments if choice is not NoneType)
-        if is_dataclass(inner):
-            return from_dict(inner, value, where)  # which names the very field
         try:
             return from_dict(inner, value, where)
         except AcutanceError:
@@ -197,13 +181,11 @@ def from_dict(kind: Any, value: Any, where: str = "") -> Any:
 def _dataclass_from(kind: Any, value: Any, where: str) -> Any:
     if isinstance(value, kind):
         return value
-    types = get_type_hints(kind)
-    names = [one.name for one in fields(kind)]
+    types, names = get_type_hints(kind), [one.name for one in fields(kind)]
     if not isinstance(value, Mapping):
         raise AcutanceError(f"{where} has fields of its own ({', '.join(names)}): set these, not {where}")
-    for name in value:
-        if name not in names:
-            raise _unknown_field(where, name, names)
+    if unknown := [name for name in value if name not in names]:
+        raise _unknown_field(where, unknown[0], names)
     required = [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
     if missing := [name for name in required if name not in value]:
         raise AcutanceError(f"{where or kind.__name__} lacks {', '.join(missing)}")
@@ -225,15 +207,13 @@ def _misfit(kind: Any, value: Any, where: str) -> AcutanceError:
 
 def _described(kind: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "null"}
-    examples = {int: "1", float: "0.9", str: '"text"', bool: "true", Ellipsis: "…"}
     arguments, origin = get_args(kind), get_origin(kind)
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
     if origin in (Union, UnionType):
         return " or ".join(map(_described, arguments))
     if origin is tuple:
-        count = "" if arguments[-1] is Ellipsis else f" of {len(arguments)},"
-        return f"a list{count} such as [{', '.join(examples.get(one, '…') for one in arguments)}]"
+        return f"a list{'' if arguments[-1] is Ellipsis else f' of {len(arguments)}'}, each {_described(arguments[0])}"
     return names.get(kind, f"a {getattr(kind, '__name__', kind)}")
 
 

@@ -1,25 +1,19 @@
 """Where and over how many processes a run trains: Lightning Fabric, and torch's own FSDP2 and tensors beneath it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from acutance import distributed
-from acutance.errors import AcutanceError, MissingExtraError
+from acutance.errors import AcutanceError, import_extra
 from acutance.lab.train.config import LoopConfig
-
-if TYPE_CHECKING:
-    from lightning.fabric import Fabric
-    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 # What torch warns of and our models do not do: they change no output in place. The strides cost nothing.
@@ -41,23 +35,17 @@ class Engine:
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1 or (processes or 1) > 1
         if loop.strategy == "single" and several:
             raise AcutanceError("several processes need --strategy ddp or fsdp; single is one process")
-        self.strategy: str = loop.strategy
-        if loop.strategy == "auto":
-            self.strategy = "ddp" if several else "single"
+        self.strategy: str = ("ddp" if several else "single") if loop.strategy == "auto" else loop.strategy
         self._compile = loop.compile
         self._owns_group = not (dist.is_available() and dist.is_initialized())
         self._environment = dict(os.environ)
         self._fabric = _fabric(self.strategy, loop.precision, device, processes)
         self._fabric.launch()
-        self.rank, self.world = self._fabric.global_rank, self._fabric.world_size
+        self.rank, self.world = int(self._fabric.global_rank), int(self._fabric.world_size)
+        self.is_main = self.rank == 0  # writes files and prints
         self.device: torch.device = self._fabric.device
         self.backward = self._fabric.backward
         self.precision = self._fabric.autocast  # the casts of training, for a model called without its wrapper
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes files and prints."""
-        return self.rank == 0
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """What to call in training. The model itself is moved, and sharded, in place; its names stay."""
@@ -66,11 +54,12 @@ class Engine:
             warnings.filterwarnings("ignore", message)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            return self._fabric.setup_module(compiled)
+            wrapped: nn.Module = self._fabric.setup_module(compiled)
+        return wrapped
 
-    def no_sync(self, wrapped: nn.Module, *, enabled: bool) -> AbstractContextManager[Any]:
+    def no_sync(self, wrapped: nn.Module, *, enabled: bool) -> Any:
         """Inside, gradients are added up without being exchanged."""
-        return self._fabric.no_backward_sync(wrapped, enabled=enabled and self.world > 1)  # type: ignore[arg-type]
+        return self._fabric.no_backward_sync(wrapped, enabled=enabled and self.world > 1)
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean over the processes, entry by entry."""
@@ -91,8 +80,7 @@ class Engine:
         value, error = self._fabric.broadcast((value, error))
         if error is not None:
             raise error
-        result: T = value
-        return result
+        return cast(T, value)
 
     def close(self) -> None:
         """Leave the process group, and remove from the environment what others would take for torchrun's."""
@@ -103,13 +91,9 @@ class Engine:
             del os.environ[name]
 
 
-def _fabric(strategy: str, precision: str, device: str, processes: int | None) -> Fabric:
-    try:
-        from lightning.fabric import Fabric
-        from lightning.fabric.strategies.ddp import DDPStrategy
-        from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
-    except ImportError as error:
-        raise MissingExtraError("training runs on Lightning Fabric: pip install 'acutance[train]'") from error
+def _fabric(strategy: str, precision: str, device: str, processes: int | None) -> Any:
+    fabric = import_extra("lightning.fabric", "training runs on Lightning Fabric: pip install 'acutance[train]'")
+    strategies = fabric.strategies
     for name in ("lightning.fabric", "lightning.fabric.utilities.rank_zero", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)  # it announces precision and every process
     accelerator = distributed.device(device).partition(":")[0]
@@ -119,13 +103,11 @@ def _fabric(strategy: str, precision: str, device: str, processes: int | None) -
         nodes = int(os.environ["WORLD_SIZE"]) // local
     elif processes is None and accelerator == "cuda" and strategy != "single":
         local = torch.cuda.device_count()
-    chosen: Any = "auto"
-    if strategy == "ddp":
-        chosen = DDPStrategy()
-    elif strategy == "fsdp":  # Fabric's own FSDPStrategy is FSDP1
-        chosen = ModelParallelStrategy(_shard, data_parallel_size=local * nodes, tensor_parallel_size=1)
-    cast: Any = "bf16-mixed" if precision == "bf16" else "32-true"
-    return Fabric(accelerator=accelerator, devices=local, num_nodes=nodes, strategy=chosen, precision=cast)
+    chosen: Any = strategies.DDPStrategy() if strategy == "ddp" else "auto"
+    if strategy == "fsdp":  # Fabric's own FSDPStrategy is FSDP1
+        chosen = strategies.ModelParallelStrategy(_shard, data_parallel_size=local * nodes, tensor_parallel_size=1)
+    casts: Any = "bf16-mixed" if precision == "bf16" else "32-true"
+    return fabric.Fabric(accelerator=accelerator, devices=local, num_nodes=nodes, strategy=chosen, precision=casts)
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

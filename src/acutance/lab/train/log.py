@@ -1,7 +1,5 @@
 """What a run tells: its log, progress, attention back-end and where a NaN comes from; and the wish to stop it."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -20,10 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from acutance.errors import AcutanceError, MissingExtraError, NonFiniteError
+from acutance.errors import AcutanceError, NonFiniteError, import_extra
 from acutance.files.atomic import atomic_write, finite
 from acutance.measure.monitor import own_randomness
 from acutance.sites.structure import shards_put_back
@@ -42,15 +41,13 @@ class Log:
     """Appends to `log.jsonl` and to TensorBoard; what an earlier, interrupted run wrote after `step` is dropped."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        try:
-            from torch.utils.tensorboard.writer import SummaryWriter
-        except ImportError as error:
-            raise MissingExtraError("TensorBoard is not installed: pip install 'acutance[train]'") from error
+        missing = "TensorBoard is not installed: pip install 'acutance[train]'"
+        board = import_extra("torch.utils.tensorboard.writer", missing)
         self.path = folder / "log.jsonl"
         if self.path.exists():
             kept = [json.dumps(line) + "\n" for line in read_log(folder) if line["step"] <= step]
             atomic_write(self.path, "".join(kept).encode())
-        self._board: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self._board: Any = board.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         self.close = self._board.close
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -91,19 +88,14 @@ class Bar:
         self._units += units
         self.progress.advance(self._task)
 
-    def speed(self) -> float:
-        """Units a second since it was last asked; to be asked when the device has finished."""
-        now = time.perf_counter()
-        speed = self._units / max(now - self._since, 1e-9)
-        self._units, self._since = 0, now
-        return speed
+    def skip(self) -> None:
+        """Do not count the time since it was told: an evaluation, a checkpoint."""
+        self._since = time.perf_counter()
 
-    def skip(self, since: float) -> None:
-        """Do not count the time since then: an evaluation, a checkpoint."""
-        self._since += time.perf_counter() - since
-
-    def tell(self, epoch: float, loss: float, speed: float) -> None:
-        """What is known since the last log point."""
+    def tell(self, epoch: float, loss: float) -> float:
+        """What is known since the last log point, when the device has finished; gives the units a second."""
+        speed = self._units / max(time.perf_counter() - self._since, 1e-9)
+        self._units = 0
         words = f"{speed:,.0f} {self._unit}/s"
         self.progress.update(self._task, description=f"epoch {epoch:.2f}  loss {loss:.4f}", speed=words)
         if self._lines is not None and time.monotonic() - self._told >= SECONDS_BETWEEN_LINES:
@@ -112,6 +104,7 @@ class Bar:
             left = "" if task.time_remaining is None else f"  {timedelta(seconds=int(task.time_remaining))} left"
             line = f"step {task.completed:.0f} of {task.total:.0f}  {task.description}  {words}{left}"
             self._lines.print(line, highlight=False, soft_wrap=True)
+        return speed
 
 
 class StoppedError(AcutanceError):
@@ -190,17 +183,11 @@ def locate(model: nn.Module, forward: Callable[[], Tensor]) -> str:
             found.append("in the batch, before any module has seen it")
 
     def look_out(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if not found and _nonfinite(output):
+        if not found and module in names and _nonfinite(output):
             found.append(f"in the output of {_described(names[module], module)}")
 
-    handles = [model.register_forward_pre_hook(look_in)]
-    handles += [module.register_forward_hook(look_out) for module in names]
-    try:
-        with torch.no_grad():
-            loss = forward()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), model.register_forward_pre_hook(look_in), register_module_forward_hook(look_out):
+        loss = forward()
     if found:
         return found[0]
     if _nonfinite(loss):
@@ -210,11 +197,8 @@ def locate(model: nn.Module, forward: Callable[[], Tensor]) -> str:
 
 def _described(name: str, module: nn.Module) -> str:
     """A module as `layer 4 (blocks.3.attn.proj, Linear)`: paths count from 0, layers from 1."""
-    kind = type(module).__name__
-    number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
-    if number is None:
-        return f"{name or 'the model'} ({kind})"
-    return f"layer {int(number[1]) + 1} ({name}, {kind})"
+    kind, number = type(module).__name__, re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    return f"layer {int(number[1]) + 1} ({name}, {kind})" if number else f"{name or 'the model'} ({kind})"
 
 
 def _nonfinite(value: Any) -> bool:

@@ -1,10 +1,9 @@
 """The training loop. Everything random in it is a function of (seed, step), so a run can be cut at any step."""
 
-from __future__ import annotations
-
 import math
 import time
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,19 +15,11 @@ from torch import Tensor
 from acutance.distributed import gather
 from acutance.errors import AcutanceError
 from acutance.lab.tasks import Task, task_class
+from acutance.lab.train import log as logs
 from acutance.lab.train.checkpointer import Checkpointer, checkpoint_paths, step_of
 from acutance.lab.train.config import Config
 from acutance.lab.train.engine import Engine
-from acutance.lab.train.log import (
-    Bar,
-    DivergedError,
-    Log,
-    StoppedError,
-    attention_backend,
-    interruptible,
-    locate,
-    nonfinite_names,
-)
+from acutance.lab.train.log import DivergedError, StoppedError, nonfinite_names
 from acutance.lab.train.optim import learning_rate, persistent
 from acutance.lab.train.ranks import raise_on_all_ranks
 from acutance.lab.train.run import Run
@@ -57,33 +48,32 @@ class Loop:
             )
         self.train_step = TrainStep(config, engine, self.task, bare=begun is not None)
         self.model = self.train_step.model
-        self.checkpointer = Checkpointer(engine, run, self.task, self.train_step, loop.keep_last)
-        self._restored: int | None = None  # the step of the checkpoint that the run goes on from
+        self.checkpointer = Checkpointer(run, self.train_step)
+        self.restored: int | None = None  # the step of the checkpoint that the run goes on from
 
-    def restore(self) -> int:
-        """Restore the newest checkpoint that is whole, if there is one; gives the step at which the run is."""
-        if self.checkpointer.newest() is not None:
-            self._restored = self.checkpointer.restore(self._say)
-        return self._restored or 0
+    def restore(self) -> None:
+        """Restore the newest checkpoint that is whole, if there is one."""
+        if self.engine.on_main(self.checkpointer.newest) is not None:
+            self.restored = self.checkpointer.restore(self.say)
 
     def fit(self) -> dict[str, Any]:
         """Train from what was restored to the run's end; gives what is written to result.json."""
         loop, engine, beginning = self.config.loop, self.engine, time.perf_counter()
-        if self._restored is None:
+        if self.restored is None:
             self.checkpointer.save(0)  # at once, which shows that it can be saved, and gives a replay its start
         else:
-            self._say(f"going on after step {self._restored}")
-        step = first_step = self._restored or 0
+            self.say(f"going on after step {self.restored}")
+        step = first_step = self.restored or 0
         batches = self.train_step.batches(step)
         self._announce(step, first := next(batches))
         batches = chain([first], batches)
         monitor = self._monitor(step)
-        log = Log(self.run.folder, step) if engine.is_main else None
+        log: Any = logs.Log(self.run.folder, step) if engine.is_main else None
         evaluate_every = max(1, round(loop.evaluate_every * self.steps_per_epoch))
         losses = torch.zeros(loop.log_every, device=engine.device)  # read on the host at log points only
         pending, scores = 0, self.checkpointer.scores
-        bar = Bar(self.console, first=step, total=self.total, unit=self.task.unit, shown=engine.is_main)
-        with bar.progress, interruptible() as interrupts:
+        bar = logs.Bar(self.console, first=step, total=self.total, unit=self.task.unit, shown=engine.is_main)
+        with bar.progress, logs.interruptible() as interrupts:
             while step < self.total:
                 losses[pending].copy_(self._step(step, next(batches)))
                 step, pending = step + 1, pending + 1
@@ -96,9 +86,8 @@ class Loop:
                 if not (pending == loop.log_every or evaluating or saving or alone):
                     continue
                 loss, stop = self._read(step, losses[:pending], interrupts)
-                speed, pending, began = bar.speed(), 0, time.perf_counter()
-                epoch = step / self.steps_per_epoch
-                bar.tell(epoch, loss, speed)
+                pending, epoch = 0, step / self.steps_per_epoch
+                speed = bar.tell(epoch, loss)
                 entry = {"epoch": epoch, "loss": loss, "lr": self._rate(step - 1), f"{self.task.unit}/s": speed}
                 entry["seconds"] = time.perf_counter() - beginning  # in this process, with all that is not training
                 if evaluating:
@@ -107,17 +96,15 @@ class Loop:
                     listed = "  ".join(f"{name} {value:.4g}" for name, value in scores.items())
                     seen = getattr(self.config.task, "train_on", None) == "all"
                     name = "val, which it is trained on" if seen else "val"
-                    self._say(f"epoch {epoch:.2f}  loss {loss:.4f}  {name}: {listed}")
-                if log is not None:
-                    with self.checkpointer.writing("the log"):
-                        log.write(step, entry)
+                    self.say(f"epoch {epoch:.2f}  loss {loss:.4f}  {name}: {listed}")
+                self.checkpointer.write("the log", partial(logs.Log.write, log, step, entry))
                 if saving or stop:
                     self.checkpointer.save(step)
                 if stop and not last:
                     raise StoppedError(
                         f"stopped after step {step} of {self.total}, which is saved. {self.run.how_to_go_on()}"
                     )
-                bar.skip(began)
+                bar.skip()
             if first_step == self.total:  # nothing was left to train, and the last scores may be of an earlier step
                 scores = self._evaluate(step)
         if monitor is not None:
@@ -162,7 +149,7 @@ class Loop:
         else:
             parts = next(batches)
             with shards_put_back(self.model):  # every process looks at its slices; the first that finds one is quoted
-                words = gather(locate(self.model, lambda: self.train_step.losses(bad, parts)))
+                words = gather(logs.locate(self.model, lambda: self.train_step.losses(bad, parts)))
             where = next((found for found in words if not found.startswith("nowhere")), words[0])
         raise DivergedError(
             f"the loss became {loss} in step {bad + 1}, first {where}. The last good checkpoint is "
@@ -195,12 +182,12 @@ class Loop:
             with engine.precision():
                 self.task.loss(self.model, first[0])
 
-        backend = attention_backend(self.model, forward)
+        backend = logs.attention_backend(self.model, forward)
         count = sum(parameter.numel() for parameter in self.model.parameters())
         device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
         graph = self.train_step.graph
         how = {"compiled": loop.compile, "as a CUDA graph": graph, "deterministic": loop.deterministic}
-        self._say(
+        self.say(
             f"{type(self.model).__name__} of {count:,} parameters on {device}: {engine.strategy}, "
             f"{engine.world} × {loop.accumulate} parts of a batch of {loop.batch_size}, {loop.precision}"
             f"{''.join(f', {word}' for word, holds in how.items() if holds)}\n"
@@ -208,6 +195,6 @@ class Loop:
             f"steps {step} to {self.total}, {self.steps_per_epoch} an epoch, into {self.run.folder}"
         )
 
-    def _say(self, words: str) -> None:
+    def say(self, words: str) -> None:
         if self.engine.is_main:
             self.console.print(escape(words), highlight=False, soft_wrap=True)

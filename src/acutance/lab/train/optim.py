@@ -1,7 +1,5 @@
 """Learning rate, optimiser, weight decay, and the running mean of the weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,12 +29,8 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, steps_per_epoc
         return config.start + (peak - config.start) * step / warm
     begin = 0.0 if config.warmup_inside else warm
     progress = min(1.0, (step - begin) / max(1.0, total_steps - begin))
-    curve = 1.0
-    if config.name == "cosine":
-        curve = 0.5 * (1 + math.cos(math.pi * progress))
-    elif config.name == "poly":
-        curve = (1 - progress) ** config.power
-    return config.final + (peak - config.final) * curve
+    cosine, poly = 0.5 * (1 + math.cos(math.pi * progress)), float((1 - progress) ** config.power)
+    return config.final + (peak - config.final) * {"cosine": cosine, "poly": poly, "constant": 1.0}[config.name]
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -48,12 +42,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     for prefix, module in model.named_modules():
         if callable(tell := getattr(module, "no_weight_decay", None)):
             spared |= {f"{prefix}.{name}".lstrip(".") for name in tell()}
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            (others if parameter.ndim <= 1 or name in spared else decayed).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    others = {name for name, parameter in trained.items() if parameter.ndim <= 1 or name in spared}
+    return [
+        {"params": [trained[name] for name in trained if name not in others], "weight_decay": weight_decay},
+        {"params": [trained[name] for name in trained if name in others], "weight_decay": 0.0},
+    ]
 
 
 def build_optimiser(model: nn.Module, config: OptimConfig, *, graph: bool = False) -> Optimizer:
@@ -69,19 +63,15 @@ def build_optimiser(model: nn.Module, config: OptimConfig, *, graph: bool = Fals
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=config.momentum, nesterov=config.momentum > 0, fused=fused)
     kinds: dict[str, type[torch.optim.Adam]] = {"adamw": AdamW, "adam": torch.optim.Adam, "muon": Muon}
-    kind = kinds[config.name]
-    return kind(groups, lr=rate, betas=config.betas, eps=config.eps, fused=fused, capturable=graph)
+    return kinds[config.name](groups, lr=rate, betas=config.betas, eps=config.eps, fused=fused, capturable=graph)
 
 
 def set_learning_rate(optimiser: Optimizer, rate: float) -> None:
     """The same rate for every group; on the device one fill, since the groups share one tensor."""
-    filled: set[int] = set()
+    for shared in {group["lr"] for group in optimiser.param_groups if isinstance(group["lr"], Tensor)}:
+        shared.fill_(rate)
     for group in optimiser.param_groups:
-        if not isinstance(group["lr"], Tensor):
-            group["lr"] = rate
-        elif id(group["lr"]) not in filled:
-            group["lr"].fill_(rate)
-            filled.add(id(group["lr"]))
+        group["lr"] = group["lr"] if isinstance(group["lr"], Tensor) else rate
 
 
 def _muon_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -141,7 +131,10 @@ class Muon(AdamW):
             if not moved:
                 continue
             grads = [parameter.grad for parameter in moved]
-            momenta = [self._momentum(parameter) for parameter in moved]
+            for parameter in moved:
+                if not self.state[parameter]:  # AdamW looks for a counter wherever there is a state
+                    self.state[parameter] = {"momentum": torch.zeros_like(parameter), "step": torch.zeros(())}
+            momenta = [self.state[parameter]["momentum"] for parameter in moved]
             torch._foreach_lerp_(momenta, grads, 1 - MUON_MOMENTUM)
             torch._foreach_lerp_(grads, momenta, MUON_MOMENTUM)  # Nesterov's look ahead
             torch._foreach_mul_(moved, _scalar(1 - self._rate() * group["weight_decay"]))
@@ -164,14 +157,6 @@ class Muon(AdamW):
         """In float32 on the device and on the host: a CUDA graph gives the same bits."""
         rate = self.param_groups[0]["lr"]
         return rate if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float32)
-
-    def _momentum(self, parameter: Tensor) -> Tensor:
-        state = self.state[parameter]
-        if not state:
-            state["momentum"] = torch.zeros_like(parameter)
-            state["step"] = torch.zeros(())  # AdamW looks for a counter wherever there is a state
-        found: Tensor = state["momentum"]
-        return found
 
 
 def _scalar(value: Tensor) -> Any:

@@ -1,7 +1,5 @@
 """A run's folder: what it was made of, and where everything in it lies."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -14,7 +12,9 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import reduce
 from importlib import metadata
+from operator import getitem
 from pathlib import Path
 from typing import Any, cast
 
@@ -119,15 +119,10 @@ def _word(name: str, value: Any) -> str:
 
 def made(when: str) -> dict[str, Any]:
     """When, by which command, with what and on what something was made; `when` is what the time is called."""
-    now, command = datetime.now(UTC).isoformat(timespec="seconds"), command_line()
+    now, program = datetime.now(UTC).isoformat(timespec="seconds"), Path(sys.argv[0])
+    typed = "acutance" if program.parts[-2:] == ("acutance", "__main__.py") else program.name  # by python -m
+    command = [typed, *sys.argv[1:]]
     return {when: now, "command": command, "versions": versions(), "hardware": hardware(), "git": git_state()}
-
-
-def command_line() -> list[str]:
-    """What was typed; `python -m acutance` is `acutance`."""
-    program = Path(sys.argv[0])
-    name = "acutance" if program.parts[-2:] == ("acutance", "__main__.py") else program.name
-    return [name, *sys.argv[1:]]
 
 
 def versions() -> dict[str, str]:
@@ -192,20 +187,15 @@ def config_without_incidentals(run: Run) -> dict[str, Any]:
     config, start = run.config(), run.start()
     task = task_class(config.task.kind)
     tested = {f"task.{name}" for name in {*task.evaluated_by("test")} - {*task.evaluated_by("val")}}
-    found = _without(config.to_dict(), incidental_fields(config) | tested | {"loop.seed"})
+    found = config.to_dict()
+    for name in incidental_fields(config) | tested | {"loop.seed"}:
+        *parents, last = name.split(".")
+        del reduce(getitem, parents, found)[last]
     for name in STARTS:
         if found["task"].get(name) is not None and start is not None:  # without a record there is only the path
             trained, sha256 = start.get("trained"), f"sha256 {start['sha256'][:16]}"
             found["task"][name] = {"file": Path(start["file"]).name, **trained} if trained else sha256
     return found
-
-
-def _without(data: Mapping[str, Any], names: set[str], prefix: str = "") -> dict[str, Any]:
-    return {
-        name: _without(value, names, f"{prefix}{name}.") if isinstance(value, Mapping) else value
-        for name, value in data.items()
-        if prefix + name not in names
-    }
 
 
 def shown(value: Any) -> str:

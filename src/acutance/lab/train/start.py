@@ -1,20 +1,16 @@
 """train: a configuration and a folder in, a trained and recorded model out."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from safetensors import SafetensorError, safe_open
 
 from acutance.errors import AcutanceError
@@ -29,7 +25,6 @@ from acutance.lab.train.loop import Loop
 from acutance.lab.train.ranks import raise_on_all_ranks
 from acutance.lab.train.run import Run, changes, config_without_incidentals, differences, listed, shown
 
-Say = Callable[[str], None]
 # How far a run goes and how fast it learns: a resumed run may change these for the steps that are left.
 COURSE = re.compile(r"loop\.epochs|schedule\..*|optim\.(?!name$).*")
 # With these the same tensors are another model, which nothing would notice: shapes stay as they are.
@@ -53,33 +48,25 @@ def train(
     without torchrun.
     """
     run, console = Run(Path(folder)), console or Console()
-
-    def say(words: str) -> None:
-        console.print(escape(words), highlight=False, soft_wrap=True)
-
     with deterministic(config.loop.deterministic):
         engine = Engine(config.loop, device=device, processes=processes)
         try:
-            done, weights = engine.on_main(lambda: _check(run, config, resume))
+            done, start = engine.on_main(lambda: _check(run, config, resume))
             if done is not None:
                 return done
             loop = Loop(config, run, engine, console)  # a run that cannot be built leaves nothing behind
             _refuse_unshared_folder(run, engine)
             with ExitStack() as alone:
                 engine.on_main(lambda: _lock(run, alone))
-                if resume:
-                    step = loop.restore()  # what does not fit is refused before anything is written
-                    engine.on_main(lambda: _record_resumed(run, config, step, loop.total, engine.world, say))
-                else:
-                    engine.on_main(lambda: _record_new(run, config, recipe, weights, engine.world, say))
-                    loop.restore()
+                loop.restore()  # what does not fit is refused before anything is written
+                engine.on_main(lambda: _resume(loop) if resume else _begin(loop, recipe, start))
                 return loop.fit()
         finally:
             engine.close()
 
 
-def _check(run: Run, config: Config, resume: bool) -> tuple[dict[str, Any] | None, InitialWeights | None]:
-    """The result of a run that has nothing left to do, and what a new one starts from."""
+def _check(run: Run, config: Config, resume: bool) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The result of a run that has nothing left to do, and the weights that a new one starts from."""
     if not resume:
         _refuse_existing(run)
         return None, initial_weights(config.task)
@@ -157,27 +144,26 @@ def _lock(run: Run, alone: ExitStack) -> None:
         )
 
 
-def _record_new(
-    run: Run, config: Config, recipe: str | None, weights: InitialWeights | None, world: int, say: Say
-) -> None:
-    _refuse_existing(run)  # begun by another command since it was checked
-    if weights is not None:
-        say(str(weights))
-    run.begin(config, recipe, world, None if weights is None else weights.to_dict())
+def _begin(loop: Loop, recipe: str | None, start: Mapping[str, Any] | None) -> None:
+    _refuse_existing(loop.run)  # begun by another command since it was checked
+    if start is not None:
+        loop.say(described(start))
+    loop.run.begin(loop.config, recipe, loop.engine.world, start)
 
 
-def _record_resumed(run: Run, config: Config, step: int, total: int, world: int, say: Say) -> None:
+def _resume(loop: Loop) -> None:
+    run, config, step = loop.run, loop.config, loop.restored or 0
     before, done = run.config(), run.result_path.exists()
     idle = changes(before.to_dict(), config.to_dict()) if done else differences(before, config, {"loop.epochs"})
-    if step >= total and idle:
+    if step >= loop.total and idle:
         raise AcutanceError(
-            f"nothing is left to train: {run.folder} is at step {step} of {total}, so {listed(idle)} would change its "
-            "record alone. Leave that as it was, or set more epochs (--set loop.epochs=…)"
+            f"nothing is left to train: {run.folder} is at step {step} of {loop.total}, so {listed(idle)} would change "
+            "its record alone. Leave that as it was, or set more epochs (--set loop.epochs=…)"
         )
-    if not checkpoint_paths(run.checkpoints):
-        say(f"{run.checkpoints} holds no checkpoint: starting over from step 0")
+    if loop.restored is None:
+        loop.say(f"{run.checkpoints} holds no checkpoint: starting over from step 0")
     run.result_path.unlink(missing_ok=True)  # a finished run that is made longer is unfinished again
-    run.go_on(config, world)
+    run.go_on(config, loop.engine.world)
 
 
 @contextmanager
@@ -195,35 +181,21 @@ def deterministic(wanted: bool) -> Iterator[None]:
         torch.backends.cudnn.benchmark = before[1]
 
 
-@dataclass(frozen=True)
-class InitialWeights:
-    """The file a run starts from."""
-
-    file: str
-    sha256: str
-    model: str | None  # its class, if the file says so
-    recipe: str | None  # of the run it lies in, if it does
-    differs: dict[str, list[Any]]  # fields of the model: what the weights were trained with, what is being built
-    trained: dict[str, Any] | None = None  # what that run is made of, if these are its last or its best weights
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def __str__(self) -> str:
-        if self.model is None:
-            return f"starts from {self.file}, which does not say what it was trained with: only shapes are compared"
-        by = "" if self.recipe is None else f" of the recipe {self.recipe}"
-        words = [f"{name} {shown(old)} there, {shown(new)} here" for name, (old, new) in self.differs.items()]
-        return f"starts from {self.file}, a {self.model}{by}: {'; '.join(words) or 'the same model'}"
+def described(start: Mapping[str, Any]) -> str:
+    """Initial weights in words."""
+    if start["model"] is None:
+        return f"starts from {start['file']}, which does not say what it was trained with: only shapes are compared"
+    by = "" if start["recipe"] is None else f" of the recipe {start['recipe']}"
+    words = [f"{name} {shown(old)} there, {shown(new)} here" for name, (old, new) in start["differs"].items()]
+    return f"starts from {start['file']}, a {start['model']}{by}: {'; '.join(words) or 'the same model'}"
 
 
-def initial_weights(task: Any) -> InitialWeights | None:
-    """What a task's configuration starts from, checked; None if it starts from scratch."""
-    named = {name: value for name in STARTS if (value := getattr(task, name, None)) is not None}
-    if not named:
+def initial_weights(task: Any) -> dict[str, Any] | None:
+    """What a task's configuration starts from, checked, as a run records it; None if it starts from scratch."""
+    field = next((name for name in STARTS if getattr(task, name, None) is not None), None)
+    if field is None:
         return None
-    field, path = next(iter(named.items()))
-    file = Path(path)
+    file = Path(getattr(task, field))
     if not file.is_file():
         raise _missing(field, file)
     model, trained = _read(file)
@@ -247,9 +219,15 @@ def initial_weights(task: Any) -> InitialWeights | None:
                 f"something else: {choice}start from other weights"
             )
     run = Run(file.parent)
-    recipe = run.recipe() if run.exists() else None
-    of_run = config_without_incidentals(run) if run.exists() and file in (run.model_path, run.best_path) else None
-    return InitialWeights(str(file), digest(file), model, recipe, differs, of_run)
+    own = run.exists() and file in (run.model_path, run.best_path)
+    return {
+        "file": str(file),
+        "sha256": digest(file),
+        "model": model,  # its class, if the file says so
+        "recipe": run.recipe() if run.exists() else None,
+        "differs": differs,  # fields of the model: what the weights were trained with, what is being built
+        "trained": config_without_incidentals(run) if own else None,  # what that run is made of
+    }
 
 
 def _read(file: Path) -> tuple[str | None, dict[str, Any]]:
@@ -273,8 +251,7 @@ def _read(file: Path) -> tuple[str | None, dict[str, Any]]:
 
 def _missing(field: str, file: Path) -> AcutanceError:
     if file.is_dir():
-        run = Run(file)
-        inside = run.model_path if run.exists() else file / "….safetensors"
+        inside = Run(file).model_path if Run(file).exists() else file / "….safetensors"
         return AcutanceError(f"{file} is a folder: name the file, --set task.{field}={inside}")
     run = Run(file.parent)
     advice = f"its run is not finished. {run.how_to_go_on()}" if run.exists() else "train it first, or name another"

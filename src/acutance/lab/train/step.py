@@ -1,7 +1,5 @@
 """One optimiser step, from a global batch to new weights. What is random in it is a function of (seed, step)."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -123,7 +121,7 @@ class CUDAGraphStep:
         if self._calls < WARM_UP:
             return self._aside()
         if self._calls == WARM_UP:
-            with _explained("--set loop.graph=false trains without"), _waiting_refused():
+            with _explained("--set loop.graph=false trains without", waiting=False):
                 return self._aside()
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
@@ -157,7 +155,12 @@ class CUDAGraphStep:
 
 
 @contextmanager
-def _explained(advice: str) -> Iterator[None]:
+def _explained(advice: str, *, waiting: bool = True) -> Iterator[None]:
+    """Inside, what cannot be recorded is refused with advice; without `waiting` also what makes the host wait."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that not all of it is found, once
+        torch.cuda.set_sync_debug_mode(before if waiting else "error")
     try:
         yield
     except RuntimeError as error:
@@ -165,17 +168,6 @@ def _explained(advice: str) -> Iterator[None]:
             "the step cannot be recorded as a CUDA graph: something in it waits for the device or depends on "
             f"numbers there ({first_line(error)}). {advice}"
         ) from error
-
-
-@contextmanager
-def _waiting_refused() -> Iterator[None]:
-    """Inside, what would make the host wait for the device raises instead."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that not all of it is found, once
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
 
