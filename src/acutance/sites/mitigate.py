@@ -3,6 +3,7 @@
 import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from acutance import sites
 from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.mitigations import Mitigation, NeuTRENO, as_mitigation
+from acutance.mitigations import Mitigation, as_mitigation
 from acutance.sites.structure import check_model, is_sharded
 from acutance.sites.transformers import note
 
@@ -66,11 +67,11 @@ def mitigate(
         _refuse_shared(model, [site for site in found if site.layer in wanted])
     undo = _install(model, [(site, chosen) for site in found if site.layer in wanted], pretrained=True)
     handle = Handle(chosen.spec, wanted, undo, [site.mitigation for site in found if site.mitigation is not None])
-    if wanted == [1] != list(range(1, len(found) + 1)) and any(isinstance(p, NeuTRENO) for p in chosen.modules()):
-        _warn(
-            f"{chosen.spec} in layer 1 alone: NeuTRENO adds v⁰ − v, and v⁰ is that layer's own v, so it changes "
-            "nothing there. Name later layers"
-        )
+    if chosen.is_idle:
+        _warn(f"{chosen.spec} changes nothing: give it a strength other than 0")
+    elif wanted == [1] and "first_values" in chosen.requires:
+        advice = "Name later layers" if len(found) > 1 else "The model has no other attention layer"
+        _warn(f"{chosen.spec} in layer 1 alone: v⁰ is that layer's own v, so v⁰ − v changes nothing there. {advice}")
     if handle._parameters and _has_optimiser(model):
         _warn(
             f"an optimiser of this model was made before, and does not know the {len(handle._parameters)} new "
@@ -100,25 +101,29 @@ def _warn(message: str) -> None:
 def _install(
     model: nn.Module, chosen: Sequence[tuple[sites.AttentionSite, Mitigation]], *, pretrained: bool
 ) -> Callable[[], None]:
-    """Build each mitigation for its layer and put it there, all or none; the returned function takes them out."""
-    undos: list[Callable[[], None]] = []
+    """Build each mitigation for its layer and put it there, all or none; the returned function takes them out.
 
-    def undo() -> None:
-        while undos:
-            undos[-1]()
-            undos.pop()  # not before: what is in the way can be taken away, and this tried again
-        note(model)
-
+    It is a partial of objects, no closure: a copy of the handle made together with the model belongs to the copy.
+    """
+    installed: list[sites.AttentionSite] = []
     try:
         for site, mitigation in chosen:
             like = next(site.attention.parameters())
             built = mitigation.for_layer(site.shape(pretrained=pretrained)).to(device=like.device, dtype=like.dtype)
-            undos.append(site.install(built.train(site.attention.training)))
+            site.install(built.train(site.attention.training))
+            installed.append(site)
     except BaseException:
-        undo()
+        _take_out(model, installed)
         raise
     note(model)
-    return undo
+    return partial(_take_out, model, installed)
+
+
+def _take_out(model: nn.Module, installed: list[sites.AttentionSite]) -> None:
+    while installed:
+        installed[-1].uninstall()
+        installed.pop()  # not before: what is in the way can be taken away, and this tried again
+    note(model)
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

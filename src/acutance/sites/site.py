@@ -137,26 +137,26 @@ class AttentionSite(ABC):
                 "the two are no one matrix H"
             )
 
-    def install(self, mitigation: Mitigation) -> Callable[[], None]:
-        """Put in a mitigation built for this layer; the returned function takes it out again."""
+    def install(self, mitigation: Mitigation) -> None:
+        """Put in a mitigation built for this layer, or leave the layer as it was."""
         if self.mitigation is not None:
             raise AcutanceError(f"{self.name} carries {self.mitigation.spec!r} already: take it out first")
         self.refuse(mitigation)
         weights = self.projections()[2:] if mitigation.overrides("parametrise") else None
         self.replace(mitigation)
-
-        def undo() -> None:
-            if weights is not None:
-                mitigation.unparametrise(*weights)
-            self.replace(None)
-
         if weights is not None:
             try:
                 mitigation.parametrise(*weights)
             except BaseException:
                 self.replace(None)
                 raise
-        return undo
+
+    def uninstall(self) -> None:
+        """Take it out again."""
+        if self.mitigation is not None:
+            if self.mitigation.overrides("parametrise"):
+                self.mitigation.unparametrise(*self.projections()[2:])
+            self.replace(None)
 
     def shape(self, *, pretrained: bool = False) -> LayerShape:
         """What a mitigation is told about this layer."""

@@ -37,6 +37,12 @@ class HuggingFaceSite(NamedSite):
             take_over_sdpa()
         super().route()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickled model may be loaded where nobody has taken the interface over yet."""
+        vars(self).update(state)
+        if self.interface:
+            take_over_sdpa()
+
     def is_called(self, arguments: Mapping[str, Any]) -> bool:
         """By the attention interface, unless the model was told to write its softmax out."""
         past = arguments.get("past_key_values", arguments.get("layer_past"))
@@ -46,6 +52,11 @@ class HuggingFaceSite(NamedSite):
                 "be matched to: generate with the default dynamic cache"
             )
         return self._implementation() == "sdpa" and self.interface
+
+    def keys_behind(self, arguments: Mapping[str, Any]) -> int:
+        """Self-attention that is given an encoder's tokens too has their keys behind its own."""
+        others = arguments.get("encoder_hidden_states")
+        return others.shape[1] if isinstance(others, Tensor) else 0
 
     def _implementation(self) -> str | None:
         """Asked for at every call, since the model may be told another one."""
