@@ -41,6 +41,7 @@ class AttentionCall:
     refusal: str | None = None  # why there is no operator, where there is none
     dropout: float = 0.0  # on the attention weights in this pass
     packed: Tensor | None = None  # q, k and v side by side (batch, tokens, 3 · dim), where they are one tensor
+    behind: int = 0  # how many of the keys belong to other tokens, and stand last
     previous: Any = None  # what the layer before handed to `keep`
     kept: Any = None  # what this layer handed to it
     operator: AttentionOperator | None = None  # see `A`
@@ -92,17 +93,18 @@ class AttentionCall:
     def rows(self, values: Tensor, u: Tensor) -> Tensor:
         """Values brought to the heads and rows of u.
 
-        With grouped queries each head of the values is repeated. With a cache the last rows are u's. A model that
-        drops tokens between layers is refused.
+        With grouped queries each head of the values is repeated. With a cache the last rows are u's, before those of
+        other tokens. A model that drops tokens between layers is refused.
         """
         heads, kv_heads, rows = u.shape[1], values.shape[1], u.shape[2]
-        if heads % kv_heads or values.shape[2] < rows or values.shape[0] != u.shape[0]:
+        if heads % kv_heads or values.shape[2] < rows or values.shape[::3] != u.shape[::3]:
             raise ShapeError(f"values {tuple(values.shape)} cannot be matched to an attention output {tuple(u.shape)}")
         if values.shape[2] > rows:
             if self.v.shape[2] == rows:
                 why = f"{tuple(values.shape)} and this layer's {tuple(self.v.shape)} are not of the same tokens"
                 raise ShapeError(f"{self.name}: the first layer's values {why}: some were dropped or merged on the way")
-            values = values[:, :, -rows:]
+            end = values.shape[2] - self.behind
+            values = values[:, :, end - rows : end]
         return repeat_heads(values, heads)
 
     def visible(self) -> Tensor | None:

@@ -139,6 +139,11 @@ class Mitigation(nn.Module):
         """Whether that hook does anything here."""
         return getattr(type(self), hook) is not getattr(Mitigation, hook)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether its options say that it changes nothing, as λ̃ = 0 does."""
+        return type(self) is Mitigation
+
     def check(self, call: AttentionCall) -> None:
         """Refuse what only a batch can tell."""
         if "all_visible" in self.requires:
@@ -225,6 +230,10 @@ class Combined(Mitigation):
 
     def overrides(self, hook: str) -> bool:
         return any(part.overrides(hook) for part in self.parts)
+
+    @property
+    def is_idle(self) -> bool:
+        return all(part.is_idle for part in self.parts)
 
     @property
     def requires(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -50,6 +50,10 @@ class NeuTRENO(Mitigation):
         count = shape.heads if self.learn == "head" else 1  # never 0-d, which sharded training refuses
         self.learnt_strength = nn.Parameter(torch.full((count,), start))
 
+    @property
+    def is_idle(self) -> bool:
+        return self.strength == 0 and self.learn is None
+
     def affine(self, so_far: Program, call: AttentionCall) -> Program | None:
         strength = self.strength if self.learnt_strength is None else self.learnt_strength
         return so_far if call.v0 is None else so_far.corrected(strength, detach=self.detach)

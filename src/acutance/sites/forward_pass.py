@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError
+from acutance.sites.order import TokenOrder
 
 CHECKPOINT_ADVICE = (
     "v⁰, the first layer's values, did not come through this activation checkpointing, so gradients would be wrong: "
@@ -36,12 +37,15 @@ class ForwardPass:
         self.last = 0  # the block that was entered last, from 1
         self.x: Tensor | None = None  # what entered it
         self.entering: Tensor | None = None  # what entered its attention
+        self.behind = 0  # how many of its keys belong to other tokens, and stand last
         self.is_called = False  # whether its library hands us that attention
         self.with_grad = True  # whether gradients were on in the block before
         self.lost = False  # whether v⁰ came out of blocks without its gradient
         self.call: AttentionCall | None = None  # until its W_proj has run
         self.attention: AttentionCall | None = None  # the same, until its block has run
         self.previous: Any = None  # what the layer before kept
+        self.order: TokenOrder | None = None  # of the tokens, in the first pass of a mitigation with v⁰
+        self.hooks: list[Any] = []  # for that
 
     def forget(self) -> None:
         """Hold no tensor longer than the pass, but for v⁰, which a recomputation needs."""
@@ -92,6 +96,8 @@ class Passes:
         _LOCAL.passes[self.key] = None if ended is None else ended.outer
         if ended is not None:
             ended.forget()
+            while ended.hooks:
+                ended.hooks.pop().remove()
         return ended
 
     def enter(self, block: int, x: Tensor) -> ForwardPass:

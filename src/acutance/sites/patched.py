@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 
 from acutance.attention import AttentionCall, attend, finish
 from acutance.attention.call import MISSING
-from acutance.errors import AcutanceError, ShapeError
+from acutance.errors import AcutanceError, NoSitesError, ShapeError
 from acutance.mitigations import Mitigation
 from acutance.sites.forward_pass import ForwardPass, Passes, first_values
 from acutance.sites.intercept import Intercept, Product
+from acutance.sites.order import TokenOrder
 from acutance.sites.site import TOKENS_REMAIN, AttentionSite, Library, Observer, Undo
 from acutance.sites.structure import Layer, tokens_in, tokens_out
 
@@ -29,6 +31,7 @@ class Stack:
         self.sites: list[PatchedSite] = []
         self.passes = Passes()
         self.hooks: list[Any] = []  # while it is routed
+        self.is_order_known = True  # whether a forward pass has shown that tokens keep their places
 
     def route(self) -> None:
         """Lead every layer's attention through its site."""
@@ -62,7 +65,19 @@ class Stack:
     def _begin(self, root: nn.Module, _args: Any) -> None:
         if getattr(root, "_is_replica", False):
             raise AcutanceError("nn.DataParallel runs copies of the model in threads: use DistributedDataParallel")
-        self.passes.begin(whole=True)
+        now = self.passes.begin(whole=True)
+        if not self.is_order_known and not torch.compiler.is_compiling():
+            now.order = TokenOrder()
+            for site in self.sites:
+                beside = set(site.block.modules()) - {site.block, *site.attention.modules()}
+                now.hooks += [module.register_forward_hook(self._look) for module in beside]
+
+    def _look(self, _module: nn.Module, args: Any, output: Any) -> None:
+        now = self.passes.current()
+        if now is not None and now.order is not None:
+            for x in (*args[:1], output):
+                if isinstance(x, Tensor) and x.is_floating_point():
+                    now.order.look(x)
 
     def _end(self, _root: nn.Module, _args: Any, output: Any) -> None:
         ended = self.passes.end()
@@ -72,6 +87,9 @@ class Stack:
                 f"attention: {type(self.sites[0].attention).__name__} uses neither scaled_dot_product_attention nor a "
                 f"softmax and a product. {TOKENS_REMAIN}"
             )
+        if output is not None and ended is not None and ended.order is not None:
+            ended.order.refuse_moved()
+            self.is_order_known = True
 
 
 class PatchedSite(AttentionSite):
@@ -125,6 +143,7 @@ class PatchedSite(AttentionSite):
             raise AcutanceError(f"{self.name} has something else called 'mitigation': rename it")
         if mitigation is not None:
             self.stack.route()
+            self.stack.is_order_known &= "first_values" not in mitigation.requires
             self.attention.mitigation = mitigation
             self._hook_projection()
         else:
@@ -164,6 +183,7 @@ class PatchedSite(AttentionSite):
         own = self._forward or partial(type(self.attention).forward, self.attention)
         is_active = self.is_active
         now.is_called = is_active and self.is_called(kwargs)
+        now.behind = self.keys_behind(kwargs)
         if not is_active:
             now.attended += 1
             return own(*args, **kwargs)
@@ -185,6 +205,10 @@ class PatchedSite(AttentionSite):
     def is_called(self, _arguments: Mapping[str, Any]) -> bool:
         """Whether the library itself hands us the attention it runs with these, so that nobody need watch it."""
         return False
+
+    def keys_behind(self, _arguments: Mapping[str, Any]) -> int:
+        """How many keys of other tokens follow its own, as an encoder's do in T5Gemma 2."""
+        return 0
 
     def now(self, x: Tensor) -> ForwardPass:
         """The forward pass that this attention, given x, is part of."""
@@ -208,7 +232,10 @@ class PatchedSite(AttentionSite):
             if "first_values" in requires and self.number > 1:
                 v0 = first_values(now, self.name)
         known = {"name": self.name, "x": now.entering, "residual": now.x, "previous": now.previous}
+        known["behind"] = now.behind
         call = AttentionCall(layer=self.layer, v=product.v, first=v0, product=product.own, **known, **product.about)
+        if now.order is not None and now.entering is not None:
+            now.order.attend(self.name, now.entering)
         u, values = attend(call, mitigation, self.observer)
         if self.number == 1:
             now.v0, now.with_grad = values, torch.is_grad_enabled()
@@ -236,7 +263,9 @@ class PatchedSite(AttentionSite):
         return y if now is None else self.finish(y, now)
 
     def _enter_block(self, _block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.stack.passes.enter(self.number, tokens_in(args, kwargs))
+        now = self.stack.passes.enter(self.number, x := tokens_in(args, kwargs))
+        if now.order is not None:
+            now.order.enter_block(x)
         mitigation = self.mitigation
         if mitigation is not None:
             mitigation.enter()
@@ -244,6 +273,8 @@ class PatchedSite(AttentionSite):
     def _leave_block(self, _block: nn.Module, _args: Any, output: Any) -> Any:
         now, mitigation = self.stack.passes.current(), self.mitigation
         call = None if now is None or output is None else now.attention
+        if now is not None and now.order is not None and output is not None:
+            now.order.look(tokens_out(output))
         if call is not None and mitigation is not None and mitigation.overrides("stream"):
             assert call.residual is not None, "known as the block was entered"
             x = mitigation.stream(call.residual, tokens_out(output), call)
@@ -277,6 +308,12 @@ class PatchedSite(AttentionSite):
         stages = list(dict.fromkeys(site.stage for site in self.stack.sites))
         if len(stages) > 1:
             return f"tokens may be merged between its stages ({', '.join(stages)}): name one with part={stages[0]!r}"
+        first = self.stack.sites[0]
+        with suppress(NoSitesError):  # where weights are not known, the shapes of a forward pass tell
+            if (sizes := (self.kv_heads, self.head_dim)) != (of_first := (first.kv_heads, first.head_dim)):
+                alike = [site.layer for site in self.stack.sites if (site.kv_heads, site.head_dim) == of_first]
+                what = "its values have {} heads of {} channels and v⁰, layer 1's, has {} of {}"
+                return f"{what.format(*sizes, *of_first)}: name those like layer 1 with layers={alike}"
         return None
 
     def refuse(self, mitigation: Mitigation) -> None:
