@@ -17,12 +17,12 @@ from acutance.lab.train.checkpointer import DamagedError, newest_whole, read_che
 from acutance.lab.train.checkpointer import checkpoint_paths as paths
 
 TENSORS = {"model.safetensors": {"w": torch.arange(64.0), "b": torch.ones(3, dtype=torch.bfloat16)}}
-NOTES = {"best": None, "scores": {"top1": 50.0}}
+NOTES = {"step": 1000, "best": None, "scores": {"top1": 50.0}}
 
 
 def write(folder, *steps, keep=2):
     for step in steps:
-        write_checkpoint(folder, step, {"model.safetensors": {"w": torch.full((8,), float(step))}}, {}, keep)
+        write_checkpoint(folder, {"model.safetensors": {"w": torch.full((8,), float(step))}}, {"step": step}, keep)
 
 
 def names(folder):
@@ -43,7 +43,7 @@ def change_manifest(folder, **changes):
 
 def test_only_the_newest_are_kept_bit_for_bit(tmp_path):
     write(tmp_path, 1, 5, 10)
-    write_checkpoint(tmp_path, 1000, TENSORS, NOTES, 2)
+    write_checkpoint(tmp_path, TENSORS, NOTES, 2)
     assert names(tmp_path) == ["step-000001000", "step-000000010"]
     tensors, notes = read_checkpoint(tmp_path / "step-000001000")
     assert notes == NOTES
@@ -80,6 +80,13 @@ def test_a_malicious_pickle_is_refused_even_if_its_checksum_was_forged(two, tmp_
     assert not marker.exists()
     pickle.loads(body)  # what reading it in the usual way would have done
     assert marker.exists()
+
+
+def test_a_checkpoint_in_the_folder_of_another_step_is_damaged(two):
+    paths(two)[0].rename(two / "step-000000003")
+    found, complaints = newest_whole(two)
+    assert found.name == "step-000000001"
+    assert "its manifest is that of step 2" in complaints[0]
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "evil.pkl"])

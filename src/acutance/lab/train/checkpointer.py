@@ -39,6 +39,7 @@ from acutance.models import BlockStack
 FORMAT = "acutance-checkpoint/1"
 MANIFEST = "checkpoint.json"
 MODEL, OPTIMISER, EMA = "model.safetensors", "optimiser.safetensors", "ema.safetensors"
+BEST = "best.safetensors"  # the best model when the checkpoint was written, as a link to its file
 NAME = re.compile(r"step-(\d{9})")
 
 Tensors = Mapping[str, Mapping[str, Tensor]]  # by file, then by name
@@ -59,19 +60,22 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def write_checkpoint(folder: Path, step: int, tensors: Tensors, notes: Mapping[str, Any], keep_last: int) -> None:
+def write_checkpoint(
+    folder: Path, tensors: Tensors, notes: Mapping[str, Any], keep_last: int, best: Path | None = None
+) -> None:
     """Write beside the place, flush to disk, move there, read back; then remove all but the newest `keep_last`.
 
-    Whatever goes wrong before the rename (a full disk, Ctrl-C, a crash) leaves nothing behind.
+    Whatever goes wrong before the rename (a full disk, Ctrl-C, a crash) leaves nothing behind. The file of the `best`
+    model so far is kept with it.
     """
-    path = folder / f"step-{step:09d}"
+    path = folder / f"step-{notes['step']:09d}"
     if not path.exists():
-        _write(path, tensors, notes)
+        _write(path, tensors, notes, best)
     for old in checkpoint_paths(folder)[keep_last:]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _write(folder: Path, tensors: Tensors, notes: Mapping[str, Any]) -> None:
+def _write(folder: Path, tensors: Tensors, notes: Mapping[str, Any], best: Path | None) -> None:
     temporary = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
     try:
@@ -82,6 +86,8 @@ def _write(folder: Path, tensors: Tensors, notes: Mapping[str, Any]) -> None:
             atomic_write(temporary / name, body)
         manifest = {"format": FORMAT, "files": files, "notes": notes}
         atomic_write(temporary / MANIFEST, json.dumps(manifest, indent=1, allow_nan=False).encode())
+        if best is not None and best.exists():
+            link_or_copy(best, temporary / BEST)
         _flush_folder(temporary)
         temporary.rename(folder)
         _flush_folder(folder.parent)
@@ -137,13 +143,21 @@ def _checked_manifest(folder: Path) -> Any:
                 raise DamagedError(f"{folder}: {name} has {size} bytes of {expected['bytes']}")
             if digest(folder / name) != expected["sha256"]:
                 raise DamagedError(f"{folder}: {name} was changed after it was written (its checksum differs)")
-        if not isinstance(manifest["notes"], dict):
-            raise DamagedError(f"{folder}: its notes are no table")
+        if (written := manifest["notes"]["step"]) != step_of(folder):
+            raise DamagedError(f"{folder}: its manifest is that of step {written}")
     except PermissionError as error:
         raise AcutanceError(f"{folder} may not be read by this user: {error}") from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DamagedError(f"{folder}: unreadable: {error!r}") from error
     return manifest
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """The same file under another name; a copy where the disk knows no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _flush_folder(folder: Path) -> None:
@@ -182,9 +196,17 @@ class Checkpointer:
             )
         tensors, notes = raise_on_all_ranks(lambda: read_checkpoint(path))
         restore_state(self._train_step, tensors)
-        self.best = notes["best"]
+        self.best = notes["best"] if (path / BEST).exists() else None
         self.scores = {name: math.nan if score is None else score for name, score in notes["scores"].items()}
         return step_of(path)
+
+    def restore_best(self) -> None:
+        """Put back the best model of the newest checkpoint: what came after it is trained again, or never."""
+        path = self.newest()
+        if path is None or not (path / BEST).exists():
+            self._run.best_path.unlink(missing_ok=True)
+        else:
+            atomic_write(self._run.best_path, lambda target: shutil.copyfile(path / BEST, target))
 
     def save(self, step: int) -> None:
         """Write a checkpoint, unless the weights hold a NaN or an infinity: then the last good one stays the last."""
@@ -197,7 +219,8 @@ class Checkpointer:
                     f"after step {step}, whose loss was finite, {', '.join(bad[:3])} hold no numbers: its gradient "
                     f"overflowed. The last good checkpoint is {self.newest()}. Lower optim.lr or set optim.clip"
                 )
-            write_checkpoint(self._run.checkpoints, step, tensors, notes, self._train_step.config.loop.keep_last)
+            keep_last = self._train_step.config.loop.keep_last
+            write_checkpoint(self._run.checkpoints, tensors, notes, keep_last, self._run.best_path)
 
         self.write(f"the checkpoint of step {step}", write)
 

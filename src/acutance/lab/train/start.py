@@ -162,6 +162,7 @@ def _resume(loop: Loop) -> None:
         )
     if loop.restored is None:
         loop.say(f"{run.checkpoints} holds no checkpoint: starting over from step 0")
+    loop.checkpointer.restore_best()
     run.result_path.unlink(missing_ok=True)  # a finished run that is made longer is unfinished again
     run.go_on(config, loop.engine.world)
 
