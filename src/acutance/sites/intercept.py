@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from acutance.attention.operator import AttentionOperator
-from acutance.attention.products import repeat_heads
 from acutance.errors import AcutanceError
 
 # Tuples: Dynamo of torch 2.6 cannot look a function up in a set.
@@ -31,13 +30,10 @@ CARRY = (
     *(Tensor.view, Tensor.reshape, Tensor.contiguous, Tensor.__getitem__, torch.reshape, Tensor.flatten),
     *(Tensor.unflatten, Tensor.squeeze, Tensor.unsqueeze, Tensor.masked_fill, torch.nan_to_num, Tensor.nan_to_num),
 )
-# Key heads are repeated for the queries by one function, or as a view with one more axis that is then merged.
-REPEAT = (torch.repeat_interleave, Tensor.repeat_interleave, Tensor.expand, Tensor.reshape)
-TRANSPOSE = (Tensor.transpose, torch.transpose)
 MULTIHEAD = F.multi_head_attention_forward
 WATCHED = (
     *(F.scaled_dot_product_attention, MULTIHEAD, torch.einsum, torch.baddbmm, Tensor.unflatten),
-    *(*SOFTMAX, *PRODUCT, *REPEAT, *TRANSPOSE, *FACTORS),
+    *(*SOFTMAX, *PRODUCT, *FACTORS),
 )
 WATCHED_SET = frozenset(WATCHED)
 SINKS = "its tokens may attend to nothing (sinks), so A's rows do not sum to one"
@@ -64,7 +60,7 @@ _watched, _direct = (
 class Product(NamedTuple):
     """One product A v as the model is about to compute it; v and u are (batch, heads, tokens, width)."""
 
-    v: Tensor  # possibly of fewer heads
+    v: Tensor  # of fewer heads under grouped queries, unless the model repeats them itself
     own: Callable[..., Tensor]  # the model's own product
     back: Callable[[Tensor], Tensor]  # u as the model expects it
     about: dict[str, Any]  # what an `AttentionCall` takes beside these
@@ -123,7 +119,6 @@ class Intercept(TorchFunctionMode):
         self.attend, self.x, self.name = attend, x, name
         self.watched: Any = WATCHED if torch.compiler.is_compiling() else WATCHED_SET
         self.maps: list[tuple[Tensor, Map]] = []
-        self.repeated: list[tuple[Tensor, Tensor]] = []  # and what was repeated, its heads first after the batch
         self.scores: Scores | None = None
         self.scaled: Any = (None, None, 1.0)  # the last tensor that was multiplied by a number, its source, the number
         self.products = 0
@@ -148,14 +143,10 @@ class Intercept(TorchFunctionMode):
         if func in SOFTMAX and _over_last_axis(out, *args, **kwargs):
             known = self.scores if self.scores is not None and self.scores.logits is args[0] else None
             self.maps.append((out, Map(out, args[0], scores=known)))
-        elif func in REPEAT:
-            self._note_repetition(out, args[0])
         elif func in PRODUCT:
             self.scores = self._product(out, *args) if out.ndim > 2 else None
         elif func is torch.baddbmm:
             self.scores = self._product(out, args[1], args[2], args[0])
-        elif func in TRANSPOSE and self.repeated and (source := self._source(args[0])) is not args[0]:
-            self.repeated.append((out, func(source, *args[1:], **kwargs)))
         elif self.scores is not None and isinstance(out, Tensor) and args and args[0] is self.scores.logits:
             self.scores = self.scores.after(func, out, args)
         elif func is torch.einsum:
@@ -182,20 +173,7 @@ class Intercept(TorchFunctionMode):
     def _product(self, out: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Scores:
         """Products q kᵀ, of queries that may have been scaled before."""
         q, scale = self.scaled[1:] if self.scaled[0] is q else (q, 1.0)
-        return Scores(out, q, self._source(k).transpose(-2, -1), scale, mask=mask)
-
-    def _note_repetition(self, out: Tensor, x: Tensor) -> None:
-        """Of (batch, key heads, tokens, width), or with one more axis behind the heads."""
-        if x.ndim == 4 == out.ndim and x.shape[1] < out.shape[1] and x.shape[2:] == out.shape[2:]:
-            self.repeated.append((out, x))
-        elif x.ndim == 5 == out.ndim and x.shape[2] == 1 < out.shape[2]:
-            self.repeated.append((out, x[:, :, 0]))
-        elif x.ndim == 5 and out.ndim == 4 and (source := self._source(x)) is not x:
-            self.repeated.append((out, source))
-
-    def _source(self, x: Tensor) -> Tensor:
-        source: Tensor = _find(self.repeated, x, x)
-        return source
+        return Scores(out, q, k.transpose(-2, -1), scale, mask=mask)
 
     def _of_maps(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What becomes of a softmax; None where the operation has none."""
@@ -224,27 +202,9 @@ class Intercept(TorchFunctionMode):
                 f"{self.name} runs several attention products in one forward pass (in chunks, or to other tokens too), "
                 "so which is its self-attention is not clear"
             )
-        product = self._grouped(product) if self.repeated else product
-        self.maps, self.repeated, self.scores, self.scaled = (
-            [],
-            [],
-            None,
-            (None, None, 1.0),
-        )  # held no longer than needed
+        self.maps, self.scores, self.scaled = [], None, (None, None, 1.0)  # held no longer than needed
         self.watched = (F.scaled_dot_product_attention, MULTIHEAD, Tensor.unflatten)
         return product.back(self.attend(product))
-
-    def _grouped(self, product: Product) -> Product:
-        """With the heads of keys and values as they were before they were repeated for the queries."""
-        whole, own, about = product.v, product.own, dict(product.about)
-        v = self._source(whole)
-        if "k" in about:
-            about["k"] = self._source(about["k"])
-
-        def repeat(values: Tensor, *changed: Any) -> Tensor:
-            return own(whole if values is v else repeat_heads(values, whole.shape[1]), *changed)
-
-        return product if v is whole else Product(v, repeat, product.back, about)
 
 
 def _find(known: Sequence[tuple[Tensor, Any]], x: Any, default: Any = None) -> Any:
