@@ -170,29 +170,28 @@ def note(model: nn.Module) -> Callable[[], None]:
 
     By class, with paths from there: a part that was mitigated by itself does not know the model around it.
     """
-    configured = [(path, m, vars(m)["config"]) for path, m in model.named_modules() if "config" in vars(m)]
-    found = [(path, module, config) for path, module, config in configured if hasattr(config, "model_type")]
-    kinds = {type(module).__name__ for _, module, _ in found}
-    carried = record(model) if found else {}
-    before: dict[int, tuple[Any, dict[str, dict[str, str]]]] = {}
-
-    def write(config: Any, notes: dict[str, dict[str, str]]) -> None:
-        vars(config).pop(NOTE, None)
-        if notes:
-            setattr(config, NOTE, notes)
+    carried, inside = record(model), {type(module).__name__ for module in model.modules()}
+    before: dict[int, tuple[Any, dict[str, Any]]] = {}
+    for path, module in model.named_modules():  # outer ones first, which may share their configuration with inner ones
+        config = vars(module).get("config")
+        if hasattr(config, "model_type") and id(config) not in before:
+            prefix = f"{path}." if path else ""
+            own = {name.removeprefix(prefix): spec for name, spec in carried.items() if name.startswith(prefix)}
+            before[id(config)] = config, vars(config).pop(NOTE, {})
+            others = {kind: specs for kind, specs in before[id(config)][1].items() if kind not in inside}
+            _write_note(config, others | ({type(module).__name__: own} if own else {}))
 
     def undo() -> None:
         for config, notes in before.values():
-            write(config, notes)
+            _write_note(config, notes)
 
-    for path, module, config in found:  # outer ones first, which may share their configuration with inner ones
-        if id(config) not in before:
-            notes, prefix = vars(config).get(NOTE, {}), f"{path}." if path else ""
-            before[id(config)] = (config, notes)
-            own = {name.removeprefix(prefix): spec for name, spec in carried.items() if name.startswith(prefix)}
-            others = {kind: specs for kind, specs in notes.items() if kind not in kinds}
-            write(config, others | ({type(module).__name__: own} if own else {}))
     return undo
+
+
+def _write_note(config: Any, notes: dict[str, Any]) -> None:
+    vars(config).pop(NOTE, None)
+    if notes:
+        setattr(config, NOTE, notes)
 
 
 def notes_of(config: Any) -> dict[str, dict[str, str]]:
