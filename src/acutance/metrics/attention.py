@@ -27,7 +27,7 @@ def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tenso
     """
     if A.sink is None and attention_sums.is_available(A):
         sums = attention_sums.row_sums(A)
-        return masked_mean(sums.entropies, query_rows(A, mask) & (sums.log_sums != -torch.inf))
+        return masked_mean(sums.entropies, valid_positions(mask, A.q, heads=True) & (sums.log_sums != -torch.inf))
     A = upcast_operator(A)
     tiles = Tiles(_centred(A.without_sink()))
     rows = tiles.stack(partial(_row_entropies, tiles))
@@ -37,7 +37,7 @@ def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tenso
         logit = A.logsumexp().masked_fill(~sees_keys, 0) - A.sink[:, None]
         keys = logit.sigmoid()
         entropy = keys * entropy - keys * logsigmoid(logit) - (1 - keys) * logsigmoid(-logit)
-    return masked_mean(entropy, query_rows(A, mask) & sees_keys)
+    return masked_mean(entropy, valid_positions(mask, A.q, heads=True) & sees_keys)
 
 
 @metric("", "neither", (0, 1), "How alike two layers attend: 1 when the second repeats the first.")
@@ -48,7 +48,7 @@ def attention_cosine(A: AttentionOperator, B: AttentionOperator, mask: Tensor | 
     """
     if A.shape != B.shape:
         raise ShapeError(f"both operators must have the same (batch, heads, queries, keys): {A.shape} and {B.shape}")
-    valid, sums = query_rows(A, mask).unsqueeze(-1), torch.zeros((), device=A.device)
+    valid, sums = valid_positions(mask, A.q, heads=True).unsqueeze(-1), torch.zeros((), device=A.device)
     for (rows, a), (_, b) in zip(A.tiles(), B.tiles(), strict=True):
         a, b = (x.masked_fill(~valid[..., rows, :], 0) for x in (a, b))
         sums = sums + torch.stack([(a * b).sum((-2, -1)), a.square().sum((-2, -1)), b.square().sum((-2, -1))])
@@ -59,7 +59,7 @@ def attention_cosine(A: AttentionOperator, B: AttentionOperator, mask: Tensor | 
 @metric("A", "neither", (0, 1), "How alike the heads attend: 1 when all do the same.")
 def head_cosine(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
     """The mean Frobenius cosine over all pairs of heads (batch,): 1 when every head does the same, or is alone."""
-    heads, valid, gram = A.heads, query_rows(A, mask).unsqueeze(-1), torch.zeros((), device=A.device)
+    heads, valid, gram = A.heads, valid_positions(mask, A.q, heads=True).unsqueeze(-1), torch.zeros((), device=A.device)
     if heads == 1:
         return valid.new_ones(A.shape[0], dtype=upcast_operator(A).dtype)
     with torch.autocast(A.device.type, enabled=False):
@@ -91,8 +91,3 @@ def upcast_operator(A: AttentionOperator, dtype: torch.dtype | None = None) -> A
     """The operator in float32 or better, and in no less than `dtype`."""
     dtype = torch.promote_types(accumulation_dtype(A.q), dtype or A.dtype)
     return A if A.dtype == A.k.dtype == dtype else A.to(dtype)
-
-
-def query_rows(A: AttentionOperator, mask: Tensor | None) -> Tensor:
-    """Which query rows count (batch, heads, queries), from a mask (batch, queries)."""
-    return valid_positions(None if mask is None else mask.unsqueeze(-2), torch.Size(A.shape[:-1]), A.q)

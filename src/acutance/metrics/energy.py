@@ -16,7 +16,7 @@ from acutance.attention.kernels import attention_sums
 from acutance.attention.operator import AttentionOperator
 from acutance.attention.products import Tiles, repeat_heads
 from acutance.errors import ShapeError
-from acutance.metrics.attention import query_rows, upcast_operator
+from acutance.metrics.attention import upcast_operator
 from acutance.metrics.sums import masked_mean, metric, safe_logsumexp, split_mean, unit_vectors, upcast, valid_positions
 
 
@@ -24,7 +24,7 @@ from acutance.metrics.sums import masked_mean, metric, safe_logsumexp, split_mea
 def nonlocal_energy(A: AttentionOperator, u: Tensor, mask: Tensor | None = None) -> Tensor:
     """J(u) = ½ Σ_ij A_ij ‖u_i − u_j‖² with the rows of A summing to one; a fully masked row adds 0."""
     _check_fits(A, u)
-    valid = query_rows(A, mask)
+    valid = valid_positions(mask, A.q, heads=True)
     if attention_sums.is_available(A, u):
         energies = attention_sums.row_sums(A, u, mask).energies
     else:
@@ -42,7 +42,7 @@ def log_nonlocal_energy_raw(A: AttentionOperator, u: Tensor, mask: Tensor | None
     A, u = _matched(A, u)
     tiles = Tiles(A)
     logs = tiles.stack(partial(_log_row_energies, tiles, u), u)
-    return safe_logsumexp(logs.masked_fill(~query_rows(A, mask), -torch.inf)) - math.log(2)
+    return safe_logsumexp(logs.masked_fill(~valid_positions(mask, A.q, heads=True), -torch.inf)) - math.log(2)
 
 
 def fidelity(u: Tensor, f: Tensor, strength: float | Tensor, mask: Tensor | None = None) -> Tensor:
@@ -51,7 +51,7 @@ def fidelity(u: Tensor, f: Tensor, strength: float | Tensor, mask: Tensor | None
     if u.ndim != 4 or f.shape[:1] + f.shape[2:] != u.shape[:1] + u.shape[2:] or u.shape[1] % f.shape[1] != 0:
         raise ShapeError(f"u and f must have the same shape (batch, heads, tokens, channels), got {shapes}")
     u, f = upcast(u), repeat_heads(upcast(f), u.shape[1])
-    valid = valid_positions(None if mask is None else mask.unsqueeze(-2), u.shape[:-1], u)
+    valid = valid_positions(mask, u, heads=True)
     return strength * (u - f).masked_fill(~valid.unsqueeze(-1), 0).square().sum((-2, -1)) / 2
 
 
@@ -69,7 +69,7 @@ def gradient_alignment(A: AttentionOperator, v: Tensor, mask: Tensor | None = No
     masked row is left out of the mean.
     """
     A, v = _matched(A, v)
-    valid = query_rows(A, mask)
+    valid = valid_positions(mask, A.q, heads=True)
     mean, v = split_mean(v, valid)
     # A difference of values below this length (batch, heads, 1, 1) is rounding and has no direction.
     offset, spread = (torch.linalg.vector_norm(x.detach(), dim=-1).amax(-1)[..., None, None] for x in (mean, v))

@@ -5,7 +5,7 @@ turn them into the metric are here, once.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Literal, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from acutance.errors import AcutanceError, NonFiniteError, ShapeError
 from acutance.metrics.kernels.token_sums import FIELDS
 
 Numbers = NDArray[np.float64]
-Array = TypeVar("Array", Tensor, Numbers)  # sums of many layers come to the host together, as `Numbers`
 FLAGS = FIELDS[:3]  # how many tokens count and how many of them are bad, and which is the first
 FROM_ROWS = ("nonlocal_energy", "attention_entropy")
 Metric = TypeVar("Metric", bound=Callable[..., Tensor])
@@ -54,35 +53,35 @@ def metric(of: str, higher: Direction, range: tuple[float, float], sentence: str
     return register
 
 
-def mean_cosine(pairs: Array, count: Array) -> Array:
+def mean_cosine(pairs: Tensor, count: Tensor) -> Tensor:
     """The mean over all pairs of different tokens, given the sum over them; 1 with fewer than two tokens."""
-    return ratio(pairs, count * (count - 1), at_zero=1.0).clip(-1, 1)
+    return ratio(pairs, count * (count - 1), at_zero=1.0).clamp(-1, 1)
 
 
-def hfc_over_lfc(high: Array, low: Array) -> Array:
-    """‖HFC‖ / ‖LFC‖; infinite where the mean token alone is zero."""
-    return ratio(high, low, at_zero=_where(high > 0, torch.inf, 0.0))
+def hfc_over_lfc(high: Tensor, low: Tensor) -> Tensor:
+    """‖HFC‖ / ‖LFC‖, given their squares; infinite where the mean token alone is zero."""
+    return ratio(safe_sqrt(high), safe_sqrt(low), at_zero=torch.where(high > 0, torch.inf, 0.0))
 
 
-def residual(high: Array, low: Array) -> Array:
-    """‖HFC‖ / ‖X‖, as HFC and LFC are orthogonal."""
-    return ratio(high, safe_sqrt(high**2 + low**2))
+def residual(high: Tensor, low: Tensor) -> Tensor:
+    """‖HFC‖ / ‖X‖, given ‖HFC‖² and ‖LFC‖², as HFC and LFC are orthogonal."""
+    return ratio(safe_sqrt(high), safe_sqrt(high + low))
 
 
-def spread(mean: Array, variance: Array) -> Array:
+def spread(mean: Tensor, variance: Tensor) -> Tensor:
     """Standard deviation over mean."""
     return ratio(safe_sqrt(variance), mean)
 
 
-def _from_sums(formula: Callable[..., Numbers], *fields: str) -> Callable[[Numbers], Numbers]:
+def _from_sums(formula: Callable[..., Tensor], *fields: str) -> Callable[[Numbers], Numbers]:
     """A metric of samples that hold no NaN, from the `FIELDS` (…, fields) of `kernels.token_sums`, on the host."""
-    return lambda sums: formula(*(sums[..., FIELDS.index(field)] for field in fields))
+    return lambda sums: formula(*(torch.from_numpy(sums)[..., FIELDS.index(field)] for field in fields)).numpy()
 
 
 FROM_SUMS: dict[str, Callable[[Numbers], Numbers]] = {
     "token_cosine": _from_sums(mean_cosine, "pairs", "count"),
-    "hfc_lfc_frobenius": _from_sums(lambda high, low: hfc_over_lfc(high**0.5, low**0.5), "high", "low"),
-    "rank_residual": _from_sums(lambda high, low: residual(high**0.5, low**0.5), "high", "low"),
+    "hfc_lfc_frobenius": _from_sums(hfc_over_lfc, "high", "low"),
+    "rank_residual": _from_sums(residual, "high", "low"),
     "norm_spread": _from_sums(spread, "norm_mean", "norm_variance"),
 }
 
@@ -102,14 +101,15 @@ def upcast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(torch.float32, tensor.dtype))
 
 
-def valid_positions(mask: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
-    """The mask expanded to `shape` (..., tokens), all True where there is none."""
+def valid_positions(mask: Tensor | None, tokens: Tensor, *, heads: bool = False) -> Tensor:
+    """The mask expanded to those of tokens (..., tokens, channels), `heads` alike; all True where there is none."""
+    shape = tokens.shape[:-1]
     if mask is None:
-        return torch.ones(shape, dtype=torch.bool, device=like.device)
+        return torch.ones(shape, dtype=torch.bool, device=tokens.device)
     if mask.dtype != torch.bool:
         raise AcutanceError(f"a token mask must be bool (True = the token counts), got {mask.dtype}: pass mask.bool()")
     try:
-        return mask.expand(shape)
+        return (mask.unsqueeze(-2) if heads else mask).expand(shape)
     except RuntimeError:
         shapes = f"a mask of shape {tuple(mask.shape)} does not fit tokens of shape {tuple(shape)}"
         raise ShapeError(f"{shapes}; give it the shape of the tokens without their channels") from None
@@ -127,21 +127,15 @@ def split_mean(x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     return mean + remainder, deviation - remainder
 
 
-def _where(condition: Any, yes: Any, no: Any) -> Any:
-    return (torch if isinstance(condition, Tensor) else np).where(condition, yes, no)
-
-
-def ratio(numerator: Array, denominator: Array, at_zero: Any = 0.0) -> Array:
+def ratio(numerator: Tensor, denominator: Tensor, at_zero: Tensor | float = 0.0) -> Tensor:
     """The quotient, with `at_zero` where the denominator is 0; gradients stay finite there."""
     nonzero = denominator != 0
-    quotient: Array = _where(nonzero, numerator / _where(nonzero, denominator, 1), at_zero)
-    return quotient
+    return torch.where(nonzero, numerator / torch.where(nonzero, denominator, 1), at_zero)
 
 
-def safe_sqrt(x: Array) -> Array:
+def safe_sqrt(x: Tensor) -> Tensor:
     """The square root with gradient 0, not infinity, at 0."""
-    root: Array = _where(x <= 0, 0, _where(x <= 0, 1, x) ** 0.5)
-    return root
+    return torch.where(x <= 0, 0, torch.where(x <= 0, 1, x).sqrt())
 
 
 def safe_logsumexp(logs: Tensor) -> Tensor:
@@ -172,7 +166,7 @@ def check_finite(tensor: Tensor, *, metric: str, layer: int | str, mask: Tensor 
 
 def finite_flags(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """The `FLAGS` of tokens (..., tokens, channels), left on the device."""
-    valid = valid_positions(mask, tokens.shape[:-1], tokens)
+    valid = valid_positions(mask, tokens)
     bad = valid & ~torch.isfinite(tokens).all(-1)
     return torch.stack([valid.sum(-1), bad.sum(-1), bad.int().argmax(-1)], -1).double()
 
