@@ -221,6 +221,26 @@ def test_errors(batches, options, error, message) -> None:
         ac.explain(small_vit(), batches, progress=False, **options)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    ("weight", "place", "read", "message"),
+    [
+        ("attn.qkv.weight", (-1, 0), None, "layer 2: W_V holds NaN"),
+        ("attn.proj.weight", (0, 0), None, "layer 2: W_proj holds NaN"),
+        ("norm1.weight", 3, None, "layer 2: the pre-norm's weight holds NaN"),
+        ("ls1.gamma", 3, None, "layer 2: the branch's gain holds NaN"),
+        ("attn.qkv.weight", (0, 0), [torch.ones(2, 1, 8, 8)], "layer 2: .* NaN"),  # of the queries
+    ],
+)
+def test_weights_and_attention_that_are_not_finite_are_named(weight, place, read, message, value) -> None:
+    """LAPACK would take the interpreter down with it."""
+    model = small_vit(layer_scale=1.0)
+    with torch.no_grad():
+        model.blocks[1].get_parameter(weight)[place] = value
+    with pytest.raises(NonFiniteError, match=message):
+        ac.explain(model, read, progress=False)
+
+
 def test_mitigations_beside_the_weights_are_named() -> None:
     for mitigation, named in (("neutreno:0.6", "neutreno:0.6"), ("eigen:negative", None), (None, None)):
         assert ac.explain(small_vit(mitigation=mitigation), progress=False).context["outside H"] == named

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -105,8 +106,8 @@ def warn_beyond_bound(layer: LayerSpectrum) -> None:
     if layer.crossing is not None:
         outcome = "and the layer smooths" if layer.verdict == "smoothing" else "though the layer does not smooth by it"
         words = (
-            f"layer {layer.layer}: the negative spectrum of H crosses the bound, {layer.crossing_words}: for that "
-            f"eigenvalue μ = 1 beats μ_min, {outcome}. Bound it, e.g. with a bounded Eigen spectrum"
+            f"layer {layer.layer}: the negative spectrum of H crosses the bound: for that eigenvalue μ = 1 beats "
+            f"μ_min, {outcome} ({layer.reason}). Bound it, e.g. with a bounded Eigen spectrum"
         )
         warnings.warn(words, AcutanceWarning, stacklevel=3)
 
@@ -130,7 +131,7 @@ class LayerReader(Visitor):
         self.tokens = self.before = torch.empty(0)
         self.valid: Tensor | None = None  # (samples, tokens), False where there is padding
         self.mu_error = self.tolerance = 0.0
-        self.kept: dict[str, list[Tensor]] = {}  # per sample: the prediction, and what happened
+        self.kept = defaultdict[str, list[Tensor]](list)  # per sample: the prediction, and what happened
 
     def begin(self, batch: Batch) -> None:
         self.counted, self.present = batch.samples(self.prefix), batch.samples("in")
@@ -155,19 +156,19 @@ class LayerReader(Visitor):
         self.before = self._ratio(self.tokens)
         try:
             others, residuals = competing_eigenvalues(A, list(self.lam.values()), self.valid)
-        except NonFiniteError as error:
-            raise NonFiniteError(f"layer {self.layer.layer}: {error}") from error
+        except NonFiniteError as problem:
+            raise NonFiniteError(f"layer {self.layer.layer}: {problem}") from problem
         self.mu_error, self.tolerance = max(self.mu_error, float(residuals.max())), spectra.tolerance_of(A)
         for scope, points in self.lam.items():
             lam, error = points.to(A.device), self.layer.error if scope == "whole" else 0.0
-            self._keep(scope, families(lam, others, error, residuals).leaning)
+            self.kept[scope].append(families(lam, others, error, residuals).leaning)
         # All heads share the constant vector: on constant tokens the layer is exactly I + H. On the others it is
         # I + Σ H_h⊗A_h, and the largest |1 + λμ| over the heads' A_h stands in for its largest eigenvalue.
         if "whole" in self.lam:
             for name, prediction in families(lam, others.flatten(1), error, residuals.flatten(1))._asdict().items():
-                self._keep(name, prediction)
-        self._keep("mu_min", others.real.amin(-1))
-        self._keep("mu_largest", others.abs().amax(-1))
+                self.kept[name].append(prediction)
+        self.kept["mu_min"].append(others.real.amin(-1))
+        self.kept["mu_largest"].append(others.abs().amax(-1))
         self._compare("branch", self.tokens + self.update(call.branch))
 
     def leave(self, layer: int, tokens: Tensor) -> None:
@@ -182,7 +183,7 @@ class LayerReader(Visitor):
                 f"residual is {self.mu_error:.1e}, wanted {self.tolerance:.1e}. A verdict within it is unknown. "
             )
             warnings.warn(words + EXACT_MU, AcutanceWarning, stacklevel=2)
-        series = {name: torch.cat(parts).cpu().numpy() for name, parts in self.kept.items()}
+        series = {name: torch.cat(parts).double().cpu().numpy() for name, parts in self.kept.items()}
         unknown = np.full(len(series["branch"]), math.nan)
         lean, undecided, rate = (series.get(name, unknown) for name in Families._fields)
         return Dominance(
@@ -208,10 +209,7 @@ class LayerReader(Visitor):
     def _compare(self, place: str, tokens: Tensor) -> None:
         after = self._ratio(tokens)
         change = torch.log(after / self.before)
-        self._keep(place, torch.where(after == self.before, 0.0, change))  # 0/0 and ∞/∞ included: nothing changed
-
-    def _keep(self, name: str, per_sample: Tensor) -> None:
-        self.kept.setdefault(name, []).append(per_sample.double())
+        self.kept[place].append(torch.where(after == self.before, 0.0, change))  # 0/0 and ∞/∞ included: nothing changed
 
 
 def _share(lean: Series) -> Share:

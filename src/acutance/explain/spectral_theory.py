@@ -9,7 +9,6 @@ it belongs to μ = 1, tokens that differ if it belongs to any other μ.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -81,8 +80,7 @@ def families(lam: Tensor, others: Tensor, error: float = 0.0, residuals: Tensor 
     return Families(leaning, (leaning == 0) & (margin > TIE * size), rate)
 
 
-@dataclass(frozen=True)
-class DominatingPair:
+class DominatingPair(NamedTuple):
     """The largest eigenvalue of I + H⊗A and how far the others are behind."""
 
     family: Family  # constant: over-smoothing; varying: no input convergence

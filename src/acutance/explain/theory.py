@@ -103,7 +103,8 @@ def fidelity_limit(A: Attention, f: Tensor, strength: float) -> Tensor:
     if not strength > 0:
         raise AcutanceError(f"fidelity_limit needs a strength above 0, got {strength}; see smoothing_limit for 0")
     if (tokens := A.shape[-1]) <= DENSE_TOKENS:
-        matrix, dtype = require_finite(_dense(A), "A"), accumulation_dtype(A, f)
+        matrix = require_finite(_dense(A), "A")
+        dtype = accumulation_dtype(matrix, f)
         system = (1 + strength) * torch.eye(tokens, dtype=dtype, device=matrix.device) - matrix.to(dtype)
         limit: Tensor = torch.linalg.lu_solve(*torch.linalg.lu_factor(system), strength * f.to(dtype))
         return limit.to(torch.promote_types(A.dtype, f.dtype))

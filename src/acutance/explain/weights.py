@@ -106,11 +106,9 @@ def arnoldi_hull(projection: Tensor, value: Tensor, *, layer: int) -> tuple[Eige
     start = torch.randn(len(left), 1, dtype=left.dtype, generator=torch.Generator().manual_seed(0)).to(left.device)
     size = float((left @ (right @ start)).norm() / start.norm())  # ‖H‖_F/√d on average
     tolerance = size * ROUNDING * torch.finfo(projection.dtype).eps
-
-    def corners(ritz: Tensor) -> Tensor:
-        return torch.tensor(hull_indices(ritz.numpy()))
-
-    found = arnoldi(lambda x: left @ (right @ x), start, corners, 16, tolerance)
+    found = arnoldi(
+        lambda x: left @ (right @ x), start, lambda ritz: torch.tensor(hull_indices(ritz.numpy())), 16, tolerance
+    )
     values = found.values.cpu().numpy().astype(np.complex128)
     ends = [int(np.abs(1 + values).argmax()), int(values.real.argmin()), int(values.real.argmax())]
     error = max(float(found.residuals[ends].max()), tolerance)

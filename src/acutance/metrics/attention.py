@@ -28,7 +28,7 @@ def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tenso
     if A.sink is None and attention_sums.is_available(A):
         sums = attention_sums.row_sums(A)
         return masked_mean(sums.entropies, valid_positions(mask, A.q, heads=True) & (sums.log_sums != -torch.inf))
-    A = upcast_operator(A)
+    A = A.to(accumulation_dtype(A.q, A.k))
     tiles = Tiles(_centred(A.without_sink()))
     rows = tiles.stack(partial(_row_entropies, tiles))
     entropy, sees_keys = rows[..., 0].clamp_min(0), rows[..., 1] != 0
@@ -61,7 +61,7 @@ def head_cosine(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
     """The mean Frobenius cosine over all pairs of heads (batch,): 1 when every head does the same, or is alone."""
     heads, valid, gram = A.heads, valid_positions(mask, A.q, heads=True).unsqueeze(-1), torch.zeros((), device=A.device)
     if heads == 1:
-        return valid.new_ones(A.shape[0], dtype=upcast_operator(A).dtype)
+        return valid.new_ones(A.shape[0], dtype=accumulation_dtype(A.q))
     with torch.autocast(A.device.type, enabled=False):
         for rows, weights in A.tiles():
             flat = weights.masked_fill(~valid[..., rows, :], 0).flatten(2)
@@ -85,9 +85,3 @@ def _row_entropies(tiles: Tiles, rows: slice) -> Tensor:
     weights = tiles.weights(rows)
     entropies = torch.special.entr(weights.masked_fill(weights == 0, 1))  # 0 log 0 = 0, gradient included
     return torch.stack([entropies.sum(-1), weights.sum(-1)], dim=-1)
-
-
-def upcast_operator(A: AttentionOperator, dtype: torch.dtype | None = None) -> AttentionOperator:
-    """The operator in float32 or better, and in no less than `dtype`."""
-    dtype = torch.promote_types(accumulation_dtype(A.q), dtype or A.dtype)
-    return A if A.dtype == A.k.dtype == dtype else A.to(dtype)

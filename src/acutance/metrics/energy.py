@@ -14,10 +14,9 @@ from torch import Tensor
 
 from acutance.attention.kernels import attention_sums
 from acutance.attention.operator import AttentionOperator
-from acutance.attention.products import Tiles, repeat_heads
+from acutance.attention.products import Tiles, accumulation_dtype, repeat_heads
 from acutance.errors import ShapeError
-from acutance.metrics.attention import upcast_operator
-from acutance.metrics.sums import masked_mean, metric, safe_logsumexp, split_mean, unit_vectors, upcast, valid_positions
+from acutance.metrics.sums import masked_mean, metric, safe_logsumexp, split_mean, unit_vectors, valid_positions
 
 
 @metric("A output", "sharper", (0, inf), "How much tokens differ from those they attend to.")
@@ -50,7 +49,7 @@ def fidelity(u: Tensor, f: Tensor, strength: float | Tensor, mask: Tensor | None
     shapes = f"{tuple(u.shape)} and {tuple(f.shape)}"
     if u.ndim != 4 or f.shape[:1] + f.shape[2:] != u.shape[:1] + u.shape[2:] or u.shape[1] % f.shape[1] != 0:
         raise ShapeError(f"u and f must have the same shape (batch, heads, tokens, channels), got {shapes}")
-    u, f = upcast(u), repeat_heads(upcast(f), u.shape[1])
+    u, f = u.to(accumulation_dtype(u)), repeat_heads(f.to(accumulation_dtype(f)), u.shape[1])
     valid = valid_positions(mask, u, heads=True)
     return strength * (u - f).masked_fill(~valid.unsqueeze(-1), 0).square().sum((-2, -1)) / 2
 
@@ -82,7 +81,7 @@ def gradient_alignment(A: AttentionOperator, v: Tensor, mask: Tensor | None = No
 def _matched(A: AttentionOperator, x: Tensor) -> tuple[AttentionOperator, Tensor]:
     """Operator and tokens in one precision, float32 or better, the tokens with one copy per query head."""
     _check_fits(A, x)
-    A = upcast_operator(A, x.dtype)
+    A = A.to(accumulation_dtype(A.q, A.k, x))
     return A, repeat_heads(x, A.heads).to(A.dtype)
 
 

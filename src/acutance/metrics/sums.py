@@ -96,11 +96,6 @@ def from_rows(record: AttentionCall, mask: Tensor | None) -> dict[str, tuple[Ten
     return {"nonlocal_energy": (energies, 1 / 2), "attention_entropy": (entropies, 1 / A.shape[2])}
 
 
-def upcast(tensor: Tensor) -> Tensor:
-    """The tensor in float32 or better: half precision accumulates badly."""
-    return tensor.to(torch.promote_types(torch.float32, tensor.dtype))
-
-
 def valid_positions(mask: Tensor | None, tokens: Tensor, *, heads: bool = False) -> Tensor:
     """The mask expanded to those of tokens (..., tokens, channels), `heads` alike; all True where there is none."""
     shape = tokens.shape[:-1]

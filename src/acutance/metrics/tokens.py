@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from acutance.attention.products import accumulation_dtype
 from acutance.errors import ShapeError
 from acutance.metrics import sums
-from acutance.metrics.sums import masked_mean, metric, ratio, safe_sqrt, split_mean, upcast, valid_positions
+from acutance.metrics.sums import masked_mean, metric, ratio, safe_sqrt, split_mean, valid_positions
 
 
 @metric("tokens", "smoother", (-1, 1), "Mean cosine over pairs of tokens: 1 when all point the same way.")
@@ -101,7 +102,7 @@ def _select(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         shape = tuple(tokens.shape)
         raise ShapeError(f"tokens must be (..., tokens, channels) and not empty, got {shape}; mask what to leave out")
     valid = valid_positions(mask, tokens)
-    return upcast(tokens).masked_fill(~valid.unsqueeze(-1), 0), valid
+    return tokens.to(accumulation_dtype(tokens)).masked_fill(~valid.unsqueeze(-1), 0), valid
 
 
 def _rescaled(x: Tensor) -> Tensor:
