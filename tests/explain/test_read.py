@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from spectrum_worlds import DIM, normal, set_branch, small_vit, watch
+from spectrum_worlds import DIM, BareSite, normal, set_branch, small_vit, watch
 
 import acutance as ac
 from acutance.attention import AttentionCall, spectra
@@ -18,6 +18,7 @@ from acutance.measure.samples import TokenLayout
 
 MARGIN = 1e-4  # closer than this, eigenvalues of sharp attention are rounding: such cases may count either way
 ratio = ac.metrics.hfc_lfc_spectral
+SITE = BareSite(4, 1, 1, 4)  # which adds a branch as it is
 
 
 def mixed_vit():
@@ -117,7 +118,7 @@ def run(reader: LayerReader, A: AttentionOperator, tokens, branch, output) -> No
 
 def test_one_token_changes_nothing() -> None:
     """HFC is 0 before and after: neither fell nor rose, as predicted, and no NaN."""
-    reader, ones = LayerReader(one_head()), torch.ones(2, 1, 3)
+    reader, ones = LayerReader(one_head(), SITE), torch.ones(2, 1, 3)
     run(reader, AttentionOperator(torch.zeros(2, 1, 1, 3), torch.zeros(2, 1, 1, 3)), ones, ones, 3 * ones)
     found = reader.result()
     assert (found.predicted, found.predicted_change) == (Share(0.0, 0.0), 0)
@@ -145,7 +146,7 @@ TOLD = [{"attention_mask": (PADDED >= 0).long()}, None, {"position_ids": torch.t
 def test_samples_are_read_as_if_each_came_alone(owner, told) -> None:
     """Padding is told by the batch, or shown by attention; positions that start anew tell packed documents."""
     weights = {"heads": np.array([[0.5 + 0j], [-0.9 + 0.1j]]), "eigenvalues": np.array([-0.9, 0.3 + 0j])}
-    together, apart = (LayerReader(LayerSpectrum(1, head_symmetry=np.ones(2), **weights)) for _ in range(2))
+    together, apart = (LayerReader(LayerSpectrum(1, head_symmetry=np.ones(2), **weights), SITE) for _ in range(2))
     (q, k), stream, causal = normal(2, 2, 2, 6, 3), normal(3, 2, 6, 4, seed=1), owner is PACKED
     if told is not None:
         together.counted = together.present = TokenLayout.of(told)
@@ -168,7 +169,7 @@ def test_samples_are_read_as_if_each_came_alone(owner, told) -> None:
 def test_attention_over_windows_is_refused() -> None:
     windows = AttentionOperator(torch.zeros(8, 1, 4, 3), torch.zeros(8, 1, 4, 3))
     with pytest.raises(AcutanceError, match=r"layer 3: attention .* \(2, 16\) .* explain\(model\)"):
-        run(LayerReader(one_head(layer=3)), windows, *torch.randn(3, 2, 16, 4))
+        run(LayerReader(one_head(layer=3), SITE), windows, *torch.randn(3, 2, 16, 4))
 
 
 def test_layer_scale_is_part_of_the_branch() -> None:
@@ -186,7 +187,7 @@ def test_eigenvalues_of_attention_that_have_not_converged_make_the_verdict_unkno
 
     def found(lam: float) -> LayerSpectrum:
         layer = one_head(lam, layer=7)
-        reader = LayerReader(layer)
+        reader = LayerReader(layer, SITE)
         run(reader, AttentionOperator(q, q, kernel="symmetric"), *stream)
         return replace(layer, dominance=reader.result())
 

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
@@ -94,7 +94,7 @@ def with_data(
 ) -> list[LayerSpectrum]:
     """The layers of these sites, with what attention and tokens did in them; `part` is where in the model they are."""
     numbers = {site.attention: number for site, number in sites.layers_of(sites.part_of(model, part))}
-    readers = [LayerReader(layer, site.update, numbers[site.attention], prefix) for site, layer in layers.items()]
+    readers = [LayerReader(layer, site, numbers[site.attention], prefix) for site, layer in layers.items()]
     walk(model, batches, *readers, part=part, progress="explaining" if progress else None)
     if not readers[0].kept:
         raise AcutanceError("explain got no batches: pass an iterable with at least one, or None for the weights only")
@@ -113,20 +113,14 @@ def warn_beyond_bound(layer: LayerSpectrum) -> None:
 
 
 class LayerReader(Visitor):
-    """Tallies one layer over batches; `number` counts all blocks, `update` is what the branch goes through last."""
+    """Tallies one layer over batches; `number` counts all blocks, with attention or without."""
 
-    def __init__(
-        self,
-        layer: LayerSpectrum,
-        update: Callable[[Tensor], Tensor] = lambda branch: branch,
-        number: int = 1,
-        prefix: str = "in",
-    ) -> None:
+    def __init__(self, layer: LayerSpectrum, site: sites.AttentionSite, number: int = 1, prefix: str = "in") -> None:
         self.needs, self.prefix = dict.fromkeys(("enter", "attend", "leave"), (number,)), prefix
         self.lam = {"heads": convex_hull(layer.heads)}
         if layer.deciding is not None:
             self.lam["whole"] = convex_hull(layer.deciding[None])
-        self.layer, self.update = layer, update
+        self.layer, self.site = layer, site
         self.counted = self.present = TokenLayout()
         self.tokens = self.before = torch.empty(0)
         self.valid: Tensor | None = None  # (samples, tokens), False where there is padding
@@ -169,7 +163,7 @@ class LayerReader(Visitor):
                 self.kept[name].append(prediction)
         self.kept["mu_min"].append(others.real.amin(-1))
         self.kept["mu_largest"].append(others.abs().amax(-1))
-        self._compare("branch", self.tokens + self.update(call.branch))
+        self._compare("branch", self.tokens + self.site.update(call.branch))
 
     def leave(self, layer: int, tokens: Tensor) -> None:
         self._compare("block", tokens)

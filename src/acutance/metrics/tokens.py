@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from acutance.attention.products import accumulation_dtype
 from acutance.errors import ShapeError
 from acutance.metrics import sums
 from acutance.metrics.sums import masked_mean, metric, ratio, safe_sqrt, split_mean, valid_positions
@@ -102,7 +101,8 @@ def _select(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         shape = tuple(tokens.shape)
         raise ShapeError(f"tokens must be (..., tokens, channels) and not empty, got {shape}; mask what to leave out")
     valid = valid_positions(mask, tokens)
-    return tokens.to(accumulation_dtype(tokens)).masked_fill(~valid.unsqueeze(-1), 0), valid
+    wide = tokens.to(torch.promote_types(torch.float32, tokens.dtype))  # half precision accumulates badly
+    return wide.masked_fill(~valid.unsqueeze(-1), 0), valid
 
 
 def _rescaled(x: Tensor) -> Tensor:
