@@ -163,7 +163,7 @@ def test_a_matrix_that_is_not_finite_is_named(value: float) -> None:
     A[0, 1, 2, 3] = value
     rates = (theory.smoothing_rate, partial(theory.smoothing_limit, v=V), partial(theory.fidelity_rate, strength=0.6))
     for of_matrix in (*rates, partial(theory.fidelity_limit, f=V, strength=0.6)):
-        with pytest.raises(NonFiniteError, match="^A holds NaN"):
+        with pytest.raises(NonFiniteError, match=r"^A holds NaN"):
             of_matrix(A)
     for of_layer, name in (((A[0, 0], A[0, 1]), "H"), ((A[0, 1], A[0, 0]), "A")):
         with pytest.raises(NonFiniteError, match=f"^{name} holds NaN"):

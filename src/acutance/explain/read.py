@@ -253,7 +253,7 @@ def competing_eigenvalues(
         return aims.masked_fill(is_constant.unsqueeze(-2), -torch.inf).argmax(-1)
 
     found = spectra.selected(A, dominating, 2 + len(points))
-    return found.values, found.residuals
+    return found.values, found.residuals.to(A.device)
 
 
 def _one_sample(A: AttentionOperator, sample: int, keep: Tensor) -> AttentionOperator:

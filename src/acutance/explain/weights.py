@@ -104,7 +104,8 @@ def arnoldi_hull(projection: Tensor, value: Tensor, *, layer: int) -> tuple[Eige
     # One vector at a time: a block finds repeated eigenvalues, which a maximum has no use for, but reaches a lower
     # power of H with as many vectors.
     start = torch.randn(len(left), 1, dtype=left.dtype, generator=torch.Generator().manual_seed(0)).to(left.device)
-    size = float((left @ (right @ start)).norm() / start.norm())  # ‖H‖_F/√d on average
+    product = require_finite(left @ (right @ start), f"layer {layer}: H")
+    size = float(product.norm() / start.norm())  # ‖H‖_F/√d on average
     tolerance = size * ROUNDING * torch.finfo(projection.dtype).eps
     found = arnoldi(
         lambda x: left @ (right @ x), start, lambda ritz: torch.tensor(hull_indices(ritz.numpy())), 16, tolerance
