@@ -106,8 +106,8 @@ def warn_beyond_bound(layer: LayerSpectrum) -> None:
     if layer.crossing is not None:
         outcome = "and the layer smooths" if layer.verdict == "smoothing" else "though the layer does not smooth by it"
         words = (
-            f"layer {layer.layer}: the negative spectrum of H crosses the bound: for that eigenvalue μ = 1 beats "
-            f"μ_min, {outcome} ({layer.reason}). Bound it, e.g. with a bounded Eigen spectrum"
+            f"layer {layer.layer}: the negative spectrum of H crosses the bound, {layer.crossing_words}: for that "
+            f"eigenvalue μ = 1 beats μ_min, {outcome}. Bound it, e.g. with a bounded Eigen spectrum"
         )
         warnings.warn(words, AcutanceWarning, stacklevel=3)
 

@@ -148,6 +148,15 @@ class LayerSpectrum:
         return theory.furthest_beyond(torch.from_numpy(self.deciding), self.mu_min, self.error)
 
     @property
+    def crossing_words(self) -> str:
+        """Where the `crossing` λ lies; empty if there is none."""
+        if (lam := self.crossing) is None:
+            return ""
+        bound = f"−2/(1+μ_min) = {self.bound:.3g}"
+        where = f"beyond {bound}" if lam.real < self.bound else f"outside the disc over {bound} to 0"
+        return f"λ = {format_complex(lam)} lies {where}"
+
+    @property
     def verdict(self) -> Verdict:
         """The family that dominates I + H⊗A: in most samples, or without data if A's smallest eigenvalue is 0."""
         if self.deciding is None:
@@ -179,11 +188,7 @@ class LayerSpectrum:
             words = f"μ = 1 in {share.smoothing:.0%}, μ ≠ 1 in {share.sharpening:.0%}: {gain}"
         else:
             words = f"{gain} {BY_WEIGHTS[verdict]}"
-        if self.crossing is not None:
-            bound = f"−2/(1+μ_min) = {self.bound:.3g}"
-            where = f"beyond {bound}" if self.crossing.real < self.bound else f"outside the disc over {bound} to 0"
-            words += f"; λ = {format_complex(self.crossing)} lies {where}"
-        return words
+        return "; ".join(filter(None, (words, self.crossing_words)))
 
     def cells(self) -> dict[str, str]:
         """The layer's row in a table."""

@@ -5,7 +5,7 @@ turn them into the metric are here, once.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from acutance.errors import AcutanceError, NonFiniteError, ShapeError
 from acutance.metrics.kernels.token_sums import FIELDS
 
 Numbers = NDArray[np.float64]
+Array = TypeVar("Array", Tensor, Numbers)  # sums of many layers come to the host together, as `Numbers`
 FLAGS = FIELDS[:3]  # how many tokens count and how many of them are bad, and which is the first
 FROM_ROWS = ("nonlocal_energy", "attention_entropy")
 Metric = TypeVar("Metric", bound=Callable[..., Tensor])
@@ -53,29 +54,29 @@ def metric(of: str, higher: Direction, range: tuple[float, float], sentence: str
     return register
 
 
-def mean_cosine(pairs: Tensor, count: Tensor) -> Tensor:
+def mean_cosine(pairs: Array, count: Array) -> Array:
     """The mean over all pairs of different tokens, given the sum over them; 1 with fewer than two tokens."""
-    return ratio(pairs, count * (count - 1), at_zero=1.0).clamp(-1, 1)
+    return ratio(pairs, count * (count - 1), at_zero=1.0).clip(-1, 1)
 
 
-def hfc_over_lfc(high: Tensor, low: Tensor) -> Tensor:
+def hfc_over_lfc(high: Array, low: Array) -> Array:
     """‖HFC‖ / ‖LFC‖, given their squares; infinite where the mean token alone is zero."""
-    return ratio(safe_sqrt(high), safe_sqrt(low), at_zero=torch.where(high > 0, torch.inf, 0.0))
+    return ratio(safe_sqrt(high), safe_sqrt(low), at_zero=_where(high > 0, torch.inf, 0.0))
 
 
-def residual(high: Tensor, low: Tensor) -> Tensor:
+def residual(high: Array, low: Array) -> Array:
     """‖HFC‖ / ‖X‖, given ‖HFC‖² and ‖LFC‖², as HFC and LFC are orthogonal."""
     return ratio(safe_sqrt(high), safe_sqrt(high + low))
 
 
-def spread(mean: Tensor, variance: Tensor) -> Tensor:
+def spread(mean: Array, variance: Array) -> Array:
     """Standard deviation over mean."""
     return ratio(safe_sqrt(variance), mean)
 
 
-def _from_sums(formula: Callable[..., Tensor], *fields: str) -> Callable[[Numbers], Numbers]:
+def _from_sums(formula: Callable[..., Numbers], *fields: str) -> Callable[[Numbers], Numbers]:
     """A metric of samples that hold no NaN, from the `FIELDS` (…, fields) of `kernels.token_sums`, on the host."""
-    return lambda sums: formula(*(torch.from_numpy(sums)[..., FIELDS.index(field)] for field in fields)).numpy()
+    return lambda sums: formula(*(sums[..., FIELDS.index(field)] for field in fields))
 
 
 FROM_SUMS: dict[str, Callable[[Numbers], Numbers]] = {
@@ -122,15 +123,21 @@ def split_mean(x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     return mean + remainder, deviation - remainder
 
 
-def ratio(numerator: Tensor, denominator: Tensor, at_zero: Tensor | float = 0.0) -> Tensor:
+def _where(condition: Any, yes: Any, no: Any) -> Any:
+    return (torch if isinstance(condition, Tensor) else np).where(condition, yes, no)
+
+
+def ratio(numerator: Array, denominator: Array, at_zero: Any = 0.0) -> Array:
     """The quotient, with `at_zero` where the denominator is 0; gradients stay finite there."""
     nonzero = denominator != 0
-    return torch.where(nonzero, numerator / torch.where(nonzero, denominator, 1), at_zero)
+    quotient: Array = _where(nonzero, numerator / _where(nonzero, denominator, 1), at_zero)
+    return quotient
 
 
-def safe_sqrt(x: Tensor) -> Tensor:
+def safe_sqrt(x: Array) -> Array:
     """The square root with gradient 0, not infinity, at 0."""
-    return torch.where(x <= 0, 0, torch.where(x <= 0, 1, x).sqrt())
+    root: Array = _where(x <= 0, 0, _where(x <= 0, 1, x) ** 0.5)
+    return root
 
 
 def safe_logsumexp(logs: Tensor) -> Tensor:
