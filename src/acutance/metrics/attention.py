@@ -29,7 +29,11 @@ def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tenso
         sums = attention_sums.row_sums(A)
         return masked_mean(sums.entropies, valid_positions(mask, A.q, heads=True) & (sums.log_sums != -torch.inf))
     A = A.to(accumulation_dtype(A.q, A.k))
-    tiles = Tiles(_centred(A.without_sink()))
+    plain = A.without_sink()
+    if A.is_exponential and A.softcap is None:  # another origin for the keys: smaller logits round less
+        q, k = channels(A)
+        plain = AttentionOperator(q, k - k.mean(-2, keepdim=True), mask=A.mask, causal=A.causal, scale=A.scale)
+    tiles = Tiles(plain)
     rows = tiles.stack(partial(_row_entropies, tiles))
     entropy, sees_keys = rows[..., 0].clamp_min(0), rows[..., 1] != 0
     if A.sink is not None:
@@ -70,14 +74,6 @@ def head_cosine(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
     cosines = ratio(gram, norms.unsqueeze(-1) * norms.unsqueeze(-2))
     pairs = torch.ones(heads, heads, dtype=torch.bool, device=A.device).triu(1)
     return cosines[..., pairs].mean(-1).clamp(0, 1)
-
-
-def _centred(A: AttentionOperator) -> AttentionOperator:
-    """The same A with another origin for the keys: it shifts the logits of a row alike, and smaller ones round less."""
-    if A.softcap is not None or not A.is_exponential:
-        return A
-    q, k = channels(A)
-    return AttentionOperator(q, k - k.mean(-2, keepdim=True), mask=A.mask, causal=A.causal, scale=A.scale)
 
 
 def _row_entropies(tiles: Tiles, rows: slice) -> Tensor:

@@ -26,8 +26,13 @@ def nonlocal_energy(A: AttentionOperator, u: Tensor, mask: Tensor | None = None)
     valid = valid_positions(mask, A.q, heads=True)
     if attention_sums.is_available(A, u):
         energies = attention_sums.row_sums(A, u, mask).energies
-    else:
-        energies = _row_energies(*_matched(A, u), valid)
+    else:  # by one product with A: ‖u‖² travels as a channel
+        A, u = _matched(A, u)
+        _, u = split_mean(u, valid)  # differences are unchanged, cancellation shrinks
+        squares = u.square().sum(-1, keepdim=True)
+        mixed, row_sum = _mixed(A, torch.cat([u, squares], dim=-1))
+        energies = row_sum * squares.squeeze(-1) + mixed[..., -1] - 2 * (u * mixed[..., :-1]).sum(-1)
+        energies = energies.clamp_min(0)
     return (energies if mask is None else energies.masked_fill(~valid, 0)).sum(-1) / 2
 
 
@@ -93,14 +98,6 @@ def _check_fits(A: AttentionOperator, x: Tensor) -> None:
     if x.ndim != 4 or x.shape[:1] + x.shape[2:3] != (batch, keys) or x.shape[1] not in (heads, A.key_heads):
         expected = f"expected (batch, heads, tokens, channels) = ({batch}, {heads}, {keys}, any)"
         raise ShapeError(f"tokens of shape {tuple(x.shape)} do not fit an operator of shape {A.shape}; {expected}")
-
-
-def _row_energies(A: AttentionOperator, u: Tensor, valid: Tensor) -> Tensor:
-    """Σ_j A_ij ‖u_i − u_j‖² for every row, by one product with A: ‖u‖² travels as a channel."""
-    _, u = split_mean(u, valid)  # differences are unchanged, cancellation shrinks
-    squares = u.square().sum(-1, keepdim=True)
-    mixed, row_sum = _mixed(A, torch.cat([u, squares], dim=-1))
-    return (row_sum * squares.squeeze(-1) + mixed[..., -1] - 2 * (u * mixed[..., :-1]).sum(-1)).clamp_min(0)
 
 
 def _log_row_energies(tiles: Tiles, u: Tensor, rows: slice) -> Tensor:
