@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from acutance.attention import spectra
 from acutance.attention.operator import AttentionOperator
+from acutance.attention.spectra import tolerance_of
 from acutance.errors import AcutanceWarning
 from acutance.explain import weights
-from acutance.explain.read import other_eigenvalues_of, tolerance_of, visible_keys
+from acutance.explain.read import competing_eigenvalues, visible_keys
 from acutance.explain.spectral_theory import families, growth, other_eigenvalues
 from acutance.explain.weights import arnoldi_hull, convex_hull, layer_spectrum
 
@@ -24,15 +25,6 @@ def operator(kernel="softmax", causal=False, *, tokens=5, heads=2, batch=3, shar
     return AttentionOperator(q, k, kernel=kernel, causal=causal)
 
 
-def test_corners_lose_nothing() -> None:
-    values = np.linalg.eigvals(normal(60, 60, seed=3).numpy())
-    rows = np.stack([values, values.real + 0j])
-    kept = convex_hull(rows)
-    assert kept.shape[1] < 30
-    for mu in MUS:
-        np.testing.assert_allclose(growth(kept * mu).amax(-1), growth(rows * mu).max(-1), rtol=1e-12)
-
-
 @pytest.mark.parametrize(("kernel", "sharp"), [("symmetric", 1.0), ("softmax", 4.0)])
 def test_many_tokens_need_no_matrix(kernel: str, sharp: float, monkeypatch) -> None:
     """Above 512 tokens only products with A are made, and the answer is the dense one's, complex μ included."""
@@ -40,7 +32,7 @@ def test_many_tokens_need_no_matrix(kernel: str, sharp: float, monkeypatch) -> N
     exact = other_eigenvalues(torch.linalg.eigvals(A.dense()[0]))
     lam = [torch.tensor([[-0.8 + 0j], [0.5 + 0.5j]]), torch.tensor([[-1.5 + 0.4j, -1.5 - 0.4j, 0.2]])]
     monkeypatch.setattr(AttentionOperator, "dense", lambda self: pytest.fail("the matrix was formed"))
-    found, residuals = other_eigenvalues_of(A, lam)
+    found, residuals = competing_eigenvalues(A, lam)
     assert found.shape == residuals.shape == (1, 2, 4)
     assert residuals.max() <= tolerance_of(A) < 1e-9
     np.testing.assert_allclose(found[0].real.amin(-1), exact.real.amin(-1), atol=1e-8)
@@ -50,7 +42,7 @@ def test_many_tokens_need_no_matrix(kernel: str, sharp: float, monkeypatch) -> N
         assert exact.gather(-1, best[:, None]).imag.abs().max() > 1e-3, "a complex μ is meant to compete"
     for points in lam:
         wanted, got = families(points, exact[None]), families(points, found, 0.0, residuals)
-        np.testing.assert_allclose(got.varying, wanted.varying, rtol=0, atol=1e-8)
+        np.testing.assert_allclose(got.log_rate, wanted.log_rate, rtol=0, atol=1e-8)
         assert got.leaning.tolist() == wanted.leaning.tolist()
 
 
@@ -65,11 +57,11 @@ def test_padding_is_no_competitor(causal: bool, where: str, tokens: int) -> None
     A = AttentionOperator(2 * q, k, mask=valid, causal=causal)
     assert torch.equal(visible_keys(A), valid)
     lam = torch.tensor([[-0.7 + 0.2j, 0.4]])
-    found, _ = other_eigenvalues_of(A, [lam], visible_keys(A))
+    found, _ = competing_eigenvalues(A, [lam], visible_keys(A))
     for b, keep in enumerate(valid):
         alone = AttentionOperator(2 * q[b : b + 1, :, keep], k[b : b + 1, :, keep], causal=causal)
         others = other_eigenvalues(torch.linalg.eigvals(alone.dense())[0])
-        np.testing.assert_allclose(families(lam, found[b]).varying, families(lam, others).varying, rtol=1e-7)
+        np.testing.assert_allclose(families(lam, found[b]).log_rate, families(lam, others).log_rate, rtol=1e-7)
         np.testing.assert_allclose(found[b].real.amin(-1), others.real.amin(-1), atol=1e-7)
 
 
@@ -79,7 +71,7 @@ def test_a_sample_with_a_triangular_mask_is_read_exactly_beside_others(triangula
     mask = torch.ones(2, 1, 530, 530, dtype=torch.bool)
     mask[triangular].tril_()
     A = AttentionOperator(q, k, mask=mask)
-    found, residuals = other_eigenvalues_of(A, [torch.tensor([[0.5 + 0j]])])
+    found, residuals = competing_eigenvalues(A, [torch.tensor([[0.5 + 0j]])])
     lowest, entries = found.real.amin(-1)[:, 0], A.dense()[:, 0]
     assert float(lowest[triangular]) == pytest.approx(float(entries[triangular].diagonal().min()), abs=1e-6)
     exact = np.linalg.eigvals(entries[1 - triangular].double().numpy()).real.min()
@@ -103,7 +95,7 @@ def test_counting_is_exact_for_one_head_and_for_equal_attention(heads, equal, ke
     site, A = random_layer((6, heads, heads, 6 // heads), shift), operator(kernel, tokens=6, heads=heads, equal=equal)
     constant, varying = layer_modes(site, A)
     points = convex_hull(layer_spectrum(site).deciding[None])
-    counted = families(points, other_eigenvalues_of(A, [points])[0].flatten(1)).leaning.tolist()
+    counted = families(points, competing_eigenvalues(A, [points])[0].flatten(1)).leaning.tolist()
     assert counted == np.sign(constant - varying).tolist()
     assert np.abs(constant - varying).min() > 1e-4, "near ties are not what this is about"
 

@@ -28,7 +28,7 @@ def test_options_reach_explain(checkpoint: Path, tmp_path: Path) -> None:
     run(checkpoint, *options, tmp_path / "s.json")
     found = Spectrum.load(tmp_path / "s.json")
     assert found.context["prefix"] == "1 prefix tokens out"
-    assert found.context["norm"] == "pre-norm weight γ left out of H"
+    assert found.context["norm"] == "pre-norm weight γ: left out"
     assert [layer.deciding for layer in found.layers] == [None, None]
     run(checkpoint, "--whole", "--json", tmp_path / "w.json")
     assert all(layer.eigenvalues is not None for layer in Spectrum.load(tmp_path / "w.json").layers)

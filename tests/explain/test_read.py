@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from spectrum_worlds import DIM, normal, set_branch, small_vit, watch
+from spectrum_worlds import DIM, BareSite, normal, set_branch, small_vit, watch
 
 import acutance as ac
 from acutance.attention import AttentionCall, spectra
@@ -18,6 +18,7 @@ from acutance.measure.samples import TokenLayout
 
 MARGIN = 1e-4  # closer than this, eigenvalues of sharp attention are rounding: such cases may count either way
 ratio = ac.metrics.hfc_lfc_spectral
+SITE = BareSite(4, 1, 1, 4)  # which adds a branch as it is
 
 
 def mixed_vit():
@@ -70,13 +71,6 @@ def test_explain_counts_what_brute_force_counts() -> None:
             sure = np.abs(leads) > MARGIN
             agree = ((leads > 0) == (change < 0))[sure].sum()
             assert agree / 6 - 1e-9 <= outcome.agreement <= (agree + (~sure).sum()) / 6 + 1e-9
-            if sure.all():
-                smooth = leads > 0
-                for got, events in (
-                    (outcome.fell_if_smoothing, change[smooth] < 0),
-                    (outcome.rose_if_sharpening, change[~smooth] > 0),
-                ):
-                    assert got == pytest.approx(events.mean() if events.size else np.nan, nan_ok=True)
         mu = np.linalg.eigvals(entries)
         lowest, largest = mu.real.min(-1), np.sort(np.abs(mu))[..., -2]  # the largest of all is μ = 1
         np.testing.assert_allclose(found.mu_min_by_sample, lowest, atol=1e-9)
@@ -117,7 +111,7 @@ def run(reader: LayerReader, A: AttentionOperator, tokens, branch, output) -> No
 
 def test_one_token_changes_nothing() -> None:
     """HFC is 0 before and after: neither fell nor rose, as predicted, and no NaN."""
-    reader, ones = LayerReader(one_head()), torch.ones(2, 1, 3)
+    reader, ones = LayerReader(one_head(), SITE), torch.ones(2, 1, 3)
     run(reader, AttentionOperator(torch.zeros(2, 1, 1, 3), torch.zeros(2, 1, 1, 3)), ones, ones, 3 * ones)
     found = reader.result()
     assert (found.predicted, found.predicted_change) == (Share(0.0, 0.0), 0)
@@ -145,7 +139,7 @@ TOLD = [{"attention_mask": (PADDED >= 0).long()}, None, {"position_ids": torch.t
 def test_samples_are_read_as_if_each_came_alone(owner, told) -> None:
     """Padding is told by the batch, or shown by attention; positions that start anew tell packed documents."""
     weights = {"heads": np.array([[0.5 + 0j], [-0.9 + 0.1j]]), "eigenvalues": np.array([-0.9, 0.3 + 0j])}
-    together, apart = (LayerReader(LayerSpectrum(1, head_symmetry=np.ones(2), **weights)) for _ in range(2))
+    together, apart = (LayerReader(LayerSpectrum(1, head_symmetry=np.ones(2), **weights), SITE) for _ in range(2))
     (q, k), stream, causal = normal(2, 2, 2, 6, 3), normal(3, 2, 6, 4, seed=1), owner is PACKED
     if told is not None:
         together.counted = together.present = TokenLayout.of(told)
@@ -168,7 +162,7 @@ def test_samples_are_read_as_if_each_came_alone(owner, told) -> None:
 def test_attention_over_windows_is_refused() -> None:
     windows = AttentionOperator(torch.zeros(8, 1, 4, 3), torch.zeros(8, 1, 4, 3))
     with pytest.raises(AcutanceError, match=r"layer 3: attention .* \(2, 16\) .* explain\(model\)"):
-        run(LayerReader(one_head(layer=3)), windows, *torch.randn(3, 2, 16, 4))
+        run(LayerReader(one_head(layer=3), SITE), windows, *torch.randn(3, 2, 16, 4))
 
 
 def test_layer_scale_is_part_of_the_branch() -> None:
@@ -186,7 +180,7 @@ def test_eigenvalues_of_attention_that_have_not_converged_make_the_verdict_unkno
 
     def found(lam: float) -> LayerSpectrum:
         layer = one_head(lam, layer=7)
-        reader = LayerReader(layer)
+        reader = LayerReader(layer, SITE)
         run(reader, AttentionOperator(q, q, kernel="symmetric"), *stream)
         return replace(layer, dominance=reader.result())
 
@@ -219,6 +213,26 @@ def test_eigenvalues_of_attention_that_have_not_converged_make_the_verdict_unkno
 def test_errors(batches, options, error, message) -> None:
     with pytest.raises(error, match=message):
         ac.explain(small_vit(), batches, progress=False, **options)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    ("weight", "place", "read", "message"),
+    [
+        ("attn.qkv.weight", (-1, 0), None, "layer 2: W_V holds NaN"),
+        ("attn.proj.weight", (0, 0), None, "layer 2: W_proj holds NaN"),
+        ("norm1.weight", 3, None, "layer 2: the pre-norm's weight holds NaN"),
+        ("ls1.gamma", 3, None, "layer 2: the branch's gain holds NaN"),
+        ("attn.qkv.weight", (0, 0), [torch.ones(2, 1, 8, 8)], "layer 2: .* NaN"),  # of the queries
+    ],
+)
+def test_weights_and_attention_that_are_not_finite_are_named(weight, place, read, message, value) -> None:
+    """LAPACK would take the interpreter down with it."""
+    model = small_vit(layer_scale=1.0)
+    with torch.no_grad():
+        model.blocks[1].get_parameter(weight)[place] = value
+    with pytest.raises(NonFiniteError, match=message):
+        ac.explain(model, read, progress=False)
 
 
 def test_mitigations_beside_the_weights_are_named() -> None:

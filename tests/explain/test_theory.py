@@ -11,8 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 from acutance.attention.operator import AttentionOperator
-from acutance.errors import AcutanceError
-from acutance.explain import theory
+from acutance.errors import AcutanceError, NonFiniteError
+from acutance.explain import spectral_theory, theory
 
 TOKENS, CHANNELS = 12, 4
 exactly, nearly = partial(assert_close, rtol=0, atol=1e-12), partial(assert_close, rtol=0, atol=1e-10)
@@ -155,6 +155,19 @@ def test_symmetric_attention_converges_for_strengths_above_zero_up_to_one() -> N
 def test_a_limit_without_strength_is_refused(strength: float) -> None:
     with pytest.raises(AcutanceError, match=f"above 0, got {strength}"):
         theory.fidelity_limit(SYMMETRIC, V, strength)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_matrix_that_is_not_finite_is_named(value: float) -> None:
+    A = SYMMETRIC.dense()
+    A[0, 1, 2, 3] = value
+    rates = (theory.smoothing_rate, partial(theory.smoothing_limit, v=V), partial(theory.fidelity_rate, strength=0.6))
+    for of_matrix in (*rates, partial(theory.fidelity_limit, f=V, strength=0.6)):
+        with pytest.raises(NonFiniteError, match=r"^A holds NaN"):
+            of_matrix(A)
+    for of_layer, name in (((A[0, 0], A[0, 1]), "H"), ((A[0, 1], A[0, 0]), "A")):
+        with pytest.raises(NonFiniteError, match=f"^{name} holds NaN"):
+            spectral_theory.limit(*of_layer)
 
 
 def test_many_tokens_reach_the_same_limit_without_the_matrix(monkeypatch) -> None:

@@ -73,7 +73,7 @@ def test_norm_is_folded_as_the_jacobian_says() -> None:
 
 
 def test_post_norm_and_missing_weights_have_nothing_to_fold() -> None:
-    assert ac.explain(small_vit(norm="post"), progress=False).context["norm"] == "no pre-norm weight"
+    assert ac.explain(small_vit(norm="post"), progress=False).context["norm"] == "pre-norm weight γ: none"
     for kind in (nn.LayerNorm, nn.RMSNorm):
         assert factors(BareSite(8, 2, 2, 4, kind(8, elementwise_affine=False)))[2] == "none"
 

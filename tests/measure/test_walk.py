@@ -72,7 +72,7 @@ def test_visitors_in_one_walk_give_what_they_give_alone(model, images):
     assumptions = kernel_assumptions(model, batches)
     assert len(runs) == 3 * len(batches)
     runs.clear()
-    layers = [LayerReader(layer_spectrum(site), site.update, site.layer, "out") for site in sites.find(model)]
+    layers = [LayerReader(layer_spectrum(site), site, site.layer, "out") for site in sites.find(model)]
     reader, affinities = MetricReader(NAMES, TAPS, "out"), AssumptionReader()
     walk(model, batches, reader, *layers, affinities)
     assert len(runs) == len(batches)

@@ -225,7 +225,9 @@ class AttentionOperator:
         return self.replace(q=k, k=k, kernel="symmetric" if self.kernel == "softmax" else self.kernel)
 
     def to(self, dtype: torch.dtype) -> "AttentionOperator":
-        """The operator computed in another floating-point dtype."""
+        """The operator computed in this floating-point dtype, itself if it is."""
+        if dtype == self.q.dtype == self.k.dtype:
+            return self
         k = self.k.to(dtype)
         q = k if self.q is self.k else self.q.to(dtype)
         mask, sink = (x.to(dtype) if x is not None and x.is_floating_point() else x for x in (self.mask, self.sink))

@@ -41,17 +41,21 @@ def eigenvalues(A: AttentionOperator, k: int | None) -> Tensor:
         by_size = values.abs().gather(-1, by_phase).argsort(dim=-1, descending=True, stable=True)
         return by_phase.gather(-1, by_size)[..., :wanted]
 
-    return _selected(A, largest, wanted)
+    return _warned(A, selected(A, largest, wanted))
 
 
 def extreme_eigenvalues(A: AttentionOperator) -> tuple[Tensor, Tensor]:
     """The eigenvalues with the most positive and the most negative real part."""
-    found = _selected(A, lambda values: torch.stack([values.real.argmax(-1), values.real.argmin(-1)], -1), 2)
+    ends = selected(A, lambda values: torch.stack([values.real.argmax(-1), values.real.argmin(-1)], -1), 2)
+    found = _warned(A, ends)
     return found[..., 0], found[..., 1]
 
 
-def _selected(A: AttentionOperator, select: Select, count: int) -> Tensor:
-    """The selected eigenvalues: of the diagonal, of the matrix, or by Arnoldi iteration."""
+def selected(A: AttentionOperator, select: Select, count: int) -> Ritz:
+    """The selected eigenvalues: of the diagonal, of the matrix, or by Arnoldi iteration, which alone leaves residuals.
+
+    More than 512 tokens take Arnoldi iteration, unless A is triangular or too many eigenvalues are asked for.
+    """
     tokens = A.shape[-1]
     if not A.is_triangular and tokens > DENSE_TOKENS and count <= MOST_VALUES:
         return _by_arnoldi(A, select, count)
@@ -67,21 +71,31 @@ def _selected(A: AttentionOperator, select: Select, count: int) -> Tensor:
     else:
         values = torch.linalg.eigvals(require_finite(A.dense(), "A"))
     values = values if values.is_complex() else torch.complex(values, torch.zeros_like(values))
-    return values.gather(-1, select(values))
+    found = values.gather(-1, select(values))
+    return Ritz(found, torch.zeros_like(found.real), tokens)
 
 
-def _by_arnoldi(A: AttentionOperator, select: Select, count: int) -> Tensor:
-    A = A.to(accumulation_dtype(A.q, A.k))
+def _by_arnoldi(A: AttentionOperator, select: Select, count: int) -> Ritz:
+    tolerance, A = tolerance_of(A), A.to(accumulation_dtype(A.q, A.k))
     scale = None if A.sink is None else A.row_scale.to(A.dtype)  # once for all products
     plain = A.without_sink()
     start = _random_like(A.q.new_empty(*A.shape[:3], BLOCK))
-    tolerance = torch.finfo(A.dtype).eps ** (2 / 3)
+    start[..., 0] = 1  # where rows sum to one, μ = 1 is known from the first product
     multiply = plain.apply if scale is None else lambda x: scale * plain.apply(x)
-    found = arnoldi(multiply, start, select, count, tolerance)
-    if not found.residual <= tolerance:
+    return arnoldi(multiply, start, select, count, tolerance)
+
+
+def tolerance_of(A: AttentionOperator) -> float:
+    """What residuals of eigenvalues of A should be."""
+    return float(torch.finfo(accumulation_dtype(A.q, A.k)).eps ** (2 / 3))
+
+
+def _warned(A: AttentionOperator, found: Ritz) -> Tensor:
+    """The eigenvalues, with a warning where they have not converged."""
+    if not found.residual <= (tolerance := tolerance_of(A)):
         where = f"not converged in a Krylov space of {found.size} vectors: the largest residual ‖Az − μz‖"
         message = f"is {found.residual:.1e}, wanted {tolerance:.1e}; the largest ones are good, ask for fewer"
-        warnings.warn(f"eigenvalues {where} {message}", AcutanceWarning, stacklevel=3)
+        warnings.warn(f"eigenvalues {where} {message}", AcutanceWarning, stacklevel=5)
     return found.values
 
 
@@ -89,7 +103,7 @@ def stationary(A: AttentionOperator) -> Tensor:
     """The distribution π with πᵀA = πᵀ: where a long walk over the tokens ends up."""
     causal = A.masks_keys_only and A.causal
     if not causal and not A.is_reversible:
-        return _by_solving(A) if A.shape[-1] <= DENSE_TOKENS else _by_walking(A)
+        return solve_stationary(A.dense()) if A.shape[-1] <= DENSE_TOKENS else _by_walking(A)
     # Detailed balance of a symmetric kernel: π_i ∝ d_i = Σ_j k_ij (arxiv.org/abs/2312.00751, Lemma 2).
     row_sums = torch.zeros(A.shape[:3], dtype=accumulation_dtype(A.q, A.k)).to(A.device) if causal else A.logsumexp()
     log_mass = add_mask(row_sums, None if A.mask4 is None else A.mask4.squeeze(-2))
@@ -103,17 +117,17 @@ def stationary(A: AttentionOperator) -> Tensor:
     return torch.zeros_like(log_mass).scatter(-1, first, 1.0)
 
 
-def _by_solving(A: AttentionOperator) -> Tensor:
-    """π solves (Aᵀ − I + 11ᵀ) π = 1, a regular system exactly when π is unique."""
-    entries = require_finite(A.dense(), "A").double()
-    entries = entries / entries.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)  # exact sums
-    identity = torch.eye(A.shape[-1], dtype=torch.float64, device=A.device)
-    ones = torch.ones(*A.shape[:3], 1, dtype=torch.float64, device=A.device)
+def solve_stationary(entries: Tensor) -> Tensor:
+    """π (..., N) of a matrix (..., N, N), by solving (Aᵀ − I + 11ᵀ) π = 1, which is regular exactly if π is unique."""
+    exact = require_finite(entries, "A").double()
+    exact = exact / exact.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)  # exact sums
+    identity = torch.eye(exact.shape[-1], dtype=torch.float64, device=exact.device)
+    ones = torch.ones_like(exact[..., :1])
     # The second right-hand side is a probe: its solution explodes when the system is (nearly) singular.
-    solutions: Tensor = torch.linalg.solve_ex(entries.mT - identity + 1.0, torch.cat([ones, _random_like(ones)], -1))[0]
+    solutions: Tensor = torch.linalg.solve_ex(exact.mT - identity + 1.0, torch.cat([ones, _random_like(ones)], -1))[0]
     solution, probe = solutions[..., :1], solutions[..., 1:]
-    found = solution.clamp(min=0.0).to(accumulation_dtype(A.q, A.k))
-    error = (entries.mT @ found.double() - found).abs().sum(-2) + (solution.sum(-2) - 1).abs()
+    found = solution.clamp(min=0.0).to(entries.dtype)
+    error = (exact.mT @ found.double() - found).abs().sum(-2) + (solution.sum(-2) - 1).abs()
     if not (error.max() <= MOST_ERROR and probe.abs().max() <= 1e10):  # NaN included
         raise AcutanceError(f"no unique stationary distribution was found (residual {error.max():.1e}): {NOT_ONE}")
     return found.squeeze(-1)

@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,10 +17,9 @@ from torch.nn import functional as F
 from acutance import sites
 from acutance.attention import AttentionCall, spectra
 from acutance.attention.operator import AttentionOperator, is_visible
-from acutance.attention.products import accumulation_dtype
 from acutance.attention.spectra import DENSE_TOKENS
-from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.explain.spectral_theory import TIE, Series, families, growth, other_eigenvalues, rank_correlation
+from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError
+from acutance.explain.spectral_theory import TIE, Families, Series, constant_mode, families, growth, rank_correlation
 from acutance.explain.spectrum import EXACT_MU, Dominance, LayerSpectrum, Outcome, Share, Spectrum
 from acutance.explain.weights import Norm, convex_hull, layer_spectrum
 from acutance.measure.reader import check_prefix
@@ -28,11 +28,6 @@ from acutance.measure.walk import Batch, Visitor, describe, track, walk
 from acutance.metrics import check_finite, hfc_lfc_spectral
 from acutance.sites.structure import bare_module, refuse_sharded
 
-NORM_STATES = {
-    "folded": "pre-norm weight γ folded into H",
-    "left out": "pre-norm weight γ left out of H",
-    "none": "no pre-norm weight",
-}
 HOOKS_BESIDE_H = ("scores", "values", "output", "affine", "features", "stream")
 
 
@@ -73,11 +68,11 @@ def explain(
     with ExitStack() as stack:
         walked = track(found, "spectra of H" if progress and len(found) > 1 else None, stack)
         layers = [layer_spectrum(site, norm, whole) for site in walked]
-    states = "; ".join(dict.fromkeys(NORM_STATES[layer.norm] for layer in layers))
+    states = ", ".join(dict.fromkeys(layer.norm for layer in layers))
     # What the layers do that H⊗A does not say: mitigations beside the weights, a norm before W_proj.
     beside = [m.spec for site in found if (m := site.mitigation) and any(map(m.overrides, HOOKS_BESIDE_H))]
     outside = ", ".join(dict.fromkeys([*beside, *filter(None, (site.between() for site in found))]))
-    context = describe(bare, part) | {"norm": states, "outside H": outside or None}
+    context = describe(bare, part) | {"norm": f"pre-norm weight γ: {states}", "outside H": outside or None}
     if batches is not None:
         layers = with_data(bare, dict(zip(found, layers, strict=True)), batches, part, prefix, progress)
         assert layers[0].dominance is not None
@@ -99,7 +94,7 @@ def with_data(
 ) -> list[LayerSpectrum]:
     """The layers of these sites, with what attention and tokens did in them; `part` is where in the model they are."""
     numbers = {site.attention: number for site, number in sites.layers_of(sites.part_of(model, part))}
-    readers = [LayerReader(layer, site.update, numbers[site.attention], prefix) for site, layer in layers.items()]
+    readers = [LayerReader(layer, site, numbers[site.attention], prefix) for site, layer in layers.items()]
     walk(model, batches, *readers, part=part, progress="explaining" if progress else None)
     if not readers[0].kept:
         raise AcutanceError("explain got no batches: pass an iterable with at least one, or None for the weights only")
@@ -118,25 +113,19 @@ def warn_beyond_bound(layer: LayerSpectrum) -> None:
 
 
 class LayerReader(Visitor):
-    """Tallies one layer over batches; `number` counts all blocks, `update` is what the branch goes through last."""
+    """Tallies one layer over batches; `number` counts all blocks, with attention or without."""
 
-    def __init__(
-        self,
-        layer: LayerSpectrum,
-        update: Callable[[Tensor], Tensor] = lambda branch: branch,
-        number: int = 1,
-        prefix: str = "in",
-    ) -> None:
+    def __init__(self, layer: LayerSpectrum, site: sites.AttentionSite, number: int = 1, prefix: str = "in") -> None:
         self.needs, self.prefix = dict.fromkeys(("enter", "attend", "leave"), (number,)), prefix
         self.lam = {"heads": convex_hull(layer.heads)}
         if layer.deciding is not None:
             self.lam["whole"] = convex_hull(layer.deciding[None])
-        self.layer, self.update = layer, update
+        self.layer, self.site = layer, site
         self.counted = self.present = TokenLayout()
         self.tokens = self.before = torch.empty(0)
         self.valid: Tensor | None = None  # (samples, tokens), False where there is padding
         self.mu_error = self.tolerance = 0.0
-        self.kept: dict[str, list[Tensor]] = {}  # per sample: the prediction, and what happened
+        self.kept = defaultdict[str, list[Tensor]](list)  # per sample: the prediction, and what happened
 
     def begin(self, batch: Batch) -> None:
         self.counted, self.present = batch.samples(self.prefix), batch.samples("in")
@@ -159,19 +148,22 @@ class LayerReader(Visitor):
         _, told = self.present.tokens(self.tokens)
         self.valid = visible_keys(A) if told is None else told
         self.before = self._ratio(self.tokens)
-        others, residuals = other_eigenvalues_of(A, list(self.lam.values()), self.valid)
-        self.mu_error, self.tolerance = max(self.mu_error, float(residuals.max())), tolerance_of(A)
+        try:
+            others, residuals = competing_eigenvalues(A, list(self.lam.values()), self.valid)
+        except NonFiniteError as problem:
+            raise NonFiniteError(f"layer {self.layer.layer}: {problem}") from problem
+        self.mu_error, self.tolerance = max(self.mu_error, float(residuals.max())), spectra.tolerance_of(A)
         for scope, points in self.lam.items():
             lam, error = points.to(A.device), self.layer.error if scope == "whole" else 0.0
-            self._keep(scope, families(lam, others, error, residuals).leaning)
+            self.kept[scope].append(families(lam, others, error, residuals).leaning)
         # All heads share the constant vector: on constant tokens the layer is exactly I + H. On the others it is
         # I + Σ H_h⊗A_h, and the largest |1 + λμ| over the heads' A_h stands in for its largest eigenvalue.
-        found = families(lam[:1], others.flatten(1), error, residuals.flatten(1))
-        for name, prediction in (("lean", found.leaning), ("undecided", found.undecided), ("rate", found.log_rate)):
-            self._keep(name, prediction if "whole" in self.lam else torch.full_like(found.constant, torch.nan))
-        self._keep("mu_min", others.real.amin(-1))
-        self._keep("mu_largest", others.abs().amax(-1))
-        self._compare("branch", self.tokens + self.update(call.branch))
+        if "whole" in self.lam:
+            for name, prediction in families(lam, others.flatten(1), error, residuals.flatten(1))._asdict().items():
+                self.kept[name].append(prediction)
+        self.kept["mu_min"].append(others.real.amin(-1))
+        self.kept["mu_largest"].append(others.abs().amax(-1))
+        self._compare("branch", self.tokens + self.site.update(call.branch))
 
     def leave(self, layer: int, tokens: Tensor) -> None:
         self._compare("block", tokens)
@@ -185,17 +177,18 @@ class LayerReader(Visitor):
                 f"residual is {self.mu_error:.1e}, wanted {self.tolerance:.1e}. A verdict within it is unknown. "
             )
             warnings.warn(words + EXACT_MU, AcutanceWarning, stacklevel=2)
-        series = {name: torch.cat(parts).cpu().numpy() for name, parts in self.kept.items()}
-        lean, rate = series["lean"], series["rate"]
+        series = {name: torch.cat(parts).double().cpu().numpy() for name, parts in self.kept.items()}
+        unknown = np.full(len(series["branch"]), math.nan)
+        lean, undecided, rate = (series.get(name, unknown) for name in Families._fields)
         return Dominance(
-            samples=len(lean),
+            samples=len(unknown),
             mu_min_by_sample=series["mu_min"],
             mu_largest_by_sample=series["mu_largest"],
             mu_error=self.mu_error,
             heads=tuple(map(_share, series["heads"].T)),
             whole=tuple(map(_share, series["whole"].T)) if "whole" in series else None,
             predicted=_share(lean) if "whole" in series else None,
-            undecided=float(series["undecided"].mean()),
+            undecided=float(undecided.mean()),
             predicted_change=float(rate.mean()),
             branch=compare(series["branch"], lean, rate),
             block=compare(series["block"], lean, rate),
@@ -210,10 +203,7 @@ class LayerReader(Visitor):
     def _compare(self, place: str, tokens: Tensor) -> None:
         after = self._ratio(tokens)
         change = torch.log(after / self.before)
-        self._keep(place, torch.where(after == self.before, 0.0, change))  # 0/0 and ∞/∞ included: nothing changed
-
-    def _keep(self, name: str, per_sample: Tensor) -> None:
-        self.kept.setdefault(name, []).append(per_sample.double())
+        self.kept[place].append(torch.where(after == self.before, 0.0, change))  # 0/0 and ∞/∞ included: nothing changed
 
 
 def _share(lean: Series) -> Share:
@@ -237,61 +227,33 @@ def compare(change: Series, lean: Series, predicted: Series) -> Outcome:
     )
 
 
-def tolerance_of(A: AttentionOperator) -> float:
-    """What residuals of eigenvalues of A should be."""
-    return float(torch.finfo(accumulation_dtype(A.q, A.k)).eps ** (2 / 3))
-
-
-def other_eigenvalues_of(
+def competing_eigenvalues(
     A: AttentionOperator, points: Sequence[Tensor], valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The μ other than 1 that can dominate beside given λ, sets of (heads or 1, k) each; complex (batch, heads, m).
 
-    Up to 512 tokens and for a triangular A that is every other μ. Above, without the matrix: the μ of smallest real
-    part, that of largest modulus, and for each set of λ the one with the largest |1 + λμ|. Where `valid` (batch,
-    tokens) is False there is padding: A is restricted to the other tokens. The second tensor has the residuals
-    ‖Az − μz‖ of the μ's unit vectors z, 0 if the matrix gave them.
+    They are the μ of smallest real part, that of largest modulus, and for each set of λ the one with the largest
+    |1 + λμ|. Where `valid` (batch, tokens) is False there is padding: A is restricted to the other tokens. The second
+    tensor has the residuals ‖Az − μz‖ of the μ's unit vectors z, 0 for a triangular A and up to 512 tokens.
     """
     A.require_row_sums_of_one("the verdict on a layer")
-    is_exact = A.shape[-1] <= DENSE_TOKENS or A.is_triangular
     # Among long samples with masks of their own, some may be triangular and others not.
-    is_mixed = not is_exact and A.mask4 is not None and A.mask4.size(0) > 1
+    is_mixed = A.shape[-1] > DENSE_TOKENS and A.mask4 is not None and A.mask4.size(0) > 1 and not A.is_triangular
     if is_mixed or (valid is not None and not valid.all()):
         valid = torch.ones(A.shape[0], A.shape[-1], dtype=torch.bool) if valid is None else valid
-        alone = [other_eigenvalues_of(_one_sample(A, sample, keep), points) for sample, keep in enumerate(valid)]
-        # Repeating a μ fills a short row and changes no maximum.
-        places = torch.arange(max(values.shape[-1] for values, _ in alone), device=A.device)
-        filled = [[x[..., places.clamp(max=x.shape[-1] - 1)] for x in parts] for parts in zip(*alone, strict=True)]
-        return torch.cat(filled[0]), torch.cat(filled[1])
-    if is_exact:
-        others = other_eigenvalues(A.eigenvalues())
-        return others, torch.zeros_like(others.real)
-    precise = A.to(accumulation_dtype(A.q, A.k))
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(*A.shape[:2], A.shape[-1] - 1, spectra.BLOCK, generator=generator, dtype=precise.dtype)
-    lam = [p.cpu() for p in points]  # where the Ritz values are
+        alone = [competing_eigenvalues(_one_sample(A, sample, keep), points) for sample, keep in enumerate(valid)]
+        others, residuals = map(torch.cat, zip(*alone, strict=True))
+        return others, residuals
 
     def dominating(values: Tensor) -> Tensor:
-        gains = [growth(p[..., :, None] * values[..., None, :]).amax(-2) for p in lam]
-        return torch.stack([values.real.argmin(-1), values.abs().argmax(-1), *(g.argmax(-1) for g in gains)], dim=-1)
+        gains = [growth(lam.to(values.device)[..., :, None] * values[..., None, :]).amax(-2) for lam in points]
+        aims = torch.stack([-values.real, values.abs(), *gains], dim=-2)
+        # One token has no other μ than 1, which then stands in for its competitors: neither family dominates.
+        is_constant = F.one_hot(constant_mode(values), values.shape[-1]).bool()
+        return aims.masked_fill(is_constant.unsqueeze(-2), -torch.inf).argmax(-1)
 
-    multiply = without_constant_mode(precise)
-    found = spectra.arnoldi(multiply, start.to(A.device), dominating, 2 + len(points), tolerance_of(A))
+    found = spectra.selected(A, dominating, 2 + len(points))
     return found.values, found.residuals.to(A.device)
-
-
-def without_constant_mode(A: AttentionOperator) -> Callable[[Tensor], Tensor]:
-    """A on tokens up to a constant token, in coordinates (..., N − 1, C): all eigenvalues of A but μ = 1."""
-    # The reflection that exchanges the constant unit vector and the first axis.
-    normal = torch.full((A.shape[-1], 1), A.shape[-1] ** -0.5, dtype=A.dtype, device=A.device)
-    normal[0] -= 1
-    normal = normal / normal.norm().clamp_min(torch.finfo(A.dtype).tiny)
-
-    def reflect(x: Tensor) -> Tensor:
-        reflected: Tensor = x - 2 * normal * (normal.mT @ x)
-        return reflected
-
-    return lambda y: reflect(A @ reflect(F.pad(y, (0, 0, 1, 0))))[..., 1:, :]
 
 
 def _one_sample(A: AttentionOperator, sample: int, keep: Tensor) -> AttentionOperator:

@@ -9,8 +9,7 @@ it belongs to μ = 1, tokens that differ if it belongs to any other μ.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, require_finite
+from acutance.metrics import hfc_lfc_frobenius
 
 Series = NDArray[np.float64]
 TIE = 1e-6  # closer to a draw than this share of max|λ|, no family dominates
@@ -55,49 +55,32 @@ def growth(z: Any) -> Any:
     return 2 * z.real + (z * z.conj()).real
 
 
-@dataclass(frozen=True)
-class Families:
-    """How fast the constant family (μ = 1) and the varying one (every other μ) grow, each as max |1 + λμ|² − 1."""
+class Families(NamedTuple):
+    """Whether the constant family (μ = 1) or the varying one (every other μ) grows faster, by max |1 + λμ|."""
 
-    constant: Tensor
-    varying: Tensor
-    rounding: Tensor  # closer than this is a tie
-    error: Tensor  # how far off the difference of the two may be beyond that, because λ or μ are known so well only
-
-    @property
-    def leaning(self) -> Tensor:
-        """1 where the constant family dominates, −1 where the varying one does, 0 for a tie or within the error."""
-        lead = self.constant - self.varying
-        return torch.where(lead.abs() <= self.rounding + self.error, 0.0, lead.sign())
-
-    @property
-    def undecided(self) -> Tensor:
-        """True where the error leaves open which family dominates, and whether it is a tie."""
-        return (self.leaning == 0) & (self.error > self.rounding)
-
-    @property
-    def log_rate(self) -> Tensor:
-        """log of the factor by which ‖HFC‖/‖LFC‖ changes per layer in the long run: negative is smoothing."""
-        rate = (torch.log1p(self.varying) - torch.log1p(self.constant)) / 2
-        return torch.where(self.constant == self.varying, 0.0, rate)  # −∞ − (−∞) where neither leaves anything
+    leaning: Tensor  # 1 where the constant family dominates, −1 where the varying one does, 0 for a tie or the unknown
+    undecided: Tensor  # True where the errors of λ and μ leave open which dominates, and whether it is a tie
+    log_rate: Tensor  # log of the factor of ‖HFC‖/‖LFC‖ per layer in the long run: negative is smoothing
 
 
 def families(lam: Tensor, others: Tensor, error: float = 0.0, residuals: Tensor | float = 0.0) -> Families:
     """The families of I + H⊗A, of λ (..., d), known to `error`, and of the μ other than 1 (..., m), to `residuals`."""
     gains = growth(lam[..., :, None] * others[..., None, :])
     varying = gains.amax((-2, -1))
-    constant = growth(lam).amax(-1).expand_as(varying)
-    size = lam.abs().amax(-1)
+    constant, size = growth(lam).amax(-1).expand_as(varying), lam.abs().amax(-1)
     # Either gain is at most 1 + max|λ| and off by no more than the error; its square by twice their product. An error
     # of μ is multiplied by |λ|, and counts as far as it lifts a gain above the largest.
     steep = (lam.abs() * (1 + lam.abs()))[..., :, None]
     off = torch.as_tensor(residuals, dtype=gains.dtype, device=gains.device).expand(others.shape)[..., None, :]
-    lifted = (gains + 2 * steep * off).amax((-2, -1)) - varying
-    return Families(constant, varying, (TIE * size).expand_as(varying), 4 * error * (1 + size) + lifted)
+    margin = 4 * error * (1 + size) + (gains + 2 * steep * off).amax((-2, -1)) - varying
+    lead = constant - varying
+    leaning = torch.where(lead.abs() <= TIE * size + margin, 0.0, lead.sign())
+    rate = (torch.log1p(varying) - torch.log1p(constant)) / 2
+    rate = torch.where(lead == 0, 0.0, rate)  # −∞ − (−∞) where neither leaves anything
+    return Families(leaning, (leaning == 0) & (margin > TIE * size), rate)
 
 
-@dataclass(frozen=True)
-class DominatingPair:
+class DominatingPair(NamedTuple):
     """The largest eigenvalue of I + H⊗A and how far the others are behind."""
 
     family: Family  # constant: over-smoothing; varying: no input convergence
@@ -129,7 +112,7 @@ def limit(A: Tensor, H: Tensor) -> Tensor:
 
     Dominated by μ = 1 this is 1vᵀ: every token the same. Conjugate pairs and ties have no one limit and are refused.
     """
-    (lam, right), (mu, left) = torch.linalg.eig(H), torch.linalg.eig(A)
+    (lam, right), (mu, left) = (torch.linalg.eig(require_finite(M, name)) for M, name in ((H, "H"), (A, "A")))
     found = dominance(lam, mu)
     if found.rate > 1 - 1e-9:
         turns = max(abs(found.lam.imag), abs(found.mu.imag)) > 1e-9
@@ -147,9 +130,7 @@ def limit(A: Tensor, H: Tensor) -> Tensor:
 
 def limit_ratio(u: Tensor) -> float:
     """‖HFC‖/‖LFC‖ of the limit u vᵀ, any v: 0 for a constant u, infinite if the entries of u sum to zero."""
-    low = math.sqrt(len(u)) * abs(float(u.mean()))
-    high = float((u - u.mean()).norm())
-    return high / low if low else math.inf
+    return float(hfc_lfc_frobenius(u[:, None]))
 
 
 def sharpening_bound(mu_min: float) -> float:

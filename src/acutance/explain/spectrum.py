@@ -150,11 +150,11 @@ class LayerSpectrum:
     @property
     def crossing_words(self) -> str:
         """Where the `crossing` λ lies; empty if there is none."""
-        if self.crossing is None:
+        if (lam := self.crossing) is None:
             return ""
         bound = f"−2/(1+μ_min) = {self.bound:.3g}"
-        where = f"beyond {bound}" if self.crossing.real < self.bound else f"outside the disc over {bound} to 0"
-        return f"λ = {format_complex(self.crossing)} lies {where}"
+        where = f"beyond {bound}" if lam.real < self.bound else f"outside the disc over {bound} to 0"
+        return f"λ = {format_complex(lam)} lies {where}"
 
     @property
     def verdict(self) -> Verdict:
@@ -165,11 +165,10 @@ class LayerSpectrum:
             smoothing, sharpening, undecided = seen.predicted.smoothing, seen.predicted.sharpening, seen.undecided
         else:
             found = theory.families(torch.from_numpy(self.deciding), torch.zeros(1, dtype=torch.float64), self.error)
-            smoothing, sharpening = float(found.leaning > 0), float(found.leaning < 0)
-            undecided = float(found.undecided)
-        if max(smoothing, sharpening) <= 0.5:
-            return "unknown" if max(smoothing, sharpening) + undecided > 0.5 else "neutral"
-        return "smoothing" if smoothing > sharpening else "sharpening"
+            smoothing, sharpening, undecided = map(float, (found.leaning > 0, found.leaning < 0, found.undecided))
+        if max(smoothing, sharpening) > 0.5:
+            return "smoothing" if smoothing > sharpening else "sharpening"
+        return "unknown" if max(smoothing, sharpening) + undecided > 0.5 else "neutral"
 
     @property
     def reason(self) -> str:
@@ -179,17 +178,16 @@ class LayerSpectrum:
         gain = f"max|1+λ| = {abs(1 + self.strongest):.3f} (λ = {format_complex(self.strongest)})"
         seen, verdict = self.dominance, self.verdict
         if verdict == "unknown":  # because λ or μ, whichever is the worse, is not known well enough
-            if seen is None or seen.mu_error * abs(self.strongest) <= self.error:
-                return f"{gain} is known to {self.error:.1g} only: explain(…, whole=True) finds it exactly"
-            return (
-                f"in {seen.undecided:.0%} of samples the families differ by less than their error: μ of A is known to "
-                f"{seen.mu_error:.1g} only. {EXACT_MU}"
-            )
-        words = f"{gain} {BY_WEIGHTS[verdict]}"
-        if seen is not None and (share := seen.predicted) is not None:
-            constant, varying = f"μ = 1 in {share.smoothing:.0%}", f"μ ≠ 1 in {share.sharpening:.0%}"
-            both = {"smoothing": constant, "sharpening": varying, "neutral": f"{constant}, {varying}"}
-            words = f"{both[verdict]}: {gain}"
+            words = f"{gain} is known to {self.error:.1g} only: explain(…, whole=True) finds it exactly"
+            if seen is not None and seen.mu_error * abs(self.strongest) > self.error:
+                words = (
+                    f"in {seen.undecided:.0%} of samples the families differ by less than their error: μ of A is known "
+                    f"to {seen.mu_error:.1g} only. {EXACT_MU}"
+                )
+        elif seen is not None and (share := seen.predicted) is not None:
+            words = f"μ = 1 in {share.smoothing:.0%}, μ ≠ 1 in {share.sharpening:.0%}: {gain}"
+        else:
+            words = f"{gain} {BY_WEIGHTS[verdict]}"
         return "; ".join(filter(None, (words, self.crossing_words)))
 
     def cells(self) -> dict[str, str]:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from acutance.attention.operator import AttentionOperator
-from acutance.attention.spectra import DENSE_TOKENS
-from acutance.errors import AcutanceError
+from acutance.attention.products import accumulation_dtype
+from acutance.attention.spectra import DENSE_TOKENS, solve_stationary
+from acutance.errors import AcutanceError, require_finite
 
 Attention = AttentionOperator | Tensor
 
@@ -44,9 +45,7 @@ def euler_step(v: Tensor, kernel: Tensor) -> Tensor:
 
 def walk_expectation(A: Attention, v: Tensor, steps: int) -> Tensor:
     """Lemma 1: Aᵏv, where row i is the mean of the values met by walks of `steps` steps from token i."""
-    for _ in range(steps):
-        v = A @ v
-    return v
+    return fidelity_iterate(A, v, 0.0, steps)
 
 
 def simulate_walks(
@@ -69,7 +68,8 @@ def degree_distribution(k: Tensor, scale: float | None = None) -> Tensor:
 
 def smoothing_limit(A: Attention, v: Tensor) -> Tensor:
     """Lemma 2: the limit of Aᵏv, Σⱼ πⱼ vⱼ in every row, with π the stationary distribution of A."""
-    return (_stationary(A).unsqueeze(-2) @ v).expand(v.shape)
+    pi = A.stationary() if isinstance(A, AttentionOperator) else solve_stationary(A)
+    return (pi.unsqueeze(-2) @ v).expand(v.shape)
 
 
 def smoothing_rate(A: Attention) -> Tensor:
@@ -103,8 +103,8 @@ def fidelity_limit(A: Attention, f: Tensor, strength: float) -> Tensor:
     if not strength > 0:
         raise AcutanceError(f"fidelity_limit needs a strength above 0, got {strength}; see smoothing_limit for 0")
     if (tokens := A.shape[-1]) <= DENSE_TOKENS:
-        matrix = _dense(A)
-        dtype = torch.promote_types(torch.promote_types(matrix.dtype, f.dtype), torch.float32)
+        matrix = require_finite(_dense(A), "A")
+        dtype = accumulation_dtype(matrix, f)
         system = (1 + strength) * torch.eye(tokens, dtype=dtype, device=matrix.device) - matrix.to(dtype)
         limit: Tensor = torch.linalg.lu_solve(*torch.linalg.lu_factor(system), strength * f.to(dtype))
         return limit.to(torch.promote_types(A.dtype, f.dtype))
@@ -129,13 +129,4 @@ def _dense(A: Attention) -> Tensor:
 
 
 def _eigenvalues(A: Attention) -> Tensor:
-    return torch.linalg.eigvals(A) if isinstance(A, Tensor) else A.eigenvalues()
-
-
-def _stationary(A: Attention) -> Tensor:
-    if not isinstance(A, Tensor):
-        return A.stationary()
-    # πᵀ(A − I) = 0 and Σπ = 1 together: (Aᵀ − I + 11ᵀ) π = 1.
-    identity = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-    solution: Tensor = torch.linalg.solve(A.mT - identity + 1, A.new_ones(A.shape[:-1]))
-    return solution
+    return torch.linalg.eigvals(require_finite(A, "A")) if isinstance(A, Tensor) else A.eigenvalues()

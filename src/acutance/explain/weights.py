@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from acutance import sites
 from acutance.attention.products import repeat_heads
 from acutance.attention.spectra import arnoldi
-from acutance.errors import AcutanceError, AcutanceWarning
+from acutance.errors import AcutanceError, AcutanceWarning, require_finite
 from acutance.explain.spectral_theory import Series
 from acutance.explain.spectrum import Eigenvalues, LayerSpectrum
 
@@ -33,11 +33,15 @@ def factors(site: sites.AttentionSite, norm: Norm = "fold") -> tuple[Tensor, Ten
     projection and residual (LayerScale). Both can flip signs of the spectrum. A norm there, as in Gemma 2, has a size
     that no H has: a warning says so.
     """
-    value = site.value_weight().detach().double().unflatten(0, (site.kv_heads, site.head_dim))
-    projection = site.projection_weight().detach().double().unflatten(1, (site.heads, site.head_dim))
+
+    def read(name: str, tensor: Tensor) -> Tensor:
+        return require_finite(tensor.detach().double(), f"layer {site.layer}: {name}")  # type: ignore[no-any-return]
+
+    value = read("W_V", site.value_weight()).unflatten(0, (site.kv_heads, site.head_dim))
+    projection = read("W_proj", site.projection_weight()).unflatten(1, (site.heads, site.head_dim))
     gain, weight = site.branch_gain(), site.pre_norm_gain()
     if gain is not None:
-        projection = projection * gain.detach().double()[:, None, None]
+        projection = projection * read("the branch's gain", gain)[:, None, None]
     if site.post_norm() is not None:
         words = (
             f"layer {site.layer} normalises what its attention adds ({type(site.post_norm()).__name__}): H says how "
@@ -46,7 +50,7 @@ def factors(site: sites.AttentionSite, norm: Norm = "fold") -> tuple[Tensor, Ten
         )
         warnings.warn(words, AcutanceWarning, stacklevel=2)
     if weight is not None and norm == "fold":
-        value = value * weight.detach().double()
+        value = value * read("the pre-norm's weight", weight)
     state = "none" if weight is None else "folded" if norm == "fold" else "left out"
     return value, projection.transpose(0, 1), state
 
@@ -65,12 +69,11 @@ def layer_spectrum(site: sites.AttentionSite, norm: Norm = "fold", whole: bool |
     value, projection, state = factors(site, norm)
     left, right = whole_factors(value, projection)
     value = repeat_heads(value[None], site.heads)[0]
-    heads, head_symmetry = _eigenvalues(value @ projection), symmetry(projection, value).cpu().numpy()
+    heads, head_symmetry = _eigenvalues(value @ projection, site.layer), symmetry(projection, value).cpu().numpy()
     every, outer, error = None, None, 0.0
     if whole or (whole is None and min(left.shape) <= WHOLE_UP_TO):
-        dim, inner = left.shape
-        every = _eigenvalues(left @ right if dim <= inner else right @ left)
-        every = np.pad(every, (0, dim - len(every)))  # the smaller product lacks zeros
+        every = _eigenvalues(torch.mm(*smaller(left, right)), site.layer)
+        every = np.pad(every, (0, len(left) - len(every)))
     else:
         # Reading the weights is what takes the time: no more of their digits than there were.
         dtype = torch.promote_types(site.value_weight().dtype, torch.float32)
@@ -81,8 +84,14 @@ def layer_spectrum(site: sites.AttentionSite, norm: Norm = "fold", whole: bool |
     )
 
 
-def _eigenvalues(matrix: Tensor) -> Eigenvalues:
-    return np.asarray(torch.linalg.eigvals(matrix.cpu()).numpy(), dtype=np.complex128)
+def smaller(projection: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors in the order in which their product is small: it has all eigenvalues of H, but fewer zeros."""
+    return (projection, value) if len(projection) <= len(value) else (value, projection)
+
+
+def _eigenvalues(matrix: Tensor, layer: int) -> Eigenvalues:
+    found = torch.linalg.eigvals(require_finite(matrix.cpu(), f"layer {layer}: H"))
+    return np.asarray(found.numpy(), dtype=np.complex128)
 
 
 def arnoldi_hull(projection: Tensor, value: Tensor, *, layer: int) -> tuple[Eigenvalues, float]:
@@ -91,32 +100,27 @@ def arnoldi_hull(projection: Tensor, value: Tensor, *, layer: int) -> tuple[Eige
     A residual ‖Hz − λz‖ says how close to H a matrix with the eigenvalue λ is. If not all corners have converged, a
     warning says so, and the residual is that of the largest |1 + λ| and of the ends of Re λ.
     """
-    tolerance = ROUNDING * torch.finfo(projection.dtype).eps
-    dim, inner = projection.shape
-    left, right = (projection, value) if dim <= inner else (value, projection)
+    left, right = smaller(projection, value)
     # One vector at a time: a block finds repeated eigenvalues, which a maximum has no use for, but reaches a lower
     # power of H with as many vectors.
     start = torch.randn(len(left), 1, dtype=left.dtype, generator=torch.Generator().manual_seed(0)).to(left.device)
-    start = start / start.norm()
-    size = float((left @ (right @ start)).norm())  # ‖H‖_F/√d on average
-    if size == 0:
-        return np.zeros(1, dtype=np.complex128), 0.0
-
-    def corners(ritz: Tensor) -> Tensor:
-        return torch.tensor(hull_indices(ritz.numpy()))
-
-    found = arnoldi(lambda x: left @ (right @ x) / size, start, corners, 16, tolerance)
-    values = size * found.values.cpu().numpy().astype(np.complex128)
+    product = require_finite(left @ (right @ start), f"layer {layer}: H")
+    size = float(product.norm() / start.norm())  # ‖H‖_F/√d on average
+    tolerance = size * ROUNDING * torch.finfo(projection.dtype).eps
+    found = arnoldi(
+        lambda x: left @ (right @ x), start, lambda ritz: torch.tensor(hull_indices(ritz.numpy())), 16, tolerance
+    )
+    values = found.values.cpu().numpy().astype(np.complex128)
     ends = [int(np.abs(1 + values).argmax()), int(values.real.argmin()), int(values.real.argmax())]
-    error = size * max(float(found.residuals[ends].max()), tolerance)
+    error = max(float(found.residuals[ends].max()), tolerance)
     if found.residual > tolerance:
         words = (
             f"layer {layer}: the outermost eigenvalues of the whole H have not all converged in a Krylov space of "
-            f"{found.size} vectors; the residual of those that count is {error:.1e}, wanted {size * tolerance:.1e}. "
+            f"{found.size} vectors; the residual of those that count is {error:.1e}, wanted {tolerance:.1e}. "
             "explain(…, whole=True) finds all eigenvalues exactly"
         )
         warnings.warn(words, AcutanceWarning, stacklevel=2)
-    if dim > inner:  # the other product has every eigenvalue but dim − inner zeros
+    if len(left) < len(projection):  # the small product lacks zeros
         values = np.append(values, 0)
         values = values[hull_indices(values)]
     return values, error
@@ -170,8 +174,7 @@ def symmetry_over(checkpoints: Iterable[nn.Module | str | os.PathLike[str]], *, 
     from acutance.io.saving import load
 
     models = (model if isinstance(model, nn.Module) else load(model) for model in checkpoints)
-    parts = ([factors(site, norm)[:2] for site in sites.find(model)] for model in models)
-    rows = [[float(symmetry(*whole_factors(*pair))) for pair in layers] for layers in parts]
+    rows = [[layer_spectrum(site, norm, whole=False).symmetry for site in sites.find(model)] for model in models]
     if not rows or any(len(row) != len(rows[0]) for row in rows):
         raise AcutanceError(f"checkpoints of one model are needed; theirs have {[len(row) for row in rows]} layers")
     return np.array(rows)

@@ -27,9 +27,13 @@ def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tenso
     """
     if A.sink is None and attention_sums.is_available(A):
         sums = attention_sums.row_sums(A)
-        return masked_mean(sums.entropies, query_rows(A, mask) & (sums.log_sums != -torch.inf))
-    A = upcast_operator(A)
-    tiles = Tiles(_centred(A.without_sink()))
+        return masked_mean(sums.entropies, valid_positions(mask, A.q, heads=True) & (sums.log_sums != -torch.inf))
+    A = A.to(accumulation_dtype(A.q, A.k))
+    plain = A.without_sink()
+    if A.is_exponential and A.softcap is None:  # another origin for the keys: smaller logits round less
+        q, k = channels(A)
+        plain = AttentionOperator(q, k - k.mean(-2, keepdim=True), mask=A.mask, causal=A.causal, scale=A.scale)
+    tiles = Tiles(plain)
     rows = tiles.stack(partial(_row_entropies, tiles))
     entropy, sees_keys = rows[..., 0].clamp_min(0), rows[..., 1] != 0
     if A.sink is not None:
@@ -37,7 +41,7 @@ def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tenso
         logit = A.logsumexp().masked_fill(~sees_keys, 0) - A.sink[:, None]
         keys = logit.sigmoid()
         entropy = keys * entropy - keys * logsigmoid(logit) - (1 - keys) * logsigmoid(-logit)
-    return masked_mean(entropy, query_rows(A, mask) & sees_keys)
+    return masked_mean(entropy, valid_positions(mask, A.q, heads=True) & sees_keys)
 
 
 @metric("", "neither", (0, 1), "How alike two layers attend: 1 when the second repeats the first.")
@@ -48,7 +52,7 @@ def attention_cosine(A: AttentionOperator, B: AttentionOperator, mask: Tensor | 
     """
     if A.shape != B.shape:
         raise ShapeError(f"both operators must have the same (batch, heads, queries, keys): {A.shape} and {B.shape}")
-    valid, sums = query_rows(A, mask).unsqueeze(-1), torch.zeros((), device=A.device)
+    valid, sums = valid_positions(mask, A.q, heads=True).unsqueeze(-1), torch.zeros((), device=A.device)
     for (rows, a), (_, b) in zip(A.tiles(), B.tiles(), strict=True):
         a, b = (x.masked_fill(~valid[..., rows, :], 0) for x in (a, b))
         sums = sums + torch.stack([(a * b).sum((-2, -1)), a.square().sum((-2, -1)), b.square().sum((-2, -1))])
@@ -59,9 +63,9 @@ def attention_cosine(A: AttentionOperator, B: AttentionOperator, mask: Tensor | 
 @metric("A", "neither", (0, 1), "How alike the heads attend: 1 when all do the same.")
 def head_cosine(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
     """The mean Frobenius cosine over all pairs of heads (batch,): 1 when every head does the same, or is alone."""
-    heads, valid, gram = A.heads, query_rows(A, mask).unsqueeze(-1), torch.zeros((), device=A.device)
+    heads, valid, gram = A.heads, valid_positions(mask, A.q, heads=True).unsqueeze(-1), torch.zeros((), device=A.device)
     if heads == 1:
-        return valid.new_ones(A.shape[0], dtype=upcast_operator(A).dtype)
+        return valid.new_ones(A.shape[0], dtype=accumulation_dtype(A.q))
     with torch.autocast(A.device.type, enabled=False):
         for rows, weights in A.tiles():
             flat = weights.masked_fill(~valid[..., rows, :], 0).flatten(2)
@@ -72,27 +76,8 @@ def head_cosine(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
     return cosines[..., pairs].mean(-1).clamp(0, 1)
 
 
-def _centred(A: AttentionOperator) -> AttentionOperator:
-    """The same A with another origin for the keys: it shifts the logits of a row alike, and smaller ones round less."""
-    if A.softcap is not None or not A.is_exponential:
-        return A
-    q, k = channels(A)
-    return AttentionOperator(q, k - k.mean(-2, keepdim=True), mask=A.mask, causal=A.causal, scale=A.scale)
-
-
 def _row_entropies(tiles: Tiles, rows: slice) -> Tensor:
     """−Σ_j A_ij log A_ij and Σ_j A_ij of some rows (batch, heads, rows, 2)."""
     weights = tiles.weights(rows)
     entropies = torch.special.entr(weights.masked_fill(weights == 0, 1))  # 0 log 0 = 0, gradient included
     return torch.stack([entropies.sum(-1), weights.sum(-1)], dim=-1)
-
-
-def upcast_operator(A: AttentionOperator, dtype: torch.dtype | None = None) -> AttentionOperator:
-    """The operator in float32 or better, and in no less than `dtype`."""
-    dtype = torch.promote_types(accumulation_dtype(A.q), dtype or A.dtype)
-    return A if A.dtype == A.k.dtype == dtype else A.to(dtype)
-
-
-def query_rows(A: AttentionOperator, mask: Tensor | None) -> Tensor:
-    """Which query rows count (batch, heads, queries), from a mask (batch, queries)."""
-    return valid_positions(None if mask is None else mask.unsqueeze(-2), torch.Size(A.shape[:-1]), A.q)

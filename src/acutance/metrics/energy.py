@@ -14,21 +14,25 @@ from torch import Tensor
 
 from acutance.attention.kernels import attention_sums
 from acutance.attention.operator import AttentionOperator
-from acutance.attention.products import Tiles, repeat_heads
+from acutance.attention.products import Tiles, accumulation_dtype, repeat_heads
 from acutance.errors import ShapeError
-from acutance.metrics.attention import query_rows, upcast_operator
-from acutance.metrics.sums import masked_mean, metric, safe_logsumexp, split_mean, unit_vectors, upcast, valid_positions
+from acutance.metrics.sums import masked_mean, metric, safe_logsumexp, split_mean, unit_vectors, valid_positions
 
 
 @metric("A output", "sharper", (0, inf), "How much tokens differ from those they attend to.")
 def nonlocal_energy(A: AttentionOperator, u: Tensor, mask: Tensor | None = None) -> Tensor:
     """J(u) = ½ Σ_ij A_ij ‖u_i − u_j‖² with the rows of A summing to one; a fully masked row adds 0."""
     _check_fits(A, u)
-    valid = query_rows(A, mask)
+    valid = valid_positions(mask, A.q, heads=True)
     if attention_sums.is_available(A, u):
         energies = attention_sums.row_sums(A, u, mask).energies
-    else:
-        energies = _row_energies(*_matched(A, u), valid)
+    else:  # by one product with A: ‖u‖² travels as a channel
+        A, u = _matched(A, u)
+        _, u = split_mean(u, valid)  # differences are unchanged, cancellation shrinks
+        squares = u.square().sum(-1, keepdim=True)
+        mixed, row_sum = _mixed(A, torch.cat([u, squares], dim=-1))
+        energies = row_sum * squares.squeeze(-1) + mixed[..., -1] - 2 * (u * mixed[..., :-1]).sum(-1)
+        energies = energies.clamp_min(0)
     return (energies if mask is None else energies.masked_fill(~valid, 0)).sum(-1) / 2
 
 
@@ -42,7 +46,7 @@ def log_nonlocal_energy_raw(A: AttentionOperator, u: Tensor, mask: Tensor | None
     A, u = _matched(A, u)
     tiles = Tiles(A)
     logs = tiles.stack(partial(_log_row_energies, tiles, u), u)
-    return safe_logsumexp(logs.masked_fill(~query_rows(A, mask), -torch.inf)) - math.log(2)
+    return safe_logsumexp(logs.masked_fill(~valid_positions(mask, A.q, heads=True), -torch.inf)) - math.log(2)
 
 
 def fidelity(u: Tensor, f: Tensor, strength: float | Tensor, mask: Tensor | None = None) -> Tensor:
@@ -50,8 +54,8 @@ def fidelity(u: Tensor, f: Tensor, strength: float | Tensor, mask: Tensor | None
     shapes = f"{tuple(u.shape)} and {tuple(f.shape)}"
     if u.ndim != 4 or f.shape[:1] + f.shape[2:] != u.shape[:1] + u.shape[2:] or u.shape[1] % f.shape[1] != 0:
         raise ShapeError(f"u and f must have the same shape (batch, heads, tokens, channels), got {shapes}")
-    u, f = upcast(u), repeat_heads(upcast(f), u.shape[1])
-    valid = valid_positions(None if mask is None else mask.unsqueeze(-2), u.shape[:-1], u)
+    u, f = u.to(accumulation_dtype(u)), repeat_heads(f.to(accumulation_dtype(f)), u.shape[1])
+    valid = valid_positions(mask, u, heads=True)
     return strength * (u - f).masked_fill(~valid.unsqueeze(-1), 0).square().sum((-2, -1)) / 2
 
 
@@ -69,7 +73,7 @@ def gradient_alignment(A: AttentionOperator, v: Tensor, mask: Tensor | None = No
     masked row is left out of the mean.
     """
     A, v = _matched(A, v)
-    valid = query_rows(A, mask)
+    valid = valid_positions(mask, A.q, heads=True)
     mean, v = split_mean(v, valid)
     # A difference of values below this length (batch, heads, 1, 1) is rounding and has no direction.
     offset, spread = (torch.linalg.vector_norm(x.detach(), dim=-1).amax(-1)[..., None, None] for x in (mean, v))
@@ -82,7 +86,7 @@ def gradient_alignment(A: AttentionOperator, v: Tensor, mask: Tensor | None = No
 def _matched(A: AttentionOperator, x: Tensor) -> tuple[AttentionOperator, Tensor]:
     """Operator and tokens in one precision, float32 or better, the tokens with one copy per query head."""
     _check_fits(A, x)
-    A = upcast_operator(A, x.dtype)
+    A = A.to(accumulation_dtype(A.q, A.k, x))
     return A, repeat_heads(x, A.heads).to(A.dtype)
 
 
@@ -94,14 +98,6 @@ def _check_fits(A: AttentionOperator, x: Tensor) -> None:
     if x.ndim != 4 or x.shape[:1] + x.shape[2:3] != (batch, keys) or x.shape[1] not in (heads, A.key_heads):
         expected = f"expected (batch, heads, tokens, channels) = ({batch}, {heads}, {keys}, any)"
         raise ShapeError(f"tokens of shape {tuple(x.shape)} do not fit an operator of shape {A.shape}; {expected}")
-
-
-def _row_energies(A: AttentionOperator, u: Tensor, valid: Tensor) -> Tensor:
-    """Σ_j A_ij ‖u_i − u_j‖² for every row, by one product with A: ‖u‖² travels as a channel."""
-    _, u = split_mean(u, valid)  # differences are unchanged, cancellation shrinks
-    squares = u.square().sum(-1, keepdim=True)
-    mixed, row_sum = _mixed(A, torch.cat([u, squares], dim=-1))
-    return (row_sum * squares.squeeze(-1) + mixed[..., -1] - 2 * (u * mixed[..., :-1]).sum(-1)).clamp_min(0)
 
 
 def _log_row_energies(tiles: Tiles, u: Tensor, rows: slice) -> Tensor:

@@ -60,13 +60,13 @@ def mean_cosine(pairs: Array, count: Array) -> Array:
 
 
 def hfc_over_lfc(high: Array, low: Array) -> Array:
-    """‖HFC‖ / ‖LFC‖; infinite where the mean token alone is zero."""
-    return ratio(high, low, at_zero=_where(high > 0, torch.inf, 0.0))
+    """‖HFC‖ / ‖LFC‖, given their squares; infinite where the mean token alone is zero."""
+    return ratio(safe_sqrt(high), safe_sqrt(low), at_zero=_where(high > 0, torch.inf, 0.0))
 
 
 def residual(high: Array, low: Array) -> Array:
-    """‖HFC‖ / ‖X‖, as HFC and LFC are orthogonal."""
-    return ratio(high, safe_sqrt(high**2 + low**2))
+    """‖HFC‖ / ‖X‖, given ‖HFC‖² and ‖LFC‖², as HFC and LFC are orthogonal."""
+    return ratio(safe_sqrt(high), safe_sqrt(high + low))
 
 
 def spread(mean: Array, variance: Array) -> Array:
@@ -81,8 +81,8 @@ def _from_sums(formula: Callable[..., Numbers], *fields: str) -> Callable[[Numbe
 
 FROM_SUMS: dict[str, Callable[[Numbers], Numbers]] = {
     "token_cosine": _from_sums(mean_cosine, "pairs", "count"),
-    "hfc_lfc_frobenius": _from_sums(lambda high, low: hfc_over_lfc(high**0.5, low**0.5), "high", "low"),
-    "rank_residual": _from_sums(lambda high, low: residual(high**0.5, low**0.5), "high", "low"),
+    "hfc_lfc_frobenius": _from_sums(hfc_over_lfc, "high", "low"),
+    "rank_residual": _from_sums(residual, "high", "low"),
     "norm_spread": _from_sums(spread, "norm_mean", "norm_variance"),
 }
 
@@ -97,19 +97,15 @@ def from_rows(record: AttentionCall, mask: Tensor | None) -> dict[str, tuple[Ten
     return {"nonlocal_energy": (energies, 1 / 2), "attention_entropy": (entropies, 1 / A.shape[2])}
 
 
-def upcast(tensor: Tensor) -> Tensor:
-    """The tensor in float32 or better: half precision accumulates badly."""
-    return tensor.to(torch.promote_types(torch.float32, tensor.dtype))
-
-
-def valid_positions(mask: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
-    """The mask expanded to `shape` (..., tokens), all True where there is none."""
+def valid_positions(mask: Tensor | None, tokens: Tensor, *, heads: bool = False) -> Tensor:
+    """The mask expanded to those of tokens (..., tokens, channels), `heads` alike; all True where there is none."""
+    shape = tokens.shape[:-1]
     if mask is None:
-        return torch.ones(shape, dtype=torch.bool, device=like.device)
+        return torch.ones(shape, dtype=torch.bool, device=tokens.device)
     if mask.dtype != torch.bool:
         raise AcutanceError(f"a token mask must be bool (True = the token counts), got {mask.dtype}: pass mask.bool()")
     try:
-        return mask.expand(shape)
+        return (mask.unsqueeze(-2) if heads else mask).expand(shape)
     except RuntimeError:
         shapes = f"a mask of shape {tuple(mask.shape)} does not fit tokens of shape {tuple(shape)}"
         raise ShapeError(f"{shapes}; give it the shape of the tokens without their channels") from None
@@ -172,7 +168,7 @@ def check_finite(tensor: Tensor, *, metric: str, layer: int | str, mask: Tensor 
 
 def finite_flags(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """The `FLAGS` of tokens (..., tokens, channels), left on the device."""
-    valid = valid_positions(mask, tokens.shape[:-1], tokens)
+    valid = valid_positions(mask, tokens)
     bad = valid & ~torch.isfinite(tokens).all(-1)
     return torch.stack([valid.sum(-1), bad.sum(-1), bad.int().argmax(-1)], -1).double()
 

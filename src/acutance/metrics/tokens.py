@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from acutance.errors import ShapeError
 from acutance.metrics import sums
-from acutance.metrics.sums import masked_mean, metric, ratio, safe_sqrt, split_mean, upcast, valid_positions
+from acutance.metrics.sums import masked_mean, metric, ratio, safe_sqrt, split_mean, valid_positions
 
 
 @metric("tokens", "smoother", (-1, 1), "Mean cosine over pairs of tokens: 1 when all point the same way.")
@@ -44,35 +44,35 @@ def high_frequency(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
 @metric("tokens", "sharper", (0, inf), "Largest deviation from the mean token, relative to the mean.")
 def hfc_lfc_spectral(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """‖HFC[X]‖₂ / ‖LFC[X]‖₂ in the spectral norm (arXiv 2401.04301)."""
-    high, low_norm = _scaled_frequencies(tokens, mask)
-    return sums.hfc_over_lfc(_singular_values(high)[..., 0].to(high.dtype), low_norm)
+    high, low_square = _scaled_frequencies(tokens, mask)
+    return sums.hfc_over_lfc(_squared_singular_values(high)[..., 0], low_square)
 
 
 @metric("tokens", "sharper", (0, inf), "All deviations from the mean token, relative to the mean.")
 def hfc_lfc_frobenius(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """‖HFC[X]‖_F / ‖LFC[X]‖_F in the Frobenius norm (arXiv 2401.04301)."""
-    high, low_norm = _scaled_frequencies(tokens, mask)
-    return sums.hfc_over_lfc(_frobenius(high), low_norm)
+    high, low_square = _scaled_frequencies(tokens, mask)
+    return sums.hfc_over_lfc(high.square().sum((-2, -1)), low_square)
 
 
 @metric("tokens", "sharper", (0, 1), "The share of the tokens that is not their mean.")
 def rank_residual(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """‖X − 1x̄ᵀ‖_F / ‖X‖_F: the share of X that is not the mean token; 0 for a zero matrix."""
-    high, low_norm = _scaled_frequencies(tokens, mask)
-    return sums.residual(_frobenius(high), low_norm)
+    high, low_square = _scaled_frequencies(tokens, mask)
+    return sums.residual(high.square().sum((-2, -1)), low_square)
 
 
 @metric("tokens", "sharper", (0, 1), "Second over first singular value: 0 when tokens span one line.")
 def singular_ratio(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """σ₂/σ₁ of X: 0 when the tokens span one line (rank collapse), or are all zero."""
-    sigma = pad(_relative_spectrum(tokens, mask), (0, 1))  # a single σ has a second of 0
+    sigma = pad(safe_sqrt(_relative_squares(tokens, mask)), (0, 1))  # a single σ has a second of 0
     return ratio(sigma[..., 1], sigma[..., 0])
 
 
 @metric("tokens", "sharper", (0, inf), "How many directions the tokens use, by the entropy of σ.")
 def effective_rank(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """exp of the entropy of σ/Σσ: how many directions the tokens really use; 0 for a zero matrix."""
-    sigma = _relative_spectrum(tokens, mask)
+    sigma = safe_sqrt(_relative_squares(tokens, mask))
     share = ratio(sigma, sigma.sum(-1, keepdim=True))
     share = torch.where(share == 0, 1, share)  # 1·log 1 = 0: an absent direction adds nothing
     return torch.where(sigma[..., 0] == 0, 0, torch.exp(-(share * share.log()).sum(-1)))
@@ -81,8 +81,8 @@ def effective_rank(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
 @metric("tokens", "sharper", (0, inf), "How many directions the tokens use, by their energy.")
 def stable_rank(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """‖X‖_F² / σ₁²: the rank as seen by energy; 0 for a zero matrix."""
-    sigma = _relative_spectrum(tokens, mask)
-    return ratio(sigma.square().sum(-1), sigma[..., 0].square())
+    squares = _relative_squares(tokens, mask)
+    return ratio(squares.sum(-1), squares[..., 0])
 
 
 @metric("tokens", "neither", (0, inf), "How much the tokens' norms differ, relative to their mean.")
@@ -100,8 +100,9 @@ def _select(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     if tokens.ndim < 2 or 0 in tokens.shape:
         shape = tuple(tokens.shape)
         raise ShapeError(f"tokens must be (..., tokens, channels) and not empty, got {shape}; mask what to leave out")
-    valid = valid_positions(mask, tokens.shape[:-1], tokens)
-    return upcast(tokens).masked_fill(~valid.unsqueeze(-1), 0), valid
+    valid = valid_positions(mask, tokens)
+    wide = tokens.to(torch.promote_types(torch.float32, tokens.dtype))  # half precision accumulates badly
+    return wide.masked_fill(~valid.unsqueeze(-1), 0), valid
 
 
 def _rescaled(x: Tensor) -> Tensor:
@@ -112,33 +113,28 @@ def _rescaled(x: Tensor) -> Tensor:
     return x * (mantissa / largest)
 
 
-def _relative_spectrum(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """The singular values of X in decreasing order, up to a common factor: only ratios mean anything."""
-    x, _ = _select(tokens, mask)
-    return _singular_values(_rescaled(x)).to(x.dtype)
-
-
 def _scaled_frequencies(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """HFC and the norm √n ‖x̄‖ of the rank-one LFC, in every norm alike, of X times a common factor."""
+    """HFC, and the square n ‖x̄‖² of the norm of the rank-one LFC, in every norm alike, of X times a common factor."""
     x, valid = _select(tokens, mask)
     mean, deviation = split_mean(_rescaled(x), valid)
-    return deviation.masked_fill(~valid.unsqueeze(-1), 0), valid.sum(-1).to(x.dtype).sqrt() * _frobenius(mean)
+    return deviation.masked_fill(~valid.unsqueeze(-1), 0), valid.sum(-1) * mean.square().sum((-2, -1))
 
 
-def _frobenius(x: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1))
-    return norm
+def _relative_squares(tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """The squared singular values of X in decreasing order, up to a common factor: only ratios mean anything."""
+    return _squared_singular_values(_rescaled(_select(tokens, mask)[0]))
 
 
-def _singular_values(x: Tensor) -> Tensor:
-    """Singular values (float64, decreasing) from the Gram matrix of the smaller side: quick and batched.
+def _squared_singular_values(x: Tensor) -> Tensor:
+    """They are (found in float64) the eigenvalues of the Gram matrix of the smaller side: quick and batched.
 
-    Its eigenvalues are known to about max(tokens, channels)·ε of the largest; below that is rounding, set to 0.
+    They are known to about max(tokens, channels)·ε of the largest; below that is rounding, set to 0.
     """
-    x = x.double()
-    gram = x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x
+    wide = x.double()
+    gram = wide @ wide.mT if x.shape[-2] <= x.shape[-1] else wide.mT @ wide
     # LAPACK raises on NaN and would take the whole batch with it: answer NaN for the sample concerned.
     finite = torch.isfinite(gram).all(-1).all(-1)
     squares = torch.linalg.eigvalsh(torch.where(finite[..., None, None], gram, 0)).flip(-1)
     floor = squares[..., :1] * max(x.shape[-2:]) * torch.finfo(torch.float64).eps
-    return torch.where(finite.unsqueeze(-1), safe_sqrt(torch.where(squares > floor, squares, 0)), torch.nan)
+    squares = torch.where(squares > floor, squares, 0)
+    return torch.where(finite.unsqueeze(-1), squares, torch.nan).to(x.dtype)

@@ -195,8 +195,8 @@ def test_an_error_of_mu_is_covered_by_the_margin(lam, mu, off, turn, far):
     others, exact = (torch.tensor([m, far], dtype=torch.complex128) for m in (given_mu, true))
     found, right = theory.families(values, others, 0.0, (others - exact).abs()), theory.families(values, exact)
     if float(found.leaning) != 0:
-        assert float(found.leaning) == float((right.constant - right.varying).sign())
-    assert bool(found.undecided) == (float(found.leaning) == 0 and float(found.error) > float(found.rounding))
+        assert float(found.leaning) == -float(right.log_rate.sign())
+    assert not right.undecided
 
 
 @pytest.mark.parametrize(("factor", "smooths"), [(0.95, False), (1.05, True)])
