@@ -5,11 +5,11 @@ Models of no known library are read by them too: blocks told by structure, atten
 
 import re
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.mitigations.projection import Projection, Projections
@@ -19,15 +19,15 @@ from acutance.sites.patched import PatchedSite
 from acutance.sites.site import TOKENS_REMAIN, Library
 from acutance.sites.structure import ADVICE, Layer, modules_of, path_of
 
-SEPARATE = {
+NAMES = {
     "query": ("q_proj", "query", "query_proj", "q_lin", "q", "to_q", "wq", "q_linear", "W_q", "Wq"),
     "key": ("k_proj", "key", "key_proj", "k_lin", "k", "to_k", "wk", "k_linear", "W_k", "Wk"),
     "value": ("v_proj", "value", "value_proj", "v_lin", "v", "to_v", "wv", "v_linear", "W_v", "Wv"),
+    # One projection for all three, or for keys and values: its rows stand query by key by value, or so head by head.
+    "joint": ("c_attn", "qkv_proj", "Wqkv", "qkv", "to_qkv", "in_proj"),
+    "joint by head": ("query_key_value",),
+    "keys and values": ("kv", "to_kv"),
 }
-# One projection for all three, or for keys and values: its rows stand query by key by value, or so head by head.
-JOINT = ("c_attn", "qkv_proj", "Wqkv", "qkv", "to_qkv", "in_proj")
-JOINT_BY_HEAD = ("query_key_value",)
-KEYS_AND_VALUES = ("kv", "to_kv")
 OUTPUT = (
     *("o_proj", "out_proj", "out_lin", "o", "c_proj", "Wo", "dense", "proj", "projection"),
     *("to_out.0", "to_out", "wo", "W_o", "out", "output_proj", "out_linear"),
@@ -53,30 +53,27 @@ class NamedSite(PatchedSite):
     def _found(self) -> tuple[Projections, Sizes]:
         """Look the usual names up; what is missing is an error that says so."""
         attention, output = self.attention, output_of(self.block, self.attention)
+        found = {kind: module for kind, names in NAMES.items() if (module := _child(attention, names)) is not None}
+        source = next((kind for kind in ("value", "joint", "joint by head", "keys and values") if kind in found), None)
         config = getattr(attention, "config", None)
         said = (*(getattr(attention, key, None) for key in HEADS), getattr(config, "num_attention_heads", None))
         heads = next((number for number in said if isinstance(number, int)), None)
-        separate = (_child(attention, names) for names in SEPARATE.values())
-        query, key, value = (None if module is None else Projection(module) for module in separate)
-        together = (*JOINT, *JOINT_BY_HEAD, *KEYS_AND_VALUES)
-        joint = next((path for path in together if _child(attention, (path,)) is not None), "")
-        has_value = value is not None or joint
-        if output is None or heads is None or not has_value:
-            missing = "W_proj" if output is None else "the number of heads" if has_value else "W_V"
+        if output is None or heads is None or source is None:
+            missing = "W_proj" if output is None else "W_V" if source is None else "the number of heads"
             kept = f"{self.name} ({type(attention).__name__}) keeps {missing} under a name that is not known here"
             raise NoSitesError(f"{kept}, or has none. {TOKENS_REMAIN}")
         dim, width = Projection(output).shape()
         head_dim = width // heads
-        if value is not None:
-            kv_heads = value.shape()[0] // head_dim
-        else:
-            module, query_heads = attention.get_submodule(joint), 0 if joint in KEYS_AND_VALUES else heads
-            kv_heads = (Projection(module).shape()[0] // head_dim - query_heads) // 2
-            ends = accumulate((query_heads, kv_heads, kv_heads), initial=0)
-            rows: list[slice | Tensor] = [slice(start * head_dim, end * head_dim) for start, end in pairwise(ends)]
-            if joint in JOINT_BY_HEAD or getattr(attention, "multi_query", None) is False:  # GPT-BigCode has either
-                rows = list(torch.arange(heads * 3 * head_dim).reshape(heads, 3, head_dim).transpose(0, 1).flatten(1))
-            q, key, value = (Projection(module, each) for each in rows)
+        query, key, value = (Projection(found[kind]) if kind in found else None for kind in ("query", "key", "value"))
+        query_heads, parts = heads if "joint" in source else 0, 1 if source == "value" else 2
+        kv_heads = (Projection(found[source]).shape()[0] // head_dim - query_heads) // parts
+        if value is None:
+            if source == "joint by head" or getattr(attention, "multi_query", None) is False:  # GPT-BigCode has either
+                rows = torch.arange(3 * width).reshape(heads, 3, head_dim).unbind(1)
+            else:
+                counts = (query_heads, kv_heads, kv_heads)
+                rows = torch.arange(sum(counts) * head_dim).split([count * head_dim for count in counts])
+            q, key, value = (Projection(found[source], part.flatten()) for part in rows)
             query = q if query_heads else query
         return Projections(query, key, value, Projection(output)), Sizes(heads, kv_heads, head_dim, dim)
 
@@ -199,8 +196,7 @@ class AnybodySite(NamedSite):
             return found
         for projection, x, y in ((found.value, seen["x"], seen["v"]), (found.output, seen["u"], seen["y"])):
             given, made = (t.transpose(1, 2).flatten(2) if t.ndim == 4 else t for t in (x, y))
-            offset = projection.offset()
-            wanted = given @ projection.matrix().T + (0 if offset is None else offset)
+            wanted = F.linear(given, projection.matrix(), projection.offset())
             tolerance = torch.finfo(wanted.dtype).eps ** 0.5
             if made.shape != wanted.shape or not torch.allclose(made, wanted, rtol=tolerance, atol=tolerance):
                 raise NoSitesError(
@@ -231,8 +227,7 @@ def _attention_of(path: str, block: nn.Module) -> nn.Module | None:
     inner = {name: m for name, m in named.items() if not any(other.startswith(f"{name}.") for other in named)}
     if inner:
         return inner[structure.self_attention_in(path, inner)]
-    children = {name for name, _ in block.named_children()}
-    return block if children.intersection((*JOINT, *SEPARATE["value"])) else None
+    return block if block._modules.keys() & {*NAMES["joint"], *NAMES["value"]} else None
 
 
 LIBRARY = Library(

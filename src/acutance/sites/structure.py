@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -122,26 +123,25 @@ def tokens_out(output: Any) -> Tensor:
     return tokens
 
 
-def place_of(model: nn.Module, path: str) -> Place | None:
-    """The block that holds the module: the innermost member of a container of equals around it; None outside of lists.
+def place_of(model: nn.Module, path: str) -> Place:
+    """The block that holds the module: the innermost member of a container of equals around it, or else its parent.
 
     Containers of unlike modules count only where there is none of equals: T5's blocks list their own parts.
     """
-    modules = modules_of(model)
-    inside = [up for up in list(outwards(path))[:0:-1] if isinstance(modules[up], CONTAINERS)]
+    modules, around = modules_of(model), list(outwards(path))[::-1]  # from the model to the module
+    inside = [up for up in around[:-1] if isinstance(modules[up], CONTAINERS)]
     if not inside:
-        return None
+        return Place(path.rpartition(".")[0], "", "")
     equals = [up for up in inside if _of_equals(modules[up])] or inside[:1]
-    member = path[len(equals[-1]) + 1 :] if equals[-1] else path
-    return Place(block=join(equals[-1], member.split(".")[0]), stage=equals[-1], stack=equals[0])
+    return Place(around[around.index(equals[-1]) + 1], stage=equals[-1], stack=equals[0])
 
 
 def layers_in(model: nn.Module, found: Mapping[str, nn.Module], *, interface: bool = False) -> list[Layer]:
     """The layers of these attentions, by path: one in every block of one stack.
 
-    Outside of lists the parent is the block. An attention beside the stack, such as a pooling head's, is no layer.
+    An attention beside the stack, such as a pooling head's, is no layer.
     """
-    places = {path: place_of(model, path) or Place(path.rpartition(".")[0], "", "") for path in found}
+    places = {path: place_of(model, path) for path in found}
     stacks = list(dict.fromkeys(place.stack for place in places.values()))
     outer = {a for a in stacks for b in stacks if a != b and (a == "" or b.startswith(f"{a}."))}
     stacks = [stack for stack in stacks if stack not in outer]
@@ -199,10 +199,8 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if largest is None or _size(lists[largest]) == 0:
         return []
     blocks = [(join(largest, name), block) for name, block in lists[largest].named_children()]
-    stages = [_blocks_of_stage(block) for _, block in blocks]
-    if not all(stages):
-        return blocks
-    return [(join(up, path), block) for (up, _), stage in zip(blocks, stages, strict=True) for path, block in stage]
+    stages = [[(join(up, path), inside) for path, inside in _blocks_of_stage(block)] for up, block in blocks]
+    return list(chain(*stages)) if all(stages) else blocks
 
 
 def _blocks_of_stage(block: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -258,8 +256,7 @@ def norm_after(
 
     `choose` is given such a module and the name of its child that holds the blocks.
     """
-    place = place_of(model, path_of(model, last))
-    for path in filter(None, outwards(place and place.stage)):
+    for path in filter(None, outwards(place_of(model, path_of(model, last)).stage)):
         around, _, inside = path.rpartition(".")
         if (norm := choose(model.get_submodule(around), inside)) is not None:
             return norm
