@@ -110,8 +110,7 @@ class Eigen(Mitigation):
 
     def leave(self) -> None:
         """Nothing outlives the block's run: the next optimiser step changes Θ."""
-        if _LOCAL.running[0] == self.key:
-            _LOCAL.running[:] = [None, None, None]
+        _LOCAL.running[:] = [None, None, None]
 
     def _made(self, which: int) -> Tensor:
         """W_V (0) or W_proj (1): made together and once in a run of the block, elsewhere whenever one is asked for."""

@@ -182,6 +182,5 @@ def _random(module: nn.Module, *shape: int, seed: int = 0) -> Tensor:
 
 def same_values(one: Tensor, other: Tensor) -> bool:
     """Whether both hold the same numbers, in any order."""
-    if one.numel() != other.numel():
-        return False
-    return torch.equal(*(x.detach().flatten().double().sort().values for x in (one, other)))
+    ordered = (x.detach().flatten().double().sort().values for x in (one, other))
+    return one.numel() == other.numel() and torch.equal(*ordered)

@@ -112,7 +112,13 @@ class NamedSite(PatchedSite):
     def pre_norm_gain(self) -> Tensor | None:
         """The norm's weight; Gemma's norms, and some others, multiply by 1 + weight."""
         gain, norm = super().pre_norm_gain(), self.pre_norm()
-        return gain if gain is None or norm is None or not _adds_one(norm) else 1 + gain
+        if gain is None or norm is None:
+            return None
+        token = 1 - 2 * (torch.arange(gain.shape[-1], device=gain.device) % 2).to(gain.dtype)  # is normalised already
+        with torch.no_grad():
+            made = token * (norm.forward(token) - norm.forward(-token)) / 2  # without its bias
+            adds_one = (made - gain).abs().sum() > (made - 1 - gain).abs().sum()
+        return 1 + gain if adds_one else gain
 
     def between(self) -> str | None:
         """A norm or a gate between the attention and W_proj, as in BitNet and Qwen3-Next.
@@ -150,29 +156,18 @@ class NamedSite(PatchedSite):
 def output_of(block: nn.Module, attention: nn.Module) -> nn.Module | None:
     """The module of W_proj, in the attention or in what is around it."""
     found = _child(attention, OUTPUT)
-    for path in [] if block is attention else list(structure.outwards(path_of(block, attention)))[1:-1]:
+    for path in list(structure.outwards(path_of(block, attention)))[1:-1]:
         found = found or _child(block.get_submodule(path), OUTPUT_BESIDE)
     return found
 
 
 def _child(module: nn.Module, paths: tuple[str, ...]) -> nn.Module | None:
-    for path in paths:
-        try:
-            found = module.get_submodule(path)
-        except AttributeError:
-            continue
-        if path not in ("output", "to_out") or isinstance(getattr(found, "weight", None), Tensor):
-            return found  # elsewhere what holds output.dense
-    return None
-
-
-def _adds_one(norm: nn.Module) -> bool:
-    """Whether the norm multiplies by 1 + weight, tried on tokens that are normalised already."""
-    weight: Tensor = norm.weight  # type: ignore[assignment]
-    token = 1 - 2 * (torch.arange(weight.shape[-1], device=weight.device) % 2).to(weight.dtype)
-    with torch.no_grad():
-        gain = token * (norm.forward(token) - norm.forward(-token)) / 2  # without its bias
-        return bool((gain - weight).abs().sum() > (gain - 1 - weight).abs().sum())
+    inside = dict(module.named_modules(remove_duplicate=False))
+    found = ((path, inside[path]) for path in paths if path in inside)
+    holders = ("output", "to_out")  # of output.dense and to_out.0, where they are no linear layer themselves
+    return next(
+        (part for path, part in found if path not in holders or isinstance(getattr(part, "weight", None), Tensor)), None
+    )
 
 
 class AnybodySite(NamedSite):

@@ -158,16 +158,15 @@ def layers_in(model: nn.Module, found: Mapping[str, nn.Module], *, interface: bo
         if place.stack in outer and type(modules[place.block]) in {type(modules[block]) for block in inside}:
             where = f"{path} is in a block like those of {stacks[0]}, but outside of it"
             raise AcutanceError(f"{where}, so its depth is not known: put all blocks into one nn.ModuleList. {ADVICE}")
-    chosen = [self_attention_in(block, attentions) for block, attentions in inside.items()]
-    for path in chosen:
-        block, stage, _ = places[path]
-        if isinstance(modules[block], nn.ModuleList) or (block == path and stage):
+    layers: list[Layer] = []
+    for block, attentions in inside.items():
+        path = self_attention_in(block, attentions)
+        stage, module = places[path].stage, modules[block]
+        if isinstance(module, nn.ModuleList) or (block == path and stage):
             what = f"{block} is a list of modules without a forward, or the attention itself"
             raise NoSitesError(f"{what}, so the residual stream is not known: make it a block. {TOKENS_REMAIN}")
-    return [
-        Layer(layer, path, unwrapped(modules[places[path].block]), found[path], places[path].stage, interface)
-        for layer, path in enumerate(chosen, 1)
-    ]
+        layers.append(Layer(len(layers) + 1, path, unwrapped(module), found[path], stage, interface))
+    return layers
 
 
 def self_attention_in(block: str, found: Mapping[str, nn.Module]) -> str:
@@ -283,21 +282,18 @@ def bare_module(model: nn.Module) -> nn.Module:
     """The module inside torch.compile's and data parallelism's wrappers, whose forward would compile or synchronise."""
     check_model(model)
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    while True:
-        inner = model.module if isinstance(model, parallel) else getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
-def _is_a(module: nn.Module, *names: str) -> bool:
-    """By the names of its classes: where torch comes without distributed there are none to import."""
-    return any(parent.__name__ in names for parent in type(module).__mro__)
+    while isinstance(model, parallel) or "_orig_mod" in model._modules:
+        model = model.get_submodule("module" if isinstance(model, parallel) else "_orig_mod")
+    return model
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP gathers the model's weights from all processes, so that none can run it without the others."""
-    return any(_is_a(module, "FSDPModule", "FullyShardedDataParallel") for module in model.modules())
+    """Whether FSDP gathers the model's weights from all processes, so that none can run it without the others.
+
+    Told by the names of classes: where torch comes without distributed there are none to import.
+    """
+    kinds = {parent.__name__ for module in model.modules() for parent in type(module).__mro__}
+    return not kinds.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
 
 
 def refuse_sharded(model: nn.Module, reader: str) -> None:
@@ -316,7 +312,7 @@ def shards_put_back(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module in model.modules():
-            if _is_a(module, "FSDPModule"):
+            if any(parent.__name__ == "FSDPModule" for parent in type(module).__mro__):
                 cast(Any, module).reshard()
 
 
