@@ -66,14 +66,6 @@ class Layer(NamedTuple):
     interface: bool = False  # whether the model promises to call its attention through its library's interface
 
 
-class Place(NamedTuple):
-    """Where a module stands among the repeated blocks."""
-
-    block: str  # path of the block it is in
-    stage: str  # path of the container that holds the block
-    stack: str  # path of the outermost such container: stages of one model share it, encoder and decoder do not
-
-
 class SpecialTokens(NamedTuple):
     """How many tokens that are no content stand before and after it."""
 
@@ -123,17 +115,18 @@ def tokens_out(output: Any) -> Tensor:
     return tokens
 
 
-def place_of(model: nn.Module, path: str) -> Place:
-    """The block that holds the module: the innermost member of a container of equals around it, or else its parent.
+def place_of(model: nn.Module, path: str) -> tuple[str, str, str]:
+    """The paths of the block that holds the module, of its stage, which lists it, and of the stack around all stages.
 
-    Containers of unlike modules count only where there is none of equals: T5's blocks list their own parts.
+    The block is the innermost member of a container of equals around the module. Containers of unlike modules count
+    only where there is none of equals: T5's blocks list their own parts. Outside of lists the parent is the block.
     """
     modules, around = modules_of(model), list(outwards(path))[::-1]  # from the model to the module
     inside = [up for up in around[:-1] if isinstance(modules[up], CONTAINERS)]
     if not inside:
-        return Place(path.rpartition(".")[0], "", "")
+        return path.rpartition(".")[0], "", ""
     equals = [up for up in inside if _of_equals(modules[up])] or inside[:1]
-    return Place(around[around.index(equals[-1]) + 1], stage=equals[-1], stack=equals[0])
+    return around[around.index(equals[-1]) + 1], equals[-1], equals[0]
 
 
 def layers_in(model: nn.Module, found: Mapping[str, nn.Module], *, interface: bool = False) -> list[Layer]:
@@ -141,27 +134,24 @@ def layers_in(model: nn.Module, found: Mapping[str, nn.Module], *, interface: bo
 
     An attention beside the stack, such as a pooling head's, is no layer.
     """
-    places = {path: place_of(model, path) for path in found}
-    stacks = list(dict.fromkeys(place.stack for place in places.values()))
-    outer = {a for a in stacks for b in stacks if a != b and (a == "" or b.startswith(f"{a}."))}
-    stacks = [stack for stack in stacks if stack not in outer]
-    if len(stacks) > 1:
-        around = [stack.rpartition(".")[0] for stack in stacks]
-        parts = [up if up and around.count(up) == 1 else stack for up, stack in zip(around, stacks, strict=True)]
-        raise several_stacks(model, stacks, parts)
-    inside: dict[str, dict[str, nn.Module]] = {}  # by the path of the block
-    for path, place in places.items():
-        if place.stack in stacks:
-            inside.setdefault(place.block, {})[path] = found[path]
-    modules = modules_of(model)
-    for path, place in places.items():
-        if place.stack in outer and type(modules[place.block]) in {type(modules[block]) for block in inside}:
-            where = f"{path} is in a block like those of {stacks[0]}, but outside of it"
+    stacks: dict[str, dict[tuple[str, str], dict[str, nn.Module]]] = {}  # by stack, and by block and stage
+    for path, attention in found.items():
+        block, stage, stack = place_of(model, path)
+        stacks.setdefault(stack, {}).setdefault((block, stage), {})[path] = attention
+    inner = [a for a in stacks if not any(a != b and (a == "" or b.startswith(f"{a}.")) for b in stacks)]
+    if len(inner) > 1:
+        around = [stack.rpartition(".")[0] for stack in inner]
+        parts = [up if up and around.count(up) == 1 else stack for up, stack in zip(around, inner, strict=True)]
+        raise several_stacks(model, inner, parts)
+    modules, blocks = modules_of(model), stacks.pop(inner[0])
+    kinds = {type(modules[block]) for block, _ in blocks}
+    for (block, _), (path, *_) in chain.from_iterable(others.items() for others in stacks.values()):
+        if type(modules[block]) in kinds:
+            where = f"{path} is in a block like those of {inner[0]}, but outside of it"
             raise AcutanceError(f"{where}, so its depth is not known: put all blocks into one nn.ModuleList. {ADVICE}")
     layers: list[Layer] = []
-    for block, attentions in inside.items():
-        path = self_attention_in(block, attentions)
-        stage, module = places[path].stage, modules[block]
+    for (block, stage), attentions in blocks.items():
+        path, module = self_attention_in(block, attentions), modules[block]
         if isinstance(module, nn.ModuleList) or (block == path and stage):
             what = f"{block} is a list of modules without a forward, or the attention itself"
             raise NoSitesError(f"{what}, so the residual stream is not known: make it a block. {TOKENS_REMAIN}")
@@ -255,7 +245,8 @@ def norm_after(
 
     `choose` is given such a module and the name of its child that holds the blocks.
     """
-    for path in filter(None, outwards(place_of(model, path_of(model, last)).stage)):
+    _, stage, _ = place_of(model, path_of(model, last))
+    for path in filter(None, outwards(stage)):
         around, _, inside = path.rpartition(".")
         if (norm := choose(model.get_submodule(around), inside)) is not None:
             return norm
