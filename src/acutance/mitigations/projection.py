@@ -158,9 +158,12 @@ class MadeRows(nn.Module):
         """The rows that stay, as one parameter or none."""
         return list(module.parametrizations[self.name].parameters(recurse=False))
 
+    def sources(self, module: Any) -> list[nn.Parameter]:
+        return [*self.owner[0].parameters(), *self.kept(module)]
+
     def is_sharded(self, module: Any) -> bool:
         """Whether FSDP has split what the weight is made from."""
-        return any(hasattr(source, "full_tensor") for source in (*self.owner[0].parameters(), *self.kept(module)))
+        return any(hasattr(source, "full_tensor") for source in self.sources(module))
 
     @torch.no_grad()
     def write(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -168,8 +171,9 @@ class MadeRows(nn.Module):
             return
         for key in [key for key in state if key.startswith(f"{prefix}parametrizations.{self.name}.")]:
             del state[key]
-        whole: Tensor = getattr(module, self.name)
-        state[prefix + self.name] = whole.clone(memory_format=torch.contiguous_format)
+        is_meta = any(source.is_meta for source in self.sources(module))
+        whole = torch.empty_like(self.before[0], device="meta") if is_meta else getattr(module, self.name)
+        state[prefix + self.name] = whole.detach().clone(memory_format=torch.contiguous_format)
 
     def read(
         self, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, *lists: list[str]

@@ -136,11 +136,11 @@ class NamedSite(PatchedSite):
         return self._followed().post_norm
 
     def branch_gain(self) -> Tensor | None:
-        """LayerScale's gain, or Granite's number for all channels."""
+        """LayerScale's gain, or one number for all channels, as ReZero and Granite have."""
         gain = self._followed().gain
-        if gain is None or isinstance(gain, Tensor):
-            return gain
-        return torch.full((self.dim,), float(gain)).to(self.projection_weight())
+        if isinstance(gain, (int, float)):
+            gain = self.projection_weight().new_tensor(gain)
+        return gain if gain is None or gain.shape == (self.dim,) else gain.flatten().expand(self.dim)
 
     def _followed(self) -> Surroundings:
         if not self.surroundings.is_complete:
