@@ -126,7 +126,7 @@ class MadeRows(nn.Module):
         super().__init__()
         module, self.name = projection.module, projection.weight
         weight = module._parameters[self.name]
-        self.make, self.dim = make, int(_is_conv1d(module))  # make is a bound method: a copied model gets its own
+        self.make, self.dim = make, int(_is_conv1d(module))  # make has a bound method: a copied model gets its own
         self.owner = (owner,)  # whose parameters it is made from; in a tuple, since they are not this module's
         self.before = (weight,)  # the model's own parameter, which `unparametrise` gives back
         self.places = list(module._parameters)

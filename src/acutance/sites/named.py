@@ -69,10 +69,10 @@ class NamedSite(PatchedSite):
         kv_heads = (Projection(found[source]).shape()[0] // head_dim - query_heads) // parts
         if value is None:
             if source == "joint by head" or getattr(attention, "multi_query", None) is False:  # GPT-BigCode has either
-                rows = torch.arange(3 * width).reshape(heads, 3, head_dim).unbind(1)
+                rows = torch.arange(3 * width, device="cpu").reshape(heads, 3, head_dim).unbind(1)
             else:
                 counts = (query_heads, kv_heads, kv_heads)
-                rows = torch.arange(sum(counts) * head_dim).split([count * head_dim for count in counts])
+                rows = torch.arange(sum(counts) * head_dim, device="cpu").split([count * head_dim for count in counts])
             q, key, value = (Projection(found[source], part.flatten()) for part in rows)
             query = q if query_heads else query
         return Projections(query, key, value, Projection(output)), Sizes(heads, kv_heads, head_dim, dim)
