@@ -234,6 +234,8 @@ def test_a_branch_that_does_nothing_has_a_distance():
 def test_a_model_without_memory_can_be_steered():
     with torch.device("meta"):
         model = ViT(**TINY, mitigation="eigen")
-    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert (
+        {p.device.type for p in model.parameters()} == {p.device.type for p in model.state_dict().values()} == {"meta"}
+    )
     model.load_state_dict(make("eigen", dtype=torch.float32).state_dict(), assign=True)
     assert model.blocks[0].attn.mitigation.theta.device.type == "cpu"

@@ -206,6 +206,16 @@ def test_explained_from_the_weights():
     assert sorted(layer.eigenvalues.real) == pytest.approx(sorted(expected.real.tolist()), abs=1e-9)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, DIM)])
+def test_a_gain_may_have_any_shape(shape):
+    model = shaken(Model()).double()
+    for block in model.blocks:
+        block.gain = nn.Parameter(torch.randn(shape, dtype=torch.float64))
+    for site, block in zip(sites.find(model), model.blocks, strict=True):
+        assert torch.equal(site.branch_gain(), block.gain.flatten().expand(DIM))
+    assert len(explain(model).layers) == DEPTH
+
+
 class Untraceable(PostNorm):
     def forward(self, x):
         return super().forward(x) if x.isnan().any() else x

@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -93,8 +94,8 @@ class Eigen(Mitigation):
             self._start(*before)
         if shape.pretrained:
             self._keep_constant(value, output)
-        value.parametrise(self, self._value)
-        output.parametrise(self, self._output)
+        value.parametrise(self, partial(self._made, 0))
+        output.parametrise(self, partial(self._made, 1))
 
     def unparametrise(self, value: Projection, output: Projection) -> None:
         """Give a trained layer back what it had, a new one what it has now."""
@@ -109,31 +110,22 @@ class Eigen(Mitigation):
 
     def leave(self) -> None:
         """Nothing outlives the block's run: the next optimiser step changes Θ."""
-        if _LOCAL.running[0] == self.key:
-            _LOCAL.running[:] = [None, None, None]
+        _LOCAL.running[:] = [None, None, None]
 
-    def _value(self) -> Tensor:
-        """W_V, made once in a run of the block, however often it is read; elsewhere whenever it is asked for."""
-        if _LOCAL.running[0] != self.key:
-            return self.weights()[0]
-        if _LOCAL.running[1] is None:
-            _LOCAL.running[1:] = self.weights()
-        value: Tensor = _LOCAL.running[1]
-        return value
-
-    def _output(self) -> Tensor:
-        """W_proj, made with W_V if that was in the same run of the block."""
+    def _made(self, which: int) -> Tensor:
+        """W_V (0) or W_proj (1): made together and once in a run of the block, elsewhere whenever one is asked for."""
         learns = torch.is_grad_enabled() and (self.theta.requires_grad or self.psi.requires_grad)
         if _LOCAL.running[0] == self.key:
-            output: Tensor | None = _LOCAL.running[2]
-            _LOCAL.running[2] = None
-            if output is not None and (output.requires_grad or not learns):  # re-entrant checkpointing: not W_V's
-                return output
-        elif learns and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            if _LOCAL.running[1] is None:
+                _LOCAL.running[1:] = self.weights()
+            made: Tensor = _LOCAL.running[1 + which]
+            if made.requires_grad or not learns:  # else of a part that re-entrant checkpointing ran
+                return made
+        elif which == 1 and learns and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
             # Within a backward pass: a part of the forward pass is recomputed.
             advice = "W_V, which are made together: put it around the attention or around the whole block"
             raise AcutanceError(f"eigen: checkpointing in layer {self.shape.layer} has W_proj in it but not {advice}")
-        return self.weights()[1]
+        return self.weights()[which]
 
     def weights(self) -> Weights:
         """W_V and W_proj in torch's layout, Vᵀ and V Λ. Whoever intercepts the attention does not see V being made."""
@@ -196,9 +188,8 @@ def weights_together(mitigations: Sequence[Mitigation]) -> list[Weights | None]:
     layers = [eigen_of(mitigation) for mitigation in mitigations]
     eigens = [layer for layer in layers if layer is not None]
     kinds = [(e.sign, e.basis, e.spectrum, e.theta.shape, e.theta.dtype, e.theta.device) for e in eigens]
-    if any(kind != kinds[0] for kind in kinds):
-        return [None if layer is None else layer.weights() for layer in layers]
-    made = iter(_weights_of(eigens) if eigens else [])
+    is_one_kind = eigens and all(kind == kinds[0] for kind in kinds)
+    made = iter(_weights_of(eigens) if is_one_kind else [eigen.weights() for eigen in eigens])
     return [None if layer is None else next(made) for layer in layers]
 
 

@@ -92,25 +92,19 @@ class Projection:
             raise AcutanceError(f"{what} is made from parameters of which FSDP leaves each process a part: {advice}")
         (parameter,), now = made.before, getattr(module, name).detach()
         with torch.no_grad():  # rows that stayed have what they have learnt since
-            data = now if keep else made.whole(made.pick(parameter.data.to(now), True), *made.originals(module))
+            data = now if keep else made.whole(made.pick(parameter.data.to(now), True), *made.kept(module))
             parameter.data = data.clone(memory_format=torch.contiguous_format)
         for hook in made.hooks:
             hook.remove()
-        cls = type(module)  # given by parametrize; copies share it, so it is not changed
-        del module.parametrizations[name]
-        if len(module.parametrizations) == 0:
-            del module.parametrizations
-            module.__class__ = cls.__bases__[0]
-        else:
-            module.__class__ = type(cls.__name__, cls.__bases__, {k: v for k, v in vars(cls).items() if k != name})
+        cls = type(module)  # given by parametrize, which would change it; copies share it
+        module.__class__ = type(cls.__name__, cls.__bases__, dict(vars(cls)))
+        parametrize.remove_parametrizations(module, name)
         module._parameters[name] = parameter
         places = [place for place in made.places if place in module._parameters]
         module._parameters.update({place: module._parameters.pop(place) for place in places})
 
     def _made(self) -> "MadeRows | None":
-        if not parametrize.is_parametrized(self.module, self.weight):
-            return None
-        found = self.module.parametrizations[self.weight][0]
+        found = parametrize.is_parametrized(self.module, self.weight) and self.module.parametrizations[self.weight][0]
         return found if isinstance(found, MadeRows) else None
 
 
@@ -132,42 +126,40 @@ class MadeRows(nn.Module):
         super().__init__()
         module, self.name = projection.module, projection.weight
         weight = module._parameters[self.name]
-        self.make, self.dim = make, int(_is_conv1d(module))  # make is a bound method: a copied model gets its own
+        self.make, self.dim = make, int(_is_conv1d(module))  # make has a bound method: a copied model gets its own
         self.owner = (owner,)  # whose parameters it is made from; in a tuple, since they are not this module's
         self.before = (weight,)  # the model's own parameter, which `unparametrise` gives back
         self.places = list(module._parameters)
         is_made = torch.zeros(weight.shape[self.dim], dtype=torch.bool, device="cpu")
         is_made[slice(None) if projection.rows is None else projection.rows] = True
-        # Runs of rows that stay or are made. `make` has its rows in the order of the weight's.
-        self.runs = [(made, len(list(rows))) for made, rows in groupby(is_made.tolist())]
-        self.sizes = [[size for made, size in self.runs if made is which] for which in (False, True)]
-        first = sorted(range(len(self.runs)), key=lambda run: self.runs[run][0])
-        self.order = [first.index(run) for run in range(len(first))]  # among those that stay, then those that are made
+        # The lengths of runs of rows that are made and stay in turn. `make` has its rows in the order of the weight's.
+        self.runs, self.starts_made = [len(list(run)) for _, run in groupby(is_made.tolist())], bool(is_made[0])
 
     def forward(self, *kept: Tensor) -> Tensor:
         return self.whole(self.make().mT if self.dim == 1 else self.make(), *kept)
 
     def whole(self, made: Tensor, *kept: Tensor) -> Tensor:
-        """The whole weight, given the rows that are made; all as the module stores them."""
+        """The whole weight, given the rows that are made and those that stay; all as the module stores them."""
         if not kept:
             return made
-        pieces = [*kept[0].split(self.sizes[0], self.dim), *made.split(self.sizes[1], self.dim)]
-        return torch.cat([pieces[place] for place in self.order], self.dim)
+        first, second = (made, *kept) if self.starts_made else (*kept, made)
+        pieces: list[Any] = [None] * len(self.runs)
+        pieces[::2], pieces[1::2] = first.split(self.runs[::2], self.dim), second.split(self.runs[1::2], self.dim)
+        return torch.cat(pieces, self.dim)
 
-    def pick(self, weight: Tensor, which: bool) -> Tensor:
+    def pick(self, weight: Tensor, made: bool) -> Tensor:
         """The rows of a whole weight that are made, or those that stay."""
-        pieces = weight.split([size for _, size in self.runs], self.dim)
-        return torch.cat([piece for piece, (made, _) in zip(pieces, self.runs, strict=True) if made is which], self.dim)
+        return torch.cat(weight.split(self.runs, self.dim)[made != self.starts_made :: 2], self.dim)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, ...]:
-        return (self.pick(weight, False),) if self.sizes[0] else ()
+        return (self.pick(weight, False),) if len(self.runs) > 1 else ()
 
-    def originals(self, module: Any) -> list[nn.Parameter]:
+    def kept(self, module: Any) -> list[nn.Parameter]:
         """The rows that stay, as one parameter or none."""
         return list(module.parametrizations[self.name].parameters(recurse=False))
 
     def sources(self, module: Any) -> list[nn.Parameter]:
-        return [*self.owner[0].parameters(), *self.originals(module)]
+        return [*self.owner[0].parameters(), *self.kept(module)]
 
     def is_sharded(self, module: Any) -> bool:
         """Whether FSDP has split what the weight is made from."""
@@ -197,7 +189,7 @@ class MadeRows(nn.Module):
 def weight_with(module: Any, rows: Tensor) -> Tensor:
     """The whole weight of a linear layer, given the rows that a mitigation would make."""
     made = module.parametrizations["weight"][0]
-    return made.whole(rows, *made.originals(module))  # type: ignore[no-any-return]
+    return made.whole(rows, *made.kept(module))  # type: ignore[no-any-return]
 
 
 def _is_conv1d(module: nn.Module) -> bool:

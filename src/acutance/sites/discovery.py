@@ -8,7 +8,6 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -26,66 +25,35 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "
 RETURNS: tuple[Callable[[Tensor], Any], ...] = (lambda y: (y, None), lambda y: (y, None, None), lambda y: y)
 
 
-@dataclass
-class Surroundings:
-    """What a block does around its attention."""
-
-    source: nn.Module | None = None  # the norm whose output enters; the block if its own input does; None: not known
-    is_swapped: bool | None = None  # whether batch and tokens change places on the way in; None: not known
-    post_norm: nn.Module | None = None  # between the output projection and the residual sum
-    gain: Tensor | float | None = None  # what the branch is multiplied by, such as LayerScale's gain
-    is_complete: bool = False  # whether the branch was followed to the residual sum
-    # Where the attention ran: x that entered it, its v and u, what it returned (y), what entered W_proj (merged).
-    seen: dict[str, Tensor] = field(default_factory=dict)
-
-
 def is_norm(module: nn.Module) -> bool:
     """Whether the class is named as a norm and has no submodules (RobertaPreLayerNormAttention has)."""
     return "norm" in type(module).__name__.lower() and not module._modules
 
 
-def discover(
-    block: nn.Module, attention: nn.Module, output: Projection, dim: int, root: nn.Module | None = None
-) -> Surroundings:
-    """Run the block on random tokens of `dim` channels, or in `root`, which makes masks and positions for it.
+class Surroundings(TorchFunctionMode):
+    """What a block does around its attention, followed from its tokens to the residual sum while it runs."""
 
-    `attention` is the block itself where it is written into the block. `output` is W_proj, in the attention or after.
-    """
-    # Any number of tokens, a grid of them, or as many as the block has positions for.
-    positions = {p.shape[-2] for p in block.parameters() if p.ndim > 1 and p.shape[-1] == dim}
-    grid: Any = getattr(block, "input_resolution", GRID)
-    layouts = [(TOKENS,), tuple(grid), *((n,) for n in sorted(positions))]
-    attempts = product(RETURNS, layouts, (None, GRID)) if root is None else [(RETURNS[0], layouts[0], None)]
-    best = Surroundings()
-    for returned, shape, extra in attempts:
-        found, tokens = Surroundings(), _random(block, BATCH, *shape, dim)
-        with _trial(root or block), _Follower(found, block, tokens) as follower:
-            follower.watch(attention, output, dim, returned)
-            result = _run(root or block, tokens, extra)
-            found.is_complete |= tokens_out(result) is follower.branch  # the residual may be added outside
-        if found.is_complete:
-            return found
-        best = found if best.source is None else best
-    return best
-
-
-class _Follower(TorchFunctionMode):
-    """Follows the tokens into the attention, and its output to the residual sum."""
-
-    def __init__(self, found: Surroundings, block: nn.Module, tokens: Tensor) -> None:
+    def __init__(self, block: nn.Module, tokens: Tensor) -> None:
         super().__init__()
-        self.found, self.block = found, block
-        self.sources = [(block, tokens)]  # the block's input, and the outputs of norms
+        self.block = block
+        self.source: nn.Module | None = None  # the norm whose output enters; the block if its own input does
+        self.is_swapped: bool | None = None  # whether batch and tokens change places on the way in; None: not known
+        self.post_norm: nn.Module | None = None  # between the output projection and the residual sum
+        self.gain: Tensor | float | None = None  # what the branch is multiplied by, such as LayerScale's gain
+        self.is_complete = False  # whether the branch was followed to the residual sum
+        # Where the attention ran: x that entered it, its v and u, what it returned (y), what entered W_proj (merged).
+        self.seen: dict[str, Tensor] = {}
+        self._sources = [(block, tokens)]  # the block's input, and the outputs of norms
         self.branch: Tensor | None = None  # the branch's output so far
-        self.in_norm = False
+        self._in_norm = False
 
     def watch(self, attention: nn.Module, output: Projection, dim: int, returned: Callable[[Tensor], Any]) -> None:
         """Set the hooks and look at the attention; `_trial` takes all of it back."""
-        seen, is_block = self.found.seen, attention is self.block
+        seen, is_block = self.seen, attention is self.block
         inside = not is_block and output.module in set(attention.modules())
         width = dim if inside else output.shape()[1]  # of what the attention returns
         for module in filter(is_norm, self.block.modules()):
-            module.register_forward_pre_hook(lambda *_: setattr(self, "in_norm", True))
+            module.register_forward_pre_hook(lambda *_: setattr(self, "_in_norm", True))
             module.register_forward_hook(self._leave_norm)
         output.module.register_forward_pre_hook(lambda _, args: seen.update({"merged": args[0]} if "u" in seen else {}))
         if not inside:
@@ -107,7 +75,7 @@ class _Follower(TorchFunctionMode):
                 if is_block:
                     raise
                 seen.clear()
-                self.in_norm = False
+                self._in_norm = False
                 result = returned(_random(self.block, *entering[0].shape[:-1], width, seed=1))
             self.branch = tokens_out(result) if inside else self.branch
             return result
@@ -116,35 +84,59 @@ class _Follower(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at the operations on the branch's output, up to the residual sum."""
-        out, branch, found = func(*args, **kwargs or {}), self.branch, self.found
-        if branch is None or self.in_norm or found.is_complete or not any(x is branch for x in args):
+        out, branch = func(*args, **kwargs or {}), self.branch
+        if branch is None or self._in_norm or self.is_complete or not any(x is branch for x in args):
             return out
         name, others = func.__name__.strip("_"), [x for x in args if x is not branch]
         if name in ("add", "radd", "iadd"):
-            found.is_complete = True
+            self.is_complete = True
         elif name in ("mul", "rmul", "imul") and len(others) == 1:
             factor = others[0]
             if isinstance(factor, (int, float)) or factor.numel() in (1, branch.shape[-1]):
-                found.gain = factor if found.gain is None else found.gain * factor
+                self.gain = factor if self.gain is None else self.gain * factor
                 self.branch = out
         elif isinstance(out, Tensor) and same_values(out, branch):  # a view, windows put back, dropout in evaluation
             self.branch = out
         return out
 
     def _enter_attention(self, entering: list[Tensor]) -> None:
-        for (source, known), x in product(reversed(self.sources), reversed(entering)):
-            if self.found.source is None and same_values(known, x):
-                self.found.source = source
-                for swaps, seen in ((False, known), (True, known.transpose(0, 1))):
-                    if seen.shape == x.shape and torch.equal(seen, x):
-                        self.found.is_swapped = swaps
+        for (source, known), x in product(reversed(self._sources), reversed(entering)):
+            if self.source is None and same_values(known, x):
+                self.source = source
+                ways = {False: known, True: known.transpose(0, 1)}
+                self.is_swapped = next((swaps for swaps, way in ways.items() if torch.equal(way, x)), None)
 
     def _leave_norm(self, module: nn.Module, args: Any, out: Any) -> None:
-        self.in_norm = False
-        if self.branch is not None and args and args[0] is self.branch and not self.found.is_complete:
-            self.found.post_norm, self.branch = module, out
+        self._in_norm = False
+        if self.branch is not None and args and args[0] is self.branch and not self.is_complete:
+            self.post_norm, self.branch = module, out
         elif isinstance(out, Tensor):
-            self.sources.append((module, out))
+            self._sources.append((module, out))
+
+
+def discover(
+    block: nn.Module, attention: nn.Module, output: Projection, dim: int, root: nn.Module | None = None
+) -> Surroundings:
+    """Run the block on random tokens of `dim` channels, or in `root`, which makes masks and positions for it.
+
+    `attention` is the block itself where it is written into the block. `output` is W_proj, in the attention or after.
+    """
+    # Any number of tokens, a grid of them, or as many as the block has positions for.
+    positions = {p.shape[-2] for p in block.parameters() if p.ndim > 1 and p.shape[-1] == dim}
+    grid: Any = getattr(block, "input_resolution", GRID)
+    layouts = [(TOKENS,), tuple(grid), *((n,) for n in sorted(positions))]
+    attempts = product(RETURNS, layouts, (None, GRID)) if root is None else [(RETURNS[0], layouts[0], None)]
+    tried: list[Surroundings] = []
+    for returned, shape, extra in attempts:
+        tokens = _random(block, BATCH, *shape, dim)
+        tried.append(found := Surroundings(block, tokens))
+        with _trial(root or block), found:
+            found.watch(attention, output, dim, returned)
+            result = _run(root or block, tokens, extra)
+            found.is_complete |= tokens_out(result) is found.branch  # the residual may be added outside
+        if found.is_complete:
+            return found
+    return next((found for found in tried if found.source is not None), tried[-1])
 
 
 @contextmanager
@@ -190,6 +182,5 @@ def _random(module: nn.Module, *shape: int, seed: int = 0) -> Tensor:
 
 def same_values(one: Tensor, other: Tensor) -> bool:
     """Whether both hold the same numbers, in any order."""
-    if one.numel() != other.numel():
-        return False
-    return torch.equal(*(x.detach().flatten().double().sort().values for x in (one, other)))
+    ordered = (x.detach().flatten().double().sort().values for x in (one, other))
+    return one.numel() == other.numel() and torch.equal(*ordered)

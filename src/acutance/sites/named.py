@@ -5,11 +5,11 @@ Models of no known library are read by them too: blocks told by structure, atten
 
 import re
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.mitigations.projection import Projection, Projections
@@ -19,15 +19,15 @@ from acutance.sites.patched import PatchedSite
 from acutance.sites.site import TOKENS_REMAIN, Library
 from acutance.sites.structure import ADVICE, Layer, modules_of, path_of
 
-SEPARATE = {
+NAMES = {
     "query": ("q_proj", "query", "query_proj", "q_lin", "q", "to_q", "wq", "q_linear", "W_q", "Wq"),
     "key": ("k_proj", "key", "key_proj", "k_lin", "k", "to_k", "wk", "k_linear", "W_k", "Wk"),
     "value": ("v_proj", "value", "value_proj", "v_lin", "v", "to_v", "wv", "v_linear", "W_v", "Wv"),
+    # One projection for all three, or for keys and values: its rows stand query by key by value, or so head by head.
+    "joint": ("c_attn", "qkv_proj", "Wqkv", "qkv", "to_qkv", "in_proj"),
+    "joint by head": ("query_key_value",),
+    "keys and values": ("kv", "to_kv"),
 }
-# One projection for all three, or for keys and values: its rows stand query by key by value, or so head by head.
-JOINT = ("c_attn", "qkv_proj", "Wqkv", "qkv", "to_qkv", "in_proj")
-JOINT_BY_HEAD = ("query_key_value",)
-KEYS_AND_VALUES = ("kv", "to_kv")
 OUTPUT = (
     *("o_proj", "out_proj", "out_lin", "o", "c_proj", "Wo", "dense", "proj", "projection"),
     *("to_out.0", "to_out", "wo", "W_o", "out", "output_proj", "out_linear"),
@@ -53,30 +53,27 @@ class NamedSite(PatchedSite):
     def _found(self) -> tuple[Projections, Sizes]:
         """Look the usual names up; what is missing is an error that says so."""
         attention, output = self.attention, output_of(self.block, self.attention)
+        found = {kind: module for kind, names in NAMES.items() if (module := _child(attention, names)) is not None}
+        source = next((kind for kind in ("value", "joint", "joint by head", "keys and values") if kind in found), None)
         config = getattr(attention, "config", None)
         said = (*(getattr(attention, key, None) for key in HEADS), getattr(config, "num_attention_heads", None))
         heads = next((number for number in said if isinstance(number, int)), None)
-        separate = (_child(attention, names) for names in SEPARATE.values())
-        query, key, value = (None if module is None else Projection(module) for module in separate)
-        together = (*JOINT, *JOINT_BY_HEAD, *KEYS_AND_VALUES)
-        joint = next((path for path in together if _child(attention, (path,)) is not None), "")
-        has_value = value is not None or joint
-        if output is None or heads is None or not has_value:
-            missing = "W_proj" if output is None else "the number of heads" if has_value else "W_V"
+        if output is None or heads is None or source is None:
+            missing = "W_proj" if output is None else "W_V" if source is None else "the number of heads"
             kept = f"{self.name} ({type(attention).__name__}) keeps {missing} under a name that is not known here"
             raise NoSitesError(f"{kept}, or has none. {TOKENS_REMAIN}")
         dim, width = Projection(output).shape()
         head_dim = width // heads
-        if value is not None:
-            kv_heads = value.shape()[0] // head_dim
-        else:
-            module, query_heads = attention.get_submodule(joint), 0 if joint in KEYS_AND_VALUES else heads
-            kv_heads = (Projection(module).shape()[0] // head_dim - query_heads) // 2
-            ends = accumulate((query_heads, kv_heads, kv_heads), initial=0)
-            rows: list[slice | Tensor] = [slice(start * head_dim, end * head_dim) for start, end in pairwise(ends)]
-            if joint in JOINT_BY_HEAD or getattr(attention, "multi_query", None) is False:  # GPT-BigCode has either
-                rows = list(torch.arange(heads * 3 * head_dim).reshape(heads, 3, head_dim).transpose(0, 1).flatten(1))
-            q, key, value = (Projection(module, each) for each in rows)
+        query, key, value = (Projection(found[kind]) if kind in found else None for kind in ("query", "key", "value"))
+        query_heads, parts = heads if "joint" in source else 0, 1 if source == "value" else 2
+        kv_heads = (Projection(found[source]).shape()[0] // head_dim - query_heads) // parts
+        if value is None:
+            if source == "joint by head" or getattr(attention, "multi_query", None) is False:  # GPT-BigCode has either
+                rows = torch.arange(3 * width, device="cpu").reshape(heads, 3, head_dim).unbind(1)
+            else:
+                counts = (query_heads, kv_heads, kv_heads)
+                rows = torch.arange(sum(counts) * head_dim, device="cpu").split([count * head_dim for count in counts])
+            q, key, value = (Projection(found[source], part.flatten()) for part in rows)
             query = q if query_heads else query
         return Projections(query, key, value, Projection(output)), Sizes(heads, kv_heads, head_dim, dim)
 
@@ -115,7 +112,13 @@ class NamedSite(PatchedSite):
     def pre_norm_gain(self) -> Tensor | None:
         """The norm's weight; Gemma's norms, and some others, multiply by 1 + weight."""
         gain, norm = super().pre_norm_gain(), self.pre_norm()
-        return gain if gain is None or norm is None or not _adds_one(norm) else 1 + gain
+        if gain is None or norm is None:
+            return None
+        token = 1 - 2 * (torch.arange(gain.shape[-1], device=gain.device) % 2).to(gain.dtype)  # is normalised already
+        with torch.no_grad():
+            made = token * (norm.forward(token) - norm.forward(-token)) / 2  # without its bias
+            adds_one = (made - gain).abs().sum() > (made - 1 - gain).abs().sum()
+        return 1 + gain if adds_one else gain
 
     def between(self) -> str | None:
         """A norm or a gate between the attention and W_proj, as in BitNet and Qwen3-Next.
@@ -133,11 +136,11 @@ class NamedSite(PatchedSite):
         return self._followed().post_norm
 
     def branch_gain(self) -> Tensor | None:
-        """LayerScale's gain, or Granite's number for all channels."""
+        """LayerScale's gain, or one number for all channels, as ReZero and Granite have."""
         gain = self._followed().gain
-        if gain is None or isinstance(gain, Tensor):
-            return gain
-        return torch.full((self.dim,), float(gain)).to(self.projection_weight())
+        if isinstance(gain, (int, float)):
+            gain = self.projection_weight().new_tensor(gain)
+        return gain if gain is None or gain.shape == (self.dim,) else gain.flatten().expand(self.dim)
 
     def _followed(self) -> Surroundings:
         if not self.surroundings.is_complete:
@@ -153,29 +156,18 @@ class NamedSite(PatchedSite):
 def output_of(block: nn.Module, attention: nn.Module) -> nn.Module | None:
     """The module of W_proj, in the attention or in what is around it."""
     found = _child(attention, OUTPUT)
-    for path in [] if block is attention else list(structure.outwards(path_of(block, attention)))[1:-1]:
+    for path in list(structure.outwards(path_of(block, attention)))[1:-1]:
         found = found or _child(block.get_submodule(path), OUTPUT_BESIDE)
     return found
 
 
 def _child(module: nn.Module, paths: tuple[str, ...]) -> nn.Module | None:
-    for path in paths:
-        try:
-            found = module.get_submodule(path)
-        except AttributeError:
-            continue
-        if path not in ("output", "to_out") or isinstance(getattr(found, "weight", None), Tensor):
-            return found  # elsewhere what holds output.dense
-    return None
-
-
-def _adds_one(norm: nn.Module) -> bool:
-    """Whether the norm multiplies by 1 + weight, tried on tokens that are normalised already."""
-    weight: Tensor = norm.weight  # type: ignore[assignment]
-    token = 1 - 2 * (torch.arange(weight.shape[-1], device=weight.device) % 2).to(weight.dtype)
-    with torch.no_grad():
-        gain = token * (norm.forward(token) - norm.forward(-token)) / 2  # without its bias
-        return bool((gain - weight).abs().sum() > (gain - 1 - weight).abs().sum())
+    inside = dict(module.named_modules(remove_duplicate=False))
+    found = ((path, inside[path]) for path in paths if path in inside)
+    holders = ("output", "to_out")  # of output.dense and to_out.0, where they are no linear layer themselves
+    return next(
+        (part for path, part in found if path not in holders or isinstance(getattr(part, "weight", None), Tensor)), None
+    )
 
 
 class AnybodySite(NamedSite):
@@ -199,8 +191,7 @@ class AnybodySite(NamedSite):
             return found
         for projection, x, y in ((found.value, seen["x"], seen["v"]), (found.output, seen["u"], seen["y"])):
             given, made = (t.transpose(1, 2).flatten(2) if t.ndim == 4 else t for t in (x, y))
-            offset = projection.offset()
-            wanted = given @ projection.matrix().T + (0 if offset is None else offset)
+            wanted = F.linear(given, projection.matrix(), projection.offset())
             tolerance = torch.finfo(wanted.dtype).eps ** 0.5
             if made.shape != wanted.shape or not torch.allclose(made, wanted, rtol=tolerance, atol=tolerance):
                 raise NoSitesError(
@@ -231,8 +222,7 @@ def _attention_of(path: str, block: nn.Module) -> nn.Module | None:
     inner = {name: m for name, m in named.items() if not any(other.startswith(f"{name}.") for other in named)}
     if inner:
         return inner[structure.self_attention_in(path, inner)]
-    children = {name for name, _ in block.named_children()}
-    return block if children.intersection((*JOINT, *SEPARATE["value"])) else None
+    return block if block._modules.keys() & {*NAMES["joint"], *NAMES["value"]} else None
 
 
 LIBRARY = Library(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -65,14 +66,6 @@ class Layer(NamedTuple):
     interface: bool = False  # whether the model promises to call its attention through its library's interface
 
 
-class Place(NamedTuple):
-    """Where a module stands among the repeated blocks."""
-
-    block: str  # path of the block it is in
-    stage: str  # path of the container that holds the block
-    stack: str  # path of the outermost such container: stages of one model share it, encoder and decoder do not
-
-
 class SpecialTokens(NamedTuple):
     """How many tokens that are no content stand before and after it."""
 
@@ -122,52 +115,48 @@ def tokens_out(output: Any) -> Tensor:
     return tokens
 
 
-def place_of(model: nn.Module, path: str) -> Place | None:
-    """The block that holds the module: the innermost member of a container of equals around it; None outside of lists.
+def place_of(model: nn.Module, path: str) -> tuple[str, str, str]:
+    """The paths of the block that holds the module, of its stage, which lists it, and of the stack around all stages.
 
-    Containers of unlike modules count only where there is none of equals: T5's blocks list their own parts.
+    The block is the innermost member of a container of equals around the module. Containers of unlike modules count
+    only where there is none of equals: T5's blocks list their own parts. Outside of lists the parent is the block.
     """
-    modules = modules_of(model)
-    inside = [up for up in list(outwards(path))[:0:-1] if isinstance(modules[up], CONTAINERS)]
+    modules, around = modules_of(model), list(outwards(path))[::-1]  # from the model to the module
+    inside = [up for up in around[:-1] if isinstance(modules[up], CONTAINERS)]
     if not inside:
-        return None
+        return path.rpartition(".")[0], "", ""
     equals = [up for up in inside if _of_equals(modules[up])] or inside[:1]
-    member = path[len(equals[-1]) + 1 :] if equals[-1] else path
-    return Place(block=join(equals[-1], member.split(".")[0]), stage=equals[-1], stack=equals[0])
+    return around[around.index(equals[-1]) + 1], equals[-1], equals[0]
 
 
 def layers_in(model: nn.Module, found: Mapping[str, nn.Module], *, interface: bool = False) -> list[Layer]:
     """The layers of these attentions, by path: one in every block of one stack.
 
-    Outside of lists the parent is the block. An attention beside the stack, such as a pooling head's, is no layer.
+    An attention beside the stack, such as a pooling head's, is no layer.
     """
-    places = {path: place_of(model, path) or Place(path.rpartition(".")[0], "", "") for path in found}
-    stacks = list(dict.fromkeys(place.stack for place in places.values()))
-    outer = {a for a in stacks for b in stacks if a != b and (a == "" or b.startswith(f"{a}."))}
-    stacks = [stack for stack in stacks if stack not in outer]
-    if len(stacks) > 1:
-        around = [stack.rpartition(".")[0] for stack in stacks]
-        parts = [up if up and around.count(up) == 1 else stack for up, stack in zip(around, stacks, strict=True)]
-        raise several_stacks(model, stacks, parts)
-    inside: dict[str, dict[str, nn.Module]] = {}  # by the path of the block
-    for path, place in places.items():
-        if place.stack in stacks:
-            inside.setdefault(place.block, {})[path] = found[path]
-    modules = modules_of(model)
-    for path, place in places.items():
-        if place.stack in outer and type(modules[place.block]) in {type(modules[block]) for block in inside}:
-            where = f"{path} is in a block like those of {stacks[0]}, but outside of it"
+    stacks: dict[str, dict[tuple[str, str], dict[str, nn.Module]]] = {}  # by stack, and by block and stage
+    for path, attention in found.items():
+        block, stage, stack = place_of(model, path)
+        stacks.setdefault(stack, {}).setdefault((block, stage), {})[path] = attention
+    inner = [a for a in stacks if not any(a != b and (a == "" or b.startswith(f"{a}.")) for b in stacks)]
+    if len(inner) > 1:
+        around = [stack.rpartition(".")[0] for stack in inner]
+        parts = [up if up and around.count(up) == 1 else stack for up, stack in zip(around, inner, strict=True)]
+        raise several_stacks(model, inner, parts)
+    modules, blocks = modules_of(model), stacks.pop(inner[0])
+    kinds = {type(modules[block]) for block, _ in blocks}
+    for (block, _), (path, *_) in chain.from_iterable(others.items() for others in stacks.values()):
+        if type(modules[block]) in kinds:
+            where = f"{path} is in a block like those of {inner[0]}, but outside of it"
             raise AcutanceError(f"{where}, so its depth is not known: put all blocks into one nn.ModuleList. {ADVICE}")
-    chosen = [self_attention_in(block, attentions) for block, attentions in inside.items()]
-    for path in chosen:
-        block, stage, _ = places[path]
-        if isinstance(modules[block], nn.ModuleList) or (block == path and stage):
+    layers: list[Layer] = []
+    for (block, stage), attentions in blocks.items():
+        path, module = self_attention_in(block, attentions), modules[block]
+        if isinstance(module, nn.ModuleList) or (block == path and stage):
             what = f"{block} is a list of modules without a forward, or the attention itself"
             raise NoSitesError(f"{what}, so the residual stream is not known: make it a block. {TOKENS_REMAIN}")
-    return [
-        Layer(layer, path, unwrapped(modules[places[path].block]), found[path], places[path].stage, interface)
-        for layer, path in enumerate(chosen, 1)
-    ]
+        layers.append(Layer(len(layers) + 1, path, unwrapped(module), found[path], stage, interface))
+    return layers
 
 
 def self_attention_in(block: str, found: Mapping[str, nn.Module]) -> str:
@@ -199,10 +188,8 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if largest is None or _size(lists[largest]) == 0:
         return []
     blocks = [(join(largest, name), block) for name, block in lists[largest].named_children()]
-    stages = [_blocks_of_stage(block) for _, block in blocks]
-    if not all(stages):
-        return blocks
-    return [(join(up, path), block) for (up, _), stage in zip(blocks, stages, strict=True) for path, block in stage]
+    stages = [[(join(up, path), inside) for path, inside in _blocks_of_stage(block)] for up, block in blocks]
+    return list(chain(*stages)) if all(stages) else blocks
 
 
 def _blocks_of_stage(block: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -258,8 +245,8 @@ def norm_after(
 
     `choose` is given such a module and the name of its child that holds the blocks.
     """
-    place = place_of(model, path_of(model, last))
-    for path in filter(None, outwards(place and place.stage)):
+    _, stage, _ = place_of(model, path_of(model, last))
+    for path in filter(None, outwards(stage)):
         around, _, inside = path.rpartition(".")
         if (norm := choose(model.get_submodule(around), inside)) is not None:
             return norm
@@ -286,21 +273,18 @@ def bare_module(model: nn.Module) -> nn.Module:
     """The module inside torch.compile's and data parallelism's wrappers, whose forward would compile or synchronise."""
     check_model(model)
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    while True:
-        inner = model.module if isinstance(model, parallel) else getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
-def _is_a(module: nn.Module, *names: str) -> bool:
-    """By the names of its classes: where torch comes without distributed there are none to import."""
-    return any(parent.__name__ in names for parent in type(module).__mro__)
+    while isinstance(model, parallel) or "_orig_mod" in model._modules:
+        model = model.get_submodule("module" if isinstance(model, parallel) else "_orig_mod")
+    return model
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP gathers the model's weights from all processes, so that none can run it without the others."""
-    return any(_is_a(module, "FSDPModule", "FullyShardedDataParallel") for module in model.modules())
+    """Whether FSDP gathers the model's weights from all processes, so that none can run it without the others.
+
+    Told by the names of classes: where torch comes without distributed there are none to import.
+    """
+    kinds = {parent.__name__ for module in model.modules() for parent in type(module).__mro__}
+    return not kinds.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
 
 
 def refuse_sharded(model: nn.Module, reader: str) -> None:
@@ -319,7 +303,7 @@ def shards_put_back(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module in model.modules():
-            if _is_a(module, "FSDPModule"):
+            if any(parent.__name__ == "FSDPModule" for parent in type(module).__mro__):
                 cast(Any, module).reshard()
 
 
