@@ -19,7 +19,7 @@ from torch import nn
 from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError, first_line, import_extra
 from acutance.io.inputs import LoadedModel, centre_crop
 from acutance.io.saving import listed, load
-from acutance.models import LanguageModel, ViT
+from acutance.models import LanguageModel
 from acutance.sites.transformers import notes_of
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -54,26 +54,25 @@ def _own(path: Path) -> LoadedModel:
     if (path / "config.json").is_file():
         raise AcutanceError(f"{path} is a folder of transformers: write hf:{path}")
     # What lab knows of runs and of the digits. The core does not import lab, so it is found by an entry point.
-    runs = next((found.load() for found in entry_points(group="acutance.loaders")), None)
+    plugins = [found.load() for found in entry_points(group="acutance.loaders")]
     checkpoint = path / "model.safetensors" if path.is_dir() else path
     if not checkpoint.is_file():
-        if runs is not None:
-            runs.refuse_unfinished(checkpoint)
+        for plugin in plugins:
+            plugin.refuse_unfinished(checkpoint)
         elsewhere = "" if path.is_dir() else f"; a model of transformers is written hf:{path}, one of timm timm:{path}"
         raise AcutanceError(f"no checkpoint at {checkpoint}{elsewhere}; `acutance demo` writes some to try")
     model: Any = load(checkpoint)
-    own = None if runs is None else runs.test_data(path)
-    if isinstance(model, LanguageModel):  # its words are a corpus's, which the file does not have
-        return LoadedModel(str(path), model, own=own)
-    takes_digits = isinstance(model, ViT) and (model.config.image_size, model.config.in_chans) == (8, 1)
-    digits = runs.digits() if runs is not None and takes_digits else None
 
     def preprocess(images: Any) -> Any:
         if (channels := model.config.in_chans) != 3:
             raise AcutanceError(f"--images takes colour images, the model has {channels} channels: use Python")
         return centre_crop((model.config.image_size,) * 2, MEAN, STD, fraction=224 / 256)(images)
 
-    return LoadedModel(str(path), model, preprocess=preprocess, own=own, digits=digits)
+    data = {name: own for plugin in plugins for name, own in plugin.data_of(path, model).items()}
+    # A language model's words are a corpus's, which the file does not have: it reads its run's data alone.
+    return LoadedModel(
+        str(path), model, preprocess=None if isinstance(model, LanguageModel) else preprocess, data=data
+    )
 
 
 def _transformers(name: str, head: bool) -> LoadedModel:
