@@ -1,7 +1,6 @@
 """Writing files so that an interruption never leaves half of one."""
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -66,12 +65,6 @@ def read_json(path: str | os.PathLike[str], form: str, build: Callable[[Any], T]
         return build(body)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise AcutanceError(f"{path} is not a file of the format {form!r}: {error}") from error
-
-
-def digest(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file."""
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def finite(value: Any) -> Any:

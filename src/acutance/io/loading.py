@@ -70,9 +70,7 @@ def _own(path: Path) -> LoadedModel:
 
     data = {name: own for plugin in plugins for name, own in plugin.data_of(path, model).items()}
     # A language model's words are a corpus's, which the file does not have: it reads its run's data alone.
-    return LoadedModel(
-        str(path), model, preprocess=None if isinstance(model, LanguageModel) else preprocess, data=data
-    )
+    return LoadedModel(str(path), model, preprocess=None if isinstance(model, LanguageModel) else preprocess, data=data)
 
 
 def _transformers(name: str, head: bool) -> LoadedModel:

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from acutance import metrics, sites
-from acutance.cli.studies import app
+from acutance.cli.lab import studies as app
 from acutance.errors import AcutanceError
 from acutance.explain import explain
 from acutance.lab.data import digits

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import acutance as ac
 from acutance import metrics, sites
-from acutance.cli.studies import app
+from acutance.cli.lab import studies as app
 from acutance.errors import AcutanceError
 from acutance.explain.spectral_theory import rank_correlation
 from acutance.io.loading import load_model

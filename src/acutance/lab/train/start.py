@@ -14,16 +14,15 @@ from rich.console import Console
 from safetensors import SafetensorError, safe_open
 
 from acutance.errors import AcutanceError
-from acutance.files.atomic import digest
-from acutance.files.locks import held, holder
 from acutance.io.saving import CLASS_KEY, CONFIG_KEY
+from acutance.lab.locks import held, holder
 from acutance.lab.tasks.base import STARTS
 from acutance.lab.train.checkpointer import checkpoint_paths
 from acutance.lab.train.config import Config
 from acutance.lab.train.engine import Engine
 from acutance.lab.train.loop import Loop
 from acutance.lab.train.ranks import raise_on_all_ranks
-from acutance.lab.train.run import Run, changes, config_without_incidentals, differences, listed, shown
+from acutance.lab.train.run import Run, changes, config_without_incidentals, differences, digest, listed, shown
 
 # How far a run goes and how fast it learns: a resumed run may change these for the steps that are left.
 COURSE = re.compile(r"loop\.epochs|schedule\..*|optim\.(?!name$).*")
@@ -48,6 +47,7 @@ def train(
     without torchrun.
     """
     run, console = Run(Path(folder)), console or Console()
+    _refuse_tasks_of_srun()
     with deterministic(config.loop.deterministic):
         engine = Engine(config.loop, device=device, processes=processes)
         try:
@@ -63,6 +63,16 @@ def train(
                 return loop.fit()
         finally:
             engine.close()
+
+
+def _refuse_tasks_of_srun() -> None:
+    """They know nothing of each other, and each would train the whole run."""
+    tasks = int(os.environ.get("SLURM_NTASKS", "1"))
+    if tasks > 1 and "SLURM_PROCID" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ:
+        raise AcutanceError(
+            f"srun started {tasks} tasks, which know nothing of each other: start one per node, and torchrun in it "
+            "(srun --ntasks-per-node 1 torchrun --nnodes … --rdzv-backend c10d … -m acutance train …)"
+        )
 
 
 def _check(run: Run, config: Config, resume: bool) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
