@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import pytest
 
 from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.files.atomic import atomic_write, finite
+from acutance.files.atomic import atomic_write
 from acutance.lab import locks
+from acutance.lab.files import finite
 from acutance.measure.monitor import History
 from acutance.measure.profile import Profile
 

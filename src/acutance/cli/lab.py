@@ -1,12 +1,7 @@
 """The laboratory: training, what is asked of runs, the papers' results, timing, and the studies of `acutance lab`."""
 
 import json
-import platform
-import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -294,12 +289,12 @@ def depth(
 
     Example: acutance lab depth --depths 12,24 --seeds 2 --dim 48
     """
-    from acutance.lab.studies.depth import VARIANTS, DepthConfig, depth_study
+    from acutance.lab.studies.depth import DepthConfig, depth_study
 
     config = DepthConfig(depths=tuple(sorted(set(ints(depths, "--depths")))), dim=dim)
-    with stoppable(), _progress(len(VARIANTS) * len(config.inits) * seeds) as advance:
-        study = depth_study(config, seeds=seeds, folder=out, advance=advance)
-    _write(study, out, "depth", {"--depths": depths, "--seeds": seeds, "--dim": dim})
+    with stoppable():
+        study = depth_study(config, seeds=seeds, folder=out)
+    _write(study, out)
 
 
 @studies.command()
@@ -322,22 +317,20 @@ def kernel(
 
     acutance lab kernel hf:gpt2 --text wiki.test.txt --tokens 128 --samples 16
     """
-    from acutance.lab.studies.kernel import batch_count, kernel_study
+    from acutance.lab.studies.kernel import kernel_study
 
     if text is None and tokens is not None:
         raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
     models = {_run_name(run): partial(ac.io.load_model, run) for run in runs}
     if len(models) < len(runs):
         raise AcutanceError(f"two of these runs have one name: {', '.join(map(_run_name, runs))}. Rename one of them")
-    with _progress(len(models) * batch_count(samples, text=text is not None)) as advance:
-        study = kernel_study(models, samples=samples, text=text, tokens=tokens, advance=advance)
-    _write(study, out, "kernel", {"--samples": samples, "--text": text, "--tokens": tokens}, *runs)
+    _write(kernel_study(models, samples=samples, text=text, tokens=tokens), out)
 
 
-def _write(study: Any, out: Path, name: str, options: dict[str, Any], *arguments: str) -> None:
-    given = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
-    command = shlex.join(["acutance", "lab", name, *arguments, *given])
-    written = study.save(out, context={"command": command, "hardware": f"{platform.machine()} CPU"})
+def _write(study: Any, out: Path) -> None:
+    from acutance.lab.train.run import made
+
+    written = study.save(out, context=made("studied"))
     console.print(study.table())
     say(f"wrote {', '.join(path.name for path in written)} into {out}")
 
@@ -346,14 +339,3 @@ def _run_name(run: str) -> str:
     """A folder's name, or that of a checkpoint without its ending; model.safetensors is called after its folder."""
     path = Path(run.removeprefix("hf:").removeprefix("timm:"))
     return path.parent.name if path.name == "model.safetensors" else path.name.removesuffix(".safetensors")
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar; the function is called with what begins now."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task, started = progress.add_task("", total=total), count()
-        yield lambda what: progress.update(task, description=what, completed=next(started))

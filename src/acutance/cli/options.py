@@ -83,7 +83,7 @@ class DataOptions:
         if self.images is not None:
             return loaded.image_batches(self.images, **how)
         if name in loaded.data:
-            return loaded.own_batches(name, data_dir=self.data_dir, **how)
+            return loaded.data[name](data_dir=self.data_dir, **how)
         options = {"--text FILE": loaded.tokenizer, "--images DIR": loaded.preprocess}
         wanted = " or ".join(option for option, reads in options.items() if reads is not None) or "Python"
         advice = f"say what it shall read with {wanted}. From Python, ac.measure(model, batches) takes any data"

@@ -7,7 +7,7 @@ from fractions import Fraction
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,13 +48,6 @@ class Batches(Sequence[Any]):
         return self.make(self.samples[start : start + self.batch])
 
 
-class OwnData(NamedTuple):
-    """Data that a model may read without being told where it is; `read(limit, data_dir)` gives one tensor."""
-
-    name: str
-    read: Callable[[int | None, Path | None], Tensor]
-
-
 @dataclass(frozen=True)
 class LoadedModel:
     """A model with what is needed to feed it; tokenizer and preprocessing are read when they are first asked for."""
@@ -66,7 +59,9 @@ class LoadedModel:
     save_inputs: Callable[[Path, bool], None] | None = None  # writes the tokenizer, or the image processor, to a folder
     context: int | None = None  # the most tokens it takes; None: not limited
     decoder_start: int | None = None  # the token a decoder starts from, in models with an encoder and a decoder
-    data: Mapping[str, OwnData] = field(default_factory=dict)  # "own": the test data of its run; "digits", if it fits
+    # "own", of a run: the test data of what it was trained on. "digits": the embedded ones, if it takes them. Both are
+    # functions of limit, data_dir and batch.
+    data: Mapping[str, Callable[..., Batches]] = field(default_factory=dict)
 
     def text_batches(
         self, path: str | Path, *, tokens: int | None = None, batch: int = 8, limit: int | None = None
@@ -87,13 +82,6 @@ class LoadedModel:
             raise AcutanceError(f"{self.name} does not read images: give it text (--text FILE)")
         weight = next(self.model.parameters())
         return image_batches(folder, self.preprocess, batch=batch, limit=limit, dtype=weight.dtype)
-
-    def own_batches(
-        self, name: str, *, batch: int = 64, limit: int | None = None, data_dir: Path | None = None
-    ) -> Batches:
-        """Of its `data` of this name."""
-        samples = _of_dtype(self.data[name].read(limit, data_dir), next(self.model.parameters()).dtype)
-        return Batches(samples.unbind(), batch, f"{len(samples)} {self.data[name].name}", torch.stack)
 
 
 def text_batches(
@@ -150,12 +138,13 @@ def image_batches(
     pillow()
     found = _files(Path(folder), SUFFIXES)[:limit]
     description = f"{len(found)} images from {Path(folder).resolve().name}"
-    return Batches(found, batch, description, lambda files: _of_dtype(preprocess([*map(decode, files)]), dtype))
+    return Batches(found, batch, description, lambda files: of_dtype(preprocess([*map(decode, files)]), dtype))
 
 
-def _of_dtype(made: Any, dtype: torch.dtype) -> Any:
+def of_dtype(made: Any, dtype: torch.dtype) -> Any:
+    """A tensor, or those of a mapping, in this dtype unless they hold integers."""
     if isinstance(made, Mapping):
-        return {name: _of_dtype(value, dtype) for name, value in made.items()}
+        return {name: of_dtype(value, dtype) for name, value in made.items()}
     return made.to(dtype) if isinstance(made, Tensor) and made.is_floating_point() else made
 
 

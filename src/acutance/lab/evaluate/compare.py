@@ -10,16 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from acutance.errors import AcutanceError
-from acutance.files.atomic import finite
 from acutance.io.saving import load
 from acutance.lab.evaluate import evaluate as evaluation
 from acutance.lab.evaluate.evaluate import SPLITS, Weights, changed_settings, refuse_seen, weights_file
+from acutance.lab.files import digest, finite
 from acutance.lab.robustness import RobustnessTable
 from acutance.lab.robustness.evaluate import weights_digest
 from acutance.lab.tasks import task_class
 from acutance.lab.tasks.base import STARTS
 from acutance.lab.train.config import Config
-from acutance.lab.train.run import Run, changes, config_without_incidentals, digest, shown
+from acutance.lab.train.run import Run, changes, config_without_incidentals, shown
 
 FORMAT, ROBUSTNESS_FORMAT = "acutance-comparison/1", "acutance-robustness-comparison/1"
 # What a table of robustness depends on, beside the weights and the precision.

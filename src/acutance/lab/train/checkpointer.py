@@ -24,13 +24,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from acutance import sites
 from acutance.errors import AcutanceError
 from acutance.explain.steer import check_spectrum
-from acutance.files.atomic import atomic_write, finite
+from acutance.files.atomic import atomic_write
 from acutance.io.saving import save
+from acutance.lab.files import digest, finite
 from acutance.lab.tasks import Task
 from acutance.lab.train.log import DivergedError, nonfinite_names
 from acutance.lab.train.optim import persistent
 from acutance.lab.train.ranks import raise_on_all_ranks
-from acutance.lab.train.run import Run, digest
+from acutance.lab.train.run import Run
 from acutance.lab.train.step import TrainStep
 from acutance.measure.monitor import own_randomness
 from acutance.mitigations import eigen_of

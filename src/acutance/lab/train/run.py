@@ -127,12 +127,6 @@ def _word(name: str, value: Any) -> str:
     return f"{field}={','.join(map(str, value)) if isinstance(value, list) else value}"
 
 
-def digest(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file."""
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def made(when: str) -> dict[str, Any]:
     """When, by which command, with what and on what something was made; `when` is what the time is called."""
     now, program = datetime.now(UTC).isoformat(timespec="seconds"), Path(sys.argv[0])

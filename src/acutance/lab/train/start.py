@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from acutance.errors import AcutanceError
 from acutance.io.saving import CLASS_KEY, CONFIG_KEY
+from acutance.lab.files import digest
 from acutance.lab.locks import held, holder
 from acutance.lab.tasks.base import STARTS
 from acutance.lab.train.checkpointer import checkpoint_paths
@@ -22,7 +23,7 @@ from acutance.lab.train.config import Config
 from acutance.lab.train.engine import Engine
 from acutance.lab.train.loop import Loop
 from acutance.lab.train.ranks import raise_on_all_ranks
-from acutance.lab.train.run import Run, changes, config_without_incidentals, differences, digest, listed, shown
+from acutance.lab.train.run import Run, changes, config_without_incidentals, differences, listed, shown
 
 # How far a run goes and how fast it learns: a resumed run may change these for the steps that are left.
 COURSE = re.compile(r"loop\.epochs|schedule\..*|optim\.(?!name$).*")
