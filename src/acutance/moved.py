@@ -34,4 +34,4 @@ def find_spec(name: str, path: object = None, target: object = None) -> None:
         raise ModuleNotFoundError(words)
 
 
-sys.meta_path.append(sys.modules[__name__])  # type: ignore[arg-type]
+sys.meta_path.append(sys.modules[__name__])

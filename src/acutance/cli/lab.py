@@ -1,7 +1,6 @@
 """The laboratory: training, what is asked of runs, the papers' results, timing, and the studies of `acutance lab`."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -11,12 +10,6 @@ import acutance as ac
 from acutance.cli import options
 from acutance.cli.options import console, ints, is_first_process, list_rows, option, say, stoppable, words, write
 from acutance.errors import AcutanceError
-
-TIMES = (
-    "A plain run of 5 million images of 32×32 took 93 s on an H200, with NeuTRENO 94 to 98 s; the first of all, which "
-    "compiled everything, 141 s. Other trainings on GPUs have not been timed as a whole: divide their images by what "
-    "`acutance bench` measures on your GPU, or start one, and it shows the time left."
-)
 
 studies = typer.Typer(help="Studies: deep random networks, the affinities of trained ones.", no_args_is_help=True)
 
@@ -136,14 +129,13 @@ def compare(
         raise AcutanceError("--robustness takes no --set: it finds the tables that were measured in the same way")
     how: dict[str, Any] = {"split": split, "score": score, "weights": weights}
     if robustness:
-        tables = compare_robustness(runs, **how | {"weights": weights or "last"})
-        table, body = "\n".join(one.to_markdown() for one in tables), [one.to_dict() for one in tables]
+        found: list[Any] = compare_robustness(runs, **how | {"weights": weights or "last"})
     else:
-        found = compared(runs, settings=assignments, **how)
-        table, body = found.to_markdown(), cast(Any, found.to_dict())
+        found = [compared(runs, settings=assignments, **how)]
+    table, bodies = "\n".join(one.to_markdown() for one in found), [one.to_dict() for one in found]
     say(table, end="")
     write(markdown_path, table.encode())
-    write(json_path, json.dumps(body, indent=1, ensure_ascii=False).encode())
+    write(json_path, json.dumps(bodies if robustness else bodies[0], indent=1, ensure_ascii=False).encode())
 
 
 def robustness(
@@ -212,7 +204,7 @@ def reproduce(
 
     acutance reproduce oversmoothing-fig4
     """
-    from acutance.lab.reproduce import TARGETS, find
+    from acutance.lab.reproduce import TARGETS, TIMES, find
     from acutance.lab.reproduce.run import Session
 
     if show_list:
@@ -317,14 +309,11 @@ def kernel(
 
     acutance lab kernel hf:gpt2 --text wiki.test.txt --tokens 128 --samples 16
     """
-    from acutance.lab.studies.kernel import kernel_study
+    from acutance.lab.studies.kernel import kernel_study, models_of
 
     if text is None and tokens is not None:
         raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
-    models = {_run_name(run): partial(ac.io.load_model, run) for run in runs}
-    if len(models) < len(runs):
-        raise AcutanceError(f"two of these runs have one name: {', '.join(map(_run_name, runs))}. Rename one of them")
-    _write(kernel_study(models, samples=samples, text=text, tokens=tokens), out)
+    _write(kernel_study(models_of(runs), samples=samples, text=text, tokens=tokens), out)
 
 
 def _write(study: Any, out: Path) -> None:
@@ -333,9 +322,3 @@ def _write(study: Any, out: Path) -> None:
     written = study.save(out, context=made("studied"))
     console.print(study.table())
     say(f"wrote {', '.join(path.name for path in written)} into {out}")
-
-
-def _run_name(run: str) -> str:
-    """A folder's name, or that of a checkpoint without its ending; model.safetensors is called after its folder."""
-    path = Path(run.removeprefix("hf:").removeprefix("timm:"))
-    return path.parent.name if path.name == "model.safetensors" else path.name.removesuffix(".safetensors")

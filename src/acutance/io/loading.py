@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -77,7 +78,7 @@ def _transformers(name: str, head: bool) -> LoadedModel:
     """The model behind `hf:…`: its backbone, or with `head` the class its checkpoint was saved from."""
     transformers = import_extra("transformers", "hf: models need transformers: pip install 'acutance[hf]'")
     place, options, repository = _source(name)
-    with _loading(name, repository, transformers, bars=repository is not None):
+    with _loading(name, repository):
         config = transformers.AutoConfig.from_pretrained(place, **options)
         if notes_of(config):  # saved with its mitigation, whose record names layers of the whole
             from huggingface_hub import snapshot_download
@@ -95,7 +96,7 @@ def _transformers(name: str, head: bool) -> LoadedModel:
                 warnings.warn(message, AcutanceWarning, stacklevel=3)
 
     def part(kind: Any, what: str, **options: Any) -> Any:
-        with _loading(f"the {what} of {name}", repository, transformers):
+        with _loading(f"the {what} of {name}", repository):
             return kind.from_pretrained(place, **options)
 
     @cache
@@ -105,9 +106,8 @@ def _transformers(name: str, head: bool) -> LoadedModel:
             raise AcutanceError(f"{name} comes without a tokenizer's vocabulary, such as tokenizer.json: put it there")
         return found
 
-    @cache
-    def processor() -> Any:  # PIL's gives the same pictures with and without torchvision
-        return part(transformers.AutoImageProcessor, "image processor", backend="pil")
+    # PIL's gives the same pictures with and without torchvision.
+    processor = cache(lambda: part(transformers.AutoImageProcessor, "image processor", backend="pil"))
 
     def preprocess(images: Any) -> Any:
         return dict(processor()(images=list(images), return_tensors="pt"))
@@ -199,7 +199,7 @@ def _timm(name: str) -> LoadedModel:
 
 
 @contextmanager
-def _loading(name: str, repository: str | None, transformers: Any = None, bars: bool = False) -> Iterator[None]:
+def _loading(name: str, repository: str | None) -> Iterator[None]:
     """Load inside; whatever goes wrong becomes one line, with its cause kept. Local files have no `repository`.
 
     The Hub's client would ask an unreachable Hub six times for every file, for half a minute each. Here it is asked
@@ -221,11 +221,10 @@ def _loading(name: str, repository: str | None, transformers: Any = None, bars: 
         # Its environment variable is read at import only.
         offline = constants.HF_HUB_OFFLINE or silence is not None
         stack.enter_context(patch.object(constants, "HF_HUB_OFFLINE", offline))
-        if transformers is not None:
-            log = transformers.utils.logging
+        if (log := sys.modules.get("transformers.utils.logging")) is not None:
             stack.callback(log.set_verbosity, log.get_verbosity())
             log.set_verbosity_error()
-            if not bars and log.is_progress_bar_enabled():
+            if repository is None and log.is_progress_bar_enabled():
                 stack.callback(log.enable_progress_bar)
                 log.disable_progress_bar()
         try:

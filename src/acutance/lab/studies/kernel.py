@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from acutance.attention.operator import AttentionOperator
 from acutance.attention.products import repeat_heads
 from acutance.errors import AcutanceError
 from acutance.explain.spectral_theory import rank_correlation
-from acutance.io import LoadedModel
+from acutance.io import LoadedModel, load_model
 from acutance.lab.data import digits
 from acutance.lab.studies.pictures import data_frame, kernel_picture, save_study
 from acutance.measure.samples import TokenLayout
@@ -352,6 +352,15 @@ def kernel_study(
             runs[run, name] = kernel_assumptions(model, batches, progress=title)
             counts[name] = runs[run, name].alignment.shape[1]
     return KernelStudy(runs, counts, versions)
+
+
+def models_of(runs: Sequence[str]) -> dict[str, Callable[[], LoadedModel]]:
+    """By the names of folders, or of checkpoints without their ending; model.safetensors is called after its folder."""
+    paths = [Path(run.removeprefix("hf:").removeprefix("timm:")) for run in runs]
+    names = [p.parent.name if p.name == "model.safetensors" else p.name.removesuffix(".safetensors") for p in paths]
+    if len(set(names)) < len(names):
+        raise AcutanceError(f"two of these runs have one name: {', '.join(names)}. Rename one of them")
+    return {name: partial(load_model, run) for name, run in zip(names, runs, strict=True)}
 
 
 def variant_of(run: str) -> str:
