@@ -160,7 +160,7 @@ def test_no_program_is_run_for_a_file_that_holds_something_else(tmp_path: Path, 
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("size", [(1, 65_000), (65_000, 1)])
+@pytest.mark.parametrize("size", [(1, 2_000), (2_000, 1)])
 def test_an_image_that_would_fill_the_memory_is_refused_before_it_is_resized(size, tmp_path: Path) -> None:
     Image.new("L", size).save(tmp_path / "a.png")
     with pytest.raises(AcutanceError, match=r"a\.png cannot be read as an image: .* pixels are over 1000:1"):
