@@ -3,6 +3,7 @@
 Every public function of a file in this folder is one. `acutance train --list` shows the first line of its docstring.
 """
 
+import os
 import pkgutil
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -37,6 +38,7 @@ def configured(
     name: str | None, assignments: Sequence[str], out: Path | None = None, *, resume: bool = False
 ) -> tuple[Run, Config]:
     """A run and its configuration, with changes: of a recipe, or as it was begun in `out` to go on with it."""
+    _refuse_tasks_of_srun()
     if name is None and not resume:
         raise AcutanceError(f"name a recipe: {', '.join(names())} (--list says what they are)")
     if not resume:
@@ -50,6 +52,16 @@ def configured(
     if name not in (None, run.recipe()):
         raise AcutanceError(f"{out} was begun with the recipe {run.recipe()}, not {name}: leave the name out")
     return run, override(begun, assignments)
+
+
+def _refuse_tasks_of_srun() -> None:
+    """They know nothing of each other, and each would train the whole run."""
+    tasks = int(os.environ.get("SLURM_NTASKS", "1"))
+    if tasks > 1 and "SLURM_PROCID" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ:
+        raise AcutanceError(
+            f"srun started {tasks} tasks, which know nothing of each other: start one per node, and torchrun in it "
+            "(srun --ntasks-per-node 1 torchrun --nnodes … --rdzv-backend c10d … -m acutance train …)"
+        )
 
 
 def load(name: str) -> Config:

@@ -48,7 +48,6 @@ def train(
     without torchrun.
     """
     run, console = Run(Path(folder)), console or Console()
-    _refuse_tasks_of_srun()
     with deterministic(config.loop.deterministic):
         engine = Engine(config.loop, device=device, processes=processes)
         try:
@@ -64,16 +63,6 @@ def train(
                 return loop.fit()
         finally:
             engine.close()
-
-
-def _refuse_tasks_of_srun() -> None:
-    """They know nothing of each other, and each would train the whole run."""
-    tasks = int(os.environ.get("SLURM_NTASKS", "1"))
-    if tasks > 1 and "SLURM_PROCID" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ:
-        raise AcutanceError(
-            f"srun started {tasks} tasks, which know nothing of each other: start one per node, and torchrun in it "
-            "(srun --ntasks-per-node 1 torchrun --nnodes … --rdzv-backend c10d … -m acutance train …)"
-        )
 
 
 def _check(run: Run, config: Config, resume: bool) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
