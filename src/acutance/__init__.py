@@ -10,17 +10,17 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from acutance import moved
+from acutance.errors import AcutanceError, AcutanceWarning
+from acutance.measure import measure
 from acutance.version import __version__
 
 if TYPE_CHECKING:
     from acutance import io, metrics, models, sites
     from acutance.attention.operator import AttentionOperator
-    from acutance.errors import AcutanceError, AcutanceWarning
     from acutance.explain import Spectrum, explain, spectral_theory, steer, theory
     from acutance.explain.steer import fold
     from acutance.io import load, save
     from acutance.lab import studies as laboratory
-    from acutance.measure import measure
     from acutance.measure.maps import attention_maps
     from acutance.measure.monitor import Monitor
     from acutance.measure.profile import Profile
@@ -35,11 +35,9 @@ __all__ = [
 
 _HOMES = {  # torch is imported when one of these is first used, not before
     "attention.operator": "AttentionOperator",
-    "errors": "AcutanceError AcutanceWarning",
     "explain": "Spectrum explain",
     "explain.steer": "fold",
     "io": "load save",
-    "measure": "measure",
     "measure.maps": "attention_maps",
     "measure.monitor": "Monitor",
     "measure.profile": "Profile",
@@ -68,10 +66,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps `acutance.measure` and `acutance.explain` the functions when the rooms of these names are imported."""
+    """Keeps `acutance.explain` the function when the room of this name is imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in ("measure", "explain") and isinstance(value, ModuleType)):
+        if not (name == "explain" and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 

@@ -8,10 +8,9 @@ _NOW = {  # with the old names; a room with a dot behind it has kept them
     "distributed": "processes",
     "explain.": "spectral_theory steer theory",
     "explain.spectral_theory": "statistics",
-    "files.": "locks",
     "io": "loading models.checkpoint saving",
     "io.load_checkpoint": "models.load_checkpoint",
-    "lab.": "bench data demo recipes reproduce robustness tasks train",
+    "lab.": "bench data demo locks recipes reproduce robustness tasks train",
     "lab.evaluate": "runs",
     "lab.studies": "laboratory",
     "load": "models.from_checkpoint",
@@ -29,13 +28,10 @@ def message(name: str) -> str | None:
     return None if new is None else f"{name} moved in 0.2: it is acutance.{new} now"
 
 
-class _Finder:
-    """The last finder: it is asked for modules that nobody has found."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
-        if name.startswith("acutance.") and (words := message(name)) is not None:
-            raise ModuleNotFoundError(words)
+def find_spec(name: str, path: object = None, target: object = None) -> None:
+    """This module is the last finder: it is asked for modules that nobody has found."""
+    if name.startswith("acutance.") and (words := message(name)) is not None:
+        raise ModuleNotFoundError(words)
 
 
-sys.meta_path.append(_Finder)
+sys.meta_path.append(sys.modules[__name__])

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import pytest
 
 from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.files import locks
-from acutance.files.atomic import atomic_write, finite
+from acutance.files.atomic import atomic_write
+from acutance.lab import locks
+from acutance.lab.files import finite
 from acutance.measure.monitor import History
 from acutance.measure.profile import Profile
 
@@ -53,7 +54,7 @@ def test_errors_name_the_file_that_was_meant(tmp_path) -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from acutance.files.locks import held
+from acutance.lab.locks import held
 with held(Path(sys.argv[1])) as mine:
     print(mine, flush=True)
     sys.stdin.read()

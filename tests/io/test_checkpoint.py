@@ -1,5 +1,6 @@
 """Our own models on disk, published weights, and position embeddings for other image sizes."""
 
+import json
 import os
 import struct
 
@@ -100,6 +101,14 @@ def test_damaged_files_are_named(tmp_path, name, damage):
         ({"acutance.config": "[1]"}, "make no ViTConfig"),
         ({"acutance.config": '{"wings": 2}'}, "wings"),
         ({"acutance.config": "{}", "acutance.model": "Bird"}, "holds a Bird"),
+        # No machine holds these; whoever allocates them is told so by torch, in other words.
+        (
+            {"acutance.config": json.dumps(TINY | {"dim": 3_000_000})},
+            r"does not fit .*of another size: blocks",
+        ),
+        ({"acutance.config": json.dumps(TINY | {"image_size": 10**7})}, r"pos_embed \(1, 5, 12\) for \(1, 62500"),
+        ({"acutance.config": json.dumps(TINY | {"depth": 10**9})}, "1000000000 layers for"),
+        ({"acutance.config": json.dumps(TINY | {"image_size": 10**10})}, "its configuration makes no ViT"),
     ],
 )
 def test_files_without_a_usable_configuration_are_named(tmp_path, metadata, message):

@@ -10,10 +10,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from acutance.cli.lab import bench, compare, demo, evaluate, reproduce, robustness, studies, train
 from acutance.cli.options import console
-from acutance.cli.runs import compare, evaluate, robustness, train
-from acutance.cli.studies import app as studies
-from acutance.cli.studies import bench, demo, reproduce
 from acutance.cli.verbs import explain, measure, mitigate
 from acutance.errors import AcutanceError
 from acutance.version import __version__

@@ -69,11 +69,11 @@ class DataOptions:
             raise AcutanceError("--data, --text and --images each say what to read: give one of them")
         if data not in (None, "digits", "own"):
             raise AcutanceError(f"--data takes digits or own, not {data!r}; other data come by --text or --images")
-        if data == "own" and loaded.own is None:
+        if data == "own" and data not in loaded.data:
             where = f"{loaded.name} is no such run"
             raise AcutanceError(f"--data own is what a run of `acutance train` was tested on; {where}")
-        own = loaded.digits if data == "digits" else loaded.own or loaded.digits
-        if self.data_dir is not None and (self.text or self.images or own is None or own is not loaded.own):
+        name = data or next(iter(loaded.data), None)
+        if self.data_dir is not None and (self.text or self.images or name != "own"):
             raise AcutanceError(f"--data-dir says where a run's own data lies, which {loaded.name} is not to read")
         if self.tokens is not None and self.text is None:
             raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
@@ -82,8 +82,8 @@ class DataOptions:
             return loaded.text_batches(self.text, tokens=self.tokens, **how)
         if self.images is not None:
             return loaded.image_batches(self.images, **how)
-        if own is not None:
-            return loaded.own_batches(own, data_dir=self.data_dir, **how)
+        if name in loaded.data:
+            return loaded.data[name](data_dir=self.data_dir, **how)
         options = {"--text FILE": loaded.tokenizer, "--images DIR": loaded.preprocess}
         wanted = " or ".join(option for option, reads in options.items() if reads is not None) or "Python"
         advice = f"say what it shall read with {wanted}. From Python, ac.measure(model, batches) takes any data"

@@ -1,4 +1,1 @@
-"""Files that appear whole or not at all, and locks between processes.
-
-Any room may use them. They import nothing of the package but its errors.
-"""
+"""Files that appear whole or not at all. Any room may use them; they import nothing but errors."""

@@ -1,11 +1,9 @@
 """Writing files so that an interruption never leaves half of one."""
 
 import errno
-import hashlib
 import json
-import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -66,18 +64,3 @@ def read_json(path: str | os.PathLike[str], form: str, build: Callable[[Any], T]
         return build(body)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise AcutanceError(f"{path} is not a file of the format {form!r}: {error}") from error
-
-
-def digest(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file."""
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def finite(value: Any) -> Any:
-    """The same with null for NaN and infinity, which JSON does not have."""
-    if isinstance(value, Mapping):
-        return {key: finite(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ DEFAULT_TOKENS = 512  # a window of text, where the model's context would allow 
 SHORTEST = 2  # tokens of text in a window; a single one has nothing to be compared with
 PIECE = 1 << 20  # characters tokenised at once, to the end of the line: large files do not fill the memory
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # whatever a file is called; EPS would run Ghostscript
+LONGEST = 1000  # times as long as wide; with a short side of 256 that is as much as Pillow reads without a warning
 
 Preprocess = Callable[[Sequence[Any]], Any]  # images of Pillow to a batch that the model takes
 Window = NDArray[np.int64]
@@ -45,13 +48,6 @@ class Batches(Sequence[Any]):
         return self.make(self.samples[start : start + self.batch])
 
 
-class OwnData(NamedTuple):
-    """Test data of a run, or the digits; `read(limit, data_dir)` gives samples as one tensor."""
-
-    name: str
-    read: Callable[[int | None, Path | None], Tensor]
-
-
 @dataclass(frozen=True)
 class LoadedModel:
     """A model with what is needed to feed it; tokenizer and preprocessing are read when they are first asked for."""
@@ -63,8 +59,9 @@ class LoadedModel:
     save_inputs: Callable[[Path, bool], None] | None = None  # writes the tokenizer, or the image processor, to a folder
     context: int | None = None  # the most tokens it takes; None: not limited
     decoder_start: int | None = None  # the token a decoder starts from, in models with an encoder and a decoder
-    own: OwnData | None = None  # of a run: the test data of what it was trained on
-    digits: OwnData | None = None  # the embedded digits, if it takes them
+    # "own", of a run: the test data of what it was trained on. "digits": the embedded ones, if it takes them. Both are
+    # functions of limit, data_dir and batch.
+    data: Mapping[str, Callable[..., Batches]] = field(default_factory=dict)
 
     def text_batches(
         self, path: str | Path, *, tokens: int | None = None, batch: int = 8, limit: int | None = None
@@ -85,13 +82,6 @@ class LoadedModel:
             raise AcutanceError(f"{self.name} does not read images: give it text (--text FILE)")
         weight = next(self.model.parameters())
         return image_batches(folder, self.preprocess, batch=batch, limit=limit, dtype=weight.dtype)
-
-    def own_batches(
-        self, data: OwnData, *, batch: int = 64, limit: int | None = None, data_dir: Path | None = None
-    ) -> Batches:
-        """Of a run's own test data, or of the digits."""
-        samples = _of_dtype(data.read(limit, data_dir), next(self.model.parameters()).dtype)
-        return Batches(samples.unbind(), batch, f"{len(samples)} {data.name}", torch.stack)
 
 
 def text_batches(
@@ -120,10 +110,11 @@ def text_batches(
         raise AcutanceError(f"{path} holds no text to read")
 
     def make(samples: Sequence[Window]) -> dict[str, Tensor]:
-        rows = [np.r_[before, text, after] for text in samples]
-        special = [np.r_[np.ones_like(before), np.zeros_like(text), np.ones_like(after)] for text in samples]
-        ids, mask = _padded(rows, tokenizer.pad_token_id or 0), _padded([np.ones_like(row) for row in rows], 0)
-        made = {"input_ids": ids, "attention_mask": mask, "special_tokens_mask": _padded(special, 1)}
+        rows = [torch.from_numpy(np.r_[before, text, after]) for text in samples]
+        ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id or 0)
+        place, ends = torch.arange(ids.shape[1]), torch.tensor([[len(row)] for row in rows])
+        mask, special = (place < ends).long(), ((place < len(before)) | (place >= ends - len(after))).long()
+        made = {"input_ids": ids, "attention_mask": mask, "special_tokens_mask": special}
         if decoder_start is not None:  # the decoder reads the same text, shifted by one, as in training
             shifted = torch.cat([torch.full_like(ids[:, :1], decoder_start), ids[:, :-1]], dim=1)
             made |= {"decoder_input_ids": shifted, "decoder_attention_mask": mask}
@@ -147,12 +138,13 @@ def image_batches(
     pillow()
     found = _files(Path(folder), SUFFIXES)[:limit]
     description = f"{len(found)} images from {Path(folder).resolve().name}"
-    return Batches(found, batch, description, lambda files: _of_dtype(preprocess([*map(_decoded, files)]), dtype))
+    return Batches(found, batch, description, lambda files: of_dtype(preprocess([*map(decode, files)]), dtype))
 
 
-def _of_dtype(made: Any, dtype: torch.dtype) -> Any:
+def of_dtype(made: Any, dtype: torch.dtype) -> Any:
+    """A tensor, or those of a mapping, in this dtype unless they hold integers."""
     if isinstance(made, Mapping):
-        return {name: _of_dtype(value, dtype) for name, value in made.items()}
+        return {name: of_dtype(value, dtype) for name, value in made.items()}
     return made.to(dtype) if isinstance(made, Tensor) and made.is_floating_point() else made
 
 
@@ -195,13 +187,19 @@ def _files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
     return found
 
 
-def _decoded(file: Path) -> Any:
+def decode(content: Path | bytes, *, place: Path | str | None = None, colour: bool = True) -> Any:
+    """An image from a file, or from bytes out of some place, as RGB unless `colour` is false."""
     library = pillow()
     try:
-        with library.open(file) as image:
-            return image.convert("RGB")
+        with library.open(BytesIO(content) if isinstance(content, bytes) else content, formats=FORMATS) as image:
+            if max(image.size) > LONGEST * min(image.size):
+                size = f"{image.width} × {image.height} pixels are over {LONGEST}:1"
+                raise ValueError(f"{size}, and resized by the short side they would fill the memory: cut it into parts")
+            image.load()
+            return image.convert("RGB") if colour else image.copy()
+    # Pillow raises SyntaxError for broken PNGs and ValueError or its own errors for absurd sizes.
     except (OSError, ValueError, SyntaxError, library.DecompressionBombError) as error:
-        raise AcutanceError(f"{file} cannot be read as an image: {error}") from error
+        raise AcutanceError(f"{place or content!s} cannot be read as an image: {error}") from error
 
 
 def _windows(file: Path, tokenizer: Any, room: int) -> Iterator[Window]:
@@ -218,10 +216,6 @@ def _windows(file: Path, tokenizer: Any, room: int) -> Iterator[Window]:
         raise AcutanceError(f"{file} cannot be read as UTF-8 text: {error}") from error
     if len(rest) >= SHORTEST:
         yield rest
-
-
-def _padded(rows: Sequence[Window], value: int) -> Tensor:
-    return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=value)
 
 
 def _special_tokens(tokenizer: Any) -> tuple[Window, Window]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,7 @@ from torch import nn
 from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError, first_line, import_extra
 from acutance.io.inputs import LoadedModel, centre_crop
 from acutance.io.saving import listed, load
-from acutance.models import LanguageModel, ViT
+from acutance.models import LanguageModel
 from acutance.sites.transformers import notes_of
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -54,33 +55,30 @@ def _own(path: Path) -> LoadedModel:
     if (path / "config.json").is_file():
         raise AcutanceError(f"{path} is a folder of transformers: write hf:{path}")
     # What lab knows of runs and of the digits. The core does not import lab, so it is found by an entry point.
-    runs = next((found.load() for found in entry_points(group="acutance.loaders")), None)
+    plugins = [found.load() for found in entry_points(group="acutance.loaders")]
     checkpoint = path / "model.safetensors" if path.is_dir() else path
     if not checkpoint.is_file():
-        if runs is not None:
-            runs.refuse_unfinished(checkpoint)
+        for plugin in plugins:
+            plugin.refuse_unfinished(checkpoint)
         elsewhere = "" if path.is_dir() else f"; a model of transformers is written hf:{path}, one of timm timm:{path}"
         raise AcutanceError(f"no checkpoint at {checkpoint}{elsewhere}; `acutance demo` writes some to try")
     model: Any = load(checkpoint)
-    own = None if runs is None else runs.test_data(path)
-    if isinstance(model, LanguageModel):  # its words are a corpus's, which the file does not have
-        return LoadedModel(str(path), model, own=own)
-    takes_digits = isinstance(model, ViT) and (model.config.image_size, model.config.in_chans) == (8, 1)
-    digits = runs.digits() if runs is not None and takes_digits else None
 
     def preprocess(images: Any) -> Any:
         if (channels := model.config.in_chans) != 3:
             raise AcutanceError(f"--images takes colour images, the model has {channels} channels: use Python")
         return centre_crop((model.config.image_size,) * 2, MEAN, STD, fraction=224 / 256)(images)
 
-    return LoadedModel(str(path), model, preprocess=preprocess, own=own, digits=digits)
+    data = {name: own for plugin in plugins for name, own in plugin.data_of(path, model).items()}
+    # A language model's words are a corpus's, which the file does not have: it reads its run's data alone.
+    return LoadedModel(str(path), model, preprocess=None if isinstance(model, LanguageModel) else preprocess, data=data)
 
 
 def _transformers(name: str, head: bool) -> LoadedModel:
     """The model behind `hf:…`: its backbone, or with `head` the class its checkpoint was saved from."""
     transformers = import_extra("transformers", "hf: models need transformers: pip install 'acutance[hf]'")
     place, options, repository = _source(name)
-    with _loading(name, repository, transformers, bars=repository is not None):
+    with _loading(name, repository):
         config = transformers.AutoConfig.from_pretrained(place, **options)
         if notes_of(config):  # saved with its mitigation, whose record names layers of the whole
             from huggingface_hub import snapshot_download
@@ -98,7 +96,7 @@ def _transformers(name: str, head: bool) -> LoadedModel:
                 warnings.warn(message, AcutanceWarning, stacklevel=3)
 
     def part(kind: Any, what: str, **options: Any) -> Any:
-        with _loading(f"the {what} of {name}", repository, transformers):
+        with _loading(f"the {what} of {name}", repository):
             return kind.from_pretrained(place, **options)
 
     @cache
@@ -108,9 +106,8 @@ def _transformers(name: str, head: bool) -> LoadedModel:
             raise AcutanceError(f"{name} comes without a tokenizer's vocabulary, such as tokenizer.json: put it there")
         return found
 
-    @cache
-    def processor() -> Any:  # PIL's gives the same pictures with and without torchvision
-        return part(transformers.AutoImageProcessor, "image processor", backend="pil")
+    # PIL's gives the same pictures with and without torchvision.
+    processor = cache(lambda: part(transformers.AutoImageProcessor, "image processor", backend="pil"))
 
     def preprocess(images: Any) -> Any:
         return dict(processor()(images=list(images), return_tensors="pt"))
@@ -202,7 +199,7 @@ def _timm(name: str) -> LoadedModel:
 
 
 @contextmanager
-def _loading(name: str, repository: str | None, transformers: Any = None, bars: bool = False) -> Iterator[None]:
+def _loading(name: str, repository: str | None) -> Iterator[None]:
     """Load inside; whatever goes wrong becomes one line, with its cause kept. Local files have no `repository`.
 
     The Hub's client would ask an unreachable Hub six times for every file, for half a minute each. Here it is asked
@@ -224,11 +221,10 @@ def _loading(name: str, repository: str | None, transformers: Any = None, bars: 
         # Its environment variable is read at import only.
         offline = constants.HF_HUB_OFFLINE or silence is not None
         stack.enter_context(patch.object(constants, "HF_HUB_OFFLINE", offline))
-        if transformers is not None:
-            log = transformers.utils.logging
+        if (log := sys.modules.get("transformers.utils.logging")) is not None:
             stack.callback(log.set_verbosity, log.get_verbosity())
             log.set_verbosity_error()
-            if not bars and log.is_progress_bar_enabled():
+            if repository is None and log.is_progress_bar_enabled():
                 stack.callback(log.enable_progress_bar)
                 log.disable_progress_bar()
         try:

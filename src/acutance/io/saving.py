@@ -77,6 +77,7 @@ def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
     with _reading(where), safe_open(str(where), framework="pt") as opened:
         metadata = opened.metadata() or {}
         config, record = (json.loads(metadata.get(key, "{}")) for key in (CONFIG_KEY, RECORD_KEY))
+        shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     if model is None:
         if CONFIG_KEY not in metadata:
             advice = "build a plain one and pass it as model=, or for published weights use acutance.io.load_checkpoint"
@@ -84,14 +85,28 @@ def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
         name = metadata.get(CLASS_KEY, "ViT")
         if (kind := OWN.get(name)) is None:
             raise AcutanceError(f"{where} holds a {name}, which this version does not know; known: {', '.join(OWN)}")
-        load_checkpoint(own := kind(**kind.config_class.from_dict(config).to_dict()), where)
-        return cast(nn.Module, own)
+        options = kind.config_class.from_dict(config).to_dict()
+        _refuse_misfit(str(where), shapes, _outline(kind, options, len(shapes), where))
+        own: nn.Module = kind(**options)
+        own.load_state_dict(load_file(where))
+        return own
     reinstate(model, _specs(record, where))
     try:
         load_model(model, where)
     except (RuntimeError, SafetensorError) as error:
         raise AcutanceError(f"{where} does not fit this {type(model).__name__}: {error}") from error
     return model
+
+
+def _outline(kind: Any, options: Mapping[str, Any], tensors: int, where: Path) -> nn.Module:
+    """The model on no device: a damaged configuration may ask for any size, and nothing is allocated for it."""
+    try:
+        if (layers := options["depth"] + options.get("decoder_depth", 0)) > tensors:
+            raise ValueError(f"{layers} layers for {tensors} tensors")
+        with torch.device("meta"):
+            return cast(nn.Module, kind(**options))
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise AcutanceError(f"{where}: its configuration makes no {kind.__name__}: {first_line(error)}") from error
 
 
 def load_checkpoint(model: BlockStack | Segmenter, source: PathLike | Mapping[str, Any]) -> None:
@@ -110,18 +125,24 @@ def load_checkpoint(model: BlockStack | Segmenter, source: PathLike | Mapping[st
     state = state["model"] if isinstance(state.get("model"), Mapping) else state
     if other := [str(name) for name, value in state.items() if not isinstance(value, Tensor)]:
         raise AcutanceError(f"{label} is not a state dict: {listed(other)} are no tensors. Pass the state dict itself")
-    state, own = model.fit_state(state), model.state_dict()
+    state = model.fit_state(state)
     # Compared before touching the model: load_state_dict copies what fits even when it then complains.
-    missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    pairs = ((name, *(tuple(side[name].shape) for side in (state, own))) for name in sorted(own.keys() & state.keys()))
-    sizes = [f"{name} {found} for {wanted}" for name, found, wanted in pairs if found != wanted]
+    _refuse_misfit(label, {name: tuple(value.shape) for name, value in state.items()}, model)
+    model.load_state_dict(state)
+
+
+def _refuse_misfit(label: str, given: Mapping[str, tuple[int, ...]], model: nn.Module) -> None:
+    """Refuse tensors of other names or shapes than the model's."""
+    own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    both = sorted(own.keys() & given.keys())
+    sizes = [f"{name} {given[name]} for {own[name]}" for name in both if given[name] != own[name]]
+    missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     problems = {"missing": missing, "unexpected": unexpected, "of another size": sizes}
     if found := "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names):
         advice = "build the model with the options the weights were trained with"
         if any(".mitigation." in name for name in missing):
             advice = "load it into a plain model, then add the mitigation with mitigate(model, …)"
         raise AcutanceError(f"{label} does not fit the model ({found}). To fix it, {advice}")
-    model.load_state_dict(state)
 
 
 @contextmanager

@@ -1,13 +1,16 @@
 """What io asks about runs and the embedded digits, found by the entry point `acutance.loaders`."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from acutance.errors import AcutanceError
-from acutance.io.inputs import OwnData
+from acutance.io.inputs import Batches, of_dtype
 from acutance.lab.train.run import Run
+from acutance.models import ViT
 
 SAMPLES = 1000  # of a run's test data, chosen at random, unless more or fewer are asked for
 
@@ -20,25 +23,28 @@ def refuse_unfinished(checkpoint: Path) -> None:
         raise AcutanceError(f"there is no {checkpoint}: the run is not finished. {run.how_to_go_on()}")
 
 
-def test_data(folder: Path) -> OwnData | None:
-    """The test data of a run's task; None if the folder holds no run."""
+def data_of(path: Path, model: nn.Module) -> dict[str, Callable[..., Batches]]:
+    """What a model reads by itself: its run's test data, if the path is a run's folder, and the digits, if they fit."""
+    from acutance.lab.data import digits
     from acutance.lab.tasks import samples
 
-    run = Run(folder)
-    if not run.exists():
-        return None
-    task = run.config().task
-    name = getattr(task, "dataset", getattr(task, "corpus", task.kind))
+    def batches(name: str, read: Callable[[int | None, Path | None], Tensor]) -> Callable[..., Batches]:
+        def make(limit: int | None = None, data_dir: Path | None = None, batch: int = 64) -> Batches:
+            found = of_dtype(read(limit, data_dir), next(model.parameters()).dtype)
+            return Batches(found.unbind(), batch, f"{len(found)} {name}", torch.stack)
 
-    def read(limit: int | None, data_dir: Path | None) -> Tensor:
-        moved = task if data_dir is None else replace(task, data_dir=str(data_dir))
-        return samples(moved, "test", limit or SAMPLES)
+        return make
 
-    return OwnData(f"test samples of {name}, as the run has them", read)
+    found = {}
+    if (run := Run(path)).exists():
+        task = run.config().task
 
+        def tested(limit: int | None, data_dir: Path | None) -> Tensor:
+            moved = task if data_dir is None else replace(task, data_dir=str(data_dir))
+            return samples(moved, "test", limit or SAMPLES)
 
-def digits() -> OwnData:
-    """The embedded digits' test images."""
-    from acutance.lab.data import digits
-
-    return OwnData("test images of the embedded digits", lambda limit, _: digits()[1].images[:limit])
+        name = getattr(task, "dataset", getattr(task, "corpus", task.kind))
+        found["own"] = batches(f"test samples of {name}, as the run has them", tested)
+    if isinstance(model, ViT) and (model.config.image_size, model.config.in_chans) == (8, 1):
+        found["digits"] = batches("test images of the embedded digits", lambda limit, _: digits()[1].images[:limit])
+    return found

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from acutance.errors import import_extra
-from acutance.files.atomic import atomic_write, finite
+from acutance.files.atomic import atomic_write
 from acutance.report.tables import Result, Rows, html_table
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart too.
@@ -156,7 +156,10 @@ def _spectrum_charts(layers: Sequence[LayerRow]) -> Charts:
 
 def _dominance_chart(layers: Sequence[LayerRow], side: Any) -> Any:
     alt = import_extra("altair", NEEDS)
-    data = [finite({"layer": row.layer, **row.percent}) for row in layers]  # NaN: percentages of nothing
+    data = [
+        {"layer": row.layer, **{name: x if math.isfinite(x) else None for name, x in row.percent.items()}}
+        for row in layers
+    ]  # NaN: percentages of nothing
     shares = [{"layer": row["layer"], "side": name, "percent": row[name]} for row in data for name in COLOURS]
     x = alt.X("layer:O", title="layer", axis=alt.Axis(labelAngle=0))
     y = alt.Y("percent:Q", title="% of samples and heads", scale=alt.Scale(domain=[0, 100]))

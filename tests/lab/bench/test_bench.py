@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import acutance as ac
 from acutance import cli
 from acutance.attention.kernels import packed
-from acutance.cli.studies import bench
+from acutance.cli.lab import bench
 from acutance.errors import AcutanceError
 from acutance.lab.bench import language, measuring, results, run, steps, timing
 from acutance.lab.bench.steps import TOY

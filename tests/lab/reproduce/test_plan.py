@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 import standins
 from acutance.cli import app
 from acutance.errors import AcutanceError
-from acutance.files import locks
-from acutance.lab import recipes
+from acutance.lab import locks, recipes
 from acutance.lab.reproduce import TARGETS
 from acutance.lab.reproduce import run as run_room
 from acutance.lab.train import Run, override

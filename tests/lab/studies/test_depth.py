@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from acutance import metrics, sites
-from acutance.cli.studies import app
+from acutance.cli.lab import studies as app
 from acutance.errors import AcutanceError
 from acutance.explain import explain
 from acutance.lab.data import digits
@@ -20,8 +20,9 @@ from acutance.models import ViT
 TOY = DepthConfig(depths=(1, 3), dim=12, samples=4)
 
 
-def test_the_command_writes_what_a_direct_computation_gives(tmp_path):
+def test_the_command_writes_what_a_direct_computation_gives(tmp_path, monkeypatch):
     command = ["depth", "--depths", "1,3", "--seeds", "2", "--dim", "12", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["acutance", "lab", *command])
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     table = pd.read_csv(tmp_path / "depth.csv")
@@ -40,7 +41,7 @@ def test_the_command_writes_what_a_direct_computation_gives(tmp_path):
         assert both.loc[1, name] == pytest.approx(expected, rel=1e-4)
     body = json.loads((tmp_path / "depth.json").read_text())
     assert body["seeds"] == [0, 1]
-    assert body["command"].startswith("acutance lab depth --depths 1,3")
+    assert body["command"] == ["acutance", "lab", *command]
     row = next(r for r in body["summary"] if (r["init"], r["variant"], r["depth"]) == ("xavier", "Post-LN", 3))
     assert row["token_cosine"]["mean"] == pytest.approx(both["token_cosine"].mean(), rel=1e-4)
     assert row["token_cosine"]["spread"] == pytest.approx(both["token_cosine"].std(), rel=1e-2)

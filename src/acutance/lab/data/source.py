@@ -4,7 +4,6 @@ Errors name the file that is missing or damaged, the layout, and where to get it
 images of each class in the data set's order, from 0: an image's *rank* in its class.
 """
 
-import io
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from acutance.errors import AcutanceError
-from acutance.io.inputs import pillow
+from acutance.io.inputs import decode
 
 Image: TypeAlias = Any  # Pillow's, which is optional
 Bytes = npt.NDArray[np.uint8]
@@ -60,14 +59,10 @@ class Source:
         """An image from a file, or from bytes out of some place, as RGB unless `colour` is false."""
         place = content if isinstance(content, Path) else place
         try:
-            with pillow().open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
-                image.load()
-                return image.convert("RGB") if colour else image.copy()
-        except FileNotFoundError as error:
-            raise self.missing(place) from error
-        # Pillow raises SyntaxError for broken PNGs and ValueError or its own errors for absurd sizes.
-        except (OSError, SyntaxError, ValueError, pillow().DecompressionBombError) as error:
-            raise self.damaged(place, error) from error
+            return decode(content, place=place, colour=colour)
+        except AcutanceError as error:
+            why = error.__cause__
+            raise self.missing(place) if isinstance(why, FileNotFoundError) else self.damaged(place, why) from why
 
 
 def channels_first(image: Image) -> Bytes:

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from acutance.errors import AcutanceError
-from acutance.files.atomic import digest, finite
 from acutance.io.saving import load
 from acutance.lab.evaluate import evaluate as evaluation
 from acutance.lab.evaluate.evaluate import SPLITS, Weights, changed_settings, refuse_seen, weights_file
+from acutance.lab.files import digest, finite
 from acutance.lab.robustness import RobustnessTable
 from acutance.lab.robustness.evaluate import weights_digest
 from acutance.lab.tasks import task_class

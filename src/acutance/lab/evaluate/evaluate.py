@@ -14,8 +14,9 @@ import torch
 
 from acutance import distributed as processes
 from acutance.errors import AcutanceError
-from acutance.files.atomic import atomic_write, digest, read_json
+from acutance.files.atomic import atomic_write, read_json
 from acutance.io.saving import load
+from acutance.lab.files import digest
 from acutance.lab.tasks import Task, task_class
 from acutance.lab.train.config import Config, override
 from acutance.lab.train.run import Run, changes, in_a_name, made

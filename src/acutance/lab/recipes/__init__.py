@@ -3,13 +3,17 @@
 Every public function of a file in this folder is one. `acutance train --list` shows the first line of its docstring.
 """
 
+import os
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from inspect import isfunction
+from pathlib import Path
 
 from acutance.errors import AcutanceError
-from acutance.lab.train.config import Config, hint
+from acutance.lab.train.config import Config, hint, override
+from acutance.lab.train.ranks import gather_by_torchrun, raise_on_all_ranks
+from acutance.lab.train.run import Run, default_folder
 
 _FILES = [import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__)]
 RECIPES: dict[str, Callable[[], Config]] = {
@@ -28,6 +32,36 @@ def names() -> list[str]:
 def summary(name: str) -> str:
     """The first line of a recipe's docstring."""
     return (_recipe(name).__doc__ or "").partition("\n")[0]
+
+
+def configured(
+    name: str | None, assignments: Sequence[str], out: Path | None = None, *, resume: bool = False
+) -> tuple[Run, Config]:
+    """A run and its configuration, with changes: of a recipe, or as it was begun in `out` to go on with it."""
+    _refuse_tasks_of_srun()
+    if name is None and not resume:
+        raise AcutanceError(f"name a recipe: {', '.join(names())} (--list says what they are)")
+    if not resume:
+        plain = load(str(name))
+        config = override(plain, assignments)
+        return Run(out or default_folder(str(name), plain, config)), config
+    if out is None:
+        raise AcutanceError("--resume goes on with a run: name its folder with --out")
+    run = Run(out)
+    begun = raise_on_all_ranks(run.config, gather_by_torchrun)
+    if name not in (None, run.recipe()):
+        raise AcutanceError(f"{out} was begun with the recipe {run.recipe()}, not {name}: leave the name out")
+    return run, override(begun, assignments)
+
+
+def _refuse_tasks_of_srun() -> None:
+    """They know nothing of each other, and each would train the whole run."""
+    tasks = int(os.environ.get("SLURM_NTASKS", "1"))
+    if tasks > 1 and "SLURM_PROCID" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ:
+        raise AcutanceError(
+            f"srun started {tasks} tasks, which know nothing of each other: start one per node, and torchrun in it "
+            "(srun --ntasks-per-node 1 torchrun --nnodes … --rdzv-backend c10d … -m acutance train …)"
+        )
 
 
 def load(name: str) -> Config:

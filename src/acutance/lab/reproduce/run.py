@@ -21,11 +21,10 @@ from torch import nn
 
 from acutance import distributed as processes
 from acutance.errors import AcutanceError, NonFiniteError
-from acutance.files import locks
 from acutance.files.atomic import atomic_write
 from acutance.io import LoadedModel, loading
 from acutance.io.saving import load
-from acutance.lab import recipes
+from acutance.lab import locks, recipes
 from acutance.lab.data import load_images, load_segmentation
 from acutance.lab.data.seeds import mixed_seed
 from acutance.lab.data.tokens import corpus_files

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from acutance.files.atomic import finite
 from acutance.lab.evaluate.compare import markdown, spread_of, with_spread
+from acutance.lab.files import finite
 
 if TYPE_CHECKING:
     from acutance.lab.reproduce.run import Session

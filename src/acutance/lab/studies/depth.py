@@ -6,8 +6,8 @@ A network of 12 layers at initialisation is the beginning of one of 96: one per 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -22,6 +22,7 @@ from acutance.lab.studies.pictures import data_frame, depth_picture, save_study
 from acutance.lab.studies.runs import merge
 from acutance.measure import measure
 from acutance.measure.profile import Profile
+from acutance.measure.walk import track
 from acutance.mitigations import parse
 from acutance.models import ViT, vit_digits
 from acutance.report.tables import FittedTable
@@ -127,13 +128,12 @@ def depth_study(
     *,
     seeds: int = 3,
     folder: str | os.PathLike[str] | None = None,
-    advance: Callable[[str], None] = lambda _done: None,
+    progress: bool = True,
 ) -> DepthStudy:
     """Build every variant at its largest depth, untrained, and measure it at every layer.
 
     Every variant has `seeds` networks: the seed decides all weights, the images are always the same. `folder` keeps
-    each finished measurement in `profiles/`, and those of the same configuration are reused. `advance` is called with a
-    description before each network.
+    each finished measurement in `profiles/`, and those of the same configuration are reused.
     """
     if seeds < 1:
         raise AcutanceError(f"the study needs at least one seed, got {seeds}")
@@ -141,9 +141,8 @@ def depth_study(
     _, test = digits()
     images = test.images[:: max(1, len(test) // config.samples)][: config.samples]
     runs: dict[tuple[str, str], list[Profile]] = {(i, v): [] for i in config.inits for v in VARIANTS}
-    for (init, variant), profiles in runs.items():
-        for seed in range(seeds):
-            advance(f"{variant}, {init}, seed {seed}")
+    with ExitStack() as stack:
+        for (init, variant), seed in track([*product(runs, range(seeds))], "networks" if progress else None, stack):
             # What a kept measurement must have been made with; of the depths only the largest matters.
             options, spec = VARIANTS[variant]
             size = {k: v for k, v in asdict(config).items() if k not in ("depths", "inits")}
@@ -161,7 +160,7 @@ def depth_study(
                 profile = Profile(measured.readings, {**measured.context, "lab": wanted})
                 if path is not None:
                     profile.save(path)
-            profiles.append(profile)
+            runs[init, variant].append(profile)
     return DepthStudy(config, runs)
 
 

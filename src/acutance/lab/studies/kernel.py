@@ -27,7 +27,7 @@ from acutance.attention.operator import AttentionOperator
 from acutance.attention.products import repeat_heads
 from acutance.errors import AcutanceError
 from acutance.explain.spectral_theory import rank_correlation
-from acutance.io import LoadedModel
+from acutance.io import LoadedModel, load_model
 from acutance.lab.data import digits
 from acutance.lab.studies.pictures import data_frame, kernel_picture, save_study
 from acutance.measure.samples import TokenLayout
@@ -162,17 +162,18 @@ class KernelAssumptions:
 
 
 @torch.no_grad()
-def kernel_assumptions(model: nn.Module, batches: Iterable[Any]) -> KernelAssumptions:
+def kernel_assumptions(model: nn.Module, batches: Iterable[Any], *, progress: str | None = None) -> KernelAssumptions:
     """How far a model's learnt affinities are from symmetric and from positive definite, per layer and head.
 
     The model is any that `acutance.sites.find` knows, with softmax self-attention, causal or not; batches are as for
     `measure`. Padding does not count, and packed documents are samples of their own, refused where the model lets them
-    see each other. Entries are permuted with a fixed seed: the same call gives the same figures.
+    see each other. Entries are permuted with a fixed seed: the same call gives the same figures. `progress` is the
+    title of a progress bar.
     """
     bare = bare_module(model)
     refuse_sharded(bare, "kernel_assumptions")
     reader = AssumptionReader()
-    walk(bare, batches, reader)
+    walk(bare, batches, reader, progress=progress)
     if not reader.layers:
         raise AcutanceError("kernel_assumptions got no batches: pass an iterable with at least one")
     layers = [reader.layers[layer] for layer in sorted(reader.layers)]
@@ -324,13 +325,12 @@ def kernel_study(
     samples: int = 1000,
     text: str | os.PathLike[str] | None = None,
     tokens: int | None = None,
-    advance: Callable[[str], None] = lambda _doing: None,
+    progress: bool = True,
 ) -> KernelStudy:
     """Read every model on evenly spaced training and test images of the embedded digits, or on a text.
 
     Models, by the name of the run, are loaded one at a time; text (a file or folder, in windows of `tokens`) needs what
     `acutance.io.loading.load_model` returns. `samples` are images of each split, of which Table 4 has 1000, or windows.
-    `advance` is called with a description before each batch.
     """
     if not models:
         raise AcutanceError("kernel_study got no models: name at least one run")
@@ -348,25 +348,24 @@ def kernel_study(
             bare = f"a bare {type(loaded).__name__}, without the tokenizer that reads text"
             raise AcutanceError(f'kernel_study got {bare}: give lambda: load_model("hf:…") of acutance.io.loading')
         for name, batches in data.items():
-            runs[run, name] = kernel_assumptions(model, _announced(batches, partial(advance, f"{run}, {name}")))
+            title = f"{run}, {name}" if progress else None
+            runs[run, name] = kernel_assumptions(model, batches, progress=title)
             counts[name] = runs[run, name].alignment.shape[1]
     return KernelStudy(runs, counts, versions)
 
 
-def batch_count(samples: int, *, text: bool = False) -> int:
-    """How often `kernel_study` calls `advance` for one model."""
-    return -(-samples // TEXT_BATCH) if text else sum(map(len, _digit_batches(samples).values()))
+def models_of(runs: Sequence[str]) -> dict[str, Callable[[], LoadedModel]]:
+    """By the names of folders, or of checkpoints without their ending; model.safetensors is called after its folder."""
+    paths = [Path(run.removeprefix("hf:").removeprefix("timm:")) for run in runs]
+    names = [p.parent.name if p.name == "model.safetensors" else p.name.removesuffix(".safetensors") for p in paths]
+    if len(set(names)) < len(names):
+        raise AcutanceError(f"two of these runs have one name: {', '.join(names)}. Rename one of them")
+    return {name: partial(load_model, run) for name, run in zip(names, runs, strict=True)}
 
 
 def variant_of(run: str) -> str:
     """The run's name without its seed."""
     return re.sub(r"-seed\d+$", "", run)
-
-
-def _announced(batches: Sequence[Any], announce: Callable[[], None]) -> Iterator[Any]:
-    for index in range(len(batches)):
-        announce()
-        yield batches[index]
 
 
 def _digit_batches(samples: int) -> dict[str, Sequence[Tensor]]:

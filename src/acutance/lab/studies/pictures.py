@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from acutance.errors import import_extra
-from acutance.files.atomic import atomic_write, finite
+from acutance.files.atomic import atomic_write
+from acutance.lab.files import finite
 from acutance.report.page import PALETTE
 from acutance.report.pictures import blank_figure
 

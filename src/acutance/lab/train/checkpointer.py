@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from acutance import sites
 from acutance.errors import AcutanceError
 from acutance.explain.steer import check_spectrum
-from acutance.files.atomic import atomic_write, digest, finite
+from acutance.files.atomic import atomic_write
 from acutance.io.saving import save
+from acutance.lab.files import digest, finite
 from acutance.lab.tasks import Task
 from acutance.lab.train.log import DivergedError, nonfinite_names
 from acutance.lab.train.optim import persistent

@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from acutance.errors import AcutanceError, NonFiniteError, import_extra
-from acutance.files.atomic import atomic_write, finite
+from acutance.files.atomic import atomic_write
+from acutance.lab.files import finite
 from acutance.measure.monitor import own_randomness
 from acutance.sites.structure import shards_put_back
 

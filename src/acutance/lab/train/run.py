@@ -90,6 +90,16 @@ class Run:
             return None
         return read_json(self.result_path, RESULT_FORMAT, lambda body: {k: v for k, v in body.items() if k != "format"})
 
+    def described(self, result: Mapping[str, Any]) -> str:
+        """A result in a sentence."""
+        name, best, seen = result["headline"], result["best"], getattr(self.config().task, "train_on", None) == "all"
+        score = "no number" if result["scores"][name] is None else f"{result['scores'][name]:.4g}"
+        where = "a slice that was trained on (task.train_on=all)" if seen else "the held-out slice"
+        better = "" if best is None else f", best {best['score']:.4g} after step {best['step']}"
+        test = f"; acutance evaluate {self.folder} scores it on the test set" if seen else ""
+        done = f"{name} {score} on {where} after step {result['step']}{better}"
+        return f"{done}; models and logs are in {self.folder}{test}"
+
     def _record(self) -> dict[str, Any]:
         return read_json(self.record_path, FORMAT, dict)
 

@@ -14,9 +14,9 @@ from rich.console import Console
 from safetensors import SafetensorError, safe_open
 
 from acutance.errors import AcutanceError
-from acutance.files.atomic import digest
-from acutance.files.locks import held, holder
 from acutance.io.saving import CLASS_KEY, CONFIG_KEY
+from acutance.lab.files import digest
+from acutance.lab.locks import held, holder
 from acutance.lab.tasks.base import STARTS
 from acutance.lab.train.checkpointer import checkpoint_paths
 from acutance.lab.train.config import Config

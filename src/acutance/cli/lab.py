@@ -1,0 +1,324 @@
+"""The laboratory: training, what is asked of runs, the papers' results, timing, and the studies of `acutance lab`."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+import acutance as ac
+from acutance.cli import options
+from acutance.cli.options import console, ints, is_first_process, list_rows, option, say, stoppable, words, write
+from acutance.errors import AcutanceError
+
+studies = typer.Typer(help="Studies: deep random networks, the affinities of trained ones.", no_args_is_help=True)
+
+
+def demo(
+    out: Annotated[Path, option("Where checkpoints, profiles and the page go.")] = Path("acutance-demo"),
+    seeds: Annotated[int, option("Runs per variant; with 2 or more, mean ± spread.", min=1)] = 1,
+    epochs: Annotated[int | None, option("Train for fewer or more epochs than the default.", min=1)] = None,
+) -> None:
+    """Train three small ViTs on real digits, measure each by layer, and compare them on one HTML page.
+
+    Needs no network and about a minute and a half on two CPU cores. Finished runs are reused and interrupted ones go
+    on, so it can be stopped and started again; nothing half-written is ever left behind.
+    """
+    from acutance.lab.demo import run_demo
+
+    with stoppable():
+        run_demo(out, seeds=seeds, changes=[] if epochs is None else [f"loop.epochs={epochs}"], console=console)
+
+
+def train(
+    recipe: Annotated[str | None, typer.Argument(help="A recipe's name; --list shows them.")] = None,
+    data_dir: Annotated[Path | None, option("The folder with the data, in its usual layout.")] = None,
+    assignments: options.Changes = None,
+    out: Annotated[Path | None, option("The run's folder.", show_default="runs/RECIPE-CHANGES-seedSEED")] = None,
+    resume: Annotated[bool, option("Go on with the run in --out.", "--resume")] = False,
+    strategy: Annotated[str | None, option("single, ddp or fsdp; by default ddp with several processes.")] = None,
+    processes: Annotated[int | None, option("Processes to start here; torchrun starts its own.", min=1)] = None,
+    device: options.Device = "auto",
+    show_list: Annotated[bool, option("List the recipes.", "--list")] = False,
+) -> None:
+    """Train a model by a recipe, with checkpoints that a killed run goes on from to the same bits.
+
+    Examples: acutance train digits --set loop.seed=1 --set task.model.mitigation=neutreno:0.6
+
+    acutance train --out runs/digits-neutreno-0.6-seed1 --resume
+
+    Several machines: torchrun --nnodes 2 --nproc-per-node 8 … -m acutance train RECIPE --strategy fsdp
+    """
+    from acutance.lab import recipes
+    from acutance.lab.train.start import train as start
+
+    if show_list:
+        list_rows(((name, recipes.summary(name)) for name in recipes.names()), "recipe", "what it is")
+        return
+    named = {"task.data_dir": data_dir and str(data_dir), "loop.strategy": strategy}  # which --set overrules
+    given = [f"{field}={json.dumps(value)}" for field, value in named.items() if value is not None]
+    run, config = recipes.configured(recipe, [*given, *(assignments or ())], out, resume=resume)
+    how: dict[str, Any] = {"recipe": recipe, "resume": resume, "device": device, "processes": processes}
+    with stoppable(f"The last checkpoint is kept. {run.how_to_go_on()}"):
+        result = start(config, run.folder, console=console, **how)
+    if is_first_process():
+        say(run.described(result))
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="The run's folder.")],
+    split: options.Split = "test",
+    data_dir: options.DataDir = None,
+    weights: options.Weights = "last",
+    multi_scale: Annotated[bool | None, option("Of segmentation, with flips.", "--multi-scale/--single-scale")] = None,
+    assignments: options.Changes = None,
+    device: options.Device = "auto",
+    json_path: options.JSON = None,
+) -> None:
+    """Score a finished run on the test set; the result is kept in its folder, for `acutance compare`.
+
+    Examples: acutance evaluate runs/cifar100-seed0 --data-dir /data
+
+    acutance evaluate runs/camvid-seed0 --single-scale --set task.test_stride=64
+
+    Several processes share the work: torchrun --nproc-per-node 2 -m acutance evaluate …
+    """
+    from acutance.lab.evaluate.evaluate import evaluate_run
+    from acutance.lab.train.run import Run
+
+    settings = list(assignments or [])
+    if multi_scale is not None:
+        if (kind := Run(run).config().task.kind) != "segmentation":
+            asked = "--multi-scale" if multi_scale else "--single-scale"
+            raise AcutanceError(f"{asked} is for runs of segmentation; {run} is one of {kind}: leave it out")
+        settings.insert(0, f"task.multi_scale={str(multi_scale).lower()}")
+    how: dict[str, Any] = {"split": split, "weights": weights, "data_dir": data_dir}  # it refuses unknown ones
+    found = evaluate_run(run, settings=settings, device=device, **how)
+    if not is_first_process():
+        return
+    for name, value in found.scores.items():
+        say(f"{name} {value:.6g}")
+    say(f"wrote {found.path(run)}")
+    write(json_path, found.path(run).read_bytes())
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; those of one group by seed.")],
+    split: options.Split = "test",
+    score: Annotated[str | None, option("Which score; by default the task's own.")] = None,
+    weights: Annotated[str | None, option("Scores of the last or the best weights.")] = None,
+    assignments: Annotated[list[str] | None, option("Scores of evaluations with this field changed.", "--set")] = None,
+    robustness: Annotated[bool, option("What `acutance robustness` measured.", "--robustness")] = False,
+    markdown_path: options.Markdown = None,
+    json_path: options.JSON = None,
+) -> None:
+    """Compare runs: those that differ in their seed only are one row, with mean ± standard deviation.
+
+    Each row is also compared with the first over the seeds that both have, by an exact paired test: the share of all
+    choices of signs of the differences whose mean is as far from 0. All scores must have come about in the same way,
+    which is printed: the same weights, the same settings of the evaluation, the same precision.
+
+    Examples: acutance compare runs/plain-seed* runs/neutreno-seed*
+
+    acutance compare runs/plain-seed* runs/neutreno-seed* --robustness
+    """
+    from acutance.lab.evaluate.compare import compare as compared
+    from acutance.lab.evaluate.compare import compare_robustness
+
+    if robustness and assignments:
+        raise AcutanceError("--robustness takes no --set: it finds the tables that were measured in the same way")
+    how: dict[str, Any] = {"split": split, "score": score, "weights": weights}
+    if robustness:
+        found: list[Any] = compare_robustness(runs, **how | {"weights": weights or "last"})
+    else:
+        found = [compared(runs, settings=assignments, **how)]
+    table, bodies = "\n".join(one.to_markdown() for one in found), [one.to_dict() for one in found]
+    say(table, end="")
+    write(markdown_path, table.encode())
+    write(json_path, json.dumps(bodies if robustness else bodies[0], indent=1, ensure_ascii=False).encode())
+
+
+def robustness(
+    run: Annotated[Path, typer.Argument(help="The folder of a run that `acutance train` made, of a classifier.")],
+    data_dir: options.DataDir = None,
+    corruptions: Annotated[str, option("Comma-separated names, all or none.")] = "all",
+    severities: Annotated[str, option("Comma-separated, from 1 to 5.")] = "1,2,3,4,5",
+    attacks: Annotated[str, option("fgsm:ε and pgd:ε:steps:size, in levels of 255, or none.")] = "fgsm:1,pgd:1",
+    corrupted_dir: Annotated[Path | None, option("The published CIFAR-10-C or CIFAR-100-C.")] = None,
+    split: Annotated[str, option("test, or val to choose by.")] = "test",
+    weights: options.Weights = "last",
+    limit: Annotated[int | None, option("Only so many images; of ImageNet some of each class.", min=1)] = None,
+    seed: Annotated[int, option("Of what is drawn.")] = 0,
+    device: options.Device = "auto",
+    json_path: Annotated[Path | None, option("The table.", "--json", show_default="RUN/robustness….json")] = None,
+    markdown_path: options.Markdown = None,
+) -> None:
+    """Measure 19 corruptions at 5 severities, FGSM and PGD. Stopped, the same command goes on.
+
+    `acutance compare --robustness` puts the tables of several runs side by side.
+
+    Example: acutance robustness runs/digits-seed0 --corruptions fog,contrast --attacks fgsm:8,pgd:8:20
+    """
+    from acutance.distributed import device as device_of
+    from acutance.lab.evaluate.evaluate import refuse_seen, weights_path
+    from acutance.lab.robustness import CORRUPTIONS, evaluate, images_of, table_name
+    from acutance.lab.train.run import Run
+
+    config, chosen = Run(run).config(), cast(Any, weights)
+    path = weights_path(run, chosen)  # which refuses unknown ones
+    refuse_seen(run, config, split, chosen)
+    images = images_of(config.task, split, data_dir=data_dir, limit=limit)
+    target = json_path or run / table_name(split, weights, corrupted_dir)
+    how: dict[str, Any] = {
+        "corruptions": {"all": list(CORRUPTIONS), "none": []}.get(corruptions.strip(), words(corruptions)),
+        "severities": ints(severities, "--severities"),
+        "attacks": [] if attacks.strip() == "none" else words(attacks),
+        "context": {"name": run.name, "split": split, "which": weights},
+    }
+    with stoppable():
+        model = ac.load(path).to(device_of(device))
+        table = evaluate(model, images, seed=seed, path=target, corrupted_dir=corrupted_dir, progress=True, **how)
+    console.print(table.table())
+    say(f"wrote {target}")
+    write(markdown_path, table.markdown().encode())
+
+
+def reproduce(
+    target: Annotated[str | None, typer.Argument(help="A table or figure; --list names them.")] = None,
+    data_dir: Annotated[Path | None, option("The folder with the data, in its usual layout.")] = None,
+    out: Annotated[Path, option("Runs and results; targets share runs.")] = Path("acutance-reproduce"),
+    seeds: Annotated[int | None, option("Runs for each row.", min=1, show_default="the target's own")] = None,
+    assignments: options.Changes = None,
+    samples: Annotated[int, option("Images or sequences on which models are read.", min=1)] = 1000,
+    device: options.Device = "auto",
+    plan: Annotated[bool, option("Print the runs as commands, and stop.", "--plan")] = False,
+    show_list: Annotated[bool, option("Name all tables and figures, needs and costs.", "--list")] = False,
+) -> None:
+    """Reproduce a table or figure: train what it needs, measure, and print the published beside the measured.
+
+    What is finished is reused, what was interrupted goes on. The same command started several times at once, on the
+    GPUs of one machine or on machines that share the folder, divides the runs: each takes the next that nobody trains,
+    and the last to end prints the whole table.
+
+    Examples: acutance reproduce neutreno-table1 --data-dir /data/imagenet --plan
+
+    acutance reproduce oversmoothing-fig4
+    """
+    from acutance.lab.reproduce import TARGETS, TIMES, find
+    from acutance.lab.reproduce.run import Session
+
+    if show_list:
+        rows = ((one.name, one.title, one.needs or one.notes) for one in TARGETS.values())
+        list_rows(rows, "target", "what", "needs")
+        say(f"\n{TIMES}")
+        return
+    if target is None:
+        raise AcutanceError("name a table or figure; `acutance reproduce --list` has them all")
+    how: dict[str, Any] = {"data_dir": data_dir, "seeds": seeds, "samples": samples, "device": device}
+    session = Session(find(target), out, changes=tuple(assignments or ()), console=console, **how)
+    if plan:
+        typer.echo(session.script())
+        return
+    with stoppable():
+        result = session.run()
+    say(result.to_markdown(), end="")
+    for path in (written := session.write(result)):
+        say(f"wrote {path}")
+    if not written:
+        say("Another process has finished the rest meanwhile, and writes the whole.")
+
+
+def bench(
+    only: Annotated[str | None, option("Some groups, with commas between; all by default.")] = None,
+    quick: Annotated[bool, option("Four repetitions with half of the steps.", "--quick")] = False,
+    max_autotune: Annotated[bool, option("Also this mode of the baseline in steps.", "--max-autotune")] = False,
+    out: Annotated[Path, option("Where the CSV files go.")] = Path("acutance-bench"),
+    device: options.Device = "auto",
+) -> None:
+    """Time the library on your own GPU, and write CSV files named by GPU, dtype and versions.
+
+    All figures are ratios in one run: variants take turns beside a baseline. A group, or a part of one, is one file:
+
+    - steps: training and inference with NeuTRENO against timm's plain ViT (parts: steps-32, steps-224).
+    - end-to-end: images a second of the recipe for CIFAR-100, augmentation included (parts by batch: end-to-end-256,
+      end-to-end-512, end-to-end-1024, end-to-end-2048).
+    - eigen: training with a negative spectrum, ViT-Ti⁻, against ViT-Ti.
+    - micro: the fused attention by itself, against SDPA and against its floor in bytes and FLOPs.
+    - efficiency: NeuTRENO's FLOPs, memory and time against plain, at inference.
+    - measure: `measure` against a plain forward pass, and against whole attention matrices.
+    - long: language models, up to 131,072 tokens (parts: long-training, long-tokens, long-model).
+
+    Each part takes a few minutes on an H200. On a CPU toy sizes run, in less than a minute for all: they show that
+    everything works, not what it costs. Stop it when you like: finished figures are in the files, and a part that
+    fails does not stop the others.
+
+    Example: acutance bench --only micro,efficiency --quick
+    """
+    from acutance.distributed import device as device_of
+    from acutance.lab.bench.run import chosen_groups, run_groups
+    from acutance.lab.bench.timing import Settings
+
+    names = chosen_groups(only)
+    settings = Settings(device_of(device), quick, max_autotune)
+    if not settings.on_gpu:
+        say("No GPU: toy sizes on the CPU, to see that everything runs. The ratios mean nothing.")
+    with stoppable(f"Finished figures are in {out}."):
+        for path in run_groups(names, settings, out, console):
+            say(f"wrote {path}")
+
+
+@studies.command()
+def depth(
+    out: Annotated[Path, option("Where the table and the figure go.")] = Path("acutance-depth"),
+    depths: Annotated[str, option("Comma-separated numbers of layers.")] = "12,48,96",
+    seeds: Annotated[int, option("Networks per variant; with 2 or more, mean ± spread.", min=1)] = 3,
+    dim: Annotated[int, option("Channels, a multiple of 3 (the heads).", min=3)] = 192,
+) -> None:
+    """How does smoothing grow with depth before any training? Plain, Post-LN, NeuTRENO, LayerScale, ViT⁻ and ViT⁺.
+
+    Networks are drawn with DeiT's initialisation (σ = 0.02) and with Xavier's, and read on the embedded digits. Takes
+    about two minutes; finished networks are reused, so it can be stopped and started again.
+
+    Example: acutance lab depth --depths 12,24 --seeds 2 --dim 48
+    """
+    from acutance.lab.studies.depth import DepthConfig, depth_study
+
+    config = DepthConfig(depths=tuple(sorted(set(ints(depths, "--depths")))), dim=dim)
+    with stoppable():
+        study = depth_study(config, seeds=seeds, folder=out)
+    _write(study, out)
+
+
+@studies.command()
+def kernel(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Checkpoints, runs, or models such as hf:gpt2.")],
+    out: Annotated[Path, option("Where the table and the figure go.")] = Path("acutance-kernel"),
+    samples: Annotated[int, option("Images of each split, or windows of text; Table 4 has 1000.", min=2)] = 1000,
+    text: Annotated[Path | None, option("A text file or folder, in place of the digits.")] = None,
+    tokens: Annotated[int | None, option("The length of a window of text.", min=2)] = None,
+) -> None:
+    """Are the learnt affinities a symmetric positive definite kernel, as NeuTRENO's Theorem 1 takes them to be?
+
+    Reads each model on the embedded digits' training and test images, or on a text. Per layer and head: how far
+    exp(q·k/√d) is from symmetric (0 to about 1) and from positive definite (0 to ½), both also with its entries in
+    random order, the alignment of the two gradients (Table 4: 1 is perfect), and whether the alignment is worse where
+    the assumption is (a rank correlation below 0), pooled and within single layers. Of a causal model the affinities
+    are taken as they are before the mask. Runs named alike but for -seed0, -seed1, … are one variant: mean ± spread.
+
+    Examples: acutance lab kernel acutance-demo/plain-seed0 acutance-demo/plain-seed1
+
+    acutance lab kernel hf:gpt2 --text wiki.test.txt --tokens 128 --samples 16
+    """
+    from acutance.lab.studies.kernel import kernel_study, models_of
+
+    if text is None and tokens is not None:
+        raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
+    _write(kernel_study(models_of(runs), samples=samples, text=text, tokens=tokens), out)
+
+
+def _write(study: Any, out: Path) -> None:
+    from acutance.lab.train.run import made
+
+    written = study.save(out, context=made("studied"))
+    console.print(study.table())
+    say(f"wrote {', '.join(path.name for path in written)} into {out}")
