@@ -94,6 +94,11 @@ class AttentionOperator:
         return f"AttentionOperator({details}, dtype={self.dtype}, device={self.device})"
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What it is made of: queries, keys, mask and sink."""
+        return self.q, self.k, self.mask, self.sink
+
+    @property
     def masks_keys_only(self) -> bool:
         """Whether the mask, if any, is the same for every query (causality aside)."""
         return self.mask4 is None or self.mask4.size(-2) == 1
@@ -116,7 +121,7 @@ class AttentionOperator:
         if self.causal or self.mask4 is None:
             return self.causal
         with torch.no_grad():
-            return not any(weights.triu(rows.start + 1).any() for rows, weights in products.Tiles(self))
+            return not any(weights.triu(rows.start + 1).any() for rows, weights in self.tiles())
 
     @property
     def T(self) -> "TransposedOperator":  # noqa: N802
@@ -129,43 +134,33 @@ class AttentionOperator:
     def apply(self, x: Tensor, dropout: float = 0.0) -> Tensor:
         """A x for x (batch, heads or key heads, keys, channels); dropout acts on the attention weights."""
         self._check_operand("x", x, tokens=self.shape[-1], heads={self.heads, self.key_heads})
-        if self.sink is not None:
-            return self._scaled(self.without_sink().apply(x, dropout))
         A, x = self._promoted(x)
         if products.can_fuse(A, x, dropout):
             return products.fused_apply(A, x, dropout)
         if self.is_associative and dropout == 0.0:
             return products.associative_apply(A, x)
-        return products.tiled_apply(A, x, dropout)
+        return products.Tiles(A).apply(x, dropout)
 
     def apply_transpose(self, y: Tensor) -> Tensor:
         """Aᵀ y for y (batch, heads, queries, channels)."""
         self._check_operand("y", y, tokens=self.shape[-2], heads={self.heads})
-        if self.sink is not None:
-            return self.without_sink().apply_transpose(self._scaled(y))
         A, y = self._promoted(y)
         if self.is_associative:
             return products.associative_apply(A, y, transposed=True)
-        by_backward = products.can_fuse(A, y) and not products.needs_grad(A.q, A.k, A.mask, y)
-        return products.fused_transpose(A, y) if by_backward else products.tiled_transpose(A, y)
+        by_backward = products.can_fuse(A, y) and not products.needs_grad(*A.tensors, y)
+        return products.fused_transpose(A, y) if by_backward else products.Tiles(A).apply_transpose(y)
 
     def logsumexp(self) -> Tensor:
         """log Σ_j kernel(i, j) over the keys of every row (batch, heads, queries); a sink is not one of them."""
         if attention_sums.is_available(self):
             return attention_sums.row_sums(self).log_sums
-        return products.tiled_logsumexp(self)
+        return products.Tiles(self).logsumexp()
 
     @property
     def row_scale(self) -> Tensor:
         """σ(logsumexp − sink) (batch, heads, queries, 1), to which the rows sum; ones without a sink."""
         sums = self.logsumexp().unsqueeze(-1)
-        if self.sink is None:
-            return torch.ones_like(sums)
-        lowest = torch.finfo(sums.dtype).min  # a sink of −∞ would make a row without keys NaN
-        return torch.sigmoid(sums - self.sink.to(sums.dtype).clamp(min=lowest)[:, None, None])
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        return (self.row_scale * x).to(torch.promote_types(self.dtype, x.dtype))
+        return torch.ones_like(sums) if self.sink is None else products.beside_sink(self.sink, sums)
 
     def without_sink(self) -> "AttentionOperator":
         """The operator whose rows sum to one: every row divided by its `row_scale`."""
@@ -183,15 +178,12 @@ class AttentionOperator:
 
     def tiles(self, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Blocks of rows as (slice, weights (batch, heads, rows, keys)): memory stays linear in tokens."""
-        scale = None if self.sink is None else self.row_scale
-        for block, weights in products.Tiles(self, rows):
-            yield block, weights if scale is None else scale[..., block, :] * weights
+        return iter(products.Tiles(self, rows))
 
     def diagonal(self) -> Tensor:
         """The entries A_ii (batch, heads, tokens): how much each token keeps of itself."""
         self._check_square("the diagonal")
-        own = products.diagonal(self)
-        return own if self.sink is None else self.row_scale.squeeze(-1) * own
+        return products.Tiles(self).diagonal()
 
     @torch.no_grad()
     def eigenvalues(self, k: int | None = None) -> Tensor:

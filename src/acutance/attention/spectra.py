@@ -78,9 +78,9 @@ def _by_arnoldi(A: AttentionOperator, select: Select, count: int) -> Tensor:
     tolerance = torch.finfo(A.dtype).eps ** (2 / 3)
     multiply = plain.apply if scale is None else lambda x: scale * plain.apply(x)
     found = arnoldi(multiply, start, select, count, tolerance)
-    if not found.residual <= tolerance:
+    if not (error := float(found.residuals.max())) <= tolerance:
         where = f"not converged in a Krylov space of {found.size} vectors: the largest residual ‖Az − μz‖"
-        message = f"is {found.residual:.1e}, wanted {tolerance:.1e}; the largest ones are good, ask for fewer"
+        message = f"is {error:.1e}, wanted {tolerance:.1e}; the largest ones are good, ask for fewer"
         warnings.warn(f"eigenvalues {where} {message}", AcutanceWarning, stacklevel=3)
     return found.values
 
@@ -153,10 +153,6 @@ class Ritz(NamedTuple):
     residuals: Tensor  # (..., k): ‖Az − μz‖ for the unit vector z of each
     size: int  # of the space
 
-    @property
-    def residual(self) -> float:
-        return float(self.residuals.max())
-
 
 def arnoldi(multiply: Callable[[Tensor], Tensor], start: Tensor, select: Select, count: int, tolerance: float) -> Ritz:
     """The selected eigenvalues, about `count`, with the space grown until their residuals are within the tolerance.
@@ -177,7 +173,7 @@ def arnoldi(multiply: Callable[[Tensor], Tensor], start: Tensor, select: Select,
             values, residuals = _ritz(projected[..., : size + width, :size], width)
             wanted = select(values)
             found = Ritz(values.gather(-1, wanted).to(start.device), residuals.gather(-1, wanted), size)
-            if found.residual <= tolerance or size >= largest:
+            if found.residuals.max() <= tolerance or size >= largest:
                 return found
             next_check = size + max(width, size // 4)
         basis = torch.cat([basis, fresh], dim=-1)

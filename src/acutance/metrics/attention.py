@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from acutance.attention.kernels import attention_sums
 from acutance.attention.operator import AttentionOperator
-from acutance.attention.products import Tiles, accumulation_dtype, channels
+from acutance.attention.products import KERNELS, Tiles, accumulation_dtype
 from acutance.errors import ShapeError
 from acutance.metrics.sums import masked_mean, metric, ratio, safe_sqrt, valid_positions
 
@@ -76,7 +76,7 @@ def _centred(A: AttentionOperator) -> AttentionOperator:
     """The same A with another origin for the keys: it shifts the logits of a row alike, and smaller ones round less."""
     if A.softcap is not None or not A.is_exponential:
         return A
-    q, k = channels(A)
+    q, k = KERNELS[A.kernel].channels(A.q, A.k)
     return AttentionOperator(q, k - k.mean(-2, keepdim=True), mask=A.mask, causal=A.causal, scale=A.scale)
 
 
