@@ -48,7 +48,15 @@ class AttentionOperator:
 
     def __post_init__(self) -> None:
         q, k, kernel, sink = self.q, self.k, self.kernel, self.sink
-        both = _check_inputs(q, k)
+        both = f"q {tuple(q.shape)}, k {tuple(k.shape)}"
+        if q.ndim != 4 or k.ndim != 4 or 0 in (*q.shape, *k.shape):
+            raise ShapeError(f"q and k are (batch, heads, tokens, width), at least one of each; got {both}")
+        for name, x in (("q", q), ("k", k)):
+            if not x.is_floating_point():
+                raise AcutanceError(f"{name} is {x.dtype}; queries and keys are floating point, give {name}.float()")
+        if q.size(0) != k.size(0) or q.size(-1) != k.size(-1) or q.size(1) % k.size(1):
+            words = "q and k differ in batch or width, or the heads of q are no multiple of those of k"
+            raise ShapeError(f"{words}: {both}")
         _check_devices(q, k=k, mask=self.mask, sink=sink)
         if kernel not in KERNELS:
             raise AcutanceError(f"unknown kernel {kernel!r}; the known ones are {', '.join(sorted(KERNELS))}")
@@ -193,13 +201,23 @@ class AttentionOperator:
         warning where that has not converged.
         """
         self._check_square("eigenvalues")
-        return spectra.eigenvalues(self, k)
+        tokens = self.shape[-1]
+        if k is not None and not 1 <= k <= tokens:
+            raise AcutanceError(f"k = {k} eigenvalues of an operator on {tokens} tokens; give 1 <= k <= {tokens}")
+
+        def largest(values: Tensor) -> Tensor:  # of a conjugate pair the positive imaginary part comes first
+            by_phase = values.imag.argsort(dim=-1, descending=True)
+            by_size = values.abs().gather(-1, by_phase).argsort(dim=-1, descending=True, stable=True)
+            return by_phase.gather(-1, by_size)[..., :k]
+
+        return spectra.selected(self, largest, k or tokens)
 
     @torch.no_grad()
     def extreme_eigenvalues(self) -> tuple[Tensor, Tensor]:
         """The eigenvalues μ_max and μ_min of largest and smallest real part, complex (batch, heads) each."""
         self._check_square("eigenvalues")
-        return spectra.extreme_eigenvalues(self)
+        extremes = spectra.selected(self, lambda x: torch.stack([x.real.argmax(-1), x.real.argmin(-1)], -1), 2)
+        return extremes[..., 0], extremes[..., 1]
 
     @torch.no_grad()
     def stationary(self) -> Tensor:
@@ -262,19 +280,6 @@ class TransposedOperator:
 def is_visible(logits: Tensor) -> Tensor:
     """Where a logit, or a bias on it, hides nothing: neither −∞ nor the lowest number there is."""
     return logits > torch.finfo(logits.dtype).min / 2
-
-
-def _check_inputs(q: Tensor, k: Tensor) -> str:
-    """Refuse queries and keys that do not fit; returns their shapes in words."""
-    both = f"q {tuple(q.shape)}, k {tuple(k.shape)}"
-    if q.ndim != 4 or k.ndim != 4 or 0 in (*q.shape, *k.shape):
-        raise ShapeError(f"q and k are (batch, heads, tokens, width), at least one of each; got {both}")
-    for name, tensor in (("q", q), ("k", k)):
-        if not tensor.is_floating_point():
-            raise AcutanceError(f"{name} is {tensor.dtype}; queries and keys are floating point, give {name}.float()")
-    if q.size(0) != k.size(0) or q.size(-1) != k.size(-1) or q.size(1) % k.size(1):
-        raise ShapeError(f"q and k differ in batch or width, or the heads of q are no multiple of those of k: {both}")
-    return both
 
 
 def _check_devices(q: Tensor, **others: Tensor | None) -> None:

@@ -29,28 +29,7 @@ NOT_ONE = (
 Select = Callable[[Tensor], Tensor]  # Ritz values (..., m) -> indices (..., k) of the wanted ones
 
 
-def eigenvalues(A: AttentionOperator, k: int | None) -> Tensor:
-    """The eigenvalues of A, or the k largest by magnitude, in decreasing magnitude."""
-    tokens = A.shape[-1]
-    if k is not None and not 1 <= k <= tokens:
-        raise AcutanceError(f"k = {k} eigenvalues of an operator on {tokens} tokens; give 1 <= k <= {tokens}")
-    wanted = tokens if k is None else k
-
-    def largest(values: Tensor) -> Tensor:  # of a conjugate pair the positive imaginary part comes first
-        by_phase = values.imag.argsort(dim=-1, descending=True)
-        by_size = values.abs().gather(-1, by_phase).argsort(dim=-1, descending=True, stable=True)
-        return by_phase.gather(-1, by_size)[..., :wanted]
-
-    return _selected(A, largest, wanted)
-
-
-def extreme_eigenvalues(A: AttentionOperator) -> tuple[Tensor, Tensor]:
-    """The eigenvalues with the most positive and the most negative real part."""
-    found = _selected(A, lambda values: torch.stack([values.real.argmax(-1), values.real.argmin(-1)], -1), 2)
-    return found[..., 0], found[..., 1]
-
-
-def _selected(A: AttentionOperator, select: Select, count: int) -> Tensor:
+def selected(A: AttentionOperator, select: Select, count: int) -> Tensor:
     """The selected eigenvalues: of the diagonal, of the matrix, or by Arnoldi iteration."""
     tokens = A.shape[-1]
     if not A.is_triangular and tokens > DENSE_TOKENS and count <= MOST_VALUES:
@@ -170,7 +149,10 @@ def arnoldi(multiply: Callable[[Tensor], Tensor], start: Tensor, select: Select,
         coefficients, fresh = _orthogonalise(multiply(basis[..., -width:]), basis)
         projected[..., : size + width, size - width : size] = coefficients
         if size >= min(next_check, largest):
-            values, residuals = _ritz(projected[..., : size + width, :size], width)
+            small = require_finite(projected[..., : size + width, :size].cpu(), "A")  # LAPACK is the faster there
+            values, vectors = torch.linalg.eig(small[..., :size, :])
+            last_rows = small[..., size:, size - width :].to(vectors.dtype)
+            residuals = torch.linalg.vector_norm(last_rows @ vectors[..., size - width :, :], dim=-2)
             wanted = select(values)
             found = Ritz(values.gather(-1, wanted).to(start.device), residuals.gather(-1, wanted), size)
             if found.residuals.max() <= tolerance or size >= largest:
@@ -190,11 +172,3 @@ def _orthogonalise(block: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
         block, triangle = torch.linalg.qr(block - basis @ along)
         outside = triangle @ outside
     return torch.cat([inside, outside.expand(*inside.shape[:-2], -1, -1)], dim=-2), block
-
-
-def _ritz(projected: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    size = projected.size(-1)
-    projected = require_finite(projected.cpu(), "A")  # small, and LAPACK is the faster there
-    values, vectors = torch.linalg.eig(projected[..., :size, :])
-    last_rows = projected[..., size:, size - width :].to(vectors.dtype)
-    return values, torch.linalg.vector_norm(last_rows @ vectors[..., size - width :, :], dim=-2)
