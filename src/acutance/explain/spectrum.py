@@ -18,7 +18,7 @@ from acutance.errors import AcutanceError
 from acutance.explain import spectral_theory as theory
 from acutance.explain.spectral_theory import Series, format_complex
 from acutance.files.atomic import read_json
-from acutance.report.page import FELL, LayerRow, write_spectrum_page
+from acutance.report.page import FELL, SPECTRUM_HINT, LayerRow, spectrum_charts, write_page
 from acutance.report.pictures import plot_spectrum
 from acutance.report.tables import FittedTable, Result, to_plain
 
@@ -344,8 +344,8 @@ class Spectrum(Result):
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one offline page with the table and the charts."""
-        cells = self.table().rows
-        return write_spectrum_page(path, self._layer_rows(), self.title, self.summary(), cells, self.context)
+        charts, title = spectrum_charts(self._layer_rows()), f"Why {self.title} smooths or sharpens"
+        return write_page({self.title: self}, path, self.summary(), self.table().rows, charts, title, SPECTRUM_HINT)
 
     def _layer_rows(self) -> list[LayerRow]:
         return [LayerRow(layer.layer, layer.verdict, layer.spectrum, layer.percent()) for layer in self.layers]

@@ -29,16 +29,13 @@ TAP_NAMES = {
 }
 HINT = "Click a name in a legend to single it out; hover a point for its value. Bands are one standard deviation. "
 HINT += "Layer 0 is what enters the first block."
+SPECTRUM_HINT = "H = W_projᵀW_Vᵀ with eigenvalues λ, A attention with eigenvalues μ. Orange smooths, blue sharpens."
 # The same colours everywhere: positive eigenvalues and the μ = 1 family smooth, the others sharpen.
 COLOURS = {"smoothing": "#D55E00", "sharpening": "#0072B2"}
 FELL = "HFC/LFC fell across the branch"
 COLUMNS = 4  # charts of eigenvalues side by side
 POINTS = 2000  # eigenvalues of a layer shown on a page: keeps the page of a wide model small
-CONTEXT = ("model", "mitigation", "parameters", "samples", "dtype", "device", "seed", "versions")
 NEEDS = "an HTML page needs altair and vl-convert-python: pip install 'acutance[report]'"
-
-AnyPath = str | os.PathLike[str]
-Charts = Mapping[str, tuple[str, Any]]  # name to heading and Altair chart
 
 
 def curve(run: Result, metric: str, tap: str) -> list[dict[str, Any]]:
@@ -62,26 +59,25 @@ class LayerRow:
         return np.where(np.abs(1 + self.eigenvalues) > 1, *COLOURS)
 
 
-def write_page(runs: Mapping[str, Result], path: AnyPath, *, verdict: str = "", summary: Rows = ()) -> Path:
-    """Write the page of some runs, a curve each in every chart."""
-    taps = dict.fromkeys(row["tap"] for run in runs.values() for row in run.rows())
-    charts = {tap: (TAP_NAMES.get(tap, tap), _curve_charts(runs, tap)) for tap in taps}
-    context = [_context_row(name, run.context, "prefix", "data") for name, run in runs.items()]
-    return _write(path, "Over-smoothing, layer by layer", verdict, summary, HINT, charts, context)
-
-
-def write_spectrum_page(
-    path: AnyPath, layers: Sequence[LayerRow], title: str, verdict: str, summary: Rows, context: Mapping[str, Any]
+def write_page(
+    runs: Mapping[str, Result],
+    path: str | os.PathLike[str],
+    verdict: str = "",
+    summary: Rows = (),
+    charts: Mapping[str, tuple[str, Any]] | None = None,
+    title: str = "Over-smoothing, layer by layer",
+    hint: str = HINT,
 ) -> Path:
-    """One offline page: the verdict per layer, the eigenvalues and, where it was read on data, what dominates."""
-    hint = "H = W_projᵀW_Vᵀ with eigenvalues λ, A attention with eigenvalues μ. Orange smooths, blue sharpens."
-    rows = [_context_row(title, context, "norm", "outside H", "read")]
-    return _write(path, f"Why {title} smooths or sharpens", verdict, summary, hint, _spectrum_charts(layers), rows)
+    """Write one offline page about some runs: verdict, summary, charts, and what was read.
 
-
-def _write(path: AnyPath, title: str, verdict: str, summary: Rows, hint: str, charts: Charts, context: Rows) -> Path:
-    """Write one page: verdict, summary, a heading and a chart per entry of `charts`, what was read."""
+    `charts` are headings and Altair charts by name; by default one for each tap, with a curve of every run.
+    """
+    if charts is None:
+        taps = dict.fromkeys(row["tap"] for run in runs.values() for row in run.rows())
+        charts = {tap: (TAP_NAMES.get(tap, tap), _curve_charts(runs, tap)) for tap in taps}
     sections = [f"<h2>{escape(text)}</h2><div class='chart' id='chart-{id}'></div>" for id, (text, _) in charts.items()]
+    facts = dict.fromkeys(key for run in runs.values() for key in run.context)
+    read = [{"run": name} | {key: _text(run.context.get(key)) for key in facts} for name, run in runs.items()]
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     body = template.substitute(
         title=escape(title),
@@ -89,7 +85,7 @@ def _write(path: AnyPath, title: str, verdict: str, summary: Rows, hint: str, ch
         summary=html_table(summary),
         hint=escape(hint),
         sections="".join(sections),
-        context=html_table(context),
+        context=html_table(read),
         # Safe inside a script element, whatever a run is called.
         charts=json.dumps({name: chart.to_dict() for name, (_, chart) in charts.items()}).replace("<", "\\u003c"),
         # Vega's JavaScript, embedded so that the page works offline.
@@ -124,7 +120,8 @@ def _curve_charts(runs: Mapping[str, Result], tap: str) -> Any:
     return grid.configure_legend(orient="top", labelLimit=400, symbolOpacity=1)
 
 
-def _spectrum_charts(layers: Sequence[LayerRow]) -> Charts:
+def spectrum_charts(layers: Sequence[LayerRow]) -> dict[str, tuple[str, Any]]:
+    """The eigenvalues by layer and, where they were read on data, what dominates: headings and charts by name."""
     alt, (edges, sides) = import_extra("altair", NEEDS), bins(layers)
     side = alt.Color("side:N", scale=alt.Scale(domain=list(COLOURS), range=list(COLOURS.values())), title=None)
     bars: list[dict[str, Any]] = []
@@ -174,11 +171,6 @@ def bins(layers: Sequence[LayerRow]) -> tuple[NDArray[np.float64], list[str]]:
     step = float(np.ptp(real)) / 40 or 1.0
     edges = step * np.arange(math.floor(real.min() / step) - 1, math.ceil(real.max() / step) + 2, dtype=np.float64)
     return edges, np.where(edges[:-1] >= 0, *COLOURS).tolist()
-
-
-def _context_row(name: str, context: Mapping[str, Any], *more: str) -> dict[str, str]:
-    """One run's context as cells of the page's last table."""
-    return {"run": name} | {key: _text(context.get(key)) for key in (*CONTEXT, *more)}
 
 
 def _text(value: object) -> str:
