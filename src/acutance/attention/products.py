@@ -301,7 +301,7 @@ def fused_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
     """Aᵀ y, outside autograd: the vector-Jacobian product of A with respect to its values."""
     # Inference tensors cannot be differentiated; their copies made outside inference mode can.
     with torch.inference_mode(False), torch.enable_grad():
-        given = (x if x is None else x.clone() if x.is_inference() else x.detach() for x in (*A.tensors, y))
+        given: Any = (x if x is None else x.clone() if x.is_inference() else x.detach() for x in (*A.tensors, y))
         q, k, mask, sink, y = given
         A = A.replace(q=q, k=k, mask=mask, sink=sink)
         values = y.new_zeros(*A.shape[:2], A.shape[-1], y.size(-1)).requires_grad_()
