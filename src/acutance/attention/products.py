@@ -119,20 +119,6 @@ def as_four_axes(mask: Tensor, shape: tuple[int, int, int, int], *, exponential:
     return mask.view(axes).expand(-1, -1, -1, keys)
 
 
-def _mask_rows(A: AttentionOperator, rows: slice, keys: int) -> Tensor | None:
-    """The mask, causality included, of some query rows against the first keys."""
-    mask = A.mask4
-    if mask is not None:
-        mask = mask[..., :keys] if mask.size(-2) == 1 else mask[..., rows, :keys]
-    if not A.causal:
-        return mask
-    last_seen = torch.arange(rows.start, rows.stop, device=A.device) + (A.shape[-1] - A.shape[-2])
-    seen = torch.arange(keys, device=A.device) <= last_seen[:, None]
-    if mask is None:
-        return seen
-    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
-
-
 def open_rows(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | float]:
     """The mask with fully masked rows opened, where those rows are, and what was taken from the biases of each row.
 
@@ -184,12 +170,21 @@ class Tiles:
 
     def log_weights(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | float]:
         """Log-weights of some rows and the keys they may see; `open_rows` says what the others are."""
-        A, keys = self.operator, self.k.size(-2)
-        keys = min(keys, max(1, rows.stop + keys - A.shape[-2])) if A.causal else keys
+        A, mask, keys = self.operator, self.operator.mask4, self.k.size(-2)
+        ahead = keys - A.shape[-2]  # causality ends at the last key
+        keys = min(keys, max(1, rows.stop + ahead)) if A.causal else keys
         with _full_precision(A):
             log_weights = KERNELS[A.kernel].log_weights(self.q[..., rows, :], self.k[..., :keys, :], A.scale)
             log_weights = log_weights if A.softcap is None else A.softcap * torch.tanh(log_weights / A.softcap)
-        mask = _mask_rows(A, rows, keys)
+        if mask is not None:
+            mask = mask[..., :keys] if mask.size(-2) == 1 else mask[..., rows, :keys]
+        if A.causal:
+            last_seen = torch.arange(rows.start, rows.stop, device=A.device) + ahead
+            seen = torch.arange(keys, device=A.device) <= last_seen[:, None]
+            if mask is None or mask.dtype == torch.bool:
+                mask = seen if mask is None else mask & seen
+            else:
+                mask = mask.masked_fill(~seen, -torch.inf)
         if mask is None:
             return log_weights, None, 0.0
         mask, dead, top = open_rows(mask, self.q.dtype)

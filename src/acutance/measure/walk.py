@@ -35,20 +35,15 @@ class Batch:
     part: str | None  # that is read
     fed: Any  # a tensor, a (tensor, …) tuple or a mapping of arguments
     counts: bool = True  # False if this process reruns another's batch, which FSDP may need
-    _samples: dict[str, TokenLayout] = field(default_factory=dict, init=False)
+    asked: dict[str, TokenLayout] = field(default_factory=dict, init=False)  # what `samples` gave
 
     def samples(self, prefix: str) -> TokenLayout:
         """How the tokens fall into samples, with the special tokens `in` or `out`."""
-        if prefix not in self._samples:
+        if prefix not in self.asked:
             about = sites.token_kind(self.model, self.part) if isinstance(self.fed, Mapping) else {}
             skip = sites.special_tokens(self.model, self.part) if prefix == "out" else (0, 0)
-            self._samples[prefix] = TokenLayout.of(self.fed, special_token_counts=skip, special=prefix == "in", **about)
-        return self._samples[prefix]
-
-    @property
-    def packed(self) -> TokenLayout | None:
-        """The samples, if a visitor has asked for them and they are documents packed into rows."""
-        return next((samples for samples in self._samples.values() if samples.documents is not None), None)
+            self.asked[prefix] = TokenLayout.of(self.fed, special_token_counts=skip, special=prefix == "in", **about)
+        return self.asked[prefix]
 
 
 class Visitor:
@@ -84,7 +79,7 @@ def walk(
     """
     refuse_single(batches)
     bare = bare_module(model)  # a compiled model would not see hooks added now
-    target, is_first = sites.part_of(bare, part), True
+    target = sites.part_of(bare, part)
     with evaluating(bare), sites.cached_lookup(), sites.reading(target), ExitStack() as stack:
         stack.enter_context(hooked(target, *visitors))
         rank, size = processes.rank_and_world_size() if across_processes else (0, 1)
@@ -92,18 +87,18 @@ def walk(
             processes.refuse_shares(batches)
             batches = processes.share(batches, rank, size)
         own, waits = track(batches, progress if rank == 0 else None, stack), across_processes and is_sharded(bare)
-        for fed, counts in processes.pad_uneven_batches(own) if waits else zip(own, repeat(True), strict=False):
+        shares = processes.pad_uneven_batches(own) if waits else zip(own, repeat(True), strict=False)
+        for number, (fed, counts) in enumerate(shares):
             batch = Batch(bare, part, fed, counts)
             for visitor in visitors:
                 visitor.begin(batch)
             with ExitStack() as around:
-                if is_first:  # once only: the check waits for the device
+                if number == 0:  # once only: the check waits for the device
                     around.enter_context(sites.checking_blocks(target, *possible_rows(fed)))
-                if batch.packed is not None:
-                    with suppress(AcutanceError):  # a visitor reads this attention and checks it, or nobody can
-                        around.enter_context(sites.find(target)[0].observe(batch.packed.refuse_mixing))
+                for packed in [samples for samples in batch.asked.values() if samples.documents is not None]:
+                    with suppress(AcutanceError):  # another reads this attention and checks it, or nobody can
+                        around.enter_context(sites.find(target)[0].observe(packed.refuse_mixing))
                 feed(bare, fed)
-            is_first = False
             for visitor in visitors:
                 visitor.end()
 
