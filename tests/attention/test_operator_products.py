@@ -150,11 +150,11 @@ def test_symmetrised_replaces_queries_by_keys():
 @pytest.mark.parametrize(
     ("kernel", "masking", "product"),
     [
-        ("polynomial", "none", "apply"),
-        ("linear", "causal", "apply"),
-        ("softmax", "causal+keys", "apply"),
-        ("softmax", "none", "apply_transpose"),
-        ("softmax", "none", "logsumexp"),
+        ("polynomial", "none", lambda A, x: A @ x),
+        ("linear", "causal", lambda A, x: A @ x),
+        ("softmax", "causal+keys", lambda A, x: A @ x),
+        ("softmax", "none", lambda A, x: A.T @ x),
+        ("softmax", "none", lambda A, _: A.logsumexp()),
     ],
 )
 def test_no_tile_is_kept_for_the_backward_pass(kernel, masking, product):
@@ -167,7 +167,7 @@ def test_no_tile_is_kept_for_the_backward_pass(kernel, masking, product):
 
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
         A = AttentionOperator(q, c.k.clone().requires_grad_(), **c.options)
-        out = getattr(A, product)(*([] if product == "logsumexp" else [c.y]))
+        out = product(A, c.y)
     assert sum(saved.values()) < 1200 * 1200
     out.sum().backward()
     assert q.grad.isfinite().all()

@@ -149,15 +149,6 @@ class AttentionOperator:
             return products.associative_apply(A, x)
         return products.Tiles(A).apply(x, dropout)
 
-    def apply_transpose(self, y: Tensor) -> Tensor:
-        """Aᵀ y for y (batch, heads, queries, channels)."""
-        self._check_operand("y", y, tokens=self.shape[-2], heads={self.heads})
-        A, y = self._promoted(y)
-        if self.is_associative:
-            return products.associative_apply(A, y, transposed=True)
-        by_backward = products.can_fuse(A, y) and not products.needs_grad(*A.tensors, y)
-        return products.fused_transpose(A, y) if by_backward else products.Tiles(A).apply_transpose(y)
-
     def logsumexp(self) -> Tensor:
         """log Σ_j kernel(i, j) over the keys of every row (batch, heads, queries); a sink is not one of them."""
         if attention_sums.is_available(self):
@@ -267,14 +258,20 @@ class AttentionOperator:
 
 
 class TransposedOperator:
-    """Aᵀ, waiting to be applied."""
+    """Aᵀ, which is applied to y (batch, heads, queries, channels)."""
 
     def __init__(self, operator: AttentionOperator) -> None:
         batch, heads, queries, keys = operator.shape
         self.T, self.shape = operator, (batch, heads, keys, queries)
 
     def __matmul__(self, y: Tensor) -> Tensor:
-        return self.T.apply_transpose(y)
+        A = self.T
+        A._check_operand("y", y, tokens=A.shape[-2], heads={A.heads})
+        A, y = A._promoted(y)
+        if A.is_associative:
+            return products.associative_apply(A, y, transposed=True)
+        by_backward = products.can_fuse(A, y) and not products.needs_grad(*A.tensors, y)
+        return products.fused_transpose(A, y) if by_backward else products.Tiles(A).apply_transpose(y)
 
 
 def is_visible(logits: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class Monitor:
         with sites.reading(target), hooked(target, MetricReader(metrics, tap, prefix, target)):
             pass  # what cannot be read fails now, not after hundreds of steps
         self.every = every
-        self.history = History() if jsonl is None else History.load(jsonl, missing_ok=True)
+        self.history = History() if jsonl is None or not Path(jsonl).exists() else History.load(jsonl)
         self._probe, self._autocast = _copy_probe(probe), autocast
         self._step: int | None = None
         self._writers: list[Callable[[int, Profile], None]] = []
@@ -183,10 +183,10 @@ class History(dict[int, Profile]):
         return plot_steps(self, next(iter(self.values())).title)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, missing_ok: bool = False) -> Self:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read the lines a Monitor wrote, without a last line that a crash cut off."""
         history = cls()
-        *lines, _unfinished = [b""] if missing_ok and not Path(path).exists() else read_bytes(path).split(b"\n")
+        *lines, _unfinished = read_bytes(path).split(b"\n")
         for number, line in enumerate(lines, 1):
             try:
                 body = json.loads(line)
