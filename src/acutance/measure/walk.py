@@ -2,8 +2,8 @@
 
 import platform
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
@@ -81,7 +81,7 @@ def walk(
     bare = bare_module(model)  # a compiled model would not see hooks added now
     target = sites.part_of(bare, part)
     with evaluating(bare), sites.cached_lookup(), sites.reading(target), ExitStack() as stack:
-        stack.enter_context(hooked(target, *visitors))
+        set_hooks(target, visitors, stack)
         rank, size = processes.rank_and_world_size() if across_processes else (0, 1)
         if across_processes:
             processes.refuse_shares(batches)
@@ -103,9 +103,8 @@ def walk(
                 visitor.end()
 
 
-@contextmanager
-def hooked(model: nn.Module, *visitors: Visitor) -> Iterator[None]:
-    """Set the hooks that the visitors need, for the time of a with block."""
+def set_hooks(model: nn.Module, visitors: Iterable[Visitor], stack: ExitStack) -> None:
+    """Set the hooks that the visitors need, until the stack closes."""
 
     def listen(method: str, layer: int, register: Callable[..., Any], read: Callable[..., Any]) -> None:
         """Have visitors that need this method at this layer told what `read` makes of the hook's arguments."""
@@ -119,18 +118,16 @@ def hooked(model: nn.Module, *visitors: Visitor) -> Iterator[None]:
         if told:
             stack.callback(register(hook).remove)
 
-    with ExitStack() as stack:
-        blocks = sites.blocks(model)
-        for layer, block, tokens in blocks:
-            before, after = partial(block.register_forward_pre_hook, with_kwargs=True), block.register_forward_hook
-            listen("enter", layer, before, lambda _, *given, tokens=tokens: tokens(sites.tokens_in(*given)))
-            listen("leave", layer, after, lambda *args, tokens=tokens: tokens(sites.tokens_out(args[-1])))
-        for site, layer in sites.layers_of(model) if any("attend" in v.needs for v in visitors) else ():
-            listen("attend", layer, site.observe, lambda call: call)
-        if any("final" in v.needs for v in visitors):
-            norm, tokens = sites.final_norm(model), sites.find(model)[-1].tokens
-            listen("final", blocks[-1][0], norm.register_forward_hook, lambda *args: tokens(sites.tokens_out(args[-1])))
-        yield
+    blocks = sites.blocks(model)
+    for layer, block, tokens in blocks:
+        before, after = partial(block.register_forward_pre_hook, with_kwargs=True), block.register_forward_hook
+        listen("enter", layer, before, lambda _, *given, tokens=tokens: tokens(sites.tokens_in(*given)))
+        listen("leave", layer, after, lambda *args, tokens=tokens: tokens(sites.tokens_out(args[-1])))
+    for site, layer in sites.layers_of(model) if any("attend" in v.needs for v in visitors) else ():
+        listen("attend", layer, site.observe, lambda call: call)
+    if any("final" in v.needs for v in visitors):
+        norm, tokens = sites.final_norm(model), sites.find(model)[-1].tokens
+        listen("final", blocks[-1][0], norm.register_forward_hook, lambda *args: tokens(sites.tokens_out(args[-1])))
 
 
 def track(batches: Iterable[Any], progress: str | None, stack: ExitStack) -> Iterable[Any]:
