@@ -166,4 +166,6 @@ def bins(layers: Layers) -> tuple[NDArray[np.float64], list[str]]:
 def _text(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{k} {v}" for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
     return "–" if value is None else f"{value:,}" if isinstance(value, int) and value < 10**12 else str(value)
