@@ -129,3 +129,19 @@ def assert_same_gradients(mine: Tensor, theirs: Tensor, inputs: list[Tensor], to
         assert (a is None) == (b is None)
         if a is not None:
             assert_close(a, b, tolerance)
+
+
+def assert_is_matrix(A: AttentionOperator, expected: Any, x: Tensor, y: Tensor, inputs: Any = ()) -> None:
+    """Products with A, its entries and its row sums are those of a matrix, and so are their gradients by the inputs."""
+    weights, sums = expected
+    seen, found = sums > -torch.inf, A.logsumexp()
+    assert torch.equal(found > -torch.inf, seen)
+    pairs = [(found[seen], sums[seen]), (A.dense(), weights)]
+    pairs += [(A @ x, weights @ with_heads(x, A.heads)), (A.T @ y, weights.mT @ y)]
+    if A.shape[-2] == A.shape[-1]:
+        pairs.append((A.diagonal(), weights.diagonal(dim1=-2, dim2=-1)))
+    for mine, theirs in pairs:
+        if inputs:
+            assert_same_gradients(mine, theirs, inputs)
+        else:
+            assert_close(mine, theirs)

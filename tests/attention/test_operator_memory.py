@@ -56,7 +56,7 @@ def test_training_and_spectra_never_form_the_matrix(kernel, masking):
 def test_a_block_on_a_device_is_large_but_no_larger_than_queries_and_keys(batch, heads, tokens):
     with FakeTensorMode():
         q = torch.empty(batch, heads, tokens, 64, device="cuda")
-        blocks = products.row_blocks(AttentionOperator(q, q))
+        blocks = products.Tiles(AttentionOperator(q, q)).blocks
     rows = [block.stop - block.start for block in blocks]
     assert sum(rows) == tokens
     assert rows[0] >= min(tokens, 128)

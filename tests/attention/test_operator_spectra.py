@@ -1,6 +1,5 @@
 """Eigenvalues and stationary distributions against NumPy, and the theorems about them."""
 
-import math
 import warnings
 
 import numpy as np
@@ -205,21 +204,6 @@ def test_a_full_mask_may_take_tokens_out():
     assert (distribution[..., 8:].abs() < 1e-15).all()
     short = AttentionOperator(c.q[..., :8, :], c.k[..., :8, :])
     assert_close(distribution[..., :8], short.stationary())
-
-
-def test_iterations_end_where_the_theorems_say():
-    # Repeated attention ends at the stationary mean.
-    c = make_case("softmax")
-    A, u, strength, identity = c.operator, c.x, 0.6, torch.eye(11, dtype=torch.float64)
-    for _ in range(400):
-        u = A @ u
-    assert_close(u, (A.stationary().unsqueeze(-2) @ c.x).expand_as(u), 1e-9)
-    # u ← Au + λ(f − u) converges when |μ − λ| < 1, at the rate of the largest |μ − λ| (Proposition 1).
-    rate = (A.eigenvalues() - strength).abs().amax(-1)
-    assert (rate < 1).all()
-    for _ in range(math.ceil(math.log(1e-13) / math.log(rate.max().item()))):
-        u = A @ u + strength * (c.x - u)
-    assert_close(u, strength * torch.linalg.solve((1 + strength) * identity - A.dense(), c.x), 1e-9)
 
 
 @pytest.mark.parametrize("masked", [False, True])

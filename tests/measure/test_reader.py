@@ -137,7 +137,7 @@ def test_heads_and_windows_are_averaged():
     value = torch.arange(12.0).reshape(4, 3)  # two windows of each sample, three heads
     out.add("block", 1, ["effective_rank"], value)
     out.add("block", 2, ["effective_rank"], value[:2, 0].double())
-    out.add("block", 2, ["token_cosine"], value, 0.5)
+    out.add("block", 2, ["token_cosine"], value / 2)
     found = [value.tolist() for value in values(out).values()]
     assert found == [[2.5, 8.5], [0.0, 3.0], [1.25, 4.25]]
 

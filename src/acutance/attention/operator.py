@@ -48,7 +48,15 @@ class AttentionOperator:
 
     def __post_init__(self) -> None:
         q, k, kernel, sink = self.q, self.k, self.kernel, self.sink
-        both = _check_inputs(q, k)
+        both = f"q {tuple(q.shape)}, k {tuple(k.shape)}"
+        if q.ndim != 4 or k.ndim != 4 or 0 in (*q.shape, *k.shape):
+            raise ShapeError(f"q and k are (batch, heads, tokens, width), at least one of each; got {both}")
+        for name, x in (("q", q), ("k", k)):
+            if not x.is_floating_point():
+                raise AcutanceError(f"{name} is {x.dtype}; queries and keys are floating point, give {name}.float()")
+        if q.size(0) != k.size(0) or q.size(-1) != k.size(-1) or q.size(1) % k.size(1):
+            words = "q and k differ in batch or width, or the heads of q are no multiple of those of k"
+            raise ShapeError(f"{words}: {both}")
         _check_devices(q, k=k, mask=self.mask, sink=sink)
         if kernel not in KERNELS:
             raise AcutanceError(f"unknown kernel {kernel!r}; the known ones are {', '.join(sorted(KERNELS))}")
@@ -94,6 +102,11 @@ class AttentionOperator:
         return f"AttentionOperator({details}, dtype={self.dtype}, device={self.device})"
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What it is made of: queries, keys, mask and sink."""
+        return self.q, self.k, self.mask, self.sink
+
+    @property
     def masks_keys_only(self) -> bool:
         """Whether the mask, if any, is the same for every query (causality aside)."""
         return self.mask4 is None or self.mask4.size(-2) == 1
@@ -116,7 +129,7 @@ class AttentionOperator:
         if self.causal or self.mask4 is None:
             return self.causal
         with torch.no_grad():
-            return not any(weights.triu(rows.start + 1).any() for rows, weights in products.Tiles(self))
+            return not any(weights.triu(rows.start + 1).any() for rows, weights in self.tiles())
 
     @property
     def T(self) -> "TransposedOperator":  # noqa: N802
@@ -129,43 +142,24 @@ class AttentionOperator:
     def apply(self, x: Tensor, dropout: float = 0.0) -> Tensor:
         """A x for x (batch, heads or key heads, keys, channels); dropout acts on the attention weights."""
         self._check_operand("x", x, tokens=self.shape[-1], heads={self.heads, self.key_heads})
-        if self.sink is not None:
-            return self._scaled(self.without_sink().apply(x, dropout))
         A, x = self._promoted(x)
         if products.can_fuse(A, x, dropout):
             return products.fused_apply(A, x, dropout)
         if self.is_associative and dropout == 0.0:
             return products.associative_apply(A, x)
-        return products.tiled_apply(A, x, dropout)
-
-    def apply_transpose(self, y: Tensor) -> Tensor:
-        """Aᵀ y for y (batch, heads, queries, channels)."""
-        self._check_operand("y", y, tokens=self.shape[-2], heads={self.heads})
-        if self.sink is not None:
-            return self.without_sink().apply_transpose(self._scaled(y))
-        A, y = self._promoted(y)
-        if self.is_associative:
-            return products.associative_apply(A, y, transposed=True)
-        by_backward = products.can_fuse(A, y) and not products.needs_grad(A.q, A.k, A.mask, y)
-        return products.fused_transpose(A, y) if by_backward else products.tiled_transpose(A, y)
+        return products.Tiles(A).apply(x, dropout)
 
     def logsumexp(self) -> Tensor:
         """log Σ_j kernel(i, j) over the keys of every row (batch, heads, queries); a sink is not one of them."""
         if attention_sums.is_available(self):
             return attention_sums.row_sums(self).log_sums
-        return products.tiled_logsumexp(self)
+        return products.Tiles(self).logsumexp()
 
     @property
     def row_scale(self) -> Tensor:
         """σ(logsumexp − sink) (batch, heads, queries, 1), to which the rows sum; ones without a sink."""
         sums = self.logsumexp().unsqueeze(-1)
-        if self.sink is None:
-            return torch.ones_like(sums)
-        lowest = torch.finfo(sums.dtype).min  # a sink of −∞ would make a row without keys NaN
-        return torch.sigmoid(sums - self.sink.to(sums.dtype).clamp(min=lowest)[:, None, None])
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        return (self.row_scale * x).to(torch.promote_types(self.dtype, x.dtype))
+        return torch.ones_like(sums) if self.sink is None else products.beside_sink(self.sink, sums)
 
     def without_sink(self) -> "AttentionOperator":
         """The operator whose rows sum to one: every row divided by its `row_scale`."""
@@ -183,15 +177,12 @@ class AttentionOperator:
 
     def tiles(self, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Blocks of rows as (slice, weights (batch, heads, rows, keys)): memory stays linear in tokens."""
-        scale = None if self.sink is None else self.row_scale
-        for block, weights in products.Tiles(self, rows):
-            yield block, weights if scale is None else scale[..., block, :] * weights
+        return iter(products.Tiles(self, rows))
 
     def diagonal(self) -> Tensor:
         """The entries A_ii (batch, heads, tokens): how much each token keeps of itself."""
         self._check_square("the diagonal")
-        own = products.diagonal(self)
-        return own if self.sink is None else self.row_scale.squeeze(-1) * own
+        return products.Tiles(self).diagonal()
 
     @torch.no_grad()
     def eigenvalues(self, k: int | None = None) -> Tensor:
@@ -201,13 +192,24 @@ class AttentionOperator:
         warning where that has not converged.
         """
         self._check_square("eigenvalues")
-        return spectra.eigenvalues(self, k)
+        tokens = self.shape[-1]
+        if k is not None and not 1 <= k <= tokens:
+            raise AcutanceError(f"k = {k} eigenvalues of an operator on {tokens} tokens; give 1 <= k <= {tokens}")
+
+        def largest(values: Tensor) -> Tensor:  # of a conjugate pair the positive imaginary part comes first
+            by_phase = values.imag.argsort(dim=-1, descending=True)
+            by_size = values.abs().gather(-1, by_phase).argsort(dim=-1, descending=True, stable=True)
+            return by_phase.gather(-1, by_size)[..., :k]
+
+        return spectra.warned(self, spectra.selected(self, largest, k or tokens))
 
     @torch.no_grad()
     def extreme_eigenvalues(self) -> tuple[Tensor, Tensor]:
         """The eigenvalues μ_max and μ_min of largest and smallest real part, complex (batch, heads) each."""
         self._check_square("eigenvalues")
-        return spectra.extreme_eigenvalues(self)
+        ends = spectra.selected(self, lambda x: torch.stack([x.real.argmax(-1), x.real.argmin(-1)], -1), 2)
+        extremes = spectra.warned(self, ends)
+        return extremes[..., 0], extremes[..., 1]
 
     @torch.no_grad()
     def stationary(self) -> Tensor:
@@ -259,32 +261,25 @@ class AttentionOperator:
 
 
 class TransposedOperator:
-    """Aᵀ, waiting to be applied."""
+    """Aᵀ, which is applied to y (batch, heads, queries, channels)."""
 
     def __init__(self, operator: AttentionOperator) -> None:
         batch, heads, queries, keys = operator.shape
         self.T, self.shape = operator, (batch, heads, keys, queries)
 
     def __matmul__(self, y: Tensor) -> Tensor:
-        return self.T.apply_transpose(y)
+        A = self.T
+        A._check_operand("y", y, tokens=A.shape[-2], heads={A.heads})
+        A, y = A._promoted(y)
+        if A.is_associative:
+            return products.associative_apply(A, y, transposed=True)
+        by_backward = products.can_fuse(A, y) and not products.needs_grad(*A.tensors, y)
+        return products.fused_transpose(A, y) if by_backward else products.Tiles(A).apply_transpose(y)
 
 
 def is_visible(logits: Tensor) -> Tensor:
     """Where a logit, or a bias on it, hides nothing: neither −∞ nor the lowest number there is."""
     return logits > torch.finfo(logits.dtype).min / 2
-
-
-def _check_inputs(q: Tensor, k: Tensor) -> str:
-    """Refuse queries and keys that do not fit; returns their shapes in words."""
-    both = f"q {tuple(q.shape)}, k {tuple(k.shape)}"
-    if q.ndim != 4 or k.ndim != 4 or 0 in (*q.shape, *k.shape):
-        raise ShapeError(f"q and k are (batch, heads, tokens, width), at least one of each; got {both}")
-    for name, tensor in (("q", q), ("k", k)):
-        if not tensor.is_floating_point():
-            raise AcutanceError(f"{name} is {tensor.dtype}; queries and keys are floating point, give {name}.float()")
-    if q.size(0) != k.size(0) or q.size(-1) != k.size(-1) or q.size(1) % k.size(1):
-        raise ShapeError(f"q and k differ in batch or width, or the heads of q are no multiple of those of k: {both}")
-    return both
 
 
 def _check_devices(q: Tensor, **others: Tensor | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import reduce
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class Kernel(NamedTuple):
     """One attention kernel: log k(q, k), and the structure that makes products with it fast."""
 
     log_weights: Callable[[Tensor, Tensor, float], Tensor]  # (..., N, D), (..., M, D), scale -> (..., N, M)
-    channels: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # exponential kernels: q, k -> q', k'
+    channels: Any = None  # q, k -> q', k', if k(q, k) = exp(scale · q'·k') up to a factor of each query
     queries_are_keys: bool = False
 
 
@@ -119,20 +119,6 @@ def as_four_axes(mask: Tensor, shape: tuple[int, int, int, int], *, exponential:
     return mask.view(axes).expand(-1, -1, -1, keys)
 
 
-def _mask_rows(A: AttentionOperator, rows: slice, keys: int) -> Tensor | None:
-    """The mask, causality included, of some query rows against the first keys."""
-    mask = A.mask4
-    if mask is not None:
-        mask = mask[..., :keys] if mask.size(-2) == 1 else mask[..., rows, :keys]
-    if not A.causal:
-        return mask
-    last_seen = torch.arange(rows.start, rows.stop, device=A.device) + (A.shape[-1] - A.shape[-2])
-    seen = torch.arange(keys, device=A.device) <= last_seen[:, None]
-    if mask is None:
-        return seen
-    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
-
-
 def open_rows(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | float]:
     """The mask with fully masked rows opened, where those rows are, and what was taken from the biases of each row.
 
@@ -157,15 +143,6 @@ def add_mask(log_weights: Tensor, mask: Tensor | None) -> Tensor:
     return log_weights.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else log_weights + mask
 
 
-def row_blocks(A: AttentionOperator, rows: int | None = None) -> list[slice]:
-    """Slices over the query rows such that a block of entries stays linear in the number of keys."""
-    (batch, heads, queries, keys), on_cpu = A.shape, A.device.type == "cpu"
-    # Short blocks on a GPU are bound by their launches: one may be as large as queries and keys together.
-    fewest = FEWEST_ROWS if on_cpu else max(FEWEST_ROWS, 2 * A.q.size(-1))
-    rows = rows or max(fewest, (CPU_TILE if on_cpu else GPU_TILE) // (batch * heads * keys))
-    return [slice(start, min(start + rows, queries)) for start in range(0, queries, rows)]
-
-
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd would record an operation on these tensors."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
@@ -177,29 +154,48 @@ def _full_precision(A: AttentionOperator) -> torch.autocast:
 
 
 class Tiles:
-    """The operator's entries, one block of query rows at a time, in float32 or better."""
+    """The operator's entries, one block of query rows at a time, in float32 or better; and what is made of them.
+
+    A block stays linear in the number of keys.
+    """
 
     def __init__(self, A: AttentionOperator, rows: int | None = None) -> None:
-        self.operator, self.blocks, dtype = A, row_blocks(A, rows), accumulation_dtype(A.q, A.k)
+        (batch, heads, queries, keys), on_cpu = A.shape, A.device.type == "cpu"
+        # Short blocks on a GPU are bound by their launches: one may be as large as queries and keys together.
+        fewest = FEWEST_ROWS if on_cpu else max(FEWEST_ROWS, 2 * A.q.size(-1))
+        rows = rows or max(fewest, (CPU_TILE if on_cpu else GPU_TILE) // (batch * heads * keys))
+        self.blocks = [slice(start, min(start + rows, queries)) for start in range(0, queries, rows)]
+        self.operator, dtype = A, accumulation_dtype(A.q, A.k)
         self.q, self.k = A.q.to(dtype), repeat_heads(A.k, A.heads).to(dtype)
 
     def log_weights(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | float]:
         """Log-weights of some rows and the keys they may see; `open_rows` says what the others are."""
-        A, keys = self.operator, self.k.size(-2)
-        keys = min(keys, max(1, rows.stop + keys - A.shape[-2])) if A.causal else keys
+        A, mask, keys = self.operator, self.operator.mask4, self.k.size(-2)
+        ahead = keys - A.shape[-2]  # causality ends at the last key
+        keys = min(keys, max(1, rows.stop + ahead)) if A.causal else keys
         with _full_precision(A):
             log_weights = KERNELS[A.kernel].log_weights(self.q[..., rows, :], self.k[..., :keys, :], A.scale)
             log_weights = log_weights if A.softcap is None else A.softcap * torch.tanh(log_weights / A.softcap)
-        mask = _mask_rows(A, rows, keys)
+        if mask is not None:
+            mask = mask[..., :keys] if mask.size(-2) == 1 else mask[..., rows, :keys]
+        if A.causal:
+            last_seen = torch.arange(rows.start, rows.stop, device=A.device) + ahead
+            seen = torch.arange(keys, device=A.device) <= last_seen[:, None]
+            if mask is None or mask.dtype == torch.bool:
+                mask = seen if mask is None else mask & seen
+            else:
+                mask = mask.masked_fill(~seen, -torch.inf)
         if mask is None:
             return log_weights, None, 0.0
         mask, dead, top = open_rows(mask, self.q.dtype)
         return add_mask(log_weights, mask), dead, top
 
     def weights(self, rows: slice) -> Tensor:
-        """Entries of some rows and the keys they may see: a row sums to one, a fully masked one is zero."""
-        log_weights, dead, _ = self.log_weights(rows)
+        """Entries of some rows and the keys they may see; a fully masked row is zero."""
+        log_weights, dead, top = self.log_weights(rows)
         weights = log_weights.softmax(dim=-1)
+        if self.operator.sink is not None:
+            weights = weights * beside_sink(self.operator.sink, log_weights.logsumexp(dim=-1, keepdim=True) + top)
         return weights if dead is None else weights.masked_fill(dead, 0.0)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
@@ -212,13 +208,13 @@ class Tiles:
 
         `others` are the tensors that the function uses beside A.
         """
-        several = len(self.blocks) > 1 and needs_grad(self.q, self.k, self.operator.mask, *others)
+        several = len(self.blocks) > 1 and needs_grad(*self.operator.tensors, *others)
         for rows in self.blocks:
             yield checkpoint(function, rows, use_reentrant=False) if several else function(rows)
 
     def stack(self, function: Callable[[slice], Tensor], *others: Tensor) -> Tensor:
         parts = self.each(function, *others)
-        if len(self.blocks) == 1 or needs_grad(self.q, self.k, self.operator.mask, *others):
+        if len(self.blocks) == 1 or needs_grad(*self.operator.tensors, *others):
             return torch.cat(list(parts), dim=2)
         out: Tensor | None = None  # one buffer: small results kept between large freed ones would fragment the heap
         for rows, part in zip(self.blocks, parts, strict=True):
@@ -227,52 +223,50 @@ class Tiles:
         assert out is not None, "there is a row"
         return out
 
+    def logsumexp(self) -> Tensor:
+        """log Σ_j k(i, j) of every row; −∞ where every key is masked."""
 
-def tiled_logsumexp(A: AttentionOperator) -> Tensor:
-    """log Σ_j k(i, j) of every row, in float32 or better; −∞ where every key is masked."""
-    tiles = Tiles(A)
+        def sums(rows: slice) -> Tensor:
+            log_weights, dead, top = self.log_weights(rows)
+            found = log_weights.logsumexp(dim=-1, keepdim=True) + top
+            return (found if dead is None else found.masked_fill(dead, -torch.inf)).squeeze(-1)
 
-    def sums(rows: slice) -> Tensor:
-        log_weights, dead, top = tiles.log_weights(rows)
-        found = log_weights.logsumexp(dim=-1, keepdim=True) + top
-        return (found if dead is None else found.masked_fill(dead, -torch.inf)).squeeze(-1)
+        return self.stack(sums)
 
-    return tiles.stack(sums)
+    def diagonal(self) -> Tensor:
+        """The entries A_ii of a square operator."""
+        return self.stack(lambda rows: self.weights(rows).diagonal(rows.start, -2, -1))
 
+    def apply(self, x: Tensor, dropout: float = 0.0) -> Tensor:
+        """A x, in the dtype of x."""
+        values = repeat_heads(x, self.operator.heads).to(accumulation_dtype(self.q, x))
 
-def tiled_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor:
-    """A x, in the dtype of x."""
-    tiles = Tiles(A)
-    values = repeat_heads(x, A.heads).to(accumulation_dtype(tiles.q, x))
+        def product(rows: slice) -> Tensor:
+            weights = F.dropout(self.weights(rows), dropout)
+            with _full_precision(self.operator):
+                return weights @ values[..., : weights.size(-1), :]
 
-    def product(rows: slice) -> Tensor:
-        weights = F.dropout(tiles.weights(rows), dropout)
-        with _full_precision(A):
-            return weights @ values[..., : weights.size(-1), :]
+        return self.stack(product, values).to(x.dtype)
 
-    return tiles.stack(product, values).to(x.dtype)
+    def apply_transpose(self, y: Tensor) -> Tensor:
+        """Aᵀ y, in the dtype of y."""
+        values = y.to(accumulation_dtype(self.q, y))
 
+        def product(rows: slice) -> Tensor:
+            weights = self.weights(rows)
+            with _full_precision(self.operator):
+                return F.pad(weights.mT @ values[..., rows, :], (0, 0, 0, self.k.size(-2) - weights.size(-1)))
 
-def tiled_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
-    """Aᵀ y, in the dtype of y."""
-    tiles = Tiles(A)
-    values = y.to(accumulation_dtype(tiles.q, y))
-
-    def product(rows: slice) -> Tensor:
-        weights = tiles.weights(rows)
-        with _full_precision(A):
-            return F.pad(weights.mT @ values[..., rows, :], (0, 0, 0, A.shape[-1] - weights.size(-1)))
-
-    total = values.new_zeros(*A.shape[:2], A.shape[-1], y.size(-1))
-    for part in tiles.each(product, values):
-        total = total + part
-    return total.to(y.dtype)
+        total = values.new_zeros(*self.k.shape[:3], y.size(-1))
+        for part in self.each(product, values):
+            total = total + part
+        return total.to(y.dtype)
 
 
-def diagonal(A: AttentionOperator) -> Tensor:
-    """The entries A_ii of a square operator, in float32 or better."""
-    tiles = Tiles(A)
-    return tiles.stack(lambda rows: tiles.weights(rows).diagonal(rows.start, -2, -1))
+def beside_sink(sink: Tensor, sums: Tensor) -> Tensor:
+    """σ(sums − sink): what a sink leaves to the keys of rows, given their log sums (batch, heads, rows, 1)."""
+    lowest = torch.finfo(sums.dtype).min  # a sink of −∞ would make a row without keys NaN
+    return torch.sigmoid(sums - sink.to(sums.dtype).clamp(min=lowest)[:, None, None])
 
 
 def can_fuse(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> bool:
@@ -283,39 +277,30 @@ def can_fuse(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> bool:
     return A.is_exponential and A.softcap is None and plain and on_device
 
 
-def channels(A: AttentionOperator) -> tuple[Tensor, Tensor]:
-    """q' and k' of an exponential kernel: k(q, k) = exp(scale · q'·k'), up to a factor of each row."""
-    made = KERNELS[A.kernel].channels
-    assert made is not None, "an exponential kernel has them"
-    return made(A.q, A.k)
-
-
 def fused_apply(A: AttentionOperator, x: Tensor, dropout: float = 0.0) -> Tensor:
-    """A x. Without a mask, and with values as wide as the keys, this is one plain SDPA call."""
-    q, k = channels(A)
+    """A x. Without mask and sink, and with values as wide as the keys, this is one plain SDPA call."""
+    q, k = KERNELS[A.kernel].channels(A.q, A.k)
     # The fused back-ends take contiguous rows, and queries, keys and values of one width.
     q, k, x = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, x))
     if q.size(-1) == x.size(-1) and (x.device.type == "cpu" or x.size(-1) % 8 == 0):
-        return _sdpa(A, q, k, x, dropout)
-    width = max(q.size(-1), min(x.size(-1), WIDEST))
-    width += -width % 8
-    q, k, *pieces = (F.pad(tensor, (0, width - tensor.size(-1))) for tensor in (q, k, *x.split(width, dim=-1)))
-    return torch.cat([_sdpa(A, q, k, piece, dropout) for piece in pieces], dim=-1)[..., : x.size(-1)]
+        product = _sdpa(A, q, k, x, dropout)
+    else:
+        width = max(q.size(-1), min(x.size(-1), WIDEST))
+        width += -width % 8
+        q, k, *pieces = (F.pad(tensor, (0, width - tensor.size(-1))) for tensor in (q, k, *x.split(width, dim=-1)))
+        product = torch.cat([_sdpa(A, q, k, piece, dropout) for piece in pieces], dim=-1)[..., : x.size(-1)]
+    return product if A.sink is None else (A.row_scale * product).to(product.dtype)
 
 
 def fused_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
     """Aᵀ y, outside autograd: the vector-Jacobian product of A with respect to its values."""
     # Inference tensors cannot be differentiated; their copies made outside inference mode can.
     with torch.inference_mode(False), torch.enable_grad():
-        tensors = {"q": A.q, "k": A.k, "mask": A.mask}
-        A = A.replace(**{name: None if x is None else _constant(x) for name, x in tensors.items()})
+        given: Any = (x if x is None else x.clone() if x.is_inference() else x.detach() for x in (*A.tensors, y))
+        q, k, mask, sink, y = given
+        A = A.replace(q=q, k=k, mask=mask, sink=sink)
         values = y.new_zeros(*A.shape[:2], A.shape[-1], y.size(-1)).requires_grad_()
-        (product,) = torch.autograd.grad(fused_apply(A, values), values, _constant(y))
-    return product
-
-
-def _constant(x: Tensor) -> Tensor:
-    return x.clone() if x.is_inference() else x.detach()
+        return torch.autograd.grad(fused_apply(A, values), values, y)[0]
 
 
 def _sdpa(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float) -> Tensor:

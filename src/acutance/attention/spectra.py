@@ -29,28 +29,6 @@ NOT_ONE = (
 Select = Callable[[Tensor], Tensor]  # Ritz values (..., m) -> indices (..., k) of the wanted ones
 
 
-def eigenvalues(A: AttentionOperator, k: int | None) -> Tensor:
-    """The eigenvalues of A, or the k largest by magnitude, in decreasing magnitude."""
-    tokens = A.shape[-1]
-    if k is not None and not 1 <= k <= tokens:
-        raise AcutanceError(f"k = {k} eigenvalues of an operator on {tokens} tokens; give 1 <= k <= {tokens}")
-    wanted = tokens if k is None else k
-
-    def largest(values: Tensor) -> Tensor:  # of a conjugate pair the positive imaginary part comes first
-        by_phase = values.imag.argsort(dim=-1, descending=True)
-        by_size = values.abs().gather(-1, by_phase).argsort(dim=-1, descending=True, stable=True)
-        return by_phase.gather(-1, by_size)[..., :wanted]
-
-    return _warned(A, selected(A, largest, wanted))
-
-
-def extreme_eigenvalues(A: AttentionOperator) -> tuple[Tensor, Tensor]:
-    """The eigenvalues with the most positive and the most negative real part."""
-    ends = selected(A, lambda values: torch.stack([values.real.argmax(-1), values.real.argmin(-1)], -1), 2)
-    found = _warned(A, ends)
-    return found[..., 0], found[..., 1]
-
-
 def selected(A: AttentionOperator, select: Select, count: int) -> Ritz:
     """The selected eigenvalues: of the diagonal, of the matrix, or by Arnoldi iteration, which alone leaves residuals.
 
@@ -90,12 +68,12 @@ def tolerance_of(A: AttentionOperator) -> float:
     return float(torch.finfo(accumulation_dtype(A.q, A.k)).eps ** (2 / 3))
 
 
-def _warned(A: AttentionOperator, found: Ritz) -> Tensor:
+def warned(A: AttentionOperator, found: Ritz) -> Tensor:
     """The eigenvalues, with a warning where they have not converged."""
-    if not found.residual <= (tolerance := tolerance_of(A)):
+    if not (error := float(found.residuals.max())) <= (tolerance := tolerance_of(A)):
         where = f"not converged in a Krylov space of {found.size} vectors: the largest residual ‖Az − μz‖"
-        message = f"is {found.residual:.1e}, wanted {tolerance:.1e}; the largest ones are good, ask for fewer"
-        warnings.warn(f"eigenvalues {where} {message}", AcutanceWarning, stacklevel=5)
+        message = f"is {error:.1e}, wanted {tolerance:.1e}; the largest ones are good, ask for fewer"
+        warnings.warn(f"eigenvalues {where} {message}", AcutanceWarning, stacklevel=4)
     return found.values
 
 
@@ -167,10 +145,6 @@ class Ritz(NamedTuple):
     residuals: Tensor  # (..., k): ‖Az − μz‖ for the unit vector z of each
     size: int  # of the space
 
-    @property
-    def residual(self) -> float:
-        return float(self.residuals.max())
-
 
 def arnoldi(multiply: Callable[[Tensor], Tensor], start: Tensor, select: Select, count: int, tolerance: float) -> Ritz:
     """The selected eigenvalues, about `count`, with the space grown until their residuals are within the tolerance.
@@ -188,10 +162,13 @@ def arnoldi(multiply: Callable[[Tensor], Tensor], start: Tensor, select: Select,
         coefficients, fresh = _orthogonalise(multiply(basis[..., -width:]), basis)
         projected[..., : size + width, size - width : size] = coefficients
         if size >= min(next_check, largest):
-            values, residuals = _ritz(projected[..., : size + width, :size], width)
+            small = require_finite(projected[..., : size + width, :size].cpu(), "A")  # LAPACK is the faster there
+            values, vectors = torch.linalg.eig(small[..., :size, :])
+            last_rows = small[..., size:, size - width :].to(vectors.dtype)
+            residuals = torch.linalg.vector_norm(last_rows @ vectors[..., size - width :, :], dim=-2)
             wanted = select(values)
             found = Ritz(values.gather(-1, wanted).to(start.device), residuals.gather(-1, wanted), size)
-            if found.residual <= tolerance or size >= largest:
+            if found.residuals.max() <= tolerance or size >= largest:
                 return found
             next_check = size + max(width, size // 4)
         basis = torch.cat([basis, fresh], dim=-1)
@@ -208,11 +185,3 @@ def _orthogonalise(block: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
         block, triangle = torch.linalg.qr(block - basis @ along)
         outside = triangle @ outside
     return torch.cat([inside, outside.expand(*inside.shape[:-2], -1, -1)], dim=-2), block
-
-
-def _ritz(projected: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    size = projected.size(-1)
-    projected = require_finite(projected.cpu(), "A")  # small, and LAPACK is the faster there
-    values, vectors = torch.linalg.eig(projected[..., :size, :])
-    last_rows = projected[..., size:, size - width :].to(vectors.dtype)
-    return values, torch.linalg.vector_norm(last_rows @ vectors[..., size - width :, :], dim=-2)

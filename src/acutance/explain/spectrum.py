@@ -18,7 +18,7 @@ from acutance.errors import AcutanceError
 from acutance.explain import spectral_theory as theory
 from acutance.explain.spectral_theory import Series, format_complex
 from acutance.files.atomic import read_json
-from acutance.report.page import FELL, LayerRow, write_spectrum_page
+from acutance.report.page import FELL, SPECTRUM_HINT, spectrum_charts, write_page
 from acutance.report.pictures import plot_spectrum
 from acutance.report.tables import FittedTable, Result, to_plain
 
@@ -338,15 +338,12 @@ class Spectrum(Result):
         """A matplotlib figure: eigenvalues by layer as a `histogram` or in the complex `plane`, or `dominance` bars."""
         if kind == "dominance":
             self._dominances()
-        return plot_spectrum(self._layer_rows(), kind, self.title)
+        return plot_spectrum(self.layers, kind, self.title)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one offline page with the table and the charts."""
-        cells = self.table().rows
-        return write_spectrum_page(path, self._layer_rows(), self.title, self.summary(), cells, self.context)
-
-    def _layer_rows(self) -> list[LayerRow]:
-        return [LayerRow(layer.layer, layer.verdict, layer.spectrum, layer.percent()) for layer in self.layers]
+        charts, title = spectrum_charts(self.layers), f"Why {self.title} smooths or sharpens"
+        return write_page({self.title: self}, path, self.summary(), self.table().rows, charts, title, SPECTRUM_HINT)
 
     def _dominances(self) -> list[Dominance]:
         found = [layer.dominance for layer in self.layers if layer.dominance is not None]

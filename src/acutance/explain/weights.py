@@ -113,7 +113,7 @@ def arnoldi_hull(projection: Tensor, value: Tensor, *, layer: int) -> tuple[Eige
     values = found.values.cpu().numpy().astype(np.complex128)
     ends = [int(np.abs(1 + values).argmax()), int(values.real.argmin()), int(values.real.argmax())]
     error = max(float(found.residuals[ends].max()), tolerance)
-    if found.residual > tolerance:
+    if found.residuals.max() > tolerance:
         words = (
             f"layer {layer}: the outermost eigenvalues of the whole H have not all converged in a Krylov space of "
             f"{found.size} vectors; the residual of those that count is {error:.1e}, wanted {tolerance:.1e}. "

@@ -21,10 +21,10 @@ from acutance.measure import measure
 from acutance.measure.profile import FORMAT, Profile
 from acutance.measure.reader import MetricReader
 from acutance.measure.samples import inputs_of
-from acutance.measure.walk import hooked, map_tensors
+from acutance.measure.walk import map_tensors, walk
 from acutance.report.pictures import plot_steps
 from acutance.report.tables import data_frame
-from acutance.sites.structure import bare_module, shards_put_back
+from acutance.sites.structure import bare_module
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,11 +71,10 @@ class Monitor:
             raise AcutanceError(f"every counts optimiser steps between two readings and must be 1 or more, not {every}")
         self.model = bare_module(model)
         self._options: dict[str, Any] = {"metrics": metrics, "tap": tap, "prefix": prefix, "part": part}
-        target = sites.part_of(self.model, part)
-        with sites.reading(target), hooked(target, MetricReader(metrics, tap, prefix, target)):
-            pass  # what cannot be read fails now, not after hundreds of steps
+        # What cannot be read fails now, not after hundreds of steps.
+        walk(self.model, [], MetricReader(metrics, tap, prefix, sites.part_of(self.model, part)), part=part)
         self.every = every
-        self.history = History() if jsonl is None else History.load(jsonl, missing_ok=True)
+        self.history = History() if jsonl is None or not Path(jsonl).exists() else History.load(jsonl)
         self._probe, self._autocast = _copy_probe(probe), autocast
         self._step: int | None = None
         self._writers: list[Callable[[int, Profile], None]] = []
@@ -155,7 +154,7 @@ class Monitor:
         # (https://github.com/pytorch/pytorch/issues/112583).
         kind, low = weights.device.type, self._autocast
         autocast = torch.autocast(kind, low, enabled=low is not None, cache_enabled=False)
-        with own_randomness(), shards_put_back(self.model), autocast:
+        with own_randomness(), autocast:
             profile = measure(self.model, [probe], progress=False, **self._options)
         return Profile(profile.readings, {**profile.context, "seed": seed, "step": step})
 
@@ -183,10 +182,10 @@ class History(dict[int, Profile]):
         return plot_steps(self, next(iter(self.values())).title)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, missing_ok: bool = False) -> Self:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read the lines a Monitor wrote, without a last line that a crash cut off."""
         history = cls()
-        *lines, _unfinished = [b""] if missing_ok and not Path(path).exists() else read_bytes(path).split(b"\n")
+        *lines, _unfinished = read_bytes(path).split(b"\n")
         for number, line in enumerate(lines, 1):
             try:
                 body = json.loads(line)

@@ -33,8 +33,9 @@ from acutance.sites.patched import has_windows
 ATTENTION_COSINE = "attention_cosine"  # of a layer's attention with the layer before (Fig. 5 of arXiv 2312.00751)
 MAX_PENDING_BATCHES = 8
 Key = tuple[str, int, str]  # tap, layer, metric
-# Worked out together: shape, dtype, metrics, what values are multiplied by, and a name for sums in errors.
-Group = tuple[tuple[int, ...], torch.dtype, tuple[str, ...], float, str | None]
+Moments = tuple[int, float, float]  # samples, mean, sum of squared deviations
+# Worked out together: shape, metrics, and a name for sums in errors.
+Group = tuple[tuple[int, ...], tuple[str, ...], str | None]
 
 
 def available_metrics() -> list[str]:
@@ -58,17 +59,14 @@ class PendingValues:
     numbers: Tensor = field(default_factory=lambda: torch.empty(0))
     done: torch.cuda.Event | None = None
 
-    def add(
-        self, tap: str, layer: int, names: Sequence[str], values: Tensor, factor: float = 1.0, sums: str | None = None
-    ) -> None:
+    def add(self, tap: str, layer: int, names: Sequence[str], values: Tensor, sums: str | None = None) -> None:
         """Add values by sample, and by head or window of it, which are averaged; or sums that metrics follow from."""
         self.samples = self.samples or len(values)
-        group = tuple(values.shape), values.dtype, tuple(names), factor, sums
-        self.read.setdefault(group, []).append((tap, layer, values))
+        self.read.setdefault((tuple(values.shape), tuple(names), sums), []).append((tap, layer, values))
 
     def send(self) -> None:
         """Start the one transfer."""
-        alike = [torch.stack([values for *_, values in group]) for group in self.read.values()]
+        alike = (torch.stack([values for *_, values in group]) for group in self.read.values())
         numbers = torch.cat([values.flatten().double() for values in alike])
         self.numbers = numbers.to("cpu", non_blocking=True)
         if numbers.is_cuda:
@@ -84,7 +82,7 @@ class PendingValues:
             self.done.synchronize()
         keys: list[Key] = []
         rows, rest = [], self.numbers.numpy()
-        for (shape, _, names, factor, sums), group in self.read.items():
+        for (shape, names, sums), group in self.read.items():
             own, rest = np.split(rest, [len(group) * np.prod(shape, dtype=int)])
             own = own.reshape(len(group), *shape)
             for place in np.flatnonzero(own[..., FLAGS.index("bad")].any(1)) if sums else ():
@@ -92,7 +90,7 @@ class PendingValues:
                 complain(own[place, :, : len(FLAGS)], metric=f"{sums} at {tap}", layer=layer)
             for name in names:
                 keys += [(tap, layer, name) for tap, layer, _values in group]
-                values = FROM_SUMS[name](own) if sums else factor * own
+                values = FROM_SUMS[name](own) if sums else own
                 rows.append(values.reshape(len(group), self.samples, -1).mean(-1))
         table = np.concatenate(rows)
         return tuple(keys), table if self.filled is None else table[:, self.filled]
@@ -120,8 +118,7 @@ class MetricReader(Visitor):
         self.autocast: str | None = None  # the dtype that the blocks run in; a model's forward may enter its own
         self.samples, self.out = TokenLayout(), PendingValues()
         self.pending: deque[PendingValues] = deque()
-        # By the keys that are read together, of each batch: samples, means, sums of squared deviations.
-        self.moments: dict[tuple[Key, ...], list[tuple[int, Numbers, Numbers]]] = {}
+        self.moments: dict[Key, list[Moments]] = {}  # of each batch
 
     def begin(self, batch: Batch) -> None:
         self.samples, self.counts = batch.samples(self.prefix), batch.counts
@@ -161,11 +158,11 @@ class MetricReader(Visitor):
         _, mask = self.samples.tokens(call.branch)
         record = self.samples.record(call)
         if "attention" in self.taps:
-            self._read_tokens("attention", layer, record.branch, mask)
+            self.tokens("attention", layer, call.branch)
         if "values" in self.taps:
-            merged = record.values.transpose(1, 2).flatten(2)
+            merged = call.values.transpose(1, 2).flatten(2)
             # Pyramids have fewer keys than queries; their prefix and padding are none.
-            self._read_tokens("values", layer, merged, mask if merged.shape[1] == record.branch.shape[1] else None)
+            self.tokens("values", layer, merged, None if merged.shape[1] == call.branch.shape[1] else TokenLayout())
         if not self.attention_metrics:
             return
         # A branch that is not finite makes the residual stream after it so too.
@@ -174,10 +171,9 @@ class MetricReader(Visitor):
         # One reduction gives both of these metrics; one alone has a faster way.
         rows = from_rows(record, mask) if set(FROM_ROWS) <= set(self.names) else {}
         for name in self.attention_metrics:
-            if name in rows:
-                self.out.add(MATRIX, layer, [name], *rows[name])
-            elif name != ATTENTION_COSINE:
-                self.out.add(MATRIX, layer, [name], metric_room.ATTENTION_METRICS[name](record, mask))
+            if name != ATTENTION_COSINE:
+                values = rows[name] if name in rows else metric_room.ATTENTION_METRICS[name](record, mask)
+                self.out.add(MATRIX, layer, [name], values)
         if ATTENTION_COSINE in self.names:
             before, self.previous = self.previous, None if windows_move else record.A
             if before is not None and self.previous is not None and before.shape == self.previous.shape:  # one stage's
@@ -186,7 +182,7 @@ class MetricReader(Visitor):
 
     def end(self) -> None:
         """Send the batch's values off, and take in those that have arrived."""
-        if not any(names for _, _, names, *_ in self.out.read):
+        if not any(names for _, names, _ in self.out.read):
             why = "no block of the model was called as a module: past hooks, only a Library of its own can read it"
             if MATRIX in self.ran:
                 why = f"{ATTENTION_COSINE} needs two layers of the same tokens, not windows that move"
@@ -201,11 +197,10 @@ class MetricReader(Visitor):
         """Mean and standard deviation over samples, by tap as asked for and by depth; of all processes together."""
         while self.pending:
             self.take_in(*self.pending.popleft().received())
-        parts: dict[Key, list[tuple[int, float, float]]] = {}
+        parts: dict[Key, list[Moments]] = {}
         for moments in processes.gather(self.moments) if across_processes else [self.moments]:
-            for keys, batches in moments.items():
-                for place, key in enumerate(keys):
-                    parts.setdefault(key, []).extend((n, mean[place], more[place]) for n, mean, more in batches)
+            for key, batches in moments.items():
+                parts.setdefault(key, []).extend(batches)
         if not parts:
             masked = "no sample has a token that counts: masks and prefix='out' leave none"
             raise AcutanceError(masked if self.out.read else "measure got no batches: pass at least one")
@@ -221,13 +216,11 @@ class MetricReader(Visitor):
             marked = [str(known), *marked] if any(known) or not marked else marked
         return f"{' and '.join(marked) or 'prefix tokens'} {self.prefix}"
 
-    def tokens(self, tap: str, layer: int, tokens: Tensor) -> None:
+    def tokens(self, tap: str, layer: int, tokens: Tensor, layout: TokenLayout | None = None) -> None:
         """Read the token metrics at one tap."""
         if tokens.ndim != 3:
             raise ShapeError(f"{tap} of layer {layer} is {tuple(tokens.shape)}, not (batch, tokens, channels)")
-        self._read_tokens(tap, layer, *self.samples.tokens(tokens))
-
-    def _read_tokens(self, tap: str, layer: int, tokens: Tensor, mask: Tensor | None) -> None:
+        tokens, mask = (layout or self.samples).tokens(tokens)
         for name in self._read_sums(tap, layer, self.token_metrics, tokens, mask) if self.token_metrics else ():
             self.out.add(tap, layer, [name], metric_room.TOKEN_METRICS[name](tokens, mask))
 
@@ -243,12 +236,13 @@ class MetricReader(Visitor):
         """Keep the moments of a batch's values (keys, samples)."""
         if values.shape[1]:
             with np.errstate(invalid="ignore"):  # infinities of both signs make NaN
-                mean = values.mean(1)
-                moments = values.shape[1], mean, np.square(values - mean[:, None]).sum(1)
-            self.moments.setdefault(keys, []).append(moments)
+                means = values.mean(1)
+                squares = np.square(values - means[:, None]).sum(1)
+            for key, mean, square in zip(keys, means.tolist(), squares.tolist(), strict=True):
+                self.moments.setdefault(key, []).append((values.shape[1], mean, square))
 
 
-def pooled(parts: Sequence[tuple[int, float, float]]) -> tuple[float, float, int]:
+def pooled(parts: Sequence[Moments]) -> tuple[float, float, int]:
     """Mean, standard deviation (infinite if the mean is) and count of the whole, from the moments of its parts."""
     counts, means, squares = np.array(parts).T
     with np.errstate(invalid="ignore"):

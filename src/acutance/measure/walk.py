@@ -2,8 +2,8 @@
 
 import platform
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
@@ -35,20 +35,15 @@ class Batch:
     part: str | None  # that is read
     fed: Any  # a tensor, a (tensor, …) tuple or a mapping of arguments
     counts: bool = True  # False if this process reruns another's batch, which FSDP may need
-    _samples: dict[str, TokenLayout] = field(default_factory=dict, init=False)
+    asked: dict[str, TokenLayout] = field(default_factory=dict, init=False)  # what `samples` gave
 
     def samples(self, prefix: str) -> TokenLayout:
         """How the tokens fall into samples, with the special tokens `in` or `out`."""
-        if prefix not in self._samples:
+        if prefix not in self.asked:
             about = sites.token_kind(self.model, self.part) if isinstance(self.fed, Mapping) else {}
             skip = sites.special_tokens(self.model, self.part) if prefix == "out" else (0, 0)
-            self._samples[prefix] = TokenLayout.of(self.fed, special_token_counts=skip, special=prefix == "in", **about)
-        return self._samples[prefix]
-
-    @property
-    def packed(self) -> TokenLayout | None:
-        """The samples, if a visitor has asked for them and they are documents packed into rows."""
-        return next((samples for samples in self._samples.values() if samples.documents is not None), None)
+            self.asked[prefix] = TokenLayout.of(self.fed, special_token_counts=skip, special=prefix == "in", **about)
+        return self.asked[prefix]
 
 
 class Visitor:
@@ -84,33 +79,32 @@ def walk(
     """
     refuse_single(batches)
     bare = bare_module(model)  # a compiled model would not see hooks added now
-    target, is_first = sites.part_of(bare, part), True
+    target = sites.part_of(bare, part)
     with evaluating(bare), sites.cached_lookup(), sites.reading(target), ExitStack() as stack:
-        stack.enter_context(hooked(target, *visitors))
+        set_hooks(target, visitors, stack)
         rank, size = processes.rank_and_world_size() if across_processes else (0, 1)
         if across_processes:
             processes.refuse_shares(batches)
             batches = processes.share(batches, rank, size)
         own, waits = track(batches, progress if rank == 0 else None, stack), across_processes and is_sharded(bare)
-        for fed, counts in processes.pad_uneven_batches(own) if waits else zip(own, repeat(True), strict=False):
+        shares = processes.pad_uneven_batches(own) if waits else zip(own, repeat(True), strict=False)
+        for number, (fed, counts) in enumerate(shares):
             batch = Batch(bare, part, fed, counts)
             for visitor in visitors:
                 visitor.begin(batch)
             with ExitStack() as around:
-                if is_first:  # once only: the check waits for the device
+                if number == 0:  # once only: the check waits for the device
                     around.enter_context(sites.checking_blocks(target, *possible_rows(fed)))
-                if batch.packed is not None:
-                    with suppress(AcutanceError):  # a visitor reads this attention and checks it, or nobody can
-                        around.enter_context(sites.find(target)[0].observe(batch.packed.refuse_mixing))
+                for packed in [samples for samples in batch.asked.values() if samples.documents is not None]:
+                    with suppress(AcutanceError):  # another reads this attention and checks it, or nobody can
+                        around.enter_context(sites.find(target)[0].observe(packed.refuse_mixing))
                 feed(bare, fed)
-            is_first = False
             for visitor in visitors:
                 visitor.end()
 
 
-@contextmanager
-def hooked(model: nn.Module, *visitors: Visitor) -> Iterator[None]:
-    """Set the hooks that the visitors need, for the time of a with block."""
+def set_hooks(model: nn.Module, visitors: Iterable[Visitor], stack: ExitStack) -> None:
+    """Set the hooks that the visitors need, until the stack closes."""
 
     def listen(method: str, layer: int, register: Callable[..., Any], read: Callable[..., Any]) -> None:
         """Have visitors that need this method at this layer told what `read` makes of the hook's arguments."""
@@ -124,18 +118,16 @@ def hooked(model: nn.Module, *visitors: Visitor) -> Iterator[None]:
         if told:
             stack.callback(register(hook).remove)
 
-    with ExitStack() as stack:
-        blocks = sites.blocks(model)
-        for layer, block, tokens in blocks:
-            before, after = partial(block.register_forward_pre_hook, with_kwargs=True), block.register_forward_hook
-            listen("enter", layer, before, lambda _, *given, tokens=tokens: tokens(sites.tokens_in(*given)))
-            listen("leave", layer, after, lambda *args, tokens=tokens: tokens(sites.tokens_out(args[-1])))
-        for site, layer in sites.layers_of(model) if any("attend" in v.needs for v in visitors) else ():
-            listen("attend", layer, site.observe, lambda call: call)
-        if any("final" in v.needs for v in visitors):
-            norm, tokens = sites.final_norm(model), sites.find(model)[-1].tokens
-            listen("final", blocks[-1][0], norm.register_forward_hook, lambda *args: tokens(sites.tokens_out(args[-1])))
-        yield
+    blocks = sites.blocks(model)
+    for layer, block, tokens in blocks:
+        before, after = partial(block.register_forward_pre_hook, with_kwargs=True), block.register_forward_hook
+        listen("enter", layer, before, lambda _, *given, tokens=tokens: tokens(sites.tokens_in(*given)))
+        listen("leave", layer, after, lambda *args, tokens=tokens: tokens(sites.tokens_out(args[-1])))
+    for site, layer in sites.layers_of(model) if any("attend" in v.needs for v in visitors) else ():
+        listen("attend", layer, site.observe, lambda call: call)
+    if any("final" in v.needs for v in visitors):
+        norm, tokens = sites.final_norm(model), sites.find(model)[-1].tokens
+        listen("final", blocks[-1][0], norm.register_forward_hook, lambda *args: tokens(sites.tokens_out(args[-1])))
 
 
 def track(batches: Iterable[Any], progress: str | None, stack: ExitStack) -> Iterable[Any]:

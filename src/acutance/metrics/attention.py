@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from acutance.attention.kernels import attention_sums
 from acutance.attention.operator import AttentionOperator
-from acutance.attention.products import Tiles, accumulation_dtype, channels
+from acutance.attention.products import KERNELS, Tiles, accumulation_dtype
 from acutance.errors import ShapeError
 from acutance.metrics.sums import masked_mean, metric, ratio, safe_sqrt, valid_positions
 
@@ -31,7 +31,7 @@ def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tenso
     A = A.to(accumulation_dtype(A.q, A.k))
     plain = A.without_sink()
     if A.is_exponential and A.softcap is None:  # another origin for the keys: smaller logits round less
-        q, k = channels(A)
+        q, k = KERNELS[A.kernel].channels(A.q, A.k)
         plain = AttentionOperator(q, k - k.mean(-2, keepdim=True), mask=A.mask, causal=A.causal, scale=A.scale)
     tiles = Tiles(plain)
     rows = tiles.stack(partial(_row_entropies, tiles))

@@ -4,7 +4,6 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from string import Template
@@ -29,16 +28,14 @@ TAP_NAMES = {
 }
 HINT = "Click a name in a legend to single it out; hover a point for its value. Bands are one standard deviation. "
 HINT += "Layer 0 is what enters the first block."
+SPECTRUM_HINT = "H = W_projᵀW_Vᵀ with eigenvalues λ, A attention with eigenvalues μ. Orange smooths, blue sharpens."
 # The same colours everywhere: positive eigenvalues and the μ = 1 family smooth, the others sharpen.
 COLOURS = {"smoothing": "#D55E00", "sharpening": "#0072B2"}
 FELL = "HFC/LFC fell across the branch"
 COLUMNS = 4  # charts of eigenvalues side by side
 POINTS = 2000  # eigenvalues of a layer shown on a page: keeps the page of a wide model small
-CONTEXT = ("model", "mitigation", "parameters", "samples", "dtype", "device", "seed", "versions")
+Layers = Sequence[Any]  # the `LayerSpectrum`s of explain, whose room is above this one
 NEEDS = "an HTML page needs altair and vl-convert-python: pip install 'acutance[report]'"
-
-AnyPath = str | os.PathLike[str]
-Charts = Mapping[str, tuple[str, Any]]  # name to heading and Altair chart
 
 
 def curve(run: Result, metric: str, tap: str) -> list[dict[str, Any]]:
@@ -47,41 +44,30 @@ def curve(run: Result, metric: str, tap: str) -> list[dict[str, Any]]:
     return sorted(chosen, key=lambda row: int(row["layer"]))
 
 
-@dataclass(frozen=True)
-class LayerRow:
-    """One layer of a spectrum."""
-
-    layer: int
-    verdict: str
-    eigenvalues: NDArray[np.complex128]
-    percent: Mapping[str, float]  # of samples and heads: smoothing, sharpening, FELL and what tooltips show beside it
-
-    @property
-    def sides(self) -> NDArray[np.str_]:
-        """Of each eigenvalue, smoothing where the constant part of the tokens grows: |1 + λ| > 1."""
-        return np.where(np.abs(1 + self.eigenvalues) > 1, *COLOURS)
+def sides(eigenvalues: NDArray[np.complex128]) -> NDArray[np.str_]:
+    """Of each eigenvalue of H, smoothing where the constant part of the tokens grows: |1 + λ| > 1."""
+    return np.where(np.abs(1 + eigenvalues) > 1, *COLOURS)
 
 
-def write_page(runs: Mapping[str, Result], path: AnyPath, *, verdict: str = "", summary: Rows = ()) -> Path:
-    """Write the page of some runs, a curve each in every chart."""
-    taps = dict.fromkeys(row["tap"] for run in runs.values() for row in run.rows())
-    charts = {tap: (TAP_NAMES.get(tap, tap), _curve_charts(runs, tap)) for tap in taps}
-    context = [_context_row(name, run.context, "prefix", "data") for name, run in runs.items()]
-    return _write(path, "Over-smoothing, layer by layer", verdict, summary, HINT, charts, context)
-
-
-def write_spectrum_page(
-    path: AnyPath, layers: Sequence[LayerRow], title: str, verdict: str, summary: Rows, context: Mapping[str, Any]
+def write_page(
+    runs: Mapping[str, Result],
+    path: str | os.PathLike[str],
+    verdict: str = "",
+    summary: Rows = (),
+    charts: Mapping[str, tuple[str, Any]] | None = None,
+    title: str = "Over-smoothing, layer by layer",
+    hint: str = HINT,
 ) -> Path:
-    """One offline page: the verdict per layer, the eigenvalues and, where it was read on data, what dominates."""
-    hint = "H = W_projᵀW_Vᵀ with eigenvalues λ, A attention with eigenvalues μ. Orange smooths, blue sharpens."
-    rows = [_context_row(title, context, "norm", "outside H", "read")]
-    return _write(path, f"Why {title} smooths or sharpens", verdict, summary, hint, _spectrum_charts(layers), rows)
+    """Write one offline page about some runs: verdict, summary, charts, and what was read.
 
-
-def _write(path: AnyPath, title: str, verdict: str, summary: Rows, hint: str, charts: Charts, context: Rows) -> Path:
-    """Write one page: verdict, summary, a heading and a chart per entry of `charts`, what was read."""
+    `charts` are headings and Altair charts by name; by default one for each tap, with a curve of every run.
+    """
+    if charts is None:
+        taps = dict.fromkeys(row["tap"] for run in runs.values() for row in run.rows())
+        charts = {tap: (TAP_NAMES.get(tap, tap), _curve_charts(runs, tap)) for tap in taps}
     sections = [f"<h2>{escape(text)}</h2><div class='chart' id='chart-{id}'></div>" for id, (text, _) in charts.items()]
+    facts = dict.fromkeys(key for run in runs.values() for key in run.context)
+    read = [{"run": name} | {key: _text(run.context.get(key)) for key in facts} for name, run in runs.items()]
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     body = template.substitute(
         title=escape(title),
@@ -89,7 +75,7 @@ def _write(path: AnyPath, title: str, verdict: str, summary: Rows, hint: str, ch
         summary=html_table(summary),
         hint=escape(hint),
         sections="".join(sections),
-        context=html_table(context),
+        context=html_table(read),
         # Safe inside a script element, whatever a run is called.
         charts=json.dumps({name: chart.to_dict() for name, (_, chart) in charts.items()}).replace("<", "\\u003c"),
         # Vega's JavaScript, embedded so that the page works offline.
@@ -124,18 +110,19 @@ def _curve_charts(runs: Mapping[str, Result], tap: str) -> Any:
     return grid.configure_legend(orient="top", labelLimit=400, symbolOpacity=1)
 
 
-def _spectrum_charts(layers: Sequence[LayerRow]) -> Charts:
-    alt, (edges, sides) = import_extra("altair", NEEDS), bins(layers)
+def spectrum_charts(layers: Layers) -> dict[str, tuple[str, Any]]:
+    """The eigenvalues by layer and, where they were read on data, what dominates: headings and charts by name."""
+    alt, (edges, signs) = import_extra("altair", NEEDS), bins(layers)
     side = alt.Color("side:N", scale=alt.Scale(domain=list(COLOURS), range=list(COLOURS.values())), title=None)
     bars: list[dict[str, Any]] = []
     points: list[dict[str, Any]] = []
     for row in layers:
-        counts = np.histogram(row.eigenvalues.real, edges)[0].tolist()
-        found = zip(edges[:-1].tolist(), edges[1:].tolist(), counts, sides, strict=True)
+        counts = np.histogram(row.spectrum.real, edges)[0].tolist()
+        found = zip(edges[:-1].tolist(), edges[1:].tolist(), counts, signs, strict=True)
         bars += [{"layer": row.layer, "from": a, "to": b, "count": n, "side": colour} for a, b, n, colour in found if n]
-        every = slice(None, None, math.ceil(len(row.eigenvalues) / POINTS))
-        shown = zip(row.eigenvalues[every].tolist(), row.sides[every].tolist(), strict=True)
-        points += [{"layer": row.layer, "re": z.real, "im": z.imag, "side": colour} for z, colour in shown]
+        shown = row.spectrum[:: math.ceil(len(row.spectrum) / POINTS)]
+        coloured = zip(shown.tolist(), sides(shown).tolist(), strict=True)
+        points += [{"layer": row.layer, "re": z.real, "im": z.imag, "side": colour} for z, colour in coloured]
 
     def by_layer(rows: list[dict[str, Any]], mark: dict[str, Any], height: int, **encoding: Any) -> Any:
         chart = alt.Chart(alt.Data(values=rows), mark=mark, width=210, height=height)
@@ -147,44 +134,41 @@ def _spectrum_charts(layers: Sequence[LayerRow]) -> Charts:
     tooltip = [alt.Tooltip(f"{name}:Q", format=".4g") for name in ("re", "im")]
     plane = by_layer(points, {"type": "circle", "size": 14}, 160, x=x, y=y, tooltip=tooltip)
     charts = {}
-    if all(row.percent for row in layers):
+    if all(row.percent() for row in layers):
         heading = f"Which family dominates I + H⊗A (bars); how often {FELL} (dots)"
         charts["dominance"] = heading, _dominance_chart(layers, side)
     charts["histogram"] = "Eigenvalues of H by layer", histogram
     return charts | {"plane": ("Eigenvalues of H in the complex plane", plane)}
 
 
-def _dominance_chart(layers: Sequence[LayerRow], side: Any) -> Any:
+def _dominance_chart(layers: Layers, side: Any) -> Any:
     alt = import_extra("altair", NEEDS)
     data = [
-        {"layer": row.layer, **{name: x if math.isfinite(x) else None for name, x in row.percent.items()}}
+        {"layer": row.layer, **{name: x if math.isfinite(x) else None for name, x in row.percent().items()}}
         for row in layers
     ]  # NaN: percentages of nothing
     shares = [{"layer": row["layer"], "side": name, "percent": row[name]} for row in data for name in COLOURS]
     x = alt.X("layer:O", title="layer", axis=alt.Axis(labelAngle=0))
     y = alt.Y("percent:Q", title="% of samples and heads", scale=alt.Scale(domain=[0, 100]))
     bars = alt.Chart(alt.Data(values=shares)).mark_bar().encode(x=x, y=y, color=side)
-    shown = [name for name in layers[0].percent if name not in COLOURS]
+    shown = [name for name in layers[0].percent() if name not in COLOURS]
     tooltip = [alt.Tooltip(f"{name}:Q", title=f"{name}, %", format=".1f") for name in shown]
     dots = alt.Chart(alt.Data(values=data)).mark_point(color="black", filled=True, size=50)
     dots = dots.encode(x=x, y=f"{FELL}:Q", tooltip=tooltip)
     return alt.layer(bars, dots).properties(width=max(300, 40 * len(data)), height=220)
 
 
-def bins(layers: Sequence[LayerRow]) -> tuple[NDArray[np.float64], list[str]]:
+def bins(layers: Layers) -> tuple[NDArray[np.float64], list[str]]:
     """The edges of bins of one width for all layers, and the bins' sides: 0 is an edge, so that no bar mixes signs."""
-    real = np.concatenate([np.zeros(1), *(row.eigenvalues.real for row in layers)])
+    real = np.concatenate([np.zeros(1), *(row.spectrum.real for row in layers)])
     step = float(np.ptp(real)) / 40 or 1.0
     edges = step * np.arange(math.floor(real.min() / step) - 1, math.ceil(real.max() / step) + 2, dtype=np.float64)
     return edges, np.where(edges[:-1] >= 0, *COLOURS).tolist()
 
 
-def _context_row(name: str, context: Mapping[str, Any], *more: str) -> dict[str, str]:
-    """One run's context as cells of the page's last table."""
-    return {"run": name} | {key: _text(context.get(key)) for key in (*CONTEXT, *more)}
-
-
 def _text(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{k} {v}" for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
     return "–" if value is None else f"{value:,}" if isinstance(value, int) and value < 10**12 else str(value)

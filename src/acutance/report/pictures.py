@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from acutance.errors import AcutanceError, import_extra
-from acutance.report.page import COLOURS, COLUMNS, FELL, PALETTE, LayerRow, bins, curve
+from acutance.report.page import COLOURS, COLUMNS, FELL, PALETTE, Layers, bins, curve, sides
 from acutance.report.tables import Result
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def plot_attention(maps: Mapping[int, NDArray[Any]]) -> "Figure":
     return figure
 
 
-def plot_spectrum(layers: Sequence[LayerRow], kind: str, title: str) -> "Figure":
+def plot_spectrum(layers: Layers, kind: str, title: str) -> "Figure":
     """Eigenvalues as a `histogram` (Fig. 5 of arXiv 2401.04301) or in the complex `plane`, or `dominance` bars."""
     if kind not in ("histogram", "plane", "dominance"):
         raise AcutanceError(f"unknown picture {kind!r}; known: histogram, plane, dominance")
@@ -73,28 +73,28 @@ def plot_spectrum(layers: Sequence[LayerRow], kind: str, title: str) -> "Figure"
     figure, panels = _panels(titles, title, "Re λ", COLUMNS, width=3.2, height=2.6)
     from matplotlib.patches import Circle
 
-    edges, sides = bins(layers)
+    edges, signs = bins(layers)
     # All panels of the plane show the same window: every eigenvalue and 0, with a margin.
-    values = np.concatenate([np.zeros(1), *(row.eigenvalues for row in layers)])
-    margin = 0.08 * float(np.abs(values).max()) or 1.0
-    xlim, ylim = ((part.min() - margin, part.max() + margin) for part in (values.real, values.imag))
-    for axis, row in zip(panels, layers, strict=True):
+    every = np.concatenate([np.zeros(1), *(row.spectrum for row in layers)])
+    margin = 0.08 * float(np.abs(every).max()) or 1.0
+    xlim, ylim = ((part.min() - margin, part.max() + margin) for part in (every.real, every.imag))
+    for axis, values in zip(panels, (row.spectrum for row in layers), strict=True):
         if kind == "histogram":
-            counts, _ = np.histogram(row.eigenvalues.real, edges)
-            axis.bar(edges[:-1], counts, width=np.diff(edges), align="edge", color=[COLOURS[side] for side in sides])
+            counts, _ = np.histogram(values.real, edges)
+            axis.bar(edges[:-1], counts, width=np.diff(edges), align="edge", color=[COLOURS[side] for side in signs])
             axis.axvline(0, color="#666666", linewidth=0.8)
             axis.set(ylabel="eigenvalues of H")
         else:
-            axis.scatter(row.eigenvalues.real, row.eigenvalues.imag, s=6, c=[COLOURS[side] for side in row.sides])
+            axis.scatter(values.real, values.imag, s=6, c=[COLOURS[side] for side in sides(values)])
             axis.add_patch(Circle((-1, 0), 1, fill=False, color="#666666", linestyle="--"))
             axis.set(ylabel="Im λ", xlim=xlim, ylim=ylim)
     return figure
 
 
-def _plot_dominance(layers: Sequence[LayerRow], title: str) -> "Figure":
+def _plot_dominance(layers: Layers, title: str) -> "Figure":
     figure, axes = blank_figure(1, 1, width=max(4.5, 0.6 * len(layers) + 2), height=3.4)
     axis, numbers = axes[0][0], [row.layer for row in layers]
-    smoothing, sharpening, fell = (np.array([row.percent[name] for row in layers]) for name in (*COLOURS, FELL))
+    smoothing, sharpening, fell = (np.array([row.percent()[name] for row in layers]) for name in (*COLOURS, FELL))
     axis.bar(numbers, smoothing, color=COLOURS["smoothing"], label="μ = 1 dominates: smoothing")
     axis.bar(numbers, sharpening, bottom=smoothing, color=COLOURS["sharpening"], label="μ ≠ 1: sharpening")
     axis.plot(numbers, fell, "o", color="black", label=FELL)
