@@ -97,7 +97,8 @@ def test_damaged_files_are_named(tmp_path, name, damage):
     [
         (None, r"pass it as model=.*acutance\.io\.load_checkpoint"),
         ({"acutance.config": "{"}, "cannot be read"),
-        ({"acutance.config": "[1]"}, "make no ViTConfig"),
+        ({"acutance.config": "[1]"}, "make no ViT: "),
+        ({"acutance.config": "{}"}, "missing .*'heads'"),
         ({"acutance.config": '{"wings": 2}'}, "wings"),
         ({"acutance.config": "{}", "acutance.model": "Bird"}, "holds a Bird"),
     ],

@@ -49,7 +49,7 @@ def test_the_decoder_has_its_own_first_values():
 
 def test_dropouts_of_the_decoder_reach_its_blocks():
     blocks = seeded(decoder_dropout=0.3, decoder_drop_path=0.5).decoder.blocks
-    assert [(block.drop_path1.rate, block.attn.attention_dropout) for block in blocks] == [(0.0, 0.3), (0.5, 0.3)]
+    assert [(block.drop_path1.p, block.attn.attention_dropout) for block in blocks] == [(0.0, 0.3), (0.5, 0.3)]
 
 
 def test_a_classifiers_weights_become_the_encoders():

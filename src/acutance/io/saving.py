@@ -84,7 +84,11 @@ def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
         name = metadata.get(CLASS_KEY, "ViT")
         if (kind := OWN.get(name)) is None:
             raise AcutanceError(f"{where} holds a {name}, which this version does not know; known: {', '.join(OWN)}")
-        load_checkpoint(own := kind(**kind.config_class.from_dict(config).to_dict()), where)
+        try:
+            own = kind(**config)
+        except TypeError as error:
+            raise AcutanceError(f"these options make no {name}: {error}") from error
+        load_checkpoint(own, where)
         return cast(nn.Module, own)
     reinstate(model, _specs(record, where))
     try:

@@ -141,22 +141,11 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
-class DropPath(nn.Module):
+class DropPath(nn.Dropout):
     """Stochastic depth: training skips the branch for some samples, at random, and scales up the others."""
 
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
     def forward(self, x: Tensor) -> Tensor:
-        if self.rate == 0 or not self.training:
-            return x
-        keep = 1 - self.rate
-        kept = torch.empty((x.shape[0],) + (1,) * (x.ndim - 1), dtype=x.dtype, device=x.device).bernoulli_(keep)
-        return x * (kept / keep if keep > 0 else kept)
-
-    def extra_repr(self) -> str:
-        return f"rate={self.rate:g}"
+        return x if self.p == 0 or not self.training else x * super().forward(x.new_ones(x.shape[0], 1, 1))
 
 
 class Block(nn.Module):
