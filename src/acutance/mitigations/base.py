@@ -139,11 +139,6 @@ class Mitigation(nn.Module):
         """Whether that hook does anything here."""
         return getattr(type(self), hook) is not getattr(Mitigation, hook)
 
-    def check(self, call: AttentionCall) -> None:
-        """Refuse what only a batch can tell."""
-        if "all_visible" in self.requires:
-            call.refuse_hidden(self.spec)
-
     @classmethod
     def options(cls) -> dict[str, Any]:
         """The constructor's options and their defaults."""
@@ -195,13 +190,14 @@ def _in_turn(hook: str, passed_on: int | None = None) -> Any:
 class Combined(Mitigation):
     """Several mitigations in one flat list, applied hook by hook in the order written."""
 
-    enter, leave, check = _in_turn("enter"), _in_turn("leave"), _in_turn("check")
+    enter, leave = _in_turn("enter"), _in_turn("leave")
     values, output, features = _in_turn("values", 0), _in_turn("output", 0), _in_turn("features", 0)
     stream, program = _in_turn("stream", 1), _in_turn("program", 0)
 
     def __init__(self, parts: Iterable[Mitigation]) -> None:
         super().__init__()
         self.parts: Any = nn.ModuleList(part for given in parts for part in parts_of(given))
+        self.requires = tuple(need for part in self.parts for need in part.requires)
 
     def parametrise(self, value: Projection, output: Projection) -> None:
         """First to last, all or none."""
@@ -225,10 +221,6 @@ class Combined(Mitigation):
 
     def overrides(self, hook: str) -> bool:
         return any(part.overrides(hook) for part in self.parts)
-
-    @property
-    def requires(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(dict.fromkeys(need for part in self.parts for need in part.requires))
 
     @property
     def spec(self) -> str:

@@ -80,15 +80,6 @@ class Attention(nn.Module):
         weights = weights_together([self.mitigation])[0] if weights is None else weights
         joint = self.value_projection
         packed = joint(x) if weights is None else F.linear(x, weight_with(joint, weights[0]), joint.bias)
-        call = self._call(x, v0, packed, residual)
-        u, values = attend(call, self.mitigation, self.observer)
-        merged = u.transpose(1, 2).flatten(2)
-        y = self.proj(merged) if weights is None else F.linear(merged, weights[1], self.proj.bias)
-        y = finish(y, call, self.mitigation, self.observer)
-        first = values if v0 is None else v0
-        return self.proj_drop(y), first, call if self.mitigation.overrides("stream") else None
-
-    def _call(self, x: Tensor, v0: Tensor | None, packed: Tensor, residual: Tensor | None) -> AttentionCall:
         by_head = packed.reshape(*packed.shape[:2], -1, self.heads, self.head_dim)
         parts = by_head.permute(2, 0, 3, 1, 4).unbind(0)  # each (batch, heads, tokens, head_dim)
         q, k, v = parts[0], parts[-2], parts[-1]  # symmetric: the one projection is both q and k
@@ -100,7 +91,13 @@ class Attention(nn.Module):
             return AttentionOperator(queries, keys, mask=bias, **options).apply(values, dropout)
 
         tensors: dict[str, Any] = {"x": x, "residual": residual, "q": q, "k": k, "v": v, "first": v0}
-        return AttentionCall(layer=self.layer, **tensors, product=own, packed=packed, dropout=dropout, **options)
+        call = AttentionCall(layer=self.layer, **tensors, product=own, packed=packed, dropout=dropout, **options)
+        u, values = attend(call, self.mitigation, self.observer)
+        merged = u.transpose(1, 2).flatten(2)
+        y = self.proj(merged) if weights is None else F.linear(merged, weights[1], self.proj.bias)
+        y = finish(y, call, self.mitigation, self.observer)
+        first = values if v0 is None else v0
+        return self.proj_drop(y), first, call if self.mitigation.overrides("stream") else None
 
 
 class Mlp(nn.Module):

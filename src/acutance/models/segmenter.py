@@ -39,10 +39,6 @@ class SegmenterConfig(vit.ModelConfig):
     norm_eps, resizing = 1e-5, "bilinear"  # the public code's, unlike timm's
     class_token, distilled, registers, stream = True, False, 0, "float32"  # of the encoder, as a ViT's
 
-    @property
-    def attention_dropout(self) -> float:
-        return self.dropout
-
 
 class MaskTransformer(vit.BlockStack):
     """The decoder: patches and one embedding per class attend to each other; a mask is the cosine between the two."""
@@ -50,9 +46,8 @@ class MaskTransformer(vit.BlockStack):
     def __init__(self, config: SegmenterConfig) -> None:
         super().__init__()
         scale, self.suffix_tokens = config.dim**-0.5, config.num_classes
-        depth, heads, drop_path = config.decoder_depth, config.decoder_heads, config.decoder_drop_path
-        own = replace(config, depth=depth, heads=heads, drop_path=drop_path, dropout=config.decoder_dropout)
-        self.blocks = vit.make_blocks(own)
+        own = {name: value for name, value in vars(config).items() if name.startswith("decoder_")}
+        self.blocks = vit.make_blocks(replace(config, **{n.removeprefix("decoder_"): own[n] for n in own}))
         self.cls_emb = vit.learnt_tokens(config.num_classes, config.dim)
         self.proj_dec = nn.Linear(config.dim, config.dim)
         self.proj_patch = nn.Parameter(scale * torch.randn(config.dim, config.dim))

@@ -119,8 +119,8 @@ class BlockStack(ReferenceModel):
 
     def carried(self) -> tuple[str | None, tuple[int, ...] | None]:
         """The mitigation in the blocks now as a spec, and the layers that have it; None where all have."""
-        found = [(layer, block.attn.mitigation) for layer, (_, block) in enumerate(self.named_blocks(), 1)]
-        specs = {layer: carried.spec for layer, carried in found if type(carried) is not Mitigation}
+        found = enumerate((block.attn.mitigation for _, block in self.named_blocks()), 1)
+        specs = {layer: mitigation.spec for layer, mitigation in found if type(mitigation) is not Mitigation}
         if len(set(specs.values())) > 1:
             raise AcutanceError(f"layers carry different mitigations, which one configuration cannot say: {specs}")
         layers = None if len(specs) in (0, len(self.blocks)) else tuple(specs)
@@ -139,11 +139,10 @@ class BlockStack(ReferenceModel):
 
 def make_blocks(config: Any) -> nn.ModuleList:
     """The blocks of a model's configuration; stochastic depth grows linearly from 0 in the first."""
-    shared = {field.name: getattr(config, field.name) for field in fields(BlockConfig) if hasattr(config, field.name)}
-    if hasattr(config, "mlp_ratio"):
-        shared["hidden"] = int(config.dim * config.mlp_ratio)
+    given = {"hidden": int(config.dim * getattr(config, "mlp_ratio", 0)), "attention_dropout": config.dropout}
+    given |= {field.name: getattr(config, field.name) for field in fields(BlockConfig) if hasattr(config, field.name)}
     rates = torch.linspace(0, config.drop_path, config.depth, device="cpu").tolist()
-    return nn.ModuleList(Block(BlockConfig(**shared), rate, layer) for layer, rate in enumerate(rates, 1))
+    return nn.ModuleList(Block(BlockConfig(**given), rate, layer) for layer, rate in enumerate(rates, 1))
 
 
 def learnt_tokens(count: int, dim: int) -> nn.Parameter:
