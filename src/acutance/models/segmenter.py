@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from acutance.errors import AcutanceError, ShapeError
+from acutance.errors import ShapeError
 from acutance.mitigations import Mitigation
 from acutance.models import vit
 from acutance.models.block import AttentionKind
@@ -82,14 +82,6 @@ class Segmenter(vit.ReferenceModel):
         self.encoder, self.decoder = vit.Encoder(config).apply(vit.init_linear), MaskTransformer(config)
         self.encoder.install(mitigation)
         self.decoder.install(mitigation)
-
-    @property
-    def config(self) -> SegmenterConfig:
-        """What rebuilds this model, with the mitigation it carries now."""
-        encoder, decoder = self.encoder.carried(), self.decoder.carried()
-        if encoder != decoder or encoder[1] is not None:
-            raise AcutanceError(f"one configuration cannot say what differs: encoder {encoder}, decoder {decoder}")
-        return replace(self._config, mitigation=encoder[0])
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (batch, channels, height, width) of any size to scores (batch, classes, height, width)."""

@@ -56,6 +56,21 @@ class ReferenceModel(nn.Module):
     """What training and loading ask of a model, or of a part that has blocks."""
 
     checkpointing = False
+    _config: Any
+
+    @property
+    def config(self) -> Any:
+        """What rebuilds this model, with the mitigation it carries now."""
+        found = [(name, block.attn.mitigation) for name, block in self.named_modules() if isinstance(block, Block)]
+        specs = {name: mitigation.spec for name, mitigation in found if type(mitigation) is not Mitigation}
+        now: dict[str, Any] = {"mitigation": next(iter(specs.values()), None)}
+        is_everywhere, takes_layers = len(specs) in (0, len(found)), hasattr(self._config, "mitigation_layers")
+        if len(set(specs.values())) > 1 or not (is_everywhere or takes_layers):
+            raise AcutanceError(f"one configuration cannot say what differs between blocks: {specs}")
+        if takes_layers:
+            layers = tuple(layer for layer, (name, _) in enumerate(found, 1) if name in specs)
+            now["mitigation_layers"] = None if is_everywhere else layers
+        return replace(self._config, **now)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations (non-reentrant)."""
@@ -76,7 +91,7 @@ class ReferenceModel(nn.Module):
                 if not isinstance(part, ViT):
                     fitted = {name: tensor for name, tensor in fitted.items() if not name.startswith(f"{prefix}head.")}
                 if (key := f"{prefix}pos_embed") in fitted:
-                    fitted[key] = part.resized(fitted[key], part.grid)
+                    fitted[key] = resize_position_embedding(fitted[key], part.grid, part.prefix_tokens, part.resizing)
         return fitted
 
 
@@ -87,13 +102,6 @@ class BlockStack(ReferenceModel):
     norm: nn.Module
     prefix_tokens: int = 0  # in front of the content, such as a class token
     suffix_tokens: int = 0  # behind the content, such as a decoder's embeddings of classes
-    _config: Any
-
-    @property
-    def config(self) -> Any:
-        """What rebuilds this model, with the mitigation it carries now."""
-        spec, layers = self.carried()
-        return replace(self._config, mitigation=spec, mitigation_layers=layers)
 
     def run_blocks(self, x: Tensor) -> Tensor:
         """All blocks, with v⁰ passed from each to the next."""
@@ -116,15 +124,6 @@ class BlockStack(ReferenceModel):
     def named_blocks(self) -> list[tuple[str, Block]]:
         """The blocks with their paths in `blocks`, first to last; they may sit inside wrappers."""
         return [(name, module) for name, module in self.blocks.named_modules() if isinstance(module, Block)]
-
-    def carried(self) -> tuple[str | None, tuple[int, ...] | None]:
-        """The mitigation in the blocks now as a spec, and the layers that have it; None where all have."""
-        found = enumerate((block.attn.mitigation for _, block in self.named_blocks()), 1)
-        specs = {layer: mitigation.spec for layer, mitigation in found if type(mitigation) is not Mitigation}
-        if len(set(specs.values())) > 1:
-            raise AcutanceError(f"layers carry different mitigations, which one configuration cannot say: {specs}")
-        layers = None if len(specs) in (0, len(self.blocks)) else tuple(specs)
-        return next(iter(specs.values()), None), layers
 
     def install(self, mitigation: Mitigation | str | None, layers: tuple[int, ...] | None = None) -> None:
         """Build the model with a mitigation; `acutance.mitigate` puts one into a trained model."""
@@ -219,13 +218,10 @@ class Encoder(BlockStack):
         """Prefix tokens first, (batch, tokens, dim); sides may be any multiples of the patch."""
         learnt = [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
         patches, side = self.patch_embed(images), self.patch_embed.proj.kernel_size[0]
-        positions = self.resized(self.pos_embed, (images.shape[2] // side, images.shape[3] // side))
+        grid = (images.shape[2] // side, images.shape[3] // side)
+        positions = resize_position_embedding(self.pos_embed, grid, self.prefix_tokens, self.resizing)
         x = torch.cat([*(token.expand(len(images), -1, -1) for token in learnt), patches], dim=1) + positions
         return self.norm(self.run_blocks(self.pos_drop(x.to(patches.dtype) if self.stream == "autocast" else x)))
-
-    def resized(self, positions: Tensor, grid: tuple[int, int]) -> Tensor:
-        """A position embedding for so many patches down and across."""
-        return resize_position_embedding(positions, grid, self.prefix_tokens, self.resizing)
 
 
 @dataclass(frozen=True, kw_only=True)
