@@ -1,4 +1,7 @@
-"""What a mitigation is: six hooks around an attention layer, each the identity unless overridden."""
+"""What a mitigation is: six hooks around an attention layer, each the identity unless overridden.
+
+It can be written as one line of text: `neutreno:0.6+featscale`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar, get_args, get_type_hints
 
@@ -20,6 +23,8 @@ from acutance.mitigations.projection import Projection
 MaybeTensor = Tensor | None
 Scores = tuple[MaybeTensor, MaybeTensor, MaybeTensor]
 REGISTRY: dict[str, type[Mitigation]] = {}
+EXAMPLE = "neutreno:0.6,learn=head"
+WORDS = {"true": True, "false": False, "none": None}
 TYPES = {float: "a finite number", bool: "true or false", type(None): "none"}
 _MitigationClass = TypeVar("_MitigationClass", bound="type[Mitigation]")
 
@@ -150,10 +155,12 @@ class Mitigation(nn.Module):
         hints = get_type_hints(type(self).__init__)
         for key in self.options():
             value, kinds = getattr(self, key), _kinds(hints[key])
-            if not any(_is(value, kind) for kind in kinds):
+            if float in kinds and isinstance(value, (int, float)) and not isinstance(value, bool):
+                setattr(self, key, value := float(value))
+            is_known = type(value) in kinds or value in [word for word in kinds if not isinstance(word, type)]
+            if not is_known or (isinstance(value, float) and not math.isfinite(value)):
                 words = " or ".join(TYPES.get(kind, repr(kind)) for kind in kinds)
                 raise AcutanceError(f"{self.name}: {key} must be {words}, not {value!r}")
-            setattr(self, key, float(value) if float in kinds and value is not None else value)
 
     @property
     def spec(self) -> str:
@@ -171,7 +178,7 @@ class Mitigation(nn.Module):
         return Combined([self, other])
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{key}={getattr(self, key)!r}" for key in self.options())
+        return self.spec
 
 
 def _in_turn(hook: str, passed_on: int | None = None) -> Any:
@@ -196,8 +203,9 @@ class Combined(Mitigation):
 
     def __init__(self, parts: Iterable[Mitigation]) -> None:
         super().__init__()
-        self.parts: Any = nn.ModuleList(part for given in parts for part in parts_of(given))
-        self.requires = tuple(need for part in self.parts for need in part.requires)
+        flat = [part for given in parts for part in parts_of(given)]
+        self.parts: Any = nn.ModuleList(flat)
+        self.requires = tuple(need for part in flat for need in part.requires)
 
     def parametrise(self, value: Projection, output: Projection) -> None:
         """First to last, all or none."""
@@ -226,9 +234,6 @@ class Combined(Mitigation):
     def spec(self) -> str:
         return "+".join(part.spec for part in self.parts)
 
-    def extra_repr(self) -> str:
-        return ""  # the parts print themselves
-
 
 def parts_of(mitigation: Mitigation) -> list[Mitigation]:
     """The parts of a combination, or the mitigation itself."""
@@ -240,7 +245,46 @@ def _kinds(hint: Any) -> list[Any]:
     return [kind for part in get_args(hint) for kind in _kinds(part)] or [hint]
 
 
-def _is(value: object, kind: Any) -> bool:
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return type(value) is kind if isinstance(kind, type) else value == kind
+def parse(spec: str) -> Mitigation:
+    """Build a mitigation from its spec `name[:arg][,key=value]…`, several joined by `+`.
+
+    The first argument may stand without its key: `neutreno:0.6,learn=head`, `attnscale+featscale:doubled=true`.
+    """
+    parts = [_parse_one(part.strip()) for part in spec.split("+")]
+    return parts[0] if len(parts) == 1 else Combined(parts)
+
+
+def as_mitigation(mitigation: Mitigation | str | None) -> Mitigation:
+    """Accept a mitigation, its spec, or None for the identity."""
+    if isinstance(mitigation, str):
+        return parse(mitigation)
+    if mitigation is not None and not isinstance(mitigation, Mitigation):
+        raise AcutanceError(f"a mitigation is one such as NeuTRENO(0.6), or its spec {EXAMPLE!r}, not {mitigation!r}")
+    return mitigation or Mitigation()
+
+
+def _parse_one(text: str) -> Mitigation:
+    name, _, arguments = text.partition(":")
+    cls = REGISTRY.get(name.lower())
+    if cls is None:
+        known = ", ".join(sorted(REGISTRY))
+        raise AcutanceError(f"unknown mitigation {name!r}; known: {known}; write it like {EXAMPLE}")
+    names, options = list(cls.options()), dict[str, Any]()
+    for argument in arguments.split(",") if arguments else []:
+        key, equals, value = (piece.strip() for piece in argument.partition("="))
+        if not equals and not options and cls.positional is not None:
+            key, value = cls.positional, key
+        if key not in names or key in options:
+            known = f"its options, each once as key=value, are {', '.join(names)}" if names else "it has no options"
+            raise AcutanceError(f"{name} cannot take {argument.strip()!r} of {text!r}: {known}")
+        options[key] = _value(value)
+    return cls(**options)
+
+
+def _value(text: str) -> Any:
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(text)
+    return text

@@ -57,16 +57,11 @@ class Attention(nn.Module):
         self.mitigation = Mitigation()
         self.observer: Callable[[AttentionCall], None] | None = None
 
-    @property
-    def value_projection(self) -> nn.Linear:
-        """The linear layer whose last `dim` rows are W_V."""
-        return getattr(self, self.joint)  # type: ignore[no-any-return]
-
     def projections(self) -> tuple[Projection, Projection, Projection, Projection]:
         """W_Q, W_K, W_V and W_proj. In symmetric attention W_Q is W_K."""
         dim = self.heads * self.head_dim
         starts = (0, 0, dim) if self.kernel == "symmetric" else (0, dim, 2 * dim)
-        q, k, v = (Projection(self.value_projection, slice(start, start + dim)) for start in starts)
+        q, k, v = (Projection(getattr(self, self.joint), slice(start, start + dim)) for start in starts)
         return q, k, v, Projection(self.proj)
 
     def forward(
@@ -78,7 +73,7 @@ class Attention(nn.Module):
         an argument, so that checkpointing does not make them again. `residual` is what the branch is added to.
         """
         weights = weights_together([self.mitigation])[0] if weights is None else weights
-        joint = self.value_projection
+        joint = getattr(self, self.joint)
         packed = joint(x) if weights is None else F.linear(x, weight_with(joint, weights[0]), joint.bias)
         by_head = packed.reshape(*packed.shape[:2], -1, self.heads, self.head_dim)
         parts = by_head.permute(2, 0, 3, 1, 4).unbind(0)  # each (batch, heads, tokens, head_dim)

@@ -56,7 +56,7 @@ class LanguageModel(BlockStack):
         self._config = config = LanguageConfig(**options)
         self.embed = nn.Embedding(config.vocabulary, config.dim)
         self.drop = nn.Dropout(config.dropout)
-        self.blocks = make_blocks(config)
+        self.blocks, self.final_norm = make_blocks(config), f"blocks.{config.depth - 1}.norm2"
         self.softmax = TiedSoftmax(config.vocabulary, config.dim, config.cutoffs)
         for name, parameter in self.named_parameters():  # norms about one, no bias: as the public code starts
             if name.endswith("weight"):
@@ -65,17 +65,16 @@ class LanguageModel(BlockStack):
                 nn.init.zeros_(parameter)
         self.install(mitigation, config.mitigation_layers)
 
-    @property
-    def norm(self) -> nn.Module:  # type: ignore[override]
-        """The last block's second norm: after it there is no other."""
-        return self.named_blocks()[-1][1].norm2
-
     def forward_features(self, tokens: Tensor) -> Tensor:
         """What the softmax reads: (batch, tokens) words to (batch, tokens, dim)."""
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ShapeError(f"tokens {tuple(tokens.shape)} of {tokens.dtype}: give indices (batch, tokens)")
-        x = self.embed(tokens) * math.sqrt(self._config.dim)
-        x = self.drop(x + positions_from_the_end(tokens.shape[1], x))
+        length, dim = tokens.shape[1], self._config.dim
+        x = self.embed(tokens) * math.sqrt(dim)
+        # Positions are counted back from the last token, as in Transformer-XL.
+        like: dict[str, Any] = {"device": x.device, "dtype": torch.promote_types(x.dtype, torch.float32)}
+        angles = torch.arange(length - 1, -1, -1, **like)[:, None] * 10_000 ** (-torch.arange(0, dim, 2, **like) / dim)
+        x = self.drop(x + torch.cat([angles.sin(), angles.cos()], dim=-1).to(x.dtype))
         return self.drop(self.run_blocks(x))  # type: ignore[no-any-return]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -93,15 +92,6 @@ class LanguageModel(BlockStack):
     def log_probabilities(self, tokens: Tensor) -> Tensor:
         """log p of every word after every token, (batch, tokens, vocabulary): for few tokens."""
         return self.softmax.log_probabilities(self.forward_features(tokens), self.embed.weight)
-
-
-def positions_from_the_end(length: int, like: Tensor) -> Tensor:
-    """Sines, then cosines, of positions counted back from the last token, as in Transformer-XL: (length, dim)."""
-    dim = like.shape[-1]
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    frequencies = 10_000 ** (-torch.arange(0, dim, 2, device=like.device, dtype=dtype) / dim)
-    angles = torch.arange(length - 1, -1, -1, device=like.device, dtype=dtype)[:, None] * frequencies
-    return torch.cat([angles.sin(), angles.cos()], dim=-1).to(like.dtype)
 
 
 class TiedSoftmax(nn.Module):

@@ -43,6 +43,8 @@ class SegmenterConfig(vit.ModelConfig):
 class MaskTransformer(vit.BlockStack):
     """The decoder: patches and one embedding per class attend to each other; a mask is the cosine between the two."""
 
+    final_norm = "decoder_norm"
+
     def __init__(self, config: SegmenterConfig) -> None:
         super().__init__()
         scale, self.suffix_tokens = config.dim**-0.5, config.num_classes
@@ -55,11 +57,6 @@ class MaskTransformer(vit.BlockStack):
         self.decoder_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
         self.mask_norm = nn.LayerNorm(config.num_classes, eps=config.norm_eps)
         self.apply(vit.init_linear)
-
-    @property
-    def norm(self) -> nn.Module:  # type: ignore[override]
-        """The final one, under the public code's name."""
-        return self.decoder_norm
 
     def forward(self, patches: Tensor) -> Tensor:
         """Scores of every class for every patch: (batch, patches, dim) to (batch, patches, classes)."""
@@ -91,7 +88,6 @@ class Segmenter(vit.ReferenceModel):
         height, width = images.shape[2:]
         side = config.patch_size
         padded = F.pad(images, (0, -width % side, 0, -height % side))
-        grid = (padded.shape[2] // side, padded.shape[3] // side)
         patches = self.encoder(padded)[:, self.encoder.prefix_tokens :]
-        masks = self.decoder(patches).transpose(1, 2).unflatten(2, grid)
+        masks = self.decoder(patches).transpose(1, 2).unflatten(2, (-1, padded.shape[3] // side))
         return F.interpolate(masks, size=padded.shape[2:], mode="bilinear")[..., :height, :width]

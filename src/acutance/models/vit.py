@@ -63,14 +63,13 @@ class ReferenceModel(nn.Module):
         """What rebuilds this model, with the mitigation it carries now."""
         found = [(name, block.attn.mitigation) for name, block in self.named_modules() if isinstance(block, Block)]
         specs = {name: mitigation.spec for name, mitigation in found if type(mitigation) is not Mitigation}
-        now: dict[str, Any] = {"mitigation": next(iter(specs.values()), None)}
-        is_everywhere, takes_layers = len(specs) in (0, len(found)), hasattr(self._config, "mitigation_layers")
-        if len(set(specs.values())) > 1 or not (is_everywhere or takes_layers):
+        numbers = tuple(layer for layer, (name, _) in enumerate(found, 1) if name in specs)
+        layers = {"mitigation_layers": None if len(specs) in (0, len(found)) else numbers}
+        takes_layers = hasattr(self._config, "mitigation_layers")
+        if len(set(specs.values())) > 1 or not (takes_layers or layers["mitigation_layers"] is None):
             raise AcutanceError(f"one configuration cannot say what differs between blocks: {specs}")
-        if takes_layers:
-            layers = tuple(layer for layer, (name, _) in enumerate(found, 1) if name in specs)
-            now["mitigation_layers"] = None if is_everywhere else layers
-        return replace(self._config, **now)
+        mitigation = next(iter(specs.values()), None)
+        return replace(self._config, mitigation=mitigation, **(layers if takes_layers else {}))
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations (non-reentrant)."""
@@ -99,7 +98,7 @@ class BlockStack(ReferenceModel):
     """Blocks that run one after another and hand on the first one's values; layers are numbered from 1."""
 
     blocks: nn.ModuleList
-    norm: nn.Module
+    final_norm = "norm"  # the path of the norm behind the last block
     prefix_tokens: int = 0  # in front of the content, such as a class token
     suffix_tokens: int = 0  # behind the content, such as a decoder's embeddings of classes
 

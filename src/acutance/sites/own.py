@@ -78,6 +78,6 @@ LIBRARY = Library(
     generality=1,  # after transformers, whose models are asked for most
     layers=_layers,
     site=BlockSite,
-    final_norm=lambda model: _stacks(model)[0][1].norm,
+    final_norm=lambda model: (stack := _stacks(model)[0][1]).get_submodule(stack.final_norm),
     special_tokens=_special_tokens,
 )
