@@ -20,8 +20,7 @@ from acutance.attention.call import AttentionCall
 from acutance.errors import AcutanceError
 from acutance.mitigations.projection import Projection
 
-MaybeTensor = Tensor | None
-Scores = tuple[MaybeTensor, MaybeTensor, MaybeTensor]
+Scores = tuple[Tensor | None, Tensor | None, Tensor | None]
 REGISTRY: dict[str, type[Mitigation]] = {}
 EXAMPLE = "neutreno:0.6,learn=head"
 WORDS = {"true": True, "false": False, "none": None}
@@ -109,7 +108,7 @@ class Mitigation(nn.Module):
     def leave(self) -> None:
         """It has run, or failed."""
 
-    def scores(self, q: MaybeTensor, k: MaybeTensor, call: AttentionCall) -> Scores:
+    def scores(self, q: Tensor | None, k: Tensor | None, call: AttentionCall) -> Scores:
         """Queries, keys and a bias on the logits, before the softmax."""
         return q, k, None
 
@@ -219,9 +218,9 @@ class Combined(Mitigation):
         for part in reversed(self.parts):
             part.unparametrise(value, output)
 
-    def scores(self, q: MaybeTensor, k: MaybeTensor, call: AttentionCall) -> Scores:
+    def scores(self, q: Tensor | None, k: Tensor | None, call: AttentionCall) -> Scores:
         """First to last; biases add up."""
-        total: MaybeTensor = None
+        total: Tensor | None = None
         for part in self.parts:
             q, k, bias = part.scores(q, k, call)
             total = bias if total is None else total if bias is None else total + bias
