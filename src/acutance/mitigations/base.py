@@ -202,9 +202,8 @@ class Combined(Mitigation):
 
     def __init__(self, parts: Iterable[Mitigation]) -> None:
         super().__init__()
-        flat = [part for given in parts for part in parts_of(given)]
-        self.parts: Any = nn.ModuleList(flat)
-        self.requires = tuple(need for part in flat for need in part.requires)
+        self.parts: Any = nn.ModuleList(part for given in parts for part in parts_of(given))
+        self.requires = tuple(need for part in parts_of(self) for need in part.requires)
 
     def parametrise(self, value: Projection, output: Projection) -> None:
         """First to last, all or none."""

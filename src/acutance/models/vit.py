@@ -265,8 +265,7 @@ class ViT(Encoder):
     """
 
     def __init__(self, *, mitigation: Mitigation | str | None = None, **options: Any) -> None:
-        config = ViTConfig(**options)
-        super().__init__(config)
+        super().__init__(config := ViTConfig(**options))
         self._config = config
         self.head = nn.Linear(config.dim, config.num_classes)
         self.head_dist = nn.Linear(config.dim, config.num_classes) if config.distilled else None
