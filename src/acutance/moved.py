@@ -15,6 +15,7 @@ _NOW = {  # with the old names; a room with a dot behind it has kept them
     "lab.studies": "laboratory",
     "load": "models.from_checkpoint",
     "measure.": "maps monitor profile reader samples walk",
+    "mitigations.base": "mitigations.spec",
     "report.tables": "terminal",
     "save": "models.save_checkpoint",
     "sites.structure": "wrappers",

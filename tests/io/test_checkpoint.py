@@ -98,7 +98,8 @@ def test_damaged_files_are_named(tmp_path, name, damage):
     [
         (None, r"pass it as model=.*acutance\.io\.load_checkpoint"),
         ({"acutance.config": "{"}, "cannot be read"),
-        ({"acutance.config": "[1]"}, "make no ViTConfig"),
+        ({"acutance.config": "[1]"}, "make no ViT: "),
+        ({"acutance.config": "{}"}, "missing .*'heads'"),
         ({"acutance.config": '{"wings": 2}'}, "wings"),
         ({"acutance.config": "{}", "acutance.model": "Bird"}, "holds a Bird"),
         # No machine holds these; whoever allocates them is told so by torch, in other words.

@@ -4,15 +4,15 @@ import torch
 
 
 def basis_of(basis, theta):
-    identity = torch.eye(len(theta), dtype=theta.dtype)
+    identity = torch.eye(theta.shape[-1], dtype=theta.dtype)
     if basis == "qr":
-        lower = torch.linalg.cholesky(theta.T @ theta)  # ΘᵀΘ = RᵀR, and V = ΘR⁻¹
-        return torch.linalg.solve_triangular(lower, theta.T, upper=False).T
+        lower = torch.linalg.cholesky(theta.mT @ theta)  # ΘᵀΘ = RᵀR, and V = ΘR⁻¹
+        return torch.linalg.solve_triangular(lower, theta.mT, upper=False).mT
     if basis == "polar":
         u, _, vh = torch.linalg.svd(theta)
         return u @ vh
     if basis == "cayley":
-        skew = (theta - theta.T) / 2
+        skew = (theta - theta.mT) / 2
         return torch.linalg.solve(identity + skew, identity - skew)
     if basis == "householder":
         v = identity
@@ -30,3 +30,12 @@ def spectrum_of(sign, spectrum, psi):
         return torch.tanh(psi) if spectrum == "bounded" else psi
     size = 1 / (1 + (-psi).exp()) if spectrum == "bounded" else psi * psi
     return size if sign == "positive" else -size
+
+
+def shake(model, amount):
+    """Move Θ and ψ on, as training would."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".mitigation." in name:
+            parameter.data += amount * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return model

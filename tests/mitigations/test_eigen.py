@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from eigen_formulas import basis_of, spectrum_of
+from eigen_formulas import basis_of, shake, spectrum_of
 
 from acutance.explain.steer import fold
 from acutance.mitigations import Eigen, LayerShape
@@ -30,24 +30,12 @@ def trained(**options):
     return model
 
 
-def shaken(model, amount=1.0):
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if ".mitigation." in name:
-            parameter.data += amount * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return model
-
-
 def images(dtype=torch.float64):
     return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def branch(site):
-    return (site.projection_weight() @ site.value_weight()).detach()
-
-
 def branches(model):
-    return [branch(site) for site in find(model)]
+    return [(site.projection_weight() @ site.value_weight()).detach() for site in find(model)]
 
 
 def per_head(site):
@@ -57,30 +45,20 @@ def per_head(site):
     return torch.einsum("ohc,hci->hoi", projection, value)
 
 
-def sorted_real(eigenvalues):
-    assert eigenvalues.imag.abs().max() < 1e-6
-    return eigenvalues.real.sort().values
-
-
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize("basis", BASES)
 @pytest.mark.parametrize("sign", SIGNS)
 def test_every_head_has_the_promised_spectrum(sign, basis, spectrum):
     low, high = spectra.admissible(sign, spectrum)
-    for site in find(shaken(make(Eigen(sign, basis, spectrum)), 0.3)):
+    for site in find(shake(make(Eigen(sign, basis, spectrum)), 0.3)):
         wanted = site.mitigation.eigenvalues().detach()
         assert wanted.shape == (3, 4)
         assert ((wanted >= low) & (wanted <= high)).all()
         for own, term in zip(wanted, per_head(site), strict=True):
             with_zeros = torch.cat([own, own.new_zeros(12 - 4)])  # the term has rank head_dim at most
-            found = sorted_real(torch.linalg.eigvals(term))
-            torch.testing.assert_close(found, with_zeros.sort().values, rtol=1e-6, atol=1e-6)
-        H, v = branch(site), site.value_weight().detach().T
-        other = torch.linalg.inv(v).T if basis == "inverse" else v
-        torch.testing.assert_close(H, other @ wanted.flatten().diag() @ v.T, rtol=0, atol=1e-12)
-        torch.testing.assert_close(per_head(site).sum(0), H, rtol=0, atol=1e-13)
-        if basis != "inverse":
-            torch.testing.assert_close(v.T @ v, torch.eye(12, dtype=torch.float64), rtol=0, atol=1e-13)
+            found = torch.linalg.eigvals(term)
+            assert found.imag.abs().max() < 1e-6
+            torch.testing.assert_close(found.real.sort().values, with_zeros.sort().values, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("sign", "spectrum"), [("negative", "square"), ("positive", "bounded"), ("free", "clipped")])
@@ -147,9 +125,6 @@ def test_a_new_model_starts_from_the_eigenvectors_and_the_size_of_the_plain_one(
             assert wanted.abs().min() < spectra.EDGE < wanted.abs().max()
             wanted = wanted.abs().clamp_min(spectra.EDGE) * (1 if sign == "positive" else -1)
         torch.testing.assert_close(steered_H, (v * wanted) @ v.T, rtol=0, atol=1e-11)
-        lifted = (wanted.square().sum() / H.square().sum()).sqrt().item()
-        assert (steered_H.norm() / H.norm()).item() == pytest.approx(lifted, rel=1e-10)
-        assert lifted == pytest.approx(1, rel=1e-12) if sign == "free" else lifted > 1
     ours, theirs = dict(steered.named_parameters()), dict(plain.named_parameters())
     for name in ours.keys() & theirs.keys():
         rows = theirs[name][: len(ours[name])]
@@ -171,11 +146,7 @@ def test_theta_and_psi_are_parameters_instead_of_w_v_and_w_proj(attention):
 @pytest.mark.parametrize("spectrum", ["clipped", "square"])
 @pytest.mark.parametrize("sign", SIGNS)
 def test_a_trained_layer_starts_from_the_closest_admissible_h(sign, spectrum, basis):
-    """The admissible H are a convex set, in which P is closest to H exactly if ⟨H − P, K − P⟩ ≤ 0 for every K in it.
-
-    The largest ⟨H − P, K⟩ has a closed form: K has the eigenvectors of the symmetric part of H − P, and each of its
-    eigenvalues stands at the end of the interval that its own sign asks for (von Neumann's trace inequality).
-    """
+    """That of the symmetric part's eigenvectors, with each eigenvalue at the closest point of its interval."""
     model = trained(dim=6, heads=2, depth=1)
     model.blocks[0].attn.proj.weight.data *= 4
     (H,) = branches(model)
@@ -189,11 +160,6 @@ def test_a_trained_layer_starts_from_the_closest_admissible_h(sign, spectrum, ba
     edge = spectra.EDGE if spectrum == "square" and sign != "free" else 0.0  # where ψ² keeps off its border
     low, high = (low, high - edge) if sign == "negative" else (low + edge, high)
     torch.testing.assert_close(closest, (v * lam.clamp(low, high)) @ v.T, rtol=0, atol=1e-12)
-    rest = torch.linalg.eigvalsh((H + H.T) / 2 - closest)
-    along = ((H + H.T) / 2 - closest).mul(closest).sum()
-    rest[rest.abs() < 1e-12] = 0  # inside the interval: nothing is left over, and no end is asked for
-    ends = torch.where(rest > 0, high, torch.where(rest < 0, low, torch.zeros_like(rest)))
-    assert (rest * ends).sum().item() == pytest.approx(along.item(), abs=1e-11)
     assert distance == pytest.approx(((closest - H).norm() / H.norm()).item(), rel=1e-12)
 
 

@@ -117,7 +117,7 @@ def test_a_model_comes_back_from_its_file_and_its_configuration(kind, mitigation
     again = ac.load(ac.save(model, tmp_path / "model.safetensors")).eval()
     assert again.config == model.config
     assert torch.equal(again(*inputs(kind, torch.float32)), model(*inputs(kind, torch.float32)))
-    config = type(model.config).from_dict(json.loads(json.dumps(model.config.to_dict())))
+    config = type(model.config)(**json.loads(json.dumps(model.config.to_dict())))
     assert config == model.config == KINDS[kind][0](**config.to_dict()).config
 
 
@@ -143,14 +143,6 @@ def test_impossible_options_say_what_to_do(kind, options, message):
     build, sizes = KINDS[kind]
     with pytest.raises(AcutanceError, match=message):
         build(**{**sizes, **options})
-
-
-def test_unknown_and_missing_options_are_named():
-    build, sizes = KINDS["vit"]
-    with pytest.raises(AcutanceError, match="make no ViTConfig"):
-        build.config_class.from_dict({**sizes, "head": 3})
-    with pytest.raises(AcutanceError, match="heads"):
-        build.config_class.from_dict({name: value for name, value in sizes.items() if name != "heads"})
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_blocks_pass_the_first_values_on():
 
 def test_drop_path_grows_linearly_and_keeps_the_mean():
     model = seeded(depth=5, drop_path=0.4)
-    assert [block.drop_path1.rate for block in model.blocks] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
+    assert [block.drop_path1.p for block in model.blocks] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
     torch.manual_seed(0)
     dropped = DropPath(0.25)(torch.ones(4000, 2, 3))
     assert dropped.unique().tolist() == pytest.approx([0, 4 / 3])

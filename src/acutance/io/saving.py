@@ -85,9 +85,8 @@ def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
         name = metadata.get(CLASS_KEY, "ViT")
         if (kind := OWN.get(name)) is None:
             raise AcutanceError(f"{where} holds a {name}, which this version does not know; known: {', '.join(OWN)}")
-        options = kind.config_class.from_dict(config).to_dict()
-        _refuse_misfit(str(where), shapes, _outline(kind, options, len(shapes), where))
-        own: nn.Module = kind(**options)
+        _refuse_misfit(str(where), shapes, _outline(kind, config, len(shapes), where))
+        own: nn.Module = kind(**config)
         own.load_state_dict(load_file(where))
         return own
     reinstate(model, _specs(record, where))
@@ -101,11 +100,11 @@ def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
 def _outline(kind: Any, options: Mapping[str, Any], tensors: int, where: Path) -> nn.Module:
     """The model on no device: a damaged configuration may ask for any size, and nothing is allocated for it."""
     try:
-        if (layers := options["depth"] + options.get("decoder_depth", 0)) > tensors:
+        if (layers := options.get("depth", 0) + options.get("decoder_depth", 0)) > tensors:
             raise ValueError(f"{layers} layers for {tensors} tensors")
         with torch.device("meta"):
             return cast(nn.Module, kind(**options))
-    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise AcutanceError(f"{where}: its configuration makes no {kind.__name__}: {first_line(error)}") from error
 
 

@@ -15,8 +15,6 @@ class AttnScale(Mitigation):
     is uniform over the keys each query may see, so rows still sum to one. Attention dropout does not touch the mean.
     """
 
-    gain: nn.Parameter
-
     def build(self, shape: LayerShape) -> None:
         self.gain = nn.Parameter(torch.zeros(shape.heads))
 

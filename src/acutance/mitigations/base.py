@@ -1,4 +1,7 @@
-"""What a mitigation is: six hooks around an attention layer, each the identity unless overridden."""
+"""What a mitigation is: six hooks around an attention layer, each the identity unless overridden.
+
+It can be written as one line of text: `neutreno:0.6+featscale`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar, get_args, get_type_hints
 
@@ -17,9 +20,10 @@ from acutance.attention.call import AttentionCall
 from acutance.errors import AcutanceError
 from acutance.mitigations.projection import Projection
 
-MaybeTensor = Tensor | None
-Scores = tuple[MaybeTensor, MaybeTensor, MaybeTensor]
+Scores = tuple[Tensor | None, Tensor | None, Tensor | None]
 REGISTRY: dict[str, type[Mitigation]] = {}
+EXAMPLE = "neutreno:0.6,learn=head"
+WORDS = {"true": True, "false": False, "none": None}
 TYPES = {float: "a finite number", bool: "true or false", type(None): "none"}
 _MitigationClass = TypeVar("_MitigationClass", bound="type[Mitigation]")
 
@@ -104,7 +108,7 @@ class Mitigation(nn.Module):
     def leave(self) -> None:
         """It has run, or failed."""
 
-    def scores(self, q: MaybeTensor, k: MaybeTensor, call: AttentionCall) -> Scores:
+    def scores(self, q: Tensor | None, k: Tensor | None, call: AttentionCall) -> Scores:
         """Queries, keys and a bias on the logits, before the softmax."""
         return q, k, None
 
@@ -144,11 +148,6 @@ class Mitigation(nn.Module):
         """Whether its options say that it changes nothing, as λ̃ = 0 does."""
         return type(self) is Mitigation
 
-    def check(self, call: AttentionCall) -> None:
-        """Refuse what only a batch can tell."""
-        if "all_visible" in self.requires:
-            call.refuse_hidden(self.spec)
-
     @classmethod
     def options(cls) -> dict[str, Any]:
         """The constructor's options and their defaults."""
@@ -160,10 +159,12 @@ class Mitigation(nn.Module):
         hints = get_type_hints(type(self).__init__)
         for key in self.options():
             value, kinds = getattr(self, key), _kinds(hints[key])
-            if not any(_is(value, kind) for kind in kinds):
+            if float in kinds and isinstance(value, (int, float)) and not isinstance(value, bool):
+                setattr(self, key, value := float(value))
+            is_known = type(value) in kinds or value in [word for word in kinds if not isinstance(word, type)]
+            if not is_known or (isinstance(value, float) and not math.isfinite(value)):
                 words = " or ".join(TYPES.get(kind, repr(kind)) for kind in kinds)
                 raise AcutanceError(f"{self.name}: {key} must be {words}, not {value!r}")
-            setattr(self, key, float(value) if float in kinds and value is not None else value)
 
     @property
     def spec(self) -> str:
@@ -181,7 +182,7 @@ class Mitigation(nn.Module):
         return Combined([self, other])
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{key}={getattr(self, key)!r}" for key in self.options())
+        return self.spec
 
 
 def _in_turn(hook: str, passed_on: int | None = None) -> Any:
@@ -200,13 +201,14 @@ def _in_turn(hook: str, passed_on: int | None = None) -> Any:
 class Combined(Mitigation):
     """Several mitigations in one flat list, applied hook by hook in the order written."""
 
-    enter, leave, check = _in_turn("enter"), _in_turn("leave"), _in_turn("check")
+    enter, leave = _in_turn("enter"), _in_turn("leave")
     values, output, features = _in_turn("values", 0), _in_turn("output", 0), _in_turn("features", 0)
     stream, program = _in_turn("stream", 1), _in_turn("program", 0)
 
     def __init__(self, parts: Iterable[Mitigation]) -> None:
         super().__init__()
         self.parts: Any = nn.ModuleList(part for given in parts for part in parts_of(given))
+        self.requires = tuple(need for part in parts_of(self) for need in part.requires)
 
     def parametrise(self, value: Projection, output: Projection) -> None:
         """First to last, all or none."""
@@ -220,9 +222,9 @@ class Combined(Mitigation):
         for part in reversed(self.parts):
             part.unparametrise(value, output)
 
-    def scores(self, q: MaybeTensor, k: MaybeTensor, call: AttentionCall) -> Scores:
+    def scores(self, q: Tensor | None, k: Tensor | None, call: AttentionCall) -> Scores:
         """First to last; biases add up."""
-        total: MaybeTensor = None
+        total: Tensor | None = None
         for part in self.parts:
             q, k, bias = part.scores(q, k, call)
             total = bias if total is None else total if bias is None else total + bias
@@ -236,15 +238,8 @@ class Combined(Mitigation):
         return all(part.is_idle for part in self.parts)
 
     @property
-    def requires(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(dict.fromkeys(need for part in self.parts for need in part.requires))
-
-    @property
     def spec(self) -> str:
         return "+".join(part.spec for part in self.parts)
-
-    def extra_repr(self) -> str:
-        return ""  # the parts print themselves
 
 
 def parts_of(mitigation: Mitigation) -> list[Mitigation]:
@@ -257,7 +252,46 @@ def _kinds(hint: Any) -> list[Any]:
     return [kind for part in get_args(hint) for kind in _kinds(part)] or [hint]
 
 
-def _is(value: object, kind: Any) -> bool:
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return type(value) is kind if isinstance(kind, type) else value == kind
+def parse(spec: str) -> Mitigation:
+    """Build a mitigation from its spec `name[:arg][,key=value]…`, several joined by `+`.
+
+    The first argument may stand without its key: `neutreno:0.6,learn=head`, `attnscale+featscale:doubled=true`.
+    """
+    parts = [_parse_one(part.strip()) for part in spec.split("+")]
+    return parts[0] if len(parts) == 1 else Combined(parts)
+
+
+def as_mitigation(mitigation: Mitigation | str | None) -> Mitigation:
+    """Accept a mitigation, its spec, or None for the identity."""
+    if isinstance(mitigation, str):
+        return parse(mitigation)
+    if mitigation is not None and not isinstance(mitigation, Mitigation):
+        raise AcutanceError(f"a mitigation is one such as NeuTRENO(0.6), or its spec {EXAMPLE!r}, not {mitigation!r}")
+    return mitigation or Mitigation()
+
+
+def _parse_one(text: str) -> Mitigation:
+    name, _, arguments = text.partition(":")
+    cls = REGISTRY.get(name.lower())
+    if cls is None:
+        known = ", ".join(sorted(REGISTRY))
+        raise AcutanceError(f"unknown mitigation {name!r}; known: {known}; write it like {EXAMPLE}")
+    names, options = list(cls.options()), dict[str, Any]()
+    for argument in arguments.split(",") if arguments else []:
+        key, equals, value = (piece.strip() for piece in argument.partition("="))
+        if not equals and not options and cls.positional is not None:
+            key, value = cls.positional, key
+        if key not in names or key in options:
+            known = f"its options, each once as key=value, are {', '.join(names)}" if names else "it has no options"
+            raise AcutanceError(f"{name} cannot take {argument.strip()!r} of {text!r}: {known}")
+        options[key] = _value(value)
+    return cls(**options)
+
+
+def _value(text: str) -> Any:
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(text)
+    return text

@@ -19,8 +19,6 @@ class FeatScale(Mitigation):
     """
 
     requires = ("all_visible", "all_tokens")
-    low: nn.Parameter
-    high: nn.Parameter
 
     def __init__(self, doubled: bool = False) -> None:
         super().__init__()

@@ -9,11 +9,11 @@ from acutance.models.block import Block as Block
 from acutance.models.block import BlockConfig as BlockConfig
 from acutance.models.language import LanguageConfig as LanguageConfig
 from acutance.models.language import LanguageModel as LanguageModel
-from acutance.models.segmenter import Encoder as Encoder
 from acutance.models.segmenter import MaskTransformer as MaskTransformer
 from acutance.models.segmenter import Segmenter as Segmenter
 from acutance.models.segmenter import SegmenterConfig as SegmenterConfig
 from acutance.models.vit import BlockStack as BlockStack
+from acutance.models.vit import Encoder as Encoder
 from acutance.models.vit import ViT as ViT
 from acutance.models.vit import ViTConfig as ViTConfig
 from acutance.models.vit import deit_base as deit_base

@@ -57,16 +57,11 @@ class Attention(nn.Module):
         self.mitigation = Mitigation()
         self.observer: Callable[[AttentionCall], None] | None = None
 
-    @property
-    def value_projection(self) -> nn.Linear:
-        """The linear layer whose last `dim` rows are W_V."""
-        return getattr(self, self.joint)  # type: ignore[no-any-return]
-
     def projections(self) -> tuple[Projection, Projection, Projection, Projection]:
         """W_Q, W_K, W_V and W_proj. In symmetric attention W_Q is W_K."""
         dim = self.heads * self.head_dim
         starts = (0, 0, dim) if self.kernel == "symmetric" else (0, dim, 2 * dim)
-        q, k, v = (Projection(self.value_projection, slice(start, start + dim)) for start in starts)
+        q, k, v = (Projection(getattr(self, self.joint), slice(start, start + dim)) for start in starts)
         return q, k, v, Projection(self.proj)
 
     def forward(
@@ -78,17 +73,8 @@ class Attention(nn.Module):
         an argument, so that checkpointing does not make them again. `residual` is what the branch is added to.
         """
         weights = weights_together([self.mitigation])[0] if weights is None else weights
-        joint = self.value_projection
+        joint = getattr(self, self.joint)
         packed = joint(x) if weights is None else F.linear(x, weight_with(joint, weights[0]), joint.bias)
-        call = self._call(x, v0, packed, residual)
-        u, values = attend(call, self.mitigation, self.observer)
-        merged = u.transpose(1, 2).flatten(2)
-        y = self.proj(merged) if weights is None else F.linear(merged, weights[1], self.proj.bias)
-        y = finish(y, call, self.mitigation, self.observer)
-        first = values if v0 is None else v0
-        return self.proj_drop(y), first, call if self.mitigation.overrides("stream") else None
-
-    def _call(self, x: Tensor, v0: Tensor | None, packed: Tensor, residual: Tensor | None) -> AttentionCall:
         by_head = packed.reshape(*packed.shape[:2], -1, self.heads, self.head_dim)
         parts = by_head.permute(2, 0, 3, 1, 4).unbind(0)  # each (batch, heads, tokens, head_dim)
         q, k, v = parts[0], parts[-2], parts[-1]  # symmetric: the one projection is both q and k
@@ -100,7 +86,13 @@ class Attention(nn.Module):
             return AttentionOperator(queries, keys, mask=bias, **options).apply(values, dropout)
 
         tensors: dict[str, Any] = {"x": x, "residual": residual, "q": q, "k": k, "v": v, "first": v0}
-        return AttentionCall(layer=self.layer, **tensors, product=own, packed=packed, dropout=dropout, **options)
+        call = AttentionCall(layer=self.layer, **tensors, product=own, packed=packed, dropout=dropout, **options)
+        u, values = attend(call, self.mitigation, self.observer)
+        merged = u.transpose(1, 2).flatten(2)
+        y = self.proj(merged) if weights is None else F.linear(merged, weights[1], self.proj.bias)
+        y = finish(y, call, self.mitigation, self.observer)
+        first = values if v0 is None else v0
+        return self.proj_drop(y), first, call if self.mitigation.overrides("stream") else None
 
 
 class Mlp(nn.Module):
@@ -141,22 +133,11 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
-class DropPath(nn.Module):
+class DropPath(nn.Dropout):
     """Stochastic depth: training skips the branch for some samples, at random, and scales up the others."""
 
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
     def forward(self, x: Tensor) -> Tensor:
-        if self.rate == 0 or not self.training:
-            return x
-        keep = 1 - self.rate
-        kept = torch.empty((x.shape[0],) + (1,) * (x.ndim - 1), dtype=x.dtype, device=x.device).bernoulli_(keep)
-        return x * (kept / keep if keep > 0 else kept)
-
-    def extra_repr(self) -> str:
-        return f"rate={self.rate:g}"
+        return x if self.p == 0 or not self.training else x * super().forward(x.new_ones(x.shape[0], 1, 1))
 
 
 class Block(nn.Module):

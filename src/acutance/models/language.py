@@ -6,12 +6,12 @@ which is Transformer-XL's with absolute positions and no memory.
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn import functional as F
 
 from acutance.errors import AcutanceError, ShapeError
@@ -33,6 +33,8 @@ class LanguageConfig(ModelConfig):
     mitigation_layers: tuple[int, ...] | None = None  # 1 is the first; None is every layer
     dropout: float = 0.1  # after the embedding, the projections, in the MLP and before the softmax
     attention_dropout: float = 0.0  # on the attention weights; the public code has none
+    causal, norm, norm_eps, activation, drop_path = True, "post", 1e-5, nn.ReLU, 0.0
+    qkv_bias = proj_bias = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,30 +51,30 @@ class LanguageModel(BlockStack):
     Its arguments are the fields of `LanguageConfig`; `mitigation` may also be a `Mitigation`.
     """
 
-    config_class = LanguageConfig
-
     def __init__(self, *, mitigation: Mitigation | str | None = None, **options: Any) -> None:
         super().__init__()
         self._config = config = LanguageConfig(**options)
         self.embed = nn.Embedding(config.vocabulary, config.dim)
         self.drop = nn.Dropout(config.dropout)
-        block: dict[str, Any] = {"causal": True, "qkv_bias": False, "proj_bias": False, "norm": "post"}
-        self.blocks = make_blocks(config, config.depth, norm_eps=1e-5, activation=nn.ReLU, **block)
+        self.blocks, self.final_norm = make_blocks(config), f"blocks.{config.depth - 1}.norm2"
         self.softmax = TiedSoftmax(config.vocabulary, config.dim, config.cutoffs)
-        self.apply(_init)
+        for name, parameter in self.named_parameters():  # norms about one, no bias: as the public code starts
+            if name.endswith("weight"):
+                nn.init.normal_(parameter, mean=float(".norm" in name), std=INIT_STD)
+            else:
+                nn.init.zeros_(parameter)
         self.install(mitigation, config.mitigation_layers)
-
-    @property
-    def final_norm(self) -> nn.Module:
-        """The last block's second norm: after it there is no other."""
-        return self.named_blocks()[-1][1].norm2
 
     def forward_features(self, tokens: Tensor) -> Tensor:
         """What the softmax reads: (batch, tokens) words to (batch, tokens, dim)."""
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ShapeError(f"tokens {tuple(tokens.shape)} of {tokens.dtype}: give indices (batch, tokens)")
-        x = self.embed(tokens) * math.sqrt(self._config.dim)
-        x = self.drop(x + positions_from_the_end(tokens.shape[1], x))
+        length, dim = tokens.shape[1], self._config.dim
+        x = self.embed(tokens) * math.sqrt(dim)
+        # Positions are counted back from the last token, as in Transformer-XL.
+        like: dict[str, Any] = {"device": x.device, "dtype": torch.promote_types(x.dtype, torch.float32)}
+        angles = torch.arange(length - 1, -1, -1, **like)[:, None] * 10_000 ** (-torch.arange(0, dim, 2, **like) / dim)
+        x = self.drop(x + torch.cat([angles.sin(), angles.cos()], dim=-1).to(x.dtype))
         return self.drop(self.run_blocks(x))  # type: ignore[no-any-return]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -92,27 +94,6 @@ class LanguageModel(BlockStack):
         return self.softmax.log_probabilities(self.forward_features(tokens), self.embed.weight)
 
 
-def positions_from_the_end(length: int, like: Tensor) -> Tensor:
-    """Sines, then cosines, of positions counted back from the last token, as in Transformer-XL: (length, dim)."""
-    dim = like.shape[-1]
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    frequencies = 10_000 ** (-torch.arange(0, dim, 2, device=like.device, dtype=dtype) / dim)
-    angles = torch.arange(length - 1, -1, -1, device=like.device, dtype=dtype)[:, None] * frequencies
-    return torch.cat([angles.sin(), angles.cos()], dim=-1).to(like.dtype)
-
-
-def _init(module: nn.Module) -> None:
-    """Normal weights, norms about one, no bias: as the public code starts."""
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=INIT_STD)
-    if isinstance(module, nn.LayerNorm):
-        nn.init.normal_(module.weight, mean=1.0, std=INIT_STD)
-    if isinstance(module, TiedSoftmax) and module.cluster_weight is not None:
-        nn.init.normal_(module.cluster_weight, std=INIT_STD)
-    if isinstance(module, (nn.Linear, nn.LayerNorm)) and module.bias is not None:
-        nn.init.zeros_(module.bias)
-
-
 class TiedSoftmax(nn.Module):
     """The adaptive softmax (https://arxiv.org/abs/1609.04309) as Transformer-XL's public code ties it.
 
@@ -123,8 +104,6 @@ class TiedSoftmax(nn.Module):
 
     def __init__(self, vocabulary: int, dim: int, cutoffs: tuple[int, ...]) -> None:
         super().__init__()
-        if cutoffs:
-            _keep_uncompiled()
         self.ends = (0, *cutoffs, vocabulary)
         self.bias = nn.Parameter(torch.zeros(vocabulary))
         self.cluster_weight = nn.Parameter(torch.empty(len(cutoffs), dim)) if cutoffs else None
@@ -149,10 +128,10 @@ class TiedSoftmax(nn.Module):
         ]
         return torch.cat([common, *rare], dim=-1)
 
+    @_disable_dynamo  # a cluster's size depends on the data; `torch.compiler.disable` takes seconds to import
     def _adaptive(self, hidden: Tensor, words: Tensor, embedding: Tensor) -> Tensor:
-        first = self.ends[1]
         cluster = torch.bucketize(words, torch.tensor(self.ends[1:-1], device=words.device), right=True)
-        entry = torch.where(cluster == 0, words, first + cluster - 1)
+        entry = torch.where(cluster == 0, words, self.ends[1] + cluster - 1)
         loss = F.cross_entropy(self._head(hidden, embedding), entry, reduction="none")
         for number, (low, high) in enumerate(pairwise(self.ends[1:]), 1):
             rows = (cluster == number).nonzero().squeeze(1)
@@ -171,9 +150,3 @@ class TiedSoftmax(nn.Module):
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     logits = F.linear(hidden, weight, bias)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-@cache
-def _keep_uncompiled() -> None:
-    """How many words a cluster has depends on the data. No decorator: it would import the compiler, for seconds."""
-    TiedSoftmax._adaptive = torch.compiler.disable(TiedSoftmax._adaptive)  # type: ignore[method-assign]

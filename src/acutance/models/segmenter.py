@@ -3,7 +3,6 @@
 NeuTRENO stands in both, each with its own v⁰, as in its public code.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,12 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from acutance.errors import AcutanceError, ShapeError
+from acutance.errors import ShapeError
 from acutance.mitigations import Mitigation
 from acutance.models import vit
 from acutance.models.block import AttentionKind
-
-NORM_EPS = 1e-5  # the public code's, unlike timm's 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,54 +36,27 @@ class SegmenterConfig(vit.ModelConfig):
     decoder_heads: int = 3  # the public code has dim / 64
     decoder_dropout: float = 0.1  # attention weights included
     decoder_drop_path: float = 0.0  # the public code has none in the decoder
-
-
-class Encoder(vit.BlockStack):
-    """A ViT without its head, for images of any size that is a multiple of the patch."""
-
-    prefix_tokens, resizing = 1, "bilinear"
-
-    def __init__(self, config: SegmenterConfig) -> None:
-        super().__init__()
-        self.grid = config.grid
-        self.cls_token = vit.learnt_tokens(1, config.dim)
-        self.pos_embed = vit.learnt_tokens(1 + math.prod(config.grid), config.dim)
-        self.patch_embed = vit.PatchEmbed(config.in_chans, config.patch_size, config.dim)
-        self.dropout = nn.Dropout(config.dropout)
-        options = {"norm_eps": NORM_EPS, "attention_dropout": config.dropout}
-        self.blocks = vit.make_blocks(config, config.depth, config.drop_path, **options)
-        self.norm = nn.LayerNorm(config.dim, eps=NORM_EPS)
-        self.apply(vit.init_linear)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Tokens after the final norm, class token first: (batch, 1 + patches, dim)."""
-        side = self.patch_embed.proj.kernel_size[0]
-        x = torch.cat([self.cls_token.expand(len(images), -1, -1), self.patch_embed(images)], dim=1)
-        x = self.dropout(x + self.resized(self.pos_embed, (images.shape[-2] // side, images.shape[-1] // side)))
-        return self.norm(self.run_blocks(x))  # type: ignore[no-any-return]
+    norm_eps, resizing = 1e-5, "bilinear"  # the public code's, unlike timm's
+    class_token, distilled, registers, stream = True, False, 0, "float32"  # of the encoder, as a ViT's
 
 
 class MaskTransformer(vit.BlockStack):
     """The decoder: patches and one embedding per class attend to each other; a mask is the cosine between the two."""
 
+    final_norm = "decoder_norm"
+
     def __init__(self, config: SegmenterConfig) -> None:
         super().__init__()
-        scale, dropout = config.dim**-0.5, config.decoder_dropout
-        options = {"heads": config.decoder_heads, "dropout": dropout, "attention_dropout": dropout}
-        self.suffix_tokens = config.num_classes
-        depth, drop_path = config.decoder_depth, config.decoder_drop_path
-        self.blocks = vit.make_blocks(config, depth, drop_path, norm_eps=NORM_EPS, **options)
+        scale, self.suffix_tokens = config.dim**-0.5, config.num_classes
+        own = {name: value for name, value in vars(config).items() if name.startswith("decoder_")}
+        self.blocks = vit.make_blocks(replace(config, **{n.removeprefix("decoder_"): own[n] for n in own}))
         self.cls_emb = vit.learnt_tokens(config.num_classes, config.dim)
         self.proj_dec = nn.Linear(config.dim, config.dim)
         self.proj_patch = nn.Parameter(scale * torch.randn(config.dim, config.dim))
         self.proj_classes = nn.Parameter(scale * torch.randn(config.dim, config.dim))
-        self.decoder_norm = nn.LayerNorm(config.dim, eps=NORM_EPS)
-        self.mask_norm = nn.LayerNorm(config.num_classes, eps=NORM_EPS)
+        self.decoder_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.mask_norm = nn.LayerNorm(config.num_classes, eps=config.norm_eps)
         self.apply(vit.init_linear)
-
-    @property
-    def final_norm(self) -> nn.Module:
-        return self.decoder_norm
 
     def forward(self, patches: Tensor) -> Tensor:
         """Scores of every class for every patch: (batch, patches, dim) to (batch, patches, classes)."""
@@ -103,23 +73,12 @@ class Segmenter(vit.ReferenceModel):
     Its arguments are the fields of `SegmenterConfig`; `mitigation`, of both parts, may also be a `Mitigation`.
     """
 
-    config_class = SegmenterConfig
-
     def __init__(self, *, mitigation: Mitigation | str | None = None, **options: Any) -> None:
         super().__init__()
         self._config = config = SegmenterConfig(**options)
-        self.encoder = Encoder(config)
-        self.decoder = MaskTransformer(config)
+        self.encoder, self.decoder = vit.Encoder(config).apply(vit.init_linear), MaskTransformer(config)
         self.encoder.install(mitigation)
         self.decoder.install(mitigation)
-
-    @property
-    def config(self) -> SegmenterConfig:
-        """What rebuilds this model, with the mitigation it carries now."""
-        encoder, decoder = self.encoder.carried(), self.decoder.carried()
-        if encoder != decoder or encoder[1] is not None:
-            raise AcutanceError(f"one configuration cannot say what differs: encoder {encoder}, decoder {decoder}")
-        return replace(self._config, mitigation=encoder[0])
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (batch, channels, height, width) of any size to scores (batch, classes, height, width)."""
@@ -129,7 +88,6 @@ class Segmenter(vit.ReferenceModel):
         height, width = images.shape[2:]
         side = config.patch_size
         padded = F.pad(images, (0, -width % side, 0, -height % side))
-        grid = (padded.shape[2] // side, padded.shape[3] // side)
         patches = self.encoder(padded)[:, self.encoder.prefix_tokens :]
-        masks = self.decoder(patches).transpose(1, 2).unflatten(2, grid)
+        masks = self.decoder(patches).transpose(1, 2).unflatten(2, (-1, padded.shape[3] // side))
         return F.interpolate(masks, size=padded.shape[2:], mode="bilinear")[..., :height, :width]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from acutance.errors import AcutanceError, ShapeError
 from acutance.mitigations import LayerShape, Mitigation, as_mitigation
-from acutance.mitigations.eigen import Weights, weights_together
+from acutance.mitigations.eigen import weights_together
 from acutance.models.block import AttentionKind, Block, BlockConfig, NormPlace
 
 INIT_STD = 0.02
@@ -24,7 +24,10 @@ UNDECAYED = ("pos_embed", "cls_token", "dist_token", "reg_token", "cls_emb", "em
 
 
 class ModelConfig:
-    """The base of the models' configurations, which are frozen dataclasses: to plain data and back."""
+    """The base of the models' configurations, which are frozen dataclasses.
+
+    What is no option but differs from the defaults of `BlockConfig` is a plain attribute of the class.
+    """
 
     def __post_init__(self) -> None:
         """Refuse counts below 1, unknown words, heads that do not divide dim, patches that do not tile the image."""
@@ -48,24 +51,25 @@ class ModelConfig:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)  # type: ignore[call-overload, no-any-return]
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`; an unknown or missing field is named."""
-        try:
-            return cls(**data)
-        except TypeError as error:
-            raise AcutanceError(f"these options make no {cls.__name__}: {error}") from error
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        own: Any = self
-        return (own.image_size // own.patch_size,) * 2
-
 
 class ReferenceModel(nn.Module):
     """What training and loading ask of a model, or of a part that has blocks."""
 
     checkpointing = False
+    _config: Any
+
+    @property
+    def config(self) -> Any:
+        """What rebuilds this model, with the mitigation it carries now."""
+        found = [(name, block.attn.mitigation) for name, block in self.named_modules() if isinstance(block, Block)]
+        specs = {name: mitigation.spec for name, mitigation in found if type(mitigation) is not Mitigation}
+        numbers = tuple(layer for layer, (name, _) in enumerate(found, 1) if name in specs)
+        layers = {"mitigation_layers": None if len(specs) in (0, len(found)) else numbers}
+        takes_layers = hasattr(self._config, "mitigation_layers")
+        if len(set(specs.values())) > 1 or not (takes_layers or layers["mitigation_layers"] is None):
+            raise AcutanceError(f"one configuration cannot say what differs between blocks: {specs}")
+        mitigation = next(iter(specs.values()), None)
+        return replace(self._config, mitigation=mitigation, **(layers if takes_layers else {}))
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations (non-reentrant)."""
@@ -81,12 +85,12 @@ class ReferenceModel(nn.Module):
         """Another model's weights as this one wants them: positions resized, no head where an encoder has none."""
         fitted = dict(state)
         for path, part in self.named_modules():
-            if isinstance(part, BlockStack) and hasattr(part, "pos_embed"):
+            if isinstance(part, Encoder):
                 prefix = f"{path}." if path else ""
-                if not hasattr(part, "head"):
+                if not isinstance(part, ViT):
                     fitted = {name: tensor for name, tensor in fitted.items() if not name.startswith(f"{prefix}head.")}
                 if (key := f"{prefix}pos_embed") in fitted:
-                    fitted[key] = part.resized(fitted[key])
+                    fitted[key] = resize_position_embedding(fitted[key], part.grid, part.prefix_tokens, part.resizing)
         return fitted
 
 
@@ -94,31 +98,21 @@ class BlockStack(ReferenceModel):
     """Blocks that run one after another and hand on the first one's values; layers are numbered from 1."""
 
     blocks: nn.ModuleList
-    norm: nn.Module
+    final_norm = "norm"  # the path of the norm behind the last block
     prefix_tokens: int = 0  # in front of the content, such as a class token
     suffix_tokens: int = 0  # behind the content, such as a decoder's embeddings of classes
-    grid: tuple[int, int]  # patches down and across that positions are learnt for
-    resizing: Literal["bicubic", "bilinear"] = "bicubic"  # of positions, as timm does it
-    _config: Any
-
-    @property
-    def config(self) -> Any:
-        """What rebuilds this model, with the mitigation it carries now."""
-        spec, layers = self.carried()
-        return replace(self._config, mitigation=spec, mitigation_layers=layers)
-
-    @property
-    def final_norm(self) -> nn.Module:
-        return self.norm
 
     def run_blocks(self, x: Tensor) -> Tensor:
         """All blocks, with v⁰ passed from each to the next."""
         v0: Tensor | None = None
-        for block, weights in zip(self.blocks, self._made_weights(), strict=True):
+        mitigations = [block.attn.mitigation for block in self.blocks if type(block) is Block]
+        # Wrapped for sharding, say, a block makes its weights itself: only inside are the parameters whole.
+        made = weights_together(mitigations) if len(mitigations) == len(self.blocks) else [None] * len(self.blocks)
+        for block, weights in zip(self.blocks, made, strict=True):
             if self.checkpointing and torch.is_grad_enabled():
-                x, v0 = checkpoint(block, x, v0, *weights, use_reentrant=False)
+                x, v0 = checkpoint(block, x, v0, weights, use_reentrant=False)
             else:
-                x, v0 = block(x, v0, *weights)
+                x, v0 = block(x, v0, weights)
             is_cut = not torch.compiler.is_compiling() and torch.is_grad_enabled() and not x.requires_grad
             if is_cut and any(parameter.requires_grad for parameter in block.parameters()):
                 cause = "re-entrant checkpointing of an input that needs none, behind frozen embeddings, say"
@@ -126,22 +120,9 @@ class BlockStack(ReferenceModel):
                 raise AcutanceError(f"a block to train gives no gradient ({cause}): {advice}")
         return x
 
-    def resized(self, positions: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-        """A position embedding for so many patches down and across, the model's own by default."""
-        return resize_position_embedding(positions, grid or self.grid, self.prefix_tokens, self.resizing)
-
     def named_blocks(self) -> list[tuple[str, Block]]:
         """The blocks with their paths in `blocks`, first to last; they may sit inside wrappers."""
         return [(name, module) for name, module in self.blocks.named_modules() if isinstance(module, Block)]
-
-    def carried(self) -> tuple[str | None, tuple[int, ...] | None]:
-        """The mitigation in the blocks now as a spec, and the layers that have it; None where all have."""
-        found = [(layer, block.attn.mitigation) for layer, (_, block) in enumerate(self.named_blocks(), 1)]
-        specs = {layer: carried.spec for layer, carried in found if type(carried) is not Mitigation}
-        if len(set(specs.values())) > 1:
-            raise AcutanceError(f"layers carry different mitigations, which one configuration cannot say: {specs}")
-        layers = None if len(specs) in (0, len(self.blocks)) else tuple(specs)
-        return next(iter(specs.values()), None), layers
 
     def install(self, mitigation: Mitigation | str | None, layers: tuple[int, ...] | None = None) -> None:
         """Build the model with a mitigation; `acutance.mitigate` puts one into a trained model."""
@@ -153,26 +134,13 @@ class BlockStack(ReferenceModel):
                 attn.mitigation = chosen.for_layer(shape)
                 attn.mitigation.parametrise(*attn.projections()[2:])
 
-    def _made_weights(self) -> list[tuple[()] | tuple[Weights]]:
-        """W_V and W_proj of the blocks whose mitigation makes them, for all blocks at once."""
-        blocks = [block for block in self.blocks if type(block) is Block]
-        if len(blocks) < len(self.blocks):  # wrapped for sharding, say: only inside are the parameters whole
-            return [()] * len(self.blocks)
-        made = weights_together([block.attn.mitigation for block in blocks])
-        return [() if weights is None else (weights,) for weights in made]
 
-
-def make_blocks(config: ModelConfig, depth: int, drop_path: float = 0.0, **options: Any) -> nn.ModuleList:
-    """Blocks with the configuration's fields and these options instead.
-
-    Their stochastic depth grows linearly from 0 in the first to `drop_path` in the last.
-    """
-    shared = {field.name: getattr(config, field.name) for field in fields(BlockConfig) if hasattr(config, field.name)}
-    if hasattr(config, "mlp_ratio"):
-        shared["hidden"] = int(shared["dim"] * config.mlp_ratio)
-    rates = torch.linspace(0, drop_path, depth, device="cpu").tolist()
-    made = BlockConfig(**{**shared, **options})
-    return nn.ModuleList(Block(made, rate, layer) for layer, rate in enumerate(rates, 1))
+def make_blocks(config: Any) -> nn.ModuleList:
+    """The blocks of a model's configuration; stochastic depth grows linearly from 0 in the first."""
+    given = {"hidden": int(config.dim * getattr(config, "mlp_ratio", 0)), "attention_dropout": config.dropout}
+    given |= {field.name: getattr(config, field.name) for field in fields(BlockConfig) if hasattr(config, field.name)}
+    rates = torch.linspace(0, config.drop_path, config.depth, device="cpu").tolist()
+    return nn.ModuleList(Block(BlockConfig(**given), rate, layer) for layer, rate in enumerate(rates, 1))
 
 
 def learnt_tokens(count: int, dim: int) -> nn.Parameter:
@@ -228,6 +196,33 @@ def resize_position_embedding(
     return torch.cat([prefix, resized.to(pos_embed.dtype).flatten(2).transpose(1, 2)], dim=1)
 
 
+class Encoder(BlockStack):
+    """Images to tokens after the final norm: a ViT without its heads. The configuration is a ViT's or a Segmenter's."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.resizing, self.stream = config.resizing, config.stream
+        self.prefix_tokens = int(config.class_token) + int(config.distilled) + config.registers
+        self.cls_token = learnt_tokens(1, config.dim) if config.class_token else None
+        self.dist_token = learnt_tokens(1, config.dim) if config.distilled else None
+        self.reg_token = learnt_tokens(config.registers, config.dim) if config.registers else None
+        self.grid = (config.image_size // config.patch_size,) * 2  # patches down and across
+        self.pos_embed = learnt_tokens(self.prefix_tokens + math.prod(self.grid), config.dim)
+        self.patch_embed = PatchEmbed(config.in_chans, config.patch_size, config.dim)
+        self.pos_drop = nn.Dropout(config.dropout)
+        self.blocks = make_blocks(config)
+        self.norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+
+    def forward(self, images: Tensor) -> Any:
+        """Prefix tokens first, (batch, tokens, dim); sides may be any multiples of the patch."""
+        learnt = [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
+        patches, side = self.patch_embed(images), self.patch_embed.proj.kernel_size[0]
+        grid = (images.shape[2] // side, images.shape[3] // side)
+        positions = resize_position_embedding(self.pos_embed, grid, self.prefix_tokens, self.resizing)
+        x = torch.cat([*(token.expand(len(images), -1, -1) for token in learnt), patches], dim=1) + positions
+        return self.norm(self.run_blocks(self.pos_drop(x.to(patches.dtype) if self.stream == "autocast" else x)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig(ModelConfig):
     """The choices behind a `ViT`; its fields are the model's keyword arguments."""
@@ -253,6 +248,7 @@ class ViTConfig(ModelConfig):
     dropout: float = 0.0  # after the embedding, the projections and in the MLP
     attention_dropout: float = 0.0  # on the attention weights
     stream: Literal["float32", "autocast"] = "float32"  # tokens between blocks; autocast's dtype makes steps faster
+    norm_eps, resizing = BlockConfig.norm_eps, "bicubic"  # timm's
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -262,27 +258,15 @@ class ViTConfig(ModelConfig):
             raise AcutanceError("a distilled model needs its class token: set class_token=True")
 
 
-class ViT(BlockStack):
+class ViT(Encoder):
     """A vision Transformer for classification (https://arxiv.org/abs/2010.11929, https://arxiv.org/abs/2012.12877).
 
     Its arguments are the fields of `ViTConfig`; `mitigation` may also be a `Mitigation`.
     """
 
-    config_class = ViTConfig
-
     def __init__(self, *, mitigation: Mitigation | str | None = None, **options: Any) -> None:
-        super().__init__()
-        self._config = config = ViTConfig(**options)
-        self.prefix_tokens = int(config.class_token) + int(config.distilled) + config.registers
-        self.cls_token = learnt_tokens(1, config.dim) if config.class_token else None
-        self.dist_token = learnt_tokens(1, config.dim) if config.distilled else None
-        self.reg_token = learnt_tokens(config.registers, config.dim) if config.registers else None
-        self.grid = config.grid
-        self.pos_embed = learnt_tokens(self.prefix_tokens + math.prod(config.grid), config.dim)
-        self.patch_embed = PatchEmbed(config.in_chans, config.patch_size, config.dim)
-        self.pos_drop = nn.Dropout(config.dropout)
-        self.blocks = make_blocks(config, config.depth, config.drop_path)
-        self.norm = nn.LayerNorm(config.dim, eps=BlockConfig.norm_eps)
+        super().__init__(config := ViTConfig(**options))
+        self._config = config
         self.head = nn.Linear(config.dim, config.num_classes)
         self.head_dist = nn.Linear(config.dim, config.num_classes) if config.distilled else None
         self.apply(init_linear)
@@ -294,11 +278,7 @@ class ViT(BlockStack):
         if images.ndim != 4 or tuple(images.shape[1:]) != expected:
             advice = "Resize them, or build another image_size and load the weights with acutance.io.load_checkpoint"
             raise ShapeError(f"images {tuple(images.shape)}: give (batch, *{expected}). {advice}")
-        learnt = [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
-        patches = self.patch_embed(images)
-        x = torch.cat([*(token.expand(len(images), -1, -1) for token in learnt), patches], dim=1) + self.pos_embed
-        x = self.pos_drop(x.to(patches.dtype) if self._config.stream == "autocast" else x)
-        return self.norm(self.run_blocks(x))  # type: ignore[no-any-return]
+        return super().forward(images)  # type: ignore[no-any-return]
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Class scores; when distilled, (head, head_dist) in training and their mean in evaluation."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from acutance.errors import AcutanceError
 from acutance.mitigations import Mitigation
 from acutance.mitigations.projection import Projections
-from acutance.models.block import Attention, Block, LayerScale
+from acutance.models.block import Attention, Block
 from acutance.models.vit import BlockStack
 from acutance.sites.site import AttentionSite, Library, Observer, Undo
 from acutance.sites.structure import Layer, SpecialTokens, join, modules_of, several_stacks
@@ -47,8 +47,7 @@ class BlockSite(AttentionSite):
         return None if self.block.post_norm else self.block.norm1
 
     def branch_gain(self) -> Tensor | None:
-        scale = self.block.ls1
-        return scale.gamma if isinstance(scale, LayerScale) else None
+        return getattr(self.block.ls1, "gamma", None)
 
 
 def _stacks(model: nn.Module) -> list[tuple[str, BlockStack]]:
@@ -78,6 +77,6 @@ LIBRARY = Library(
     generality=1,  # after transformers, whose models are asked for most
     layers=_layers,
     site=BlockSite,
-    final_norm=lambda model: _stacks(model)[0][1].final_norm,
+    final_norm=lambda model: (stack := _stacks(model)[0][1]).get_submodule(stack.final_norm),
     special_tokens=_special_tokens,
 )
