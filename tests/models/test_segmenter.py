@@ -35,18 +35,6 @@ def test_names_and_shapes_are_the_public_codes():
     assert {m.eps for m in model.modules() if hasattr(m, "eps")} == {1e-5}
 
 
-def test_the_decoder_has_its_own_first_values():
-    model, records = seeded("neutreno:0.6"), {"encoder": [], "decoder": []}
-    for part, kept in records.items():
-        for site in ac.sites.find(model.get_submodule(part)):
-            site.observe(kept.append)
-    model(images())
-    for part in records.values():
-        assert part[0].v0 is None
-        assert all(torch.equal(record.v0, part[0].values) for record in part[1:])
-    assert records["decoder"][0].values.shape != records["encoder"][0].values.shape
-
-
 def test_dropouts_of_the_decoder_reach_its_blocks():
     blocks = seeded(decoder_dropout=0.3, decoder_drop_path=0.5).decoder.blocks
     assert [(block.drop_path1.rate, block.attn.attention_dropout) for block in blocks] == [(0.0, 0.3), (0.5, 0.3)]
