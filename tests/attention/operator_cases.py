@@ -1,6 +1,6 @@
 """What the operator tests share: the formulas written out in float64, and the sweep's cases."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -117,7 +117,7 @@ def assert_close(actual: Tensor, expected: Any, tolerance: float = 1e-11) -> Non
     torch.testing.assert_close(actual.to(expected.dtype), expected, atol=tolerance, rtol=tolerance)
 
 
-def assert_same_gradients(mine: Tensor, theirs: Tensor, inputs: list[Tensor], tolerance: float = 1e-10) -> None:
+def assert_same(mine: Tensor, theirs: Tensor, inputs: Sequence[Tensor], tolerance: float = 1e-10) -> None:
     """Equal values, and equal gradients along a random direction."""
     direction = torch.randn(mine.shape, dtype=mine.dtype, generator=torch.Generator().manual_seed(1))
     assert_close(mine, theirs.detach(), tolerance / 10)
@@ -129,3 +129,16 @@ def assert_same_gradients(mine: Tensor, theirs: Tensor, inputs: list[Tensor], to
         assert (a is None) == (b is None)
         if a is not None:
             assert_close(a, b, tolerance)
+
+
+def assert_products(A: AttentionOperator, matrix: tuple[Tensor, Tensor], x: Tensor, y: Tensor, *inputs: Tensor) -> None:
+    """All products are those of (the matrix, its log row sums), with the same gradients along the inputs."""
+    weights, sums = matrix
+    seen = sums > -torch.inf
+    assert torch.equal(A.logsumexp() > -torch.inf, seen)
+    pairs = [(A @ x, weights @ with_heads(x, A.shape[1])), (A.T @ y, weights.mT @ y), (A.dense(), weights)]
+    pairs.append((A.logsumexp()[seen], sums[seen]))
+    if A.shape[2] == A.shape[3]:
+        pairs.append((A.diagonal(), weights.diagonal(dim1=-2, dim2=-1)))
+    for mine, theirs in pairs:
+        assert_same(mine, theirs, inputs) if inputs else assert_close(mine, theirs)

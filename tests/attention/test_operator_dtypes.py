@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from operator_cases import KERNELS, MASKINGS, assert_close, formula, make_case
+from operator_cases import KERNELS, MASKINGS, assert_close, assert_products, formula, make_case
 
 from acutance.attention.operator import AttentionOperator
 
@@ -60,15 +60,9 @@ def test_autocast_does_not_coarsen_row_sums(kernel, masking):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("context", [torch.inference_mode, torch.enable_grad])
-def test_every_grad_mode_gives_the_same(kernel, context):
+def test_inference_mode_gives_the_same_and_spectra_have_no_gradient(kernel):
     c = make_case(kernel, "causal+keys", grouped=True)
-    transposed, product, row_sums = c.operator.T @ c.y, c.operator @ c.x, c.operator.logsumexp()
-    with context():
-        q, k, y = c.q.clone().requires_grad_(context is torch.enable_grad), c.k.clone(), c.y.clone()
-        A = AttentionOperator(q, k, **c.options)
-        assert_close(A.T @ y, transposed)
-        assert_close(A @ c.x, product)
-        assert_close(A.logsumexp(), row_sums)
-        assert (A.T @ y).requires_grad == (context is torch.enable_grad and kernel != "symmetric")
-        assert not A.eigenvalues(2).requires_grad
+    with torch.inference_mode():
+        A = AttentionOperator(c.q.clone(), c.k.clone(), **c.options)
+        assert_products(A, c.expected, c.x.clone(), c.y.clone())
+    assert not AttentionOperator(c.q.requires_grad_(), c.k, **c.options).eigenvalues(2).requires_grad

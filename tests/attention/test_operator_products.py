@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from operator_cases import KERNELS, assert_close, assert_same_gradients, formula, make_case, sweep, with_heads
+from operator_cases import KERNELS, assert_close, assert_products, assert_same, formula, make_case, sweep, with_heads
 from torch import Tensor
 
 from acutance.attention import products
@@ -13,36 +13,19 @@ from acutance.attention.operator import AttentionOperator
 @pytest.mark.usefixtures("tiles")
 def test_products_are_those_of_the_matrix(case):
     c = make_case(*case)
-    A, (weights, sums) = c.operator, c.expected
-    assert_close(A.dense(), weights)
-    assert_close(A.logsumexp(), sums)
-    assert_close(A @ c.x, weights @ c.values)
+    A, weights = c.operator, c.expected[0]
+    assert_products(A, c.expected, c.x, c.y)
+    q, k, *_ = inputs = [tensor.clone().requires_grad_() for tensor in (c.q, c.k, c.x, c.y)]
+    assert_products(AttentionOperator(q, k, **c.options), formula(q, k, **c.options), *inputs[2:], *inputs)
     assert_close(A @ c.y, weights @ c.y)  # as many heads as the queries have
-    assert_close(A.T @ c.y, weights.mT @ c.y)
-    assert_close(A.diagonal(), weights.diagonal(dim1=-2, dim2=-1))
     assert_close(torch.cat([tile for _, tile in A.tiles(3)], dim=-2), weights)
     assert A.T.T is A
     assert A.T.shape == (2, 4, 11, 11)
     nothing = A.logsumexp() == -torch.inf
-    assert_close(A.dense().sum(-1), (~nothing).double())
     if case[1] == "full":
         assert nothing.sum() == 1
     if case[1] == "causal+keys":
         assert nothing[0, :, 0].all()
-
-
-@sweep
-@pytest.mark.usefixtures("tiles")
-def test_gradients_are_those_of_the_formula(case):
-    c = make_case(*case)
-    q, k, x, y = (tensor.clone().requires_grad_() for tensor in (c.q, c.k, c.x, c.y))
-    A, (weights, sums) = AttentionOperator(q, k, **c.options), formula(q, k, **c.options)
-    assert_same_gradients(A @ x, weights @ with_heads(x, 4), [q, k, x])
-    assert_same_gradients(A.T @ y, weights.mT @ y, [q, k, y])
-    seen = sums > -torch.inf
-    assert_same_gradients(A.logsumexp()[seen], sums[seen], [q, k])
-    assert_same_gradients(A.diagonal(), weights.diagonal(dim1=-2, dim2=-1), [q, k])
-    assert_same_gradients(A.dense(), weights, [q, k])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -63,11 +46,9 @@ def test_values_may_have_any_width(kernel, channels, monkeypatch):
 def test_queries_and_keys_may_differ_in_number(kernel, queries, keys, masked, causal):
     q, k = torch.randn(2, 4, queries, 6).double(), torch.randn(2, 2, keys, 6).double()
     x, y = torch.randn(2, 2, keys, 6).double(), torch.randn(2, 4, queries, 6).double()
-    options = {"mask": (torch.arange(keys) != 1).expand(2, -1) if masked else None, "causal": causal, "kernel": kernel}
-    A, weights = AttentionOperator(q, k, **options), formula(q, k, **options)[0]
-    assert_close(A.dense(), weights)
-    assert_close(A @ x, weights @ with_heads(x, 4))
-    assert_close(A.T @ y, weights.mT @ y)
+    options = {"causal": causal, "kernel": kernel, "scale": 0.9}
+    options["mask"] = (torch.arange(keys) != 1).expand(2, -1) if masked else None
+    assert_products(AttentionOperator(q, k, **options), formula(q, k, **options), x, y)
 
 
 FLOATS = [(2, 4, 11, 11), (11, 11), (2, 1, 1, 11), (4, 1, 1), ()]
@@ -85,12 +66,7 @@ def test_masks_and_biases_broadcast(shape, biased, kernel, causal):
         mask[0, 2, 5] = -torch.inf  # sees nothing
         mask[0, 1, :, 4] = -torch.inf
     A = AttentionOperator(c.q, c.k, mask=mask, causal=causal, kernel=kernel)
-    weights, sums = formula(c.q, c.k, mask, causal, kernel)
-    assert_close(A.dense(), weights)
-    assert_close(A.logsumexp(), sums)
-    assert_close(A @ c.x, weights @ c.values)
-    assert_close(A.T @ c.y, weights.mT @ c.y)
-    assert_close(A.diagonal(), weights.diagonal(dim1=-2, dim2=-1))
+    assert_products(A, formula(c.q, c.k, mask, causal, kernel), c.x, c.y)
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "rbf"])
@@ -98,25 +74,13 @@ def test_masks_and_biases_broadcast(shape, biased, kernel, causal):
 @pytest.mark.usefixtures("tiles")
 def test_a_learnt_bias_receives_its_gradient_also_where_it_closes_a_row(kernel, causal):
     c = make_case(kernel)
-    q, k, x, y = (tensor.clone().requires_grad_() for tensor in (c.q, c.k, c.x, c.y))
+    q, k, *_ = inputs = [tensor.clone().requires_grad_() for tensor in (c.q, c.k, c.x, c.y)]
     bias = torch.randn(4, 11, 11, dtype=torch.float64)
     bias[:, 4] = bias[:, 5, 2] = -torch.inf
     bias.requires_grad_()
     A = AttentionOperator(q, k, mask=bias, causal=causal, kernel=kernel)
-    weights, sums = formula(q, k, bias, causal, kernel)
-    seen = sums > -torch.inf
-    assert not seen[..., 4].any()
-    assert_same_gradients(A @ x, weights @ x, [q, k, x, bias])
-    assert_same_gradients(A.T @ y, weights.mT @ y, [q, k, y, bias])
-    assert_same_gradients(A.logsumexp()[seen], sums[seen], [q, k, bias])
-    assert_same_gradients(A.diagonal(), weights.diagonal(dim1=-2, dim2=-1), [q, k, bias])
-
-
-@pytest.mark.parametrize("kernel", ["softmax", "rbf", "polynomial"])
-def test_the_scale_is_honoured(kernel):
-    c = make_case(kernel)
-    A = AttentionOperator(c.q, c.k, scale=0.9, kernel=kernel)
-    assert_close(A.dense(), formula(c.q, c.k, kernel=kernel, scale=0.9)[0])
+    assert (A.logsumexp()[..., 4] == -torch.inf).all()
+    assert_products(A, formula(q, k, bias, causal, kernel), *inputs[2:], *inputs, bias)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -169,7 +133,7 @@ def test_dropout_drops_weights_and_scales_the_others_backwards_too(kernel):
     assert_close(dropped, weights / 0.75 * kept)
     assert 0.15 < (~kept[weights > 0]).double().mean() < 0.35
     torch.manual_seed(0)
-    assert_same_gradients(A.apply(x, dropout=0.25), dropped @ x, [x])
+    assert_same(A.apply(x, dropout=0.25), dropped @ x, [x])
 
 
 def test_symmetrised_replaces_queries_by_keys():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from operator_cases import assert_close, assert_same_gradients, formula, make_case, with_heads
+from operator_cases import assert_close, assert_products, assert_same, formula, make_case
 
 from acutance import metrics
 from acutance.attention import AttentionCall
@@ -19,7 +19,7 @@ CAP = 1.5
 def test_values_and_gradients_are_those_of_the_softmax_written_out(masking, grouped, cap, has_sink):
     c = make_case("softmax", masking, grouped, sharpness=4)
     inputs = [t.clone().requires_grad_() for t in (c.q, c.k, c.x, c.y)]
-    q, k, x, y = inputs
+    q, k, *_ = inputs
     sink = torch.randn(4, dtype=torch.float64, requires_grad=True) if has_sink else None
     inputs += [sink] if has_sink else []
     A = AttentionOperator(q, k, **c.options, sink=sink, softcap=cap)
@@ -27,13 +27,9 @@ def test_values_and_gradients_are_those_of_the_softmax_written_out(masking, grou
     sees, known = sums > -torch.inf, expected.detach()
     entropy = torch.special.entr(torch.cat([known, (1 - known.sum(-1, keepdim=True)).clamp(min=0)], -1)).sum(-1)
     assert_close(metrics.attention_entropy(A), (entropy * sees).sum(-1) / sees.sum(-1))
-    assert_close(A.logsumexp(), AttentionOperator(q, k, **c.options, softcap=cap).logsumexp())
-    assert_same_gradients(A.apply(x), expected @ with_heads(x, 4), inputs)
-    assert_same_gradients(A.T @ y, expected.mT @ y, inputs)
-    assert_same_gradients(A.dense(), expected, inputs)
-    assert_same_gradients(A.diagonal(), expected.diagonal(dim1=-2, dim2=-1), inputs)
+    assert_products(A, (expected, sums), *inputs[2:4], *inputs)
     if has_sink:
-        assert_same_gradients(A.row_scale, expected.sum(-1, keepdim=True), inputs)
+        assert_same(A.row_scale, expected.sum(-1, keepdim=True), inputs)
 
 
 @pytest.mark.parametrize("largest", [None, 3])
