@@ -36,20 +36,6 @@ def test_nothing_is_done_unless_asked_for():
     assert torch.equal(values, plain.plain(images))
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("config", [DEIT, DEIT_SMALL_IMAGES, replace(DEIT, mixup=0, erase=0.9)])
-def test_rows_get_what_the_whole_batch_would_give_them(config, channels):
-    images, labels = some(channels=channels)
-    deit = augment(config, channels=channels)
-    draws = deit.draw(16, generator("cpu", 3, 4))
-    whole = deit(images, labels, draws)
-    for rows in (slice(0, 8), slice(8, 10), slice(10, 16)):
-        part = deit(images[rows], labels[rows], draws.rows(rows))
-        assert part[0].isfinite().all()
-        for one, other in zip(part, whole, strict=True):
-            assert torch.equal(one, other[rows])
-
-
 def test_a_batch_is_drawn_by_ten_launches_at_most():
     """Beside a step of a few milliseconds the host has no time for more."""
     names = []

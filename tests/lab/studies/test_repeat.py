@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from layers import normal
 from torch.nn import functional as F
 
 from acutance import metrics
@@ -11,10 +12,6 @@ from acutance.lab.studies import attention_from, branch_with_spectrum, drawn_att
 from acutance.lab.studies.repeat import DEFINITIONS, READ_AT_ONCE, repeat
 
 SAMPLES, TOKENS, WIDTH = 3, 6, 4
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def tokens():
