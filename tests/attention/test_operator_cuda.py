@@ -1,13 +1,12 @@
 """On CUDA: the same products, and memory that grows with the tokens on every back-end."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from operator_cases import KERNELS, MASKINGS, assert_close, make_case
 from torch import Tensor
 
 from acutance.attention.operator import AttentionOperator
+from acutance.lab.bench.timing import peak_mib
 
 pytestmark = [
     pytest.mark.cuda,
@@ -61,16 +60,6 @@ def test_spectra_are_those_of_the_matrix(kernel):
     assert_close(distribution.sum(-1), torch.ones(1, 2).double())
 
 
-def peak_bytes(function: Callable[[], object]) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    function()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("masking", [masking for masking in MASKINGS if masking != "full"])
@@ -79,7 +68,7 @@ def test_memory_is_far_below_the_matrix(dtype, kernel, masking, key_heads):
     tokens = 16384
     q, k, v = (torch.randn(1, h, tokens, 64, device="cuda", dtype=dtype) for h in (2, key_heads, key_heads))
     mask = torch.arange(tokens, device="cuda")[None] < tokens - 100 if "keys" in masking else None
-    matrix_bytes = 2 * tokens**2 * q.element_size()
+    mib = 2 * tokens**2 / 2**20  # of the matrix, a byte for each element
 
     def operator(q: Tensor, k: Tensor) -> AttentionOperator:
         return AttentionOperator(q, k, mask=mask, causal="causal" in masking, kernel=kernel)
@@ -90,7 +79,7 @@ def test_memory_is_far_below_the_matrix(dtype, kernel, masking, key_heads):
 
     A = operator(q, k)
     for function in (lambda: A @ v, lambda: A @ v[..., :3], lambda: A.T @ q, A.logsumexp, train):
-        assert peak_bytes(function) < matrix_bytes / 4
+        assert peak_mib(function, "cuda") < mib * q.element_size() / 4
     if kernel in ("softmax", "symmetric") and masking == "none" and key_heads == 2:
         for function in (lambda: A.eigenvalues(1), A.stationary):
-            assert peak_bytes(function) < 2 * tokens**2
+            assert peak_mib(function, "cuda") < mib

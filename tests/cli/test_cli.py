@@ -15,6 +15,7 @@ import acutance as ac
 from acutance import cli
 from acutance.explain import Spectrum
 from acutance.measure.profile import Profile
+from tiny_folders import tiny
 
 ACUTANCE = str(Path(sys.executable).with_name("acutance"))
 VERBS = ["measure", "explain", "mitigate", "demo", "train", "evaluate", "compare", "robustness", "reproduce", "bench"]
@@ -167,10 +168,7 @@ def test_errors_that_name_no_file_are_not_hidden(monkeypatch) -> None:
 
 
 def test_of_several_stacks_the_option_is_named(tmp_path: Path, here) -> None:
-    from transformers import T5Config, T5Model
-
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 60}
-    T5Model(T5Config(**sizes)).save_pretrained(tmp_path)
+    tiny("t5", vocab_size=60).save_pretrained(tmp_path)
     complaint = here("explain", f"hf:{tmp_path}")[2]
     assert "name one with part='encoder' (on the command line --part encoder)" in complaint.splitlines()[-1]
     assert "2 layers" in here("explain", f"hf:{tmp_path}", "--part", "encoder")[1]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_folders import DECLARATION, tiny_tokenizer
 
 from acutance.errors import AcutanceError
 from acutance.io import centre_crop, image_batches, inputs, text_batches
+from tiny_folders import DECLARATION, tiny_tokenizer
 
 pytest.importorskip("transformers", reason="text is cut by a tokenizer of transformers")
 HALF = (0.5, 0.5, 0.5)

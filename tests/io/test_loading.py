@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_folders import DECLARATION, save_bert, save_vit, tiny, tiny_tokenizer
 from typer.testing import CliRunner
 
 import acutance as ac
@@ -28,6 +27,7 @@ from acutance.lab.tasks import task_class
 from acutance.lab.train import Run, override
 from acutance.measure.profile import Profile
 from acutance.models import ViT
+from tiny_folders import DECLARATION, save_bert, save_vit, tiny, tiny_tokenizer
 
 pytest.importorskip("transformers", reason="models of transformers are loaded")
 WEIGHTS = ("config.json", "model.safetensors")

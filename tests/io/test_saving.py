@@ -6,12 +6,12 @@ import logging
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_folders import tiny
 from torch import nn
 
 import acutance as ac
 from acutance import sites
 from acutance.errors import AcutanceError
+from tiny_folders import tiny
 
 transformers = pytest.importorskip("transformers")
 LEARNT = "neutreno:0.6,learn=head+attnscale"

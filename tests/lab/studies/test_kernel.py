@@ -23,9 +23,9 @@ from acutance.lab.data import digits
 from acutance.lab.studies import kernel, kernel_assumptions, kernel_study
 from acutance.lab.studies.kernel import MEASURES, permuted
 from acutance.models import ViT
+from tiny_folders import DECLARATION, tiny, tiny_tokenizer
 
 OPTIONS = {"image_size": 8, "patch_size": 2, "in_chans": 1, "dim": 12, "depth": 2, "heads": 3, "num_classes": 10}
-SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 50}
 
 
 def vit(seed=0, **options):
@@ -36,12 +36,8 @@ def vit(seed=0, **options):
     return model
 
 
-def transformer(kind="Llama", **options):
-    import transformers
-
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, num_attention_heads=4, num_key_value_heads=2, **options)
-    model = getattr(transformers, f"{kind}Model")(config).double().eval()
+def transformer(kind="llama", **options):
+    model = tiny(kind, **{"vocab_size": 50, **options}).double()
     for layer in model.layers:  # from the start, all attention is nearly uniform
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
             torch.nn.init.normal_(projection.weight, std=0.5)
@@ -61,7 +57,7 @@ MODELS = {
     "vit": (lambda: vit().double(), normal(3, 1, 8, 8)),
     "causal, grouped, rotated": (transformer, {"input_ids": IDS}),
     "causal, eager": (partial(transformer, attn_implementation="eager"), {"input_ids": IDS}),
-    "capped": (partial(transformer, "Gemma2", **CAPPED), {"input_ids": IDS}),
+    "capped": (partial(transformer, "gemma2", **CAPPED), {"input_ids": IDS}),
 }
 
 
@@ -158,11 +154,8 @@ def test_permuting_keeps_the_entries_inside_and_leaves_the_rest_alone():
 
 
 def test_what_cannot_be_compared_is_refused():
-    from transformers import T5Config, T5EncoderModel
-
-    sizes = {"d_model": 16, "d_ff": 16, "d_kv": 4, "num_layers": 1, "num_heads": 4, "vocab_size": 50}
     with pytest.raises(AcutanceError, match="bias is added"):
-        kernel_assumptions(T5EncoderModel(T5Config(**sizes)), [{"input_ids": torch.arange(6)[None]}])
+        kernel_assumptions(tiny("t5", "AutoModelForTextEncoding", vocab_size=50), [{"input_ids": IDS}])
     with pytest.raises(AcutanceError, match="softmax self-attention"):
         kernel_assumptions(vit(attention="linear"), [torch.randn(2, 1, 8, 8)])
     with pytest.raises(AcutanceError, match="no batches"):
@@ -228,22 +221,16 @@ def test_one_model_is_held_at_a_time_and_every_batch_announced():
 
 
 def test_a_causal_model_is_read_on_text(tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {word: n for n, word in enumerate(["[PAD]", "[UNK]", *"abcdefgh"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    folder, out, text = tmp_path / "causal-seed0", tmp_path / "out", tmp_path / "text.txt"
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(folder)
-    transformer().float().save_pretrained(folder)
-    text.write_text("a b c d e f g h " * 9)
-    command(f"hf:{folder}", "--text", text, "--tokens", 6, "--samples", 5, "--out", out)
+    folder, out = tmp_path / "causal-seed0", tmp_path / "out"
+    tokenizer = tiny_tokenizer(special=False)
+    tokenizer.save_pretrained(folder)
+    transformer(vocab_size=len(tokenizer)).float().save_pretrained(folder)
+    command(f"hf:{folder}", "--text", DECLARATION, "--tokens", 6, "--samples", 5, "--out", out)
     body = json.loads((out / "kernel.json").read_text())
-    assert body["samples"] == {"text.txt": 5}
-    assert f"--samples 5 --text {text} --tokens 6" in body["command"]
+    assert body["samples"] == {DECLARATION.name: 5}
+    assert f"--samples 5 --text {DECLARATION} --tokens 6" in body["command"]
     loaded = load_model(f"hf:{folder}")
-    direct = kernel_assumptions(loaded.model, loaded.text_batches(text, tokens=6, limit=5))
+    direct = kernel_assumptions(loaded.model, loaded.text_batches(DECLARATION, tokens=6, limit=5))
     (row,) = body["summary"]
     assert row["kernel_negative"]["mean"] == pytest.approx(direct.samples["kernel_negative"].mean(), rel=1e-5)
     assert row["weights_asymmetry"]["mean"] == pytest.approx(direct.weights_asymmetry.mean(), rel=1e-5)
