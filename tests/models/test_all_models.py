@@ -114,11 +114,15 @@ def test_gradient_checkpointing_changes_nothing(kind, mitigation):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mitigation", ["neutreno:0.4,learn=head", "neutreno:0.6,learn=head+eigen:free"])
 def test_a_model_comes_back_from_its_file_and_its_configuration(kind, mitigation, tmp_path):
-    layers = {} if kind == "segmenter" else {"mitigation_layers": (2, 3)}
-    model = seeded(kind, mitigation, dtype=torch.float32, **layers).eval()
-    again = ac.load(ac.save(model, tmp_path / "model.safetensors")).eval()
-    assert again.config == model.config
-    assert torch.equal(again(*inputs(kind, torch.float32)), model(*inputs(kind, torch.float32)))
+    options = {} if kind == "segmenter" else {"mitigation_layers": (2, 3)}
+    options |= {"distilled": True, "registers": 1, "layer_scale": 0.1} if kind == "vit" else {}
+    model = seeded(kind, mitigation, dtype=torch.float32, **options).eval()
+    path = ac.save(model, tmp_path / "run" / "model.safetensors")
+    for again in (ac.load(path), ac.load(path.parent)):
+        assert again.config == model.config
+        assert again.state_dict().keys() == model.state_dict().keys()
+        assert torch.equal(again.eval()(*inputs(kind, torch.float32)), model(*inputs(kind, torch.float32)))
+    assert list(path.parent.iterdir()) == [path]  # nothing temporary stays
     config = type(model.config).from_dict(json.loads(json.dumps(model.config.to_dict())))
     assert config == model.config == KINDS[kind][0](**config.to_dict()).config
 
