@@ -31,11 +31,6 @@ from tiny_tasks import segmentation as camvid
 SMALL = WindowConfig(short_side=16, size=12, stride=9, at_once=2)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("images")
-
-
 def task_on(folder, **options):
     return SegmentationTask(camvid(folder, **options), seed=0, device=torch.device("cpu"))
 
@@ -43,16 +38,6 @@ def task_on(folder, **options):
 @pytest.fixture(scope="module")
 def task(folder):
     return task_on(folder)
-
-
-@pytest.fixture
-def model(task):
-    """With weights that are spread out."""
-    torch.manual_seed(0)
-    model = task.build_model()
-    for parameter in model.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
-    return model.eval()
 
 
 def test_the_loss_counts_labelled_pixels_only(task, model):
