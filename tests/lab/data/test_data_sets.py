@@ -128,7 +128,7 @@ def load(name, folder):
         ("fashion_mnist", "train-labels-idx1-ubyte.gz"),
         ("camvid", "train/0.png"),
         ("camvid", "trainannot/0.png"),
-        ("ade20k", "images/training/ADE_train_00000000.jpg"),
+        ("ade20k", "ADEChallengeData2016/images/training/000.jpg"),
         ("wikitext-2", "wiki.valid.tokens"),
     ],
 )

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_data_sets import WRITERS, random_bytes, refused, write_ade20k, write_camvid
+from tiny_data_sets import WRITERS, random_bytes, refused, write_camvid
 
+import standins
 from acutance.lab.data import load_segmentation
 from acutance.lab.data import segmentation as sa
 from acutance.lab.data.segmentation import IGNORED
@@ -30,13 +31,17 @@ def test_camvid_keeps_eleven_classes_and_ignores_the_twelfth(tmp_path):
 
 @pytest.mark.parametrize("names", [True, False])
 def test_ade20k_ignores_zero_and_holds_out_every_twentieth(names, tmp_path):
-    write_ade20k(tmp_path, names=names)
+    folder = standins.ade20k(tmp_path) / "ADEChallengeData2016"
+    if names:
+        rows = [f"{i}\t0.1\t10\t1\t0\tthing {i}, object {i}" for i in range(1, 151)]
+        (folder / "objectInfo150.txt").write_text("\n".join(["Idx\tRatio\tTrain\tVal\tStuff\tName", *rows]) + "\n")
     train, val, both, test = (load_segmentation("ade20k", tmp_path, split) for split in ("train", "val", "all", "test"))
-    stored = torch.from_numpy(random_bytes(16, 20, seed=3) % 151).long()
-    assert torch.equal(both[3][1], torch.where(stored == 0, IGNORED, stored - 1))
+    stored = random_bytes(standins.SIDE, standins.SIDE) % 151
+    Image.fromarray(stored).save(both.paths[3][1])
+    assert torch.equal(both[3][1], torch.from_numpy(np.where(stored == 0, IGNORED, stored - 1.0)).long())
     assert both.classes[:2] == (("thing 1", "thing 2") if names else ("1", "2"))
     assert len(both.classes) == 150
-    assert val.paths == (both.paths[19], both.paths[39])
+    assert val.paths == (both.paths[19],)
     assert set(train.paths) == set(both.paths) - set(val.paths)
     assert "validation" in str(test.paths[0])
 

@@ -4,6 +4,7 @@ import json
 import pickle
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from acutance.cli import app
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
 from acutance.lab import recipes
 from acutance.lab.data import Images, load_images
+from acutance.lab.data.augment import normalise
 from acutance.lab.data.imagenet import IMAGENET_MEAN, ImageFolder, centre_crop
 from acutance.lab.evaluate.evaluate import evaluate_run
 from acutance.lab.robustness import FGSM, PGD, RobustnessTable, corrupt, evaluate, images_of
@@ -24,6 +26,7 @@ from acutance.lab.robustness.corruptions import AT_ONCE
 from acutance.lab.train import Run, override
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
+normalised = partial(normalise, mean=torch.tensor(MEAN), std=torch.tensor(STD))
 module = sys.modules["acutance.lab.robustness.evaluate"]  # the function hides it
 
 
@@ -43,11 +46,6 @@ def data(count=AT_ONCE + 20, model=None):
             found = model.eval()(normalised(images)).argmax(-1)
         labels = torch.where(torch.arange(count) % 5 == 0, labels, found)
     return Images("squares", images, labels, tuple("abcd"), MEAN, STD)
-
-
-def normalised(images):
-    mean, std = (torch.tensor(x)[:, None, None] for x in (MEAN, STD))
-    return (images / 255 - mean) / std
 
 
 def accuracy(model, images, labels):
