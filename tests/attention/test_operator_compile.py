@@ -19,13 +19,6 @@ TRACED = [
 assert tuple({*names} for names in zip(*TRACED, strict=True)) == ({*KERNELS}, {*MASKINGS})
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(("kernel", "masking"), TRACED)
 def test_products_trace_without_a_break(kernel, masking):
     case = make_case(kernel, masking, grouped=True)
@@ -34,6 +27,7 @@ def test_products_trace_without_a_break(kernel, masking):
         return AttentionOperator(q, k, **case.options).apply(v)
 
     inputs = [tensor.requires_grad_() for tensor in (case.q, case.k, case.x)]
+    torch._dynamo.reset()
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     used = inputs[1:] if kernel == "symmetric" else inputs
     assert_same(compiled(*inputs), attend(*inputs), used, 1e-11)
@@ -43,6 +37,7 @@ def test_symbolic_shapes_trace():
     def attend(q, k, v):
         return AttentionOperator(q, k, causal=True).apply(v)
 
+    torch._dynamo.reset()
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (5, 9, 12):
         c = make_case("softmax", "causal", tokens=tokens)

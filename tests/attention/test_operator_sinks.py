@@ -49,19 +49,14 @@ def test_metrics_follow_their_sums():
     distances = torch.cdist(c.x, c.x).square()
     assert_close(metrics.nonlocal_energy(A, c.x), (A.dense() * distances).sum((-2, -1)) / 2)
     plain = A.without_sink()
+    assert_close(plain.stationary(), c.operator.stationary())
+    with pytest.raises(AcutanceError, match="sink"):  # rows must sum to one
+        A.stationary()
     assert_close(metrics.gradient_alignment(A, c.x), metrics.gradient_alignment(plain, c.x))
     assert_close(metrics.log_nonlocal_energy_raw(A, c.x), metrics.log_nonlocal_energy_raw(plain, c.x))
     flat = A.dense()[:, :2].flatten(2)
     two = AttentionOperator(c.q[:, :2], c.k[:, :2], mask=c.mask, sink=A.sink[:2])
     assert_close(metrics.head_cosine(two), torch.cosine_similarity(flat[:, 0], flat[:, 1], dim=-1))
-
-
-def test_what_needs_rows_that_sum_to_one_is_refused():
-    c = make_case("softmax")
-    A = AttentionOperator(c.q, c.k, sink=torch.zeros(4).double())
-    with pytest.raises(AcutanceError, match="sink"):
-        A.stationary()
-    assert_close(A.without_sink().stationary(), c.operator.stationary())
 
 
 def test_an_operator_and_its_copies_keep_sink_and_cap():
