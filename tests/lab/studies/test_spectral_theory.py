@@ -66,7 +66,8 @@ def test_tokens_go_to_the_predicted_limit_at_the_predicted_rate(ends, symmetric)
     # Symmetric attention has real μ > 0; of the others this seed's smallest μ is real and negative.
     A = random_attention(TOKENS, 0.6 if symmetric else 1.2, symmetric=symmetric, seed=4)
     H, family = branch_with_spectrum(spectrum(*ends), seed=1), "varying" if ends == (-1.0, -0.1) else "constant"
-    found = theory.dominance(torch.linalg.eigvals(H), torch.linalg.eigvals(A))
+    lam, mu = torch.linalg.eigvals(H), torch.linalg.eigvals(A)
+    found = theory.dominance(lam, mu)
     assert found.family == family
     limit = theory.limit(A, H)
     thousandth = math.ceil(math.log(1e-3) / math.log(found.rate))  # so many layers bring it a thousand times closer
@@ -79,7 +80,7 @@ def test_tokens_go_to_the_predicted_limit_at_the_predicted_rate(ends, symmetric)
         torch.testing.assert_close(limit, limit[:1].expand_as(limit), rtol=0, atol=1e-9)
     ratio = metrics.hfc_lfc_spectral(limit).item()
     assert ratio == pytest.approx(theory.limit_ratio(limit[:, limit[0].abs().argmax()]), abs=1e-9)
-    assert (ratio < 1e-9) == (family == "constant")
+    assert (ratio < 1e-9) == (found.family == "constant") == (theory.ratio_rate(lam, mu) < 1)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -101,16 +102,6 @@ def test_the_ratio_falls_at_the_smoothing_rate_also_for_complex_spectra(seed):
         x = low / low.norm() + 1e-3 * high / high.norm()
     measured = fallen / (layers * (segments - segments // 2))
     assert measured == pytest.approx(math.log(rate), rel=0.01)
-
-
-def test_dominated_by_another_mu_there_is_no_input_convergence():
-    A, H = random_attention(TOKENS, seed=0), branch_with_spectrum(spectrum(-1.0, -0.1), seed=0)
-    lam, mu = torch.linalg.eigvals(H), torch.linalg.eigvals(A)
-    assert theory.dominance(lam, mu).family == "varying"
-    assert theory.ratio_rate(lam, mu) > 1
-    start = normal(20, TOKENS, WIDTH)
-    start[:10] = 1 + 1e-3 * start[:10]  # nearly constant tokens come apart again
-    assert repeat(start, H.mT, A, layers=300).hfc_lfc[:, -1].min() > 0.3
 
 
 def test_ties_are_no_family_and_have_no_limit():
@@ -237,11 +228,8 @@ def test_negative_pre_norm_weights_turn_the_spectrum_round():
     kept = repeat(x, W, A, layers=30, norm="pre", norm_weight=gamma)
     folded = repeat(x, theory.fold_pre_norm(W.mT, gamma).mT, A, layers=30, norm="pre")
     torch.testing.assert_close(kept.last, folded.last, rtol=1e-8, atol=1e-8)
-    H = branch_with_spectrum(spectrum(0.1, 1.0), seed=1)
-    smooth, sharp = (repeat(x, H.mT, A, layers=400, norm="pre", norm_weight=sign) for sign in (1.0, -1.0))
-    assert torch.equal(sharp.last, repeat(x, -H.mT, A, layers=400, norm="pre").last)
-    assert smooth.hfc_lfc[:, -1].max() < 0.05
-    assert sharp.hfc_lfc[:, -1].min() > 0.5
+    sharp = repeat(x, W, A, layers=30, norm="pre", norm_weight=-1.0)
+    assert torch.equal(sharp.last, repeat(x, -W, A, layers=30, norm="pre").last)
 
 
 def test_negative_post_norm_weights_of_one_size_only_turn_the_tokens_round():
