@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from plain_models import bilinear
 from small_models import images as images_of
 from small_models import seeded as seeded_model
 from small_models import shapes_of
 
 import acutance as ac
 from acutance.errors import AcutanceError, SeveralStacksError
-from acutance.models import Segmenter, ViT
+from acutance.models import Segmenter
 
 
 def images(height=12, width=12):
@@ -38,17 +37,6 @@ def test_names_and_shapes_are_the_public_codes():
 def test_dropouts_of_the_decoder_reach_its_blocks():
     blocks = seeded(decoder_dropout=0.3, decoder_drop_path=0.5).decoder.blocks
     assert [(block.drop_path1.rate, block.attn.attention_dropout) for block in blocks] == [(0.0, 0.3), (0.5, 0.3)]
-
-
-def test_a_classifiers_weights_become_the_encoders():
-    torch.manual_seed(1)
-    vit = ViT(image_size=8, patch_size=4, dim=12, depth=3, heads=3, num_classes=7).double()
-    model = seeded()
-    ac.io.load_checkpoint(model.encoder, {"model": vit.state_dict()})
-    assert torch.equal(model.encoder.blocks[2].mlp.fc1.weight, vit.blocks[2].mlp.fc1.weight)
-    expected = bilinear(vit.pos_embed[0, 1:].T.reshape(12, 2, 2), (3, 3)).flatten(1).T
-    torch.testing.assert_close(model.encoder.pos_embed[0, 1:], expected)
-    assert torch.equal(model.encoder.pos_embed[0, 0], vit.pos_embed[0, 0])
 
 
 def test_the_public_codes_weights_load_without_the_unused_head():

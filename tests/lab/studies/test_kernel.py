@@ -21,15 +21,12 @@ from acutance.io.loading import load_model
 from acutance.lab.data import digits
 from acutance.lab.studies import kernel, kernel_assumptions, kernel_study
 from acutance.lab.studies.kernel import MEASURES, permuted
-from acutance.models import ViT
 from tiny_folders import DECLARATION, tiny, tiny_tokenizer
-
-OPTIONS = {"image_size": 8, "patch_size": 2, "in_chans": 1, "dim": 12, "depth": 2, "heads": 3, "num_classes": 10}
 
 
 def vit(seed=0, **options):
     torch.manual_seed(seed)
-    model = ViT(**OPTIONS, **options)
+    model = ac.models.vit_digits(dim=12, depth=2, heads=3, **options)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model

@@ -13,17 +13,7 @@ import acutance as ac
 from acutance.errors import AcutanceError
 from acutance.lab.data import load_segmentation
 from acutance.lab.tasks import BatchSlice, segmentation
-from acutance.lab.tasks.segmentation import (
-    MULTI,
-    SINGLE,
-    SegmentationTask,
-    WindowConfig,
-    confusion,
-    normalised,
-    probabilities,
-    scores,
-    segmented,
-)  # fmt: skip
+from acutance.lab.tasks.segmentation import MULTI, SINGLE, WindowConfig, confusion, probabilities, scores
 from acutance.models import ViT
 from tiny_tasks import SEGMENTER, WINDOWS
 from tiny_tasks import segmentation as camvid
@@ -32,7 +22,7 @@ SMALL = WindowConfig(short_side=16, size=12, stride=9, at_once=2)
 
 
 def task_on(folder, **options):
-    return SegmentationTask(camvid(folder, **options), seed=0, device=torch.device("cpu"))
+    return segmentation.SegmentationTask(camvid(folder, **options), seed=0, device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +50,7 @@ def test_whole_images_are_scored_at_one_scale_and_on_test_at_several(task, model
     test = task.evaluate(model, split="test")
     with torch.no_grad():
         total = sum(
-            confusion(probabilities(model, normalised(image), MULTI, WINDOWS).argmax(0), labels, 11)
+            confusion(probabilities(model, segmentation.normalised(image), MULTI, WINDOWS).argmax(0), labels, 11)
             for image, labels in load_segmentation("camvid", task.config.data_dir, "test")
         )
     assert test["miou_ms"] == pytest.approx(scores(total)["miou"], abs=1e-9)
@@ -86,6 +76,9 @@ def test_a_mitigation_is_installed_in_both_parts_after_the_encoders_weights(fold
     model = task_on(folder, model=chosen, encoder_weights=str(path)).build_model()
     assert model.config == chosen
     assert torch.equal(model.encoder.blocks[1].attn.qkv.weight, vit.blocks[1].attn.qkv.weight)
+    assert torch.equal(model.encoder.pos_embed[:, 0], vit.pos_embed[:, 0])
+    expected = F.interpolate(vit.pos_embed[:, 1:].mT.unflatten(2, (2, 2)), size=(4, 4), mode="bilinear")
+    torch.testing.assert_close(model.encoder.pos_embed[:, 1:], expected.flatten(2).mT)
 
 
 def test_what_does_not_fit_is_refused(task, folder):
@@ -155,7 +148,7 @@ def test_equals_the_plain_windows(size, views, scales, flips):
     assert score.calls == segmentation.forward_passes(size, views, SMALL)
     expected = plain_probabilities(score, picture, scales, flips, short=16, window=12, stride=9)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    for index, classes in segmented(score, [picture.flip(1), picture].__getitem__, 2, views, SMALL):
+    for index, classes in segmentation.segmented(score, [picture.flip(1), picture].__getitem__, 2, views, SMALL):
         assert torch.equal(classes, found.argmax(0)) == bool(index)
         assert not classes.requires_grad
 
