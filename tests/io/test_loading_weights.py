@@ -8,28 +8,13 @@ import pytest
 import torch
 
 import acutance as ac
-from acutance.io import Batches, LoadedModel, load_model
+from acutance.io import Batches, load_model
 from acutance.measure.profile import Profile
 from tiny_folders import DECLARATION, MINILM, SMOLLM2, packaged
 
 pytest.importorskip("transformers", reason="the weights are loaded by transformers")
 
 METRICS = ["token_cosine", "attention_entropy"]
-
-
-@pytest.fixture(scope="session")
-def minilm() -> LoadedModel:
-    return load_model(f"hf:{packaged(MINILM, 'model/config.json').parent}", dtype="float64")
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> LoadedModel:
-    """The file is found in its folder."""
-    gguf = pytest.importorskip("gguf")
-    with pytest.MonkeyPatch.context() as patch:
-        # transformers makes the same table of names again for every module, which takes longer than reading the file.
-        patch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
-        return load_model(f"hf:{packaged(SMOLLM2, '.gguf').parent}", head=True, dtype="float64")
 
 
 def expected(model, batches: Batches, *, last_is_normed: bool) -> dict:
@@ -58,7 +43,8 @@ def compare(profile: Profile, wanted: dict, rel: float = 1e-9) -> None:
     assert {key: found[key] for key in wanted} == pytest.approx(wanted, rel=rel)
 
 
-def test_minilm_reads_as_it_returns(minilm: LoadedModel) -> None:
+def test_minilm_reads_as_it_returns() -> None:
+    minilm = load_model(f"hf:{packaged(MINILM, 'model/config.json').parent}", dtype="float64")
     batches = minilm.text_batches(DECLARATION, tokens=200, batch=3)
     assert batches[-1]["attention_mask"].sum(1).tolist()[-1] < 200, "the last window is shorter: there is padding"
     profile = ac.measure(minilm.model, batches, metrics=METRICS, progress=False)
@@ -67,7 +53,12 @@ def test_minilm_reads_as_it_returns(minilm: LoadedModel) -> None:
 
 
 @pytest.mark.slow
-def test_smollm2_reads_as_it_returns_and_is_unpacked_rightly(smollm2: LoadedModel, tmp_path: Path) -> None:
+def test_smollm2_reads_as_it_returns_and_is_unpacked_rightly(tmp_path: Path, monkeypatch) -> None:
+    """Its file is found in its folder."""
+    gguf = pytest.importorskip("gguf")
+    # transformers makes the same table of names again for every module, which takes longer than reading the file.
+    monkeypatch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
+    smollm2 = load_model(f"hf:{packaged(SMOLLM2, '.gguf').parent}", head=True, dtype="float64")
     (tmp_path / "question.txt").write_text("The capital of France is")
     (batch,) = smollm2.text_batches(tmp_path)
     with torch.no_grad():

@@ -21,7 +21,8 @@ from acutance.io.loading import load_model
 from acutance.lab.data import digits
 from acutance.lab.studies import kernel, kernel_assumptions, kernel_study
 from acutance.lab.studies.kernel import MEASURES, permuted
-from tiny_folders import DECLARATION, tiny, tiny_tokenizer
+from sites.hf_zoo import build
+from tiny_folders import DECLARATION, tiny_tokenizer
 
 
 def vit(seed=0, **options):
@@ -29,14 +30,6 @@ def vit(seed=0, **options):
     model = ac.models.vit_digits(dim=12, depth=2, heads=3, **options)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return model
-
-
-def transformer(kind="llama", **options):
-    model = tiny(kind, **{"vocab_size": 50, **options}).double()
-    for layer in model.layers:  # from the start, all attention is nearly uniform
-        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-            torch.nn.init.normal_(projection.weight, std=0.5)
     return model
 
 
@@ -51,9 +44,9 @@ IDS = torch.arange(14).reshape(2, 7)
 CAPPED = {"head_dim": 8, "attn_logit_softcapping": 0.5, "attn_implementation": "eager"}
 MODELS = {
     "vit": (lambda: vit().double(), normal(3, 1, 8, 8)),
-    "causal, grouped, rotated": (transformer, {"input_ids": IDS}),
-    "causal, eager": (partial(transformer, attn_implementation="eager"), {"input_ids": IDS}),
-    "capped": (partial(transformer, "gemma2", **CAPPED), {"input_ids": IDS}),
+    "causal, grouped, rotated": (partial(build, "llama"), {"input_ids": IDS}),
+    "causal, eager": (partial(build, "llama", attn_implementation="eager"), {"input_ids": IDS}),
+    "capped": (partial(build, "gemma2", **CAPPED), {"input_ids": IDS}),
 }
 
 
@@ -73,7 +66,7 @@ def test_readings_are_those_of_each_layer_and_head_before_any_mask(name):
         affinity = np.exp(logits if A.softcap is None else A.softcap * np.tanh(logits / A.softcap))
         read = [found.samples[measure][1, 1, head] for measure in MEASURES]
         assert read == pytest.approx([*oracle(logits), *oracle(affinity)], abs=1e-7)
-        form = oracle((query[head].mT @ key[head // group]).numpy())
+        form = oracle((query[head].mT @ key[head * site.kv_heads // site.heads]).numpy())
         assert (found.weights_asymmetry[1, head], found.weights_negative[1, head]) == pytest.approx(form, abs=1e-7)
     used = metrics.gradient_alignment(A, records[0].values)
     np.testing.assert_allclose(found.alignment[1], used, atol=1e-7)
@@ -114,7 +107,7 @@ def test_correlations_share_ties_and_within_a_layer_do_not_see_the_depth():
 
 
 def test_padding_and_packed_documents_change_nothing():
-    model, ids = transformer(), torch.arange(12).reshape(2, 6)
+    model, ids = build("llama"), torch.arange(12).reshape(2, 6)
     alone = [kernel_assumptions(model, [{"input_ids": row}]) for row in (ids[:1], ids[1:, :4])]
     padded = {"input_ids": ids, "attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2])}
     positions = torch.tensor([[*range(6), *range(4)]])
@@ -142,7 +135,7 @@ def test_what_cannot_be_compared_is_refused_and_weights_that_are_not_known_are_n
     site = Mock(heads=4, query_weight=Mock(side_effect=AcutanceError("keeps W_Q under an unknown name")))
     assert np.isnan(kernel._of_weights(site)).all()
     with pytest.raises(AcutanceError, match="bias is added"):
-        kernel_assumptions(tiny("t5", "AutoModelForTextEncoding", vocab_size=50), [{"input_ids": IDS}])
+        kernel_assumptions(build("t5_encoder"), [{"input_ids": IDS}])
     with pytest.raises(AcutanceError, match="softmax self-attention"):
         kernel_assumptions(vit(attention="linear"), [torch.randn(2, 1, 8, 8)])
     with pytest.raises(AcutanceError, match="no batches"):
@@ -211,7 +204,7 @@ def test_a_causal_model_is_read_on_text(tmp_path):
     folder, out = tmp_path / "causal-seed0", tmp_path / "out"
     tokenizer = tiny_tokenizer(special=False)
     tokenizer.save_pretrained(folder)
-    transformer(vocab_size=len(tokenizer)).float().save_pretrained(folder)
+    build("llama", vocab_size=len(tokenizer)).float().save_pretrained(folder)
     command(f"hf:{folder}", "--text", DECLARATION, "--tokens", 6, "--samples", 5, "--out", out)
     body = json.loads((out / "kernel.json").read_text())
     assert body["samples"] == {DECLARATION.name: 5}
