@@ -133,17 +133,14 @@ def plain_probabilities(score, image, scales, flips, *, short, window, stride):
     return torch.stack(found).mean(0)
 
 
-def image(height, width, seed=1):
-    return torch.randn(3, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize("size", [(16, 16), (20, 33), (33, 20), (5, 7), (8, 60), (16, 12)])
 @pytest.mark.parametrize(("views", "scales", "flips"), [
     (SINGLE, [1.0], [False]),
     (MULTI, [0.5, 0.75, 1.0, 1.25, 1.5, 1.75], [False, True]),
 ])  # fmt: skip
 def test_equals_the_plain_windows(size, views, scales, flips):
-    score, picture = Score(), image(*size)
+    draw = torch.Generator().manual_seed(1)
+    score, picture = Score(), torch.randn(3, *size, dtype=torch.float64, generator=draw)
     found = probabilities(score, picture, views, SMALL).detach()
     assert score.calls == segmentation.forward_passes(size, views, SMALL)
     expected = plain_probabilities(score, picture, scales, flips, short=16, window=12, stride=9)
