@@ -4,7 +4,6 @@ import pytest
 import torch
 from small_models import images as images_of
 from small_models import seeded as seeded_model
-from small_models import shapes_of
 
 import acutance as ac
 from acutance.errors import AcutanceError, SeveralStacksError
@@ -23,13 +22,17 @@ def test_names_and_shapes_are_the_public_codes():
     """With a DeiT encoder, without its unused head."""
     with torch.device("meta"):
         model = Segmenter(num_classes=150, mitigation="neutreno:0.6")
-    linear = {"decoder.proj_dec": (192, 192), "encoder.patch_embed.proj": (192, 3, 16, 16)}
-    norms = {"encoder.norm": 192, "decoder.decoder_norm": 192, "decoder.mask_norm": 150}
-    blocks = [*(f"encoder.blocks.{i}" for i in range(12)), "decoder.blocks.0", "decoder.blocks.1"]
     expected = {"encoder.cls_token": (1, 1, 192), "encoder.pos_embed": (1, 1 + 32 * 32, 192)}
     expected |= {"decoder.cls_emb": (1, 150, 192)}
     expected |= {"decoder.proj_patch": (192, 192), "decoder.proj_classes": (192, 192)}
-    expected |= shapes_of(linear, norms, blocks, 192)
+    linear = {"decoder.proj_dec": (192, 192), "encoder.patch_embed.proj": (192, 3, 16, 16)}
+    norms = {"encoder.norm": 192, "decoder.decoder_norm": 192, "decoder.mask_norm": 150}
+    for block in (*(f"encoder.blocks.{i}" for i in range(12)), "decoder.blocks.0", "decoder.blocks.1"):
+        linear |= {f"{block}.attn.qkv": (3 * 192, 192), f"{block}.attn.proj": (192, 192)}
+        linear |= {f"{block}.mlp.fc1": (4 * 192, 192), f"{block}.mlp.fc2": (192, 4 * 192)}
+        norms |= {f"{block}.norm{j}": 192 for j in (1, 2)}
+    for name, shape in (linear | {name: (width,) for name, width in norms.items()}).items():
+        expected |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == expected
     assert {m.eps for m in model.modules() if hasattr(m, "eps")} == {1e-5}
 

@@ -1,10 +1,10 @@
-"""What the reference ViT is: counts, names, shapes, options."""
+"""What the reference ViT is: counts, options, initial weights; tests/with_timm has names and shapes."""
 
 from functools import partial
 
 import pytest
 import torch
-from small_models import images, seeded, shapes_of
+from small_models import images, seeded
 
 from acutance import models
 from acutance.models import ViTConfig
@@ -22,32 +22,6 @@ def test_presets_have_the_published_sizes_and_take_overrides():
     for make, spec in ((models.vit_tiny_plus, "eigen:positive"), (models.vit_tiny_minus, "eigen:negative")):
         assert make(depth=2).config == models.vit_tiny_cifar(depth=2, mitigation=spec).config
     assert model.pos_embed.shape == (1, 65, 192)
-
-
-TOKENS = {"cls_token": (1, 1, 12)}
-
-
-@pytest.mark.parametrize(
-    ("options", "more"),
-    [
-        ({"mitigation": "neutreno:0.6"}, TOKENS),
-        ({"distilled": True}, TOKENS | {"dist_token": (1, 1, 12), "head_dist.weight": (5, 12), "head_dist.bias": (5,)}),
-        ({"registers": 2}, TOKENS | {"reg_token": (1, 2, 12)}),
-        ({"class_token": False}, {}),
-        ({"class_token": False, "registers": 3}, {"reg_token": (1, 3, 12)}),
-        ({"layer_scale": 1e-5}, TOKENS | {f"blocks.{i}.ls{j}.gamma": (12,) for i in range(3) for j in (1, 2)}),
-    ],
-)
-def test_names_and_shapes_are_those_of_timm_with_prefix_tokens_before_the_patches(options, more):
-    model, prefix = seeded(**options), sum(s[1] for n, s in more.items() if n.endswith("token"))
-    found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    linear = {"head": (5, 12), "patch_embed.proj": (12, 3, 4, 4)}
-    expected = shapes_of(linear, {"norm": 12}, [f"blocks.{i}" for i in range(3)], 12) | more
-    assert found == expected | {"pos_embed": (1, 4 + prefix, 12)}
-    tokens = model.forward_features(images())
-    assert tokens.shape == (4, model.prefix_tokens + 4, 12) == (4, prefix + 4, 12)
-    if "cls_token" not in more:
-        torch.testing.assert_close(model(images()), model.head(tokens[:, prefix:].mean(1)))
 
 
 def test_initial_weights():
