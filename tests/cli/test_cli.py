@@ -171,13 +171,10 @@ def test_of_several_stacks_the_option_is_named(tmp_path: Path, here) -> None:
     assert "2 layers" in here("explain", f"hf:{tmp_path}", "--part", "encoder")[1]
 
 
-LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-
 def by_torchrun(arguments, **environment) -> list[subprocess.CompletedProcess]:
-    command = [sys.executable, *LAUNCHER, "-m", "acutance", *map(str, arguments)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "acutance"]
     told = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return [subprocess.run(command, capture_output=True, text=True, env=told, check=False)]
+    return [subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, env=told, check=False)]
 
 
 @pytest.mark.slow
