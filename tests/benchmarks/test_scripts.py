@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import acutance as ac
 from acutance.errors import AcutanceError
 from acutance.lab import recipes
 from acutance.lab.evaluate import Evaluation
 from acutance.lab.train import Run, override
+from lab.data.tiny_data_sets import picture
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = SCRIPTS / "results"
@@ -81,8 +81,7 @@ def test_a_random_vit_on_a_folder_of_images(script, tmp_path):
     (tmp_path / "images").mkdir()
     with pytest.raises(AcutanceError, match="no file to read in"):
         script("dominance", "random", *CPU, "--images", "{}/images")
-    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "images" / "one.png")
+    picture(60, 40, 0).save(tmp_path / "images" / "one.png")
     sizes = ["--seeds", "1", "--depth", "2", "--dim", "24", "--heads", "3"]
     (row,) = script("dominance", "random", *CPU, *sizes, "--images", "{}/images", "--out", "{}")
     assert (row["data"], row["samples"]) == ("1 images of a folder", "1")

@@ -15,6 +15,8 @@ import acutance as ac
 from acutance import cli
 from acutance.explain import Spectrum
 from acutance.measure.profile import Profile
+from forked import run_as_torchrun, run_forked
+from tiny_folders import tiny
 
 ACUTANCE = str(Path(sys.executable).with_name("acutance"))
 VERBS = ["measure", "explain", "mitigate", "demo", "train", "evaluate", "compare", "robustness", "reproduce", "bench"]
@@ -58,13 +60,9 @@ def test_help_names_every_command_and_each_teaches(here) -> None:
     for verb in VERBS:
         status, printed, _ = here(verb, "--help")
         assert (status, len(printed.splitlines()) > 8) == (0, True)
-
-
-def test_help_flows_in_a_narrow_terminal(here) -> None:
-    """Lines of a docstring are not lines of the terminal: broken twice, every other line is a stump."""
+    # Lines of a docstring are not lines of the terminal: broken twice, every other line is a stump.
     paragraph = re.search(r"Each row(.|\n)*?precision\.", here("compare", "--help", columns="80")[1])[0]
-    *full, _ = [line.strip() for line in paragraph.splitlines()]
-    assert all(len(line) > 60 for line in full), paragraph
+    assert all(len(line.strip()) > 60 for line in paragraph.splitlines()[:-1]), paragraph
 
 
 def test_measure_prints_and_writes(checkpoint: Path, tmp_path: Path, here) -> None:
@@ -167,10 +165,40 @@ def test_errors_that_name_no_file_are_not_hidden(monkeypatch) -> None:
 
 
 def test_of_several_stacks_the_option_is_named(tmp_path: Path, here) -> None:
-    from transformers import T5Config, T5Model
-
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 60}
-    T5Model(T5Config(**sizes)).save_pretrained(tmp_path)
+    tiny("t5", vocab_size=60).save_pretrained(tmp_path)
     complaint = here("explain", f"hf:{tmp_path}")[2]
     assert "name one with part='encoder' (on the command line --part encoder)" in complaint.splitlines()[-1]
     assert "2 layers" in here("explain", f"hf:{tmp_path}", "--part", "encoder")[1]
+
+
+def by_torchrun(arguments, **environment) -> list[subprocess.CompletedProcess]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "acutance"]
+    told = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return [subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, env=told, check=False)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("samples", "both"),
+    [
+        (150, by_torchrun),  # elsewhere two processes are told what torchrun tells its own
+        (20, run_as_torchrun),  # one batch: the second process has nothing to read
+    ],
+)
+def test_two_processes_give_the_numbers_of_one(samples: int, both, plain: Path, tmp_path: Path) -> None:
+    """Which share one measurement, to the last digits."""
+    asked = ["measure", plain, "--metrics", "all", "--batch", "32", "--limit", samples]
+    asked += ["--dtype", "float64", "--tap", "block,attention", "--json"]
+    alone = run_forked(*asked, tmp_path / "one.json", COLUMNS="250")
+    for processes in ([alone], both([*asked, tmp_path / "two.json"], COLUMNS="250")):
+        assert [done.returncode for done in processes] == [0] * len(processes), processes
+        printed = "".join(done.stdout for done in processes)
+        assert printed.count("mean ± standard deviation") == 1, "only the first process prints"
+    one, two = (Profile.load(tmp_path / name) for name in ("one.json", "two.json"))
+    # Forked processes have imported more, of which they tell the versions.
+    assert two.context.pop("versions").items() <= one.context.pop("versions").items()
+    assert two.context == one.context
+    assert two.context["samples"] == samples
+    for ours, theirs in zip(two.readings, one.readings, strict=True):
+        assert (ours.tap, ours.layer, ours.metric, ours.count) == (theirs.tap, theirs.layer, theirs.metric, samples)
+        assert (ours.mean, ours.std) == pytest.approx((theirs.mean, theirs.std), rel=1e-12, abs=1e-14)

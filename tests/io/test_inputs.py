@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_folders import DECLARATION, tiny_tokenizer
 
 from acutance.errors import AcutanceError
 from acutance.io import centre_crop, image_batches, inputs, text_batches
+from lab.data.tiny_data_sets import picture
+from tiny_folders import DECLARATION, tiny_tokenizer
 
 pytest.importorskip("transformers", reason="text is cut by a tokenizer of transformers")
 HALF = (0.5, 0.5, 0.5)
@@ -99,15 +100,11 @@ def test_text_that_is_not_there_is_said_by_name(name, content, message, tmp_path
         text_batches(DECLARATION, tiny_tokenizer(), tokens=3)
 
 
-def picture(seed: int = 0, size: tuple[int, int] = (40, 30)) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*reversed(size), 3), dtype=np.uint8))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for i, name in enumerate(["b/1.png", "b/2.PNG", "a.png", "c/d/e.bmp"]):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        picture(i).save(tmp_path / name, format="bmp" if name.endswith("bmp") else "png")
+        picture(40, 30, i).save(tmp_path / name, format="bmp" if name.endswith("bmp") else "png")
     (tmp_path / "notes.txt").write_text("no image")
     return tmp_path
 
@@ -115,23 +112,20 @@ def folder(tmp_path: Path) -> Path:
 def test_images_come_in_the_order_of_their_paths_and_may_come_again(folder: Path) -> None:
     prepare = centre_crop((8, 8), HALF, HALF)
     batches = image_batches(folder, prepare, batch=3)
-    expected = prepare([picture(i) for i in (2, 0, 1, 3)])
+    expected = prepare([picture(40, 30, i) for i in (2, 0, 1, 3)])
     for _ in range(2):
         assert torch.equal(torch.cat(list(batches)), expected)
     assert (len(batches), batches.description) == (2, f"4 images from {folder.name}")
     assert torch.equal(torch.cat(list(image_batches(folder, prepare, batch=1, limit=2))), expected[:2])
     assert image_batches(folder, prepare, dtype=torch.float64)[0].dtype == torch.float64
-
-
-def test_tensors_of_a_mapping_take_the_dtype_but_integers_stay(folder: Path) -> None:
-    made = {"pixels": torch.zeros(4, 3), "labels": torch.zeros(4, dtype=torch.int64)}
+    made = {"pixels": torch.zeros(4, 3), "labels": torch.zeros(4, dtype=torch.int64)}  # integers stay what they are
     batch = image_batches(folder, lambda images: made, dtype=torch.bfloat16)[0]
     assert (batch["pixels"].dtype, batch["labels"].dtype) == (torch.bfloat16, torch.int64)
 
 
 @pytest.mark.parametrize(("size", "left", "top"), [((16, 16), 0, 0), ((20, 16), 2, 0), ((16, 24), 0, 4)])
 def test_the_middle_is_kept_and_normalised(size: tuple[int, int], left: int, top: int) -> None:
-    image, mean, std = picture(size=size), (0.4, 0.5, 0.6), (0.2, 0.3, 0.1)
+    image, mean, std = picture(*size, 0), (0.4, 0.5, 0.6), (0.2, 0.3, 0.1)
     (found,) = centre_crop((16, 16), mean, std)([image])
     pixels = np.asarray(image, dtype=np.float64)[top : top + 16, left : left + 16] / 255
     np.testing.assert_allclose(found.numpy(), ((pixels - mean) / std).transpose(2, 0, 1), atol=1e-5)
@@ -165,5 +159,5 @@ def test_an_image_that_would_fill_the_memory_is_refused_before_it_is_resized(siz
     Image.new("L", size).save(tmp_path / "a.png")
     with pytest.raises(AcutanceError, match=r"a\.png cannot be read as an image: .* pixels are over 1000:1"):
         list(image_batches(tmp_path, centre_crop((224, 224), HALF, HALF)))
-    picture(size=(500, 1)).save(tmp_path / "a.png")
+    Image.new("RGB", (500, 1)).save(tmp_path / "a.png")
     assert image_batches(tmp_path, centre_crop((8, 8), HALF, HALF))[0].shape == (1, 3, 8, 8)

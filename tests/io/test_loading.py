@@ -9,11 +9,8 @@ import threading
 from pathlib import Path
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
-from tiny_folders import DECLARATION, save_bert, save_vit, tiny, tiny_tokenizer
 from typer.testing import CliRunner
 
 import acutance as ac
@@ -28,6 +25,8 @@ from acutance.lab.tasks import task_class
 from acutance.lab.train import Run, override
 from acutance.measure.profile import Profile
 from acutance.models import ViT
+from lab.data.tiny_data_sets import picture
+from tiny_folders import DECLARATION, save_bert, save_vit, tiny, tiny_tokenizer
 
 pytest.importorskip("transformers", reason="models of transformers are loaded")
 WEIGHTS = ("config.json", "model.safetensors")
@@ -52,8 +51,7 @@ def vit(tmp_path_factory) -> Path:
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
     for i in range(3):
-        pixels = np.random.default_rng(i).integers(0, 256, (40, 36, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(tmp_path / f"{i}.png")
+        picture(36, 40, i).save(tmp_path / f"{i}.png")
     return tmp_path
 
 

@@ -7,15 +7,16 @@ import logging
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_folders import tiny
 from torch import nn
 
 import acutance as ac
 from acutance import sites
 from acutance.errors import AcutanceError
+from tiny_folders import tiny
 
 transformers = pytest.importorskip("transformers")
 LEARNT = "neutreno:0.6,learn=head+attnscale"
+IDS = torch.arange(3, 9)[None]
 
 
 def llama():
@@ -32,23 +33,19 @@ def trained(model, spec, **options):
     return handle
 
 
-def logits(model):
-    return model(torch.arange(6)[None]).logits
-
-
 @pytest.mark.parametrize(("spec", "layers"), [("neutreno:0.6", (0, 1)), (LEARNT, (0, 1)), (LEARNT, (1,))])
 @pytest.mark.parametrize("how", ["save", "save_pretrained"])
 def test_a_transformers_model_comes_back_as_it_was(tmp_path, spec, layers, how):
     model = llama()
     trained(model, spec, layers=[layer + 1 for layer in layers])
-    expected = logits(model)
+    expected = model(IDS).logits
     ac.save(model, tmp_path) if how == "save" else model.save_pretrained(tmp_path)
     assert note(tmp_path) == {"LlamaForCausalLM": {f"model.layers.{i}.self_attn": spec for i in layers}}
     given = transformers.LlamaForCausalLM.from_pretrained(tmp_path)  # of the user
     assert ac.load(tmp_path, given) is given
     for loaded in (ac.load(tmp_path), given):
         assert type(loaded) is transformers.LlamaForCausalLM
-        assert torch.equal(logits(loaded), expected)
+        assert torch.equal(loaded(IDS).logits, expected)
         assert sites.record(loaded) == {f"model.layers.{i}.self_attn": spec for i in layers}
 
 
@@ -56,7 +53,6 @@ def note(folder):
     return json.loads((folder / "config.json").read_text()).get("acutance")
 
 
-IDS = torch.arange(3, 9)[None]
 TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT = {"vocab_size": 40, "max_position_embeddings": 12, "bos_token_id": 1, "eos_token_id": 2}
 # The stacks of T5 have copies of the model's configuration, BART's share it, CLIP's towers have theirs inside it.

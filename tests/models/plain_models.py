@@ -47,7 +47,7 @@ def plain_language(state, tokens, *, heads=3, cutoffs=(5, 9, 16), **options):
     angles = [[back / 10_000 ** (2 * i / dim) for i in range(dim // 2)] for back in reversed(range(length))]
     positions = [[math.sin(a) for a in row] + [math.cos(a) for a in row] for row in angles]
     x = state["embed.weight"][tokens] * math.sqrt(dim) + torch.tensor(positions, dtype=torch.float64)
-    x = _blocks(state, x, heads, eps=1e-5, post=True, causal=True, **options)
+    x = _blocks(state, x, heads, eps=1e-5, post=True, relu=True, causal=True, **options)
     scores = torch.exp(x @ state["embed.weight"].T + state["softmax.bias"])
     if not cutoffs:
         return torch.log(scores / scores.sum(-1, keepdim=True))
@@ -90,23 +90,23 @@ def _patches(state, images):
     return F.conv2d(images, weight, bias, stride=weight.shape[-1]).flatten(2).mT
 
 
-def _blocks(state, x, heads, *, eps=1e-6, post=False, causal=False, kernel="softmax", strength=0.0):
+def _blocks(state, x, heads, *, eps=1e-6, post=False, relu=False, detach=False, **options):
     first = None
     for layer in range(1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))):
         block = _part(state, f"blocks.{layer}.")
         normed = x if post else _norm(x, block, "norm1", eps)
-        y, values = _attention(block, normed, first, heads, kernel, strength, causal)
-        first = values if first is None else first
+        y, values = _attention(block, normed, first, heads, **options)
+        first = (values.detach() if detach else values) if first is None else first
         x = x + y * block.get("ls1.gamma", 1.0)
         x = _norm(x, block, "norm1", eps) if post else x
         hidden = _linear(x if post else _norm(x, block, "norm2", eps), block, "mlp.fc1")
-        hidden = hidden.clamp(min=0) if post else hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
+        hidden = hidden.clamp(min=0) if relu else hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
         x = x + _linear(hidden, block, "mlp.fc2") * block.get("ls2.gamma", 1.0)
         x = _norm(x, block, "norm2", eps) if post else x
     return x
 
 
-def _attention(block, x, first, heads, kernel, strength, causal):
+def _attention(block, x, first, heads, kernel="softmax", strength=0.0, causal=False):
     symmetric = kernel == "symmetric"
     parts = _linear(x, block, "attn.kv" if symmetric else "attn.qkv").chunk(2 if symmetric else 3, dim=-1)
     q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in (parts[0], parts[-2], parts[-1]))

@@ -49,14 +49,3 @@ def assert_same(found, expected, tolerance=1e-12):
     for name, gradient in expected[1].items():
         error = (found[1][name] - gradient).norm()
         assert error <= tolerance * gradient.norm(), f"{name}: {error} of {gradient.norm()}"
-
-
-def shapes_of(linear, norms, blocks, dim):
-    """State-dict shapes of timm's blocks, by rule, and of other linear layers and norms (name: shape, name: width)."""
-    for block in blocks:
-        linear = linear | {f"{block}.attn.qkv": (3 * dim, dim), f"{block}.attn.proj": (dim, dim)}
-        linear |= {f"{block}.mlp.fc1": (4 * dim, dim), f"{block}.mlp.fc2": (dim, 4 * dim)}
-        norms = norms | {f"{block}.norm{j}": dim for j in (1, 2)}
-    shapes = {f"{name}.weight": shape for name, shape in linear.items()}
-    shapes |= {f"{name}.bias": shape[:1] for name, shape in linear.items()}
-    return shapes | {f"{name}.{part}": (width,) for name, width in norms.items() for part in ("weight", "bias")}

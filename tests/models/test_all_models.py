@@ -40,6 +40,8 @@ def assert_equals_plain(model, found, plain, tolerance):
             ({**NEUTRENO, "attention": kernel}, {"strength": 0.6, "kernel": kernel})
             for kernel in ("symmetric", "rbf", "linear", "polynomial")
         ),
+        ({"mitigation": "neutreno:0.6,detach=true"}, {"strength": 0.6, "detach": True}),
+        ({"norm": "post"}, {"post": True}),
         ({"class_token": False}, {}),
         ({"layer_scale": 0.1}, {}),
     ],
@@ -112,11 +114,15 @@ def test_gradient_checkpointing_changes_nothing(kind, mitigation):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mitigation", ["neutreno:0.4,learn=head", "neutreno:0.6,learn=head+eigen:free"])
 def test_a_model_comes_back_from_its_file_and_its_configuration(kind, mitigation, tmp_path):
-    layers = {} if kind == "segmenter" else {"mitigation_layers": (2, 3)}
-    model = seeded(kind, mitigation, dtype=torch.float32, **layers).eval()
-    again = ac.load(ac.save(model, tmp_path / "model.safetensors")).eval()
-    assert again.config == model.config
-    assert torch.equal(again(*inputs(kind, torch.float32)), model(*inputs(kind, torch.float32)))
+    options = {} if kind == "segmenter" else {"mitigation_layers": (2, 3)}
+    options |= {"distilled": True, "registers": 1, "layer_scale": 0.1} if kind == "vit" else {}
+    model = seeded(kind, mitigation, dtype=torch.float32, **options).eval()
+    path = ac.save(model, tmp_path / "run" / "model.safetensors")
+    for again in (ac.load(path), ac.load(path.parent)):
+        assert again.config == model.config
+        assert again.state_dict().keys() == model.state_dict().keys()
+        assert torch.equal(again.eval()(*inputs(kind, torch.float32)), model(*inputs(kind, torch.float32)))
+    assert list(path.parent.iterdir()) == [path]  # nothing temporary stays
     config = type(model.config)(**json.loads(json.dumps(model.config.to_dict())))
     assert config == model.config == KINDS[kind][0](**config.to_dict()).config
 
@@ -131,6 +137,7 @@ def test_a_model_comes_back_from_its_file_and_its_configuration(kind, mitigation
         ("vit", {"distilled": True, "class_token": False}, "set class_token=True"),
         ("vit", {"mitigation": "neutreno", "mitigation_layers": [4]}, "the layers are numbered 1 to 3"),
         ("vit", {"mitigation": "neutron"}, "unknown mitigation 'neutron'"),
+        ("vit", {"norm": "sandwich"}, "unknown norm 'sandwich'; known: pre, post"),
         ("vit", {"stream": "autocast", "norm": "post"}, "give float32 tokens"),
         ("language", {"cutoffs": (20_000, 40_000)}, r"stay below the vocabulary of 23: \(\) is a plain"),
         ("language", {"cutoffs": (9, 5)}, "must grow"),

@@ -4,17 +4,13 @@ import copy
 
 import pytest
 import torch
+from small_models import images, seeded
 
-from acutance.models import ViT
 from acutance.sites.mitigate import mitigate
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 
-TINY = {"image_size": 16, "patch_size": 4, "dim": 48, "depth": 4, "heads": 3, "num_classes": 5}
-MITIGATIONS = ["neutreno:0.6", "neutreno:0.6,learn=head+featscale", "attnscale"]
+LEARNT = "neutreno:0.6,learn=head+featscale"
 
 
 def gradients(model, images):
@@ -25,27 +21,22 @@ def gradients(model, images):
     return torch.cat([p.grad.flatten().double().cpu() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("mitigation", MITIGATIONS)
-@pytest.mark.parametrize(("image_size", "patch_size"), [(32, 4), (224, 16), (96, 4)], ids=["65", "197", "577"])
-def test_at_its_true_sizes_it_learns_as_in_float64(image_size, patch_size, mitigation):
+@pytest.mark.parametrize("mitigation", ["neutreno:0.6", LEARNT, "attnscale"])
+@pytest.mark.parametrize(("size", "patch_size"), [(32, 4), (224, 16), (96, 4)], ids=["65", "197", "577"])
+def test_at_its_true_sizes_it_learns_as_in_float64(size, patch_size, mitigation):
     """Heads 64 wide, as many tokens as ViT-Ti/4, as DeiT-Ti/16, and more than fit into one tile."""
-    torch.manual_seed(0)
-    sizes = {"image_size": image_size, "patch_size": patch_size, "dim": 192, "depth": 2, "heads": 3, "num_classes": 5}
-    model = ViT(**sizes, mitigation=mitigation).double()
-    for parameter in model.parameters():
-        parameter.data += 0.02 * torch.randn_like(parameter)
-    images = torch.randn(2, 3, image_size, image_size, dtype=torch.float64)
-    expected, on_gpu = gradients(model, images), copy.deepcopy(model).cuda().float()
-    images = images.cuda().float()
+    model = seeded("vit", mitigation, 0.02, image_size=size, patch_size=patch_size, dim=192, depth=2)
+    batch = images(size, size, 2)
+    expected, on_gpu = gradients(model, batch), copy.deepcopy(model).cuda().float()
     for checkpointing in (False, True):
         torch._dynamo.reset()
         on_gpu.set_grad_checkpointing(checkpointing)
         for run in (on_gpu, torch.compile(on_gpu, fullgraph=True)):
-            assert (gradients(run, images) - expected).norm() < 0.03 * expected.norm()
+            assert (gradients(run, batch.cuda().float()) - expected).norm() < 0.03 * expected.norm()
 
 
 def test_parameters_patched_in_live_where_the_model_does():
-    model = ViT(**TINY).cuda().bfloat16()
-    mitigate(model, "neutreno:0.6,learn=head+featscale")
+    model = seeded(dtype=torch.bfloat16).cuda()
+    mitigate(model, LEARNT)
     assert {(p.device.type, p.dtype) for p in model.parameters()} == {("cuda", torch.bfloat16)}
-    assert model(torch.randn(2, 3, 16, 16, device="cuda", dtype=torch.bfloat16)).isfinite().all()
+    assert model(images(dtype=torch.bfloat16).cuda()).isfinite().all()

@@ -38,20 +38,21 @@ def test_reentrant_checkpointing_that_would_lose_gradients_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("mitigation", "checkpointing"),
+    ("kind", "mitigation", "checkpointing"),
     [
-        ("neutreno:0.6,learn=head+featscale", True),
-        ("eigen:positive,basis=cayley,spectrum=bounded+attnscale", False),
-        *((basis, False) for basis in (BASES[0], BASES[1], BASES[3])),
+        ("vit", "neutreno:0.6,learn=head+featscale", True),
+        ("vit", "eigen:positive,basis=cayley,spectrum=bounded+attnscale", False),
+        *(("vit", basis, False) for basis in (BASES[0], BASES[1], BASES[3])),
+        ("language", "neutreno:0.4", False),
     ],
 )
-def test_compiled_whole_graph_has_the_same_gradients(mitigation, checkpointing):
-    model = seeded(mitigation=mitigation, depth=2)
-    expected = gradients(model)
+def test_compiled_whole_graph_has_the_same_gradients(kind, mitigation, checkpointing):
+    model = seeded(kind, mitigation, depth=2).eval()
+    expected = gradients(model, kind)
     model.set_grad_checkpointing(checkpointing)
     torch._dynamo.reset()
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert_same(gradients(model, run=run), expected, 1e-10)
+    run = torch.compile(model, backend="aot_eager", fullgraph=kind == "vit")  # clusters of words are left out
+    assert_same(gradients(model, kind, run), expected, 1e-10)
 
 
 @pytest.mark.parametrize("mitigation", BASES[:4])  # the orthogonal ones

@@ -21,6 +21,9 @@ PAIRS = {
     "registers": lambda: small({"registers": 3}, reg_tokens=3),
     "layer scale": lambda: small({"layer_scale": 0.1}, init_values=0.1),
     "no class token": lambda: small({"class_token": False}, class_token=False, global_pool="avg", fc_norm=False),
+    "registers only": lambda: small(
+        {"class_token": False, "registers": 3}, class_token=False, reg_tokens=3, global_pool="avg", fc_norm=False
+    ),
     "distilled": lambda: small({"distilled": True}, DISTILLED),
     "deit_tiny": lambda: (timm.create_model("deit_tiny_patch16_224"), deit_tiny()),
     "deit_tiny distilled": lambda: (timm.create_model(DISTILLED), deit_tiny(distilled=True)),

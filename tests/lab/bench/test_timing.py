@@ -11,10 +11,6 @@ from acutance.lab.bench import timing
 from acutance.lab.bench.timing import Candidate, Pace, compare, paired, spread
 
 
-class OutOfResources(Exception):  # noqa: N818
-    """As Triton's, which is no RuntimeError."""
-
-
 @pytest.fixture
 def clock(monkeypatch):
     """Which steps move on; and no collection of a heap as large as that of all tests."""
@@ -96,7 +92,7 @@ def test_a_candidate_is_timed_before_the_next_is_made_and_rows_come_after_every_
     assert list(grown[-1][1]) == ["first", "plain", "last"]
 
 
-@pytest.mark.parametrize("error", [AcutanceError("no recording"), KeyError("x"), OutOfResources("memory"), MEMORY])
+@pytest.mark.parametrize("error", [AcutanceError("no recording"), KeyError("x"), Exception("memory"), MEMORY])
 def test_any_error_leaves_the_others_their_turn_and_is_told_in_full(rows_of, error, capsys):
     plain, broken, third = rows_of(PLAIN, ("broken", error), ("third", 2.0))
     assert broken == {"variant": "broken", "mode": "", "note": f"left out: {str(error).splitlines()[0]}"}

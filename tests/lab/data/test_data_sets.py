@@ -10,19 +10,10 @@ import torch
 from tiny_data_sets import WRITERS, random_bytes, refused, write_cifar10, write_fashion_mnist, write_wikitext2
 
 from acutance.errors import AcutanceError, ShapeError
-from acutance.lab.data import (
-    CORPORA,
-    IMAGE_SETS,
-    Images,
-    digits,
-    fraction,
-    held_out,
-    load_corpus,
-    load_images,
-    load_segmentation,
-)  # fmt: skip
-from acutance.lab.data.images import load_plain
+from acutance.lab.data import CORPORA, IMAGE_SETS, digits, fraction, held_out, load_corpus, load_images
+from acutance.lab.data.images import Images, load_plain
 from acutance.lab.data.seeds import generator, mixed_seed
+from acutance.lab.data.segmentation import load_segmentation
 
 LABELS = torch.randint(7, (400,), generator=torch.Generator().manual_seed(0))
 BY_CLASS = [(label == LABELS).nonzero()[:, 0] for label in range(7)]
@@ -128,7 +119,7 @@ def load(name, folder):
         ("fashion_mnist", "train-labels-idx1-ubyte.gz"),
         ("camvid", "train/0.png"),
         ("camvid", "trainannot/0.png"),
-        ("ade20k", "images/training/ADE_train_00000000.jpg"),
+        ("ade20k", "ADEChallengeData2016/images/training/000.jpg"),
         ("wikitext-2", "wiki.valid.tokens"),
     ],
 )

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import tarfile
+from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -18,6 +19,7 @@ from acutance.lab.data.imagenet import Crops, ImageFolder, WebShards, centre_cro
 from acutance.lab.data.stream import evaluation_batches, repeated, training_batches
 
 SEED = 5
+assert_same = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module", params=["folder", "shards"])
@@ -40,12 +42,6 @@ def batches(images, count, **options):
         Crops(images, 16), lambda epoch: images.order(SEED, epoch), batch_size=8, seed=SEED, **options
     )
     return [next(stream) for _ in range(count)]
-
-
-def assert_same(one, other):
-    assert len(one) == len(other)
-    for a, b in zip(one, other, strict=True):
-        assert all(map(torch.equal, a, b))
 
 
 def test_a_batch_is_a_function_of_seed_and_step_alone_and_processes_get_rows_of_it(images):

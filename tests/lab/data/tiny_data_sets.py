@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import standins
 import tiny_tasks
 from acutance.errors import AcutanceError
 
@@ -98,23 +99,6 @@ def write_camvid(root):
     return root / "CamVid"
 
 
-def write_ade20k(root, *, names=True):
-    """Forty images of each part."""
-    folder = root / "ADEChallengeData2016"
-    for part in ("training", "validation"):
-        for kind in ("images", "annotations"):
-            (folder / kind / part).mkdir(parents=True)
-        for i in range(40):
-            name = f"ADE_{part[:5]}_{i:08d}"
-            picture(20 + i % 3, 16, i).save(folder / "images" / part / f"{name}.jpg", "JPEG")
-            label = random_bytes(16, 20 + i % 3, seed=i) % 151
-            Image.fromarray(label).save(folder / "annotations" / part / f"{name}.png")
-    if names:
-        rows = [f"{i}\t0.1\t10\t1\t0\tthing {i}, object {i}" for i in range(1, 151)]
-        (folder / "objectInfo150.txt").write_text("\n".join(["Idx\tRatio\tTrain\tVal\tStuff\tName", *rows]) + "\n")
-    return folder
-
-
 def write_wikitext2(root):
     folder = root / "wikitext-2"
     folder.mkdir()
@@ -126,5 +110,5 @@ def write_wikitext2(root):
 
 WRITERS = {
     "cifar10": write_cifar10, "cifar100": write_cifar100, "fashion_mnist": write_fashion_mnist,
-    "camvid": write_camvid, "ade20k": write_ade20k, "wikitext-2": write_wikitext2,
+    "camvid": write_camvid, "ade20k": standins.ade20k, "wikitext-2": write_wikitext2,
 }  # fmt: skip

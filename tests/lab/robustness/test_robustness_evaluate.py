@@ -4,6 +4,7 @@ import json
 import pickle
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,15 @@ from acutance.cli import app
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
 from acutance.lab import recipes
 from acutance.lab.data import Images, load_images
+from acutance.lab.data.augment import normalise
 from acutance.lab.data.imagenet import IMAGENET_MEAN, ImageFolder, centre_crop
 from acutance.lab.evaluate.evaluate import evaluate_run
 from acutance.lab.robustness import FGSM, PGD, RobustnessTable, corrupt, evaluate, images_of
 from acutance.lab.robustness.corruptions import AT_ONCE
-from acutance.lab.train import Run, override, train
+from acutance.lab.train import Run, override
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
+normalised = partial(normalise, mean=torch.tensor(MEAN), std=torch.tensor(STD))
 module = sys.modules["acutance.lab.robustness.evaluate"]  # the function hides it
 
 
@@ -43,11 +46,6 @@ def data(count=AT_ONCE + 20, model=None):
             found = model.eval()(normalised(images)).argmax(-1)
         labels = torch.where(torch.arange(count) % 5 == 0, labels, found)
     return Images("squares", images, labels, tuple("abcd"), MEAN, STD)
-
-
-def normalised(images):
-    mean, std = (torch.tensor(x)[:, None, None] for x in (MEAN, STD))
-    return (images / 255 - mean) / std
 
 
 def accuracy(model, images, labels):
@@ -217,40 +215,32 @@ def invoke(*arguments):
     return CliRunner().invoke(app, ["robustness", *map(str, arguments), "--device", "cpu"])
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "short"
-    settings = ["loop.epochs=1", "task.model.depth=1", "loop.monitor_every=none", "task.model.mitigation=neutreno:0.6"]
-    train(override(recipes.load("digits"), settings), folder, device="cpu")
-    return folder
-
-
-def test_the_command_measures_a_run_and_goes_on(run, tmp_path):
+def test_the_command_measures_a_run_and_goes_on(copy, tmp_path):
     options, page = ["--limit", 60, "--severities", "1,5"], tmp_path / "t.md"
-    done = invoke(run, "--corruptions", "fog,saturate", "--attacks", "fgsm:8", *options, "--markdown", page)
+    done = invoke(copy, "--corruptions", "fog,saturate", "--attacks", "fgsm:8", *options, "--markdown", page)
     assert done.exit_code == 0, done.output
-    table = RobustnessTable.load(run / "robustness.json")
+    table = RobustnessTable.load(copy / "robustness.json")
     assert list(table.cells) == ["clean", "fog:1", "fog:5", "saturate:1", "saturate:5", "fgsm:8"]
     assert table["saturate:5"] == table["clean"]  # grey has no saturation
     assert table.context["images"] == 60
     assert page.read_text() == table.markdown()
-    again = invoke(run, "--corruptions", "none", "--attacks", "none", *options)
+    again = invoke(copy, "--corruptions", "none", "--attacks", "none", *options)
     assert again.exit_code == 0, again.output
-    assert RobustnessTable.load(run / "robustness.json") == table
-    whole = invoke(run, "--corruptions", "none", "--attacks", "none", "--json", tmp_path / "whole.json")
+    assert RobustnessTable.load(copy / "robustness.json") == table
+    whole = invoke(copy, "--corruptions", "none", "--attacks", "none", "--json", tmp_path / "whole.json")
     assert whole.exit_code == 0, whole.output
-    expected = pytest.approx(evaluate_run(run, device="cpu").scores["top1"])
+    expected = pytest.approx(evaluate_run(copy, device="cpu").scores["top1"])
     assert RobustnessTable.load(tmp_path / "whole.json").cells == {"clean": expected}
 
 
-def test_wrong_options_are_named(run, tmp_path):
+def test_wrong_options_are_named(copy, tmp_path):
     wrong = {"--severities=1,x": "takes numbers", "--weights=worst": "last or best", "--attacks=cw": "no attack 'cw'"}
     for option, words in {**wrong, "--corruptions=fog,smoke": "no corruption smoke"}.items():
-        assert words in str(invoke(run, "--json", tmp_path / "t.json", option).exception)
+        assert words in str(invoke(copy, "--json", tmp_path / "t.json", option).exception)
         assert not (tmp_path / "t.json").exists()
     assert "is no run" in str(invoke(tmp_path).exception)
-    Run(tmp_path / "all").begin(override(recipes.load("digits"), ["task.train_on=all"]), "digits", 1)
-    assert "would flatter it" in str(invoke(tmp_path / "all", "--split", "val").exception)
+    Run(copy).begin(override(recipes.load("digits"), ["task.train_on=all"]), "digits", 1)
+    assert "would flatter it" in str(invoke(copy, "--split", "val").exception)
 
 
 def test_images_of_imagenet_are_what_evaluation_cuts_out_and_some_are_some_of_each_class(tmp_path):

@@ -15,7 +15,6 @@ from acutance.lab.data import digits
 from acutance.lab.studies import DepthConfig, depth_study
 from acutance.lab.studies import depth as room
 from acutance.lab.studies.depth import VARIANTS, random_network
-from acutance.models import ViT
 
 TOY = DepthConfig(depths=(1, 3), dim=12, samples=4)
 
@@ -68,18 +67,6 @@ def test_variants_share_their_first_weights():
         found = [sites.find(model)[layer - 1] for model in (plain, minus)]
         before, after = (torch.linalg.matrix_norm(site.projection_weight() @ site.value_weight()) for site in found)
         assert before.item() == pytest.approx(after.item(), rel=1e-3)
-
-
-def test_post_norm_is_the_formula_and_keeps_the_keys():
-    options = {"image_size": 8, "patch_size": 4, "in_chans": 1, "dim": 12, "depth": 1, "heads": 2, "num_classes": 2}
-    torch.manual_seed(0)
-    post = ViT(**options, norm="post")
-    assert post.state_dict().keys() == ViT(**options).state_dict().keys()
-    block, x = post.blocks[0], torch.randn(2, 5, 12)
-    after = block.norm1(x + block.attn(x, None)[0])
-    torch.testing.assert_close(block(x, None)[0], block.norm2(after + block.mlp(after)))
-    with pytest.raises(AcutanceError, match="unknown norm 'sandwich'; known: pre, post"):
-        ViT(**options, norm="sandwich")
 
 
 def test_wrong_options_are_named():

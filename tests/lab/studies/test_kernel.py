@@ -2,13 +2,13 @@
 
 import json
 from functools import partial
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from layers import normal
 from scipy.stats import spearmanr
 from typer.testing import CliRunner
 
@@ -20,34 +20,16 @@ from acutance.explain.spectral_theory import rank_correlation
 from acutance.io.loading import load_model
 from acutance.lab.data import digits
 from acutance.lab.studies import kernel, kernel_assumptions, kernel_study
-from acutance.lab.studies.kernel import MEASURES, asymmetry, negative_share, permuted
-from acutance.models import ViT
-
-OPTIONS = {"image_size": 8, "patch_size": 2, "in_chans": 1, "dim": 12, "depth": 2, "heads": 3, "num_classes": 10}
-SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 50}
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from acutance.lab.studies.kernel import MEASURES, permuted
+from sites.hf_zoo import build
+from tiny_folders import DECLARATION, tiny_tokenizer
 
 
 def vit(seed=0, **options):
     torch.manual_seed(seed)
-    model = ViT(**OPTIONS, **options)
+    model = ac.models.vit_digits(dim=12, depth=2, heads=3, **options)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return model
-
-
-def transformer(kind="Llama", **options):
-    import transformers
-
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, num_attention_heads=4, num_key_value_heads=2, **options)
-    model = getattr(transformers, f"{kind}Model")(config).double().eval()
-    for layer in model.layers:  # from the start, all attention is nearly uniform
-        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-            torch.nn.init.normal_(projection.weight, std=0.5)
     return model
 
 
@@ -58,21 +40,13 @@ def oracle(S):
     return np.linalg.norm(S - S.T) / np.linalg.norm(S + S.T), negative
 
 
-@pytest.mark.parametrize("tokens", [3, 9])
-def test_grams_give_what_the_matrix_gives(tokens):
-    q, k = normal(2, tokens, 4), normal(2, tokens, 4, seed=1)
-    found = torch.stack([asymmetry(q, k), negative_share(q, k)], 1)
-    expected = np.stack([oracle(S.numpy()) for S in q @ k.mT])
-    np.testing.assert_allclose(found, expected, atol=1e-7)
-
-
 IDS = torch.arange(14).reshape(2, 7)
 CAPPED = {"head_dim": 8, "attn_logit_softcapping": 0.5, "attn_implementation": "eager"}
 MODELS = {
     "vit": (lambda: vit().double(), normal(3, 1, 8, 8)),
-    "causal, grouped, rotated": (transformer, {"input_ids": IDS}),
-    "causal, eager": (partial(transformer, attn_implementation="eager"), {"input_ids": IDS}),
-    "capped": (partial(transformer, "Gemma2", **CAPPED), {"input_ids": IDS}),
+    "causal, grouped, rotated": (partial(build, "llama"), {"input_ids": IDS}),
+    "causal, eager": (partial(build, "llama", attn_implementation="eager"), {"input_ids": IDS}),
+    "capped": (partial(build, "gemma2", **CAPPED), {"input_ids": IDS}),
 }
 
 
@@ -84,16 +58,18 @@ def test_readings_are_those_of_each_layer_and_head_before_any_mask(name):
     found = kernel_assumptions(model, [batch])
     with torch.no_grad(), sites.find(model)[1].observe(records.append):
         model(**batch) if isinstance(batch, dict) else model(batch)
-    A = records[0].A
+    A, site = records[0].A, sites.find(model)[1]
     group = A.q.shape[1] // A.k.shape[1]
+    query, key = (w.unflatten(0, (-1, site.head_dim)).detach() for w in (site.query_weight(), site.key_weight()))
     for head in range(A.q.shape[1]):
         logits = (A.q[1, head] @ A.k[1, head // group].mT).double().numpy() * A.scale
         affinity = np.exp(logits if A.softcap is None else A.softcap * np.tanh(logits / A.softcap))
         read = [found.samples[measure][1, 1, head] for measure in MEASURES]
         assert read == pytest.approx([*oracle(logits), *oracle(affinity)], abs=1e-7)
+        form = oracle((query[head].mT @ key[head * site.kv_heads // site.heads]).numpy())
+        assert (found.weights_asymmetry[1, head], found.weights_negative[1, head]) == pytest.approx(form, abs=1e-7)
     used = metrics.gradient_alignment(A, records[0].values)
     np.testing.assert_allclose(found.alignment[1], used, atol=1e-7)
-    assert np.isfinite(found.weights_asymmetry).all()
 
 
 def test_the_baselines_are_those_of_the_permuted_logits_and_symmetric_attention_meets_every_assumption():
@@ -111,19 +87,6 @@ def test_the_baselines_are_those_of_the_permuted_logits_and_symmetric_attention_
         assert row["alignment"] == pytest.approx(1, abs=1e-6)
         deviations = [row[name] for name in (*MEASURES, "weights_asymmetry", "weights_negative")]
         np.testing.assert_allclose(deviations, 0, atol=1e-6)
-
-
-def test_the_form_of_the_weights_with_grouped_queries_or_unknown():
-    """Four query heads, two key heads: the first two belong to the first. A site that knows no weights leaves NaN."""
-    query, key = normal(12, 8), normal(6, 8, seed=1)
-    site = SimpleNamespace(heads=4, kv_heads=2, head_dim=3, query_weight=lambda: query, key_weight=lambda: key)
-    found = kernel._of_weights(site)
-    for head in range(4):
-        first = 3 * (head // 2)
-        form = (query[3 * head : 3 * head + 3].mT @ key[first : first + 3]).numpy()
-        assert found[:, head] == pytest.approx(oracle(form), abs=1e-7)
-    refuse = Mock(side_effect=AcutanceError("does not know where W_Q is"))
-    assert np.isnan(kernel._of_weights(SimpleNamespace(heads=4, query_weight=refuse))).all()
 
 
 def test_correlations_share_ties_and_within_a_layer_do_not_see_the_depth():
@@ -144,7 +107,7 @@ def test_correlations_share_ties_and_within_a_layer_do_not_see_the_depth():
 
 
 def test_padding_and_packed_documents_change_nothing():
-    model, ids = transformer(), torch.arange(12).reshape(2, 6)
+    model, ids = build("llama"), torch.arange(12).reshape(2, 6)
     alone = [kernel_assumptions(model, [{"input_ids": row}]) for row in (ids[:1], ids[1:, :4])]
     padded = {"input_ids": ids, "attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2])}
     positions = torch.tensor([[*range(6), *range(4)]])
@@ -168,12 +131,11 @@ def test_permuting_keeps_the_entries_inside_and_leaves_the_rest_alone():
     assert torch.equal(mixed, permuted(S, pairs, torch.Generator().manual_seed(0)))
 
 
-def test_what_cannot_be_compared_is_refused():
-    from transformers import T5Config, T5EncoderModel
-
-    sizes = {"d_model": 16, "d_ff": 16, "d_kv": 4, "num_layers": 1, "num_heads": 4, "vocab_size": 50}
+def test_what_cannot_be_compared_is_refused_and_weights_that_are_not_known_are_nan():
+    site = Mock(heads=4, query_weight=Mock(side_effect=AcutanceError("keeps W_Q under an unknown name")))
+    assert np.isnan(kernel._of_weights(site)).all()
     with pytest.raises(AcutanceError, match="bias is added"):
-        kernel_assumptions(T5EncoderModel(T5Config(**sizes)), [{"input_ids": torch.arange(6)[None]}])
+        kernel_assumptions(build("t5_encoder"), [{"input_ids": IDS}])
     with pytest.raises(AcutanceError, match="softmax self-attention"):
         kernel_assumptions(vit(attention="linear"), [torch.randn(2, 1, 8, 8)])
     with pytest.raises(AcutanceError, match="no batches"):
@@ -239,21 +201,15 @@ def test_every_model_is_read_and_only_when_its_turn_comes():
 
 
 def test_a_causal_model_is_read_on_text(tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {word: n for n, word in enumerate(["[PAD]", "[UNK]", *"abcdefgh"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    folder, out, text = tmp_path / "causal-seed0", tmp_path / "out", tmp_path / "text.txt"
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(folder)
-    transformer().float().save_pretrained(folder)
-    text.write_text("a b c d e f g h " * 9)
-    command(f"hf:{folder}", "--text", text, "--tokens", 6, "--samples", 5, "--out", out)
+    folder, out = tmp_path / "causal-seed0", tmp_path / "out"
+    tokenizer = tiny_tokenizer(special=False)
+    tokenizer.save_pretrained(folder)
+    build("llama", vocab_size=len(tokenizer)).float().save_pretrained(folder)
+    command(f"hf:{folder}", "--text", DECLARATION, "--tokens", 6, "--samples", 5, "--out", out)
     body = json.loads((out / "kernel.json").read_text())
-    assert body["samples"] == {"text.txt": 5}
+    assert body["samples"] == {DECLARATION.name: 5}
     loaded = load_model(f"hf:{folder}")
-    direct = kernel_assumptions(loaded.model, loaded.text_batches(text, tokens=6, limit=5))
+    direct = kernel_assumptions(loaded.model, loaded.text_batches(DECLARATION, tokens=6, limit=5))
     (row,) = body["summary"]
     assert row["kernel_negative"]["mean"] == pytest.approx(direct.samples["kernel_negative"].mean(), rel=1e-5)
     assert row["weights_asymmetry"]["mean"] == pytest.approx(direct.weights_asymmetry.mean(), rel=1e-5)

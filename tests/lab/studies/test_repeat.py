@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from layers import normal
 from torch.nn import functional as F
 
 from acutance import metrics
@@ -11,10 +12,6 @@ from acutance.lab.studies import attention_from, branch_with_spectrum, drawn_att
 from acutance.lab.studies.repeat import DEFINITIONS, READ_AT_ONCE, repeat
 
 SAMPLES, TOKENS, WIDTH = 3, 6, 4
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def tokens():
@@ -80,15 +77,12 @@ def test_frame_and_picture_show_what_was_measured():
 
 
 def test_the_grid_shows_the_sign_flip_of_pre_norm_and_a_rank_lost_without_smoothing():
-    """None for Post-LN; the rank is lost where attention is computed from the tokens."""
+    """The rank is lost where attention is computed from the tokens."""
     grid = norm_grid(layers=40, tokens=TOKENS, width=WIDTH, samples=2)
     plus, minus = grid["Pre-LN, weights +1"], grid["Pre-LN, weights −1"]
     positive, negative = list(plus)[:2]
     assert plus[positive].hfc_lfc[:, -1].max() < 0.2 < 0.5 < plus[negative].hfc_lfc[:, -1].min()
     assert minus[negative].hfc_lfc[:, -1].max() < 0.2 < 0.5 < minus[positive].hfc_lfc[:, -1].min()
-    for name in plus:
-        paths = [grid[f"Post-LN, weights {sign}1"][name].hfc_lfc for sign in "+−"]
-        np.testing.assert_allclose(*paths, rtol=1e-6, atol=1e-9)
     found = norm_grid(layers=60, samples=3, attention="computed")["no norm"]["λ in [−1, 0)"]
     assert found.hfc_lfc[:, -1].min() > 1
     assert found.min_cosine[:, -1].max() < -0.9

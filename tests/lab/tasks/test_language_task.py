@@ -15,24 +15,9 @@ from acutance.lab.tasks.language import LanguageTask, LanguageTaskConfig, slidin
 from tiny_tasks import CUTOFFS, LANGUAGE, language
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("text")
-
-
 @pytest.fixture
 def task(folder):
     return LanguageTask(language(folder, length=7, val_stride=7), seed=0, device=torch.device("cpu"))
-
-
-@pytest.fixture
-def model(task):
-    """With weights that are spread out."""
-    torch.manual_seed(0)
-    model = task.build_model()
-    for parameter in model.parameters():
-        parameter.data += 0.4 * torch.randn_like(parameter)
-    return model.eval()
 
 
 def test_the_model_has_the_texts_words_only_cutoffs_among_them_and_its_mitigation(folder, task):

@@ -13,17 +13,7 @@ import acutance as ac
 from acutance.errors import AcutanceError
 from acutance.lab.data import load_segmentation
 from acutance.lab.tasks import BatchSlice, segmentation
-from acutance.lab.tasks.segmentation import (
-    MULTI,
-    SINGLE,
-    SegmentationTask,
-    WindowConfig,
-    confusion,
-    normalised,
-    probabilities,
-    scores,
-    segmented,
-)  # fmt: skip
+from acutance.lab.tasks.segmentation import MULTI, SINGLE, WindowConfig, confusion, probabilities, scores
 from acutance.models import ViT
 from tiny_tasks import SEGMENTER, WINDOWS
 from tiny_tasks import segmentation as camvid
@@ -31,28 +21,13 @@ from tiny_tasks import segmentation as camvid
 SMALL = WindowConfig(short_side=16, size=12, stride=9, at_once=2)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("images")
-
-
 def task_on(folder, **options):
-    return SegmentationTask(camvid(folder, **options), seed=0, device=torch.device("cpu"))
+    return segmentation.SegmentationTask(camvid(folder, **options), seed=0, device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
 def task(folder):
     return task_on(folder)
-
-
-@pytest.fixture
-def model(task):
-    """With weights that are spread out."""
-    torch.manual_seed(0)
-    model = task.build_model()
-    for parameter in model.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
-    return model.eval()
 
 
 def test_the_loss_counts_labelled_pixels_only(task, model):
@@ -75,7 +50,7 @@ def test_whole_images_are_scored_at_one_scale_and_on_test_at_several(task, model
     test = task.evaluate(model, split="test")
     with torch.no_grad():
         total = sum(
-            confusion(probabilities(model, normalised(image), MULTI, WINDOWS).argmax(0), labels, 11)
+            confusion(probabilities(model, segmentation.normalised(image), MULTI, WINDOWS).argmax(0), labels, 11)
             for image, labels in load_segmentation("camvid", task.config.data_dir, "test")
         )
     assert test["miou_ms"] == pytest.approx(scores(total)["miou"], abs=1e-9)
@@ -101,6 +76,9 @@ def test_a_mitigation_is_installed_in_both_parts_after_the_encoders_weights(fold
     model = task_on(folder, model=chosen, encoder_weights=str(path)).build_model()
     assert model.config == chosen
     assert torch.equal(model.encoder.blocks[1].attn.qkv.weight, vit.blocks[1].attn.qkv.weight)
+    assert torch.equal(model.encoder.pos_embed[:, 0], vit.pos_embed[:, 0])
+    expected = F.interpolate(vit.pos_embed[:, 1:].mT.unflatten(2, (2, 2)), size=(4, 4), mode="bilinear")
+    torch.testing.assert_close(model.encoder.pos_embed[:, 1:], expected.flatten(2).mT)
 
 
 def test_what_does_not_fit_is_refused(task, folder):
@@ -155,22 +133,19 @@ def plain_probabilities(score, image, scales, flips, *, short, window, stride):
     return torch.stack(found).mean(0)
 
 
-def image(height, width, seed=1):
-    return torch.randn(3, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize("size", [(16, 16), (20, 33), (33, 20), (5, 7), (8, 60), (16, 12)])
 @pytest.mark.parametrize(("views", "scales", "flips"), [
     (SINGLE, [1.0], [False]),
     (MULTI, [0.5, 0.75, 1.0, 1.25, 1.5, 1.75], [False, True]),
 ])  # fmt: skip
 def test_equals_the_plain_windows(size, views, scales, flips):
-    score, picture = Score(), image(*size)
+    draw = torch.Generator().manual_seed(1)
+    score, picture = Score(), torch.randn(3, *size, dtype=torch.float64, generator=draw)
     found = probabilities(score, picture, views, SMALL).detach()
     assert score.calls == segmentation.forward_passes(size, views, SMALL)
     expected = plain_probabilities(score, picture, scales, flips, short=16, window=12, stride=9)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    for index, classes in segmented(score, [picture.flip(1), picture].__getitem__, 2, views, SMALL):
+    for index, classes in segmentation.segmented(score, [picture.flip(1), picture].__getitem__, 2, views, SMALL):
         assert torch.equal(classes, found.argmax(0)) == bool(index)
         assert not classes.requires_grad
 

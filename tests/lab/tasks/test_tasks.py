@@ -31,11 +31,6 @@ PHOTOS = replace(VIT, image_size=16, patch_size=8, in_chans=3, num_classes=stand
 AUGMENT = AugmentConfig(crop_pad=1, flip=0.5, rand_layers=1, erase=0.5, mixup=0.8, cutmix=1.0, smoothing=0.1)
 
 
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory):
-    return tmp_path_factory.mktemp("photos")
-
-
 def classification(folder, **options):
     return ClassificationConfig("digits", **{"model": VIT, "augment": AUGMENT, "repeats": 3, **options})
 
@@ -94,14 +89,14 @@ def test_the_loss_of_a_distilled_model_is_the_mean_over_its_heads():
     torch.testing.assert_close(digits().loss(lambda _: tuple(heads), (None, targets)), sum(both) / 2)
 
 
-def test_repeated_augmentation_shows_an_image_thrice_a_batch_and_each_time_anew(photos):
-    images, targets = next(task(imagenet(photos, augment=AugmentConfig())).batches(12, 0, BatchSlice()))
+def test_repeated_augmentation_shows_an_image_thrice_a_batch_and_each_time_anew(folder):
+    images, targets = next(task(imagenet(folder, augment=AugmentConfig())).batches(12, 0, BatchSlice()))
     assert torch.equal(targets, targets[:4].repeat(3, 1))
     assert not torch.equal(images[:4], images[4:8])
 
 
-def test_images_are_trained_on_but_for_the_slice_and_scores_are_a_plain_count(photos):
-    made = task(imagenet(photos))
+def test_images_are_trained_on_but_for_the_slice_and_scores_are_a_plain_count(folder):
+    made = task(imagenet(folder))
     model = made.build_model().eval()
     labels = torch.arange(standins.CLASSES).repeat_interleave(5)
     with torch.no_grad():
@@ -110,7 +105,7 @@ def test_images_are_trained_on_but_for_the_slice_and_scores_are_a_plain_count(ph
     assert made.probe().shape[0] == made.size("val")
     kept = standins.CLASSES * (standins.PER_CLASS - standins.PER_CLASS // standins.HELD_OUT_EVERY)
     assert made.steps_per_epoch(6) == kept // 6  # without the slice
-    everything = task(imagenet(photos, train_on="all", data_dir=str(photos)))  # where other data sets are, too
+    everything = task(imagenet(folder, train_on="all", data_dir=str(folder)))  # where other data sets are, too
     assert everything.steps_per_epoch(6) == standins.CLASSES * standins.PER_CLASS // 6
 
 
@@ -128,9 +123,9 @@ def test_images_are_trained_on_but_for_the_slice_and_scores_are_a_plain_count(ph
         (imagenet, {"model": replace(PHOTOS, in_chans=1)}, "3 channels"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_training(photos, make, changes, words):
+def test_what_does_not_fit_is_refused_before_training(folder, make, changes, words):
     with pytest.raises(AcutanceError, match=words):
-        task(make(photos, **changes)).steps_per_epoch(100_000)
+        task(make(folder, **changes)).steps_per_epoch(100_000)
 
 
 @pytest.mark.cuda

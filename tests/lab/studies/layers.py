@@ -1,0 +1,17 @@
+"""Random layers and tokens of the studies."""
+
+import torch
+
+TOKENS, WIDTH = 7, 5
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def centred_branch(eigenvalues, seed=1):
+    """H with these eigenvalues on centred tokens, whatever it does with the channels' mean; and the eigenvectors."""
+    mean = torch.ones(WIDTH, 1, dtype=torch.float64)
+    vectors = torch.linalg.qr(torch.cat([mean, normal(WIDTH, WIDTH - 1, seed=seed)], dim=1)).Q[:, 1:]
+    H = (vectors * torch.tensor(eigenvalues, dtype=torch.float64)) @ vectors.mT
+    return H + 0.3 * normal(WIDTH, 1, seed=seed + 1) @ mean.mT + 0.3 * mean @ normal(1, WIDTH, seed=seed + 2), vectors
