@@ -80,19 +80,7 @@ def rescale(y, own):
 
 
 def encode(
-    state,
-    x,
-    *,
-    heads,
-    depth,
-    names,
-    eps=1e-5,
-    cut=None,
-    norm_first=True,
-    activation=F.gelu,
-    memory=None,
-    mask=None,
-    strength=0.0,
+    state, x, *, heads, depth, names, eps=1e-5, cut=None, norm_first=True, activation=F.gelu, memory=None, **attending
 ):
     """Blocks on a state dict, in plain sight, and the norm after them if it is called `norm`."""
     first = None
@@ -117,8 +105,8 @@ def encode(
             return linear(u.transpose(1, 2).flatten(2), f"{name}.{names.output}.")
 
         def self_attention(x, block=block, own=own, layer=layer, first=first):
-            options = {"first": first, "own": own, "mask": mask, "cut": layer == cut, "strength": strength}
-            return rescale(attention(x, names.attention, x, **options), own) * block.get("gain", 1.0)
+            y = attention(x, names.attention, x, first=first, own=own, cut=layer == cut, **attending)
+            return rescale(y, own) * block.get("gain", 1.0)
 
         branches = [self_attention]
         if memory is not None:

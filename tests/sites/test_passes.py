@@ -4,12 +4,14 @@ import gc
 import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
+import hf_zoo
 import pytest
 import torch
-from test_anybody import formula, gpt, gradients, ids
+from test_anybody import assert_exact, formula, gpt, gradients, ids
+from tiny_models import left_alone
 from torch import nn
-from torch_nn_models import inventory
 
 import acutance as ac
 from acutance import sites
@@ -20,22 +22,14 @@ SPEC = "neutreno:0.6"
 
 def in_threads(count, work):
     """All start together; what goes wrong in one is raised here."""
-    barrier, found, errors = threading.Barrier(count), [None] * count, []
+    barrier = threading.Barrier(count)
 
     def run(number):
-        try:
-            barrier.wait()
-            found[number] = [work(number) for _ in range(5)][-1]
-        except BaseException as error:
-            errors.append(error)
+        barrier.wait()
+        return [work(number) for _ in range(5)][-1]
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
-    return found
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count)))
 
 
 @pytest.mark.parametrize("form", ["sdpa", "matmul"])
@@ -45,20 +39,16 @@ def test_threads_on_one_model_have_their_own_first_values(form):
     found = in_threads(3, lambda number: gradients(model, model(ids(seed=number, count=5 + number))))
     for number, grads in enumerate(found):
         wanted = gradients(model, formula(model, ids(seed=number, count=5 + number)))
-        for one, other in zip(grads, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-13)
+        torch.testing.assert_close(grads, wanted, rtol=1e-9, atol=1e-13)
 
 
 def test_threads_on_a_model_of_transformers():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=30, use_cache=False)
-    model = transformers.LlamaModel(config).eval()
+    model, inputs = hf_zoo.build("llama"), hf_zoo.batch("llama", padded=False)
     ac.mitigate(model, SPEC)
-    batches = [torch.randint(30, (2, 5 + number)) for number in range(3)]
+    batches = [{name: x[:, number:] for name, x in inputs.items()} for number in range(3)]
     with torch.no_grad():
-        alone = [model(batch).last_hidden_state for batch in batches]
-        found = in_threads(3, lambda number: model(batches[number]).last_hidden_state)
+        alone = [hf_zoo.output(model, batch) for batch in batches]
+        found = in_threads(3, lambda number: hf_zoo.output(model, batches[number]))
     assert all(torch.equal(one, other) for one, other in zip(found, alone, strict=True))
 
 
@@ -118,29 +108,24 @@ def test_a_gradient_taken_in_the_middle_of_a_pass_leaves_it_as_it_was():
     hook = model.h[1].register_forward_hook(interrupt)
     out = model(ids())
     hook.remove()
-    for one, expected in zip(gradients(model, out), gradients(model, formula(model, ids())), strict=True):
-        torch.testing.assert_close(one, expected, rtol=1e-9, atol=1e-13)
+    assert_exact(model, None, ids(), out)
 
 
-REFUSED = {
-    "layers 1.5": ({"layers": [1.5]}, "whole numbers"),
-    "layers as text": ({"layers": "1"}, "list of numbers"),
-    "layers true": ({"layers": [True]}, "whole numbers"),
-    "a layer too deep": ({"layers": [1, 4]}, "1 to 3"),
-    "no layer": ({"layers": []}, "1 to 3"),
-    "no such part": ({"part": "encoder"}, "no part 'encoder'"),
-}
+REFUSED = [
+    ({"layers": [1.5]}, "whole numbers"),
+    ({"layers": "1"}, "list of numbers"),
+    ({"layers": [True]}, "whole numbers"),
+    ({"layers": [1, 4]}, "1 to 3"),
+    ({"layers": []}, "1 to 3"),
+    ({"part": "encoder"}, "no part 'encoder'"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_bad_input_is_refused_before_anything_changes(name):
-    options, match = REFUSED[name]
+@pytest.mark.parametrize(("options", "match"), REFUSED, ids=str)
+def test_bad_input_is_refused_before_anything_changes(options, match):
     model = gpt()
-    before, state = model(ids()), inventory(model)
-    with pytest.raises(AcutanceError, match=match):
+    with left_alone(model, lambda: model(ids())), pytest.raises(AcutanceError, match=match):
         ac.mitigate(model, SPEC, **options)
-    assert inventory(model) == state
-    assert torch.equal(model(ids()), before)
 
 
 def test_an_optimiser_that_was_made_before_is_told_of_new_parameters():

@@ -1,10 +1,16 @@
-"""Models made of nn.MultiheadAttention: torch's own, and such as people write."""
+"""Tiny models: our ViT, those made of nn.MultiheadAttention, torch's own and such as people write."""
+
+from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+
+from acutance.models import ViT
 
 DIM, HEADS, DEPTH, BATCH, TOKENS = 12, 2, 3, 4, 5
+HIDDEN = torch.triu(torch.ones(TOKENS, TOKENS, dtype=torch.bool), 1)
+CAUSAL = torch.zeros(TOKENS, TOKENS, dtype=torch.float64).masked_fill(HIDDEN, -torch.inf)
+BIAS = torch.randn(BATCH * HEADS, TOKENS, TOKENS, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
 def shaken(module, seed=0):
@@ -27,6 +33,23 @@ def decoder(**options):
     return shaken(nn.TransformerDecoder(layer, DEPTH).double())
 
 
+def vit(seed=0, **options):
+    torch.manual_seed(seed)
+    sizes = {"image_size": 8, "patch_size": 4, "dim": DIM, "depth": DEPTH, "heads": 3, "num_classes": 5}
+    return ViT(**sizes | options).double().eval()
+
+
+def images():
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def shake_learnt(model):
+    """What a mitigation learns moved away from where it starts."""
+    for name, parameter in model.named_parameters():
+        if ".mitigation." in name:
+            parameter.data += 0.1 + 0.1 * torch.arange(parameter.numel()).to(parameter).view_as(parameter)
+
+
 def tokens(seed=1, batch=BATCH, dtype=torch.float64):
     return torch.randn(batch, TOKENS, DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
@@ -36,6 +59,16 @@ def inventory(model):
     return {name: {key: repr(value) for key, value in vars(m).items()} for name, m in model.named_modules()}
 
 
+@contextmanager
+def left_alone(model, run=None):
+    """Nothing that the model holds has changed afterwards, and no bit of what `run` gives."""
+    output = None if run is None else run()
+    before = inventory(model)
+    yield output
+    assert inventory(model) == before
+    assert run is None or torch.equal(run(), output)
+
+
 def padding():
     """True where a key is padding."""
     mask = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
@@ -43,28 +76,25 @@ def padding():
     return mask
 
 
-class Checkpointed(nn.Module):
-    """Layers run through activation checkpointing."""
+class Made(nn.Module):
+    """Parts by name, and how they are run on tokens."""
 
-    def __init__(self, layers, reentrant):
+    def __init__(self, run, **parts):
         super().__init__()
-        self.layers, self.reentrant = nn.ModuleList(layers), reentrant
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
 
-    def forward(self, x):
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        return x
+    def forward(self, *args):
+        return self.run(self, *args)
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Made):
     """Somebody's wrapper around nn.MultiheadAttention."""
 
-    def __init__(self, batch_first):
-        super().__init__()
-        self.mha = nn.MultiheadAttention(DIM, HEADS, batch_first=batch_first)
-
-    def forward(self, x):
-        return self.mha(x, x, x, need_weights=False)[0]
+    def __init__(self, **options):
+        attention = nn.MultiheadAttention(DIM, HEADS, **{"batch_first": True, **options})
+        super().__init__(lambda self, x: self.mha(x, x, x, need_weights=False)[0], mha=attention)
 
 
 class Block(nn.Module):
@@ -74,7 +104,7 @@ class Block(nn.Module):
         super().__init__()
         self.turn = turn
         self.norm1 = nn.LayerNorm(DIM)
-        self.attention = SelfAttention(batch_first)
+        self.attention = SelfAttention(batch_first=batch_first)
         self.gain = nn.Parameter(torch.ones(DIM))
         self.norm2 = nn.LayerNorm(DIM)
         self.mlp = nn.Sequential(nn.Linear(DIM, 16), nn.ReLU(), nn.Linear(16, DIM))
@@ -86,16 +116,16 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class Model(nn.Module):
+def blocks(*options, depth=DEPTH):
+    return shaken(nn.Sequential(*(Block(*options) for _ in range(depth)))).double()
+
+
+class Model(Made):
     """A backbone of blocks, with embedding, class token, final norm and head around it."""
 
-    def __init__(self, block=Block, depth=DEPTH):
-        super().__init__()
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, DIM))
-        self.embed = nn.Linear(DIM, DIM)
-        self.blocks = nn.Sequential(*(block() for _ in range(depth)))
-        self.norm = nn.LayerNorm(DIM)
-        self.head = nn.Linear(DIM, 3)
+    def __init__(self):
+        parts = {"embed": nn.Linear(DIM, DIM), "blocks": blocks(), "norm": nn.LayerNorm(DIM), "head": nn.Linear(DIM, 3)}
+        super().__init__(None, cls_token=nn.Parameter(torch.zeros(1, 1, DIM)), **parts)
 
     def forward(self, x):
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), self.embed(x)], dim=1)
@@ -106,24 +136,18 @@ def cross_attention():
     return nn.MultiheadAttention(DIM, HEADS, batch_first=True)
 
 
-class PostNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention, self.norm = SelfAttention(True), nn.LayerNorm(DIM)
+class PostNorm(Made):
+    """A block whose residual stream is normed."""
 
-    def forward(self, x):
-        return self.norm(x + self.attention(x))
+    def __init__(self, run=lambda self, x: self.norm(x + self.attention(x)), **options):
+        super().__init__(run, attention=SelfAttention(**options), norm=nn.LayerNorm(DIM))
 
 
-class WithPositions(nn.Module):
+def with_positions():
     """As in detection Transformers: positions are added to queries and keys alone."""
 
-    def __init__(self):
-        super().__init__()
-        self.attn, self.norm = nn.MultiheadAttention(DIM, HEADS, batch_first=True), nn.LayerNorm(DIM)
-        self.positions = nn.Parameter(torch.ones(TOKENS, DIM))
-
-    def forward(self, x):
+    def run(self, x):
         h = self.norm(x)
-        q = self.positions + h
-        return x + self.attn(q, q, h)[0]
+        return x + self.attn(self.positions + h, self.positions + h, h)[0]
+
+    return Made(run, attn=cross_attention(), norm=nn.LayerNorm(DIM), positions=nn.Parameter(torch.ones(TOKENS, DIM)))

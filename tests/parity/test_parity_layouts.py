@@ -1,0 +1,158 @@
+"""Other layouts of torch.nn than the matrix has, and masks of every kind: outputs and gradients of the formula."""
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
+
+import pytest
+import torch
+from parity_formula import Names, encode
+from parity_matrix import TOLERANCE, distance, loss_of
+from torch import nn
+
+import acutance as ac
+from acutance.errors import AcutanceError
+from sites import tiny_models
+from sites.tiny_models import BIAS, CAUSAL, DEPTH, HEADS, HIDDEN, blocks, decoder, encoder, padding, tokens
+
+NAMES = Names("layers.", "self_attn", "in_proj_", "out_proj", "linear1", "linear2")
+SOMEBODYS = Names("", "attention.mha", "in_proj_", "out_proj", "mlp.0", "mlp.2")
+STRENGTH = 0.4
+SPEC = f"attnscale+neutreno:{STRENGTH}"  # takes masks
+FLOAT_PADDING = padding().double().masked_fill(padding(), -torch.inf)
+PADDED = FLOAT_PADDING[:, None, None, :]
+MASKS = {  # what the encoder is given, and what that adds to the logits
+    "none": ({}, None),
+    "padding": ({"src_key_padding_mask": padding()}, PADDED),
+    "float padding": ({"src_key_padding_mask": FLOAT_PADDING}, PADDED),
+    "hidden": ({"mask": HIDDEN}, CAUSAL),
+    "causal": ({"mask": CAUSAL, "is_causal": True}, CAUSAL),
+    "bias": ({"mask": BIAS}, BIAS.unflatten(0, (-1, HEADS))),
+    "bias of all": ({"mask": BIAS[0]}, BIAS[0]),
+    "causal and padding": ({"mask": HIDDEN, "src_key_padding_mask": padding(), "is_causal": True}, CAUSAL + PADDED),
+}
+
+
+def tokens_first(model, x):
+    return model(x.transpose(0, 1)).transpose(0, 1)
+
+
+def with_memory(model, x, mask, is_causal):
+    return model(x, tokens(seed=2), tgt_mask=mask, tgt_is_causal=is_causal)
+
+
+class Case(NamedTuple):
+    """A model, how it is run, and what the formula is told of it."""
+
+    make: Callable[[], nn.Module]
+    run: Callable[..., torch.Tensor] = lambda model, x, **arguments: model(x, **arguments)
+    spec: str = f"{SPEC}+featscale"
+    formula: Mapping[str, object] = MappingProxyType({})
+    mask: str = "none"
+    samples: int = 4
+
+
+PRE, MINE = {"norm_first": True}, {"norm_first": True, "names": SOMEBODYS}
+BARE = PRE | {"bias": False, "batch_first": False}
+CROSS = {"memory": tokens(seed=2)}
+CASES = {
+    "post-norm": Case(partial(encoder, norm=True)),
+    "pre-norm": Case(partial(encoder, norm=True, **PRE), formula=PRE),
+    "tokens first": Case(partial(encoder, norm=True, batch_first=False), tokens_first),
+    "tokens first, pre-norm, no bias": Case(partial(encoder, norm=True, **BARE), tokens_first, formula=PRE),
+    "one sample": Case(encoder, lambda model, x: model(x[0])[None], samples=1),
+    "decoder": Case(decoder, with_memory, SPEC, CROSS, "causal"),
+    "decoder, pre-norm": Case(partial(decoder, **PRE), with_memory, SPEC, CROSS | PRE, "causal"),
+    "somebody's": Case(blocks, formula=MINE),
+    "turned inside": Case(partial(blocks, True, False), formula=MINE),
+    "turned inside to no avail": Case(partial(blocks, True, True), tokens_first, formula=MINE),
+    "turned outside": Case(partial(blocks, False, False), tokens_first, formula=MINE),
+    **{f"mask: {name}": Case(encoder, spec=SPEC, mask=name) for name in MASKS},
+}
+
+
+def mitigated(model, spec=SPEC):
+    """With learnt parameters away from where they start."""
+    handle = ac.mitigate(model, spec)
+    tiny_models.shake_learnt(model)
+    return handle
+
+
+def with_gradients(output, parameters):
+    loss_of(output).backward()
+    return {"output": output.detach(), **{name: parameter.grad for name, parameter in parameters}}
+
+
+def plain(model, x=None, mask="none", **formula):
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    known = {"heads": HEADS, "depth": DEPTH, "names": NAMES, "activation": torch.relu, "strength": STRENGTH}
+    known |= {"norm_first": False, "mask": MASKS[mask][1]} | formula
+    return with_gradients(encode(leaves, tokens() if x is None else x, **known), leaves.items())
+
+
+def assert_exact(model, output, expected):
+    assert distance(with_gradients(output, model.named_parameters()), expected) < TOLERANCE["float64"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_or_a_mask_equals_the_formulas(name):
+    case = CASES[name]
+    model, x = case.make(), tokens(batch=case.samples)
+    mitigated(model, case.spec)
+    assert_exact(model, case.run(model, x, **MASKS[case.mask][0]), plain(model, x, case.mask, **case.formula))
+
+
+@pytest.mark.slow
+def test_compiled_with_masks():
+    torch._dynamo.reset()
+    model = encoder(norm=True)
+    mitigated(model)
+    output = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens(), **MASKS["causal and padding"][0])
+    assert_exact(model, output, plain(model, mask="causal and padding"))
+
+
+@pytest.mark.parametrize("mask", ["padding", "hidden", "causal"])
+def test_a_mean_over_hidden_tokens_is_refused(mask):
+    model = encoder()
+    with ac.mitigate(model, "featscale"), pytest.raises(AcutanceError, match="a mask hides some of them"):
+        model(tokens(), **MASKS[mask][0])
+
+
+@pytest.mark.parametrize("mask", ["none", "padding", "causal and padding"])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_the_fast_path_does_not_bypass_us(mask, norm_first, monkeypatch):
+    calls = []
+
+    def counted(own, *args, **kwargs):
+        calls.append(own)
+        return own(*args, **kwargs)
+
+    for name in ("_transformer_encoder_layer_fwd", "_nested_tensor_from_mask"):
+        monkeypatch.setattr(torch, name, partial(counted, getattr(torch, name)))
+    model, arguments = encoder(norm=True, nested=not norm_first, norm_first=norm_first).eval(), MASKS[mask][0]
+    with torch.no_grad():
+        before = model(tokens(), **arguments)
+        assert len(calls) == DEPTH + int(mask == "padding" and not norm_first)  # torch does take its fast paths
+        usual, handle = calls.copy(), mitigated(model)
+        output = model(tokens(), **arguments)
+        assert calls == usual
+        handle.remove()
+        assert torch.equal(model(tokens(), **arguments), before)
+        assert calls == 2 * usual
+    mitigated(model)
+    expected = plain(model, mask=mask, norm_first=norm_first)["output"]
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_copy_is_mitigated_too_and_independent():
+    model = encoder()
+    before, handle = model(tokens()), mitigated(model)
+    output, twin = model(tokens()), copy.deepcopy(model)
+    handle.remove()
+    assert torch.equal(model(tokens()), before)
+    assert torch.equal(twin(tokens()), output)
+    twin.layers[1].self_attn.mitigation.parts[0].gain.data.zero_()
+    assert not torch.equal(twin(tokens()), output)
+    assert_exact(twin, twin(tokens()), plain(twin))
