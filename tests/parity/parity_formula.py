@@ -29,13 +29,18 @@ def learnt(state, attention):
     return {path.rpartition(".")[2]: p for path, p in state.items() if path.startswith(f"{attention}.mitigation.")}
 
 
-def with_plain_weights(state, value, output):
-    """Eigen: W_V = Vᵀ and W_proj = V Λ under their usual names, V = (I + S)⁻¹ (I − S), S = (Θ − Θᵀ)/2, Λ = −ψ²."""
+def cayley(theta):
+    """V = (I + S)⁻¹ (I − S), S = (Θ − Θᵀ)/2."""
+    skew, identity = (theta - theta.T) / 2, torch.eye(len(theta)).to(theta)
+    return torch.linalg.solve(identity + skew, identity - skew)
+
+
+def with_plain_weights(state, value, output, basis=cayley):
+    """Eigen: W_V = Vᵀ and W_proj = V Λ under their usual names, Λ = −ψ²."""
     plain = dict(state)
     for attention in {match[1] for path in state if (match := re.fullmatch(r"(.*)\.mitigation\..*\btheta", path))}:
         own = learnt(state, attention)
-        skew, identity = (own["theta"] - own["theta"].T) / 2, torch.eye(len(own["theta"])).to(own["theta"])
-        v = torch.linalg.solve(identity + skew, identity - skew)
+        v = basis(own["theta"])
         module, _, leaf = f"{attention}.{value}".rpartition(".")
         others = plain.pop(f"{module}.parametrizations.{leaf}.original0", v[:0])  # the rows of q and k
         plain[f"{module}.{leaf}"] = torch.cat([others, v.T])

@@ -14,8 +14,7 @@ from torch import nn
 
 import acutance as ac
 from acutance.errors import AcutanceError
-from sites import tiny_models
-from sites.tiny_models import BIAS, CAUSAL, DEPTH, HEADS, HIDDEN, blocks, decoder, encoder, padding, tokens
+from sites.tiny_models import BIAS, CAUSAL, DEPTH, HEADS, HIDDEN, blocks, decoder, encoder, mitigated, padding, tokens
 
 NAMES = Names("layers.", "self_attn", "in_proj_", "out_proj", "linear1", "linear2")
 SOMEBODYS = Names("", "attention.mha", "in_proj_", "out_proj", "mlp.0", "mlp.2")
@@ -73,13 +72,6 @@ CASES = {
 }
 
 
-def mitigated(model, spec=SPEC):
-    """With learnt parameters away from where they start."""
-    handle = ac.mitigate(model, spec)
-    tiny_models.shake_learnt(model)
-    return handle
-
-
 def with_gradients(output, parameters):
     loss_of(output).backward()
     return {"output": output.detach(), **{name: parameter.grad for name, parameter in parameters}}
@@ -108,7 +100,7 @@ def test_a_layout_or_a_mask_equals_the_formulas(name):
 def test_compiled_with_masks():
     torch._dynamo.reset()
     model = encoder(norm=True)
-    mitigated(model)
+    mitigated(model, SPEC)
     output = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens(), **MASKS["causal and padding"][0])
     assert_exact(model, output, plain(model, mask="causal and padding"))
 
@@ -135,20 +127,20 @@ def test_the_fast_path_does_not_bypass_us(mask, norm_first, monkeypatch):
     with torch.no_grad():
         before = model(tokens(), **arguments)
         assert len(calls) == DEPTH + int(mask == "padding" and not norm_first)  # torch does take its fast paths
-        usual, handle = calls.copy(), mitigated(model)
+        usual, handle = calls.copy(), mitigated(model, SPEC)
         output = model(tokens(), **arguments)
         assert calls == usual
         handle.remove()
         assert torch.equal(model(tokens(), **arguments), before)
         assert calls == 2 * usual
-    mitigated(model)
+    mitigated(model, SPEC)
     expected = plain(model, mask=mask, norm_first=norm_first)["output"]
     torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_a_copy_is_mitigated_too_and_independent():
     model = encoder()
-    before, handle = model(tokens()), mitigated(model)
+    before, handle = model(tokens()), mitigated(model, SPEC)
     output, twin = model(tokens()), copy.deepcopy(model)
     handle.remove()
     assert torch.equal(model(tokens()), before)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from parity_formula import use_formula
 
-import acutance as ac
 from acutance import sites
 from sites.hf_zoo import ZOO, batch, build, in_float64, output, part_of
+from sites.tiny_models import mitigated
 
 EITHER = ("vit", "beit", "bert", "t5_encoder", "bart_decoder", "gpt2", "llama")  # tried by both implementations
 WITHOUT_MEAN = ("swin", "modernbert")  # and causal ones: where a mean over tokens is refused
@@ -34,10 +34,7 @@ def assert_parity(name, spec, inputs, implementation=None):
         model.set_attn_implementation(implementation)
     found, theirs = sites.find(part_of(name, model)), sites.find(part_of(name, plain))
     layers = [(site.attention, site.output_projection()) for site in theirs]
-    ac.mitigate(part_of(name, model), spec)
-    for site in found:
-        for parameter in site.mitigation.parameters():
-            parameter.data += 0.5 * torch.randn_like(parameter)
+    mitigated(part_of(name, model), spec)
     for site, (attention, _) in zip(found, layers, strict=True):
         attention.mitigation = copy.deepcopy(site.mitigation)  # parameters of the same names
     own = [{p.rpartition(".")[2]: x for p, x in a.mitigation.named_parameters()} for a, _ in layers]

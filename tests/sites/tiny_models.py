@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from acutance.models import ViT
+from acutance.sites.mitigate import mitigate
 
 DIM, HEADS, DEPTH, BATCH, TOKENS = 12, 2, 3, 4, 5
 HIDDEN = torch.triu(torch.ones(TOKENS, TOKENS, dtype=torch.bool), 1)
@@ -43,11 +44,13 @@ def images():
     return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def shake_learnt(model):
-    """What a mitigation learns moved away from where it starts."""
+def mitigated(model, spec):
+    """What is learnt moved away from where it starts, differently in every layer."""
+    handle, generator = mitigate(model, spec), torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
         if ".mitigation." in name:
-            parameter.data += 0.1 + 0.1 * torch.arange(parameter.numel()).to(parameter).view_as(parameter)
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter)
+    return handle
 
 
 def tokens(seed=1, batch=BATCH, dtype=torch.float64):
