@@ -77,8 +77,8 @@ def expected(leaves, grad, heads, kv_heads, scale, causal=False):
 
 def error(ours, theirs):
     """Relative; of one token alone the contrast's gradient is 0, and must be so exactly."""
-    found = (ours.double() - theirs).norm()
-    return (found / theirs.norm()).item() if theirs.norm() > 0 else found.item()
+    found, size = (ours.double() - theirs.double()).norm(), theirs.double().norm()
+    return (found / size).item() if size > 0 else found.item()
 
 
 class ValueResidual(mitigations.Mitigation):

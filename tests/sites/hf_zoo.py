@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sites.tiny_models import recorded
+
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MARKS = {"bos_token_id": 1, "eos_token_id": 2}
@@ -191,12 +193,7 @@ def output(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 def records(model, inputs, found):
     """The output of a forward pass, and what every site saw of it."""
-    seen = []
-    undos = [site.observe(seen.append) for site in found]
-    result = output(model, inputs)
-    for undo in undos:
-        undo.remove()
-    return result, seen
+    return recorded(lambda: output(model, inputs), found)
 
 
 def table() -> str:

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import Made, left_alone
+from tiny_models import Made, Sharper, left_alone, readings
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -165,8 +165,7 @@ def test_attnscale_knows_what_a_row_sees(form):
 @torch.no_grad()
 def test_every_reading_and_every_map_is_that_of_sdpa(form):
     options = {"tap": ["block", "attention", "values", "final"], "metrics": "all", "progress": False}
-    found, wanted = (ac.measure(gpt(kind), [ids()], **options) for kind in (form, "sdpa"))
-    found, wanted = ({(r.tap, r.layer, r.metric): r.mean for r in one.readings} for one in (found, wanted))
+    found, wanted = (readings(ac.measure(gpt(kind), [ids()], **options)) for kind in (form, "sdpa"))
     assert found == pytest.approx(wanted, rel=1e-6, abs=1e-8)
     maps, expected = (ac.attention_maps(gpt(kind), ids(rows=1), layers=[1, 3]) for kind in (form, "sdpa"))
     for layer in (1, 3):
@@ -214,13 +213,6 @@ def test_the_stream_after_a_block_and_what_a_layer_keeps(form):
     with ac.mitigate(model, Halfway()):
         torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
     assert KEPT == [(1, None), (2, 1), (3, 2)]
-
-
-class Sharper(ac.Mitigation):
-    """Logits twice as large, and a bias on them."""
-
-    def scores(self, q, k, call):
-        return 2 * q, k, call.v.new_full((1,), 0.5)
 
 
 def test_scores_are_changed_before_the_softmax_where_q_is_known():

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hf_zoo import SIZES, TEXT, ZOO, tiny
 from tiny_models import Made, left_alone
+from tiny_models import readings as table
 from torch import nn
 
 import acutance as ac
@@ -19,10 +20,6 @@ METRICS = ["token_cosine", "hfc_lfc_frobenius", "attention_entropy", "nonlocal_e
 
 def measured(model, *batches, **options):
     return ac.measure(model, batches, **{"metrics": METRICS, "tap": TAPS, "progress": False, **options})
-
-
-def table(profile):
-    return {(r.tap, r.layer, r.metric): r.mean for r in profile.readings}
 
 
 def cosines(hidden, content=slice(None)):

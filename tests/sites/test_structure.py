@@ -5,7 +5,7 @@ from dataclasses import replace
 import hf_zoo
 import pytest
 import torch
-from tiny_models import Made, encoder, images, shaken, tokens, vit
+from tiny_models import Made, encoder, images, recorded, shaken, tokens, vit
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
@@ -13,7 +13,7 @@ import acutance as ac
 from acutance import metrics, sites
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.mitigations.projection import Projection, Projections
-from acutance.sites import AttentionSite, Library
+from acutance.sites import AttentionSite
 
 
 def test_sites_stand_in_depth_order_with_their_shapes():
@@ -58,12 +58,10 @@ def test_the_weights_are_those_the_tokens_go_through(name):
     model, x = ATTENTIVE[name]()
     memory = {parameter.untyped_storage().data_ptr() for parameter in shaken(model).parameters()}
     for site in sites.find(model):
-        records, inputs = [], []
-        hook = site.attention.register_forward_pre_hook(lambda _, args, kept=inputs: kept.append(args[0]))
-        with site.observe(records.append):
-            model(x)
-        hook.remove()
-        (record,), entered = records, site.tokens(inputs[0])
+        inputs = []
+        with site.attention.register_forward_pre_hook(lambda _, args, kept=inputs: kept.append(args[0])):
+            _, (record,) = recorded(lambda: model(x), [site])
+        entered = site.tokens(inputs[0])
         for which, given, made in (
             ("value", entered, record.values),
             ("projection", record.output.transpose(1, 2).flatten(2), record.branch),
@@ -147,22 +145,6 @@ def test_models_without_one_stack_are_refused():
         sites.find(wrap(student=vit(), teacher=vit()))
     with pytest.raises(AcutanceError, match=r"no attention found in torch\.nn\..*Linear; .*acutance\.models"):
         sites.find(nn.Linear(2, 2))
-
-
-def test_another_library_is_one_entry(monkeypatch):
-    model, borrowed = nn.Linear(2, 2), sites.find(vit())
-    layers = [sites.Layer(site.layer, site.name, site.block, site.attention) for site in borrowed]
-    library = Library(
-        name="toys",
-        layers=lambda m: layers if m is model else [],
-        site=lambda _stack, layer: borrowed[layer.layer - 1],
-        final_norm=lambda _: model,
-        special_tokens=lambda _: sites.SpecialTokens(7),
-    )
-    monkeypatch.setattr(sites, "LIBRARIES", [*sites.LIBRARIES, library])
-    assert sites.find(model) == borrowed
-    assert sites.special_tokens(model).front == 7
-    assert sites.final_norm(model) is model
 
 
 def test_mitigation_spec_says_what_the_model_carries():

@@ -84,17 +84,15 @@ def test_records_hold_the_attention_that_torch_reports(batch_first, masks, need_
     mha = nn.MultiheadAttention(DIM, HEADS, batch_first=batch_first).double()
     x = tokens() if batch_first else tokens().transpose(0, 1)
     plain, weights = mha(x, x, x, **masks, average_attn_weights=False)
-    records = []
-    with sites.find(mha)[0].observe(records.append):
-        output, _ = mha(x, x, x, **masks, need_weights=need_weights)
-    torch.testing.assert_close(records[0].A.dense(), weights, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(records[0].output, weights @ records[0].values, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(records[0].branch, plain if batch_first else plain.transpose(0, 1))
+    (output, _), (record,) = models.recorded(lambda: mha(x, x, x, **masks, need_weights=need_weights), sites.find(mha))
+    torch.testing.assert_close(record.A.dense(), weights, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(record.output, weights @ record.values, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(record.branch, plain if batch_first else plain.transpose(0, 1))
     assert not need_weights or torch.equal(output, plain)
-    assert records[0].A.scale == (DIM // HEADS) ** -0.5  # torch scales the queries before the product
-    torch.testing.assert_close(records[0].A.symmetrised().q, records[0].k)
+    assert record.A.scale == (DIM // HEADS) ** -0.5  # torch scales the queries before the product
+    torch.testing.assert_close(record.A.symmetrised().q, record.k)
     if [*masks] == ["attn_mask", "is_causal"] and not need_weights:  # a hint that makes the mask superfluous
-        assert (records[0].A.causal, records[0].A.mask) == (True, None)
+        assert (record.A.causal, record.A.mask) == (True, None)
 
 
 ATTENTIONS = [{}, {"batch_first": True}, {"bias": False}, {"vdim": 7, "batch_first": True}, {"one sample": True}]
@@ -127,18 +125,11 @@ def test_without_effect_we_change_no_bit(options, masks, weights):
     assert all(torch.equal(a, b) for a, b in zip(before, during, strict=True))
 
 
-class Sharper(ac.Mitigation):
-    """Queries twice as long, and a bias that changes nothing."""
-
-    def scores(self, q, k, call):
-        return 2 * q, k, q.new_full((1, 1, 1, 1), 0.5)
-
-
 @masked
 @with_weights
 def test_scores_are_changed_before_the_softmax(need_weights, masks):
     mha, x = shaken(nn.MultiheadAttention(DIM, HEADS, batch_first=True)).double(), tokens()
-    with ac.mitigate(mha, Sharper()):
+    with ac.mitigate(mha, models.Sharper()):
         found, _ = mha(x, x, x, need_weights=need_weights, **masks)
     with torch.no_grad():
         mha.in_proj_weight[:DIM] *= 2
@@ -154,25 +145,22 @@ def test_nothing_is_left_behind():
 
 @torch.no_grad()
 def test_an_observed_encoder_computes_as_torch_does_without_its_fast_path():
-    model, records = encoder(nested=True, dtype=torch.float32).eval(), []
+    model = encoder(nested=True, dtype=torch.float32).eval()
     run = partial(model, tokens(dtype=torch.float32), src_key_padding_mask=padding())
     with left_alone(model, run):
         torch.backends.mha.set_fastpath_enabled(False)
         slow = run()
         torch.backends.mha.set_fastpath_enabled(True)
-        handles = [site.observe(records.append) for site in sites.find(model)]
-        assert torch.equal(run(), slow)
+        watched, records = models.recorded(run, sites.find(model))
+        assert torch.equal(watched, slow)
         assert len(records) == DEPTH
-        for handle in handles:
-            handle.remove()
 
 
 TAPS = ["block", "attention", "values"]
 
 
 def profile_of(model, batch, **options):
-    readings = ac.measure(model, [batch], progress=False, **{"metrics": "all", "tap": TAPS, **options}).readings
-    return {(r.tap, r.layer, r.metric): r.mean for r in readings}
+    return models.readings(ac.measure(model, [batch], progress=False, **{"metrics": "all", "tap": TAPS, **options}))
 
 
 def assert_same_profile(one, other):
@@ -350,12 +338,9 @@ def test_a_block_that_is_skipped_is_none_of_the_pass():
 def test_cross_attention_passes_through_and_is_not_mitigated():
     model = nn.Sequential(shaken(models.with_positions()), shaken(looks_at_memory())).double()
     before = model(tokens())
-    records = []
-    handles = [site.observe(records.append) for site in sites.find(model)]
-    assert torch.equal(model(tokens()), before)
+    watched, records = models.recorded(lambda: model(tokens()), sites.find(model))
+    assert torch.equal(watched, before)
     assert len(records) == 1
-    for handle in handles:
-        handle.remove()
     match = r"1\.attn is called as cross-attention.*leave layer 2 out"
     with ac.mitigate(model, "featscale"), pytest.raises(AcutanceError, match=match):
         model(tokens())

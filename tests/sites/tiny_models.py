@@ -1,10 +1,11 @@
 """Tiny models: our ViT, those made of nn.MultiheadAttention, torch's own and such as people write."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
+import acutance as ac
 from acutance.models import ViT
 from acutance.sites.mitigate import mitigate
 
@@ -51,6 +52,26 @@ def mitigated(model, spec):
         if ".mitigation." in name:
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter)
     return handle
+
+
+class Sharper(ac.Mitigation):
+    """Queries twice as long, and a bias that changes nothing."""
+
+    def scores(self, q, k, call):
+        return 2 * q, k, call.v.new_full((1, 1, 1, 1), 0.5)
+
+
+def recorded(run, found):
+    """What a run gives, and what every site saw of it."""
+    records = []
+    with ExitStack() as stack:
+        for site in found:
+            stack.enter_context(site.observe(records.append))
+        return run(), records
+
+
+def readings(profile):
+    return {(r.tap, r.layer, r.metric): r.mean for r in profile.readings}
 
 
 def tokens(seed=1, batch=BATCH, dtype=torch.float64):

@@ -1,7 +1,6 @@
 """The sites found in timm's models: what they say about the weights, and what an observer is shown."""
 
 from collections import defaultdict
-from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -14,19 +13,11 @@ from torch import nn
 import acutance as ac
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.measure.profile import MATRIX
+from sites.tiny_models import recorded
 
 PREFIX = {"vit_tiny_patch16_224": 1, "vit_base_patch14_reg4_dinov2": 5, "deit_tiny_distilled_patch16_224": 2}
 PREFIX |= {"vit_wee_patch16_reg1_gap_256": 1, "vit_small_patch16_dinov3": 5, "beit_base_patch16_224": 1}
 PREFIX |= {"cait_xxs24_224": 0, "swin_tiny_patch4_window7_224": 0, "pvt_v2_b0": 0}
-
-
-def observed(model):
-    """The model's output and one record per layer."""
-    records = {}
-    with ExitStack() as stack:
-        for site in ac.sites.find(model):
-            stack.enter_context(site.observe(lambda record, site=site: records.__setitem__(site.layer, record)))
-        return model(images()), records
 
 
 @pytest.mark.parametrize("fused", FUSED.values(), ids=FUSED)
@@ -34,7 +25,7 @@ def observed(model):
 def test_records_are_what_timm_computes(name, fused):
     model = create(name, fused=fused)
     expected = model(images())
-    output, records = observed(model)
+    output, records = recorded(lambda: model(images()), ac.sites.find(model))
     assert torch.equal(output, expected)
     assert torch.equal(model(images()), expected)
     twin, weights, branches = create(name, fused=False), [], []  # what timm's dropout sees, and its W_proj returns
@@ -42,8 +33,7 @@ def test_records_are_what_timm_computes(name, fused):
         site.attention.attn_drop.register_forward_hook(lambda _, args, _out: weights.append(args[0]))
         site.attention.proj.register_forward_hook(lambda _, _args, out: branches.append(out))
     twin(images())
-    assert list(records) == list(range(1, len(weights) + 1))
-    for record, A, branch in zip(records.values(), weights, branches, strict=True):
+    for record, A, branch in zip(records, weights, branches, strict=True):
         torch.testing.assert_close(record.A.dense(), A, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(record.branch, branch, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(record.output, record.A @ record.values, rtol=1e-10, atol=1e-10)
@@ -58,11 +48,10 @@ def test_weights_make_the_values_and_norms_and_gains_are_those_of_the_residual_b
         for what, module in {"x": site.block, "inside": site.attention, "projected": projected}.items():
             into = partial(seen[site.layer].__setitem__, what)
             module.register_forward_pre_hook(lambda _, args, into=into: into(args[0]))
-    _, records = observed(model)
-    for site in ac.sites.find(model):
+    _, records = recorded(lambda: model(images()), ac.sites.find(model))
+    for site, record in zip(ac.sites.find(model), records, strict=True):
         values = nn.functional.linear(seen[site.layer]["projected"], site.value_weight(), site.value_bias())
-        merged = records[site.layer].values.transpose(1, 2).flatten(2)
-        torch.testing.assert_close(values, merged, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(values, record.values.transpose(1, 2).flatten(2), rtol=1e-10, atol=1e-10)
         assert site.value_weight().shape == site.key_weight().shape == (site.kv_heads * site.head_dim, site.dim)
         assert site.query_weight().shape == (site.heads * site.head_dim, site.dim)
         assert site.projection_weight().shape == (site.dim, site.heads * site.head_dim)
