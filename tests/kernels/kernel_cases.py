@@ -165,7 +165,7 @@ def recorder(graphs):
     return backend
 
 
-def kernels_in(graph):
+def kernels_in(graph, name="packed_attention"):
     """How often a graph asks for the kernel, in graphs within it too: checkpoints have their own."""
     parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
-    return sum("packed_attention" in str(node.target) for part in parts for node in part.graph.nodes)
+    return sum(f"acutance.{name}" in str(node.target) for part in parts for node in part.graph.nodes)

@@ -18,6 +18,7 @@ from acutance.lab.studies.kernel import AssumptionReader, kernel_assumptions
 from acutance.measure.maps import MapReader
 from acutance.measure.reader import MetricReader
 from acutance.measure.walk import EVERY, Visitor, walk
+from sites import hf_zoo
 
 NAMES = ["token_cosine", "effective_rank", "attention_entropy", "attention_cosine"]
 TAPS = ["block", "attention", "values", "final"]
@@ -84,19 +85,16 @@ def test_visitors_in_one_walk_give_what_they_give_alone(model, images):
         np.testing.assert_array_equal(torch.cat(found["alignment"]).double().numpy(), expected)
 
 
-IDS = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(0))
-WORDS = [{"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}]
+WORDS = [hf_zoo.batch("llama", padded=False)]
 
 
 @pytest.fixture
 def llama():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
-    return transformers.LlamaModel(transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    return hf_zoo.build("llama")
 
 
 def test_packed_documents_that_see_each_other_are_refused_whoever_reads_attention(llama):
-    packed = {"input_ids": IDS[:1, :6], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    packed = {"input_ids": WORDS[0]["input_ids"][:1, :6], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
     apart = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).tril()
     hidden, across = (
         torch.zeros(1, 1, 6, 6).masked_fill(seen == 0, torch.finfo(torch.float32).min)
