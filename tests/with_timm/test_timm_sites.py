@@ -13,7 +13,7 @@ from torch import nn
 import acutance as ac
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.measure.profile import MATRIX
-from sites.tiny_models import recorded
+from sites.tiny_models import Made, recorded
 
 PREFIX = {"vit_tiny_patch16_224": 1, "vit_base_patch14_reg4_dinov2": 5, "deit_tiny_distilled_patch16_224": 2}
 PREFIX |= {"vit_wee_patch16_reg1_gap_256": 1, "vit_small_patch16_dinov3": 5, "beit_base_patch16_224": 1}
@@ -137,25 +137,12 @@ def test_tokens_that_are_not_the_samples_are_refused(name, size, match):
         ac.measure(model, [torch.randn(2, 3, size, size)], metrics="token_cosine", progress=False)
 
 
-class Adapter(nn.Module):
-    """Shows the weight of the layer inside, as peft's layers do."""
-
-    weight = property(lambda self: self.base_layer.weight)
-    bias = property(lambda self: self.base_layer.bias)
-
-    def __init__(self, base):
-        super().__init__()
-        self.base_layer = base
-
-    def forward(self, x):
-        return 2 * self.base_layer(x)
-
-
 @pytest.mark.parametrize("name", ["beit_base_patch16_224", "eva02_tiny_patch14_224"])
 def test_an_adapter_that_timm_passes_by_is_refused(name):
     model = create(name)
-    before = model(images())
-    model.blocks[0].attn.qkv = Adapter(model.blocks[0].attn.qkv)
+    before, qkv = model(images()), model.blocks[0].attn.qkv
+    # It shows the weight of the layer inside, as peft's layers do.
+    model.blocks[0].attn.qkv = Made(lambda self, x: 2 * self.base(x), base=qkv, weight=qkv.weight, bias=qkv.bias)
     assert torch.equal(model(images()), before), "timm does not use it"
-    with pytest.raises(NoSitesError, match=r"blocks\.0\.attn multiplies by the weight of its qkv itself.*Adapter"):
+    with pytest.raises(NoSitesError, match=r"blocks\.0\.attn multiplies by the weight of its qkv itself.*Made"):
         ac.explain(model)
