@@ -1,4 +1,4 @@
-"""Other layouts of torch.nn than the matrix has, and masks of every kind: outputs and gradients of the formula."""
+"""Other layouts and masks of torch.nn than the matrix has, and the zoo of transformers: the formula's gradients."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from parity_formula import Names, encode
+from parity_formula import Names, encode, use_formula
 from parity_matrix import TOLERANCE, distance, loss_of
 from torch import nn
 
 import acutance as ac
+from acutance import sites
 from acutance.errors import AcutanceError
+from sites.hf_zoo import ZOO, batch, build, in_float64, output, part_of
 from sites.tiny_models import BIAS, CAUSAL, DEPTH, HEADS, HIDDEN, blocks, decoder, encoder, mitigated, padding, tokens
 
 NAMES = Names("layers.", "self_attn", "in_proj_", "out_proj", "linear1", "linear2")
@@ -148,3 +150,53 @@ def test_a_copy_is_mitigated_too_and_independent():
     twin.layers[1].self_attn.mitigation.parts[0].gain.data.zero_()
     assert not torch.equal(twin(tokens()), output)
     assert_exact(twin, twin(tokens()), plain(twin))
+
+
+EITHER = ("vit", "beit", "bert", "t5_encoder", "bart_decoder", "gpt2", "llama")  # tried by both implementations
+WITHOUT_MEAN = ("swin", "modernbert")  # and causal ones: where a mean over tokens is refused
+
+
+def gradients_of_all(model, inputs):
+    """All tokens that are not padding count, each differently."""
+    with in_float64():
+        y = output(model, inputs)
+        mask = inputs.get("attention_mask")
+        if mask is not None and y.shape[:2] == mask.shape:
+            y = y * mask[..., None]
+        (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=y.dtype)).sum().backward()
+    found = {path: torch.zeros_like(p) if p.grad is None else p.grad for path, p in model.named_parameters()}
+    return found | {"output": y.detach()}
+
+
+def assert_parity(name, spec, inputs, implementation=None):
+    """The model mitigated in place, and the same model with the plain formulas."""
+    model = build(name)
+    plain = copy.deepcopy(model)
+    if implementation is not None:
+        model.set_attn_implementation(implementation)
+    found, theirs = sites.find(part_of(name, model)), sites.find(part_of(name, plain))
+    layers = [(site.attention, site.output_projection()) for site in theirs]
+    mitigated(part_of(name, model), spec)
+    for site, (attention, _) in zip(found, layers, strict=True):
+        attention.mitigation = copy.deepcopy(site.mitigation)  # parameters of the same names
+    own = [{p.rpartition(".")[2]: x for p, x in a.mitigation.named_parameters()} for a, _ in layers]
+    use_formula(plain, layers, own, strength=0.6 * ZOO[name].first_values)
+    grads = gradients_of_all(model, inputs)
+    torch.testing.assert_close(grads, gradients_of_all(plain, inputs), rtol=1e-10, atol=1e-10)
+    assert all(gradient.any() for path, gradient in grads.items() if ".mitigation." in path)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ZOO.items() if entry.first_values])
+def test_neutreno(name):
+    assert_parity(name, "neutreno:0.6", batch(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"), [*((name, None) for name in ZOO), *((n, i) for n in EITHER for i in ("sdpa", "eager"))]
+)
+def test_a_chain_of_learnt_mitigations(name, implementation):
+    learn = "layer" if implementation == "eager" else "head"
+    parts = ["attnscale"]  # first: it scales A, whatever is added afterwards
+    parts += [f"neutreno:0.6,learn={learn}"] if ZOO[name].first_values else []
+    parts += ["featscale"] if not ZOO[name].causal and name not in WITHOUT_MEAN else []
+    assert_parity(name, "+".join(parts), batch(name, padded="featscale" not in parts), implementation)
