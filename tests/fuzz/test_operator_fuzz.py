@@ -2,6 +2,7 @@
 
 import math
 import os
+from contextlib import suppress
 
 import torch
 from hypothesis import given, settings
@@ -87,7 +88,7 @@ def assert_near(found, wanted, dtype):
 
 @settings(deadline=None, max_examples=EXAMPLES)
 @given(problems())
-def test_all_products_and_entropies_are_of_one_matrix(problem):
+def test_products_entropies_and_a_stationary_distribution_are_of_one_matrix(problem):
     q, k, options = problem
     A, (weights, sees) = AttentionOperator(q, k, **options), written_out(q, k, **options)
     units = torch.eye(weights.shape[-1], dtype=q.dtype).expand(2, q.shape[1], -1, -1)
@@ -105,19 +106,9 @@ def test_all_products_and_entropies_are_of_one_matrix(problem):
     wanted = (wanted * sees).sum(-1) / sees.sum(-1)
     errors = (attention_entropy(A).double() - wanted)[sees.any(-1)].abs()
     assert (errors <= max(1e-3, DTYPES[q.dtype])).all()
-
-
-@settings(deadline=None, max_examples=EXAMPLES)
-@given(problems())
-def test_a_stationary_distribution_is_one_or_is_refused(problem):
-    q, k, options = problem
-    if q.shape[2] != k.shape[2] or "sink" in options:
-        return
-    A, (weights, _) = AttentionOperator(q, k, **options), written_out(q, k, **options)
-    try:
-        pi = A.stationary().double()
-    except AcutanceError:
-        return
-    assert (pi.sum(-1) - 1).abs().max() <= 1e-5
-    moved = torch.einsum("bhi,bhij->bhj", pi, weights)
-    assert (moved - pi).abs().sum(-1).max() <= 10 * DTYPES[q.dtype]
+    if q.shape[2] == k.shape[2] and "sink" not in options:
+        with suppress(AcutanceError):  # it may be refused
+            pi = A.stationary().double()
+            assert (pi.sum(-1) - 1).abs().max() <= 1e-5
+            moved = torch.einsum("bhi,bhij->bhj", pi, weights)
+            assert (moved - pi).abs().sum(-1).max() <= 10 * DTYPES[q.dtype]
