@@ -42,13 +42,19 @@ def logits(result):
     return torch.stack(result.logits, 1)
 
 
-@pytest.mark.parametrize(("name", "tokens"), [*((name, 5) for name in HEADS), ("llama", 1), ("t5_decoder", 1)])
-def test_a_cache_changes_nothing(name, tokens):
+GREEDY = [*((name, 5, 1) for name in HEADS), ("llama", 1, 1), ("t5_decoder", 1, 1)]
+BEAMS = [(name, 5, 3) for name in ("llama", "gemma3", *TWO_STACKS)]
+
+
+@pytest.mark.parametrize(("name", "tokens", "beams"), GREEDY + BEAMS)
+def test_a_cache_changes_nothing(name, tokens, beams):
     model, ids = mitigated(name), prompts(2, tokens)
-    with_cache, without = (generate(model, ids, use_cache=use_cache) for use_cache in (True, False))
+    with_cache, without = (generate(model, ids, use_cache=use_cache, num_beams=beams) for use_cache in (True, False))
     assert torch.equal(with_cache.sequences, without.sequences)
     torch.testing.assert_close(logits(with_cache), logits(without), **EXACT)
-    plain = generate(build(name, head=HEADS[name]), ids)
+    if beams > 1:
+        torch.testing.assert_close(with_cache.sequences_scores, without.sequences_scores, **EXACT)
+    plain = generate(build(name, head=HEADS[name]), ids, num_beams=beams)
     assert not torch.allclose(logits(plain), logits(without), rtol=1e-2, atol=1e-2)
 
 
@@ -62,14 +68,6 @@ def test_a_row_padded_on_the_left_is_the_row_alone(name, use_cache):
         alone = generate(model, ids[row : row + 1, start:], use_cache=use_cache)
         assert torch.equal(alone.sequences[0], together.sequences[row, start:])
         torch.testing.assert_close(logits(alone)[0], logits(together)[row], **EXACT)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", *TWO_STACKS])
-def test_beams(name):
-    model, ids = mitigated(name), prompts(2, 5)
-    beams = [generate(model, ids, num_beams=3, use_cache=use_cache) for use_cache in (True, False)]
-    assert torch.equal(beams[0].sequences, beams[1].sequences)
-    torch.testing.assert_close(beams[0].sequences_scores, beams[1].sequences_scores, **EXACT)
 
 
 @pytest.mark.parametrize("name", TWO_STACKS)
