@@ -1,12 +1,10 @@
 """Stand-ins for data sets, and recipes shrunk to a few steps on them.
 
-Handwritten digits stand in for ImageNet's photographs and, placed on a canvas, for ADE20K's scenes; the package's own
-sources for WikiText-103. What a run is about stays: its mitigation, its kind of attention, its start from another run.
+Handwritten digits stand in for ImageNet's photographs, noise whose colour is its class for ADE20K's scenes, and made-up
+words for WikiText-103. What a run is about stays: its mitigation, its kind of attention, its start from another run.
 """
 
-import re
 from dataclasses import replace
-from importlib.resources import files
 
 import numpy as np
 
@@ -38,37 +36,23 @@ def imagenet(folder):
 
 
 def ade20k(folder):
-    """Scenes of one digit each, whose pixels have its class; the background is a class of its own."""
+    """Every pixel is of some class; 0 is none."""
     root, random = folder / "ADEChallengeData2016", np.random.default_rng(0)
     for part, count in SCENES.items() if not root.exists() else ():
-        found = load_images("digits", None, "all" if part == "training" else "test")
         for number in range(count):
-            image, label = _scene(found.images[number, 0].numpy(), int(found.labels[number]), random)
-            _save(image, root / "images" / part / f"{number:03d}.jpg")
-            _save(label, root / "annotations" / part / f"{number:03d}.png")
+            classes = random.integers(0, 12, (SIDE, SIDE), dtype=np.uint8)
+            _save(np.stack([20 * classes] * 3, -1), root / "images" / part / f"{number:03d}.jpg")
+            _save(classes, root / "annotations" / part / f"{number:03d}.png")
     return folder
 
 
-def _scene(digit, label, random):
-    """A digit at a random place, and the classes of all pixels: 1 the background, digit d is d + 2; 0 is no class."""
-    image, classes = np.full((SIDE, SIDE, 3), 40, np.uint8), np.ones((SIDE, SIDE), np.uint8)
-    top, left = random.integers(0, SIDE - 8, 2)
-    window = (slice(top, top + 8), slice(left, left + 8))
-    image[window] = np.maximum(digit[..., None], 40)
-    classes[window][digit > 0] = label + 2
-    return image, classes
-
-
 def wikitext(folder):
-    """Words of the package's sources as wiki.train.tokens and the others."""
-    root, start = folder / "wikitext-103", 0
+    """Few words often and many seldom, as wiki.train.tokens and the others."""
+    root, random = folder / "wikitext-103", np.random.default_rng(0)
     root.mkdir(parents=True, exist_ok=True)
-    sources = sorted((path for path in files("acutance.mitigations").iterdir() if path.name.endswith(".py")), key=str)
-    lines = [" ".join(re.findall(r"\w+", line)) for path in sources for line in path.read_text("utf-8").splitlines()]
-    words = " \n ".join(line for line in lines if line).split(" ")
     for part, count in WORDS.items():
-        (root / f"wiki.{part}.tokens").write_text(" ".join(words[start : start + count]), encoding="utf-8")
-        start += count
+        words = (f"word{number}" for number in random.zipf(1.5, count).clip(max=300))
+        (root / f"wiki.{part}.tokens").write_text(" ".join(words), encoding="utf-8")
     return folder
 
 

@@ -22,13 +22,6 @@ def test_shares_are_disjoint_and_complete(kind, size: int) -> None:
     assert (len(share), share.indices) == (2, range(1, 7, 3))
 
 
-def test_a_process_that_ran_out_runs_along(monkeypatch) -> None:
-    """The other process, played here, has two batches; this one has one, then none."""
-    turns = iter([[True, True], [False, True], [None, "theirs"], [False, False]])
-    monkeypatch.setattr(processes, "gather", lambda own: next(turns))
-    assert list(processes.pad_uneven_batches(["mine"])) == [("mine", True), ("theirs", False)]
-
-
 def test_one_process_needs_no_others_and_a_device_is_chosen_or_refused() -> None:
     assert processes.rank_and_world_size() == (0, 1)
     assert processes.gather("mine") == ["mine"]

@@ -1,12 +1,16 @@
-"""conftest.py runs the documentation; here it is put to the test itself, and links are followed."""
+"""conftest.py runs the documentation; here it is put to the test itself, links are followed and figures compared."""
 
 import re
+import sys
 from pathlib import Path
 from unittest import SkipTest
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+import figures  # noqa: E402
+
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 GOOD = {
@@ -87,3 +91,14 @@ def test_links_and_pictures_exist(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text())
     missing = [target for target in targets if not (page.parent / target).exists()]
     assert not missing, f"{page.name} points at what is not there: {missing}"
+
+
+@pytest.mark.parametrize(("page", "heading", "place", "rows"), figures.TABLES)
+def test_a_table_is_what_its_file_gives(page, heading, place, rows):
+    """If not: `python docs/figures.py`."""
+    assert figures.updated(page, heading, place, rows()) == (ROOT / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("page", "told"), figures.SENTENCES)
+def test_a_sentence_says_what_its_file_gives(page, told):
+    assert figures.missing(page, told()) == []

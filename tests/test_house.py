@@ -1,9 +1,11 @@
-"""The rules of the house: who may import whom, and what an import costs."""
+"""The rules of the house: who may import whom, what an import costs, and that planted faults still fit the source."""
 
 import ast
 import operator
+import re
 import subprocess
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -11,8 +13,10 @@ import pytest
 
 import acutance as ac
 from acutance import moved
+from faults.run import read_faults
 
 ROOT = Path(ac.__file__).parent
+FAULTS = read_faults()  # whether they are caught, `make faults` says
 PURE = {"attention", "metrics", "mitigations"}
 ABOVE = {"sites", "models", "measure", "explain", "diagnose", "report", "io", "cli", "lab"}
 
@@ -82,3 +86,19 @@ def test_public_names_and_the_places_of_old_ones_are_there():
 def test_old_names_say_the_new_ones(statement, new):
     with pytest.raises((AttributeError, ImportError), match=f"it is {new} now"):
         exec(statement, {"ac": ac})
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.room}/{fault.name}")
+def test_a_fault_can_be_planted_and_its_tests_are_there(fault):
+    fault.planted((ROOT / fault.file).read_text("utf-8"))
+    assert fault.does.endswith(".")
+    assert fault.tests
+    for test in fault.tests:
+        file, _, name = test.partition("::")
+        text = (Path(__file__).parents[1] / file).read_text("utf-8")
+        assert not name or re.search(rf"^def {re.escape(name.partition('[')[0])}\(", text, re.MULTILINE), test
+
+
+def test_names_are_told_apart_and_every_room_has_three():
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    assert min(Counter(fault.room for fault in FAULTS).values()) >= 3

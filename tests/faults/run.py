@@ -115,14 +115,11 @@ def main() -> int | str:
     parser = argparse.ArgumentParser(description="Plant faults one at a time and see whether the tests notice.")
     parser.add_argument("--only", metavar="NAME", action="append", help="this fault; may be given several times")
     parser.add_argument("--room", action="append", help="the faults of this room; may be given several times")
-    parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
     asked = parser.parse_args()
     chosen = [f for f in read_faults() if f.room in (asked.room or [f.room]) and f.name in (asked.only or [f.name])]
-    for fault in chosen if asked.list else []:
-        print(f"{fault.room:12} {fault.name:45} {fault.does}")
     faults = [fault for fault in chosen if TRITON.is_dir() or not fault.triton]
-    if asked.list or not faults:
-        return 0 if asked.list else f"none of {len(chosen)} faults can be tried"
+    if not faults:
+        return f"none of {len(chosen)} faults can be tried"
     begun, sources = time.monotonic(), SimpleQueue[Path]()
 
     def attempt(fault: Fault) -> bool:

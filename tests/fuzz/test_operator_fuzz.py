@@ -2,6 +2,7 @@
 
 import math
 import os
+from contextlib import suppress
 
 import torch
 from hypothesis import given, settings
@@ -61,16 +62,10 @@ def written_out(q, k, causal, mask, softcap=None, sink=None):
     heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
     logits = q.double() @ k.double().repeat_interleave(heads // k.shape[1], 1).mT / q.shape[-1] ** 0.5
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    bias = torch.zeros_like(logits)
     if mask is not None:
         mask = mask[:, None, None] if mask.ndim == 2 else mask
-        bias = (
-            torch.zeros(mask.shape).double().masked_fill(~mask, -math.inf)
-            if mask.dtype == torch.bool
-            else mask.double()
-        )
-        bias = bias.expand_as(logits)
-    else:
-        bias = torch.zeros_like(logits)
+        bias = bias.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else bias + mask
     if causal:
         bias = bias.masked_fill(~torch.ones(queries, keys).bool().tril(keys - queries), -math.inf)
     top = bias.amax(-1, keepdim=True)
@@ -93,9 +88,9 @@ def assert_near(found, wanted, dtype):
 
 @settings(deadline=None, max_examples=EXAMPLES)
 @given(problems())
-def test_all_products_are_of_one_matrix(problem):
+def test_products_entropies_and_a_stationary_distribution_are_of_one_matrix(problem):
     q, k, options = problem
-    A, (weights, _) = AttentionOperator(q, k, **options), written_out(q, k, **options)
+    A, (weights, sees) = AttentionOperator(q, k, **options), written_out(q, k, **options)
     units = torch.eye(weights.shape[-1], dtype=q.dtype).expand(2, q.shape[1], -1, -1)
     rows = torch.eye(weights.shape[-2], dtype=q.dtype).expand(2, q.shape[1], -1, -1)
     assert_near(A.dense(), weights, q.dtype)
@@ -105,33 +100,15 @@ def test_all_products_are_of_one_matrix(problem):
         assert_near(A.diagonal(), weights.diagonal(dim1=-2, dim2=-1), q.dtype)
         traces = A.eigenvalues().sum(-1).real
         assert_near(traces, weights.diagonal(dim1=-2, dim2=-1).sum(-1), q.dtype)
-
-
-@settings(deadline=None, max_examples=EXAMPLES)
-@given(problems())
-def test_entropies_are_of_the_same_matrix(problem):
-    q, k, options = problem
-    A, (weights, sees) = AttentionOperator(q, k, **options), written_out(q, k, **options)
     missing = (1 - weights.sum(-1, keepdim=True)).clamp_min(0) if "sink" in options else weights[..., :0]
     rows = torch.cat([weights, missing], -1)
     wanted = torch.special.entr(rows).sum(-1)
     wanted = (wanted * sees).sum(-1) / sees.sum(-1)
-    known = sees.any(-1)
-    found = attention_entropy(A).double()
-    assert ((found - wanted)[known].abs() <= max(1e-3, DTYPES[q.dtype])).all()
-
-
-@settings(deadline=None, max_examples=EXAMPLES)
-@given(problems())
-def test_a_stationary_distribution_is_one_or_is_refused(problem):
-    q, k, options = problem
-    if q.shape[2] != k.shape[2] or "sink" in options:
-        return
-    A, (weights, _) = AttentionOperator(q, k, **options), written_out(q, k, **options)
-    try:
-        pi = A.stationary().double()
-    except AcutanceError:
-        return
-    assert (pi.sum(-1) - 1).abs().max() <= 1e-5
-    moved = torch.einsum("bhi,bhij->bhj", pi, weights)
-    assert (moved - pi).abs().sum(-1).max() <= 10 * DTYPES[q.dtype]
+    errors = (attention_entropy(A).double() - wanted)[sees.any(-1)].abs()
+    assert (errors <= max(1e-3, DTYPES[q.dtype])).all()
+    if q.shape[2] == k.shape[2] and "sink" not in options:
+        with suppress(AcutanceError):  # it may be refused
+            pi = A.stationary().double()
+            assert (pi.sum(-1) - 1).abs().max() <= 1e-5
+            moved = torch.einsum("bhi,bhij->bhj", pi, weights)
+            assert (moved - pi).abs().sum(-1).max() <= 10 * DTYPES[q.dtype]

@@ -77,8 +77,8 @@ def expected(leaves, grad, heads, kv_heads, scale, causal=False):
 
 def error(ours, theirs):
     """Relative; of one token alone the contrast's gradient is 0, and must be so exactly."""
-    found = (ours.double() - theirs).norm()
-    return (found / theirs.norm()).item() if theirs.norm() > 0 else found.item()
+    found, size = (ours.double() - theirs.double()).norm(), theirs.double().norm()
+    return (found / size).item() if size > 0 else found.item()
 
 
 class ValueResidual(mitigations.Mitigation):
@@ -165,7 +165,7 @@ def recorder(graphs):
     return backend
 
 
-def kernels_in(graph):
+def kernels_in(graph, name="packed_attention"):
     """How often a graph asks for the kernel, in graphs within it too: checkpoints have their own."""
     parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
-    return sum("packed_attention" in str(node.target) for part in parts for node in part.graph.nodes)
+    return sum(f"acutance.{name}" in str(node.target) for part in parts for node in part.graph.nodes)

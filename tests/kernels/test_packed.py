@@ -1,4 +1,4 @@
-"""The packed kernels against the formula in float64."""
+"""The packed kernels against the formula in float64; v⁰ and its gradient, gathered from the layers that share it."""
 
 import kernel_cases
 import pytest
@@ -63,18 +63,6 @@ def test_one_token_more_than_a_block_has_a_kernel_of_its_own(parts, causal, dtyp
     check((2, 65, 3, 64 if CUDA and dtype != torch.float32 else 16), parts, dtype, causal)
 
 
-def test_one_token_more_gets_what_later_layers_owe_as_with_a_contrast_of_one():
-    """Where there is a contrast, another kernel takes a block and a token."""
-    qkv, first, *_, grad = kernel_cases.inputs(2, 65, 2, 16)
-    later = random(2, 65, 32, seed=9)
-    out, log_sums, _ = packed.packed_attention(qkv, first, None, None, None, 0.6, 2, 2, 0.3, False)
-    found, expected = (
-        packed_backward.backward(grad, later, qkv, first, None, c, None, out, log_sums, 0.6, 2, 2, 0.3, False)[0]
-        for c in (None, torch.ones(2, device=DEVICE))
-    )
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("tokens", [17, 65, 150])
 def test_a_constant_is_one_for_all_heads(tokens):
     qkv, first, *_, grad = kernel_cases.inputs(1, tokens, 4, 16, kv_heads=2)
@@ -127,3 +115,101 @@ def test_the_operations_are_sound_to_trace(count, tokens, monkeypatch):
     for owed in (None, torch.randn(stand_in.shape, device=DEVICE)):
         arguments = (grad, owed, *given, *made, *numbers)
         torch.library.opcheck(packed_operation.packed_attention_backward, arguments, test_utils=utils)
+
+
+LAYERS = 4  # that share v⁰
+# One program per head, with and without a tail; two passes, with and without; heads that share keys; a long sequence.
+SHARED = [(2, 17, 2, 2), (1, 64, 2, 2), (1, 65, 2, 2), (1, 150, 2, 2), (1, 128, 1, 1), (1, 65, 4, 2), (1, 260, 1, 1)]
+
+GATHERED = [*((shape, {}) for shape in SHARED), *(((1, 65, 2, 2), {"dtype": dtype}) for dtype in DTYPES[1:])]
+GATHERED += [((1, 80, 2, 1), {"causal": True})]
+
+
+def layers(shape, dtype=torch.float32):
+    """Each layer's q, k and v, λ per head of all but the first, and each output's gradient."""
+    batch, tokens, heads, kv_heads = shape
+    qkvs = random(LAYERS, batch, tokens, (heads + 2 * kv_heads) * 16, dtype=dtype)
+    grads = random(LAYERS, batch, tokens, heads * 16, dtype=dtype, seed=1)
+    return [*qkvs], [*random(LAYERS - 1, heads, seed=2).abs()], [*grads]
+
+
+def leaves(tensors, dtype=None):
+    return [x.detach().to(dtype or x.dtype).requires_grad_() for x in tensors]
+
+
+def plainly(qkvs, strengths, shape, causal):
+    heads, kv_heads = shape[2:]
+    one, first = torch.ones(heads, device=DEVICE).double(), qkvs[0][..., -16 * kv_heads :]
+    return [
+        kernel_cases.plain(qkv, first, strength, one, 0 * one[:kv_heads], heads, kv_heads, 0.3, causal)
+        for qkv, strength in zip(qkvs, [0 * one, *strengths], strict=True)
+    ]
+
+
+def by_kernels(qkvs, strengths, shape, causal):
+    heads, kv_heads = shape[2:]
+    u, first = packed.first_attention(qkvs[0], heads, 0.3, causal, kv_heads=kv_heads)
+    others = [
+        packed.attention(qkv, heads, 0.3, first, strength, causal, kv_heads=kv_heads)
+        for qkv, strength in zip(qkvs[1:], strengths, strict=True)
+    ]
+    return [u, *others]
+
+
+@pytest.mark.parametrize(("shape", "options"), GATHERED, ids=str)
+def test_the_first_layer_gathers_from_all_later_ones(shape, options):
+    dtype, causal = options.get("dtype", torch.float32), "causal" in options
+    qkvs, strengths, grads = layers(shape, dtype)
+    exact = leaves(qkvs, torch.float64), leaves(strengths, torch.float64)
+    outputs = plainly(*exact, shape, causal)
+    expected = torch.autograd.grad(outputs, [*exact[0], *exact[1]], [g.double() for g in grads])
+    ours = leaves(qkvs), leaves(strengths)
+    found = torch.autograd.grad(by_kernels(*ours, shape, causal), [*ours[0], *ours[1]], grads)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert kernel_cases.error(mine, theirs) < TOLERANCE[dtype]
+
+
+def gradient(use, shape=(1, 65, 2, 2)):
+    """That of the first layer's projection, where `use` makes a number of u, v⁰ and the second layer's projection."""
+    qkvs, *_ = layers(shape)
+    qkv = qkvs[0].requires_grad_()
+    return torch.autograd.grad(use(*packed.first_attention(qkv, 2, 0.3), qkvs[1]), qkv)[0]
+
+
+def test_v0_may_be_used_for_anything_else():
+    own = gradient(lambda u, first, _: u.square().sum())
+    corrected = gradient(lambda u, first, qkv: packed.attention(qkv, 2, 0.3, first, 0.6).sum())
+    every = gradient(
+        lambda u, first, qkv: u.square().sum() + packed.attention(qkv, 2, 0.3, first, 0.6).sum() + 3 * first.sum()
+    )
+    added = torch.zeros_like(own)
+    added[..., -32:] = 3
+    torch.testing.assert_close(every, own + corrected + added)
+    assert torch.equal(gradient(lambda u, first, _: 3 * first.sum()), added)  # u not used at all
+    torch.testing.assert_close(gradient(lambda u, first, _: u.square().sum() + first.detach().sum()), own)
+
+
+def test_the_values_are_not_copied():
+    qkv = layers((1, 17, 2, 2))[0][0].requires_grad_()
+    _, first = packed.first_attention(qkv, 2, 0.3)
+    assert first.data_ptr() == qkv[..., -32:].data_ptr()
+    assert first.stride() == qkv[..., -32:].stride()
+    stand_in = packed_operation.packed_attention(qkv, None, None, None, None, 0.0, 2, 2, 0.3, False)[2]
+    assert stand_in.untyped_storage().nbytes() == qkv.element_size()
+
+
+def test_one_backward_pass_of_all_adds_what_later_layers_owe(monkeypatch):
+    """Of all layers only the first is given something to add; and it is one tensor, the sum."""
+    owed = []
+    original = packed_operation.packed_attention_backward
+    monkeypatch.setattr(
+        packed_operation,
+        "packed_attention_backward",
+        lambda grad, later, *a: owed.append(later) or original(grad, later, *a),
+    )
+    qkvs, _, grads = layers((1, 17, 2, 2))
+    qkvs = leaves(qkvs)
+    torch.autograd.backward(by_kernels(qkvs, [0.5, 0.25, 2.0], (1, 17, 2, 2), False), grads)
+    *later, first = owed
+    assert later == [None] * (LAYERS - 1)
+    torch.testing.assert_close(first, 0.5 * grads[1] + 0.25 * grads[2] + 2.0 * grads[3])

@@ -48,6 +48,22 @@ def test_a_vit_by_the_kernel_learns_as_by_the_operator(mitigation, size, checkpo
     assert asked == [17 if size == SHORT else 82] * (4 if checkpointed else 2)
 
 
+MODELS = {"some layers": {"layers": (2, 4)}, "drop path": {"drop_path": 0.5}, "first layer frozen": {}, "exported": {}}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_vit_gathers_as_by_the_operator(case, monkeypatch):
+    model, dtype = kernel_cases.vit("by head", depth=4, **MODELS[case]), torch.float64
+    if case == "drop path":
+        dtype = torch.float32
+    if case == "first layer frozen":  # is owed nothing
+        for part in (model.patch_embed, model.blocks[0], model.pos_embed, model.cls_token):
+            part.requires_grad_(False)
+    run = torch.export.export(model, (kernel_cases.images(),)).module() if case == "exported" else model
+    given = kernel_cases.images()
+    assert_equal_gradients(gradients(run, run, given), by_operator(model, monkeypatch, given, dtype))
+
+
 @pytest.mark.parametrize(("mitigation", "size", "checkpointed"), COMPILED)
 def test_a_compiled_vit_is_one_graph_with_the_kernel_in_it(mitigation, size, checkpointed, monkeypatch):
     model, given = model_and_images(mitigation, size)

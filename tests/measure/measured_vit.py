@@ -15,12 +15,6 @@ def small_images(count=7):
     return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
-def hooks_of(model):
-    """All hooks and observers that are set."""
-    hooks = [hook for module in model.modules() for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
-    return [*hooks, *(block.attn.observer for block in model.blocks if block.attn.observer is not None)]
-
-
 @torch.no_grad()
 def embedded(model, images):
     seen = []

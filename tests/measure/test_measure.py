@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from measured_vit import embedded, hooks_of, small_images, small_vit
+from measured_vit import embedded, small_images, small_vit
 from torch.utils.data import DataLoader, IterableDataset
 
 import acutance as ac
@@ -17,6 +17,7 @@ from acutance import sites
 from acutance.errors import AcutanceError, NonFiniteError
 from acutance.measure.reader import available_metrics
 from acutance.models import ViT
+from sites.tiny_models import left_alone
 
 measure = partial(ac.measure, progress=False)
 
@@ -93,13 +94,11 @@ def test_attention_metrics_read_the_operator(model: ViT, images: torch.Tensor) -
 def test_every_reader_leaves_the_model_as_it_found_it(model: ViT, images: torch.Tensor, read) -> None:
     model.train()
     model.blocks[1].eval()  # frozen by its owner
-    modes = {name: module.training for name, module in model.named_modules()}
     state, rng = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
-    read(model, images)
-    assert {name: module.training for name, module in model.named_modules()} == modes
+    with left_alone(model):
+        read(model, images)
     assert torch.equal(rng, torch.get_rng_state())
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
-    assert not hooks_of(model)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +149,8 @@ def test_batches_may_be_tuples_mappings_or_a_stream(model: ViT, images: torch.Te
     ],
 )
 def test_errors_say_what_to_do(model: ViT, images: torch.Tensor, arguments: dict, message: str) -> None:
-    with pytest.raises(AcutanceError, match=message):
+    with left_alone(model), pytest.raises(AcutanceError, match=message):
         measure(**{"model": model, "batches": [images], **arguments})
-    assert not hooks_of(model)
 
 
 @pytest.mark.parametrize("verb", [ac.measure, ac.explain, ac.mitigate])
@@ -244,6 +242,5 @@ def test_maps_are_those_of_evaluation_and_training_goes_on(images: torch.Tensor)
     [(1, [4], "layers .4.: .* from 1 to 3"), (1, [], "at least one, from 1 to 3"), (2, [1], "a batch of 2")],
 )
 def test_maps_that_cannot_be_are_refused(model: ViT, images: torch.Tensor, samples, layers, message) -> None:
-    with pytest.raises(AcutanceError, match=message):
+    with left_alone(model), pytest.raises(AcutanceError, match=message):
         ac.attention_maps(model, images[:samples], layers=layers)
-    assert not hooks_of(model)

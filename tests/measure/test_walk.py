@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from measured_vit import hooks_of
 
 import acutance as ac
 from acutance import sites
@@ -18,6 +17,8 @@ from acutance.lab.studies.kernel import AssumptionReader, kernel_assumptions
 from acutance.measure.maps import MapReader
 from acutance.measure.reader import MetricReader
 from acutance.measure.walk import EVERY, Visitor, walk
+from sites import hf_zoo
+from sites.tiny_models import left_alone
 
 NAMES = ["token_cosine", "effective_rank", "attention_entropy", "attention_cosine"]
 TAPS = ["block", "attention", "values", "final"]
@@ -47,7 +48,8 @@ class Seen(Visitor):
 def test_a_visitor_is_told_what_it_asked_for_in_order_by_no_more_hooks(model):
     shape = (2, 18, 24)
     seen = Seen(enter=[1], attend=[2], leave=(1, 3), final=EVERY)
-    walk(model.train(), [torch.randn(2, 1, 8, 8)], seen)
+    with left_alone(model.train()):
+        walk(model, [torch.randn(2, 1, 8, 8)], seen)
     assert seen.events == [
         ("begin", (2, 1, 8, 8)),
         [(1, 1), (0, 0), (0, 1)],
@@ -59,8 +61,6 @@ def test_a_visitor_is_told_what_it_asked_for_in_order_by_no_more_hooks(model):
         ("final", 3, shape),
         ("end",),
     ]
-    assert model.training
-    assert not hooks_of(model)
 
 
 def test_visitors_in_one_walk_give_what_they_give_alone(model, images):
@@ -84,19 +84,16 @@ def test_visitors_in_one_walk_give_what_they_give_alone(model, images):
         np.testing.assert_array_equal(torch.cat(found["alignment"]).double().numpy(), expected)
 
 
-IDS = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(0))
-WORDS = [{"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}]
+WORDS = [hf_zoo.batch("llama", padded=False)]
 
 
 @pytest.fixture
 def llama():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
-    return transformers.LlamaModel(transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    return hf_zoo.build("llama")
 
 
 def test_packed_documents_that_see_each_other_are_refused_whoever_reads_attention(llama):
-    packed = {"input_ids": IDS[:1, :6], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    packed = {"input_ids": WORDS[0]["input_ids"][:1, :6], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
     apart = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).tril()
     hidden, across = (
         torch.zeros(1, 1, 6, 6).masked_fill(seen == 0, torch.finfo(torch.float32).min)

@@ -29,13 +29,18 @@ def learnt(state, attention):
     return {path.rpartition(".")[2]: p for path, p in state.items() if path.startswith(f"{attention}.mitigation.")}
 
 
-def with_plain_weights(state, value, output):
-    """Eigen: W_V = Vᵀ and W_proj = V Λ under their usual names, V = (I + S)⁻¹ (I − S), S = (Θ − Θᵀ)/2, Λ = −ψ²."""
+def cayley(theta):
+    """V = (I + S)⁻¹ (I − S), S = (Θ − Θᵀ)/2."""
+    skew, identity = (theta - theta.T) / 2, torch.eye(len(theta)).to(theta)
+    return torch.linalg.solve(identity + skew, identity - skew)
+
+
+def with_plain_weights(state, value, output, basis=cayley):
+    """Eigen: W_V = Vᵀ and W_proj = V Λ under their usual names, Λ = −ψ²."""
     plain = dict(state)
     for attention in {match[1] for path in state if (match := re.fullmatch(r"(.*)\.mitigation\..*\btheta", path))}:
         own = learnt(state, attention)
-        skew, identity = (own["theta"] - own["theta"].T) / 2, torch.eye(len(own["theta"])).to(own["theta"])
-        v = torch.linalg.solve(identity + skew, identity - skew)
+        v = basis(own["theta"])
         module, _, leaf = f"{attention}.{value}".rpartition(".")
         others = plain.pop(f"{module}.parametrizations.{leaf}.original0", v[:0])  # the rows of q and k
         plain[f"{module}.{leaf}"] = torch.cat([others, v.T])
@@ -80,19 +85,7 @@ def rescale(y, own):
 
 
 def encode(
-    state,
-    x,
-    *,
-    heads,
-    depth,
-    names,
-    eps=1e-5,
-    cut=None,
-    norm_first=True,
-    activation=F.gelu,
-    memory=None,
-    mask=None,
-    strength=0.0,
+    state, x, *, heads, depth, names, eps=1e-5, cut=None, norm_first=True, activation=F.gelu, memory=None, **attending
 ):
     """Blocks on a state dict, in plain sight, and the norm after them if it is called `norm`."""
     first = None
@@ -117,8 +110,8 @@ def encode(
             return linear(u.transpose(1, 2).flatten(2), f"{name}.{names.output}.")
 
         def self_attention(x, block=block, own=own, layer=layer, first=first):
-            options = {"first": first, "own": own, "mask": mask, "cut": layer == cut, "strength": strength}
-            return rescale(attention(x, names.attention, x, **options), own) * block.get("gain", 1.0)
+            y = attention(x, names.attention, x, first=first, own=own, cut=layer == cut, **attending)
+            return rescale(y, own) * block.get("gain", 1.0)
 
         branches = [self_attention]
         if memory is not None:

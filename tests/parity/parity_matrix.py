@@ -1,10 +1,16 @@
-"""All cells of one library, those of two processes together; the evidence of them; and the tests of both."""
+"""The gradient-parity matrix: its cells, how one is run, when its gradients are right; its evidence and its tests."""
 
 import csv
+import gc
 import json
 import os
+import re
 import tempfile
-from dataclasses import asdict, astuple, fields
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, astuple, dataclass, fields
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
@@ -12,62 +18,213 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from parity_cells import (
-    BUCKET,
-    DEPTH,
-    EXACTLY,
-    PRECISIONS,
-    PROCESSES,
-    RUNS,
-    TOLERANCE,
-    Cell,
-    Outcome,
-    assert_as_pinned,
-    cells,
-    distance,
-    plain_gradients,
-    run_cell,
-    wanted_gradients,
-)
-from parity_subjects import MITIGATIONS, SUBJECTS, subject_of
+from parity_formula import with_plain_weights
+from parity_subjects import MITIGATIONS, SUBJECTS, Subject, subject_of
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+from acutance.errors import AcutanceError
+
+RUNS = ("eager", "compile")
+DEPTH = {"eager": 3, "compile": 2}  # compiling is slow
+CHECKPOINTING = ("none", "non-reentrant", "re-entrant")
+PROCESSES = ("one process", "DDP", "FSDP2")
+EXACTLY = "float64"  # of every mitigation
+PRECISIONS = ("float32", "bfloat16")  # of all mitigations in one model
+# Of a parameter's own gradient, or of a tenth of all where its own is smaller; docs/parity.md says why these.
+TOLERANCE = {"float64": 2**-43, "float32": 2**-17, "bfloat16": 2**-4}
+FLOOR = 0.1
+LOST = r"first layer's values, did not come through this activation checkpointing.*use_reentrant=False"
+WRAPPERS = r"(_checkpoint_wrapped_module|_orig_mod)\."
+STEPS = (2, 1)  # seeds of the batches; the gradients of the last one are compared
+BUCKET = 16 * 2**10  # bytes
 MARGIN = {EXACTLY: 1e6, "float32": 1e4, "bfloat16": 5}  # by how much the smallest mistake is to exceed the tolerance
 ALL = "ALL_CELLS"  # set in the environment, it runs all cells, and writes the evidence
 DOCS = Path(__file__).parents[2] / "docs"
 EVIDENCE = DOCS / "evidence" / "parity"
 
 
-class Matrix:
-    """The outcomes of one library, each found when it is first asked for."""
+@dataclass(frozen=True)
+class Cell:
+    """One mitigation and one way to train."""
 
-    def __init__(self, library: str) -> None:
-        self.library = library
-        self.found: dict[Cell, Outcome] = {}
+    heads: str
+    mitigation: str
+    run: str
+    checkpointing: str
+    processes: str
+    precision: str
 
-    def outcome(self, cell: Cell) -> Outcome:
-        """Starting processes is slow, so all cells that need two share them."""
-        if cell not in self.found and cell.processes == "one process":
-            self.found[cell] = run_cell(self.library, cell)
-        elif cell not in self.found:
-            self.found |= _in_two_processes(self.library)
-        return self.found[cell]
+    def __str__(self) -> str:
+        return "-".join(value.replace(" ", "_") for value in asdict(self).values())
 
-    def write(self) -> None:
-        """The evidence: every cell of the library, and how small a mistake these models would show."""
-        with _evidence(self.library).open("w", newline="") as file:
-            rows = csv.writer(file, lineterminator="\n")
-            rows.writerow([*(field.name for field in fields(Cell)), "result", "error"])
-            for cell in cells(self.library):
-                got = self.outcome(cell)
-                rows.writerow([*astuple(cell), got.result, "" if got.error is None else f"{got.error:.1e}"])
-        file = EVIDENCE / "libraries.json"
-        known = json.loads(file.read_text()) if file.exists() else {}
-        known[self.library] = {
-            "torch": torch.__version__.partition("+")[0],
-            "smallest cut": {precision: float(f"{smallest_cut(self.library, precision):.1e}") for precision in MARGIN},
-            "plain rounding": {each: float(f"{plain_rounding(self.library, each):.1e}") for each in PRECISIONS},
-        }
-        file.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+
+@dataclass(frozen=True)
+class Outcome:
+    """How it went."""
+
+    result: str  # exact, wrong, refused or crashed
+    error: float | None = None  # largest relative error of a parameter's gradient
+    message: str = ""  # of the refusal, or the crash
+
+
+def cells(library: str) -> list[Cell]:
+    """All of a library's."""
+    heads, ways = SUBJECTS[library].heads, (RUNS, CHECKPOINTING, PROCESSES)
+    exactly = product(heads, MITIGATIONS, *ways, (EXACTLY,))
+    return [Cell(*choice) for choice in (*exactly, *product(heads, ("all",), *ways, PRECISIONS))]
+
+
+def refusal(library: str, cell: Cell) -> str | None:
+    """What the cell's refusal must say; None where it must be exact."""
+    is_lost = library != "acutance.models" and cell.checkpointing == "re-entrant"
+    lost = LOST if is_lost and cell.mitigation in ("neutreno", "all") else None
+    return SUBJECTS[library].refused.get((cell.heads, cell.mitigation), lost)
+
+
+def assert_as_pinned(library: str, cell: Cell, outcome: Outcome) -> None:
+    """Exact, or refused with the words it should be refused with: no cell may be either."""
+    pattern = refusal(library, cell)
+    shown = f"{outcome.result}, error {outcome.error}\n{outcome.message}"
+    assert outcome.result == ("exact" if pattern is None else "refused"), shown
+    assert pattern is None or re.search(pattern, outcome.message), f"not refused for {pattern!r}: {outcome.message}"
+
+
+@cache
+def plain_gradients(subject, heads, precision, mitigation="all", *, cut=None, device="cpu") -> dict[str, Tensor]:
+    """By the plain formula: whole batch, eagerly, in one process, without checkpointing; cut at a layer if asked."""
+    model = moved(subject.mitigated(heads, mitigation), precision, device)
+    state = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    plain, inputs = with_plain_weights(state, *subject.weights), subject.batch(STEPS[-1], heads)
+    with autocast(precision, device):
+        output = subject.plain_output(heads, plain, moved(inputs, precision, device), cut)
+    loss_of(output).backward()
+    return {name: parameter.grad for name, parameter in state.items()}
+
+
+def wanted_gradients(subject, heads, precision, mitigation="all", device="cpu") -> dict[str, Tensor]:
+    """What a cell is compared with: float64 for float32 too, since nothing plain is as exact; else the like."""
+    precision = EXACTLY if precision == "float32" else precision
+    return plain_gradients(subject, heads, precision, mitigation, device=device)
+
+
+def run_cell(library: str, cell: Cell, device: str = "cpu") -> Outcome:
+    """Train as the cell says and compare the gradients."""
+    subject = subject_of(library, DEPTH[cell.run])
+    if cell.run == "compile":
+        gc.collect()  # models that are gone would still disown what is reset here, which torch may not survive
+        torch._dynamo.reset()
+        counters.clear()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = gradients(subject, cell, device)
+    except AcutanceError as error:  # only ours are refusals: torch has refused nothing so far
+        return Outcome("refused", message=str(error))
+    except Exception as error:
+        return Outcome("crashed", message="".join(traceback.format_exception(error)))
+    if cell.run == "compile" and not counters["stats"]["unique_graphs"]:
+        return Outcome("crashed", message="nothing was compiled")
+    error = distance(found, wanted_gradients(subject, cell.heads, cell.precision, cell.mitigation, device))
+    return Outcome("exact" if error < TOLERANCE[cell.precision] else "wrong", error)
+
+
+def gradients(subject: Subject, cell: Cell, device: str = "cpu") -> dict[str, Tensor]:
+    """Of the second of two steps: the first would leave behind what must not be found in the second."""
+    model = moved(subject.mitigated(cell.heads, cell.mitigation), cell.precision, device)
+    if cell.checkpointing != "none":
+        subject.checkpoint(model, cell.checkpointing == "re-entrant")
+    wrapped = distribute(subject, model, cell.processes)
+    # What comes before inductor, or tracing alone: generated code is the business of tests/test_inductor.py.
+    backend = "aot_eager" if cell.processes == "one process" else "eager"
+    run = torch.compile(wrapped, backend=backend) if cell.run == "compile" else wrapped
+    for seed in STEPS:
+        wrapped.zero_grad()
+        inputs = moved({name: share(x) for name, x in subject.batch(seed, cell.heads).items()}, cell.precision, device)
+        with autocast(cell.precision, device):
+            output = subject.output(run, inputs)
+        loss_of(output).backward()
+    return gradients_by_name(model)
+
+
+def distribute(subject: Subject, model: nn.Module, processes: str) -> nn.Module:
+    """Wrap for training in several processes; FSDP2 by blocks, as is usual."""
+    if processes == "DDP":
+        # Buckets so small that the compiled graph is cut between them, as that of a large model is.
+        return DistributedDataParallel(model, bucket_cap_mb=BUCKET / 2**20)
+    if processes == "FSDP2":
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in (*subject.blocks(model), model):
+            fully_shard(part, mesh=mesh)
+    return model
+
+
+def share(x: Tensor) -> Tensor:
+    """This process's part of a batch."""
+    return x.chunk(dist.get_world_size())[dist.get_rank()] if dist.is_initialized() else x
+
+
+def gradients_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """By the names that parameters have without wrappers; sharded gradients put together."""
+    found = {re.sub(WRAPPERS, "", name): parameter.grad for name, parameter in model.named_parameters()}
+    return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in found.items()}
+
+
+def moved(x, precision: str, device: str):
+    """A module, a tensor or a dictionary of them; autocast starts from float32."""
+    if isinstance(x, dict):
+        return {name: moved(value, precision, device) for name, value in x.items()}
+    if isinstance(x, Tensor) and not x.is_floating_point():
+        return x.to(device)
+    return x.to(device, torch.float64 if precision == "float64" else torch.float32)
+
+
+def autocast(precision: str, device: str):
+    return torch.autocast(device, torch.bfloat16) if precision == "bfloat16" else nullcontext()
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return (output if output.dtype == torch.float64 else output.float()).square().mean()
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest relative error among the parameters."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    floor = FLOOR * torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    errors = [(found[name] - wanted).norm() / torch.maximum(wanted.norm(), floor) for name, wanted in expected.items()]
+    return float(max(errors))
+
+
+FOUND: dict[tuple[str, Cell], Outcome] = {}
+
+
+def outcome(library: str, cell: Cell) -> Outcome:
+    """Found when first asked for. Starting processes is slow, so all cells of a library that need two share them."""
+    if (library, cell) not in FOUND and cell.processes == "one process":
+        FOUND[library, cell] = run_cell(library, cell)
+    elif (library, cell) not in FOUND:
+        FOUND.update(_in_two_processes(library))
+    return FOUND[library, cell]
+
+
+def write_evidence(library: str) -> None:
+    """Every cell of the library, and how small a mistake these models would show."""
+    with _evidence(library).open("w", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow([*(field.name for field in fields(Cell)), "result", "error"])
+        for cell in cells(library):
+            got = outcome(library, cell)
+            rows.writerow([*astuple(cell), got.result, "" if got.error is None else f"{got.error:.1e}"])
+    file = EVIDENCE / "libraries.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    known[library] = {
+        "torch": torch.__version__.partition("+")[0],
+        "smallest cut": {precision: float(f"{smallest_cut(library, precision):.1e}") for precision in MARGIN},
+        "plain rounding": {each: float(f"{plain_rounding(library, each):.1e}") for each in PRECISIONS},
+    }
+    file.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 
 
 def _evidence(library: str) -> Path:
@@ -103,9 +260,8 @@ def _in_words(results: dict[Cell, str], run: str, processes: str) -> str:
 
 def table_of_errors() -> str:
     """What each precision allows, and what was found in all libraries together."""
-    lines = [
-        ["precision", "tolerance", "largest error of a cell", "rounding of the formula itself", "smallest mistake"]
-    ]
+    head = ["precision", "tolerance", "largest error of a cell", "rounding of the formula itself", "smallest mistake"]
+    lines = [head]
     libraries = json.loads((EVIDENCE / "libraries.json").read_text()).values()
     for precision, tolerance in TOLERANCE.items():
         errors = [e for name in SUBJECTS for c, (_, e) in read_evidence(name).items() if c.precision == precision]
@@ -144,7 +300,7 @@ def is_quick(cell: Cell) -> bool:
     return (cell.run, cell.processes) == ("eager", "one process")
 
 
-def _in_two_processes(library: str) -> dict[Cell, Outcome]:
+def _in_two_processes(library: str) -> dict[tuple[str, Cell], Outcome]:
     from together import in_two_processes  # the script that writes the page has no tests/ to import from
 
     chosen = [cell for cell in tested(library) if cell.processes != "one process"]
@@ -155,66 +311,64 @@ def _in_two_processes(library: str) -> dict[Cell, Outcome]:
     for cell, *both in zip(chosen, *found, strict=True):
         first, second = (Outcome(**outcome) for outcome in both)
         assert first.result == second.result, f"{cell}: {first} in one process, {second} in the other"
-        outcomes[cell] = max(first, second, key=lambda outcome: outcome.error or 0.0)
+        outcomes[library, cell] = max(first, second, key=lambda outcome: outcome.error or 0.0)
     return outcomes
 
 
 def _worker(rank: int, library: str, chosen: list[Cell], folder: str) -> None:
     dist._DEFAULT_FIRST_BUCKET_BYTES = BUCKET
-    outcomes = [asdict(run_cell(library, cell)) for cell in chosen]
-    Path(folder, f"{rank}.json").write_text(json.dumps(outcomes))
+    Path(folder, f"{rank}.json").write_text(json.dumps([asdict(run_cell(library, cell)) for cell in chosen]))
+
+
+def _models(library: str) -> Iterator[tuple[Subject, str]]:
+    for run, heads in product(RUNS, SUBJECTS[library].heads):
+        yield subject_of(library, DEPTH[run]), heads
 
 
 def smallest_cut(library: str, precision: str) -> float:
     """The error of the smallest mistake: a gradient through v⁰ that is missing in one layer only."""
-    errors = []
-    for run, heads in product(RUNS, SUBJECTS[library].heads):
-        subject = subject_of(library, DEPTH[run])
-        for layer in range(2, subject.depth + 1):
-            cut = plain_gradients(subject, heads, precision, cut=layer)
-            errors.append(distance(cut, wanted_gradients(subject, heads, precision)))
-    return min(errors)
+    return min(
+        distance(plain_gradients(*model, precision, cut=layer), wanted_gradients(*model, precision))
+        for model in _models(library)
+        for layer in range(2, model[0].depth + 1)
+    )
 
 
 def plain_rounding(library: str, precision: str) -> float:
     """How far the plain formula itself is from float64: what rounding makes of gradients that are right."""
-    errors = []
-    for run, heads in product(RUNS, SUBJECTS[library].heads):
-        subject = subject_of(library, DEPTH[run])
-        rounded = plain_gradients(subject, heads, precision)
-        errors.append(distance(rounded, plain_gradients(subject, heads, EXACTLY)))
-    return max(errors)
+    return max(
+        distance(plain_gradients(*model, precision), plain_gradients(*model, EXACTLY)) for model in _models(library)
+    )
 
 
 class MatrixChecks:
-    """Inherited by one test class per library."""
+    """Inherited by a test class that names its libraries."""
 
-    library: str
+    libraries: tuple[str, ...]
 
     def pytest_generate_tests(self, metafunc):
         if "cell" in metafunc.fixturenames:
-            marks = {cell: () if is_quick(cell) else pytest.mark.slow for cell in tested(self.library)}
-            metafunc.parametrize("cell", [pytest.param(cell, marks=marks[cell], id=str(cell)) for cell in marks])
+            chosen = [(library, cell) for library in self.libraries for cell in tested(library)]
+            marks = {each: () if is_quick(each[1]) else pytest.mark.slow for each in chosen}
+            cells = [pytest.param(*each, marks=marks[each], id=f"{each[0]}-{each[1]}") for each in chosen]
+            metafunc.parametrize(("library", "cell"), cells)
+        else:
+            metafunc.parametrize("library", self.libraries)
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def matrix(cls):
-        return Matrix(cls.library)
-
-    def test_gradients_equal_the_plain_formula_or_are_refused_as_pinned(self, matrix, cell):
-        assert_as_pinned(self.library, cell, matrix.outcome(cell))
+    def test_gradients_equal_the_plain_formula_or_are_refused_as_pinned(self, library, cell):
+        assert_as_pinned(library, cell, outcome(library, cell))
 
     @pytest.mark.slow
-    def test_the_evidence_is_what_was_found(self, matrix):
+    def test_the_evidence_is_what_was_found(self, library):
         if ALL in os.environ:
-            matrix.write()
-        kept = {cell: result for cell, (result, _) in read_evidence(self.library).items()}
-        assert {cell: matrix.outcome(cell).result for cell in tested(self.library)}.items() <= kept.items()
+            write_evidence(library)
+        kept = {cell: result for cell, (result, _) in read_evidence(library).items()}
+        assert {cell: outcome(library, cell).result for cell in tested(library)}.items() <= kept.items()
 
     @pytest.mark.parametrize("precision", MARGIN)
-    def test_a_gradient_cut_at_one_layer_would_be_seen(self, precision):
-        assert smallest_cut(self.library, precision) > MARGIN[precision] * TOLERANCE[precision]
+    def test_a_gradient_cut_at_one_layer_would_be_seen(self, library, precision):
+        assert smallest_cut(library, precision) > MARGIN[precision] * TOLERANCE[precision]
 
     @pytest.mark.parametrize("precision", PRECISIONS)
-    def test_the_tolerance_is_no_wider_than_rounding_asks_for(self, precision):
-        assert TOLERANCE[precision] / 256 < plain_rounding(self.library, precision) < TOLERANCE[precision]
+    def test_the_tolerance_is_no_wider_than_rounding_asks_for(self, library, precision):
+        assert TOLERANCE[precision] / 256 < plain_rounding(library, precision) < TOLERANCE[precision]

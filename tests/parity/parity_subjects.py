@@ -27,7 +27,12 @@ IMAGES = {"image_size": 8, "patch_size": 4}
 
 
 class Subject:
-    """One library's model."""
+    """One library's model.
+
+    A subclass has `library_model(heads)`; `inputs(generator, heads)`, a batch in float32, of which float64 has every
+    number too; and `plain_output(heads, state, inputs, cut)` by the plain formula, given the mitigated model's
+    parameters by name.
+    """
 
     name: str
     heads = ("multi-head",)
@@ -36,12 +41,6 @@ class Subject:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-
-    def spec(self, heads: str, mitigation: str) -> str:
-        """Of one mitigation, or of all that the model takes."""
-        if mitigation != "all":
-            return SPECS[mitigation]
-        return "+".join(spec for name, spec in SPECS.items() if (heads, name) not in self.refused)
 
     def has(self, heads: str) -> bool:
         """Whether the version of the library that is installed has them."""
@@ -52,21 +51,9 @@ class Subject:
         kinds = (nn.ModuleList, nn.Sequential)
         return next(part for part in model.modules() if isinstance(part, kinds) and len(part) == self.depth)
 
-    def library_model(self, heads: str) -> nn.Module:
-        """As the library makes it."""
-        raise NotImplementedError
-
-    def inputs(self, generator: torch.Generator, heads: str) -> dict[str, Tensor]:
-        """A batch in float32, of which float64 has every number too."""
-        raise NotImplementedError
-
     def output(self, run: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Tensor:
         """What the loss is made of."""
         return run(*inputs.values())
-
-    def plain_output(self, heads: str, state: dict[str, Tensor], inputs: dict[str, Tensor], cut: int | None) -> Tensor:
-        """The same by the plain formula, given the mitigated model's parameters by name."""
-        raise NotImplementedError
 
     def checkpoint(self, model: nn.Module, reentrant: bool) -> None:
         """Recompute every block in the backward pass; here by torch's wrapper, as for libraries that offer nothing."""
@@ -79,7 +66,8 @@ class Subject:
         """The model in float32 and training mode, all parameters away from what would hide a mistake."""
         torch.manual_seed(0)
         model = self.library_model(heads).train()
-        ac.mitigate(model, self.spec(heads, mitigation))
+        taken = {name: spec for name, spec in SPECS.items() if (heads, name) not in self.refused}
+        ac.mitigate(model, "+".join(taken.values()) if mitigation == "all" else SPECS[mitigation])
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("learnt_strength"):
@@ -153,34 +141,34 @@ def written_out(model, projection, state, inputs, cut):
     model, first = model.to(next(iter(state.values()))), {}
 
     def attention(layer, module, x, rope=None, **_):
-        name = f"blocks.{layer - 1}.attn"
-        parts = module.q_proj, module.k_proj, module.v_proj
+        own, parts = learnt(state, f"blocks.{layer - 1}.attn"), (module.q_proj, module.k_proj, module.v_proj)
         q, k, v = (part(x).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for part in parts)
-        first.setdefault("v", v)
         q, k = (q, k) if rope is None else (rotate(q, rope), rotate(k, rope))
-        own = learnt(state, name)
-        u = attend(q, k, v, first["v"], own, cut=layer == cut)
+        u = attend(q, k, v, first.setdefault("v", v), own, cut=layer == cut)
         return rescale(module.get_submodule(projection)(u.transpose(1, 2).flatten(2)), own)
 
     for layer, block in enumerate(model.blocks, 1):
         block.attn.forward = partial(attention, layer, block.attn)
+    return by_state(model, state, *inputs.values())
+
+
+def by_state(model, state, *args, **kwargs):
+    """Run with these parameters, those that mitigations learn left out."""
     own = {name: value for name, value in state.items() if "mitigation" not in name}
-    return torch.func.functional_call(model, own, args=tuple(inputs.values()))
+    return torch.func.functional_call(model, own, args, kwargs)
 
 
-class TorchTransformer(nn.Module):
-    """torch's encoder between two linear maps."""
+class Between(nn.Module):
+    """A stack of blocks between two linear maps, `embed` and `head`."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, stack: str, **parts: nn.Module) -> None:
         super().__init__()
-        sizes = {"d_model": DIM, "nhead": HEADS, "dim_feedforward": 2 * DIM, "dropout": 0.0}
-        layer = nn.TransformerEncoderLayer(**sizes, activation="gelu", norm_first=True, batch_first=True)
-        self.embed = nn.Linear(5, DIM)
-        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
-        self.head = nn.Linear(DIM, 3)
+        self.stack = stack
+        for name, part in parts.items():
+            self.add_module(name, part)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(self.embed(x)))
+        return self.head(getattr(self, self.stack)(self.embed(x)))
 
 
 class Torch(Subject):
@@ -191,7 +179,10 @@ class Torch(Subject):
     weights = ("in_proj_weight", "out_proj.weight")
 
     def library_model(self, heads):
-        return TorchTransformer(self.depth)
+        sizes = {"d_model": DIM, "nhead": HEADS, "dim_feedforward": 2 * DIM, "dropout": 0.0}
+        layer = nn.TransformerEncoderLayer(**sizes, activation="gelu", norm_first=True, batch_first=True)
+        embed, encoder = nn.Linear(5, DIM), nn.TransformerEncoder(layer, self.depth, enable_nested_tensor=False)
+        return Between("encoder", embed=embed, encoder=encoder, head=nn.Linear(DIM, 3))
 
     def inputs(self, generator, heads):
         return {"x": torch.randn(BATCH, 7, 5, generator=generator)}
@@ -241,8 +232,7 @@ class Transformers(Subject):
         names = {module: name for name, module in model.named_modules()}
         layers = [(b.self_attn, getattr(b.self_attn, output)) for b in self.blocks(model)]
         use_formula(model, layers, [learnt(state, names[attention]) for attention, _ in layers], cut=cut)
-        own = {name: value for name, value in state.items() if "mitigation" not in name}
-        return _all_of(torch.func.functional_call(model, own, kwargs=inputs))
+        return _all_of(by_state(model, state, **inputs))
 
     def checkpoint(self, model, reentrant):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -257,28 +247,27 @@ def _all_of(output) -> Tensor:
 class WrittenAttention(nn.Module):
     """By `scaled_dot_product_attention`, or, with fewer key heads, by a softmax that is written out."""
 
-    def __init__(self, kv_heads: int) -> None:
+    def __init__(self, groups: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads = HEADS, kv_heads
-        width = DIM // HEADS * kv_heads
-        self.q_proj, self.k_proj, self.v_proj = nn.Linear(DIM, DIM), nn.Linear(DIM, width), nn.Linear(DIM, width)
+        self.heads, self.groups = HEADS, groups
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(DIM, DIM // by) for by in (1, groups, groups))
         self.out_proj = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k, v = (part.unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for part in parts)
-        if self.kv_heads == HEADS:
+        if self.groups == 1:
             u = F.scaled_dot_product_attention(q, k, v)
         else:
-            k, v = (part.repeat_interleave(HEADS // self.kv_heads, dim=1) for part in (k, v))
+            k, v = (part.repeat_interleave(self.groups, dim=1) for part in (k, v))
             u = F.softmax(q @ k.transpose(-2, -1) / (DIM // HEADS) ** 0.5, dim=-1).to(v.dtype) @ v
         return self.out_proj(u.transpose(1, 2).flatten(2))
 
 
 class WrittenBlock(nn.Module):
-    def __init__(self, kv_heads: int) -> None:
+    def __init__(self, groups: int) -> None:
         super().__init__()
-        self.norm1, self.attn, self.norm2 = nn.LayerNorm(DIM), WrittenAttention(kv_heads), nn.LayerNorm(DIM)
+        self.norm1, self.attn, self.norm2 = nn.LayerNorm(DIM), WrittenAttention(groups), nn.LayerNorm(DIM)
         self.mlp = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -286,17 +275,7 @@ class WrittenBlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class WrittenTransformer(nn.Module):
-    def __init__(self, depth: int, kv_heads: int) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(5, DIM), nn.Linear(DIM, 3)
-        self.blocks = nn.Sequential(*(WrittenBlock(kv_heads) for _ in range(depth)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.embed(x)))
-
-
-class Written(Subject):
+class Written(Torch):
     """Models of no library, whose attention is intercepted."""
 
     name = "hand-written"
@@ -304,10 +283,9 @@ class Written(Subject):
     weights = Transformers.weights
 
     def library_model(self, heads):
-        return WrittenTransformer(self.depth, HEADS if heads == "multi-head" else HEADS // 2)
-
-    def inputs(self, generator, heads):
-        return {"x": torch.randn(BATCH, 7, 5, generator=generator)}
+        ends = {"embed": nn.Linear(5, DIM), "head": nn.Linear(DIM, 3)}
+        groups = 1 if heads == "multi-head" else 2
+        return Between("blocks", **ends, blocks=nn.Sequential(*(WrittenBlock(groups) for _ in range(self.depth))))
 
     def plain_output(self, heads, state, inputs, cut):
         return written_out(self.library_model(heads), "out_proj", state, inputs, cut)

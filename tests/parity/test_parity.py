@@ -1,4 +1,4 @@
-"""The matrix of each library but timm, whose tests have an environment of their own.
+"""The matrix of every library but timm, whose tests have an environment of their own.
 
 docs/parity.md has the commands that write the evidence of all cells, and its tables.
 """
@@ -10,20 +10,8 @@ from parity_matrix import DOCS, MatrixChecks, table, table_of_errors
 PAGE = DOCS / "parity.md"
 
 
-class TestModels(MatrixChecks):
-    library = "acutance.models"
-
-
-class TestTransformers(MatrixChecks):
-    library = "transformers"
-
-
-class TestTorchNN(MatrixChecks):
-    library = "torch.nn"
-
-
-class TestWritten(MatrixChecks):
-    library = "hand-written"
+class TestParity(MatrixChecks):
+    libraries = ("acutance.models", "transformers", "torch.nn", "hand-written")
 
 
 def with_tables(page: str) -> str:

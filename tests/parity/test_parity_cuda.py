@@ -3,20 +3,10 @@
 from importlib.util import find_spec
 from itertools import product
 
+import parity_matrix as parity
 import pytest
 import torch
-from parity_cells import (
-    CHECKPOINTING,
-    DEPTH,
-    RUNS,
-    STEPS,
-    Cell,
-    assert_as_pinned,
-    autocast,
-    moved,
-    plain_gradients,
-    run_cell,
-)
+from parity_matrix import CHECKPOINTING, DEPTH, RUNS, STEPS, Cell, autocast, moved
 from parity_subjects import SUBJECTS, subject_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -49,9 +39,9 @@ def whole_float32_and_no_padding(monkeypatch):
 @pytest.fixture(autouse=True, scope="module")
 def own_plain_gradients():
     """Those kept are of padded batches outside of this module, and of others inside."""
-    plain_gradients.cache_clear()
+    parity.plain_gradients.cache_clear()
     yield
-    plain_gradients.cache_clear()
+    parity.plain_gradients.cache_clear()
 
 
 def library_has(library, kernel, cell):
@@ -74,5 +64,5 @@ def test_gradients_equal_the_plain_formula_under_each_kernel(library, kernel, ce
     if not library_has(library, kernel, cell):
         pytest.skip(f"{library} itself has no {kernel.name} for {cell.heads} heads in {cell.precision} here")
     with sdpa_kernel([kernel]):  # around the backward pass too: checkpointing attends again in it
-        outcome = run_cell(library, cell, DEVICE)
-    assert_as_pinned(library, cell, outcome)
+        outcome = parity.run_cell(library, cell, DEVICE)
+    parity.assert_as_pinned(library, cell, outcome)

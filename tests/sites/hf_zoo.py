@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+from sites.tiny_models import recorded
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -15,6 +18,9 @@ MARKS = {"bos_token_id": 1, "eos_token_id": 2}
 TEXT = SIZES | {"vocab_size": 60, "max_position_embeddings": 64}
 DECODER = TEXT | ENDS | {"num_key_value_heads": 2}
 EXPERTS = {"num_experts_per_tok": 1, "experts_implementation": "eager"}  # the others know no float64
+MOE = DECODER | EXPERTS | {"num_experts": 2, "moe_intermediate_size": 16}
+OPT = TEXT | {"ffn_dim": 48, "word_embed_proj_dim": 32}
+MODERNBERT = DECODER | {"cls_token_id": 1, "sep_token_id": 2, "global_attn_every_n_layers": 2, "local_attention": 8}
 VISION = SIZES | {"image_size": 16, "patch_size": 4, "num_channels": 3}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "vocab_size": 60}
 T5 |= {"decoder_start_token_id": 0}
@@ -36,9 +42,8 @@ TOWERS = {"text_config": TEXT | MARKS, "vision_config": VISION}
 class Entry:
     """One architecture."""
 
-    config: str
     model: str
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=TEXT.copy)
     kind: str = "text"  # text, image, both, sound or seq2seq
     part: str | None = None  # of models with several stacks
     prefix: int = 0
@@ -48,57 +53,50 @@ class Entry:
     causal: bool = False
 
 
-def _text(config, model=None, options=TEXT, **more):
-    return Entry(f"{config}Config", model or f"{config}Model", options, **more)
+def _causal(model, options=DECODER, kv_heads=2, **more):
+    return Entry(model, options, heads=((4, kv_heads),) * 3, causal=True, **more)
 
 
-def _causal(config, options=DECODER, kv_heads=2, **more):
-    return _text(config, options=options, heads=((4, kv_heads),) * 3, causal=True, **more)
+def _image(model, options=VISION, **more):
+    return Entry(model, options, kind="image", **more)
 
 
-def _image(config, model=None, options=VISION, **more):
-    return Entry(f"{config}Config", model or f"{config}Model", options, kind="image", **more)
-
-
-def _two(config, part, model=None, options=BART, **more):
-    return _text(config, model, options, kind="seq2seq", part=part, causal=part == "decoder", **more)
+def _two(model, part, options=BART, kind="seq2seq", **more):
+    return Entry(model, options, kind, part, causal=part == "decoder", **more)
 
 
 ZOO: dict[str, Entry] = {
     "vit": _image("ViT", prefix=1),
     "deit": _image("DeiT", prefix=2),
-    "beit": _image("Beit", options=VISION | {"use_relative_position_bias": True}, prefix=1),
-    "vit_mae": _image("ViTMAE", options=VISION | {"mask_ratio": 0.0}, prefix=1),
+    "beit": _image("Beit", VISION | {"use_relative_position_bias": True}, prefix=1),
+    "vit_mae": _image("ViTMAE", VISION | {"mask_ratio": 0.0}, prefix=1),
     "vit_msn": _image("ViTMSN", prefix=1),
     "ijepa": _image("IJepa"),
     "dinov2": _image("Dinov2", prefix=1),
-    "dinov2_registers": _image("Dinov2WithRegisters", options=VISION | {"num_register_tokens": 3}, prefix=4),
-    "dinov3": _image("DINOv3ViT", options=VISION | {"num_register_tokens": 2}, prefix=3),
+    "dinov2_registers": _image("Dinov2WithRegisters", VISION | {"num_register_tokens": 3}, prefix=4),
+    "dinov3": _image("DINOv3ViT", VISION | {"num_register_tokens": 2}, prefix=3),
     "dpt": _image("DPT", prefix=1),
-    "yolos": _image("Yolos", options=VISION | {"image_size": [16, 16], "num_detection_tokens": 3}, prefix=1),
+    "yolos": _image("Yolos", VISION | {"image_size": [16, 16], "num_detection_tokens": 3}, prefix=1),
     "aimv2": _image("Aimv2Vision"),
     "clip_vision": _image("CLIPVision", prefix=1),
     "siglip_vision": _image("SiglipVision"),
-    "swin": _image("Swin", options=SWIN, heads=((2, 2),) * 2 + ((4, 4),) * 2, first_values=False),
-    "segformer": _image("Segformer", options=SEGFORMER, heads=((2, 2), (4, 4), (4, 4)), first_values=False),
-    "clip": Entry("CLIPConfig", "CLIPModel", TOWERS | {"projection_dim": 16}, "both", "vision_model", prefix=1),
-    "siglip": Entry("SiglipConfig", "SiglipModel", TOWERS, "both", "text_model"),
-    "clip_text": _text("CLIPText", options=TEXT | MARKS, causal=True),
-    "siglip_text": _text("SiglipText", options=TEXT | MARKS),
-    "bert": _text("Bert", pre_norm=False),
-    "bert_decoder": _text("Bert", options=TEXT | {"is_decoder": True}, pre_norm=False, causal=True),
-    **{name: _text(config, options=TEXT | {"pad_token_id": 0}, pre_norm=False) for name, config in ROBERTAS.items()},
-    "roberta_prelayernorm": _text("RobertaPreLayerNorm", options=TEXT | {"pad_token_id": 0}),
-    "electra": _text("Electra", options=TEXT | {"embedding_size": 32}, pre_norm=False),
-    "ernie": _text("Ernie", pre_norm=False),
-    "esm": _text("Esm", options=TEXT | {"pad_token_id": 0, "mask_token_id": 3, "position_embedding_type": "rotary"}),
-    "distilbert": _text("DistilBert", options=DISTILBERT, pre_norm=False),
-    "modernbert": _text(
-        "ModernBert",
-        options=DECODER | {"cls_token_id": 1, "sep_token_id": 2, "global_attn_every_n_layers": 2, "local_attention": 8},
-    ),
-    "t5_encoder": _text("T5", "T5EncoderModel", T5),
-    "t5_decoder": _two("T5", "decoder", options=T5),
+    "swin": _image("Swin", SWIN, heads=((2, 2),) * 2 + ((4, 4),) * 2, first_values=False),
+    "segformer": _image("Segformer", SEGFORMER, heads=((2, 2), (4, 4), (4, 4)), first_values=False),
+    "clip": Entry("CLIP", TOWERS | {"projection_dim": 16}, "both", "vision_model", prefix=1),
+    "siglip": Entry("Siglip", TOWERS, "both", "text_model"),
+    "clip_text": Entry("CLIPText", TEXT | MARKS, causal=True),
+    "siglip_text": Entry("SiglipText", TEXT | MARKS),
+    "bert": Entry("Bert", pre_norm=False),
+    "bert_decoder": Entry("Bert", TEXT | {"is_decoder": True}, pre_norm=False, causal=True),
+    **{name: Entry(config, TEXT | {"pad_token_id": 0}, pre_norm=False) for name, config in ROBERTAS.items()},
+    "roberta_prelayernorm": Entry("RobertaPreLayerNorm", TEXT | {"pad_token_id": 0}),
+    "electra": Entry("Electra", TEXT | {"embedding_size": 32}, pre_norm=False),
+    "ernie": Entry("Ernie", pre_norm=False),
+    "esm": Entry("Esm", TEXT | {"pad_token_id": 0, "mask_token_id": 3, "position_embedding_type": "rotary"}),
+    "distilbert": Entry("DistilBert", DISTILBERT, pre_norm=False),
+    "modernbert": Entry("ModernBert", MODERNBERT),
+    "t5_encoder": Entry("T5Encoder", T5),
+    "t5_decoder": _two("T5", "decoder", T5),
     "bart_encoder": _two("Bart", "encoder", pre_norm=False),
     "bart_decoder": _two("Bart", "decoder", pre_norm=False),
     "mbart_encoder": _two("MBart", "encoder"),
@@ -106,31 +104,21 @@ ZOO: dict[str, Entry] = {
     "pegasus": _two("Pegasus", "encoder"),
     "marian": _two("Marian", "decoder", pre_norm=False),
     "m2m_100": _two("M2M100", "decoder"),
-    "whisper_encoder": Entry("WhisperConfig", "WhisperModel", WHISPER, kind="sound", part="encoder"),
-    "whisper_decoder": Entry("WhisperConfig", "WhisperModel", WHISPER, kind="sound", part="decoder", causal=True),
+    "whisper_encoder": _two("Whisper", "encoder", WHISPER, "sound"),
+    "whisper_decoder": _two("Whisper", "decoder", WHISPER, "sound"),
     "gpt2": _causal("GPT2", GPT, kv_heads=4),
     "gpt_bigcode": _causal("GPTBigCode", GPT, kv_heads=1),
     "gpt_bigcode_many_keys": _causal("GPTBigCode", GPT | {"multi_query": False}, kv_heads=4),
     "gpt_neox": _causal("GPTNeoX", TEXT | MARKS, kv_heads=4),
     "biogpt": _causal("BioGpt", TEXT, kv_heads=4),
-    "opt": _causal("OPT", TEXT | {"ffn_dim": 48, "word_embed_proj_dim": 32}, kv_heads=4),
-    "opt_350m": _causal(
-        "OPT",
-        TEXT | {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
-        kv_heads=4,
-        pre_norm=False,
-    ),
+    "opt": _causal("OPT", OPT, kv_heads=4),
+    "opt_350m": _causal("OPT", OPT | {"do_layer_norm_before": False}, kv_heads=4, pre_norm=False),
     **{name.lower(): _causal(name) for name in ("Llama", "Qwen2", "Phi3", "Olmo", "SmolLM3", "Starcoder2")},
     **{name.lower(): _causal(name) for name in ("Cohere", "StableLm", "Nemotron")},
     "mistral": _causal("Mistral", DECODER | {"sliding_window": 8}),
     "mixtral": _causal("Mixtral", DECODER | EXPERTS | {"num_local_experts": 2}),
-    "qwen2_moe": _causal(
-        "Qwen2Moe",
-        DECODER | EXPERTS | {"num_experts": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
-    ),
-    "qwen3_moe": _causal(
-        "Qwen3Moe", DECODER | EXPERTS | {"num_experts": 2, "moe_intermediate_size": 16, "head_dim": 8}
-    ),
+    "qwen2_moe": _causal("Qwen2Moe", MOE | {"shared_expert_intermediate_size": 16}),
+    "qwen3_moe": _causal("Qwen3Moe", MOE | {"head_dim": 8}),
     **{name.lower(): _causal(name, DECODER | {"head_dim": 8}) for name in ("Qwen3", "Gemma", "Glm", "Glm4", "Helium")},
     "gemma2": _causal("Gemma2", DECODER | {"head_dim": 8, "sliding_window": 8}),
     "gemma3": _causal("Gemma3Text", DECODER | {"head_dim": 8, "sliding_window": 8, "sliding_window_pattern": 2}),
@@ -141,34 +129,27 @@ ZOO: dict[str, Entry] = {
 }
 
 
-def build(name: str, seed: int = 0, head: str | None = None, **options: Any) -> nn.Module:
-    """The model in float64 evaluation mode, its weights large enough for attention to be far from uniform.
-
-    `head` is the name of another class around the same layers, such as LlamaForCausalLM.
-    """
-    import transformers
-
-    entry = ZOO[name]
-    config = getattr(transformers, entry.config)(**entry.options | options)
-    model_class = getattr(transformers, head or entry.model)
-    torch.manual_seed(seed)
-    model = model_class(config).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.25)
-            else:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+def library() -> Any:
+    """Importing transformers takes seconds, so not while tests are collected."""
+    return pytest.importorskip("transformers")
 
 
 def tiny(name: str, **options: Any) -> nn.Module:
     """A model of any class of transformers."""
-    import transformers
-
-    model_class = getattr(transformers, name)
+    model_class = getattr(library(), name)
     torch.manual_seed(0)
     return model_class(model_class.config_class(**options)).eval()
+
+
+def build(name: str, head: str | None = None, **options: Any) -> nn.Module:
+    """The model in float64, its weights large enough for attention to be far from uniform.
+
+    `head` is the name of another class around the same layers, such as LlamaForCausalLM.
+    """
+    model = tiny(head or f"{ZOO[name].model}Model", **ZOO[name].options | options).double()
+    for parameter in model.parameters():
+        parameter.data += (0.1 if parameter.ndim == 1 else 0.25) * torch.randn_like(parameter)
+    return model
 
 
 def part_of(name: str, model: nn.Module) -> nn.Module:
@@ -212,12 +193,7 @@ def output(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 def records(model, inputs, found):
     """The output of a forward pass, and what every site saw of it."""
-    seen = []
-    undos = [site.observe(seen.append) for site in found]
-    result = output(model, inputs)
-    for undo in undos:
-        undo.remove()
-    return result, seen
+    return recorded(lambda: output(model, inputs), found)
 
 
 def table() -> str:
@@ -228,6 +204,6 @@ def table() -> str:
     for entry in ZOO.values():
         group = kinds.get(entry.kind, "texts, causal" if entry.causal else "texts")
         names = groups.setdefault(group, [])
-        names += [name] if (name := f"`{entry.model.removesuffix('Model')}`") not in names else []
+        names += [name] if (name := f"`{entry.model}`") not in names else []
     rows = [f"| {group} | {', '.join(sorted(names, key=str.lower))} |" for group, names in groups.items()]
     return "\n".join(["| For | Architectures |", "| --- | --- |", *rows])

@@ -6,6 +6,7 @@ import hf_zoo
 import numpy as np
 import pytest
 import torch
+from tiny_models import images, vit
 from torch import nn
 
 import acutance as ac
@@ -13,10 +14,8 @@ from acutance import sites
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.lab.studies import kernel_assumptions
 from acutance.mitigations.projection import Projection
-from acutance.models import ViT
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "c_attn", "c_proj", "query", "key", "value", "qkv")
-PROJECTIONS += ("proj",)
+PROJECTIONS = ("proj", "c_attn", "query", "key", "value", "qkv")
 
 
 class Lora(nn.Module):
@@ -59,8 +58,8 @@ class Gated(Lora):
 def adapted(model, kind, names=PROJECTIONS):
     """The model with adapters, and the same with them merged."""
     torch.manual_seed(1)
-    found = [path for path, m in model.named_modules() if path.endswith(names) and not isinstance(m, nn.Conv2d)]
-    found = [path for path in found if hasattr(model.get_submodule(path), "weight")]
+    kinds = (nn.Linear, hf_zoo.library().pytorch_utils.Conv1D)
+    found = [path for path, m in model.named_modules() if path.endswith(names) and isinstance(m, kinds)]
     assert found
     for path in found:
         model.set_submodule(path, kind(model.get_submodule(path)))
@@ -70,11 +69,6 @@ def adapted(model, kind, names=PROJECTIONS):
     return model, merged
 
 
-def vit():
-    torch.manual_seed(0)
-    return ViT(image_size=8, patch_size=4, dim=12, depth=2, heads=3, num_classes=5).double().eval()
-
-
 NAMES = {"bert": ("self.query", "self.key", "self.value", "attention.output.dense")}
 
 
@@ -82,15 +76,12 @@ def spectrum_of(layer):
     return np.sort(np.abs(layer.heads))
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("own", Lora), ("gpt2", Lora), ("bert", Lora), ("vit", PeftLike)],
-)
+@pytest.mark.parametrize(("name", "kind"), [("own", Lora), ("gpt2", Lora), ("bert", Lora), ("vit", PeftLike)])
 def test_adapters_count(name, kind):
     def build():
         return vit() if name == "own" else hf_zoo.build(name)
 
-    batch = torch.ones(2, 3, 8, 8, dtype=torch.float64) if name == "own" else hf_zoo.batch(name, padded=False)
+    batch = images() if name == "own" else hf_zoo.batch(name, padded=False)
     model, merged = adapted(build(), kind, NAMES.get(name, PROJECTIONS))
     ours, theirs, plain = (ac.explain(one, [batch], progress=False).layers for one in (model, merged, build()))
     for one, other in zip(ours, theirs, strict=True):

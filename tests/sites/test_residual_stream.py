@@ -3,6 +3,7 @@
 import hf_zoo
 import pytest
 import torch
+from tiny_models import Made, left_alone
 from torch import nn
 
 import acutance as ac
@@ -12,37 +13,23 @@ from acutance.errors import AcutanceError, ShapeError
 IDS = torch.randint(5, 55, (3, 12), generator=torch.Generator().manual_seed(0))
 
 
-class Mixer(nn.Module):
+class Mixer(Made):
     """A block without any attention."""
 
-    def __init__(self, width=16):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
-
-    def forward(self, x):
-        return x + self.linear(self.norm(x)).mean(1, keepdim=True)
+    def __init__(self, run=lambda self, x: x + self.linear(self.norm(x)).mean(1, keepdim=True)):
+        super().__init__(run, norm=nn.LayerNorm(16), linear=nn.Linear(16, 16))
 
 
-class Branch(Mixer):
-    def forward(self, x):
-        return self.linear(self.norm(x))
+def branch():
+    return Mixer(lambda self, x: self.linear(self.norm(x)))
 
 
-class Twofold(Mixer):
-    def forward(self, x):
-        return super().forward(x), x.mean(1, keepdim=True)
+def twofold():
+    return Mixer(lambda self, x: (x + self.linear(self.norm(x)), x.mean(1, keepdim=True)))
 
 
-class Blocks(nn.Module):
-    """Runs its blocks as `run` says."""
-
-    def __init__(self, run, kind=Mixer, between=None):
-        super().__init__()
-        self.run, self.between = run, between
-        self.blocks = nn.ModuleList(kind() for _ in range(3))
-
-    def forward(self, x):
-        return self.run(self, x)
+def stack(run, kind=Mixer, between=None):
+    return Made(run, blocks=nn.ModuleList(kind() for _ in range(3)), between=between)
 
 
 def one_after_another(model, x, step=lambda block, x: block(x)):
@@ -94,16 +81,16 @@ REFUSED = {
     ),
     "two streams": (Mixer, two_streams, r"blocks\.1 \(Mixer\) is given \(2, 5, 16\), which does not come from"),
     "residual outside": (
-        *(Branch, lambda model, x: one_after_another(model, x, lambda block, x: x + block(x))),
+        *(branch, lambda model, x: one_after_another(model, x, lambda block, x: x + block(x))),
         r"what blocks\.0 gives, \(2, 10, 16\), is added to earlier tokens outside",
     ),
     "residual before a norm": (
-        *(Branch, lambda model, x: one_after_another(model, x, lambda block, x: x + block(normed(x)))),
+        *(branch, lambda model, x: one_after_another(model, x, lambda block, x: x + block(normed(x)))),
         r"what blocks\.1 gives, \(2, 10, 16\), is added to earlier tokens outside",
     ),
     "first of several": (
-        *(Twofold, lambda model, x: one_after_another(model, x, lambda block, x: block(x)[0])),
-        r"blocks\.0 \(Twofold\) returns several tensors .*\(2, 10, 16\), \(2, 1, 16\)",
+        *(twofold, lambda model, x: one_after_another(model, x, lambda block, x: block(x)[0])),
+        r"blocks\.0 \(Mixer\) returns several tensors .*\(2, 10, 16\), \(2, 1, 16\)",
     ),
 }
 
@@ -111,45 +98,42 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_no_stream_of_tokens_is_refused_and_leaves_no_hook(case):
     kind, run, match = REFUSED[case]
-    model = Blocks(run, kind)
-    with pytest.raises(AcutanceError, match=match):
+    model = stack(run, kind)
+    with left_alone(model), pytest.raises(AcutanceError, match=match):
         measured(model, tokens())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-class Merge(nn.Module):
+def merge(self, x):
     """Two tokens into one, behind a norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(16), nn.Linear(32, 16)
-
-    def forward(self, x):
-        x = self.norm(x)
-        return self.linear(x.unflatten(1, (-1, 2)).flatten(2)) if x.shape[1] % 2 == 0 else x
+    x = self.norm(x)
+    return self.linear(x.unflatten(1, (-1, 2)).flatten(2)) if x.shape[1] % 2 == 0 else x
 
 
-class Positions(nn.Conv1d):
-    """Positions by a convolution between the blocks, as in Twins."""
-
-    def forward(self, x):
-        return x + super().forward(x.transpose(1, 2)).transpose(1, 2)
+def positions(self, x):
+    """By a convolution between the blocks, as in Twins."""
+    return x + self.conv(x.transpose(1, 2)).transpose(1, 2)
 
 
-@pytest.mark.parametrize("between", [None, nn.LayerNorm(16), Positions(16, 16, 3, padding=1), Merge()])
+BETWEEN = [
+    *(None, nn.LayerNorm(16), Made(positions, conv=nn.Conv1d(16, 16, 3, padding=1))),
+    Made(merge, norm=nn.LayerNorm(16), linear=nn.Linear(32, 16)),
+]
+
+
+@pytest.mark.parametrize("between", BETWEEN)
 def test_norms_positions_and_merging_may_stand_between_blocks(between):
-    model, stream = Blocks(one_after_another, between=between), []
+    model, stream = stack(one_after_another, between=between), []
     for block in model.blocks:
         block.register_forward_hook(lambda _block, _args, out: stream.append(out))
     model(tokens())
     profile = measured(model, tokens())
     assert profile.context["samples"] == 2
-    assert measured(Blocks(features_added_at_the_end), tokens()).layers("token_cosine") == [0, 1, 2, 3]
+    assert measured(stack(features_added_at_the_end), tokens()).layers("token_cosine") == [0, 1, 2, 3]
     assert profile["token_cosine"][1:] == pytest.approx([metrics.token_cosine(x).mean().item() for x in stream[:3]])
 
 
 def test_as_many_samples_as_tokens_do_not_tell_which_is_which():
-    model = Blocks(one_after_another)
+    model = stack(one_after_another)
     with pytest.raises(ShapeError, match=r"\(10, 10, 16\), so which axis is the batch is not clear.*another size"):
         measured(model, tokens(10))
     assert measured(model, tokens(2), tokens(10)).context["samples"] == 12  # told by the first batch
@@ -162,7 +146,7 @@ def test_blocks_are_watched_in_the_first_batch_only():
         seen.append(sum(len(block._forward_hooks) for block in model.blocks))
         return one_after_another(model, x)
 
-    measured(Blocks(run), tokens(), tokens(), tokens())
+    measured(stack(run), tokens(), tokens(), tokens())
     assert seen == [6, 3, 3]
 
 
@@ -198,22 +182,17 @@ def test_where_keys_are_not_known_what_needs_them_says_so():
 def test_choices_and_views_are_samples_of_their_own():
     model = hf_zoo.tiny("BertForMultipleChoice", **hf_zoo.TEXT)
     assert measured(model, {"input_ids": IDS.repeat(2, 1).reshape(2, 3, 12)}).context["samples"] == 6
-    views = Blocks(lambda model, x: one_after_another(model, x.flatten(0, 1).flatten(1, 2)))
+    views = stack(lambda model, x: one_after_another(model, x.flatten(0, 1).flatten(1, 2)))
     assert measured(views, torch.randn(2, 3, 4, 2, 16)).context["samples"] == 6
 
 
-class Patches(nn.Module):
-    """Attends in each quarter of the image by itself, as MobileViT does."""
-
-    def __init__(self):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-    def forward(self, x):  # (batch, 16, 8, 8)
-        return self.encoder(x.unfold(2, 4, 4).unfold(3, 4, 4).flatten(4).permute(0, 2, 3, 4, 1).flatten(0, 2))
+def quarters(self, x):
+    """Attends in each quarter of the image by itself, as MobileViT does; x is (batch, 16, 8, 8)."""
+    return self.encoder(x.unfold(2, 4, 4).unfold(3, 4, 4).flatten(4).permute(0, 2, 3, 4, 1).flatten(0, 2))
 
 
 def test_attention_over_parts_of_an_image_is_no_sample_either():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = Made(quarters, encoder=nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
     with pytest.raises(ShapeError, match=r"encoder\.layers\.0\.self_attn \(TransformerEncoderLayer\) is given \(8, 16"):
-        measured(Patches(), torch.randn(2, 16, 8, 8))
+        measured(model, torch.randn(2, 16, 8, 8))

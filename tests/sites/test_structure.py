@@ -1,27 +1,23 @@
 """What is found in a model: sites, blocks, special tokens, the final norm, inside whatever is wrapped around them."""
 
+from dataclasses import replace
+
 import hf_zoo
 import pytest
 import torch
+from tiny_models import Made, encoder, images, recorded, shaken, tokens, vit
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch_nn_models import encoder, shaken, tokens
 
 import acutance as ac
 from acutance import metrics, sites
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.mitigations.projection import Projection, Projections
-from acutance.models import ViT
-from acutance.sites import AttentionSite, Library
-from acutance.sites.structure import SpecialTokens, modules_of, tokens_by_name
-
-TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
-IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+from acutance.sites import AttentionSite
 
 
 def test_sites_stand_in_depth_order_with_their_shapes():
-    model = ViT(**TINY)
-    assert list(modules_of(model).items()) == list(model.named_modules())
+    model = vit()
     for layer, (site, block) in enumerate(zip(sites.find(model), model.blocks, strict=True), 1):
         assert (site.layer, site.dim, site.heads, site.kv_heads, site.head_dim) == (layer, 12, 3, 3, 4)
         assert site.block is block
@@ -30,29 +26,26 @@ def test_sites_stand_in_depth_order_with_their_shapes():
 
 
 def test_inside_a_cached_lookup_a_model_is_looked_through_once(monkeypatch):
-    model, looked, look = ViT(**TINY).double(), [], sites._refuse_layers_elsewhere
-    monkeypatch.setattr(sites, "_refuse_layers_elsewhere", lambda *found: looked.append(found) or look(*found))
+    model, looked = vit(), []
     with sites.cached_lookup():
-        first = sites.find(model)
-        first.pop()  # is the caller's own
+        sites.find(model).pop()  # is the caller's own
+        del model.blocks[2]
         with sites.cached_lookup():
             assert len(sites.find(model)) == 3
-        sites.special_tokens(model)
-        assert len(looked) == 1
-        del model.blocks[2]
         assert len(sites.find(model)) == 3
-        assert len(sites.find(ViT(**TINY | {"depth": 1}))) == 1
+        assert len(sites.find(vit(depth=1))) == 1
     assert len(sites.find(model)) == 2
-    looked.clear()
-    names = ("token_cosine", "attention_entropy")
-    ac.measure(model, [IMAGES], metrics=names, tap=("block", "final"), progress=False)
-    assert len(looked) == 1
+    ours = next(library for library in sites.LIBRARIES if library.layers(model))
+    monkeypatch.setattr(sites, "LIBRARIES", [replace(ours, layers=lambda m: looked.append(m) or ours.layers(m))])
+    options = {"metrics": ["token_cosine", "attention_entropy"], "tap": ["block", "final"], "progress": False}
+    assert ac.measure(model, [images()], **options).readings
+    assert looked == [model]
 
 
 ATTENTIVE = {
-    "own": lambda: (ViT(**TINY).double(), IMAGES),
-    "symmetric": lambda: (ViT(**TINY, attention="symmetric").double(), IMAGES),
-    "eigen": lambda: (ViT(**TINY, mitigation="eigen:negative").double(), IMAGES),
+    "own": lambda: (vit(), images()),
+    "symmetric": lambda: (vit(attention="symmetric"), images()),
+    "eigen": lambda: (vit(mitigation="eigen:negative"), images()),
     "torch": lambda: (encoder(), tokens()),
     "tokens first": lambda: (encoder(batch_first=False), tokens().transpose(0, 1)),
     "no bias": lambda: (encoder(bias=False), tokens()),
@@ -65,12 +58,10 @@ def test_the_weights_are_those_the_tokens_go_through(name):
     model, x = ATTENTIVE[name]()
     memory = {parameter.untyped_storage().data_ptr() for parameter in shaken(model).parameters()}
     for site in sites.find(model):
-        records, inputs = [], []
-        hook = site.attention.register_forward_pre_hook(lambda _, args, kept=inputs: kept.append(args[0]))
-        with site.observe(records.append):
-            model(x)
-        hook.remove()
-        (record,), entered = records, site.tokens(inputs[0])
+        inputs = []
+        with site.attention.register_forward_pre_hook(lambda _, args, kept=inputs: kept.append(args[0])):
+            _, (record,) = recorded(lambda: model(x), [site])
+        entered = site.tokens(inputs[0])
         for which, given, made in (
             ("value", entered, record.values),
             ("projection", record.output.transpose(1, 2).flatten(2), record.branch),
@@ -86,14 +77,11 @@ def test_the_weights_are_those_the_tokens_go_through(name):
 
 
 def test_sites_that_do_not_know_their_queries_and_keys_say_so():
-    class Other(AttentionSite):
-        name, attention = "encoder.3.attention", nn.Identity()
-        mitigation = observe = install = replace = None
-
-        def projections(self):
-            return Projections(None, None, Projection(nn.Linear(2, 2)), Projection(nn.Linear(2, 2)))
-
-    for ask, which in ((Other().query_weight, "W_Q"), (Other().key_weight, "W_K")):
+    linear = Projection(nn.Linear(2, 2))
+    parts = {"attention": nn.Identity(), "projections": lambda self: Projections(None, None, linear, linear)}
+    parts |= dict.fromkeys(("mitigation", "observe", "install", "replace"))
+    other = type("Other", (AttentionSite,), {"name": "encoder.3.attention", **parts})()
+    for ask, which in ((other.query_weight, "W_Q"), (other.key_weight, "W_K")):
         with pytest.raises(AcutanceError, match=rf"encoder\.3\.attention: Identity keeps {which} under"):
             ask()
 
@@ -117,33 +105,25 @@ def test_records_hold_what_attention_did(name):
     assert len(records) == 3
 
 
-class Wrapper(nn.Module):
-    def __init__(self, **parts):
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
+def wrap(**parts):
+    return Made(lambda self, x: next(self.children())(x), **parts)
 
 
 def test_models_and_blocks_inside_wrappers_are_found():
-    model = ViT(**TINY, registers=2)
-    model.blocks[1] = Wrapper(wrapped=model.blocks[1])
-    outer = Wrapper(inner=Wrapper(backbone=model))
-    assert [site.name for site in sites.find(outer)] == [
-        f"inner.backbone.blocks.{path}.attn" for path in ("0", "1.wrapped", "2")
-    ]
+    model = vit(registers=2)
+    model.blocks[1] = wrap(wrapped=model.blocks[1])
+    outer = wrap(inner=wrap(backbone=model))
+    paths = [f"inner.backbone.blocks.{path}.attn" for path in ("0", "1.wrapped", "2")]
+    assert [site.name for site in sites.find(outer)] == paths
     assert sites.special_tokens(outer, part="inner").front == 3
     assert sites.final_norm(outer) is model.norm
 
 
-CHECKPOINTED = {
-    "llama": lambda: (hf_zoo.build("llama"), hf_zoo.batch("llama") | {"use_cache": False}),
-    "torch": lambda: (encoder(norm_first=True), {"src": tokens()}),
-}
-
-
 def gradients(name, wrapped_layers):
     """Of a mitigated model, some of whose blocks were wrapped first, by the parameters' plain names."""
-    model, batch = CHECKPOINTED[name]()
+    model, batch = encoder(norm_first=True), {"src": tokens()}
+    if name == "llama":
+        model, batch = hf_zoo.build("llama"), hf_zoo.batch("llama") | {"use_cache": False}
     inside = list(model.train().layers)
     for layer in wrapped_layers:
         model.layers[layer - 1] = checkpoint_wrapper(inside[layer - 1], CheckpointImpl.NO_REENTRANT)
@@ -153,7 +133,7 @@ def gradients(name, wrapped_layers):
     return {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", CHECKPOINTED)
+@pytest.mark.parametrize("name", ["llama", "torch"])
 def test_checkpoints_around_blocks_may_be_there_before_the_mitigation(name):
     expected = gradients(name, ())
     for layers in ((1, 2, 3), (2, 3)):
@@ -161,50 +141,32 @@ def test_checkpoints_around_blocks_may_be_there_before_the_mitigation(name):
 
 
 def test_models_without_one_stack_are_refused():
-    with pytest.raises(AcutanceError, match=r"several stacks of layers \(student, teacher\)"):
-        sites.find(Wrapper(student=ViT(**TINY), teacher=ViT(**TINY)))
+    with pytest.raises(AcutanceError, match=r"several stacks of layers \(student, teacher\).*part="):
+        sites.find(wrap(student=vit(), teacher=vit()))
     with pytest.raises(AcutanceError, match=r"no attention found in torch\.nn\..*Linear; .*acutance\.models"):
         sites.find(nn.Linear(2, 2))
 
 
-def test_another_library_is_one_entry(monkeypatch):
-    model, borrowed = nn.Linear(2, 2), sites.find(ViT(**TINY))
-    layers = [sites.Layer(site.layer, site.name, site.block, site.attention) for site in borrowed]
-    library = Library(
-        name="toys",
-        layers=lambda m: layers if m is model else [],
-        site=lambda _stack, layer: borrowed[layer.layer - 1],
-        final_norm=lambda _: model,
-        special_tokens=lambda _: sites.SpecialTokens(7),
-    )
-    monkeypatch.setattr(sites, "LIBRARIES", [*sites.LIBRARIES, library])
-    assert sites.find(model) == borrowed
-    assert sites.special_tokens(model).front == 7
-    assert sites.final_norm(model) is model
-
-
 def test_mitigation_spec_says_what_the_model_carries():
-    assert sites.mitigation_spec(ViT(**TINY)) is None
-    both = "neutreno:0.6+featscale"
-    assert sites.mitigation_spec(ViT(**TINY, mitigation=both)) == both
-    some = ViT(**TINY, mitigation="attnscale", mitigation_layers=(1, 3))
-    assert sites.mitigation_spec(some) == "attnscale in layers 1, 3"
+    both, some = {"mitigation": "neutreno:0.6+featscale"}, {"mitigation": "attnscale", "mitigation_layers": (1, 3)}
+    said = [sites.mitigation_spec(vit(**options)) for options in ({}, both, some)]
+    assert said == [None, "neutreno:0.6+featscale", "attnscale in layers 1, 3"]
 
 
-@pytest.mark.parametrize(
-    ("shapes", "expected"),
-    [
-        ({"mask_token": (1, 1, 8), "position_embeddings": (1, 17, 8)}, (0, 0)),
-        ({"class_embedding": (8,)}, (1, 0)),
-        ({"cls_token": (1, 1, 8), "register_tokens": (1, 4, 8)}, (5, 0)),
-        ({"cls_register_token": (10, 8)}, (10, 0)),
-        ({"cls_token": (1, 1, 8), "detection_tokens": (1, 100, 8)}, (1, 100)),
-    ],
-)
-def test_special_tokens_are_told_by_the_names_of_their_parameters(shapes, expected):
-    assert tokens_by_name((f"embeddings.{name}", torch.zeros(shape)) for name, shape in shapes.items()) == expected
-    assert str(SpecialTokens(1, 100)) == "1 prefix and 100 trailing tokens"
-    assert str(SpecialTokens(1)) == "1 prefix tokens"
+NAMED = {
+    "0 prefix tokens": {"mask_token": (1, 1, 12), "position_embeddings": (1, 17, 12)},
+    "1 prefix tokens": {"class_embedding": (12,)},
+    "5 prefix tokens": {"cls_token": (1, 1, 12), "register_tokens": (1, 4, 12)},
+    "10 prefix tokens": {"cls_register_token": (10, 12)},
+    "1 prefix and 100 trailing tokens": {"cls_token": (1, 1, 12), "detection_tokens": (1, 100, 12)},
+}
+
+
+@pytest.mark.parametrize("said", NAMED)
+def test_special_tokens_are_told_by_the_names_of_their_parameters(said):
+    embeddings = nn.ParameterDict({name: torch.zeros(shape) for name, shape in NAMED[said].items()})
+    model = wrap(body=encoder(), embeddings=embeddings)
+    assert str(sites.special_tokens(model)) == str(sites.special_tokens(model, part="body")) == said
 
 
 NORMS = {
@@ -212,18 +174,13 @@ NORMS = {
     "opt": "decoder.final_layer_norm",  # defined before the blocks
     "modernbert": "final_norm",
     "segformer": "stages.1.layer_norm",  # of the last stage
-    "bert": None,
 }
 
 
 @pytest.mark.parametrize("name", NORMS)
 def test_the_final_norm_of_transformers(name):
     model = hf_zoo.build(name)
-    if NORMS[name] is None:
-        with pytest.raises(AcutanceError, match=r"BertModel has no norm after its last block.*read tap='block'"):
-            sites.final_norm(model)
-    else:
-        assert sites.final_norm(model) is model.get_submodule(NORMS[name])
+    assert sites.final_norm(model) is model.get_submodule(NORMS[name])
 
 
 def test_the_final_norm_is_found_around_a_part_that_is_patched_already():
@@ -235,9 +192,8 @@ def test_the_final_norm_is_found_around_a_part_that_is_patched_already():
         assert profile["token_cosine"].tolist() == pytest.approx([metrics.token_cosine(model(x)).mean().item()])
 
 
-JAMBA = {"attn_layer_period": 4, "attn_layer_offset": 3, "use_mamba_kernels": False, "num_experts": 2}
 HYBRID = {  # the options, and the layers that attend
-    "Jamba": (JAMBA, [4]),
+    "Jamba": ({"attn_layer_period": 4, "attn_layer_offset": 3, "use_mamba_kernels": False, "num_experts": 2}, [4]),
     "Lfm2": ({"layer_types": ["conv", "full_attention"] * 2}, [2, 4]),
 }
 
@@ -254,21 +210,15 @@ def test_blocks_without_attention_are_layers_too(name):
     expected = [metrics.token_cosine(x).mean().item() for x in stream]
     assert profile["token_cosine", "block"][:-1] == pytest.approx(expected)
     with ac.mitigate(model, "attnscale") as handle:  # counts the layers that attend
-        numbers = tuple(range(1, len(attending) + 1))
-        assert handle.layers == tuple(site.layer for site in sites.find(model)) == numbers
+        assert [*handle.layers] == [site.layer for site in sites.find(model)] == [*range(1, len(attending) + 1)]
 
 
-class Attending(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-
-    def forward(self, x):
-        return x + self.attention(x, x, x)[0]
+def attending():
+    return Made(lambda self, x: x + self.mha(x, x, x)[0], mha=nn.MultiheadAttention(16, 2, batch_first=True))
 
 
 def test_what_stands_between_the_blocks_and_is_unlike_them_is_named():
-    model = nn.Sequential(Attending(), nn.Linear(16, 16), nn.LayerNorm(16), Attending(), nn.Linear(16, 3))
+    model = nn.Sequential(attending(), nn.Linear(16, 16), nn.LayerNorm(16), attending(), nn.Linear(16, 3))
     with pytest.warns(AcutanceWarning, match=r"not read.*: 1$"):
         profile = ac.measure(model, [torch.randn(2, 5, 16)], metrics="token_cosine", progress=False)
     assert profile.layers("token_cosine") == [0, 1, 2]

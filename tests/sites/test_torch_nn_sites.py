@@ -1,49 +1,31 @@
-"""Attention sites of models made of nn.MultiheadAttention: found, read, measured."""
+"""Models made of nn.MultiheadAttention: their sites are found, read and measured; what is passed by or refused."""
+
+from functools import partial
 
 import pytest
+import tiny_models as models
 import torch
+from tiny_models import BIAS, DEPTH, DIM, HEADS, HIDDEN, blocks, encoder, left_alone, padding, shaken, tokens
 from torch import nn
-from torch_nn_models import (
-    BATCH,
-    DEPTH,
-    DIM,
-    HEADS,
-    TOKENS,
-    Block,
-    Model,
-    PostNorm,
-    WithPositions,
-    cross_attention,
-    decoder,
-    encoder,
-    padding,
-    shaken,
-    tokens,
-)
 
+import acutance as ac
 from acutance import sites
 from acutance.errors import AcutanceError
-from acutance.explain import explain
-from acutance.measure import measure
-from acutance.sites.mitigate import mitigate
-
-
-def linear():
-    return nn.Linear(DIM, DIM)
 
 
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
         (encoder(), [f"layers.{i}.self_attn" for i in range(DEPTH)]),
-        (decoder(), [f"layers.{i}.self_attn" for i in range(DEPTH)]),
-        (Model(), [f"blocks.{i}.attention.mha" for i in range(DEPTH)]),
+        (models.decoder(), [f"layers.{i}.self_attn" for i in range(DEPTH)]),
+        (models.Model(), [f"blocks.{i}.attention.mha" for i in range(DEPTH)]),
         (encoder().layers[0], ["self_attn"]),
         (nn.MultiheadAttention(DIM, HEADS), [""]),
-        (nn.Sequential(linear(), encoder(2), linear()), ["1.layers.0.self_attn", "1.layers.1.self_attn"]),
-        (nn.Sequential(linear(), encoder().layers[0]), ["1.self_attn"]),
-        (nn.Sequential(encoder(1), cross_attention()), ["0.layers.0.self_attn"]),
-        (nn.ModuleDict({"body": encoder(1), "pool": cross_attention()}), ["body.layers.0.self_attn"]),
+        (nn.Sequential(nn.Identity(), encoder(2), nn.Identity()), ["1.layers.0.self_attn", "1.layers.1.self_attn"]),
+        (nn.Sequential(nn.Identity(), encoder().layers[0]), ["1.self_attn"]),
+        (nn.Sequential(encoder(1), models.cross_attention()), ["0.layers.0.self_attn"]),
+        (nn.ModuleDict({"body": encoder(1), "pool": models.cross_attention()}), ["body.layers.0.self_attn"]),
+        (nn.ModuleList([encoder(1), encoder(1)]), ["0.layers.0.self_attn", "1.layers.0.self_attn"]),
         (nn.ModuleDict({"one": encoder().layers[0], "two": encoder().layers[0]}), ["one.self_attn", "two.self_attn"]),
     ],
     ids=lambda value: type(value).__name__,
@@ -60,7 +42,7 @@ def test_sites_stand_in_depth_order(model, expected):
 
 def test_a_model_that_is_mitigated_keeps_its_sites():
     model = encoder()
-    with mitigate(model, "neutreno:0.6"):
+    with ac.mitigate(model, "neutreno:0.6"):
         assert all(a is b for a, b in zip(sites.find(model), sites.find(model), strict=True))
         assert sites.mitigation_spec(model) == "neutreno:0.6"
     assert sites.mitigation_spec(model) is None
@@ -70,7 +52,7 @@ def test_encoder_and_decoder_are_two_stacks():
     model = nn.Transformer(DIM, HEADS, 2, 2, 16, batch_first=True)
     src, tgt = tokens(dtype=torch.float32), tokens(2, dtype=torch.float32)
     before = model.eval()(src, tgt)
-    with mitigate(model.encoder, "neutreno:0.6"), mitigate(model.decoder, "neutreno:0.6"):
+    with ac.mitigate(model.encoder, "neutreno:0.6"), ac.mitigate(model.decoder, "neutreno:0.6"):
         assert not torch.equal(model(src, tgt), before)
         with pytest.raises(AcutanceError, match=r"several stacks .*\(encoder\.layers, decoder\.layers\).*part="):
             sites.find(model)
@@ -89,89 +71,110 @@ def test_weights_of_their_own():
         site.value_weight()
 
 
+MASKS = [{}, {"attn_mask": HIDDEN}, {"attn_mask": HIDDEN, "is_causal": True}, {"attn_mask": BIAS}]
+MASKS += [{"key_padding_mask": padding()}, {"key_padding_mask": padding(), "attn_mask": HIDDEN}]
+masked = pytest.mark.parametrize("masks", MASKS, ids=",".join)
+with_weights = pytest.mark.parametrize("need_weights", [True, False])
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize(
-    "masks",
-    [
-        {},
-        {"attn_mask": torch.triu(torch.ones(TOKENS, TOKENS, dtype=torch.bool), 1)},
-        {"key_padding_mask": padding()},
-        {"attn_mask": torch.randn(BATCH * HEADS, TOKENS, TOKENS, dtype=torch.float64)},
-    ],
-    ids=lambda masks: ",".join(masks),
-)
-@pytest.mark.parametrize("need_weights", [True, False])
+@masked
+@with_weights
 def test_records_hold_the_attention_that_torch_reports(batch_first, masks, need_weights):
     mha = nn.MultiheadAttention(DIM, HEADS, batch_first=batch_first).double()
     x = tokens() if batch_first else tokens().transpose(0, 1)
     plain, weights = mha(x, x, x, **masks, average_attn_weights=False)
-    records = []
-    with sites.find(mha)[0].observe(records.append):
-        output, _ = mha(x, x, x, **masks, need_weights=need_weights)
-    torch.testing.assert_close(records[0].A.dense(), weights, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(records[0].output, weights @ records[0].values, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(records[0].branch, plain if batch_first else plain.transpose(0, 1))
+    (output, _), (record,) = models.recorded(lambda: mha(x, x, x, **masks, need_weights=need_weights), sites.find(mha))
+    torch.testing.assert_close(record.A.dense(), weights, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(record.output, weights @ record.values, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(record.branch, plain if batch_first else plain.transpose(0, 1))
     assert not need_weights or torch.equal(output, plain)
-    assert records[0].A.scale == (DIM // HEADS) ** -0.5  # torch scales the queries before the product
-    torch.testing.assert_close(records[0].A.symmetrised().q, records[0].k)
+    assert record.A.scale == (DIM // HEADS) ** -0.5  # torch scales the queries before the product
+    torch.testing.assert_close(record.A.symmetrised().q, record.k)
+    if [*masks] == ["attn_mask", "is_causal"] and not need_weights:  # a hint that makes the mask superfluous
+        assert (record.A.causal, record.A.mask) == (True, None)
 
 
-def test_a_causal_hint_needs_no_mask_in_the_record():
-    mha, x, records = nn.MultiheadAttention(DIM, HEADS, batch_first=True), tokens(dtype=torch.float32), []
-    causal = nn.Transformer.generate_square_subsequent_mask(TOKENS)
-    with sites.find(mha)[0].observe(records.append):
-        mha(x, x, x, attn_mask=causal, is_causal=True, need_weights=False)
-    assert records[0].A.causal
-    assert records[0].A.mask is None
+ATTENTIONS = [{}, {"batch_first": True}, {"bias": False}, {"vdim": 7, "batch_first": True}, {"one sample": True}]
+
+
+@pytest.mark.parametrize("options", ATTENTIONS, ids=str)
+@masked
+@pytest.mark.parametrize("weights", [{"need_weights": False}, {}, {"average_attn_weights": False}], ids=str)
+def test_without_effect_we_change_no_bit(options, masks, weights):
+    """Outputs, weights, gradients and the random numbers that dropout takes are torch's own."""
+    x = tokens(dtype=torch.float32)
+    if "one sample" in options:
+        options, x, masks = {}, x[1], {"key_padding_mask": padding()[1]}
+    x = x if options.get("batch_first") or x.ndim == 2 else x.transpose(0, 1)
+    masks = {name: mask.float() if mask is BIAS else mask for name, mask in masks.items()}
+    mha = nn.MultiheadAttention(DIM, HEADS, dropout=0.3, **options)
+
+    def run():
+        torch.manual_seed(3)
+        mha.zero_grad()
+        output, weighted = mha(x, x, x[..., : options.get("vdim")], **masks, **weights)
+        output.square().sum().backward()
+        return [output, torch.rand(()), *(p.grad.clone() for p in mha.parameters()), weighted]
+
+    before = run()
+    with ac.mitigate(mha, "neutreno:0.0"):
+        during = run()
+    if weights == {"need_weights": False}:
+        assert before.pop() is during.pop() is None
+    assert all(torch.equal(a, b) for a, b in zip(before, during, strict=True))
+
+
+@masked
+@with_weights
+def test_scores_are_changed_before_the_softmax(need_weights, masks):
+    mha, x = shaken(nn.MultiheadAttention(DIM, HEADS, batch_first=True)).double(), tokens()
+    with ac.mitigate(mha, models.Sharper()):
+        found, _ = mha(x, x, x, need_weights=need_weights, **masks)
+    with torch.no_grad():
+        mha.in_proj_weight[:DIM] *= 2
+        mha.in_proj_bias[:DIM] *= 2
+    torch.testing.assert_close(found, mha(x, x, x, **masks)[0], rtol=1e-10, atol=1e-12)
+
+
+def test_nothing_is_left_behind():
+    model = encoder(nested=True)
+    with left_alone(model, lambda: model(tokens())) as before, ac.mitigate(model, "neutreno:0.6,learn=head,start=0.3"):
+        assert not torch.equal(model(tokens()), before)
 
 
 @torch.no_grad()
 def test_an_observed_encoder_computes_as_torch_does_without_its_fast_path():
-    model, records = encoder(nested=True, dtype=torch.float32).eval(), []
-
-    def run():
-        return model(tokens(dtype=torch.float32), src_key_padding_mask=padding())
-
-    was, fast = torch.backends.mha.get_fastpath_enabled(), run()
-    torch.backends.mha.set_fastpath_enabled(False)
-    slow = run()
-    torch.backends.mha.set_fastpath_enabled(was)
-    handles = [site.observe(records.append) for site in sites.find(model)]
-    assert torch.equal(run(), slow)
-    assert len(records) == DEPTH
-    for handle in handles:
-        handle.remove()
-    assert torch.equal(run(), fast)
+    model = encoder(nested=True, dtype=torch.float32).eval()
+    run = partial(model, tokens(dtype=torch.float32), src_key_padding_mask=padding())
+    with left_alone(model, run):
+        torch.backends.mha.set_fastpath_enabled(False)
+        slow = run()
+        torch.backends.mha.set_fastpath_enabled(True)
+        watched, records = models.recorded(run, sites.find(model))
+        assert torch.equal(watched, slow)
+        assert len(records) == DEPTH
 
 
 TAPS = ["block", "attention", "values"]
 
 
 def profile_of(model, batch, **options):
-    readings = measure(model, [batch], progress=False, **{"metrics": "all", "tap": TAPS, **options}).readings
-    return {(r.tap, r.layer, r.metric): r.mean for r in readings}
+    return models.readings(ac.measure(model, [batch], progress=False, **{"metrics": "all", "tap": TAPS, **options}))
 
 
 def assert_same_profile(one, other):
-    assert one.keys() == other.keys()
-    for key, value in one.items():
-        assert other[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
+    assert one == pytest.approx(other, rel=1e-9, abs=1e-12)
 
 
 def test_measured_alike_whichever_axis_comes_first():
-    usual, turned = encoder(norm=True), encoder(norm=True, batch_first=False)
-    taps = [*TAPS, "final"]
-    assert_same_profile(profile_of(usual, tokens(), tap=taps), profile_of(turned, tokens().transpose(0, 1), tap=taps))
+    usual, turned, final = encoder(norm=True), encoder(norm=True, batch_first=False), {"tap": [*TAPS, "final"]}
+    assert_same_profile(profile_of(usual, tokens(), **final), profile_of(turned, tokens().transpose(0, 1), **final))
     one = tokens(batch=1)  # one sample may come without a batch axis
     assert_same_profile(profile_of(usual, one), profile_of(usual, one[0]))
-
-
-@pytest.mark.parametrize(("turn", "batch_first"), [(True, False), (False, False)])
-def test_somebodys_blocks_are_measured_alike_whichever_axis_comes_first(turn, batch_first):
-    kinds = [(False, True), (turn, batch_first)]
-    usual, other = (shaken(nn.Sequential(*(Block(*kind) for _ in range(2)))).double() for kind in kinds)
-    x = tokens() if turn != batch_first else tokens().transpose(0, 1)
-    assert_same_profile(profile_of(usual, tokens()), profile_of(other, x))
+    somebodys = profile_of(blocks(depth=2), tokens())
+    assert_same_profile(somebodys, profile_of(blocks(True, False, depth=2), tokens()))
+    assert_same_profile(somebodys, profile_of(blocks(False, False, depth=2), tokens().transpose(0, 1)))
 
 
 @pytest.mark.parametrize("tap", ["block", TAPS])
@@ -184,67 +187,180 @@ def test_padding_does_not_count(tap):
 
 
 def test_class_tokens_and_final_norms():
-    model = shaken(Model()).double()
+    model = shaken(models.Model()).double()
     assert sites.special_tokens(model).front == 1
-    assert sites.final_norm(model) is model.norm
-    profile = profile_of(model, tokens(), tap=["final", *TAPS], prefix="out")
-    assert ("final", DEPTH, "token_cosine") in profile
-    model = encoder(norm=True)
-    assert sites.final_norm(model) is model.norm
-    for missing in (encoder(), nn.Sequential(nn.Sequential(Block(batch_first=False)), nn.LayerNorm(DIM))):
-        with pytest.raises(AcutanceError, match="has no norm after its last block"):
+    assert ("final", DEPTH, "token_cosine") in profile_of(model, tokens(), tap=["final", *TAPS], prefix="out")
+    for one in (model, encoder(norm=True)):
+        assert sites.final_norm(one) is one.norm
+    for missing in (encoder(), nn.Sequential(nn.Sequential(models.Block(batch_first=False)), nn.LayerNorm(DIM))):
+        match = rf"{type(missing).__name__} has no norm after its last block.*read tap='block'"
+        with pytest.raises(AcutanceError, match=match):
             sites.final_norm(missing)
 
 
 def test_explained_from_the_weights():
-    model = shaken(Model()).double()
+    model = shaken(models.Model()).double()
     found, block, mha = sites.find(model), model.blocks[0], model.blocks[0].attention.mha
     assert [(site.pre_norm(), site.branch_gain()) for site in found] == [(b.norm1, b.gain) for b in model.blocks]
     h = block.gain[:, None] * mha.out_proj.weight @ mha.in_proj_weight[2 * DIM :] * block.norm1.weight
     expected = torch.linalg.eigvals(h.detach())
-    layer = explain(model).layers[0]
+    layer = ac.explain(model).layers[0]
     assert sorted(layer.eigenvalues.real) == pytest.approx(sorted(expected.real.tolist()), abs=1e-9)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1, DIM)])
 def test_a_gain_may_have_any_shape(shape):
-    model = shaken(Model()).double()
+    model = shaken(models.Model()).double()
     for block in model.blocks:
         block.gain = nn.Parameter(torch.randn(shape, dtype=torch.float64))
     for site, block in zip(sites.find(model), model.blocks, strict=True):
         assert torch.equal(site.branch_gain(), block.gain.flatten().expand(DIM))
-    assert len(explain(model).layers) == DEPTH
+    assert len(ac.explain(model).layers) == DEPTH
 
 
-class Untraceable(PostNorm):
-    def forward(self, x):
-        return super().forward(x) if x.isnan().any() else x
+def untraceable(self, x):
+    return self.norm(x + self.attention(x)) if x.isnan().any() else x
 
 
 def test_what_stands_around_the_attention_is_found_by_a_run():
-    block = WithPositions()
-    assert [sites.find(nn.Sequential(one))[0].pre_norm() for one in (PostNorm(), block)] == [None, block.norm]
+    block = models.with_positions()
+    assert [sites.find(nn.Sequential(one))[0].pre_norm() for one in (models.PostNorm(), block)] == [None, block.norm]
     assert sites.find(nn.Sequential(block))[0].branch_gain() is None
-    with pytest.raises(AcutanceError, match="Untraceable does not run"):
-        sites.find(nn.Sequential(Untraceable()))[0].pre_norm()
+    with pytest.raises(AcutanceError, match="PostNorm does not run"):
+        sites.find(nn.Sequential(models.PostNorm(untraceable)))[0].pre_norm()
 
 
-class Refreshed(nn.Module):
+def refreshed():
     """Makes the normed tokens three times over, as many a tutorial does."""
-
-    def __init__(self):
-        super().__init__()
-        self.attn, self.norm = nn.MultiheadAttention(DIM, HEADS, batch_first=True), nn.LayerNorm(DIM)
-
-    def forward(self, x):
-        return x + self.attn(self.norm(x), self.norm(x), self.norm(x))[0]
+    run = lambda self, x: x + self.attn(self.norm(x), self.norm(x), self.norm(x))[0]  # noqa: E731
+    return models.Made(run, attn=models.cross_attention(), norm=nn.LayerNorm(DIM))
 
 
-@pytest.mark.parametrize("block", [WithPositions, Refreshed])
+@pytest.mark.parametrize("block", [models.with_positions, refreshed])
 def test_equal_tensors_and_queries_with_positions_are_self_attention(block):
     model = nn.Sequential(block(), block()).double()
     before = model(tokens())
-    with mitigate(model, "neutreno:0.0"):
+    with ac.mitigate(model, "neutreno:0.0"):
         assert torch.equal(model(tokens()), before)
-    with mitigate(model, "neutreno:0.6"):
+    with ac.mitigate(model, "neutreno:0.6"):
         assert not torch.equal(model(tokens()), before)
+
+
+def looks_at_memory():
+    return models.Made(lambda self, x: x + self.attn(x, x.flip(1), x.flip(1))[0], attn=models.SelfAttention().mha)
+
+
+def twice():
+    return models.Made(
+        lambda self, x: x + self.columns(self.rows(x)), rows=models.SelfAttention(), columns=models.SelfAttention()
+    )
+
+
+def in_halves(self, x):
+    """Attends within each half of the tokens."""
+    return x[:, :4] + torch.cat(self.attention(torch.cat(x[:, :4].chunk(2, dim=1))).chunk(2), dim=1)
+
+
+def shorter(self, x):
+    return self.norm(x + self.attention(x))[:, 1:]
+
+
+def skips(*layers, depth=3):
+    """Runs some of its blocks, as LayerDrop does, or one more than once."""
+
+    def run(self, x):
+        for layer in layers:
+            x = self.blocks[layer](x)
+        return x
+
+    return models.Made(run, blocks=nn.ModuleList(models.PostNorm() for _ in range(depth)))
+
+
+def several(block, **options):
+    return nn.Sequential(block(**options), block(**options))
+
+
+def lists():
+    return nn.ModuleList(nn.ModuleList([models.SelfAttention(), nn.Linear(DIM, DIM)]) for _ in range(2))
+
+
+REFUSED = {  # by `mitigate`: the model, the mitigation, and what is said
+    "bias_kv": (lambda: several(models.PostNorm, add_bias_kv=True), "neutreno:0.6", "a key that is no token"),
+    "zero_attn": (lambda: several(models.PostNorm, add_zero_attn=True), "neutreno:0.6", "a key that is no token"),
+    "two attentions": (lambda: several(twice), "featscale", r"several attentions \(0\.rows\.mha, 0\.columns\.mha\)"),
+    "outside of the list": (
+        *(lambda: nn.ModuleDict({"start": encoder().layers[0], "layers": encoder().layers}), "featscale"),
+        r"start\.self_attn is in a block like those of layers, but outside",
+    ),
+    "lists for blocks": (
+        *(lambda: nn.ModuleDict({"layers": lists()}), "featscale"),
+        r"layers\.0 is a list of modules without a forward",
+    ),
+    "stages": (
+        *(lambda: nn.ModuleList([encoder(2), encoder(2)]), "neutreno:0.6"),
+        r"stages \(0\.layers, 1\.layers\).*part='0\.layers'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_stays_as_it_was_and_its_tokens_are_measured(case):
+    make, spec, match = REFUSED[case]
+    model = make().double()
+    run = (lambda: model(tokens())) if isinstance(model, nn.Sequential) else None
+    with left_alone(model, run), pytest.raises(AcutanceError, match=match):
+        ac.mitigate(model, spec)
+    if run is not None:
+        assert {r.layer for r in ac.measure(model, [tokens()], progress=False).readings} == {0, 1, 2}
+
+
+WINDOWS = "rearranges it for its attention into a batch of 8"
+REFUSED_RUNNING = [
+    *(
+        (lambda: several(models.PostNorm, run=in_halves), spec, WINDOWS)
+        for spec in ("neutreno:0.6", "featscale", "attnscale+featscale")
+    ),
+    (lambda: several(models.PostNorm, run=shorter), "neutreno:0.6", "not of the same tokens"),
+    (lambda: skips(1, 2), "neutreno:0.6", "first layer has"),
+    (lambda: skips(0, 0, 0, depth=1), "neutreno:0.6", "ran more than once"),
+]
+
+
+@pytest.mark.parametrize(("make", "spec", "match"), REFUSED_RUNNING)
+def test_tokens_that_are_not_those_of_the_first_layer_are_refused(make, spec, match):
+    model = make().double()
+    with ac.mitigate(model, spec), pytest.raises(AcutanceError, match=match):
+        model(tokens())
+    with ac.mitigate(model, "attnscale"):  # which needs no others
+        model(tokens())
+
+
+def test_a_block_that_is_skipped_is_none_of_the_pass():
+    torch.manual_seed(0)
+    model = skips(0, 2).double()
+    without = nn.Sequential(model.blocks[0], model.blocks[2])
+    with ac.mitigate(model, "neutreno:0.6"):
+        found = model(tokens())
+    with ac.mitigate(without, "neutreno:0.6"):
+        assert torch.equal(found, without(tokens()))
+
+
+def test_cross_attention_passes_through_and_is_not_mitigated():
+    model = nn.Sequential(shaken(models.with_positions()), shaken(looks_at_memory())).double()
+    before = model(tokens())
+    watched, records = models.recorded(lambda: model(tokens()), sites.find(model))
+    assert torch.equal(watched, before)
+    assert len(records) == 1
+    match = r"1\.attn is called as cross-attention.*leave layer 2 out"
+    with ac.mitigate(model, "featscale"), pytest.raises(AcutanceError, match=match):
+        model(tokens())
+    with ac.mitigate(model, "featscale", layers=[1]):
+        assert torch.equal(model(tokens()), before)
+
+
+def test_nested_tensors_are_refused():
+    model = encoder().eval()
+    nested = torch.nested.nested_tensor([tokens()[0], tokens()[1, :3]])
+    match = "nested tensor: pass a padded one"
+    with ac.mitigate(model.layers[0], "featscale"), torch.no_grad(), pytest.raises(AcutanceError, match=match):
+        model.layers[0](nested)

@@ -9,14 +9,15 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.nn import functional as F
 
+from parity.parity_formula import rescale
+
 
 @contextmanager
-def plain_formulas(attentions, strength, gains, lows, highs):
-    """Inside, a model whose attention modules are these computes the three mitigations; Nones leave one out."""
+def plain_formulas(attentions, own, strength):
+    """Inside, a model whose attention modules are these computes the mitigations; `own` is what each learns."""
     first = []
 
-    def prepare(layer):
-        attention = attentions[layer]
+    def prepare(attention, own):
         # The last module that the heads' outputs go through before any norm or gate.
         entrance = getattr(attention, "norm", None)
         entrance = attention.proj if entrance is None else entrance
@@ -24,31 +25,26 @@ def plain_formulas(attentions, strength, gains, lows, highs):
 
         def enter(_module, args, kwargs):
             values.append(_values(attention, args[0] if args else kwargs["x"]))
-            if layer == 0:
+            if attention is attentions[0]:
                 first[:] = [values[-1]]
 
         def change(_module, args):
             v, u = values.pop(), args[0].unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
-            if strength is not None:
+            if strength:
                 u = u + strength * (first[0] - v)
-            if gains is not None:
-                gain = gains[layer][:, None, None]
+            if "gain" in own:
+                gain = own["gain"][:, None, None]
                 u = (1 + gain) * u - gain * v.mean(-2, keepdim=True)
             return u.transpose(1, 2).flatten(2)
 
-        def rescale(_module, _args, y):
-            mean = y.mean(1, keepdim=True)
-            return y + lows[layer] * mean + highs[layer] * (y - mean)
-
-        if strength is not None or gains is not None:
+        if strength or "gain" in own:
             yield attention.register_forward_pre_hook(enter, with_kwargs=True)
             yield entrance.register_forward_pre_hook(change)
-        if lows is not None:
-            yield attention.proj.register_forward_hook(rescale)
+        yield attention.proj.register_forward_hook(lambda _module, _args, y: rescale(y, own))
 
     with ExitStack() as stack:
-        for layer in range(len(attentions)):
-            for hook in prepare(layer):
+        for each in zip(attentions, own, strict=True):
+            for hook in prepare(*each):
                 stack.callback(hook.remove)
         yield
 

@@ -7,4 +7,4 @@ from parity_matrix import MatrixChecks
 
 
 class TestTimm(MatrixChecks):
-    library = "timm"
+    libraries = ("timm",)

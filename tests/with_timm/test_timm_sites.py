@@ -1,32 +1,24 @@
 """The sites found in timm's models: what they say about the weights, and what an observer is shown."""
 
+import json
 from collections import defaultdict
-from contextlib import ExitStack
 from functools import partial
 
 import pytest
 import timm
 import torch
 from timm.models import vision_transformer
-from timm_zoo import FUSED, MEASURED, MERGED, MIXED_HEADS, SHIFTED, SMALL, create, images
+from timm_zoo import FUSED, MEASURED, MERGED, MIXED_HEADS, SHIFTED, SMALL, create, gradients, images
 from torch import nn
 
 import acutance as ac
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.measure.profile import MATRIX
+from sites.tiny_models import Made, recorded
 
 PREFIX = {"vit_tiny_patch16_224": 1, "vit_base_patch14_reg4_dinov2": 5, "deit_tiny_distilled_patch16_224": 2}
 PREFIX |= {"vit_wee_patch16_reg1_gap_256": 1, "vit_small_patch16_dinov3": 5, "beit_base_patch16_224": 1}
 PREFIX |= {"cait_xxs24_224": 0, "swin_tiny_patch4_window7_224": 0, "pvt_v2_b0": 0}
-
-
-def observed(model):
-    """The model's output and one record per layer."""
-    records = {}
-    with ExitStack() as stack:
-        for site in ac.sites.find(model):
-            stack.enter_context(site.observe(lambda record, site=site: records.__setitem__(site.layer, record)))
-        return model(images()), records
 
 
 @pytest.mark.parametrize("fused", FUSED.values(), ids=FUSED)
@@ -34,7 +26,7 @@ def observed(model):
 def test_records_are_what_timm_computes(name, fused):
     model = create(name, fused=fused)
     expected = model(images())
-    output, records = observed(model)
+    output, records = recorded(lambda: model(images()), ac.sites.find(model))
     assert torch.equal(output, expected)
     assert torch.equal(model(images()), expected)
     twin, weights, branches = create(name, fused=False), [], []  # what timm's dropout sees, and its W_proj returns
@@ -42,8 +34,7 @@ def test_records_are_what_timm_computes(name, fused):
         site.attention.attn_drop.register_forward_hook(lambda _, args, _out: weights.append(args[0]))
         site.attention.proj.register_forward_hook(lambda _, _args, out: branches.append(out))
     twin(images())
-    assert list(records) == list(range(1, len(weights) + 1))
-    for record, A, branch in zip(records.values(), weights, branches, strict=True):
+    for record, A, branch in zip(records, weights, branches, strict=True):
         torch.testing.assert_close(record.A.dense(), A, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(record.branch, branch, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(record.output, record.A @ record.values, rtol=1e-10, atol=1e-10)
@@ -58,11 +49,10 @@ def test_weights_make_the_values_and_norms_and_gains_are_those_of_the_residual_b
         for what, module in {"x": site.block, "inside": site.attention, "projected": projected}.items():
             into = partial(seen[site.layer].__setitem__, what)
             module.register_forward_pre_hook(lambda _, args, into=into: into(args[0]))
-    _, records = observed(model)
-    for site in ac.sites.find(model):
+    _, records = recorded(lambda: model(images()), ac.sites.find(model))
+    for site, record in zip(ac.sites.find(model), records, strict=True):
         values = nn.functional.linear(seen[site.layer]["projected"], site.value_weight(), site.value_bias())
-        merged = records[site.layer].values.transpose(1, 2).flatten(2)
-        torch.testing.assert_close(values, merged, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(values, record.values.transpose(1, 2).flatten(2), rtol=1e-10, atol=1e-10)
         assert site.value_weight().shape == site.key_weight().shape == (site.kv_heads * site.head_dim, site.dim)
         assert site.query_weight().shape == (site.heads * site.head_dim, site.dim)
         assert site.projection_weight().shape == (site.dim, site.heads * site.head_dim)
@@ -148,25 +138,59 @@ def test_tokens_that_are_not_the_samples_are_refused(name, size, match):
         ac.measure(model, [torch.randn(2, 3, size, size)], metrics="token_cosine", progress=False)
 
 
-class Adapter(nn.Module):
-    """Shows the weight of the layer inside, as peft's layers do."""
-
-    weight = property(lambda self: self.base_layer.weight)
-    bias = property(lambda self: self.base_layer.bias)
-
-    def __init__(self, base):
-        super().__init__()
-        self.base_layer = base
-
-    def forward(self, x):
-        return 2 * self.base_layer(x)
-
-
 @pytest.mark.parametrize("name", ["beit_base_patch16_224", "eva02_tiny_patch14_224"])
 def test_an_adapter_that_timm_passes_by_is_refused(name):
     model = create(name)
-    before = model(images())
-    model.blocks[0].attn.qkv = Adapter(model.blocks[0].attn.qkv)
+    before, qkv = model(images()), model.blocks[0].attn.qkv
+    # It shows the weight of the layer inside, as peft's layers do.
+    model.blocks[0].attn.qkv = Made(lambda self, x: 2 * self.base(x), base=qkv, weight=qkv.weight, bias=qkv.bias)
     assert torch.equal(model(images()), before), "timm does not use it"
-    with pytest.raises(NoSitesError, match=r"blocks\.0\.attn multiplies by the weight of its qkv itself.*Adapter"):
+    with pytest.raises(NoSitesError, match=r"blocks\.0\.attn multiplies by the weight of its qkv itself.*Made"):
         ac.explain(model)
+
+
+WRAPPED = {name: value for name, value in SMALL.items() if name != "num_classes"}
+
+
+def wrapped():
+    """Inside transformers' wrapper, which goes past their forward, they are timm's all the same."""
+    transformers = pytest.importorskip("transformers", reason="make test installs it beside timm")
+    torch.manual_seed(0)
+    config = transformers.TimmWrapperConfig(architecture="deit_tiny_distilled_patch16_224", model_args=WRAPPED)
+    return transformers.TimmWrapperModel(config).double().eval()
+
+
+def test_it_is_read_as_timms_own():
+    model, taps = wrapped(), ["block", "attention", "values", "final"]
+    assert ac.sites.special_tokens(model) == (2, 0)
+    assert ac.sites.final_norm(model) is model.timm_model.norm
+    ours = ac.measure(model, [{"pixel_values": images()}], metrics="all", tap=taps, prefix="out", progress=False)
+    theirs = ac.measure(model.timm_model, [images()], metrics="all", tap=taps, prefix="out", progress=False)
+    assert ours.readings == theirs.readings
+    assert ours.context["versions"].keys() >= {"timm", "transformers"}
+
+
+def test_it_is_mitigated_as_timms_own():
+    model = wrapped()
+    plain = model(images()).last_hidden_state
+    with ac.mitigate(model, "neutreno:0.6+attnscale"):
+        ours = model(images()).last_hidden_state
+        found = gradients(model.timm_model.named_parameters(), ours.square().sum())
+    assert torch.equal(model(images()).last_hidden_state, plain)
+    assert not torch.equal(ours, plain)
+    with ac.mitigate(model.timm_model, "neutreno:0.6+attnscale"):
+        theirs = model.timm_model.forward_features(images())
+        assert torch.equal(ours, theirs)
+        wanted = gradients(model.timm_model.named_parameters(), theirs.square().sum())
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("part", ["", "timm_model"])
+def test_it_is_saved_with_its_mitigation(tmp_path, part):
+    model = wrapped()
+    ac.mitigate(model.get_submodule(part), "neutreno:0.6")
+    ac.save(model, tmp_path)
+    noted = json.loads((tmp_path / "config.json").read_text())["acutance"]
+    assert noted == {"TimmWrapperModel": {f"timm_model.blocks.{i}.attn": "neutreno:0.6" for i in range(3)}}
+    loaded = ac.load(tmp_path).double().eval()
+    assert torch.equal(loaded(images()).last_hidden_state, model(images()).last_hidden_state)

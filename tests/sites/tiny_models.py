@@ -1,0 +1,177 @@
+"""Tiny models: our ViT, those made of nn.MultiheadAttention, torch's own and such as people write."""
+
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+import acutance as ac
+from acutance.models import ViT
+from acutance.sites.mitigate import mitigate
+
+DIM, HEADS, DEPTH, BATCH, TOKENS = 12, 2, 3, 4, 5
+HIDDEN = torch.triu(torch.ones(TOKENS, TOKENS, dtype=torch.bool), 1)
+CAUSAL = torch.zeros(TOKENS, TOKENS, dtype=torch.float64).masked_fill(HIDDEN, -torch.inf)
+BIAS = torch.randn(BATCH * HEADS, TOKENS, TOKENS, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def shaken(module, seed=0):
+    """Every parameter drawn anew, norms and biases too, and different in every layer."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
+        parameter.data.copy_(1 + noise if "norm" in name and name.endswith("weight") else noise)
+    return module
+
+
+def encoder(depth=DEPTH, norm=False, nested=False, dtype=torch.float64, **options):
+    layer = nn.TransformerEncoderLayer(DIM, HEADS, 16, **{"dropout": 0.0, "batch_first": True, **options})
+    final = nn.LayerNorm(DIM) if norm else None
+    return shaken(nn.TransformerEncoder(layer, depth, norm=final, enable_nested_tensor=nested).to(dtype))
+
+
+def decoder(**options):
+    layer = nn.TransformerDecoderLayer(DIM, HEADS, 16, **{"dropout": 0.0, "batch_first": True, **options})
+    return shaken(nn.TransformerDecoder(layer, DEPTH).double())
+
+
+def vit(seed=0, **options):
+    torch.manual_seed(seed)
+    sizes = {"image_size": 8, "patch_size": 4, "dim": DIM, "depth": DEPTH, "heads": 3, "num_classes": 5}
+    return ViT(**sizes | options).double().eval()
+
+
+def images():
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def mitigated(model, spec):
+    """What is learnt moved away from where it starts, differently in every layer."""
+    handle, generator = mitigate(model, spec), torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if ".mitigation." in name:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter)
+    return handle
+
+
+class Sharper(ac.Mitigation):
+    """Queries twice as long, and a bias that changes nothing."""
+
+    def scores(self, q, k, call):
+        return 2 * q, k, call.v.new_full((1, 1, 1, 1), 0.5)
+
+
+def recorded(run, found):
+    """What a run gives, and what every site saw of it."""
+    records = []
+    with ExitStack() as stack:
+        for site in found:
+            stack.enter_context(site.observe(records.append))
+        return run(), records
+
+
+def readings(profile):
+    return {(r.tap, r.layer, r.metric): r.mean for r in profile.readings}
+
+
+def tokens(seed=1, batch=BATCH, dtype=torch.float64):
+    return torch.randn(batch, TOKENS, DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def inventory(model):
+    """All that the modules' dictionaries say: attributes, hooks, submodules, parameters, configurations."""
+    return {name: {key: repr(value) for key, value in vars(m).items()} for name, m in model.named_modules()}
+
+
+@contextmanager
+def left_alone(model, run=None):
+    """Nothing that the model holds has changed afterwards, and no bit of what `run` gives."""
+    output = None if run is None else run()
+    before = inventory(model)
+    yield output
+    assert inventory(model) == before
+    assert run is None or torch.equal(run(), output)
+
+
+def padding():
+    """True where a key is padding."""
+    mask = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
+    mask[1, 3:] = mask[2, 4:] = True
+    return mask
+
+
+class Made(nn.Module):
+    """Parts by name, and how they are run on tokens."""
+
+    def __init__(self, run, **parts):
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args):
+        return self.run(self, *args)
+
+
+class SelfAttention(Made):
+    """Somebody's wrapper around nn.MultiheadAttention."""
+
+    def __init__(self, **options):
+        attention = nn.MultiheadAttention(DIM, HEADS, **{"batch_first": True, **options})
+        super().__init__(lambda self, x: self.mha(x, x, x, need_weights=False)[0], mha=attention)
+
+
+class Block(nn.Module):
+    """A pre-norm block with LayerScale; `turn` makes it batch-first around an attention that is not."""
+
+    def __init__(self, turn=False, batch_first=True):
+        super().__init__()
+        self.turn = turn
+        self.norm1 = nn.LayerNorm(DIM)
+        self.attention = SelfAttention(batch_first=batch_first)
+        self.gain = nn.Parameter(torch.ones(DIM))
+        self.norm2 = nn.LayerNorm(DIM)
+        self.mlp = nn.Sequential(nn.Linear(DIM, 16), nn.ReLU(), nn.Linear(16, DIM))
+
+    def forward(self, x):
+        h = self.norm1(x)
+        y = self.attention(h.transpose(0, 1)).transpose(0, 1) if self.turn else self.attention(h)
+        x = x + self.gain * y
+        return x + self.mlp(self.norm2(x))
+
+
+def blocks(*options, depth=DEPTH):
+    return shaken(nn.Sequential(*(Block(*options) for _ in range(depth)))).double()
+
+
+class Model(Made):
+    """A backbone of blocks, with embedding, class token, final norm and head around it."""
+
+    def __init__(self):
+        parts = {"embed": nn.Linear(DIM, DIM), "blocks": blocks(), "norm": nn.LayerNorm(DIM), "head": nn.Linear(DIM, 3)}
+        super().__init__(None, cls_token=nn.Parameter(torch.zeros(1, 1, DIM)), **parts)
+
+    def forward(self, x):
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), self.embed(x)], dim=1)
+        return self.head(self.norm(self.blocks(x))[:, 0])
+
+
+def cross_attention():
+    return nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+
+
+class PostNorm(Made):
+    """A block whose residual stream is normed."""
+
+    def __init__(self, run=lambda self, x: self.norm(x + self.attention(x)), **options):
+        super().__init__(run, attention=SelfAttention(**options), norm=nn.LayerNorm(DIM))
+
+
+def with_positions():
+    """As in detection Transformers: positions are added to queries and keys alone."""
+
+    def run(self, x):
+        h = self.norm(x)
+        return x + self.attn(self.positions + h, self.positions + h, h)[0]
+
+    return Made(run, attn=cross_attention(), norm=nn.LayerNorm(DIM), positions=nn.Parameter(torch.ones(TOKENS, DIM)))
