@@ -1,10 +1,9 @@
 """Several processes that share one job, such as `torchrun` starts."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager, suppress
 from itertools import islice
-from operator import length_hint
 from typing import Any, TypeVar, cast
 
 import torch
@@ -66,8 +65,10 @@ def share(batches: Iterable[T], rank: int, size: int) -> Iterable[T]:
 
 
 def length_of(batches: Iterable[Any]) -> int | None:
-    """The number of batches, if known."""
-    return length_hint(batches) or None
+    """The number of batches, if known. A DataLoader over an IterableDataset raises when asked."""
+    with suppress(TypeError):
+        return len(cast(Sized, batches))
+    return None
 
 
 def pad_uneven_batches(own: Iterable[T]) -> Iterator[tuple[T, bool]]:

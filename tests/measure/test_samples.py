@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+import acutance as ac
 from acutance import metrics
 from acutance.attention import AttentionCall
 from acutance.attention.operator import AttentionOperator
@@ -184,9 +185,27 @@ def test_samples_without_a_token_that_counts_are_told():
 
 def test_rows_are_told_by_any_tensor_that_is_fed():
     ids, image = torch.zeros(3, 12, dtype=torch.long), torch.zeros(2, 3, 8, 8)
-    assert possible_rows(image) == possible_rows((image, torch.zeros(2))) == ({2}, 2)
-    assert possible_rows({"input_ids": ids, "inside": {"pixel_values": image}}) == ({2, 3}, 12)
-    assert possible_rows({"input_ids": torch.zeros(2, 3, 5, dtype=torch.long)})[0] == {2, 3, 4, 5, 6}  # choices
-    assert possible_rows(torch.zeros(2, 4, 3, 8, 8))[0] == set(range(2, 9))  # frames, or some of them
+    assert possible_rows(image) == possible_rows((image, torch.zeros(2))) == ({2}, {2}, 2)
+    assert possible_rows({"input_ids": ids, "inside": {"pixel_values": image}}) == ({2, 3}, {2, 3}, 12)
+    choices = possible_rows({"input_ids": torch.zeros(2, 3, 5, dtype=torch.long)})
+    assert choices == ({2, 3, 4, 5, 6}, {2}, 6)  # a grid of them is an alignment, whose rows are no samples
+    frames = set(range(2, 9))
+    assert possible_rows(torch.zeros(2, 4, 3, 8, 8))[:2] == (frames, frames)  # or some of them
     for unknown in ({"images": [image[0], image[1]], "scale": torch.ones(1)}, {"words": "a b"}):
         assert 1000 in possible_rows(unknown)[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["tensor", "mapping", "with a mask"])
+def test_padding_that_a_model_adds_inside_does_not_count(form):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    config = transformers.LongformerConfig(**sizes, vocab_size=99, attention_window=32, max_position_embeddings=70)
+    torch.manual_seed(0)
+    model = transformers.LongformerModel(config).eval()
+    ids, mask = torch.randint(5, 90, (2, 20)), torch.ones(2, 20, dtype=torch.long)
+    mask[1, 15:] = 0 if form == "with a mask" else 1
+    batch = {"tensor": ids, "mapping": {"input_ids": ids}}.get(form, {"input_ids": ids, "attention_mask": mask})
+    found = ac.measure(model, [batch], metrics=["token_cosine"], tap="block", progress=False)["token_cosine"]
+    states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    assert found == pytest.approx([ac.metrics.token_cosine(x, mask.bool()).mean().item() for x in states], abs=1e-5)

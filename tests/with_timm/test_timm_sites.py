@@ -12,6 +12,7 @@ from timm_zoo import FUSED, MEASURED, MERGED, MIXED_HEADS, SHIFTED, SMALL, creat
 from torch import nn
 
 import acutance as ac
+from acutance.attention.products import repeat_heads
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.measure.profile import MATRIX
 from sites.tiny_models import Made, recorded
@@ -52,7 +53,8 @@ def test_weights_make_the_values_and_norms_and_gains_are_those_of_the_residual_b
     _, records = recorded(lambda: model(images()), ac.sites.find(model))
     for site, record in zip(ac.sites.find(model), records, strict=True):
         values = nn.functional.linear(seen[site.layer]["projected"], site.value_weight(), site.value_bias())
-        torch.testing.assert_close(values, record.values.transpose(1, 2).flatten(2), rtol=1e-10, atol=1e-10)
+        values = repeat_heads(values.unflatten(-1, (site.kv_heads, -1)).transpose(1, 2), record.values.shape[1])
+        torch.testing.assert_close(values, record.values, rtol=1e-10, atol=1e-10)
         assert site.value_weight().shape == site.key_weight().shape == (site.kv_heads * site.head_dim, site.dim)
         assert site.query_weight().shape == (site.heads * site.head_dim, site.dim)
         assert site.projection_weight().shape == (site.dim, site.heads * site.head_dim)

@@ -110,8 +110,8 @@ class MetricReader(Visitor):
         attends = {"attention", "values"} & set(self.taps) or self.attention_metrics
         wanted = {"leave": "block" in self.taps, "attend": attends, "final": "final" in self.taps}
         self.needs = {"enter": (1,)} | {method: EVERY for method, is_wanted in wanted.items() if is_wanted}
-        if model is not None and "block" in self.taps and (unread := sites.modules_between(model)):
-            words = f"modules between blocks are not read and not counted as layers: {', '.join(unread)}"
+        if model is not None and "block" in self.taps and (unread := sites.modules_unread(model)):
+            words = f"modules that are no blocks are not read and not counted as layers: {', '.join(unread)}"
             warnings.warn(words, AcutanceWarning, stacklevel=3)
         layers = sites.layers_of(model) if model is not None and ATTENTION_COSINE in self.names else []
         self.moving = [number for site, number in layers if has_windows(site.attention)]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError, ShapeError
@@ -22,17 +22,25 @@ IMAGE_PADDING = ("pixel_attention_mask", "pixel_mask", "patch_valid")
 HIDDEN = -1e4  # a bias as low as that hides a key: libraries write −10000, the lowest number of a dtype, or −∞
 
 
-def possible_rows(batch: Any) -> tuple[Container[int], int]:
-    """How many rows of tokens a model may make of a batch, if its first axis is the samples; and the most if not."""
+def possible_rows(batch: Any) -> tuple[Container[int], Container[int], int]:
+    """How many rows of tokens a model may make of a batch, or of grids, if its first axis is the samples.
+
+    Last, the most rows if it is not.
+    """
     fed = inputs_of(batch)
     tensors = [x for x in fed if isinstance(x, Tensor) and x.ndim > 0]
     if not tensors or any(isinstance(x, (list, tuple)) for x in fed):  # samples of any shape, one by one
-        return range(sys.maxsize), sys.maxsize
-    possible = {len(x) for x in tensors}
-    for x in tensors:  # several choices, images or frames a sample
-        if x.ndim > 4 or (x.ndim == 3 and not x.is_floating_point()):
-            possible.update(range(len(x), len(x) * x.shape[1] + 1))
-    return possible, max([*possible, *(x.shape[1] for x in tensors if x.ndim in (2, 3))])  # tokens may come first
+        return range(sys.maxsize), range(sys.maxsize), sys.maxsize
+    several = [x for x in tensors if x.ndim > 4 or (x.ndim == 3 and not x.is_floating_point())]  # views, or choices
+    lengths = {len(x) for x in tensors}
+    counts = [range(len(x), len(x) * x.shape[1] + 1) for x in several]
+    grids = lengths.union(*(rows for rows, x in zip(counts, several, strict=True) if x.ndim > 4))  # of views alone
+    possible = lengths.union(*counts)
+    return (
+        possible,
+        grids,
+        max([*possible, *(x.shape[1] for x in tensors if x.ndim in (2, 3))]),
+    )  # tokens may come first
 
 
 class Documents(NamedTuple):
@@ -70,6 +78,7 @@ class TokenLayout:
     special_token_counts: tuple[int, int] = (0, 0)  # special tokens left out at the front and at the back
     documents: Documents | None = None  # None where every row is a sample
     excludes_special: bool = False  # whether tokens that the tokeniser marked as special do not count
+    given: int | None = None  # how many tokens a sample has, where the model pads them to more; None elsewhere
     _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # by shape and device
 
     @classmethod
@@ -81,14 +90,17 @@ class TokenLayout:
         special: bool = True,
         decoder: bool = False,
         images: bool = False,
+        pads: bool = False,
     ) -> Self:
         """Read the arguments that `measure` feeds to a model.
 
         Tokens that the tokeniser marked count if `special`. A `decoder` may have its own masks. Beside `images`, other
-        masks and positions are those of a text.
+        masks and positions are those of a text. What a model that `pads` adds to the tokens given does not count.
         """
         if not isinstance(batch, Mapping):
-            return cls(None, special_token_counts)
+            (x,) = inputs_of(batch)
+            is_text = pads and isinstance(x, Tensor) and 1 < x.ndim < 4
+            return cls(None, special_token_counts, given=x.shape[1] if is_text else None)
         for inside in [value for value in batch.values() if isinstance(value, Mapping)]:
             batch = {**inside, **batch}  # NaFlex models of timm may be given everything in one argument
         decoder = decoder and any(str(name).startswith(("decoder_", "tgt")) for name in batch)  # OPT's has none
@@ -100,8 +112,10 @@ class TokenLayout:
             content = ~batch[SPECIAL].bool()
             mask = content if padding is None else padding & content
         mask = None if mask is None or bool(mask.all()) else mask
+        text = [x for x in (batch.get("input_ids"), batch.get("inputs_embeds")) if isinstance(x, Tensor)]
+        given = text[0].shape[1] if pads and text and names is PADDING else None
         # Models take restarting positions for packed documents only where no mask marks padding.
-        return cls(mask, special_token_counts, documents if padding is None else None, excludes_special)
+        return cls(mask, special_token_counts, documents if padding is None else None, excludes_special, given)
 
     @cached_property
     def filled(self) -> NDArray[np.bool_] | None:
@@ -120,6 +134,9 @@ class TokenLayout:
     def _counted(self, shape: torch.Size, device: torch.device) -> tuple[Documents | None, Tensor | None]:
         """The documents that tokens of this shape are in, and which of the tokens count."""
         mask, (front, back) = self.mask, self.special_token_counts
+        if self.given is not None and self.given < shape[1]:
+            mask = torch.ones(shape[0], self.given, dtype=torch.bool) if mask is None else mask
+            mask = nn.functional.pad(mask, (0, shape[1] - self.given))
         if mask is not None and mask.shape != shape:
             raise ShapeError(
                 f"the batch's mask is {tuple(mask.shape)}, but the tokens are {tuple(shape)}: which are padding is "

@@ -40,7 +40,7 @@ class Batch:
     def samples(self, prefix: str) -> TokenLayout:
         """How the tokens fall into samples, with the special tokens `in` or `out`."""
         if prefix not in self.asked:
-            about = sites.token_kind(self.model, self.part) if isinstance(self.fed, Mapping) else {}
+            about = sites.token_kind(self.model, self.part)
             skip = sites.special_tokens(self.model, self.part) if prefix == "out" else (0, 0)
             self.asked[prefix] = TokenLayout.of(self.fed, special_token_counts=skip, special=prefix == "in", **about)
         return self.asked[prefix]

@@ -104,7 +104,7 @@ def blocks(model: nn.Module) -> list[tuple[int, nn.Module, Callable[[Tensor], Te
     try:
         library, layers = _known(model)
     except NoSitesError:
-        repeated = structure.repeated_blocks(model)
+        repeated = structure.blocks_in_order(model)
         if not repeated:
             raise
         return [
@@ -132,9 +132,11 @@ def _lists_of(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[list[
             yield members
 
 
-def modules_between(model: nn.Module) -> list[str]:
-    """The paths of what stands between the blocks, learns something, and is neither a block nor a norm."""
+def modules_unread(model: nn.Module) -> list[str]:
+    """The paths of what learns something and is no block: between the blocks, or a list of others as large."""
     known, found = {block for _, block, _ in blocks(model)}, []
+    if _is_watched(model):  # whose blocks were told by structure alone
+        found += structure.other_blocks(model, known)
     for members in _lists_of(model, known):
         places = [place for place, (_, member) in enumerate(members) if member in known]
         between = [(path, member) for path, member in members[places[0] : places[-1]] if member not in known]
@@ -163,11 +165,16 @@ def special_tokens(model: nn.Module, part: str | None = None) -> SpecialTokens:
 
 @cached
 def token_kind(model: nn.Module, part: str | None) -> dict[str, bool]:
-    """Whether the part's tokens are a decoder's, by its path, or an image's, as `TokenLayout.of` takes it."""
+    """Whether the part's tokens are a decoder's, by its path, an image's, or padded inside (Longformer, BigBird).
+
+    As `TokenLayout.of` takes it.
+    """
     _, block, _ = blocks(part_of(model, part))[0]
+    pads = any(name.startswith("_pad_to_") for kind in {*map(type, model.modules())} for name in dir(kind))
     names = re.findall("encoder|decoder", structure.path_of(model, block))
     inputs = (getattr(model.get_submodule(path), "main_input_name", None) for path in structure.outwards(part))
-    return {"decoder": names[-1:] == ["decoder"], "images": next(filter(None, inputs), None) == "pixel_values"}
+    images = next(filter(None, inputs), None) == "pixel_values"
+    return {"decoder": names[-1:] == ["decoder"], "images": images, "pads": pads}
 
 
 def reading(model: nn.Module) -> AbstractContextManager[None]:
@@ -214,28 +221,34 @@ def mitigation_spec(model: nn.Module) -> str | None:
     return "; ".join(f"{spec} in layers {', '.join(layers)}" for spec, layers in where.items())
 
 
+def _is_watched(model: nn.Module) -> bool:
+    """Whether its blocks may be no residual stream."""
+    try:
+        return _known(model)[0].is_watched(model)
+    except NoSitesError:
+        return True
+
+
 @contextmanager
-def checking_blocks(model: nn.Module, possible: Container[int], most: int) -> Iterator[None]:
+def checking_blocks(model: nn.Module, rows: Container[int], of_grids: Container[int], most: int) -> Iterator[None]:
     """While a batch runs in a with block, refuse blocks that are not given its samples' tokens."""
 
     def refuse(block: nn.Module, args: Any, kwargs: Any) -> None:
         tokens = as_tokens(tokens_in(args, kwargs))
         if len(tokens) > most:  # fewer are known from codebooks, which are rows of their own
-            structure.refuse_other_rows(f"the block of {layers[0].name} ({type(block).__name__})", tokens, possible)
+            structure.refuse_other_rows(
+                f"the block of {layers[0].name} ({type(block).__name__})", tokens, rows, of_grids
+            )
 
     with ExitStack() as stack:
-        is_watched = True
-        with suppress(NoSitesError):
-            library, layers = _known(model)
-            is_watched = library.is_watched(model)
-        if is_watched:
-            check = stack.enter_context(StreamCheck(possible))
-            for path, block in structure.repeated_blocks(model):
+        if _is_watched(model):
+            check = stack.enter_context(StreamCheck(rows, of_grids))
+            for path, block in structure.blocks_in_order(model):
                 enter, leave = partial(check.enter_block, path), partial(check.leave_block, path)
                 stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
                 stack.callback(block.register_forward_hook(leave).remove)
         else:
-            _, _, as_tokens = blocks(model)[0]
+            (_, layers), (_, _, as_tokens) = _known(model), blocks(model)[0]
             stack.callback(layers[0].block.register_forward_pre_hook(refuse, with_kwargs=True).remove)
         yield
 

@@ -178,7 +178,10 @@ class AnybodySite(NamedSite):
         return super().output_projection() if self.block is self.attention else None
 
     def refuse_first_values(self) -> str | None:
-        return None  # told by the shapes of a forward pass
+        """Other shapes show in a forward pass; that lists side by side follow one another is not known."""
+        stages = {site.stage.rpartition(".") for site in self.stack.sites}
+        is_beside = len({around for around, _, _ in stages}) == 1 and not any(name.isdigit() for _, _, name in stages)
+        return super().refuse_first_values() if len(stages) > 1 and is_beside else None
 
     def projections(self) -> Projections:
         return self._verified
@@ -202,7 +205,7 @@ class AnybodySite(NamedSite):
 
 
 def _layers(model: nn.Module) -> list[Layer]:
-    blocks = [(path, structure.unwrapped(block)) for path, block in structure.repeated_blocks(model)]
+    blocks = [(path, structure.unwrapped(block)) for path, block in structure.blocks_in_order(model)]
     found = [_attention_of(path, block) for path, block in blocks]
     return [
         Layer(layer, path_of(model, attention), block, attention, path.rpartition(".")[0])

@@ -22,7 +22,7 @@ SUMS = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
 class StreamCheck(TorchDispatchMode):
     """Refuses blocks that do not follow one another, given hooks on all of them; `rows` are possible batch sizes."""
 
-    def __init__(self, rows: Container[int]) -> None:
+    def __init__(self, *rows: Container[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows = rows
         self.stage = 0  # 1 once tokens have entered the first block, one more after every block
@@ -51,7 +51,7 @@ class StreamCheck(TorchDispatchMode):
         """A hook: what the block at that path is given must come from the block before."""
         tokens, where = tokens_in(args, kwargs), f"{path} ({type(block).__name__})"
         if self.stage == 0:
-            refuse_other_rows(where, tokens, self.rows)
+            refuse_other_rows(where, tokens, *self.rows)
             self.stage = 1
             self._note(tokens, self.stage)
         elif self.branch:  # after the last block a sum is none of our business

@@ -1,7 +1,7 @@
 """What modules alone tell of a model: paths, wrappers, lists of blocks, special tokens and norms by their names."""
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -181,28 +181,72 @@ def several_stacks(model: nn.Module, found: Sequence[str], parts: list[str]) -> 
     )
 
 
+def blocks_in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks of a model about which nothing else is known: `repeated_blocks`, and lists beside them of their class.
+
+    Lists that stand elsewhere, such as a decoder's, must not be left out without a word.
+    """
+    found = repeated_blocks(model)
+    kinds = {type(unwrapped(block)) for _, block in found}
+    if not found or any(kind.__module__.startswith("torch.nn.") for kind in kinds):
+        return found
+    up = found[0][0].rpartition(".")[0].rpartition(".")[0]
+    if not isinstance(holder := model.get_submodule(up), CONTAINERS):  # a list of stages has been read already
+        lists = [(join(up, name), child) for name, child in holder.named_children()]
+        members = [(join(path, name), block) for path, one in lists for name, block in _members(one)]
+        alike = [(path, block) for path, block in members if type(unwrapped(block)) in kinds]
+        found = alike if set(found) <= set(alike) else found
+    own = {path for path, _ in found}
+    around = {up for path in own for up in outwards(path)}
+    paths = [path for path, module in model.named_modules() if type(module) in kinds and path not in around]
+    if others := [path for path in paths if own.isdisjoint(outwards(path))]:
+        stacks = list(dict.fromkeys(path.rpartition(".")[0] or path for path in (found[0][0], *others)))
+        raise several_stacks(model, stacks, [stack.rpartition(".")[0] or stack for stack in stacks])
+    return found
+
+
+def other_blocks(model: nn.Module, blocks: Collection[nn.Module]) -> list[str]:
+    """The paths of lists of equals beside the blocks, whose members are at least a quarter as large on average."""
+    modules = modules_of(model)
+    inside = {module for block in blocks for module in block.modules()}
+    least = sum(map(_size, blocks)) / len(blocks) / 4
+    found = [
+        path
+        for path, module in modules.items()
+        if len(own := _members(module)) > 1 and _of_equals(module) and _size(module) >= least * len(own)
+        if inside.isdisjoint(module.modules())
+    ]
+    return [path for path in found if not any(up in found for up in list(outwards(path))[1:])]
+
+
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The blocks of a model about which nothing else is known: the members of its largest container of equals."""
-    lists = {path: m for path, m in model.named_modules() if isinstance(m, CONTAINERS) and len(m) > 1 and _of_equals(m)}
+    """The members of the model's largest container of equals."""
+    lists = {path: module for path, module in model.named_modules() if len(_members(module)) > 1 and _of_equals(module)}
     largest = max(lists, key=lambda path: _size(lists[path]), default=None)  # the outermost of several
     if largest is None or _size(lists[largest]) == 0:
         return []
-    blocks = [(join(largest, name), block) for name, block in lists[largest].named_children()]
+    blocks = [(join(largest, name), block) for name, block in _members(lists[largest])]
     stages = [[(join(up, path), inside) for path, inside in _blocks_of_stage(block)] for up, block in blocks]
     return list(chain(*stages)) if all(stages) else blocks
+
+
+def _members(container: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What a list holds, without identities, which keep the places of blocks in DINOv2's chunks."""
+    children = container.named_children() if isinstance(container, CONTAINERS) else ()
+    return [(name, child) for name, child in children if not isinstance(child, nn.Identity)]
 
 
 def _blocks_of_stage(block: nn.Module) -> list[tuple[str, nn.Module]]:
     """The blocks inside, if they make up most of the module, as in a stage; a block has lists of small parts."""
     found = repeated_blocks(block)
     if isinstance(block, nn.ModuleList):  # which nobody runs as a whole
-        return found or list(block.named_children())
+        return found or _members(block)
     is_stage = any(isinstance(child, CONTAINERS) for child in block.children())
     return found if is_stage and 2 * sum(_size(inside) for _, inside in found) > _size(block) else []
 
 
 def _of_equals(container: nn.Module) -> bool:
-    return len({type(unwrapped(child)) for child in container.children()}) == 1
+    return len({type(unwrapped(child)) for _, child in _members(container)}) == 1
 
 
 def _size(module: nn.Module) -> int:
@@ -253,12 +297,16 @@ def norm_after(
     raise AcutanceError(f"{type(model).__name__} has no norm after its last block that is known: read tap='block'")
 
 
-def refuse_other_rows(where: str, tokens: Tensor, rows: Container[int]) -> None:
-    """Refuse tokens whose first axis is not the batch that was fed, or is as long as the second."""
+def refuse_other_rows(where: str, tokens: Tensor, rows: Container[int], of_grids: Container[int]) -> None:
+    """Refuse tokens whose first axis is not the batch that was fed, or is as long as another that may be it."""
     given = f"{where} is given {tuple(tokens.shape)}"
-    if len(tokens) not in rows:
+    if len(tokens) not in (of_grids if tokens.ndim == 4 else rows):
         raise ShapeError(f"{given}, whose first axis is not the batch that was fed. {ADVICE}")
-    if tokens.ndim == 3 and tokens.shape[0] == tokens.shape[1] > 1:
+    other = tokens.shape[
+        -2
+    ]  # tokens first, (tokens, batch, channels), or an alignment's (rows, columns, batch, channels)
+    is_grid = tokens.ndim == 4 and tokens.shape[0] == tokens.shape[1]  # (batch, rows, columns, channels), all as long
+    if tokens.ndim in (3, 4) and len(tokens) == other > 1 and not is_grid:
         raise ShapeError(f"{given}, so which axis is the batch is not clear: begin with a batch of another size")
 
 
