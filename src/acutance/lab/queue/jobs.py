@@ -131,9 +131,10 @@ class Queue:
 
     def jobs(self) -> list[Job]:
         """All jobs in order; one that several blocks share comes once."""
-        return list({job.key: job for block in reversed(self.block) for job in reversed([*block.jobs()])}.values())[
-            ::-1
-        ]
+        found: dict[str, Job] = {}
+        for job in (job for block in self.block for job in block.jobs()):
+            found.setdefault(job.key, job)
+        return list(found.values())
 
     def job(self, key: str) -> Job:
         for job in self.jobs():
