@@ -17,6 +17,7 @@ from acutance.errors import AcutanceError
 from acutance.lab.queue.jobs import Queue
 from acutance.lab.queue.results import Results
 from acutance.lab.train import provenance
+from forked import FORKS, _command
 
 PATIENCE = 300.0
 TOLD = ("split", "scores", "layers", "spectra", "images_seen", "parameters", "definition", "corrupted")
@@ -27,17 +28,32 @@ def command(folder, *more):
     return [*words, "cpu", "--workers", "2", "--budget", "10m", *more]
 
 
-def kill_when(folder, seen):
-    """Start the queue, kill it and all that it started as soon as something is seen, and wait until all are gone."""
+def start_all(folder):
+    """The queue with its workers, in a group that can be killed as a whole."""
     words = [sys.executable, "-m", "acutance", *command(folder)]
-    group = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True).pid
+
+
+def start_one(folder, job):
+    """One job by itself, forked: a process as the queue starts it."""
+    streams = [folder / "output", folder / "errors"]
+    process = FORKS.Process(target=in_a_group, args=(command(folder, "--job", job.key), folder, streams))
+    process.start()
+    return process.pid
+
+
+def in_a_group(words, folder, streams):
+    os.setsid()
+    _command(words, folder, {}, streams, None)
+
+
+def kill_when(pid, seen):
+    """Kill a group of processes as soon as something is seen."""
     end = time.monotonic() + PATIENCE
-    while not seen() and time.monotonic() < end:
-        assert group.poll() is None, "it ended before it was killed"
-        time.sleep(0.01)
-    os.killpg(group.pid, signal.SIGKILL)
-    group.wait()
-    assert time.monotonic() < end
+    while not seen():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    os.killpg(pid, signal.SIGKILL)
 
 
 def run_job(folder, job):
@@ -50,15 +66,14 @@ def told(line):
 
 
 def test_a_queue_that_is_killed_anywhere_goes_on_to_the_same_results(tmp_path):
-    """Before the first checkpoint, between two of them, and when a run is finished but not yet read."""
+    """As a run begins, between two checkpoints, and when it is finished but not yet read."""
     jobs = Queue.load(write(tmp_path)).jobs()
     one, other, later = jobs[:3]
     out, results = tmp_path / "out", Results(tmp_path / "out" / "results.jsonl")
-    kill_when(tmp_path, lambda: (out / one.key).exists())
-    kill_when(tmp_path, lambda: (out / one.key / "checkpoints" / "step-000000004").exists())
-    kill_when(tmp_path, lambda: any((out / job.key / "result.json").exists() for job in (one, other)))
-    before = set(results.read())
-    assert len(before) < 2
+    kill_when(start_one(tmp_path, one), lambda: (out / one.key / "run.json").exists())
+    kill_when(start_all(tmp_path), lambda: (out / one.key / "checkpoints" / "step-000000004").exists())
+    kill_when(start_one(tmp_path, other), lambda: (out / other.key / "result.json").exists())
+    assert not set(results.read()) & {other.key, later.key}
     shutil.rmtree(out / other.key)  # a folder that is lost starts again
     for job in (one, other, later):
         run_job(tmp_path, job)
