@@ -231,7 +231,7 @@ TARGETS = (
         ROBUSTNESS,
         (Row("ViT-Ti", CIFAR100), Row("NeuTRENO ViT-Ti, λ̃ = 0.6", steered(CIFAR100, "0.6"))),
         "CIFAR-100; a GPU; for each seed 2 runs of 5 million images of 32×32, then minutes",
-        ROBUSTNESS_NOTES("read from CIFAR-100-C/ in the data folder, or else drawn with ImageNet-C's severities"),
+        ROBUSTNESS_NOTES("read from CIFAR-100-C/ in the data folder, or else drawn with CIFAR-C's severities"),
     ),
     Target(
         "neutreno-robustness-imagenet",
