@@ -61,9 +61,9 @@ def by_layer(metric: str, split: str = "test") -> Read:
     return lambda model: {f"layer {layer}": value for layer, value in _curve(model, metric, split).items()}
 
 
-def at_last_layer(column: str, metric: str) -> Read:
-    """A metric on test data after the last block."""
-    return lambda model: {column: list(_curve(model, metric, "test").values())[-1]}
+def at_last_layer(column: str, metric: str, split: str) -> Read:
+    """A metric after the last block."""
+    return lambda model: {column: list(_curve(model, metric, split).values())[-1]}
 
 
 def mean_over_layers(metric: str, columns: Mapping[str, str]) -> Read:
@@ -78,9 +78,10 @@ def _curve(model: RowModel, metric: str, split: str) -> dict[int, float]:
 
 
 def ablation(session: Session) -> list[Sheet]:
-    """Scores, also as differences from the first row at the same seeds; and the learnt λ̃ by layer."""
+    """Scores on the held-out slice, also as differences from the first row at the same seeds; and the learnt λ̃ by layer."""
     base = session.target.rows[0].label
-    (sheet,) = table(scores({"top-1": "top1", "loss": "loss"}), at_last_layer(COSINE, "token_cosine"))(session)
+    read = scores({"top-1": "top1", "loss": "loss"}, "val"), at_last_layer(COSINE, "token_cosine", "val")
+    (sheet,) = table(*read)(session)
     beside, first = f"top-1 beside {base}", sheet.lines[0].measured.get("top-1", {})
     lines = []
     for line in sheet.lines:
