@@ -10,6 +10,7 @@ from torch import nn
 
 from acutance.errors import AcutanceError
 from acutance.lab.train import OptimConfig, ScheduleConfig, optim, override
+from acutance.lab.train.engine import Engine
 from acutance.lab.train.optim import Ema, build_optimiser, learning_rate, orthogonal
 from acutance.models import ViT
 
@@ -195,6 +196,14 @@ def test_the_momentum_is_the_one_that_was_set():
             override(tiny(), [change, "optim.momentum=0.5"])
     with pytest.raises(AcutanceError, match=r"optim\.betas is not read by sgd"):
         override(tiny(), ["optim.name=sgd", "optim.betas=[0.8, 0.9]"])
+
+
+def test_blocks_may_be_compiled_one_by_one():
+    model, _ = two_alike()
+    Engine(tiny("loop.compile=true", "loop.compile_blocks=true").loop, device="cpu").wrap(model)
+    compiled = {name for name, module in model.named_modules() if module._compiled_call_impl is not None}
+    assert compiled == {"blocks.0", "blocks.1"}
+    assert torch._dynamo.config.recompile_limit >= 8
 
 
 def test_sharded_matrices_are_refused_before_a_run_is_begun(tmp_path):

@@ -78,7 +78,7 @@ def _curve(model: RowModel, metric: str, split: str) -> dict[int, float]:
 
 
 def ablation(session: Session) -> list[Sheet]:
-    """Scores on the held-out slice, also as differences from the first row at the same seeds; and the learnt λ̃ by layer."""
+    """Scores on the held-out slice, also beside the first row at the same seeds; and the learnt λ̃ by layer."""
     base = session.target.rows[0].label
     read = scores({"top-1": "top1", "loss": "loss"}, "val"), at_last_layer(COSINE, "token_cosine", "val")
     (sheet,) = table(*read)(session)
