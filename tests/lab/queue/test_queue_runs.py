@@ -9,14 +9,21 @@ import sys
 import time
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 from toy_queue import write
 from typer.testing import CliRunner
 
+import acutance
 from acutance.cli import app
 from acutance.errors import AcutanceError
+from acutance.lab import recipes
+from acutance.lab.queue import record
 from acutance.lab.queue.jobs import Queue
+from acutance.lab.queue.record import keep_weights
 from acutance.lab.queue.results import Results
-from acutance.lab.train import provenance
+from acutance.lab.train import Run, override, provenance
 from forked import FORKS, _command
 
 PATIENCE = 300.0
@@ -95,9 +102,20 @@ def test_a_queue_that_is_killed_anywhere_goes_on_to_the_same_results(tmp_path):
     assert "3 of 4 runs" in page
 
 
-def test_a_final_run_is_tested_once_with_corruptions(tmp_path):
+def test_a_final_run_is_tested_once_with_corruptions_and_may_be_kept(tmp_path, monkeypatch):
     job = Queue.load(write(tmp_path)).jobs()[4]
     run_job(tmp_path, job)
+    run = Run(tmp_path / "out" / job.key)
+    (whole,) = keep_weights(job, run, tmp_path / "one")
+    expected = {name: value.bfloat16() for name, value in load_file(run.model_path).items()}
+    torch.testing.assert_close(dict(acutance.load(whole).state_dict()), {k: v.float() for k, v in expected.items()})
+    monkeypatch.setattr(record, "LARGEST", 500)
+    shards = keep_weights(job, run, tmp_path / "several")
+    assert len(shards) > 1
+    torch.testing.assert_close({k: v for path in shards for k, v in load_file(path).items()}, expected, rtol=0, atol=0)
+    with safe_open(str(shards[-1]), framework="pt") as opened:
+        command, *words = opened.metadata()["trained_by"].replace("acutance train ", "").split(" --set ")
+    assert override(recipes.load(command), words).to_dict() == job.config.to_dict()
     (line,) = Results(tmp_path / "out" / "results.jsonl").read().values()
     assert line["split"] == "test"
     assert {"top1", "loss", "corrupted_15", "corrupted_19"} <= line["scores"].keys()

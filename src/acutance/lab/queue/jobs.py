@@ -48,6 +48,7 @@ class Row:
     label: str
     set: tuple[str, ...] = ()
     seconds: float | None = None  # of one run by itself, where it differs from the block's
+    keep: bool = False  # the weights of the block's first seed, as examples
 
 
 @dataclass(frozen=True)

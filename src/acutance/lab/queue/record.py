@@ -1,5 +1,6 @@
 """What is kept of a run: everything that a table may need, read before the weights are lost."""
 
+import shlex
 import time
 import warnings
 from collections.abc import Mapping
@@ -8,13 +9,17 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import safe_open
+from safetensors.torch import load_file
+from safetensors.torch import save as tensor_bytes
+from torch import Tensor, nn
 
 from acutance import distributed
 from acutance.errors import AcutanceWarning
 from acutance.explain import explain
 from acutance.explain.weights import Norm
 from acutance.files import locks
+from acutance.files.atomic import atomic_write
 from acutance.io.saving import load
 from acutance.lab.bench.timing import MIB
 from acutance.lab.evaluate import evaluate_run
@@ -23,7 +28,7 @@ from acutance.lab.robustness import CORRUPTIONS, draw_once, evaluate, images_of
 from acutance.lab.robustness.evaluate import CLEAN
 from acutance.lab.tasks import samples
 from acutance.lab.train.log import read_log
-from acutance.lab.train.run import Run
+from acutance.lab.train.run import Run, in_a_name
 from acutance.measure import measure
 from acutance.models import Segmenter
 
@@ -31,6 +36,7 @@ READ_ON = 1000  # samples
 METRICS = ("token_cosine", "rank_residual", "hfc_lfc_frobenius", "norm_spread", "attention_cosine")
 NORMS: tuple[Norm, ...] = ("ignore", "fold")  # the poster's H has no norm's weight in it; the layer's has
 POINTS = 25  # of a curve
+LARGEST = 15_000_000  # bytes of weights in a file
 
 
 def record(job: Job, folder: Path, shared: Path, *, data_dir: Path | None, device: str) -> dict[str, Any]:
@@ -65,6 +71,29 @@ def record(job: Job, folder: Path, shared: Path, *, data_dir: Path | None, devic
     }
 
 
+def keep_weights(job: Job, run: Run, folder: Path) -> list[Path]:
+    """The last weights in bfloat16, in files below 16 MB that say by which command they are trained again.
+
+    One file alone is a model that `acutance.load` reads; the tensors of several go together.
+    """
+    with safe_open(str(run.model_path), framework="pt") as opened:
+        about = opened.metadata() or {}
+    parts: list[dict[str, Tensor]] = [{}]
+    for name, value in load_file(run.model_path).items():
+        small = value.bfloat16() if value.is_floating_point() else value
+        if sum(kept.nbytes for kept in parts[-1].values()) + small.nbytes > LARGEST:
+            parts.append({})
+        parts[-1][name] = small
+    last = [f"loop.seed={job.seed}", f"task.train_on={job.config.task.train_on}"]
+    words = [word for change in (*job.block.set, *job.row.set, *last) for word in ("--set", change)]
+    about["trained_by"] = shlex.join(["acutance", "train", job.block.recipe, *words])
+    written = []
+    for number, part in enumerate(parts, 1):
+        name = f"{in_a_name(f'{job.block.name}-{job.row.label}')}-seed{job.seed}-{number}-of-{len(parts)}.safetensors"
+        written.append(atomic_write(folder / name, tensor_bytes(part, about)))
+    return written
+
+
 def corrupted(model: nn.Module, task: Any, shared: Path, data_dir: Path | None) -> dict[str, float]:
     """Top-1 by corruption and by severity: on published files where they are, else on images that are drawn once."""
     images = images_of(task, "test", data_dir=data_dir)
@@ -80,7 +109,7 @@ def corrupted(model: nn.Module, task: Any, shared: Path, data_dir: Path | None) 
     return {name: value for name, value in table.summary().items() if name != CLEAN}
 
 
-def by_layer(model: nn.Module, inputs: torch.Tensor, part: str | None = None) -> dict[str, dict[str, Any]]:
+def by_layer(model: nn.Module, inputs: Tensor, part: str | None = None) -> dict[str, dict[str, Any]]:
     """Metrics by tap and name, each with its layers: the stream, the attention branch, and A."""
     profile = measure(model, inputs.split(100), metrics=METRICS, tap=("block", "attention"), part=part, progress=False)
     found: dict[str, dict[str, Any]] = {}

@@ -19,7 +19,7 @@ from acutance.errors import AcutanceError
 from acutance.files import locks
 from acutance.lab.evaluate.evaluate import with_data_dir
 from acutance.lab.queue.jobs import Job, Queue
-from acutance.lab.queue.record import record
+from acutance.lab.queue.record import keep_weights, record
 from acutance.lab.queue.results import Results, expected_seconds
 from acutance.lab.train.log import DivergedError
 from acutance.lab.train.provenance import clean_commit, made
@@ -83,6 +83,8 @@ class Session:
             try:
                 train(config, run.folder, console=console, **how)
                 found = record(job, run.folder, self.out, data_dir=self.data_dir, device=self.device)
+                if job.row.keep and job.seed == job.block.seeds[0]:
+                    keep_weights(job, run, self.out / "kept")
             except DivergedError as error:
                 found = {"diverged": str(error).partition(". ")[0]}
             about = {name: value for name, value in made("finished").items() if name != "command"}

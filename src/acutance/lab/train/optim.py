@@ -84,7 +84,7 @@ def _muon_groups(model: nn.Module, groups: list[dict[str, Any]], momentum: float
     return [
         {**group, "params": chosen, "pieces": count, "momentum": momentum}
         for group in groups
-        for count in (3, 2, 1, 0)
+        for count in sorted(set(pieces.values()), reverse=True)
         if (chosen := [parameter for parameter in group["params"] if pieces[parameter] == count])
     ]
 
@@ -99,7 +99,7 @@ def _muon_pieces(name: str, parameter: nn.Parameter) -> int:
         return 0
     # Where a mitigation makes W_V, only the others' rows are a parameter, which is called original0.
     joint = name.replace(".parametrizations.weight.original0", ".weight").endswith(("qkv.weight", "kv.weight"))
-    return parameter.shape[0] // parameter.shape[1] if joint else 1
+    return max(1, parameter.shape[0] // parameter.shape[1]) if joint else 1
 
 
 class Muon(AdamW):
