@@ -28,7 +28,7 @@ from acutance.lab.train.start import train
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
 GRACE = 30.0  # seconds for a run that is stopped to save itself
-FAILURES = 3  # one after the other, and the queue stops
+FAILURES = 3  # without any success, and nothing more is started
 LOG_LINES = 12  # of a run that failed
 BEGAN = "ACUTANCE_JOB_BEGAN"  # tells a job when its process was started: importing torch takes a while
 
@@ -122,7 +122,7 @@ class Scheduler:
         self.jobs = session.queue.jobs()
         self.running: list[Running] = []
         self.tried: set[str] = set()
-        self.failures = 0
+        self.failures = self.successes = 0
 
     def left(self) -> list[Job]:
         done = self.session.results.read()
@@ -131,10 +131,13 @@ class Scheduler:
     def run(self) -> None:
         while True:
             self._reap()
-            if self.failures >= FAILURES:
-                raise AcutanceError(f"{FAILURES} runs failed one after the other: see the logs in {self.session.out}")
-            while len(self.running) < self.session.workers and (job := self._next()) is not None:
+            hopeless = self.failures >= FAILURES and not self.successes
+            while not hopeless and len(self.running) < self.session.workers and (job := self._next()) is not None:
                 self._start(job)
+            if hopeless and not self.running:
+                raise AcutanceError(
+                    f"{self.failures} runs failed and none succeeded: see the logs in {self.session.out}"
+                )
             if not self.running or time.monotonic() > self.deadline:
                 return
             time.sleep(0.2)
@@ -194,7 +197,7 @@ class Scheduler:
             self.running.remove(each)
             line = self.session.results.read().get(each.job.key)
             took = f"{time.monotonic() - each.began:.0f} s"
-            self.failures = 0 if line else self.failures + 1
+            self.failures, self.successes = self.failures + (line is None), self.successes + (line is not None)
             if line is None:
                 self._say(f"{each.job.label} failed after {took}, status {each.process.returncode}; {each.log} ends:")
                 self._say("\n".join(_last_lines(each.log)))
