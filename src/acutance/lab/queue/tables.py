@@ -1,8 +1,9 @@
 """The tables of a queue, written from its results alone: the same files come out wherever they are written."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -17,6 +18,7 @@ from acutance.lab.tasks import task_class
 
 APART = 0.5  # rows that differ by less in the mean are not separated, whatever p is
 SPLIT = {"tune": "val", "final": "test"}
+TESTS = ("beside the first [95 %]", "paired t", "Holm", "sign-flip", "")
 SAYS = {
     "tune": "Scores on the held-out slice of the training set, for choices; nothing here is a result on the test set.",
     "final": "Scores on the test set, which each configuration and seed was tested on once, with its last weights.",
@@ -32,17 +34,25 @@ class RowResults:
     lines: Mapping[int, Line]
     diverged: tuple[int, ...]
 
-    @cached_property
+    @property
+    def example(self) -> Line:
+        return next(iter(self.lines.values()))
+
+    @property
     def headline(self) -> str:
-        return str(next(iter(self.lines.values()))["headline"])
+        return str(self.example["headline"])
 
     def values(self, score: str) -> dict[int, float]:
-        return {seed: line["scores"][score] for seed, line in self.lines.items() if score in line["scores"]}
+        found = {seed: line["scores"].get(score) for seed, line in self.lines.items()}
+        return {seed: value for seed, value in found.items() if value is not None}
 
-    def mean(self, read: Callable[[Line], float | None]) -> float | None:
-        """Over seeds, of what every line has."""
+    def mean(self, read: Callable[[Line], float | None]) -> float:
+        """Over seeds, without those whose value was no number."""
         found = [value for line in self.lines.values() if (value := read(line)) is not None]
-        return fmean(found) if found else None
+        return fmean(found) if found else math.nan
+
+
+Cells = Mapping[str, Callable[[RowResults], str]]
 
 
 def write_tables(file: Path, results: Results) -> list[Path]:
@@ -106,19 +116,9 @@ def row_results(block: Block, row: Row, lines: Mapping[str, Line]) -> RowResults
 def scores(block: Block, rows: Sequence[RowResults]) -> str:
     """All scores, and each row beside the first: interval, paired t, Holm over the table, sign-flip."""
     first, score = rows[0], rows[0].headline
-    better = 1 if task_class(str(next(iter(first.lines.values()))["definition"]["task.kind"])).higher_is_better else -1
-    others = [name for name in next(iter(first.lines.values()))["scores"] if name != score]
-    columns = [
-        "row",
-        "seeds",
-        f"{score} [95 %]",
-        *others,
-        "beside the first [95 %]",
-        "paired t",
-        "Holm",
-        "sign-flip",
-        "",
-    ]
+    better = 1 if task_class(first.example["definition"]["task.kind"]).higher_is_better else -1
+    others = [name for name in first.example["scores"] if name != score]
+    columns = ["row", "seeds", f"{score} [95 %]", *others, *TESTS]
     pairs = {each.row.label: _differences(first, each, score) for each in rows[1:]}
     ps = {label: paired_t(list(values.values())) for label, values in pairs.items()}
     tested = {label: p for label, p in ps.items() if p is not None}
@@ -127,9 +127,9 @@ def scores(block: Block, rows: Sequence[RowResults]) -> str:
     for each in rows:
         values, label = list(each.values(score).values()), each.row.label
         cells = [label, str(len(values)), with_interval(values)]
-        cells += [_number(each.mean(lambda line, name=name: line["scores"].get(name))) for name in others]  # type: ignore[misc]
+        cells += [_number(fmean(each.values(name).values() or [math.nan])) for name in others]
         if each is first or not pairs[label]:
-            table.append([*cells, *[""] * 5])
+            table.append([*cells, *[""] * len(TESTS)])
             continue
         differences = list(pairs[label].values())
         cells += [with_interval(differences, sign=True), _p(ps[label]), _p(corrected.get(label))]
@@ -162,54 +162,59 @@ def _about(first: str) -> str:
 
 def layers(rows: Sequence[RowResults]) -> str:
     """Smoothing in the first, the middle and the last layer; and the spectra of H, over all layers."""
-    columns = ["row", "token cosine, stream", "token cosine, branch", "HFC/LFC, stream", "successive maps, mean"]
-    columns += ["λ < 0, γ ignored", "λ < 0, γ folded"]
-    table = [columns, ["---"] * len(columns)]
-    for each in rows:
-        cells = [each.row.label]
-        for tap, metric in (("block", "token_cosine"), ("attention", "token_cosine"), ("block", "hfc_lfc_frobenius")):
-            cells.append(_by_layer(each, tap, metric))
-        cosines = each.mean(lambda line: fmean(line["layers"]["attention_matrix"]["attention_cosine"].values()))
-        cells.append(_number(cosines))
-        for norm in ("ignore", "fold"):
-            share = each.mean(lambda line, norm=norm: fmean(line["spectra"][norm]["negative_share"]))  # type: ignore[misc]
-            cells.append("–" if share is None else f"{share:.1%}")
-        table.append(cells)
-    return markdown(table) + "\nLayers: the first, the middle and the last; mean over seeds.\n"
-
-
-def _by_layer(row: RowResults, tap: str, metric: str) -> str:
-    depth = max(int(layer) for layer in next(iter(row.lines.values()))["layers"]["block"]["token_cosine"])
-    chosen = sorted({1, (depth + 1) // 2, depth})
-    return ", ".join(_number(row.mean(lambda line, at=at: line["layers"][tap][metric][str(at)])) for at in chosen)  # type: ignore[misc]
+    cells: Cells = {
+        "token cosine, stream": partial(_by_layer, tap="block", metric="token_cosine"),
+        "token cosine, branch": partial(_by_layer, tap="attention", metric="token_cosine"),
+        "HFC/LFC, stream": partial(_by_layer, tap="block", metric="hfc_lfc_frobenius"),
+        "successive maps, mean": lambda row: _number(
+            row.mean(lambda line: fmean(line["layers"]["attention_matrix"]["attention_cosine"].values()))
+        ),
+        "λ < 0, γ ignored": partial(_negative, norm="ignore"),
+        "λ < 0, γ folded": partial(_negative, norm="fold"),
+    }
+    return _table(rows, cells) + "\nLayers: the first, the middle and the last; mean over seeds.\n"
 
 
 def runs(rows: Sequence[RowResults]) -> str:
     """What a row's runs are made of and took: medians over seeds."""
-    columns = ["row", "parameters", "images seen", "step, ms", "run, s", "side by side", "memory, MiB", "on", "commits"]
-    table = [columns, ["---"] * len(columns)]
-    for each in rows:
-        lines = list(each.lines.values())
-        middle = {name: _median(lines, name) for name in ("step_ms", "seconds", "memory_mib")}
-        commits = sorted({(line["git"] or {"commit": "unknown"})["commit"][:10] for line in lines})
-        table.append(
-            [
-                each.row.label,
-                f"{lines[0]['parameters']:,}",
-                f"{lines[0]['images_seen']:,}",
-                middle["step_ms"],
-                middle["seconds"],
-                ", ".join(sorted({str(line["workers"]) for line in lines})),
-                middle["memory_mib"],
-                ", ".join(sorted({line["machine"] for line in lines})),
-                ", ".join(commits),
-            ]
-        )
-    return markdown(table)
+    cells: Cells = {
+        "parameters": partial(_listed, read=lambda line: f"{line['parameters']:,}"),
+        "images seen": partial(_listed, read=lambda line: f"{line['images_seen']:,}"),
+        "step, ms": partial(_median, name="step_ms"),
+        "run, s": partial(_median, name="seconds"),
+        "side by side": partial(_listed, read=lambda line: str(line["workers"])),
+        "memory, MiB": partial(_median, name="memory_mib"),
+        "on": partial(_listed, read=lambda line: line["machine"]),
+        "commits": partial(_listed, read=lambda line: (line["git"] or {"commit": "unknown"})["commit"][:10]),
+    }
+    return _table(rows, cells)
 
 
-def _median(lines: Sequence[Line], name: str) -> str:
-    found = [line[name] for line in lines if line[name] is not None]
+def _table(rows: Sequence[RowResults], cells: Cells) -> str:
+    header = ["row", *cells]
+    return markdown(
+        [header, ["---"] * len(header), *([r.row.label, *(cell(r) for cell in cells.values())] for r in rows)]
+    )
+
+
+def _by_layer(row: RowResults, *, tap: str, metric: str) -> str:
+    def at(layer: int) -> str:
+        return _number(row.mean(lambda line: line["layers"][tap][metric][str(layer)]))
+
+    depth = max(int(layer) for layer in row.example["layers"]["block"]["token_cosine"])
+    return ", ".join(map(at, sorted({1, (depth + 1) // 2, depth})))
+
+
+def _negative(row: RowResults, *, norm: str) -> str:
+    return f"{row.mean(lambda line: fmean(line['spectra'][norm]['negative_share'])):.1%}"
+
+
+def _listed(row: RowResults, *, read: Callable[[Line], str]) -> str:
+    return ", ".join(sorted({read(line) for line in row.lines.values()}))
+
+
+def _median(row: RowResults, *, name: str) -> str:
+    found = [line[name] for line in row.lines.values() if line[name] is not None]
     return f"{median(found):,.1f}" if found else "–"
 
 
@@ -220,8 +225,8 @@ def with_interval(values: Sequence[float], *, sign: bool = False) -> str:
     return mean if around is None else f"{mean} [{around[0]:{spec}}, {around[1]:{spec}}]"
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+def _number(value: float) -> str:
+    return f"{value:.3f}"
 
 
 def _p(p: float | None) -> str:
