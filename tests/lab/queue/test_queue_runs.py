@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from toy_queue import write
+from toy_queue import TOY, write
 from typer.testing import CliRunner
 
 import acutance
@@ -122,6 +122,15 @@ def test_a_final_run_is_tested_once_with_corruptions_and_may_be_kept(tmp_path, m
     by_name = [line["corrupted"][name] for name in list(line["corrupted"])[:19]]
     assert line["scores"]["corrupted_15"] == pytest.approx(sum(by_name[:15]) / 15, abs=1e-3)
     assert line["scores"]["corrupted_19"] == pytest.approx(sum(by_name) / 19, abs=1e-3)
+
+
+def test_divergence_is_a_result_too(tmp_path):
+    """λ̃ = 1e39 overflows in the first step."""
+    job = Queue.load(write(tmp_path, TOY.replace("eigen:negative,basis=polar", "neutreno:1e39"))).jobs()[1]
+    run_job(tmp_path, job)
+    (line,) = Results(tmp_path / "out" / "results.jsonl").read().values()
+    assert line["diverged"].startswith("the loss became nan in step 1")
+    assert (line["key"], line["sessions"]) == (job.key, 1)
 
 
 def test_sources_that_are_not_what_their_stamp_says_are_refused(tmp_path, monkeypatch):
