@@ -11,6 +11,7 @@ from torch import nn
 from acutance.errors import AcutanceError
 from acutance.lab.train import OptimConfig, ScheduleConfig, optim, override
 from acutance.lab.train.engine import Engine
+from acutance.lab.train.log import attention_backend
 from acutance.lab.train.optim import Ema, build_optimiser, learning_rate, orthogonal
 from acutance.models import ViT
 
@@ -200,10 +201,15 @@ def test_the_momentum_is_the_one_that_was_set():
 
 def test_blocks_may_be_compiled_one_by_one():
     model, _ = two_alike()
-    Engine(tiny("loop.compile=true", "loop.compile_blocks=true").loop, device="cpu").wrap(model)
+    engine = Engine(tiny("loop.compile=true", "loop.compile_blocks=true").loop, device="cpu")
+    engine.wrap(model)
     compiled = {name for name, module in model.named_modules() if module._compiled_call_impl is not None}
     assert compiled == {"blocks.0", "blocks.1"}
     assert torch._dynamo.config.recompile_limit >= 8
+    torch._dynamo.utils.counters.clear()
+    with engine.eager():  # as it is read and evaluated
+        assert "SDPA" in attention_backend(model, lambda: model(torch.randn(2, 1, 8, 8)))
+    assert not torch._dynamo.utils.counters["stats"]
 
 
 def test_sharded_matrices_are_refused_before_a_run_is_begun(tmp_path):

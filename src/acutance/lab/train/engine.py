@@ -4,6 +4,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -58,6 +59,10 @@ class Engine:
             warnings.simplefilter("ignore", UserWarning)
             wrapped: nn.Module = self._fabric.setup_module(compiled)
         return wrapped
+
+    def eager(self) -> Any:
+        """Inside, the model itself runs as it is written, also where its blocks were compiled in place."""
+        return torch.compiler.set_stance("force_eager") if self._compile_blocks else nullcontext()
 
     def no_sync(self, wrapped: nn.Module, *, enabled: bool) -> Any:
         """Inside, gradients are added up without being exchanged."""
