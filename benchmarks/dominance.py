@@ -28,12 +28,12 @@ from torch import Tensor
 
 import acutance as ac
 from acutance.explain import Outcome, Spectrum
-from acutance.files.atomic import digest, finite
 from acutance.io import centre_crop, image_batches, load
 from acutance.lab.bench.results import Row, hardware, write_rows
 from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD
 from acutance.lab.data.seeds import mixed_seed
 from acutance.lab.demo import demo_config
+from acutance.lab.files import digest, finite
 from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train import train
 from acutance.models import ViT

@@ -33,7 +33,7 @@ from acutance.lab.demo import demo_config
 from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train import Config, Run, train
 from acutance.lab.train.checkpointer import checkpoint_paths, read_checkpoint
-from acutance.lab.train.run import hardware, versions
+from acutance.lab.train.provenance import hardware, versions
 from acutance.sites import find
 
 EVIDENCE = Path(__file__).parents[1] / "docs" / "evidence" / "symmetry"

@@ -68,9 +68,10 @@ def test_half_precision_rounds_only_the_finished_weights(mitigation):
     assert model(images(dtype=torch.bfloat16)).isfinite().all()
 
 
+@pytest.mark.parametrize("gain", [None, 0.1])
 @pytest.mark.parametrize(("stream", "expected"), [("float32", torch.float32), ("autocast", torch.bfloat16)])
-def test_the_stream_has_the_dtype_that_was_chosen(stream, expected):
-    model, seen = seeded(mitigation=NEUTRENO, dtype=torch.float32, stream=stream), []
+def test_the_stream_has_the_dtype_that_was_chosen(stream, expected, gain):
+    model, seen = seeded(mitigation=NEUTRENO, dtype=torch.float32, stream=stream, layer_scale=gain), []
     for block in model.blocks:
         block.register_forward_hook(lambda module, inputs, outputs: seen.append((inputs[0].dtype, outputs[0].dtype)))
     with torch.autocast("cpu", dtype=torch.bfloat16):

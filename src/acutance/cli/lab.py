@@ -160,13 +160,14 @@ def robustness(
     Example: acutance robustness runs/digits-seed0 --corruptions fog,contrast --attacks fgsm:8,pgd:8:20
     """
     from acutance.distributed import device as device_of
-    from acutance.lab.evaluate.evaluate import refuse_seen, weights_path
+    from acutance.lab.evaluate.evaluate import refuse_seen, weights_file, weights_path
     from acutance.lab.robustness import CORRUPTIONS, evaluate, images_of, table_name
     from acutance.lab.train.run import Run
 
     config, chosen = Run(run).config(), cast(Any, weights)
-    path = weights_path(run, chosen)  # which refuses unknown ones
+    weights_file(run, chosen)  # refuses unknown ones
     refuse_seen(run, config, split, chosen)
+    path = weights_path(run, chosen)
     images = images_of(config.task, split, data_dir=data_dir, limit=limit)
     target = json_path or run / table_name(split, weights, corrupted_dir)
     how: dict[str, Any] = {
@@ -193,6 +194,13 @@ def reproduce(
     device: options.Device = "auto",
     plan: Annotated[bool, option("Print the runs as commands, and stop.", "--plan")] = False,
     show_list: Annotated[bool, option("Name all tables and figures, needs and costs.", "--list")] = False,
+    queue: Annotated[Path | None, option("Run this file's jobs; results.jsonl beside it says what is done.")] = None,
+    budget: Annotated[str, option("Of a queue: the time it has, e.g. 9m. Only what fits is started.")] = "9m",
+    workers: Annotated[int, option("Of a queue: runs side by side on one GPU.", min=1)] = 1,
+    tables: Annotated[bool, option("Of a queue: write its tables beside it, and stop.", "--tables")] = False,
+    trial: Annotated[bool, option("Of a queue: any sources will do; results go to --out.", "--trial")] = False,
+    job: Annotated[str | None, option("Of a queue: run this job here, and no other.", hidden=True)] = None,
+    stamp: Annotated[bool, option("Write provenance.json, for a copy without the history.", "--stamp")] = False,
 ) -> None:
     """Reproduce a table or figure: train what it needs, measure, and print the published beside the measured.
 
@@ -203,7 +211,18 @@ def reproduce(
     Examples: acutance reproduce neutreno-table1 --data-dir /data/imagenet --plan
 
     acutance reproduce oversmoothing-fig4
+
+    acutance reproduce --queue docs/evidence/queue/queue.toml --budget 9m --workers 4 --data-dir /data
     """
+    if stamp:
+        from acutance.lab.train.provenance import write_stamp
+
+        say(f"wrote {write_stamp()}")
+        return
+    if queue is not None:
+        queue_options: dict[str, Any] = {"data_dir": data_dir, "device": device, "workers": workers, "trial": trial}
+        _run_queue(queue, out, budget, job, tables, queue_options)
+        return
     from acutance.lab.reproduce import TARGETS, TIMES, find
     from acutance.lab.reproduce.run import Session
 
@@ -226,6 +245,27 @@ def reproduce(
         say(f"wrote {path}")
     if not written:
         say("Another process has finished the rest meanwhile, and writes the whole.")
+
+
+def _run_queue(queue: Path, out: Path, budget: str, job: str | None, tables: bool, how: dict[str, Any]) -> None:
+    from acutance.lab.queue.results import Results
+    from acutance.lab.queue.run import Session, duration
+
+    results = Results((out if how["trial"] else queue.parent) / "results.jsonl")
+    if tables:
+        from acutance.lab.queue.tables import write_tables
+
+        for path in write_tables(queue, results):
+            say(f"wrote {path}")
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    session = Session(queue, out, results, **how)
+    with stoppable():
+        if job is not None:
+            session.run_one(job, console)
+            return
+        left = session.run(duration(budget), console)
+    say(f"{len(left)} of {len(session.queue.jobs())} runs are left" if left else "All runs of the queue are done.")
 
 
 def bench(
@@ -317,7 +357,7 @@ def kernel(
 
 
 def _write(study: Any, out: Path) -> None:
-    from acutance.lab.train.run import made
+    from acutance.lab.train.provenance import made
 
     written = study.save(out, context=made("studied"))
     console.print(study.table())

@@ -19,7 +19,7 @@ from acutance.lab import recipes
 from acutance.lab.studies.runs import merge
 from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train import Config, Run, override, train
-from acutance.lab.train.run import hardware, versions
+from acutance.lab.train.provenance import hardware, versions
 from acutance.measure import measure
 from acutance.measure.profile import Profile
 from acutance.report.page import write_page

@@ -159,10 +159,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, v0: Tensor | None, weights: Weights | None = None) -> tuple[Tensor, Tensor]:
         residual = x
         y, first, call = self.attn(x if self.post_norm else self.norm1(x), v0, weights, residual)
-        x = x + self.drop_path1(self.ls1(y))
+        x = x + self.drop_path1(self.ls1(y)).to(x.dtype)  # a float32 gain leaves the stream's dtype as it is
         if self.post_norm:
             x = self.norm1(x)
             x = self.norm2(x + self.drop_path2(self.ls2(self.mlp(x))))
         else:
-            x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+            x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x)))).to(x.dtype)
         return x if call is None else self.attn.mitigation.stream(residual, x, call), first

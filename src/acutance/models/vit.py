@@ -252,8 +252,8 @@ class ViTConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.stream == "autocast" and (self.norm == "post" or self.layer_scale is not None):
-            raise AcutanceError("a layer_scale or a norm after the sum give float32 tokens: leave stream='float32'")
+        if self.stream == "autocast" and self.norm == "post":
+            raise AcutanceError("a norm after the sum would give float32 tokens: leave stream='float32'")
         if self.distilled and not self.class_token:
             raise AcutanceError("a distilled model needs its class token: set class_token=True")
 

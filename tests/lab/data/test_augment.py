@@ -174,11 +174,29 @@ def test_lambda_is_beta_the_switch_is_even_and_rectangles_have_the_images_propor
     assert ((height / 64 - width / 48).abs() < 1 / 48).all()
 
 
+def test_a_share_of_the_batches_is_not_mixed_and_draws_what_it_would_draw_otherwise():
+    images, labels = some(8)
+    sometimes, always, never = (
+        augment(AugmentConfig(mixup=0.8, cutmix=1.0, mix_probability=share)) for share in (0.3, 1.0, 0.0)
+    )
+    found = 0
+    for step in range(60):
+        draws = sometimes.draw(8, generator("cpu", step))
+        (values, targets), mixed, plain = (each(images, labels, draws) for each in (sometimes, always, never))
+        assert torch.equal(plain[0], never.plain(images))
+        assert torch.equal(plain[1], soft_targets(labels, 10, 0.0))
+        is_mixed = bool(draws.mix[0, 3] < 0.3)
+        found += is_mixed
+        for one, other in zip((values, targets), mixed if is_mixed else plain, strict=True):
+            assert torch.equal(one, other)
+    assert 8 <= found <= 28
+
+
 def test_odd_batches_cannot_be_mixed_and_impossible_settings_are_named():
     images, labels = some(3)
     with pytest.raises(ShapeError, match="must be even; got 3"):
         augment(DEIT)(images, labels, augment(DEIT).draw(3, generator("cpu", 0)))
-    for change in ({"flip": 1.5}, {"erase": -0.1}, {"mixup": -1.0}, {"crop_pad": -1}):
+    for change in ({"flip": 1.5}, {"erase": -0.1}, {"mix_probability": 2.0}, {"mixup": -1.0}, {"crop_pad": -1}):
         with pytest.raises(AcutanceError, match=f"augment.{next(iter(change))}"):
             replace(DEIT, **change)
 

@@ -167,18 +167,23 @@ def test_the_held_out_slice_is_every_tenth_of_each_class():
         assert of_class[9::10].tolist() == of_class[held_out(LABELS)[of_class]].tolist()
 
 
-def test_fractions_are_balanced_nested_and_the_first_of_each_class():
-    for share in (0.1, 0.5, 1.0):  # nested, since each is the first of every class
-        indices = fraction(LABELS, share)
+def test_fractions_are_balanced_nested_and_chosen_by_the_seed():
+    inner: set[int] = set()
+    for share in (0.1, 0.5, 1.0):
+        indices = fraction(LABELS, share, 3)
         assert indices.tolist() == sorted(indices.tolist())
+        assert inner <= (inner := set(indices.tolist()))
         for label, of_class in enumerate(BY_CLASS):
             size = -(-len(of_class) * round(10 * share) // 10)
-            assert indices[LABELS[indices] == label].tolist() == of_class[:size].tolist()
+            assert len({*of_class.tolist()} & inner) == int((LABELS[indices] == label).sum()) == size
     # 0.1 as a binary number is a little over a tenth: its ceiling would be one too many.
-    assert len(fraction(torch.zeros(500, dtype=torch.long), 0.1)) == 50
+    many = torch.zeros(500, dtype=torch.long)
+    parts = [fraction(many, 0.1, seed).tolist() for seed in (0, 0, 1)]
+    assert [len(part) for part in parts] == [50] * 3
+    assert parts[0] == parts[1] != parts[2]
     for impossible in (0.0, -0.5, 1.5):
         with pytest.raises(AcutanceError, match=r"\(0, 1\]"):
-            fraction(LABELS, impossible)
+            fraction(LABELS, impossible, 0)
 
 
 def test_seeds_are_a_function_of_all_the_numbers_and_their_order():

@@ -16,7 +16,7 @@ from acutance.io.loading import load_model
 from acutance.lab.evaluate.evaluate import read_evaluation
 from acutance.lab.reproduce import TARGETS, Row, Target, Training, find, measure
 from acutance.lab.reproduce.measure import COSINE
-from acutance.lab.reproduce.neutreno import DIGITS, steered
+from acutance.lab.reproduce.neutreno import steered
 from acutance.lab.robustness import RobustnessTable
 from acutance.lab.train import Run
 
@@ -180,6 +180,7 @@ def test_pretrained_language_models_are_read_on_wikitext(session, tmp_path, monk
     assert list(result.sheets[0].lines[0].measured) == ["layer 0", "layer 1"]
 
 
+DIGITS = Training("digits-held", "digits")
 PLAIN, HEAD = Row("λ̃ = 0", DIGITS), Row("learnt per head", steered(DIGITS, "head", "0.6,learn=head"))
 TOO_MUCH = Row("λ̃ = 1e39", Training("too-much", "digits", ("task.model.mitigation=neutreno:1e39",)))
 SWEEP = Target("neutreno-sweep", "Ablation", measure.ablation, (PLAIN, TOO_MUCH, HEAD))

@@ -12,14 +12,14 @@ from scipy import ndimage
 
 from acutance.errors import AcutanceError, ShapeError
 from acutance.lab.robustness import CORRUPTIONS, SEVERITIES, corrupt, corruptions, filters
-from acutance.lab.robustness.corruptions import AT_ONCE, corrupt_part
+from acutance.lab.robustness.corruptions import AT_ONCE, CIFAR_C, corrupt_part
 from acutance.lab.robustness.filters import Draws
 
 NOTHING_DRAWN = {
     "defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression", "gaussian_blur", "saturate",
 }  # fmt: skip
 # Their published severities differ in kind (mud after water, pale before vivid, a darker image under more frost).
-NOT_GROWING = {"spatter", "saturate", "glass_blur", "snow", "fog", "frost"}
+NOT_GROWING = {"spatter", "saturate", "glass_blur", "snow", "fog", "frost", "elastic_transform"}
 MODES = {"edge": "nearest", "symmetric": "reflect", "mirror": "mirror"}
 
 
@@ -103,8 +103,8 @@ def test_brightness_and_saturate_are_hsv_with_another_v_or_s(times, more):
 
 def test_values_are_cut_to_whole_levels_and_not_rounded():
     image = torch.tensor([0, 255], dtype=torch.uint8).repeat(1, 1, 4, 2)
-    found = corrupt(image, "contrast", 2)  # 127.5 ∓ 0.3 · 127.5, which is 89.25 and 165.75
-    assert found.unique().tolist() == [89, 165]
+    found = corrupt(image, "contrast", 2)  # 127.5 ∓ 0.5 · 127.5, which is 63.75 and 191.25
+    assert found.unique().tolist() == [63, 191]
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -135,6 +135,43 @@ def test_elastic_is_scipys_interpolation_at_the_same_places():
         for c in range(3):
             expected = ndimage.map_coordinates(x[n, c].numpy(), places, order=1, mode="reflect")
             np.testing.assert_allclose(found[n, c], expected, atol=1e-5)
+
+
+def test_small_images_have_the_severities_of_cifar_c():
+    grey = torch.full((20, 3, 32, 32), 102, dtype=torch.uint8)
+    for side, deviations in ((32, (0.04, 0.06, 0.08, 0.09, 0.10)), (33, (0.08, 0.12, 0.18))):
+        for severity, deviation in enumerate(deviations, 1):
+            images = torch.nn.functional.pad(grey, (0, side - 32, 0, side - 32), value=102)
+            found = corrupt(images, "gaussian_noise", severity).float() / 255
+            assert float(found.std()) == pytest.approx(deviation, rel=0.02)
+    names, sizes = ([*each] for each in (CORRUPTIONS, CIFAR_C)), [len(levels) for levels in CIFAR_C.values()]
+    assert next(names) == next(names)
+    assert set(sizes) == {6}
+
+
+@pytest.mark.parametrize(("strength", "sigma", "shift"), [(0, 0, 0.08), (0.05, 0.2, 0.07), (0.1, 0.03, 0.0)])
+def test_cifar_cs_elastic_is_an_affine_map_then_scipys_interpolation(strength, sigma, shift):
+    x, side = pictures(2) / 255, 32
+    found = corruptions.elastic_with_affine(x, draws(), strength, sigma, shift)
+    random = draws()
+    moves = random.uniform(2, 3, 2, low=-shift * side, high=shift * side).numpy()
+    noise = random.uniform(2, 2, side, side, low=-1, high=1).numpy()
+    before = np.array([[26, 26], [26, 6], [6, 6]], dtype=float)  # x and y: the middle ± a third
+    rows, columns = np.mgrid[:side, :side]
+    for n in range(2):
+        forth = np.linalg.lstsq(np.c_[before, np.ones(3)], before + moves[n], rcond=None)[0].T
+        back = np.linalg.inv(np.vstack([forth, [0, 0, 1]]))
+        across, down, _ = np.einsum("ij,jhw->ihw", back, np.stack([columns, rows, np.ones_like(rows)]))
+        smooth = (
+            noise[:, n] * 0
+            if sigma == 0
+            else [ndimage.gaussian_filter(each, sigma * side, mode="reflect", truncate=3.0) for each in noise[:, n]]
+        )
+        for c in range(3):
+            turned = ndimage.map_coordinates(x[n, c].numpy(), [down, across], order=1, mode="mirror")
+            places = [rows + strength * side * smooth[1], columns + strength * side * smooth[0]]
+            expected = ndimage.map_coordinates(turned, places, order=1, mode="reflect")
+            np.testing.assert_allclose(found[n, c], expected, atol=2e-4)
 
 
 def test_glass_copies_from_the_neighbourhood_one_pixel_after_the_other():
@@ -248,7 +285,7 @@ def test_zoomed_is_scipys_zoom_of_the_middle_and_zoom_blur_averages_several(fact
     torch.testing.assert_close(found, torch.from_numpy(ndimage.zoom(middle, (1, 1, factor, factor), order=1)))
     factors = []
     monkeypatch.setattr(filters, "zoomed", lambda x, factor: factors.append(factor) or x)
-    corrupt(pictures(1), "zoom_blur", 1)
+    corrupt(pictures(1, size=(40, 40)), "zoom_blur", 1)
     assert factors == pytest.approx([1 + i / 100 for i in range(12)])
 
 

@@ -21,7 +21,7 @@ from acutance.lab.data import Images, load_images
 from acutance.lab.data.augment import normalise
 from acutance.lab.data.imagenet import IMAGENET_MEAN, ImageFolder, centre_crop
 from acutance.lab.evaluate.evaluate import evaluate_run
-from acutance.lab.robustness import FGSM, PGD, RobustnessTable, corrupt, evaluate, images_of
+from acutance.lab.robustness import FGSM, PGD, RobustnessTable, corrupt, draw_once, evaluate, images_of
 from acutance.lab.robustness.corruptions import AT_ONCE
 from acutance.lab.train import Run, override
 
@@ -68,7 +68,7 @@ def test_every_cell_is_the_accuracy_on_those_images():
             assert table[f"{name}:{severity}"] == accuracy(model, changed, images.labels)
     assert table["gaussian_noise:4"] < table["gaussian_noise:1"] < table["clean"]
     context = {key: table.context[key] for key in ("data", "seed", "corruptions", "name")}
-    drawn = "drawn, at ImageNet-C's severities"
+    drawn = "drawn, at CIFAR-C's severities"
     assert context == {"data": "squares", "seed": 5, "corruptions": drawn, "name": "mine"}
     assert table.context["versions"]["torch"] == torch.__version__
 
@@ -148,6 +148,16 @@ def test_published_files_are_read_severity_by_severity(tmp_path):
         for severity in range(1, 6):
             assert table[f"fog:{severity}"] == accuracy(model, some.images // severity, some.labels)
     assert table.context["corruptions"] == "the files in CIFAR-9-C"
+
+
+def test_corruptions_that_are_drawn_once_are_those_that_each_model_would_draw(tmp_path):
+    images, some = data(model=classifier()), {"corruptions": ["fog", "gaussian_noise"], "attacks": []}
+    folder = draw_once(images, tmp_path / "drawn", seed=5)
+    written = (folder / "fog.npy").stat().st_mtime_ns
+    assert draw_once(images, folder, seed=5) == folder
+    assert (folder / "fog.npy").stat().st_mtime_ns == written
+    shared = evaluate(classifier(), images, corrupted_dir=folder, **some)
+    assert shared.cells == evaluate(classifier(), images, seed=5, **some).cells
 
 
 def test_published_files_that_do_not_fit_are_refused(tmp_path):

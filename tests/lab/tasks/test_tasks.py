@@ -61,6 +61,16 @@ def test_an_epoch_visits_every_image_at_most_once_and_each_epoch_in_another_orde
     assert digits(fraction=0.1).steps_per_epoch(1) < 0.11 * sizes["train"] + 10
 
 
+def test_a_deep_model_may_start_with_narrower_branches():
+    torch.manual_seed(0)
+    plain = digits(model=replace(VIT, depth=8)).build_model().state_dict()
+    torch.manual_seed(0)
+    scaled = digits(model=replace(VIT, depth=8), depth_scaled=True).build_model().state_dict()
+    for name, weight in plain.items():
+        ends = name.endswith(("attn.proj.weight", "mlp.fc2.weight"))
+        torch.testing.assert_close(scaled[name], weight / 4 if ends else weight)  # 1/√(2 · 8)
+
+
 class Told(nn.Module):
     """Answers by the mean brightness: scores that are known without the task."""
 

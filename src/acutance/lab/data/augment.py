@@ -36,10 +36,11 @@ class AugmentConfig:
     mixup: float = 0.0  # α of Beta(α, α); 0 never mixes
     cutmix: float = 0.0  # α of Beta(α, α); 0 never cuts
     switch: float = 0.5  # probability of cutmix where both are on
+    mix_probability: float = 1.0  # that a batch is mixed at all
     smoothing: float = 0.0  # of the labels
 
     def __post_init__(self) -> None:
-        for name in ("flip", "rand_probability", "erase", "switch", "smoothing"):
+        for name in ("flip", "rand_probability", "erase", "switch", "mix_probability", "smoothing"):
             if not 0 <= getattr(self, name) <= 1:
                 raise AcutanceError(f"augment.{name} must lie in 0 to 1; got {getattr(self, name)}")
         for name in ("crop_pad", "rand_layers", "rand_magnitude_std", "mixup", "cutmix"):
@@ -70,6 +71,7 @@ class Draws(NamedTuple):
     erase: Tensor  # (batch, 5, attempts), 0 to 1: area, aspect, top, left, whether at all
     erase_seed: Tensor  # (batch,): 32 bits
     mix: Tensor  # (batch, 3), 0 to 1: mixup or CutMix, the centre of a rectangle; as in DeiT, one draw for all rows
+    # and, where it is not certain, whether to mix at all
     keep: Tensor  # (batch, 2): from mixup's and CutMix's Beta
 
     def rows(self, chosen: slice) -> "Draws":
@@ -89,6 +91,7 @@ class Augment:
         self.config, self.classes = config, classes
         self.mean, self.std = (torch.tensor(part, dtype=torch.float32, device=device) for part in (mean, std))
         self.fill = (self.mean * 255).round()
+        self._mix_draws = 3 + (config.mix_probability < 1)
         # An α of 0 becomes 1: its draw is not used.
         self._betas = torch.tensor([[config.mixup or 1.0] * 2, [config.cutmix or 1.0] * 2], device=device)
 
@@ -105,7 +108,7 @@ class Augment:
             torch.randint(2, layers, **to),
             torch.rand(5, count, ATTEMPTS, **to).transpose(0, 1),
             torch.randint(MASK, (count,), **to),
-            torch.rand(3, **to).expand(count, 3),
+            torch.rand(self._mix_draws, **to).expand(count, self._mix_draws),
             # As torch.distributions.Beta, which takes no generator.
             torch._sample_dirichlet(self._betas, generator)[:, 0].expand(count, 2),
         )
@@ -128,7 +131,11 @@ class Augment:
         targets = soft_targets(labels, self.classes, config.smoothing)
         if not config.mixes:
             return values, targets
-        return mix(values, targets, *mix_plan(draws.mix, draws.keep, config, height, width))
+        keep, cut, boxes = mix_plan(draws.mix[:, :3], draws.keep, config, height, width)
+        if config.mix_probability < 1:
+            mixed = draws.mix[:, 3] < config.mix_probability
+            keep, cut = torch.where(mixed, keep, 1.0), cut & mixed
+        return mix(values, targets, keep, cut, boxes)
 
     def plain(self, images: Tensor) -> Tensor:
         """Images for evaluation: normalised, and nothing else."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from acutance.errors import AcutanceError
 from acutance.io.inputs import decode
+from acutance.lab.data.seeds import generator
 
 Image: TypeAlias = Any  # Pillow's, which is optional
 Bytes = npt.NDArray[np.uint8]
@@ -96,13 +97,15 @@ def held_out(labels: Tensor, every: int = HELD_OUT_EVERY) -> Tensor:
     return class_ranks(labels) % every == every - 1
 
 
-def fraction(labels: Tensor, part: float) -> Tensor:
-    """The indices of a class-balanced part: the first ⌈part · size⌉ of each class, in ascending order.
+def fraction(labels: Tensor, part: float, seed: int) -> Tensor:
+    """The indices of a class-balanced part: ⌈part · size⌉ of each class, chosen by the seed, in ascending order.
 
-    The parts are nested: 10 % lies within 50 %. Data sets stored in random order (CIFAR is) need no shuffling for this.
+    The parts of a seed are nested: 10 % lies within 50 %.
     """
     if not 0 < part <= 1:
         raise AcutanceError(f"a fraction must lie in (0, 1]; got {part}")
     exact = Fraction(part).limit_denominator(10_000)  # 0.1 means one tenth, not the binary number next to it
     wanted = -(-torch.bincount(labels) * exact.numerator // exact.denominator)  # the ceiling
-    return (class_ranks(labels) < wanted[labels]).nonzero()[:, 0]
+    order = torch.randperm(len(labels), generator=generator("cpu", seed, len(labels)))
+    chosen = class_ranks(labels[order]) < wanted[labels[order]]
+    return order[chosen].sort().values

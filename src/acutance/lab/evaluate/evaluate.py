@@ -19,7 +19,8 @@ from acutance.io.saving import load
 from acutance.lab.files import digest
 from acutance.lab.tasks import Task, task_class
 from acutance.lab.train.config import Config, override
-from acutance.lab.train.run import Run, changes, in_a_name, made
+from acutance.lab.train.provenance import made
+from acutance.lab.train.run import Run, changes, in_a_name
 
 FORMAT = "acutance-evaluation/1"
 Weights = Literal["last", "best"]

@@ -13,7 +13,7 @@ VIT_TINY: dict[str, Any] = {"patch_size": 4, "dim": 192, "depth": 12, "heads": 3
 def digits() -> Config:
     """A 6-layer ViT on the embedded handwritten digits: the smallest real run.
 
-    Expect 93.3 ± 3.2 % top-1 on the held-out slice of the training set (139 images; seeds 0, 1, 2: 96.4, 93.5, 89.9).
+    Expect 93.5 ± 2.9 % top-1 on the held-out slice of the training set (139 images; seeds 0, 1, 2: 96.4, 93.5, 90.6).
     It shows every part of the loop and claims nothing.
 
     Needs nothing but a CPU core. Time: about 40 s of one x86-64 core (torch 2.13.0), of which 8 s are the start.
@@ -54,7 +54,35 @@ def cifar100() -> Config:
     model = ViTConfig(image_size=32, num_classes=100, drop_path=0.1, stream="autocast", **VIT_TINY)
     return Config(
         task=ClassificationConfig(dataset="cifar100", model=model, augment=DEIT_SMALL_IMAGES, compile_augment=True),
-        optim=OptimConfig(name="muon", lr=2e-3, weight_decay=0.05, clip=1.0),
+        optim=OptimConfig(name="muon", lr=2e-3, weight_decay=0.05, momentum=0.95, clip=1.0),
+        schedule=ScheduleConfig(name="cosine", warmup=5, start=1e-6, final=1e-5),
+        loop=LoopConfig(
+            epochs=100, batch_size=512, precision="bf16", compile=True, graph=True, checkpoint_every=1000,
+            evaluate_every=10,
+        ),
+    )  # fmt: skip
+
+
+def cifar100_deit() -> Config:
+    """ViT-Ti/4 with a class token on CIFAR-100 at 32×32, by DeiT's recipe with AdamW: the second paper's tables.
+
+    Published (https://arxiv.org/abs/2401.04301, poster): ViT-Ti 66.78 ± 0.1 %, ViT-Ti⁺ 64.34 ± 0.3 %, ViT-Ti⁻
+    66.62 ± 0.3 %; its image size, patch and training are unstated. Not measured here yet. One optimiser moves all
+    parameters, those of H's spectrum too, so that rows differ in nothing but H; `eigen:free` is their control.
+
+    Differences to DeiT's public code: 100 epochs in place of 300, batches of 512, no repeated augmentation, bfloat16.
+
+    Needs `cifar-100-python/` and one GPU; 5 million images go forward and back. Time: not measured; the steps are about
+    those of `cifar100`.
+
+        acutance train cifar100_deit --data-dir /data --set task.train_on=all
+        acutance train cifar100_deit --data-dir /data --set task.model.mitigation=eigen:negative,basis=polar
+        acutance evaluate runs/cifar100_deit-train_on=all-seed0
+    """
+    model = ViTConfig(image_size=32, patch_size=4, num_classes=100, dim=192, depth=12, heads=3, drop_path=0.1)
+    return Config(
+        task=ClassificationConfig(dataset="cifar100", model=model, augment=DEIT_SMALL_IMAGES, compile_augment=True),
+        optim=OptimConfig(name="adamw", lr=5e-4, weight_decay=0.05),
         schedule=ScheduleConfig(name="cosine", warmup=5, start=1e-6, final=1e-5),
         loop=LoopConfig(
             epochs=100, batch_size=512, precision="bf16", compile=True, graph=True, checkpoint_every=1000,

@@ -36,7 +36,8 @@ from acutance.lab.tasks.base import STARTS
 from acutance.lab.tasks.imagenet import load_imagenet
 from acutance.lab.train.config import Config, override
 from acutance.lab.train.log import DivergedError
-from acutance.lab.train.run import Run, changes, differences, listed, made
+from acutance.lab.train.provenance import made
+from acutance.lab.train.run import Run, changes, differences, listed
 from acutance.lab.train.start import train
 
 if TYPE_CHECKING:

@@ -2,9 +2,9 @@
 
 from acutance.lab.robustness.attacks import FGSM, PGD, as_attack
 from acutance.lab.robustness.corruptions import CORRUPTIONS, SEVERITIES, corrupt
-from acutance.lab.robustness.evaluate import RobustnessTable, evaluate, images_of, table_name
+from acutance.lab.robustness.evaluate import RobustnessTable, draw_once, evaluate, images_of, table_name
 
 __all__ = [
-    "CORRUPTIONS", "FGSM", "PGD", "SEVERITIES", "RobustnessTable", "as_attack", "corrupt", "evaluate", "images_of",
-    "table_name",
+    "CORRUPTIONS", "FGSM", "PGD", "SEVERITIES", "RobustnessTable", "as_attack", "corrupt", "draw_once", "evaluate",
+    "images_of", "table_name",
 ]  # fmt: skip

@@ -1,8 +1,9 @@
-"""The 19 corruptions of Hendrycks & Dietterich (https://arxiv.org/abs/1903.12261) at ImageNet-C's five severities.
+"""The 19 corruptions of Hendrycks & Dietterich (https://arxiv.org/abs/1903.12261) at their five severities.
 
-Batch-wise on any device, for images of any size in one or three channels. What is drawn is a function of the seed, the
-corruption, the severity and the image's place among the images. Each function takes images x in [0, 1]; results are cut
-to that. These are not the published files of CIFAR-10-C and CIFAR-100-C, which are gentler; `evaluate` reads them.
+The severities are CIFAR-C's for images of up to 32×32, which are gentler, and ImageNet-C's for others. Batch-wise on
+any device, for images in one or three channels. What is drawn is a function of the seed, the corruption, the severity
+and the image's place among the images. Each function takes images x in [0, 1]; results are cut to that. These are not
+the published files of CIFAR-10-C and CIFAR-100-C, whose draws nobody can repeat; `evaluate` reads them.
 """
 
 from collections.abc import Mapping
@@ -39,12 +40,17 @@ def corrupt_part(images: Tensor, name: str, severity: int, seed: int, part: int)
     if images.dtype != torch.uint8 or images.ndim != 4 or images.size(1) not in (1, 3):
         found = f"{tuple(images.shape)} {images.dtype}"
         raise ShapeError(f"corruptions take bytes (n, 1 or 3 channels, height, width), not {found}")
-    function, *levels = CORRUPTIONS[name]
+    function, *levels = benchmark(images)[1][name]
     draws = Draws(images.device, seed, list(CORRUPTIONS).index(name), severity, part)
     level = levels[severity - 1]
     result: Tensor = function(images.float() / 255, draws, *(level if isinstance(level, tuple) else (level,)))
     # Cut to whole levels as the benchmark cuts, not rounded; a little up, for what is a whole number but for rounding.
     return (result.clamp(0, 1) * 255 + 1e-3).floor().byte()
+
+
+def benchmark(images: Tensor) -> tuple[str, Mapping[str, tuple[Any, ...]]]:
+    """Whose severities images of this size have, and the functions with them."""
+    return ("CIFAR-C", CIFAR_C) if max(images.shape[-2:]) <= CIFAR_SIDE else ("ImageNet-C", CORRUPTIONS)
 
 
 def check_names(names: list[str], severities: list[int]) -> None:
@@ -81,7 +87,7 @@ def gaussian_blur(x: Tensor, draws: Draws, sigma: float) -> Tensor:
     return filters.gaussian(x, (sigma, sigma))
 
 
-def defocus_blur(x: Tensor, draws: Draws, radius: int, soften: float) -> Tensor:
+def defocus_blur(x: Tensor, draws: Draws, radius: float, soften: float) -> Tensor:
     """A point becomes a disk."""
     return filters.convolve(x, filters.disk(radius, soften), "mirror")
 
@@ -279,6 +285,33 @@ def elastic_transform(x: Tensor, draws: Draws, strength: float) -> Tensor:
     return F.grid_sample(x, places, padding_mode="reflection", align_corners=False)
 
 
+def elastic_with_affine(x: Tensor, draws: Draws, strength: float, sigma: float, shift: float) -> Tensor:
+    """CIFAR-C's: an affine map that moves three points by up to `shift`, then pixels moved by up to `strength`.
+
+    All three are in units of the image's side.
+    """
+    height, width = x.shape[-2:]
+    down, right = height // 2, width // 2
+    third = min(height, width) // 3
+    corners = [(down + third, right + third), (down + third, right - third), (down - third, right - third)]
+    before = torch.tensor([[*corner, 1] for corner in corners], dtype=torch.float64)  # as there, mistaken for (x, y, 1)
+    moves = draws.uniform(len(x), 3, 2, low=-shift * height, high=shift * height).cpu().double()
+    forth = torch.linalg.solve(before, before[:, :2] + moves).mT  # (n, 2, 3)
+    whole = torch.cat([forth, forth.new_tensor([[[0.0, 0, 1]]]).expand(len(x), 1, 3)], 1)
+    back = torch.linalg.inv(whole)[:, :2].to(x)
+    sides = (torch.arange(side, device=x.device, dtype=x.dtype) for side in (height, width))
+    rows, columns = torch.meshgrid(*sides, indexing="ij")
+    source = torch.einsum("nij,jhw->nhwi", back, torch.stack([columns, rows, torch.ones_like(rows)]))
+    sizes = x.new_tensor([width - 1, height - 1])
+    x = F.grid_sample(x, 2 * source / sizes - 1, padding_mode="reflection", align_corners=True)
+    if strength == 0:
+        return x
+    noise = draws.uniform(2, len(x), height, width, low=-1, high=1)
+    moved = strength * height * filters.gaussian(noise, (sigma * height, sigma * height), "symmetric", truncate=3.0)
+    places = torch.stack([(2 * (columns + moved[0]) + 1) / width - 1, (2 * (rows + moved[1]) + 1) / height - 1], -1)
+    return F.grid_sample(x, places, padding_mode="reflection", align_corners=False)
+
+
 def pixelate(x: Tensor, draws: Draws, scale: float) -> Tensor:
     """Means over boxes, each shown as one large pixel."""
     (rows, nearest_row), (columns, nearest_column) = (_boxes(side, max(1, int(side * scale))) for side in x.shape[-2:])
@@ -349,3 +382,43 @@ CORRUPTIONS: Mapping[str, tuple[Any, ...]] = {
     ),
     "saturate": (saturate, (0.3, 0.0), (0.1, 0.0), (2.0, 0.0), (5.0, 0.1), (20.0, 0.2)),
 }
+
+CIFAR_SIDE = 32
+# The same at CIFAR-C's severities, in the same order.
+CIFAR_C: Mapping[str, tuple[Any, ...]] = {
+    "gaussian_noise": (gaussian_noise, 0.04, 0.06, 0.08, 0.09, 0.10),
+    "shot_noise": (shot_noise, 500, 250, 100, 75, 50),
+    "impulse_noise": (impulse_noise, 0.01, 0.02, 0.03, 0.05, 0.07),
+    "defocus_blur": (defocus_blur, (0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)),
+    "glass_blur": (glass_blur, (0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),
+    "motion_blur": (motion_blur, (6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)),
+    "zoom_blur": (zoom_blur, (1.06, 0.01), (1.11, 0.01), (1.16, 0.01), (1.21, 0.01), (1.26, 0.01)),
+    "snow": (
+        snow,
+        (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
+        (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
+        (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
+        (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
+        (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
+    ),
+    "frost": (frost, (1.0, 0.2), (1.0, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)),
+    "fog": (fog, (0.2, 3.0), (0.5, 3.0), (0.75, 2.5), (1.0, 2.0), (1.5, 1.75)),
+    "brightness": (brightness, 0.05, 0.1, 0.15, 0.2, 0.3),
+    "contrast": (contrast, 0.75, 0.5, 0.4, 0.3, 0.15),
+    "elastic_transform": (
+        elastic_with_affine, (0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03),
+    ),
+    "pixelate": (pixelate, 0.95, 0.9, 0.85, 0.75, 0.65),
+    "jpeg_compression": (jpeg_compression, 80, 65, 58, 50, 40),
+    "speckle_noise": (speckle_noise, 0.06, 0.1, 0.12, 0.16, 0.2),
+    "gaussian_blur": (gaussian_blur, 0.4, 0.6, 0.7, 0.8, 1),
+    "spatter": (
+        spatter,
+        (0.62, 0.1, 0.7, 0.7, 0.5, False),
+        (0.65, 0.1, 0.8, 0.7, 0.5, False),
+        (0.65, 0.3, 1, 0.69, 0.5, False),
+        (0.65, 0.1, 0.7, 0.69, 0.6, True),
+        (0.65, 0.1, 0.5, 0.68, 0.6, True),
+    ),
+    "saturate": (saturate, (0.3, 0.0), (0.1, 0.0), (1.5, 0.0), (2.0, 0.1), (2.5, 0.2)),
+}  # fmt: skip

@@ -65,7 +65,7 @@ def _bell(sigma: float, radius: int) -> Tensor:
     return weights / weights.sum()
 
 
-def disk(radius: int, soften: float) -> Tensor:
+def disk(radius: float, soften: float) -> Tensor:
     """A disk of sum one, its rim softened by a small Gaussian."""
     reach, soft = (8, 1) if radius <= 8 else (radius, 2)
     squares = torch.arange(-reach, reach + 1, dtype=torch.float64) ** 2

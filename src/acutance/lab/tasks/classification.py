@@ -31,12 +31,13 @@ class ClassificationConfig:
     model: ViTConfig
     data_dir: str | None = incidental(None)
     train_on: Literal["train", "all"] = "train"  # all includes the slice "val": for a last run, when nothing is chosen
-    fraction: float = 1.0  # of the images trained on: the first of each class, see data.source
+    fraction: float = 1.0  # of the images trained on, by class: the seed chooses them, see data.source
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     compile_augment: bool = incidental(False)
     repeats: int = 1  # times an image comes in a batch, augmented anew (DeiT's repeated augmentation: 3)
     weights: str | None = None  # start from these, e.g. to fine-tune; a file that acutance.io.load_checkpoint reads
     xavier: bool = False  # start wider than DeiT's σ = 0.02, which is too narrow for few channels
+    depth_scaled: bool = False  # the last matrix of each branch starts 1/√(2 · depth) times as wide (GPT-2's rule)
 
     def __post_init__(self) -> None:
         base.check_ranges("task", self, {"1 or more": "repeats"})
@@ -66,7 +67,8 @@ class Classification(base.ImageTask[ConfigT]):
 
     def build_model(self) -> nn.Module:
         config: Any = self.config
-        return build_vit(config.model, weights=config.weights, xavier=getattr(config, "xavier", False))
+        starts = {name: getattr(config, name, False) for name in ("xavier", "depth_scaled")}
+        return build_vit(config.model, weights=config.weights, **starts)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Of a distilled model, the mean over both heads."""
@@ -112,7 +114,7 @@ class ClassificationTask(Classification[ClassificationConfig]):
         super().__init__(config, seed=seed, device=device)
         images = load_images(config.dataset, config.data_dir, config.train_on) if images is None else images
         if config.fraction < 1:
-            images = images.subset(fraction(images.labels, config.fraction))
+            images = images.subset(fraction(images.labels, config.fraction, seed))
         model, (channels, height, width) = config.model, images.images.shape[1:]
         if (model.in_chans, model.image_size, model.image_size) != (channels, height, width):
             raise AcutanceError(
@@ -145,12 +147,17 @@ class ClassificationTask(Classification[ClassificationConfig]):
             yield images.images[chunk], images.labels[chunk]
 
 
-def build_vit(chosen: ViTConfig, *, weights: str | None, xavier: bool = False) -> ViT:
+def build_vit(chosen: ViTConfig, *, weights: str | None, xavier: bool = False, depth_scaled: bool = False) -> ViT:
     """A ViT, from weights if there are any, with its mitigation."""
     model = ViT(**replace(chosen, mitigation=None, mitigation_layers=None).to_dict())
     if xavier:  # DeiT's σ = 0.02 suits 192 channels and more; at 48 a short training hardly leaves the origin
         draw_xavier(model)
         nn.init.normal_(model.pos_embed, std=0.2)
+    if depth_scaled:
+        with torch.no_grad():
+            for _, block in model.named_blocks():
+                block.attn.proj.weight.mul_((2 * chosen.depth) ** -0.5)
+                block.mlp.fc2.weight.mul_((2 * chosen.depth) ** -0.5)
     base.load_and_install(model, weights, chosen.mitigation, chosen.mitigation_layers)
     return model
 

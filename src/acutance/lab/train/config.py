@@ -21,12 +21,16 @@ class OptimConfig:
     weight_decay: float = 0.05
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    momentum: float = 0.9  # of sgd, which is Nesterov's
+    momentum: float = 0.9  # of sgd and muon, which are Nesterov's
     clip: float | None = None  # the largest gradient norm; None never clips
 
     def __post_init__(self) -> None:
         names = {"0 or more": "lr weight_decay eps", "at least 0 and less than 1": "betas momentum"}
         check_ranges("optim", self, names | {"more than 0": "clip"})
+
+
+# What an optimiser does not read: a change of it is refused.
+UNREAD = {"adamw": ("momentum",), "adam": ("momentum",), "sgd": ("betas", "eps"), "muon": ()}
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class LoopConfig:
     seed: int = 0
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = incidental(False)
+    compile_blocks: bool = incidental(False)  # each block by itself, where a deep model as a whole compiles too long
     graph: bool = incidental(False)  # the step becomes one CUDA graph, for one process and undivided batches
     deterministic: bool = incidental(False)
     strategy: Literal["auto", "single", "ddp", "fsdp"] = incidental("auto")  # auto: ddp under torchrun, else single
@@ -121,7 +126,11 @@ def override(config: Config, assignments: Iterable[str]) -> Config:
         inside[last] = json.loads(text) if text.startswith("{") else _Text(text)
     if isinstance(data["task"], dict):
         data["task"].setdefault("kind", config.task.kind)
-    return Config.from_dict(data)
+    changed = Config.from_dict(data)
+    for name in UNREAD[changed.optim.name]:
+        if getattr(changed.optim, name) != getattr(config.optim, name):
+            raise AcutanceError(f"optim.{name} is not read by {changed.optim.name}, which optim.name says: leave it")
+    return changed
 
 
 def incidental_fields(config: Any, prefix: str = "") -> set[str]:

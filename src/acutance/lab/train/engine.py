@@ -3,7 +3,8 @@
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -36,7 +37,7 @@ class Engine:
         if loop.strategy == "single" and several:
             raise AcutanceError("several processes need --strategy ddp or fsdp; single is one process")
         self.strategy: str = ("ddp" if several else "single") if loop.strategy == "auto" else loop.strategy
-        self._compile = loop.compile
+        self._compile, self._compile_blocks = loop.compile, loop.compile_blocks
         self._owns_group = not (dist.is_available() and dist.is_initialized())
         self._environment = dict(os.environ)
         self._fabric = _fabric(self.strategy, loop.precision, device, processes)
@@ -49,13 +50,19 @@ class Engine:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """What to call in training. The model itself is moved, and sharded, in place; its names stay."""
-        compiled: Any = torch.compile(model) if self._compile else model
+        if self._compile_blocks:
+            _compile_blocks(model)
+        compiled: Any = torch.compile(model) if self._compile and not self._compile_blocks else model
         for message in HARMLESS:
             warnings.filterwarnings("ignore", message)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             wrapped: nn.Module = self._fabric.setup_module(compiled)
         return wrapped
+
+    def eager(self) -> Any:
+        """Inside, the model itself runs as it is written, also where its blocks were compiled in place."""
+        return torch.compiler.set_stance("force_eager") if self._compile_blocks else nullcontext()
 
     def no_sync(self, wrapped: nn.Module, *, enabled: bool) -> Any:
         """Inside, gradients are added up without being exchanged."""
@@ -110,15 +117,28 @@ def _fabric(strategy: str, precision: str, device: str, processes: int | None) -
     return fabric.Fabric(accelerator=accelerator, devices=local, num_nodes=nodes, strategy=chosen, precision=casts)
 
 
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        for name, child in module.named_children():
+            if name in STACKS and isinstance(child, nn.ModuleList):
+                yield from child
+
+
+def _compile_blocks(model: nn.Module) -> None:
+    """In place. The blocks differ in numbers, so each is compiled anew; equal kernels come out of inductor's cache."""
+    layers = list(_layers(model))
+    limit: Any = torch._dynamo.config
+    limit.recompile_limit = max(limit.recompile_limit, 4 * len(layers))  # in training and in evaluation
+    for layer in layers:
+        layer.compile()
+
+
 def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """FSDP2: every layer by itself, then what is left."""
     from torch.distributed.fsdp import fully_shard
 
     over = mesh["data_parallel"]
-    for module in model.modules():
-        for name, child in module.named_children():
-            if name in STACKS and isinstance(child, nn.ModuleList):
-                for layer in child:
-                    fully_shard(layer, mesh=over)
+    for layer in list(_layers(model)):
+        fully_shard(layer, mesh=over)
     fully_shard(model, mesh=over)
     return model

@@ -79,7 +79,8 @@ class Loop:
                 step, pending = step + 1, pending + 1
                 bar.advance(self.task.units(loop.batch_size))
                 if monitor is not None:
-                    monitor.step(step)
+                    with engine.eager():
+                        monitor.step(step)
                 last = step == self.total
                 evaluating, saving = last or step % evaluate_every == 0, last or step % loop.checkpoint_every == 0
                 alone = bool(interrupts) and engine.world == 1  # several processes agree at the next log point
@@ -108,7 +109,8 @@ class Loop:
             if first_step == self.total:  # nothing was left to train, and the last scores may be of an earlier step
                 scores = self._evaluate(step)
         if monitor is not None:
-            monitor.finish(step)
+            with engine.eager():
+                monitor.finish(step)
         if log is not None:
             log.close()
         return self.checkpointer.finish(step, scores)
@@ -132,7 +134,7 @@ class Loop:
     def _evaluate(self, step: int) -> dict[str, float]:
         """On the held-out slice, with the mean of the weights if there is one; the best model is kept."""
         mean = nullcontext() if self.train_step.ema is None else self.train_step.ema.swapped()
-        with mean, shards_put_back(self.model), self.engine.precision():
+        with mean, shards_put_back(self.model), self.engine.precision(), self.engine.eager():
             scores = self.task.evaluate(self.model)
         self.model.train()
         self.checkpointer.save_if_best(step, scores)
@@ -148,7 +150,8 @@ class Loop:
             where = f"in {', '.join(weights[:3])} after the update before it"
         else:
             parts = next(batches)
-            with shards_put_back(self.model):  # every process looks at its slices; the first that finds one is quoted
+            # Every process looks at its slices; the first that finds one is quoted.
+            with shards_put_back(self.model), self.engine.eager():
                 words = gather(logs.locate(self.model, lambda: self.train_step.losses(bad, parts)))
             where = next((found for found in words if not found.startswith("nowhere")), words[0])
         raise DivergedError(
@@ -171,7 +174,8 @@ class Loop:
             tensorboard=folder / "tensorboard",
             autocast=torch.bfloat16 if self.config.loop.precision == "bf16" else None,
         )
-        monitor.finish(step)
+        with self.engine.eager():
+            monitor.finish(step)
         return monitor
 
     def _announce(self, step: int, first: Parts) -> None:
@@ -182,11 +186,17 @@ class Loop:
             with engine.precision():
                 self.task.loss(self.model, first[0])
 
-        backend = logs.attention_backend(self.model, forward)
+        with engine.eager():
+            backend = logs.attention_backend(self.model, forward)
         count = sum(parameter.numel() for parameter in self.model.parameters())
         device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
         graph = self.train_step.graph
-        how = {"compiled": loop.compile, "as a CUDA graph": graph, "deterministic": loop.deterministic}
+        how = {
+            "compiled": loop.compile,
+            "block by block": loop.compile_blocks,
+            "as a CUDA graph": graph,
+            "deterministic": loop.deterministic,
+        }
         self.say(
             f"{type(self.model).__name__} of {count:,} parameters on {device}: {engine.strategy}, "
             f"{engine.world} × {loop.accumulate} parts of a batch of {loop.batch_size}, {loop.precision}"

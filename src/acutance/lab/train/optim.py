@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 from acutance.errors import AcutanceError
 from acutance.lab.train.config import OptimConfig, ScheduleConfig
 
-MUON_MOMENTUM = 0.95
+# Of Muon, beside optim.momentum.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # lift small singular values fast; the result's lie around 1, not at 1
 ITERATIONS = 5
 # The root mean square of a direction's entries, which is AdamW's: one rate for both (https://arxiv.org/abs/2502.16982).
@@ -57,7 +57,7 @@ def build_optimiser(model: nn.Module, config: OptimConfig, *, graph: bool = Fals
     """
     groups = [group for group in parameter_groups(model, config.weight_decay) if group["params"]]
     if config.name == "muon":
-        groups = _muon_groups(model, groups)
+        groups = _muon_groups(model, groups, config.momentum)
     fused = all(parameter.is_cuda for group in groups for parameter in group["params"])
     rate: Any = torch.tensor(config.lr, device=groups[0]["params"][0].device) if graph else config.lr
     if config.name == "sgd":
@@ -74,7 +74,7 @@ def set_learning_rate(optimiser: Optimizer, rate: float) -> None:
         group["lr"] = group["lr"] if isinstance(group["lr"], Tensor) else rate
 
 
-def _muon_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _muon_groups(model: nn.Module, groups: list[dict[str, Any]], momentum: float) -> list[dict[str, Any]]:
     """The groups with the matrices that Muon moves in groups of their own."""
     pieces = {parameter: _muon_pieces(name, parameter) for name, parameter in model.named_parameters()}
     if any(isinstance(parameter, DTensor) for parameter in pieces):
@@ -82,9 +82,9 @@ def _muon_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[st
             "optim.name=muon needs whole matrices, which loop.strategy=fsdp shards: choose ddp, or optim.name=adamw"
         )
     return [
-        {**group, "params": chosen, "pieces": count}
+        {**group, "params": chosen, "pieces": count, "momentum": momentum}
         for group in groups
-        for count in (3, 2, 1, 0)
+        for count in sorted(set(pieces.values()), reverse=True)
         if (chosen := [parameter for parameter in group["params"] if pieces[parameter] == count])
     ]
 
@@ -97,9 +97,9 @@ def _muon_pieces(name: str, parameter: nn.Parameter) -> int:
     inside = any(part in name for part in ("blocks.", "layers.")) and ".mitigation." not in name
     if parameter.ndim != 2 or not inside:
         return 0
-    module, made, _ = name.partition(".parametrizations.")  # where a mitigation makes W_V, the others alone
-    pieces = {"qkv": 3, "kv": 2}.get(module.split(".")[-1 if made else -2], 1)
-    return pieces - 1 if made else pieces
+    # Where a mitigation makes W_V, only the others' rows are a parameter, which is called original0.
+    joint = name.replace(".parametrizations.weight.original0", ".weight").endswith(("qkv.weight", "kv.weight"))
+    return max(1, parameter.shape[0] // parameter.shape[1]) if joint else 1
 
 
 class Muon(AdamW):
@@ -135,8 +135,8 @@ class Muon(AdamW):
                 if not self.state[parameter]:  # AdamW looks for a counter wherever there is a state
                     self.state[parameter] = {"momentum": torch.zeros_like(parameter), "step": torch.zeros(())}
             momenta = [self.state[parameter]["momentum"] for parameter in moved]
-            torch._foreach_lerp_(momenta, grads, 1 - MUON_MOMENTUM)
-            torch._foreach_lerp_(grads, momenta, MUON_MOMENTUM)  # Nesterov's look ahead
+            torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+            torch._foreach_lerp_(grads, momenta, group["momentum"])  # Nesterov's look ahead
             torch._foreach_mul_(moved, _scalar(1 - self._rate() * group["weight_decay"]))
             for parameter, grad in zip(moved, grads, strict=True):
                 for pair in zip(parameter.chunk(group["pieces"]), grad.chunk(group["pieces"]), strict=True):
@@ -183,9 +183,10 @@ def persistent(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Ema:
-    """mean ← decay · mean + (1 − decay) · weights after every step, for parameters and floating buffers.
+    """mean ← d · mean + (1 − d) · weights after every step, for parameters and floating buffers.
 
-    Made after sharding, so that sharded weights have a sharded mean.
+    d = min(decay, (1 + t) / (10 + t)) in step t, the first being 0: the mean soon forgets the initial weights, also in
+    a run that is shorter than the decay's memory. Made after sharding, so that sharded weights have a sharded mean.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -194,9 +195,10 @@ class Ema:
         self.mean = {name: value.detach().clone() for name, value in self._weights.items()}
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Count the weights as they are now."""
-        torch._foreach_lerp_(list(self.mean.values()), list(self._weights.values()), 1 - self.decay)
+    def update(self, step: int) -> None:
+        """Count the weights as they are after this step."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(list(self.mean.values()), list(self._weights.values()), 1 - decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:

@@ -2,35 +2,24 @@
 
 import hashlib
 import json
-import os
-import platform
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import reduce
-from importlib import metadata
 from operator import getitem
 from pathlib import Path
 from typing import Any, cast
-
-import torch
 
 from acutance.errors import AcutanceError
 from acutance.files.atomic import atomic_write, read_json
 from acutance.lab.tasks import task_class
 from acutance.lab.tasks.base import STARTS
 from acutance.lab.train.config import Config, incidental_fields
-from acutance.version import __version__
+from acutance.lab.train.provenance import made
 
 FORMAT = "acutance-run/1"
 RESULT_FORMAT = "acutance-result/1"
 LONGEST_NAME = 80  # of what a folder's or a file's name says of changed fields
-PACKAGES = ("lightning", "numpy", "safetensors", "tensorboard", "pillow", "scikit-learn", "triton")
 
 
 def _inside(name: str) -> Any:
@@ -75,6 +64,10 @@ class Run:
 
     def recipe(self) -> str | None:
         return cast(str | None, self._record()["recipe"])
+
+    def sessions(self) -> int:
+        """How many times it was begun or gone on with."""
+        return len(self._record()["sessions"])
 
     def start(self) -> dict[str, Any] | None:
         """What is recorded of its initial weights, if it has any."""
@@ -125,49 +118,6 @@ def _word(name: str, value: Any) -> str:
     if field in STARTS and value:
         return f"{field}={Path(value).stem}"
     return f"{field}={','.join(map(str, value)) if isinstance(value, list) else value}"
-
-
-def made(when: str) -> dict[str, Any]:
-    """When, by which command, with what and on what something was made; `when` is what the time is called."""
-    now, program = datetime.now(UTC).isoformat(timespec="seconds"), Path(sys.argv[0])
-    typed = "acutance" if program.parts[-2:] == ("acutance", "__main__.py") else program.name  # by python -m
-    command = [typed, *sys.argv[1:]]
-    return {when: now, "command": command, "versions": versions(), "hardware": hardware(), "git": git_state()}
-
-
-def versions() -> dict[str, str]:
-    """Of everything that influences the numbers."""
-    found = {"acutance": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
-def hardware() -> dict[str, Any]:
-    """What it ran on, without naming the machine."""
-    return {
-        "machine": platform.machine(),
-        "system": platform.system(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "cuda": torch.version.cuda,
-    }
-
-
-def git_state() -> dict[str, Any] | None:
-    """The commit of the sources and whether they were changed since; None for an installed package."""
-    here = Path(__file__).parent
-    root = _git(here, "rev-parse", "--show-toplevel") if shutil.which("git") else None
-    if root is None or Path(root) / "src" / "acutance" not in here.parents:
-        return None  # a package installed below some other repository is not of it
-    return {"commit": _git(here, "rev-parse", "HEAD"), "changed": bool(_git(here, "status", "--porcelain"))}
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:

@@ -55,11 +55,15 @@ class TrainStep:
         """One step at this learning rate; the loss stays on the device, until the next step."""
         set_learning_rate(self.optimiser, rate)
         if not self.graph:
-            return self._update(parts, step)
-        if self.graphed is None:
-            self.graphed = CUDAGraphStep(self._update)
-        self._seed(step, self.slices[0])
-        return self.graphed(parts)
+            loss = self._update(parts, step)
+        else:
+            if self.graphed is None:
+                self.graphed = CUDAGraphStep(self._update)
+            self._seed(step, self.slices[0])
+            loss = self.graphed(parts)
+        if self.ema is not None:  # not in the graph, which would keep the first step's decay
+            self.ema.update(step)
+        return loss
 
     def batches(self, first_step: int) -> Iterator[Parts]:
         """This process's slices of global batch `first_step`, the next, and so on without end."""
@@ -90,8 +94,6 @@ class TrainStep:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip)
         self.optimiser.step()
         self.optimiser.zero_grad()
-        if self.ema is not None:
-            self.ema.update()
         return total
 
     def _seed(self, step: int, part: BatchSlice) -> None:

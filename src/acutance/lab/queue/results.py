@@ -1,0 +1,79 @@
+"""Results: one line of JSON for each run, only ever appended. What is there is done."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import monotonic, sleep
+from typing import Any
+
+from acutance.errors import AcutanceError
+from acutance.lab import locks
+from acutance.lab.files import finite
+from acutance.lab.queue.jobs import Job
+
+FORMAT = "acutance-queue-result/1"
+WAIT = 60.0  # seconds for another process to append its line
+# What a run takes beside w − 1 others on one GPU, in units of what it takes alone: four took 2.5 times as long as one.
+ALONE, BESIDE = 0.5, 0.5
+
+
+@dataclass(frozen=True)
+class Results:
+    """The file of results."""
+
+    path: Path
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """Results by key; of a key that comes twice, after a merge, the first counts."""
+        if not self.path.is_file():
+            return {}
+        *lines, _unfinished = self.path.read_bytes().split(b"\n")  # a crash may have cut the last one off
+        found: dict[str, dict[str, Any]] = {}
+        for number, line in enumerate(lines, 1):
+            try:
+                body = json.loads(line)
+                if body["format"] != FORMAT:
+                    raise AcutanceError(f"{self.path}, line {number}: this version reads {FORMAT!r}")
+                found.setdefault(body["key"], body)
+            except (ValueError, LookupError, TypeError) as error:
+                raise AcutanceError(f"{self.path}, line {number} is no result: {error!r}") from error
+        return found
+
+    def append(self, job: Job, record: Mapping[str, Any]) -> None:
+        """Add a line, whole or not at all; a second one for the same job is refused."""
+        body = {"format": FORMAT, "key": job.key, "kind": job.block.kind, "label": job.label, "seed": job.seed}
+        line = json.dumps(finite({**body, "definition": job.definition, **record}), ensure_ascii=False, allow_nan=False)
+        start, lock = monotonic(), self.path.with_name(f".{self.path.name}.lock")
+        while True:
+            with locks.held(lock) as mine:
+                if mine:
+                    if job.key in self.read():
+                        raise AcutanceError(f"{self.path} has a result of {job.label} already")
+                    with self.path.open("ab+") as file:
+                        file.seek(0)
+                        file.truncate(file.read().rfind(b"\n") + 1)
+                        file.write(line.encode() + b"\n")
+                    return
+            if monotonic() - start > WAIT:
+                raise AcutanceError(f"{self.path} is held by {locks.holder(lock)}: start again, and the run is found")
+            sleep(0.05)
+
+
+def expected_seconds(job: Job, results: Mapping[str, Mapping[str, Any]], workers: int, machine: str) -> float:
+    """How long a job takes beside workers − 1 others: as earlier runs of its configuration did, or as the file says."""
+    alone = job.seconds
+    same = {name: value for name, value in job.definition.items() if name != "loop.seed"}
+    found = [
+        line["seconds"] / beside(line["workers"])
+        for line in results.values()
+        if line.get("machine") == machine and line.get("sessions") == 1
+        if {name: value for name, value in line["definition"].items() if name != "loop.seed"} == same
+    ]
+    return (median(found) if found else alone) * beside(workers)
+
+
+def beside(workers: int) -> float:
+    """How many times as long a run takes beside workers − 1 others."""
+    return ALONE + BESIDE * workers

@@ -1,0 +1,215 @@
+"""The queue at work: what fits the time left is started, several runs side by side, each a process of its own."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from acutance.errors import AcutanceError
+from acutance.lab import locks
+from acutance.lab.evaluate.evaluate import with_data_dir
+from acutance.lab.queue.jobs import Job, Queue
+from acutance.lab.queue.record import keep_weights, record
+from acutance.lab.queue.results import Results, expected_seconds
+from acutance.lab.train.log import DivergedError
+from acutance.lab.train.provenance import clean_commit, made
+from acutance.lab.train.run import Run
+from acutance.lab.train.start import train
+
+UNITS = {"s": 1, "m": 60, "h": 3600}
+GRACE = 30.0  # seconds for a run that is stopped to save itself
+FAILURES = 3  # without any success, and nothing more is started
+LOG_LINES = 12  # of a run that failed
+BEGAN = "ACUTANCE_JOB_BEGAN"  # tells a job when its process was started: importing torch takes a while
+
+
+def duration(text: str) -> float:
+    """Seconds of `9m`, `540s` or `1.5h`."""
+    if (found := re.fullmatch(r"([\d.]+)([smh])", text)) is None:
+        raise AcutanceError(f"a time is written 9m, 540s or 1.5h, not {text!r}")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def machine_name() -> str:
+    """What times are compared on."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+@dataclass(frozen=True)
+class Session:
+    """One call of the queue: its files, and how the work is done."""
+
+    file: Path
+    out: Path  # runs, which may be lost, and their logs
+    results: Results
+    workers: int = 1
+    data_dir: Path | None = None
+    device: str = "auto"
+    trial: bool = False  # any sources will do, since nothing is published
+
+    @property
+    def queue(self) -> Queue:
+        return Queue.load(self.file)
+
+    def folder(self, job: Job) -> Path:
+        return self.out / job.key
+
+    def lock(self, job: Job) -> Path:
+        return self.out / f".{job.key}.lock"
+
+    def run_one(self, key: str, console: Console) -> None:
+        """Train what is left of a job, read all that is kept of it, and append it to the results."""
+        job, began = self.queue.job(key), float(os.environ.get(BEGAN, time.time()))
+        if not self.trial:
+            clean_commit()
+        with locks.held(self.lock(job)) as mine:
+            if not mine:
+                raise AcutanceError(f"{job.label} is being run by {locks.holder(self.lock(job))}")
+            if job.key in self.results.read():
+                return
+            run = Run(self.folder(job))
+            config = with_data_dir(job.config, self.data_dir)
+            how: dict[str, Any] = {"recipe": job.block.recipe, "resume": run.exists(), "device": self.device}
+            try:
+                train(config, run.folder, console=console, **how)
+                found = record(job, run.folder, self.out, data_dir=self.data_dir, device=self.device)
+                if job.row.keep and job.seed == job.block.seeds[0]:
+                    keep_weights(job, run, self.out / "kept")
+            except DivergedError as error:
+                found = {"diverged": str(error).partition(". ")[0]}
+            about = {name: value for name, value in made("finished").items() if name != "command"}
+            about |= {"machine": machine_name(), "workers": self.workers, "sessions": run.sessions()}
+            self.results.append(job, {**found, **about, "seconds": round(time.time() - began, 1)})
+
+    def run(self, budget: float, console: Console) -> list[Job]:
+        """Start what fits until the time is over; gives the jobs that are left."""
+        if not self.trial:
+            clean_commit()
+        scheduler = Scheduler(self, time.monotonic() + budget, console)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # what ends a batch job stops the runs too
+        try:
+            scheduler.run()
+        finally:
+            scheduler.stop()
+        return scheduler.left()
+
+
+@dataclass
+class Running:
+    """A job in its process."""
+
+    job: Job
+    process: subprocess.Popen[bytes]
+    log: Path
+    began: float
+
+
+class Scheduler:
+    """Starts jobs in order, as many at once as there are workers."""
+
+    def __init__(self, session: Session, deadline: float, console: Console) -> None:
+        self.session, self.deadline, self.console = session, deadline, console
+        self.jobs = session.queue.jobs()
+        self.running: list[Running] = []
+        self.tried: set[str] = set()
+        self.failures = self.successes = 0
+
+    def left(self) -> list[Job]:
+        done = self.session.results.read()
+        return [job for job in self.jobs if job.key not in done]
+
+    def run(self) -> None:
+        while True:
+            self._reap()
+            hopeless = self.failures >= FAILURES and not self.successes
+            while not hopeless and len(self.running) < self.session.workers and (job := self._next()) is not None:
+                self._start(job)
+            if hopeless and not self.running:
+                raise AcutanceError(
+                    f"{self.failures} runs failed and none succeeded: see the logs in {self.session.out}"
+                )
+            if not self.running or time.monotonic() > self.deadline:
+                return
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """Runs that outlast the time are asked to save themselves; they go on if their folder is kept."""
+        for each in self.running:
+            self._say(f"stopping {each.job.label}")
+            each.process.send_signal(signal.SIGTERM)
+        end = time.monotonic() + GRACE
+        for each in self.running:
+            try:
+                each.process.wait(max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                each.process.kill()
+                each.process.wait()
+        self.running = []
+
+    def _next(self) -> Job | None:
+        """The first job that is open, free, and expected to end in time."""
+        left, results = self.deadline - time.monotonic(), self.session.results.read()
+        for job in self.jobs:
+            if job.key in results or job.key in self.tried:
+                continue
+            if expected_seconds(job, results, self.session.workers, machine_name()) > left:
+                continue
+            with locks.held(self.session.lock(job)) as free:
+                if free:
+                    return job
+        return None
+
+    def _start(self, job: Job) -> None:
+        session, log = self.session, self.session.out / f"{job.key}.log"
+        results = session.results.read()
+        seconds = expected_seconds(job, results, session.workers, machine_name())
+        done = sum(each.key in results for each in self.jobs)
+        self._say(f"[{done} of {len(self.jobs)} done] {job.label}: {job.key}, about {seconds:.0f} s")
+        self.tried.add(job.key)
+        with log.open("ab") as output:
+            process = subprocess.Popen(self._command(job), stdout=output, stderr=output, env=self._environment())
+        self.running.append(Running(job, process, log, time.monotonic()))
+
+    def _command(self, job: Job) -> list[str]:
+        session = self.session
+        words = [sys.executable, "-m", "acutance", "reproduce", "--queue", str(session.file), "--job", job.key]
+        words += ["--out", str(session.out), "--workers", str(session.workers), "--device", session.device]
+        words += [] if session.data_dir is None else ["--data-dir", str(session.data_dir)]
+        return words + (["--trial"] if session.trial else [])
+
+    def _environment(self) -> Mapping[str, str]:
+        """Threads are shared out, or runs side by side would wait for each other."""
+        share = str(max(1, (os.cpu_count() or 1) // self.session.workers))
+        return {"OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share, **os.environ, BEGAN: str(time.time())}
+
+    def _reap(self) -> None:
+        for each in [each for each in self.running if each.process.poll() is not None]:
+            self.running.remove(each)
+            line = self.session.results.read().get(each.job.key)
+            took = f"{time.monotonic() - each.began:.0f} s"
+            self.failures, self.successes = self.failures + (line is None), self.successes + (line is not None)
+            if line is None:
+                self._say(f"{each.job.label} failed after {took}, status {each.process.returncode}; {each.log} ends:")
+                self._say("\n".join(_last_lines(each.log)))
+            elif "diverged" in line:
+                self._say(f"{each.job.label} diverged after {took}: {line['diverged']}")
+            else:
+                score: Any = line["scores"][line["headline"]]
+                self._say(f"{each.job.label}: {line['headline']} {score:.2f} on {line['split']} after {took}")
+
+    def _say(self, words: str) -> None:
+        self.console.print(escape(words), highlight=False, soft_wrap=True)
+
+
+def _last_lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]

@@ -1,0 +1,233 @@
+"""The tables of a queue, written from its results alone: the same files come out wherever they are written."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from acutance.errors import AcutanceError
+from acutance.files.atomic import atomic_write
+from acutance.lab.evaluate.compare import markdown, sign_flip_p
+from acutance.lab.evaluate.statistics import holm, interval, paired_t
+from acutance.lab.queue.jobs import Block, Job, Queue, Row, digest_of
+from acutance.lab.queue.results import Results
+from acutance.lab.tasks import task_class
+
+APART = 0.5  # rows that differ by less in the mean are not separated, whatever p is
+SPLIT = {"tune": "val", "final": "test"}
+TESTS = ("beside the first [95 %]", "paired t", "Holm", "sign-flip", "")
+SAYS = {
+    "tune": "Scores on the held-out slice of the training set, for choices; nothing here is a result on the test set.",
+    "final": "Scores on the test set, which each configuration and seed was tested on once, with its last weights.",
+}
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RowResults:
+    """A row's lines by seed."""
+
+    row: Row
+    lines: Mapping[int, Line]
+    diverged: tuple[int, ...]
+
+    @property
+    def example(self) -> Line:
+        return next(iter(self.lines.values()))
+
+    @property
+    def headline(self) -> str:
+        return str(self.example["headline"])
+
+    def values(self, score: str) -> dict[int, float]:
+        found = {seed: line["scores"].get(score) for seed, line in self.lines.items()}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    def mean(self, read: Callable[[Line], float | None]) -> float:
+        """Over seeds, without those whose value was no number."""
+        found = [value for line in self.lines.values() if (value := read(line)) is not None]
+        return fmean(found) if found else math.nan
+
+
+Cells = Mapping[str, Callable[[RowResults], str]]
+
+
+def write_tables(file: Path, results: Results) -> list[Path]:
+    """A page for each block, and one that lists them, beside the queue's file."""
+    queue, lines = Queue.load(file), results.read()
+    pages = {f"{block.name}.md": page(block, lines) for block in queue.block}
+    pages["README.md"] = index(queue, lines)
+    return [atomic_write(file.parent / name, text.encode()) for name, text in pages.items()]
+
+
+def index(queue: Queue, lines: Mapping[str, Line]) -> str:
+    """What is done and what is left."""
+    rows = [["table", "kind", "rows", "seeds", "runs done"], ["---"] * 5]
+    for block in queue.block:
+        jobs = list(block.jobs())
+        done = f"{sum(job.key in lines for job in jobs)} of {len(jobs)}"
+        rows.append([f"[{block.title}]({block.name}.md)", block.kind, str(len(block.row)), str(len(block.seeds)), done])
+    told = "These pages are written by `acutance reproduce --queue docs/evidence/queue/queue.toml --tables`."
+    return f"# The queue\n\n{told} Every line of `results.jsonl` is one run.\n\n{markdown(rows)}"
+
+
+def page(block: Block, lines: Mapping[str, Line]) -> str:
+    """A block's scores, what was read by layer, and what the runs took."""
+    jobs, found = list(block.jobs()), [row_results(block, row, lines) for row in block.row]
+    done = sum(job.key in lines for job in jobs)
+    fields = f" with `{' '.join(block.set)}`" if block.set else ""
+    parts = [
+        f"# {block.title}\n",
+        f"{SAYS[block.kind]} {block.note}".rstrip() + "\n",
+        f"Recipe `{block.recipe}`{fields}. Seeds {', '.join(map(str, block.seeds))}; {done} of {len(jobs)} runs.\n",
+    ]
+    known = [each for each in found if each.lines]
+    if not known:
+        return "\n".join([*parts, "No run is done yet.\n"])
+    parts += [scores(block, known), _about(known[0].row.label)]
+    parts += ["## By layer\n", layers(known), "## Runs\n", runs(known)]
+    missing = {
+        each.row.label: f"diverged with seed {', '.join(map(str, each.diverged))}" for each in found if each.diverged
+    }
+    missing |= {each.row.label: "no run yet" for each in found if not each.lines and not each.diverged}
+    if missing:
+        parts.append("; ".join(f"{label}: {why}" for label, why in missing.items()) + ".\n")
+    return "\n".join(parts)
+
+
+def row_results(block: Block, row: Row, lines: Mapping[str, Line]) -> RowResults:
+    """Lines of this kind, whose definition gives their key; a tuned run never stands in a final table."""
+    found, diverged = {}, []
+    for seed in block.seeds:
+        if (line := lines.get(Job(block, row, seed).key)) is None:
+            continue
+        if digest_of(line["definition"]) != line["key"] or line["definition"]["kind"] != line["kind"]:
+            raise AcutanceError(f"the result {line['key']} ({line['label']}) is not of the run that its key names")
+        if "diverged" in line:
+            diverged.append(seed)
+        elif (line["kind"], line["split"]) == (block.kind, SPLIT[block.kind]):
+            found[seed] = line
+    return RowResults(row, found, tuple(diverged))
+
+
+def scores(block: Block, rows: Sequence[RowResults]) -> str:
+    """All scores, and each row beside the first: interval, paired t, Holm over the table, sign-flip."""
+    first, score = rows[0], rows[0].headline
+    better = 1 if task_class(first.example["definition"]["task.kind"]).higher_is_better else -1
+    others = [name for name in first.example["scores"] if name != score]
+    columns = ["row", "seeds", f"{score} [95 %]", *others, *TESTS]
+    pairs = {each.row.label: _differences(first, each, score) for each in rows[1:]}
+    ps = {label: paired_t(list(values.values())) for label, values in pairs.items()}
+    tested = {label: p for label, p in ps.items() if p is not None}
+    corrected = dict(zip(tested, holm(list(tested.values())), strict=True))
+    table = [columns, ["---"] * len(columns)]
+    for each in rows:
+        values, label = list(each.values(score).values()), each.row.label
+        cells = [label, str(len(values)), with_interval(values)]
+        cells += [_number(fmean(each.values(name).values() or [math.nan])) for name in others]
+        if each is first or not pairs[label]:
+            table.append([*cells, *[""] * len(TESTS)])
+            continue
+        differences = list(pairs[label].values())
+        cells += [with_interval(differences, sign=True), _p(ps[label]), _p(corrected.get(label))]
+        cells += [_p(sign_flip_p(differences)), verdict(differences, corrected.get(label), better)]
+        table.append(cells)
+    return markdown(table)
+
+
+def verdict(differences: Sequence[float], p: float | None, better: int) -> str:
+    """In a word: rows whose means are within APART are not separated, and others only if p says so."""
+    mean = fmean(differences)
+    if abs(mean) <= APART or p is None or p >= 0.05:
+        return "not separated"
+    return "better" if mean * better > 0 else "worse"
+
+
+def _differences(first: RowResults, other: RowResults, score: str) -> dict[int, float]:
+    mine, theirs = other.values(score), first.values(score)
+    return {seed: mine[seed] - theirs[seed] for seed in mine if seed in theirs}
+
+
+def _about(first: str) -> str:
+    return (
+        f"Beside {first}: the mean difference at the same seeds, with its 95 % interval by Student's t; p of the "
+        "paired t test, by itself and after Holm's correction over the table; p of the exact sign-flip test, which n "
+        f"pairs cannot bring below 2^(1−n). Rows within ±{APART} of the first, or whose corrected p is 0.05 or more, "
+        "are not separated from it.\n"
+    )
+
+
+def layers(rows: Sequence[RowResults]) -> str:
+    """Smoothing in the first, the middle and the last layer; and the spectra of H, over all layers."""
+    cells: Cells = {
+        "token cosine, stream": partial(_by_layer, tap="block", metric="token_cosine"),
+        "token cosine, branch": partial(_by_layer, tap="attention", metric="token_cosine"),
+        "HFC/LFC, stream": partial(_by_layer, tap="block", metric="hfc_lfc_frobenius"),
+        "successive maps, mean": lambda row: _number(
+            row.mean(lambda line: fmean(line["layers"]["attention_matrix"]["attention_cosine"].values()))
+        ),
+        "λ < 0, γ ignored": partial(_negative, norm="ignore"),
+        "λ < 0, γ folded": partial(_negative, norm="fold"),
+    }
+    return _table(rows, cells) + "\nLayers: the first, the middle and the last; mean over seeds.\n"
+
+
+def runs(rows: Sequence[RowResults]) -> str:
+    """What a row's runs are made of and took: medians over seeds."""
+    cells: Cells = {
+        "parameters": partial(_listed, read=lambda line: f"{line['parameters']:,}"),
+        "images seen": partial(_listed, read=lambda line: f"{line['images_seen']:,}"),
+        "step, ms": partial(_median, name="step_ms"),
+        "run, s": partial(_median, name="seconds"),
+        "side by side": partial(_listed, read=lambda line: str(line["workers"])),
+        "memory, MiB": partial(_median, name="memory_mib"),
+        "on": partial(_listed, read=lambda line: line["machine"]),
+        "commits": partial(_listed, read=lambda line: (line["git"] or {"commit": "unknown"})["commit"][:10]),
+    }
+    return _table(rows, cells)
+
+
+def _table(rows: Sequence[RowResults], cells: Cells) -> str:
+    header = ["row", *cells]
+    return markdown(
+        [header, ["---"] * len(header), *([r.row.label, *(cell(r) for cell in cells.values())] for r in rows)]
+    )
+
+
+def _by_layer(row: RowResults, *, tap: str, metric: str) -> str:
+    def at(layer: int) -> str:
+        return _number(row.mean(lambda line: line["layers"][tap][metric][str(layer)]))
+
+    depth = max(int(layer) for layer in row.example["layers"]["block"]["token_cosine"])
+    return ", ".join(map(at, sorted({1, (depth + 1) // 2, depth})))
+
+
+def _negative(row: RowResults, *, norm: str) -> str:
+    return f"{row.mean(lambda line: fmean(line['spectra'][norm]['negative_share'])):.1%}"
+
+
+def _listed(row: RowResults, *, read: Callable[[Line], str]) -> str:
+    return ", ".join(sorted({read(line) for line in row.lines.values()}))
+
+
+def _median(row: RowResults, *, name: str) -> str:
+    found = [line[name] for line in row.lines.values() if line[name] is not None]
+    return f"{median(found):,.1f}" if found else "–"
+
+
+def with_interval(values: Sequence[float], *, sign: bool = False) -> str:
+    """`72.17 [71.9, 72.4]`, or the mean alone where there is one seed."""
+    spec = "+.2f" if sign else ".2f"
+    mean, around = f"{fmean(values):{spec}}", interval(values)
+    return mean if around is None else f"{mean} [{around[0]:{spec}}, {around[1]:{spec}}]"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def _p(p: float | None) -> str:
+    return "–" if p is None else f"{p:.2g}" if p >= 1e-4 else "< 0.0001"
