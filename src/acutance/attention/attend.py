@@ -16,7 +16,7 @@ Hooks = Any  # a Mitigation, whose room is above this one
 def attend(call: AttentionCall, mitigation: Hooks = None, observer: Observer | None = None) -> tuple[Tensor, Tensor]:
     """u, laid out as the model's own product would have returned it, and the values that later layers get as v⁰."""
     if mitigation is not None and "all_visible" in mitigation.requires:
-        call.refuse_hidden(mitigation.spec)
+        call.refuse_hidden(mitigation)
     fused = _in_one_kernel(call, mitigation) if observer is None else None
     if fused is not None:
         return fused

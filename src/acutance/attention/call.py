@@ -120,7 +120,7 @@ class AttentionCall:
         zeros = (torch.zeros_like(x[..., :1]) for x in (A.q, A.k))  # all logits alike
         return AttentionOperator(*zeros, mask=self.visible(), causal=self.causal).apply(repeat_heads(w, A.heads))
 
-    def refuse_hidden(self, spec: str) -> None:
+    def refuse_hidden(self, mitigation: Any) -> None:
         """Refuse a mean over all tokens where some of them are hidden from others."""
         hides = self.causal
         if not hides and (self.mask is not None or self.q is None):
@@ -129,4 +129,4 @@ class AttentionCall:
         if hides:
             hidden = "a mask hides some of them (padding, another document, the future)"
             advice = "use it on batches without padding, uncompiled if there is a mask all the same"
-            raise AcutanceError(f"{spec} averages over all tokens, but {hidden}: {advice}; attnscale knows masks")
+            raise AcutanceError(f"{mitigation.spec} averages over all tokens, but {hidden}: {advice}; attnscale knows masks")
