@@ -11,6 +11,7 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -52,6 +53,13 @@ STYLE = {
     "svg.hashsalt": "acutance",
 }
 MODELS = {"all-MiniLM-L6-v2 (encoder)": "minilm", "SmolLM2-135M (causal)": "smollm2"}
+LANGUAGE = {
+    "SmolLM2-135M": "smollm2",
+    "all-MiniLM-L6-v2": "minilm",
+    "rxnfp, pretrained": "bert_pretrained",
+    "rxnfp, classifier": "bert_ft",
+    "rxnfp, classifier, 10k": "bert_ft_10k_25s",
+}
 TOKENS, KEY_DIM = 6, 4
 STEPS_PER_EPOCH = 97  # of 50,000 images of CIFAR-100 in batches of 512
 
@@ -315,34 +323,41 @@ def pretrained() -> Figure:
     return figure
 
 
-def spectra() -> Figure:
-    """Signs and symmetry of H in the two models explained in evidence/, and what HFC/LFC did, over relative depth."""
-    figure, axes = plt.subplots(1, 3, figsize=(9.6, 3.0), layout="constrained")
-    for (name, file), color in zip(MODELS.items(), PALETTE, strict=False):
-        layers = json.loads((EVIDENCE / "explain" / f"{file}.json").read_text())["layers"]
-        curves = (
-            [100 * layer["negative_share"] for layer in layers],
-            [layer["symmetry"] for layer in layers],
-            [layer["branch"]["change"] for layer in layers],
-        )
+def language(panels: dict[str, str], zero: float, **axis_options: Any) -> Figure:
+    """A panel for each figure of the records, over relative depth: median over batches, lowest to highest."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(9.6, 3.2), layout="constrained")
+    for (name, file), color in zip(LANGUAGE.items(), PALETTE, strict=False):
+        layers = json.loads((EVIDENCE / "language" / f"{file}.json").read_text())["layers"]
         depth = [layer["layer"] / len(layers) for layer in layers]
-        for axis, curve in zip(axes, curves, strict=True):
-            axis.plot(depth, curve, "o-", color=color, markersize=2.5, label=name)
-    titles = ("Eigenvalues of H with Re λ < 0, %", "Symmetry of H: cosine with Hᵀ", "Log change of HFC/LFC, branch")
-    for axis, title, level in zip(axes, titles, (50, 0, 0), strict=True):
-        axis.axhline(level, color=GREY, linewidth=0.8)
-        axis.set(xlabel="layer / depth")
+        for axis, key in zip(axes, panels.values(), strict=True):
+            found = torch.tensor([layer[key] for layer in layers]).view(len(layers), -1)
+            axis.plot(depth, found.quantile(0.5, dim=1), "o-", color=color, markersize=2.5, label=name)
+            axis.fill_between(depth, found.amin(1), found.amax(1), color=color, alpha=0.2, linewidth=0)
+    for axis, title in zip(axes, panels, strict=True):
+        axis.axhline(zero, color=GREY, linewidth=0.8)
+        axis.set(xlabel="layer / depth", **axis_options)
         axis.set_title(title)
-    axes[0].set_ylim(0, 100)
-    axes[0].legend(fontsize=8, loc="lower left")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
     return figure
+
+
+def language_spectra() -> Figure:
+    """Figure 5 for language models, as shares; and which family dominates."""
+    titles = ("Share of λ with Re λ < 0", "μ = 1 dominates, whole H", "μ = 1 dominates, head by head")
+    keys = ("negative_share", "smoothing", "smoothing_by_head")
+    return language(dict(zip(titles, keys, strict=True)), 0.5, ylim=(-0.03, 1.03))
+
+
+def language_smoothing() -> Figure:
+    """What each part of a block did to HFC/LFC."""
+    return language({"Log change of HFC/LFC, attention": "attention", "… the rest of the block": "rest"}, 0)
 
 
 PICTURES: dict[str, dict[str, Callable[[], Figure]]] = {
     "theory": {"theorem-1": theorem_1, "lemma-1": lemma_1, "lemma-2": lemma_2, "proposition-1": proposition_1},
     "steer": {"bound": bound},
     "measure": {"pretrained": pretrained},
-    "explain": {"pretrained": spectra},
+    "explain": {"spectra": language_spectra, "smoothing": language_smoothing},
     "monitor": {"digits": watched_digits, "cifar100": watched_cifar100},
     "laboratory": {"repeat": repeated_layers, "depth": depth, "kernel": kernel, "symmetry": symmetry},
 }
