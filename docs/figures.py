@@ -510,7 +510,9 @@ def language_table() -> Iterator[str]:
         rank_correlation(share, [statistics.median(layer["attention"]) for layer in found])
         for share, found in zip(shares, layers, strict=True)
     )
-    yield line("rank correlation over layers: share of Re λ < 0, change", *(f"{r:+.2f}".replace("-", "−") for r in ranks))
+    yield line(
+        "rank correlation over layers: share of Re λ < 0, change", *(f"{r:+.2f}".replace("-", "−") for r in ranks)
+    )
 
 
 # A page, a heading, which of the tables below it, and what writes its rows.

@@ -326,6 +326,9 @@ def layers(
     tokens: Annotated[int | None, option("The length of a window of text.", min=2)] = None,
     batches: Annotated[int, option("Parts of the text, over which intervals are.", min=5)] = 8,
     windows: Annotated[int, option("Windows of each batch.", min=1)] = 8,
+    leave_out: Annotated[
+        int, option("First tokens of a window that HFC/LFC leaves out, with special ones.", min=0)
+    ] = 0,
 ) -> None:
     """Does a language model's attention smooth its tokens, layer by layer, or the rest of the block? And what says H?
 
@@ -341,7 +344,8 @@ def layers(
     from acutance.lab.train.run import made
 
     torch.manual_seed(0)  # of parameters that the file leaves out, which nothing here reads
-    study = layers_study(ac.io.load_model(model), text, tokens=tokens, batches=batches, windows=windows)
+    sizes: dict[str, Any] = {"tokens": tokens, "batches": batches, "windows": windows, "leave_out": leave_out}
+    study = layers_study(ac.io.load_model(model), text, **sizes)
     console.print(study.table())
     write(json_path, study.to_json(made("studied")))
 

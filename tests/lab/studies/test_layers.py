@@ -38,9 +38,12 @@ def log_ratio(tokens, mask):
     return torch.stack([torch.log(high / low) for high, low in sizes])
 
 
-def by_hand(model, batch):
+def by_hand(model, batch, leave_out):
     """(layers, 2): the mean change before and after the attention was added."""
-    kind, added = model.config.model_type, []
+    kind, added, counted = model.config.model_type, [], batch["attention_mask"].clone()
+    if leave_out:
+        counted[batch["special_tokens_mask"].bool()] = 0
+        counted[:, :leave_out] = 0
     blocks = model.encoder.layer if kind == "bert" else model.layers
 
     def see(module, args):
@@ -55,14 +58,13 @@ def by_hand(model, batch):
     for hook in hooks:
         hook.remove()
     outputs = [out if isinstance(out, torch.Tensor) else out[0] for out in outputs]
-    places = [
-        log_ratio(tokens, batch["attention_mask"]) for pair in zip(added, outputs, strict=True) for tokens in pair
-    ]
-    changes = torch.stack([log_ratio(first, batch["attention_mask"]), *places]).diff(dim=0)
+    places = [log_ratio(tokens, counted) for pair in zip(added, outputs, strict=True) for tokens in pair]
+    changes = torch.stack([log_ratio(first, counted), *places]).diff(dim=0)
     return changes.mean(1).view(len(blocks), 2)
 
 
-def test_a_block_is_split_where_its_attention_was_added(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("leave_out", [0, 2])
+def test_a_block_is_split_where_its_attention_was_added(folder, leave_out, tmp_path, monkeypatch):
     """Also with padding."""
     texts, words = tmp_path / "texts", DECLARATION.read_text().split()
     texts.mkdir()
@@ -70,6 +72,7 @@ def test_a_block_is_split_where_its_attention_was_added(folder, tmp_path, monkey
         (texts / f"{n:02}.txt").write_text(" ".join(words[20 * n : 20 * n + 9 + n % 5]))
     path = tmp_path / "record.json"
     command = ["layers", f"hf:{folder}", "--text", str(texts), "--batches", "5", "--windows", "2", "--json", str(path)]
+    command += ["--leave-out", str(leave_out)]
     monkeypatch.setattr("sys.argv", ["acutance", "lab", *command])
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     assert done.exit_code == 0, done.output
@@ -77,7 +80,9 @@ def test_a_block_is_split_where_its_attention_was_added(folder, tmp_path, monkey
     record, loaded = json.loads(path.read_text()), load_model(f"hf:{folder}")
     every = loaded.text_batches(texts, batch=2)
     chosen = [every.samples[n] for n in (1, 3, 5, 7, 9, 12, 14, 16, 18, 20)]  # the middles of ten equal parts
-    expected = torch.stack([by_hand(loaded.model.eval(), every.make(chosen[n : n + 2])) for n in range(0, 10, 2)], 2)
+    expected = torch.stack(
+        [by_hand(loaded.model.eval(), every.make(chosen[n : n + 2]), leave_out) for n in range(0, 10, 2)], 2
+    )
     for part, name in enumerate(("attention", "rest")):
         assert np.array([at[name] for at in record["layers"]]) == pytest.approx(expected[:, part].numpy(), abs=1e-4)
     changes = np.diff(np.log(record["stream"]["hfc_lfc_spectral"]), axis=0)

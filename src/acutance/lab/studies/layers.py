@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -58,7 +58,8 @@ class LayersStudy:
                 row[key] = "{:+.3f} ({:+.3f} to {:+.3f})".format(*middle_and_range(at[key]))
             rows.append(row)
         read = f"{self.context['batches']} batches of {self.context['windows']} windows"
-        caption = f"log change of HFC/LFC by part of the block; median, lowest and highest of {read}"
+        left = f", without the first {n} tokens of each" if (n := self.context["leave_out"]) else ""
+        caption = f"log change of HFC/LFC by part of the block; median, lowest and highest of {read}{left}"
         return FittedTable(f"layers of {self.context['name']}", rows, caption)
 
     def to_json(self, made: Mapping[str, Any]) -> bytes:
@@ -76,11 +77,14 @@ def layers_study(
     tokens: int | None = None,
     batches: int = 8,
     windows: int = 8,
+    leave_out: int = 0,
     progress: bool = True,
 ) -> LayersStudy:
     """Explain and measure a language model on windows spread evenly over a text (a file or folder), batch by batch.
 
-    A batch has its windows from one part of the text, so that batches are as good as independent.
+    A batch has its windows from one part of the text, so that batches are as good as independent. The first `leave_out`
+    tokens of a window do not count in HFC/LFC, and if there are any, nor do special tokens: in many models the first
+    token is larger than all others together. Attention is read with them.
     """
     if batches < LEAST:
         raise AcutanceError(f"{batches} batches give no interval: take {LEAST} or more")
@@ -89,16 +93,18 @@ def layers_study(
         raise AcutanceError(f"{text} has {held} windows, {batches} batches of {windows} need {wanted}")
     chosen = replace(found, samples=[found.samples[(2 * n + 1) * held // (2 * wanted)] for n in range(wanted)])
     model, explained, measured = loaded.model, [], []
+    prefix: Literal["in", "out"] = "out" if leave_out else "in"
     with ExitStack() as stack, torch.no_grad():
         layers = {site: layer_spectrum(site) for site in sites.find(model)}
         for batch in track(chosen, "batches" if progress else None, stack):
-            explained.append(with_data(model, layers, [batch]))
-            measured.append(measure(model, [batch], metrics=STREAM, progress=False))
+            batch["special_tokens_mask"][:, :leave_out] = 1
+            explained.append(with_data(model, layers, [batch], prefix=prefix))
+            measured.append(measure(model, [batch], metrics=STREAM, prefix=prefix, progress=False))
     numbers = [number for _, number in sites.layers_of(model)]
     rows = [_row(*at) for at in zip(numbers, layers.values(), zip(*explained, strict=True), strict=True)]
     curves = {name: np.array([profile[name] for profile in measured]).T.tolist() for name in STREAM}
     about: dict[str, Any] = {"name": loaded.name, "data": f"{wanted} of {found.description}, evenly spaced"}
-    about |= {"sha256": _digest(text), "batches": batches, "windows": windows}
+    about |= {"sha256": _digest(text), "batches": batches, "windows": windows, "leave_out": leave_out}
     about |= {"prefix": measured[0].context["prefix"], "norm": list(dict.fromkeys(at.norm for at in layers.values()))}
     return LayersStudy({**describe(model), **about}, rows, curves)
 
