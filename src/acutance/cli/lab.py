@@ -330,11 +330,11 @@ def layers(
         int, option("First tokens of a window that HFC/LFC leaves out, with special ones.", min=0)
     ] = 0,
 ) -> None:
-    """Does a language model's attention smooth its tokens, layer by layer, or the rest of the block? And what says H?
+    """What does H say of a language model's layers, and what do attention and the rest of each block do to a text?
 
     Per layer: the share of eigenvalues of H with a negative real part, how often μ = 1 dominates I + H⊗A, and the
-    change of log HFC/LFC across the attention branch and across the rest of the block. Nothing is drawn: the windows
-    are evenly spaced.
+    change of log HFC/LFC across the attention branch and across the rest of the block. The windows are evenly spaced.
+    In many causal models the first token is larger than all others together: read with --leave-out 1, too.
 
     Example: acutance lab layers hf:gpt2 --text wiki.test.txt --tokens 256 --json gpt2.json
     """

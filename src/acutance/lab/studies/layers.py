@@ -58,7 +58,7 @@ class LayersStudy:
                 row[key] = "{:+.3f} ({:+.3f} to {:+.3f})".format(*middle_and_range(at[key]))
             rows.append(row)
         read = f"{self.context['batches']} batches of {self.context['windows']} windows"
-        left = f", without the first {n} tokens of each" if (n := self.context["leave_out"]) else ""
+        left = f", the first {n} tokens of each left out" if (n := self.context["leave_out"]) else ""
         caption = f"log change of HFC/LFC by part of the block; median, lowest and highest of {read}{left}"
         return FittedTable(f"layers of {self.context['name']}", rows, caption)
 
