@@ -6,6 +6,7 @@ A row that says what its file says is left as it is. Sentences are not written: 
 """
 
 import csv
+import json
 import re
 import statistics
 import sys
@@ -14,6 +15,8 @@ from decimal import ROUND_HALF_UP, Decimal
 from functools import partial
 from pathlib import Path
 
+from acutance.explain.spectral_theory import rank_correlation
+from acutance.lab.studies.layers import middle_and_range
 from acutance.measure.profile import Profile
 
 ROOT = Path(__file__).parents[1]
@@ -458,6 +461,61 @@ def profile_table(record: str) -> Iterator[str]:
         yield line(str(layer), *cells)
 
 
+# explain.md
+
+PARTS = {"attention": "attention", "rest": "rest of the block"}
+LANGUAGE = ("smollm2", "minilm", "bert_pretrained", "bert_ft", "bert_ft_10k_25s")
+
+
+def language_table(ending: str) -> Iterator[str]:
+    """A column for each model. What is by batch is the median batch, then the lowest and the highest."""
+    folder = ROOT / "docs" / "evidence" / "language"
+    records = [json.loads((folder / f"{name}{ending}.json").read_text(encoding="utf-8")) for name in LANGUAGE]
+    layers = [record["layers"] for record in records]
+
+    def shown(values: Iterable[float], form: str) -> str:
+        middle, *ends = (format(value, form).replace("-", "−") for value in middle_and_range([*values]))
+        return f"{middle} ({' to '.join(ends)})"
+
+    def over_batches(found: list[dict[str, list[float]]], key: str, of: Callable[..., float]) -> list[float]:
+        return [of(batch) for batch in zip(*(layer[key] for layer in found), strict=True)]
+
+    def percent(key: str) -> Iterator[str]:
+        return (shown((100 * share for share in over_batches(found, key, statistics.mean)), ".0f") for found in layers)
+
+    def sides(found: list[dict[str, list[float]]], key: str) -> str:
+        low, high = (sum(all(sign * change < 0 for change in layer[key]) for layer in found) for sign in (1, -1))
+        return f"{low}, {high}, {len(found) - low - high}"
+
+    def stream(metric: str, digits: int) -> Iterator[str]:
+        for curve in (record["stream"][metric] for record in records):
+            yield " → ".join(rounded(statistics.median(curve[place]), digits) for place in (0, -1))
+
+    if not ending:  # what does not depend on which tokens count
+        shares = [[100 * layer["negative_share"] for layer in found] for found in layers]
+        yield line("layers", *(str(len(found)) for found in layers))
+        cells = (f"{statistics.mean(share):.0f} ({min(share):.0f} to {max(share):.0f})" for share in shares)
+        yield line("Re λ < 0, %: mean layer (lowest to highest)", *cells)
+        yield line("μ = 1 dominates, whole H, %", *percent("smoothing"))
+        yield line("… head by head, %", *percent("smoothing_by_head"))
+        changes = [[statistics.median(layer["attention"]) for layer in found] for found in layers]
+        ranks = (
+            format(rank_correlation(*pair), "+.2f").replace("-", "−") for pair in zip(shares, changes, strict=True)
+        )
+        yield line("rank correlation over layers: share of Re λ < 0, change across attention", *ranks)
+    yield line("HFC/LFC fell across attention, %", *percent("attention_fell"))
+    yield line("… or rose, as the dominating family says, %", *percent("agreement"))
+    for key, name in PARTS.items():
+        yield line(f"layers whose {name} lowers it, raises it, either", *(sides(found, key) for found in layers))
+    for key, name in PARTS.items():
+        yield line(
+            f"its log change over all layers, {name}", *(shown(over_batches(f, key, sum), "+.2f") for f in layers)
+        )
+    yield line("HFC/LFC, first → last", *stream("hfc_lfc_spectral", 2))
+    yield line("token cosine", *stream("token_cosine", 3))
+    yield line("σ₂/σ₁", *stream("singular_ratio", 2))
+
+
 # A page, a heading, which of the tables below it, and what writes its rows.
 TABLES: list[tuple[str, str, int, Callable[[], Iterable[str]]]] = [
     *(("docs/bench.md", heading, 0, partial(step_table, part)) for part, heading in STEPS.items()),
@@ -478,6 +536,8 @@ TABLES: list[tuple[str, str, int, Callable[[], Iterable[str]]]] = [
     ("docs/kernels.md", "The MLP in one kernel", 1, mlp_tile_table),
     ("docs/measure.md", "Two pretrained models on real text", 0, partial(profile_table, "minilm")),
     ("docs/measure.md", "Two pretrained models on real text", 1, partial(profile_table, "smollm2")),
+    ("docs/explain.md", "Pretrained language models", 1, partial(language_table, "")),
+    ("docs/explain.md", "Pretrained language models", 2, partial(language_table, "-without-first")),
     ("docs/steer.md", "How exact it is", 0, exactness_table),
     ("docs/steer.md", "How exact it is", 1, other_ways_table),
 ]

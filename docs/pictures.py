@@ -52,6 +52,13 @@ STYLE = {
     "svg.hashsalt": "acutance",
 }
 MODELS = {"all-MiniLM-L6-v2 (encoder)": "minilm", "SmolLM2-135M (causal)": "smollm2"}
+LANGUAGE = {
+    "SmolLM2-135M": "smollm2",
+    "all-MiniLM-L6-v2": "minilm",
+    "rxnfp bert_pretrained": "bert_pretrained",
+    "rxnfp bert_ft": "bert_ft",
+    "rxnfp bert_ft_10k_25s": "bert_ft_10k_25s",
+}
 TOKENS, KEY_DIM = 6, 4
 STEPS_PER_EPOCH = 97  # of 50,000 images of CIFAR-100 in batches of 512
 
@@ -315,26 +322,44 @@ def pretrained() -> Figure:
     return figure
 
 
-def spectra() -> Figure:
-    """Signs and symmetry of H in the two models explained in evidence/, and what HFC/LFC did, over relative depth."""
-    figure, axes = plt.subplots(1, 3, figsize=(9.6, 3.0), layout="constrained")
-    for (name, file), color in zip(MODELS.items(), PALETTE, strict=False):
-        layers = json.loads((EVIDENCE / "explain" / f"{file}.json").read_text())["layers"]
-        curves = (
-            [100 * layer["negative_share"] for layer in layers],
-            [layer["symmetry"] for layer in layers],
-            [layer["branch"]["change"] for layer in layers],
-        )
+def language(axis: Axes, key: str, ending: str = "") -> None:
+    """A figure of the records over relative depth: median over batches, lowest to highest."""
+    for (name, file), color in zip(LANGUAGE.items(), PALETTE, strict=False):
+        layers = json.loads((EVIDENCE / "language" / f"{file}{ending}.json").read_text())["layers"]
         depth = [layer["layer"] / len(layers) for layer in layers]
-        for axis, curve in zip(axes, curves, strict=True):
-            axis.plot(depth, curve, "o-", color=color, markersize=2.5, label=name)
-    titles = ("Eigenvalues of H with Re λ < 0, %", "Symmetry of H: cosine with Hᵀ", "Log change of HFC/LFC, branch")
-    for axis, title, level in zip(axes, titles, (50, 0, 0), strict=True):
-        axis.axhline(level, color=GREY, linewidth=0.8)
-        axis.set(xlabel="layer / depth")
+        found = torch.tensor([layer[key] for layer in layers]).view(len(layers), -1)
+        axis.plot(depth, found.quantile(0.5, dim=1), "o-", color=color, markersize=2.5, label=name)
+        axis.fill_between(depth, found.amin(1), found.amax(1), color=color, alpha=0.2, linewidth=0)
+    axis.set(xlabel="layer / depth")
+
+
+def language_spectra() -> Figure:
+    """Figure 5 for language models, as shares; and which family dominates."""
+    titles = ("Share of λ with Re λ < 0", "μ = 1 dominates, whole H", "μ = 1 dominates, head by head")
+    figure, axes = plt.subplots(1, 3, figsize=(9.6, 3.2), layout="constrained")
+    for axis, title, key in zip(axes, titles, ("negative_share", "smoothing", "smoothing_by_head"), strict=True):
+        language(axis, key)
+        axis.axhline(0.5, color=GREY, linewidth=0.8)
+        axis.set(ylim=(-0.03, 1.03))
         axis.set_title(title)
-    axes[0].set_ylim(0, 100)
-    axes[0].legend(fontsize=8, loc="lower left")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    return figure
+
+
+def language_smoothing() -> Figure:
+    """What each part of a block did to HFC/LFC, of all tokens and without the first."""
+    figure, axes = plt.subplots(2, 2, figsize=(9.6, 5.6), layout="constrained", sharex=True, sharey=True)
+    counted = {"": "all tokens", "-without-first": "without the first"}
+    parts = {"attention": "attention", "rest": "rest of the block"}
+    for row, (ending, tokens) in zip(axes, counted.items(), strict=True):
+        for axis, (key, part) in zip(row, parts.items(), strict=True):
+            language(axis, key, ending)
+            axis.axhline(0, color=GREY, linewidth=0.8)
+            axis.set_yscale("symlog", linthresh=0.2, linscale=1.5)  # linear up to 0.2
+            axis.set(ylim=(-2.5, 5), yticks=(ticks := (-2, -1, -0.2, -0.1, 0, 0.1, 0.2, 1, 4)), yticklabels=ticks)
+            axis.minorticks_off()
+            axis.set_title(f"Log change of HFC/LFC, {part}, {tokens}")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
     return figure
 
 
@@ -342,7 +367,7 @@ PICTURES: dict[str, dict[str, Callable[[], Figure]]] = {
     "theory": {"theorem-1": theorem_1, "lemma-1": lemma_1, "lemma-2": lemma_2, "proposition-1": proposition_1},
     "steer": {"bound": bound},
     "measure": {"pretrained": pretrained},
-    "explain": {"pretrained": spectra},
+    "explain": {"spectra": language_spectra, "smoothing": language_smoothing},
     "monitor": {"digits": watched_digits, "cifar100": watched_cifar100},
     "laboratory": {"repeat": repeated_layers, "depth": depth, "kernel": kernel, "symmetry": symmetry},
 }

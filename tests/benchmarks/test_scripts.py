@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-import acutance as ac
 from acutance.errors import AcutanceError
+from acutance.io import load_model
 from acutance.lab import recipes
 from acutance.lab.evaluate import Evaluation
 from acutance.lab.train import Run, override
 from lab.data.tiny_data_sets import picture
+from tiny_folders import tiny
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = SCRIPTS / "results"
@@ -64,7 +65,7 @@ def test_a_script_runs_at_toy_size(script, name, tmp_path):
 
 def test_every_script_is_run_here_or_with_triton():
     elsewhere = {"long_kernels"}  # in tests/kernels
-    own = {"dominance", "corruption_parity", "explain_summary", "plots", "time_to_accuracy"}
+    own = {"dominance", "corruption_parity", "plots", "rxnfp", "time_to_accuracy"}
     assert {path.stem for path in SCRIPTS.glob("*.py")} == TOYS.keys() | own | elsewhere
 
 
@@ -116,21 +117,23 @@ def test_corruptions_are_compared_with_another_packages_and_saved(script, monkey
     assert np.load(tmp_path / "saved" / "contrast.npy").shape == (30, 8, 8, 1)
 
 
-def test_a_spectrum_is_summed_up_without_its_eigenvalues(script, tmp_path):
-    torch.manual_seed(0)
-    model = ac.models.ViT(image_size=8, patch_size=4, in_chans=1, dim=12, depth=2, heads=2, num_classes=4)
-    for block, diagonal in zip(model.blocks, ([-0.5] * 12, [0.3] * 9 + [-0.1] * 3), strict=True):
-        with torch.no_grad():
-            block.attn.qkv.weight[-12:] = torch.eye(12)
-            block.attn.proj.weight.copy_(torch.diag(torch.tensor(diagonal)))
-        torch.nn.init.constant_(block.norm1.weight, -1.0)  # which turns every sign round
-    ac.explain(model, [torch.randn(3, 1, 8, 8)], progress=False).save(tmp_path / "folded.json")
-    ac.explain(model, norm="ignore", progress=False).save(tmp_path / "ignored.json")
-    script("explain_summary", "{}/folded.json", "--ignored", "{}/ignored.json", "--out", "{}/summary.json")
-    found = json.loads((tmp_path / "summary.json").read_text())
-    assert found["signs_norm_ignored"]["negative_share"] == pytest.approx(15 / 24)
-    assert found["signs"]["negative_share"] == pytest.approx(9 / 24)
-    assert [layer["balance"] for layer in found["layers"]] == pytest.approx([1, -(2.7 - 0.3) / 3.0], abs=1e-5)
+def test_models_of_reactions_are_unpacked_with_their_tokens(script, tmp_path):
+    """As rxnfp has them: a checkpoint with a head, a configuration without a type, a vocabulary by lines."""
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "C", "Cl", "c", "1", "[N+]", ">>", "%10"]
+    whole, folder = tiny("bert", "AutoModelForMaskedLM", vocab_size=len(tokens)), tmp_path / "package" / "one"
+    folder.mkdir(parents=True)
+    torch.save(whole.state_dict(), folder / "pytorch_model.bin")
+    kept = {key: value for key, value in whole.config.to_dict().items() if key not in ("model_type", "architectures")}
+    (folder / "config.json").write_text(json.dumps(kept))
+    (folder / "vocab.txt").write_text("\n".join(tokens) + "\n")
+    script("rxnfp", "{}/package", "{}/out")
+    loaded = load_model(f"hf:{tmp_path}/out/one")
+    ids = loaded.tokenizer()("Clc1[N+]%10C>>O", return_tensors="pt")["input_ids"]
+    assert ids.tolist() == [[2, 6, 7, 8, 9, 11, 5, 10, 1, 3]]
+    with torch.no_grad():
+        assert torch.equal(loaded.model.eval()(ids)[0], whole.bert(ids)[0])
+    texts = loaded.text_batches(tmp_path / "out" / "reactions", tokens=40)
+    assert len(list((tmp_path / "out" / "reactions").iterdir())) == 64 <= len(texts.samples)
 
 
 @pytest.mark.parametrize(("kind", "source"), [("steps", "steps-32"), ("tokens", "long-tokens"), ("overview", "")])

@@ -129,4 +129,5 @@ class AttentionCall:
         if hides:
             hidden = "a mask hides some of them (padding, another document, the future)"
             advice = "use it on batches without padding, uncompiled if there is a mask all the same"
-            raise AcutanceError(f"{mitigation.spec} averages over all tokens, but {hidden}: {advice}; attnscale knows masks")
+            what = f"{mitigation.spec} averages over all tokens"
+            raise AcutanceError(f"{what}, but {hidden}: {advice}; attnscale knows masks")

@@ -11,7 +11,9 @@ from acutance.cli import options
 from acutance.cli.options import console, ints, is_first_process, list_rows, option, say, stoppable, words, write
 from acutance.errors import AcutanceError
 
-studies = typer.Typer(help="Studies: deep random networks, the affinities of trained ones.", no_args_is_help=True)
+studies = typer.Typer(
+    help="Studies: deep random networks; affinities and layers of trained ones.", no_args_is_help=True
+)
 
 
 def demo(
@@ -354,6 +356,38 @@ def kernel(
     if text is None and tokens is not None:
         raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
     _write(kernel_study(models_of(runs), samples=samples, text=text, tokens=tokens), out)
+
+
+@studies.command()
+def layers(
+    model: options.Model,
+    text: Annotated[Path, option("A text file, or a folder of them, each read by itself.")],
+    json_path: Annotated[Path, option("The record.", "--json")] = Path("layers.json"),
+    tokens: Annotated[int | None, option("The length of a window of text.", min=2)] = None,
+    batches: Annotated[int, option("Parts of the text, over which intervals are.", min=5)] = 8,
+    windows: Annotated[int, option("Windows of each batch.", min=1)] = 8,
+    leave_out: Annotated[
+        int, option("First tokens of a window that HFC/LFC leaves out, with special ones.", min=0)
+    ] = 0,
+) -> None:
+    """What does H say of a language model's layers, and what do attention and the rest of each block do to a text?
+
+    Per layer: the share of eigenvalues of H with a negative real part, how often μ = 1 dominates I + H⊗A, and the
+    change of log HFC/LFC across the attention branch and across the rest of the block. The windows are evenly spaced.
+    In many causal models the first token is larger than all others together: read with --leave-out 1, too.
+
+    Example: acutance lab layers hf:gpt2 --text wiki.test.txt --tokens 256 --json gpt2.json
+    """
+    import torch
+
+    from acutance.lab.studies.layers import layers_study
+    from acutance.lab.train.run import made
+
+    torch.manual_seed(0)  # of parameters that the file leaves out, which nothing here reads
+    sizes: dict[str, Any] = {"tokens": tokens, "batches": batches, "windows": windows, "leave_out": leave_out}
+    study = layers_study(ac.io.load_model(model), text, **sizes)
+    console.print(study.table())
+    write(json_path, study.to_json(made("studied")))
 
 
 def _write(study: Any, out: Path) -> None:

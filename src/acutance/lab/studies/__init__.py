@@ -1,7 +1,8 @@
-"""Experiments behind the statements: layers repeated, kernels inspected, networks made very deep."""
+"""Experiments behind the statements: layers repeated, kernels inspected, networks made very deep, real ones read."""
 
 from acutance.lab.studies.depth import DepthConfig, DepthStudy, depth_study
 from acutance.lab.studies.kernel import KernelAssumptions, KernelStudy, kernel_assumptions, kernel_study
+from acutance.lab.studies.layers import LayersStudy, layers_study
 from acutance.lab.studies.norms import PostNorm, centred_spectrum, groups_rate, post_norm, ratio_at_equal_size
 from acutance.lab.studies.repeat import (
     Trajectory,
@@ -14,7 +15,8 @@ from acutance.lab.studies.repeat import (
 )  # fmt: skip
 
 __all__ = [
-    "DepthConfig", "DepthStudy", "KernelAssumptions", "KernelStudy", "PostNorm", "Trajectory", "attention_from",
-    "branch_with_spectrum", "centred_spectrum", "depth_study", "drawn_attention", "groups_rate", "kernel_assumptions",
-    "kernel_study", "norm_grid", "post_norm", "random_attention", "ratio_at_equal_size", "repeat",
+    "DepthConfig", "DepthStudy", "KernelAssumptions", "KernelStudy", "LayersStudy", "PostNorm", "Trajectory",
+    "attention_from", "branch_with_spectrum", "centred_spectrum", "depth_study", "drawn_attention", "groups_rate",
+    "kernel_assumptions", "kernel_study", "layers_study", "norm_grid", "post_norm", "random_attention",
+    "ratio_at_equal_size", "repeat",
 ]  # fmt: skip

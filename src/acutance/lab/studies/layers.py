@@ -1,0 +1,142 @@
+"""What every layer's weights say of smoothing, and what its attention and the rest of its block do to a text.
+
+Figures 5 and 2 of Setting the Record Straight (https://arxiv.org/abs/2401.04301) for one language model: the spectra of
+H, and the definitions of over-smoothing by layer. The change of log HFC/LFC across a block is split where the attention
+branch has been added: what comes before is the attention's, what comes after the rest's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from acutance import sites
+from acutance.errors import AcutanceError
+from acutance.explain import Dominance, LayerSpectrum
+from acutance.explain.read import with_data
+from acutance.explain.weights import layer_spectrum
+from acutance.io import LoadedModel
+from acutance.lab.files import digest, finite
+from acutance.measure import measure
+from acutance.measure.walk import describe, track
+from acutance.report.tables import FittedTable
+
+FORMAT = "acutance-layers/1"
+STREAM = ("hfc_lfc_spectral", "token_cosine", "singular_ratio")
+LEAST = 5  # batches; the lowest and the highest of n hold the median of all in 1 − 2^(1−n) of cases: 94 % of five
+
+
+def middle_and_range(values: Sequence[float]) -> tuple[float, float, float]:
+    """Over batches: median, lowest, highest."""
+    return float(np.median(values)), min(values), max(values)
+
+
+@dataclass(frozen=True)
+class LayersStudy:
+    """One model on one text; a list has a number for each batch."""
+
+    context: Mapping[str, Any]  # `norm` says what became of the pre-norm's weight
+    layers: Sequence[Mapping[str, Any]]  # those with attention
+    stream: Mapping[str, Sequence[Sequence[float]]]  # by metric and block: what enters the first, then what leaves each
+
+    def table(self) -> FittedTable:
+        """Median, lowest and highest batch."""
+        rows = []
+        for at in self.layers:
+            row = {"layer": str(at["layer"]), "Re λ < 0": f"{at['negative_share']:.0%}"}
+            for name, key in {"μ = 1 dominates": "smoothing", "by head": "smoothing_by_head"}.items():
+                row[name] = "{:.0%} ({:.0%} to {:.0%})".format(*middle_and_range(at[key]))
+            for key in ("attention", "rest"):
+                row[key] = "{:+.3f} ({:+.3f} to {:+.3f})".format(*middle_and_range(at[key]))
+            rows.append(row)
+        read = f"{self.context['batches']} batches of {self.context['windows']} windows"
+        left = f", the first {n} tokens of each left out" if (n := self.context["leave_out"]) else ""
+        caption = f"log change of HFC/LFC by part of the block; median, lowest and highest of {read}{left}"
+        return FittedTable(f"layers of {self.context['name']}", rows, caption)
+
+    def to_json(self, made: Mapping[str, Any]) -> bytes:
+        """The record; `made` says when, by which command and on what."""
+        versions = {**made.get("versions", {}), **self.context["versions"]}
+        body = {"format": FORMAT, **made, **self.context, "versions": versions}
+        body |= {"stream": self.stream, "layers": self.layers}
+        return f"{json.dumps(_rounded(finite(body)), indent=1, ensure_ascii=False)}\n".encode()
+
+
+def layers_study(
+    loaded: LoadedModel,
+    text: str | Path,
+    *,
+    tokens: int | None = None,
+    batches: int = 8,
+    windows: int = 8,
+    leave_out: int = 0,
+    progress: bool = True,
+) -> LayersStudy:
+    """Explain and measure a language model on windows spread evenly over a text (a file or folder), batch by batch.
+
+    A batch has its windows from one part of the text, so that batches are as good as independent. The first `leave_out`
+    tokens of a window do not count in HFC/LFC, and if there are any, nor do special tokens: in many models the first
+    token is larger than all others together. Attention is read with them.
+    """
+    if batches < LEAST:
+        raise AcutanceError(f"{batches} batches give no interval: take {LEAST} or more")
+    found, wanted = loaded.text_batches(text, tokens=tokens, batch=windows), batches * windows
+    if (held := len(found.samples)) < wanted:
+        raise AcutanceError(f"{text} has {held} windows, {batches} batches of {windows} need {wanted}")
+    chosen = replace(found, samples=[found.samples[(2 * n + 1) * held // (2 * wanted)] for n in range(wanted)])
+    model, explained, measured = loaded.model, [], []
+    prefix: Literal["in", "out"] = "out" if leave_out else "in"
+    with ExitStack() as stack, torch.no_grad():
+        layers = {site: layer_spectrum(site) for site in sites.find(model)}
+        for batch in track(chosen, "batches" if progress else None, stack):
+            batch["special_tokens_mask"][:, :leave_out] = 1
+            explained.append(with_data(model, layers, [batch], prefix=prefix))
+            measured.append(measure(model, [batch], metrics=STREAM, prefix=prefix, progress=False))
+    numbers = [number for _, number in sites.layers_of(model)]
+    rows = [_row(*at) for at in zip(numbers, layers.values(), zip(*explained, strict=True), strict=True)]
+    curves = {name: np.array([profile[name] for profile in measured]).T.tolist() for name in STREAM}
+    about: dict[str, Any] = {"name": loaded.name, "data": f"{wanted} of {found.description}, evenly spaced"}
+    about |= {"sha256": _digest(text), "batches": batches, "windows": windows, "leave_out": leave_out}
+    about |= {"prefix": measured[0].context["prefix"], "norm": list(dict.fromkeys(at.norm for at in layers.values()))}
+    return LayersStudy({**describe(model), **about}, rows, curves)
+
+
+def _digest(text: str | Path) -> str:
+    """SHA-256 of a file, or of those of a folder one after another."""
+    path = Path(text)
+    files = [path] if path.is_file() else sorted(path.rglob("*.txt"))
+    return sha256("".join(map(digest, files)).encode()).hexdigest() if len(files) > 1 else digest(files[0])
+
+
+def _row(number: int, layer: LayerSpectrum, found: Sequence[LayerSpectrum]) -> dict[str, Any]:
+    seen: list[Dominance] = [batch.dominance for batch in found if batch.dominance is not None]
+    attention = [at.branch.change for at in seen]
+    return {
+        "layer": number,
+        "negative_share": layer.negative_share,
+        "real_quantiles": list(layer.quantiles),
+        "symmetry": layer.symmetry,
+        "smoothing": [at.predicted.smoothing for at in seen if at.predicted is not None],
+        "smoothing_by_head": [float(np.mean([head.smoothing for head in at.heads])) for at in seen],
+        "agreement": [at.branch.agreement for at in seen],
+        "attention_fell": [at.branch.fell for at in seen],
+        "attention": attention,
+        "rest": [at.block.change - change for at, change in zip(seen, attention, strict=True)],
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """Six digits: more than the data give."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value
