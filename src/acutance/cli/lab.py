@@ -381,7 +381,7 @@ def layers(
     import torch
 
     from acutance.lab.studies.layers import layers_study
-    from acutance.lab.train.run import made
+    from acutance.lab.train.provenance import made
 
     torch.manual_seed(0)  # of parameters that the file leaves out, which nothing here reads
     sizes: dict[str, Any] = {"tokens": tokens, "batches": batches, "windows": windows, "leave_out": leave_out}
