@@ -56,7 +56,8 @@ class Eigen(Mitigation):
             orthogonal V too; with "inverse" V is free and W_proj = Λ V⁻¹, as in the paper's later version.
         spectrum: λ from ψ. "square" is the poster's ±ψ² (free: ψ). A negative λ sharpens only above −2/(1 + μ_min),
             μ_min < 1 being attention's smallest eigenvalue, and −ψ² may fall below: see `check_spectrum`. "clipped"
-            cuts off at ±1 and 0; "bounded" is ∓σ(ψ) (free: tanh ψ). These two stay in [−1, 1], where all is well.
+            cuts off at ±1 and 0; "bounded" is ∓σ(ψ) (free: tanh ψ). These two stay in [−1, 1], but
+            the norm before the attention multiplies them by γ/σ.
     """
 
     positional = "sign"
