@@ -5,22 +5,12 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from operator_cases import KERNELS, MASKINGS, assert_close, assert_tensors_below, formula, make_case
+from operator_cases import KERNELS, MASKINGS, assert_close, assert_same_set, assert_tensors_below, formula, make_case
 from torch import Tensor
 
 from acutance.attention import spectra
 from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError
-
-
-def assert_same_set(actual: Tensor, expected: np.ndarray, tolerance: float) -> None:
-    """Equal as multisets: every eigenvalue is paired with a distinct one."""
-    for mine, theirs in zip(actual.reshape(-1, actual.size(-1)), expected.reshape(-1, expected.shape[-1]), strict=True):
-        left = list(theirs)
-        for value in mine.tolist():
-            nearest = min(left, key=lambda other: abs(other - value))
-            assert abs(nearest - value) < tolerance
-            left.remove(nearest)
 
 
 def numpy_spectrum(A: AttentionOperator) -> np.ndarray:

@@ -277,7 +277,7 @@ class TransposedOperator:
 
 
 def is_visible(logits: Tensor) -> Tensor:
-    """Where a logit is not −∞, nor far below the largest of its row, as a bias of `HIDDEN` leaves it. NaN is not hidden."""
+    """Where a logit is not −∞, nor as far below the largest of its row as a hidden one is; a NaN is visible."""
     return ~(logits - logits.amax(-1, keepdim=True) <= HIDDEN / 2) & (logits != -torch.inf)
 
 

@@ -120,13 +120,14 @@ def _by_projection(A: AttentionOperator) -> Tensor:
     precise = A.to(torch.float64)
     start = _random_like(precise.q.new_empty(*A.shape[:3], BLOCK))
     start[..., 0] = 1
-    for basis, small in _spaces(lambda x: precise.T @ x, start, first_check=4 * BLOCK):
-        _, sizes, vectors = torch.linalg.svd(small - torch.eye(*small.shape[-2:], dtype=small.dtype))
-        error = (sizes[..., -1].clamp(min=torch.finfo(small.dtype).eps) / sizes[..., -2]).max()
+    for space in _spaces(lambda x: precise.T @ x, start, first_check=4 * BLOCK):
+        identity = torch.eye(*space.products.shape[-2:], dtype=torch.float64)
+        _, sizes, vectors = torch.linalg.svd(space.products - identity)
+        error = (sizes[..., -1].clamp(min=torch.finfo(torch.float64).eps) / sizes[..., -2]).max()
         if error <= MOST_ERROR**2:
             break
-    solution = basis @ vectors[..., -1:, :].mT.to(A.device)
-    found = (solution / solution.sum(-2, keepdim=True)).clamp(min=0.0)
+    solution = space.basis @ vectors[..., -1:, :].mT.to(A.device)
+    found: Tensor = (solution / solution.sum(-2, keepdim=True)).clamp(min=0.0)
     residual = (precise.T @ found - found).abs().sum(-2).max() + (found.sum(-2) - 1).abs().max()
     if residual <= MOST_ERROR and error <= MOST_ERROR:
         return found.squeeze(-1).to(accumulation_dtype(A.q, A.k))
@@ -154,11 +155,12 @@ def arnoldi(multiply: Multiply, start: Tensor, select: Select, count: int, toler
     `start` is a block of vectors (..., N, b), `multiply` the operator on such a block. The residual ‖Az − μz‖
     of a Ritz pair is read off the last block row of the projected matrix, so that checking costs no product.
     """
-    for _, small in _spaces(multiply, start, first_check=max(4 * start.size(-1), 2 * count)):
-        size, added = small.shape[-1], start.size(-1)
+    width = start.size(-1)
+    for _, small in _spaces(multiply, start, first_check=max(4 * width, 2 * count)):
+        size = small.shape[-1]
         values, vectors = torch.linalg.eig(small[..., :size, :])
-        last_rows = small[..., size:, size - added :].to(vectors.dtype)
-        residuals = torch.linalg.vector_norm(last_rows @ vectors[..., size - added :, :], dim=-2)
+        last_rows = small[..., size:, size - width :].to(vectors.dtype)
+        residuals = torch.linalg.vector_norm(last_rows @ vectors[..., size - width :, :], dim=-2)
         wanted = select(values)
         found = Ritz(values.gather(-1, wanted).to(start.device), residuals.gather(-1, wanted), size)
         if found.residuals.max() <= tolerance:
@@ -166,12 +168,15 @@ def arnoldi(multiply: Multiply, start: Tensor, select: Select, count: int, toler
     return found
 
 
-def _spaces(multiply: Multiply, start: Tensor, first_check: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Krylov spaces, each larger than the last: an orthonormal basis, and the products with it in the next space.
+class Space(NamedTuple):
+    """A Krylov space."""
 
-    The products (..., size + width, size) are coefficients in the basis and the block that follows; on the CPU, where
-    LAPACK is the faster.
-    """
+    basis: Tensor  # (..., N, size), orthonormal
+    products: Tensor  # with it (..., size + width, size), in this basis and the block that follows; on the CPU
+
+
+def _spaces(multiply: Multiply, start: Tensor, first_check: int) -> Iterator[Space]:
+    """Krylov spaces, each larger than the last, up to `LARGEST_SPACE`."""
     width = start.size(-1)
     largest = min(LARGEST_SPACE, start.size(-2)) // width * width
     basis, _ = torch.linalg.qr(start)
@@ -181,7 +186,8 @@ def _spaces(multiply: Multiply, start: Tensor, first_check: int) -> Iterator[tup
         coefficients, fresh = _orthogonalise(multiply(basis[..., -width:]), basis)
         projected[..., : size + width, size - width : size] = coefficients
         if size >= min(next_check, largest):
-            yield basis, require_finite(projected[..., : size + width, :size].cpu(), "A")
+            # LAPACK is the faster on the CPU.
+            yield Space(basis, require_finite(projected[..., : size + width, :size].cpu(), "A"))
             next_check = size + max(width, size // 4)
         basis = torch.cat([basis, fresh], dim=-1)
 

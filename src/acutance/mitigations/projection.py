@@ -76,7 +76,8 @@ class Projection:
         made = MadeRows(self, owner, make)
         # unsafe: not made to be checked
         parametrize.register_parametrization(self.module, self.weight, made, unsafe=True)
-        type(self.module).__getstate__ = _refuse_pickling  # of the class that parametrize gives this module alone
+        cls: Any = type(self.module)  # given by parametrize, to this module alone
+        cls.__getstate__ = _refuse_pickling
         saving = self.module.register_state_dict_post_hook(partial(made.write))  # torch marks the hook
         made.hooks = [saving, self.module.register_load_state_dict_pre_hook(made.read)]
 
