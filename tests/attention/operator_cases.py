@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -145,3 +146,13 @@ def assert_is_matrix(A: AttentionOperator, expected: Any, x: Tensor, y: Tensor, 
             assert_same_gradients(mine, theirs, inputs)
         else:
             assert_close(mine, theirs)
+
+
+def assert_same_set(actual: Tensor, expected: np.ndarray, tolerance: float) -> None:
+    """Equal as multisets: every eigenvalue is paired with a distinct one."""
+    for mine, theirs in zip(actual.reshape(-1, actual.size(-1)), expected.reshape(-1, expected.shape[-1]), strict=True):
+        left = list(theirs)
+        for value in mine.tolist():
+            nearest = min(left, key=lambda other: abs(other - value))
+            assert abs(nearest - value) < tolerance
+            left.remove(nearest)

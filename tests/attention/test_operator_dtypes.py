@@ -72,3 +72,32 @@ def test_every_grad_mode_gives_the_same(kernel, context):
         assert_close(A.logsumexp(), row_sums)
         assert (A.T @ y).requires_grad == (context is torch.enable_grad and kernel != "symmetric")
         assert not A.eigenvalues(2).requires_grad
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("low", [-1e4, -1e9, torch.finfo(torch.float32).min, torch.finfo(torch.float64).min])
+def test_rows_wholly_of_a_low_number_are_one_matrix_in_every_product(low, dtype, causal):
+    q, k = torch.randn(2, 2, 2, 6, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    mask = torch.zeros(2, 1, 6, 6, dtype=torch.float64)
+    mask[..., 4:], mask[0, :, 0], mask[1, :, 5] = low, low, low
+    hidden = torch.zeros_like(mask).masked_fill(mask == low, -torch.inf)
+    hidden[0, :, 0], hidden[1, :, 5] = 0, 0  # a constant of a row is none of the softmax's business
+    weights, units = formula(q, k, hidden, causal=causal)[0], torch.eye(6, dtype=dtype).expand(2, 2, 6, 6)
+    A = AttentionOperator(q, k, mask=mask if low < -1e38 else mask.float(), causal=causal)
+    assert_close(A.dense(), weights, 1e-5)
+    assert_close(A.diagonal(), weights.diagonal(dim1=-2, dim2=-1), 1e-5)
+    assert_close(A.eigenvalues().sum(-1).real, weights.diagonal(dim1=-2, dim2=-1).sum(-1), 1e-5)
+    for x in (units, units.double()):
+        assert_close(A @ x, weights, TOLERANCE[dtype])
+        assert_close((A.T @ x).mT, weights, TOLERANCE[dtype])
+
+
+def test_written_logits_are_hidden_by_what_libraries_write_and_nan_is_not_hidden():
+    for low in (-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf):
+        logits = torch.tensor([[0.5, 1.0, low], [low, low, low]])[None, None]
+        A = AttentionOperator.from_logits(logits)
+        assert_close(A.dense(), logits.softmax(-1).nan_to_num(0), 1e-6)
+        assert A.mask[0, 0].tolist() == [[True, True, False], [low > -torch.inf] * 3]
+    logits[..., 0, 0] = torch.nan
+    assert AttentionOperator.from_logits(logits).dense()[..., 0, :].isnan().any()

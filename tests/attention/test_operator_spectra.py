@@ -5,22 +5,12 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from operator_cases import KERNELS, MASKINGS, assert_close, assert_tensors_below, formula, make_case
+from operator_cases import KERNELS, MASKINGS, assert_close, assert_same_set, assert_tensors_below, formula, make_case
 from torch import Tensor
 
 from acutance.attention import spectra
 from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError
-
-
-def assert_same_set(actual: Tensor, expected: np.ndarray, tolerance: float) -> None:
-    """Equal as multisets: every eigenvalue is paired with a distinct one."""
-    for mine, theirs in zip(actual.reshape(-1, actual.size(-1)), expected.reshape(-1, expected.shape[-1]), strict=True):
-        left = list(theirs)
-        for value in mine.tolist():
-            nearest = min(left, key=lambda other: abs(other - value))
-            assert abs(nearest - value) < tolerance
-            left.remove(nearest)
 
 
 def numpy_spectrum(A: AttentionOperator) -> np.ndarray:
@@ -207,14 +197,39 @@ def test_a_full_mask_may_take_tokens_out():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_walking_agrees_with_solving(masked, monkeypatch):
-    c = make_case("softmax", "keys" if masked else "none", tokens=40)
-    solved = c.operator.stationary()
-    monkeypatch.setattr(spectra, "DENSE_TOKENS", 1)
+def test_many_tokens_have_the_distribution_of_the_matrix_without_it(masked, monkeypatch):
+    c = make_case("softmax", "keys" if masked else "none", tokens=LONG)
+    solved = spectra.solve_stationary(c.operator.dense())
     monkeypatch.setattr(AttentionOperator, "dense", None)
     assert_close(c.operator.stationary(), solved, 1e-9)
-    q = torch.tensor([[-20.0], [20.0]])[None, None].double()  # two tokens that swap: the plain walk never settles
-    assert_close(AttentionOperator(q, -q, scale=1.0).stationary(), torch.full((1, 1, 2), 0.5).double())
+    odd = torch.arange(LONG) % 2 == 1  # two groups that swap: a walk never settles
+    swapped = AttentionOperator(c.q, c.k, mask=odd[:, None] != odd).stationary()
+    assert_close(swapped[..., odd].sum(-1), torch.full((2, 4), 0.5).double())
+
+
+def cycle(tokens: int) -> tuple[Tensor, Tensor]:
+    """Every token looks at the one before it: the eigenvalues lie around a circle, where no Krylov space finds them."""
+    k = torch.nn.functional.normalize(torch.randn(1, 1, tokens, 64, generator=torch.Generator().manual_seed(0)), dim=-1)
+    return 112 * k.roll(1, -2), k
+
+
+def sharp(tokens: int, factor: float) -> tuple[Tensor, Tensor]:
+    q, k = torch.randn(2, 1, 1, tokens, 16, generator=torch.Generator().manual_seed(0))
+    return factor * q, k
+
+
+@pytest.mark.parametrize(
+    ("q", "k"), [sharp(600, 0.3), sharp(600, 12), cycle(600), sharp(1024, 8)], ids=["flat", "sharp", "cycle", "1024"]
+)
+def test_the_distribution_of_many_tokens_is_found_wherever_there_is_a_gap(q, k):
+    A = AttentionOperator(q, k)
+    weights = formula(q, k)[0]
+    assert 1 - torch.linalg.eigvals(weights).abs().sort(-1).values[..., -2].max() > 1e-3
+    pi = A.stationary()
+    assert pi.dtype == torch.float32
+    assert (pi.double().sum(-1) - 1).abs().max() < 1e-6
+    moved = torch.einsum("bhi,bhij->bhj", pi.double(), weights)
+    assert (moved - pi).abs().sum(-1).max() < 1e-6
 
 
 def test_no_distribution_is_better_than_a_wrong_one(monkeypatch):
@@ -231,11 +246,14 @@ def test_no_distribution_is_better_than_a_wrong_one(monkeypatch):
     leaking = AttentionOperator(c.q, c.k, mask=leak)
     with pytest.raises(AcutanceError, match="residual"):
         leaking.stationary()
-    monkeypatch.setattr(spectra, "DENSE_TOKENS", 10)
-    monkeypatch.setattr(spectra, "POWER_ITERATIONS", 100)
-    for operator in (cut, leaking):
-        with pytest.raises(AcutanceError, match=r"did not settle in 100 steps \(residual"):
-            operator.stationary()
+    c, apart, leak = make_case("softmax", tokens=LONG), torch.arange(LONG) < 5, torch.ones(LONG, LONG).bool()
+    leak[4] = False
+    monkeypatch.setattr(spectra, "LARGEST_SPACE", 64)
+    for largest in (LONG, LONG - 1):  # the matrix is asked too, or there are too many tokens for it
+        monkeypatch.setattr(spectra, "LARGEST_DENSE_TOKENS", largest)
+        for mask in (apart[:, None] == apart, leak):
+            with pytest.raises(AcutanceError, match=r"no unique stationary distribution was found \(residual"):
+                AttentionOperator(c.q[:1, :1], c.k[:1, :1], mask=mask).stationary()
 
 
 def test_the_stationary_distribution_of_sharp_attention_sums_to_one():

@@ -137,9 +137,14 @@ def test_images_that_are_not_there_are_said_by_name(folder: Path, tmp_path: Path
     (tmp_path / "empty").mkdir()
     with pytest.raises(AcutanceError, match=r"no file to read in .*empty or its subfolders; looked for \.bmp"):
         image_batches(tmp_path / "empty", prepare)
-    (folder / "damaged.jpg").write_bytes((folder / "a.png").read_bytes()[:100])
-    with pytest.raises(AcutanceError, match=r"damaged\.jpg cannot be read as an image"):
-        list(image_batches(folder, prepare))
+    damaged = folder / "damaged.jpg"
+    damaged.write_bytes((folder / "a.png").read_bytes()[:100])
+    for lost in (None, folder / "gone.jpg", damaged):  # a link to nothing, and one to itself
+        if lost is not None:
+            damaged.unlink()
+            damaged.symlink_to(lost)
+        with pytest.raises(AcutanceError, match=r"damaged\.jpg cannot be read as an image"):
+            list(image_batches(folder, prepare))
 
 
 def test_no_program_is_run_for_a_file_that_holds_something_else(tmp_path: Path, monkeypatch) -> None:

@@ -4,6 +4,7 @@ tests/parity has compilation, checkpointing and several processes; here are base
 """
 
 import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -255,6 +256,19 @@ def test_a_copy_does_not_take_what_the_original_made():
     original.mitigation.leave()
 
 
+@pytest.mark.parametrize("name", ["vit", "gpt"])
+def test_pickling_is_refused_with_what_to_do_which_works(name):
+    model, handle, plain = steered(name)
+    batch = inputs(name)
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(AcutanceError, match=r"acutance\.save, or pickle acutance\.fold\(model\)"):
+            pickle.dumps(each)
+    folded = pickle.loads(pickle.dumps(ac.fold(model)))
+    torch.testing.assert_close(output_of(folded(batch)), output_of(model(batch)), rtol=0, atol=1e-12)
+    handle.remove()
+    assert torch.equal(output_of(pickle.loads(pickle.dumps(model))(batch)), output_of(plain(batch)))
+
+
 def test_threads_do_not_mix():
     model, _, _ = steered("gpt")
     batches = [inputs("gpt", seed) for seed in range(4)]
@@ -394,7 +408,7 @@ TWO = "another mitigation makes W_V and W_proj already"
         (lambda: trained("gpt", tied), AcutanceError, r"h\.0\.attn\.c_proj\.weight and h\.1.* are one parameter", ""),
         (lambda: trained("bert", shared), AcutanceError, "share its memory", ""),
         (lambda: trained("gpt", lambda m: weight_norm(m.h[1].attn.c_proj)), AcutanceError, "is not a parameter", ""),
-        (lambda: trained("bert", lambda m: value_of(m).weight.data.fill_(torch.nan)), NonFiniteError, "of layer 2", ""),
+        (lambda: trained("bert", lambda m: value_of(m).weight.data.fill_(torch.nan)), NonFiniteError, "r 2: W_V", ""),
         (lambda: trained("vit"), AcutanceError, TWO, "+eigen:positive"),
         (lambda: trained("bert"), AcutanceError, TWO, "+eigen:positive"),
     ],

@@ -21,6 +21,7 @@ def test_removing_restores_outputs_and_keys_exactly(spec):
         handle.remove()
         assert torch.equal(model(images()), output)
     assert list(model.state_dict()) == keys
+    assert not any(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("spec", ["neutreno:0.6,learn=head", "featscale:doubled=true", "attnscale"])

@@ -364,3 +364,21 @@ def test_nested_tensors_are_refused():
     match = "nested tensor: pass a padded one"
     with ac.mitigate(model.layers[0], "featscale"), torch.no_grad(), pytest.raises(AcutanceError, match=match):
         model.layers[0](nested)
+
+
+@pytest.mark.parametrize("low", [-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf])
+@torch.no_grad()
+def test_what_a_low_number_hides_is_hidden_from_every_mitigation(low):
+    layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval(), torch.randn(2, 6, 16)
+    hidden = torch.zeros(6, 6, dtype=torch.bool)
+    hidden[:4, 4:] = True
+    mask = torch.zeros(6, 6).masked_fill(hidden, low)
+    plain = model(x)
+    with ac.mitigate(model, "attnscale"):
+        for parameter in [p for name, p in model.named_parameters() if "mitigation" in name]:
+            parameter.fill_(0.7)
+        assert not torch.allclose(model(x), plain)
+        torch.testing.assert_close(model(x, mask=mask), model(x, mask=hidden))
+    with ac.mitigate(model, "featscale"), pytest.raises(AcutanceError, match="a mask hides some"):
+        model(x, mask=mask)

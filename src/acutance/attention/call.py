@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.attention.operator import OPTIONS, AttentionOperator, is_visible
+from acutance.attention.operator import HIDDEN, OPTIONS, AttentionOperator, is_visible
 from acutance.attention.products import repeat_heads
 from acutance.errors import AcutanceError, ShapeError
 
@@ -109,8 +109,10 @@ class AttentionCall:
 
     def visible(self) -> Tensor | None:
         """Which keys each query sees, bool (batch, heads, queries, keys) or broadcasting; None: all, or as `causal`."""
-        bias = self.logits if self.q is None and self.logits is not None else self.A.mask4
-        return bias if bias is None or not bias.is_floating_point() else is_visible(bias)
+        if self.q is None and self.logits is not None:
+            return is_visible(self.logits)
+        mask = self.A.mask4
+        return mask if mask is None or mask.dtype == torch.bool else mask > HIDDEN
 
     def visible_mean(self, w: Tensor) -> Tensor:
         """U w: the mean of the values that each query can see; one row where all see the same."""

@@ -13,6 +13,7 @@ from acutance.attention.kernels import attention_sums
 from acutance.attention.products import KERNELS, repeat_heads
 from acutance.errors import AcutanceError, ShapeError
 
+HIDDEN = -1e4  # a bias as low as that hides a key: libraries write −10000, the lowest number of a dtype, or −∞
 OPTIONS = ("mask", "causal", "scale", "softcap", "sink", "kernel")
 
 
@@ -88,7 +89,6 @@ class AttentionOperator:
         """
         batch, heads, _, keys = logits.shape
         visible = is_visible(logits)
-        visible |= ~visible.any(-1, keepdim=True) & (logits > -torch.inf)  # a row of lowest numbers is uniform
         units = torch.eye(keys, dtype=logits.dtype, device=logits.device).expand(batch, heads, keys, keys)
         made = cls(logits.masked_fill(~visible, 0), units, mask=visible, scale=1.0, sink=sink)
         made.has_keys = False
@@ -232,8 +232,7 @@ class AttentionOperator:
             return self
         k = self.k.to(dtype)
         q = k if self.q is self.k else self.q.to(dtype)
-        mask, sink = (x.to(dtype) if x is not None and x.is_floating_point() else x for x in (self.mask, self.sink))
-        return self.replace(q=q, k=k, mask=mask, sink=sink)
+        return self.replace(q=q, k=k)  # what uses mask and sink converts them
 
     def replace(self, **changes: Any) -> "AttentionOperator":
         given = {name: getattr(self, name) for name in ("q", "k", *OPTIONS)}
@@ -278,8 +277,8 @@ class TransposedOperator:
 
 
 def is_visible(logits: Tensor) -> Tensor:
-    """Where a logit, or a bias on it, hides nothing: neither −∞ nor the lowest number there is."""
-    return logits > torch.finfo(logits.dtype).min / 2
+    """Where a logit is not −∞, nor as far below the largest of its row as a hidden one is; a NaN is visible."""
+    return ~(logits - logits.amax(-1, keepdim=True) <= HIDDEN / 2) & (logits != -torch.inf)
 
 
 def _check_devices(q: Tensor, **others: Tensor | None) -> None:

@@ -129,11 +129,12 @@ def open_rows(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor 
     if mask.dtype == torch.bool:
         dead = ~mask.any(dim=-1, keepdim=True)
         return mask | dead, dead, 0.0
-    mask = mask.to(dtype)
+    mask = mask.to(torch.promote_types(mask.dtype, dtype))
     top = mask.amax(dim=-1, keepdim=True)
     dead = top == -torch.inf
     top = top.masked_fill(dead, 0.0)
-    return (mask - top).masked_fill(dead, 0.0), dead, top
+    opened = (mask - top).masked_fill(dead, 0.0)
+    return opened.to(dtype), dead, top.clamp(min=torch.finfo(dtype).min).to(dtype)
 
 
 def add_mask(log_weights: Tensor, mask: Tensor | None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 DENSE_TOKENS = 512  # below, the matrix is cheaper than products with it
 LARGEST_DENSE_TOKENS = 4096
 MOST_ERROR = 1e-6  # of a stationary distribution
-POWER_ITERATIONS = 2000
 BLOCK = 8  # a fused product costs the same for a few vectors as for one, and a block finds repeated eigenvalues
 LARGEST_SPACE = 512
 MOST_VALUES = LARGEST_SPACE // 4  # more would not converge in the largest space
@@ -26,6 +25,7 @@ NOT_ONE = (
     "attention this sharp mixes too slowly, or the mask leaves a seen token no keys, or cuts the tokens into parts"
 )
 
+Multiply = Callable[[Tensor], Tensor]
 Select = Callable[[Tensor], Tensor]  # Ritz values (..., m) -> indices (..., k) of the wanted ones
 
 
@@ -81,7 +81,7 @@ def stationary(A: AttentionOperator) -> Tensor:
     """The distribution π with πᵀA = πᵀ: where a long walk over the tokens ends up."""
     causal = A.masks_keys_only and A.causal
     if not causal and not A.is_reversible:
-        return solve_stationary(A.dense()) if A.shape[-1] <= DENSE_TOKENS else _by_walking(A)
+        return solve_stationary(A.dense()) if A.shape[-1] <= DENSE_TOKENS else _by_projection(A)
     # Detailed balance of a symmetric kernel: π_i ∝ d_i = Σ_j k_ij (arxiv.org/abs/2312.00751, Lemma 2).
     row_sums = torch.zeros(A.shape[:3], dtype=accumulation_dtype(A.q, A.k)).to(A.device) if causal else A.logsumexp()
     log_mass = add_mask(row_sums, None if A.mask4 is None else A.mask4.squeeze(-2))
@@ -111,26 +111,29 @@ def solve_stationary(entries: Tensor) -> Tensor:
     return found.squeeze(-1)
 
 
-def _by_walking(A: AttentionOperator) -> Tensor:
-    """Lazy walk: π ← ½(π + Aᵀπ), which converges for periodic A too.
+def _by_projection(A: AttentionOperator) -> Tensor:
+    """The π of a Krylov space of Aᵀ that Aᵀ − I makes smallest; where none is good enough, of the matrix.
 
-    Two walks, at the cost of one: how far apart they are says how far each is from the end. A small residual does not,
-    where attention mixes slowly.
+    The smallest singular value of Aᵀ − I in that space is the residual; the next is 0 too where π is not unique.
+    All in float64: in sharp attention the difference between 1 and the next eigenvalue is lost in float32.
     """
-    precise = A.to(accumulation_dtype(A.q, A.k))
-    tolerance = min(torch.finfo(precise.dtype).eps ** (2 / 3), MOST_ERROR)
-    uniform = torch.ones(*A.shape[:3], 1, dtype=precise.dtype, device=A.device)
-    mass = torch.cat([uniform, _random_like(uniform).exp()], dim=-1)
-    mass = mass / mass.sum(dim=-2, keepdim=True)
-    for _ in range(POWER_ITERATIONS):
-        moved = precise.T @ mass
-        residual = (moved - mass).abs().sum(dim=-2).max().item()
-        apart = moved.diff(dim=-1).abs().sum(dim=-2).max().item()
-        mass = (mass + moved) / (mass + moved).sum(dim=-2, keepdim=True)
-        if residual <= tolerance and apart <= 10 * tolerance:
-            return mass[..., 0]
-    found = f"residual ‖πᵀA − πᵀ‖ = {residual:.1e}, two walks {apart:.1e} apart, wanted {tolerance:.1e}"
-    raise AcutanceError(f"the walk did not settle in {POWER_ITERATIONS} steps ({found}): {NOT_ONE}")
+    precise = A.to(torch.float64)
+    start = _random_like(precise.q.new_empty(*A.shape[:3], BLOCK))
+    start[..., 0] = 1
+    for space in _spaces(lambda x: precise.T @ x, start, first_check=4 * BLOCK):
+        identity = torch.eye(*space.products.shape[-2:], dtype=torch.float64)
+        _, sizes, vectors = torch.linalg.svd(space.products - identity)
+        error = (sizes[..., -1].clamp(min=torch.finfo(torch.float64).eps) / sizes[..., -2]).max()
+        if error <= MOST_ERROR**2:
+            break
+    solution = space.basis @ vectors[..., -1:, :].mT.to(A.device)
+    found: Tensor = (solution / solution.sum(-2, keepdim=True)).clamp(min=0.0)
+    residual = (precise.T @ found - found).abs().sum(-2).max() + (found.sum(-2) - 1).abs().max()
+    if residual <= MOST_ERROR and error <= MOST_ERROR:
+        return found.squeeze(-1).to(accumulation_dtype(A.q, A.k))
+    if A.shape[-1] <= LARGEST_DENSE_TOKENS:
+        return solve_stationary(A.dense())
+    raise AcutanceError(f"no unique stationary distribution was found (residual {residual:.1e}): {NOT_ONE}")
 
 
 def _random_like(x: Tensor) -> Tensor:
@@ -146,30 +149,45 @@ class Ritz(NamedTuple):
     size: int  # of the space
 
 
-def arnoldi(multiply: Callable[[Tensor], Tensor], start: Tensor, select: Select, count: int, tolerance: float) -> Ritz:
+def arnoldi(multiply: Multiply, start: Tensor, select: Select, count: int, tolerance: float) -> Ritz:
     """The selected eigenvalues, about `count`, with the space grown until their residuals are within the tolerance.
 
     `start` is a block of vectors (..., N, b), `multiply` the operator on such a block. The residual ‖Az − μz‖
     of a Ritz pair is read off the last block row of the projected matrix, so that checking costs no product.
     """
     width = start.size(-1)
+    for _, small in _spaces(multiply, start, first_check=max(4 * width, 2 * count)):
+        size = small.shape[-1]
+        values, vectors = torch.linalg.eig(small[..., :size, :])
+        last_rows = small[..., size:, size - width :].to(vectors.dtype)
+        residuals = torch.linalg.vector_norm(last_rows @ vectors[..., size - width :, :], dim=-2)
+        wanted = select(values)
+        found = Ritz(values.gather(-1, wanted).to(start.device), residuals.gather(-1, wanted), size)
+        if found.residuals.max() <= tolerance:
+            break
+    return found
+
+
+class Space(NamedTuple):
+    """A Krylov space."""
+
+    basis: Tensor  # (..., N, size), orthonormal
+    products: Tensor  # with it (..., size + width, size), in this basis and the block that follows; on the CPU
+
+
+def _spaces(multiply: Multiply, start: Tensor, first_check: int) -> Iterator[Space]:
+    """Krylov spaces, each larger than the last, up to `LARGEST_SPACE`."""
+    width = start.size(-1)
     largest = min(LARGEST_SPACE, start.size(-2)) // width * width
     basis, _ = torch.linalg.qr(start)
     projected = start.new_zeros(*start.shape[:-2], largest + width, largest)
-    size, next_check = 0, max(4 * width, 2 * count)
-    while True:
-        size += width
+    next_check = first_check
+    for size in range(width, largest + width, width):
         coefficients, fresh = _orthogonalise(multiply(basis[..., -width:]), basis)
         projected[..., : size + width, size - width : size] = coefficients
         if size >= min(next_check, largest):
-            small = require_finite(projected[..., : size + width, :size].cpu(), "A")  # LAPACK is the faster there
-            values, vectors = torch.linalg.eig(small[..., :size, :])
-            last_rows = small[..., size:, size - width :].to(vectors.dtype)
-            residuals = torch.linalg.vector_norm(last_rows @ vectors[..., size - width :, :], dim=-2)
-            wanted = select(values)
-            found = Ritz(values.gather(-1, wanted).to(start.device), residuals.gather(-1, wanted), size)
-            if found.residuals.max() <= tolerance or size >= largest:
-                return found
+            # LAPACK is the faster on the CPU.
+            yield Space(basis, require_finite(projected[..., : size + width, :size].cpu(), "A"))
             next_check = size + max(width, size // 4)
         basis = torch.cat([basis, fresh], dim=-1)
 

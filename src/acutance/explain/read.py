@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from acutance import sites
 from acutance.attention import AttentionCall, spectra
-from acutance.attention.operator import AttentionOperator, is_visible
+from acutance.attention.operator import HIDDEN, AttentionOperator
 from acutance.attention.spectra import DENSE_TOKENS
 from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError
 from acutance.explain.spectral_theory import TIE, Families, Series, constant_mode, families, growth, rank_correlation
@@ -271,5 +271,5 @@ def visible_keys(A: AttentionOperator) -> Tensor | None:
     """(batch, tokens), True for tokens that some token sees; None if nothing is masked. The others are padding."""
     if A.mask4 is None:
         return None
-    mask = A.mask4 if A.mask4.dtype == torch.bool else is_visible(A.mask4)
+    mask = A.mask4 if A.mask4.dtype == torch.bool else A.mask4 > HIDDEN
     return mask.any(-2).any(1).expand(A.shape[0], A.shape[-1])

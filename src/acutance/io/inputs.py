@@ -181,7 +181,8 @@ def _files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
         return [root]
     if not root.is_dir():
         raise AcutanceError(f"there is no file or folder {root}")
-    found = sorted(file for file in root.rglob("*") if file.suffix.lower() in suffixes and file.is_file())
+    named = (path for path in root.rglob("*") if path.suffix.lower() in suffixes)
+    found = sorted(path for path in named if path.is_file() or not path.exists())  # lost links are refused when read
     if not found:
         raise AcutanceError(f"there is no file to read in {root} or its subfolders; looked for {', '.join(suffixes)}")
     return found

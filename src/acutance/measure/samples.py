@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from acutance.attention import AttentionCall
+from acutance.attention.operator import HIDDEN
 from acutance.errors import AcutanceError, ShapeError
 
 SPECIAL = "special_tokens_mask"  # the tokeniser's class and separator tokens; no model takes it
@@ -19,7 +20,6 @@ SPECIAL = "special_tokens_mask"  # the tokeniser's class and separator tokens; n
 PADDING = ("attention_mask", "src_key_padding_mask", "key_padding_mask", "patch_valid")
 DECODER_PADDING = ("decoder_attention_mask", "tgt_key_padding_mask")
 IMAGE_PADDING = ("pixel_attention_mask", "pixel_mask", "patch_valid")
-HIDDEN = -1e4  # a bias as low as that hides a key: libraries write −10000, the lowest number of a dtype, or −∞
 
 
 def possible_rows(batch: Any) -> tuple[Container[int], Container[int], int]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from acutance.errors import AcutanceError, NonFiniteError, ShapeError
+from acutance.errors import AcutanceError, ShapeError, require_finite
 from acutance.mitigations import orthogonal
 from acutance.mitigations.base import LayerShape, Mitigation, parts_of, register
 from acutance.mitigations.projection import Projection
@@ -142,10 +142,9 @@ class Eigen(Mitigation):
 
     @torch.no_grad()
     def _start(self, value: Tensor, projection: Tensor) -> None:
-        value, projection = _double(value), _double(projection)
+        value = require_finite(_double(value), f"layer {self.shape.layer}: W_V")
+        projection = require_finite(_double(projection), f"layer {self.shape.layer}: W_proj")
         before = projection @ value
-        if not before.isfinite().all():
-            raise NonFiniteError(f"eigen: W_V or W_proj of layer {self.shape.layer} holds NaN or infinite entries")
         wanted, v = torch.linalg.eigh((before + before.mT) / 2)
         order = _share_out(wanted, v, value, projection, self.shape.heads)
         wanted, v = wanted[order], v[:, order]

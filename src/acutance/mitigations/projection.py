@@ -76,6 +76,8 @@ class Projection:
         made = MadeRows(self, owner, make)
         # unsafe: not made to be checked
         parametrize.register_parametrization(self.module, self.weight, made, unsafe=True)
+        cls: Any = type(self.module)  # given by parametrize, to this module alone
+        cls.__getstate__ = _refuse_pickling
         saving = self.module.register_state_dict_post_hook(partial(made.write))  # torch marks the hook
         made.hooks = [saving, self.module.register_load_state_dict_pre_hook(made.read)]
 
@@ -190,6 +192,14 @@ def weight_with(module: Any, rows: Tensor) -> Tensor:
     """The whole weight of a linear layer, given the rows that a mitigation would make."""
     made = module.parametrizations["weight"][0]
     return made.whole(rows, *made.kept(module))  # type: ignore[no-any-return]
+
+
+def _refuse_pickling(module: nn.Module) -> Any:
+    """In place of torch's refusal, which names nothing of ours."""
+    raise AcutanceError(
+        f"a {type(module).__bases__[0].__name__} whose weight a mitigation makes cannot be pickled: save the model "
+        "with acutance.save, or pickle acutance.fold(model), which has plain weights"
+    )
 
 
 def _is_conv1d(module: nn.Module) -> bool:

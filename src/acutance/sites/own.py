@@ -32,7 +32,8 @@ class BlockSite(AttentionSite):
         return None if type(installed) is Mitigation else installed
 
     def replace(self, mitigation: Mitigation | None) -> None:
-        self.attention.mitigation = Mitigation() if mitigation is None else mitigation
+        placed = Mitigation() if mitigation is None else mitigation
+        self.attention.mitigation = placed.train(self.attention.training)
 
     def observe(self, fn: Observer) -> Undo:
         if self.attention.observer is not None:

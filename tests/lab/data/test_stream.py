@@ -253,13 +253,24 @@ def test_a_damaged_index_is_made_anew(harm, tmp_path, parsed):
     assert json.loads(index.read_bytes()) == whole
 
 
-def one_member(*labels):
+def one_member(*labels, links=()):
     def write(path):
         with tarfile.open(path, "w") as archive:
             for name, content in (("a.png", b"an image"), *(("a.cls", label) for label in labels)):
                 add_member(archive, name, content)
+            for name, kind, to in links:
+                info = tarfile.TarInfo(name)
+                info.type, info.linkname = kind, to
+                archive.addfile(info)
 
     return write
+
+
+def nested_headers(path):
+    """A name's header that is preceded by the header of a longer name, again and again."""
+    info = tarfile.TarInfo("x")
+    info.type = tarfile.GNUTYPE_LONGNAME
+    path.write_bytes(info.tobuf() * 5000)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +279,12 @@ def one_member(*labels):
         one_member(),
         one_member(b"cat"),
         one_member(b"-1"),
+        one_member(b"9" * 12),  # a list of all classes would fill the memory
+        one_member(b" " * 2000 + b"1"),
+        one_member(links=[("a.cls", tarfile.SYMTYPE, "/etc/passwd")]),
+        one_member(links=[("a.cls", tarfile.SYMTYPE, "b.cls"), ("b.cls", tarfile.SYMTYPE, "a.cls")]),
+        one_member(b"1", links=[("b.png", tarfile.LNKTYPE, "a.png"), ("b.cls", tarfile.LNKTYPE, "a.cls")]),
+        nested_headers,
         lambda path: path.write_bytes(path.read_bytes()[:1500]),
         lambda path: path.write_bytes(b"junk" * 300),
         lambda path: tarfile.open(path, "w").close(),
@@ -280,3 +297,24 @@ def test_damaged_shards_are_named(harm, tmp_path):
     harm(path)
     with refused("is damaged", path):
         WebShards(pattern)
+
+
+def test_links_that_lead_nowhere_are_no_missing_classes(tmp_path):
+    """A class less would move the labels of all that follow it."""
+    train = write_imagenet(tmp_path) / "train"
+    link = train / "a"
+    link.symlink_to(train / "n00000001")
+    assert len(ImageFolder(tmp_path, "all").classes) == 1 + len(list(train.glob("n*")))
+    link.unlink()
+    for target in (link, tmp_path / "gone"):
+        link.symlink_to(target)
+        with refused("is damaged .it is a link that leads nowhere", link):
+            ImageFolder(tmp_path, "all")
+        link.unlink()
+    pattern = write_shards(tmp_path / "shards")
+    shard = tmp_path / "shards" / "part-000002.tar"
+    shard.unlink()
+    shard.symlink_to(shard)
+    for named in (pattern, str(tmp_path / "shards" / "*.tar")):
+        with refused("part-000002.tar"):
+            WebShards(named)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import acutance as ac
 from acutance import metrics, sites
 from acutance.cli.lab import studies as app
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, NonFiniteError
 from acutance.explain.spectral_theory import rank_correlation
 from acutance.io.loading import load_model
 from acutance.lab.data import digits
@@ -140,6 +140,15 @@ def test_what_cannot_be_compared_is_refused_and_weights_that_are_not_known_are_n
         kernel_assumptions(vit(attention="linear"), [torch.randn(2, 1, 8, 8)])
     with pytest.raises(AcutanceError, match="no batches"):
         kernel_assumptions(vit(), [])
+
+
+@pytest.mark.parametrize(("row", "named"), [(0, "layer 2: .*q holds NaN"), (12, "layer 2: .*k holds NaN")])
+def test_a_layer_that_is_not_finite_is_named(row, named):
+    model = vit()
+    with torch.no_grad():
+        model.blocks[1].attn.qkv.weight[row] = torch.nan
+    with pytest.raises(NonFiniteError, match=named):
+        kernel_assumptions(model, [torch.randn(2, 1, 8, 8)])
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from layers import TOKENS, WIDTH, centred_branch, normal
 
 from acutance import metrics
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, NonFiniteError
 from acutance.explain import spectral_theory as theory
 from acutance.lab.studies import random_attention, repeat
 from acutance.lab.studies.norms import centred_spectrum, groups_rate, post_norm, ratio_at_equal_size
@@ -104,6 +104,17 @@ def test_post_norm_can_smooth_where_no_layer_without_a_norm_can():
     turn[0, 1], turn[1, 0] = -5.0, 5.0
     with pytest.raises(AcutanceError, match="complex"):  # a token that turns has no limit
         post_norm(turn, mu)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_refused(value):
+    """LAPACK would take the interpreter down with it."""
+    H, mu = torch.eye(WIDTH, dtype=torch.float64), torch.linalg.eigvals(lazy())
+    H[0, 1] = value
+    refused = [lambda: centred_spectrum(H), lambda: post_norm(H, mu), lambda: post_norm(0 * H.nan_to_num(), mu * value)]
+    for read in refused:
+        with pytest.raises(NonFiniteError, match="holds NaN or infinite entries"):
+            read()
 
 
 # Post-LN: why the spectra do not decide the limit

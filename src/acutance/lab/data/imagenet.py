@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, cast
 
 import numpy as np
 import torch
@@ -40,6 +41,8 @@ ASPECT = (3 / 4, 4 / 3)  # width over height
 RESIZE_OVER_CROP = 256 / 224  # evaluation scales the short side to 256 and cuts out the middle 224
 SHARDS_AT_ONCE = 16  # images are shuffled among so many shards, which are read side by side
 READERS = 8
+MOST_CLASSES = 10**6
+LONGEST_LABEL = 16  # digits, and what may stand around them
 FORMAT = "acutance-shard/2"
 SHARDS = Source(
     "webdataset shards",
@@ -61,7 +64,7 @@ class ImageFolder:
     def __init__(self, root: Path | str, split: SplitName | None, *, every: int = HELD_OUT_EVERY) -> None:
         root = Path(root)
         folder = IMAGENET.folder(root if split is None else root / ("val" if split == "test" else "train"))
-        folders = _visible(folder, Path.is_dir)
+        folders = _visible(folder, _is_class)
         self.classes = tuple(path.name for path in folders)
         images = (_visible(kind, lambda path: path.suffix.lower() in SUFFIXES) for kind in folders)
         found = [(path, label) for label, paths in enumerate(images) for path in paths]
@@ -96,12 +99,19 @@ def choose(labels: Tensor, split: SplitName | None, every: int, place: Path | st
 
 def _visible(folder: Path, wanted: Callable[[Path], bool]) -> list[Path]:
     """Without hidden files, which systems and tools leave behind: .cache/, ._n01440764_18.JPEG."""
-    return [path for path in sorted(folder.iterdir()) if wanted(path) and not path.name.startswith(".")]
+    return [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and wanted(path)]
+
+
+def _is_class(path: Path) -> bool:
+    """A link that leads nowhere may have been a class: without it all that follow would have other labels."""
+    if path.is_symlink() and not path.exists():
+        raise IMAGENET.damaged(path, "it is a link that leads nowhere")
+    return path.is_dir()
 
 
 def _refuse_other_classes(folder: Path, found: set[str], train: Path) -> None:
     """One folder more or less would move the labels of all that follow it, and every score would be wrong."""
-    expected = {path.name for path in _visible(train, Path.is_dir)}
+    expected = {path.name for path in _visible(train, _is_class)}
     for names, what in ((sorted(expected - found), "missing"), (sorted(found - expected), "not in train/")):
         if names:
             which = f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more are"
@@ -254,18 +264,29 @@ def _read_headers(path: Path) -> list[Entry]:
                 folder, slash, file = member.name.rpartition("/")
                 name, _, suffix = file.partition(".")  # webdataset's key ends at the first dot
                 key = folder + slash + name
-                if f".{suffix}".lower() in SUFFIXES:
+                is_image = f".{suffix}".lower() in SUFFIXES
+                if (is_image or suffix == "cls") and (not member.isreg() or member.issparse()):
+                    raise ValueError(f"{member.name!r} is a link or another kind of member, not a plain file")
+                if is_image:
                     images[key] = member
                 elif suffix == "cls":
-                    content = archive.extractfile(member)
-                    labels[key] = int(content.read()) if content else -1
-    except (tarfile.TarError, OSError, ValueError) as error:
+                    labels[key] = _label(archive, member)
+    except (tarfile.TarError, OSError, ValueError, RecursionError, MemoryError) as error:  # of headers upon headers
         raise SHARDS.damaged(path, error) from error
     if unmatched := sorted(images.keys() ^ labels.keys()):
         raise SHARDS.damaged(path, f"{unmatched[0]!r} has no image or no .cls")
-    if not images or min(labels.values()) < 0:
-        raise SHARDS.damaged(path, "a label is negative" if images else "no images in it")
+    if not images:
+        raise SHARDS.damaged(path, "no images in it")
     return [(key, member.offset_data, member.size, labels[key]) for key, member in images.items()]
+
+
+def _label(archive: tarfile.TarFile, member: tarfile.TarInfo) -> int:
+    """The number of a class, which lists as long as that follow."""
+    content = cast(IO[bytes], archive.extractfile(member)).read(LONGEST_LABEL + 1)
+    label = int(content) if len(content) <= LONGEST_LABEL else MOST_CLASSES
+    if not 0 <= label < MOST_CLASSES:
+        raise ValueError(f"{member.name!r} holds {content!r}, no number from 0 to {MOST_CLASSES - 1}")
+    return label
 
 
 def _refuse_other_labels(pattern: str, labels: Tensor, classes: int) -> None:

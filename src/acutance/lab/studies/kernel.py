@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from acutance import metrics, sites
 from acutance.attention import AttentionCall
-from acutance.attention.operator import AttentionOperator
+from acutance.attention.operator import HIDDEN, AttentionOperator
 from acutance.attention.products import repeat_heads
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, require_finite
 from acutance.explain.spectral_theory import rank_correlation
 from acutance.io import LoadedModel, load_model
 from acutance.lab.data import digits
@@ -209,7 +209,10 @@ def _measures(record: AttentionCall, samples: TokenLayout, generator: torch.Gene
         counts = torch.ones(1, 1, dtype=torch.bool, device=A.device)
     counts = counts.expand(A.shape[0], A.shape[2])
     # A token of zeros has logits of zero, which no measure of the logits sees.
-    q, k = (x.double() * counts[:, None, :, None] for x in (A.q, repeat_heads(A.k, A.heads)))
+    q, k = (
+        require_finite(x.double() * counts[:, None, :, None], f"layer {record.layer}: {name}")
+        for x, name in ((A.q, "q"), (repeat_heads(A.k, A.heads), "k"))
+    )
     tokens = torch.linspace(0, A.shape[2] - 1, min(A.shape[2], MOST_TOKENS), device=A.device).long()
     logits = q[..., tokens, :] @ k[..., tokens, :].mT * A.scale
     pairs = counts[:, tokens, None] & counts[:, None, tokens]
@@ -236,6 +239,8 @@ def _of_weights(site: sites.AttentionSite) -> NDArray[np.float64]:
         query, key = site.query_weight().detach(), site.key_weight().detach()
     except AcutanceError:
         return np.full((2, site.heads), np.nan)
+    for weight, name in ((query, "W_Q"), (key, "W_K")):
+        require_finite(weight, f"layer {site.layer}: {name}")
     query = query.unflatten(0, (site.heads, site.head_dim))
     key = repeat_heads(key.unflatten(0, (site.kv_heads, site.head_dim))[None], site.heads)[0]  # grouped queries share
     return torch.stack([asymmetry(query.mT, key.mT), negative_share(query.mT, key.mT)]).cpu().numpy()
@@ -251,7 +256,7 @@ def _check(A: AttentionOperator, layer: int) -> None:
     if A.kernel not in ("softmax", "symmetric") or A.shape[2] != A.shape[3]:
         raise AcutanceError(f"layer {layer}: {A!r}: the assumptions are about softmax self-attention")
     if A.mask is not None and A.mask.is_floating_point():
-        adds = (A.mask != 0) & (A.mask > torch.finfo(A.mask.dtype).min / 2)  # eager masks are 0 and the lowest number
+        adds = (A.mask != 0) & (A.mask > HIDDEN)  # eager masks are 0 and the lowest number
         if adds.any():
             raise AcutanceError(f"layer {layer}: {A!r}: a bias is added to q·k, whose affinities alone are not its own")
 

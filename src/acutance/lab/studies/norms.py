@@ -19,14 +19,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, require_finite
 from acutance.explain.spectral_theory import other_eigenvalues
 
 
 def centred_spectrum(H: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     """The d − 1 eigenvalues (complex) of P H diag(γ) P on tokens whose channels sum to zero."""
     basis = _centred_basis(H)
-    found: Tensor = torch.linalg.eigvals(basis.mT @ (H * weight) @ basis)
+    found: Tensor = torch.linalg.eigvals(require_finite(basis.mT @ (H * weight) @ basis, "P H diag(γ) P"))
     return found
 
 
@@ -59,7 +59,7 @@ def post_norm(H: Tensor, mu: Tensor, weight: Tensor | float = 1.0) -> PostNorm:
         inner = (torch.eye(len(H), dtype=H.dtype, device=H.device) + value * H) * weight
         return basis.mT.to(inner.dtype) @ inner @ basis.to(inner.dtype)
 
-    gains, vectors = torch.linalg.eig(gained(1.0))
+    gains, vectors = torch.linalg.eig(require_finite(gained(1.0), "P (I + H) diag(γ) P"))
     first = int(gains.abs().argmax())
     gain = complex(gains[first])
     if abs(gain.imag) > 1e-9 * abs(gain):
@@ -114,4 +114,4 @@ def _across(vector: Tensor) -> Tensor:
 
 
 def _radius(matrix: Tensor) -> float:
-    return float(torch.linalg.eigvals(matrix).abs().max()) if matrix.numel() else 0.0
+    return float(torch.linalg.eigvals(require_finite(matrix, "the step")).abs().max()) if matrix.numel() else 0.0
