@@ -192,7 +192,9 @@ class AnybodySite(NamedSite):
         found, seen = self._found[0], self._seen
         if self.block is self.attention or not seen.keys() >= {"v", "y"} or seen["x"].ndim != 3:
             return found
-        for projection, x, y in ((found.value, seen["x"], seen["v"]), (found.output, seen["u"], seen["y"])):
+        copies = max(1, seen["v"].shape[1] // self.kv_heads)  # of each head of the values, where the model makes some
+        pairs = (found.value, seen["x"], seen["v"][:, ::copies]), (found.output, seen["u"], seen["y"])
+        for projection, x, y in pairs:
             given, made = (t.transpose(1, 2).flatten(2) if t.ndim == 4 else t for t in (x, y))
             wanted = F.linear(given, projection.matrix(), projection.offset())
             tolerance = torch.finfo(wanted.dtype).eps ** 0.5

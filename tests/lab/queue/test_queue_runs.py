@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import acutance
 from acutance.cli import app
 from acutance.errors import AcutanceError
-from acutance.lab import recipes
+from acutance.lab import locks, recipes
 from acutance.lab.queue import record
 from acutance.lab.queue.jobs import Queue
 from acutance.lab.queue.record import keep_weights
@@ -79,7 +79,8 @@ def test_a_queue_that_is_killed_anywhere_goes_on_to_the_same_results(tmp_path):
     out, results = tmp_path / "out", Results(tmp_path / "out" / "results.jsonl")
     kill_when(start_one(tmp_path, one), lambda: (out / one.key / "run.json").exists())
     kill_when(start_all(tmp_path), lambda: (out / one.key / "checkpoints" / "step-000000004").exists())
-    kill_when(start_one(tmp_path, other), lambda: (out / other.key / "result.json").exists())
+    with locks.held(out / ".results.jsonl.lock"):  # it cannot write its line before it is killed
+        kill_when(start_one(tmp_path, other), lambda: (out / other.key / "result.json").exists())
     assert not set(results.read()) & {other.key, later.key}
     shutil.rmtree(out / other.key)  # a folder that is lost starts again
     for job in (one, other, later):
