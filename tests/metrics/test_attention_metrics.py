@@ -96,6 +96,13 @@ def test_energy_adds_the_weighted_sum_of_squares(strength, masked):
         assert torch.equal(metric(c.operator, c.x), metric(c.operator, c.values))
 
 
+def test_cosines_do_not_see_a_sink_that_takes_nearly_all():
+    q, k = random(2, 2, 3, 7, 4, dtype=torch.float32)
+    low, high = (AttentionOperator(q, k, sink=torch.full((3,), sink)) for sink in (15.0, 60.0))
+    assert_close(head_cosine(high), head_cosine(low), rtol=1e-4, atol=0)
+    assert_close(attention_cosine(high, low), torch.ones(2, 3), rtol=1e-4, atol=0)
+
+
 @laws
 @given(seed=seeds, factor=st.floats(0.01, 100))
 def test_energies_do_not_see_offset_rotation_or_order_and_know_their_scale(seed, factor):

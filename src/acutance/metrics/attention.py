@@ -4,6 +4,7 @@ A is an `AttentionOperator`; `mask` (batch, queries) drops query rows. Entries, 
 exist one block of rows at a time: memory stays linear in the number of tokens.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from math import inf
 
@@ -53,8 +54,7 @@ def attention_cosine(A: AttentionOperator, B: AttentionOperator, mask: Tensor | 
     if A.shape != B.shape:
         raise ShapeError(f"both operators must have the same (batch, heads, queries, keys): {A.shape} and {B.shape}")
     valid, sums = valid_positions(mask, A.q, heads=True).unsqueeze(-1), torch.zeros((), device=A.device)
-    for (rows, a), (_, b) in zip(A.tiles(), B.tiles(), strict=True):
-        a, b = (x.masked_fill(~valid[..., rows, :], 0) for x in (a, b))
+    for a, b in zip(_counted(A, valid), _counted(B, valid), strict=True):
         sums = sums + torch.stack([(a * b).sum((-2, -1)), a.square().sum((-2, -1)), b.square().sum((-2, -1))])
     inner, *norms = sums.unbind()
     return ratio(inner, safe_sqrt(norms[0]) * safe_sqrt(norms[1])).clamp(0, 1)
@@ -67,13 +67,24 @@ def head_cosine(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
     if heads == 1:
         return valid.new_ones(A.shape[0], dtype=accumulation_dtype(A.q))
     with torch.autocast(A.device.type, enabled=False):
-        for rows, weights in A.tiles():
-            flat = weights.masked_fill(~valid[..., rows, :], 0).flatten(2)
+        for weights in _counted(A, valid):
+            flat = weights.flatten(2)
             gram = gram + flat @ flat.mT
     norms = safe_sqrt(gram.diagonal(dim1=-2, dim2=-1))
     cosines = ratio(gram, norms.unsqueeze(-1) * norms.unsqueeze(-2))
     pairs = torch.ones(heads, heads, dtype=torch.bool, device=A.device).triu(1)
     return cosines[..., pairs].mean(-1).clamp(0, 1)
+
+
+def _counted(A: AttentionOperator, valid: Tensor) -> Iterator[Tensor]:
+    """A's entries over the largest row sum, a block of rows at a time, 0 in rows that do not count.
+
+    A sink that takes nearly all leaves entries whose squares would vanish.
+    """
+    largest = None if A.sink is None else (A.row_scale * valid).amax(-2, keepdim=True)
+    for rows, weights in A.tiles():
+        counted = weights.masked_fill(~valid[..., rows, :], 0)
+        yield counted if largest is None else ratio(counted, largest)
 
 
 def _row_entropies(tiles: Tiles, rows: slice) -> Tensor:

@@ -1,0 +1,412 @@
+"""Random models with random mitigations, run in every way, against their formulas in float64: outputs and gradients.
+
+The plain model is a copy made before the mitigation came in. Its attention is replaced by the formula, v⁰ is passed on
+in plain sight, and its parameters are those of the mitigated model by name.
+"""
+
+import copy
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from laws import law
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.nn import functional as F
+
+import acutance as ac
+from acutance.errors import AcutanceError
+from acutance.mitigations import REGISTRY
+from mitigations.eigen_formulas import basis_of, spectrum_of
+from sites.hf_zoo import DECODER, ENDS, GPT, TEXT, VISION, in_float64, library
+from sites.tiny_models import DIM, Made, shaken
+
+BATCH, TOKENS, HEADS, NEW = 2, 8, 4, 4
+HIDDEN = -1e30  # what a mask adds to the logits of what is not seen is lower
+REFUSES_MORE = False  # as 0.1 does
+REMEDIES = {  # every mitigation has a row here, and its formula in `attended`, `scaled` or `Plain.__call__`
+    "neutreno": ["", "learn=head", "learn=layer", "detach=true", "learn=head,detach=true"],
+    "attnscale": [""],
+    "featscale": ["", "doubled=true"],
+    "eigen": [f"sign=negative,basis={basis},spectrum=square" for basis in ("qr", "polar", "cayley", "householder")]
+    + [f"sign={sign},basis=inverse,spectrum={kind}" for sign, kind in (("free", "square"), ("positive", "bounded"))],
+}
+WAYS = ("eager", "no_grad", "checkpointing", "threads", "cache", "no cache")
+LAYOUTS = ("none", "padded", "packed", "causal")
+NO_DROPOUT = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+GPT_OPTIONS = GPT | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0) | {"use_cache": False}
+LLAMA = DECODER | {"use_cache": False}
+GEMMA = LLAMA | {"layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 8, "global_head_dim": 16}
+GEMMA |= {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 60}
+GEMMA |= {"sliding_window": 6, "num_hidden_layers": 4}
+FAMILIES = {  # class and options; where a block has its attention, W_V and W_proj; in which layouts it runs
+    "llama": ("LlamaForCausalLM", LLAMA, "model.layers", "self_attn", ".v_proj", ".o_proj", LAYOUTS[:3]),
+    "gpt2": ("GPT2LMHeadModel", GPT_OPTIONS, "transformer.h", "attn", ".c_attn", ".c_proj", LAYOUTS[:3]),
+    "bert": ("BertModel", TEXT | NO_DROPOUT, "encoder.layer", "attention", ".self.value", ".output.dense", LAYOUTS[:2]),
+    "vit": ("ViTModel", VISION, "layers", "attention", ".v_proj", ".o_proj", LAYOUTS[:1]),
+    "gemma4": ("Gemma4TextModel", GEMMA, "layers", "self_attn", ".v_proj", ".o_proj", LAYOUTS[:3]),
+}
+CAUSAL = ("llama", "gpt2", "gemma4")
+
+
+class Model(SimpleNamespace):
+    """A model, what is put into it, and how it is run."""
+
+    @property
+    def kinds(self):
+        return {part.partition(":")[0] for part in self.parts}
+
+    @property
+    def layers(self):
+        """The numbers of the layers that are mitigated."""
+        depth = 4 if self.family == "gemma4" else 3 if self.family in FAMILIES else self.depth
+        return range(1, depth + 1, 2 if self.odd_layers else 1)
+
+    @property
+    def must_be_refused(self):
+        """Because what a mitigation needs is not there."""
+        both = {"gemma4": (8, 16), "written": self.widths}.get(self.family, (3, 3))
+        widths = {both[(layer - 1) % 2] for layer in self.layers}
+        groups = self.family in ("llama", "written") and self.kv_heads < HEADS
+        return (
+            ("featscale" in self.kinds and (self.family in CAUSAL or self.layout != "none"))
+            or ("neutreno" in self.kinds and widths != {both[0]})
+            or ("eigen" in self.kinds and (groups or widths != {3}))
+        )
+
+    @property
+    def exists(self):
+        if self.family == "gpt2" and "eigen" in self.kinds:
+            return False  # its W_V lies across in the matrix of all three: tests/mitigations has it
+        if self.family == "gemma4" and self.kinds & {"featscale", "eigen"}:
+            return False  # always refused
+        if "cache" in self.way and (self.family not in ("llama", "gpt2") or self.layout == "packed"):
+            return False
+        return self.layout in FAMILIES.get(self.family, (LAYOUTS,))[-1]
+
+
+@st.composite
+def mitigations(draw):
+    kinds = draw(st.lists(st.sampled_from(list(REMEDIES)), min_size=1, max_size=3, unique=True))
+    return tuple(f"{kind}:{draw(st.sampled_from(REMEDIES[kind]))}".rstrip(":") for kind in kinds)
+
+
+def models(*families):
+    """`widths` are those of the heads in odd and even layers, `form` is how attention is written."""
+    return st.builds(
+        Model, seed=st.integers(0, 2**20), family=st.sampled_from(families), depth=st.integers(2, 4),
+        kv_heads=st.sampled_from([4, 4, 2, 1]), pre_norm=st.booleans(), batch_first=st.booleans(),
+        form=st.sampled_from(list(FORMS)), widths=st.tuples(*[st.sampled_from([3, 3, 3, 5])] * 2),
+        parts=mitigations(), odd_layers=st.booleans(), way=st.sampled_from(WAYS), layout=st.sampled_from(LAYOUTS),
+    ).filter(lambda case: case.exists)  # fmt: skip
+
+
+def by_sdpa(q, k, v, bias):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def by_bool(q, k, v, bias):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias == 0)
+
+
+def by_softmax(q, k, v, bias):
+    logits = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    return (logits if bias is None else logits + bias).softmax(-1) @ v
+
+
+FORMS = {"sdpa": by_sdpa, "bool": by_bool, "eager": by_softmax}
+
+
+def heads_of(x, count=HEADS):
+    return x.unflatten(-1, (count, -1)).transpose(1, 2)
+
+
+def attention(self, x, bias):
+    k, v = (heads_of(part(x), self.kv_heads) for part in (self.k_proj, self.v_proj))
+    k, v = (part.repeat_interleave(HEADS // self.kv_heads, dim=1) for part in (k, v))
+    return self.out_proj(self.form(heads_of(self.q_proj(x)), k, v, bias).transpose(1, 2).flatten(2))
+
+
+def block(self, x, bias):
+    if self.pre_norm:
+        x = x + self.attn(self.norm1(x), bias)
+        return x + self.mlp(self.norm2(x))
+    x = self.norm1(x + self.attn(x, bias))
+    return self.norm2(x + self.mlp(x))
+
+
+def stack(self, x, bias):
+    for layer in self.layers:
+        x = layer(x, bias)
+    return x
+
+
+def written(case):
+    """A model of no library; its heads may have another width in every second layer."""
+    blocks = []
+    for width in (case.widths * 2)[: case.depth]:
+        parts = {f"{name}_proj": nn.Linear(DIM, case.kv_heads * width) for name in "kv"}
+        parts |= {"q_proj": nn.Linear(DIM, HEADS * width), "out_proj": nn.Linear(HEADS * width, DIM)}
+        attn = Made(attention, **parts, form=FORMS[case.form], heads=HEADS, kv_heads=case.kv_heads)
+        parts = {"attn": attn, "mlp": nn.Sequential(nn.Linear(DIM, 16), nn.GELU(), nn.Linear(16, DIM))}
+        parts |= {"norm1": nn.LayerNorm(DIM), "norm2": nn.LayerNorm(DIM)}
+        blocks.append(Made(block, **parts, pre_norm=case.pre_norm))
+    return Made(stack, layers=nn.ModuleList(blocks))
+
+
+def make(case):
+    """The model in float64, and of each layer the paths of its attention, W_V and W_proj."""
+    if case.family == "written":
+        model, paths = written(case), ("layers.{}.attn", ".v_proj.weight", ".out_proj")
+    elif case.family == "torch":
+        options = {"dropout": 0.0, "batch_first": case.batch_first, "norm_first": case.pre_norm}
+        layer, nested = nn.TransformerEncoderLayer(DIM, HEADS, 16, **options), not case.pre_norm and case.batch_first
+        model = nn.TransformerEncoder(layer, case.depth, enable_nested_tensor=nested)
+        paths = ("layers.{}.self_attn", ".in_proj_weight", ".out_proj")
+    else:
+        name, options, blocks, attn, value, output, _ = FAMILIES[case.family]
+        options = options | ({"num_key_value_heads": case.kv_heads} if case.family == "llama" else {})
+        model_class, paths = getattr(library(), name), (f"{blocks}.{{}}.{attn}", f"{value}.weight", output)
+        model = model_class(model_class.config_class(**options | ENDS))
+        model.set_attn_implementation("eager" if case.form == "eager" else "sdpa")
+    depth = case.depth if case.family not in FAMILIES else model.config.num_hidden_layers
+    places = [paths[0].format(layer) for layer in range(depth)]
+    inner = ".self" if case.family == "bert" else ""
+    return shaken(model.double(), case.seed), [(at + inner, at + paths[1], at + paths[2]) for at in places]
+
+
+def attended(q, k, v, first, own, parts, bias, scale):
+    """u per head, by the formulas; parts come in their order."""
+    k, v, first = (x if x is None else x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v, first))
+    scores = q @ k.mT * scale + (0 if bias is None else bias)
+    u, seen = scores.softmax(-1) @ v, (scores > HIDDEN).to(v.dtype)
+    for part in parts:
+        if part.startswith("neutreno") and first is not None:
+            strength = own["learnt_strength"][:, None, None] if "learnt_strength" in own else 0.6
+            u = u + strength * ((first.detach() if "detach" in part else first) - v)
+        elif part == "attnscale":
+            gain = own["gain"][:, None, None]
+            u = (1 + gain) * u - gain * (seen / seen.sum(-1, keepdim=True).clamp_min(1)) @ v
+    return u
+
+
+def scaled(y, own, parts):
+    for part in parts:
+        if part.startswith("featscale"):
+            mean, times = y.mean(-2, keepdim=True), 2 if "doubled" in part else 1
+            y = y + times * (own["low"] * mean + own["high"] * (y - mean))
+    return y
+
+
+class Plain:
+    """The model as its formulas say it."""
+
+    def __init__(self, case, model, layers):
+        self.model, self.case, self.layers = copy.deepcopy(model).train(), case, layers
+        self.numbers = {self.model.get_submodule(names[0]): number for number, names in enumerate(layers, 1)}
+        if case.family in FAMILIES:
+            from transformers.masking_utils import eager_mask
+
+            library().AttentionInterface.register("fuzz_formula", self.of_transformers)
+            library().AttentionMaskInterface.register("fuzz_formula", eager_mask)
+            self.model.set_attn_implementation("fuzz_formula")
+        for module, (_, _, output) in zip(self.numbers, layers, strict=True):
+            if case.family == "torch":
+                module.forward = lambda x, *_, module=module, **masks: (self.of_torch(module, x, **masks), None)
+                continue
+            if case.family == "written":
+                module.form = lambda *parts, module=module: self.attend(module, *parts)
+            features = lambda _module, _args, y, module=module: self.features(module, y)  # noqa: E731
+            self.model.get_submodule(output).register_forward_hook(features)
+
+    def of(self, module):
+        """Number, parameters and parts of a layer's mitigation."""
+        number = self.numbers[module]
+        return number, self.own[number - 1], self.case.parts if number in self.case.layers else ()
+
+    def attend(self, module, q, k, v, bias, scale=None):
+        number, own, parts = self.of(module)
+        self.first = v if number == 1 else self.first
+        first = None if number == 1 else self.first
+        return attended(q, k, v, first, own, parts, bias, scale or q.shape[-1] ** -0.5)
+
+    def features(self, module, y):
+        return scaled(y, *self.of(module)[1:])
+
+    def of_transformers(self, module, query, key, value, attention_mask, scaling=None, **_):
+        return self.attend(module, query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
+
+    def of_torch(self, module, x, attn_mask=None, key_padding_mask=None, **_):
+        """Masks come as floats."""
+        x = x if module.batch_first else x.transpose(0, 1)
+        q, k, v = (heads_of(x) for x in F.linear(x, module.in_proj_weight, module.in_proj_bias).chunk(3, -1))
+        keys = None if key_padding_mask is None else key_padding_mask[:, None, None]
+        u = self.attend(module, q, k, v, sum(mask for mask in (attn_mask, keys) if mask is not None))
+        y = self.features(module, module.out_proj(u.transpose(1, 2).flatten(2)))
+        return y if module.batch_first else y.transpose(0, 1)
+
+    def __call__(self, state, run):
+        """What `run` gives of the model with these parameters."""
+        self.own = [{name.rpartition(".")[2]: p for name, p in state.items() if name.startswith(f"{path}.mitigation.")}
+                    for path, _, _ in self.layers]  # fmt: skip
+        plain = {name: p for name, p in state.items() if ".mitigation." not in name and "parametrizations" not in name}
+        eigen = next((part for part in self.case.parts if part.startswith("eigen")), None)
+        for number in self.case.layers if eigen else ():
+            (_, value, output), own = self.layers[number - 1], self.own[number - 1]
+            sign, basis, spectrum = (option.partition("=")[2] for option in eigen.partition(":")[2].split(","))
+            v, (module, _, leaf) = basis_of(basis, own["theta"]), value.rpartition(".")
+            others = state.get(f"{module}.parametrizations.{leaf}.original0", v[:0])  # rows of q and k
+            plain[value] = torch.cat([others, v.mT])
+            plain[f"{output}.weight"] = torch.linalg.inv(v).mT * spectrum_of(sign, spectrum, own["psi"])
+        return run(lambda *args, **options: torch.func.functional_call(self.model, plain, args, options))
+
+
+def inputs(case, seed):
+    """Arguments, and which tokens are compared."""
+    generator, places = torch.Generator().manual_seed(seed), torch.arange(TOKENS)
+    cut = int(torch.randint(2, TOKENS, (), generator=generator))
+    valid = torch.ones(BATCH, TOKENS, dtype=torch.bool)
+    valid[1] = places < (cut if case.layout == "padded" else TOKENS)
+    if case.family == "vit":
+        return {"pixel_values": torch.randn(BATCH, 3, 16, 16, generator=generator).double()}, torch.ones(BATCH, 17) > 0
+    if case.family in FAMILIES:
+        valid = valid.flip(1) if case.seed % 2 or "cache" in case.way else valid
+        given = {"input_ids": torch.randint(3, 60, (BATCH, TOKENS), generator=generator)}
+        if case.layout == "packed":
+            given["position_ids"] = torch.where(places < cut, places, places - cut).expand(BATCH, -1)
+        elif case.layout == "padded":
+            given["attention_mask"] = valid.long()
+        return given, valid
+    x = torch.randn(BATCH, TOKENS, DIM, generator=generator).double()
+    hidden = {"causal": places > places[:, None], "packed": (places < cut) != (places < cut)[:, None]}
+    hidden |= {"padded": ~valid[:, None, None]} if case.family == "written" else {}
+    bias = None if case.layout not in hidden else torch.where(hidden[case.layout], -torch.inf, 0.0).double()
+    if case.family == "written":
+        return {"x": x, "bias": bias}, valid
+    mask = hidden[case.layout] if bias is not None and case.seed % 2 else bias
+    keys = ~valid if case.layout == "padded" else None
+    return {"x": x if case.batch_first else x.transpose(0, 1), "mask": mask, "keys": keys}, valid
+
+
+def answer(case, run, given, valid):
+    """Of the tokens that count."""
+    found = run(**given)[0] if case.family in FAMILIES else run(*given.values())
+    return (found.transpose(0, 1) if case.family == "torch" and not case.batch_first else found)[valid]
+
+
+def patched(case):
+    """The mitigated model, what it learns moved away from its start, and the plain one."""
+    torch.manual_seed(case.seed)
+    model, layers = make(case)
+    plain = Plain(case, model, layers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ac.mitigate(model, "+".join(case.parts), layers=list(case.layers))
+    for name, parameter in model.named_parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter) * (".mitigation." in name)  # Θ stays well-conditioned
+    if case.way == "checkpointing" and case.family in FAMILIES:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif case.way == "checkpointing":
+        for number, layer in enumerate(model.layers):
+            model.layers[number] = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT)
+    return model.train(case.way == "checkpointing"), plain
+
+
+def generated(case, model, given):
+    """The logits of what the model writes, and the arguments that give them at once."""
+    options = {"do_sample": False, "min_new_tokens": NEW, "max_new_tokens": NEW, "use_cache": case.way == "cache"}
+    result = model.generate(**given, **options, return_dict_in_generate=True, output_logits=True)
+    ids = result.sequences[:, :-1]
+    mask = F.pad(given.get("attention_mask", torch.ones_like(ids)[:, :TOKENS]), (0, NEW - 1), value=1)
+    again = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
+    return torch.stack(result.logits, 1), again
+
+
+def in_threads(case, model, fed):
+    """The answers of two threads, each with arguments of its own."""
+
+    @torch.no_grad()
+    def work(each):
+        return [answer(case, model, *each) for _ in range(6)]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(work, fed))
+    except AcutanceError as error:
+        raise AssertionError(f"refused by chance, in one of two threads: {case}") from error
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def assert_same(found, wanted, what):
+    error = (found - wanted).detach().abs().max() / (1 + wanted.detach().abs().max())
+    assert error < 1e-8, f"{what} is off by {error:.3g}"
+
+
+def gradients(y, leaves):
+    loss = (y * torch.linspace(-1, 1, y.numel()).double().view(y.shape).cos()).sum()
+    return torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True, allow_unused=True)
+
+
+@in_float64()
+def check(case):
+    """Whether it was refused, as it should be; else it is right."""
+    try:
+        model, plain = patched(case)
+        fed = [inputs(case, case.seed + more) for more in range(2)]
+        leaves = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
+        state = {name: p.detach().clone().requires_grad_() for name, p in leaves.items()}
+        if "cache" in case.way:
+            found, again = generated(case, model, fed[0][0])
+        else:
+            with torch.set_grad_enabled(case.way in ("eager", "checkpointing")):
+                found = answer(case, model, *fed[0])
+    except AcutanceError:
+        if not (case.must_be_refused or REFUSES_MORE):
+            raise
+        return True
+    assert not case.must_be_refused, "it should have been refused"
+    if "cache" in case.way:
+        assert_same(found, plain(state, lambda run: run(**again)[0])[:, -NEW:], "what is generated")
+        return False
+    wanted = [plain(state, lambda run, each=each: answer(case, run, *each)) for each in fed]
+    assert_same(found, wanted[0], "the output")
+    for right, answers in zip(wanted, in_threads(case, model, fed) if case.way == "threads" else ([], []), strict=True):
+        for each in answers:
+            assert_same(each, right, "an answer of one of two threads")
+    if case.way in ("eager", "checkpointing"):
+        for name, mine, right in zip(state, gradients(found, leaves), gradients(wanted[0], state), strict=True):
+            assert_same(mine, right, f"the gradient of {name}")
+    return False
+
+
+@law(models("torch"), 100)
+def test_models_of_torch(case):
+    return check(case)
+
+
+@law(models("written"), 120)
+def test_models_written_by_hand(case):
+    return check(case)
+
+
+@pytest.mark.slow
+@law(models("llama", "bert", "vit", "gpt2"), 200)
+def test_models_of_transformers(case):
+    return check(case)
+
+
+@law(models("gemma4"), 30)
+def test_models_whose_head_widths_differ(case):
+    return check(case)
+
+
+def test_every_mitigation_is_fuzzed():
+    known = {name for name, cls in REGISTRY.items() if cls.__module__.startswith("acutance.")}
+    assert known - {"none"} == REMEDIES.keys()
