@@ -22,9 +22,9 @@ PRELOADED += "acutance.lab.train.loop lightning.fabric matplotlib.pyplot"
 FORKS.set_forkserver_preload(PRELOADED.split())
 
 
-def run_forked(*arguments, seconds=600, **environment):
+def run_forked(*arguments, seconds=600, prepare=None, **environment):
     """What `acutance` gives for these arguments in the current directory; killed after so many seconds."""
-    (done,) = run_beside([(arguments, environment)], seconds)
+    (done,) = run_beside([(arguments, environment)], seconds, prepare)
     return done
 
 

@@ -1,0 +1,113 @@
+"""What 0.1 did wrong to files and weights without a word, by commands it knows too: on its source these tests fail.
+
+Formulas and patched models have theirs beside them, and in tests/fuzz.
+"""
+
+import json
+import os
+import resource
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import acutance as ac
+from forked import run_forked
+
+SIZES = {"image_size": 8, "patch_size": 4, "in_chans": 3, "num_classes": 2, "dim": 12, "depth": 2, "heads": 2}
+TRAIN = "loop.checkpoint_every=10 loop.evaluate_every=0.5 loop.monitor_every=999 task.model.depth=2".split()
+TRAIN += ["schedule.name=constant", "schedule.warmup=0"]
+
+
+def train(folder: Path, *more: str, epochs: float):
+    settings = [word for setting in (*TRAIN, f"loop.epochs={epochs}") for word in ("--set", setting)]
+    return run_forked("train", "digits", *settings, "--out", folder, *more)
+
+
+def save(folder: Path) -> Path:
+    torch.manual_seed(0)
+    return ac.save(ac.models.ViT(**SIZES), folder / "model.safetensors")
+
+
+def assert_refused(done, *words: str) -> None:
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def abandoned(tmp_path_factory) -> Path:
+    """A run of 40 steps whose last 10 are lost, but for its best model, which was made there."""
+    folder = tmp_path_factory.mktemp("abandoned") / "run"
+    train(folder, epochs=2)
+    assert json.loads((folder / "result.json").read_text())["best"]["step"] == 40
+    shutil.rmtree(folder / "checkpoints" / "step-000000040")
+    for lost in ("result.json", "model.safetensors"):
+        (folder / lost).unlink()
+    return folder
+
+
+def test_the_best_model_is_that_of_the_run_which_went_on(abandoned: Path, tmp_path: Path) -> None:
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    shutil.copytree(abandoned, folder)
+    done = [train(folder, "--resume", epochs=1.55), train(whole, epochs=1.55)]
+    assert [each.returncode for each in done] == [0, 0]
+    results = [json.loads((each / "result.json").read_text())["best"] for each in (folder, whole)]
+    assert results[0] == results[1]
+    found, right = (ac.load(each / "best.safetensors").state_dict() for each in (folder, whole))
+    torch.testing.assert_close(found, right)
+
+
+def test_a_checkpoint_of_another_step_than_its_folder_says_is_not_used(abandoned: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(abandoned, folder)
+    checkpoints = folder / "checkpoints"
+    for path in checkpoints.iterdir():
+        if path.name != "step-000000030":
+            shutil.rmtree(path)
+    (checkpoints / "step-000000030").rename(checkpoints / "step-000000035")
+    assert_refused(train(folder, "--resume", epochs=2), "step-000000035", "manifest")
+
+
+def test_images_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None:
+    model, images = save(tmp_path), tmp_path / "images"
+    images.mkdir()
+    Image.new("L", (1, 2_000)).save(images / "a.png")
+    assert_refused(run_forked("measure", model, "--images", images), "a.png", "1000:1")
+
+
+def test_no_program_is_run_for_a_file_that_holds_something_else(tmp_path: Path) -> None:
+    """Pillow goes by content, and hands PostScript to Ghostscript."""
+    model, images = save(tmp_path), tmp_path / "images"
+    images.mkdir()
+    (images / "a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n(any PostScript) pop\n")
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\nexit 1\n")
+    (tmp_path / "gs").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    assert_refused(run_forked("measure", model, "--images", images, PATH=path), "a.png cannot be read as an image")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_small_file_does_not_ask_for_much_memory(tmp_path: Path) -> None:
+    config = json.dumps(SIZES | {"dim": 20_000, "depth": 9})
+    head = json.dumps({"__metadata__": {"format": "pt", "acutance.config": config}}).encode()
+    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(head)) + head)
+    assert_refused(run_forked("measure", tmp_path / "m.safetensors", prepare=at_most_8_gb), "m.safetensors", "no ViT")
+
+
+def at_most_8_gb() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_named(value: float, tmp_path: Path) -> None:
+    """LAPACK took the interpreter down with it."""
+    torch.manual_seed(0)
+    model = ac.models.ViT(**SIZES)
+    with torch.no_grad():
+        model.blocks[1].attn.proj.weight[0, 0] = value
+    done = run_forked("explain", ac.save(model, tmp_path / "model.safetensors"))
+    assert_refused(done, "layer 2: W_proj holds")
