@@ -1,6 +1,6 @@
-"""What 0.1 did wrong to files and weights without a word, by commands it knows too: on its source these tests fail.
+"""What 0.1 did wrong without a word, by commands and functions it knows too: on its source these tests fail.
 
-Formulas and patched models have theirs beside them, and in tests/fuzz.
+Formulas have theirs in tests/fuzz, copies and other tokens than v⁰'s in tests/sites.
 """
 
 import json
@@ -8,17 +8,19 @@ import os
 import resource
 import shutil
 import struct
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from PIL import Image
 
 import acutance as ac
 from forked import run_forked
 
 SIZES = {"image_size": 8, "patch_size": 4, "in_chans": 3, "num_classes": 2, "dim": 12, "depth": 2, "heads": 2}
-TRAIN = "loop.checkpoint_every=10 loop.evaluate_every=0.5 loop.monitor_every=999 task.model.depth=2".split()
+TRAIN = ["loop.checkpoint_every=10", "loop.evaluate_every=0.5", "loop.monitor_every=999", "task.model.depth=2"]
 TRAIN += ["schedule.name=constant", "schedule.warmup=0"]
 
 
@@ -34,7 +36,7 @@ def save(folder: Path) -> Path:
 
 def assert_refused(done, *words: str) -> None:
     assert done.returncode == 2, done.stderr[-2000:]
-    assert all(word in done.stderr for word in words), done.stderr
+    assert all(word in done.stdout + done.stderr for word in words), done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -111,3 +113,40 @@ def test_weights_that_are_not_finite_are_named(value: float, tmp_path: Path) -> 
         model.blocks[1].attn.proj.weight[0, 0] = value
     done = run_forked("explain", ac.save(model, tmp_path / "model.safetensors"))
     assert_refused(done, "layer 2: W_proj holds")
+
+
+@pytest.mark.parametrize("order", [list(range(9)), [0, *range(16, 0, -1)]], ids=["dropped", "reversed"])
+def test_tokens_that_are_dropped_or_moved_between_layers_are_refused(order: list[int]) -> None:
+    """The values of one token were pulled to those of another."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 32, "patch_size": 8}
+    torch.manual_seed(0)
+    model = transformers.ViTModel(transformers.ViTConfig(num_hidden_layers=2, **sizes), add_pooling_layer=False).eval()
+    block = ac.sites.find(model)[0].block
+    block.register_forward_hook(lambda _module, _args, out: (out if torch.is_tensor(out) else out[0])[:, order])
+    ac.mitigate(model, "neutreno:0.4")
+    with pytest.raises(ac.AcutanceError, match=r"v⁰|dropped"):
+        model(torch.randn(1, 3, 32, 32))
+
+
+def test_threads_share_a_mitigated_model() -> None:
+    """They were refused by chance, or given one another's v⁰."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=48, vocab_size=99)).eval()
+    ac.mitigate(model, "neutreno:0.4")
+    found: list[list[torch.Tensor]] = [[], []]
+    given = [torch.randint(99, (4, 48)) for _ in found]
+
+    def answer(number: int, times: int) -> None:
+        with torch.no_grad():
+            found[number] += [model(given[number], use_cache=False).logits for _ in range(times)]
+
+    answer(0, 1), answer(1, 1)
+    threads = [threading.Thread(target=answer, args=(number, 30)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for answers in found:
+        assert len(answers) == 31  # a thread ends where it is refused
+        torch.testing.assert_close(answers, [answers[0]] * 31)
