@@ -7,8 +7,11 @@ The road says how attention is reached: by a forward of our own, by transformers
 as it runs. Results go to benchmarks/results, one CSV per device, versions and --label.
 """
 
+import argparse
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +104,9 @@ def added(model: nn.Module, batch: Tensor, spec: str, rounds: int) -> list[float
 
 
 def main() -> None:
-    parser = results.script_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="where the CSV goes")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--spec", default="neutreno:0.6")
     parser.add_argument("--label", default="", help="what the rows and their file are called, such as a version")
     parser.add_argument("--rounds", type=int, default=25)
@@ -118,8 +123,10 @@ def main() -> None:
             continue
         row = {"label": options.label, "model": name, "road": road, "spec": options.spec, "rounds": options.rounds}
         rows.append(row | spread("added_us", found, ".1f"))
-    results.show(rows, "model", "road", "added_us", "added_us_q1", "added_us_q3")
-    print(results.script_rows("host_time", rows, options.results, options.device, "float32", options.label, toy=False))
+        print("{model}, {road}: {added_us} µs a layer ({added_us_q1} to {added_us_q3})".format(**rows[-1]))
+    how = results.command("python benchmarks/host_time.py", sys.argv[1:])
+    path = options.results / results.file_name("host_time", options.device, "float32", options.label)
+    print(results.write_rows(path, rows, results.provenance(options.device, how)))
 
 
 if __name__ == "__main__":
