@@ -11,9 +11,6 @@ with the figures per layer and head, hardware, versions and command, in docs/evi
 
 import argparse
 import json
-import platform
-import shlex
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -29,13 +26,14 @@ from torch import Tensor
 import acutance as ac
 from acutance.explain import Outcome, Spectrum
 from acutance.io import centre_crop, image_batches, load
-from acutance.lab.bench.results import Row, hardware, write_rows
+from acutance.lab.bench.results import Row, write_rows
 from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD
 from acutance.lab.data.seeds import mixed_seed
 from acutance.lab.demo import demo_config
 from acutance.lab.files import digest, finite
 from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train import train
+from acutance.lab.train.provenance import made
 from acutance.models import ViT
 
 EVIDENCE = Path(__file__).parents[1] / "docs" / "evidence"
@@ -130,14 +128,8 @@ def in_words(found: Outcome) -> str:
 
 
 def write(rows: list[Row], layers: list[list[Row]], arguments: argparse.Namespace) -> None:
-    context = {
-        "command": shlex.join(["python", "benchmarks/dominance.py", *sys.argv[1:]]),
-        "hardware": hardware(arguments.device),
-        "threads": torch.get_num_threads(),
-        "images": arguments.hashes,
-        "versions": {"acutance": ac.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "demo": demo_config(*changed(arguments)).to_dict() if arguments.which == "trained" else None,
-    }
+    trained = demo_config(*changed(arguments)).to_dict() if arguments.which == "trained" else None
+    context = {**made("explained"), "device": arguments.device, "images": arguments.hashes, "demo": trained}
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"dominance-{arguments.which}"
     runs = [{**row, "layers": found} for row, found in zip(rows, layers, strict=True)]
