@@ -88,6 +88,7 @@ def _rows(shape: Shape, training: bool, settings: Settings) -> Iterator[list[Row
 def candidates(shape: Shape, training: bool, settings: Settings, *, timm: bool) -> list[Candidate]:
     """The plain models first; a variant with one row is timed in the mode with the least overhead."""
     modes, least = settings.modes, settings.modes[-1:]
+    every = (*modes, "max-autotune") if settings.max_autotune and settings.on_gpu else modes
     neutreno = partial(shape.ours, mitigation=NEUTRENO)
     plain = partial(timm_model, shape) if timm else shape.ours
 
@@ -95,7 +96,7 @@ def candidates(shape: Shape, training: bool, settings: Settings, *, timm: bool) 
         return partial(step_of, build, shape, training, settings)
 
     return [
-        *in_modes("timm's ViT" if timm else "plain ViT", made(plain), settings.baseline_modes, baseline=True),
+        *in_modes("timm's ViT" if timm else "plain ViT", made(plain), every, baseline=True),
         *(in_modes("plain ViT", made(shape.ours), least) if timm else []),
         *in_modes("NeuTRENO", made(neutreno), modes),
         *in_modes("NeuTRENO, tokens in bfloat16 between blocks", made(partial(neutreno, stream="autocast")), least),
@@ -137,17 +138,12 @@ def eigen_tables(settings: Settings) -> Iterator[Table]:
     """A training step of ViT-Ti⁻ against ViT-Ti in every mode, the one with the least overhead first."""
     shape = shape_for("steps-32", settings)
     for mode in settings.modes[::-1]:
+        found = []
+        for spec in (None, *(f"eigen:negative,basis={basis}" for basis in BASES)):
+            made = partial(step_of, partial(shape.ours, mitigation=spec), shape, True, settings)
+            found += in_modes(spec or "plain ViT", made, [mode], baseline=spec is None)
         title = f"ViT-Ti⁻ against ViT-Ti: {shape.title}, batch {shape.batch}, training, {mode}"
-        yield title, compare(eigen_candidates(shape, settings, mode), settings.pace(), settings.device)
-
-
-def eigen_candidates(shape: Shape, settings: Settings, mode: str) -> list[Candidate]:
-    """The plain model, then every basis."""
-    found = []
-    for spec in (None, *(f"eigen:negative,basis={basis}" for basis in BASES)):
-        made = partial(step_of, partial(shape.ours, mitigation=spec), shape, True, settings)
-        found += in_modes(spec or "plain ViT", made, [mode], baseline=spec is None)
-    return found
+        yield title, compare(found, settings.pace(), settings.device)
 
 
 def end_to_end_tables(settings: Settings, batch: int) -> list[Table]:

@@ -278,9 +278,14 @@ def elastic_transform(x: Tensor, draws: Draws, strength: float) -> Tensor:
     height, width = x.shape[-2:]
     farthest = 0.005 * height
     noise = draws.uniform(2, len(x), height, width, low=-farthest, high=farthest)
-    right, down = strength * filters.gaussian(noise, (0.01 * height, 0.01 * width), "symmetric", truncate=3.0)
-    rows = torch.arange(height, device=x.device)[:, None] + down
-    columns = torch.arange(width, device=x.device) + right
+    return _displaced(x, strength * filters.gaussian(noise, (0.01 * height, 0.01 * width), "symmetric", truncate=3.0))
+
+
+def _displaced(x: Tensor, moves: Tensor) -> Tensor:
+    """Every pixel read from so much further to the right and further down, (2, n, height, width)."""
+    height, width = x.shape[-2:]
+    columns = torch.arange(width, device=x.device) + moves[0]
+    rows = torch.arange(height, device=x.device)[:, None] + moves[1]
     places = torch.stack([(2 * columns + 1) / width - 1, (2 * rows + 1) / height - 1], -1)
     return F.grid_sample(x, places, padding_mode="reflection", align_corners=False)
 
@@ -307,9 +312,8 @@ def elastic_with_affine(x: Tensor, draws: Draws, strength: float, sigma: float, 
     if strength == 0:
         return x
     noise = draws.uniform(2, len(x), height, width, low=-1, high=1)
-    moved = strength * height * filters.gaussian(noise, (sigma * height, sigma * height), "symmetric", truncate=3.0)
-    places = torch.stack([(2 * (columns + moved[0]) + 1) / width - 1, (2 * (rows + moved[1]) + 1) / height - 1], -1)
-    return F.grid_sample(x, places, padding_mode="reflection", align_corners=False)
+    smooth = filters.gaussian(noise, (sigma * height, sigma * height), "symmetric", truncate=3.0)
+    return _displaced(x, strength * height * smooth)
 
 
 def pixelate(x: Tensor, draws: Draws, scale: float) -> Tensor:

@@ -23,7 +23,15 @@ from acutance.lab.data.images import Images, load_images
 from acutance.lab.data.source import SplitName
 from acutance.lab.data.stream import evaluation_batches
 from acutance.lab.robustness.attacks import FGSM, PGD, Attack, as_attack
-from acutance.lab.robustness.corruptions import AT_ONCE, CORRUPTIONS, SEVERITIES, benchmark, check_names, corrupt_part
+from acutance.lab.robustness.corruptions import (
+    AT_ONCE,
+    CORRUPTIONS,
+    SEVERITIES,
+    benchmark,
+    check_names,
+    corrupt,
+    corrupt_part,
+)  # fmt: skip
 from acutance.lab.robustness.filters import Draws
 from acutance.lab.tasks.classification import ClassificationConfig
 from acutance.lab.tasks.imagenet import ImageNetConfig, load_imagenet
@@ -209,12 +217,7 @@ def draw_once(images: Images, folder: Path, *, seed: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name in CORRUPTIONS:
         if not (path := folder / f"{name}.npy").exists():
-            parts = range(-(-len(images) // AT_ONCE))
-            drawn = [
-                corrupt_part(_part(images.images, part), name, severity, seed, part)
-                for severity in SEVERITIES
-                for part in parts
-            ]
+            drawn = [corrupt(images.images, name, severity, seed=seed) for severity in SEVERITIES]
             array = torch.cat(drawn).permute(0, 2, 3, 1).cpu().numpy()
             atomic_write(path, lambda place, array=array: np.save(place, array))  # type: ignore[misc]
     labels = images.labels.repeat(len(SEVERITIES)).cpu().numpy()
