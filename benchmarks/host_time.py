@@ -8,8 +8,8 @@ as it runs. Results go to benchmarks/results, one CSV per device, versions and -
 """
 
 import argparse
+import copy
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import acutance as ac
 from acutance.lab.bench import results
-from acutance.lab.bench.timing import spread
+from acutance.lab.bench.timing import Pace, paired, spread
 
 DIM, HEADS, DEPTH, TOKENS = 32, 4, 12, 8
 CALLS = 20
@@ -82,25 +82,16 @@ MODELS: dict[str, tuple[str, Callable[[], tuple[nn.Module, Tensor]]]] = {
 }
 
 
-def seconds(model: nn.Module, batch: Tensor) -> float:
-    if batch.is_cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        model(batch)
-    return (time.perf_counter() - start) / CALLS
-
-
-def added(model: nn.Module, batch: Tensor, spec: str, rounds: int) -> list[float]:
-    """Microseconds a layer, round by round."""
-    found = []
-    for _ in range(rounds):
-        plain = seconds(model, batch)
-        with ac.mitigate(model, spec):
-            seconds(model, batch)
-            patched = seconds(model, batch)
-        found.append(1e6 * (patched - plain) / DEPTH)
-    return found
+def added(make: Callable[[], tuple[nn.Module, Tensor]], options: argparse.Namespace) -> list[float]:
+    """Microseconds a layer, round by round: of one model twice, once mitigated."""
+    torch.manual_seed(0)
+    model, batch = make()
+    plain, batch = model.to(options.device).train(), batch.to(options.device)
+    patched = copy.deepcopy(plain)
+    ac.mitigate(patched, options.spec)
+    pace = Pace(options.rounds, CALLS, refresh=CALLS)
+    pairs = paired(lambda: patched(batch), lambda: plain(batch), pace, options.device)
+    return [1e6 * (mine - theirs) / DEPTH for mine, theirs in pairs]
 
 
 def main() -> None:
@@ -114,11 +105,8 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     for name, (road, make) in MODELS.items():
-        torch.manual_seed(0)
         try:
-            model, batch = make()
-            model, batch = model.to(options.device).train(), batch.to(options.device)
-            found = added(model, batch, options.spec, options.rounds)
+            found = added(make, options)
         except (ImportError, ac.AcutanceError):  # not installed, or a version that cannot
             continue
         row = {"label": options.label, "model": name, "road": road, "spec": options.spec, "rounds": options.rounds}
