@@ -64,7 +64,7 @@ def load_images(arguments: argparse.Namespace) -> tuple[Sequence[Tensor], str, d
 
 def trained_rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, Spectrum]]:
     for seed in range(arguments.seeds):
-        for name, spec in arguments.variants.items():
+        for name, spec in VARIANTS.items():
             config = demo_config(*changed(arguments), f"loop.seed={seed}", f"task.model.mitigation={spec}")
             task = ClassificationTask(config.task, seed=seed, device=torch.device(arguments.device))
             images = task.inputs("test", range(min(task.size("test"), arguments.samples))).split(arguments.batch)
@@ -138,12 +138,6 @@ def write(rows: list[Row], layers: list[list[Row]], arguments: argparse.Namespac
     write_rows(path.with_suffix(".csv"), texts, {})
 
 
-def variants(text: str) -> dict[str, str | None]:
-    """`plain,negative=eigen:negative;spectrum=bounded`: commas inside a spec are written as semicolons."""
-    pairs = (item.partition("=") for item in text.split(","))
-    return {name: spec.replace(";", ",") or VARIANTS[name] for name, _, spec in pairs}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("which", choices=["random", "trained"])
@@ -156,7 +150,6 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=768, help="random only")
     parser.add_argument("--heads", type=int, default=12, help="random only")
     parser.add_argument("--epochs", type=int, default=12, help="trained only")
-    parser.add_argument("--variants", type=variants, default=VARIANTS, help=variants.__doc__)
     parser.add_argument("--out", type=Path, default=EVIDENCE)
     parser.set_defaults(hashes=None)
     arguments = parser.parse_args()
