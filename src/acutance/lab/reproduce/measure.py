@@ -179,10 +179,8 @@ def efficiency(model: RowModel) -> dict[str, float]:
     chosen, device = model.run.config.task.model, model.session.device
     torch.manual_seed(model.seed)
     images = torch.randn(EFFICIENCY_BATCH, chosen.in_chans, chosen.image_size, chosen.image_size, device=device)
-    plain, steered = (
-        build_vit(replace(chosen, mitigation=spec), weights=None).to(device).eval()
-        for spec in (None, chosen.mitigation)
-    )
+    configs = replace(chosen, mitigation=None), chosen
+    plain, steered = (build_vit(config, weights=None).to(device).eval() for config in configs)
     (products, pointwise), (more, more_pointwise) = (count_flops(each, images) for each in (plain, steered))
     term = more - products + more_pointwise - pointwise  # against products alone, as FLOPs are usually given
     steps = {"plain": partial(inference_step, plain, [images]), "steered": partial(inference_step, steered, [images])}

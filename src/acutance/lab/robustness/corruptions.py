@@ -276,16 +276,15 @@ def contrast(x: Tensor, draws: Draws, times: float) -> Tensor:
 def elastic_transform(x: Tensor, draws: Draws, strength: float) -> Tensor:
     """Every pixel read from a place a little off, neighbours alike."""
     height, width = x.shape[-2:]
-    farthest = 0.005 * height
-    noise = draws.uniform(2, len(x), height, width, low=-farthest, high=farthest)
-    return _displaced(x, strength * filters.gaussian(noise, (0.01 * height, 0.01 * width), "symmetric", truncate=3.0))
+    return _elastic(x, draws, 0.005 * height, (0.01 * height, 0.01 * width), strength)
 
 
-def _displaced(x: Tensor, moves: Tensor) -> Tensor:
-    """Every pixel read from so much further to the right and further down, (2, n, height, width)."""
+def _elastic(x: Tensor, draws: Draws, farthest: float, sigma: tuple[float, float], strength: float) -> Tensor:
     height, width = x.shape[-2:]
-    columns = torch.arange(width, device=x.device) + moves[0]
-    rows = torch.arange(height, device=x.device)[:, None] + moves[1]
+    noise = draws.uniform(2, len(x), height, width, low=-farthest, high=farthest)
+    right, down = strength * filters.gaussian(noise, sigma, "symmetric", truncate=3.0)
+    rows = torch.arange(height, device=x.device)[:, None] + down
+    columns = torch.arange(width, device=x.device) + right
     places = torch.stack([(2 * columns + 1) / width - 1, (2 * rows + 1) / height - 1], -1)
     return F.grid_sample(x, places, padding_mode="reflection", align_corners=False)
 
@@ -309,11 +308,7 @@ def elastic_with_affine(x: Tensor, draws: Draws, strength: float, sigma: float, 
     source = torch.einsum("nij,jhw->nhwi", back, torch.stack([columns, rows, torch.ones_like(rows)]))
     sizes = x.new_tensor([width - 1, height - 1])
     x = F.grid_sample(x, 2 * source / sizes - 1, padding_mode="reflection", align_corners=True)
-    if strength == 0:
-        return x
-    noise = draws.uniform(2, len(x), height, width, low=-1, high=1)
-    smooth = filters.gaussian(noise, (sigma * height, sigma * height), "symmetric", truncate=3.0)
-    return _displaced(x, strength * height * smooth)
+    return x if strength == 0 else _elastic(x, draws, 1.0, (sigma * height, sigma * height), strength * height)
 
 
 def pixelate(x: Tensor, draws: Draws, scale: float) -> Tensor:
