@@ -223,8 +223,8 @@ TARGETS = (
         measure.table(measure.efficiency, digits=4),
         (Row("NeuTRENO DeiT / DeiT", DEIT_NEUTRENO, EFFICIENCY, state="initial"),),
         "nothing; minutes; memory is read on a GPU only",
-        "Ratios do not depend on the weights, so nothing is trained. Time is the median ratio of calls that take turns, "
-        "memory the peak of a call above what stays.",
+        "Ratios do not depend on the weights, so nothing is trained. Time is the median ratio of calls in turn, memory "
+        "the peak of a call above what stays.",
     ),
     _ablation("neutreno-lambda", "cifar100", "CIFAR-100", "CIFAR-100; a GPU; {} of 5 million images of 32×32"),
     _ablation("neutreno-lambda-digits", "digits", "the embedded digits", "a CPU core; {} of half a minute"),

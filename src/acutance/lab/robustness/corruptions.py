@@ -9,6 +9,7 @@ the published files of CIFAR-10-C and CIFAR-100-C, whose draws nobody can repeat
 from collections.abc import Mapping
 from functools import reduce
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from acutance.errors import AcutanceError, ShapeError
+from acutance.files.atomic import atomic_write
 from acutance.io.inputs import pillow
+from acutance.lab.data.images import Images
 from acutance.lab.robustness import filters
 from acutance.lab.robustness.filters import Draws
 
@@ -31,6 +34,19 @@ def corrupt(images: Tensor, name: str, severity: int, *, seed: int = 0) -> Tenso
     """Bytes (n, channels, height, width), corrupted."""
     parts = images.split(AT_ONCE)
     return torch.cat([corrupt_part(part, name, severity, seed, index) for index, part in enumerate(parts)])
+
+
+def draw_once(images: Images, folder: Path, *, seed: int = 0) -> Path:
+    """Corruptions of a test set as files in CIFAR-C's layout, which many models then share; files there are kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in CORRUPTIONS:
+        if not (path := folder / f"{name}.npy").exists():
+            drawn = [corrupt(images.images, name, severity, seed=seed) for severity in SEVERITIES]
+            array = torch.cat(drawn).permute(0, 2, 3, 1).cpu().numpy()
+            atomic_write(path, lambda place, array=array: np.save(place, array))  # type: ignore[misc]
+    labels = images.labels.repeat(len(SEVERITIES)).cpu().numpy()
+    atomic_write(folder / "labels.npy", lambda place: np.save(place, labels))
+    return folder
 
 
 @torch.no_grad()

@@ -23,15 +23,7 @@ from acutance.lab.data.images import Images, load_images
 from acutance.lab.data.source import SplitName
 from acutance.lab.data.stream import evaluation_batches
 from acutance.lab.robustness.attacks import FGSM, PGD, Attack, as_attack
-from acutance.lab.robustness.corruptions import (
-    AT_ONCE,
-    CORRUPTIONS,
-    SEVERITIES,
-    benchmark,
-    check_names,
-    corrupt,
-    corrupt_part,
-)  # fmt: skip
+from acutance.lab.robustness.corruptions import AT_ONCE, CORRUPTIONS, SEVERITIES, benchmark, check_names, corrupt_part
 from acutance.lab.robustness.filters import Draws
 from acutance.lab.tasks.classification import ClassificationConfig
 from acutance.lab.tasks.imagenet import ImageNetConfig, load_imagenet
@@ -210,19 +202,6 @@ def evaluate(
             if path is not None:
                 table.save(path)
     return table
-
-
-def draw_once(images: Images, folder: Path, *, seed: int = 0) -> Path:
-    """Corruptions of a test set as files in CIFAR-C's layout, which many models then share; files there are kept."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in CORRUPTIONS:
-        if not (path := folder / f"{name}.npy").exists():
-            drawn = [corrupt(images.images, name, severity, seed=seed) for severity in SEVERITIES]
-            array = torch.cat(drawn).permute(0, 2, 3, 1).cpu().numpy()
-            atomic_write(path, lambda place, array=array: np.save(place, array))  # type: ignore[misc]
-    labels = images.labels.repeat(len(SEVERITIES)).cpu().numpy()
-    atomic_write(folder / "labels.npy", lambda place: np.save(place, labels))
-    return folder
 
 
 def _part(rows: Tensor, part: int) -> Tensor:
