@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
-from acutance.files.atomic import atomic_write, read_json
+from acutance.files.atomic import read_json
 from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD, Crops
 from acutance.lab.data.images import Images, load_images
 from acutance.lab.data.source import SplitName
