@@ -11,9 +11,6 @@ with the figures per layer and head, hardware, versions and command, in docs/evi
 
 import argparse
 import json
-import platform
-import shlex
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -29,13 +26,14 @@ from torch import Tensor
 import acutance as ac
 from acutance.explain import Outcome, Spectrum
 from acutance.io import centre_crop, image_batches, load
-from acutance.lab.bench.results import Row, hardware, write_rows
+from acutance.lab.bench.results import Row, write_rows
 from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD
 from acutance.lab.data.seeds import mixed_seed
 from acutance.lab.demo import demo_config
 from acutance.lab.files import digest, finite
 from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train import train
+from acutance.lab.train.provenance import made
 from acutance.models import ViT
 
 EVIDENCE = Path(__file__).parents[1] / "docs" / "evidence"
@@ -66,7 +64,7 @@ def load_images(arguments: argparse.Namespace) -> tuple[Sequence[Tensor], str, d
 
 def trained_rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, Spectrum]]:
     for seed in range(arguments.seeds):
-        for name, spec in arguments.variants.items():
+        for name, spec in VARIANTS.items():
             config = demo_config(*changed(arguments), f"loop.seed={seed}", f"task.model.mitigation={spec}")
             task = ClassificationTask(config.task, seed=seed, device=torch.device(arguments.device))
             images = task.inputs("test", range(min(task.size("test"), arguments.samples))).split(arguments.batch)
@@ -130,26 +128,14 @@ def in_words(found: Outcome) -> str:
 
 
 def write(rows: list[Row], layers: list[list[Row]], arguments: argparse.Namespace) -> None:
-    context = {
-        "command": shlex.join(["python", "benchmarks/dominance.py", *sys.argv[1:]]),
-        "hardware": hardware(arguments.device),
-        "threads": torch.get_num_threads(),
-        "images": arguments.hashes,
-        "versions": {"acutance": ac.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "demo": demo_config(*changed(arguments)).to_dict() if arguments.which == "trained" else None,
-    }
+    trained = demo_config(*changed(arguments)).to_dict() if arguments.which == "trained" else None
+    context = {**made("explained"), "device": arguments.device, "images": arguments.hashes, "demo": trained}
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"dominance-{arguments.which}"
     runs = [{**row, "layers": found} for row, found in zip(rows, layers, strict=True)]
     path.with_suffix(".json").write_text(json.dumps(finite({**context, "runs": runs}), indent=1, ensure_ascii=False))
     texts = [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
     write_rows(path.with_suffix(".csv"), texts, {})
-
-
-def variants(text: str) -> dict[str, str | None]:
-    """`plain,negative=eigen:negative;spectrum=bounded`: commas inside a spec are written as semicolons."""
-    pairs = (item.partition("=") for item in text.split(","))
-    return {name: spec.replace(";", ",") or VARIANTS[name] for name, _, spec in pairs}
 
 
 def main() -> None:
@@ -164,7 +150,6 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=768, help="random only")
     parser.add_argument("--heads", type=int, default=12, help="random only")
     parser.add_argument("--epochs", type=int, default=12, help="trained only")
-    parser.add_argument("--variants", type=variants, default=VARIANTS, help=variants.__doc__)
     parser.add_argument("--out", type=Path, default=EVIDENCE)
     parser.set_defaults(hashes=None)
     arguments = parser.parse_args()

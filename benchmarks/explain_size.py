@@ -17,52 +17,39 @@ import statistics
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from acutance.explain import Spectrum
 from acutance.explain.weights import layer_spectrum
 from acutance.lab.bench import results
 from acutance.lab.bench.results import Row
 from acutance.lab.bench.timing import MIB, resident_peak_bytes
-from acutance.sites import AttentionSite
 
 RESULTS = Path(__file__).parent / "results"
 
 
-class SyntheticSite(AttentionSite):
-    """One layer's random weights, at the scale of a fresh model."""
-
-    mitigation = None
-
-    def __init__(self, layer: int, dim: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-        self.layer, self.name = layer, f"layers.{layer}"
-        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
-        generator = torch.Generator().manual_seed(layer)
-        self.value = torch.randn(kv_heads * head_dim, dim, generator=generator).mul_(0.02).to(dtype)
-        self.projection = torch.randn(dim, heads * head_dim, generator=generator).mul_(0.02).to(dtype)
-
-    def value_weight(self) -> Tensor:
-        return self.value
-
-    def projection_weight(self) -> Tensor:
-        return self.projection
-
-    def _is_only_read(self, *_: Any) -> Any:
-        raise NotImplementedError
-
-    projections = observe = install = replace = _is_only_read
+def synthetic_site(layer: int, dim: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Any:
+    """One layer's random weights, at the scale of a fresh model, as `layer_spectrum` asks a site for them."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(layer))
+    value = draw(kv_heads * head_dim, dim).mul_(0.02).to(dtype)
+    projection = draw(dim, heads * head_dim).mul_(0.02).to(dtype)
+    found = {"layer": layer, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    read: dict[str, Any] = {"value_weight": lambda: value, "projection_weight": lambda: projection}
+    read |= dict.fromkeys(("branch_gain", "pre_norm_gain", "post_norm"), lambda: None)
+    return SimpleNamespace(**found, **read)
 
 
 def benchmark(arguments: argparse.Namespace) -> Row:
     dtype = getattr(torch, arguments.dtype)
 
-    def site(layer: int, shrink: int = 1) -> SyntheticSite:
+    def site(layer: int, shrink: int = 1) -> Any:
         heads, kv_heads = arguments.heads // shrink or 1, arguments.kv_heads // shrink or 1
-        return SyntheticSite(layer, arguments.dim // shrink, heads, kv_heads, arguments.head_dim, dtype)
+        return synthetic_site(layer, arguments.dim // shrink, heads, kv_heads, arguments.head_dim, dtype)
 
     layer_spectrum(site(0, shrink=16), whole=True)  # what is loaded on first use is not counted
     before, elapsed, seconds, kept = resident_peak_bytes(), [], [], []
@@ -75,6 +62,7 @@ def benchmark(arguments: argparse.Namespace) -> Row:
         print(f"layer {layer}/{arguments.layers}: {seconds[-1]:.2f} s of CPU", file=sys.stderr)
     written = len(Spectrum(tuple(kept)).to_json().encode())
     resident = resident_peak_bytes()
+    held = weights.value_weight().nbytes + weights.projection_weight().nbytes
     command = results.command("python benchmarks/explain_size.py", sys.argv[1:], without="--out")
     return {
         **{name: getattr(arguments, name) for name in ("layers", "dim", "heads", "kv_heads", "head_dim", "whole")},
@@ -88,7 +76,7 @@ def benchmark(arguments: argparse.Namespace) -> Row:
         "peak_mib": f"{(resident - before) / MIB:.0f}",
         "resident_mib": f"{resident / MIB:.0f}",
         "json_mib": f"{written / MIB:.1f}",
-        "layer_weights_mib": f"{(weights.value.nbytes + weights.projection.nbytes) / MIB:.0f}",
+        "layer_weights_mib": f"{held / MIB:.0f}",
         "eigenvalues_kept": sum(s.heads.size + (0 if s.deciding is None else s.deciding.size) for s in kept),
         "threads": torch.get_num_threads(),
         **results.provenance("cpu", command),

@@ -7,8 +7,11 @@ The road says how attention is reached: by a forward of our own, by transformers
 as it runs. Results go to benchmarks/results, one CSV per device, versions and --label.
 """
 
-import time
+import argparse
+import copy
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +19,7 @@ from torch.nn import functional as F
 
 import acutance as ac
 from acutance.lab.bench import results
-from acutance.lab.bench.timing import spread
+from acutance.lab.bench.timing import Pace, paired, spread
 
 DIM, HEADS, DEPTH, TOKENS = 32, 4, 12, 8
 CALLS = 20
@@ -79,29 +82,22 @@ MODELS: dict[str, tuple[str, Callable[[], tuple[nn.Module, Tensor]]]] = {
 }
 
 
-def seconds(model: nn.Module, batch: Tensor) -> float:
-    if batch.is_cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        model(batch)
-    return (time.perf_counter() - start) / CALLS
-
-
-def added(model: nn.Module, batch: Tensor, spec: str, rounds: int) -> list[float]:
-    """Microseconds a layer, round by round."""
-    found = []
-    for _ in range(rounds):
-        plain = seconds(model, batch)
-        with ac.mitigate(model, spec):
-            seconds(model, batch)
-            patched = seconds(model, batch)
-        found.append(1e6 * (patched - plain) / DEPTH)
-    return found
+def added(make: Callable[[], tuple[nn.Module, Tensor]], options: argparse.Namespace) -> list[float]:
+    """Microseconds a layer, round by round: of one model twice, once mitigated."""
+    torch.manual_seed(0)
+    model, batch = make()
+    plain, batch = model.to(options.device).train(), batch.to(options.device)
+    patched = copy.deepcopy(plain)
+    ac.mitigate(patched, options.spec)
+    pace = Pace(options.rounds, CALLS, refresh=CALLS)
+    pairs = paired(lambda: patched(batch), lambda: plain(batch), pace, options.device)
+    return [1e6 * (mine - theirs) / DEPTH for mine, theirs in pairs]
 
 
 def main() -> None:
-    parser = results.script_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="where the CSV goes")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--spec", default="neutreno:0.6")
     parser.add_argument("--label", default="", help="what the rows and their file are called, such as a version")
     parser.add_argument("--rounds", type=int, default=25)
@@ -109,17 +105,16 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     for name, (road, make) in MODELS.items():
-        torch.manual_seed(0)
         try:
-            model, batch = make()
-            model, batch = model.to(options.device).train(), batch.to(options.device)
-            found = added(model, batch, options.spec, options.rounds)
+            found = added(make, options)
         except (ImportError, ac.AcutanceError):  # not installed, or a version that cannot
             continue
         row = {"label": options.label, "model": name, "road": road, "spec": options.spec, "rounds": options.rounds}
         rows.append(row | spread("added_us", found, ".1f"))
-    results.show(rows, "model", "road", "added_us", "added_us_q1", "added_us_q3")
-    print(results.script_rows("host_time", rows, options.results, options.device, "float32", options.label, toy=False))
+        print("{model}, {road}: {added_us} µs a layer ({added_us_q1} to {added_us_q3})".format(**rows[-1]))
+    how = results.command("python benchmarks/host_time.py", sys.argv[1:])
+    path = options.results / results.file_name("host_time", options.device, "float32", options.label)
+    print(results.write_rows(path, rows, results.provenance(options.device, how)))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ The figures go to --out as symmetry.csv and symmetry.json; `acutance lab kernel`
 
 import argparse
 import json
-import shlex
-import sys
 from io import StringIO
 from pathlib import Path
 from statistics import mean, stdev
@@ -33,7 +31,7 @@ from acutance.lab.demo import demo_config
 from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train import Config, Run, train
 from acutance.lab.train.checkpointer import checkpoint_paths, read_checkpoint
-from acutance.lab.train.provenance import hardware, versions
+from acutance.lab.train.provenance import made
 from acutance.sites import find
 
 EVIDENCE = Path(__file__).parents[1] / "docs" / "evidence" / "symmetry"
@@ -109,9 +107,7 @@ def spread(values: list[float]) -> Row:
 def write(rows: list[Row], records: list[Row], arguments: argparse.Namespace) -> list[Row]:
     found = summary(rows, records)
     body = {
-        "command": shlex.join(["python", "benchmarks/over_training.py", *sys.argv[1:]]),
-        "hardware": hardware(),
-        "versions": versions(),
+        **made("finished"),
         "config": demo_config(*chosen(arguments)).to_dict(),
         "variants": VARIANTS,
         "symmetry": "cosine between H and its transpose; with_norm: the pre-norm's weight folded in",

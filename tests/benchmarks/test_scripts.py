@@ -4,7 +4,6 @@ import csv
 import json
 import runpy
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from acutance.errors import AcutanceError
 from acutance.io import load_model
 from acutance.lab import recipes
+from acutance.lab.bench.floor import of_mlp
 from acutance.lab.evaluate import Evaluation
 from acutance.lab.train import Run, override
 from lab.data.tiny_data_sets import picture
@@ -22,16 +22,11 @@ from tiny_folders import tiny
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = SCRIPTS / "results"
-CPU, TWICE = ["--device", "cpu"], ["--steps", "1", "--repetitions", "2"]
+CPU = ["--device", "cpu"]
 # By script: its options at toy size, where {} is the folder it writes to, and the variants it must find.
 TOYS = {
-    "augment": ([*CPU, *TWICE, "--batch", "4", "--results", "{}"], 4),
     "explain_size": (["--dim", "48", "--heads", "4", "--head-dim", "12", "--layers", "2", "--out", "{}"], 1),
     "host_time": ([*CPU, "--rounds", "2", "--results", "{}"], 3),
-    "mlp": (["--results", "{}"], 8),
-    "monitor_cost": ([*CPU, "--every", "2", "--repetitions", "2", "--readings", "1", "--results", "{}"], 5),
-    "operator_memory": ([*CPU, "--tokens", "64", "128", "--operations", "A @ x", "--results", "{}"], 2),
-    "orthogonal_precision": (["--dim", "6", "--batch", "2", "--seeds", "1", "--conditions", "--results", "{}"], 5),
     "over_training": (["--seeds", "1", "--epochs", "1", "--depth", "2", "--runs", "{}/runs", "--out", "{}"], 20),
 }
 
@@ -63,10 +58,9 @@ def test_a_script_runs_at_toy_size(script, name, tmp_path):
         assert float(row["ratio"] or 1) > 0, row
 
 
-def test_every_script_is_run_here_or_with_triton():
-    elsewhere = {"long_kernels"}  # in tests/kernels
+def test_every_script_is_run_here():
     own = {"dominance", "corruption_parity", "plots", "rxnfp", "time_to_accuracy"}
-    assert {path.stem for path in SCRIPTS.glob("*.py")} == TOYS.keys() | own | elsewhere
+    assert {path.stem for path in SCRIPTS.glob("*.py")} == TOYS.keys() | own
 
 
 def test_the_sign_of_a_spectrum_decides_which_family_dominates(script, tmp_path):
@@ -88,20 +82,10 @@ def test_a_random_vit_on_a_folder_of_images(script, tmp_path):
     assert (row["data"], row["samples"]) == ("1 images of a folder", "1")
 
 
-def test_figures_of_the_monitor_follow_from_the_times(script, monkeypatch):
-    """Time is made up: every call of the clock is a second later, so a reading takes as long as all steps together."""
-    now = iter(range(10**6))
-    monkeypatch.setattr(time, "perf_counter", lambda: float(next(now)))
-    (row,) = script("monitor_cost", *TOYS["monitor_cost"][0], "--variants", "default")
-    assert (row["step_ms"], row["reading_ms"], row["ratio"]) == ("500.000", "1000.000", "1.0000")
-    assert (row["reading_in_steps"], row["share_percent"], row["every_for_2_percent"]) == ("2.000", "100.000", "100")
-
-
 def test_the_floor_of_an_mlp_counts_each_tensor_of_each_product_once():
-    shape = runpy.run_path(str(SCRIPTS / "mlp.py"))["Shape"](65536, 192, 768)
     narrow, wide, weight, flops = 65536 * 192 * 2, 65536 * 768 * 2, 192 * 768 * 2, 2 * 65536 * 192 * 768
-    assert shape.passes("inference", 2) == [(2 * (narrow + weight), 2 * flops)]
-    moved, work = (sum(column) for column in zip(*shape.passes("training", 2), strict=True))
+    assert of_mlp(65536, 192, 768, 2, training=False) == [(2 * (narrow + weight), 2 * flops)]
+    moved, work = (sum(column) for column in zip(*of_mlp(65536, 192, 768, 2, training=True), strict=True))
     assert (moved, work) == (6 * (narrow + weight) + 7 * wide, 6 * flops)
 
 

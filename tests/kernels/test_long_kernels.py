@@ -1,10 +1,5 @@
 """The kernels for long sequences against the formula in float64."""
 
-import csv
-import runpy
-import sys
-from pathlib import Path
-
 import kernel_cases
 import pytest
 import torch
@@ -172,15 +167,3 @@ def test_sums_before_and_behind_a_tile(tiles):
     assert (before - (exact.cumsum(2) - exact)).abs().max() < 1e-5
     assert (behind - (exact.flip(2).cumsum(2).flip(2) - exact)).abs().max() < 1e-5
     assert before[:, :, 0].abs().max() == behind[:, :, -1].abs().max() == 0
-
-
-@pytest.mark.skipif(CUDA, reason="the toy is for the CPU")
-def test_the_benchmark_runs_at_toy_size(monkeypatch, tmp_path):
-    script = str(Path(__file__).parents[2] / "benchmarks" / "long_kernels.py")
-    monkeypatch.setattr(sys, "argv", [script, "--results", str(tmp_path)])
-    runpy.run_path(script, run_name="__main__")
-    (path,) = tmp_path.iterdir()
-    rows = csv.DictReader(path.read_text().splitlines())
-    ours = {row["variant"]: row["ms"] for row in rows if row["variant"].startswith("ours")}
-    assert list(ours) == ["ours 64 32 4 2", "ours, over queries 64 32 4 2, over keys 32 64 4 2"]
-    assert all(ours.values())

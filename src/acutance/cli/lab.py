@@ -284,10 +284,10 @@ def bench(
     - steps: training and inference with NeuTRENO against timm's plain ViT (parts: steps-32, steps-224).
     - end-to-end: images a second of the recipe for CIFAR-100, augmentation included (parts by batch: end-to-end-256,
       end-to-end-512, end-to-end-1024, end-to-end-2048).
-    - eigen: training with a negative spectrum, ViT-Ti⁻, against ViT-Ti.
-    - micro: the fused attention by itself, against SDPA and against its floor in bytes and FLOPs.
+    - augment, eigen: augmentation on the device; training with a negative spectrum, ViT-Ti⁻, against ViT-Ti.
+    - micro: the fused attention and MLP by themselves, against PyTorch's and against their floor in bytes and FLOPs.
     - efficiency: NeuTRENO's FLOPs, memory and time against plain, at inference.
-    - measure: `measure` against a plain forward pass, and against whole attention matrices.
+    - measure, monitor: `measure` against a forward pass and whole matrices; a monitor against a training step.
     - long: language models, up to 131,072 tokens (parts: long-training, long-tokens, long-model).
 
     Each part takes a few minutes on an H200. On a CPU toy sizes run, in less than a minute for all: they show that

@@ -21,3 +21,12 @@ def finite(value: Any) -> Any:
     if isinstance(value, list):
         return [finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def short(value: Any) -> Any:
+    """Numbers with six digits: more than the data give, and than any table shows."""
+    if isinstance(value, Mapping):
+        return {key: short(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [short(entry) for entry in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value

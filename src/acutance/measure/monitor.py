@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
 CHEAP_METRICS = ("token_cosine", "rank_residual", "norm_spread")  # none needs eigenvalues, which are slow
-INTERVAL = 200  # 2 % of training time if a reading takes as long as four steps: benchmarks/monitor_cost.py
+INTERVAL = 200  # 2 % of training time if a reading takes as long as four steps: acutance bench --only monitor
 
 
 class Monitor:

@@ -1,7 +1,7 @@
 """Orthogonal matrices from free ones: four smooth maps Θ ↦ V with VᵀV = I, batched over leading dimensions.
 
 Each map has a preimage: a Θ that it sends to a given orthogonal V, up to the signs of V's columns, which V Λ Vᵀ does
-not see. Errors in float32, without TF32, are those of 192×192 matrices in benchmarks/orthogonal_precision.py.
+not see. Errors in float32, without TF32, are those of 192×192 matrices in tests/mitigations/test_orthogonal.py.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,10 @@
-"""The fused attention by itself, and floors: the bytes and FLOPs of a kernel at what this machine can do.
+"""The fused attention and MLP by themselves, and floors: the bytes and FLOPs of a kernel at what this machine can do.
 
 A product of matrices, or an attention, is one kernel: it reads its operands once, writes its result once, and takes the
 longer of what its bytes and its FLOPs take. All else costs nothing beside them. The optimiser reads and writes once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -21,6 +21,7 @@ from acutance.attention.kernels import packed
 from acutance.lab.bench.results import Row
 from acutance.lab.bench.timing import Candidate, Settings, Step, Table, compare, repeat, seconds_per_step, unfused
 from acutance.models import ViT
+from acutance.models.block import Mlp
 
 STRENGTH = 0.6
 CALLS = 10  # in one CUDA graph: the host's launches take longer than a kernel
@@ -101,6 +102,16 @@ def of_blocks(attention: Problem, hidden: int, depth: int, itemsize: int, *, tra
     return (products + attention.kernels(itemsize, training=training)) * depth
 
 
+def of_mlp(tokens: int, inside: int, hidden: int, itemsize: int, *, training: bool) -> list[Kernel]:
+    """Both products in one kernel; in training h is kept, and GELU(h) made again where dh is made."""
+    ((moved, flops),) = linear(tokens, inside, hidden, itemsize)
+    wide = tokens * hidden * itemsize
+    both = 2 * (moved - wide)
+    if not training:
+        return [(both, 2 * flops)]
+    return [(both + wide, 2 * flops), (moved + 2 * wide, flops), *[(moved, flops)] * 3]  # the last: dx, dW₁, dW₂
+
+
 def of_vit(model: ViT, batch: int, itemsize: int, *, training: bool) -> list[Kernel]:
     """A ViT with a class token: patches, blocks, and a head that reads one token."""
     config = model.config
@@ -151,57 +162,101 @@ def with_floor(kernels: Sequence[Kernel], tables: Iterator[list[Row]], settings:
 
 
 PROBLEMS = (Problem(1024, 64), Problem(1024, 65), Problem(512, 197))  # without and with a class token
-TOY = (Problem(2, 5, 2, 16),)
+LONG = (Problem(8, 2048, 16, causal=True), Problem(2, 8192, 16, causal=True))
+TOY = (Problem(2, 5, 2, 16), Problem(2, 5, 2, 16, causal=True))
+MLPS = ((1024 * 64, 192, 768), (512 * 196, 192, 768))  # tokens and channels: ViT-Ti/4, DeiT-Ti/16
+TOY_MLPS = ((10, 64, 128),)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call, what its backward pass gives the gradients of, and the kernels it is at least."""
+
+    call: Callable[[], Tensor]
+    leaves: Sequence[Tensor]
+    kernels: Sequence[Kernel]
 
 
 def tables(settings: Settings) -> Iterator[Table]:
-    """Per problem: forward alone, and with the backward pass."""
-    for p in PROBLEMS if settings.on_gpu else TOY:
-        title = f"attention, batch {p.batch}, {p.tokens} tokens, {p.heads} heads of width {p.width}, forward"
-        yield title, _rows(p, False, settings)
-        yield f"{title} and backward", _rows(p, True, settings)
+    """Per attention and per MLP: forward alone, and with the backward pass."""
+    passes = {"forward": False, "forward and backward": True}
+    for p, (what, backward) in product(PROBLEMS + LONG if settings.on_gpu else TOY, passes.items()):
+        title = f"attention, batch {p.batch}, {p.tokens} tokens, {p.heads} heads of width {p.width}"
+        yield f"{title}{', causal' * p.causal}, {what}", _rows(partial(attentions, p, backward, settings), settings)
+    for sizes, (what, backward) in product(MLPS if settings.on_gpu else TOY_MLPS, passes.items()):
+        title = "MLP, {} tokens, {} to {} channels".format(*sizes)
+        yield f"{title}, {what}", _rows(partial(mlps, *sizes, backward, settings), settings)
 
 
-def _rows(problem: Problem, backward: bool, settings: Settings) -> Iterator[list[Row]]:
-    """The fused attention and SDPA, plain and with the term, beside the floor of what each computes."""
-    ceilings = measured_ceilings(settings)
-    draw = partial(torch.randn, problem.batch, problem.tokens, device=settings.device, dtype=settings.dtype)
-    dim = problem.heads * problem.width
-    qkv, first, grad = draw(3 * dim, requires_grad=True), draw(dim, requires_grad=True), draw(dim)
+def _rows(make: Callable[[], Mapping[str, Work]], settings: Settings) -> Iterator[list[Row]]:
+    """Each beside the first, and how far it is from the floor of what it computes."""
+    works, ceilings = make(), measured_ceilings(settings)
 
-    def step(attention: Any, term: bool) -> Step:
-        run = torch.compile(attention, dynamic=False) if settings.on_gpu else attention
-        call = partial(run, qkv, problem.heads, problem.width**-0.5, first if term else None, STRENGTH)
+    def step(work: Work) -> Step:
+        gradient = torch.randn_like(work.call()) if work.leaves else None
 
         def once() -> None:
-            if backward:
-                torch.autograd.grad(call(), [qkv, first] if term else [qkv], grad)
-            else:
-                with torch.no_grad():
-                    call()
+            with torch.set_grad_enabled(bool(work.leaves)):
+                out = work.call()
+            if work.leaves:
+                torch.autograd.grad(out, work.leaves, gradient)
 
         return graphed(once, CALLS) if settings.on_gpu else partial(repeat, once, CALLS)
 
-    fused = {"fused kernel": packed.attention} if packed.is_available(qkv, problem.heads) else {}
-    candidates = []
-    for (name, attention), term in product({"SDPA": sdpa, **fused}.items(), (False, True)):
-        variant, make = f"{name}, {'with the term' if term else 'plain'}", partial(step, attention, term)
-        candidates.append(Candidate(variant, make, baseline=variant == "SDPA, plain", static=settings.on_gpu))
+    candidates = [
+        Candidate(name, partial(step, work), baseline=name == next(iter(works)), static=settings.on_gpu)
+        for name, work in works.items()
+    ]
     for rows in compare(candidates, settings.pace(steps=10, calls=CALLS), settings.device):
         for row in rows:
-            term = not row["variant"].endswith("plain")
-            kernels = problem.kernels(settings.dtype.itemsize, training=backward, term=term)
-            floor = 1e3 * ceilings.floor(*map(sum, zip(*kernels, strict=True)))
+            kernels = works[row["variant"]].kernels
+            floor = 1e3 * sum(ceilings.floor(*kernel) for kernel in kernels)
             row["floor_ms"] = f"{floor:.4f}"
             row["times_floor"] = f"{float(row['ms']) / floor:.2f}" if "ms" in row else ""
             row |= ceilings.columns(kernels)
         yield rows
 
 
-def sdpa(qkv: Tensor, heads: int, scale: float, first: Tensor | None = None, strength: float = 0.0) -> Tensor:
+def _compiled(run: Callable[..., Tensor], settings: Settings) -> Callable[..., Tensor]:
+    return torch.compile(run, dynamic=False) if settings.on_gpu else run
+
+
+def attentions(problem: Problem, backward: bool, settings: Settings) -> dict[str, Work]:
+    """SDPA and the fused kernel, each plain and with the term."""
+    draw = partial(torch.randn, problem.batch, problem.tokens, device=settings.device, dtype=settings.dtype)
+    dim, scale = problem.heads * problem.width, problem.width**-0.5
+    qkv, first = draw(3 * dim, requires_grad=backward), draw(dim, requires_grad=backward)
+    fused = {"fused kernel": packed.attention} if packed.is_available(qkv, problem.heads) else {}
+    works = {}
+    for (name, attention), term in product({"SDPA": sdpa, **fused}.items(), (False, True)):
+        given = (first, STRENGTH) if term else (None, 0.0)
+        call = partial(_compiled(attention, settings), qkv, problem.heads, scale, *given, problem.causal)
+        leaves = [qkv, first][: 1 + term] if backward else []
+        kernels = problem.kernels(settings.dtype.itemsize, training=backward, term=term)
+        works[f"{name}, {'with the term' if term else 'plain'}"] = Work(call, leaves, kernels)
+    return works
+
+
+def mlps(tokens: int, inside: int, hidden: int, backward: bool, settings: Settings) -> dict[str, Work]:
+    """PyTorch's layers, and our module of them, which is one kernel where that is available, in autocast."""
+    ours = Mlp(inside, hidden, 0.0).to(settings.device)
+    plain = nn.Sequential(ours.fc1, ours.act, ours.fc2)  # in which no kernel of ours is asked for
+    x = torch.randn(tokens, inside, device=settings.device, dtype=settings.dtype, requires_grad=backward)
+    autocast = torch.autocast(x.device.type, settings.dtype, enabled=settings.on_gpu)
+    leaves = [x, *ours.parameters()] if backward else []
+    kernels = of_mlp(tokens, inside, hidden, settings.dtype.itemsize, training=backward)
+    return {
+        name: Work(autocast(partial(_compiled(module, settings), x)), leaves, kernels)
+        for name, module in {"PyTorch": plain, "ours": ours}.items()
+    }
+
+
+def sdpa(
+    qkv: Tensor, heads: int, scale: float, first: Tensor | None = None, strength: float = 0.0, causal: bool = False
+) -> Tensor:
     """The same as `packed.attention`, as one writes it in PyTorch."""
     q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-    u = F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(2)
+    u = F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal).transpose(1, 2).flatten(2)
     return u if first is None else u + strength * (first - v.transpose(1, 2).flatten(2))
 
 

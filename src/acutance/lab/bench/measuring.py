@@ -1,4 +1,4 @@
-"""What measuring costs: `measure` against a forward pass and against whole matrices, and its growth with the tokens."""
+"""What measuring costs: `measure` against a forward pass and whole matrices, by tokens, and during training."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -6,20 +6,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from math import ceil
 from operator import methodcaller
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
 
 from acutance import metrics, sites
 from acutance.attention import AttentionCall
 from acutance.attention.operator import AttentionOperator
 from acutance.lab.bench.results import Row
-from acutance.lab.bench.steps import Shape, shape_for, timm_model
-from acutance.lab.bench.timing import Candidate, Pace, Settings, Step, Table, compare, free, repeat
+from acutance.lab.bench.steps import Shape, classified, shape_for, timm_model
+from acutance.lab.bench.timing import Candidate, Pace, Settings, Step, Table, compare, free, repeat, training_step
 from acutance.measure import DEFAULT_METRICS, measure
-from acutance.measure.monitor import CHEAP_METRICS
+from acutance.measure.monitor import CHEAP_METRICS, INTERVAL, Monitor
 from acutance.measure.walk import feed
 from acutance.sites.structure import evaluating
 
@@ -42,6 +45,10 @@ PATIENCE = 30.0  # seconds: what would take longer at twice the tokens is not tr
 
 OPERATIONS: dict[str, Callable[[AttentionOperator, Tensor], object]] = {
     "A v": lambda A, v: A @ v,
+    "Aᵀ v": lambda A, v: A.T @ v,
+    "logsumexp": lambda A, _v: A.logsumexp(),
+    "eigenvalues(k=4)": lambda A, _v: A.eigenvalues(4),
+    "stationary": lambda A, _v: A.stationary(),
     "nonlocal_energy": metrics.nonlocal_energy,
     "gradient_alignment": metrics.gradient_alignment,
     "attention_entropy": lambda A, _v: metrics.attention_entropy(A),
@@ -49,6 +56,14 @@ OPERATIONS: dict[str, Callable[[AttentionOperator, Tensor], object]] = {
     "attention_cosine": lambda A, _v: metrics.attention_cosine(A, AttentionOperator(A.k, A.q)),
     "log_nonlocal_energy_raw": metrics.log_nonlocal_energy_raw,
     "extreme_eigenvalues": lambda A, _v: A.extreme_eigenvalues(),
+}
+# Of a monitor: how many images it reads, and its options.
+READINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "default": (64, {}),
+    "bfloat16": (64, {"autocast": torch.bfloat16}),
+    "whole batch": (IMAGE_BATCH, {}),
+    "attention": (64, {"metrics": WITH_ATTENTION, "tap": ("block", "attention")}),
+    "spectral": (64, {"metrics": DEFAULT_METRICS}),  # measure's own, which need eigenvalues
 }
 Work = Callable[[int, Settings], tuple[list[Candidate], Pace]]  # at so many tokens
 
@@ -156,7 +171,7 @@ def read_obvious(tokens: Sequence[Tensor], layers: Sequence[tuple[Tensor, Tensor
     found = []
     for x, (A, u) in zip(tokens, layers, strict=True):
         x, A, u = x.float(), A.float(), u.float()
-        unit = torch.nn.functional.normalize(x, dim=-1)
+        unit = normalize(x, dim=-1)
         count = x.shape[1]
         cosine = ((unit @ unit.transpose(-2, -1)).sum((-2, -1)) - count) / (count * (count - 1))
         norms = x.norm(dim=-1)
@@ -183,6 +198,33 @@ def model_tables(settings: Settings) -> list[Table]:
     lengths = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072) if settings.on_gpu else (16,)
     title = "one text in a Llama, cheap token metrics, energy and entropy in every layer"
     return [(title, in_turn(lengths, _readings, settings))]
+
+
+def monitor_tables(settings: Settings) -> list[Table]:
+    """What watching costs: readings of a `Monitor` in units of a training step of the model it watches."""
+    shape = shape_for(DEIT, settings)
+    shape = replace(shape, batch=IMAGE_BATCH) if settings.on_gpu else shape
+    title = f"readings of a monitor, {shape.title}, training at batch {shape.batch}"
+    return [(title, _monitor_rows(shape, settings))]
+
+
+def _monitor_rows(shape: Shape, settings: Settings) -> Iterator[list[Row]]:
+    model = shape.ours().to(settings.device)
+    images, labels = classified(shape, settings)
+    loss = partial(cross_entropy, target=labels)
+    train = training_step(model, [images], loss, mode=settings.modes[0], dtype=settings.dtype)
+    with TemporaryDirectory() as folder:
+        monitors = {
+            name: Monitor(model, images[:samples], jsonl=f"{folder}/{name}.jsonl", **options)
+            for name, (samples, options) in READINGS.items()
+        }
+        found = [Candidate("a training step", lambda: train, settings.modes[0], baseline=True)]
+        found += [Candidate(name, partial(getattr, monitor, "record")) for name, monitor in monitors.items()]
+        for rows in compare(found, settings.pace(steps=3, refresh=0, repetitions=5), settings.device):
+            for row in (row for row in rows if row.get("ratios")):
+                row["share_percent"] = f"{100 * float(row['ratio']) / INTERVAL:.3f}"
+                row["every_for_2_percent"] = ceil(float(row["ratio_max"]) / 0.02)
+            yield rows
 
 
 def in_turn(lengths: tuple[int, ...], work: Work, settings: Settings) -> Iterator[list[Row]]:

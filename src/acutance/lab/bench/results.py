@@ -1,12 +1,10 @@
 """Results as CSV: the file's name and its columns say how they came about."""
 
-import argparse
 import csv
 import io
 import platform
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -39,33 +37,6 @@ def versions() -> str:
 def provenance(device: str, command: str, *, toy: bool = False) -> Row:
     """What every row says of how it came about."""
     return {"device": hardware(device, toy=toy), "versions": versions(), "command": command}
-
-
-def script_parser(doc: str | None, *, device: bool = True) -> argparse.ArgumentParser:
-    """The options that the scripts in benchmarks/ share."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="where the CSV goes")
-    if device:
-        found = "cuda" if torch.cuda.is_available() else "cpu"
-        parser.add_argument("--device", choices=["cpu", "cuda"], default=found, help="on the CPU a toy size runs")
-    return parser
-
-
-def script_rows(
-    stem: str, rows: Sequence[Row], folder: Path, device: str, dtype: str, *labels: str, toy: bool = True, **shared: Any
-) -> Path:
-    """Write the CSV of a script in benchmarks/; on the CPU it says that the size is a toy's."""
-    how = command(f"python benchmarks/{stem}.py", sys.argv[1:])
-    shared |= provenance(device, how, toy=toy and device == "cpu")
-    return write_rows(folder / file_name(stem, device, dtype, *labels), rows, shared)
-
-
-def show(rows: Sequence[Row], *columns: str) -> None:
-    """Print these columns of a script's rows, aligned."""
-    table = [columns, *(tuple(str(row.get(name, "")) for name in columns) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(), flush=True)
 
 
 def file_name(stem: str, device: str, dtype: str, *labels: str) -> str:

@@ -19,7 +19,8 @@ from acutance.lab.bench.timing import Settings, Table, free
 
 HEADINGS = {"heading": "", "images_per_s": "images/s", "ratio": "÷ baseline (quartiles)", "peak_mib": "peak MiB"}
 HEADINGS |= {"memory_ratio": "memory ÷ baseline", "flops_ratio": "FLOPs ÷ baseline", "floor_ms": "floor ms"}
-HEADINGS |= {"times_floor": "÷ floor", "note": ""}  # others are called as they are
+HEADINGS |= {"times_floor": "÷ floor", "share_percent": "% of training", "every_for_2_percent": "2 % from every"}
+HEADINGS |= {"note": ""}  # others are called as they are
 COLUMNS = ("tokens", "variant", "mode", "ms", *list(HEADINGS)[1:])
 WORDS = ("heading", "variant", "mode", "note")
 # A group is a file; what it measures stands in its module.
@@ -27,10 +28,12 @@ GROUPS: dict[str, Callable[[Settings], Iterable[Table]]] = {
     "steps-32": partial(steps.tables, name="steps-32"),
     "steps-224": partial(steps.tables, name="steps-224"),
     **{f"end-to-end-{batch}": partial(steps.end_to_end_tables, batch=batch) for batch in steps.BATCHES},
+    "augment": steps.augment_tables,
     "eigen": steps.eigen_tables,
     "micro": floor.tables,
     "efficiency": steps.efficiency_tables,
     "measure": measuring.tables,
+    "monitor": measuring.monitor_tables,
     "long-training": language.tables,
     "long-tokens": measuring.operator_tables,
     "long-model": measuring.model_tables,

@@ -1,4 +1,4 @@
-"""What NeuTRENO and a chosen spectrum cost a ViT: steps, training end to end, and the paper's efficiency."""
+"""What NeuTRENO and a chosen spectrum cost a ViT: steps, training end to end, augmentation, the paper's efficiency."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,14 +8,16 @@ from itertools import count, product
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from acutance.lab import recipes
 from acutance.lab.bench.floor import count_flops, of_vit, with_floor
 from acutance.lab.bench.results import Row
 from acutance.lab.bench.timing import Candidate, Settings, Step, Table, compare, inference_step, training_step, unfused
+from acutance.lab.data.augment import DEIT_SMALL_IMAGES, Augment, AugmentConfig
 from acutance.lab.data.images import Images
+from acutance.lab.data.seeds import generator
 from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train.engine import Engine
 from acutance.lab.train.step import TrainStep
@@ -28,6 +30,13 @@ WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # modes that replay CUDA grap
 NO_TIMM = "timm is not installed: the baseline is our own plain ViT"
 # Bases of a spectrum. Those that call a library come last: a failed capture into a CUDA graph may break others.
 BASES = ("polar", "cayley", "householder", "qr", "inverse")
+PLAIN = "normalise alone"
+AUGMENTS = {
+    PLAIN: AugmentConfig(),
+    "crop and flip": AugmentConfig(crop_pad=4, flip=0.5),
+    "all but RandAugment": replace(DEIT_SMALL_IMAGES, rand_layers=0),
+    "DeiT": DEIT_SMALL_IMAGES,
+}
 BATCHES = (256, 512, 1024, 2048)  # end to end
 LAUNCHED = 1024  # at this size without recording too, to see what that gives
 
@@ -79,6 +88,7 @@ def _rows(shape: Shape, training: bool, settings: Settings) -> Iterator[list[Row
 def candidates(shape: Shape, training: bool, settings: Settings, *, timm: bool) -> list[Candidate]:
     """The plain models first; a variant with one row is timed in the mode with the least overhead."""
     modes, least = settings.modes, settings.modes[-1:]
+    every = (*modes, "max-autotune") if settings.max_autotune and settings.on_gpu else modes
     neutreno = partial(shape.ours, mitigation=NEUTRENO)
     plain = partial(timm_model, shape) if timm else shape.ours
 
@@ -86,7 +96,7 @@ def candidates(shape: Shape, training: bool, settings: Settings, *, timm: bool) 
         return partial(step_of, build, shape, training, settings)
 
     return [
-        *in_modes("timm's ViT" if timm else "plain ViT", made(plain), settings.baseline_modes, baseline=True),
+        *in_modes("timm's ViT" if timm else "plain ViT", made(plain), every, baseline=True),
         *(in_modes("plain ViT", made(shape.ours), least) if timm else []),
         *in_modes("NeuTRENO", made(neutreno), modes),
         *in_modes("NeuTRENO, tokens in bfloat16 between blocks", made(partial(neutreno, stream="autocast")), least),
@@ -111,39 +121,40 @@ def timm_model(shape: Shape) -> nn.Module:
 
 def step_of(build: Callable[[], nn.Module], shape: Shape, training: bool, settings: Settings, mode: str) -> Step:
     """Training or inference of a classifier on random images."""
-    images = torch.randn(shape.batch, 3, shape.image_size, shape.image_size, device=settings.device)
+    images, labels = classified(shape, settings)
     if not training:
         return inference_step(build(), [images], mode=mode, dtype=settings.dtype)
-    labels = torch.randint(shape.classes, (shape.batch,), device=settings.device)
     loss = partial(F.cross_entropy, target=labels)
     return training_step(build(), [images], loss, mode=mode, dtype=settings.dtype)
+
+
+def classified(shape: Shape, settings: Settings) -> tuple[Tensor, Tensor]:
+    """A batch of random images, and their classes."""
+    images = torch.randn(shape.batch, 3, shape.image_size, shape.image_size, device=settings.device)
+    return images, torch.randint(shape.classes, (shape.batch,), device=settings.device)
 
 
 def eigen_tables(settings: Settings) -> Iterator[Table]:
     """A training step of ViT-Ti⁻ against ViT-Ti in every mode, the one with the least overhead first."""
     shape = shape_for("steps-32", settings)
     for mode in settings.modes[::-1]:
+        found = []
+        for spec in (None, *(f"eigen:negative,basis={basis}" for basis in BASES)):
+            made = partial(step_of, partial(shape.ours, mitigation=spec), shape, True, settings)
+            found += in_modes(spec or "plain ViT", made, [mode], baseline=spec is None)
         title = f"ViT-Ti⁻ against ViT-Ti: {shape.title}, batch {shape.batch}, training, {mode}"
-        yield title, compare(eigen_candidates(shape, settings, mode), settings.pace(), settings.device)
-
-
-def eigen_candidates(shape: Shape, settings: Settings, mode: str) -> list[Candidate]:
-    """The plain model, then every basis."""
-    found = []
-    for spec in (None, *(f"eigen:negative,basis={basis}" for basis in BASES)):
-        made = partial(step_of, partial(shape.ours, mitigation=spec), shape, True, settings)
-        found += in_modes(spec or "plain ViT", made, [mode], baseline=spec is None)
-    return found
+        yield title, compare(found, settings.pace(), settings.device)
 
 
 def end_to_end_tables(settings: Settings, batch: int) -> list[Table]:
     """The recipe for CIFAR-100 by the loop's own step: images are drawn, augmented and learnt from."""
     batch = batch if settings.on_gpu else 8
-    return [(f"{shape_for('steps-32', settings).title}, end to end, batch {batch}", _end_to_end_rows(batch, settings))]
+    rows = _image_rows(end_to_end_candidates(batch, settings), batch, settings)
+    return [(f"{shape_for('steps-32', settings).title}, end to end, batch {batch}", rows)]
 
 
-def _end_to_end_rows(batch: int, settings: Settings) -> Iterator[list[Row]]:
-    for rows in compare(end_to_end_candidates(batch, settings), settings.pace(steps=20), settings.device):
+def _image_rows(candidates: Sequence[Candidate], batch: int, settings: Settings) -> Iterator[list[Row]]:
+    for rows in compare(candidates, settings.pace(steps=20), settings.device):
         for row in (row for row in rows if "ms" in row):
             row["images_per_s"] = f"{batch / float(row['ms']) * 1e3:.0f}"
         yield rows
@@ -169,14 +180,41 @@ def end_to_end_step(batch: int, spec: str | None, recorded: bool, settings: Sett
     if not settings.on_gpu:
         loop, task = replace(loop, compile=False, precision="fp32"), replace(task, compile_augment=False)
     engine = Engine(loop, device=torch.device(settings.device).type)
-    generator, number = torch.Generator().manual_seed(0), 50_000 if settings.on_gpu else 64
-    pixels = torch.randint(256, (number, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    labels = torch.randint(100, (number,), generator=generator)
-    images = Images("random images", pixels, labels, tuple(map(str, range(100))), mean=(0.5,) * 3, std=(0.25,) * 3)
-    learner = ClassificationTask(task, seed=0, device=engine.device, images=images)
+    learner = ClassificationTask(task, seed=0, device=engine.device, images=random_images(settings))
     stepper = TrainStep(replace(recipe, task=task, loop=loop), engine, learner)
     batches, numbers = stepper.batches(0), count()
     return lambda: stepper(next(numbers), next(batches), 1e-3)
+
+
+def random_images(settings: Settings) -> Images:
+    """Bytes of CIFAR-100's number and size, on the CPU."""
+    draw, number = partial(torch.randint, generator=torch.Generator().manual_seed(0)), 50_000 if settings.on_gpu else 64
+    pixels, labels = draw(256, (number, 3, 32, 32), dtype=torch.uint8), draw(100, (number,))
+    return Images("random images", pixels, labels, tuple(map(str, range(100))), mean=(0.5,) * 3, std=(0.25,) * 3)
+
+
+def augment_tables(settings: Settings) -> Iterator[Table]:
+    """DeiT's augmentation on the device, and parts of it: every batch is taken anew, with parameters of its own."""
+    batch = 1024 if settings.on_gpu else 16
+    for mode in ("eager", "default")[: 1 + settings.on_gpu]:
+        steps = {name: partial(augment_step, config, batch, settings, mode) for name, config in AUGMENTS.items()}
+        candidates = [Candidate(name, make, mode, baseline=name == PLAIN) for name, make in steps.items()]
+        yield f"augmentation of 32×32 images, batch {batch}, {mode}", _image_rows(candidates, batch, settings)
+
+
+def augment_step(config: AugmentConfig, batch: int, settings: Settings, mode: str) -> Step:
+    """A random batch of images that live on the device, augmented."""
+    images = random_images(settings).to(torch.device(settings.device))
+    augment = Augment(config, classes=100, mean=images.mean, std=images.std, device=settings.device)
+    run: Any = augment if mode == "eager" else torch.compile(augment.__call__, fullgraph=True, dynamic=False, mode=mode)
+    numbers = count()
+
+    def step() -> object:
+        random = generator(settings.device, 0, next(numbers))
+        chosen = torch.randint(len(images), (batch,), generator=random, device=settings.device)
+        return run(images.images[chosen], images.labels[chosen], augment.draw(batch, random))
+
+    return step
 
 
 def efficiency_tables(settings: Settings) -> list[Table]:

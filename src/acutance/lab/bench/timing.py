@@ -254,11 +254,6 @@ class Settings:
         """Of `torch.compile`, in the order in which they are tried; the memory is read in the first."""
         return ("default", "reduce-overhead") if self.on_gpu else ("eager",)
 
-    @property
-    def baseline_modes(self) -> tuple[str, ...]:
-        """Those of the baseline, which is to be as fast as it can be."""
-        return (*self.modes, "max-autotune") if self.max_autotune and self.on_gpu else self.modes
-
     def pace(self, *, steps: int = 12, refresh: int = 2, repetitions: int = 7, calls: int = 1) -> Pace:
         """So often on a GPU, a third of it when quick, and as little as can be on the CPU."""
         if not self.on_gpu:

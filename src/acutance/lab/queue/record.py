@@ -3,7 +3,6 @@
 import shlex
 import time
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -23,6 +22,7 @@ from acutance.io.saving import load
 from acutance.lab import locks
 from acutance.lab.bench.timing import MIB
 from acutance.lab.evaluate import evaluate_run
+from acutance.lab.files import short
 from acutance.lab.queue.jobs import Job
 from acutance.lab.robustness import CORRUPTIONS, draw_once, evaluate, images_of
 from acutance.lab.robustness.evaluate import CLEAN
@@ -146,12 +146,3 @@ def course(run: Run) -> dict[str, Any]:
             curves[name] = [[short(line["epoch"]), short(line[name])] for line in evaluated]
     step_ms = 1000 * config.loop.batch_size / median(speeds) if unit == "images/s" else None
     return {"step_ms": short(step_ms), "curves": curves}
-
-
-def short(value: Any) -> Any:
-    """Numbers with six digits, which is more than any table shows."""
-    if isinstance(value, Mapping):
-        return {name: short(entry) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [short(entry) for entry in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,8 +60,8 @@ class Session:
     def queue(self) -> Queue:
         return Queue.load(self.file)
 
-    def folder(self, job: Job) -> Path:
-        return self.out / job.key
+    def log(self, job: Job) -> Path:
+        return self.out / f"{job.key}.log"
 
     def lock(self, job: Job) -> Path:
         return self.out / f".{job.key}.lock"
@@ -77,7 +76,7 @@ class Session:
                 raise AcutanceError(f"{job.label} is being run by {locks.holder(self.lock(job))}")
             if job.key in self.results.read():
                 return
-            run = Run(self.folder(job))
+            run = Run(self.out / job.key)
             config = with_data_dir(job.config, self.data_dir)
             how: dict[str, Any] = {"recipe": job.block.recipe, "resume": run.exists(), "device": self.device}
             try:
@@ -104,23 +103,13 @@ class Session:
         return scheduler.left()
 
 
-@dataclass
-class Running:
-    """A job in its process."""
-
-    job: Job
-    process: subprocess.Popen[bytes]
-    log: Path
-    began: float
-
-
 class Scheduler:
     """Starts jobs in order, as many at once as there are workers."""
 
     def __init__(self, session: Session, deadline: float, console: Console) -> None:
         self.session, self.deadline, self.console = session, deadline, console
         self.jobs = session.queue.jobs()
-        self.running: list[Running] = []
+        self.running: dict[Job, tuple[subprocess.Popen[bytes], float]] = {}  # its process, and when it began
         self.tried: set[str] = set()
         self.failures = self.successes = 0
 
@@ -144,17 +133,17 @@ class Scheduler:
 
     def stop(self) -> None:
         """Runs that outlast the time are asked to save themselves; they go on if their folder is kept."""
-        for each in self.running:
-            self._say(f"stopping {each.job.label}")
-            each.process.send_signal(signal.SIGTERM)
+        for job, (process, _) in self.running.items():
+            self._say(f"stopping {job.label}")
+            process.send_signal(signal.SIGTERM)
         end = time.monotonic() + GRACE
-        for each in self.running:
+        for process, _ in self.running.values():
             try:
-                each.process.wait(max(0.1, end - time.monotonic()))
+                process.wait(max(0.1, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                each.process.kill()
-                each.process.wait()
-        self.running = []
+                process.kill()
+                process.wait()
+        self.running = {}
 
     def _next(self) -> Job | None:
         """The first job that is open, free, and expected to end in time."""
@@ -170,46 +159,40 @@ class Scheduler:
         return None
 
     def _start(self, job: Job) -> None:
-        session, log = self.session, self.session.out / f"{job.key}.log"
-        results = session.results.read()
+        session, results = self.session, self.session.results.read()
         seconds = expected_seconds(job, results, session.workers, machine_name())
         done = sum(each.key in results for each in self.jobs)
         self._say(f"[{done} of {len(self.jobs)} done] {job.label}: {job.key}, about {seconds:.0f} s")
         self.tried.add(job.key)
-        with log.open("ab") as output:
-            process = subprocess.Popen(self._command(job), stdout=output, stderr=output, env=self._environment())
-        self.running.append(Running(job, process, log, time.monotonic()))
-
-    def _command(self, job: Job) -> list[str]:
-        session = self.session
         words = [sys.executable, "-m", "acutance", "reproduce", "--queue", str(session.file), "--job", job.key]
         words += ["--out", str(session.out), "--workers", str(session.workers), "--device", session.device]
         words += [] if session.data_dir is None else ["--data-dir", str(session.data_dir)]
-        return words + (["--trial"] if session.trial else [])
-
-    def _environment(self) -> Mapping[str, str]:
-        """Threads are shared out, or runs side by side would wait for each other."""
-        share = str(max(1, (os.cpu_count() or 1) // self.session.workers))
-        return {"OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share, **os.environ, BEGAN: str(time.time())}
+        words += ["--trial"] if session.trial else []
+        # Threads are shared out, or runs side by side would wait for each other.
+        share = str(max(1, (os.cpu_count() or 1) // session.workers))
+        threads = {"OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share}
+        environment = {**threads, **os.environ, BEGAN: str(time.time())}
+        with session.log(job).open("ab") as output:
+            process = subprocess.Popen(words, stdout=output, stderr=output, env=environment)
+        self.running[job] = process, time.monotonic()
 
     def _reap(self) -> None:
-        for each in [each for each in self.running if each.process.poll() is not None]:
-            self.running.remove(each)
-            line = self.session.results.read().get(each.job.key)
-            took = f"{time.monotonic() - each.began:.0f} s"
+        for job, (process, began) in [*self.running.items()]:
+            if process.poll() is None:
+                continue
+            del self.running[job]
+            line, took = self.session.results.read().get(job.key), f"{time.monotonic() - began:.0f} s"
             self.failures, self.successes = self.failures + (line is None), self.successes + (line is not None)
             if line is None:
-                self._say(f"{each.job.label} failed after {took}, status {each.process.returncode}; {each.log} ends:")
-                self._say("\n".join(_last_lines(each.log)))
+                log = self.session.log(job)
+                self._say(f"{job.label} failed after {took}, status {process.returncode}; {log} ends:")
+                lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+                self._say("\n".join(lines[-LOG_LINES:]))
             elif "diverged" in line:
-                self._say(f"{each.job.label} diverged after {took}: {line['diverged']}")
+                self._say(f"{job.label} diverged after {took}: {line['diverged']}")
             else:
                 score: Any = line["scores"][line["headline"]]
-                self._say(f"{each.job.label}: {line['headline']} {score:.2f} on {line['split']} after {took}")
+                self._say(f"{job.label}: {line['headline']} {score:.2f} on {line['split']} after {took}")
 
     def _say(self, words: str) -> None:
         self.console.print(escape(words), highlight=False, soft_wrap=True)
-
-
-def _last_lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]

@@ -23,6 +23,12 @@ SAYS = {
     "tune": "Scores on the held-out slice of the training set, for choices; nothing here is a result on the test set.",
     "final": "Scores on the test set, which each configuration and seed was tested on once, with its last weights.",
 }
+ABOUT = (
+    "Beside {}: the mean difference at the same seeds, with its 95 % interval by Student's t; p of the paired t test, "
+    "by itself and after Holm's correction over the table; p of the exact sign-flip test, which n pairs cannot bring "
+    f"below 2^(1−n). Rows within ±{APART} of the first, or whose corrected p is 0.05 or more, are not separated from "
+    "it.\n"
+)
 Line = Mapping[str, Any]
 
 
@@ -87,7 +93,7 @@ def page(block: Block, lines: Mapping[str, Line]) -> str:
     known = [each for each in found if each.lines]
     if not known:
         return "\n".join([*parts, "No run is done yet.\n"])
-    parts += [scores(block, known), _about(known[0].row.label)]
+    parts += [scores(block, known), ABOUT.format(known[0].row.label)]
     parts += ["## By layer\n", layers(known), "## Runs\n", runs(known)]
     missing = {
         each.row.label: f"diverged with seed {', '.join(map(str, each.diverged))}" for each in found if each.diverged
@@ -119,22 +125,23 @@ def scores(block: Block, rows: Sequence[RowResults]) -> str:
     better = 1 if task_class(first.example["definition"]["task.kind"]).higher_is_better else -1
     others = [name for name in first.example["scores"] if name != score]
     columns = ["row", "seeds", f"{score} [95 %]", *others, *TESTS]
-    pairs = {each.row.label: _differences(first, each, score) for each in rows[1:]}
-    ps = {label: paired_t(list(values.values())) for label, values in pairs.items()}
-    tested = {label: p for label, p in ps.items() if p is not None}
-    corrected = dict(zip(tested, holm(list(tested.values())), strict=True))
+    theirs = first.values(score)
+    pairs = {
+        each.row.label: [mine - theirs[seed] for seed, mine in each.values(score).items() if seed in theirs]
+        for each in rows[1:]
+    }
+    ps = {label: p for label, differences in pairs.items() if (p := paired_t(differences)) is not None}
+    corrected = dict(zip(ps, holm([*ps.values()]), strict=True))
     table = [columns, ["---"] * len(columns)]
     for each in rows:
         values, label = list(each.values(score).values()), each.row.label
         cells = [label, str(len(values)), with_interval(values)]
         cells += [_number(fmean(each.values(name).values() or [math.nan])) for name in others]
-        if each is first or not pairs[label]:
-            table.append([*cells, *[""] * len(TESTS)])
-            continue
-        differences = list(pairs[label].values())
-        cells += [with_interval(differences, sign=True), _p(ps[label]), _p(corrected.get(label))]
-        cells += [_p(sign_flip_p(differences)), verdict(differences, corrected.get(label), better)]
-        table.append(cells)
+        tests = [""] * len(TESTS)
+        if differences := pairs.get(label):
+            found = map(_p, (ps.get(label), corrected.get(label), sign_flip_p(differences)))
+            tests = [with_interval(differences, sign=True), *found, verdict(differences, corrected.get(label), better)]
+        table.append([*cells, *tests])
     return markdown(table)
 
 
@@ -144,20 +151,6 @@ def verdict(differences: Sequence[float], p: float | None, better: int) -> str:
     if abs(mean) <= APART or p is None or p >= 0.05:
         return "not separated"
     return "better" if mean * better > 0 else "worse"
-
-
-def _differences(first: RowResults, other: RowResults, score: str) -> dict[int, float]:
-    mine, theirs = other.values(score), first.values(score)
-    return {seed: mine[seed] - theirs[seed] for seed in mine if seed in theirs}
-
-
-def _about(first: str) -> str:
-    return (
-        f"Beside {first}: the mean difference at the same seeds, with its 95 % interval by Student's t; p of the "
-        "paired t test, by itself and after Holm's correction over the table; p of the exact sign-flip test, which n "
-        f"pairs cannot bring below 2^(1−n). Rows within ±{APART} of the first, or whose corrected p is 0.05 or more, "
-        "are not separated from it.\n"
-    )
 
 
 def layers(rows: Sequence[RowResults]) -> str:

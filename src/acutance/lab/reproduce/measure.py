@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from statistics import fmean, median
+from functools import partial
+from statistics import fmean
 
 import torch
-from torch import nn
 
 from acutance import sites
 from acutance.explain import explain
 from acutance.explain.weights import Norm
 from acutance.lab.bench.floor import count_flops
-from acutance.lab.bench.timing import MIB, Pace, Step, paired, peak_mib
+from acutance.lab.bench.timing import Candidate, Pace, compare, inference_step
 from acutance.lab.reproduce.run import RowModel, Session
 from acutance.lab.reproduce.target import Line, Sheet
 from acutance.lab.robustness import CORRUPTIONS, FGSM, PGD, evaluate, images_of, table_name
@@ -178,28 +178,14 @@ def efficiency(model: RowModel) -> dict[str, float]:
     """Inference with the row's mitigation over inference without it, on random images; memory on a GPU only."""
     chosen, device = model.run.config.task.model, model.session.device
     torch.manual_seed(model.seed)
-    steered, plain = (
-        build_vit(each, weights=None).to(device).eval() for each in (chosen, replace(chosen, mitigation=None))
-    )
     images = torch.randn(EFFICIENCY_BATCH, chosen.in_chans, chosen.image_size, chosen.image_size, device=device)
+    configs = replace(chosen, mitigation=None), chosen
+    plain, steered = (build_vit(config, weights=None).to(device).eval() for config in configs)
     (products, pointwise), (more, more_pointwise) = (count_flops(each, images) for each in (plain, steered))
     term = more - products + more_pointwise - pointwise  # against products alone, as FLOPs are usually given
-
-    def call(module: nn.Module) -> Step:
-        return torch.no_grad()(lambda: module(images))
-
-    where, calls = str(images.device), (call(steered), call(plain))
-    for once in calls:
-        once()
-    # Called in turn, so that a machine that slows down slows both.
-    mine, theirs = zip(*paired(*calls, Pace(EFFICIENCY_REPEATS, steps=1, refresh=0), where), strict=True)
-    found = {"operations": (products + term) / products, "time": median(mine) / median(theirs)}
-    if images.is_cuda:
-        peaks = []
-        for module, other in ((steered, plain), (plain, steered)):
-            other.cpu()  # only the model that is measured may take memory there
-            above = peak_mib(call(module.to(device)), where)
-            assert above is not None, "on a GPU"
-            peaks.append(above + torch.cuda.memory_allocated() / MIB)
-        found["memory"] = peaks[0] / peaks[1]
-    return found
+    steps = {"plain": partial(inference_step, plain, [images]), "steered": partial(inference_step, steered, [images])}
+    candidates = [Candidate(name, make, baseline=name == "plain") for name, make in steps.items()]
+    *_, (_, row) = compare(candidates, Pace(EFFICIENCY_REPEATS, steps=1, warm_up=1, refresh=0), device)
+    found = {"time": row.get("ratio"), "memory": row.get("memory_ratio")}
+    ratios = {name: float(ratio) for name, ratio in found.items() if ratio}
+    return {"operations": (products + term) / products, **ratios}

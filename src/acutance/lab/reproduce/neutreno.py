@@ -220,10 +220,11 @@ TARGETS = (
     Target(
         "neutreno-efficiency",
         "Appendix G.4: operations, memory and time of inference, NeuTRENO DeiT over DeiT",
-        measure.table(measure.efficiency, digits=5),
+        measure.table(measure.efficiency, digits=4),
         (Row("NeuTRENO DeiT / DeiT", DEIT_NEUTRENO, EFFICIENCY, state="initial"),),
         "nothing; minutes; memory is read on a GPU only",
-        "Ratios do not depend on the weights, so nothing is trained. Time is the median of interleaved calls.",
+        "Ratios do not depend on the weights, so nothing is trained. Time is the median ratio of calls in turn, memory "
+        "the peak of a call above what stays.",
     ),
     _ablation("neutreno-lambda", "cifar100", "CIFAR-100", "CIFAR-100; a GPU; {} of 5 million images of 32×32"),
     _ablation("neutreno-lambda-digits", "digits", "the embedded digits", "a CPU core; {} of half a minute"),

@@ -9,6 +9,7 @@ the published files of CIFAR-10-C and CIFAR-100-C, whose draws nobody can repeat
 from collections.abc import Mapping
 from functools import reduce
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from acutance.errors import AcutanceError, ShapeError
+from acutance.files.atomic import atomic_write
 from acutance.io.inputs import pillow
+from acutance.lab.data.images import Images
 from acutance.lab.robustness import filters
 from acutance.lab.robustness.filters import Draws
 
@@ -31,6 +34,19 @@ def corrupt(images: Tensor, name: str, severity: int, *, seed: int = 0) -> Tenso
     """Bytes (n, channels, height, width), corrupted."""
     parts = images.split(AT_ONCE)
     return torch.cat([corrupt_part(part, name, severity, seed, index) for index, part in enumerate(parts)])
+
+
+def draw_once(images: Images, folder: Path, *, seed: int = 0) -> Path:
+    """Corruptions of a test set as files in CIFAR-C's layout, which many models then share; files there are kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in CORRUPTIONS:
+        if not (path := folder / f"{name}.npy").exists():
+            drawn = [corrupt(images.images, name, severity, seed=seed) for severity in SEVERITIES]
+            array = torch.cat(drawn).permute(0, 2, 3, 1).cpu().numpy()
+            atomic_write(path, lambda place, array=array: np.save(place, array))  # type: ignore[misc]
+    labels = images.labels.repeat(len(SEVERITIES)).cpu().numpy()
+    atomic_write(folder / "labels.npy", lambda place: np.save(place, labels))
+    return folder
 
 
 @torch.no_grad()
@@ -276,9 +292,13 @@ def contrast(x: Tensor, draws: Draws, times: float) -> Tensor:
 def elastic_transform(x: Tensor, draws: Draws, strength: float) -> Tensor:
     """Every pixel read from a place a little off, neighbours alike."""
     height, width = x.shape[-2:]
-    farthest = 0.005 * height
+    return _elastic(x, draws, 0.005 * height, (0.01 * height, 0.01 * width), strength)
+
+
+def _elastic(x: Tensor, draws: Draws, farthest: float, sigma: tuple[float, float], strength: float) -> Tensor:
+    height, width = x.shape[-2:]
     noise = draws.uniform(2, len(x), height, width, low=-farthest, high=farthest)
-    right, down = strength * filters.gaussian(noise, (0.01 * height, 0.01 * width), "symmetric", truncate=3.0)
+    right, down = strength * filters.gaussian(noise, sigma, "symmetric", truncate=3.0)
     rows = torch.arange(height, device=x.device)[:, None] + down
     columns = torch.arange(width, device=x.device) + right
     places = torch.stack([(2 * columns + 1) / width - 1, (2 * rows + 1) / height - 1], -1)
@@ -304,12 +324,7 @@ def elastic_with_affine(x: Tensor, draws: Draws, strength: float, sigma: float, 
     source = torch.einsum("nij,jhw->nhwi", back, torch.stack([columns, rows, torch.ones_like(rows)]))
     sizes = x.new_tensor([width - 1, height - 1])
     x = F.grid_sample(x, 2 * source / sizes - 1, padding_mode="reflection", align_corners=True)
-    if strength == 0:
-        return x
-    noise = draws.uniform(2, len(x), height, width, low=-1, high=1)
-    moved = strength * height * filters.gaussian(noise, (sigma * height, sigma * height), "symmetric", truncate=3.0)
-    places = torch.stack([(2 * (columns + moved[0]) + 1) / width - 1, (2 * (rows + moved[1]) + 1) / height - 1], -1)
-    return F.grid_sample(x, places, padding_mode="reflection", align_corners=False)
+    return x if strength == 0 else _elastic(x, draws, 1.0, (sigma * height, sigma * height), strength * height)
 
 
 def pixelate(x: Tensor, draws: Draws, scale: float) -> Tensor:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
-from acutance.files.atomic import atomic_write, read_json
+from acutance.files.atomic import read_json
 from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD, Crops
 from acutance.lab.data.images import Images, load_images
 from acutance.lab.data.source import SplitName
@@ -202,24 +202,6 @@ def evaluate(
             if path is not None:
                 table.save(path)
     return table
-
-
-def draw_once(images: Images, folder: Path, *, seed: int = 0) -> Path:
-    """Corruptions of a test set as files in CIFAR-C's layout, which many models then share; files there are kept."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in CORRUPTIONS:
-        if not (path := folder / f"{name}.npy").exists():
-            parts = range(-(-len(images) // AT_ONCE))
-            drawn = [
-                corrupt_part(_part(images.images, part), name, severity, seed, part)
-                for severity in SEVERITIES
-                for part in parts
-            ]
-            array = torch.cat(drawn).permute(0, 2, 3, 1).cpu().numpy()
-            atomic_write(path, lambda place, array=array: np.save(place, array))  # type: ignore[misc]
-    labels = images.labels.repeat(len(SEVERITIES)).cpu().numpy()
-    atomic_write(folder / "labels.npy", lambda place: np.save(place, labels))
-    return folder
 
 
 def _part(rows: Tensor, part: int) -> Tensor:

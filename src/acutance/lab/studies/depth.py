@@ -18,14 +18,14 @@ from torch import nn
 
 from acutance.errors import AcutanceError
 from acutance.lab.data import digits
-from acutance.lab.studies.pictures import data_frame, depth_picture, save_study
+from acutance.lab.studies.pictures import depth_picture, save_study
 from acutance.lab.studies.runs import merge
 from acutance.measure import measure
 from acutance.measure.profile import Profile
 from acutance.measure.walk import track
 from acutance.mitigations import parse
 from acutance.models import ViT, vit_digits
-from acutance.report.tables import FittedTable
+from acutance.report.tables import FittedTable, data_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,13 +76,14 @@ class DepthStudy:
 
     def to_frame(self) -> pd.DataFrame:
         """One row per init, variant, seed and layer (0 is the input), a column per metric: its mean over samples."""
-        return data_frame(
+        rows = [
             {"init": init, "variant": variant, "seed": seed, "layer": layer}
             | {name: float(profile[name][layer]) for name in METRICS}
             for (init, variant), profiles in self.runs.items()
             for seed, profile in enumerate(profiles)
             for layer in profile.layers(METRICS[0])
-        )
+        ]
+        return data_frame(rows)
 
     def summary(self) -> list[dict[str, Any]]:
         """One row per init, variant and depth (0 is the input): mean and spread over seeds of every metric."""

@@ -29,10 +29,10 @@ from acutance.errors import AcutanceError, require_finite
 from acutance.explain.spectral_theory import rank_correlation
 from acutance.io import LoadedModel, load_model
 from acutance.lab.data import digits
-from acutance.lab.studies.pictures import data_frame, kernel_picture, save_study
+from acutance.lab.studies.pictures import kernel_picture, save_study
 from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import EVERY, Batch, Visitor, describe, walk
-from acutance.report.tables import FittedTable
+from acutance.report.tables import FittedTable, data_frame
 from acutance.sites.structure import bare_module, refuse_sharded
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class KernelAssumptions:
             yield {"layer": layer + 1, "head": head + 1, **{k: float(v[layer, head]) for k, v in means.items()}}
 
     def to_frame(self) -> pd.DataFrame:
-        return data_frame(self.rows())
+        return data_frame([*self.rows()])
 
 
 @torch.no_grad()

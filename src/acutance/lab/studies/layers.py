@@ -24,7 +24,7 @@ from acutance.explain import Dominance, LayerSpectrum
 from acutance.explain.read import with_data
 from acutance.explain.weights import layer_spectrum
 from acutance.io import LoadedModel
-from acutance.lab.files import digest, finite
+from acutance.lab.files import digest, finite, short
 from acutance.measure import measure
 from acutance.measure.walk import describe, track
 from acutance.report.tables import FittedTable
@@ -67,7 +67,7 @@ class LayersStudy:
         versions = {**made.get("versions", {}), **self.context["versions"]}
         body = {"format": FORMAT, **made, **self.context, "versions": versions}
         body |= {"stream": self.stream, "layers": self.layers}
-        return f"{json.dumps(_rounded(finite(body)), indent=1, ensure_ascii=False)}\n".encode()
+        return f"{json.dumps(short(finite(body)), indent=1, ensure_ascii=False)}\n".encode()
 
 
 def layers_study(
@@ -131,12 +131,3 @@ def _row(number: int, layer: LayerSpectrum, found: Sequence[LayerSpectrum]) -> d
         "attention": attention,
         "rest": [at.block.change - change for at, change in zip(seen, attention, strict=True)],
     }
-
-
-def _rounded(value: Any) -> Any:
-    """Six digits: more than the data give."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""What all studies share: their pictures, drawn with matplotlib, their rows as a DataFrame, and their files."""
+"""What all studies share: their pictures, drawn with matplotlib, and their files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from acutance.errors import import_extra
 from acutance.files.atomic import atomic_write
 from acutance.lab.files import finite
 from acutance.report.page import PALETTE
@@ -141,13 +140,6 @@ def spread_curve(
 def _legend(figure: Figure, axis: Axes, columns: int) -> None:
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=8)
-
-
-def data_frame(rows: Any) -> pd.DataFrame:
-    """What pandas makes of them."""
-    pandas = import_extra("pandas", "to_frame needs pandas: pip install 'acutance[report]'")
-    frame: pd.DataFrame = pandas.DataFrame(rows)
-    return frame
 
 
 def save_study(

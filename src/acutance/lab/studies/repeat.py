@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from acutance import metrics
 from acutance.errors import AcutanceError, ShapeError
-from acutance.lab.studies.pictures import data_frame, repeat_picture
+from acutance.lab.studies.pictures import repeat_picture
+from acutance.report.tables import data_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,9 +58,9 @@ class Trajectory:
 
     def to_frame(self) -> pd.DataFrame:
         """One row per sample and layer."""
-        samples, layers = np.indices(self.hfc_lfc.shape)
-        columns = {name: getattr(self, name).ravel() for name in DEFINITIONS}
-        return data_frame({"sample": samples.ravel(), "layer": layers.ravel(), **columns})
+        places = np.ndindex(self.hfc_lfc.shape)
+        rows = ({"sample": at[0], "layer": at[1], **{n: getattr(self, n)[at] for n in DEFINITIONS}} for at in places)
+        return data_frame([*rows])
 
     def picture(self) -> Figure:
         """The three definitions side by side; all fall to 0 where they are met."""
