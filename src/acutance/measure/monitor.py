@@ -18,7 +18,7 @@ from acutance import distributed, sites
 from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError, import_extra
 from acutance.files.atomic import read_bytes
 from acutance.measure import measure
-from acutance.measure.profile import FORMAT, Profile
+from acutance.measure.profile import Profile
 from acutance.measure.reader import MetricReader
 from acutance.measure.samples import inputs_of
 from acutance.measure.walk import map_tensors, walk
@@ -189,8 +189,8 @@ class History(dict[int, Profile]):
         for number, line in enumerate(lines, 1):
             try:
                 body = json.loads(line)
-                if body["format"] != FORMAT:
-                    raise ValueError(f"format {body['format']!r}, this version reads {FORMAT!r}")
+                if body["format"] != Profile.FORMAT:
+                    raise ValueError(f"format {body['format']!r}, this version reads {Profile.FORMAT!r}")
                 history.add(body["step"], Profile.from_dict(body))
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 where = f"{path}, line {number}"
