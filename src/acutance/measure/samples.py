@@ -36,11 +36,7 @@ def possible_rows(batch: Any) -> tuple[Container[int], Container[int], int]:
     counts = [range(len(x), len(x) * x.shape[1] + 1) for x in several]
     grids = lengths.union(*(rows for rows, x in zip(counts, several, strict=True) if x.ndim > 4))  # of views alone
     possible = lengths.union(*counts)
-    return (
-        possible,
-        grids,
-        max([*possible, *(x.shape[1] for x in tensors if x.ndim in (2, 3))]),
-    )  # tokens may come first
+    return possible, grids, max([*possible, *(x.shape[1] for x in tensors if x.ndim in (2, 3))])  # tokens may come first
 
 
 class Documents(NamedTuple):
@@ -99,8 +95,7 @@ class TokenLayout:
         """
         if not isinstance(batch, Mapping):
             (x,) = inputs_of(batch)
-            is_text = pads and isinstance(x, Tensor) and 1 < x.ndim < 4
-            return cls(None, special_token_counts, given=x.shape[1] if is_text else None)
+            batch = {"input_ids": x} if isinstance(x, Tensor) and 1 < x.ndim < 4 else {}
         for inside in [value for value in batch.values() if isinstance(value, Mapping)]:
             batch = {**inside, **batch}  # NaFlex models of timm may be given everything in one argument
         decoder = decoder and any(str(name).startswith(("decoder_", "tgt")) for name in batch)  # OPT's has none
