@@ -133,28 +133,25 @@ def spectrum_charts(layers: Layers) -> dict[str, tuple[str, Any]]:
     x, y = alt.X("re:Q", title="Re λ"), alt.Y("im:Q", title="Im λ")
     tooltip = [alt.Tooltip(f"{name}:Q", format=".4g") for name in ("re", "im")]
     plane = by_layer(points, {"type": "circle", "size": 14}, 160, x=x, y=y, tooltip=tooltip)
-    charts = {}
-    if all(row.percent() for row in layers):
-        heading = f"Which family dominates I + H⊗A (bars); how often {FELL} (dots)"
-        charts["dominance"] = heading, _dominance_chart(layers, side)
-    charts["histogram"] = "Eigenvalues of H by layer", histogram
-    return charts | {"plane": ("Eigenvalues of H in the complex plane", plane)}
+    charts = {"histogram": ("Eigenvalues of H by layer", histogram)}
+    charts["plane"] = "Eigenvalues of H in the complex plane", plane
+    if not all(row.percent() for row in layers):
+        return charts
+    heading = f"Which family dominates I + H⊗A (bars); how often {FELL} (dots)"
+    return {"dominance": (heading, _dominance_chart(layers, side)), **charts}
 
 
 def _dominance_chart(layers: Layers, side: Any) -> Any:
     alt = import_extra("altair", NEEDS)
-    data = [
-        {"layer": row.layer, **{name: x if math.isfinite(x) else None for name, x in row.percent().items()}}
-        for row in layers
-    ]  # NaN: percentages of nothing
-    shares = [{"layer": row["layer"], "side": name, "percent": row[name]} for row in data for name in COLOURS]
+    data = [{"layer": row.layer} | row.percent() for row in layers]
+    data = [{name: x if math.isfinite(x) else None for name, x in row.items()} for row in data]  # NaN: % of nothing
     x = alt.X("layer:O", title="layer", axis=alt.Axis(labelAngle=0))
     y = alt.Y("percent:Q", title="% of samples and heads", scale=alt.Scale(domain=[0, 100]))
-    bars = alt.Chart(alt.Data(values=shares)).mark_bar().encode(x=x, y=y, color=side)
+    base = alt.Chart(alt.Data(values=data)).encode(x=x)
+    bars = base.transform_fold(list(COLOURS), as_=["side", "percent"]).mark_bar().encode(y=y, color=side)
     shown = [name for name in layers[0].percent() if name not in COLOURS]
     tooltip = [alt.Tooltip(f"{name}:Q", title=f"{name}, %", format=".1f") for name in shown]
-    dots = alt.Chart(alt.Data(values=data)).mark_point(color="black", filled=True, size=50)
-    dots = dots.encode(x=x, y=f"{FELL}:Q", tooltip=tooltip)
+    dots = base.mark_point(color="black", filled=True, size=50).encode(y=f"{FELL}:Q", tooltip=tooltip)
     return alt.layer(bars, dots).properties(width=max(300, 40 * len(data)), height=220)
 
 
