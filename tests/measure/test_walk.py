@@ -1,5 +1,7 @@
 """One walk through a model: what visitors see, that they share a forward pass, and how few files it takes."""
 
+import ast
+import inspect
 import sys
 from functools import partialmethod
 from pathlib import Path
@@ -17,6 +19,7 @@ from acutance.lab.studies.kernel import AssumptionReader, kernel_assumptions
 from acutance.measure.maps import MapReader
 from acutance.measure.reader import MetricReader
 from acutance.measure.walk import EVERY, Visitor, walk
+from acutance.sites import named
 from sites import hf_zoo
 from sites.tiny_models import left_alone
 
@@ -109,34 +112,19 @@ def test_packed_documents_that_see_each_other_are_refused_whoever_reads_attentio
 
 
 def test_reading_the_stream_of_a_transformers_model_enters_few_files(llama, monkeypatch):
+    """And looks at no weight and no source."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     # Once a model of transformers was mitigated, we answer for its function in all of them.
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
-    home, measure = str(Path(ac.__file__).parent), ac.measure
-    entered = set()
-
-    def enter(frame, event, _arg):
-        if event == "call" and frame.f_code.co_filename.startswith(home) and frame.f_code.co_name != "<module>":
-            entered.add(frame.f_code.co_filename.removeprefix(home))
-
-    sys.setprofile(enter)
+    home, measure, entered = str(Path(ac.__file__).parent), ac.measure, set()
+    sys.setprofile(lambda frame, event, _: event == "call" and entered.add(frame.f_code))
     try:
         measure(llama, WORDS, tap="block", progress=False)
     finally:
         sys.setprofile(None)
-    # Four of measure, three of sites, two of metrics.
-    assert len(entered) <= 9, sorted(entered)
-
-
-def test_reading_the_stream_looks_at_no_weight_and_no_source(llama, monkeypatch):
-    def refuse(*_args, **_options):
-        raise AssertionError("not to be called")
-
-    expected = ac.measure(llama, WORDS, tap="block", progress=False)
-    monkeypatch.setattr("acutance.sites.named.discover", refuse)
-    monkeypatch.setattr("acutance.sites.named.output_of", refuse)
-    monkeypatch.setattr("inspect.getsource", refuse)
-    monkeypatch.setattr("ast.parse", refuse)
-    assert ac.measure(llama, WORDS, tap="block", progress=False).readings == expected.readings
+    ours = {code.co_filename for code in entered if code.co_filename.startswith(home) and code.co_name != "<module>"}
+    assert len(ours) <= 9, sorted(ours)  # four of measure, three of sites, two of metrics
+    looking = {named.discover, named.output_of, inspect.getsource, ast.parse}
+    assert not entered & {inspect.unwrap(function).__code__ for function in looking}
