@@ -103,16 +103,6 @@ def test_a_part_is_read_by_weights_and_by_data(two_stacks) -> None:
     assert part.context["part"] == "encoder"
 
 
-def test_the_decoders_own_padding_counts(two_stacks) -> None:
-    src, tgt, padding = torch.randn(3, 5, WIDTH), torch.randn(3, 7, WIDTH), torch.zeros(3, 7, dtype=torch.bool)
-    padding[:, 5:] = True
-    padded = {"src": src, "tgt": tgt, "tgt_key_padding_mask": padding, "src_key_padding_mask": padding[:, :5]}
-    batches = (padded, {"src": src, "tgt": tgt[:, :5]})
-    one, other = (ac.explain(two_stacks, [b], part="decoder", progress=False)[2].dominance for b in batches)
-    assert one.samples == 3
-    assert one.mu_min_by_sample == pytest.approx(other.mu_min_by_sample, abs=1e-5)
-
-
 def test_a_sample_without_tokens_is_refused(two_stacks) -> None:
     padding = torch.tensor([[False], [True], [False]]).expand(3, 5)
     batch = {"src": torch.randn(3, 5, WIDTH), "src_key_padding_mask": padding}
