@@ -38,12 +38,6 @@ Layers = Sequence[Any]  # the `LayerSpectrum`s of explain, whose room is above t
 NEEDS = "an HTML page needs altair and vl-convert-python: pip install 'acutance[report]'"
 
 
-def curve(run: Result, metric: str, tap: str) -> list[dict[str, Any]]:
-    """A run's rows of one metric at one tap, by depth, each with layer, mean and std."""
-    chosen = [row for row in run.rows() if (row["metric"], row["tap"]) == (metric, tap)]
-    return sorted(chosen, key=lambda row: int(row["layer"]))
-
-
 def sides(eigenvalues: NDArray[np.complex128]) -> NDArray[np.str_]:
     """Of each eigenvalue of H, smoothing where the constant part of the tokens grows: |1 + λ| > 1."""
     return np.where(np.abs(1 + eigenvalues) > 1, *COLOURS)
@@ -63,8 +57,9 @@ def write_page(
     `charts` are headings and Altair charts by name; by default one for each tap, with a curve of every run.
     """
     if charts is None:
-        taps = dict.fromkeys(row["tap"] for run in runs.values() for row in run.rows())
-        charts = {tap: (TAP_NAMES.get(tap, tap), _curve_charts(runs, tap)) for tap in taps}
+        rows = [{"run": name} | row for name, run in runs.items() for row in run.rows()]
+        taps = dict.fromkeys(row["tap"] for row in rows)
+        charts = {tap: (TAP_NAMES.get(tap, tap), _curve_charts(list(runs), rows, tap)) for tap in taps}
     sections = [f"<h2>{escape(text)}</h2><div class='chart' id='chart-{id}'></div>" for id, (text, _) in charts.items()]
     facts = dict.fromkeys(key for run in runs.values() for key in run.context)
     read = [{"run": name} | {key: _text(run.context.get(key)) for key in facts} for name, run in runs.items()]
@@ -84,23 +79,20 @@ def write_page(
     return atomic_write(path, body.encode())
 
 
-def _curve_charts(runs: Mapping[str, Result], tap: str) -> Any:
+def _curve_charts(runs: Sequence[str], rows: Sequence[Mapping[str, Any]], tap: str) -> Any:
     """A grid of small charts, one per metric, that share colours, legend and selection."""
     alt = import_extra("altair", NEEDS)
     pick = alt.selection_point(fields=["run"], bind="legend")
     faint, bold = (alt.condition(pick, *map(alt.value, pair)) for pair in ((0.15, 0.0), (1.0, 0.1)))
     low, mean = (alt.Y(f"{name}:Q", scale=alt.Scale(zero=False), title=None) for name in ("low", "mean"))
     charts = []
-    for metric in dict.fromkeys(row["metric"] for run in runs.values() for row in run.rows() if row["tap"] == tap):
-        rows = [
-            {"run": name, **r, "low": r["mean"] - r["std"], "high": r["mean"] + r["std"]}
-            for name, run in runs.items()
-            for r in curve(run, metric, tap)
-            if math.isfinite(r["mean"])  # JSON has no infinity
-        ]
-        base = alt.Chart(alt.Data(values=rows)).encode(
+    for metric in dict.fromkeys(row["metric"] for row in rows if row["tap"] == tap):
+        chosen = [row for row in rows if (row["metric"], row["tap"]) == (metric, tap)]
+        chosen = [row for row in chosen if math.isfinite(row["mean"])]  # JSON has no infinity
+        banded = [{**row, "low": row["mean"] - row["std"], "high": row["mean"] + row["std"]} for row in chosen]
+        base = alt.Chart(alt.Data(values=banded)).encode(
             x=alt.X("layer:Q", axis=alt.Axis(tickMinStep=1), title="layer"),
-            color=alt.Color("run:N", scale=alt.Scale(range=PALETTE), sort=list(runs), title=None),
+            color=alt.Color("run:N", scale=alt.Scale(range=PALETTE), sort=runs, title=None),
             tooltip=[alt.Tooltip("run:N"), alt.Tooltip("layer:Q"), alt.Tooltip("mean:Q", format=".4g")],
         )
         band = base.mark_area().encode(y=low, y2="high:Q", opacity=faint)
