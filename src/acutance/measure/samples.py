@@ -36,11 +36,8 @@ def possible_rows(batch: Any) -> tuple[Container[int], Container[int], int]:
     counts = [range(len(x), len(x) * x.shape[1] + 1) for x in several]
     grids = lengths.union(*(rows for rows, x in zip(counts, several, strict=True) if x.ndim > 4))  # of views alone
     possible = lengths.union(*counts)
-    return (
-        possible,
-        grids,
-        max([*possible, *(x.shape[1] for x in tensors if x.ndim in (2, 3))]),
-    )  # tokens may come first
+    tokens_first = (x.shape[1] for x in tensors if x.ndim in (2, 3))  # where tokens are the first axis
+    return possible, grids, max([*possible, *tokens_first])
 
 
 class Documents(NamedTuple):
