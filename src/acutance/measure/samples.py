@@ -159,11 +159,11 @@ class TokenLayout:
         """Raise if the attention's mask lets packed documents see each other."""
         if self.documents is None:
             return
-        A = call.A
+        A, visible = call.A, call.visible()
         labels = self.documents.labels.to(A.device)
         across = labels[:, None, :, None] != labels[:, None, None, :]
-        visible = A.mask4 is None or (A.mask4 if A.mask4.dtype == torch.bool else A.mask4 > HIDDEN)
-        if bool((visible & (across.tril() if A.causal else across)).any()):
+        across = across.tril() if A.causal else across
+        if bool((across if visible is None else across & visible).any()):
             seen = "position_ids start anew, as for documents packed into a row, but this model"
             raise AcutanceError(f"{seen} does not keep such documents apart. Give the documents as rows of their own")
 
