@@ -1,7 +1,5 @@
 """Small models, sites and oracles for the tests of explain."""
 
-from contextlib import ExitStack
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -10,6 +8,8 @@ from acutance.attention.operator import AttentionOperator
 from acutance.mitigations.projection import Projection, Projections
 from acutance.models import ViT
 from acutance.sites import AttentionSite, find
+from attention.operator_cases import assert_same_set
+from sites.tiny_models import recorded
 
 DIM = 12
 
@@ -91,21 +91,14 @@ def layer_modes(site: AttentionSite, A: AttentionOperator) -> tuple[float, np.nd
 
 
 def assert_same_eigenvalues(found: np.ndarray, H: np.ndarray, atol: float = 1e-7) -> None:
-    """Zeros of a rank-deficient H come out as rounding noise of either sign; the order must not depend on it."""
-    values = [np.where(np.abs(z) < atol, 0, z) for z in (found.ravel(), np.linalg.eigvals(H))]
-    found, wanted = (np.array(sorted(z, key=lambda z: (round(z.real, 8), round(z.imag, 8)))) for z in values)
-    np.testing.assert_allclose(found, wanted, atol=atol)
+    assert_same_set(torch.from_numpy(found.reshape(1, -1)), np.linalg.eigvals(H)[None], atol)
 
 
 def watch(model: ViT, images: torch.Tensor) -> tuple[dict, dict]:
     """The attention record of every layer, and the tokens before and after it."""
-    records, stream = {}, {}
-    with torch.no_grad(), ExitStack() as stack:
-        for site in find(model):
-            stack.enter_context(site.observe(lambda record, n=site.layer: records.__setitem__(n, record)))
-            hook = site.block.register_forward_hook(
-                lambda _, args, out, n=site.layer: stream.__setitem__(n, (args[0], out[0]))
-            )
-            stack.callback(hook.remove)
-        model.eval()(images)
-    return records, stream
+    stream = {}
+    for layer, block in enumerate(model.blocks, 1):
+        block.register_forward_hook(lambda _, args, out, layer=layer: stream.update({layer: (args[0], out[0])}))
+    with torch.no_grad():
+        _, records = recorded(lambda: model.eval()(images), find(model))
+    return dict(enumerate(records, 1)), stream

@@ -191,7 +191,7 @@ def test_page_holds_table_and_charts(model: ViT, read: Spectrum, tmp_path) -> No
     assert all(layer.reason in text for layer in read.layers)
     assert sum(bar["count"] for bar in charts["histogram"]["data"]["values"]) == 3 * DIM
     assert len(charts["plane"]["data"]["values"]) == 3 * DIM
-    for row, layer in zip(charts["dominance"]["layer"][1]["data"]["values"], read.layers, strict=True):
+    for row, layer in zip(charts["dominance"]["data"]["values"], read.layers, strict=True):
         wanted = layer.dominance.branch.fell_if_smoothing
         assert row["fell where predicted to"] == (None if math.isnan(wanted) else pytest.approx(100 * wanted))
     weights = ac.explain(model, progress=False).to_html(tmp_path / "w.html").read_text()

@@ -26,15 +26,10 @@ ROTATION = 0.9 * torch.roll(torch.eye(5, dtype=torch.float64), 1, dims=0) + 0.1 
 either = pytest.mark.parametrize("A", [SYMMETRIC, ASYMMETRIC], ids=["symmetric", "asymmetric"])
 
 
-def test_euler_step_is_symmetric_attention() -> None:
-    """Theorem 1."""
-    step = theory.euler_step(V, theory.affinity(K) / 2)
-    exactly(step, SYMMETRIC @ V)
-    exactly(step, scaled_dot_product_attention(K, K, V))
-    exactly(theory.euler_step(V, theory.affinity(K, 0.3)), scaled_dot_product_attention(K, K, V, scale=0.3))
-
-
 def test_only_the_symmetric_part_of_the_kernel_matters() -> None:
+    """Theorem 1: if that part is exp(s kᵢ·kⱼ), an Euler step is symmetric attention."""
+    exactly(theory.euler_step(V, theory.affinity(K) / 2), SYMMETRIC @ V)
+    exactly(theory.euler_step(V, theory.affinity(K, 0.3)), scaled_dot_product_attention(K, K, V, scale=0.3))
     kernel, J = normal(2, 3, TOKENS, TOKENS).exp(), theory.nonlocal_functional
     both = kernel + kernel.mT
     exactly(theory.euler_step(V, kernel), (both / both.sum(-1, keepdim=True)) @ V)

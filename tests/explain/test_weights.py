@@ -102,13 +102,3 @@ def test_symmetry_over_checkpoints(tmp_path) -> None:
     assert found[0, 0] == pytest.approx(ac.explain(small_vit(), progress=False)[1].symmetry)
     with pytest.raises(AcutanceError, match="layers"):
         symmetry_over([model, small_vit(depth=1)])
-
-
-def test_steered_weights_are_read_as_made() -> None:
-    """Eigen makes its weights at every forward: explain sees their spectrum, head by head."""
-    model = small_vit(mitigation="eigen:negative,spectrum=bounded")
-    for site, layer in zip(ac.sites.find(model), ac.explain(model, progress=False).layers, strict=True):
-        want = site.mitigation.eigenvalues().detach().double().numpy()
-        np.testing.assert_allclose(np.sort(layer.heads.real, axis=1), np.sort(want, axis=1), atol=1e-6)
-        assert layer.verdict == "sharpening"
-        assert layer.symmetry == pytest.approx(1, abs=1e-6)

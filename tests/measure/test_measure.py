@@ -1,7 +1,6 @@
 """measure and attention_maps read what they say they read, and leave the model as they found it."""
 
 import gc
-import json
 import weakref
 from functools import partial
 from itertools import pairwise
@@ -45,15 +44,6 @@ def test_block_tap_is_the_residual_stream(model: ViT, images: torch.Tensor, pref
     assert profile.context["prefix"] == f"2 prefix tokens {prefix}"
 
 
-def test_batch_size_does_not_matter(model: ViT, images: torch.Tensor) -> None:
-    options = {"metrics": "all", "tap": ("block", "attention", "values", "final")}
-    one, other = measure(model, [images], **options), measure(model, images.split(2), **options)
-    for a, b in zip(one.readings, other.readings, strict=True):
-        assert a.metric == b.metric
-        assert b.mean == pytest.approx(a.mean, rel=1e-4, abs=1e-5), a
-        assert b.std == pytest.approx(a.std, rel=1e-3, abs=1e-4), a
-
-
 def test_other_taps_read_the_branch_the_values_and_the_final_norm(model: ViT, images: torch.Tensor) -> None:
     profile = measure(model, [images], metrics=["norm_spread"], tap=["attention", "values", "final"])
     block = model.eval().blocks[0]
@@ -66,6 +56,7 @@ def test_other_taps_read_the_branch_the_values_and_the_final_norm(model: ViT, im
         assert profile["norm_spread", tap][0] == pytest.approx(want, abs=1e-6)
     assert profile.layers("norm_spread", "final") == [3]
     assert profile.layers("norm_spread", "values") == [1, 2, 3]
+    assert (profile.context["taps"], profile.context["dtype"]) == (["attention", "values", "final"], "float32")
 
 
 def test_attention_metrics_read_the_operator(model: ViT, images: torch.Tensor) -> None:
@@ -159,14 +150,6 @@ def test_a_name_is_no_model(verb) -> None:
         verb("gpt2", [torch.zeros(1)])
 
 
-def test_context_says_where_and_with_what(model: ViT, images: torch.Tensor) -> None:
-    ac.mitigate(model, ac.NeuTRENO(0.4))
-    context = json.loads(measure(model.double(), [images.double()]).to_json())["context"]
-    wanted = {"mitigation": "neutreno:0.4", "dtype": "float64", "taps": ["block"], "samples": 7}
-    assert {name: context[name] for name in wanted} == wanted
-    assert context["versions"]["torch"] == torch.__version__
-
-
 def test_memory_does_not_grow_with_the_number_of_batches(model: ViT, images: torch.Tensor) -> None:
     """Only running means are kept: no activation of a finished batch is alive when the next one comes."""
     alive: list[weakref.ref] = []
@@ -192,7 +175,7 @@ def test_compiled_models_are_measured_eagerly(images: torch.Tensor) -> None:
         assert measure(compiled, [images], metrics=plain.metrics).readings == plain.readings
 
 
-def test_fully_masked_samples_are_skipped() -> None:
+def test_fully_masked_samples_are_skipped_and_batch_sizes_do_not_matter() -> None:
     def padded(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
         src = torch.randn(len(lengths), 6, 16, generator=torch.Generator().manual_seed(seed))
         return {"src": src, "src_key_padding_mask": torch.arange(6) >= torch.tensor(lengths)[:, None]}

@@ -7,22 +7,13 @@ import pytest
 from acutance.errors import AcutanceError
 from acutance.lab.studies.runs import merge
 from acutance.measure.profile import MetricValue, Profile
-
-
-def make(shift: float = 0.0, taps: tuple[str, ...] = ("block",)) -> Profile:
-    readings = [
-        MetricValue(tap, layer, metric, mean=layer + shift, std=0.5, count=7)
-        for tap in taps
-        for layer in (0, 1, 2)
-        for metric in ("token_cosine", "rank_residual")
-    ]
-    return Profile(tuple(readings), {"model": "ViT", "samples": 7, "dtype": "float32"})
+from report.made_profiles import made_profile
 
 
 def test_indexing_gives_the_curve_by_depth_and_needs_the_tap_when_there_are_several() -> None:
-    profile = make()
+    profile = made_profile()
     assert (profile.layers("token_cosine"), profile.metrics) == ([0, 1, 2], ["token_cosine", "rank_residual"])
-    both = make(taps=("block", "attention"))
+    both = made_profile(taps=("block", "attention"))
     for curve in (profile["token_cosine"], both["token_cosine", "attention"]):
         np.testing.assert_array_equal(curve, [0, 1, 2])
     several, unknown = "read at block, attention: name one", r"no metric 'entropy'.*token_cosine, rank_residual"
@@ -39,7 +30,7 @@ def test_save_and_load_round_trip_with_infinities(tmp_path) -> None:
     assert back.readings[0].mean == math.inf
     assert math.isnan(back.readings[0].std)
     for tap in ("attention_matrix", "map"):  # as version 0.1 called it
-        expected = make(taps=("attention_matrix",))
+        expected = made_profile(taps=("attention_matrix",))
         path.write_text(expected.to_json().replace("attention_matrix", tap))
         assert Profile.load(path) == expected
 
@@ -53,7 +44,7 @@ def test_loading_something_else_names_the_file(tmp_path, content: str) -> None:
 
 
 def test_frame_and_table_hold_every_reading() -> None:
-    profile = make(shift=0.25, taps=("block", "attention"))
+    profile = made_profile(shift=0.25, taps=("block", "attention"))
     frame = profile.to_frame()
     assert (len(frame), list(frame.columns)) == (12, ["tap", "layer", "metric", "mean", "std", "count"])
     assert "2.2500 ± 0.5000" in str(profile)
@@ -61,9 +52,9 @@ def test_frame_and_table_hold_every_reading() -> None:
 
 
 def test_merge_is_the_mean_and_the_spread_over_runs() -> None:
-    merged = merge([make(0.0), make(1.0), make(5.0)])
+    merged = merge(made_profile(shift=shift) for shift in (0, 1, 5))
     np.testing.assert_allclose(merged["token_cosine"], [2, 3, 4])
     assert merged.readings[0].std == pytest.approx(np.std([0, 1, 5], ddof=1))
     assert "over 3 runs" in merged.caption
     with pytest.raises(AcutanceError, match="same taps"):
-        merge([make(), make(taps=("block", "attention"))])
+        merge([made_profile(), made_profile(taps=("block", "attention"))])

@@ -99,6 +99,7 @@ SHORT, WHOLE = torch.tensor([[1, 1, 0]]), torch.ones(1, 3)
         (BESIDE | {"patch_valid": WHOLE}, {"images": True, "special": False}, None),
         (BESIDE | {"pixel_mask": torch.ones(1, 3, 3)}, {"images": True}, None),
         (BESIDE | {"decoder_attention_mask": SHORT}, {"decoder": True}, [[True, True, False]]),
+        (BESIDE | {"tgt_key_padding_mask": ~SHORT.bool()}, {"decoder": True}, [[True, True, False]]),
         (BESIDE | {"decoder_attention_mask": None}, {"decoder": True}, None),
     ],
 )

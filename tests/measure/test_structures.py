@@ -7,17 +7,15 @@ import torch
 from torch import nn
 
 import acutance as ac
+from sites.tiny_models import Made
 
 DIM = 16
 
 
-class Block(nn.Module):
+class Block(Made):
     def __init__(self, dim=DIM):
-        super().__init__()
-        self.norm, self.fc = nn.LayerNorm(dim), nn.Linear(dim, dim)
-
-    def forward(self, x):
-        return x + self.fc(self.norm(x)).tanh() + x.mean(1, keepdim=True)
+        run = lambda self, x: x + self.fc(self.norm(x)).tanh() + x.mean(1, keepdim=True)  # noqa: E731
+        super().__init__(run, norm=nn.LayerNorm(dim), fc=nn.Linear(dim, dim))
 
 
 class Other(Block):
@@ -28,57 +26,34 @@ class Chunk(nn.ModuleList):
     """As DINOv2 cuts its blocks into chunks, with identities in place of those of other chunks."""
 
     def forward(self, x):
-        for block in self:
-            x = block(x)
-        return x
+        return nn.Sequential(*self)(x)
 
 
-class Staged(nn.Module):
+def several(kind, count, *sizes):
+    return nn.Sequential(*(kind(*sizes) for _ in range(count)))
+
+
+def chunked():
+    return nn.Sequential(*(Chunk([nn.Identity()] * 3 * place + [*several(Block, 3)]) for place in range(4)))
+
+
+def staged():
     """Four lists side by side, with fewer and wider tokens from one to the next."""
 
-    def __init__(self):
-        super().__init__()
-        for stage, depth in enumerate((2, 2, 6, 2)):
-            setattr(self, f"stage{stage}", nn.ModuleList(Block(DIM * 2**stage) for _ in range(depth)))
-        self.merge = nn.ModuleList(nn.Linear(DIM * 2**stage, DIM * 2 ** (stage + 1)) for stage in range(3))
-
-    def forward(self, x):
+    def run(self, x):
         for stage in range(4):
-            for block in getattr(self, f"stage{stage}"):
-                x = block(x)
-            x = x if stage == 3 else self.merge[stage](x[:, ::2])
+            x = getattr(self, f"stage{stage}")(x if stage == 0 else self.merge[stage - 1](x[:, ::2]))
         return x
 
-
-class Coder(nn.Module):
-    def __init__(self, blocks):
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
+    stages = {f"stage{n}": several(Block, depth, DIM * 2**n) for n, depth in enumerate((2, 2, 6, 2))}
+    merge = nn.ModuleList(nn.Linear(DIM * 2**stage, DIM * 2 ** (stage + 1)) for stage in range(3))
+    return Made(run, **stages, merge=merge)
 
 
-class Both(nn.Module):
-    def __init__(self, encoder, decoder):
-        super().__init__()
-        self.encoder, self.decoder = encoder, decoder
-
-    def forward(self, x):
-        return self.decoder(self.encoder(x))
-
-
-class Alignment(Coder):
-    """(batch, rows, columns) as (rows, columns, batch, channels) inside, like ESM's MSA Transformer."""
-
-    def __init__(self):
-        super().__init__(Block() for _ in range(3))
-        self.embed = nn.Embedding(9, DIM)
-
-    def forward(self, ids):
-        return super().forward(self.embed(ids).permute(1, 2, 0, 3))
+def coders(first, second):
+    """An encoder and a decoder, each of a kind and number of blocks."""
+    both = (Made(lambda self, x: self.blocks(x), blocks=several(*blocks)) for blocks in (first, second))
+    return Made(lambda self, x: self.decoder(self.encoder(x)), **dict(zip(("encoder", "decoder"), both, strict=True)))
 
 
 def layers_of(model, x, part=None):
@@ -89,45 +64,32 @@ def layers_of(model, x, part=None):
     return profile["token_cosine"], [str(warning.message) for warning in caught]
 
 
-def expected(model, x):
-    """The same by hooks on every block, in the order that they run."""
-    seen = [x]
-    hooks = [m.register_forward_hook(lambda *a: seen.append(a[-1])) for m in model.modules() if isinstance(m, Block)]
-    with torch.no_grad():
-        model(x)
-    for hook in hooks:
-        hook.remove()
-    return [ac.metrics.token_cosine(tokens).mean().item() for tokens in seen]
+X = torch.randn(3, 16, DIM, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture
-def x():
-    return torch.randn(3, 16, DIM, generator=torch.Generator().manual_seed(0))
-
-
-def chunked():
-    return nn.Sequential(*(Chunk([nn.Identity()] * 3 * i + [Block() for _ in range(3)]) for i in range(4)))
-
-
-@pytest.mark.parametrize("make", [chunked, Staged])
-def test_every_block_is_a_layer_and_nothing_else_is(make, x):
-    model = make()
-    found, warned = layers_of(model, x)
-    assert found == pytest.approx(expected(model, x), abs=1e-6)
+@pytest.mark.parametrize("make", [chunked, staged])
+@torch.no_grad()
+def test_every_block_is_a_layer_and_nothing_else_is(make):
+    model, seen = make(), [X]
+    found, warned = layers_of(model, X)
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.register_forward_hook(lambda *given: seen.append(given[-1]))
+    model(X)
+    assert found == pytest.approx([ac.metrics.token_cosine(tokens).mean().item() for tokens in seen], abs=1e-6)
     assert len(found) == 1 + 12
     assert all("merge" in words for words in warned)  # which is as large as these small blocks
 
 
-def test_blocks_elsewhere_are_named(x):
-    model = Both(Coder(Block() for _ in range(4)), Coder(Block() for _ in range(2)))
+def test_blocks_elsewhere_are_named():
+    model = coders((Block, 4), (Block, 2))
     with pytest.raises(ac.AcutanceError, match=r"encoder\.blocks, decoder\.blocks.*part='encoder'"):
-        layers_of(model, x)
-    assert len(layers_of(model, x, part="decoder")[0]) == 1 + 2
+        layers_of(model, X)
+    assert len(layers_of(model, X, part="decoder")[0]) == 1 + 2
 
 
-def test_a_list_of_other_blocks_is_said_to_be_left_out(x):
-    model = Both(Coder(Block() for _ in range(4)), Coder(Other() for _ in range(2)))
-    found, (warned,) = layers_of(model, x)
+def test_a_list_of_other_blocks_is_said_to_be_left_out():
+    found, (warned,) = layers_of(coders((Block, 4), (Other, 2)), X)
     assert len(found) == 1 + 4
     assert "not counted as layers: decoder.blocks" in warned
 
@@ -141,5 +103,8 @@ def test_a_list_of_other_blocks_is_said_to_be_left_out(x):
     ],
 )
 def test_rows_of_an_alignment_are_no_samples(shape, message):
+    """(batch, rows, columns) as (rows, columns, batch, channels) inside, like ESM's MSA Transformer."""
+    run = lambda self, ids: self.blocks(self.embed(ids).permute(1, 2, 0, 3))  # noqa: E731
+    model = Made(run, embed=nn.Embedding(9, DIM), blocks=several(Block, 3))
     with pytest.raises(ac.errors.ShapeError, match=message):
-        layers_of(Alignment(), torch.randint(0, 9, shape))
+        layers_of(model, torch.randint(0, 9, shape))

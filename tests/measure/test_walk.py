@@ -1,22 +1,22 @@
 """One walk through a model: what visitors see, that they share a forward pass, and how few files it takes."""
 
+import ast
+import inspect
 import sys
 from functools import partialmethod
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 import acutance as ac
 from acutance import sites
-from acutance.errors import AcutanceError
 from acutance.explain.read import LayerReader
 from acutance.explain.weights import layer_spectrum
 from acutance.lab.studies.kernel import AssumptionReader, kernel_assumptions
-from acutance.measure.maps import MapReader
 from acutance.measure.reader import MetricReader
 from acutance.measure.walk import EVERY, Visitor, walk
+from acutance.sites import named
 from sites import hf_zoo
 from sites.tiny_models import left_alone
 
@@ -84,59 +84,21 @@ def test_visitors_in_one_walk_give_what_they_give_alone(model, images):
         np.testing.assert_array_equal(torch.cat(found["alignment"]).double().numpy(), expected)
 
 
-WORDS = [hf_zoo.batch("llama", padded=False)]
-
-
-@pytest.fixture
-def llama():
-    return hf_zoo.build("llama")
-
-
-def test_packed_documents_that_see_each_other_are_refused_whoever_reads_attention(llama):
-    packed = {"input_ids": WORDS[0]["input_ids"][:1, :6], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
-    apart = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).tril()
-    hidden, across = (
-        torch.zeros(1, 1, 6, 6).masked_fill(seen == 0, torch.finfo(torch.float32).min)
-        for seen in (apart, torch.ones(6, 6).tril())
-    )
-    llama.set_attn_implementation("eager")
-    for visitors in ([], [MapReader([2])]):
-        reader = MetricReader(["token_cosine"], ["block"])
-        walk(llama, [packed | {"attention_mask": hidden}], reader, *visitors)
-        assert reader.readings()[0].count == 2
-        with pytest.raises(AcutanceError, match="does not keep such documents apart"):
-            walk(llama, [packed | {"attention_mask": across}], MetricReader(["token_cosine"], ["block"]), *visitors)
-
-
-def test_reading_the_stream_of_a_transformers_model_enters_few_files(llama, monkeypatch):
+def test_reading_the_stream_of_a_transformers_model_enters_few_files(monkeypatch):
+    """And looks at no weight and no source."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     # Once a model of transformers was mitigated, we answer for its function in all of them.
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
-    home, measure = str(Path(ac.__file__).parent), ac.measure
-    entered = set()
-
-    def enter(frame, event, _arg):
-        if event == "call" and frame.f_code.co_filename.startswith(home) and frame.f_code.co_name != "<module>":
-            entered.add(frame.f_code.co_filename.removeprefix(home))
-
-    sys.setprofile(enter)
+    llama, words = hf_zoo.build("llama"), [hf_zoo.batch("llama", padded=False)]
+    home, measure, entered = str(Path(ac.__file__).parent), ac.measure, set()
+    sys.setprofile(lambda frame, event, _: event == "call" and entered.add(frame.f_code))
     try:
-        measure(llama, WORDS, tap="block", progress=False)
+        measure(llama, words, tap="block", progress=False)
     finally:
         sys.setprofile(None)
-    # Four of measure, three of sites, two of metrics.
-    assert len(entered) <= 9, sorted(entered)
-
-
-def test_reading_the_stream_looks_at_no_weight_and_no_source(llama, monkeypatch):
-    def refuse(*_args, **_options):
-        raise AssertionError("not to be called")
-
-    expected = ac.measure(llama, WORDS, tap="block", progress=False)
-    monkeypatch.setattr("acutance.sites.named.discover", refuse)
-    monkeypatch.setattr("acutance.sites.named.output_of", refuse)
-    monkeypatch.setattr("inspect.getsource", refuse)
-    monkeypatch.setattr("ast.parse", refuse)
-    assert ac.measure(llama, WORDS, tap="block", progress=False).readings == expected.readings
+    ours = {code.co_filename for code in entered if code.co_filename.startswith(home) and code.co_name != "<module>"}
+    assert len(ours) <= 9, sorted(ours)  # four of measure, three of sites, two of metrics
+    looking = {named.discover, named.output_of, inspect.getsource, ast.parse}
+    assert not entered & {inspect.unwrap(function).__code__ for function in looking}

@@ -13,27 +13,21 @@ from acutance.measure.reader import available_metrics
 from acutance.report.page import write_page
 from acutance.report.pictures import plot_attention, plot_curves
 from acutance.report.tables import FittedTable
+from report.made_profiles import made_profile
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync", "--no-first-run"]
 HOSTILE = "neutreno </script><script>document.title='owned'</script>"
 
 
-def make(slope: float) -> Profile:
-    readings = [
-        MetricValue(tap, layer, metric, slope * layer, 0.1, 5)
-        for tap in ("block", "attention")
-        for layer in range(4)
-        for metric in ("token_cosine", "rank_residual")
-    ]
-    return Profile(tuple(readings), {"model": "ViT", "samples": 5, "versions": {"torch": "2.13"}})
+TAPS = ("block", "attention")
+RUNS = {name: made_profile(slope, taps=TAPS, depth=3) for name, slope in (("plain", 0.1), (HOSTILE, 0.2))}
 
 
 @pytest.fixture
 def page(tmp_path):
-    runs = {"plain": make(0.1), HOSTILE: make(0.2)}
     summary = [{"variant": "plain", "accuracy %": "97.5"}]
-    return write_page(runs, tmp_path / "p.html", verdict="All <good>.", summary=summary)
+    return write_page(RUNS, tmp_path / "p.html", verdict="All <good>.", summary=summary)
 
 
 def test_page_asks_for_nothing_outside_itself(page) -> None:
@@ -45,7 +39,7 @@ def test_page_asks_for_nothing_outside_itself(page) -> None:
 
 
 def test_infinite_readings_do_not_break_the_page(tmp_path) -> None:
-    profile = Profile((MetricValue("block", 1, "hfc_lfc_spectral", math.inf, math.nan, 1), *make(0.1).readings))
+    profile = Profile((MetricValue("block", 1, "hfc_lfc_spectral", math.inf, math.nan, 1), *RUNS["plain"].readings))
     text = profile.to_html(tmp_path / "p.html").read_text()
     assert "Infinity" not in text.split("const charts = ")[1]
 
@@ -80,11 +74,11 @@ def test_page_in_a_real_browser(page) -> None:
 
 def test_plot_curves_draws_every_run() -> None:
     charts = [("token_cosine", "block"), ("rank_residual", "attention")]
-    figure = plot_curves({"a": make(0.1), "b": make(0.2)}, charts)
+    figure = plot_curves(RUNS, charts)
     assert [len(axis.lines) for axis in figure.axes] == [2, 2]
     np.testing.assert_allclose(figure.axes[0].lines[1].get_ydata(), [0, 0.2, 0.4, 0.6])
     band = figure.axes[0].collections[0].get_paths()[0].get_extents()
-    np.testing.assert_allclose(band.get_points()[:, 1], [-0.1, 0.4], err_msg="one standard deviation about 0 to 0.3")
+    np.testing.assert_allclose(band.get_points()[:, 1], [-0.5, 0.8], err_msg="one standard deviation about 0 to 0.3")
 
 
 def test_plot_attention_is_layers_by_heads() -> None:
@@ -101,15 +95,9 @@ def printed(what: object, width: int) -> str:
     return capture.get()
 
 
-def profile(mean: float) -> Profile:
-    names = available_metrics()
-    readings = [MetricValue("block", layer, name, mean + layer, 0.5, 3) for name in names for layer in (1, 2)]
-    return Profile(tuple(readings), {"model": "ViT", "samples": 3})
-
-
 @pytest.mark.parametrize("width", [60, 80, 110, 400])
 def test_nothing_is_cut_off_or_broken_however_narrow(width: int) -> None:
-    before, after = profile(0.0), profile(1.0)
+    before, after = (made_profile(shift=shift, metrics=available_metrics()) for shift in (0, 1))
     for what, cell in ((before.table(), "2.0000 ± 0.5000"), (before.compare(after), "2.0000 → 3.0000")):
         text = printed(what, width)
         assert "…" not in text
@@ -117,7 +105,7 @@ def test_nothing_is_cut_off_or_broken_however_narrow(width: int) -> None:
         assert text.count(cell) == len(available_metrics())
         assert max(map(len, text.splitlines())) <= width
         if width == 400:  # one table, one caption
-            assert (text.count("layer"), text.count("3 samples, mean")) == (1, 1)
+            assert (text.count("layer"), text.count("7 samples, mean")) == (1, 1)
 
 
 def test_a_table_has_the_rows_of_its_columns_only() -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from acutance import sites
 from acutance.attention import AttentionCall, spectra
-from acutance.attention.operator import HIDDEN, AttentionOperator
+from acutance.attention.operator import AttentionOperator
 from acutance.attention.spectra import DENSE_TOKENS
 from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError
 from acutance.explain.spectral_theory import TIE, Families, Series, constant_mode, families, growth, rank_correlation
@@ -145,8 +145,9 @@ class LayerReader(Visitor):
                 "I + H⊗A says nothing of them. The weights alone can be explained: explain(model)"
             )
         A = self.present.record(call).A
-        _, told = self.present.tokens(self.tokens)
-        self.valid = visible_keys(A) if told is None else told
+        _, self.valid = self.present.tokens(self.tokens)
+        if self.valid is None and (visible := call.visible()) is not None:  # tokens that nobody sees are padding
+            self.valid = visible.any(-2).any(1).expand(A.shape[0], A.shape[-1])
         self.before = self._ratio(self.tokens)
         try:
             others, residuals = competing_eigenvalues(A, list(self.lam.values()), self.valid)
@@ -265,11 +266,3 @@ def _one_sample(A: AttentionOperator, sample: int, keep: Tensor) -> AttentionOpe
     for axis in (-2, -1):
         mask = mask if mask is None or mask.size(axis) == 1 else mask.index_select(axis, places)
     return A.replace(q=q, k=k, mask=mask)
-
-
-def visible_keys(A: AttentionOperator) -> Tensor | None:
-    """(batch, tokens), True for tokens that some token sees; None if nothing is masked. The others are padding."""
-    if A.mask4 is None:
-        return None
-    mask = A.mask4 if A.mask4.dtype == torch.bool else A.mask4 > HIDDEN
-    return mask.any(-2).any(1).expand(A.shape[0], A.shape[-1])

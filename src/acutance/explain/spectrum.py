@@ -1,6 +1,5 @@
 """Spectrum: the eigenvalues of every layer's H, a verdict and its reason, as a table, JSON, pictures and a page."""
 
-import json
 import math
 import os
 import re
@@ -17,7 +16,6 @@ from acutance.attention.spectra import DENSE_TOKENS
 from acutance.errors import AcutanceError
 from acutance.explain import spectral_theory as theory
 from acutance.explain.spectral_theory import Series, format_complex
-from acutance.files.atomic import read_json
 from acutance.report.page import FELL, SPECTRUM_HINT, spectrum_charts, write_page
 from acutance.report.pictures import plot_spectrum
 from acutance.report.tables import FittedTable, Result, to_plain
@@ -25,7 +23,6 @@ from acutance.report.tables import FittedTable, Result, to_plain
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMAT = "acutance-spectrum/3"
 EXACT_MU = f"Read at most {DENSE_TOKENS} tokens a sample: there all eigenvalues of A are found"
 Verdict = Literal["smoothing", "sharpening", "neutral", "unknown"]
 BY_WEIGHTS = {
@@ -243,6 +240,7 @@ class Spectrum(Result):
     many tokens has it. The verdict is about the attention branch: the MLP is not part of it.
     """
 
+    FORMAT, INDENT = "acutance-spectrum/3", None
     layers: tuple[LayerSpectrum, ...]
     context: Mapping[str, Any] = field(default_factory=dict)
 
@@ -324,15 +322,13 @@ class Spectrum(Result):
         cells = [layer.cells() for layer in self.layers]
         return FittedTable(title, cells, caption, left=("verdict", "reason"), sentences="reason")
 
-    def to_json(self) -> str:
+    def content(self) -> dict[str, Any]:
         # The verdict and its reason are for readers of the file; they are computed again when it is loaded.
-        layers = [to_plain(layer) | {"verdict": layer.verdict, "reason": layer.reason} for layer in self.layers]
-        return json.dumps({"format": FORMAT, "context": dict(self.context), "layers": layers}, allow_nan=False)
+        return {"layers": [to_plain(at) | {"verdict": at.verdict, "reason": at.reason} for at in self.layers]}
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a spectrum that `save` wrote."""
-        return read_json(path, FORMAT, lambda body: cls(tuple(map(_from_plain, body["layers"])), body["context"]))
+    def from_dict(cls, body: Mapping[str, Any]) -> Self:
+        return cls(tuple(map(_from_plain, body["layers"])), body["context"])
 
     def plot(self, kind: Picture = "histogram") -> "Figure":
         """A matplotlib figure: eigenvalues by layer as a `histogram` or in the complex `plane`, or `dominance` bars."""

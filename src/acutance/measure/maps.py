@@ -11,6 +11,7 @@ from acutance import sites
 from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError
 from acutance.measure.walk import Visitor, walk
+from acutance.report.pictures import plot_attention
 from acutance.sites.structure import bare_module
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ class AttentionMaps(dict[int, NDArray[np.float32]]):
 
     def plot(self) -> "Figure":
         """A matplotlib figure: a row per layer, a column per head."""
-        from acutance.report.pictures import plot_attention
-
         return plot_attention(self)
 
 

@@ -18,7 +18,7 @@ from acutance import distributed, sites
 from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError, import_extra
 from acutance.files.atomic import read_bytes
 from acutance.measure import measure
-from acutance.measure.profile import FORMAT, Profile
+from acutance.measure.profile import Profile
 from acutance.measure.reader import MetricReader
 from acutance.measure.samples import inputs_of
 from acutance.measure.walk import map_tensors, walk
@@ -69,13 +69,17 @@ class Monitor:
     ) -> None:
         if every < 1:
             raise AcutanceError(f"every counts optimiser steps between two readings and must be 1 or more, not {every}")
+        if not any(isinstance(value, Tensor) and value.numel() for value in inputs_of(probe)):
+            forms = "a tensor, a (tensor, …) tuple or a mapping of arguments, such as next(iter(loader))"
+            raise AcutanceError(f"the monitor needs a probe, one batch to read: {forms}, not {type(probe).__name__}")
         self.model = bare_module(model)
         self._options: dict[str, Any] = {"metrics": metrics, "tap": tap, "prefix": prefix, "part": part}
         # What cannot be read fails now, not after hundreds of steps.
         walk(self.model, [], MetricReader(metrics, tap, prefix, sites.part_of(self.model, part)), part=part)
         self.every = every
         self.history = History() if jsonl is None or not Path(jsonl).exists() else History.load(jsonl)
-        self._probe, self._autocast = _copy_probe(probe), autocast
+        probe, self._autocast = probe[0] if isinstance(probe, (tuple, list)) else probe, autocast
+        self._probe = map_tensors(probe, lambda tensor: tensor.detach().clone())
         self._step: int | None = None
         self._writers: list[Callable[[int, Profile], None]] = []
         self._writers += [] if jsonl is None else [partial(_append_line, Path(jsonl))]
@@ -189,8 +193,8 @@ class History(dict[int, Profile]):
         for number, line in enumerate(lines, 1):
             try:
                 body = json.loads(line)
-                if body["format"] != FORMAT:
-                    raise ValueError(f"format {body['format']!r}, this version reads {FORMAT!r}")
+                if body["format"] != Profile.FORMAT:
+                    raise ValueError(f"format {body['format']!r}, this version reads {Profile.FORMAT!r}")
                 history.add(body["step"], Profile.from_dict(body))
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 where = f"{path}, line {number}"
@@ -229,13 +233,6 @@ def _tensorboard_writer(target: "str | os.PathLike[str] | SummaryWriter") -> Cal
         opened[0].flush()
 
     return write
-
-
-def _copy_probe(probe: Any) -> Any:
-    if not any(isinstance(value, Tensor) and value.numel() for value in inputs_of(probe)):
-        forms = "a tensor, a (tensor, …) tuple or a mapping of arguments, such as next(iter(loader))"
-        raise AcutanceError(f"the monitor needs a probe, one batch to read: {forms}, not {type(probe).__name__}")
-    return map_tensors(probe[0] if isinstance(probe, (tuple, list)) else probe, lambda tensor: tensor.detach().clone())
 
 
 @contextmanager

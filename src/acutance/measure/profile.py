@@ -1,6 +1,5 @@
 """Profile: what was measured, layer by layer, and where it was read."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from acutance.files.atomic import read_json
 from acutance.report.page import write_page
 from acutance.report.pictures import plot_curves
 from acutance.report.tables import FittedTable, Result, to_plain
@@ -18,7 +16,6 @@ from acutance.report.tables import FittedTable, Result, to_plain
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMAT = "acutance-profile/1"
 MATRIX = "attention_matrix"  # the tap of metrics that are read from the attention operator rather than from tokens
 
 
@@ -42,6 +39,7 @@ class Profile(Result):
     which is needed only if the metric was read at several.
     """
 
+    FORMAT = "acutance-profile/1"
     readings: tuple[MetricValue, ...]
     context: Mapping[str, Any] = field(default_factory=dict)
 
@@ -96,25 +94,15 @@ class Profile(Result):
         parts += [f"{key}: {self.context[key]}" for key in ("data", "prefix", "dtype", "device") if key in self.context]
         return "; ".join(parts)
 
-    def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
-        return {"format": FORMAT, "context": dict(self.context), "readings": to_plain(self.readings)}
+    def content(self) -> dict[str, Any]:
+        return {"readings": to_plain(self.readings)}
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Self:
-        """The profile that `to_dict` took apart."""
         # Version 0.1 called this tap `map`.
         rows = [row | {"tap": MATRIX if row["tap"] == "map" else row["tap"]} for row in body["readings"]]
         values = [MetricValue(**row | {"mean": float(row["mean"]), "std": float(row["std"])}) for row in rows]
         return cls(tuple(values), body["context"])
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a profile that `save` wrote."""
-        return read_json(path, FORMAT, cls.from_dict)
 
     def plot(self) -> "Figure":
         """A matplotlib figure: a panel per metric and tap, with a band of one standard deviation."""

@@ -36,11 +36,8 @@ def possible_rows(batch: Any) -> tuple[Container[int], Container[int], int]:
     counts = [range(len(x), len(x) * x.shape[1] + 1) for x in several]
     grids = lengths.union(*(rows for rows, x in zip(counts, several, strict=True) if x.ndim > 4))  # of views alone
     possible = lengths.union(*counts)
-    return (
-        possible,
-        grids,
-        max([*possible, *(x.shape[1] for x in tensors if x.ndim in (2, 3))]),
-    )  # tokens may come first
+    tokens_first = (x.shape[1] for x in tensors if x.ndim in (2, 3))  # where tokens are the first axis
+    return possible, grids, max([*possible, *tokens_first])
 
 
 class Documents(NamedTuple):
@@ -99,8 +96,7 @@ class TokenLayout:
         """
         if not isinstance(batch, Mapping):
             (x,) = inputs_of(batch)
-            is_text = pads and isinstance(x, Tensor) and 1 < x.ndim < 4
-            return cls(None, special_token_counts, given=x.shape[1] if is_text else None)
+            batch = {"input_ids": x} if isinstance(x, Tensor) and 1 < x.ndim < 4 else {}
         for inside in [value for value in batch.values() if isinstance(value, Mapping)]:
             batch = {**inside, **batch}  # NaFlex models of timm may be given everything in one argument
         decoder = decoder and any(str(name).startswith(("decoder_", "tgt")) for name in batch)  # OPT's has none
@@ -163,11 +159,11 @@ class TokenLayout:
         """Raise if the attention's mask lets packed documents see each other."""
         if self.documents is None:
             return
-        A = call.A
+        A, visible = call.A, call.visible()
         labels = self.documents.labels.to(A.device)
         across = labels[:, None, :, None] != labels[:, None, None, :]
-        visible = A.mask4 is None or (A.mask4 if A.mask4.dtype == torch.bool else A.mask4 > HIDDEN)
-        if bool((visible & (across.tril() if A.causal else across)).any()):
+        across = across.tril() if A.causal else across
+        if bool((across if visible is None else across & visible).any()):
             seen = "position_ids start anew, as for documents packed into a row, but this model"
             raise AcutanceError(f"{seen} does not keep such documents apart. Give the documents as rows of their own")
 

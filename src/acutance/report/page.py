@@ -38,12 +38,6 @@ Layers = Sequence[Any]  # the `LayerSpectrum`s of explain, whose room is above t
 NEEDS = "an HTML page needs altair and vl-convert-python: pip install 'acutance[report]'"
 
 
-def curve(run: Result, metric: str, tap: str) -> list[dict[str, Any]]:
-    """A run's rows of one metric at one tap, by depth, each with layer, mean and std."""
-    chosen = [row for row in run.rows() if (row["metric"], row["tap"]) == (metric, tap)]
-    return sorted(chosen, key=lambda row: int(row["layer"]))
-
-
 def sides(eigenvalues: NDArray[np.complex128]) -> NDArray[np.str_]:
     """Of each eigenvalue of H, smoothing where the constant part of the tokens grows: |1 + λ| > 1."""
     return np.where(np.abs(1 + eigenvalues) > 1, *COLOURS)
@@ -63,8 +57,9 @@ def write_page(
     `charts` are headings and Altair charts by name; by default one for each tap, with a curve of every run.
     """
     if charts is None:
-        taps = dict.fromkeys(row["tap"] for run in runs.values() for row in run.rows())
-        charts = {tap: (TAP_NAMES.get(tap, tap), _curve_charts(runs, tap)) for tap in taps}
+        rows = [{"run": name} | row for name, run in runs.items() for row in run.rows()]
+        taps = dict.fromkeys(row["tap"] for row in rows)
+        charts = {tap: (TAP_NAMES.get(tap, tap), _curve_charts(list(runs), rows, tap)) for tap in taps}
     sections = [f"<h2>{escape(text)}</h2><div class='chart' id='chart-{id}'></div>" for id, (text, _) in charts.items()]
     facts = dict.fromkeys(key for run in runs.values() for key in run.context)
     read = [{"run": name} | {key: _text(run.context.get(key)) for key in facts} for name, run in runs.items()]
@@ -84,23 +79,20 @@ def write_page(
     return atomic_write(path, body.encode())
 
 
-def _curve_charts(runs: Mapping[str, Result], tap: str) -> Any:
+def _curve_charts(runs: Sequence[str], rows: Sequence[Mapping[str, Any]], tap: str) -> Any:
     """A grid of small charts, one per metric, that share colours, legend and selection."""
     alt = import_extra("altair", NEEDS)
     pick = alt.selection_point(fields=["run"], bind="legend")
     faint, bold = (alt.condition(pick, *map(alt.value, pair)) for pair in ((0.15, 0.0), (1.0, 0.1)))
     low, mean = (alt.Y(f"{name}:Q", scale=alt.Scale(zero=False), title=None) for name in ("low", "mean"))
     charts = []
-    for metric in dict.fromkeys(row["metric"] for run in runs.values() for row in run.rows() if row["tap"] == tap):
-        rows = [
-            {"run": name, **r, "low": r["mean"] - r["std"], "high": r["mean"] + r["std"]}
-            for name, run in runs.items()
-            for r in curve(run, metric, tap)
-            if math.isfinite(r["mean"])  # JSON has no infinity
-        ]
-        base = alt.Chart(alt.Data(values=rows)).encode(
+    for metric in dict.fromkeys(row["metric"] for row in rows if row["tap"] == tap):
+        chosen = [row for row in rows if (row["metric"], row["tap"]) == (metric, tap)]
+        chosen = [row for row in chosen if math.isfinite(row["mean"])]  # JSON has no infinity
+        banded = [{**row, "low": row["mean"] - row["std"], "high": row["mean"] + row["std"]} for row in chosen]
+        base = alt.Chart(alt.Data(values=banded)).encode(
             x=alt.X("layer:Q", axis=alt.Axis(tickMinStep=1), title="layer"),
-            color=alt.Color("run:N", scale=alt.Scale(range=PALETTE), sort=list(runs), title=None),
+            color=alt.Color("run:N", scale=alt.Scale(range=PALETTE), sort=runs, title=None),
             tooltip=[alt.Tooltip("run:N"), alt.Tooltip("layer:Q"), alt.Tooltip("mean:Q", format=".4g")],
         )
         band = base.mark_area().encode(y=low, y2="high:Q", opacity=faint)
@@ -133,28 +125,25 @@ def spectrum_charts(layers: Layers) -> dict[str, tuple[str, Any]]:
     x, y = alt.X("re:Q", title="Re λ"), alt.Y("im:Q", title="Im λ")
     tooltip = [alt.Tooltip(f"{name}:Q", format=".4g") for name in ("re", "im")]
     plane = by_layer(points, {"type": "circle", "size": 14}, 160, x=x, y=y, tooltip=tooltip)
-    charts = {}
-    if all(row.percent() for row in layers):
-        heading = f"Which family dominates I + H⊗A (bars); how often {FELL} (dots)"
-        charts["dominance"] = heading, _dominance_chart(layers, side)
-    charts["histogram"] = "Eigenvalues of H by layer", histogram
-    return charts | {"plane": ("Eigenvalues of H in the complex plane", plane)}
+    charts = {"histogram": ("Eigenvalues of H by layer", histogram)}
+    charts["plane"] = "Eigenvalues of H in the complex plane", plane
+    if not all(row.percent() for row in layers):
+        return charts
+    heading = f"Which family dominates I + H⊗A (bars); how often {FELL} (dots)"
+    return {"dominance": (heading, _dominance_chart(layers, side)), **charts}
 
 
 def _dominance_chart(layers: Layers, side: Any) -> Any:
     alt = import_extra("altair", NEEDS)
-    data = [
-        {"layer": row.layer, **{name: x if math.isfinite(x) else None for name, x in row.percent().items()}}
-        for row in layers
-    ]  # NaN: percentages of nothing
-    shares = [{"layer": row["layer"], "side": name, "percent": row[name]} for row in data for name in COLOURS]
+    data = [{"layer": row.layer} | row.percent() for row in layers]
+    data = [{name: x if math.isfinite(x) else None for name, x in row.items()} for row in data]  # NaN: % of nothing
     x = alt.X("layer:O", title="layer", axis=alt.Axis(labelAngle=0))
     y = alt.Y("percent:Q", title="% of samples and heads", scale=alt.Scale(domain=[0, 100]))
-    bars = alt.Chart(alt.Data(values=shares)).mark_bar().encode(x=x, y=y, color=side)
+    base = alt.Chart(alt.Data(values=data)).encode(x=x)
+    bars = base.transform_fold(list(COLOURS), as_=["side", "percent"]).mark_bar().encode(y=y, color=side)
     shown = [name for name in layers[0].percent() if name not in COLOURS]
     tooltip = [alt.Tooltip(f"{name}:Q", title=f"{name}, %", format=".1f") for name in shown]
-    dots = alt.Chart(alt.Data(values=data)).mark_point(color="black", filled=True, size=50)
-    dots = dots.encode(x=x, y=f"{FELL}:Q", tooltip=tooltip)
+    dots = base.mark_point(color="black", filled=True, size=50).encode(y=f"{FELL}:Q", tooltip=tooltip)
     return alt.layer(bars, dots).properties(width=max(300, 40 * len(data)), height=220)
 
 

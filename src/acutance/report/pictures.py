@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from acutance.errors import AcutanceError, import_extra
-from acutance.report.page import COLOURS, COLUMNS, FELL, PALETTE, Layers, bins, curve, sides
+from acutance.report.page import COLOURS, COLUMNS, FELL, PALETTE, Layers, bins, sides
 from acutance.report.tables import Result
 
 if TYPE_CHECKING:
@@ -22,8 +22,9 @@ def plot_curves(runs: Mapping[str, Result], charts: Sequence[tuple[str, str]], t
     for axis, (metric, tap) in zip(panels, charts, strict=True):
         axis.grid(alpha=0.3)
         for (name, run), colour, style in zip(runs.items(), PALETTE, cycle(["-", "-", "--"]), strict=False):
-            rows = curve(run, metric, tap)
-            layers, mean, std = (np.array([row[field] for row in rows]) for field in ("layer", "mean", "std"))
+            chosen = [row for row in run.rows() if (row["metric"], row["tap"]) == (metric, tap)]
+            rows = sorted((row["layer"], row["mean"], row["std"]) for row in chosen)
+            layers, mean, std = np.array(rows).T
             axis.plot(layers, mean, style, marker="o", markersize=3, color=colour, label=name)
             axis.fill_between(layers, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
     panels[0].legend(frameon=False, fontsize=8)

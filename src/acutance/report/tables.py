@@ -1,5 +1,6 @@
 """Tables of text for terminals of any width, for notebooks and for pages."""
 
+import json
 import math
 import os
 from abc import ABC, abstractmethod
@@ -8,7 +9,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from html import escape
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from rich.cells import cell_len
@@ -17,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from acutance.errors import import_extra
-from acutance.files.atomic import atomic_write
+from acutance.files.atomic import atomic_write, read_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,8 +69,10 @@ class FittedTable:
 
 
 class Result(ABC):
-    """What results have in common: they print as a table, turn into a data frame and save as JSON."""
+    """What results have in common: they print as a table, turn into a data frame, and are saved and loaded as JSON."""
 
+    FORMAT: ClassVar[str]  # of the file
+    INDENT: ClassVar[int | None] = 1
     context: Mapping[str, Any]
 
     @abstractmethod
@@ -77,7 +80,10 @@ class Result(ABC):
     @abstractmethod
     def rows(self) -> list[dict[str, Any]]: ...  # of the data frame
     @abstractmethod
-    def to_json(self) -> str: ...  # what `save` writes
+    def content(self) -> dict[str, Any]: ...  # of the file, beside its format and the context
+    @classmethod
+    @abstractmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> Self: ...  # what `to_dict` took apart
 
     @property
     def title(self) -> str:
@@ -95,9 +101,21 @@ class Result(ABC):
         """The rows as a pandas DataFrame."""
         return data_frame(self.rows())
 
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        return {"format": self.FORMAT, "context": dict(self.context), **self.content()}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=self.INDENT, ensure_ascii=False, allow_nan=False)
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write JSON, atomically."""
         return atomic_write(path, self.to_json().encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what `save` wrote."""
+        return read_json(path, cls.FORMAT, cls.from_dict)
 
 
 def data_frame(rows: list[dict[str, Any]]) -> "pd.DataFrame":

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from layers import TOKENS, WIDTH, centred_branch, normal
 
@@ -144,6 +144,7 @@ def test_the_others_are_all_but_the_constant_mode(mu, place):
 
 
 @given(re=real, im=st.just(0.0) | real, mu=unit)
+@example(re=-2.0, im=0.0, mu=-0.5)
 def test_the_exact_condition(re, im, mu):
     """The λ fill the open disc over [−2/(1 + μ), 0], real ones the interval itself."""
     lam, centre = complex(re, im), theory.sharpening_bound(mu) / 2

@@ -1,7 +1,6 @@
 """How much accuracy is left on corrupted and on adversarial images: the table, and how it is measured."""
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
-from acutance.files.atomic import read_json
 from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD, Crops
 from acutance.lab.data.images import Images, load_images
 from acutance.lab.data.source import SplitName
@@ -32,7 +30,6 @@ from acutance.report.tables import FittedTable, Result
 from acutance.sites.structure import evaluating
 from acutance.version import __version__
 
-FORMAT = "acutance-robustness/1"
 CLEAN = "clean"
 ACCURACY = "accuracy in %, by severity"
 DECODED_AT_ONCE = 256
@@ -49,6 +46,7 @@ def table_name(split: str = "test", weights: str = "last", corrupted_dir: Path |
 class RobustnessTable(Result):
     """Top-1 accuracies in percent, by cell: `clean`, `fog:3`, `fgsm:1`; and what they were measured on."""
 
+    FORMAT = "acutance-robustness/1"
     cells: Mapping[str, float]
     context: Mapping[str, Any] = field(default_factory=dict)
 
@@ -125,15 +123,12 @@ class RobustnessTable(Result):
         parts = [f"{key}: {self.context[key]}" for key in wanted if key in self.context]
         return "; ".join(["top-1 accuracy; attacks are L∞, ε in levels of 255", *parts])
 
-    def to_json(self) -> str:
-        body = {"format": FORMAT, "context": dict(self.context), "cells": dict(self.cells)}
-        return json.dumps(body, indent=1, ensure_ascii=False, allow_nan=False)
+    def content(self) -> dict[str, Any]:
+        return {"cells": dict(self.cells)}
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        return read_json(
-            path, FORMAT, lambda body: cls({str(k): float(v) for k, v in body["cells"].items()}, dict(body["context"]))
-        )
+    def from_dict(cls, body: Mapping[str, Any]) -> Self:
+        return cls({str(k): float(v) for k, v in body["cells"].items()}, dict(body["context"]))
 
 
 def evaluate(
