@@ -162,15 +162,12 @@ def robustness(
     Example: acutance robustness runs/digits-seed0 --corruptions fog,contrast --attacks fgsm:8,pgd:8:20
     """
     from acutance.distributed import device as device_of
-    from acutance.lab.evaluate.evaluate import refuse_seen, weights_file, weights_path
+    from acutance.lab.evaluate.evaluate import weights_path
     from acutance.lab.robustness import CORRUPTIONS, evaluate, images_of, table_name
     from acutance.lab.train.run import Run
 
-    config, chosen = Run(run).config(), cast(Any, weights)
-    weights_file(run, chosen)  # refuses unknown ones
-    refuse_seen(run, config, split, chosen)
-    path = weights_path(run, chosen)
-    images = images_of(config.task, split, data_dir=data_dir, limit=limit)
+    path = weights_path(run, cast(Any, weights), split)  # it refuses unknown ones
+    images = images_of(Run(run).config().task, split, data_dir=data_dir, limit=limit)
     target = json_path or run / table_name(split, weights, corrupted_dir)
     how: dict[str, Any] = {
         "corruptions": {"all": list(CORRUPTIONS), "none": []}.get(corruptions.strip(), words(corruptions)),
