@@ -117,10 +117,11 @@ class ClassificationTask(Classification[ClassificationConfig]):
             images = images.subset(fraction(images.labels, config.fraction, seed))
         model, (channels, height, width) = config.model, images.images.shape[1:]
         if (model.in_chans, model.image_size, model.image_size) != (channels, height, width):
-            raise AcutanceError(
-                f"{images.name} has images of {channels}×{height}×{width}; the model takes {model.in_chans}×"
-                f"{model.image_size}×{model.image_size}: set task.model.in_chans and task.model.image_size"
+            sizes = (
+                f"{channels}×{height}×{width}; the model takes {model.in_chans}×{model.image_size}×{model.image_size}"
             )
+            advice = "set task.model.in_chans and task.model.image_size"
+            raise AcutanceError(f"{images.name} has images of {sizes}: {advice}")
         base.refuse_other_classes(images.name, len(images.classes), model.num_classes)
         self._train = images.to(device)
         self._make_augment(len(images.classes), images.mean, images.std)
