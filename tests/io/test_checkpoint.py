@@ -72,10 +72,7 @@ def test_damaged_files_are_named(tmp_path, name, damage):
         ({"acutance.config": '{"depth": 2}'}, "heads"),
         ({"acutance.config": "{}", "acutance.model": "Bird"}, "holds a Bird"),
         # No machine holds these; whoever allocates them is told so by torch, in other words.
-        (
-            {"acutance.config": json.dumps(TINY | {"dim": 3_000_000})},
-            r"does not fit .*of another size: blocks",
-        ),
+        ({"acutance.config": json.dumps(TINY | {"dim": 3_000_000})}, r"does not fit .*of another size: blocks"),
         ({"acutance.config": json.dumps(TINY | {"image_size": 10**7})}, r"pos_embed \(1, 5, 12\) for \(1, 62500"),
         ({"acutance.config": json.dumps(TINY | {"depth": 10**9})}, "1000000000 layers for"),
         ({"acutance.config": json.dumps(TINY | {"image_size": 10**10})}, "its configuration makes no ViT"),
