@@ -122,6 +122,15 @@ def test_resizing_keeps_rows_and_columns_apart():
     torch.testing.assert_close(upscaled[4:12, 0], torch.arange(4, 12) / 2 - 0.25)  # cubic is exact on a ramp
 
 
+def test_a_plain_model_of_ours_takes_what_a_mitigated_one_carries(tmp_path):
+    """A mitigation without parameters was lost without a word."""
+    for spec in ("neutreno:0.6", "neutreno:0.6,learn=head"):
+        model = make(mitigation=spec)
+        found = load(save(model, tmp_path / "model.safetensors"), make(spread=0.0))
+        assert found.config == model.config
+        torch.testing.assert_close(found.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
 def test_equal_models_are_equal_files(tmp_path):
     """The library writes metadata in the order of a hash table, another one each time."""
     other = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)

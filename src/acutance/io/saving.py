@@ -78,17 +78,20 @@ def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
         metadata = opened.metadata() or {}
         config, record = (json.loads(metadata.get(key, "{}")) for key in (CONFIG_KEY, RECORD_KEY))
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    if model is None:
-        if CONFIG_KEY not in metadata:
-            advice = "build a plain one and pass it as model=, or for published weights use acutance.io.load_checkpoint"
-            raise AcutanceError(f"{where} does not say what model it is: {advice}")
+    if CONFIG_KEY in metadata:
         name = metadata.get(CLASS_KEY, "ViT")
         if (kind := OWN.get(name)) is None:
             raise AcutanceError(f"{where} holds a {name}, which this version does not know; known: {', '.join(OWN)}")
-        _refuse_misfit(str(where), shapes, _outline(kind, config, len(shapes), where))
-        own: nn.Module = kind(**config)
-        own.load_state_dict(load_file(where))
-        return own
+        outline = _outline(kind, config, len(shapes), where)
+        if model is None:
+            _refuse_misfit(str(where), shapes, outline)
+            own: nn.Module = kind(**config)
+            own.load_state_dict(load_file(where))
+            return own
+        record = sites.record(outline)
+    elif model is None:
+        advice = "build a plain one and pass it as model=, or for published weights use acutance.io.load_checkpoint"
+        raise AcutanceError(f"{where} does not say what model it is: {advice}")
     reinstate(model, _specs(record, where))
     try:
         load_model(model, where)

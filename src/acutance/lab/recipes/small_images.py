@@ -1,5 +1,7 @@
 """Image classification from scratch on small images: digits, Fashion-MNIST, CIFAR."""
 
+from dataclasses import replace
+
 from acutance.lab.data.augment import DEIT_SMALL_IMAGES, AugmentConfig
 from acutance.lab.tasks.classification import ClassificationConfig
 from acutance.lab.train.config import Config, LoopConfig, OptimConfig, ScheduleConfig, override
@@ -78,8 +80,9 @@ def cifar100_deit() -> Config:
         acutance train cifar100_deit --data-dir /data --set task.model.mitigation=eigen:negative,basis=polar
         acutance evaluate runs/cifar100_deit-train_on=all-seed0
     """
-    adamw = ["optim.name=adamw", "optim.lr=5e-4", "optim.momentum=0.9", "optim.clip=none"]
-    return override(cifar100(), ["task.model.class_token=true", "task.model.stream=float32", *adamw])
+    config, adamw = cifar100(), OptimConfig(name="adamw", lr=5e-4, weight_decay=0.05)
+    model = replace(config.task.model, class_token=True, stream="float32")
+    return replace(config, task=replace(config.task, model=model), optim=adamw)
 
 
 def cifar10() -> Config:
