@@ -57,8 +57,8 @@ def train(
     if show_list:
         list_rows(((name, recipes.summary(name)) for name in recipes.names()), "recipe", "what it is")
         return
-    named = {"task.data_dir": data_dir and str(data_dir), "loop.strategy": strategy}  # which --set overrules
-    given = [f"{field}={json.dumps(value)}" for field, value in named.items() if value is not None]
+    named = {"task.data_dir": data_dir, "loop.strategy": strategy}  # which --set overrules
+    given = [f"{field}={json.dumps(str(value))}" for field, value in named.items() if value is not None]
     run, config = recipes.configured(recipe, [*given, *(assignments or ())], out, resume=resume)
     how: dict[str, Any] = {"recipe": recipe, "resume": resume, "device": device, "processes": processes}
     with stoppable(f"The last checkpoint is kept. {run.how_to_go_on()}"):
@@ -363,9 +363,7 @@ def layers(
     tokens: Annotated[int | None, option("The length of a window of text.", min=2)] = None,
     batches: Annotated[int, option("Parts of the text, over which intervals are.", min=5)] = 8,
     windows: Annotated[int, option("Windows of each batch.", min=1)] = 8,
-    leave_out: Annotated[
-        int, option("First tokens of a window that HFC/LFC leaves out, with special ones.", min=0)
-    ] = 0,
+    leave_out: Annotated[int, option("First tokens of a window left out of HFC/LFC, beside special ones.", min=0)] = 0,
 ) -> None:
     """What does H say of a language model's layers, and what do attention and the rest of each block do to a text?
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar, Generic, TypeVar
@@ -76,12 +77,9 @@ class Task(ABC, Generic[ConfigT]):
 
     def bare_model(self) -> nn.Module:
         """The same without initial weights, whose file may be gone: trained ones are put in afterwards."""
-        configured, none = self.config, {name: None for name in STARTS if hasattr(self.config, name)}
-        self.config = replace(configured, **none)  # type: ignore[type-var]
-        try:
-            return self.build_model()
-        finally:
-            self.config = configured
+        bare, none = copy(self), {name: None for name in STARTS if hasattr(self.config, name)}
+        bare.config = replace(self.config, **none)  # type: ignore[type-var]
+        return bare.build_model()
 
     def units(self, batch_size: int) -> int:
         """How many of `unit` a global batch holds."""
