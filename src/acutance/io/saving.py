@@ -180,8 +180,8 @@ def _load_folder(folder: Path, model: nn.Module | None) -> nn.Module:
         with patch.object(kind, UNEXPECTED, ignored):
             model = cast(nn.Module, kind.from_pretrained(folder))
     record = _whole_record(model, notes_of(config), folder)
-    state = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-    learnt = {name: tensor for name, tensor in state.items() if ".mitigation." in name}
+    states = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
+    learnt = {name: tensor for state in states for name, tensor in state.items() if ".mitigation." in name}
     if learnt and not record:
         found = f"{folder} has parameters of a mitigation ({next(iter(learnt))})"
         raise AcutanceError(f"{found}, but config.json does not say which. Save with acutance.save(model, folder)")
