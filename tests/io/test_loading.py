@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import acutance as ac
-from acutance.cli import app
+from acutance.__main__ import app
 from acutance.cli.options import DataOptions
 from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError
 from acutance.io import load_model

@@ -1,6 +1,8 @@
-"""The laboratory: training, what is asked of runs, the papers' results, timing, and the studies of `acutance lab`."""
+"""The verbs of the laboratory: training, what is asked of runs, the papers' results, timing, and `acutance lab`."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -8,12 +10,26 @@ import typer
 
 import acutance as ac
 from acutance.cli import options
-from acutance.cli.options import console, ints, is_first_process, list_rows, option, say, stoppable, words, write
+from acutance.cli.options import console, ints, is_first_process, list_rows, option, say, words, write
 from acutance.errors import AcutanceError
 
 studies = typer.Typer(
     help="Studies: deep random networks; affinities and layers of trained ones.", no_args_is_help=True
 )
+
+
+@contextmanager
+def stoppable(advice: str = "What is finished is kept; the same command goes on from there.") -> Iterator[None]:
+    """Ctrl-C ends a command of the laboratory with exit status 130, and says how to go on."""
+    from acutance.lab.train import StoppedError
+
+    try:
+        yield
+    except (KeyboardInterrupt, StoppedError) as stopped:
+        if is_first_process():
+            where = str(stopped).partition(". ")[0] or "Stopped"  # such as: stopped after step 7 of 16
+            say(f"\n{where}. {advice}")
+        raise typer.Exit(130) from None
 
 
 def demo(
