@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import acutance as ac
-from acutance import cli
+from acutance.__main__ import run
 from acutance.explain import Spectrum
 from acutance.measure.profile import Profile
 from forked import run_forked
@@ -31,7 +31,7 @@ def here(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["acutance", *map(str, arguments)])
         monkeypatch.setenv("COLUMNS", columns)
         with pytest.raises(SystemExit) as stopped:
-            cli.run()
+            run()
         return stopped.value.code, *capsys.readouterr()
 
     return call
