@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import acutance as ac
-from acutance.__main__ import run
+from acutance import __main__ as command_line
 from acutance.explain import Spectrum
 from acutance.measure.profile import Profile
 from forked import run_forked
@@ -31,7 +31,7 @@ def here(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["acutance", *map(str, arguments)])
         monkeypatch.setenv("COLUMNS", columns)
         with pytest.raises(SystemExit) as stopped:
-            run()
+            command_line.run()
         return stopped.value.code, *capsys.readouterr()
 
     return call
@@ -159,9 +159,9 @@ def test_errors_that_name_no_file_are_not_hidden(monkeypatch) -> None:
     def fail() -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(command_line, "app", fail)
     with pytest.raises(BrokenPipeError):
-        cli.run()
+        command_line.run()
 
 
 def test_of_several_stacks_the_option_is_named(tmp_path: Path, here) -> None:
