@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
-PRELOADED = "acutance.cli acutance.io acutance.explain.read acutance.measure.reader acutance.lab.reproduce.run "
+PRELOADED = "acutance.__main__ acutance.io acutance.explain.read acutance.measure.reader acutance.lab.reproduce.run "
 PRELOADED += "acutance.lab.train.loop lightning.fabric matplotlib.pyplot"
 FORKS.set_forkserver_preload(PRELOADED.split())
 
@@ -83,7 +83,7 @@ def run_beside(commands, seconds=600, prepare=None):
 
 
 def _command(arguments, directory, environment, streams, prepare):
-    from acutance.cli import run
+    from acutance.__main__ import run
 
     os.chdir(directory)
     os.environ.update(environment)

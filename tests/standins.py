@@ -4,14 +4,11 @@ Handwritten digits stand in for ImageNet's photographs, noise whose colour is it
 words for WikiText-103. What a run is about stays: its mitigation, its kind of attention, its start from another run.
 """
 
-from dataclasses import replace
-
 import numpy as np
 
 from acutance.io.inputs import pillow
-from acutance.lab.data.augment import AugmentConfig
 from acutance.lab.data.images import load_images
-from acutance.lab.tasks.segmentation import WindowConfig
+from acutance.lab.train import override
 
 CLASSES = 3  # of the stand-in for ImageNet
 PER_CLASS = 20
@@ -19,9 +16,7 @@ HELD_OUT_EVERY = 10
 SCENES = {"training": 20, "validation": 4}  # ADE20K's held-out slice is every twentieth
 SIDE = 20  # pixels of a scene
 WORDS = {"train": 2000, "valid": 100, "test": 100}
-BODY = {"dim": 12, "depth": 2, "heads": 3}
 STEPS = 4
-LENGTH = 8  # words of a sequence
 
 
 def imagenet(folder):
@@ -63,36 +58,24 @@ def _save(pixels, path):
 
 def shrink(config, folder):
     """A run of a few steps on a CPU; `folder` is where the stand-ins are."""
-    kind, batch = config.task.kind, 8 if config.task.kind == "segmentation" else 16
-    sizes = {"classification": 1440, "imagenet": CLASSES * PER_CLASS, "segmentation": SCENES["training"]}
-    steps = (WORDS["train"] // batch - 1) // LENGTH if kind == "language" else sizes[kind] // batch
-    rarely = {"checkpoint_every": 1000, "evaluate_every": 1000, "keep_last": 1, "monitor_every": None}
-    plain = {"batch_size": batch, "accumulate": 1, "precision": "fp32", "compile": False}
-    loop = replace(config.loop, epochs=STEPS / max(1, steps), **plain, **rarely)
-    shrinking = {"classification": _digits, "imagenet": _imagenet, "segmentation": _segmentation, "language": _language}
-    task = replace(config.task, **shrinking[kind](config.task.model, folder))
-    return replace(config, task=task, loop=loop, schedule=replace(config.schedule, warmup=0.0))
+    kind = config.task.kind
+    make, batch, steps, changes = SHRINKING[kind]
+    sizes = "" if kind == "language" else "task.model.dim=12 task.model.depth=2 task.model.heads=3"
+    epochs, place = f"loop.epochs={STEPS / steps}", f"task.data_dir={make(folder) if make else None}"
+    return override(config, [*f"{FEW_STEPS} {sizes} {changes}".split(), epochs, f"loop.batch_size={batch}", place])
 
 
-def _digits(model, _folder):
-    model = replace(model, image_size=8, patch_size=2, in_chans=1, num_classes=10, drop_path=0.0, **BODY)
-    augment = {"augment": AugmentConfig(crop_pad=1, mixup=0.2, smoothing=0.1), "compile_augment": False}
-    return {"dataset": "digits", "data_dir": None, "model": model, **augment, "xavier": True}  # a few steps move it
-
-
-def _imagenet(model, folder):
-    model = replace(model, image_size=16, patch_size=8, num_classes=CLASSES, **BODY)
-    where = {"data_dir": str(imagenet(folder)), "held_out_every": HELD_OUT_EVERY}
-    return {"model": model, **where, "repeats": 2, "workers": 0}
-
-
-def _segmentation(model, folder):
-    model = replace(model, image_size=16, patch_size=8, decoder_depth=1, decoder_heads=BODY["heads"], **BODY)
-    windows = WindowConfig(short_side=16, size=16, stride=12)
-    return {"model": model, "data_dir": str(ade20k(folder)), "windows": windows, "workers": 0}
-
-
-def _language(model, folder):
-    model = replace(model, hidden=24, cutoffs=(50,), dim=16, depth=BODY["depth"])
-    data_dir = str(wikitext(folder))
-    return {"model": model, "data_dir": data_dir, "length": LENGTH, "val_stride": LENGTH, "windows": 256}
+FEW_STEPS = """loop.checkpoint_every=1000 loop.evaluate_every=1000 loop.keep_last=1 loop.monitor_every=none
+    loop.compile=false loop.accumulate=1 loop.precision=fp32 schedule.warmup=0"""
+SHRINKING = {  # by kind: its stand-in, the size of a batch, the steps of an epoch, and what is changed in the task
+    "classification": (None, 16, 90, """task.dataset=digits task.xavier=true task.compile_augment=false
+        task.augment={"crop_pad":1,"mixup":0.2,"smoothing":0.1} task.model.image_size=8 task.model.patch_size=2
+        task.model.in_chans=1 task.model.num_classes=10 task.model.drop_path=0"""),  # xavier: a few steps move it
+    "imagenet": (imagenet, 16, 3, f"""task.held_out_every={HELD_OUT_EVERY} task.repeats=2 task.workers=0
+        task.model.image_size=16 task.model.patch_size=8 task.model.num_classes={CLASSES}"""),
+    "segmentation": (ade20k, 8, 2, """task.workers=0 task.windows.short_side=16 task.windows.size=16
+        task.windows.stride=12 task.model.image_size=16 task.model.patch_size=8 task.model.decoder_depth=1
+        task.model.decoder_heads=3"""),
+    "language": (wikitext, 16, 15, """task.length=8 task.val_stride=8 task.windows=256
+        task.model.hidden=24 task.model.cutoffs=[50] task.model.dim=16 task.model.depth=2"""),
+}  # fmt: skip

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import acutance as ac
-from acutance import cli
+from acutance import __main__ as command_line
 from acutance.explain import Spectrum
 from acutance.measure.profile import Profile
-from forked import run_as_torchrun, run_forked
+from forked import run_forked
 from tiny_folders import tiny
 
 ACUTANCE = str(Path(sys.executable).with_name("acutance"))
@@ -31,7 +31,7 @@ def here(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["acutance", *map(str, arguments)])
         monkeypatch.setenv("COLUMNS", columns)
         with pytest.raises(SystemExit) as stopped:
-            cli.run()
+            command_line.run()
         return stopped.value.code, *capsys.readouterr()
 
     return call
@@ -159,9 +159,9 @@ def test_errors_that_name_no_file_are_not_hidden(monkeypatch) -> None:
     def fail() -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(command_line, "app", fail)
     with pytest.raises(BrokenPipeError):
-        cli.run()
+        command_line.run()
 
 
 def test_of_several_stacks_the_option_is_named(tmp_path: Path, here) -> None:
@@ -171,34 +171,21 @@ def test_of_several_stacks_the_option_is_named(tmp_path: Path, here) -> None:
     assert "2 layers" in here("explain", f"hf:{tmp_path}", "--part", "encoder")[1]
 
 
-def by_torchrun(arguments, **environment) -> list[subprocess.CompletedProcess]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "acutance"]
-    told = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return [subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, env=told, check=False)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("samples", "both"),
-    [
-        (150, by_torchrun),  # elsewhere two processes are told what torchrun tells its own
-        (20, run_as_torchrun),  # one batch: the second process has nothing to read
-    ],
-)
-def test_two_processes_give_the_numbers_of_one(samples: int, both, plain: Path, tmp_path: Path) -> None:
-    """Which share one measurement, to the last digits."""
-    asked = ["measure", plain, "--metrics", "all", "--batch", "32", "--limit", samples]
-    asked += ["--dtype", "float64", "--tap", "block,attention", "--json"]
-    alone = run_forked(*asked, tmp_path / "one.json", COLUMNS="250")
-    for processes in ([alone], both([*asked, tmp_path / "two.json"], COLUMNS="250")):
-        assert [done.returncode for done in processes] == [0] * len(processes), processes
-        printed = "".join(done.stdout for done in processes)
-        assert printed.count("mean ± standard deviation") == 1, "only the first process prints"
+def test_two_processes_of_torchrun_give_the_numbers_of_one(plain: Path, tmp_path: Path) -> None:
+    """To the last digits."""
+    asked = ["measure", str(plain), "--metrics", "all", "--batch", "32", "--limit", "150", "--dtype", "float64"]
+    asked += ["--tap", "block,attention", "--json"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "acutance"]
+    told = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "250"}
+    printed = subprocess.check_output([*torchrun, *asked, tmp_path / "two.json"], text=True, env=told)
+    assert printed.count("mean ± standard deviation") == 1, "only the first process prints"
+    assert run_forked(*asked, tmp_path / "one.json").returncode == 0
     one, two = (Profile.load(tmp_path / name) for name in ("one.json", "two.json"))
     # Forked processes have imported more, of which they tell the versions.
     assert two.context.pop("versions").items() <= one.context.pop("versions").items()
     assert two.context == one.context
-    assert two.context["samples"] == samples
+    assert two.context["samples"] == 150
     for ours, theirs in zip(two.readings, one.readings, strict=True):
-        assert (ours.tap, ours.layer, ours.metric, ours.count) == (theirs.tap, theirs.layer, theirs.metric, samples)
+        assert (ours.tap, ours.layer, ours.metric, ours.count) == (theirs.tap, theirs.layer, theirs.metric, 150)
         assert (ours.mean, ours.std) == pytest.approx((theirs.mean, theirs.std), rel=1e-12, abs=1e-14)

@@ -6,7 +6,7 @@ import pytest
 from spectrum_worlds import small_vit
 from typer.testing import CliRunner
 
-from acutance.cli import app
+from acutance.__main__ import app
 from acutance.errors import AcutanceError
 from acutance.explain import Spectrum
 from acutance.io.saving import save

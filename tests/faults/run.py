@@ -14,18 +14,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 ROOT = Path(__file__).parents[2]
 TRITON = ROOT / ".triton"
 AT_A_TIME = 2
 SECONDS = 300  # a fault may make a test wait for ever
+OWN = threading.local()
 
 
 @dataclass(frozen=True)
@@ -95,20 +96,26 @@ def red_tests(source: Path, faults: Sequence[Fault], triton: bool) -> str:
     return "" if status == 0 else f"exit status {status}: {', '.join(failures(output)) or output[-2000:]}"
 
 
-def try_fault(fault: Fault, source: Path) -> tuple[bool, str]:
-    """Whether the fault was caught, and by what."""
-    file = source / "acutance" / fault.file
-    whole = file.read_text("utf-8") if file.is_file() else ""
+def own_copy(folder: Path) -> None:
+    """Give this thread a source of its own to plant faults in."""
+    OWN.source = copy_source(Path(tempfile.mkdtemp(dir=folder)))
+
+
+def try_fault(fault: Fault) -> bool:
+    """Whether the fault was caught; prints by what."""
+    begun, file = time.monotonic(), OWN.source / "acutance" / fault.file
+    whole, caught = file.read_text("utf-8") if file.is_file() else "", False
     try:
-        spoilt = fault.planted(whole)
+        file.write_text(fault.planted(whole), "utf-8")
     except ValueError as error:
-        return False, str(error)
-    file.write_text(spoilt, "utf-8")
-    status, output = run_tests(source, fault.tests, "-x", triton=fault.triton, limit=SECONDS)
-    file.write_text(whole, "utf-8")
-    if status == 1 and (failed := failures(output)):
-        return True, f"caught by {failed[0]}"
-    return False, "NOT CAUGHT" if status == 0 else f"NOT CAUGHT, exit status {status}: {output[-1500:]}"
+        what = str(error)
+    else:
+        status, output = run_tests(OWN.source, fault.tests, "-x", triton=fault.triton, limit=SECONDS)
+        file.write_text(whole, "utf-8")
+        caught = status == 1 and bool(failures(output))
+        what = f"caught by {failures(output)[0]}" if caught else f"NOT CAUGHT, exit status {status}: {output[-1500:]}"
+    print(f"{'ok' if caught else 'FAIL':4} {fault.room}/{fault.name}: {what}, {time.monotonic() - begun:.0f} s")
+    return caught
 
 
 def main() -> int | str:
@@ -120,20 +127,10 @@ def main() -> int | str:
     faults = [fault for fault in chosen if TRITON.is_dir() or not fault.triton]
     if not faults:
         return f"none of {len(chosen)} faults can be tried"
-    begun, sources = time.monotonic(), SimpleQueue[Path]()
-
-    def attempt(fault: Fault) -> bool:
-        source, start = sources.get(), time.monotonic()
-        caught, what = try_fault(fault, source)
-        sources.put(source)
-        print(f"{'ok' if caught else 'FAIL':4} {fault.room}/{fault.name}: {what}, {time.monotonic() - start:.0f} s")
-        return caught
-
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_A_TIME) as pool:
-        for number in range(AT_A_TIME):
-            sources.put(copy_source(Path(folder) / str(number)))
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_A_TIME, "", own_copy, (Path(folder),)) as pool:
         red = [pool.submit(red_tests, ROOT / "src", faults, triton) for triton in (False, True)]
-        outcomes = list(pool.map(attempt, faults))
+        outcomes = list(pool.map(try_fault, faults))
         complaints = [found for job in red if (found := job.result())]
     for complaint in complaints:
         print(f"FAIL tests that are red without a fault catch nothing: {complaint}")

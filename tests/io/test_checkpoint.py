@@ -72,10 +72,7 @@ def test_damaged_files_are_named(tmp_path, name, damage):
         ({"acutance.config": '{"depth": 2}'}, "heads"),
         ({"acutance.config": "{}", "acutance.model": "Bird"}, "holds a Bird"),
         # No machine holds these; whoever allocates them is told so by torch, in other words.
-        (
-            {"acutance.config": json.dumps(TINY | {"dim": 3_000_000})},
-            r"does not fit .*of another size: blocks",
-        ),
+        ({"acutance.config": json.dumps(TINY | {"dim": 3_000_000})}, r"does not fit .*of another size: blocks"),
         ({"acutance.config": json.dumps(TINY | {"image_size": 10**7})}, r"pos_embed \(1, 5, 12\) for \(1, 62500"),
         ({"acutance.config": json.dumps(TINY | {"depth": 10**9})}, "1000000000 layers for"),
         ({"acutance.config": json.dumps(TINY | {"image_size": 10**10})}, "its configuration makes no ViT"),
@@ -123,6 +120,15 @@ def test_resizing_keeps_rows_and_columns_apart():
     upscaled = resize_position_embedding(rows, (16, 16), 0)[0, :, 0].reshape(16, 16)
     torch.testing.assert_close(upscaled, upscaled[:, :1].expand(16, 16))
     torch.testing.assert_close(upscaled[4:12, 0], torch.arange(4, 12) / 2 - 0.25)  # cubic is exact on a ramp
+
+
+def test_a_plain_model_of_ours_takes_what_a_mitigated_one_carries(tmp_path):
+    """A mitigation without parameters was lost without a word."""
+    for spec in ("neutreno:0.6", "neutreno:0.6,learn=head"):
+        model = make(mitigation=spec)
+        found = load(save(model, tmp_path / "model.safetensors"), make(spread=0.0))
+        assert found.config == model.config
+        torch.testing.assert_close(found.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_equal_models_are_equal_files(tmp_path):

@@ -146,7 +146,7 @@ def test_a_compiled_function_does_not_look_inside():
 
 
 def test_the_package_starts_without_the_compiler():
-    program = "import sys, acutance.cli; sys.exit('torch._dynamo' in sys.modules)"
+    program = "import sys, acutance.__main__; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

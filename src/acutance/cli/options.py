@@ -2,8 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -130,20 +129,6 @@ def list_rows(rows: Iterable[Sequence[str]], *columns: str) -> None:
     for row in rows:
         table.add_row(*map(escape, row))
     console.print(table)
-
-
-@contextmanager
-def stoppable(advice: str = "What is finished is kept; the same command goes on from there.") -> Iterator[None]:
-    """Ctrl-C ends a command of the laboratory with exit status 130, and says how to go on."""
-    from acutance.lab.train import StoppedError
-
-    try:
-        yield
-    except (KeyboardInterrupt, StoppedError) as stopped:
-        if is_first_process():
-            where = str(stopped).partition(". ")[0] or "Stopped"  # such as: stopped after step 7 of 16
-            say(f"\n{where}. {advice}")
-        raise typer.Exit(130) from None
 
 
 def is_first_process() -> bool:

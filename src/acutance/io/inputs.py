@@ -63,9 +63,7 @@ class LoadedModel:
     # functions of limit, data_dir and batch.
     data: Mapping[str, Callable[..., Batches]] = field(default_factory=dict)
 
-    def text_batches(
-        self, path: str | Path, *, tokens: int | None = None, batch: int = 8, limit: int | None = None
-    ) -> Batches:
+    def text_batches(self, path: str | Path, *, tokens: int | None = None, **how: Any) -> Batches:
         """`text_batches` of a file or folder. Windows have the model's context by default, 512 tokens at most."""
         if self.tokenizer is None:
             raise AcutanceError(f"{self.name} does not read text: give it images (--images DIR)")
@@ -74,14 +72,13 @@ class LoadedModel:
         tokenizer = self.tokenizer()
         if tokens is None:
             tokens = min(DEFAULT_TOKENS, self.context or DEFAULT_TOKENS, tokenizer.model_max_length)
-        return text_batches(path, tokenizer, tokens=tokens, batch=batch, limit=limit, decoder_start=self.decoder_start)
+        return text_batches(path, tokenizer, tokens=tokens, decoder_start=self.decoder_start, **how)
 
-    def image_batches(self, folder: str | Path, *, batch: int = 32, limit: int | None = None) -> Batches:
+    def image_batches(self, folder: str | Path, **how: Any) -> Batches:
         """`image_batches` of a folder, prepared as the model was trained to see them."""
         if self.preprocess is None:
             raise AcutanceError(f"{self.name} does not read images: give it text (--text FILE)")
-        weight = next(self.model.parameters())
-        return image_batches(folder, self.preprocess, batch=batch, limit=limit, dtype=weight.dtype)
+        return image_batches(folder, self.preprocess, dtype=next(self.model.parameters()).dtype, **how)
 
 
 def text_batches(

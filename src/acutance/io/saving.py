@@ -78,17 +78,20 @@ def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
         metadata = opened.metadata() or {}
         config, record = (json.loads(metadata.get(key, "{}")) for key in (CONFIG_KEY, RECORD_KEY))
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    if model is None:
-        if CONFIG_KEY not in metadata:
-            advice = "build a plain one and pass it as model=, or for published weights use acutance.io.load_checkpoint"
-            raise AcutanceError(f"{where} does not say what model it is: {advice}")
+    if CONFIG_KEY in metadata:
         name = metadata.get(CLASS_KEY, "ViT")
         if (kind := OWN.get(name)) is None:
             raise AcutanceError(f"{where} holds a {name}, which this version does not know; known: {', '.join(OWN)}")
-        _refuse_misfit(str(where), shapes, _outline(kind, config, len(shapes), where))
-        own: nn.Module = kind(**config)
-        own.load_state_dict(load_file(where))
-        return own
+        outline = _outline(kind, config, len(shapes), where)
+        if model is None:
+            _refuse_misfit(str(where), shapes, outline)
+            own: nn.Module = kind(**config)
+            own.load_state_dict(load_file(where))
+            return own
+        record = sites.record(outline)
+    elif model is None:
+        advice = "build a plain one and pass it as model=, or for published weights use acutance.io.load_checkpoint"
+        raise AcutanceError(f"{where} does not say what model it is: {advice}")
     reinstate(model, _specs(record, where))
     try:
         load_model(model, where)
@@ -177,8 +180,8 @@ def _load_folder(folder: Path, model: nn.Module | None) -> nn.Module:
         with patch.object(kind, UNEXPECTED, ignored):
             model = cast(nn.Module, kind.from_pretrained(folder))
     record = _whole_record(model, notes_of(config), folder)
-    state = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-    learnt = {name: tensor for name, tensor in state.items() if ".mitigation." in name}
+    states = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
+    learnt = {name: tensor for state in states for name, tensor in state.items() if ".mitigation." in name}
     if learnt and not record:
         found = f"{folder} has parameters of a mitigation ({next(iter(learnt))})"
         raise AcutanceError(f"{found}, but config.json does not say which. Save with acutance.save(model, folder)")

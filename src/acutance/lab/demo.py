@@ -1,12 +1,13 @@
 """The main job in small: train three 12-layer ViTs on real digits, measure them by layer, compare them."""
 
 import json
-import math
 import shutil
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import fmean
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.markup import escape
@@ -16,6 +17,7 @@ from acutance.errors import AcutanceError
 from acutance.files.atomic import atomic_write
 from acutance.io.saving import load
 from acutance.lab import recipes
+from acutance.lab.evaluate.compare import spread_of, with_spread
 from acutance.lab.studies.runs import merge
 from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train import Config, Run, override, train
@@ -32,13 +34,8 @@ CHANGES = (
     "schedule.warmup=1.2", "loop.epochs=12", "loop.ema=none", "loop.monitor_every=none", "loop.evaluate_every=12",
 )  # fmt: skip
 METRICS = [
-    "token_cosine",
-    "hfc_lfc_spectral",
-    "rank_residual",
-    "effective_rank",
-    "nonlocal_energy",
-    "attention_entropy",
-]
+    "token_cosine", "hfc_lfc_spectral", "rank_residual", "effective_rank", "nonlocal_energy", "attention_entropy",
+]  # fmt: skip
 # The columns of the closing table: (metric, tap), at the last layer.
 SHOWN = {
     "cosine, stream": ("token_cosine", "block"),
@@ -63,11 +60,10 @@ def run_demo(
     """
     console, config = console or Console(), demo_config(*changes)
     runs: dict[str, list[Trained]] = {variant: [] for variant in VARIANTS}
-    for seed in range(seeds):
-        for variant, mitigation in VARIANTS.items():
-            place = folder / f"{variant.lower().replace(' + ', '-')}-seed{seed}"
-            own = override(config, [f"task.model.mitigation={mitigation}", f"loop.seed={seed}"])
-            runs[variant].append(_train_and_measure(Run(place), own, console))
+    for seed, (variant, mitigation) in product(range(seeds), VARIANTS.items()):
+        place = folder / f"{variant.lower().replace(' + ', '-')}-seed{seed}"
+        own = override(config, [f"task.model.mitigation={mitigation}", f"loop.seed={seed}"])
+        runs[variant].append(_train_and_measure(Run(place), own, console))
     summary, verdict = summarise(runs), conclude(runs)
     results = {"verdict": verdict, "summary": summary, "seeds": seeds, "config": config.to_dict()}
     results["accuracy"] = {variant: [accuracy for accuracy, _ in done] for variant, done in runs.items()}
@@ -106,12 +102,12 @@ def _train_and_measure(run: Run, config: Config, console: Console) -> Trained:
 def summarise(runs: Mapping[str, Sequence[Trained]]) -> list[dict[str, str]]:
     """One row per variant: accuracy and smoothing at the last layer, mean ± standard deviation over seeds."""
 
-    def shown(values: Sequence[float], spec: str) -> str:
-        return f"{mean(values):{spec}}" + (f" ± {stdev(values):{spec}}" if len(values) > 1 else "")
+    def shown(values: Sequence[float], digits: int) -> str:
+        return with_spread(fmean(values), spread_of(values), digits)
 
     return [
-        {"variant": variant, "accuracy %": shown([accuracy for accuracy, _ in done], ".2f")}
-        | {label: shown([float(profile[key][-1]) for _, profile in done], ".3f") for label, key in SHOWN.items()}
+        {"variant": variant, "accuracy %": shown([accuracy for accuracy, _ in done], 2)}
+        | {label: shown([float(profile[key][-1]) for _, profile in done], 3) for label, key in SHOWN.items()}
         for variant, done in runs.items()
     ]
 
@@ -121,11 +117,10 @@ def conclude(runs: Mapping[str, Sequence[Trained]]) -> str:
 
     def change(what: str, before: Sequence[float], after: Sequence[float], spec: str) -> str:
         """For example "lowered token cosine (0.412 → 0.301)", by the paired differences over the seeds."""
-        differences = [b - a for a, b in zip(before, after, strict=True)]
-        error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-        old, new = f"{mean(before):{spec}}", f"{mean(after):{spec}}"
-        verb = "raised" if mean(differences) > 0 else "lowered"
-        clear = abs(mean(differences)) > 2 * error and old != new
+        differences, old, new = np.subtract(after, before), f"{fmean(before):{spec}}", f"{fmean(after):{spec}}"
+        error = spread_of(differences) / len(differences) ** 0.5  # NaN for one pair: nothing is then within it
+        clear = old != new and not abs(differences.mean()) <= 2 * error
+        verb = "raised" if differences.mean() > 0 else "lowered"
         return f"{verb if clear else 'did not clearly change'} {what} ({old} → {new})"
 
     found, stream, plain = [], SHOWN["cosine, stream"], runs["plain"]

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 import acutance as ac
 from acutance import cli
 from acutance.attention.kernels import packed
-from acutance.cli.lab import bench
 from acutance.errors import AcutanceError
 from acutance.lab.bench import language, measuring, results, run, steps, timing
 from acutance.lab.bench.steps import TOY
 from acutance.lab.bench.timing import Candidate, Pace, Settings
+from acutance.lab.commands import bench
 from acutance.metrics import ATTENTION_METRICS
 from acutance.models import LanguageModel, ViT
 

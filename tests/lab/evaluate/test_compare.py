@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import acutance as ac
-from acutance.cli import app
+from acutance.__main__ import app
 from acutance.errors import AcutanceError
 from acutance.lab import recipes
 from acutance.lab.evaluate import Evaluation, compare, compare_robustness, paired

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import acutance as ac
 import standins
-from acutance.cli import app
+from acutance.__main__ import app
 from acutance.errors import AcutanceError
 from acutance.lab import recipes
 from acutance.lab.evaluate.evaluate import DATA, ELSEWHERE, evaluate_run, read_evaluation, task_of

@@ -170,9 +170,6 @@ def test_the_committed_tables_are_those_of_the_committed_results(tmp_path):
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 11])
 def test_students_t_is_scipys(freedom):
-    for t in (0.0, 0.3, 2.5, 9.0):
-        assert statistics.student_within(t, freedom) == pytest.approx(1 - 2 * stats.t.sf(t, freedom), abs=1e-12)
-    assert statistics.student_quantile(0.95, freedom) == pytest.approx(stats.t.ppf(0.975, freedom))
     values = [0.3, 1.2, -0.4, 0.9, 2.0, 0.1, 0.8, 1.1, 0.2, 0.5, 0.6, 0.7][: freedom + 1]
     assert statistics.paired_t(values) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
     assert statistics.interval(values) == pytest.approx(stats.ttest_1samp(values, 0).confidence_interval())

@@ -16,7 +16,7 @@ from toy_queue import TOY, write
 from typer.testing import CliRunner
 
 import acutance
-from acutance.cli import app
+from acutance.__main__ import app
 from acutance.errors import AcutanceError
 from acutance.lab import locks, recipes
 from acutance.lab.queue import record

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import standins
-from acutance.cli import app
+from acutance.__main__ import app
 from acutance.errors import AcutanceError
 from acutance.lab import locks, recipes
 from acutance.lab.reproduce import TARGETS

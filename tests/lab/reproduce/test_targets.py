@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import acutance as ac
 import standins
-from acutance.cli import app
+from acutance.__main__ import app
 from acutance.errors import AcutanceError
 from acutance.io.loading import load_model
 from acutance.lab.evaluate.evaluate import read_evaluation

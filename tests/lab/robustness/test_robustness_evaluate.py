@@ -14,7 +14,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import standins
-from acutance.cli import app
+from acutance.__main__ import app
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
 from acutance.lab import recipes
 from acutance.lab.data import Images, load_images

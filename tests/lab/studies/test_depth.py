@@ -8,9 +8,9 @@ import torch
 from typer.testing import CliRunner
 
 from acutance import metrics, sites
-from acutance.cli.lab import studies as app
 from acutance.errors import AcutanceError
 from acutance.explain import explain
+from acutance.lab.commands import studies as app
 from acutance.lab.data import digits
 from acutance.lab.studies import DepthConfig, depth_study
 from acutance.lab.studies import depth as room

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from typer.testing import CliRunner
 
-from acutance.cli import app
+from acutance.__main__ import app
 from acutance.errors import AcutanceError
 from acutance.lab import recipes
 from forked import run_forked

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from acutance.errors import AcutanceError
 from acutance.io.saving import load
 from acutance.lab.evaluate import evaluate as evaluation
-from acutance.lab.evaluate.evaluate import SPLITS, Weights, changed_settings, refuse_seen, weights_file
+from acutance.lab.evaluate.evaluate import SPLITS, Weights, changed_settings, weights_file
 from acutance.lab.files import digest, finite
 from acutance.lab.robustness import RobustnessTable
 from acutance.lab.robustness.evaluate import weights_digest
@@ -198,15 +198,13 @@ def compare(
     with the same values, changed or their own. Where weights and settings are left open, all runs must have been
     evaluated in one common way; of several, the last weights with nothing changed are taken.
     """
-    check_request(folders, split, weights)
-    runs = [ScoredRun.read(Path(folder), split) for folder in folders]
+    runs = _read(folders, split, weights)
     kind, *others = sorted({run.own.task.kind for run in runs})
     if others:
         raise AcutanceError(f"runs of different tasks cannot be compared: {', '.join([kind, *others])}")
-    shared = shared_settings(runs, split, weights, settings)
+    shared = _shared_settings(runs, split, weights, settings)
     for run in runs:
-        refuse_seen(run.folder, run.own, split, shared.weights)
-        expected, file = run.models.get(shared), weights_file(run.folder, shared.weights)
+        expected, file = run.models.get(shared), weights_file(run.folder, shared.weights, split)
         if expected is not None and file.is_file() and digest(file) != expected:
             raise AcutanceError(f"{run.folder} went on after it was evaluated: evaluate it again")
     task = task_class(kind)
@@ -215,22 +213,29 @@ def compare(
     return Comparison(name, split, higher, shared, groups_of(runs, name, shared))
 
 
-def check_request(folders: Sequence[Path | str], split: str, weights: Weights | None) -> None:
-    """Refuse what no run could ever have scores of."""
+def _read(folders: Sequence[Path | str], split: str, weights: Weights | None) -> list[ScoredRun]:
+    """The runs; refused is what a run can never have scores of."""
     if not folders:
         raise AcutanceError("name the runs to compare")
     if split not in SPLITS:
         raise AcutanceError(f"no split {split!r}; there are {', '.join(SPLITS)}")
-    weights_file(Path(), weights or "last")
+    for folder in folders:
+        weights_file(Path(folder), weights or "last", split)
+    return [ScoredRun.read(Path(folder), split) for folder in folders]
 
 
-def shared_settings(
+def _shared_settings(
     runs: Sequence[ScoredRun], split: str, weights: Weights | None, settings: Sequence[str] | None
 ) -> EvaluationSettings:
     """Those with which all runs were scored."""
     for run in runs:
         if not run.scores:
-            raise AcutanceError(f"{run.folder} has no scores on {split!r}: {_how_to_get_them(Run(run.folder), split)}")
+            older, advice = run.folder / f"evaluation-{split}.json", f"acutance evaluate {run.folder} --split {split}"
+            if Run(run.folder).result() is None:
+                advice = f"it is not finished. {Run(run.folder).how_to_go_on()}"
+            elif older.is_file():
+                advice = f"{older.name} was written by an earlier version, evaluate again with {advice}"
+            raise AcutanceError(f"{run.folder} has no scores on {split!r}: {advice}")
     first, wanted = runs[0], None
     if settings is not None:
         wanted = _overlaid(first.plain.fields, changed_settings(first.folder, split, settings))
@@ -259,14 +264,6 @@ def _overlaid(own: Sequence[str], settings: Sequence[str]) -> tuple[str, ...]:
     return tuple(changed.get(word.partition("=")[0], word) for word in own)
 
 
-def _how_to_get_them(run: Run, split: str) -> str:
-    if run.result() is None:
-        return f"it is not finished. {run.how_to_go_on()}"
-    older = run.folder / f"evaluation-{split}.json"
-    why = f"{older.name} was written by an earlier version, evaluate again with " if older.is_file() else ""
-    return f"{why}acutance evaluate {run.folder} --split {split}"
-
-
 def groups_of(runs: Sequence[ScoredRun], score: str, settings: EvaluationSettings) -> tuple[Group, ...]:
     """Runs that differ in their seed only are one group, called by what makes it different from the others."""
     grouped: dict[str, dict[int, ScoredRun]] = {}
@@ -284,23 +281,20 @@ def groups_of(runs: Sequence[ScoredRun], score: str, settings: EvaluationSetting
     groups = []
     for first, members in zip(firsts, grouped.values(), strict=True):
         recipe, by_seed = Run(first.folder).recipe(), dict(sorted(members.items()))
-        label = ", ".join(f"{_field(name)} {_value(first.config, name)}" for name in differing)
+        label = ", ".join(_labelled(first.config, name) for name in differing)
         folders = {seed: str(run.folder) for seed, run in by_seed.items()}
         scores = {seed: float(run.scores[settings][score]) for seed, run in by_seed.items()}
         groups.append(Group(label or recipe or first.folder.name, recipe, first.own.loop.ema, folders, scores))
     return tuple(groups)
 
 
-def _field(name: str) -> str:
-    """`mitigation`, or `weights' mitigation` of the run that a run starts from."""
-    *parents, last = name.split(".")
-    return "".join(f"{parent}' " for parent in parents if parent in STARTS) + last
-
-
-def _value(value: Any, name: str) -> str:
-    for part in name.split("."):
+def _labelled(value: Any, name: str) -> str:
+    """`mitigation none`, or `weights' mitigation none` of the run that a run starts from."""
+    *parents, last = parts = name.split(".")
+    for part in parts:
         value = value.get(part) if isinstance(value, Mapping) else None
-    return shown(value["file"] if isinstance(value, Mapping) else value)  # of a run that is started from: its file
+    value = value["file"] if isinstance(value, Mapping) else value  # of a run that is started from: its file
+    return "".join(f"{parent}' " for parent in parents if parent in STARTS) + f"{last} {shown(value)}"
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -348,16 +342,29 @@ def compare_robustness(
     There is one comparison for each way in which all runs were measured: with drawn corruptions, with published files.
     `score` is one cell or mean alone, such as `fog:3`, `fog` or `severity 3`.
     """
-    check_request(folders, split, weights)
-    tables = {Path(folder): _tables(Path(folder), split, weights) for folder in folders}
-    shared, listed = _in_all(tables)
+    runs = _read(folders, split, weights)
+    measured = {run.folder: _tables(run.folder, split, weights) for run in runs}
+    shared, listed = _in_all(measured)
     if not shared:
         raise AcutanceError(f"these runs were not measured in one common way ({listed}): use the same options for all")
-    return [_compared({folder: found[s] for folder, found in tables.items()}, s, split, score) for s in shared]
+    found = []
+    for settings in shared:
+        scored, first = [], measured[runs[0].folder][settings]
+        for run in runs:
+            table = measured[run.folder][settings]
+            if differing := sorted(first.cells.keys() ^ table.cells.keys()):  # a mean would be over other cells
+                lacking = (run if differing[0] in first.cells else runs[0]).folder
+                raise AcutanceError(f"{lacking} lacks {', '.join(differing)}: measure all runs with the same options")
+            scored.append(replace(run, scores={settings: {**table.cells, **table.summary()}}))
+        lines = tuple(first.summary()) if score is None else (score,)
+        names = [*lines, *first.cells] if score is None else lines
+        groups = {name: groups_of(scored, name, settings) for name in names}
+        comparisons = {name: Comparison(name, split, True, settings, own) for name, own in groups.items()}
+        found.append(RobustnessComparison(comparisons, lines))
+    return found
 
 
 def _tables(folder: Path, split: str, weights: Weights) -> dict[EvaluationSettings, RobustnessTable]:
-    refuse_seen(folder, Run(folder).config(), split, weights)
     found: dict[EvaluationSettings, RobustnessTable] = {}
     for path in sorted(folder.glob("robustness*.json")):
         table = RobustnessTable.load(path)
@@ -369,25 +376,7 @@ def _tables(folder: Path, split: str, weights: Weights) -> dict[EvaluationSettin
         raise AcutanceError(
             f"{folder} has no robustness on {split!r} with the {weights} weights: acutance robustness {folder}"
         )
-    file = weights_file(folder, weights)
+    file = weights_file(folder, weights, split)
     if file.is_file() and any(t.context["weights"] != weights_digest(load(file)) for t in found.values()):
         raise AcutanceError(f"{folder} went on after its robustness was measured: measure it again")
     return found
-
-
-def _compared(
-    tables: Mapping[Path, RobustnessTable], settings: EvaluationSettings, split: str, score: str | None
-) -> RobustnessComparison:
-    (folder, first), *others = tables.items()
-    for other, table in others:  # or a mean would be over other cells
-        if differing := sorted(first.cells.keys() ^ table.cells.keys()):
-            lacking = other if differing[0] in first.cells else folder
-            raise AcutanceError(f"{lacking} lacks {', '.join(differing)}: measure all runs with the same options")
-    runs = [
-        replace(ScoredRun.read(place, split), scores={settings: {**table.cells, **table.summary()}})
-        for place, table in tables.items()
-    ]
-    shown = tuple(first.summary()) if score is None else (score,)
-    names = [*shown, *first.cells] if score is None else shown
-    comparisons = {name: Comparison(name, split, True, settings, groups_of(runs, name, settings)) for name in names}
-    return RobustnessComparison(comparisons, shown)

@@ -65,29 +65,27 @@ class Evaluation:
         return cls(**{**parts, "settings": tuple(parts["settings"])})
 
 
-def weights_file(folder: Path, weights: Weights) -> Path:
-    """Where the last or the best model lies, or would."""
+def weights_file(folder: Path, weights: Weights, split: str) -> Path:
+    """Where the last or the best model lies, or would.
+
+    The held-out slice, and weights chosen on it, are refused for a run that was trained on all of the training set.
+    """
     if weights not in ("last", "best"):
         raise AcutanceError(f"weights are last or best, not {weights!r}")
-    path: Path = Run(folder).model_path if weights == "last" else Run(folder).best_path
-    return path
-
-
-def weights_path(folder: Path, weights: Weights) -> Path:
-    """The last or the best model of a run that is finished."""
-    run, path = Run(folder), weights_file(folder, weights)
-    run.config()  # refuses what is no run
-    if not path.is_file():
-        raise AcutanceError(f"there is no {path}: the run is not finished. {run.how_to_go_on()}")
-    return path
-
-
-def refuse_seen(folder: Path, config: Config, split: str, weights: Weights = "last") -> None:
-    """Refuse the held-out slice, and weights chosen on it, for a run that was trained on all of the training set."""
-    if getattr(config.task, "train_on", None) == "all" and (split == "val" or weights == "best"):
+    run = Run(folder)
+    if getattr(run.config().task, "train_on", None) == "all" and (split == "val" or weights == "best"):
         what = f"{'the split val' if split == 'val' else 'weights chosen on it'} would flatter it"
         advice = "use --split test with the last weights, or train with --set task.train_on=train"
         raise AcutanceError(f"{folder} was trained on all of its training set, so {what}: {advice}")
+    path: Path = run.model_path if weights == "last" else run.best_path
+    return path
+
+
+def weights_path(folder: Path, weights: Weights, split: str) -> Path:
+    """The same of a run that is finished."""
+    if not (path := weights_file(folder, weights, split)).is_file():
+        raise AcutanceError(f"there is no {path}: the run is not finished. {Run(folder).how_to_go_on()}")
+    return path
 
 
 def read_evaluations(folder: Path, split: str) -> list[Evaluation]:
@@ -103,7 +101,7 @@ def read_evaluation(
     wanted = weights, changed_settings(folder, split, settings)
     for found in read_evaluations(folder, split):
         if (found.weights, found.settings) == wanted:
-            return found if found.model == digest(weights_path(folder, weights)) else None
+            return found if found.model == digest(weights_path(folder, weights, split)) else None
     return None
 
 
@@ -147,10 +145,9 @@ def evaluate_run(
     torchrun the processes share the work.
     """
     where = Path(folder)
-    path = weights_path(where, weights)
+    path = weights_path(where, weights, split)
     changed = changed_settings(where, split, settings)
     config = override(with_data_dir(Run(where).config(), data_dir), settings)
-    refuse_seen(where, config, split, weights)
     with processes.joined() as (rank, world):
         task = task_of(config, processes.device(device))
         scores = task.evaluate(load(path).to(task.device), split=split)

@@ -31,7 +31,7 @@ def names() -> list[str]:
 
 def summary(name: str) -> str:
     """The first line of a recipe's docstring."""
-    return (_recipe(name).__doc__ or "").partition("\n")[0]
+    return (RECIPES[name].__doc__ or "").partition("\n")[0]
 
 
 def configured(
@@ -66,10 +66,6 @@ def _refuse_tasks_of_srun() -> None:
 
 def load(name: str) -> Config:
     """The configuration of a recipe."""
-    return _recipe(name)()
-
-
-def _recipe(name: str) -> Callable[[], Config]:
     if name not in RECIPES:
         raise AcutanceError(f"there is no recipe {name!r}{hint(name, names())}; there are {', '.join(names())}")
-    return RECIPES[name]
+    return RECIPES[name]()

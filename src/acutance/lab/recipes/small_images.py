@@ -1,13 +1,11 @@
 """Image classification from scratch on small images: digits, Fashion-MNIST, CIFAR."""
 
-from typing import Any
+from dataclasses import replace
 
 from acutance.lab.data.augment import DEIT_SMALL_IMAGES, AugmentConfig
 from acutance.lab.tasks.classification import ClassificationConfig
 from acutance.lab.train.config import Config, LoopConfig, OptimConfig, ScheduleConfig, override
 from acutance.models import ViTConfig
-
-VIT_TINY: dict[str, Any] = {"patch_size": 4, "dim": 192, "depth": 12, "heads": 3, "class_token": False}
 
 
 def digits() -> Config:
@@ -51,7 +49,10 @@ def cifar100() -> Config:
         acutance train cifar100 --data-dir /data --set task.model.mitigation=eigen:negative --set loop.graph=false
         acutance evaluate runs/cifar100-train_on=all-seed0
     """
-    model = ViTConfig(image_size=32, num_classes=100, drop_path=0.1, stream="autocast", **VIT_TINY)
+    model = ViTConfig(
+        image_size=32, patch_size=4, num_classes=100, dim=192, depth=12, heads=3, class_token=False, drop_path=0.1,
+        stream="autocast",
+    )  # fmt: skip
     return Config(
         task=ClassificationConfig(dataset="cifar100", model=model, augment=DEIT_SMALL_IMAGES, compile_augment=True),
         optim=OptimConfig(name="muon", lr=2e-3, weight_decay=0.05, momentum=0.95, clip=1.0),
@@ -79,16 +80,9 @@ def cifar100_deit() -> Config:
         acutance train cifar100_deit --data-dir /data --set task.model.mitigation=eigen:negative,basis=polar
         acutance evaluate runs/cifar100_deit-train_on=all-seed0
     """
-    model = ViTConfig(image_size=32, patch_size=4, num_classes=100, dim=192, depth=12, heads=3, drop_path=0.1)
-    return Config(
-        task=ClassificationConfig(dataset="cifar100", model=model, augment=DEIT_SMALL_IMAGES, compile_augment=True),
-        optim=OptimConfig(name="adamw", lr=5e-4, weight_decay=0.05),
-        schedule=ScheduleConfig(name="cosine", warmup=5, start=1e-6, final=1e-5),
-        loop=LoopConfig(
-            epochs=100, batch_size=512, precision="bf16", compile=True, graph=True, checkpoint_every=1000,
-            evaluate_every=10,
-        ),
-    )  # fmt: skip
+    config, adamw = cifar100(), OptimConfig(name="adamw", lr=5e-4, weight_decay=0.05)
+    model = replace(config.task.model, class_token=True, stream="float32")
+    return replace(config, task=replace(config.task, model=model), optim=adamw)
 
 
 def cifar10() -> Config:

@@ -2,7 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -75,12 +77,9 @@ class Task(ABC, Generic[ConfigT]):
 
     def bare_model(self) -> nn.Module:
         """The same without initial weights, whose file may be gone: trained ones are put in afterwards."""
-        configured, none = self.config, {name: None for name in STARTS if hasattr(self.config, name)}
-        self.config = replace(configured, **none)  # type: ignore[type-var]
-        try:
-            return self.build_model()
-        finally:
-            self.config = configured
+        bare, none = copy(self), {name: None for name in STARTS if hasattr(self.config, name)}
+        bare.config = replace(self.config, **none)  # type: ignore[type-var]
+        return bare.build_model()
 
     def units(self, batch_size: int) -> int:
         """How many of `unit` a global batch holds."""
@@ -127,12 +126,7 @@ class ImageTask(Task[ConfigT]):
 
     def __init__(self, config: ConfigT, *, seed: int, device: torch.device) -> None:
         super().__init__(config, seed=seed, device=device)
-        self._splits: dict[str, Any] = {}
-
-    def _images(self, split: str) -> Any:
-        if split not in self._splits:
-            self._splits[split] = self._load(split)
-        return self._splits[split]
+        self._images = cache(self._load)
 
     @abstractmethod
     def _load(self, split: str) -> Any:
@@ -145,9 +139,8 @@ class ImageTask(Task[ConfigT]):
         """Repeats do not make an epoch longer."""
         name, images = getattr(self.config, "dataset", "ImageNet"), len(self._train)
         if images < batch_size:
-            raise AcutanceError(
-                f"{name} has {images} images to train on, fewer than a batch of {batch_size}: lower loop.batch_size"
-            )
+            few = f"{images} images to train on, fewer than a batch of {batch_size}"
+            raise AcutanceError(f"{name} has {few}: lower loop.batch_size")
         return images // batch_size
 
 
@@ -162,9 +155,7 @@ def turns(count: int) -> list[int]:
 
 def in_order(own: Sequence[int], results: Iterable[T]) -> list[T]:
     """The results of all processes, each part once: sums over them are exact for any number of processes."""
-    found: dict[int, T] = {}
-    for part in gather(dict(zip(own, results, strict=True))):
-        found |= part
+    found = {index: result for part in gather([*zip(own, results, strict=True)]) for index, result in part}
     return [found[index] for index in sorted(found)]
 
 

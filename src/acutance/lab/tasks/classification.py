@@ -115,13 +115,12 @@ class ClassificationTask(Classification[ClassificationConfig]):
         images = load_images(config.dataset, config.data_dir, config.train_on) if images is None else images
         if config.fraction < 1:
             images = images.subset(fraction(images.labels, config.fraction, seed))
-        model, (channels, height, width) = config.model, images.images.shape[1:]
-        if (model.in_chans, model.image_size, model.image_size) != (channels, height, width):
-            raise AcutanceError(
-                f"{images.name} has images of {channels}×{height}×{width}; the model takes {model.in_chans}×"
-                f"{model.image_size}×{model.image_size}: set task.model.in_chans and task.model.image_size"
-            )
-        base.refuse_other_classes(images.name, len(images.classes), model.num_classes)
+        given, size = tuple(images.images.shape[1:]), config.model.image_size
+        if given != (taken := (config.model.in_chans, size, size)):
+            sizes = f"{'×'.join(map(str, given))}; the model takes {'×'.join(map(str, taken))}"
+            advice = "set task.model.in_chans and task.model.image_size"
+            raise AcutanceError(f"{images.name} has images of {sizes}: {advice}")
+        base.refuse_other_classes(images.name, len(images.classes), config.model.num_classes)
         self._train = images.to(device)
         self._make_augment(len(images.classes), images.mean, images.std)
 

@@ -72,10 +72,9 @@ class ImageNetTask(Classification[ImageNetConfig]):
         return load_imagenet(self.config, cast(Any, split))
 
     def _read(self, images: ImageFolder | WebShards, indices: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        crops, how = Crops(images, self.config.model.image_size), {"workers": self.config.workers}
-        return evaluation_batches(
-            crops, batch_size=self.evaluated_at_once, indices=list(indices), device=self.device, **how
-        )
+        crops = Crops(images, self.config.model.image_size)
+        how: dict[str, Any] = {"workers": self.config.workers, "device": self.device}
+        return evaluation_batches(crops, batch_size=self.evaluated_at_once, indices=indices, **how)
 
 
 def load_imagenet(config: ImageNetConfig, split: SplitName) -> ImageFolder | WebShards:

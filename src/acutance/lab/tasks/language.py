@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -36,11 +37,9 @@ class LanguageTaskConfig:
 
     def __post_init__(self) -> None:
         check_ranges("task", self, {"1 or more": "length val_stride test_stride windows"})
-        if max(self.val_stride, self.test_stride) > self.length:
-            raise AcutanceError(
-                f"windows of {self.length} words that move on by {max(self.val_stride, self.test_stride)} leave words "
-                "out: choose strides of at most task.length"
-            )
+        if (stride := max(self.val_stride, self.test_stride)) > self.length:
+            left_out = f"windows of {self.length} words that move on by {stride} leave words out"
+            raise AcutanceError(f"{left_out}: choose strides of at most task.length")
 
 
 # Small models for small texts, not tuned: 256 channels, a plain softmax, more dropout.
@@ -97,21 +96,18 @@ class LanguageTask(Task[LanguageTaskConfig]):
         """Sequences in each of `batch_size` equal columns of the text; an incomplete last one is left out."""
         steps = (len(self._text) // batch_size - 1) // self.config.length
         if steps < 1:
-            raise AcutanceError(
-                f"{self.config.corpus} has {len(self._text)} words to train on, too few for {batch_size} columns of "
-                f"{self.config.length} words and the one that follows: lower loop.batch_size or task.length"
-            )
+            few = f"too few for {batch_size} columns of {self.config.length} words and the one that follows"
+            advice = "lower loop.batch_size or task.length"
+            raise AcutanceError(f"{self.config.corpus} has {len(self._text)} words to train on, {few}: {advice}")
         return steps
 
     def batches(self, batch_size: int, first_step: int, part: BatchSlice) -> Iterator[tuple[Tensor, Tensor]]:
         """Words and the words that follow, from `batch_size` columns of the text, read down in every epoch alike."""
-        steps, length, step = self.steps_per_epoch(batch_size), self.config.length, first_step
-        height = len(self._text) // batch_size
+        steps, length, height = self.steps_per_epoch(batch_size), self.config.length, len(self._text) // batch_size
         columns = self._text[: height * batch_size].view(batch_size, height)[part.rows(batch_size)]
-        while True:
+        for step in count(first_step):
             start = step % steps * length
             yield columns[:, start : start + length], columns[:, start + 1 : start + 1 + length]
-            step += 1
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The mean of −log p over all words."""

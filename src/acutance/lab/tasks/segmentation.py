@@ -38,9 +38,8 @@ class WindowConfig:
 
     def __post_init__(self) -> None:
         if min(self.short_side, self.size, self.stride, self.at_once) < 1 or self.stride > self.size:
-            raise AcutanceError(
-                f"{self}: all of these start at 1, and windows that move on by more than their size leave pixels out"
-            )
+            why = "all of these start at 1, and windows that move on by more than their size leave pixels out"
+            raise AcutanceError(f"{self}: {why}")
 
 
 def view_sizes(size: tuple[int, int], scale: float, config: WindowConfig) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -144,8 +143,6 @@ def _merged(model: nn.Module, view: Tensor, config: WindowConfig) -> Tensor:
 
 def _resized(image: Tensor, size: tuple[int, int]) -> Tensor:
     """(channels, height, width), bilinear and without a filter, as the public code has it."""
-    if tuple(image.shape[1:]) == size:
-        return image
     return F.interpolate(image[None], size, mode="bilinear", align_corners=False)[0]
 
 
@@ -209,8 +206,7 @@ class SegmentationTask(ImageTask[SegmentationConfig]):
         how: dict[str, Any] = {"workers": self.config.workers, "device": self.device, "first_step": first_step}
         order, rows = partial(epoch_order, len(crops), self.seed), part.rows(batch_size)
         made = training_batches(crops, order, batch_size=batch_size, seed=self.seed, rows=rows, **how)
-        for images, labels in made:
-            yield normalised(images), labels
+        return ((normalised(images), labels) for images, labels in made)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The mean over the pixels of this slice that count, as the public code has it in every process."""

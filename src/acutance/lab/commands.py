@@ -1,6 +1,8 @@
-"""The laboratory: training, what is asked of runs, the papers' results, timing, and the studies of `acutance lab`."""
+"""The verbs of the laboratory: training, what is asked of runs, the papers' results, timing, and `acutance lab`."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -8,12 +10,26 @@ import typer
 
 import acutance as ac
 from acutance.cli import options
-from acutance.cli.options import console, ints, is_first_process, list_rows, option, say, stoppable, words, write
+from acutance.cli.options import console, ints, is_first_process, list_rows, option, say, words, write
 from acutance.errors import AcutanceError
 
 studies = typer.Typer(
     help="Studies: deep random networks; affinities and layers of trained ones.", no_args_is_help=True
 )
+
+
+@contextmanager
+def stoppable(advice: str = "What is finished is kept; the same command goes on from there.") -> Iterator[None]:
+    """Ctrl-C ends a command of the laboratory with exit status 130, and says how to go on."""
+    from acutance.lab.train import StoppedError
+
+    try:
+        yield
+    except (KeyboardInterrupt, StoppedError) as stopped:
+        if is_first_process():
+            where = str(stopped).partition(". ")[0] or "Stopped"  # such as: stopped after step 7 of 16
+            say(f"\n{where}. {advice}")
+        raise typer.Exit(130) from None
 
 
 def demo(
@@ -57,8 +73,8 @@ def train(
     if show_list:
         list_rows(((name, recipes.summary(name)) for name in recipes.names()), "recipe", "what it is")
         return
-    named = {"task.data_dir": data_dir and str(data_dir), "loop.strategy": strategy}  # which --set overrules
-    given = [f"{field}={json.dumps(value)}" for field, value in named.items() if value is not None]
+    named = {"task.data_dir": data_dir, "loop.strategy": strategy}  # which --set overrules
+    given = [f"{field}={json.dumps(str(value))}" for field, value in named.items() if value is not None]
     run, config = recipes.configured(recipe, [*given, *(assignments or ())], out, resume=resume)
     how: dict[str, Any] = {"recipe": recipe, "resume": resume, "device": device, "processes": processes}
     with stoppable(f"The last checkpoint is kept. {run.how_to_go_on()}"):
@@ -162,15 +178,12 @@ def robustness(
     Example: acutance robustness runs/digits-seed0 --corruptions fog,contrast --attacks fgsm:8,pgd:8:20
     """
     from acutance.distributed import device as device_of
-    from acutance.lab.evaluate.evaluate import refuse_seen, weights_file, weights_path
+    from acutance.lab.evaluate.evaluate import weights_path
     from acutance.lab.robustness import CORRUPTIONS, evaluate, images_of, table_name
     from acutance.lab.train.run import Run
 
-    config, chosen = Run(run).config(), cast(Any, weights)
-    weights_file(run, chosen)  # refuses unknown ones
-    refuse_seen(run, config, split, chosen)
-    path = weights_path(run, chosen)
-    images = images_of(config.task, split, data_dir=data_dir, limit=limit)
+    path = weights_path(run, cast(Any, weights), split)  # it refuses unknown ones
+    images = images_of(Run(run).config().task, split, data_dir=data_dir, limit=limit)
     target = json_path or run / table_name(split, weights, corrupted_dir)
     how: dict[str, Any] = {
         "corruptions": {"all": list(CORRUPTIONS), "none": []}.get(corruptions.strip(), words(corruptions)),
@@ -366,9 +379,7 @@ def layers(
     tokens: Annotated[int | None, option("The length of a window of text.", min=2)] = None,
     batches: Annotated[int, option("Parts of the text, over which intervals are.", min=5)] = 8,
     windows: Annotated[int, option("Windows of each batch.", min=1)] = 8,
-    leave_out: Annotated[
-        int, option("First tokens of a window that HFC/LFC leaves out, with special ones.", min=0)
-    ] = 0,
+    leave_out: Annotated[int, option("First tokens of a window left out of HFC/LFC, beside special ones.", min=0)] = 0,
 ) -> None:
     """What does H say of a language model's layers, and what do attention and the rest of each block do to a text?
 
