@@ -26,7 +26,7 @@ TRAIN += ["schedule.name=constant", "schedule.warmup=0"]
 
 def train(folder: Path, *more: str, epochs: float):
     settings = [word for setting in (*TRAIN, f"loop.epochs={epochs}") for word in ("--set", setting)]
-    return run_forked("train", "digits", *settings, "--out", folder, *more)
+    return run_forked("train", "digits", *settings, "--out", folder, *more, COLUMNS="250")
 
 
 def save(folder: Path) -> Path:

@@ -56,7 +56,16 @@ def gather(own: T) -> list[T]:
 
 
 def share(batches: Iterable[T], rank: int, size: int) -> Iterable[T]:
-    """Every `size`-th batch from `rank` on; of a sequence, the others are never made."""
+    """Every `size`-th batch from `rank` on; of a sequence, the others are never made.
+
+    Batches that were already divided among the processes are refused: some would be skipped silently.
+    """
+    if isinstance(getattr(batches, "sampler", None), DistributedSampler):
+        done = "across_processes=True shares batches out, but this loader's DistributedSampler has done so already"
+        raise AcutanceError(f"{done}: give every process a loader of all samples")
+    if len(set(lengths := gather(length_of(batches)))) > 1:
+        given = f"the processes were given {', '.join(map(str, lengths))} batches"
+        raise AcutanceError(f"{given}: with across_processes=True give every process all of them")
     if size == 1:
         return batches
     if isinstance(batches, Sequence):
@@ -84,13 +93,3 @@ def pad_uneven_batches(own: Iterable[T]) -> Iterator[tuple[T, bool]]:
             return
         offered = [batch] if all(there) else gather(batch)
         yield next(one for one in (batch, *offered) if one is not None), batch is not None
-
-
-def refuse_shares(batches: Iterable[Any]) -> None:
-    """Refuse batches that were already divided among the processes: some would be skipped silently."""
-    if isinstance(getattr(batches, "sampler", None), DistributedSampler):
-        done = "across_processes=True shares batches out, but this loader's DistributedSampler has done so already"
-        raise AcutanceError(f"{done}: give every process a loader of all samples")
-    if len(set(lengths := gather(length_of(batches)))) > 1:
-        given = f"the processes were given {', '.join(map(str, lengths))} batches"
-        raise AcutanceError(f"{given}: with across_processes=True give every process all of them")

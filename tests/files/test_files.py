@@ -44,13 +44,6 @@ def test_files_that_cannot_be_read_are_errors_of_ours(tmp_path, load) -> None:
         load(tmp_path)
 
 
-def test_errors_name_the_file_that_was_meant(tmp_path) -> None:
-    for path, kind in ((str(tmp_path), IsADirectoryError), ("/proc/none.json", FileNotFoundError)):
-        with pytest.raises(kind) as caught:
-            atomic_write(path, b"")
-        assert caught.value.filename == path
-
-
 HOLD = """
 import sys
 from pathlib import Path

@@ -84,7 +84,6 @@ def walk(
         set_hooks(target, visitors, stack)
         rank, size = processes.rank_and_world_size() if across_processes else (0, 1)
         if across_processes:
-            processes.refuse_shares(batches)
             batches = processes.share(batches, rank, size)
         own, waits = track(batches, progress if rank == 0 else None, stack), across_processes and is_sharded(bare)
         shares = processes.pad_uneven_batches(own) if waits else zip(own, repeat(True), strict=False)
