@@ -28,9 +28,9 @@ from acutance.files.atomic import atomic_write
 from acutance.io.saving import save
 from acutance.lab.files import digest, finite
 from acutance.lab.tasks import Task
+from acutance.lab.train.engine import raise_on_all_ranks
 from acutance.lab.train.log import DivergedError, nonfinite_names
 from acutance.lab.train.optim import persistent
-from acutance.lab.train.ranks import raise_on_all_ranks
 from acutance.lab.train.run import Run
 from acutance.lab.train.step import TrainStep
 from acutance.measure.monitor import own_randomness
@@ -88,7 +88,10 @@ def _write(folder: Path, tensors: Tensors, notes: Mapping[str, Any], best: Path 
         manifest = {"format": FORMAT, "files": files, "notes": notes}
         atomic_write(temporary / MANIFEST, json.dumps(manifest, indent=1, allow_nan=False).encode())
         if best is not None and best.exists():
-            link_or_copy(best, temporary / BEST)
+            try:
+                os.link(best, temporary / BEST)
+            except OSError:  # the disk knows no links
+                shutil.copyfile(best, temporary / BEST)
         _flush_folder(temporary)
         temporary.rename(folder)
         _flush_folder(folder.parent)
@@ -151,14 +154,6 @@ def _checked_manifest(folder: Path) -> Any:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DamagedError(f"{folder}: unreadable: {error!r}") from error
     return manifest
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """The same file under another name; a copy where the disk knows no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def _flush_folder(folder: Path) -> None:
@@ -289,15 +284,13 @@ def gather_state(train_step: TrainStep) -> dict[str, dict[str, Tensor]]:
 def restore_state(train_step: TrainStep, tensors: Tensors) -> None:
     """The inverse of `gather_state`."""
     _copy(persistent(train_step.model), tensors[MODEL])
-    found: dict[str, dict[str, Tensor]] = {}
+    numbered = {name: (index, parameter) for index, (name, parameter) in enumerate(_optimised(train_step))}
+    state: dict[int, dict[str, Tensor]] = {}
     for full_name, value in tensors[OPTIMISER].items():
         name, _, key = full_name.rpartition("/")
-        found.setdefault(name, {})[key] = value
-    state = {
-        index: {key: _like(value, parameter) for key, value in found[name].items()}
-        for index, (name, parameter) in enumerate(_optimised(train_step))
-        if name in found
-    }
+        if name in numbered:
+            index, parameter = numbered[name]
+            state.setdefault(index, {})[key] = _like(value, parameter)
     groups = train_step.optimiser.state_dict()["param_groups"]
     train_step.optimiser.load_state_dict({"state": state, "param_groups": groups})  # which places each counter
     if train_step.ema is not None:

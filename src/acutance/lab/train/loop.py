@@ -18,10 +18,9 @@ from acutance.lab.tasks import Task, task_class
 from acutance.lab.train import log as logs
 from acutance.lab.train.checkpointer import Checkpointer, checkpoint_paths, step_of
 from acutance.lab.train.config import Config
-from acutance.lab.train.engine import Engine
+from acutance.lab.train.engine import Engine, raise_on_all_ranks
 from acutance.lab.train.log import DivergedError, StoppedError, nonfinite_names
 from acutance.lab.train.optim import learning_rate, persistent
-from acutance.lab.train.ranks import raise_on_all_ranks
 from acutance.lab.train.run import Run
 from acutance.lab.train.step import Parts, TrainStep
 from acutance.measure.monitor import Monitor

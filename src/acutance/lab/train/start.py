@@ -20,9 +20,8 @@ from acutance.lab.locks import held, holder
 from acutance.lab.tasks.base import STARTS
 from acutance.lab.train.checkpointer import checkpoint_paths
 from acutance.lab.train.config import Config
-from acutance.lab.train.engine import Engine
+from acutance.lab.train.engine import Engine, raise_on_all_ranks
 from acutance.lab.train.loop import Loop
-from acutance.lab.train.ranks import raise_on_all_ranks
 from acutance.lab.train.run import Run, changes, config_without_incidentals, differences, listed, shown
 
 # How far a run goes and how fast it learns: a resumed run may change these for the steps that are left.
@@ -73,7 +72,7 @@ def _check(run: Run, config: Config, resume: bool) -> tuple[dict[str, Any] | Non
     changed = changes(run.config().to_dict(), config.to_dict())
     if not changed and (done := run.result()) is not None:
         return done, None
-    _refuse_another_run(run, config, changed)
+    _refuse_another_run(run, config)
     if (run.result_path.exists() or run.model_path.exists()) and not checkpoint_paths(run.checkpoints):
         raise AcutanceError(
             f"{run.folder} is finished, and {run.checkpoints} holds no checkpoint to go on from: start anew with "
@@ -87,22 +86,23 @@ def _refuse_existing(run: Run) -> None:
         raise AcutanceError(f"{run.folder} holds a run already: --resume goes on with it, --out names another folder")
 
 
-def _refuse_another_run(run: Run, config: Config, changed: Mapping[str, list[Any]]) -> None:
-    if "optim.name" in changed:
-        old, new = changed["optim.name"]
+def _refuse_another_run(run: Run, config: Config) -> None:
+    found = differences(run.config(), config)
+    if "optim.name" in found:
+        old, new = found["optim.name"]
         raise AcutanceError(
             f"{run.folder} is trained by {old}, whose moments {new} cannot go on from: leave optim.name as it is, or "
             f"start anew from its weights (--set task.weights={run.model_path})"
         )
-    weights = run.start() or {}
+    weights = run.record().get("start") or {}
 
     def moved(name: str, new: str | None) -> bool:
         """Whether initial weights have another path, but the same content."""
         same = name in {f"task.{field}" for field in STARTS} and new is not None and Path(new).is_file()
         return same and digest(Path(str(new))) == weights.get("sha256")
 
-    found = differences(run.config(), config).items()
-    if others := {name: pair for name, pair in found if not COURSE.fullmatch(name) and not moved(name, pair[1])}:
+    others = {name: pair for name, pair in found.items() if not COURSE.fullmatch(name) and not moved(name, pair[1])}
+    if others:
         raise AcutanceError(
             f"{run.folder} cannot go on with {listed(others)}, which would make it another run: leave that as it was, "
             "or begin one with another --out"
@@ -225,7 +225,7 @@ def initial_weights(task: Any) -> dict[str, Any] | None:
         "file": str(file),
         "sha256": digest(file),
         "model": model,  # its class, if the file says so
-        "recipe": run.recipe() if run.exists() else None,
+        "recipe": run.record()["recipe"] if run.exists() else None,
         "differs": differs,  # fields of the model: what the weights were trained with, what is being built
         "trained": config_without_incidentals(run) if own else None,  # what that run is made of
     }

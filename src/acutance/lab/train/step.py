@@ -14,9 +14,8 @@ from acutance.errors import AcutanceError, first_line
 from acutance.lab.data.seeds import mixed_seed
 from acutance.lab.tasks import BatchSlice, Task
 from acutance.lab.train.config import Config
-from acutance.lab.train.engine import Engine
+from acutance.lab.train.engine import Engine, raise_on_all_ranks
 from acutance.lab.train.optim import Ema, build_optimiser, set_learning_rate
-from acutance.lab.train.ranks import raise_on_all_ranks
 
 T = TypeVar("T")
 Parts = tuple[Any, ...]  # this process's slices of a global batch, whose gradients are added up
