@@ -163,13 +163,17 @@ class WebShards:
         # Arrays, not a million objects: those would be copied into every worker that only looks at them.
         keys, *numbers = zip(*(entry for index in indices for entry in index), strict=True)
         offsets, sizes, labels = (torch.tensor(column) for column in numbers)
-        if classes is not None:
-            _refuse_other_labels(pattern, labels, classes)
+        low, high = int(labels.min()), int(labels.max())
+        if classes is not None and high >= classes:  # which fails deep within the loss, on a GPU without saying why
+            from_1 = low > 0 and high == classes
+            hint = "they seem to count from 1: take 1 from each" if from_1 else "set task.model.num_classes"
+            labelled = f"labels from {low} to {high} for {classes} classes, which are numbered 0 to {classes - 1}"
+            raise SHARDS.damaged(pattern, f"{labelled}; {hint}")
         chosen = choose(labels, split, every, pattern)
         shards = torch.arange(len(indices)).repeat_interleave(torch.tensor([len(index) for index in indices]))
         self.labels, self._offsets, self._sizes = labels[chosen], offsets[chosen], sizes[chosen]
         self._shards, self._keys = shards[chosen], np.array([key.encode() for key in keys])[chosen.numpy()]
-        self.classes = tuple(str(label) for label in range(classes or int(labels.max()) + 1))
+        self.classes = tuple(str(label) for label in range(classes or high + 1))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -230,10 +234,10 @@ def _indices(paths: Sequence[Path]) -> list[list[Entry]]:
     """Of each shard. Processes begin at different ones and use the indices that others have written meanwhile."""
     rank, world = processes.rank_and_world_size()
     first = rank * len(paths) // world
-    turn = [*range(first, len(paths)), *range(first)]
+    turn = [*paths[first:], *paths[:first]]
     with ThreadPoolExecutor(READERS) as readers:
-        found = dict(zip(turn, readers.map(lambda number: _index(paths[number]), turn), strict=True))
-    return [found[number] for number in range(len(paths))]
+        found = dict(zip(turn, readers.map(_index, turn), strict=True))
+    return [found[path] for path in paths]
 
 
 def _index(path: Path) -> list[Entry]:
@@ -287,13 +291,3 @@ def _label(archive: tarfile.TarFile, member: tarfile.TarInfo) -> int:
     if not 0 <= label < MOST_CLASSES:
         raise ValueError(f"{member.name!r} holds {content!r}, no number from 0 to {MOST_CLASSES - 1}")
     return label
-
-
-def _refuse_other_labels(pattern: str, labels: Tensor, classes: int) -> None:
-    """A label beyond the last class fails deep within the loss, on a GPU without saying why."""
-    low, high = int(labels.min()), int(labels.max())
-    if high >= classes:
-        from_1 = low > 0 and high == classes
-        hint = "they seem to count from 1: take 1 from each" if from_1 else "set task.model.num_classes"
-        labelled = f"labels from {low} to {high} for {classes} classes, which are numbered 0 to {classes - 1}"
-        raise SHARDS.damaged(pattern, f"{labelled}; {hint}")

@@ -87,10 +87,8 @@ def load_images(name: str, data_dir: Path | str | None, split: SplitName) -> Ima
 
 def _channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel of bytes, in units of [0, 1]."""
-    channels = images.transpose(0, 1).flatten(1)
-    values = torch.arange(256, dtype=torch.float64) / 255
-    counts = torch.stack([torch.bincount(channel, minlength=256) for channel in channels])
-    shares = counts.double() / channels.shape[1]
+    channels, values = images.transpose(0, 1).flatten(1), torch.arange(256, dtype=torch.float64) / 255
+    shares = torch.stack([channel.bincount(minlength=256).double() / len(channel) for channel in channels])
     mean = (shares * values).sum(1)
     std = (shares * (values - mean[:, None]) ** 2).sum(1).sqrt()
     return tuple(mean.tolist()), tuple(std.tolist())
@@ -113,24 +111,19 @@ class Split:
 
 def digits() -> tuple[Split, Split]:
     """The 1,797 digits of scikit-learn, normalised, for training and test (every fifth image of each class)."""
-    images, labels, test = _raw_digits()
-    images = (images - images[~test].mean()) / images[~test].std()
-    return Split(images[~test], labels[~test]), Split(images[test], labels[test])
+    (train, train_labels, _), (test, test_labels, _) = (_digits(Path(), part) for part in (True, False))
+    levels = train / 15
+    mean, std = levels.mean(), levels.std()
+    return Split((levels - mean) / std, train_labels), Split((test / 15 - mean) / std, test_labels)
 
 
 def _digits(data_dir: Path, train: bool) -> Part:
-    images, labels, test = _raw_digits()
-    wanted = ~test if train else test
-    # 17 levels of grey: 16 · 15 = 240 still fits a byte, and every level stays exact.
-    return (images[wanted] * 15).to(torch.uint8), labels[wanted], tuple("0123456789")
-
-
-def _raw_digits() -> tuple[Tensor, Tensor, Tensor]:
-    """Images from 0 to 16, labels, and which of them are test images."""
     missing = "the digits ship with scikit-learn: pip install 'acutance[train]'"
     raw = import_extra("sklearn.datasets", missing).load_digits()
     labels = torch.tensor(raw.target)
-    return torch.tensor(raw.images, dtype=torch.float32)[:, None], labels, class_ranks(labels) % 5 == 0
+    wanted = (class_ranks(labels) % 5 != 0) == train
+    # 17 levels of grey: 16 · 15 = 240 still fits a byte, and every level stays exact.
+    return torch.tensor(raw.images[:, None] * 15, dtype=torch.uint8)[wanted], labels[wanted], tuple("0123456789")
 
 
 def _cifar10(data_dir: Path, train: bool) -> Part:

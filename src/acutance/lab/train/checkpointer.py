@@ -95,9 +95,8 @@ def _write(folder: Path, tensors: Tensors, notes: Mapping[str, Any], best: Path 
         _flush_folder(temporary)
         temporary.rename(folder)
         _flush_folder(folder.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # if it was not moved
     try:
         _checked_manifest(folder)
     except DamagedError as error:  # a disk that says it wrote and did not
@@ -180,12 +179,17 @@ class Checkpointer:
     def newest(self) -> Path | None:
         return next(iter(checkpoint_paths(self._run.checkpoints)), None)
 
-    def restore(self, say: Callable[[str], None] = lambda words: None) -> int:
-        """Restore the newest checkpoint that is whole, saying what was wrong with newer ones; gives its step."""
+    def restore(self, say: Callable[[str], None] = lambda words: None) -> int | None:
+        """Restore the newest checkpoint that is whole, saying what was wrong with newer ones.
+
+        Gives its step, or None if there is no checkpoint.
+        """
         path, complaints = self._engine.on_main(lambda: newest_whole(self._run.checkpoints))
         for complaint in complaints:
             say(f"damaged checkpoint {complaint}")
         if path is None:
+            if not complaints:
+                return None
             raise AcutanceError(
                 f"none of the checkpoints in {self._run.checkpoints} is whole: start anew in another folder, "
                 "without --resume"

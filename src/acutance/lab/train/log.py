@@ -144,7 +144,10 @@ def attention_backend(model: nn.Module, forward: Callable[[], object]) -> str:
 
 
 class _BackendCounter(TorchFunctionMode):
-    """Counts what scaled_dot_product_attention chooses at every call."""
+    """Counts what scaled_dot_product_attention chooses at every call.
+
+    As in training: cast by autocast, and with a gradient, which some back-ends cannot give.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,17 +155,13 @@ class _BackendCounter(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            self._count(*args, **(kwargs or {}))
+            kind, dtype = args[0].device.type, args[0].dtype
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+            qkv = [x.detach().to(dtype).requires_grad_() for x in args[:3]]
+            choice = torch._fused_sdp_choice(*qkv, *args[3:], **(kwargs or {}))
+            shape = f"{tuple(args[0].shape)} {str(dtype).removeprefix('torch.')}"
+            self.calls[BACKENDS.get(SDPBackend(choice), str(choice)), shape] += 1
         return func(*args, **(kwargs or {}))
-
-    def _count(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> None:
-        """As in training: cast by autocast, and with a gradient, which some back-ends cannot give."""
-        if torch.is_autocast_enabled(q.device.type):
-            q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        choice = torch._fused_sdp_choice(q, k, v, *args, **kwargs)
-        shape = f"{tuple(q.shape)} {str(q.dtype).removeprefix('torch.')}"
-        self.calls[BACKENDS.get(SDPBackend(choice), str(choice)), shape] += 1
 
 
 class DivergedError(NonFiniteError):

@@ -50,11 +50,6 @@ class Loop:
         self.checkpointer = Checkpointer(run, self.train_step)
         self.restored: int | None = None  # the step of the checkpoint that the run goes on from
 
-    def restore(self) -> None:
-        """Restore the newest checkpoint that is whole, if there is one."""
-        if self.engine.on_main(self.checkpointer.newest) is not None:
-            self.restored = self.checkpointer.restore(self.say)
-
     def fit(self) -> dict[str, Any]:
         """Train from what was restored to the run's end; gives what is written to result.json."""
         loop, engine, beginning = self.config.loop, self.engine, time.perf_counter()
@@ -141,7 +136,7 @@ class Loop:
 
     def _raise_diverged(self, bad: int, loss: float) -> None:
         """Replay the step from the last good checkpoint, to say where the numbers stop being numbers."""
-        step = self.checkpointer.restore()
+        step = self.checkpointer.restore() or 0
         self.train_step.graphed = None  # it would not notice that weights and moments were replaced
         for earlier, parts in zip(range(step, bad), batches := self.train_step.batches(step), strict=False):
             self._step(earlier, parts)
@@ -160,19 +155,13 @@ class Loop:
         )
 
     def _monitor(self, step: int) -> Monitor | None:
-        every, folder = self.config.loop.monitor_every, self.run.folder
+        every, folder, task = self.config.loop.monitor_every, self.run.folder, self.task
         if every is None:
             return None
-        monitor = Monitor(
-            self.model,
-            self.task.probe(),
-            metrics=MONITORED,
-            part=self.task.monitored_part,
-            every=every,
-            jsonl=folder / "monitor.jsonl",
-            tensorboard=folder / "tensorboard",
-            autocast=torch.bfloat16 if self.config.loop.precision == "bf16" else None,
-        )
+        how: dict[str, Any] = {"metrics": MONITORED, "part": task.monitored_part, "every": every}
+        how |= {"autocast": torch.bfloat16 if self.config.loop.precision == "bf16" else None}
+        how |= {"jsonl": folder / "monitor.jsonl", "tensorboard": folder / "tensorboard"}
+        monitor = Monitor(self.model, task.probe(), **how)
         with self.engine.eager():
             monitor.finish(step)
         return monitor
@@ -180,22 +169,12 @@ class Loop:
     def _announce(self, step: int, first: Parts) -> None:
         """What is about to happen, and on what."""
         loop, engine = self.config.loop, self.engine
-
-        def forward() -> None:
-            with engine.precision():
-                self.task.loss(self.model, first[0])
-
-        with engine.eager():
-            backend = logs.attention_backend(self.model, forward)
+        with engine.eager(), engine.precision():
+            backend = logs.attention_backend(self.model, lambda: self.task.loss(self.model, first[0]))
         count = sum(parameter.numel() for parameter in self.model.parameters())
         device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
-        graph = self.train_step.graph
-        how = {
-            "compiled": loop.compile,
-            "block by block": loop.compile_blocks,
-            "as a CUDA graph": graph,
-            "deterministic": loop.deterministic,
-        }
+        how = {"compiled": loop.compile, "block by block": loop.compile_blocks}
+        how |= {"as a CUDA graph": self.train_step.graph, "deterministic": loop.deterministic}
         self.say(
             f"{type(self.model).__name__} of {count:,} parameters on {device}: {engine.strategy}, "
             f"{engine.world} × {loop.accumulate} parts of a batch of {loop.batch_size}, {loop.precision}"

@@ -42,12 +42,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     for prefix, module in model.named_modules():
         if callable(tell := getattr(module, "no_weight_decay", None)):
             spared |= {f"{prefix}.{name}".lstrip(".") for name in tell()}
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    others = {name for name, parameter in trained.items() if parameter.ndim <= 1 or name in spared}
-    return [
-        {"params": [trained[name] for name in trained if name not in others], "weight_decay": weight_decay},
-        {"params": [trained[name] for name in trained if name in others], "weight_decay": 0.0},
-    ]
+    decayed: dict[str, Any] = {"params": [], "weight_decay": weight_decay}
+    others: dict[str, Any] = {"params": [], "weight_decay": 0.0}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (others if parameter.ndim <= 1 or name in spared else decayed)["params"].append(parameter)
+    return [decayed, others]
 
 
 def build_optimiser(model: nn.Module, config: OptimConfig, *, graph: bool = False) -> Optimizer:

@@ -56,8 +56,14 @@ def train(
             loop = Loop(config, run, engine, console)  # a run that cannot be built leaves nothing behind
             _refuse_unshared_folder(run, engine)
             with ExitStack() as alone:
-                engine.on_main(lambda: _lock(run, alone))
-                loop.restore()  # what does not fit is refused before anything is written
+                # Two commands at once would write each other's checkpoints.
+                if not engine.on_main(lambda: alone.enter_context(held(run.lock_path))):
+                    raise AcutanceError(
+                        f"{run.folder} is being trained by another command ({holder(run.lock_path)}): wait for it, or "
+                        "name another folder with --out"
+                    )
+                # What does not fit is refused before anything is written.
+                loop.restored = loop.checkpointer.restore(loop.say)
                 engine.on_main(lambda: _resume(loop) if resume else _begin(loop, recipe, start))
                 return loop.fit()
         finally:
@@ -133,15 +139,6 @@ def _refuse_unshared_folder(run: Run, engine: Engine) -> None:
             mine.rmdir()
             with suppress(OSError):  # a folder that holds a run stays
                 run.folder.rmdir()
-
-
-def _lock(run: Run, alone: ExitStack) -> None:
-    """Two commands at once would write each other's checkpoints."""
-    if not alone.enter_context(held(run.lock_path)):
-        raise AcutanceError(
-            f"{run.folder} is being trained by another command ({holder(run.lock_path)}): wait for it, or name another "
-            "folder with --out"
-        )
 
 
 def _begin(loop: Loop, recipe: str | None, start: Mapping[str, Any] | None) -> None:

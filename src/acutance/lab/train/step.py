@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, TypeVar
 
@@ -119,11 +119,13 @@ class CUDAGraphStep:
         """The loss; it is overwritten by the next call."""
         self._copy_in(batch)
         self._calls += 1
-        if self._calls < WARM_UP:
-            return self._aside()
-        if self._calls == WARM_UP:
-            with _explained("--set loop.graph=false trains without", waiting=False):
-                return self._aside()
+        if self._calls <= WARM_UP:
+            explained = _explained("--set loop.graph=false trains without", waiting=False)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with explained if self._calls == WARM_UP else nullcontext(), torch.cuda.stream(self._stream):
+                loss = self._function(self._batch)
+            torch.cuda.current_stream().wait_stream(self._stream)
+            return loss
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
             # Threads that load data may use the device meanwhile.
@@ -146,13 +148,6 @@ class CUDAGraphStep:
                 "Leave an incomplete batch out, or --set loop.graph=false"
             )
         torch._foreach_copy_(own, new)
-
-    def _aside(self) -> Tensor:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            loss = self._function(self._batch)
-        torch.cuda.current_stream().wait_stream(self._stream)
-        return loss
 
 
 @contextmanager
