@@ -210,19 +210,16 @@ class Checkpointer:
 
     def save(self, step: int) -> None:
         """Write a checkpoint, unless the weights hold a NaN or an infinity: then the last good one stays the last."""
-        tensors = gather_state(self._train_step)
+        run, tensors = self._run, gather_state(self._train_step)
+        if bad := nonfinite_names(tensors[MODEL]):
+            raise DivergedError(
+                f"after step {step}, whose loss was finite, {', '.join(bad[:3])} hold no numbers: its gradient "
+                f"overflowed. The last good checkpoint is {self.newest()}. Lower optim.lr or set optim.clip"
+            )
         notes = {"step": step, "best": self.best, "scores": finite(self.scores), "processes": self._engine.world}
-
-        def write() -> None:
-            if bad := nonfinite_names(tensors[MODEL]):
-                raise DivergedError(
-                    f"after step {step}, whose loss was finite, {', '.join(bad[:3])} hold no numbers: its gradient "
-                    f"overflowed. The last good checkpoint is {self.newest()}. Lower optim.lr or set optim.clip"
-                )
-            keep_last = self._train_step.config.loop.keep_last
-            write_checkpoint(self._run.checkpoints, tensors, notes, keep_last, self._run.best_path)
-
-        self.write(f"the checkpoint of step {step}", write)
+        kept = self._train_step.config.loop.keep_last, run.best_path
+        what = f"the checkpoint of step {step}"
+        self.write(what, lambda: write_checkpoint(run.checkpoints, tensors, notes, *kept))
 
     def write(self, what: str, function: Callable[[], None]) -> None:
         """In the main process. A disk that is full or gone is reported, with what is left to go on from."""
@@ -243,10 +240,10 @@ class Checkpointer:
             self.best = {"step": step, "score": score}
             self._export(self._run.best_path)
 
-    def finish(self, step: int, scores: dict[str, float]) -> dict[str, Any]:
+    def finish(self, step: int) -> dict[str, Any]:
         """Export the last model and write the result."""
         self._export(self._run.model_path, last=True)
-        result = {"step": step, "scores": finite(scores), "headline": self._task.headline, "best": self.best}
+        result = {"step": step, "scores": finite(self.scores), "headline": self._task.headline, "best": self.best}
         self.write("the result", lambda: self._run.write_result(result))
         return result
 

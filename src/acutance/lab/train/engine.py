@@ -54,6 +54,7 @@ class Engine:
         self.backward = self._fabric.backward
         self.precision = self._fabric.autocast  # the casts of training, for a model called without its wrapper
         self.mean = self._fabric.all_reduce  # over the processes, entry by entry
+        self.no_sync = self._fabric.no_backward_sync  # inside, gradients are added up without being exchanged
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """What to call in training. The model itself is moved, and sharded, in place; its names stay."""
@@ -70,10 +71,6 @@ class Engine:
     def eager(self) -> Any:
         """Inside, the model itself runs as it is written, also where its blocks were compiled in place."""
         return torch.compiler.set_stance("force_eager") if self._compile_blocks else nullcontext()
-
-    def no_sync(self, wrapped: nn.Module, *, enabled: bool) -> Any:
-        """Inside, gradients are added up without being exchanged."""
-        return self._fabric.no_backward_sync(wrapped, enabled=enabled and self.world > 1)
 
     def on_main(self, function: Callable[[], T]) -> T:
         """What the main process gets from it. An error there is raised everywhere, so that no process waits."""

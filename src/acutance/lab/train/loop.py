@@ -65,7 +65,7 @@ class Loop:
         log: Any = logs.Log(self.run.folder, step) if engine.is_main else None
         evaluate_every = max(1, round(loop.evaluate_every * self.steps_per_epoch))
         losses = torch.zeros(loop.log_every, device=engine.device)  # read on the host at log points only
-        pending, scores = 0, self.checkpointer.scores
+        pending = 0
         bar = logs.Bar(self.console, first=step, total=self.total, unit=self.task.unit, shown=engine.is_main)
         with bar.progress, logs.interruptible() as interrupts:
             while step < self.total:
@@ -101,13 +101,13 @@ class Loop:
                     )
                 bar.skip()
             if first_step == self.total:  # nothing was left to train, and the last scores may be of an earlier step
-                scores = self._evaluate(step)
+                self._evaluate(step)
         if monitor is not None:
             with engine.eager():
                 monitor.finish(step)
         if log is not None:
             log.close()
-        return self.checkpointer.finish(step, scores)
+        return self.checkpointer.finish(step)
 
     def _step(self, step: int, parts: Parts) -> Tensor:
         return self.train_step(step, parts, self._rate(step))
@@ -137,7 +137,7 @@ class Loop:
     def _raise_diverged(self, bad: int, loss: float) -> None:
         """Replay the step from the last good checkpoint, to say where the numbers stop being numbers."""
         step = self.checkpointer.restore() or 0
-        self.train_step.graphed = None  # it would not notice that weights and moments were replaced
+        self.train_step.graphed = None  # a graph would not notice that weights and moments were replaced
         for earlier, parts in zip(range(step, bad), batches := self.train_step.batches(step), strict=False):
             self._step(earlier, parts)
         if weights := nonfinite_names(persistent(self.model)):
@@ -174,7 +174,7 @@ class Loop:
         count = sum(parameter.numel() for parameter in self.model.parameters())
         device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
         how = {"compiled": loop.compile, "block by block": loop.compile_blocks}
-        how |= {"as a CUDA graph": self.train_step.graph, "deterministic": loop.deterministic}
+        how |= {"as a CUDA graph": self.train_step.graphed is not None, "deterministic": loop.deterministic}
         self.say(
             f"{type(self.model).__name__} of {count:,} parameters on {device}: {engine.strategy}, "
             f"{engine.world} × {loop.accumulate} parts of a batch of {loop.batch_size}, {loop.precision}"

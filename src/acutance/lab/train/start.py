@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
 
+from acutance.distributed import gather
 from acutance.errors import AcutanceError
 from acutance.io.saving import CLASS_KEY, CONFIG_KEY
 from acutance.lab.files import digest
@@ -20,7 +21,7 @@ from acutance.lab.locks import held, holder
 from acutance.lab.tasks.base import STARTS
 from acutance.lab.train.checkpointer import checkpoint_paths
 from acutance.lab.train.config import Config
-from acutance.lab.train.engine import Engine, raise_on_all_ranks
+from acutance.lab.train.engine import Engine
 from acutance.lab.train.loop import Loop
 from acutance.lab.train.run import Run, changes, config_without_incidentals, differences, listed, shown
 
@@ -47,27 +48,23 @@ def train(
     without torchrun.
     """
     run, console = Run(Path(folder)), console or Console()
-    with deterministic(config.loop.deterministic):
-        engine = Engine(config.loop, device=device, processes=processes)
-        try:
-            done, start = engine.on_main(lambda: _check(run, config, resume))
-            if done is not None:
-                return done
-            loop = Loop(config, run, engine, console)  # a run that cannot be built leaves nothing behind
-            _refuse_unshared_folder(run, engine)
-            with ExitStack() as alone:
-                # Two commands at once would write each other's checkpoints.
-                if not engine.on_main(lambda: alone.enter_context(held(run.lock_path))):
-                    raise AcutanceError(
-                        f"{run.folder} is being trained by another command ({holder(run.lock_path)}): wait for it, or "
-                        "name another folder with --out"
-                    )
-                # What does not fit is refused before anything is written.
-                loop.restored = loop.checkpointer.restore(loop.say)
-                engine.on_main(lambda: _resume(loop) if resume else _begin(loop, recipe, start))
-                return loop.fit()
-        finally:
-            engine.close()
+    with ExitStack() as stack:
+        stack.enter_context(deterministic(config.loop.deterministic))
+        engine = stack.enter_context(closing(Engine(config.loop, device=device, processes=processes)))
+        done, start = engine.on_main(lambda: _check(run, config, resume))
+        if done is not None:
+            return done
+        loop = Loop(config, run, engine, console)  # a run that cannot be built leaves nothing behind
+        _refuse_unshared_folder(run, engine)
+        # Two commands at once would write each other's checkpoints.
+        if not engine.on_main(lambda: stack.enter_context(held(run.lock_path))):
+            raise AcutanceError(
+                f"{run.folder} is being trained by another command ({holder(run.lock_path)}): wait for it, or name "
+                "another folder with --out"
+            )
+        loop.restored = loop.checkpointer.restore(loop.say)  # what does not fit is refused before anything is written
+        engine.on_main(lambda: _resume(loop) if resume else _begin(loop, recipe, start))
+        return loop.fit()
 
 
 def _check(run: Run, config: Config, resume: bool) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
@@ -117,28 +114,22 @@ def _refuse_another_run(run: Run, config: Config) -> None:
 
 def _refuse_unshared_folder(run: Run, engine: Engine) -> None:
     """The main process writes and all read, so all machines must see the same folder."""
-    if engine.world == 1:
-        return
 
     def mark() -> str:
         run.folder.mkdir(parents=True, exist_ok=True)
         return Path(mkdtemp(dir=run.folder, prefix=".seen-")).name
 
-    def find() -> None:
-        if not mine.exists():
-            raise AcutanceError(
-                f"{run.folder.absolute()} is not the folder that the first process writes to: all machines need "
-                "the same one, on a file system that they share. Name it with --out"
-            )
-
-    mine = run.folder / engine.on_main(mark)
-    try:
-        raise_on_all_ranks(find)
-    finally:
-        if engine.is_main:
-            mine.rmdir()
-            with suppress(OSError):  # a folder that holds a run stays
-                run.folder.rmdir()
+    mark_path = run.folder / engine.on_main(mark)
+    others = [place for place in gather(None if mark_path.exists() else str(run.folder.absolute())) if place]
+    if engine.is_main:
+        mark_path.rmdir()
+        with suppress(OSError):  # a folder that holds a run stays
+            run.folder.rmdir()
+    if others:
+        raise AcutanceError(
+            f"{others[0]} is not the folder that the first process writes to: all machines need the same one, on a "
+            "file system that they share. Name it with --out"
+        )
 
 
 def _begin(loop: Loop, recipe: str | None, start: Mapping[str, Any] | None) -> None:

@@ -44,20 +44,18 @@ class TrainStep:
         self.model: nn.Module = raise_on_all_ranks(task.bare_model if bare else task.build_model).train()
         self.wrapped = engine.wrap(self.model)
         alone = engine.strategy == "single" and len(self.slices) == 1
-        self.graph = loop.graph and engine.device.type == "cuda" and alone
+        graph = loop.graph and engine.device.type == "cuda" and alone
+        self.graphed = CUDAGraphStep(self._update) if graph else None
         # After sharding, which replaces the parameters.
-        self.optimiser = build_optimiser(self.model, config.optim, graph=self.graph)
+        self.optimiser = build_optimiser(self.model, config.optim, graph=graph)
         self.ema = None if loop.ema is None else Ema(self.model, loop.ema)
-        self.graphed: CUDAGraphStep | None = None
 
     def __call__(self, step: int, parts: Parts, rate: float) -> Tensor:
         """One step at this learning rate; the loss stays on the device, until the next step."""
         set_learning_rate(self.optimiser, rate)
-        if not self.graph:
+        if self.graphed is None:
             loss = self._update(parts, step)
         else:
-            if self.graphed is None:
-                self.graphed = CUDAGraphStep(self._update)
             self._seed(step, self.slices[0])
             loss = self.graphed(parts)
         if self.ema is not None:  # not in the graph, which would keep the first step's decay
