@@ -18,7 +18,7 @@ import acutance as ac
 from forked import run_forked
 
 SIZES = {"image_size": 8, "patch_size": 4, "in_chans": 3, "num_classes": 2, "dim": 12, "depth": 2, "heads": 2}
-TRAIN = ["loop.checkpoint_every=10", "loop.evaluate_every=0.5", "loop.monitor_every=999", "task.model.depth=2"]
+TRAIN = "loop.checkpoint_every=10 loop.evaluate_every=0.5 loop.monitor_every=999 task.model.depth=2".split()
 TRAIN += ["schedule.name=constant", "schedule.warmup=0"]
 
 

@@ -58,8 +58,13 @@ class Engine:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """What to call in training. The model itself is moved, and sharded, in place; its names stay."""
-        if self._compile_blocks:
-            _compile_blocks(model)
+        if self._compile_blocks:  # in place
+            layers = list(_layers(model))
+            # The blocks differ in numbers, so each is compiled anew; equal kernels come out of inductor's cache.
+            limit: Any = torch._dynamo.config
+            limit.recompile_limit = max(limit.recompile_limit, 4 * len(layers))  # in training and in evaluation
+            for layer in layers:
+                layer.compile()
         compiled: Any = torch.compile(model) if self._compile and not self._compile_blocks else model
         for message in HARMLESS:
             warnings.filterwarnings("ignore", message)
@@ -118,15 +123,6 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
         for name, child in module.named_children():
             if name in STACKS and isinstance(child, nn.ModuleList):
                 yield from child
-
-
-def _compile_blocks(model: nn.Module) -> None:
-    """In place. The blocks differ in numbers, so each is compiled anew; equal kernels come out of inductor's cache."""
-    layers = list(_layers(model))
-    limit: Any = torch._dynamo.config
-    limit.recompile_limit = max(limit.recompile_limit, 4 * len(layers))  # in training and in evaluation
-    for layer in layers:
-        layer.compile()
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -3,8 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -49,7 +49,8 @@ def train(
     """
     run, console = Run(Path(folder)), console or Console()
     with ExitStack() as stack:
-        stack.enter_context(deterministic(config.loop.deterministic))
+        if config.loop.deterministic:
+            _make_deterministic(stack)
         engine = stack.enter_context(closing(Engine(config.loop, device=device, processes=processes)))
         done, start = engine.on_main(lambda: _check(run, config, resume))
         if done is not None:
@@ -155,19 +156,13 @@ def _resume(loop: Loop) -> None:
     run.go_on(config, loop.engine.world)
 
 
-@contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    """Inside, torch uses algorithms that give the same bits every time, or says that it has none."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.backends.cudnn.benchmark = before[1]
+def _make_deterministic(stack: ExitStack) -> None:
+    """Until the stack is left, torch uses algorithms that give the same bits every time, or says that it has none."""
+    stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+    stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def described(start: Mapping[str, Any]) -> str:
