@@ -156,10 +156,8 @@ def _cifar(source: Source, paths: Sequence[Path], label_key: str, classes: tuple
 
 def _fields(source: Source, path: Path, *names: str) -> list[Any]:
     """Fields of a pickle, whose names were stored as bytes (Python 2) or as text."""
-    try:
-        content = load_plain(source.read(path))
-    except pickle.UnpicklingError as error:
-        raise source.damaged(path, error) from error
+    with source.reading(path, pickle.UnpicklingError):
+        content = load_plain(path.read_bytes())
     known = content if isinstance(content, dict) else {}
     fields = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in known.items()}
     if missing := [name for name in names if name not in fields]:
@@ -188,15 +186,12 @@ def _idx(path: Path, dimensions: int) -> tuple[Any, Path]:
     """An idx file: two zeros, the type (8: bytes), the number of dimensions, their sizes (big-endian), the bytes."""
     packed = path.with_name(path.name + ".gz")
     path = packed if packed.exists() and not path.exists() else path
-    content = FASHION_MNIST.read(path)
-    try:
-        content = gzip.decompress(content) if path == packed else content
+    with FASHION_MNIST.reading(path, EOFError, zlib.error, struct.error, ValueError):
+        content = gzip.decompress(path.read_bytes()) if path == packed else path.read_bytes()
         if content[:4] != bytes((0, 0, 8, dimensions)):
             raise ValueError(f"no idx file of bytes in {dimensions} dimensions")
         shape = struct.unpack_from(f">{dimensions}I", content, 4)
         return np.frombuffer(content, np.uint8, offset=4 * (1 + dimensions)).reshape(shape).copy(), path
-    except (OSError, EOFError, zlib.error, struct.error, ValueError) as error:
-        raise FASHION_MNIST.damaged(path, error) from error
 
 
 # Each reads the training set (True) or the test set (False) from a folder.

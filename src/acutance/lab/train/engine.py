@@ -119,10 +119,9 @@ def _fabric(strategy: str, precision: str, device: str, processes: int | None) -
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    for module in model.modules():
-        for name, child in module.named_children():
-            if name in STACKS and isinstance(child, nn.ModuleList):
-                yield from child
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in STACKS and isinstance(module, nn.ModuleList):
+            yield from module
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

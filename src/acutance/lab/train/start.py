@@ -221,8 +221,8 @@ def _read(file: Path) -> tuple[str | None, dict[str, Any]]:
     try:
         with safe_open(str(file), framework="pt") as opened:
             metadata, names = opened.metadata() or {}, list(opened.keys())
-        trained = json.loads(metadata.get(CONFIG_KEY, "{}"))
-    except (SafetensorError, ValueError) as error:
+        trained = dict(json.loads(metadata.get(CONFIG_KEY, "{}")))
+    except (SafetensorError, ValueError, TypeError) as error:
         raise AcutanceError(f"{file} is not a safetensors file, or it is damaged: {error}") from error
     if learnt := [name for name in names if ".mitigation." in name]:
         raise AcutanceError(
