@@ -74,9 +74,7 @@ def evaluation_batches(
     """All samples (or those at some indices) once and in order, the last batch perhaps smaller."""
     wanted = range(len(samples)) if indices is None else indices
     starts = range(0, len(wanted), batch_size)
-    tickets: Iterator[list[Ticket]] = (
-        [(index, None) for index in wanted[start : start + batch_size]] for start in starts
-    )
+    tickets = ([(index, None) for index in wanted[start : start + batch_size]] for start in starts)
     return _load(samples, tickets, workers, device)
 
 
@@ -95,7 +93,7 @@ class _Decoder(Dataset[Any]):
 
     samples: Samples
 
-    def __getitem__(self, tickets: list[Ticket]) -> Any:
+    def __getitem__(self, tickets: Sequence[Ticket]) -> Any:
         sample, rng = self.samples.sample, np.random.default_rng
         try:
             made = [sample(index, None if seed is None else rng(seed)) for index, seed in tickets]
@@ -105,7 +103,7 @@ class _Decoder(Dataset[Any]):
 
 
 def _load(
-    samples: Samples, tickets: Iterable[list[Ticket]], workers: int, device: torch.device | str
+    samples: Samples, tickets: Iterable[Sequence[Ticket]], workers: int, device: torch.device | str
 ) -> Iterator[tuple[Tensor, Tensor]]:
     place = torch.device(device)
     options: dict[str, Any] = {"batch_size": None, "num_workers": workers, "pin_memory": place.type == "cuda"}

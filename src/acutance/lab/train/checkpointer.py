@@ -180,10 +180,7 @@ class Checkpointer:
         return next(iter(checkpoint_paths(self._run.checkpoints)), None)
 
     def restore(self, say: Callable[[str], None] = lambda words: None) -> int | None:
-        """Restore the newest checkpoint that is whole, saying what was wrong with newer ones.
-
-        Gives its step, or None if there is no checkpoint.
-        """
+        """Restore the newest whole checkpoint and say what is wrong with newer ones; its step, or None without any."""
         path, complaints = self._engine.on_main(lambda: newest_whole(self._run.checkpoints))
         for complaint in complaints:
             say(f"damaged checkpoint {complaint}")

@@ -184,7 +184,10 @@ def locate(model: nn.Module, forward: Callable[[], Tensor]) -> str:
 
     def look_out(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if not found and module in names and _nonfinite(output):
-            found.append(f"in the output of {_described(names[module], module)}")
+            name, kind = names[module] or "the model", type(module).__name__
+            number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)  # paths count from 0, layers from 1
+            where = f"layer {int(number[1]) + 1} ({name}, {kind})" if number else f"{name} ({kind})"
+            found.append(f"in the output of {where}")
 
     with torch.no_grad(), model.register_forward_pre_hook(look_in), register_module_forward_hook(look_out):
         loss = forward()
@@ -193,12 +196,6 @@ def locate(model: nn.Module, forward: Callable[[], Tensor]) -> str:
     if _nonfinite(loss):
         return f"in the loss itself: every module of the {type(model).__name__} puts out finite numbers"
     return "nowhere: replayed from the last good checkpoint, the step gives finite numbers (a race on the device?)"
-
-
-def _described(name: str, module: nn.Module) -> str:
-    """A module as `layer 4 (blocks.3.attn.proj, Linear)`: paths count from 0, layers from 1."""
-    kind, number = type(module).__name__, re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
-    return f"layer {int(number[1]) + 1} ({name}, {kind})" if number else f"{name or 'the model'} ({kind})"
 
 
 def _nonfinite(value: Any) -> bool:
